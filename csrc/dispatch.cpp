@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "dispatch.h"
+
+#include <c10/util/Exception.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+
+namespace torchq {
+namespace {
+
+struct Tier {
+  const Kernels* kernels;
+  bool supported;
+};
+
+/// Slowest first; the last supported one is the default.
+const std::vector<Tier>& tiers() {
+  static const std::vector<Tier> all = [] {
+    std::vector<Tier> list = {{&kReferenceKernels, true}};
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512vl");
+    list.push_back({&kAvx2Kernels, avx2});
+    list.push_back({&kAvx512Kernels, avx512});
+    list.push_back({&kAvx512VnniKernels, avx512 && __builtin_cpu_supports("avx512vnni")});
+#endif
+    return list;
+  }();
+  return all;
+}
+
+const Kernels* find(const std::string& isa, const char* setting) {
+  std::string known;
+  for (const Tier& tier : tiers()) {
+    if (isa == tier.kernels->isa && tier.supported) return tier.kernels;
+    if (tier.supported) known += (known.empty() ? "" : ", ") + std::string(tier.kernels->isa);
+  }
+  TORCH_CHECK_VALUE(false, "torchq: ", setting, "=", isa,
+                    " is not available here; this CPU supports: ", known, ".");
+}
+
+const Kernels* default_kernels() {
+  static const Kernels* chosen = []() -> const Kernels* {
+    const char* isa = std::getenv("TORCHQ_ISA");
+    if (isa != nullptr && *isa != '\0') return find(isa, "TORCHQ_ISA");
+    const Kernels* best = nullptr;
+    for (const Tier& tier : tiers()) {
+      if (tier.supported) best = tier.kernels;
+    }
+    return best;
+  }();
+  return chosen;
+}
+
+int verbosity() {
+  static const int level = [] {
+    const char* text = std::getenv("TORCHQ_VERBOSE");
+    return text == nullptr ? 0 : std::atoi(text);
+  }();
+  return level;
+}
+
+double now_ms() {
+  const auto time = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double, std::milli>(time).count();
+}
+
+thread_local const Kernels* selected = nullptr;
+thread_local const char* last_name = "";
+thread_local const char* last_isa = "";
+
+}  // namespace
+
+const Kernels& kernels() { return selected != nullptr ? *selected : *default_kernels(); }
+
+std::vector<std::string> supported_isas() {
+  std::vector<std::string> names;
+  for (const Tier& tier : tiers()) {
+    if (tier.supported) names.emplace_back(tier.kernels->isa);
+  }
+  return names;
+}
+
+std::string select_isa(const std::string& isa) {
+  const std::string before = selected == nullptr ? "" : selected->isa;
+  selected = isa.empty() ? nullptr : find(isa, "isa");
+  return before;
+}
+
+OpTrace::OpTrace(const char* op)
+    : op_(op), verbose_(verbosity() > 0), start_(verbose_ ? now_ms() : 0) {}
+
+void OpTrace::ran(const Kernels& tier, const char* kernel) {
+  last_name = kernel;
+  last_isa = tier.isa;
+}
+
+OpTrace::~OpTrace() {
+  if (!verbose_) return;
+  std::printf("torchq,exec,%s,%s,%s:%s,%.4g\n", op_, description_.c_str(), last_name, last_isa,
+              now_ms() - start_);
+}
+
+std::string last_kernel() {
+  return *last_name == '\0' ? "" : std::string(last_name) + ":" + last_isa;
+}
+
+}  // namespace torchq

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "avx2.h"
+
+#include "../kernels/kernels.h"
+
+namespace torchq {
+constinit const Kernels kAvx2Kernels = make_kernels<Avx2>();
+}  // namespace torchq

@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+// 16 lanes of AVX2: two ymm registers where AVX-512 has one zmm. The interface is that of avx512.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include "../kernels/common.h"
+
+namespace {
+
+struct Avx2 {
+  struct Int {
+    __m256i lo, hi;
+  };
+  struct Float {
+    __m256 lo, hi;
+  };
+  using Mask = int;  // number of valid lanes
+
+  static constexpr const char* kName = "avx2";
+  static constexpr int kMaxPanels = 1;
+  static constexpr int kSteps = 2;
+  static constexpr bool kHasNarrow = true;
+
+  static TORCHQ_INLINE Mask mask(int count) { return count; }
+  /// All ones in the first `count` lanes; vpmaskmov loads never touch the others.
+  static TORCHQ_INLINE Int lane_mask(Mask count) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i limit = _mm256_set1_epi32(count);
+    return {_mm256_cmpgt_epi32(limit, lanes),
+            _mm256_cmpgt_epi32(limit, _mm256_add_epi32(lanes, _mm256_set1_epi32(8)))};
+  }
+
+  // int32 and float lanes
+  static TORCHQ_INLINE Int zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  static TORCHQ_INLINE Int set_int(int32_t x) {
+    return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)};
+  }
+  static TORCHQ_INLINE Int load_int(const int32_t* p) {
+    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+  }
+  static TORCHQ_INLINE Int load_int(const int32_t* p, Mask count) {
+    const Int m = lane_mask(count);
+    return {_mm256_maskload_epi32(p, m.lo), _mm256_maskload_epi32(p + 8, m.hi)};
+  }
+  static TORCHQ_INLINE void store_int(int32_t* p, Int v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v.lo);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), v.hi);
+  }
+  /// Through memory: vpmaskmov stores are microcoded on AMD.
+  static TORCHQ_INLINE void store_int(int32_t* p, Int v, Mask count) {
+    if (count >= 16) return store_int(p, v);
+    int32_t lanes[16];
+    store_int(lanes, v);
+    memcpy(p, lanes, static_cast<size_t>(count) * 4);
+  }
+  static TORCHQ_INLINE Int add(Int a, Int b) {
+    return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
+  }
+  static TORCHQ_INLINE Int sub(Int a, Int b) {
+    return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)};
+  }
+  static TORCHQ_INLINE Int mul(Int a, Int b) {
+    return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
+  }
+  static TORCHQ_INLINE Float set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+  static TORCHQ_INLINE Float load(const float* p) {
+    return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+  }
+  static TORCHQ_INLINE Float load(const float* p, Mask count) {
+    const Int m = lane_mask(count);
+    return {_mm256_maskload_ps(p, m.lo), _mm256_maskload_ps(p + 8, m.hi)};
+  }
+  static TORCHQ_INLINE void store(float* p, Float v) {
+    _mm256_storeu_ps(p, v.lo);
+    _mm256_storeu_ps(p + 8, v.hi);
+  }
+  static TORCHQ_INLINE void store(float* p, Float v, Mask count) {
+    if (count >= 16) return store(p, v);
+    float lanes[16];
+    store(lanes, v);
+    memcpy(p, lanes, static_cast<size_t>(count) * 4);
+  }
+  static TORCHQ_INLINE Float add(Float a, Float b) {
+    return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};
+  }
+  static TORCHQ_INLINE Float mul(Float a, Float b) {
+    return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)};
+  }
+  static TORCHQ_INLINE Float div(Float a, Float b) {
+    return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)};
+  }
+  static TORCHQ_INLINE Float fma(Float a, Float b, Float c) {
+    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+  }
+  static TORCHQ_INLINE Float max(Float a, Float b) {
+    return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};
+  }
+  static TORCHQ_INLINE Float min(Float a, Float b) {
+    return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)};
+  }
+  static TORCHQ_INLINE Float where_positive(Float x, Float a, Float b) {
+    const __m256 zero = _mm256_setzero_ps();
+    return {_mm256_blendv_ps(b.lo, a.lo, _mm256_cmp_ps(x.lo, zero, _CMP_GT_OQ)),
+            _mm256_blendv_ps(b.hi, a.hi, _mm256_cmp_ps(x.hi, zero, _CMP_GT_OQ))};
+  }
+  static TORCHQ_INLINE Float replace_nan(Float x, Float value) {
+    return {_mm256_blendv_ps(x.lo, value.lo, _mm256_cmp_ps(x.lo, x.lo, _CMP_UNORD_Q)),
+            _mm256_blendv_ps(x.hi, value.hi, _mm256_cmp_ps(x.hi, x.hi, _CMP_UNORD_Q))};
+  }
+  static TORCHQ_INLINE Float to_float(Int v) {
+    return {_mm256_cvtepi32_ps(v.lo), _mm256_cvtepi32_ps(v.hi)};
+  }
+  static TORCHQ_INLINE Int to_int(Float v) {
+    return {_mm256_cvtps_epi32(v.lo), _mm256_cvtps_epi32(v.hi)};
+  }
+  static TORCHQ_INLINE __m256i to_int_saturated(__m256 v) {
+    const __m256 high = _mm256_cmp_ps(v, _mm256_set1_ps(2147483648.0f), _CMP_GE_OQ);
+    return _mm256_blendv_epi8(_mm256_cvtps_epi32(v), _mm256_set1_epi32(INT32_MAX),
+                              _mm256_castps_si256(high));
+  }
+  static TORCHQ_INLINE Int to_int_saturated(Float v) {
+    return {to_int_saturated(v.lo), to_int_saturated(v.hi)};
+  }
+
+  // bytes
+  static TORCHQ_INLINE __m128i load_bytes(const void* p, Mask count) {
+    if (count >= 16) return _mm_loadu_si128(static_cast<const __m128i*>(p));
+    uint8_t bytes[16] = {};
+    memcpy(bytes, p, static_cast<size_t>(count));
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  }
+  static TORCHQ_INLINE Int load_u8(const void* p, Mask count) {
+    const __m128i bytes = load_bytes(p, count);
+    return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+  }
+  static TORCHQ_INLINE Int load_s8(const void* p, Mask count) {
+    const __m128i bytes = load_bytes(p, count);
+    return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+  }
+  static TORCHQ_INLINE void store_bytes(void* p, Int v, Mask count, bool is_signed) {
+    const __m256i words =
+        _mm256_permute4x64_epi64(_mm256_packs_epi32(v.lo, v.hi), 0xd8);  // back to natural order
+    const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
+    const __m128i bytes = is_signed ? _mm_packs_epi16(low, high) : _mm_packus_epi16(low, high);
+    if (count >= 16) {
+      _mm_storeu_si128(static_cast<__m128i*>(p), bytes);
+    } else {
+      uint8_t lanes[16];
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(lanes), bytes);
+      memcpy(p, lanes, static_cast<size_t>(count));
+    }
+  }
+  static TORCHQ_INLINE void store_u8(void* p, Int v, Mask count) {
+    store_bytes(p, v, count, false);
+  }
+  static TORCHQ_INLINE void store_s8(void* p, Int v, Mask count) { store_bytes(p, v, count, true); }
+
+  // dot products of quads
+  static TORCHQ_INLINE void pin(Int& v) { asm("" : "+x"(v.lo), "+x"(v.hi)); }
+  static TORCHQ_INLINE Int load_weight(const int8_t* p) {
+    Int v = {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+    pin(v);
+    return v;
+  }
+  static TORCHQ_INLINE __m256i flip_sign(__m256i v) {
+    return _mm256_xor_si256(v, _mm256_set1_epi32(static_cast<int>(0x80808080u)));
+  }
+  /// A broadcast is the same in both halves, so one register serves.
+  static TORCHQ_INLINE __m256i broadcast(const uint8_t* p) { return _mm256_set1_epi32(load32(p)); }
+  template <int kStep>
+  static TORCHQ_INLINE __m256i split_src(__m256i quad) {
+    if constexpr (kStep == 0) return _mm256_and_si256(quad, _mm256_set1_epi32(0x00ff00ff));
+    return _mm256_srli_epi16(quad, 8);
+  }
+  static TORCHQ_INLINE void dot(Int& acc, __m256i src, Int weight) {
+    acc.lo = _mm256_add_epi32(acc.lo, _mm256_madd_epi16(src, weight.lo));
+    acc.hi = _mm256_add_epi32(acc.hi, _mm256_madd_epi16(src, weight.hi));
+  }
+  static TORCHQ_INLINE void dot_narrow(Int& acc, __m256i src, Int weight) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    acc.lo =
+        _mm256_add_epi32(acc.lo, _mm256_madd_epi16(_mm256_maddubs_epi16(src, weight.lo), ones));
+    acc.hi =
+        _mm256_add_epi32(acc.hi, _mm256_madd_epi16(_mm256_maddubs_epi16(src, weight.hi), ones));
+  }
+  static TORCHQ_INLINE void widen(const int8_t* packed, int8_t* dst) {
+    for (int half = 0; half < 2; ++half) {
+      const __m256i quads =
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed + 32 * half));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + 32 * half),
+                          _mm256_srai_epi16(_mm256_slli_epi16(quads, 8), 8));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + 64 + 32 * half),
+                          _mm256_srai_epi16(quads, 8));
+    }
+  }
+
+  // depthwise: 32 channels at a time, four taps per lane; an Int is 16 channels
+  static constexpr int kDepthwiseChannels = 32;
+  static constexpr int kDepthwiseVectors = 2;
+  /// First of the four channels in 128-bit lane `lane` (of 4) of vector `v`, see interleave.
+  static constexpr int depthwise_channel(int v, int lane) {
+    return 16 * (lane % 2) + 4 * (2 * v + lane / 2);
+  }
+  using Bytes = __m256i;
+  static TORCHQ_INLINE Bytes load_channels(const uint8_t* p, int count) {
+    if (count >= 32) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    uint8_t bytes[32] = {};
+    memcpy(bytes, p, static_cast<size_t>(count));
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
+  }
+  /// quads[j].lo / .hi = vectors 2 j, 2 j + 1; vector i, lane L, element e: channel 16 L + 4 i + e.
+  static TORCHQ_INLINE void interleave(const Bytes (&t)[4], Int (&quads)[2]) {
+    const __m256i lo01 = _mm256_unpacklo_epi8(t[0], t[1]), hi01 = _mm256_unpackhi_epi8(t[0], t[1]);
+    const __m256i lo23 = _mm256_unpacklo_epi8(t[2], t[3]), hi23 = _mm256_unpackhi_epi8(t[2], t[3]);
+    quads[0] = {_mm256_unpacklo_epi16(lo01, lo23), _mm256_unpackhi_epi16(lo01, lo23)};
+    quads[1] = {_mm256_unpacklo_epi16(hi01, hi23), _mm256_unpackhi_epi16(hi01, hi23)};
+  }
+  static TORCHQ_INLINE void natural_order(Int (&v)[2]) {
+    const Int a = v[0], b = v[1];
+    v[0] = {_mm256_permute2x128_si256(a.lo, a.hi, 0x20),
+            _mm256_permute2x128_si256(b.lo, b.hi, 0x20)};
+    v[1] = {_mm256_permute2x128_si256(a.lo, a.hi, 0x31),
+            _mm256_permute2x128_si256(b.lo, b.hi, 0x31)};
+  }
+  static TORCHQ_INLINE Int flip_sign(Int v) { return {flip_sign(v.lo), flip_sign(v.hi)}; }
+  template <int kStep>
+  static TORCHQ_INLINE Int split_src(Int quad) {
+    return {split_src<kStep>(quad.lo), split_src<kStep>(quad.hi)};
+  }
+  static TORCHQ_INLINE void dot(Int& acc, Int src, Int weight) {
+    acc.lo = _mm256_add_epi32(acc.lo, _mm256_madd_epi16(src.lo, weight.lo));
+    acc.hi = _mm256_add_epi32(acc.hi, _mm256_madd_epi16(src.hi, weight.hi));
+  }
+
+  // whole vectors of bytes
+  static constexpr int kByteLanes = 32;
+  static TORCHQ_INLINE void store_channels(uint8_t* p, Bytes v, int count) {
+    if (count >= 32) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v);
+    } else {
+      uint8_t bytes[32];
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(bytes), v);
+      memcpy(p, bytes, static_cast<size_t>(count));
+    }
+  }
+  static TORCHQ_INLINE Bytes max_bytes(Bytes a, Bytes b, bool is_signed) {
+    return is_signed ? _mm256_max_epi8(a, b) : _mm256_max_epu8(a, b);
+  }
+  static TORCHQ_INLINE Bytes or_bytes(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
+  static TORCHQ_INLINE Bytes set_bytes(int x) { return _mm256_set1_epi8(static_cast<char>(x)); }
+  static TORCHQ_INLINE Bytes load_lane(const uint8_t* p) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static TORCHQ_INLINE Bytes lookup_row(Bytes table, Bytes v, int row) {
+    const Bytes index = _mm256_xor_si256(v, set_bytes(row << 4));
+    return _mm256_shuffle_epi8(table, _mm256_adds_epu8(index, set_bytes(0x70)));
+  }
+};
+
+}  // namespace

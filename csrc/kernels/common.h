@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every kernel file needs: attributes and unaligned loads.
+//
+// Note [One symbol per ISA]
+// Each ISA object is compiled with its own instruction set. An inline function with external
+// linkage would be merged by the linker with the copy of another object, and an AVX-512 copy would
+// then run on an AVX2 machine. So everything in kernels/ and isa/ lives in an anonymous namespace,
+// only C headers and <immintrin.h> are included, no function template of the standard library is
+// used, and each object exports one symbol: its constant-initialized table. tests/test_isa.py
+// checks that with `nm`.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "table.h"
+
+#define TORCHQ_INLINE inline __attribute__((always_inline))
+#define TORCHQ_NOINLINE __attribute__((noinline))
+// The K loop's loops over accumulators must be unrolled completely, else the accumulators live on
+// the stack.
+#define TORCHQ_UNROLL _Pragma("GCC unroll 64")
+
+namespace {
+
+using namespace torchq;  // table.h: types only, nothing with linkage
+
+TORCHQ_INLINE int32_t load32(const void* p) {
+  int32_t value;
+  memcpy(&value, p, sizeof value);
+  return value;
+}
+
+TORCHQ_INLINE int element_size(DType dtype) {
+  return dtype == DType::u8 || dtype == DType::s8 ? 1 : 4;
+}
+
+TORCHQ_INLINE const void* element(const void* base, DType dtype, int64_t index) {
+  return static_cast<const char*>(base) + index * element_size(dtype);
+}
+
+TORCHQ_INLINE void* element(void* base, DType dtype, int64_t index) {
+  return static_cast<char*>(base) + index * element_size(dtype);
+}
+
+TORCHQ_INLINE int min_int(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
+
+}  // namespace

@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+// From int32 accumulators to the destination, shared by gemm and depthwise (contract: Epilogue in
+// table.h).
+//
+// Two forms. `finish_row` works on the accumulators where they are, in registers, and covers what
+// nearly every layer needs: a folded chain to 8 bits. `finish_tile` works on a tile in L1 and
+// covers everything else, the float chain interpreter included (measured cost of the detour: 4 % at
+// K = 64, 1 % at K = 512).
+#pragma once
+
+#include "common.h"
+
+namespace {
+
+/// float(q - zero_point), subtracted as integers; f32 data take zero_point 0.
+template <class Isa>
+TORCHQ_INLINE typename Isa::Float load_as_float(const void* base, DType dtype, int64_t index,
+                                                typename Isa::Int zero_point,
+                                                typename Isa::Mask mask) {
+  const void* p = element(base, dtype, index);
+  if (dtype == DType::f32) return Isa::load(static_cast<const float*>(p), mask);
+  const auto q = dtype == DType::u8   ? Isa::load_u8(p, mask)
+                 : dtype == DType::s8 ? Isa::load_s8(p, mask)
+                                      : Isa::load_int(static_cast<const int32_t*>(p), mask);
+  return Isa::to_float(Isa::sub(q, zero_point));
+}
+
+/// y in destination units (integers: rounded, saturated, NaN becomes zero_point) or real units
+/// (f32).
+template <class Isa>
+TORCHQ_INLINE void store_float(void* base, DType dtype, int64_t index, typename Isa::Float y,
+                               typename Isa::Float zero_point, typename Isa::Mask mask) {
+  void* dst = element(base, dtype, index);
+  if (dtype == DType::f32) return Isa::store(static_cast<float*>(dst), y, mask);
+  y = Isa::replace_nan(y, zero_point);
+  if (dtype == DType::s32) {
+    return Isa::store_int(static_cast<int32_t*>(dst), Isa::to_int_saturated(y), mask);
+  }
+  const bool is_signed = dtype == DType::s8;
+  y = Isa::max(y, Isa::set(is_signed ? -128.0f : 0.0f));
+  y = Isa::min(y, Isa::set(is_signed ? 127.0f : 255.0f));
+  if (is_signed) {
+    Isa::store_s8(dst, Isa::to_int(y), mask);
+  } else {
+    Isa::store_u8(dst, Isa::to_int(y), mask);
+  }
+}
+
+/// True when finish_row can take the rows as they are.
+TORCHQ_INLINE bool finishes_in_registers(const Epilogue& e, int channels, int panels) {
+  return e.mode == Epilogue::kFolded && element_size(e.dst_dtype) == 1 && !e.guard &&
+         channels == panels * kPanel;
+}
+
+template <class Isa, int NP>
+TORCHQ_INLINE void finish_row(const Epilogue& e, typename Isa::Int (&acc)[NP], int64_t dst_index,
+                              int channel) {
+  using Float = typename Isa::Float;
+  Float y[NP];
+  TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
+    const int n = channel + p * kPanel;
+    y[p] = Isa::fma(Isa::to_float(acc[p]), Isa::load(e.multiplier + n), Isa::load(e.offset + n));
+  }
+  for (int s = 0; s < e.num_sums; ++s) {
+    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
+      const int n = p * kPanel;
+      const Float old = load_as_float<Isa>(e.sums[s].data, e.sums[s].dtype, dst_index + n,
+                                           Isa::zero(), Isa::mask(kPanel));
+      y[p] = Isa::fma(old, Isa::load(e.sums[s].scale + channel + n), y[p]);
+    }
+  }
+  if (e.lo != nullptr) {
+    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
+      const int n = channel + p * kPanel;
+      y[p] = Isa::min(Isa::max(y[p], Isa::load(e.lo + n)), Isa::load(e.hi + n));
+    }
+  } else if (e.clamp) {
+    const Float lo = Isa::set(e.lo_scalar), hi = Isa::set(e.hi_scalar);
+    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) y[p] = Isa::min(Isa::max(y[p], lo), hi);
+  }
+  TORCHQ_UNROLL for (int p = 0; p < NP; ++p) acc[p] = Isa::to_int(y[p]);
+  uint8_t* dst = static_cast<uint8_t*>(e.dst) + dst_index;
+  const bool is_signed = e.dst_dtype == DType::s8;
+  if constexpr (NP == Isa::kMaxPanels && NP > 1) {
+    Isa::store_row(dst, acc, is_signed);
+  } else {
+    const auto all = Isa::mask(kPanel);
+    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
+      if (is_signed) {
+        Isa::store_s8(dst + p * kPanel, acc[p], all);
+      } else {
+        Isa::store_u8(dst + p * kPanel, acc[p], all);
+      }
+    }
+  }
+}
+
+/// Rows x panels of accumulators in memory; row r starts at tile + r * panels * 16. Overwritten
+/// with floats.
+struct FinishTile {
+  int32_t* tile;
+  int rows, panels;
+  const int64_t* dst_offset;
+  int channel, channels;
+};
+
+/// Calls body(row, channel within the tile's panels, tile values, valid lanes) for every panel of
+/// every row.
+template <class Isa, class Body>
+TORCHQ_INLINE void for_each_panel(const FinishTile& t, Body body) {
+  for (int r = 0; r < t.rows; ++r) {
+    for (int p = 0; p < t.panels; ++p) {
+      const int n = p * kPanel;
+      if (n >= t.channels) break;
+      body(r, n, t.tile + (r * t.panels + p) * kPanel, Isa::mask(t.channels - n));
+    }
+  }
+}
+
+template <class Isa>
+TORCHQ_NOINLINE void run_chain_op(const FinishTile& t, const Epilogue& e, const ChainOp& op) {
+  using Float = typename Isa::Float;
+  using Mask = typename Isa::Mask;
+  const Float alpha = Isa::set(op.alpha), beta = Isa::set(op.beta), scale = Isa::set(op.scale);
+  const auto apply = [&](auto f) {
+    for_each_panel<Isa>(t, [&](int r, int n, int32_t* tile, Mask m) {
+      float* x = reinterpret_cast<float*>(tile);
+      Isa::store(x, f(Isa::load(x), r, n, m));
+    });
+  };
+  const bool scaled = op.scale != 1.0f;
+  switch (op.kind) {
+    case ChainOp::kSum: {
+      const SumSrc& sum = e.sums[op.sum_index];
+      const Float factor = Isa::set(sum.chain_scale);
+      const auto zero_point = Isa::set_int(sum.zero_point);
+      apply([&](Float x, int r, int n, Mask m) {
+        const int64_t index = t.dst_offset[r] + t.channel + n;
+        return Isa::fma(factor, load_as_float<Isa>(sum.data, sum.dtype, index, zero_point, m), x);
+      });
+      break;
+    }
+    case ChainOp::kRelu:
+      apply([&](Float x, int, int, Mask) {
+        const Float y = Isa::where_positive(x, x, Isa::mul(alpha, x));
+        return scaled ? Isa::mul(y, scale) : y;
+      });
+      break;
+    case ChainOp::kClip:
+      apply([&](Float x, int, int, Mask) {
+        const Float y = Isa::min(beta, Isa::max(alpha, x));  // a NaN stays
+        return scaled ? Isa::mul(y, scale) : y;
+      });
+      break;
+    case ChainOp::kLinear:
+      apply([&](Float x, int, int, Mask) { return Isa::fma(x, alpha, beta); });
+      break;
+    case ChainOp::kAdd:
+      apply([&](Float x, int, int n, Mask m) {
+        return Isa::add(x, Isa::load(op.values + t.channel + n, m));
+      });
+      break;
+    case ChainOp::kMul:
+      apply([&](Float x, int, int n, Mask m) {
+        return Isa::mul(x, Isa::load(op.values + t.channel + n, m));
+      });
+      break;
+  }
+}
+
+template <class Isa>
+TORCHQ_NOINLINE void finish_tile(const FinishTile& t, const Epilogue& e) {
+  using Float = typename Isa::Float;
+  using Mask = typename Isa::Mask;
+  if (e.mode == Epilogue::kRaw) {
+    for_each_panel<Isa>(t, [&](int r, int n, int32_t* tile, Mask m) {
+      int32_t* dst = static_cast<int32_t*>(e.dst) + t.dst_offset[r] + t.channel + n;
+      Isa::store_int(dst, Isa::load_int(tile), m);
+    });
+    return;
+  }
+  const auto scaled = [&](int n, const int32_t* tile, Mask m) {
+    return Isa::fma(Isa::to_float(Isa::load_int(tile)), Isa::load(e.multiplier + t.channel + n, m),
+                    Isa::load(e.offset + t.channel + n, m));
+  };
+  if (e.mode == Epilogue::kFolded) {
+    for_each_panel<Isa>(t, [&](int r, int n, int32_t* tile, Mask m) {
+      const int64_t index = t.dst_offset[r] + t.channel + n;
+      Float y = scaled(n, tile, m);
+      for (int s = 0; s < e.num_sums; ++s) {
+        const Float old =
+            load_as_float<Isa>(e.sums[s].data, e.sums[s].dtype, index, Isa::zero(), m);
+        y = Isa::fma(old, Isa::load(e.sums[s].scale + t.channel + n, m), y);
+      }
+      if (e.lo != nullptr) {
+        y = Isa::max(Isa::load(e.lo + t.channel + n, m), y);
+        y = Isa::min(Isa::load(e.hi + t.channel + n, m), y);
+      } else if (e.clamp) {
+        y = Isa::min(Isa::set(e.hi_scalar), Isa::max(Isa::set(e.lo_scalar), y));
+      }
+      store_float<Isa>(e.dst, e.dst_dtype, index, y, Isa::set(e.zero_point), m);
+    });
+    return;
+  }
+  for_each_panel<Isa>(t, [&](int, int n, int32_t* tile, Mask m) {
+    Isa::store(reinterpret_cast<float*>(tile), scaled(n, tile, m));
+  });
+  for (int i = 0; i < e.num_ops; ++i) run_chain_op<Isa>(t, e, e.ops[i]);
+  const Float zero_point = Isa::set(e.zero_point);
+  for_each_panel<Isa>(t, [&](int r, int n, int32_t* tile, Mask m) {
+    Float y = Isa::load(reinterpret_cast<const float*>(tile));
+    if (e.dst_dtype != DType::f32) {
+      y = Isa::fma(y, Isa::load(e.inv_scale + t.channel + n, m), zero_point);
+    }
+    store_float<Isa>(e.dst, e.dst_dtype, t.dst_offset[r] + t.channel + n, y, zero_point, m);
+  });
+}
+
+}  // namespace

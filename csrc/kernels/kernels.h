@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// The table of one ISA. Including this from isa/<name>.cpp instantiates every kernel for it.
+#pragma once
+
+#include "depthwise.h"
+#include "elementwise.h"
+#include "gemm.h"
+#include "pool.h"
+
+namespace {
+
+template <class Isa>
+constexpr Kernels make_kernels() {
+  Kernels k{};
+  k.isa = Isa::kName;
+  k.widening = Isa::kSteps;
+  k.gemm = &gemm<Isa, false>;
+  if constexpr (Isa::kHasNarrow) k.gemm_narrow = &gemm<Isa, true>;
+  if constexpr (Isa::kSteps > 1) k.widen = &widen<Isa>;
+  k.compensate = &compensate<Isa>;
+  k.depthwise_weight_bytes = &depthwise_weight_bytes<Isa>;
+  k.prepare_depthwise = &prepare_depthwise<Isa>;
+  k.depthwise = &depthwise<Isa>;
+  k.max_pool = &max_pool<Isa>;
+  k.avg_pool = &avg_pool<Isa>;
+  k.convert = &convert<Isa>;
+  k.add = &add_row<Isa>;
+  k.mul = &mul_row<Isa>;
+  k.lookup = &lookup<Isa>;
+  return k;
+}
+
+}  // namespace

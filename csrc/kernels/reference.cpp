@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+// The meaning of every kernel in plain loops: the `reference` tier, and the fallback on other
+// architectures.
+#include <limits.h>
+#include <math.h>
+
+#include "common.h"
+
+namespace {
+
+float load_value(const void* base, DType dtype, int64_t index, int32_t zero_point) {
+  const void* p = element(base, dtype, index);
+  switch (dtype) {
+    case DType::u8:
+      return static_cast<float>(*static_cast<const uint8_t*>(p) - zero_point);
+    case DType::s8:
+      return static_cast<float>(*static_cast<const int8_t*>(p) - zero_point);
+    case DType::s32: {
+      int32_t q;
+      memcpy(&q, p, sizeof q);
+      // wraps like the vector subtraction; the ops only let a zero point of 0 through
+      return static_cast<float>(
+          static_cast<int32_t>(static_cast<uint32_t>(q) - static_cast<uint32_t>(zero_point)));
+    }
+    default: {
+      float x;
+      memcpy(&x, p, sizeof x);
+      return x;
+    }
+  }
+}
+
+float max_float(float a, float b) { return a > b ? a : b; }
+float min_float(float a, float b) { return a < b ? a : b; }
+
+/// Integers: rne, saturated, NaN becomes zero_point. f32: as it is.
+void store_value(void* base, DType dtype, int64_t index, float y, float zero_point) {
+  void* p = element(base, dtype, index);
+  if (dtype == DType::f32) {
+    memcpy(p, &y, sizeof y);
+    return;
+  }
+  if (y != y) y = zero_point;
+  if (dtype == DType::s32) {
+    const int32_t q = y >= 2147483648.0f   ? INT_MAX
+                      : y < -2147483648.0f ? INT_MIN
+                                           : static_cast<int32_t>(nearbyintf(y));
+    memcpy(p, &q, sizeof q);
+  } else if (dtype == DType::s8) {
+    *static_cast<int8_t*>(p) = static_cast<int8_t>(nearbyintf(min_float(max_float(y, -128), 127)));
+  } else {
+    *static_cast<uint8_t*>(p) = static_cast<uint8_t>(nearbyintf(min_float(max_float(y, 0), 255)));
+  }
+}
+
+float apply_chain_op(const Epilogue& e, const ChainOp& op, float x, int channel, int64_t index) {
+  switch (op.kind) {
+    case ChainOp::kSum: {
+      const SumSrc& sum = e.sums[op.sum_index];
+      return fmaf(sum.chain_scale, load_value(sum.data, sum.dtype, index, sum.zero_point), x);
+    }
+    case ChainOp::kRelu: {
+      const float y = x > 0 ? x : op.alpha * x;
+      return op.scale == 1 ? y : y * op.scale;
+    }
+    case ChainOp::kClip: {
+      const float y = min_float(op.beta, max_float(op.alpha, x));
+      return op.scale == 1 ? y : y * op.scale;
+    }
+    case ChainOp::kLinear:
+      return fmaf(x, op.alpha, op.beta);
+    case ChainOp::kAdd:
+      return x + op.values[channel];
+    default:
+      return x * op.values[channel];
+  }
+}
+
+void finish(const Epilogue& e, int32_t acc, int channel, int64_t index) {
+  if (e.mode == Epilogue::kRaw) {
+    memcpy(element(e.dst, DType::s32, index), &acc, sizeof acc);
+    return;
+  }
+  float y = fmaf(static_cast<float>(acc), e.multiplier[channel], e.offset[channel]);
+  if (e.mode == Epilogue::kFolded) {
+    for (int s = 0; s < e.num_sums; ++s) {
+      y = fmaf(load_value(e.sums[s].data, e.sums[s].dtype, index, 0), e.sums[s].scale[channel], y);
+    }
+    if (e.lo != nullptr) {
+      y = min_float(e.hi[channel], max_float(e.lo[channel], y));
+    } else if (e.clamp) {
+      y = min_float(e.hi_scalar, max_float(e.lo_scalar, y));
+    }
+  } else {
+    for (int i = 0; i < e.num_ops; ++i) y = apply_chain_op(e, e.ops[i], y, channel, index);
+    if (e.dst_dtype != DType::f32) y = fmaf(y, e.inv_scale[channel], e.zero_point);
+  }
+  store_value(e.dst, e.dst_dtype, index, y, e.zero_point);
+}
+
+int32_t unsigned_src(uint8_t byte, bool flip) { return flip ? byte ^ 0x80 : byte; }
+
+void gemm(const GemmTile& t, const Epilogue& e) {
+  for (int r = 0; r < t.rows; ++r) {
+    for (int n = 0; n < t.channels; ++n) {
+      const int8_t* panel = t.weight + n / kPanel * t.panel_stride;
+      uint32_t acc = static_cast<uint32_t>(t.acc_init[n]);
+      for (int i = 0; i < t.num_runs; ++i) {
+        const uint8_t* src = t.src + t.row_offset[r] + t.runs[i].src_offset;
+        const int8_t* weight = panel + t.runs[i].weight_offset + n % kPanel * kQuad;
+        for (int64_t k = 0; k < t.runs[i].quads * kQuad; ++k) {
+          const int32_t w = weight[k / kQuad * kPanel * kQuad + k % kQuad];
+          acc += static_cast<uint32_t>(unsigned_src(src[k], t.flip) * w);
+        }
+      }
+      finish(e, static_cast<int32_t>(acc), t.channel + n, t.dst_offset[r] + t.channel + n);
+    }
+  }
+}
+
+void compensate(const int32_t* compensation, int64_t stride, const int32_t* taps, int num_taps,
+                const int32_t* bias, int32_t zero_point, int64_t n, int32_t* acc_init) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t sum = 0;
+    for (int t = 0; t < num_taps; ++t) {
+      sum += static_cast<uint32_t>(compensation[taps[t] * stride + i]);
+    }
+    const uint32_t init = bias == nullptr ? 0 : static_cast<uint32_t>(bias[i]);
+    acc_init[i] = static_cast<int32_t>(init - sum * static_cast<uint32_t>(zero_point));
+  }
+}
+
+int64_t depthwise_weight_bytes(int64_t channels, int quads) {
+  return (channels + kPanel - 1) / kPanel * kPanel * quads * kQuad;
+}
+
+void prepare_depthwise(const int8_t* packed, int64_t channels, int quads, int8_t* dst) {
+  memcpy(dst, packed, static_cast<size_t>(depthwise_weight_bytes(channels, quads)));
+}
+
+void depthwise(const DepthwiseRow& d, const Epilogue& e) {
+  for (int64_t pixel = 0; pixel < d.pixels; ++pixel) {
+    for (int c = 0; c < d.channels; ++c) {
+      const int8_t* weight = d.weight + (c / kPanel * d.quads * kPanel + c % kPanel) * kQuad;
+      uint32_t acc = static_cast<uint32_t>(d.acc_init[c]);
+      for (int t = 0; t < d.quads * kQuad; ++t) {
+        const int32_t w = weight[t / kQuad * kPanel * kQuad + t % kQuad];
+        acc += static_cast<uint32_t>(unsigned_src(d.taps[t][pixel * d.src_step + c], d.flip) * w);
+      }
+      finish(e, static_cast<int32_t>(acc), c, d.dst_offset + pixel * d.dst_step + c);
+    }
+  }
+}
+
+void max_pool(const PoolRow& p) {
+  for (int64_t c = 0; c < p.channels; ++c) {
+    uint8_t best = p.taps[0][c];
+    for (int t = 1; t < p.num_taps; ++t) {
+      const uint8_t q = p.taps[t][c];
+      const bool greater =
+          p.is_signed ? static_cast<int8_t>(q) > static_cast<int8_t>(best) : q > best;
+      if (greater) best = q;
+    }
+    static_cast<uint8_t*>(p.dst)[c] = best;
+  }
+}
+
+void avg_pool(const PoolRow& p) {
+  const DType dtype = p.is_signed ? DType::s8 : DType::u8;
+  for (int64_t c = 0; c < p.channels; ++c) {
+    int32_t sum = p.bias;
+    for (int t = 0; t < p.num_taps; ++t) {
+      sum += p.is_signed ? static_cast<int8_t>(p.taps[t][c]) : p.taps[t][c];
+    }
+    store_value(p.dst, dtype, c, static_cast<float>(sum) / p.divisor, 0);
+  }
+}
+
+void convert(const ConvertRow& c) {
+  for (int64_t i = 0; i < c.size; ++i) {
+    const float x = load_value(c.src, c.src_dtype, i, c.src_zero_point[i * c.src_zero_point_step]);
+    const float zero_point = static_cast<float>(c.dst_zero_point[i * c.dst_zero_point_step]);
+    store_value(c.dst, c.dst_dtype, i, fmaf(x, c.factor[i * c.factor_step], zero_point),
+                zero_point);
+  }
+}
+
+int32_t load_operand(const void* src, DType dtype, int64_t index) {
+  return dtype == DType::u8 ? static_cast<const uint8_t*>(src)[index]
+                            : static_cast<const int8_t*>(src)[index];
+}
+
+void add(const BinaryRow& b) {
+  for (int64_t i = 0; i < b.size; ++i) {
+    const float q0 = static_cast<float>(load_operand(b.src0, b.dtype0, i * b.step0));
+    const float q1 = static_cast<float>(load_operand(b.src1, b.dtype1, i * b.step1));
+    const float y = fmaf(q0, b.m0, fmaf(q1, b.m1, b.c));
+    store_value(b.dst, b.dst_dtype, i, max_float(b.lo, y), b.lo);
+  }
+}
+
+void mul(const BinaryRow& b) {
+  for (int64_t i = 0; i < b.size; ++i) {
+    const int32_t q0 = load_operand(b.src0, b.dtype0, i * b.step0) - b.z0;
+    const int32_t q1 = load_operand(b.src1, b.dtype1, i * b.step1) - b.z1;
+    const float y = fmaf(static_cast<float>(q0 * q1), b.m0, b.c);
+    store_value(b.dst, b.dst_dtype, i, max_float(b.lo, y), b.lo);
+  }
+}
+
+void lookup(const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) dst[i] = table[src[i]];
+}
+
+}  // namespace
+
+namespace torchq {
+constinit const Kernels kReferenceKernels = {
+    .isa = "reference",
+    .widening = 1,
+    .gemm = &gemm,
+    .gemm_narrow = nullptr,
+    .widen = nullptr,
+    .compensate = &compensate,
+    .depthwise_weight_bytes = &depthwise_weight_bytes,
+    .prepare_depthwise = &prepare_depthwise,
+    .depthwise = &depthwise,
+    .max_pool = &max_pool,
+    .avg_pool = &avg_pool,
+    .convert = &convert,
+    .add = &add,
+    .mul = &mul,
+    .lookup = &lookup,
+};
+}  // namespace torchq

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every schema torchq exposes. Kernels bind next to their code in ops/*.cpp; fake kernels are in
+// torchq/ops.py. Schemas are append-only once released (tests/test_schemas.py).
+//
+// dst_dtype is a ScalarType's number (uint8 0, int8 1, int32 3, float32 6): an int costs a call 0.6
+// us less. geometry is one list for the same reason; its layout is in ops/geometry.h.
+#include <torch/library.h>
+
+#include "dispatch.h"
+#include "scratch.h"
+
+TORCH_LIBRARY(torchq, m) {
+  m.set_python_module("torchq.ops");
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+
+  m.def("pack_linear(Tensor weight) -> (Tensor packed, Tensor compensation, Tensor pair_bound)",
+        tags);
+  m.def("unpack_linear(Tensor packed, int out_features, int in_features) -> Tensor", tags);
+  m.def(
+      "pack_conv(Tensor weight, int groups, int[] dilation) -> (Tensor packed, Tensor "
+      "compensation, Tensor pair_bound)",
+      tags);
+  m.def("unpack_conv(Tensor packed, int[] weight_shape, int groups, int[] dilation) -> Tensor",
+        tags);
+
+  m.def(
+      "fold(Tensor src_scale, Tensor weight_scale, Tensor? bias, Tensor? dst_scale, "
+      "Tensor? dst_zero_point, int channels, int dst_dtype, str post_ops, Tensor[] post_op_values) "
+      "-> (Tensor multiplier, Tensor offset, Tensor post_op_params)",
+      tags);
+  m.def(
+      "fold_output_scales(Tensor output_scales, Tensor? bias, int channels, int dst_dtype, str "
+      "post_ops, "
+      "Tensor[] post_op_values) -> (Tensor multiplier, Tensor offset, Tensor post_op_params)",
+      tags);
+
+  m.def(
+      "linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor "
+      "multiplier, "
+      "Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int dst_dtype, str post_ops, "
+      "Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor",
+      tags);
+  m.def(
+      "conv(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor multiplier, "
+      "Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, int dst_dtype, "
+      "str post_ops, Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor",
+      tags);
+
+  m.def("quantize(Tensor src, Tensor scale, Tensor zero_point, int dst_dtype) -> Tensor", tags);
+  m.def("dequantize(Tensor src, Tensor scale, Tensor zero_point) -> Tensor", tags);
+  m.def(
+      "requantize(Tensor src, Tensor src_scale, Tensor src_zero_point, Tensor dst_scale, "
+      "Tensor dst_zero_point, int dst_dtype) -> Tensor",
+      tags);
+  m.def("reorder(Tensor src, Tensor output_scales, int dst_dtype) -> Tensor", tags);
+  m.def("lookup(Tensor src, Tensor table) -> Tensor", tags);
+  m.def(
+      "add(Tensor src0, Tensor src1, Tensor scales, Tensor zero_points, int dst_dtype, bool relu) "
+      "-> Tensor",
+      tags);
+  m.def(
+      "mul(Tensor src0, Tensor src1, Tensor scales, Tensor zero_points, int dst_dtype, bool relu) "
+      "-> Tensor",
+      tags);
+  m.def(
+      "concat(Tensor[] srcs, Tensor scales, Tensor zero_points, int dim, int dst_dtype) -> Tensor",
+      tags);
+  m.def("max_pool(Tensor src, int[] geometry, bool ceil_mode) -> Tensor", tags);
+  m.def(
+      "avg_pool(Tensor src, Tensor zero_point, int[] geometry, bool ceil_mode, bool "
+      "count_include_pad, "
+      "int? divisor_override) -> Tensor",
+      tags);
+  m.def("adaptive_avg_pool(Tensor src, int[] output_size) -> Tensor", tags);
+
+  // Settings and introspection: no tensors, so they bind here.
+  m.def("_select_isa(str isa) -> str", &torchq::select_isa);
+  m.def("_isa() -> str", []() { return std::string(torchq::kernels().isa); });
+  m.def("_supported_isas() -> str[]", &torchq::supported_isas);
+  m.def("_last_kernel() -> str", &torchq::last_kernel);
+  m.def("_scratch_bytes() -> int", &torchq::scratch_bytes);
+}

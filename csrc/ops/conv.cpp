@@ -1,0 +1,322 @@
+// SPDX-License-Identifier: Apache-2.0
+// torchq::conv, 1 to 3 dimensions: dense and grouped as a gemm over gathered rows, depthwise by its
+// own kernel.
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "../checks.h"
+#include "../parallel.h"
+#include "../post_ops.h"
+#include "gemm.h"
+#include "geometry.h"
+#include "packing.h"
+
+namespace torchq {
+namespace {
+
+constexpr const char* kOp = "conv";
+/// With more classes of valid taps than this, or fewer rows per class, a source padded in memory is
+/// faster.
+constexpr size_t kMaxClasses = 64;
+constexpr int64_t kMinRowsPerClass = 3;
+
+struct Conv {
+  const Kernels& tier;
+  const ConvPacking& packing;
+  const Window& window;
+  const at::Tensor &weight, &compensation;
+  const std::optional<at::Tensor>& acc_bias;
+  int32_t zero_point;  // of src as it is stored
+  bool is_signed;
+  bool narrow;
+  int64_t output[3];
+
+  /// The term of Note [Compensation].
+  int32_t effective_zero_point() const { return zero_point + (is_signed ? 128 : 0); }
+};
+
+/// The source as the kernels see it: bytes of channels-last pixels.
+struct Source {
+  const uint8_t* data;
+  int64_t batch, channels, size[3];
+  Window window;  // paddings are 0 once they are in memory
+
+  /// Bytes between pixels along dimension d.
+  int64_t pitch(int d) const {
+    int64_t bytes = channels;
+    for (int i = 2; i > d; --i) bytes *= size[i];
+    return bytes;
+  }
+  int64_t image_bytes() const { return channels * size[0] * size[1] * size[2]; }
+};
+
+/// A copy with the zero point around it.
+Source pad(ScratchFrame& scratch, const Source& s, int32_t zero_point) {
+  Source padded = s;
+  for (int d = 0; d < 3; ++d) {
+    padded.size[d] += s.window.pad_begin[d] + s.window.pad_end[d];
+    padded.window.pad_begin[d] = padded.window.pad_end[d] = 0;
+  }
+  uint8_t* data = scratch.take<uint8_t>(s.batch * padded.image_bytes());
+  std::memset(data, static_cast<uint8_t>(zero_point),
+              static_cast<size_t>(s.batch * padded.image_bytes()));
+  const Window& w = s.window;
+  for (int64_t row = 0; row < s.batch * s.size[0] * s.size[1]; ++row) {
+    const int64_t n = row / (s.size[0] * s.size[1]), d = row / s.size[1] % s.size[0],
+                  h = row % s.size[1];
+    std::memcpy(data + n * padded.image_bytes() + (d + w.pad_begin[0]) * padded.pitch(0) +
+                    (h + w.pad_begin[1]) * padded.pitch(1) + w.pad_begin[2] * padded.pitch(2),
+                s.data + row * s.pitch(1), static_cast<size_t>(s.pitch(1)));
+  }
+  padded.data = data;
+  return padded;
+}
+
+/// The runs and weight-sum rows of one class of valid taps.
+struct TapSet {
+  c10::SmallVector<GemmRun, 64> runs;
+  c10::SmallVector<int32_t, 64> taps;
+};
+
+TapSet make_taps(const Conv& c, const Source& s, const Interval (&valid)[3]) {
+  TapSet set;
+  const Window& w = s.window;
+  const int64_t tap_bytes = c.packing.quads * kPanel * kQuad;
+  const bool row_runs = c.packing.form == ConvPacking::kRowRuns;
+  // Adjacent taps of a row are adjacent in the source and in the panel: one run.
+  const bool merge = c.packing.groups == 1 && s.channels % kQuad == 0 && w.dilation[2] == 1;
+  const int64_t width = valid[2].tap_end - valid[2].tap_begin;
+  for (int64_t kd = valid[0].tap_begin; kd < valid[0].tap_end; ++kd) {
+    for (int64_t kh = valid[1].tap_begin; kh < valid[1].tap_end; ++kh) {
+      const int64_t row = kd * w.dilation[0] * s.pitch(0) + kh * w.dilation[1] * s.pitch(1);
+      if (row_runs) {
+        const int64_t tap = kd * w.kernel[1] + kh;
+        set.runs.push_back({row, tap * tap_bytes, c.packing.quads});
+        set.taps.push_back(static_cast<int32_t>(tap));
+        continue;
+      }
+      for (int64_t kw = valid[2].tap_begin; kw < valid[2].tap_end; ++kw) {
+        const int64_t tap = (kd * w.kernel[1] + kh) * w.kernel[2] + kw;
+        set.taps.push_back(static_cast<int32_t>(tap));
+        if (merge && kw > valid[2].tap_begin) continue;
+        set.runs.push_back({row + kw * w.dilation[2] * s.pitch(2), tap * tap_bytes,
+                            merge ? width * c.packing.quads : c.packing.quads});
+      }
+    }
+  }
+  return set;
+}
+
+using Intervals = c10::SmallVector<Interval, 8>;
+
+bool needs_padded_copy(const Conv& c, const Source& s, const Intervals (&classes)[3]) {
+  if (c.packing.form == ConvPacking::kRowRuns) return true;
+  const size_t count = classes[0].size() * classes[1].size() * classes[2].size();
+  const int64_t rows = s.batch * c.output[0] * c.output[1] * c.output[2];
+  return count > kMaxClasses ||
+         (count > 1 && rows < kMinRowsPerClass * static_cast<int64_t>(count));
+}
+
+void run_dense(const Conv& c, Source s, const Epilogue& epilogue, OpTrace& trace) {
+  ScratchFrame scratch;
+  Intervals classes[3];
+  const auto split = [&] {
+    for (int d = 0; d < 3; ++d) classes[d] = intervals(s.window, d, s.size[d], c.output[d]);
+  };
+  split();
+  if (needs_padded_copy(c, s, classes)) {
+    s = pad(scratch, s, c.zero_point);
+    split();
+  } else if (c.packing.group_inputs % kQuad != 0) {  // the last quad may be read in full
+    const int64_t bytes = s.batch * s.image_bytes();
+    uint8_t* copy = scratch.take<uint8_t>(bytes);
+    std::memcpy(copy, s.data, static_cast<size_t>(bytes));
+    s.data = copy;
+  }
+
+  GemmProblem problem{};
+  problem.src = s.data;
+  problem.flip = c.is_signed;
+  problem.weight = c.weight.const_data_ptr<int8_t>();
+  problem.panel_bytes = c.packing.taps * c.packing.quads * kPanel * kQuad;
+  problem.groups = static_cast<int>(c.packing.groups);
+  problem.src_group_stride = c.packing.group_inputs;
+  problem.group_channels = static_cast<int>(c.packing.group_outputs);
+  problem.panels_per_group = static_cast<int>(c.packing.panels_per_group());
+  problem.narrow = c.narrow;
+  const int64_t channels = c.packing.outputs();
+  const Window& w = s.window;
+  c10::SmallVector<TapSet, 9> tap_sets;
+  tap_sets.reserve(classes[0].size() * classes[1].size() *
+                   classes[2].size());  // runs are referred to
+  for (const Interval& d : classes[0]) {
+    for (const Interval& h : classes[1]) {
+      for (const Interval& x : classes[2]) {
+        const Interval position[3] = {d, h, x};
+        tap_sets.push_back(make_taps(c, s, position));
+        GemmClass g{};
+        g.size[0] = s.batch;
+        g.src_stride[0] = s.image_bytes();
+        int64_t dst_stride = channels;
+        for (int i = 2; i >= 0; --i) {
+          g.size[i + 1] = position[i].end - position[i].begin;
+          g.src_stride[i + 1] = w.stride[i] * s.pitch(i);
+          g.dst_stride[i + 1] = dst_stride;
+          g.src_base += (position[i].begin * w.stride[i] - w.pad_begin[i]) * s.pitch(i);
+          g.dst_base += position[i].begin * dst_stride;
+          dst_stride *= c.output[i];
+        }
+        g.dst_stride[0] = dst_stride;
+        g.runs = tap_sets.back().runs;
+        g.acc_init = make_acc_init(scratch, c.tier, c.compensation, tap_sets.back().taps,
+                                   c.acc_bias, c.effective_zero_point(), problem.groups,
+                                   problem.group_channels, problem.panels_per_group);
+        problem.classes.push_back(g);
+      }
+    }
+  }
+  run_gemm(problem, epilogue, c.tier, trace);
+}
+
+/// Depthwise: one call per destination row and width interval; taps in the padding read a row of
+/// zero points, so one compensation serves every pixel.
+void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpTrace& trace) {
+  trace.ran(c.tier, "depthwise");
+  ScratchFrame scratch;
+  const Window& w = s.window;
+  const auto order = depthwise_taps({w.kernel, 3});
+  const int quads = static_cast<int>(c.packing.quads);
+  int8_t* weight = scratch.take<int8_t>(c.tier.depthwise_weight_bytes(s.channels, quads));
+  c.tier.prepare_depthwise(c.weight.const_data_ptr<int8_t>(), s.channels, quads, weight);
+  const int64_t rounded = (s.channels + 63) / 64 * 64;
+  const int32_t all_taps = 0;
+  const int32_t* acc_init =
+      make_acc_init(scratch, c.tier, c.compensation, all_taps, c.acc_bias, c.effective_zero_point(),
+                    1, static_cast<int>(s.channels), static_cast<int>(rounded / kPanel));
+  const int64_t padding_bytes = c.output[2] * w.stride[2] * s.channels;
+  uint8_t* padding = scratch.take<uint8_t>(padding_bytes);
+  std::memset(padding, static_cast<uint8_t>(c.zero_point), static_cast<size_t>(padding_bytes));
+  const Intervals widths = intervals(w, 2, s.size[2], c.output[2]);
+
+  const int64_t rows = s.batch * c.output[0] * c.output[1];
+  const int threads = threads_for(rows * c.output[2] * s.channels * quads * kQuad);
+  const int parts = static_cast<int>(std::min<int64_t>(threads, rows));
+  parallel_parts(parts, [&](int part) {
+    const Range range = part_of(rows, parts, part);
+    c10::SmallVector<const uint8_t*, 64> taps(order.size());
+    DepthwiseRow row{taps.data(), quads,  c.is_signed, w.stride[2] * s.channels,    0, 0,
+                     s.channels,  weight, acc_init,    static_cast<int>(s.channels)};
+    for (int64_t r = range.begin; r < range.end; ++r) {
+      const int64_t n = r / (c.output[0] * c.output[1]);
+      const int64_t start[2] = {r / c.output[1] % c.output[0] * w.stride[0] - w.pad_begin[0],
+                                r % c.output[1] * w.stride[1] - w.pad_begin[1]};
+      for (const Interval& x : widths) {
+        for (size_t slot = 0; slot < order.size(); ++slot) {
+          taps[slot] = padding;
+          if (order[slot] < 0) continue;
+          const int64_t kw = order[slot] % w.kernel[2], line = order[slot] / w.kernel[2];
+          const int64_t d = start[0] + line / w.kernel[1] * w.dilation[0];
+          const int64_t h = start[1] + line % w.kernel[1] * w.dilation[1];
+          const bool inside = d >= 0 && d < s.size[0] && h >= 0 && h < s.size[1] &&
+                              kw >= x.tap_begin && kw < x.tap_end;
+          if (!inside) continue;
+          taps[slot] = s.data + n * s.image_bytes() + d * s.pitch(0) + h * s.pitch(1) +
+                       (x.begin * w.stride[2] - w.pad_begin[2] + kw * w.dilation[2]) * s.pitch(2);
+        }
+        row.pixels = x.end - x.begin;
+        row.dst_offset = (r * c.output[2] + x.begin) * s.channels;
+        c.tier.depthwise(row, epilogue);
+      }
+    }
+  });
+}
+
+void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation,
+                  const ConvPacking& p, c10::IntArrayRef geometry) {
+  check_param(kOp, "weight", weight, at::kChar);
+  check_param(kOp, "compensation", compensation, at::kInt);
+  const int64_t comp_taps = p.form == ConvPacking::kDepthwise ? 1 : p.taps;
+  TORCH_CHECK_VALUE(
+      weight.sizes() == c10::IntArrayRef(p.packed_sizes()) && compensation.size(0) == comp_taps,
+      "torchq.conv: src has ", src.size(1), " channels and geometry ", geometry,
+      ", which needs weight ", c10::IntArrayRef(p.packed_sizes()), " with compensation [",
+      comp_taps, ", ", compensation.size(1), "]; got ", weight.sizes(), " and ",
+      compensation.sizes(), ". Pack it with torchq.ops.pack_conv for these groups and dilation.");
+  TORCH_CHECK_VALUE(
+      p.group_inputs / p.merged * p.taps <= kMaxReduction || p.form == ConvPacking::kDepthwise,
+      "torchq.conv: weight ", weight.sizes(), " sums more than ", kMaxReduction,
+      " products, which could overflow int32. Split the layer along its inputs.");
+}
+
+at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::Tensor& compensation,
+                const at::Tensor& pair_bound, const at::Tensor& multiplier,
+                const at::Tensor& offset, const std::optional<at::Tensor>& acc_bias,
+                const std::optional<at::Tensor>& src_zero_point, c10::IntArrayRef geometry,
+                int64_t dst_dtype, c10::string_view post_ops, const at::Tensor& post_op_params,
+                at::TensorList post_op_srcs) {
+  OpTrace trace(kOp);
+  const Kernels& tier = kernels();
+  const DType src_dtype = check_src(kOp, "src", src_arg);
+  const ChannelsLast src = to_channels_last(kOp, src_arg);
+  const Window window = parse_window(kOp, geometry, src.spatial_dims, 1);
+  const int64_t groups = geometry.back();
+  check_param(kOp, "compensation", compensation, at::kInt);
+  TORCH_CHECK_VALUE(compensation.dim() == 2 && groups >= 1 && src.channels % groups == 0 &&
+                        compensation.size(1) % groups == 0,
+                    "torchq.conv: groups must divide the ", src.channels,
+                    " channels of src and the ",
+                    "output channels of compensation [taps, OC], got groups=", groups,
+                    " and compensation ", compensation.sizes(), ".");
+  const int64_t channels = compensation.size(1);
+  const ConvPacking packing = conv_packing(channels, src.channels / groups, groups,
+                                           {window.kernel, 3}, {window.dilation, 3});
+  check_weight(src_arg, weight, compensation, packing, geometry);
+  if (acc_bias.has_value()) {
+    check_param(kOp, "acc_bias", *acc_bias, at::kInt);
+    check_numel(kOp, "acc_bias", *acc_bias, channels);
+  }
+
+  Conv c{tier,
+         packing,
+         window,
+         weight,
+         compensation,
+         acc_bias,
+         zero_point_of(kOp, "src_zero_point", src_zero_point, src_dtype),
+         src_dtype == DType::s8,
+         pairs_fit(kOp, pair_bound, weight.size(0)),
+         {}};
+  for (int d = 0; d < 3; ++d) {
+    c.output[d] = window.output(d, src.size[d]);
+    TORCH_CHECK_VALUE(c.output[d] > 0, "torchq.conv: src ", src_arg.sizes(),
+                      " is smaller than the kernel ", "with geometry ", geometry,
+                      ". Enlarge the input or its padding.");
+  }
+  at::Tensor dst = empty_channels_last(
+      src.batch, channels, {c.output + 3 - src.spatial_dims, static_cast<size_t>(src.spatial_dims)},
+      scalar_type(dst_dtype_of(kOp, dst_dtype)));
+  const EpilogueBuilder epilogue(
+      {kOp, channels, multiplier, offset, post_ops, post_op_params, post_op_srcs,
+       max_accumulator(src.channels / groups * window.taps(), acc_bias)},
+      dst);
+  if (dst.numel() == 0) return dst;
+  Source s{static_cast<const uint8_t*>(src.tensor.const_data_ptr()),
+           src.batch,
+           src.channels,
+           {},
+           window};
+  std::copy(src.size, src.size + 3, s.size);
+  if (packing.form == ConvPacking::kDepthwise) {
+    run_depthwise(c, s, epilogue.get(), trace);
+  } else {
+    run_dense(c, s, epilogue.get(), trace);
+  }
+  return dst;
+}
+
+}  // namespace
+}  // namespace torchq
+
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("conv", &torchq::conv); }

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Conversion between quantized tensors of any strides, shared by the reorders and concat.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "../dispatch.h"
+
+namespace torchq {
+
+/// dst = convert(fma(float(src - src_zero_point), factor, dst_zero_point)); the parameters
+/// broadcast against src.
+void convert_into(const Kernels& tier, const at::Tensor& dst, const at::Tensor& src,
+                  const at::Tensor& factor, const at::Tensor& src_zero_point,
+                  const at::Tensor& dst_zero_point);
+
+/// float(numerator / denominator), divided in double; ValueError unless both are finite and greater
+/// than 0.
+at::Tensor scale_ratio(const char* op, const at::Tensor& numerator, const at::Tensor& denominator);
+
+/// The tensor with the larger shape decides the layout of a broadcast result: like whichever
+/// operand already has the result's shape, else contiguous.
+at::Tensor empty_broadcast(const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype);
+
+}  // namespace torchq

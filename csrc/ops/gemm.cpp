@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gemm.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "../checks.h"
+#include "../parallel.h"
+
+namespace torchq {
+namespace {
+
+/// Panels per block: what one pass of the widest tile covers.
+constexpr int kBlockPanels = 4;
+/// Weights up to half a core's L2 stay there while tiles stream past.
+constexpr int64_t kResidentWeightBytes = 512 * 1024;
+
+/// Steps through a class's rows in order, yielding source and destination offsets.
+class RowCursor {
+ public:
+  RowCursor(const GemmClass& c, int64_t row) : class_(c) {
+    for (int d = 3; d >= 0; --d) {
+      index_[d] = row % c.size[d];
+      row /= c.size[d];
+      src_ += index_[d] * c.src_stride[d];
+      dst_ += index_[d] * c.dst_stride[d];
+    }
+  }
+  int64_t src() const { return src_; }
+  int64_t dst() const { return dst_; }
+  void next() {
+    for (int d = 3; d >= 0; --d) {
+      src_ += class_.src_stride[d];
+      dst_ += class_.dst_stride[d];
+      if (++index_[d] < class_.size[d]) return;
+      src_ -= class_.size[d] * class_.src_stride[d];
+      dst_ -= class_.size[d] * class_.dst_stride[d];
+      index_[d] = 0;
+    }
+  }
+
+ private:
+  const GemmClass& class_;
+  int64_t index_[4];
+  int64_t src_ = 0, dst_ = 0;
+};
+
+/// A block of consecutive panels of one group.
+struct Block {
+  int group, panel, panels;
+};
+
+struct Blocking {
+  int per_group;     // blocks in a group
+  int block_panels;  // panels of a full block
+
+  Block block(const GemmProblem& p, int64_t i) const {
+    const int group = static_cast<int>(i / per_group);
+    const int panel = static_cast<int>(i % per_group) * block_panels;
+    return {group, panel, std::min(block_panels, p.panels_per_group - panel)};
+  }
+};
+
+/// One thread's share: tiles x blocks.
+class Worker {
+ public:
+  Worker(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier,
+         const Blocking& blocking)
+      : problem_(problem), epilogue_(epilogue), blocking_(blocking) {
+    const bool narrow = tier.widening > 1 && problem.narrow;
+    gemm_ = narrow ? tier.gemm_narrow : tier.gemm;
+    widen_ = narrow ? nullptr : tier.widen;
+    widening_ = narrow ? 1 : tier.widening;
+    if (widen_ != nullptr) {
+      widened_ = scratch_.take<int8_t>(blocking.block_panels * problem.panel_bytes * widening_);
+    }
+  }
+
+  /// Blocks outermost where the weights of one block are worth keeping (they are large, or were
+  /// widened), else tiles outermost: the rows of a tile stay in L1 and the weights in L2.
+  void run(Range tiles, Range blocks, bool blocks_outer) {
+    if (blocks_outer || widen_ != nullptr) {
+      for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+        for_each_tile(tiles, {b, b + 1});
+      }
+    } else {
+      for_each_tile(tiles, blocks);
+    }
+  }
+
+ private:
+  void for_each_tile(Range tiles, Range blocks) {
+    if (widen_ != nullptr) widen(blocking_.block(problem_, blocks.begin));
+    int64_t first = 0;  // first tile of the class
+    for (const GemmClass& c : problem_.classes) {
+      const int64_t count = c.tiles(), rows = c.rows();
+      const int64_t begin = std::max(tiles.begin - first, int64_t{0});
+      const int64_t end = std::min(tiles.end - first, count);
+      if (begin < end) {
+        // Tiles differ by at most one row: 49 rows are 6 6 6 6 5 5 5 5 5.
+        RowCursor cursor(c, rows * begin / count);
+        for (int64_t t = begin; t < end; ++t) {
+          const int tile_rows = static_cast<int>(rows * (t + 1) / count - rows * t / count);
+          run_tile(c, cursor, tile_rows, blocks);
+        }
+      }
+      first += count;
+    }
+  }
+
+  void run_tile(const GemmClass& c, RowCursor& cursor, int rows, Range blocks) {
+    int64_t src_offset[kTileRows], dst_offset[kTileRows];
+    for (int r = 0; r < rows; ++r, cursor.next()) {
+      src_offset[r] = cursor.src();
+      dst_offset[r] = c.dst_base + cursor.dst();
+    }
+    GemmTile tile{};
+    tile.row_offset = src_offset;
+    tile.dst_offset = dst_offset;
+    tile.rows = rows;
+    tile.flip = problem_.flip;
+    tile.runs = c.runs.data();
+    tile.num_runs = static_cast<int>(c.runs.size());
+    tile.panel_stride = problem_.panel_bytes;
+    for (int64_t i = blocks.begin; i < blocks.end; ++i) {
+      const Block b = blocking_.block(problem_, i);
+      const int channel = b.panel * kPanel;
+      tile.src = problem_.src + c.src_base + b.group * problem_.src_group_stride;
+      tile.weight = widened_ != nullptr ? widened_ : packed(b);
+      tile.panels = b.panels;
+      tile.channel = b.group * problem_.group_channels + channel;
+      tile.channels = std::min(problem_.group_channels - channel, b.panels * kPanel);
+      tile.acc_init = c.acc_init + (b.group * problem_.panels_per_group + b.panel) * kPanel;
+      gemm_(tile, epilogue_);
+    }
+  }
+
+  const int8_t* packed(const Block& b) const {
+    return problem_.weight +
+           (int64_t{b.group} * problem_.panels_per_group + b.panel) * problem_.panel_bytes;
+  }
+
+  void widen(const Block& b) { widen_(packed(b), b.panels * problem_.panel_bytes, widened_); }
+
+  const GemmProblem& problem_;
+  const Epilogue& epilogue_;
+  const Blocking blocking_;
+  void (*gemm_)(const GemmTile&, const Epilogue&);
+  void (*widen_)(const int8_t*, int64_t, int8_t*);
+  int widening_;
+  int8_t* widened_ = nullptr;
+  ScratchFrame scratch_;
+};
+
+}  // namespace
+
+void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier, OpTrace& trace) {
+  const bool narrow = tier.widening > 1 && p.narrow;
+  trace.ran(tier, narrow ? "gemm_narrow" : "gemm");
+  int64_t tiles = 0, row_quads = 0;
+  for (const GemmClass& c : p.classes) {
+    tiles += c.tiles();
+    row_quads += c.rows() * c.quads();
+  }
+  const int64_t panels = int64_t{p.groups} * p.panels_per_group;
+  const int threads = threads_for(row_quads * kQuad * panels * kPanel);
+  const bool large_weights = panels * p.panel_bytes > kResidentWeightBytes;
+  // Few rows or large weights: each thread takes its own channels, whose weights stay in its cache.
+  const bool split_blocks = threads > 1 && (large_weights || tiles < 4 * threads);
+  const bool blocks_outer = large_weights || (tier.widen != nullptr && !narrow);
+  Blocking blocking{};
+  blocking.block_panels = blocks_outer || split_blocks ? kBlockPanels : p.panels_per_group;
+  if (split_blocks && panels < int64_t{threads} * kBlockPanels) {
+    blocking.block_panels = static_cast<int>(std::max<int64_t>(1, panels / threads));
+  }
+  blocking.block_panels = std::min(blocking.block_panels, p.panels_per_group);
+  blocking.per_group = (p.panels_per_group + blocking.block_panels - 1) / blocking.block_panels;
+  const int64_t blocks = int64_t{p.groups} * blocking.per_group;
+
+  const int block_parts = split_blocks ? static_cast<int>(std::min<int64_t>(threads, blocks)) : 1;
+  const int tile_parts = static_cast<int>(std::min<int64_t>(threads / block_parts, tiles));
+  parallel_parts(block_parts * tile_parts, [&](int i) {
+    Worker worker(p, epilogue, tier, blocking);
+    worker.run(part_of(tiles, tile_parts, i / block_parts),
+               part_of(blocks, block_parts, i % block_parts), blocks_outer);
+  });
+}
+
+const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,
+                             const at::Tensor& compensation, c10::ArrayRef<int32_t> taps,
+                             const std::optional<at::Tensor>& acc_bias, int32_t zero_point,
+                             int groups, int group_channels, int panels_per_group) {
+  const int64_t group_size = int64_t{panels_per_group} * kPanel;
+  int32_t* init = scratch.take<int32_t>(groups * group_size);
+  std::memset(init, 0, static_cast<size_t>(groups * group_size) * sizeof(int32_t));
+  if (zero_point == 0 && !acc_bias.has_value()) return init;
+  const int32_t* bias = acc_bias.has_value() ? acc_bias->const_data_ptr<int32_t>() : nullptr;
+  for (int g = 0; g < groups; ++g) {
+    const int64_t channel = int64_t{g} * group_channels;
+    tier.compensate(compensation.const_data_ptr<int32_t>() + channel, compensation.size(1),
+                    taps.data(), static_cast<int>(taps.size()),
+                    bias == nullptr ? nullptr : bias + channel, zero_point, group_channels,
+                    init + g * group_size);
+  }
+  return init;
+}
+
+double max_accumulator(int64_t reduction, const std::optional<at::Tensor>& acc_bias) {
+  return acc_bias.has_value() ? 2147483648.0 : 255.0 * 128.0 * static_cast<double>(reduction);
+}
+
+bool pairs_fit(const char* op, const at::Tensor& pair_bound, int64_t panels) {
+  check_param(op, "pair_bound", pair_bound, at::kInt);
+  check_numel(op, "pair_bound", pair_bound, panels);
+  const int32_t* bound = pair_bound.const_data_ptr<int32_t>();
+  return std::all_of(bound, bound + panels, [](int32_t b) { return b <= 128; });
+}
+
+}  // namespace torchq

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Window geometry of convolution and pooling: 1 to 3 spatial dimensions, handled as 3 (depth,
+// height, width).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+namespace torchq {
+
+/// The list [kernel..., stride..., padding_begin..., padding_end..., dilation..., (groups)],
+/// leading dimensions filled with 1 (padding 0).
+struct Window {
+  int64_t kernel[3], stride[3], pad_begin[3], pad_end[3], dilation[3];
+
+  int64_t taps() const { return kernel[0] * kernel[1] * kernel[2]; }
+  /// Destination size along dimension d.
+  int64_t output(int d, int64_t input, bool ceil_mode = false) const;
+};
+
+/// Checks the list's length and values; `extra` is how many entries follow the window.
+Window parse_window(const char* op, c10::IntArrayRef geometry, int64_t spatial_dims, int64_t extra);
+
+/// (N, C, spatial...) in channels-last memory; missing spatial dimensions are 1.
+struct ChannelsLast {
+  at::Tensor tensor;  // keeps the data alive; strides are those of channels-last
+  int64_t batch, channels, size[3];
+  int64_t spatial_dims;
+
+  int64_t pixels() const { return batch * size[0] * size[1] * size[2]; }
+};
+
+/// The tensor itself where its memory is channels-last already, else a copy.
+ChannelsLast to_channels_last(const char* op, const at::Tensor& src);
+
+/// A new (N, C, spatial...) tensor with channels-last strides: (L C, 1, C) for one spatial
+/// dimension, and so on.
+at::Tensor empty_channels_last(int64_t batch, int64_t channels, c10::IntArrayRef spatial,
+                               at::ScalarType dtype);
+
+/// Destination positions [begin, end) along one dimension that meet the same kernel taps
+/// [tap_begin, tap_end).
+struct Interval {
+  int64_t begin, end, tap_begin, tap_end;
+};
+c10::SmallVector<Interval, 8> intervals(const Window& w, int d, int64_t input, int64_t output);
+
+}  // namespace torchq

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// torchq::linear: a gemm whose rows are the rows of src and whose only tap is the whole row.
+#include <ATen/EmptyTensor.h>
+#include <torch/library.h>
+
+#include <cstring>
+
+#include "../checks.h"
+#include "../post_ops.h"
+#include "gemm.h"
+
+namespace torchq {
+namespace {
+
+constexpr const char* kOp = "linear";
+
+void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation) {
+  TORCH_CHECK_VALUE(src.dim() >= 1, "torchq.linear: src must have at least one dimension, got a ",
+                    "scalar. Pass (*, in_features).");
+  check_param(kOp, "weight", weight, at::kChar);
+  check_param(kOp, "compensation", compensation, at::kInt);
+  const int64_t k = src.size(-1);
+  TORCH_CHECK_VALUE(weight.dim() == 5 && weight.size(1) == 1 && weight.size(3) == kPanel &&
+                        weight.size(4) == kQuad && compensation.dim() == 2 &&
+                        compensation.size(0) == 1 &&
+                        weight.size(0) == (compensation.size(1) + kPanel - 1) / kPanel,
+                    "torchq.linear: weight must be [ceil(N/16), 1, ceil(K/4), 16, 4] with ",
+                    "compensation [1, N], got ", weight.sizes(), " and ", compensation.sizes(),
+                    ". Pack it with torchq.ops.pack_linear.");
+  TORCH_CHECK_VALUE(weight.size(2) == (k + kQuad - 1) / kQuad && k <= kMaxReduction,
+                    "torchq.linear: src has ", k, " features but weight was packed for ",
+                    std::max<int64_t>(weight.size(2) * kQuad - 3, 0), " to ",
+                    weight.size(2) * kQuad, "; got src ", src.sizes(), ", weight ", weight.sizes(),
+                    ". Check the layer's in_features.");
+}
+
+at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
+                  const at::Tensor& compensation, const at::Tensor& pair_bound,
+                  const at::Tensor& multiplier, const at::Tensor& offset,
+                  const std::optional<at::Tensor>& acc_bias,
+                  const std::optional<at::Tensor>& src_zero_point, int64_t dst_dtype,
+                  c10::string_view post_ops, const at::Tensor& post_op_params,
+                  at::TensorList post_op_srcs) {
+  OpTrace trace(kOp);
+  const Kernels& tier = kernels();
+  const DType src_dtype = check_src(kOp, "src", src_arg);
+  check_weight(src_arg, weight, compensation);
+  const int32_t zero_point = zero_point_of(kOp, "src_zero_point", src_zero_point, src_dtype);
+  const DType dst_type = dst_dtype_of(kOp, dst_dtype);
+  const int64_t n = compensation.size(1), k = src_arg.size(-1);
+  if (acc_bias.has_value()) {
+    check_param(kOp, "acc_bias", *acc_bias, at::kInt);
+    check_numel(kOp, "acc_bias", *acc_bias, n);
+  }
+  const at::Tensor src = src_arg.contiguous();
+  c10::SmallVector<int64_t, 5> sizes(src.sizes().begin(), src.sizes().end());
+  sizes.back() = n;
+  at::Tensor dst = at::detail::empty_cpu(sizes, scalar_type(dst_type));
+  const EpilogueBuilder epilogue({kOp, n, multiplier, offset, post_ops, post_op_params,
+                                  post_op_srcs, max_accumulator(k, acc_bias)},
+                                 dst);
+  const bool narrow = pairs_fit(kOp, pair_bound, weight.size(0));
+  if (dst.numel() == 0) return dst;
+
+  const int64_t m = dst.numel() / n;
+  ScratchFrame scratch;
+  const uint8_t* data = static_cast<const uint8_t*>(src.const_data_ptr());
+  if (k % kQuad != 0) {  // the last quad of the last row may be read in full
+    uint8_t* copy = scratch.take<uint8_t>(m * k);
+    std::memcpy(copy, data, static_cast<size_t>(m * k));
+    data = copy;
+  }
+  const int32_t tap = 0;
+  const GemmRun run{0, 0, weight.size(2)};
+  const int panels = static_cast<int>(weight.size(0));
+  GemmProblem problem{};
+  problem.src = data;
+  problem.flip = src_dtype == DType::s8;
+  problem.weight = weight.const_data_ptr<int8_t>();
+  problem.panel_bytes = weight.size(2) * kPanel * kQuad;
+  problem.groups = 1;
+  problem.group_channels = static_cast<int>(n);
+  problem.panels_per_group = panels;
+  problem.narrow = narrow;
+  problem.classes.push_back(
+      {{1, 1, 1, m},
+       {0, 0, 0, k},
+       {0, 0, 0, n},
+       0,
+       0,
+       run,
+       make_acc_init(scratch, tier, compensation, tap, acc_bias,
+                     zero_point + (problem.flip ? 128 : 0), 1, static_cast<int>(n), panels)});
+  run_gemm(problem, epilogue.get(), tier, trace);
+  return dst;
+}
+
+}  // namespace
+}  // namespace torchq
+
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("linear", &torchq::linear); }

@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+// pack_linear, pack_conv and their inverses.
+#include "packing.h"
+
+#include <ATen/EmptyTensor.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "../checks.h"
+#include "gemm.h"
+
+namespace torchq {
+namespace {
+
+using Packed = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t product(c10::IntArrayRef values) {
+  int64_t result = 1;
+  for (int64_t v : values) result *= v;
+  return result;
+}
+
+/// Where weight[output][input][tap] of one group lives in the packed tensor.
+int64_t packed_index(const ConvPacking& p, int64_t kernel_width, int64_t output, int64_t input,
+                     int64_t tap) {
+  const int64_t group = output / p.group_outputs, n = output % p.group_outputs;
+  const int64_t panel = group * p.panels_per_group() + n / kPanel;
+  int64_t run = tap, k = input;
+  if (p.form == ConvPacking::kRowRuns) {
+    run = tap / kernel_width;
+    k = tap % kernel_width * p.group_inputs + input;
+  }
+  return (((panel * p.taps + run) * p.quads + k / kQuad) * kPanel + n % kPanel) * kQuad + k % kQuad;
+}
+
+/// Calls body(packed index, output, input within its original group, tap) for every weight.
+template <class Body>
+void for_each_weight(const ConvPacking& p, int64_t inputs_per_group, c10::IntArrayRef kernel,
+                     const Body& body) {
+  const int64_t taps = product(kernel), outputs = p.outputs();
+  if (p.form == ConvPacking::kDepthwise) {
+    const auto order = depthwise_taps(kernel);
+    for (int64_t c = 0; c < outputs; ++c) {
+      for (size_t slot = 0; slot < order.size(); ++slot) {
+        if (order[slot] < 0) continue;
+        const int64_t quad = static_cast<int64_t>(slot) / kQuad;
+        const int64_t index = ((c / kPanel * p.quads + quad) * kPanel + c % kPanel) * kQuad +
+                              static_cast<int64_t>(slot) % kQuad;
+        body(index, c, 0, order[slot]);
+      }
+    }
+    return;
+  }
+  const int64_t outputs_per_group = p.group_outputs / p.merged;
+  for (int64_t n = 0; n < outputs; ++n) {
+    const int64_t first_input = n % p.group_outputs / outputs_per_group * inputs_per_group;
+    for (int64_t k = 0; k < inputs_per_group; ++k) {
+      for (int64_t t = 0; t < taps; ++t) {
+        body(packed_index(p, kernel.back(), n, first_input + k, t), n, k, t);
+      }
+    }
+  }
+}
+
+/// The largest |sum| of adjacent weights of one sign, per panel: at most 128 means that 16-bit pair
+/// sums are exact for every u8 source (255 * 128 = 32640; 255 * 129 overflows).
+at::Tensor pair_bounds(const at::Tensor& packed, int64_t panels) {
+  at::Tensor bounds = at::detail::empty_cpu({panels}, at::kInt);
+  const int8_t* w = packed.const_data_ptr<int8_t>();
+  const int64_t panel_bytes = panels == 0 ? 0 : packed.numel() / panels;
+  for (int64_t p = 0; p < panels; ++p) {
+    int bound = 0;
+    for (int64_t i = p * panel_bytes; i < (p + 1) * panel_bytes; i += 2) {
+      const int positive = std::max<int>(w[i], 0) + std::max<int>(w[i + 1], 0);
+      const int negative = std::min<int>(w[i], 0) + std::min<int>(w[i + 1], 0);
+      bound = std::max({bound, positive, -negative});
+    }
+    bounds.mutable_data_ptr<int32_t>()[p] = bound;
+  }
+  return bounds;
+}
+
+Packed pack(const char* op, const ConvPacking& p, const at::Tensor& weight,
+            c10::IntArrayRef kernel) {
+  const int64_t inputs = weight.size(1), taps = product(kernel);
+  TORCH_CHECK_VALUE(inputs * taps <= kMaxReduction, "torchq.", op, ": weight sums ", inputs * taps,
+                    " products per output, got weight ", weight.sizes(), "; more than ",
+                    kMaxReduction,
+                    " could overflow int32 (255 * 128 * K). Split the layer along its inputs.");
+  at::Tensor packed = at::detail::empty_cpu(p.packed_sizes(), at::kChar);
+  packed.zero_();
+  const int64_t comp_taps = p.form == ConvPacking::kDepthwise ? 1 : p.taps;
+  at::Tensor compensation = at::detail::empty_cpu({comp_taps, p.outputs()}, at::kInt);
+  compensation.zero_();
+  const at::Tensor dense = weight.contiguous();
+  const int8_t* src = dense.const_data_ptr<int8_t>();
+  int8_t* dst = packed.mutable_data_ptr<int8_t>();
+  int32_t* sums = compensation.mutable_data_ptr<int32_t>();
+  for_each_weight(p, inputs, kernel, [&](int64_t index, int64_t n, int64_t k, int64_t t) {
+    const int8_t w = src[(n * inputs + k) * taps + t];
+    dst[index] = w;
+    const int64_t run = comp_taps == 1                    ? 0
+                        : p.form == ConvPacking::kRowRuns ? t / kernel.back()
+                                                          : t;
+    sums[run * p.outputs() + n] += w;
+  });
+  return {packed, compensation, pair_bounds(packed, packed.size(0))};
+}
+
+at::Tensor unpack(const char* op, const ConvPacking& p, const at::Tensor& packed,
+                  c10::IntArrayRef weight_shape, c10::IntArrayRef kernel) {
+  check_param(op, "packed", packed, at::kChar);
+  TORCH_CHECK_VALUE(packed.sizes() == c10::IntArrayRef(p.packed_sizes()), "torchq.", op,
+                    ": packed must be ", c10::IntArrayRef(p.packed_sizes()), " for weight shape ",
+                    weight_shape, ", got ", packed.sizes(), ". Pass the shape it was packed from.");
+  at::Tensor weight = at::detail::empty_cpu(weight_shape, at::kChar);
+  const int8_t* src = packed.const_data_ptr<int8_t>();
+  int8_t* dst = weight.mutable_data_ptr<int8_t>();
+  const int64_t inputs = weight_shape[1], taps = product(kernel);
+  for_each_weight(p, inputs, kernel, [&](int64_t index, int64_t n, int64_t k, int64_t t) {
+    dst[(n * inputs + k) * taps + t] = src[index];
+  });
+  return weight;
+}
+
+void check_weight(const char* op, const at::Tensor& weight, int64_t min_dim, int64_t max_dim,
+                  const char* form) {
+  TORCH_CHECK_TYPE(weight.scalar_type() == at::kChar, "torchq.", op, ": weight must be int8, got ",
+                   dtype_name(weight.scalar_type()),
+                   ". Quantize it first: torchq.functional.quantize_weight(weight, scale).");
+  check_cpu(op, "weight", weight);
+  TORCH_CHECK_VALUE(weight.dim() >= min_dim && weight.dim() <= max_dim, "torchq.", op,
+                    ": weight must be ", form, ", got ", weight.sizes(), ".");
+}
+
+ConvPacking linear_packing(int64_t outputs, int64_t inputs) {
+  return {ConvPacking::kDense, 1, outputs, inputs, 1, 1, ceil_div(inputs, kQuad)};
+}
+
+Packed pack_linear(const at::Tensor& weight) {
+  check_weight("pack_linear", weight, 2, 2, "(out_features, in_features)");
+  return pack("pack_linear", linear_packing(weight.size(0), weight.size(1)), weight, {1});
+}
+
+at::Tensor unpack_linear(const at::Tensor& packed, int64_t out_features, int64_t in_features) {
+  TORCH_CHECK_VALUE(
+      out_features >= 0 && in_features >= 0, "torchq.unpack_linear: out_features and ",
+      "in_features must not be negative, got ", out_features, " and ", in_features, ".");
+  return unpack("unpack_linear", linear_packing(out_features, in_features), packed,
+                {out_features, in_features}, {1});
+}
+
+ConvPacking checked_conv_packing(const char* op, c10::IntArrayRef shape, int64_t groups,
+                                 c10::IntArrayRef dilation) {
+  TORCH_CHECK_VALUE(groups >= 1 && shape[0] % groups == 0, "torchq.", op,
+                    ": groups must divide the ", shape[0], " output channels of weight ", shape,
+                    ", got groups=", groups, ".");
+  TORCH_CHECK_VALUE(dilation.size() == shape.size() - 2, "torchq.", op, ": dilation must have ",
+                    shape.size() - 2, " values for weight ", shape, ", got ", dilation, ".");
+  return conv_packing(shape[0], shape[1], groups, shape.slice(2), dilation);
+}
+
+Packed pack_conv(const at::Tensor& weight, int64_t groups, c10::IntArrayRef dilation) {
+  check_weight("pack_conv", weight, 3, 5, "(OC, IC/G, k...) with one to three kernel dimensions");
+  TORCH_CHECK_VALUE(product(weight.sizes().slice(2)) > 0,
+                    "torchq.pack_conv: weight must have kernel ", "dimensions of at least 1, got ",
+                    weight.sizes(), ".");
+  const ConvPacking p = checked_conv_packing("pack_conv", weight.sizes(), groups, dilation);
+  return pack("pack_conv", p, weight, weight.sizes().slice(2));
+}
+
+at::Tensor unpack_conv(const at::Tensor& packed, c10::IntArrayRef weight_shape, int64_t groups,
+                       c10::IntArrayRef dilation) {
+  TORCH_CHECK_VALUE(
+      weight_shape.size() >= 3 && weight_shape.size() <= 5 &&
+          std::all_of(weight_shape.begin(), weight_shape.end(), [](int64_t d) { return d >= 0; }),
+      "torchq.unpack_conv: weight_shape must be (OC, IC/G, k...), got ", weight_shape, ".");
+  const ConvPacking p = checked_conv_packing("unpack_conv", weight_shape, groups, dilation);
+  return unpack("unpack_conv", p, packed, weight_shape, weight_shape.slice(2));
+}
+
+}  // namespace
+
+c10::SmallVector<int64_t, 5> ConvPacking::packed_sizes() const {
+  if (form == kDepthwise) return {ceil_div(outputs(), kPanel), quads, kPanel, kQuad};
+  return {panels(), taps, quads, kPanel, kQuad};
+}
+
+ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t groups,
+                         c10::IntArrayRef kernel, c10::IntArrayRef dilation) {
+  const int64_t taps = product(kernel), width = kernel.back();
+  if (groups > 1 && inputs_per_group == 1 && outputs == groups) {
+    const int64_t quads = static_cast<int64_t>(depthwise_taps(kernel).size()) / kQuad;
+    return {ConvPacking::kDepthwise, 1, outputs, outputs, groups, taps, quads};
+  }
+  if (groups == 1 && inputs_per_group % kQuad != 0 && width > 1 && dilation.back() == 1) {
+    return {ConvPacking::kRowRuns,
+            1,
+            outputs,
+            inputs_per_group,
+            1,
+            taps / width,
+            ceil_div(width * inputs_per_group, kQuad)};
+  }
+  const int64_t group_outputs = outputs / groups;
+  int64_t merged = 1;
+  for (int64_t m = 2; m <= groups && m * group_outputs <= kPanel; ++m) {
+    if (groups % m == 0) merged = m;
+  }
+  return {ConvPacking::kDense,
+          groups / merged,
+          merged * group_outputs,
+          merged * inputs_per_group,
+          merged,
+          taps,
+          ceil_div(merged * inputs_per_group, kQuad)};
+}
+
+c10::SmallVector<int32_t, 64> depthwise_taps(c10::IntArrayRef kernel) {
+  const int32_t width = static_cast<int32_t>(kernel.back());
+  const int32_t rows = static_cast<int32_t>(product(kernel)) / width;
+  c10::SmallVector<int32_t, 64> taps;
+  for (int32_t first = 0; first < rows; first += kQuad) {
+    const int32_t block = std::min(rows - first, kQuad);
+    if (block == 1) {
+      for (int32_t x = 0; x < (width + kQuad - 1) / kQuad * kQuad; ++x) {
+        taps.push_back(x < width ? first * width + x : -1);
+      }
+      continue;
+    }
+    for (int32_t x = 0; x < width; ++x) {
+      for (int32_t r = 0; r < kQuad; ++r) taps.push_back(r < block ? (first + r) * width + x : -1);
+    }
+  }
+  return taps;
+}
+
+}  // namespace torchq
+
+TORCH_LIBRARY_IMPL(torchq, CPU, m) {
+  m.impl("pack_linear", &torchq::pack_linear);
+  m.impl("unpack_linear", &torchq::unpack_linear);
+  m.impl("pack_conv", &torchq::pack_conv);
+  m.impl("unpack_conv", &torchq::unpack_conv);
+}

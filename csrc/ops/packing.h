@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a convolution's weights are laid out: one decision, taken from the shapes alone, shared by
+// pack, unpack and the op.
+#pragma once
+
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
+
+#include "../kernels/table.h"
+
+namespace torchq {
+
+/// Note [Conv packings]
+/// dense      [G' * ceil(OC'/16)][taps][ceil(IC'/4)][16][4]. Groups with few channels are merged
+/// into G' block-
+///            diagonal ones of up to 16 output channels (OC' = merged * OC/G), so no lane is wasted
+///            on tails.
+/// row runs   [ceil(OC/16)][kd * kh][ceil(kw * IC/4)][16][4] when IC is no multiple of 4: in
+/// channels-last a kernel
+///            row is one run of kw * IC bytes (a 7x7x3 stem: 42 quads instead of 49). Needs a
+///            source that is padded in memory.
+/// depthwise  [ceil(C/16)][quads][16][4]; a quad holds four taps, see depthwise_taps.
+struct ConvPacking {
+  enum Form { kDense, kRowRuns, kDepthwise };
+  Form form;
+  int64_t groups, group_outputs, group_inputs;  // after merging
+  int64_t merged;                               // original groups per merged group
+  int64_t taps, quads;                          // as in the packed shape
+
+  int64_t panels_per_group() const { return (group_outputs + kPanel - 1) / kPanel; }
+  int64_t panels() const { return groups * panels_per_group(); }
+  int64_t outputs() const { return groups * group_outputs; }
+  c10::SmallVector<int64_t, 5> packed_sizes() const;
+};
+
+/// `kernel` and `dilation` have one entry per spatial dimension.
+ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t groups,
+                         c10::IntArrayRef kernel, c10::IntArrayRef dilation);
+
+/// The taps of each depthwise quad, -1 where a slot is empty. Up to four kernel rows share a quad,
+/// column by column, so that a kernel can slide along the row; a single leftover row is cut into
+/// fours.
+c10::SmallVector<int32_t, 64> depthwise_taps(c10::IntArrayRef kernel);
+
+}  // namespace torchq

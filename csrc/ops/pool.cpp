@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+// Max, average and adaptive average pooling on uint8 and int8; the destination keeps the source's
+// scale and zero point. Padding is never picked by max, and counts as real zero (the zero point) in
+// an average that includes it.
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "../checks.h"
+#include "../dispatch.h"
+#include "../parallel.h"
+#include "geometry.h"
+
+namespace torchq {
+namespace {
+
+/// Source positions [begin, end) of one window along one dimension, with the step between them, and
+/// how many positions the window has when padding counts.
+struct Span {
+  int64_t begin, end, step, counted;
+};
+using Spans = c10::SmallVector<Span, 64>;
+
+int64_t span_size(const Span& s) { return (s.end - s.begin + s.step - 1) / s.step; }
+
+struct Pooling {
+  const char* kernel;
+  void (*run)(const PoolRow&);
+  bool average;
+  bool count_include_pad = false;
+  int64_t divisor_override = 0;
+  int32_t zero_point = 0;
+};
+
+Spans window_spans(const Window& w, int d, int64_t input, int64_t output) {
+  Spans spans;
+  for (int64_t o = 0; o < output; ++o) {
+    const int64_t start = o * w.stride[d] - w.pad_begin[d];
+    const int64_t stop = start + (w.kernel[d] - 1) * w.dilation[d] + 1;
+    const int64_t counted = std::min(stop, input + w.pad_end[d]) - start;
+    // The first tap at or behind position 0.
+    const int64_t skipped = start < 0 ? (-start + w.dilation[d] - 1) / w.dilation[d] : 0;
+    spans.push_back({start + skipped * w.dilation[d], std::min(stop, input), w.dilation[d],
+                     (counted + w.dilation[d] - 1) / w.dilation[d]});
+  }
+  return spans;
+}
+
+Spans adaptive_spans(int64_t input, int64_t output) {
+  Spans spans;
+  for (int64_t o = 0; o < output; ++o) {
+    const int64_t begin = o * input / output, end = ((o + 1) * input + output - 1) / output;
+    spans.push_back({begin, end, 1, end - begin});
+  }
+  return spans;
+}
+
+at::Tensor pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src,
+                const Spans (&spans)[3], const Pooling& pooling) {
+  trace.ran(tier, pooling.kernel);
+  int64_t output[3], window = 1;
+  for (int d = 0; d < 3; ++d) {
+    output[d] = static_cast<int64_t>(spans[d].size());
+    int64_t widest = 0;
+    for (const Span& s : spans[d]) widest = std::max(widest, span_size(s));
+    window *= widest;
+  }
+  const bool is_signed = src.tensor.scalar_type() == at::kChar;
+  at::Tensor dst =
+      empty_channels_last(src.batch, src.channels,
+                          {output + 3 - src.spatial_dims, static_cast<size_t>(src.spatial_dims)},
+                          src.tensor.scalar_type());
+  if (dst.numel() == 0) return dst;
+  const uint8_t* data = static_cast<const uint8_t*>(src.tensor.const_data_ptr());
+  uint8_t* out = static_cast<uint8_t*>(dst.mutable_data_ptr());
+  const int64_t c = src.channels, rows = src.batch * output[0] * output[1];
+  const int parts =
+      static_cast<int>(std::min<int64_t>(threads_for(dst.numel() * window, 100'000), rows));
+  parallel_parts(parts, [&](int part) {
+    const Range range = part_of(rows, parts, part);
+    c10::SmallVector<const uint8_t*, 64> taps;
+    for (int64_t r = range.begin; r < range.end; ++r) {
+      const int64_t n = r / (output[0] * output[1]);
+      const Span& d = spans[0][static_cast<size_t>(r / output[1] % output[0])];
+      const Span& h = spans[1][static_cast<size_t>(r % output[1])];
+      for (int64_t ox = 0; ox < output[2]; ++ox) {
+        const Span& x = spans[2][static_cast<size_t>(ox)];
+        taps.clear();
+        for (int64_t id = d.begin; id < d.end; id += d.step) {
+          for (int64_t ih = h.begin; ih < h.end; ih += h.step) {
+            for (int64_t ix = x.begin; ix < x.end; ix += x.step) {
+              taps.push_back(data +
+                             (((n * src.size[0] + id) * src.size[1] + ih) * src.size[2] + ix) * c);
+            }
+          }
+        }
+        const int64_t valid = static_cast<int64_t>(taps.size());
+        int64_t counted = pooling.count_include_pad ? d.counted * h.counted * x.counted : valid;
+        const int64_t padding = counted - valid;
+        if (pooling.divisor_override != 0) counted = pooling.divisor_override;
+        pooling.run({taps.data(), static_cast<int>(valid), c, out + (r * output[2] + ox) * c,
+                     static_cast<int32_t>(padding * pooling.zero_point),
+                     static_cast<float>(counted), is_signed});
+      }
+    }
+  });
+  return dst;
+}
+
+at::Tensor windowed(const char* op, OpTrace& trace, const Kernels& tier, const at::Tensor& src_arg,
+                    c10::IntArrayRef geometry, bool ceil_mode, const Pooling& pooling) {
+  const ChannelsLast src = to_channels_last(op, src_arg);
+  const Window w = parse_window(op, geometry, src.spatial_dims, 0);
+  Spans spans[3];
+  for (int d = 0; d < 3; ++d) {
+    TORCH_CHECK_VALUE(
+        2 * std::max(w.pad_begin[d], w.pad_end[d]) <= (w.kernel[d] - 1) * w.dilation[d] + 1,
+        "torchq.", op, ": padding must be at most half of the kernel, got geometry ", geometry,
+        ". Pad with torch.nn.functional.pad and the zero point instead.");
+    const int64_t output = w.output(d, src.size[d], ceil_mode);
+    TORCH_CHECK_VALUE(output > 0, "torchq.", op, ": src ", src_arg.sizes(),
+                      " is smaller than the window ", "with geometry ", geometry,
+                      ". Enlarge the input or its padding.");
+    spans[d] = window_spans(w, d, src.size[d], output);
+    for (const Span& span : spans[d]) {
+      TORCH_CHECK_VALUE(span.begin < span.end, "torchq.", op, ": a window with geometry ", geometry,
+                        " meets only padding on src ", src_arg.sizes(),
+                        ". Use less padding or dilation.");
+    }
+  }
+  return pool(trace, tier, src, spans, pooling);
+}
+
+at::Tensor max_pool(const at::Tensor& src, c10::IntArrayRef geometry, bool ceil_mode) {
+  OpTrace trace("max_pool");
+  const Kernels& tier = kernels();
+  check_src("max_pool", "src", src);
+  return windowed("max_pool", trace, tier, src, geometry, ceil_mode,
+                  {"max_pool", tier.max_pool, false});
+}
+
+at::Tensor avg_pool(const at::Tensor& src, const at::Tensor& zero_point, c10::IntArrayRef geometry,
+                    bool ceil_mode, bool count_include_pad,
+                    std::optional<int64_t> divisor_override) {
+  OpTrace trace("avg_pool");
+  const Kernels& tier = kernels();
+  const DType dtype = check_src("avg_pool", "src", src);
+  TORCH_CHECK_VALUE(!divisor_override.has_value() || *divisor_override > 0,
+                    "torchq.avg_pool: divisor_override must be at least 1, got ",
+                    divisor_override.value_or(0), ".");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !divisor_override.has_value() ||
+          zero_point_of("avg_pool", "zero_point", zero_point, dtype) == 0,
+      "torchq.avg_pool: divisor_override needs a zero point of 0: an average that is no ",
+      "average does not keep the zero point. Pool without it and rescale.");
+  return windowed("avg_pool", trace, tier, src, geometry, ceil_mode,
+                  {"avg_pool", tier.avg_pool, true, count_include_pad, divisor_override.value_or(0),
+                   zero_point_of("avg_pool", "zero_point", zero_point, dtype)});
+}
+
+at::Tensor adaptive_avg_pool(const at::Tensor& src_arg, c10::IntArrayRef output_size) {
+  OpTrace trace("adaptive_avg_pool");
+  const Kernels& tier = kernels();
+  check_src("adaptive_avg_pool", "src", src_arg);
+  const ChannelsLast src = to_channels_last("adaptive_avg_pool", src_arg);
+  TORCH_CHECK_VALUE(static_cast<int64_t>(output_size.size()) == src.spatial_dims &&
+                        *std::min_element(output_size.begin(), output_size.end()) >= 1,
+                    "torchq.adaptive_avg_pool: output_size must have ", src.spatial_dims,
+                    " values of at least 1 for src ", src_arg.sizes(), ", got ", output_size, ".");
+  Spans spans[3];
+  for (int64_t d = 0; d < 3; ++d) {
+    const int64_t i = d - (3 - src.spatial_dims);
+    TORCH_CHECK_VALUE(src.size[d] > 0,
+                      "torchq.adaptive_avg_pool: src must not be empty in space, got ",
+                      src_arg.sizes(), ".");
+    spans[d] = adaptive_spans(src.size[d], i < 0 ? 1 : output_size[static_cast<size_t>(i)]);
+  }
+  return pool(trace, tier, src, spans, {"avg_pool", tier.avg_pool, true});
+}
+
+}  // namespace
+}  // namespace torchq
+
+TORCH_LIBRARY_IMPL(torchq, CPU, m) {
+  m.impl("max_pool", &torchq::max_pool);
+  m.impl("avg_pool", &torchq::avg_pool);
+  m.impl("adaptive_avg_pool", &torchq::adaptive_avg_pool);
+}

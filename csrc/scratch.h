@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// Thread-local memory for one op call: grows until it fits, then stays, so that a call allocates
+// only its output.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace torchq {
+
+/// Everything taken from a frame is released when it goes out of scope; frames of one thread nest.
+class ScratchFrame {
+ public:
+  ScratchFrame();
+  ~ScratchFrame();
+  ScratchFrame(const ScratchFrame&) = delete;
+  ScratchFrame& operator=(const ScratchFrame&) = delete;
+
+  /// `count` uninitialized values, aligned to 64 bytes, with 64 readable bytes behind them.
+  template <class T>
+  T* take(int64_t count) {
+    return static_cast<T*>(take_bytes(static_cast<size_t>(count) * sizeof(T)));
+  }
+
+ private:
+  void* take_bytes(size_t bytes);
+  size_t block_, used_;
+};
+
+/// Bytes of scratch held by all threads together.
+int64_t scratch_bytes();
+
+}  // namespace torchq

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds torchq's one shared library: ops against torch, and one torch-free object per ISA."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, include_paths, library_paths
+except ImportError:
+    sys.exit(
+        "torchq: building needs torch in this environment: run `pip install torch==2.13.0` "
+        "(the CPU build) and then `pip install --no-build-isolation .`"
+    )
+
+ROOT = Path(__file__).parent
+# GCC 12 reports its own _mm512_undefined_* and torch's SmallVector as uninitialized.
+WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+COMMON = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
+# Source file of each ISA object -> its flags. None of them sees a torch header.
+ISA_FLAGS = {
+    "csrc/kernels/reference.cpp": [],
+    "csrc/isa/avx2.cpp": ["-mavx2", "-mfma"],
+    "csrc/isa/avx512.cpp": AVX512,
+    "csrc/isa/avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
+}
+
+
+def torch_release() -> tuple[int, int]:
+    """Major and minor version of the installed torch."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+class BuildTorchq(BuildExtension):
+    """Compiles the ISA objects first and links them into the extension."""
+
+    def finalize_options(self) -> None:
+        """Keeps objects in build/, also for editable installs, so that a second build is quick."""
+        super().finalize_options()
+        self.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}")
+
+    def build_extensions(self) -> None:
+        """Builds everything; says in one sentence when that cannot work."""
+        if torch_release() < (2, 13):
+            sys.exit(f"torchq: torch 2.13 or newer is required, found {torch.__version__}.")
+        compiler = os.environ.get("CXX", "g++")
+        try:
+            subprocess.run([compiler, "--version"], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            sys.exit(
+                f"torchq: no working C++ compiler: `{compiler} --version` failed. Install g++ 12 or "
+                "newer, or set CXX."
+            )
+        x86 = os.uname().machine == "x86_64"
+        sources = [s for s in ISA_FLAGS if x86 or "/isa/" not in s]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(lambda s: self.compile_isa(compiler, s), sources))
+        self.extensions[0].extra_objects.extend(objects)
+        super().build_extensions()
+
+    def compile_isa(self, compiler: str, source: str) -> str:
+        """Compiles one ISA object unless it is newer than everything it could include."""
+        target = Path(self.build_temp) / "isa" / (Path(source).stem + ".o")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        inputs = [ROOT / source, ROOT / "setup.py"]
+        inputs += [*ROOT.glob("csrc/kernels/*.h"), *ROOT.glob("csrc/isa/*.h")]
+        newest = max(path.stat().st_mtime for path in inputs)
+        if not target.exists() or target.stat().st_mtime < newest:
+            flags = [*COMMON, *WARNINGS, *ISA_FLAGS[source]]
+            command = [compiler, *flags, "-c", str(ROOT / source), "-o", str(target)]
+            print(" ".join(command), flush=True)
+            if subprocess.run(command).returncode != 0:
+                sys.exit(f"torchq: compiling {source} failed; the compiler's message is above.")
+        return str(target)
+
+
+def extension() -> Extension:
+    """The one shared library: no Python symbols, so a C++ program can load the same file."""
+    sources = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*.cpp"))
+    sources += sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/ops/*.cpp"))
+    system = [flag for path in include_paths() for flag in ("-isystem", path)]
+    return Extension(
+        "torchq.libtorchq",
+        sources,
+        depends=[str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")],
+        library_dirs=library_paths(),
+        libraries=["c10", "torch", "torch_cpu"],
+        extra_compile_args=[*COMMON, *WARNINGS, "-fopenmp", *system],
+        extra_link_args=["-fopenmp", "-Wl,--no-undefined", "-Wl,-O1", "-s"],
+        language="c++",
+    )
+
+
+setup(
+    ext_modules=[extension()],
+    cmdclass={"build_ext": BuildTorchq.with_options(no_python_abi_suffix=True, use_ninja=True)},
+)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which instruction set runs: ``reference``, ``avx2``, ``avx512``, ``avx512_vnni``.
+
+All tiers return the same bits. The default is the best one the CPU has; ``TORCHQ_ISA=avx2`` selects another for
+the process, :func:`use_isa` for a block of code.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+
+from torchq import ops as _ops  # loads the library
+
+__all__ = ["cpu_info", "isa", "last_kernel", "supported_isas", "use_isa"]
+
+_ = _ops
+
+
+def supported_isas() -> list[str]:
+    """The tiers this CPU can run, slowest first."""
+    return cast("list[str]", torch.ops.torchq._supported_isas())
+
+
+def isa() -> str:
+    """The tier that ops called from this thread run on.
+
+    Raises:
+        ValueError: ``TORCHQ_ISA`` names a tier this CPU lacks.
+    """
+    return cast(str, torch.ops.torchq._isa())
+
+
+@contextmanager
+def use_isa(isa: str) -> Iterator[None]:
+    """Runs the ops of this thread on one tier, captured when each op starts.
+
+    Raises:
+        ValueError: this CPU lacks the tier; the message lists those it has.
+    """
+    before = torch.ops.torchq._select_isa(isa)
+    try:
+        yield
+    finally:
+        torch.ops.torchq._select_isa(before)
+
+
+def last_kernel() -> str:
+    """Kernel and tier of this thread's last op, e.g. ``"gemm:avx512_vnni"``; empty before the first."""
+    return cast(str, torch.ops.torchq._last_kernel())
+
+
+def cpu_info() -> dict[str, object]:
+    """What torchq found: architecture, tiers, the selected tier, threads, and torch's own capability name."""
+    return {
+        "machine": platform.machine(),
+        "supported_isas": supported_isas(),
+        "isa": isa(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "torch_capability": torch.backends.cpu.get_cpu_capability(),
+    }

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the shared library and gives every op its fake kernel.
+
+The ops themselves are ``torch.ops.torchq.*`` (schemas: ``csrc/library.cpp``). A fake kernel states shape, strides
+and dtype without data, which is what ``torch.compile`` and ``torch.export`` trace with; it must match the real
+kernel exactly, strides included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LIBRARY_PATH = Path(__file__).parent / "libtorchq.so"
+"""The shared library; a C++ program loads the same file."""
+
+_DTYPES = {0: torch.uint8, 1: torch.int8, 3: torch.int32, 6: torch.float32}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """The ``dst_dtype`` argument of an op for a torch dtype.
+
+    Raises:
+        NotImplementedError: ``dtype`` is not uint8, int8, int32 or float32.
+    """
+    if dtype not in _CODES:
+        raise NotImplementedError(
+            f"torchq: dst_dtype must be one of {', '.join(str(d) for d in _CODES)}, got {dtype}. "
+            "The nearest supported destination is torch.float32."
+        )
+    return _CODES[dtype]
+
+
+def _load() -> None:
+    if not LIBRARY_PATH.exists():
+        raise ImportError(
+            f"torchq: {LIBRARY_PATH} does not exist: the extension was not built. Run "
+            "`pip install --no-build-isolation -e .` in the source tree."
+        )
+    try:
+        torch.ops.load_library(str(LIBRARY_PATH))
+    except OSError as error:
+        raise ImportError(
+            f"torchq: {LIBRARY_PATH.name} does not load with torch {torch.__version__}; it was "
+            "probably built for another torch release. Rebuild it with "
+            f"`pip install --no-build-isolation -e .` ({error})"
+        ) from error
+
+
+_load()
+
+
+def _fake(name: str):  # type: ignore[no-untyped-def]
+    return torch.library.register_fake(f"torchq::{name}")
+
+
+def channels_last_strides(sizes: Sequence[int]) -> list[int]:
+    """Strides of (N, C, spatial...) with the channels innermost."""
+    strides = [0] * len(sizes)
+    strides[1] = 1
+    stride = sizes[1]
+    for dim in range(len(sizes) - 1, 1, -1):
+        strides[dim] = stride
+        stride = stride * sizes[dim]
+    strides[0] = stride
+    return strides
+
+
+def _empty_channels_last(src: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(sizes, channels_last_strides(sizes), dtype=dtype, device=src.device)
+
+
+def _conv_packing(
+    outputs: int, inputs_per_group: int, groups: int, kernel: Sequence[int], dilation: Sequence[int]
+) -> tuple[list[int], int]:
+    """Packed shape and rows of the compensation (Note [Conv packings] in csrc/ops/packing.h)."""
+    taps = 1
+    for size in kernel:
+        taps *= size
+    width = kernel[-1]
+    rows = taps // width
+    if groups > 1 and inputs_per_group == 1 and outputs == groups:
+        quads = 0
+        for first in range(0, rows, 4):
+            quads += -(-width // 4) if rows - first == 1 else width
+        return [-(-outputs // 16), quads, 16, 4], 1
+    if groups == 1 and inputs_per_group % 4 != 0 and width > 1 and dilation[-1] == 1:
+        return [-(-outputs // 16), rows, -(-width * inputs_per_group // 4), 16, 4], rows
+    group_outputs = outputs // groups
+    merged = max(
+        (m for m in range(2, groups + 1) if m * group_outputs <= 16 and groups % m == 0), default=1
+    )
+    panels = groups // merged * -(-merged * group_outputs // 16)
+    return [panels, taps, -(-merged * inputs_per_group // 4), 16, 4], taps
+
+
+@_fake("pack_linear")
+def _(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    n, k = weight.shape
+    panels = -(-n // 16)
+    return (
+        weight.new_empty([panels, 1, -(-k // 4), 16, 4]),
+        weight.new_empty([1, n], dtype=torch.int32),
+        weight.new_empty([panels], dtype=torch.int32),
+    )
+
+
+@_fake("unpack_linear")
+def _(packed: Tensor, out_features: int, in_features: int) -> Tensor:
+    return packed.new_empty([out_features, in_features])
+
+
+@_fake("pack_conv")
+def _(weight: Tensor, groups: int, dilation: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    outputs, inputs = weight.shape[:2]
+    sizes, rows = _conv_packing(outputs, inputs, groups, weight.shape[2:], dilation)
+    return (
+        weight.new_empty(sizes),
+        weight.new_empty([rows, outputs], dtype=torch.int32),
+        weight.new_empty([sizes[0]], dtype=torch.int32),
+    )
+
+
+@_fake("unpack_conv")
+def _(packed: Tensor, weight_shape: Sequence[int], groups: int, dilation: Sequence[int]) -> Tensor:
+    return packed.new_empty(weight_shape)
+
+
+def _fake_fold(
+    like: Tensor, channels: int, dst_dtype: int, post_ops: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    from torchq.post_ops import PostOps, foldable
+
+    chain = PostOps.parse(post_ops)
+    names = [op.name for op in chain]
+    sums = names.count("sum")
+    binaries = sum(name.startswith("binary_") for name in names)
+    if not names:
+        params = 0
+    elif foldable(chain, _DTYPES[dst_dtype]):
+        params = 1 + channels * (sums + 2 * (names[-1] == "eltwise_clip"))
+    else:
+        params = 1 + channels * (binaries + (dst_dtype != 6))
+    return like.new_empty([channels]), like.new_empty([channels]), like.new_empty([params])
+
+
+@_fake("fold")
+def _(
+    src_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dst_scale: Tensor | None,
+    dst_zero_point: Tensor | None,
+    channels: int,
+    dst_dtype: int,
+    post_ops: str,
+    post_op_values: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_fold(src_scale, channels, dst_dtype, post_ops)
+
+
+@_fake("fold_output_scales")
+def _(
+    output_scales: Tensor,
+    bias: Tensor | None,
+    channels: int,
+    dst_dtype: int,
+    post_ops: str,
+    post_op_values: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_fold(output_scales, channels, dst_dtype, post_ops)
+
+
+@_fake("linear")
+def _(
+    src: Tensor,
+    weight: Tensor,
+    compensation: Tensor,
+    pair_bound: Tensor,
+    multiplier: Tensor,
+    offset: Tensor,
+    acc_bias: Tensor | None,
+    src_zero_point: Tensor | None,
+    dst_dtype: int,
+    post_ops: str,
+    post_op_params: Tensor,
+    post_op_srcs: Sequence[Tensor],
+) -> Tensor:
+    return src.new_empty([*src.shape[:-1], compensation.shape[1]], dtype=_DTYPES[dst_dtype])
+
+
+def _window_output(
+    size: int, geometry: Sequence[int], dims: int, d: int, ceil_mode: bool = False
+) -> int:
+    kernel, stride, begin, end, dilation = (geometry[f * dims + d] for f in range(5))
+    span = size + begin + end - dilation * (kernel - 1) - 1
+    if not ceil_mode:
+        return span // stride + 1
+    output = -(-span // stride) + 1
+    return output - 1 if (output - 1) * stride >= size + begin else output
+
+
+@_fake("conv")
+def _(
+    src: Tensor,
+    weight: Tensor,
+    compensation: Tensor,
+    pair_bound: Tensor,
+    multiplier: Tensor,
+    offset: Tensor,
+    acc_bias: Tensor | None,
+    src_zero_point: Tensor | None,
+    geometry: Sequence[int],
+    dst_dtype: int,
+    post_ops: str,
+    post_op_params: Tensor,
+    post_op_srcs: Sequence[Tensor],
+) -> Tensor:
+    dims = src.dim() - 2
+    spatial = [_window_output(src.shape[d + 2], geometry, dims, d) for d in range(dims)]
+    sizes = [src.shape[0], compensation.shape[1], *spatial]
+    return _empty_channels_last(src, sizes, _DTYPES[dst_dtype])
+
+
+@_fake("quantize")
+def _(src: Tensor, scale: Tensor, zero_point: Tensor, dst_dtype: int) -> Tensor:
+    return torch.empty_like(src, dtype=_DTYPES[dst_dtype])
+
+
+@_fake("dequantize")
+def _(src: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    return torch.empty_like(src, dtype=torch.float32)
+
+
+@_fake("requantize")
+def _(
+    src: Tensor,
+    src_scale: Tensor,
+    src_zero_point: Tensor,
+    dst_scale: Tensor,
+    dst_zero_point: Tensor,
+    dst_dtype: int,
+) -> Tensor:
+    return torch.empty_like(src, dtype=_DTYPES[dst_dtype])
+
+
+@_fake("reorder")
+def _(src: Tensor, output_scales: Tensor, dst_dtype: int) -> Tensor:
+    return torch.empty_like(src, dtype=_DTYPES[dst_dtype])
+
+
+@_fake("lookup")
+def _(src: Tensor, table: Tensor) -> Tensor:
+    return torch.empty_like(src, dtype=table.dtype)
+
+
+def _fake_binary(
+    src0: Tensor, src1: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int, relu: bool
+) -> Tensor:
+    shape = torch.broadcast_shapes(src0.shape, src1.shape)
+    for src in (src0, src1):
+        if src.shape == shape:
+            return torch.empty_like(src, dtype=_DTYPES[dst_dtype])
+    return src0.new_empty(shape, dtype=_DTYPES[dst_dtype])
+
+
+_fake("add")(_fake_binary)
+_fake("mul")(_fake_binary)
+
+
+@_fake("concat")
+def _(
+    srcs: Sequence[Tensor], scales: Tensor, zero_points: Tensor, dim: int, dst_dtype: int
+) -> Tensor:
+    first = srcs[0]
+    dim = dim % first.dim()
+    sizes = list(first.shape)
+    sizes[dim] = sum(src.shape[dim] for src in srcs)
+    order = sorted(range(first.dim()), key=lambda d: -first.stride(d))
+    strides = [0] * first.dim()
+    stride = 1
+    for d in reversed(order):
+        strides[d] = stride
+        stride = stride * max(sizes[d], 1)
+    return torch.empty_strided(sizes, strides, dtype=_DTYPES[dst_dtype], device=first.device)
+
+
+def _fake_pool(src: Tensor, geometry: Sequence[int], ceil_mode: bool) -> Tensor:
+    dims = src.dim() - 2
+    spatial = [_window_output(src.shape[d + 2], geometry, dims, d, ceil_mode) for d in range(dims)]
+    return _empty_channels_last(src, [*src.shape[:2], *spatial], src.dtype)
+
+
+_fake("max_pool")(_fake_pool)
+
+
+@_fake("avg_pool")
+def _(
+    src: Tensor,
+    zero_point: Tensor,
+    geometry: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Tensor:
+    return _fake_pool(src, geometry, ceil_mode)
+
+
+@_fake("adaptive_avg_pool")
+def _(src: Tensor, output_size: Sequence[int]) -> Tensor:
+    return _empty_channels_last(src, [*src.shape[:2], *output_size], src.dtype)
