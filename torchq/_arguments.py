@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checked conversion of arguments (scalars, values, masks).
+
+``where`` is how an error begins: ``"torchq.<op>: <argument>"``. Tensors returned here are private
+1-D CPU copies, so changing the caller's tensor afterwards changes nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Values: TypeAlias = float | Sequence[Any] | npt.NDArray[Any] | Tensor
+
+DTYPE_NAMES = {torch.uint8: "u8", torch.int8: "s8", torch.int32: "s32", torch.float32: "f32"}
+ARGS = ("src", "weights", "dst")  # and src<i>
+MAX_DIMS = 12  # oneDNN's DNNL_MAX_NDIMS
+INT32 = torch.iinfo(torch.int32)
+
+
+def to_float32(where: str, value: float | Tensor) -> float:
+    """The value rounded to float32, which must be finite."""
+    single = isinstance(value, Tensor) and value.numel() == 1
+    if isinstance(value, bool) or not (single or isinstance(value, Real)):
+        raise TypeError(f"{where} must be a number, got {value!r}. Pass a float.")
+    number = float(value)
+    try:
+        rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]
+    except OverflowError:
+        rounded = math.inf
+    if not math.isfinite(rounded):
+        raise ValueError(
+            f"{where} must be finite in float32, got {number!r}. "
+            "The largest magnitude is 3.4028235e38."
+        )
+    return rounded
+
+
+def to_int(where: str, value: int, low: int, high: int) -> int:
+    """The value as an int in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{where} must be an integer, got {value!r}. Pass an int.")
+    if not low <= value <= high:
+        raise ValueError(
+            f"{where} must be in [{low}, {high}], got {value}. Pass a value in that range."
+        )
+    return int(value)
+
+
+def to_mask(where: str, mask: int) -> int:
+    """A mask of up to MAX_DIMS bits."""
+    return to_int(f"{where}: mask", mask, 0, 2**MAX_DIMS - 1)
+
+
+def to_dtype(where: str, dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype of DTYPE_NAMES, given as such or by its short name."""
+    for known, name in DTYPE_NAMES.items():
+        if dtype in (known, name):
+            return known
+    names = ", ".join(f"{known} ({name})" for known, name in DTYPE_NAMES.items())
+    raise ValueError(f"{where} must be one of {names}, got {dtype!r}. Convert to one of them.")
+
+
+def check_choice(where: str, value: str, known: Iterable[str]) -> str:
+    """Raises ValueError with the known choices and the nearest one."""
+    known = list(known)
+    if value in known:
+        return value
+    nearest = [name for name in known if f"_{value}_" in f"_{name}_"]
+    nearest += difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)
+    raise ValueError(
+        f"{where} must be one of {', '.join(known)}, got {value!r}. Did you mean {nearest[0]!r}?"
+    )
+
+
+def float_values(where: str, values: Values, *, positive: bool = False) -> Tensor:
+    """Finite (and if asked, positive) float32 values."""
+    array = _array(where, values, "iuf", "numbers")
+    with np.errstate(over="ignore"):
+        singles = array.astype(np.float32).reshape(-1)
+    bad = ~np.isfinite(singles) | (singles <= 0 if positive else False)
+    if bad.any():
+        index = int(bad.argmax())
+        kind = "finite float32 values > 0" if positive else "finite float32 values"
+        raise ValueError(
+            f"{where} must be {kind}, got {array.reshape(-1)[index]} at index {index}. "
+            "Correct that value."
+        )
+    return torch.from_numpy(singles.copy())
+
+
+def int_values(where: str, values: Values) -> Tensor:
+    """Int32 values; floats are refused rather than rounded."""
+    array = _array(where, values, "iu", "integers").reshape(-1)
+    for index, value in enumerate(array.tolist()):
+        to_int(f"{where}[{index}]", value, INT32.min, INT32.max)
+    return torch.from_numpy(array.astype(np.int32))
+
+
+def _array(where: str, values: Values, kinds: str, expected: str) -> npt.NDArray[Any]:
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        values = (values.double() if values.is_floating_point() else values).numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError:  # ragged
+        array = np.asarray(None)
+    if array.dtype.kind not in kinds:
+        raise TypeError(
+            f"{where} must be {expected}, got {values!r}. "
+            f"Pass one number, a list or a tensor of {expected}."
+        )
+    return array
+
+
+def selected_dims(where: str, mask: int, dims: Sequence[int]) -> list[int]:
+    """The dims whose bit is set in ``mask``, 1 for the others."""
+    if mask >> len(dims):
+        raise ValueError(
+            f"{where} must use a mask below {1 << len(dims)} for dims {list(dims)}, got mask "
+            f"{mask} ({mask:#b}). Bit d selects dim d."
+        )
+    return [dim if mask >> d & 1 else 1 for d, dim in enumerate(dims)]
+
+
+def expected_values(mask: int, dims: Sequence[int]) -> int:
+    """The number of values a mask asks for: the product of the selected dims (1 for mask 0)."""
+    return math.prod(selected_dims("torchq.expected_values: mask", mask, dims))
+
+
+def check_count(
+    where: str, mask: int, values: Tensor | None, shape: Sequence[int], dims: Sequence[int]
+) -> None:
+    """Raises ValueError unless there are as many values as ``shape`` (of the mask) has elements."""
+    expected = math.prod(shape)
+    if values is not None and values.numel() != expected:
+        raise ValueError(
+            f"{where} must be {expected} values (mask {mask} of dims {list(dims)} selects "
+            f"{list(shape)}), got {values.numel()}. Supply {expected} values or change the mask."
+        )
+
+
+def check_single(where: str, mask: int, values: Tensor) -> None:
+    """Raises ValueError if mask 0 comes with other than one value; other masks need the dims."""
+    if mask == 0 and values.numel() != 1:
+        raise ValueError(
+            f"{where} must be 1 value for mask 0, got {values.numel()}. "
+            "Set the bit of each dim that has its own values."
+        )
+
+
+def content(values: Tensor | None) -> tuple[torch.dtype, bytes] | None:
+    """What decides equality of 1-D values: dtype and bits."""
+    return None if values is None else (values.dtype, values.numpy().tobytes())
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedValues:
+    """Values by mask; None if they are supplied at execution. ``groups``: of the last two dims."""
+
+    mask: int
+    values: Tensor | None
+    groups: tuple[int, ...] | None = None
+
+    def text(self) -> str:
+        """The mask, and the groups."""
+        return str(self.mask) + (f":{self.groups[0]}x{self.groups[1]}" if self.groups else "")
+
+    def shape(self, where: str, dims: Sequence[int]) -> list[int]:
+        """The values' own shape over ``dims``: dim / group if selected, else 1."""
+        shape = selected_dims(where, self.mask, dims)
+        for d, group in enumerate(self.groups or (), start=len(dims) - 2):
+            if d < 0 or dims[d] % group or (group > 1 and not self.mask >> d & 1):
+                raise ValueError(
+                    f"{where} must have groups that divide the last two dims and are 1 outside the "
+                    f"mask, got groups {list(self.groups or ())}, mask {self.mask}, dims "
+                    f"{list(dims)}. Change the groups or the mask."
+                )
+            shape[d] //= group
+        return shape
+
+    def resolve(self, where: str, dims: Sequence[int]) -> Tensor:
+        """The values in a shape that broadcasts over ``dims``."""
+        shape = self.shape(where, dims)
+        if self.values is None:
+            raise missing(where)
+        check_count(where, self.mask, self.values, shape, dims)
+        values = self.values.reshape(shape)
+        for d, group in enumerate(self.groups or (), start=len(dims) - 2):
+            if group > 1:
+                values = values.repeat_interleave(group, dim=d)
+        return values
+
+
+def check_arg(where: str, arg: str) -> str:
+    """Raises ValueError unless ``arg`` is one that may have scales."""
+    if re.fullmatch(r"src(0|[1-9][0-9]{0,2})", arg):
+        return arg
+    if arg == "bias":
+        raise ValueError(
+            f"{where}: arg must be one of src, weights, dst, src0, src1, ..., got 'bias'. A float "
+            "bias is in real units, an int32 bias in accumulator units: neither has a scale."
+        )
+    return check_choice(f"{where}: arg", arg, [*ARGS, "src0", "src1"])
+
+
+def sort_args(args: Iterable[str]) -> list[str]:
+    """In the order src, weights, dst, src0, src1, ..."""
+    return sorted(args, key=lambda arg: (0, ARGS.index(arg)) if arg in ARGS else (1, int(arg[3:])))
+
+
+def check_groups(label: str, mask: int, groups: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Two sizes, each >= 1."""
+    if groups is None:
+        return None
+    if len(groups) != 2 or mask == 0:
+        raise ValueError(
+            f"{label} must have two group sizes and mask > 0, got groups {list(groups)}, mask "
+            f"{mask}. Groups divide the last two dims."
+        )
+    return tuple(to_int(f"{label}: groups", size, 1, INT32.max) for size in groups)
+
+
+def missing(where: str) -> ValueError:
+    """The error for values declared but not supplied."""
+    return ValueError(
+        f"{where} must be supplied, got only a mask. Use attr.with_values(...) before the call."
+    )

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Post-ops: what an op does to its float32 result before storing it, and the text of a chain.
+
+Each post-op maps every element ``x`` (real units) in append order. The scales of the sources, or
+the v1 output scales, are applied before the chain; the scale and zero point of dst after it.
+
+    sum      x = x + scale * (old - zero_point)   old: a run-time source with the shape of dst
+    eltwise  x = scale * f(x)                     relu: x > 0 ? x : alpha * x;
+                                                  linear: alpha * x + beta;
+                                                  clip: min(max(x, alpha), beta)
+    binary   x = alg(x, src1)                     comparisons give 1.0 or 0.0
+    prelu    x = x >= 0 ? x : x * weight
+
+Bit ``d`` of a mask selects dim ``d`` of dst's logical dims (N, C, ...): 0 is one value, 2 is one
+per channel. The number of values is the product of the selected dims, in row-major order.
+
+The text joins post-ops with ``+`` and their fields with ``:``, and omits trailing defaults:
+
+    sum[:scale[:zero_point[:dtype]]]   eltwise_<alg>[:alpha[:beta[:scale]]]
+    binary_<alg>:<mask>[:dtype]        prelu:<mask>
+
+It holds structure, masks and scalars. The values of binary and prelu travel beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq._arguments import (
+    INT32,
+    Values,
+    check_choice,
+    check_count,
+    check_single,
+    content,
+    float_values,
+    selected_dims,
+    to_dtype,
+    to_float32,
+    to_int,
+    to_mask,
+)
+from torchq._text import (
+    BINARY_ALGS,
+    ELTWISE_ALGS,
+    Binary,
+    Eltwise,
+    PostOp,
+    PReLU,
+    Sum,
+    read_post_ops,
+)
+
+SUPPORTED_NOW = (
+    "sum",
+    "eltwise_relu",
+    "eltwise_linear",
+    "eltwise_clip",
+    "binary_add",
+    "binary_mul",
+)
+SUPPORTED_MASKS = (0, 2)
+MAX_SUMS_NOW = 4  # kMaxSums in csrc/post_ops.cpp
+MAX_POST_OPS = 32
+
+_NEAREST = {
+    "eltwise_hardsigmoid": "The same: eltwise_linear(alpha, beta), then eltwise_clip(0, 1)",
+    "binary_sub": "The same: binary_add with -src1",
+    "binary_div": "The nearest form: binary_mul with 1 / src1",
+    "binary_max": "With one value this is eltwise_clip(value, 3.4028235e38)",
+    "binary_min": "With one value this is eltwise_clip(-3.4028235e38, value)",
+    "prelu": "With one slope this is eltwise_relu(alpha=slope)",
+}
+
+
+class PostOps:
+    """An ordered list of post-ops; the ``append_*`` methods return self for chaining.
+
+    Equality and hash go by content (text and values), so do not append while it is a dict key.
+    """
+
+    def __init__(self) -> None:
+        """An empty chain."""
+        self._ops: list[PostOp] = []
+
+    def append_sum(
+        self, scale: float = 1.0, zero_point: int = 0, dtype: torch.dtype | str | None = None
+    ) -> PostOps:
+        """Appends ``x = x + scale * (old - zero_point)``.
+
+        Args:
+            scale: Any finite float32.
+            zero_point: In the range of ``dtype``; 0 if that is float32. With ``dtype`` None it is
+                checked against dst's dtype where that is known: `check_supported`, `foldable`.
+            dtype: Of the run-time source; None is the dtype of dst. All sums share one dtype.
+        """
+        where = "torchq.PostOps.append_sum"
+        sum_dtype = None if dtype is None else to_dtype(f"{where}: dtype", dtype)
+        zero_point = to_int(f"{where}: zero_point", zero_point, INT32.min, INT32.max)
+        _check_zero_point(where, zero_point, sum_dtype)
+        for other in self._sums():
+            if other.dtype != sum_dtype:
+                raise ValueError(
+                    f"{where}: dtype must be {other.dtype} as in the earlier sum, got {sum_dtype}. "
+                    "Give every sum the same dtype."
+                )
+        return self._append(Sum(to_float32(f"{where}: scale", scale), zero_point, sum_dtype))
+
+    def append_eltwise(
+        self, alg: str, alpha: float = 0.0, beta: float = 0.0, scale: float = 1.0
+    ) -> PostOps:
+        """Appends ``x = scale * f(x)`` with f the algorithm ``alg``, such as ``"relu"``."""
+        where = "torchq.PostOps.append_eltwise"
+        check_choice(f"{where}: alg", alg, ELTWISE_ALGS)
+        scalars = {"alpha": alpha, "beta": beta, "scale": scale}
+        op = Eltwise(alg, *(to_float32(f"{where}: {name}", scalars[name]) for name in scalars))
+        if alg == "clip" and op.beta < op.alpha:
+            raise ValueError(
+                f"{where}: beta must be >= alpha for clip, got alpha {op.alpha}, beta {op.beta}. "
+                "The order is lower, upper; in text eltwise_clip:<alpha>:<beta>."
+            )
+        if alg == "soft_relu" and op.alpha == 0:
+            raise ValueError(
+                f"{where}: alpha must be nonzero for soft_relu, (1/alpha) * log(1 + "
+                "exp(alpha * x)), got 0. Use alpha=1 for oneDNN v2's soft_relu."
+            )
+        return self._append(op)
+
+    def append_binary(
+        self, alg: str, src1: Values | None, mask: int, dtype: torch.dtype | str | None = None
+    ) -> PostOps:
+        """Appends ``x = alg(x, src1)``.
+
+        Args:
+            alg: Such as ``"add"`` or ``"mul"``.
+            src1: Copied. uint8, int8 and int32 tensors keep their dtype, all else becomes float32.
+                None: the values are supplied at execution, see `with_values`.
+            mask: The dims of dst that src1 has, see the module's docstring.
+            dtype: Of values still to come; default float32.
+        """
+        where = "torchq.PostOps.append_binary"
+        check_choice(f"{where}: alg", alg, BINARY_ALGS)
+        mask = to_mask(where, mask)
+        wanted = None if dtype is None else to_dtype(f"{where}: dtype", dtype)
+        if src1 is None:
+            return self._append(Binary(alg, mask, wanted or torch.float32))
+        values = _operand(f"{where}: src1", src1, mask, wanted)
+        return self._append(Binary(alg, mask, values.dtype, values))
+
+    def append_prelu(self, weight: Values | None, mask: int) -> PostOps:
+        """Appends ``x = x >= 0 ? x : x * weight`` (float32; None: supplied at execution)."""
+        where = "torchq.PostOps.append_prelu"
+        mask = to_mask(where, mask)
+        if weight is None:
+            return self._append(PReLU(mask))
+        return self._append(PReLU(mask, _operand(f"{where}: weight", weight, mask, torch.float32)))
+
+    @classmethod
+    def parse(cls, text: str, values: Sequence[Values] | None = None) -> PostOps:
+        """The chain with this text; ``values`` are those of binary and prelu, in order."""
+        post_ops = cls()
+        read_post_ops(post_ops, text, 0, "PostOps.parse")
+        return post_ops if values is None else post_ops.with_values(values)
+
+    def with_values(self, values: Sequence[Values]) -> PostOps:
+        """A copy with the values of binary and prelu post-ops supplied, in order."""
+        slots = sum(isinstance(op, Binary | PReLU) for op in self)
+        if len(values) != slots:
+            raise ValueError(
+                f"torchq.PostOps.with_values: values must be {slots} tensors for "
+                f"{str(self)!r}, got {len(values)}. Give one per binary and prelu, in order."
+            )
+        remaining, result = iter(values), PostOps()
+        for op in self:
+            if isinstance(op, Binary):
+                result.append_binary(op.alg, next(remaining), op.mask, op.dtype)
+            elif isinstance(op, PReLU):
+                result.append_prelu(next(remaining), op.mask)
+            else:
+                result._append(op)
+        return result
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The values of binary and prelu, 1-D, in order: the ops' ``post_op_values``."""
+        operands = [op for op in self if isinstance(op, Binary | PReLU)]
+        missing = next((str(op) for op in operands if op.values is None), None)
+        if missing is not None:
+            raise ValueError(
+                f"torchq.PostOps.values: values must be present for every post-op, got none for "
+                f"{missing}. Supply them: post_ops.with_values([...])."
+            )
+        return [op.values for op in operands if op.values is not None]
+
+    @property
+    def num_srcs(self) -> int:
+        """How many run-time sources (one per sum) the op needs in ``post_op_srcs``."""
+        return len(self._sums())
+
+    def check(self, dims: Sequence[int]) -> None:
+        """Raises ValueError unless masks and numbers of values fit dst's logical ``dims``."""
+        for op in self:
+            if isinstance(op, Binary | PReLU):
+                where = f"torchq.PostOps.check: values of {op}"
+                check_count(where, op.mask, op.values, selected_dims(where, op.mask, dims), dims)
+
+    def check_supported(self, op_name: str, dst_dtype: torch.dtype | None = None) -> None:
+        """Raises NotImplementedError, with the nearest supported form, for what no kernel runs."""
+        if dst_dtype is not None:
+            self._check_sums(dst_dtype)
+        for index, op in enumerate(self):
+            if remedy := _unsupported(op):
+                raise NotImplementedError(
+                    f"torchq.{op_name}: post_ops must be made of {', '.join(SUPPORTED_NOW)} "
+                    f"(binary: float32, mask 0 or 2), got {op} at index {index}. {remedy}."
+                )
+        if self.num_srcs > MAX_SUMS_NOW:
+            raise NotImplementedError(
+                f"torchq.{op_name}: post_ops must have at most {MAX_SUMS_NOW} sums, got "
+                f"{self.num_srcs}. Add some of the sources beforehand."
+            )
+
+    def _append(self, op: PostOp) -> PostOps:
+        if len(self._ops) == MAX_POST_OPS:
+            raise ValueError(
+                f"torchq.PostOps: a chain must have at most {MAX_POST_OPS} post-ops, got "
+                f"{op} as number {MAX_POST_OPS + 1}. Split the chain over two ops."
+            )
+        self._ops.append(op)
+        return self
+
+    def _sums(self) -> list[Sum]:
+        return [op for op in self._ops if isinstance(op, Sum)]
+
+    def _check_sums(self, dst_dtype: torch.dtype) -> None:
+        for op in self._sums():
+            _check_zero_point("torchq.PostOps", op.zero_point, op.dtype or dst_dtype)
+
+    def _key(self) -> tuple[Any, ...]:
+        operands = [op.values for op in self if isinstance(op, Binary | PReLU)]
+        return str(self), *(content(values) for values in operands)
+
+    def __len__(self) -> int:
+        """The number of post-ops."""
+        return len(self._ops)
+
+    def __iter__(self) -> Iterator[PostOp]:
+        """The post-ops in order."""
+        return iter(self._ops)
+
+    def __getitem__(self, index: int) -> PostOp:
+        """The post-op at ``index``."""
+        return self._ops[index]
+
+    def __str__(self) -> str:
+        """The chain as text, without values."""
+        return "+".join(map(str, self._ops))
+
+    def __repr__(self) -> str:
+        """``PostOps('<text>')``."""
+        return f"PostOps({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        """Same text and same bits of values."""
+        return self._key() == other._key() if isinstance(other, PostOps) else NotImplemented
+
+    def __hash__(self) -> int:
+        """Of text and values."""
+        return hash(self._key())
+
+
+def foldable(post_ops: PostOps, dst_dtype: torch.dtype) -> bool:
+    """Whether the whole chain folds into multiplier, offset, source scales and bounds.
+
+    So it does if it has only sums, linears, and adds and multiplies with mask 0 or 2 (all of them
+    affine in x; a linear with a scale is ``linear(alpha * scale, beta * scale)``), then at most one
+    relu with alpha 0, or clip, as the last post-op: scaling to destination units and rounding are
+    monotone, so bounding after them by the scaled and rounded bounds gives the same bits, for
+    every ``dst_dtype``. (A floating destination is not rounded and keeps its bounds real.)
+
+    That relu or clip must have scale 1. ``s * relu(x)`` is ``relu(s * x)`` for s > 0 only, and
+    an upper bound for s < 0: write ``eltwise_linear:s`` before the relu, which folds.
+    """
+    to_dtype("torchq.foldable: dst_dtype", dst_dtype)
+    post_ops._check_sums(dst_dtype)
+    last = len(post_ops) - 1
+    return all(_affine(op) or (i == last and _bounding(op)) for i, op in enumerate(post_ops))
+
+
+def _affine(op: PostOp) -> bool:
+    if isinstance(op, Binary):
+        return op.alg in ("add", "mul") and op.mask in SUPPORTED_MASKS
+    return isinstance(op, Sum) or (isinstance(op, Eltwise) and op.alg == "linear")
+
+
+def _bounding(op: PostOp) -> bool:
+    if not isinstance(op, Eltwise) or op.scale != 1:
+        return False
+    return op.alg == "clip" or (op.alg == "relu" and op.alpha == 0)
+
+
+def _unsupported(op: PostOp) -> str | None:
+    if op.name not in SUPPORTED_NOW:
+        return _NEAREST.get(op.name, "Ask for a float32 dst and apply it with torch")
+    if isinstance(op, Binary) and op.mask not in SUPPORTED_MASKS:
+        return "Give src1 one value per channel (mask 2) or one in all (mask 0)"
+    if isinstance(op, Binary) and op.dtype != torch.float32:
+        return "Convert src1 to float32"
+    return None
+
+
+def _check_zero_point(where: str, zero_point: int, dtype: torch.dtype | None) -> None:
+    if dtype is None:
+        return
+    if dtype.is_floating_point and zero_point != 0:
+        raise ValueError(
+            f"{where}: zero_point must be 0 for a {dtype} source, got {zero_point}. "
+            "Only integers have one: if the source is quantized, give dtype, such as torch.uint8."
+        )
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        to_int(f"{where}: zero_point of a {dtype} source", zero_point, limits.min, limits.max)
+
+
+def _operand(where: str, src: Values, mask: int, dtype: torch.dtype | None) -> Tensor:
+    if isinstance(src, Tensor) and src.dtype in (torch.uint8, torch.int8, torch.int32):
+        values = src.detach().cpu().reshape(-1).clone()
+    else:
+        values = float_values(where, src)
+    if dtype is not None and values.dtype != dtype:
+        raise ValueError(f"{where} must be {dtype}, got {values.dtype}. Convert it to {dtype}.")
+    check_single(where, mask, values)
+    return values
