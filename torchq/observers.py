@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observers: modules that watch activations during calibration and choose their QParams.
+
+Memory is bounded: no observer stores activations. All state lives in buffers, so ``state_dict``,
+``deepcopy`` and pickle carry it, and ``merge`` joins what several processes have seen. Observers
+look at values, so graph captures must keep them as leaf modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from torchq.clipping import best_range, percentile_range
+from torchq.histogram import SMALLEST_EXPONENT, Histogram, bin_exponent, first_bin, rebin
+from torchq.observer_base import Observer
+
+__all__ = [
+    "EntropyObserver",
+    "HistogramObserver",
+    "MinMaxObserver",
+    "MovingAverageObserver",
+    "Observer",
+    "PerChannelMinMaxObserver",
+    "PercentileObserver",
+]
+
+# Values are binned in pieces that stay in the L2 cache.
+_PIECE = 1 << 16
+
+
+class MinMaxObserver(Observer):
+    """The smallest and largest value ever seen. Merging is exact."""
+
+    def _record(self, values: Tensor) -> None:
+        self._widen(*self._min_max(values))
+
+    def _merge(self, other: Self) -> None:
+        self._widen(other.min_value, other.max_value)
+
+
+class MovingAverageObserver(Observer):
+    """Moving averages of each batch's minimum and maximum.
+
+    ``average = average + momentum * (batch - average)``, started with the first batch.
+
+    Args:
+        momentum: weight of the newest batch, in (0, 1], as in ``nn.BatchNorm2d``.
+
+    Raises:
+        ValueError: ``momentum`` is out of range.
+    """
+
+    def __init__(self, momentum: float = 0.1) -> None:
+        """Starts without data."""
+        super().__init__()
+        if not 0 < momentum <= 1:
+            raise ValueError(
+                f"torchq.MovingAverageObserver: momentum must be in (0, 1], got {momentum}. "
+                "It is the weight of the newest batch; 0.1 is usual."
+            )
+        self.momentum = momentum
+
+    def merge(self, other: Observer) -> Self:
+        """Always refuses: the average depends on the order of the batches.
+
+        Raises:
+            RuntimeError: always.
+        """
+        problem = "merge is impossible, a moving average depends on the order of the batches"
+        remedy = 'Use activation_observer="histogram" or "minmax", which merge exactly.'
+        raise RuntimeError(self._text(problem, remedy))
+
+    def extra_repr(self) -> str:
+        """Settings."""
+        return f"momentum={self.momentum}"
+
+    def _record(self, values: Tensor) -> None:
+        low, high = self._min_max(values)
+        if self.calibrated:
+            low = torch.lerp(self.min_value, low, self.momentum)
+            high = torch.lerp(self.max_value, high, self.momentum)
+        self.min_value.copy_(low)
+        self.max_value.copy_(high)
+
+
+class PerChannelMinMaxObserver(Observer):
+    """The smallest and largest value of each channel. Merging is exact.
+
+    The buffers are empty until the first value arrives, then ``[C]``.
+
+    Args:
+        axis: the channel dimension; negative counts from the end.
+    """
+
+    def __init__(self, axis: int = 1) -> None:
+        """Starts without data."""
+        super().__init__()
+        self.axis = axis
+        self._resize(0)
+
+    def extra_repr(self) -> str:
+        """Settings."""
+        return f"axis={self.axis}"
+
+    @property
+    def _channel_axis(self) -> int | None:
+        return self.axis
+
+    def _resize(self, channels: int) -> None:
+        self._set_buffer("min_value", lambda: torch.full((channels,), torch.inf))
+        self._set_buffer("max_value", lambda: torch.full((channels,), -torch.inf))
+
+    def _match(self, channels: int) -> None:
+        if self.min_value.numel() == 0:
+            self._resize(channels)
+        elif self.min_value.numel() != channels:
+            problem = (
+                f"axis {self.axis} must have {self.min_value.numel()} channels, got {channels}"
+            )
+            raise ValueError(self._text(problem, "Observe one kind of tensor per observer."))
+
+    def _record(self, values: Tensor) -> None:
+        if not -values.ndim <= self.axis < values.ndim:
+            problem = f"src must have dimension {self.axis}, got shape {list(values.shape)}"
+            raise ValueError(self._text(problem, "Pass the channel dimension as axis."))
+        axis = self.axis % values.ndim
+        others = tuple(dim for dim in range(values.ndim) if dim != axis)
+        # torch takes an empty tuple of dimensions for all of them.
+        low, high = (values.amin(others), values.amax(others)) if others else (values, values)
+        self._check_finite(values, low, high)
+        self._match(values.shape[axis])
+        self._widen(low + 0.0, high + 0.0)
+
+    def _merge(self, other: Self) -> None:
+        self._match(other.min_value.numel())
+        self._widen(other.min_value, other.max_value)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        saved = state_dict.get(prefix + "min_value")
+        if isinstance(saved, Tensor) and saved.ndim == 1 and saved.shape != self.min_value.shape:
+            self._resize(saved.numel())
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class _BinnedObserver(Observer):
+    """Base of the observers that keep a histogram; see ``torchq.histogram`` for its bins.
+
+    Buffers:
+        counts: int64 ``[bins]``.
+        zeros: int64 ``[]``, how many values are exactly zero (they are counted in counts too).
+        exponent: int64 ``[]``, bins are ``2**exponent`` wide.
+    """
+
+    counts: Tensor
+    zeros: Tensor
+    exponent: Tensor
+
+    def __init__(self, bins: int = 2048) -> None:
+        super().__init__()
+        if bins < 512:
+            raise ValueError(
+                f"torchq.{type(self).__name__}: bins must be >= 512, two per quantized value, "
+                f"got {bins}. 2048 is usual."
+            )
+        self._add_buffer("counts", [0] * bins, dtype=torch.int64)
+        self._add_buffer("zeros", 0, dtype=torch.int64)
+        self._add_buffer("exponent", SMALLEST_EXPONENT, dtype=torch.int64)
+
+    @property
+    def bins(self) -> int:
+        """Number of bins."""
+        return self.counts.numel()
+
+    def histogram(self) -> Histogram:
+        """A copy of what was recorded, for searches, reports and plots."""
+        low, high = (
+            (self.min_value.item(), self.max_value.item()) if self.calibrated else (0.0, 0.0)
+        )
+        exponent = int(self.exponent)
+        first = first_bin(min(low, 0.0), exponent)
+        counts = self.counts.numpy(force=True).copy()
+        return Histogram(counts, int(self.zeros), first, exponent, low, high)
+
+    def extra_repr(self) -> str:
+        """Settings."""
+        return f"bins={self.bins}"
+
+    def _grow(self, low: Tensor, high: Tensor) -> int:
+        """Makes room for ``[low, high]`` and returns the position of the first bin."""
+        old = self.histogram()
+        self._widen(low, high)
+        low_value, high_value = self.min_value.item(), self.max_value.item()
+        exponent = bin_exponent(low_value, high_value, self.bins)
+        first = first_bin(min(low_value, 0.0), exponent)
+        if (first, exponent) != (old.first, old.exponent):
+            moved = rebin(old.counts, old.first, old.exponent, first, exponent)
+            self.counts.copy_(torch.from_numpy(moved))
+            self.exponent.fill_(exponent)
+        return first
+
+    def _record(self, values: Tensor) -> None:
+        first = self._grow(*self._min_max(values))
+        exponent = int(self.exponent)
+        # Scaling by a power of two is exact in float32 unless it underflows; double never does.
+        exact_in_float = -126 <= exponent <= 0
+        for piece in torch.split(values.reshape(-1), _PIECE):
+            wide = piece if exact_in_float else piece.to(torch.float64)
+            index = (wide * 2.0**-exponent).floor_().to(torch.int32).sub_(first)
+            self.counts.add_(torch.bincount(index, minlength=self.bins))
+            self.zeros.add_(piece.numel() - torch.count_nonzero(piece))
+
+    def _merge(self, other: Self) -> None:
+        theirs = other.histogram()
+        first = self._grow(other.min_value, other.max_value)
+        exponent = int(self.exponent)
+        moved = rebin(theirs.counts, theirs.first, theirs.exponent, first, exponent)
+        self.counts.add_(torch.from_numpy(moved))
+        self.zeros.add_(theirs.zeros)
+
+
+class PercentileObserver(_BinnedObserver):
+    """Clips outliers: keeps the given percentage of the values, within one bin. Merges exactly.
+
+    Affine ranges cut ``(100 - percentile) / 2`` percent of the values at each end; symmetric ones
+    keep ``percentile`` percent of ``|x|``.
+
+    Args:
+        percentile: percentage of values to keep, in (50, 100].
+        bins: number of histogram bins.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(self, percentile: float = 99.99, bins: int = 2048) -> None:
+        """Starts without data."""
+        super().__init__(bins)
+        if not 50 < percentile <= 100:
+            raise ValueError(
+                f"torchq.PercentileObserver: percentile must be in (50, 100], got {percentile}. "
+                "It is a percentage; 99.99 is usual."
+            )
+        self.percentile = percentile
+
+    def extra_repr(self) -> str:
+        """Settings."""
+        return f"percentile={self.percentile}, bins={self.bins}"
+
+    def _range(self, integers: tuple[int, int], symmetric: bool) -> tuple[float, float]:
+        return percentile_range(self.histogram(), self.percentile, symmetric)
+
+
+class HistogramObserver(_BinnedObserver):
+    """The range with the least expected squared quantization error. Merges exactly.
+
+    See :func:`torchq.histogram.squared_error` for the error. Never worse, on the histogram, than
+    the range from minimum to maximum.
+
+    Args:
+        bins: number of histogram bins.
+
+    Raises:
+        ValueError: ``bins`` is too small.
+    """
+
+    def __init__(self, bins: int = 2048) -> None:
+        """Starts without data."""
+        super().__init__(bins)
+
+    def _range(self, integers: tuple[int, int], symmetric: bool) -> tuple[float, float]:
+        return best_range(self.histogram(), "mse", integers, symmetric)
+
+
+class EntropyObserver(_BinnedObserver):
+    """The range whose levels tell most about the distribution (KL divergence). Merges exactly.
+
+    See :func:`torchq.histogram.divergence` for what is minimised.
+
+    Args:
+        bins: number of histogram bins.
+
+    Raises:
+        ValueError: ``bins`` is too small.
+    """
+
+    def __init__(self, bins: int = 2048) -> None:
+        """Starts without data."""
+        super().__init__(bins)
+
+    def _range(self, integers: tuple[int, int], symmetric: bool) -> tuple[float, float]:
+        return best_range(self.histogram(), "kl", integers, symmetric)
