@@ -1,0 +1,386 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Runs oneDNN primitives for benchmarks/onednn/__init__.py, in a process of its own because torch
+// carries another oneDNN under the same symbol names.
+//
+// One request is a header line and a payload; so is its answer:
+//
+//   convolution 214016 strides=1x1 ... @src=u8:1x64x56x56:acdb @weights=s8:256x64x1x1:abcd ...
+//   ok 802816 implementation=brgconv_1x1:avx512_core_vnni
+//   error 0 could not create a primitive descriptor for ... (unimplemented)
+//
+//   word 1, 2      request: primitive, payload bytes; answer: status, payload bytes
+//   key=value      a parameter; lists are joined by 'x'
+//   @name=dt:dims:tag   a tensor, whose bytes follow in the payload, in header order
+//
+// Names of data types, format tags and algorithms are oneDNN's own. Tensors named after an argument
+// are bound to it; `scale:<arg>:<mask>` and `zero_point:<arg>:<mask>` set attributes, `post_op:<i>`
+// is the operand of the i-th post-op that has one. Tensors named dst* come back, in that order.
+// With samples=n the answer is seconds=<one figure per sample> instead of tensors.
+//
+// To add a primitive: write its function next to the others and name it in `primitives`.
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "oneapi/dnnl/dnnl.hpp"
+#include "oneapi/dnnl/dnnl_debug.h"
+
+namespace {
+
+using dnnl::algorithm;
+using dnnl::memory;
+using dnnl::prop_kind;
+using Arguments = std::unordered_map<int, memory>;
+
+const dnnl::engine& cpu() {
+  static const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
+  return engine;
+}
+
+dnnl::stream& stream() {
+  static dnnl::stream stream(cpu());
+  return stream;
+}
+
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts;
+  std::istringstream in(text);
+  for (std::string part; std::getline(in, part, separator);) parts.push_back(part);
+  return parts;
+}
+
+/// The value below `end` that oneDNN spells `name`.
+template <class Value>
+Value by_name(const char* (*spell)(Value), const std::string& name, int end) {
+  for (int value = 0; value < end; ++value) {
+    if (name == spell(static_cast<Value>(value))) return static_cast<Value>(value);
+  }
+  throw std::invalid_argument("this oneDNN knows no '" + name + "'");
+}
+
+memory::data_type data_type(const std::string& name) {
+  return static_cast<memory::data_type>(by_name(dnnl_dt2str, name, 32));
+}
+
+memory::format_tag format_tag(const std::string& name) {
+  return static_cast<memory::format_tag>(by_name(dnnl_fmt_tag2str, name, dnnl_format_tag_last));
+}
+
+algorithm algorithm_named(const std::string& name) {
+  static std::map<std::string, algorithm> known;  // the search walks a quarter of a million values
+  auto found = known.find(name);
+  if (found == known.end()) {
+    const auto value = static_cast<algorithm>(by_name(dnnl_alg_kind2str, name, 0x40000));
+    found = known.emplace(name, value).first;
+  }
+  return found->second;
+}
+
+memory::dims dimensions(const std::string& text) {
+  memory::dims dims;
+  for (const std::string& dim : split(text, 'x')) dims.push_back(std::stoll(dim));
+  return dims;
+}
+
+memory::desc description(const std::string& text) {
+  const std::vector<std::string> field = split(text, ':');
+  if (field.size() != 3) throw std::invalid_argument("malformed tensor '" + text + "'");
+  return {dimensions(field[1]), data_type(field[0]), format_tag(field[2])};
+}
+
+/// oneDNN's number for an argument. Two-operand primitives call their first source src0.
+int argument(const std::string& name) {
+  static const std::map<std::string, int> numbers = {
+      {"src", DNNL_ARG_SRC},   {"src0", DNNL_ARG_SRC_0}, {"src1", DNNL_ARG_SRC_1},
+      {"bias", DNNL_ARG_BIAS}, {"dst", DNNL_ARG_DST},    {"weights", DNNL_ARG_WEIGHTS},
+  };
+  const auto found = numbers.find(name);
+  if (found == numbers.end()) throw std::invalid_argument("unknown argument '" + name + "'");
+  return found->second;
+}
+
+class Request {
+ public:
+  Request(std::istringstream& header, const std::vector<char>& payload) {
+    size_t position = 0;
+    for (std::string word; header >> word;) {
+      const size_t equals = word.find('=');
+      if (equals == std::string::npos) throw std::invalid_argument("malformed word '" + word + "'");
+      const std::string key = word.substr(0, equals), value = word.substr(equals + 1);
+      if (key[0] != '@') {
+        parameters_[key] = value;
+        continue;
+      }
+      const memory tensor(description(value), cpu());
+      const size_t bytes = tensor.get_desc().get_size();
+      if (bytes > payload.size() - position) throw std::invalid_argument("payload too short");
+      if (bytes > 0) std::memcpy(tensor.get_data_handle(), payload.data() + position, bytes);
+      position += bytes;
+      tensors_.emplace_back(key.substr(1), tensor);
+    }
+  }
+
+  const std::vector<std::pair<std::string, memory>>& tensors() const { return tensors_; }
+
+  std::string text(const std::string& key, const std::string& absent = "") const {
+    const auto found = parameters_.find(key);
+    return found == parameters_.end() ? absent : found->second;
+  }
+  memory::dims dims(const std::string& key) const { return dimensions(text(key)); }
+  float number(const std::string& key) const { return std::stof(text(key, "0")); }
+  algorithm alg() const { return algorithm_named(text("algorithm")); }
+
+  /// The description of a tensor, the empty one if the request has no such tensor.
+  memory::desc desc(const std::string& name) const {
+    for (const auto& tensor : tensors_) {
+      if (tensor.first == name) return tensor.second.get_desc();
+    }
+    return {};
+  }
+
+  /// The same in the layout the primitive prefers.
+  memory::desc any(const std::string& name) const {
+    const memory::desc plain = desc(name);
+    return {plain.get_dims(), plain.get_data_type(), memory::format_tag::any};
+  }
+
+ private:
+  std::map<std::string, std::string> parameters_;
+  std::vector<std::pair<std::string, memory>> tensors_;
+};
+
+/// Appends the post-ops of the request and binds their operands.
+dnnl::post_ops post_ops(const Request& request, Arguments& arguments) {
+  std::vector<memory> operands;
+  for (const auto& tensor : request.tensors()) {
+    if (tensor.first.rfind("post_op:", 0) == 0) operands.push_back(tensor.second);
+  }
+  dnnl::post_ops ops;
+  size_t next = 0;
+  const auto operand = [&](int role) {
+    if (next == operands.size()) throw std::invalid_argument("a post-op lacks its tensor");
+    arguments[DNNL_ARG_ATTR_MULTIPLE_POST_OP(ops.len()) | role] = operands[next];
+    return operands[next++].get_desc();
+  };
+  for (const std::string& text : split(request.text("post_ops"), '+')) {
+    const std::vector<std::string> field = split(text, ':');
+    const auto number = [&](size_t index, float absent) {
+      return field.size() > index ? std::stof(field[index]) : absent;
+    };
+    if (field[0] == "sum") {
+      const auto type = field.size() > 3 ? data_type(field[3]) : memory::data_type::undef;
+      ops.append_sum(number(1, 1), static_cast<int32_t>(number(2, 0)), type);
+    } else if (field[0].rfind("eltwise_", 0) == 0) {
+      ops.append_eltwise(algorithm_named(field[0]), number(1, 0), number(2, 0));
+      // oneDNN 3 dropped the scale of an eltwise post-op: another one stands for it.
+      if (number(3, 1) != 1) ops.append_eltwise(algorithm::eltwise_linear, number(3, 1), 0);
+    } else if (field[0].rfind("binary_", 0) == 0) {
+      ops.append_binary(algorithm_named(field[0]), operand(DNNL_ARG_SRC_1));
+    } else if (field[0] == "prelu") {
+      operand(DNNL_ARG_WEIGHTS);
+      ops.append_prelu(std::stoi(field.at(1)));
+    } else {
+      throw std::invalid_argument("unknown post-op '" + text + "'");
+    }
+  }
+  if (next != operands.size())
+    throw std::invalid_argument("more tensors than post-ops to use them");
+  return ops;
+}
+
+/// Builds the attributes of the request and binds the tensors they take at execution.
+dnnl::primitive_attr attributes(const Request& request, Arguments& arguments) {
+  dnnl::primitive_attr attr;
+  for (const auto& tensor : request.tensors()) {
+    const std::vector<std::string> field = split(tensor.first, ':');
+    if (field.size() != 3) continue;
+    const int number = argument(field[1]), mask = std::stoi(field[2]);
+    if (field[0] == "scale") {
+      attr.set_scales_mask(number, mask);
+      arguments[DNNL_ARG_ATTR_SCALES | number] = tensor.second;
+    } else {
+      attr.set_zero_points_mask(number, mask);
+      arguments[DNNL_ARG_ATTR_ZERO_POINTS | number] = tensor.second;
+    }
+  }
+  attr.set_post_ops(post_ops(request, arguments));
+  return attr;
+}
+
+struct Job {
+  dnnl::primitive primitive;
+  Arguments arguments;
+  std::string implementation;
+};
+
+/// Binds every tensor named after an argument, in the layout that the primitive chose for it.
+template <class Primitive>
+Job bind_arguments(const Request& request, const typename Primitive::primitive_desc& chosen,
+                   Arguments arguments) {
+  for (const auto& [name, tensor] : request.tensors()) {
+    if (name.find(':') != std::string::npos) continue;  // an attribute, bound already
+    const int number = argument(name);
+    const memory::desc wanted = chosen.query_md(dnnl::query::exec_arg_md, number);
+    memory given = tensor;
+    memory& bound = arguments[number] = given;
+    if (wanted == given.get_desc()) continue;
+    bound = memory(wanted, cpu());
+    dnnl::reorder(given, bound).execute(stream(), given, bound);
+    stream().wait();
+  }
+  return {Primitive(chosen), std::move(arguments), chosen.impl_info_str()};
+}
+
+/// Creates a primitive of the request's attributes. oneDNN 2, with operation descriptors and output
+/// scales, would differ here and in `attributes` only.
+template <class Primitive, class... Operation>
+Job prepare(const Request& request, const Operation&... operation) {
+  Arguments arguments;
+  const dnnl::primitive_attr attr = attributes(request, arguments);
+  return bind_arguments<Primitive>(request, {cpu(), operation..., attr}, std::move(arguments));
+}
+
+Job convolution(const Request& r) {
+  return prepare<dnnl::convolution_forward>(
+      r, prop_kind::forward_inference, algorithm::convolution_direct, r.desc("src"),
+      r.any("weights"), r.desc("bias"), r.desc("dst"), r.dims("strides"), r.dims("dilates"),
+      r.dims("padding_begin"), r.dims("padding_end"));
+}
+
+Job inner_product(const Request& r) {
+  return prepare<dnnl::inner_product_forward>(r, prop_kind::forward_inference, r.desc("src"),
+                                              r.any("weights"), r.desc("bias"), r.desc("dst"));
+}
+
+Job matmul(const Request& r) {
+  const bool prepack = r.text("prepack") == "1";
+  return prepare<dnnl::matmul>(r, r.desc("src"), prepack ? r.any("weights") : r.desc("weights"),
+                               r.desc("bias"), r.desc("dst"));
+}
+
+Job pooling(const Request& r) {
+  return prepare<dnnl::pooling_forward>(
+      r, prop_kind::forward_inference, r.alg(), r.desc("src"), r.desc("dst"), r.dims("strides"),
+      r.dims("kernel"), r.dims("dilates"), r.dims("padding_begin"), r.dims("padding_end"));
+}
+
+Job eltwise(const Request& r) {
+  return prepare<dnnl::eltwise_forward>(r, prop_kind::forward_inference, r.alg(), r.desc("src"),
+                                        r.desc("dst"), r.number("alpha"), r.number("beta"));
+}
+
+Job binary(const Request& r) {
+  return prepare<dnnl::binary>(r, r.alg(), r.desc("src0"), r.desc("src1"), r.desc("dst"));
+}
+
+Job reorder(const Request& r) {
+  Arguments arguments;
+  const dnnl::primitive_attr attr = attributes(r, arguments);
+  const dnnl::reorder::primitive_desc chosen(cpu(), r.desc("src"), cpu(), r.desc("dst"), attr);
+  return bind_arguments<dnnl::reorder>(r, chosen, std::move(arguments));
+}
+
+const std::map<std::string, Job (*)(const Request&)> primitives = {
+    {"convolution", convolution}, {"inner_product", inner_product},
+    {"matmul", matmul},           {"pooling", pooling},
+    {"eltwise", eltwise},         {"binary", binary},
+    {"reorder", reorder},
+};
+
+/// Seconds per execution over `iterations` of them.
+double seconds(const Job& job, int iterations) {
+  const auto start = std::chrono::steady_clock::now();
+  for (int i = 0; i < iterations; ++i) job.primitive.execute(stream(), job.arguments);
+  stream().wait();
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  return elapsed.count() / iterations;
+}
+
+/// The figures of `samples` samples; without a number of iterations, a sample lasts about 5 ms.
+std::string timing(const Job& job, int samples, int iterations) {
+  seconds(job, 1);  // the first execution touches new memory
+  if (iterations < 1) iterations = std::clamp(static_cast<int>(5e-3 / seconds(job, 3)), 1, 100000);
+  std::ostringstream text;
+  for (int i = 0; i < samples; ++i) text << (i ? "," : "") << seconds(job, iterations);
+  return text.str();
+}
+
+struct Answer {
+  std::string text;
+  std::vector<memory> tensors;
+};
+
+Answer run(std::istringstream& header, const std::string& name, const std::vector<char>& payload) {
+  const auto found = primitives.find(name);
+  if (found == primitives.end()) throw std::invalid_argument("unknown primitive '" + name + "'");
+  const Request request(header, payload);
+  const Job job = found->second(request);
+  Answer answer{"implementation=" + job.implementation, {}};
+  const int samples = std::stoi(request.text("samples", "0"));
+  if (samples > 0) {
+    answer.text += " seconds=" + timing(job, samples, std::stoi(request.text("iterations", "0")));
+    return answer;
+  }
+  job.primitive.execute(stream(), job.arguments);
+  stream().wait();
+  for (const auto& tensor : request.tensors()) {
+    if (tensor.first.rfind("dst", 0) == 0) {
+      answer.tensors.push_back(job.arguments.at(argument(tensor.first)));
+    }
+  }
+  return answer;
+}
+
+void send(std::FILE* out, const char* status, const Answer& answer) {
+  size_t bytes = 0;
+  for (const memory& tensor : answer.tensors) bytes += tensor.get_desc().get_size();
+  std::fprintf(out, "%s %zu %s\n", status, bytes, answer.text.c_str());
+  for (const memory& tensor : answer.tensors) {
+    std::fwrite(tensor.get_data_handle(), 1, tensor.get_desc().get_size(), out);
+  }
+  std::fflush(out);
+}
+
+}  // namespace
+
+int main() {
+  std::FILE* out = fdopen(dup(STDOUT_FILENO), "wb");
+  dup2(STDERR_FILENO, STDOUT_FILENO);  // what oneDNN prints (ONEDNN_VERBOSE) is no answer
+  const dnnl_version_t& version = *dnnl_version();
+  send(out, "ok",
+       {"version=" + std::to_string(version.major) + "." + std::to_string(version.minor) + "." +
+            std::to_string(version.patch),
+        {}});
+
+  char* line = nullptr;
+  size_t capacity = 0;
+  while (getline(&line, &capacity, stdin) > 0) {
+    std::istringstream header(line);
+    std::string name;
+    size_t bytes = 0;
+    header >> name >> bytes;
+    std::vector<char> payload(bytes);
+    if (std::fread(payload.data(), 1, bytes, stdin) != bytes) return 1;
+    try {
+      send(out, "ok", run(header, name, payload));
+    } catch (const dnnl::error& error) {
+      send(out, "error",
+           {std::string(error.what()) + " (" + dnnl_status2str(error.status) + ")", {}});
+    } catch (const std::exception& error) {
+      send(out, "error", {error.what(), {}});
+    }
+  }
+  return 0;
+}

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native oneDNN peer agrees with torch in int64 and float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.onednn import Peer, RefusedError, Timing, WheelsUnavailableError
+
+CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[Peer]:
+    try:
+        started = Peer(threads=1)
+    except WheelsUnavailableError as error:
+        pytest.skip(str(error))
+    with started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def random_q(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Any value of the dtype; weights keep away from -128 as quantizers do."""
+    low, high = (0, 256) if dtype == torch.uint8 else (-127, 128)
+    return torch.randint(low, high, shape, dtype=dtype)
+
+
+def quantized(x: Tensor, scale: float, zero_point: int = 0) -> Tensor:
+    return (x / scale + zero_point).round().clamp(0, 255)
+
+
+def assert_off_by_one(got: Tensor, expected: Tensor) -> None:
+    """At most one step apart, and almost everywhere none: only rounding ties may differ."""
+    difference = (got.double() - expected).abs()
+    assert difference.max() <= 1
+    assert (difference > 0).double().mean() < 0.01
+
+
+@pytest.mark.parametrize("src_dtype", [torch.uint8, torch.int8], ids=["u8", "s8"])
+@pytest.mark.parametrize(
+    ("size", "kernel", "options"),
+    [
+        ((9, 11), (1, 1), {}),
+        ((9, 11), (3, 2), {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}),
+        ((9, 11), (3, 3), {"padding": 1, "groups": 4}),
+        ((9, 11), (3, 3), {"padding": 1, "groups": 32}),
+        ((13,), (3,), {"padding": 1}),
+        ((4, 5, 6), (3, 3, 3), {"padding": 1, "stride": 2}),
+    ],
+    ids=["1x1", "strided-dilated", "grouped", "depthwise", "1d", "3d"],
+)
+def test_convolution_without_scales_is_exact(
+    peer: Peer,
+    src_dtype: torch.dtype,
+    size: tuple[int, ...],
+    kernel: tuple[int, ...],
+    options: dict,
+) -> None:
+    src = random_q(src_dtype, 2, 32, *size)
+    weight = random_q(torch.int8, 64, 32 // options.get("groups", 1), *kernel)
+    dst = peer.convolution(src, weight, dst_dtype=torch.int32, **options)
+    expected = CONV[len(size)](src.long(), weight.long(), **options)
+    assert dst.dtype == torch.int32
+    assert torch.equal(dst.long(), expected)
+    assert dst.stride(1) == 1  # channels-last
+
+
+def test_convolution_pads_asymmetrically(peer: Peer) -> None:
+    src, weight = random_q(torch.uint8, 1, 16, 7, 8), random_q(torch.int8, 16, 16, 3, 3)
+    dst = peer.convolution(src, weight, padding=(0, 1), padding_end=(2, 0), dst_dtype=torch.int32)
+    assert torch.equal(dst.long(), F.conv2d(F.pad(src.long(), (1, 0, 0, 2)), weight.long()))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_convolution_with_attributes(peer: Peer, groups: int) -> None:
+    src, weight = random_q(torch.uint8, 2, 32, 10, 10), random_q(torch.int8, 48, 32 // groups, 3, 3)
+    weight_scale, bias = torch.rand(48) * 0.01 + 0.001, torch.randn(48)
+    dst = peer.convolution(
+        src, weight, bias, padding=1, groups=groups,
+        src_scale=0.02, weight_scale=weight_scale, dst_scale=0.25,
+        src_zero_point=117, dst_zero_point=3, post_ops="eltwise_relu",
+    )  # fmt: skip
+    acc = F.conv2d(src.double() - 117, weight.double(), padding=1, groups=groups)
+    real = acc * (0.02 * weight_scale.double()[:, None, None]) + bias.double()[:, None, None]
+    assert dst.dtype == torch.uint8
+    assert_off_by_one(dst, quantized(real.relu(), 0.25, 3))
+
+
+def test_post_ops_apply_in_order(peer: Peer) -> None:
+    src, weight = random_q(torch.uint8, 1, 32, 6, 6), random_q(torch.int8, 16, 32, 1, 1)
+    old, slope, full = random_q(torch.uint8, 1, 16, 6, 6), torch.rand(16), torch.rand(1, 16, 6, 6)
+    dst = peer.convolution(
+        src, weight, src_scale=0.02, weight_scale=0.01, dst=old, dst_dtype=torch.uint8,
+        post_ops="sum:0.5:7+eltwise_relu:0.125:0:2+binary_mul:2+binary_add:15",
+        post_op_tensors=[slope, full],
+    )  # fmt: skip
+    real = F.conv2d(src.double(), weight.double()) * 0.0002 + 0.5 * (old.double() - 7)
+    real = 2 * F.leaky_relu(real, 0.125) * slope.double()[:, None, None] + full
+    assert_off_by_one(dst, quantized(real, 1))
+
+
+def test_prelu_post_op(peer: Peer) -> None:
+    src, weight = random_q(torch.uint8, 1, 32, 6, 6), random_q(torch.int8, 16, 32, 1, 1)
+    slope = torch.rand(16)
+    dst = peer.convolution(
+        src, weight, dst_dtype=torch.float32, post_ops="prelu:2", post_op_tensors=[slope]
+    )
+    expected = F.prelu(F.conv2d(src.float(), weight.float()), slope)
+    torch.testing.assert_close(dst, expected)
+
+
+def test_inner_product(peer: Peer) -> None:
+    src, weight = random_q(torch.int8, 5, 70), random_q(torch.int8, 33, 70)
+    weight_scale, bias = torch.rand(33) * 0.01, torch.randn(33)
+    assert torch.equal(
+        peer.inner_product(src, weight, dst_dtype=torch.int32).long(), src.long() @ weight.long().T
+    )
+    dst = peer.inner_product(
+        src, weight, bias, src_scale=0.02, weight_scale=weight_scale, dst_dtype=torch.float32
+    )
+    expected = (src.double() @ weight.double().T) * (0.02 * weight_scale.double()) + bias
+    torch.testing.assert_close(dst.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("prepack", [False, True])
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["2d", "batched"])
+def test_matmul(peer: Peer, batch: tuple[int, ...], prepack: bool) -> None:
+    src, weight = random_q(torch.uint8, *batch, 5, 70), random_q(torch.int8, *batch, 70, 33)
+    weight_scale, bias = torch.rand(33) * 0.01 + 0.001, torch.randn(33)
+    exact = peer.matmul(src, weight, dst_dtype=torch.int32, prepack=prepack)
+    assert torch.equal(exact.long(), src.long() @ weight.long())
+    dst = peer.matmul(
+        src, weight, bias, src_scale=0.02, weight_scale=weight_scale, dst_scale=0.1,
+        src_zero_point=100, dst_zero_point=128, prepack=prepack,
+    )  # fmt: skip
+    real = ((src.double() - 100) @ weight.double()) * (0.02 * weight_scale.double()) + bias
+    assert_off_by_one(dst, quantized(real, 0.1, 128))
+
+
+def test_matmul_broadcasts_weights_over_the_batch(peer: Peer) -> None:
+    src, weight = random_q(torch.uint8, 3, 5, 70), random_q(torch.int8, 70, 33)
+    dst = peer.matmul(src, weight, dst_dtype=torch.int32)
+    assert torch.equal(dst.long(), src.long() @ weight.long())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8], ids=["u8", "s8"])
+def test_pooling(peer: Peer, dtype: torch.dtype) -> None:
+    src = random_q(dtype, 2, 32, 9, 9)
+    window = {"stride": 2, "padding": 1}
+    dst = peer.pooling(src, "max", 3, **window)
+    assert torch.equal(dst.double(), F.max_pool2d(src.double(), 3, **window))
+    for counts in (True, False):
+        dst = peer.pooling(src, f"avg_{'include' if counts else 'exclude'}_padding", 3, **window)
+        expected = F.avg_pool2d(src.double(), 3, **window, count_include_pad=counts)
+        assert_off_by_one(dst, expected.round())
+
+
+def test_eltwise_binary_reorder(peer: Peer) -> None:
+    src = torch.randn(2, 8, 5, 5)
+    assert torch.equal(peer.eltwise(src, "clip", -0.5, 0.5), src.clamp(-0.5, 0.5))
+    q0, q1 = random_q(torch.uint8, 2, 8, 5, 5), random_q(torch.uint8, 2, 8, 5, 5)
+    dst = peer.binary(q0, q1, "add", src0_scale=0.5, src1_scale=0.25)
+    assert_off_by_one(dst, quantized(q0.double() * 0.5 + q1.double() * 0.25, 1))
+    dst = peer.reorder(src, dst_scale=0.02, dst_zero_point=128, dst_dtype=torch.uint8)
+    assert_off_by_one(dst, quantized(src.double(), 0.02, 128))
+    dst = peer.reorder(q0, src_scale=0.02, src_zero_point=128, dst_dtype=torch.float32)
+    torch.testing.assert_close(dst, (q0.float() - 128) * 0.02)
+    scale = torch.rand(8) + 0.5
+    dst = peer.reorder(q0, src_scale=scale, dst_dtype=torch.float32)
+    torch.testing.assert_close(dst, q0.float() * scale[:, None, None])
+
+
+def test_refusal_names_the_reason_and_the_peer_lives_on(peer: Peer) -> None:
+    src, weight = random_q(torch.uint8, 1, 8, 4, 4), random_q(torch.int8, 8, 8, 1, 1)
+    with pytest.raises(RefusedError, match=r"refuses convolution: .*\(unimplemented\)"):
+        peer.convolution(src, weight, dst_scale=torch.rand(8))
+    with pytest.raises(RefusedError, match="this oneDNN knows no 'eltwise_nonsense'"):
+        peer.convolution(src, weight, post_ops="eltwise_nonsense")
+    with pytest.raises(ValueError, match="post_op_tensors must be 1 tensors"):
+        peer.convolution(src, weight, post_ops="binary_add:2")
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        peer.convolution(src, weight, source_scale=1.0)
+    exact = peer.convolution(src, weight, dst_dtype=torch.int32)
+    assert torch.equal(exact.long(), F.conv2d(src.long(), weight.long()))
+
+
+def test_timing(peer: Peer) -> None:
+    src, weight = random_q(torch.uint8, 1, 64, 14, 14), random_q(torch.int8, 64, 64, 1, 1)
+    for iterations in (0, 3):
+        timing = peer.convolution(
+            src, weight, dst_dtype=torch.int32, samples=4, iterations=iterations
+        )
+        assert isinstance(timing, Timing)
+        assert len(timing.seconds) == 4
+        assert all(figure > 0 for figure in timing.seconds)
+        assert timing.median > 0
+        assert "conv" in timing.implementation
+
+
+def test_a_dead_process_is_reported() -> None:
+    try:
+        peer = Peer()
+    except WheelsUnavailableError as error:
+        pytest.skip(str(error))
+    peer._process.kill()
+    with pytest.raises(RuntimeError, match="ended with status -9 on: reorder"):
+        peer.reorder(torch.zeros(4, 4))
+    peer.close()
+
+
+def test_unknown_version() -> None:
+    with pytest.raises(ValueError, match=r"version must be one of \['3.2'\], got '1.0'"):
+        Peer(version="1.0")
