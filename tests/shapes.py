@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named shapes. `str(shape)` is the test id: 'resnet50.fc-8x2048x1000'.
+
+Spatial sizes are reduced where the name says so; the oracle takes less than a second per shape.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+# Largest taps * K whose sum of 255 * -128 products stays within int32.
+MAX_TAPS_K = 65793
+
+
+# Shapes
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    m: int
+    n: int
+    k: int
+    name: str = "linear"
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.m}x{self.k}x{self.n}"
+
+    @property
+    def src(self) -> tuple[int, ...]:
+        return (self.m, self.k)
+
+    @property
+    def weight(self) -> tuple[int, ...]:
+        return (self.n, self.k)
+
+    @property
+    def dst(self) -> tuple[int, ...]:
+        return (self.m, self.n)
+
+    @property
+    def channels(self) -> int:
+        return self.n
+
+    @property
+    def reduction(self) -> int:
+        return self.k
+
+
+@dataclass(frozen=True)
+class ConvShape:
+    """Dilation 1 is dense, as in PyTorch. Sizes have one entry per spatial dimension."""
+
+    batch: int
+    in_channels: int
+    out_channels: int
+    size: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding_begin: tuple[int, ...]
+    padding_end: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    name: str
+
+    def __str__(self) -> str:
+        def by_x(sizes: tuple[int, ...]) -> str:
+            return "x".join(map(str, sizes))
+
+        text = f"{self.name}-{self.batch}x{self.in_channels}x{by_x(self.size)}"
+        text += f"-o{self.out_channels}k{by_x(self.kernel)}"
+        text += f"s{by_x(self.stride)}" if max(self.stride) > 1 else ""
+        text += f"p{by_x(self.padding_begin)}" if max(self.padding_begin + self.padding_end) else ""
+        text += f"e{by_x(self.padding_end)}" if self.padding_end != self.padding_begin else ""
+        text += f"d{by_x(self.dilation)}" if max(self.dilation) > 1 else ""
+        return text + (f"g{self.groups}" if self.groups > 1 else "")
+
+    @property
+    def src(self) -> tuple[int, ...]:
+        return (self.batch, self.in_channels, *self.size)
+
+    @property
+    def weight(self) -> tuple[int, ...]:
+        return (self.out_channels, self.in_channels // self.groups, *self.kernel)
+
+    @property
+    def dst(self) -> tuple[int, ...]:
+        return (self.batch, self.out_channels, *self.dst_size)
+
+    @property
+    def dst_size(self) -> tuple[int, ...]:
+        parts = (self.size, self.kernel, self.stride, *self.padding, self.dilation)
+        return tuple(
+            (size + begin + end - dilation * (kernel - 1) - 1) // stride + 1
+            for size, kernel, stride, begin, end, dilation in zip(*parts, strict=True)
+        )
+
+    @property
+    def channels(self) -> int:
+        return self.out_channels
+
+    @property
+    def reduction(self) -> int:
+        return self.in_channels // self.groups * math.prod(self.kernel)
+
+    @property
+    def padding(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.padding_begin, self.padding_end)
+
+    @property
+    def geometry(self) -> list[int]:
+        """The op's argument."""
+        parts = (self.kernel, self.stride, *self.padding, self.dilation, (self.groups,))
+        return list(itertools.chain(*parts))
+
+    @property
+    def oracle(self) -> dict[str, Any]:
+        """Keyword arguments of reference.conv."""
+        names = ("stride", "padding", "dilation", "groups")
+        return {name: getattr(self, name) for name in names}
+
+
+Sizes = int | tuple[int, ...]
+
+
+def conv(
+    name: str,
+    channels: tuple[int, int],
+    size: tuple[int, ...],
+    kernel: Sizes = 3,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    padding_end: Sizes | None = None,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    batch: int = 1,
+) -> ConvShape:
+    def each(value: Sizes) -> tuple[int, ...]:
+        return (value,) * len(size) if isinstance(value, int) else value
+
+    end = padding if padding_end is None else padding_end
+    return ConvShape(
+        batch,
+        *channels,
+        size,
+        each(kernel),
+        each(stride),
+        each(padding),
+        each(end),
+        each(dilation),
+        groups,
+        name,
+    )
+
+
+def depthwise(
+    name: str, channels: int, size: tuple[int, ...], multiplier: int = 1, **kwargs: Any
+) -> ConvShape:
+    return conv(name, (channels, channels * multiplier), size, groups=channels, **kwargs)
+
+
+LINEAR_NETWORKS = [
+    LinearShape(1, 1000, 2048, "resnet50.fc"),
+    LinearShape(8, 1000, 2048, "resnet50.fc"),
+    LinearShape(4, 1000, 1280, "mobilenet_v2.classifier"),
+    LinearShape(1, 768, 768, "bert.attention"),
+    LinearShape(16, 2304, 768, "bert.qkv_16_tokens"),
+    LinearShape(128, 768, 768, "bert.attention"),
+    LinearShape(32, 3072, 768, "bert.up_32_tokens"),
+    LinearShape(32, 768, 3072, "bert.down_32_tokens"),
+    LinearShape(128, 1536, 384, "minilm.up"),
+]
+
+# Around the sizes at which kernels change: 4 k to a lane, 6 rows, 16 channels to a panel, 4 panels.
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 70)
+LINEAR_TAILS = [
+    *(LinearShape(m, 33, 19, "tail_m") for m in SIZES),
+    *(LinearShape(7, n, 19, "tail_n") for n in SIZES),
+    *(LinearShape(7, 17, k, "tail_k") for k in SIZES),
+    *(LinearShape(1, n, 5, "tail_row") for n in (1, 16, 17, 64, 65, 129)),
+]
+LINEAR_LIMITS = [
+    LinearShape(0, 16, 8, "no_rows"),
+    LinearShape(3, 0, 8, "no_channels"),
+    LinearShape(3, 17, 0, "no_k"),
+    LinearShape(2, 17, MAX_TAPS_K, "longest_k"),
+    LinearShape(400, 20, 70, "many_rows"),
+    LinearShape(3, 5000, 36, "many_channels"),
+]
+LINEAR = LINEAR_NETWORKS + LINEAR_TAILS + LINEAR_LIMITS
+
+CONV_NETWORKS = [
+    conv("resnet50.conv1", (3, 64), (224, 224), 7, 2, 3),
+    conv("resnet50.conv1_small", (3, 64), (56, 61), 7, 2, 3),
+    conv("resnet50.layer1_1x1", (64, 64), (56, 56), 1),
+    conv("resnet50.layer1_3x3", (64, 64), (56, 56), 3, 1, 1),
+    conv("resnet50.layer1_3x3_small", (64, 64), (28, 28), 3, 1, 1),
+    conv("resnet50.layer1_expand_small", (64, 256), (28, 28), 1),
+    conv("resnet50.layer2_3x3s2_small", (128, 128), (28, 28), 3, 2, 1),
+    conv("resnet50.layer2_downsample_small", (256, 512), (28, 28), 1, 2),
+    conv("resnet50.layer3_3x3", (256, 256), (14, 14), 3, 1, 1),
+    conv("resnet50.layer4_3x3", (512, 512), (7, 7), 3, 1, 1),
+    conv("resnet50.layer4_expand", (512, 2048), (7, 7), 1),
+    conv("mobilenet_v2.stem_small", (3, 32), (64, 64), 3, 2, 1),
+    conv("mobilenet_v2.project_small", (96, 24), (28, 28), 1),
+    conv("mobilenet_v2.expand", (24, 144), (28, 28), 1),
+    conv("mobilenet_v2.last", (320, 1280), (7, 7), 1),
+]
+CONV_BORDERS = [
+    conv("1x1_padded", (5, 7), (4, 5), 1, 1, 1),
+    conv("asymmetric", (8, 17), (9, 10), 3, 1, (0, 1), (1, 2)),
+    conv("asymmetric_stride", (16, 16), (10, 9), 3, 2, (0, 0), (1, 1)),
+    conv("begin_only", (4, 16), (6, 6), 3, 1, 2, 0),
+    conv("wide_padding", (4, 16), (5, 6), 3, 1, 4),
+    conv("all_padding_rows", (4, 16), (2, 2), 2, 2, 4),
+    conv("kernel_exceeds_src", (6, 9), (3, 2), 5, 1, 2),
+    conv("kernel_exceeds_src_once", (6, 9), (2, 3), (5, 3), 1, (2, 0), (1, 0)),
+    conv("one_pixel_dst", (7, 20), (5, 5), 5),
+    conv("one_pixel_src", (16, 33), (1, 1), 3, 1, 1),
+    conv("dilated", (8, 16), (13, 12), 3, 1, 2, dilation=2),
+    conv("dilated_unevenly", (3, 18), (11, 17), (3, 2), (2, 1), (1, 2), dilation=(2, 3)),
+    conv("dilated_past_src", (4, 8), (5, 5), 3, 1, 4, dilation=4),
+    conv("stride_exceeds_kernel", (8, 16), (11, 11), 2, 3),
+    conv("stride_1x2", (8, 16), (7, 12), 3, (1, 2), 1),
+    conv("kernel_1x7", (12, 20), (9, 9), (1, 7), 1, (0, 3)),
+    conv("kernel_7x1", (12, 20), (9, 9), (7, 1), 1, (3, 0)),
+    conv("kernel_2x4", (9, 15), (8, 8), (2, 4), 1, 1),
+    conv("batch", (5, 19), (6, 7), 3, 1, 1, batch=3),
+    conv("no_batch", (4, 8), (6, 6), 3, 1, 1, batch=0),
+    conv("longest_reduction", (3133, 5), (3, 7), (3, 7)),
+]
+CONV_1D = [
+    conv("1d", (16, 32), (50,), 3, 1, 1),
+    conv("1d_stem", (1, 17), (160,), 10, 5),
+    conv("1d_causal", (20, 24), (33,), 3, 1, 4, 0, dilation=2),
+    conv("1d_grouped", (32, 48), (29,), 5, 2, 2, groups=4, batch=2),
+    conv("1d_pointwise", (70, 70), (11,), 1),
+    depthwise("1d_depthwise", 40, (37,), kernel=15, padding=7),
+]
+CONV_3D = [
+    conv("3d", (8, 16), (5, 6, 7), 3, 1, 1),
+    conv("3d_stem", (3, 20), (4, 16, 16), (1, 7, 7), (1, 2, 2), (0, 3, 3)),
+    conv("3d_temporal", (12, 18), (6, 5, 5), (3, 1, 1), 1, (1, 0, 0)),
+    conv("3d_dilated", (4, 9), (7, 8, 9), 3, (1, 2, 1), (0, 1, 2), (2, 1, 0), dilation=(1, 1, 2)),
+    conv("3d_grouped", (12, 12), (4, 5, 6), 2, groups=3, batch=2),
+    conv("3d_pointwise", (17, 33), (2, 3, 4), 1),
+    depthwise("3d_depthwise", 24, (4, 5, 6), padding=1),
+]
+# Input and output channels per group.
+GROUP_WIDTHS = (
+    (2, 2),
+    (4, 4),
+    (8, 8),
+    (16, 16),
+    (32, 32),
+    (3, 5),
+    (7, 1),
+    (1, 3),
+    (17, 9),
+    (5, 33),
+    (12, 16),
+)
+CONV_GROUPED = [
+    *(
+        conv(f"grouped_{i}to{o}", (3 * i, 3 * o), (9, 10), 3, stride, 1, groups=3)
+        for (i, o), stride in itertools.product(GROUP_WIDTHS, (1, 2))
+    ),
+    conv("resnext50.32x4d_small", (128, 128), (14, 14), 3, 1, 1, groups=32),
+    conv("regnet.8_per_group", (64, 64), (14, 13), 3, 2, 1, groups=8),
+    conv("shufflenet.1x1", (60, 24), (14, 14), 1, groups=3),
+    conv("grouped_dilated", (16, 16), (11, 11), 3, 1, 2, dilation=2, groups=4),
+    conv("grouped_asymmetric", (10, 20), (8, 9), (3, 2), 1, (1, 0), (0, 1), groups=5, batch=2),
+]
+DEPTHWISE_CHANNELS = (1, 3, 16, 24, 32, 33, 64, 96, 144, 960)
+CONV_DEPTHWISE = [
+    *(depthwise("dw", c, (9, 10), padding=1) for c in DEPTHWISE_CHANNELS),
+    *(depthwise("dw_s2", c, (9, 10), stride=2, padding=1) for c in DEPTHWISE_CHANNELS),
+    *(
+        depthwise("dw_5x5", c, (9, 10), kernel=5, stride=s, padding=2)
+        for c in (33, 64)
+        for s in (1, 2)
+    ),
+    *(depthwise("dw_7x7", c, (11, 9), kernel=7, padding=3) for c in (1, 48, 96)),
+    depthwise("dw_1x3", 40, (6, 11), kernel=(1, 3), padding=(0, 1)),
+    depthwise("dw_2x2", 19, (6, 7), kernel=2),
+    depthwise("dw_dilated", 64, (12, 11), padding=2, dilation=2),
+    depthwise("dw_dilated_5x5", 17, (12, 11), kernel=5, padding=4, dilation=2),
+    depthwise("dw_multiplier", 24, (8, 7), multiplier=2, padding=1),
+    depthwise("dw_multiplier_3", 11, (8, 7), multiplier=3, stride=2, padding=1),
+    depthwise("dw_asymmetric", 32, (8, 9), stride=2, padding=0, padding_end=1),
+    depthwise("dw_wide_padding", 16, (4, 4), padding=3),
+    depthwise("dw_kernel_exceeds_src", 33, (2, 3), kernel=5, padding=2),
+    depthwise("dw_batch", 20, (5, 6), padding=1, batch=3),
+    depthwise("mobilenet_v2.dw", 32, (112, 112), padding=1),
+    depthwise("mobilenet_v2.dw_small", 384, (14, 14), padding=1),
+]
+CONV = CONV_NETWORKS + CONV_BORDERS + CONV_1D + CONV_3D + CONV_GROUPED + CONV_DEPTHWISE
+
+
+def random_linear_shapes(count: int, seed: int = 0) -> list[LinearShape]:
+    rng = random.Random(seed)
+    return [LinearShape(*(rng.randint(1, 70) for _ in "mnk"), f"random{i}") for i in range(count)]
+
+
+def random_conv_shapes(count: int, seed: int = 0, dims: int = 2) -> list[ConvShape]:
+    """Any legal geometry: windows may lie wholly in the padding."""
+    rng = random.Random(seed)
+    shapes: list[ConvShape] = []
+    while len(shapes) < count:
+
+        def each(low: int, high: int) -> tuple[int, ...]:
+            return tuple(rng.randint(low, high) for _ in range(dims))
+
+        groups = rng.choice((1, 1, 1, 2, 3, 5))
+        channels = (groups * rng.randint(1, 40 // groups), groups * rng.randint(1, 70 // groups))
+        if rng.random() < 0.2:
+            groups = rng.randint(1, 70)
+            channels = (groups, groups)
+        shape = conv(
+            f"random{len(shapes)}",
+            channels,
+            each(1, 12),
+            each(1, 5),
+            each(1, 3),
+            each(0, 3),
+            each(0, 3),
+            each(1, 3),
+            groups,
+            rng.randint(1, 2),
+        )
+        if min(shape.dst_size) > 0:
+            shapes.append(shape)
+    return shapes
