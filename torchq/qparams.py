@@ -39,6 +39,7 @@ class QParams:
         zero_point: int32, same shape as ``scale``, within the range of ``dtype``.
         dtype: ``torch.uint8`` or ``torch.int8``.
         axis: the dimension that ``C`` runs over; None exactly if ``scale`` is ``[]``.
+        bits: 8, or 7 where only the range of :func:`activation_range` with 7 bits is used.
 
     Raises:
         TypeError: a field has another type or dtype.
@@ -49,10 +50,12 @@ class QParams:
     zero_point: Tensor
     dtype: torch.dtype
     axis: int | None = None
+    bits: int = 8
 
     def __post_init__(self) -> None:
         """Validates every field."""
         check_dtype("QParams", self.dtype)
+        check_bits("QParams", "bits", self.bits)
         _check_tensor("scale", self.scale, torch.float32)
         _check_tensor("zero_point", self.zero_point, torch.int32)
         self._check_shapes()
@@ -106,6 +109,11 @@ class QParams:
         return cls(scales, torch.tensor(zero_point, dtype=torch.int32), dtype)
 
     @property
+    def integers(self) -> tuple[int, int]:
+        """The smallest and largest activation these parameters stand for."""
+        return activation_range(self.dtype, self.bits)
+
+    @property
     def is_per_channel(self) -> bool:
         """Whether there is one scale per channel."""
         return self.axis is not None
@@ -131,7 +139,7 @@ class QParams:
         """Compares all fields, tensors by value."""
         if not isinstance(other, QParams):
             return NotImplemented
-        same_kind = (self.dtype, self.axis) == (other.dtype, other.axis)
+        same_kind = (self.dtype, self.axis, self.bits) == (other.dtype, other.axis, other.bits)
         same_scale = same_kind and torch.equal(self.scale, other.scale)
         return same_scale and torch.equal(self.zero_point, other.zero_point)
 
@@ -203,7 +211,7 @@ def choose_qparams(
             f"{low[inverted].flat[0]} > {high[inverted].flat[0]}. Swap them."
         )
     scale, zero_point = solve_qparams(low, high, integers, symmetric)
-    return QParams(torch.from_numpy(scale), torch.from_numpy(zero_point), dtype, axis)
+    return QParams(torch.from_numpy(scale), torch.from_numpy(zero_point), dtype, axis, bits)
 
 
 def weight_qparams(
@@ -251,7 +259,7 @@ def weight_qparams(
     if not per_channel:
         scale, zero_point = scale.reshape(()), zero_point.reshape(())
     axis = channel_axis % weight.ndim if per_channel else None
-    return QParams(torch.from_numpy(scale), torch.from_numpy(zero_point), torch.int8, axis)
+    return QParams(torch.from_numpy(scale), torch.from_numpy(zero_point), torch.int8, axis, bits)
 
 
 def output_channel_rows(weight: Tensor, channel_axis: int = 0, groups: int = 1) -> Tensor:

@@ -1,1 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Quantized modules, and the float modules that the eager flow turns into them."""
+
+from torchq.nn.binary import Add, Cat, Mul, QAdd, QCat, QMul
+from torchq.nn.conv import QConv1d, QConv2d, QConv3d
+from torchq.nn.linear import QLinear
+from torchq.nn.module import QModule
+from torchq.nn.pooling import (
+    QAdaptiveAvgPool1d,
+    QAdaptiveAvgPool2d,
+    QAdaptiveAvgPool3d,
+    QAvgPool1d,
+    QAvgPool2d,
+    QAvgPool3d,
+    QMaxPool1d,
+    QMaxPool2d,
+    QMaxPool3d,
+)
+from torchq.nn.quantize import Dequantize, QLookup, Quantize
+
+__all__ = [
+    "Add",
+    "Cat",
+    "Dequantize",
+    "Mul",
+    "QAdaptiveAvgPool1d",
+    "QAdaptiveAvgPool2d",
+    "QAdaptiveAvgPool3d",
+    "QAdd",
+    "QAvgPool1d",
+    "QAvgPool2d",
+    "QAvgPool3d",
+    "QCat",
+    "QConv1d",
+    "QConv2d",
+    "QConv3d",
+    "QLinear",
+    "QLookup",
+    "QMaxPool1d",
+    "QMaxPool2d",
+    "QMaxPool3d",
+    "QModule",
+    "QMul",
+    "Quantize",
+]

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Addition, multiplication and concatenation as modules: float ones to write models with, quantized ones to run."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.nn.module import QModule, dtype_name, placeholder_qparams
+from torchq.ops import dtype_code
+from torchq.qparams import QParams
+
+
+class Add(nn.Module):
+    """``src0 + src1``. A module so that the eager flow can quantize a residual addition, or fuse it."""
+
+    def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
+        """Adds."""
+        return src0 + src1
+
+
+class Mul(nn.Module):
+    """``src0 * src1``. A module so that the eager flow can quantize it."""
+
+    def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
+        """Multiplies."""
+        return src0 * src1
+
+
+class Cat(nn.Module):
+    """``torch.cat(srcs, dim)``. A module so that the eager flow can quantize it."""
+
+    def __init__(self, dim: int = 1) -> None:
+        """``dim`` as in torch.cat."""
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, srcs: list[Tensor]) -> Tensor:
+        """Concatenates."""
+        return torch.cat(srcs, self.dim)
+
+
+class _QCombine(QModule):
+    """Scales and zero points of the sources, then of the destination.
+
+    A float32 source is quantized with its own parameters first.
+    """
+
+    scales: Tensor
+    zero_points: Tensor
+
+    def __init__(self, srcs: list[QParams], dst: QParams | None, **spec: object) -> None:
+        super().__init__()
+        every = [*srcs, QParams.per_tensor(1.0) if dst is None else dst]
+        self.register_buffer("scales", torch.stack([q.scale.reshape(()) for q in every]))
+        self.register_buffer("zero_points", torch.stack([q.zero_point.reshape(()) for q in every]))
+        self.dst_dtype = torch.float32 if dst is None else dst.dtype
+        self.dst_code = dtype_code(self.dst_dtype)
+        self.dst_low, self.dst_high = (0, 0) if dst is None or dst.bits == 8 else dst.integers
+        # not a list of dtypes: TorchScript cannot hold one
+        self.src_signed = [q.dtype == torch.int8 for q in srcs]
+        self.src_codes = [dtype_code(q.dtype) for q in srcs]
+        self._set_spec(
+            srcs=[dtype_name(q.dtype) for q in srcs],
+            dst=dtype_name(self.dst_dtype),
+            dst_bits=8 if dst is None else dst.bits,
+            **spec,
+        )
+
+    @classmethod
+    def _arguments_from_spec(cls, spec: dict[str, Any]) -> dict[str, Any]:
+        dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"], spec["dst_bits"])
+        return {"srcs": [placeholder_qparams(name) for name in spec["srcs"]], "dst": dst}
+
+    def _quantized(self, src: Tensor, i: int) -> Tensor:
+        """Source ``i`` in its own quantized dtype."""
+        if src.dtype == (torch.int8 if self.src_signed[i] else torch.uint8):
+            return src
+        if src.dtype != torch.float32:
+            raise TypeError(
+                f"torchq.nn: source {i} must be float32 or the module's own quantized dtype, got "
+                f"{src.dtype}. Convert the producer and this module together."
+            )
+        q: Tensor = torch.ops.torchq.quantize(
+            src, self.scales[i], self.zero_points[i], self.src_codes[i]
+        )
+        return q
+
+    def _limited(self, dst: Tensor) -> Tensor:
+        """Clamped to 7 bits where the destination has only 7."""
+        return torch.clamp(dst, self.dst_low, self.dst_high) if self.dst_high > 0 else dst
+
+    def extra_repr(self) -> str:
+        """Dtypes, scales and zero points."""
+        scales = ", ".join(f"{s:.4g}" for s in self.scales.tolist())
+        return f"scales=[{scales}], zero_points={self.zero_points.tolist()}"
+
+
+class QAdd(_QCombine):
+    """``quantize(real(src0) + real(src1))``, optionally with relu; shapes broadcast."""
+
+    def __init__(self, srcs: list[QParams], dst: QParams | None, relu: bool = False) -> None:
+        """``srcs`` has two; ``dst`` None means float32."""
+        super().__init__(srcs, dst, relu=relu)
+        self.relu = relu
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> "QAdd":
+        """See the base class."""
+        return cls(**cls._arguments_from_spec(spec), relu=spec["relu"])
+
+    def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
+        """Adds."""
+        src0, src1 = self._quantized(src0, 0), self._quantized(src1, 1)
+        dst: Tensor = torch.ops.torchq.add(
+            src0, src1, self.scales, self.zero_points, self.dst_code, self.relu
+        )
+        return self._limited(dst)
+
+
+class QMul(_QCombine):
+    """``quantize(real(src0) * real(src1))``, optionally with relu; shapes broadcast."""
+
+    def __init__(self, srcs: list[QParams], dst: QParams | None, relu: bool = False) -> None:
+        """``srcs`` has two; ``dst`` None means float32."""
+        super().__init__(srcs, dst, relu=relu)
+        self.relu = relu
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> "QMul":
+        """See the base class."""
+        return cls(**cls._arguments_from_spec(spec), relu=spec["relu"])
+
+    def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
+        """Multiplies."""
+        src0, src1 = self._quantized(src0, 0), self._quantized(src1, 1)
+        dst: Tensor = torch.ops.torchq.mul(
+            src0, src1, self.scales, self.zero_points, self.dst_code, self.relu
+        )
+        return self._limited(dst)
+
+
+class QCat(_QCombine):
+    """Concatenation; a source with other parameters than the destination's is requantized."""
+
+    def __init__(self, srcs: list[QParams], dst: QParams | None, dim: int = 1) -> None:
+        """``dim`` as in torch.cat; ``dst`` None means float32."""
+        super().__init__(srcs, dst, dim=dim)
+        self.dim = dim
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> "QCat":
+        """See the base class."""
+        return cls(**cls._arguments_from_spec(spec), dim=spec["dim"])
+
+    def forward(self, srcs: list[Tensor]) -> Tensor:
+        """Concatenates."""
+        quantized: list[Tensor] = []
+        for i, src in enumerate(srcs):
+            quantized.append(self._quantized(src, i))
+        dst: Tensor = torch.ops.torchq.concat(
+            quantized, self.scales, self.zero_points, self.dim, self.dst_code
+        )
+        return self._limited(dst)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized convolutions."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from torchq.functional import conv_geometry, quantize_weight
+from torchq.nn.matmul import QMatmul
+from torchq.nn.module import quantize_boundary
+from torchq.packing import PackedWeight, pack_conv
+from torchq.post_ops import PostOps
+from torchq.qparams import QParams, weight_qparams
+
+
+class QConv(QMatmul):
+    """``dst = quantize(post_ops(conv(real(src), weight) + bias))``; padding is real zero.
+
+    Shapes:
+        src: ``(N, C, spatial...)`` of the source dtype; float32 is quantized with the source's parameters.
+            Channels-last memory is read in place.
+        residual: dst's shape, the source of a ``sum`` post-op.
+        dst: ``(N, OC, spatial...)``, channels-last, uint8, int8 or float32.
+
+    Raises:
+        TypeError: ``src`` has another dtype.
+        ValueError: the shape of ``src`` does not fit.
+    """
+
+    dims: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        weight: PackedWeight,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        src: QParams,
+        dst: QParams | None = None,
+        post_ops: PostOps | None = None,
+        *,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        padding_end: int | Sequence[int] | None = None,
+    ) -> None:
+        """See :class:`~torchq.nn.matmul.QMatmul`; :meth:`from_float` is the usual way here.
+
+        Groups and dilation are those the weight was packed for; ``padding_end`` is ``padding`` unless given.
+        """
+        geometry = conv_geometry(
+            type(self).__name__,
+            weight.shape[2:],
+            stride,
+            padding,
+            padding_end,
+            weight.dilation,
+            weight.groups,
+        )
+        super().__init__(weight, weight_scale, bias, src, dst, post_ops, geometry=geometry)
+        self.geometry = geometry
+
+    @classmethod
+    def from_float(
+        cls,
+        module: nn.Conv1d | nn.Conv2d | nn.Conv3d,
+        src: QParams,
+        dst: QParams | None = None,
+        *,
+        granularity: str = "per_channel",
+        bits: int = 8,
+        post_ops: PostOps | None = None,
+    ) -> Self:
+        """Quantizes the weight symmetrically and packs it.
+
+        Args:
+            module: the float layer.
+            src: parameters of the source.
+            dst: parameters of the destination; None for float32.
+            granularity: of the weight scale, "per_channel" or "per_tensor".
+            bits: of the weight, 8 or 7.
+            post_ops: applied before the destination is quantized.
+
+        Raises:
+            NotImplementedError: ``padding_mode`` is not "zeros".
+        """
+        if module.padding_mode != "zeros":
+            raise NotImplementedError(
+                f"torchq.nn.{cls.__name__}: padding_mode must be 'zeros', got '{module.padding_mode}'. "
+                "Pad with a separate module in front of the convolution."
+            )
+        weight = module.weight.detach()
+        params = weight_qparams(weight, granularity, bits)
+        scale, _ = params.broadcast(weight.dim())
+        packed = pack_conv(quantize_weight(weight, scale, bits), module.groups, module.dilation)
+        begin, end = _paddings(module)
+        return cls(
+            packed,
+            params.scale,
+            module.bias,
+            src,
+            dst,
+            post_ops,
+            stride=module.stride,
+            padding=begin,
+            padding_end=end,
+        )
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> Self:
+        """See the base class."""
+        dims, g = len(spec["dilation"]), spec["geometry"]
+        parts = [g[i * dims : (i + 1) * dims] for i in range(1, 4)]
+        arguments = cls._arguments_from_spec(spec)
+        return cls(**arguments, stride=parts[0], padding=parts[1], padding_end=parts[2])
+
+    def forward(self, src: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Applies the convolution."""
+        if src.dtype != self.src_dtype:
+            src = quantize_boundary(
+                src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
+            )
+        residuals = [] if residual is None else [residual]
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            scripted: Tensor = torch.ops.torchq.conv(
+                src,
+                self.weight,
+                self.compensation,
+                self.pair_bound,
+                self.multiplier,
+                self.offset,
+                None,
+                self.src_zero_point,
+                self.geometry,
+                self.dst_code,
+                self.post_ops,
+                self.post_op_params,
+                residuals,
+            )
+            return scripted
+        b = self._buffers  # 5 us less than nine lookups through nn.Module.__getattr__
+        result: Tensor = torch.ops.torchq.conv(
+            src,
+            b["weight"],
+            b["compensation"],
+            b["pair_bound"],
+            b["multiplier"],
+            b["offset"],
+            None,
+            b["src_zero_point"],
+            self.geometry,
+            self.dst_code,
+            self.post_ops,
+            b["post_op_params"],
+            residuals,
+        )
+        return result
+
+
+def _paddings(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[list[int], list[int]]:
+    """Padding before and after, per dimension; "same" may differ by one."""
+    if module.padding == "valid":
+        zeros = [0] * len(module.kernel_size)
+        return zeros, zeros
+    if module.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        return [t // 2 for t in totals], [t - t // 2 for t in totals]
+    padding = [int(p) for p in module.padding]
+    return padding, padding
+
+
+class QConv1d(QConv):
+    """1-D :class:`QConv`: src ``(N, C, L)``."""
+
+    dims = 1
+
+
+class QConv2d(QConv):
+    """2-D :class:`QConv`: src ``(N, C, H, W)``."""
+
+    dims = 2
+
+
+class QConv3d(QConv):
+    """3-D :class:`QConv`: src ``(N, C, D, H, W)``."""
+
+    dims = 3

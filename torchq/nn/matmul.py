@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state that :class:`QLinear` and the convolutions share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq.attr import Attr
+from torchq.folding import fold
+from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
+from torchq.ops import dtype_code
+from torchq.packing import PackedWeight, pack_conv, pack_linear
+from torchq._text import Eltwise
+from torchq.post_ops import PostOps
+from torchq.qparams import QParams
+
+
+def with_destination_range(post_ops: PostOps, dst: QParams | None) -> PostOps:
+    """The chain, ended by a clip to the destination's 7 bits where it has only 7.
+
+    8 bits need none: the conversion saturates. A relu or clip at the end and this clip become one, so that the
+    chain still folds.
+    """
+    if dst is None or dst.bits == 8:
+        return post_ops
+    scale, zero_point = float(dst.scale), int(dst.zero_point)
+    low, high = (scale * (q - zero_point) for q in dst.integers)
+    ops = list(post_ops)
+    last = ops[-1] if ops else None
+    if isinstance(last, Eltwise) and last.scale == 1:
+        if last.alg == "clip":
+            low, high = max(low, last.alpha), min(high, last.beta)
+            ops.pop()
+        elif last.alg == "relu" and last.alpha == 0:
+            low = max(low, 0.0)
+            ops.pop()
+    kept = PostOps.parse("+".join(map(str, ops)), post_ops.values)
+    return kept.append_eltwise("clip", low, high)
+
+
+class QMatmul(QModule):
+    """Packed weight, scales and post-ops of a linear layer or convolution.
+
+    Buffers:
+        weight, compensation, pair_bound: see :class:`~torchq.packing.PackedWeight`.
+        weight_scale: float32 ``[1]`` or ``[OC]``, real units per weight step.
+        bias: float32 ``[OC]`` in real units, or absent.
+        src_scale, src_zero_point, dst_scale, dst_zero_point: ``[1]`` (dst_scale also ``[OC]``).
+        post_op_values: float32, the values of the binary post-ops one after another.
+        multiplier, offset, post_op_params: folded from these, not saved.
+    """
+
+    weight: Tensor
+    compensation: Tensor
+    pair_bound: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    dst_scale: Tensor
+    dst_zero_point: Tensor
+    post_op_values: Tensor
+
+    __jit_unused_properties__ = ("attr",)
+
+    def __init__(
+        self,
+        weight: PackedWeight,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        src: QParams,
+        dst: QParams | None,
+        post_ops: PostOps | None,
+        **spec: object,
+    ) -> None:
+        """``dst`` None means a float32 destination."""
+        super().__init__()
+        chain = with_destination_range(post_ops or PostOps(), dst)
+        self._add_src(src)
+        self.dst_dtype = torch.float32 if dst is None else dst.dtype
+        self.dst_code = dtype_code(self.dst_dtype)
+        self._add_qparams("dst", QParams.per_tensor(1.0) if dst is None else dst)
+        self.register_buffer("weight", weight.weight)
+        self.register_buffer("compensation", weight.compensation)
+        self.register_buffer("pair_bound", weight.pair_bound)
+        self.register_buffer("weight_scale", weight_scale.reshape(-1).clone())
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self.post_ops = str(chain)
+        values = torch.cat([torch.empty(0), *chain.values])
+        self.register_buffer("post_op_values", values)
+        self._set_spec(
+            weight=list(weight.shape),
+            groups=weight.groups,
+            dilation=list(weight.dilation),
+            weight_scales=weight_scale.numel(),
+            bias=bias is not None,
+            src=dtype_name(src.dtype),
+            src_bits=src.bits,
+            dst=dtype_name(self.dst_dtype),
+            dst_scales=self.dst_scale.numel(),
+            post_ops=self.post_ops,
+            post_op_values=[value.numel() for value in chain.values],
+            **spec,
+        )
+        for name in ("multiplier", "offset", "post_op_params"):
+            self.register_buffer(name, torch.empty(0), persistent=False)
+        self.refold()
+
+    def packed(self) -> PackedWeight:
+        """The weight with the shape it was packed from."""
+        spec = self.read_spec()
+        return PackedWeight(
+            self.weight,
+            self.compensation,
+            self.pair_bound,
+            tuple(spec["weight"]),
+            spec["groups"],
+            tuple(spec["dilation"]),
+        )
+
+    @property
+    def attr(self) -> Attr:
+        """Scales, zero points and post-ops as an Attr; grouped weights have mask 3, others mask 1."""
+        groups = self.read_spec()["groups"]
+        per_channel = 0 if self.weight_scale.numel() == 1 else 1 if groups == 1 else 3
+        attr = Attr().set_scales("src", 0, self.src_scale)
+        attr.set_zero_points("src", 0, self.src_zero_point)
+        attr.set_scales("weights", per_channel, self.weight_scale)
+        if self.dst_dtype != torch.float32:
+            attr.set_scales("dst", 0 if self.dst_scale.numel() == 1 else 2, self.dst_scale)
+            attr.set_zero_points("dst", 0, self.dst_zero_point)
+        values = torch.split(self.post_op_values, self.read_spec()["post_op_values"])
+        return attr.set_post_ops(PostOps.parse(self.post_ops, values))
+
+    def refold(self) -> None:
+        """Folds scales, zero points, bias and post-ops anew."""
+        folded = fold(type(self).__name__, self.attr, self.packed(), self.bias, self.dst_dtype)
+        self.multiplier = folded.multiplier
+        self.offset = folded.offset
+        self.post_op_params = folded.post_op_params
+
+    @classmethod
+    def _arguments_from_spec(cls, spec: dict[str, Any]) -> dict[str, Any]:
+        """Constructor arguments with the right shapes and arbitrary values."""
+        weight = torch.zeros(spec["weight"], dtype=torch.int8)
+        dilation: Sequence[int] = spec["dilation"]
+        packed = pack_conv(weight, spec["groups"], dilation) if dilation else pack_linear(weight)
+        dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"])
+        if dst is not None and spec["dst_scales"] > 1:
+            scale = torch.ones(spec["dst_scales"])
+            dst = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), dst.dtype, 1)
+        sizes = spec["post_op_values"]
+        return {
+            "weight": packed,
+            "weight_scale": torch.ones(spec["weight_scales"]),
+            "bias": torch.zeros(spec["weight"][0]) if spec["bias"] else None,
+            "src": placeholder_qparams(spec["src"], spec["src_bits"]),
+            "dst": dst,
+            "post_ops": PostOps.parse(spec["post_ops"], [torch.zeros(n) for n in sizes]),
+        }
+
+    def extra_repr(self) -> str:
+        """Shapes, dtypes and attributes on one line."""
+        spec = self.read_spec()
+        groups = f", groups={spec['groups']}" if spec["groups"] > 1 else ""
+        return (
+            f"{spec['weight']}{groups}, {spec['src']} -> {dtype_name(dtype_from_name(spec['dst']))}, "
+            f"{self.attr}"
+        )

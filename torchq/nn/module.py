@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every quantized module shares: a spec, readable state, refolding after loading."""
+
+import json
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from torchq.ops import dtype_code
+from torchq.qparams import QParams
+
+LAYOUT_VERSION = 1
+"""Of the packed weights and the spec; a state of another version does not load."""
+
+_NAMES = {torch.uint8: "u8", torch.int8: "s8", torch.int32: "s32", torch.float32: "f32"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``u8``, ``s8``, ``s32`` or ``f32``."""
+    return _NAMES[dtype]
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """The inverse of :func:`dtype_name`."""
+    return _DTYPES[name]
+
+
+def quantize_boundary(
+    src: Tensor, scale: Tensor, zero_point: Tensor, code: int, low: int, high: int
+) -> Tensor:
+    """Quantizes the float source of a quantized module; a function because TorchScript compiles it.
+
+    Raises:
+        TypeError: ``src`` is neither float32 nor of the module's source dtype.
+    """
+    if src.dtype != torch.float32:
+        raise TypeError(
+            f"torchq.nn: src must be float32 or the module's own quantized dtype, got {src.dtype}. "
+            "Convert the producer and this module together, or dequantize in between."
+        )
+    q: Tensor = torch.ops.torchq.quantize(src, scale, zero_point, code)
+    if low > -128 and high < 255:  # 7 bits, or the full range of one dtype, where this is a no-op
+        q = torch.clamp(q, low, high)
+    return q
+
+
+class QModule(nn.Module):
+    """Base of the quantized modules.
+
+    State is plain tensors. What is not a number (class, layout version, dtypes, geometry, post-ops) is JSON
+    text in the uint8 buffer ``spec``; ``load_state_dict`` raises when it differs. Tensors that follow from
+    others (multiplier, offset, ...) are non-persistent buffers, recomputed by :meth:`refold`.
+    """
+
+    registry: ClassVar[dict[str, type["QModule"]]] = {}
+    """Every subclass by name, for :func:`torchq.load`."""
+
+    spec: Tensor
+    src_scale: Tensor
+    src_zero_point: Tensor
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Registers the subclass."""
+        super().__init_subclass__(**kwargs)
+        QModule.registry[cls.__name__] = cls
+
+    def _set_spec(self, **fields: object) -> None:
+        fields = {"class": type(self).__name__, "version": LAYOUT_VERSION, **fields}
+        text = json.dumps(fields, separators=(",", ":"))
+        self.register_buffer("spec", torch.tensor(list(text.encode()), dtype=torch.uint8))
+
+    def read_spec(self) -> dict[str, Any]:
+        """The spec as a dict."""
+        return read_spec(self.spec)
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> "QModule":
+        """A module of this spec whose tensors are still to be loaded."""
+        raise NotImplementedError(f"torchq.nn.{cls.__name__}: from_spec is not supported.")
+
+    def refold(self) -> None:
+        """Recomputes what follows from scales, zero points, bias and post-ops; call it after changing them."""
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        given = state_dict.get(prefix + "spec")
+        if given is not None and not torch.equal(given, self.spec):
+            raise RuntimeError(
+                f"torchq.nn.{type(self).__name__}: the state of '{prefix.rstrip('.')}' has spec "
+                f"{bytes(given.tolist()).decode(errors='replace')}, but this module is "
+                f"{bytes(self.spec.tolist()).decode()}. "
+                "Build the module for that spec, or load with torchq.load."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        error_msgs: list[str] = args[-1] if args else kwargs["error_msgs"]
+        if not error_msgs:
+            self.refold()
+
+    def _add_qparams(self, name: str, qparams: QParams) -> None:
+        """Buffers ``<name>_scale`` [1 or C] and ``<name>_zero_point`` [1]."""
+        self.register_buffer(f"{name}_scale", qparams.scale.reshape(-1).clone())
+        self.register_buffer(f"{name}_zero_point", qparams.zero_point.reshape(-1).clone())
+
+    def _add_src(self, src: QParams) -> None:
+        """What :func:`quantize_boundary` needs."""
+        self._add_qparams("src", src)
+        self.src_dtype = src.dtype
+        self.src_code = dtype_code(src.dtype)
+        self.src_low, self.src_high = src.integers
+
+
+def read_spec(spec: Tensor) -> dict[str, Any]:
+    """Parses a ``spec`` buffer.
+
+    Raises:
+        ValueError: it is not the spec of a torchq module.
+    """
+    try:
+        fields = json.loads(bytes(spec.tolist()))
+        if isinstance(fields, dict) and "class" in fields:
+            return fields
+    except ValueError:
+        pass
+    raise ValueError(
+        f"torchq.nn: spec must be the JSON text of a torchq module, got {bytes(spec.tolist())[:60]!r}. "
+        "Is this a state saved by torchq?"
+    )
+
+
+def placeholder_qparams(dtype: str, bits: int = 8) -> QParams:
+    """Parameters of a module that is about to be loaded."""
+    one = QParams.per_tensor(1.0, 0, dtype_from_name(dtype))
+    return QParams(one.scale, one.zero_point, one.dtype, None, bits)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Boundaries between float and quantized tensors, and unary functions by table."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq.functional import lookup_table
+from torchq.nn.module import (
+    QModule,
+    dtype_name,
+    placeholder_qparams,
+    quantize_boundary,
+)
+from torchq.qparams import QParams
+
+
+class Quantize(QModule):
+    """``clamp(rne(fma(src, 1 / scale, zero_point)))``: float32 in, uint8 or int8 out, any shape.
+
+    With 7 bits the result is clamped to their range. A tensor that has the destination's dtype already passes.
+
+    Raises:
+        TypeError: ``src`` has another dtype.
+    """
+
+    def __init__(self, dst: QParams) -> None:
+        """``dst`` is per tensor."""
+        super().__init__()
+        self._add_src(dst)
+        self._set_spec(dst=dtype_name(dst.dtype), bits=dst.bits)
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> "Quantize":
+        """See the base class."""
+        return cls(placeholder_qparams(spec["dst"], spec["bits"]))
+
+    def forward(self, src: Tensor) -> Tensor:
+        """Quantizes."""
+        if src.dtype == self.src_dtype:
+            return src
+        return quantize_boundary(
+            src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
+        )
+
+
+class Dequantize(QModule):
+    """``scale * float(src - zero_point)``: uint8 or int8 in, float32 out; float32 passes.
+
+    Raises:
+        TypeError: ``src`` has another dtype.
+    """
+
+    def __init__(self, src: QParams) -> None:
+        """``src`` is per tensor."""
+        super().__init__()
+        self._add_src(src)
+        self._set_spec(src=dtype_name(src.dtype), bits=src.bits)
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> "Dequantize":
+        """See the base class."""
+        return cls(placeholder_qparams(spec["src"], spec["bits"]))
+
+    def forward(self, src: Tensor) -> Tensor:
+        """Dequantizes."""
+        if src.dtype == torch.float32:
+            return src
+        if src.dtype != self.src_dtype:
+            raise TypeError(
+                f"torchq.nn.Dequantize: src must be float32 or the quantized dtype it was made for, got "
+                f"{src.dtype}. Convert the producer and this module together."
+            )
+        dst: Tensor = torch.ops.torchq.dequantize(src, self.src_scale, self.src_zero_point)
+        return dst
+
+
+class QLookup(QModule):
+    """A unary function on 8-bit tensors as a table of 256 values.
+
+    ``dst = quantize(function(dequantize(src)))``, exact to the rounding of ``function`` in float32. float32
+    sources are quantized first.
+    """
+
+    def __init__(
+        self, function: Callable[[Tensor], Tensor], src: QParams, dst: QParams, name: str = ""
+    ) -> None:
+        """``name`` is for reports: which function this is."""
+        super().__init__()
+        self._add_src(src)
+        self._add_qparams("dst", dst)
+        self.dst_dtype = dst.dtype
+        low, high = dst.integers
+        self.register_buffer("table", lookup_table(function, src, dst).clamp_(low, high))
+        self.function_name = name or getattr(function, "__name__", type(function).__name__)
+        self._set_spec(
+            function=self.function_name,
+            src=dtype_name(src.dtype),
+            src_bits=src.bits,
+            dst=dtype_name(dst.dtype),
+        )
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> "QLookup":
+        """See the base class."""
+        src, dst = (
+            placeholder_qparams(spec["src"], spec["src_bits"]),
+            placeholder_qparams(spec["dst"]),
+        )
+        return cls(torch.zeros_like, src, dst, spec["function"])
+
+    def extra_repr(self) -> str:
+        """The function and the dtypes."""
+        return f"{self.function_name}, {dtype_name(self.src_dtype)} -> {dtype_name(self.dst_dtype)}"
+
+    def forward(self, src: Tensor) -> Tensor:
+        """Looks every value up."""
+        if src.dtype != self.src_dtype:
+            src = quantize_boundary(
+                src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
+            )
+        dst: Tensor = torch.ops.torchq.lookup(src, self.table)
+        return dst
