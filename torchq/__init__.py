@@ -3,9 +3,12 @@
 
 from torchq.attr import Attr
 from torchq.config import QConfig
+from torchq.eager import calibrate, convert, prepare, quantize
+from torchq.explain import explain
 from torchq.isa import cpu_info, isa, last_kernel, supported_isas, use_isa
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
+from torchq.serialization import load, save
 
 __version__ = "0.1.0"
 
@@ -14,9 +17,16 @@ __all__ = [
     "PostOps",
     "QConfig",
     "QParams",
+    "calibrate",
+    "convert",
     "cpu_info",
+    "explain",
     "isa",
     "last_kernel",
+    "load",
+    "prepare",
+    "quantize",
+    "save",
     "supported_isas",
     "use_isa",
 ]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which instruction set runs: ``reference``, ``avx2``, ``avx512``, ``avx512_vnni``.
 
-All tiers return the same bits. The default is the best one the CPU has; ``TORCHQ_ISA=avx2`` selects another for
-the process, :func:`use_isa` for a block of code.
+All tiers return the same bits. The default is the best one the CPU has; ``TORCHQ_ISA=avx2``
+selects another for the process, :func:`use_isa` for a block of code.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 
-from torchq import ops as _ops  # loads the library
+import torchq.ops  # noqa: F401  loads the library
 
 __all__ = ["cpu_info", "isa", "last_kernel", "supported_isas", "use_isa"]
-
-_ = _ops
 
 
 def supported_isas() -> list[str]:
     """The tiers this CPU can run, slowest first."""
-    return cast("list[str]", torch.ops.torchq._supported_isas())
+    tiers: list[str] = torch.ops.torchq._supported_isas()
+    return tiers
 
 
 def isa() -> str:
@@ -32,7 +30,8 @@ def isa() -> str:
     Raises:
         ValueError: ``TORCHQ_ISA`` names a tier this CPU lacks.
     """
-    return cast(str, torch.ops.torchq._isa())
+    tier: str = torch.ops.torchq._isa()
+    return tier
 
 
 @contextmanager
@@ -42,7 +41,7 @@ def use_isa(isa: str) -> Iterator[None]:
     Raises:
         ValueError: this CPU lacks the tier; the message lists those it has.
     """
-    before = torch.ops.torchq._select_isa(isa)
+    before: str = torch.ops.torchq._select_isa(isa)
     try:
         yield
     finally:
@@ -50,12 +49,13 @@ def use_isa(isa: str) -> Iterator[None]:
 
 
 def last_kernel() -> str:
-    """Kernel and tier of this thread's last op, e.g. ``"gemm:avx512_vnni"``; empty before the first."""
-    return cast(str, torch.ops.torchq._last_kernel())
+    """Kernel and tier of this thread's last op, as in ``"gemm:avx512_vnni"``; empty before it."""
+    kernel: str = torch.ops.torchq._last_kernel()
+    return kernel
 
 
 def cpu_info() -> dict[str, object]:
-    """What torchq found: architecture, tiers, the selected tier, threads, and torch's own capability name."""
+    """Architecture, tiers, the selected tier, threads, and torch's own name for the CPU."""
     return {
         "machine": platform.machine(),
         "supported_isas": supported_isas(),

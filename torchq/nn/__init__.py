@@ -3,6 +3,7 @@
 
 from torchq.nn.binary import Add, Cat, Mul, QAdd, QCat, QMul
 from torchq.nn.conv import QConv1d, QConv2d, QConv3d
+from torchq.nn.fused import Absorbed, FusedClip, ResidualFirst
 from torchq.nn.linear import QLinear
 from torchq.nn.module import QModule
 from torchq.nn.pooling import (
@@ -16,12 +17,15 @@ from torchq.nn.pooling import (
     QMaxPool2d,
     QMaxPool3d,
 )
-from torchq.nn.quantize import Dequantize, QLookup, Quantize
+from torchq.nn.quantize import Dequantize, DeQuantStub, QLookup, QuantStub, Quantize
 
 __all__ = [
     "Add",
+    "Absorbed",
     "Cat",
+    "DeQuantStub",
     "Dequantize",
+    "FusedClip",
     "Mul",
     "QAdaptiveAvgPool1d",
     "QAdaptiveAvgPool2d",
@@ -41,5 +45,7 @@ __all__ = [
     "QMaxPool3d",
     "QModule",
     "QMul",
+    "QuantStub",
     "Quantize",
+    "ResidualFirst",
 ]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchq.functional import lookup_table
 from torchq.nn.module import (
@@ -15,6 +15,22 @@ from torchq.nn.module import (
     quantize_boundary,
 )
 from torchq.qparams import QParams
+
+
+class QuantStub(nn.Module):
+    """Marks where a float tensor shall become quantized; the eager flow makes it a :class:`Quantize`."""
+
+    def forward(self, src: Tensor) -> Tensor:
+        """Returns ``src``."""
+        return src
+
+
+class DeQuantStub(nn.Module):
+    """Marks where a quantized tensor shall become float; the eager flow makes it a :class:`Dequantize`."""
+
+    def forward(self, src: Tensor) -> Tensor:
+        """Returns ``src``."""
+        return src
 
 
 class Quantize(QModule):

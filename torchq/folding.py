@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an :class:`~torchq.Attr` to the folded parameters that the hot ops take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchq._arguments import to_int
+from torchq.attr import Attr
+from torchq.ops import dtype_code
+from torchq.packing import PackedWeight
+
+__all__ = ["Folded", "check_attr", "check_int32_bias", "fold"]
+
+Masks = Mapping[tuple[str, str], tuple[int, ...] | None]
+"""What an op reads: (kind, arg) of an Attr to the masks it has kernels for, None for any."""
+
+
+class Folded(NamedTuple):
+    """What the hot ops take that depends on scales, zero points, bias and post-ops."""
+
+    multiplier: Tensor
+    offset: Tensor
+    acc_bias: Tensor | None
+    src_zero_point: Tensor | None
+    post_op_params: Tensor
+    post_ops: str
+
+
+def check_attr(op: str, attr: Attr, masks: Masks) -> None:
+    """Refuses what ``op`` would otherwise ignore.
+
+    Raises:
+        ValueError: something is set for an argument the op does not have.
+        NotImplementedError: a mask without a kernel, or a rounding mode.
+    """
+    known = ", ".join(f"{kind} of {arg}" for kind, arg in masks)
+    if attr.rnn_data_qparams is not None:
+        raise ValueError(
+            f"torchq.{op}: attr must set only {known}, got rnn_data, which RNN ops read: {attr}. "
+            "Use scales and zero points."
+        )
+    for arg, mode in attr._rounding.items():
+        raise NotImplementedError(
+            f"torchq.{op}: rounding of {arg} must be nearest (half to even), got {mode}. "
+            "Leave set_rounding out."
+        )
+    for (kind, arg), param in attr._params.items():
+        if (kind, arg) not in masks:
+            raise ValueError(
+                f"torchq.{op}: attr must set only {known}, got {kind} of {arg}: {attr}. "
+                "Name the argument as this op does."
+            )
+        allowed = masks[kind, arg]
+        if allowed is not None and param.mask not in allowed:
+            raise NotImplementedError(
+                f"torchq.{op}: {kind} of {arg} must have mask {' or '.join(map(str, allowed))}, "
+                f"got {param.mask}: {attr}. The nearest supported is mask {allowed[-1]}."
+            )
+
+
+def fold(
+    op: str, attr: Attr, weight: PackedWeight, bias: Tensor | None, dst_dtype: torch.dtype
+) -> Folded:
+    """Folds scales, zero points, bias and post-ops for one layer.
+
+    ``multiplier[n] = src_scale * weight_scale[n] / dst_scale[n]`` and
+    ``offset[n] = bias[n] / dst_scale[n] + dst_zero_point``, with the post-ops multiplied out, in
+    double and rounded once. An int32 bias is added to the accumulator instead. With
+    ``output_scales`` the multiplier is the output scale, and any bias is added before it.
+
+    What is not set is 1 (zero points: 0). An int32 destination without scales, float bias or
+    post-ops gets the exact accumulators.
+
+    Raises:
+        TypeError: the bias is neither float32 nor int32.
+        ValueError: ``attr`` sets something for another argument, values are missing or their
+            number is not the product of the selected dims, or an int32 bias could overflow.
+        NotImplementedError: a mask or post-op that has no kernel; names the nearest that has.
+    """
+    code = dtype_code(dst_dtype, op)
+    _check(op, attr, weight, dst_dtype)
+    _check_bias(op, bias, weight)
+    text, values = str(attr.post_ops), attr.post_ops.values
+    acc_bias = bias.contiguous() if bias is not None and bias.dtype == torch.int32 else None
+    float_bias = bias.detach().contiguous() if bias is not None and acc_bias is None else None
+    src_zero_point = attr.values("src", "zero_points")
+    if attr.mask("dst", "output_scales") is not None:
+        folded = torch.ops.torchq.fold_output_scales(
+            attr.values("dst", "output_scales"), float_bias, weight.channels, code, text, values
+        )
+    elif _is_raw(attr, float_bias, dst_dtype):
+        folded = (torch.empty(0),) * 3
+    else:
+        dst_dims = (1, weight.channels, *(1 for _ in weight.dilation))
+        folded = torch.ops.torchq.fold(
+            attr.resolve("src", ()).reshape(1),
+            _per_channel(attr.resolve("weights", weight.logical_dims), weight),
+            float_bias,
+            attr.resolve("dst", dst_dims).reshape(-1) if attr.mask("dst") is not None else None,
+            attr.values("dst", "zero_points"),
+            weight.channels,
+            code,
+            text,
+            values,
+        )
+    multiplier, offset, params = folded
+    return Folded(multiplier, offset, acc_bias, src_zero_point, params, text)
+
+
+def check_int32_bias(op: str, bias: Tensor, reduction: int) -> None:
+    """Raises ValueError if an int32 bias could overflow the accumulator."""
+    limit = 2**31 - 1 - 255 * 128 * reduction
+    largest = int(bias.to(torch.int64).abs().max()) if bias.numel() else 0
+    if largest > limit:
+        raise ValueError(
+            f"torchq.{op}: int32 bias must be at most {limit} in magnitude for {reduction} "
+            f"products, got {largest}. Use a float32 bias, which is added after scaling."
+        )
+
+
+def _check(op: str, attr: Attr, weight: PackedWeight, dst_dtype: torch.dtype) -> None:
+    if attr.mask("weights", "zero_points") is not None:
+        raise NotImplementedError(
+            f"torchq.{op}: zero points of weights are not supported, got {attr}. "
+            "Quantize the weights symmetrically."
+        )
+    masks: Masks = {
+        ("scales", "src"): (0,),
+        ("scales", "weights"): (0, 1) if weight.groups == 1 else (0, 1, 2, 3),
+        ("scales", "dst"): (0, 2),
+        ("zero_points", "src"): (0,),
+        ("zero_points", "dst"): (0,),
+        ("output_scales", "dst"): (0, 2),
+    }
+    check_attr(op, attr, masks)
+    attr.post_ops.check_supported(op, dst_dtype)
+    attr.check("weights", weight.logical_dims)
+    attr.check("dst", (1, weight.channels, *(1 for _ in weight.dilation)))
+    has_scale = attr.mask("dst") is not None
+    zero_point = attr.values("dst", "zero_points")
+    if attr.mask("dst", "output_scales") is not None and zero_point is not None:
+        raise ValueError(
+            f"torchq.{op}: output_scales leave dst without a scale, so it must have no zero point "
+            f"either, got {attr}. Use scales of src, weights and dst instead."
+        )
+    if dst_dtype == torch.float32 and (has_scale or zero_point is not None):
+        raise ValueError(
+            f"torchq.{op}: dst must be an integer to have a scale or zero point, got dst_dtype "
+            f"{dst_dtype} with {attr}. Leave them out: a float32 dst is in real units."
+        )
+    if zero_point is not None:
+        limits = torch.iinfo(dst_dtype)
+        where = f"torchq.{op}: zero point of a {dst_dtype} dst"
+        to_int(where, int(zero_point), limits.min, limits.max)
+
+
+def _check_bias(op: str, bias: Tensor | None, weight: PackedWeight) -> None:
+    if bias is None:
+        return
+    if bias.dtype not in (torch.float32, torch.int32):
+        raise TypeError(
+            f"torchq.{op}: bias must be float32 (real units) or int32 (accumulator units), "
+            f"got {bias.dtype}. Convert it with .float()."
+        )
+    if tuple(bias.shape) != (weight.channels,):
+        raise ValueError(
+            f"torchq.{op}: bias must have shape [{weight.channels}], one value per output channel, "
+            f"got {list(bias.shape)}. Check the layer's output channels."
+        )
+    if bias.dtype == torch.int32:
+        check_int32_bias(op, bias, weight.reduction)
+
+
+def _per_channel(scale: Tensor, weight: PackedWeight) -> Tensor:
+    """Resolved weight scales as one value, or one per output channel."""
+    if scale.numel() == 1:
+        return scale.reshape(1)
+    outer = weight.logical_dims[: 1 if weight.groups == 1 else 2]
+    return scale.reshape(scale.shape[: len(outer)]).expand(outer).reshape(-1).contiguous()
+
+
+def _is_raw(attr: Attr, float_bias: Tensor | None, dst_dtype: torch.dtype) -> bool:
+    """Exact int32 accumulators: an int32 destination and nothing that scales or shifts."""
+    declared = [attr.mask(arg) for arg in ("src", "weights", "dst")]
+    declared.append(attr.mask("dst", "zero_points"))
+    unscaled = all(mask is None for mask in declared)
+    return dst_dtype == torch.int32 and unscaled and float_bias is None and not attr.post_ops

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed weights: plain tensors in the one layout that every ISA reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import torchq.ops  # noqa: F401  loads the library
+
+__all__ = ["PackedWeight", "pack_conv", "pack_linear"]
+
+
+class PackedWeight(NamedTuple):
+    """What the matmul-like ops read; made by :func:`pack_linear` and :func:`pack_conv`.
+
+    Attributes:
+        weight: int8 ``[ceil(N/16), taps, ceil(K/4), 16, 4]``; depthwise
+            ``[ceil(C/16), quads, 16, 4]``.
+        compensation: int32 ``[taps, N]``, the sum of the weights per tap and channel.
+        pair_bound: int32, one per panel: the largest sum of two adjacent weights of one sign.
+        shape: of the unpacked weight.
+        groups: of the convolution; 1 for linear.
+        dilation: one per spatial dimension; empty for linear.
+    """
+
+    weight: Tensor
+    compensation: Tensor
+    pair_bound: Tensor
+    shape: tuple[int, ...]
+    groups: int
+    dilation: tuple[int, ...]
+
+    @property
+    def channels(self) -> int:
+        """Output channels."""
+        return self.shape[0]
+
+    @property
+    def reduction(self) -> int:
+        """Products per output."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def logical_dims(self) -> tuple[int, ...]:
+        """Dims that masks index: (OC, IC, k...), with groups (G, OC/G, IC/G, k...)."""
+        if self.groups == 1:
+            return self.shape
+        return (self.groups, self.shape[0] // self.groups, *self.shape[1:])
+
+    def unpack(self) -> Tensor:
+        """The int8 weight as it was before packing."""
+        if not self.dilation:
+            linear: Tensor = torch.ops.torchq.unpack_linear(self.weight, *self.shape)
+            return linear
+        conv: Tensor = torch.ops.torchq.unpack_conv(
+            self.weight, list(self.shape), self.groups, list(self.dilation)
+        )
+        return conv
+
+
+def pack_linear(weight: Tensor) -> PackedWeight:
+    """Packs an int8 weight ``(out_features, in_features)``.
+
+    Raises:
+        TypeError: ``weight`` is not int8.
+        ValueError: it is not 2-D, or more than 65793 products could overflow int32.
+    """
+    packed, compensation, pair_bound = torch.ops.torchq.pack_linear(weight)
+    return PackedWeight(packed, compensation, pair_bound, tuple(weight.shape), 1, ())
+
+
+def pack_conv(weight: Tensor, groups: int = 1, dilation: int | Sequence[int] = 1) -> PackedWeight:
+    """Packs an int8 weight ``(OC, IC/groups, k...)`` with one to three kernel dimensions.
+
+    Raises:
+        TypeError: ``weight`` is not int8.
+        ValueError: the shape, groups or dilation do not fit, or more than 65793 products could
+            overflow int32.
+    """
+    dims = max(weight.dim() - 2, 0)
+    spread = (dilation,) * dims if isinstance(dilation, int) else tuple(dilation)
+    packed, compensation, pair_bound = torch.ops.torchq.pack_conv(weight, groups, list(spread))
+    return PackedWeight(packed, compensation, pair_bound, tuple(weight.shape), groups, spread)

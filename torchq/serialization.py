@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torchq.save`` and ``torchq.load``: a converted model in one file of plain tensors.
+
+Each quantized module describes itself in its ``spec`` tensor, so the file needs nothing else: no pickle, no
+calibration, no observers. With safetensors installed the file is a safetensors file, otherwise ``torch.save`` of the
+state dict, which ``torch.load(weights_only=True)`` reads.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.nn.module import QModule, read_spec
+
+__all__ = ["load", "save"]
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Writes the state of a converted model.
+
+    Args:
+        model: from :func:`torchq.convert`; its float modules are saved too.
+        path: of the file.
+    """
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    try:
+        from safetensors.torch import save_model
+    except ImportError:
+        torch.save(state, path)
+        return
+    # save_model keeps one copy of tensors that modules share
+    save_model(model, str(path), metadata={"format": "pt", "writer": "torchq"})
+
+
+def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
+    """A converted model from a file and the float model it came from.
+
+    Args:
+        path: written by :func:`save`.
+        model: a float model of the same architecture, as it was before :func:`torchq.prepare`; it is copied, and
+            its weights do not matter.
+
+    Raises:
+        ValueError: a spec in the file is not one of torchq, or names an unknown module class.
+        RuntimeError: the file and the model do not fit together; names what is missing or left over.
+    """
+    state = _read(Path(path))
+    loaded = copy.deepcopy(model)
+    # Outer modules first: a replaced module may itself hold one that has a spec.
+    for key in sorted(state, key=lambda name: name.count(".")):
+        prefix, _, last = key.rpartition(".")
+        if last == "spec":
+            module = build(read_spec(state[key]))
+            loaded = module if prefix == "" else _with_submodule(loaded, prefix, module, path)
+    missing, unexpected = loaded.load_state_dict(state, strict=False)
+    left = [name for name in missing if name not in _shared_names(loaded, state)]
+    if left or unexpected:
+        raise RuntimeError(
+            f"torchq.load: {path} and the model must fit together, but the file lacks {left[:5]} and has "
+            f"{unexpected[:5]} too many. Pass the architecture the file was saved from."
+        )
+    return loaded.eval()
+
+
+def build(spec: dict[str, Any]) -> QModule:
+    """A quantized module of this spec, its tensors still to be loaded."""
+    name = spec["class"]
+    if name not in QModule.registry:
+        raise ValueError(
+            f"torchq.load: the spec's class must be one of {sorted(QModule.registry)}, got '{name}'. The file "
+            "was written by another version of torchq."
+        )
+    return QModule.registry[name].from_spec(spec)
+
+
+def _with_submodule(
+    model: nn.Module, name: str, module: nn.Module, path: str | os.PathLike[str]
+) -> nn.Module:
+    try:
+        model.set_submodule(name, module, strict=True)
+    except AttributeError as error:
+        raise RuntimeError(
+            f"torchq.load: {path} has a quantized module '{name}', but the model has no such module. Pass the "
+            "architecture the file was saved from."
+        ) from error
+    return model
+
+
+def _shared_names(model: nn.Module, state: dict[str, Tensor]) -> set[str]:
+    """Names of tensors that are another name's tensor; a file holds them once."""
+    tensors = dict(model.state_dict(keep_vars=True))
+    present = {id(tensor) for name, tensor in tensors.items() if name in state}
+    return {name for name, tensor in tensors.items() if name not in state and id(tensor) in present}
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.exists():
+        raise FileNotFoundError(f"torchq.load: {path} does not exist.")
+    with path.open("rb") as file:
+        is_zip = file.read(2) == b"PK"
+    if is_zip:
+        state: dict[str, Tensor] = torch.load(path, weights_only=True)
+        return state
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise ImportError(
+            f"torchq.load: {path} is a safetensors file. Run `pip install safetensors`."
+        ) from None
+    return load_file(path)
