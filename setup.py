@@ -24,6 +24,8 @@ ROOT = Path(__file__).parent
 # GCC 12 reports its own _mm512_undefined_* and torch's SmallVector as uninitialized.
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 COMMON = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+# Without these GCC 12 moves accumulators between registers inside the K loops (160 moves over all tiles; 0 with).
+KERNEL = ["-fira-region=all", "-frename-registers"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
 # Source file of each ISA object -> its flags. None of them sees a torch header.
 ISA_FLAGS = {
@@ -75,7 +77,7 @@ class BuildTorchq(BuildExtension):
         inputs += [*ROOT.glob("csrc/kernels/*.h"), *ROOT.glob("csrc/isa/*.h")]
         newest = max(path.stat().st_mtime for path in inputs)
         if not target.exists() or target.stat().st_mtime < newest:
-            flags = [*COMMON, *WARNINGS, *ISA_FLAGS[source]]
+            flags = [*COMMON, *KERNEL, *WARNINGS, *ISA_FLAGS[source]]
             command = [compiler, *flags, "-c", str(ROOT / source), "-o", str(target)]
             print(" ".join(command), flush=True)
             if subprocess.run(command).returncode != 0:

@@ -106,4 +106,11 @@ inline int32_t zero_point_of(const char* op, const char* arg, const std::optiona
   return value;
 }
 
+/// "u8 8x64x56x56 -> u8 8x256x56x56 [geometry] post-ops" for the verbose line.
+inline std::string describe_call(const at::Tensor& src, int64_t channels, c10::IntArrayRef geometry,
+                                 const at::Tensor& dst, c10::string_view post_ops) {
+  return c10::str(dtype_name(src.scalar_type()), src.sizes(), " -> ", dtype_name(dst.scalar_type()),
+                  " channels ", channels, " geometry ", geometry, " post_ops:", post_ops);
+}
+
 }  // namespace torchq

@@ -65,14 +65,16 @@ int verbosity() {
   return level;
 }
 
-double now_ms() {
+double now_us() {
   const auto time = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration<double, std::milli>(time).count();
+  return std::chrono::duration<double, std::micro>(time).count();
 }
 
 thread_local const Kernels* selected = nullptr;
 thread_local const char* last_name = "";
 thread_local const char* last_isa = "";
+thread_local bool timing = false;
+thread_local double last_us = 0;
 
 }  // namespace
 
@@ -92,8 +94,9 @@ std::string select_isa(const std::string& isa) {
   return before;
 }
 
-OpTrace::OpTrace(const char* op)
-    : op_(op), verbose_(verbosity() > 0), start_(verbose_ ? now_ms() : 0) {}
+OpTrace::OpTrace(const char* op) : op_(op), verbose_(verbosity() > 0), timed_(verbose_ || timing) {
+  if (timed_) start_ = now_us();
+}
 
 void OpTrace::ran(const Kernels& tier, const char* kernel) {
   last_name = kernel;
@@ -101,13 +104,25 @@ void OpTrace::ran(const Kernels& tier, const char* kernel) {
 }
 
 OpTrace::~OpTrace() {
-  if (!verbose_) return;
-  std::printf("torchq,exec,%s,%s,%s:%s,%.4g\n", op_, description_.c_str(), last_name, last_isa,
-              now_ms() - start_);
+  if (!timed_) return;
+  last_us = now_us() - start_;
+  if (verbose_) {
+    std::printf("torchq,exec,%s,%s,%s:%s,%.4g\n", op_, description_.c_str(), last_name, last_isa,
+                last_us / 1000);
+    std::fflush(stdout);
+  }
 }
 
 std::string last_kernel() {
   return *last_name == '\0' ? "" : std::string(last_name) + ":" + last_isa;
 }
+
+bool set_timing(bool on) {
+  const bool before = timing;
+  timing = on;
+  return before;
+}
+
+double last_microseconds() { return last_us; }
 
 }  // namespace torchq

@@ -20,7 +20,8 @@ std::vector<std::string> supported_isas();
 /// Raises ValueError for a tier this CPU lacks.
 std::string select_isa(const std::string& isa);
 
-/// Notes which kernel an op ran; TORCHQ_VERBOSE=1 prints a line for it when the op ends.
+/// Around one op call: notes which kernel ran, measures the call while timing is on, and prints a
+/// line for it under TORCHQ_VERBOSE=1.
 class OpTrace {
  public:
   explicit OpTrace(const char* op);
@@ -30,17 +31,26 @@ class OpTrace {
 
   /// `kernel` is a literal such as "gemm"; the tier's name is added.
   void ran(const Kernels& tier, const char* kernel);
-  bool verbose() const { return verbose_; }
-  void describe(std::string text) { description_ = std::move(text); }
+  /// Text for the verbose line; `describe` is called only where that is printed.
+  template <class Describe>
+  void describe(const Describe& describe) {
+    if (verbose_) description_ = describe();
+  }
 
  private:
   const char* op_;
-  bool verbose_;
-  double start_;
+  bool verbose_, timed_;
+  double start_ = 0;
   std::string description_;
 };
 
 /// "gemm:avx512_vnni": the kernel and tier of this thread's last op.
 std::string last_kernel();
+
+/// Switches timing on or off for this thread, and returns what it was.
+bool set_timing(bool on);
+
+/// Microseconds of this thread's last op while timing was on, from the op's entry to its return.
+double last_microseconds();
 
 }  // namespace torchq

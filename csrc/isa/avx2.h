@@ -8,6 +8,20 @@
 
 namespace {
 
+// Read from memory each time: 12 accumulators, 2 weights, a source and a product fill the 16
+// registers.
+struct Dwords8 {
+  alignas(32) uint32_t lanes[8];
+};
+constexpr Dwords8 fill(uint32_t value) {
+  Dwords8 result{};
+  for (uint32_t& lane : result.lanes) lane = value;
+  return result;
+}
+constexpr Dwords8 kSignBits = fill(0x80808080u);
+constexpr Dwords8 kEvenBytes = fill(0x00ff00ffu);
+constexpr Dwords8 kOnes = fill(0x00010001u);
+
 struct Avx2 {
   struct Int {
     __m256i lo, hi;
@@ -166,25 +180,32 @@ struct Avx2 {
     return v;
   }
   static TORCHQ_INLINE __m256i flip_sign(__m256i v) {
-    return _mm256_xor_si256(v, _mm256_set1_epi32(static_cast<int>(0x80808080u)));
+    asm("vpxor %1, %0, %0" : "+x"(v) : "m"(kSignBits));
+    return v;
   }
   /// A broadcast is the same in both halves, so one register serves.
   static TORCHQ_INLINE __m256i broadcast(const uint8_t* p) { return _mm256_set1_epi32(load32(p)); }
   template <int kStep>
   static TORCHQ_INLINE __m256i split_src(__m256i quad) {
-    if constexpr (kStep == 0) return _mm256_and_si256(quad, _mm256_set1_epi32(0x00ff00ff));
-    return _mm256_srli_epi16(quad, 8);
+    if constexpr (kStep == 1) return _mm256_srli_epi16(quad, 8);
+    asm("vpand %1, %0, %0" : "+x"(quad) : "m"(kEvenBytes));
+    return quad;
   }
+  /// Pinned, since GCC reassociates the sums of several steps and then spills the products.
   static TORCHQ_INLINE void dot(Int& acc, __m256i src, Int weight) {
     acc.lo = _mm256_add_epi32(acc.lo, _mm256_madd_epi16(src, weight.lo));
     acc.hi = _mm256_add_epi32(acc.hi, _mm256_madd_epi16(src, weight.hi));
+    pin(acc);
+  }
+  static TORCHQ_INLINE __m256i pair_sums(__m256i src, __m256i weight) {
+    __m256i v = _mm256_maddubs_epi16(src, weight);
+    asm("vpmaddwd %1, %0, %0" : "+x"(v) : "m"(kOnes));
+    return v;
   }
   static TORCHQ_INLINE void dot_narrow(Int& acc, __m256i src, Int weight) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    acc.lo =
-        _mm256_add_epi32(acc.lo, _mm256_madd_epi16(_mm256_maddubs_epi16(src, weight.lo), ones));
-    acc.hi =
-        _mm256_add_epi32(acc.hi, _mm256_madd_epi16(_mm256_maddubs_epi16(src, weight.hi), ones));
+    acc.lo = _mm256_add_epi32(acc.lo, pair_sums(src, weight.lo));
+    acc.hi = _mm256_add_epi32(acc.hi, pair_sums(src, weight.hi));
+    pin(acc);
   }
   static TORCHQ_INLINE void widen(const int8_t* packed, int8_t* dst) {
     for (int half = 0; half < 2; ++half) {

@@ -10,6 +10,17 @@
 
 namespace {
 
+struct Dwords16 {
+  alignas(64) uint32_t lanes[16];
+};
+constexpr Dwords16 fill(uint32_t value) {
+  Dwords16 result{};
+  for (uint32_t& lane : result.lanes) lane = value;
+  return result;
+}
+constexpr Dwords16 kSignBits = fill(0x80808080u);
+constexpr Dwords16 kEvenBytes = fill(0x00ff00ffu);
+
 struct Avx512 {
   using Int = __m512i;
   using Float = __m512;
@@ -100,18 +111,23 @@ struct Avx512 {
     pin(v);  // one load for all rows instead of a memory operand in each of them
     return v;
   }
+  /// u8 from s8. From memory each time: the widened kernels have no register to spare.
   static TORCHQ_INLINE Int flip_sign(Int v) {
-    return _mm512_xor_si512(v, _mm512_set1_epi32(static_cast<int>(0x80808080u)));
+    asm("vpxord %1, %0, %0" : "+v"(v) : "m"(kSignBits));
+    return v;
   }
   static TORCHQ_INLINE Int broadcast(const uint8_t* p) { return _mm512_set1_epi32(load32(p)); }
   /// The even (step 0) or odd (step 1) bytes of each dword, zero-extended to 16 bits.
   template <int kStep>
   static TORCHQ_INLINE Int split_src(Int quad) {
-    if constexpr (kStep == 0) return _mm512_and_si512(quad, _mm512_set1_epi32(0x00ff00ff));
-    return _mm512_srli_epi16(quad, 8);
+    if constexpr (kStep == 1) return _mm512_srli_epi16(quad, 8);
+    asm("vpandd %1, %0, %0" : "+v"(quad) : "m"(kEvenBytes));
+    return quad;
   }
+  /// Pinned, since GCC reassociates the sums of several steps and then spills the products.
   static TORCHQ_INLINE void dot(Int& acc, Int src, Int weight) {
     acc = _mm512_add_epi32(acc, _mm512_madd_epi16(src, weight));
+    pin(acc);
   }
   /// Four bytes per lane in one go; exact while pair sums fit 16 bits (pair bound <= 128).
   static TORCHQ_INLINE void dot_narrow(Int& acc, Int src, Int weight) {
@@ -186,6 +202,9 @@ struct Avx512Vnni : Avx512 {
   static constexpr int kSteps = 1;
   static constexpr bool kHasNarrow = false;
 
+  static TORCHQ_INLINE Int flip_sign(Int v) {
+    return _mm512_xor_si512(v, _mm512_set1_epi32(static_cast<int>(0x80808080u)));
+  }
   template <int kStep>
   static TORCHQ_INLINE Int split_src(Int quad) {
     return quad;

@@ -47,7 +47,7 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int panel) 
     const uint8_t* src = t.src + run.src_offset;
     const uint8_t* const end = src + run.quads * kQuad;
     const int8_t* weight = panels + run.weight_offset * kSteps;
-    for (; src != end; src += kQuad, weight += kSteps * kPanel * kQuad) {
+    while (src != end) {
       const auto quad = [&](int r) {
         const auto q = Isa::broadcast(src + row[r]);
         if constexpr (kFlip) return Isa::flip_sign(q);
@@ -58,9 +58,13 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int panel) 
       } else {
         dot_step<Isa, MR, NP, kNarrow>(acc, weight, panel_stride,
                                        [&](int r) { return Isa::template split_src<0>(quad(r)); });
+        // Load everything anew: keeping MR quads or the next weights across the steps spills.
+        asm("" : "+r"(src), "+r"(weight));
         dot_step<Isa, MR, NP, kNarrow>(acc, weight + kPanel * kQuad, panel_stride,
                                        [&](int r) { return Isa::template split_src<1>(quad(r)); });
       }
+      src += kQuad;
+      weight += kSteps * kPanel * kQuad;
     }
   }
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
