@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent
 # GCC 12 reports its own _mm512_undefined_* and torch's SmallVector as uninitialized.
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 COMMON = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
-# Without these GCC 12 moves accumulators between registers inside the K loops (160 moves over all tiles; 0 with).
+# Without these GCC 12 moves accumulators between registers in the K loops: 160 moves, with them 0.
 KERNEL = ["-fira-region=all", "-frename-registers"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
 # Source file of each ISA object -> its flags. None of them sees a torch header.
@@ -59,8 +59,8 @@ class BuildTorchq(BuildExtension):
             subprocess.run([compiler, "--version"], check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError):
             sys.exit(
-                f"torchq: no working C++ compiler: `{compiler} --version` failed. Install g++ 12 or "
-                "newer, or set CXX."
+                f"torchq: no working C++ compiler: `{compiler} --version` failed. Install g++ 12 "
+                "or newer, or set CXX."
             )
         x86 = os.uname().machine == "x86_64"
         sources = [s for s in ISA_FLAGS if x86 or "/isa/" not in s]

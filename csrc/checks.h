@@ -10,7 +10,27 @@
 
 namespace torchq {
 
-inline const char* dtype_name(at::ScalarType type) { return c10::toString(type); }
+/// As Python spells it, for the types torchq knows.
+inline const char* dtype_name(at::ScalarType type) {
+  switch (type) {
+    case at::kByte:
+      return "uint8";
+    case at::kChar:
+      return "int8";
+    case at::kInt:
+      return "int32";
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kLong:
+      return "int64";
+    case at::kBool:
+      return "bool";
+    default:
+      return c10::toString(type);
+  }
+}
 
 inline at::ScalarType scalar_type(DType dtype) {
   constexpr at::ScalarType types[] = {at::kByte, at::kChar, at::kInt, at::kFloat};
@@ -93,14 +113,31 @@ inline void check_no_grad(const char* op, const char* arg, const at::Tensor& t) 
       "torch.inference_mode(), or pass ", arg, ".detach().");
 }
 
-/// The scalar zero point of a source, checked against its dtype; absent means 0.
+/// What a zero point may be: any int32 for int32 tensors, 0 for float32.
+struct ZeroPointRange {
+  int32_t lo, hi;
+};
+inline ZeroPointRange zero_point_range(DType dtype) {
+  switch (dtype) {
+    case DType::u8:
+      return {0, 255};
+    case DType::s8:
+      return {-128, 127};
+    case DType::s32:
+      return {INT32_MIN, INT32_MAX};
+    default:
+      return {0, 0};
+  }
+}
+
+/// The scalar zero point of a tensor, checked against its dtype; absent means 0.
 inline int32_t zero_point_of(const char* op, const char* arg, const std::optional<at::Tensor>& t,
                              DType dtype) {
   if (!t.has_value()) return 0;
   check_param(op, arg, *t, at::kInt);
   check_numel(op, arg, *t, 1);
   const int32_t value = *t->const_data_ptr<int32_t>();
-  const int32_t lo = dtype == DType::u8 ? 0 : -128, hi = dtype == DType::u8 ? 255 : 127;
+  const auto [lo, hi] = zero_point_range(dtype);
   TORCH_CHECK_VALUE(value >= lo && value <= hi, "torchq.", op, ": ", arg, " must lie in [", lo,
                     ", ", hi, "], the range of its tensor, got ", value, ".");
   return value;

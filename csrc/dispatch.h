@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "float_mode.h"
 #include "kernels/table.h"
 
 namespace torchq {
@@ -20,8 +21,8 @@ std::vector<std::string> supported_isas();
 /// Raises ValueError for a tier this CPU lacks.
 std::string select_isa(const std::string& isa);
 
-/// Around one op call: notes which kernel ran, measures the call while timing is on, and prints a
-/// line for it under TORCHQ_VERBOSE=1.
+/// Around one op call, from its first line: sets the floating-point mode, notes which kernel ran,
+/// measures the call while timing is on, and prints a line for it under TORCHQ_VERBOSE=1.
 class OpTrace {
  public:
   explicit OpTrace(const char* op);
@@ -38,6 +39,7 @@ class OpTrace {
   }
 
  private:
+  FloatMode mode_;
   const char* op_;
   bool verbose_, timed_;
   double start_ = 0;

@@ -37,7 +37,8 @@ TORCH_LIBRARY(torchq, m) {
   m.def(
       "linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor "
       "multiplier, "
-      "Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int dst_dtype, str post_ops, "
+      "Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int in_features, int dst_dtype, "
+      "str post_ops, "
       "Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor",
       tags);
   m.def(

@@ -33,6 +33,16 @@ void read_number(const char* op, std::string_view field, std::string_view post_o
                     "'. Build the text with torchq.PostOps.");
 }
 
+std::optional<DType> read_dtype(const char* op, std::string_view field, std::string_view post_op) {
+  constexpr std::string_view names[] = {"u8", "s8", "s32", "f32"};
+  if (field.empty()) return {};
+  for (int i = 0; i < 4; ++i) {
+    if (field == names[i]) return static_cast<DType>(i);
+  }
+  TORCH_CHECK_VALUE(false, "torchq.", op, ": post_ops: expected u8, s8, s32 or f32 in '", post_op,
+                    "', got '", field, "'. Build the text with torchq.PostOps.");
+}
+
 PostOp parse_one(const char* op, const std::string_view text) {
   std::string_view rest = text;
   const std::string_view name = next_field(rest, ':');
@@ -41,7 +51,7 @@ PostOp parse_one(const char* op, const std::string_view text) {
     result.kind = PostOp::kSum;
     read_number(op, next_field(rest, ':'), text, &result.scale);
     read_number(op, next_field(rest, ':'), text, &result.zero_point);
-    next_field(rest, ':');  // dtype: the source tensor's own is what counts
+    result.dtype = read_dtype(op, next_field(rest, ':'), text);
   } else if (name == "eltwise_relu" || name == "eltwise_clip" || name == "eltwise_linear") {
     result.kind = name == "eltwise_relu"   ? PostOp::kRelu
                   : name == "eltwise_clip" ? PostOp::kClip
@@ -104,6 +114,13 @@ int64_t Chain::num_params(int64_t channels, DType dst) const {
 }
 
 Chain parse_post_ops(const char* op, std::string_view text) {
+  const auto is_separator = [](char c) { return c == '+' || c == ':'; };
+  for (size_t i = 0; i < text.size(); ++i) {
+    const bool dangling = i == 0 || i + 1 == text.size() || is_separator(text[i - 1]);
+    TORCH_CHECK_VALUE(!is_separator(text[i]) || !dangling, "torchq.", op, ": post_ops: '", text,
+                      "' has an empty field at position ", i,
+                      ". Build the text with torchq.PostOps.");
+  }
   Chain chain;
   while (!text.empty()) {
     chain.ops.push_back(parse_one(op, next_field(text, '+')));
@@ -171,6 +188,11 @@ void EpilogueBuilder::add_sums(const Args& args, const at::Tensor& dst, const Ch
     const at::Tensor& src = args.post_op_srcs[i];
     const DType dtype = dtype_of(args.op, "post_op_srcs", src);
     check_cpu(args.op, "post_op_srcs", src);
+    check_no_grad(args.op, "post_op_srcs", src);
+    TORCH_CHECK_TYPE(post_op.dtype.value_or(dtype) == dtype, "torchq.", args.op, ": post_op_srcs[",
+                     i, "] must be ", dtype_name(scalar_type(*post_op.dtype)), " as '",
+                     args.post_ops, "' says, got ", dtype_name(src.scalar_type()),
+                     ". Convert it with reorder.");
     TORCH_CHECK_VALUE(src.sizes() == dst.sizes(), "torchq.", args.op, ": post_op_srcs[", i,
                       "] must have the shape of dst, ", dst.sizes(), ", got ", src.sizes(),
                       ". A sum post-op does not broadcast; expand the source.");

@@ -16,6 +16,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
+#include <optional>
 #include <string_view>
 
 #include "kernels/table.h"
@@ -28,6 +29,7 @@ struct PostOp {
   float alpha = 0, beta = 0, scale = 1;  // sum: scale
   int32_t zero_point = 0;                // sum
   bool per_channel = false;              // add, mul: mask 2 rather than 0
+  std::optional<DType> dtype = {};       // sum: of its source
 };
 
 struct Chain {

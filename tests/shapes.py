@@ -113,7 +113,8 @@ class ConvShape:
     @property
     def geometry(self) -> list[int]:
         """The op's argument."""
-        parts = (self.kernel, self.stride, *self.padding, self.dilation, (self.groups,))
+        channels = (self.groups, self.in_channels)
+        parts = (self.kernel, self.stride, *self.padding, self.dilation, channels)
         return list(itertools.chain(*parts))
 
     @property

@@ -389,7 +389,7 @@ def test_shapes_are_legal_and_named_once():
     generated = [s for dims in (1, 2, 3) for s in cases.random_conv_shapes(20, dims, dims)]
     for shape in cases.CONV + generated:
         assert min(shape.dst_size) > 0 and shape.in_channels % shape.groups == 0, shape
-        assert len(shape.geometry) == 5 * len(shape.size) + 1
+        assert len(shape.geometry) == 5 * len(shape.size) + 2
 
 
 def test_large_sums_exceed_float32():

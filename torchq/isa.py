@@ -41,6 +41,11 @@ def use_isa(isa: str) -> Iterator[None]:
     Raises:
         ValueError: this CPU lacks the tier; the message lists those it has.
     """
+    if isa not in supported_isas():
+        raise ValueError(
+            f"torchq: isa={isa} is not available here; this CPU supports: "
+            f"{', '.join(supported_isas())}."
+        )
     before: str = torch.ops.torchq._select_isa(isa)
     try:
         yield

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the shared library and gives every op its fake kernel.
 
-The ops themselves are ``torch.ops.torchq.*`` (schemas: ``csrc/library.cpp``). A fake kernel states shape, strides
-and dtype without data, which is what ``torch.compile`` and ``torch.export`` trace with; it must match the real
-kernel exactly, strides included.
+The ops themselves are ``torch.ops.torchq.*`` (schemas: ``csrc/library.cpp``). A fake kernel states
+shape, strides and dtype without data, which is what ``torch.compile`` and ``torch.export`` trace
+with; it must match the real kernel exactly, strides included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from torchq.post_ops import PostOps, foldable
 
 LIBRARY_PATH = Path(__file__).parent / "libtorchq.so"
 """The shared library; a C++ program loads the same file."""
@@ -21,7 +25,7 @@ _DTYPES = {0: torch.uint8, 1: torch.int8, 3: torch.int32, 6: torch.float32}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
-def dtype_code(dtype: torch.dtype) -> int:
+def dtype_code(dtype: torch.dtype, op: str = "") -> int:
     """The ``dst_dtype`` argument of an op for a torch dtype.
 
     Raises:
@@ -29,8 +33,8 @@ def dtype_code(dtype: torch.dtype) -> int:
     """
     if dtype not in _CODES:
         raise NotImplementedError(
-            f"torchq: dst_dtype must be one of {', '.join(str(d) for d in _CODES)}, got {dtype}. "
-            "The nearest supported destination is torch.float32."
+            f"torchq{op and '.'}{op}: dst_dtype must be one of {', '.join(map(str, _CODES))}, got "
+            f"{dtype}. The nearest supported destination is torch.float32."
         )
     return _CODES[dtype]
 
@@ -42,7 +46,7 @@ def _load() -> None:
             "`pip install --no-build-isolation -e .` in the source tree."
         )
     try:
-        torch.ops.load_library(str(LIBRARY_PATH))
+        torch.ops.load_library(str(LIBRARY_PATH))  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ImportError(
             f"torchq: {LIBRARY_PATH.name} does not load with torch {torch.__version__}; it was "
@@ -53,9 +57,12 @@ def _load() -> None:
 
 _load()
 
+_Fake = TypeVar("_Fake", bound=Callable[..., Any])
 
-def _fake(name: str):  # type: ignore[no-untyped-def]
-    return torch.library.register_fake(f"torchq::{name}")
+
+def _fake(name: str) -> Callable[[_Fake], _Fake]:
+    register: Callable[[_Fake], _Fake] = torch.library.register_fake(f"torchq::{name}")
+    return register
 
 
 def channels_last_strides(sizes: Sequence[int]) -> list[int]:
@@ -78,10 +85,7 @@ def _conv_packing(
     outputs: int, inputs_per_group: int, groups: int, kernel: Sequence[int], dilation: Sequence[int]
 ) -> tuple[list[int], int]:
     """Packed shape and rows of the compensation (Note [Conv packings] in csrc/ops/packing.h)."""
-    taps = 1
-    for size in kernel:
-        taps *= size
-    width = kernel[-1]
+    taps, width = math.prod(kernel), kernel[-1]
     rows = taps // width
     if groups > 1 and inputs_per_group == 1 and outputs == groups:
         quads = 0
@@ -92,7 +96,8 @@ def _conv_packing(
         return [-(-outputs // 16), rows, -(-width * inputs_per_group // 4), 16, 4], rows
     group_outputs = outputs // groups
     merged = max(
-        (m for m in range(2, groups + 1) if m * group_outputs <= 16 and groups % m == 0), default=1
+        (m for m in range(2, min(groups, 16) + 1) if m * group_outputs <= 16 and groups % m == 0),
+        default=1,
     )
     panels = groups // merged * -(-merged * group_outputs // 16)
     return [panels, taps, -(-merged * inputs_per_group // 4), 16, 4], taps
@@ -130,49 +135,24 @@ def _(packed: Tensor, weight_shape: Sequence[int], groups: int, dilation: Sequen
     return packed.new_empty(weight_shape)
 
 
-def _fake_fold(
-    like: Tensor, channels: int, dst_dtype: int, post_ops: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    from torchq.post_ops import PostOps, foldable
-
+def _fake_fold(like: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Both folds end in channels, dst_dtype, post_ops, post_op_values."""
+    channels, dst_dtype, post_ops, _ = args[-4:]
     chain = PostOps.parse(post_ops)
     names = [op.name for op in chain]
     sums = names.count("sum")
     binaries = sum(name.startswith("binary_") for name in names)
     if not names:
         params = 0
-    elif foldable(chain, _DTYPES[dst_dtype]):
+    elif foldable(chain, torch.int32):  # any dtype: int32 admits every zero point
         params = 1 + channels * (sums + 2 * (names[-1] == "eltwise_clip"))
     else:
         params = 1 + channels * (binaries + (dst_dtype != 6))
     return like.new_empty([channels]), like.new_empty([channels]), like.new_empty([params])
 
 
-@_fake("fold")
-def _(
-    src_scale: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    dst_scale: Tensor | None,
-    dst_zero_point: Tensor | None,
-    channels: int,
-    dst_dtype: int,
-    post_ops: str,
-    post_op_values: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_fold(src_scale, channels, dst_dtype, post_ops)
-
-
-@_fake("fold_output_scales")
-def _(
-    output_scales: Tensor,
-    bias: Tensor | None,
-    channels: int,
-    dst_dtype: int,
-    post_ops: str,
-    post_op_values: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_fold(output_scales, channels, dst_dtype, post_ops)
+_fake("fold")(_fake_fold)
+_fake("fold_output_scales")(_fake_fold)
 
 
 @_fake("linear")
@@ -185,6 +165,7 @@ def _(
     offset: Tensor,
     acc_bias: Tensor | None,
     src_zero_point: Tensor | None,
+    in_features: int,
     dst_dtype: int,
     post_ops: str,
     post_op_params: Tensor,
@@ -261,7 +242,7 @@ def _(src: Tensor, table: Tensor) -> Tensor:
 def _fake_binary(
     src0: Tensor, src1: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int, relu: bool
 ) -> Tensor:
-    shape = torch.broadcast_shapes(src0.shape, src1.shape)
+    shape = torch.broadcast_shapes(src0.shape, src1.shape)  # type: ignore[no-untyped-call]
     for src in (src0, src1):
         if src.shape == shape:
             return torch.empty_like(src, dtype=_DTYPES[dst_dtype])
@@ -280,7 +261,7 @@ def _(
     dim = dim % first.dim()
     sizes = list(first.shape)
     sizes[dim] = sum(src.shape[dim] for src in srcs)
-    order = sorted(range(first.dim()), key=lambda d: -first.stride(d))
+    order = sorted(range(first.dim()), key=lambda d: -first.stride()[d])
     strides = [0] * first.dim()
     stride = 1
     for d in reversed(order):

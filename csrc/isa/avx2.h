@@ -126,6 +126,18 @@ struct Avx2 {
   static TORCHQ_INLINE Float to_float(Int v) {
     return {_mm256_cvtepi32_ps(v.lo), _mm256_cvtepi32_ps(v.hi)};
   }
+  /// float(a - b), which may need 33 bits: through double, rounded once.
+  static TORCHQ_INLINE __m256 difference(__m256i a, __m256i b) {
+    const auto half = [](__m128i x, __m128i y) {
+      return _mm256_cvtpd_ps(_mm256_sub_pd(_mm256_cvtepi32_pd(x), _mm256_cvtepi32_pd(y)));
+    };
+    const __m128 low = half(_mm256_castsi256_si128(a), _mm256_castsi256_si128(b));
+    return _mm256_set_m128(half(_mm256_extracti128_si256(a, 1), _mm256_extracti128_si256(b, 1)),
+                           low);
+  }
+  static TORCHQ_INLINE Float difference(Int a, Int b) {
+    return {difference(a.lo, b.lo), difference(a.hi, b.hi)};
+  }
   static TORCHQ_INLINE Int to_int(Float v) {
     return {_mm256_cvtps_epi32(v.lo), _mm256_cvtps_epi32(v.hi)};
   }
@@ -238,6 +250,12 @@ struct Avx2 {
     const __m256i lo23 = _mm256_unpacklo_epi8(t[2], t[3]), hi23 = _mm256_unpackhi_epi8(t[2], t[3]);
     quads[0] = {_mm256_unpacklo_epi16(lo01, lo23), _mm256_unpackhi_epi16(lo01, lo23)};
     quads[1] = {_mm256_unpacklo_epi16(hi01, hi23), _mm256_unpackhi_epi16(hi01, hi23)};
+  }
+  static TORCHQ_INLINE void store_lanes(uint8_t* p, const Int (&v)[2], bool is_signed, int count) {
+    const __m256i low = _mm256_packs_epi32(v[0].lo, v[0].hi);
+    const __m256i high = _mm256_packs_epi32(v[1].lo, v[1].hi);
+    store_channels(p, is_signed ? _mm256_packs_epi16(low, high) : _mm256_packus_epi16(low, high),
+                   count);
   }
   static TORCHQ_INLINE void natural_order(Int (&v)[2]) {
     const Int a = v[0], b = v[1];

@@ -68,6 +68,15 @@ struct Avx512 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x, value);
   }
   static TORCHQ_INLINE Float to_float(Int v) { return _mm512_cvtepi32_ps(v); }
+  /// float(a - b), which may need 33 bits: through double, rounded once.
+  static TORCHQ_INLINE Float difference(Int a, Int b) {
+    const auto half = [](__m256i x, __m256i y) {
+      return _mm512_cvtpd_ps(_mm512_sub_pd(_mm512_cvtepi32_pd(x), _mm512_cvtepi32_pd(y)));
+    };
+    const __m256 low = half(_mm512_castsi512_si256(a), _mm512_castsi512_si256(b));
+    const __m256 high = half(_mm512_extracti64x4_epi64(a, 1), _mm512_extracti64x4_epi64(b, 1));
+    return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+  }
   static TORCHQ_INLINE Int to_int(Float v) { return _mm512_cvtps_epi32(v); }
   static TORCHQ_INLINE Int to_int_saturated(Float v) {
     const Mask high = _mm512_cmp_ps_mask(v, _mm512_set1_ps(2147483648.0f), _CMP_GE_OQ);
@@ -158,6 +167,13 @@ struct Avx512 {
     quads[1] = _mm512_unpackhi_epi16(lo01, lo23);
     quads[2] = _mm512_unpacklo_epi16(hi01, hi23);
     quads[3] = _mm512_unpackhi_epi16(hi01, hi23);
+  }
+  /// Accumulators in the lane order of `interleave` to `count` bytes in natural order: packing
+  /// undoes it.
+  static TORCHQ_INLINE void store_lanes(uint8_t* p, const Int (&v)[4], bool is_signed, int count) {
+    const Int low = _mm512_packs_epi32(v[0], v[1]), high = _mm512_packs_epi32(v[2], v[3]);
+    store_channels(p, is_signed ? _mm512_packs_epi16(low, high) : _mm512_packus_epi16(low, high),
+                   count);
   }
   /// From the lane order of `interleave` to 64 channels in natural order.
   static TORCHQ_INLINE void natural_order(Int (&v)[4]) {

@@ -18,7 +18,9 @@ void convert(const ConvertRow& c) {
     const auto src_zero = zero_point(c.src_zero_point, c.src_zero_point_step);
     const auto dst_zero = Isa::to_float(zero_point(c.dst_zero_point, c.dst_zero_point_step));
     const auto x = load_as_float<Isa>(c.src, c.src_dtype, i, src_zero, m);
-    store_float<Isa>(c.dst, c.dst_dtype, i, Isa::fma(x, factor, dst_zero), dst_zero, m);
+    // f32 has no zero point, and adding 0 would lose the sign of -0
+    const auto y = c.dst_dtype == DType::f32 ? Isa::mul(x, factor) : Isa::fma(x, factor, dst_zero);
+    store_float<Isa>(c.dst, c.dst_dtype, i, y, dst_zero, m);
   }
 }
 

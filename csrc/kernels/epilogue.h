@@ -12,16 +12,17 @@
 
 namespace {
 
-/// float(q - zero_point), subtracted as integers; f32 data take zero_point 0.
+/// float(q - zero_point) of the exact difference; f32 data take zero_point 0.
 template <class Isa>
 TORCHQ_INLINE typename Isa::Float load_as_float(const void* base, DType dtype, int64_t index,
                                                 typename Isa::Int zero_point,
                                                 typename Isa::Mask mask) {
   const void* p = element(base, dtype, index);
   if (dtype == DType::f32) return Isa::load(static_cast<const float*>(p), mask);
-  const auto q = dtype == DType::u8   ? Isa::load_u8(p, mask)
-                 : dtype == DType::s8 ? Isa::load_s8(p, mask)
-                                      : Isa::load_int(static_cast<const int32_t*>(p), mask);
+  if (dtype == DType::s32) {
+    return Isa::difference(Isa::load_int(static_cast<const int32_t*>(p), mask), zero_point);
+  }
+  const auto q = dtype == DType::u8 ? Isa::load_u8(p, mask) : Isa::load_s8(p, mask);
   return Isa::to_float(Isa::sub(q, zero_point));
 }
 

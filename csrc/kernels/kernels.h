@@ -18,7 +18,7 @@ constexpr Kernels make_kernels() {
   if constexpr (Isa::kHasNarrow) k.gemm_narrow = &gemm<Isa, true>;
   if constexpr (Isa::kSteps > 1) k.widen = &widen<Isa>;
   k.compensate = &compensate<Isa>;
-  k.depthwise_weight_bytes = &depthwise_weight_bytes<Isa>;
+  k.depthwise_bytes = &depthwise_bytes<Isa>;
   k.prepare_depthwise = &prepare_depthwise<Isa>;
   k.depthwise = &depthwise<Isa>;
   k.max_pool = &max_pool<Isa>;

@@ -18,9 +18,7 @@ float load_value(const void* base, DType dtype, int64_t index, int32_t zero_poin
     case DType::s32: {
       int32_t q;
       memcpy(&q, p, sizeof q);
-      // wraps like the vector subtraction; the ops only let a zero point of 0 through
-      return static_cast<float>(
-          static_cast<int32_t>(static_cast<uint32_t>(q) - static_cast<uint32_t>(zero_point)));
+      return static_cast<float>(int64_t{q} - zero_point);
     }
     default: {
       float x;
@@ -130,24 +128,20 @@ void compensate(const int32_t* compensation, int64_t stride, const int32_t* taps
   }
 }
 
-int64_t depthwise_weight_bytes(int64_t channels, int quads) {
-  return (channels + kPanel - 1) / kPanel * kPanel * quads * kQuad;
-}
+int64_t depthwise_bytes(const DepthwiseLayer&) { return 0; }
 
-void prepare_depthwise(const int8_t* packed, int64_t channels, int quads, int8_t* dst) {
-  memcpy(dst, packed, static_cast<size_t>(depthwise_weight_bytes(channels, quads)));
-}
+void prepare_depthwise(const DepthwiseLayer&, const Epilogue&, void*) {}
 
-void depthwise(const DepthwiseRow& d, const Epilogue& e) {
-  for (int64_t pixel = 0; pixel < d.pixels; ++pixel) {
+void depthwise(const DepthwiseLayer& d, const void*, const DepthwiseRow& row, const Epilogue& e) {
+  for (int64_t pixel = 0; pixel < row.pixels; ++pixel) {
     for (int c = 0; c < d.channels; ++c) {
-      const int8_t* weight = d.weight + (c / kPanel * d.quads * kPanel + c % kPanel) * kQuad;
+      const int8_t* weight = d.packed + (c / kPanel * d.quads * kPanel + c % kPanel) * kQuad;
       uint32_t acc = static_cast<uint32_t>(d.acc_init[c]);
       for (int t = 0; t < d.quads * kQuad; ++t) {
         const int32_t w = weight[t / kQuad * kPanel * kQuad + t % kQuad];
-        acc += static_cast<uint32_t>(unsigned_src(d.taps[t][pixel * d.src_step + c], d.flip) * w);
+        acc += static_cast<uint32_t>(unsigned_src(row.taps[t][pixel * d.src_step + c], d.flip) * w);
       }
-      finish(e, static_cast<int32_t>(acc), c, d.dst_offset + pixel * d.dst_step + c);
+      finish(e, static_cast<int32_t>(acc), c, row.dst_offset + pixel * d.dst_step + c);
     }
   }
 }
@@ -180,8 +174,9 @@ void convert(const ConvertRow& c) {
   for (int64_t i = 0; i < c.size; ++i) {
     const float x = load_value(c.src, c.src_dtype, i, c.src_zero_point[i * c.src_zero_point_step]);
     const float zero_point = static_cast<float>(c.dst_zero_point[i * c.dst_zero_point_step]);
-    store_value(c.dst, c.dst_dtype, i, fmaf(x, c.factor[i * c.factor_step], zero_point),
-                zero_point);
+    const float factor = c.factor[i * c.factor_step];
+    const float y = c.dst_dtype == DType::f32 ? x * factor : fmaf(x, factor, zero_point);
+    store_value(c.dst, c.dst_dtype, i, y, zero_point);
   }
 }
 
@@ -222,7 +217,7 @@ constinit const Kernels kReferenceKernels = {
     .gemm_narrow = nullptr,
     .widen = nullptr,
     .compensate = &compensate,
-    .depthwise_weight_bytes = &depthwise_weight_bytes,
+    .depthwise_bytes = &depthwise_bytes,
     .prepare_depthwise = &prepare_depthwise,
     .depthwise = &depthwise,
     .max_pool = &max_pool,

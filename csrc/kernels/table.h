@@ -98,20 +98,31 @@ struct GemmTile {
   const int32_t* acc_init;  // [panels * 16], for `channel` onwards
 };
 
-/// Depthwise: `pixels` destinations along one image row; quad j of the packed taps meets the source
-/// pixels taps[4 j .. 4 j + 3], each advancing `src_step` bytes per destination.
+/// A depthwise layer, as `prepare_depthwise` needs it: quad j of the packed taps
+/// [ceil(C/16)][quads][16][4] meets taps 4 j .. 4 j + 3 of a row.
+struct DepthwiseLayer {
+  const int8_t* packed;
+  int channels;
+  int quads;
+  /// Kernel width where the first `columns` quads are its columns, four rows each (ops/packing.h);
+  /// else 0.
+  int columns;
+  int64_t src_step;         // bytes between the sources of neighboring destinations
+  int64_t dst_step;         // elements between neighboring destinations
+  int64_t row_pixels;       // destinations in a whole row
+  const int32_t* acc_init;  // [channels rounded up to 64]
+  bool flip;
+};
+
+/// `pixels` neighboring destinations of one row.
 struct DepthwiseRow {
   const uint8_t* const*
       taps;  // [quads * 4]; unused taps point at any readable row (their weight is 0)
-  int quads;
-  bool flip;
-  int64_t src_step;
+  /// Whether the sources of column j are those of column 0, j pixels on (not so where padding cuts
+  /// a row).
+  bool regular;
   int64_t pixels;
-  int64_t dst_offset;       // elements, of the first pixel's channel 0
-  int64_t dst_step;         // elements between pixels
-  const int8_t* weight;     // prepared by prepare_depthwise
-  const int32_t* acc_init;  // [channels rounded up to 64]
-  int channels;
+  int64_t dst_offset;  // elements, of the first pixel's channel 0
 };
 
 struct PoolRow {
@@ -168,10 +179,11 @@ struct Kernels {
   /// acc_init[n] = bias[n] - zero_point * sum over taps of compensation[tap][n]; bias may be null.
   void (*compensate)(const int32_t* compensation, int64_t stride, const int32_t* taps, int num_taps,
                      const int32_t* bias, int32_t zero_point, int64_t n, int32_t* acc_init);
-  /// Bytes that prepare_depthwise writes.
-  int64_t (*depthwise_weight_bytes)(int64_t channels, int quads);
-  void (*prepare_depthwise)(const int8_t* packed, int64_t channels, int quads, int8_t* dst);
-  void (*depthwise)(const DepthwiseRow&, const Epilogue&);
+  /// Bytes that prepare_depthwise writes at most.
+  int64_t (*depthwise_bytes)(const DepthwiseLayer&);
+  void (*prepare_depthwise)(const DepthwiseLayer&, const Epilogue&, void* prepared);
+  void (*depthwise)(const DepthwiseLayer&, const void* prepared, const DepthwiseRow&,
+                    const Epilogue&);
   void (*max_pool)(const PoolRow&);
   void (*avg_pool)(const PoolRow&);
   void (*convert)(const ConvertRow&);

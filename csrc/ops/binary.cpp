@@ -26,6 +26,9 @@ struct Params {
     check_param(op, "scales", scales, at::kFloat);
     check_param(op, "zero_points", zero_points, at::kInt);
     check_numel(op, "scales", scales, count);
+    TORCH_CHECK_VALUE(scales.dim() == 1 && zero_points.dim() == 1, "torchq.", op,
+                      ": scales and zero_points must have one dimension, got ", scales.sizes(),
+                      " and ", zero_points.sizes(), ". Flatten them.");
     check_numel(op, "zero_points", zero_points, count);
     scale = scales.const_data_ptr<float>();
     zero_point = zero_points.const_data_ptr<int32_t>();
@@ -35,8 +38,7 @@ struct Params {
                         i, ". Check the calibration that produced it.");
       const DType dtype =
           i + 1 == count ? dst_dtype : check_src(op, "src", srcs[static_cast<size_t>(i)]);
-      const int32_t lo = dtype == DType::s8 ? -128 : 0;
-      const int32_t hi = dtype == DType::u8 ? 255 : dtype == DType::s8 ? 127 : 0;
+      const auto [lo, hi] = zero_point_range(dtype);
       TORCH_CHECK_VALUE(zero_point[i] >= lo && zero_point[i] <= hi, "torchq.", op,
                         ": zero_points must lie in [", lo, ", ", hi,
                         "], the range of their tensor, got ", zero_point[i], " at index ", i, ".");
@@ -60,6 +62,12 @@ at::Tensor binary(const char* op, RowFn run, const at::Tensor& src0, const at::T
                       ": the ratio of the scales is not a finite float32 (", f,
                       "). Check the calibration that produced them.");
   }
+  bool fits = true;
+  for (int64_t d = 1; d <= std::min(src0.dim(), src1.dim()); ++d) {
+    fits = fits && (src0.size(-d) == src1.size(-d) || src0.size(-d) == 1 || src1.size(-d) == 1);
+  }
+  TORCH_CHECK_VALUE(fits, "torchq.", op, ": src0 and src1 must broadcast, got ", src0.sizes(),
+                    " and ", src1.sizes(), ". Reshape one of them.");
   at::Tensor dst = empty_broadcast(src0, src1, scalar_type(row.dst_dtype));
   if (dst.numel() == 0) return dst;
   at::TensorIterator iter = at::TensorIteratorConfig()
@@ -115,7 +123,6 @@ at::Tensor add(const at::Tensor& src0, const at::Tensor& src1, const at::Tensor&
   const at::Tensor srcs[] = {src0, src1};
   const Params p("add", scales, zero_points, srcs, dst);
   BinaryRow row = make_row("add", src0, src1, p, dst, relu);
-  const FloatMode mode;
   const double m0 = double{p.scale[0]} / p.scale[2], m1 = double{p.scale[1]} / p.scale[2];
   row.m0 = static_cast<float>(m0);
   row.m1 = static_cast<float>(m1);
@@ -132,7 +139,6 @@ at::Tensor mul(const at::Tensor& src0, const at::Tensor& src1, const at::Tensor&
   const at::Tensor srcs[] = {src0, src1};
   const Params p("mul", scales, zero_points, srcs, dst);
   BinaryRow row = make_row("mul", src0, src1, p, dst, relu);
-  const FloatMode mode;
   row.m0 = static_cast<float>(double{p.scale[0]} * p.scale[1] / p.scale[2]);
   row.c = static_cast<float>(p.zero_point[2]);
   return binary("mul", tier.mul, src0, src1, row);

@@ -21,6 +21,7 @@ constexpr const char* kOp = "conv";
 /// faster.
 constexpr size_t kMaxClasses = 64;
 constexpr int64_t kMinRowsPerClass = 3;
+constexpr int64_t kMaxPaddedBytes = int64_t{1} << 40;
 
 struct Conv {
   const Kernels& tier;
@@ -59,7 +60,15 @@ Source pad(ScratchFrame& scratch, const Source& s, int32_t zero_point) {
     padded.size[d] += s.window.pad_begin[d] + s.window.pad_end[d];
     padded.window.pad_begin[d] = padded.window.pad_end[d] = 0;
   }
-  uint8_t* data = scratch.take<uint8_t>(s.batch * padded.image_bytes());
+  int64_t bytes = s.batch;
+  for (const int64_t factor : {s.channels, padded.size[0], padded.size[1], padded.size[2]}) {
+    TORCH_CHECK_VALUE(factor == 0 || bytes <= kMaxPaddedBytes / factor,
+                      "torchq.conv: padding src to ", c10::IntArrayRef(padded.size, 3),
+                      " with batch ", s.batch, " and ", s.channels,
+                      " channels takes more than 2^40 bytes. Use less padding.");
+    bytes *= factor;
+  }
+  uint8_t* data = scratch.take<uint8_t>(bytes);
   std::memset(data, static_cast<uint8_t>(zero_point),
               static_cast<size_t>(s.batch * padded.image_bytes()));
   const Window& w = s.window;
@@ -187,32 +196,41 @@ void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpT
   ScratchFrame scratch;
   const Window& w = s.window;
   const auto order = depthwise_taps({w.kernel, 3});
-  const int quads = static_cast<int>(c.packing.quads);
-  int8_t* weight = scratch.take<int8_t>(c.tier.depthwise_weight_bytes(s.channels, quads));
-  c.tier.prepare_depthwise(c.weight.const_data_ptr<int8_t>(), s.channels, quads, weight);
-  const int64_t rounded = (s.channels + 63) / 64 * 64;
+  const int channels = static_cast<int>(s.channels);
   const int32_t all_taps = 0;
-  const int32_t* acc_init =
+  DepthwiseLayer layer{};
+  layer.packed = c.weight.const_data_ptr<int8_t>();
+  layer.channels = channels;
+  layer.quads = static_cast<int>(c.packing.quads);
+  const int64_t kernel_rows = w.kernel[0] * w.kernel[1];
+  const bool one_block = kernel_rows >= 2 && kernel_rows <= kQuad + 1;
+  layer.columns = one_block && w.dilation[2] == 1 ? static_cast<int>(w.kernel[2]) : 0;
+  layer.src_step = w.stride[2] * s.channels;
+  layer.dst_step = s.channels;
+  layer.row_pixels = c.output[2];
+  layer.flip = c.is_signed;
+  layer.acc_init =
       make_acc_init(scratch, c.tier, c.compensation, all_taps, c.acc_bias, c.effective_zero_point(),
-                    1, static_cast<int>(s.channels), static_cast<int>(rounded / kPanel));
-  const int64_t padding_bytes = c.output[2] * w.stride[2] * s.channels;
+                    1, channels, (channels + 63) / 64 * 64 / kPanel);
+  void* prepared = scratch.take<uint8_t>(c.tier.depthwise_bytes(layer));
+  c.tier.prepare_depthwise(layer, epilogue, prepared);
+  const int64_t padding_bytes = c.output[2] * w.stride[2] * s.channels + w.kernel[2] * s.channels;
   uint8_t* padding = scratch.take<uint8_t>(padding_bytes);
   std::memset(padding, static_cast<uint8_t>(c.zero_point), static_cast<size_t>(padding_bytes));
   const Intervals widths = intervals(w, 2, s.size[2], c.output[2]);
 
   const int64_t rows = s.batch * c.output[0] * c.output[1];
-  const int threads = threads_for(rows * c.output[2] * s.channels * quads * kQuad);
+  const int threads = threads_for(rows * c.output[2] * s.channels * layer.quads * kQuad);
   const int parts = static_cast<int>(std::min<int64_t>(threads, rows));
   parallel_parts(parts, [&](int part) {
     const Range range = part_of(rows, parts, part);
     c10::SmallVector<const uint8_t*, 64> taps(order.size());
-    DepthwiseRow row{taps.data(), quads,  c.is_signed, w.stride[2] * s.channels,    0, 0,
-                     s.channels,  weight, acc_init,    static_cast<int>(s.channels)};
     for (int64_t r = range.begin; r < range.end; ++r) {
       const int64_t n = r / (c.output[0] * c.output[1]);
       const int64_t start[2] = {r / c.output[1] % c.output[0] * w.stride[0] - w.pad_begin[0],
                                 r % c.output[1] * w.stride[1] - w.pad_begin[1]};
       for (const Interval& x : widths) {
+        const int64_t first = x.begin * w.stride[2] - w.pad_begin[2];
         for (size_t slot = 0; slot < order.size(); ++slot) {
           taps[slot] = padding;
           if (order[slot] < 0) continue;
@@ -223,18 +241,20 @@ void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpT
                               kw >= x.tap_begin && kw < x.tap_end;
           if (!inside) continue;
           taps[slot] = s.data + n * s.image_bytes() + d * s.pitch(0) + h * s.pitch(1) +
-                       (x.begin * w.stride[2] - w.pad_begin[2] + kw * w.dilation[2]) * s.pitch(2);
+                       (first + kw * w.dilation[2]) * s.pitch(2);
         }
-        row.pixels = x.end - x.begin;
-        row.dst_offset = (r * c.output[2] + x.begin) * s.channels;
-        c.tier.depthwise(row, epilogue);
+        const bool regular = x.tap_begin == 0 && x.tap_end == w.kernel[2];
+        c.tier.depthwise(
+            layer, prepared,
+            {taps.data(), regular, x.end - x.begin, (r * c.output[2] + x.begin) * s.channels},
+            epilogue);
       }
     }
   });
 }
 
 void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation,
-                  const ConvPacking& p, c10::IntArrayRef geometry) {
+                  const ConvPacking& p, c10::IntArrayRef geometry, int64_t taps) {
   check_param(kOp, "weight", weight, at::kChar);
   check_param(kOp, "compensation", compensation, at::kInt);
   const int64_t comp_taps = p.form == ConvPacking::kDepthwise ? 1 : p.taps;
@@ -244,10 +264,9 @@ void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Ten
       ", which needs weight ", c10::IntArrayRef(p.packed_sizes()), " with compensation [",
       comp_taps, ", ", compensation.size(1), "]; got ", weight.sizes(), " and ",
       compensation.sizes(), ". Pack it with torchq.ops.pack_conv for these groups and dilation.");
-  TORCH_CHECK_VALUE(
-      p.group_inputs / p.merged * p.taps <= kMaxReduction || p.form == ConvPacking::kDepthwise,
-      "torchq.conv: weight ", weight.sizes(), " sums more than ", kMaxReduction,
-      " products, which could overflow int32. Split the layer along its inputs.");
+  TORCH_CHECK_VALUE(p.group_inputs / p.merged * taps <= kMaxReduction, "torchq.conv: weight ",
+                    weight.sizes(), " sums more than ", kMaxReduction,
+                    " products, which could overflow int32. Split the layer along its inputs.");
 }
 
 at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::Tensor& compensation,
@@ -260,8 +279,11 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   const Kernels& tier = kernels();
   const DType src_dtype = check_src(kOp, "src", src_arg);
   const ChannelsLast src = to_channels_last(kOp, src_arg);
-  const Window window = parse_window(kOp, geometry, src.spatial_dims, 1);
-  const int64_t groups = geometry.back();
+  const Window window = parse_window(kOp, geometry, src.spatial_dims, 2);
+  const int64_t groups = geometry[geometry.size() - 2];
+  TORCH_CHECK_VALUE(src.channels == geometry.back(), "torchq.conv: src must have ", geometry.back(),
+                    " channels, the in_channels of geometry ", geometry, ", got ", src.channels,
+                    " in src ", src_arg.sizes(), ". Check the layer's in_channels.");
   check_param(kOp, "compensation", compensation, at::kInt);
   TORCH_CHECK_VALUE(compensation.dim() == 2 && groups >= 1 && src.channels % groups == 0 &&
                         compensation.size(1) % groups == 0,
@@ -272,7 +294,7 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   const int64_t channels = compensation.size(1);
   const ConvPacking packing = conv_packing(channels, src.channels / groups, groups,
                                            {window.kernel, 3}, {window.dilation, 3});
-  check_weight(src_arg, weight, compensation, packing, geometry);
+  check_weight(src_arg, weight, compensation, packing, geometry, window.taps());
   if (acc_bias.has_value()) {
     check_param(kOp, "acc_bias", *acc_bias, at::kInt);
     check_numel(kOp, "acc_bias", *acc_bias, channels);

@@ -11,7 +11,7 @@
 #include <limits>
 
 #include "../checks.h"
-#include "../parallel.h"
+#include "../float_mode.h"
 #include "../post_ops.h"
 
 namespace torchq {
@@ -105,7 +105,6 @@ float quantized_bound(const Problem& p, double bound, double dst_scale) {
 /// `start(n)` is the map before the post-ops: acc coefficient and constant, in real units.
 template <class Start>
 Folded fold_with(const Problem& p, const PerChannel& dst_scale, const Start& start) {
-  const FloatMode mode;
   TORCH_CHECK_VALUE(static_cast<int>(p.values.size()) == p.chain.binaries, "torchq.", p.op,
                     ": post_op_values must have one tensor per binary post-op, ", p.chain.binaries,
                     ", got ", p.values.size(), ".");
@@ -169,6 +168,7 @@ Folded fold(const at::Tensor& src_scale, const at::Tensor& weight_scale,
             const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& dst_scale,
             const std::optional<at::Tensor>& dst_zero_point, int64_t channels, int64_t dst_dtype,
             c10::string_view post_ops, at::TensorList post_op_values) {
+  const FloatMode mode;
   Problem p = make_problem("fold", channels, dst_dtype, post_ops, post_op_values);
   const at::Tensor one = at::ones({1}, at::kFloat), zero = at::zeros({1}, at::kFloat);
   const PerChannel src("fold", "src_scale", src_scale, 1);
@@ -192,6 +192,7 @@ Folded fold(const at::Tensor& src_scale, const at::Tensor& weight_scale,
 Folded fold_output_scales(const at::Tensor& output_scales, const std::optional<at::Tensor>& bias,
                           int64_t channels, int64_t dst_dtype, c10::string_view post_ops,
                           at::TensorList post_op_values) {
+  const FloatMode mode;
   Problem p = make_problem("fold_output_scales", channels, dst_dtype, post_ops, post_op_values);
   const at::Tensor one = at::ones({1}, at::kFloat), zero = at::zeros({1}, at::kFloat);
   const PerChannel scales("fold_output_scales", "output_scales", output_scales, channels);
@@ -199,6 +200,9 @@ Folded fold_output_scales(const at::Tensor& output_scales, const std::optional<a
                      bias.has_value() ? channels : 1);
   scales.check("fold_output_scales", "output_scales", false);
   b.check("fold_output_scales", "bias", false);
+  TORCH_CHECK_VALUE(!bias.has_value() || bias->numel() == channels,
+                    "torchq.fold_output_scales: bias must have ", channels, " values, got ",
+                    b.size(), ". Expand it to one per output channel.");
   const PerChannel unit("fold_output_scales", "dst_scale", one, 1);
   return fold_with(p, unit, [&](int64_t n) { return Affine{scales[n], b[n] * scales[n], {}}; });
 }

@@ -37,8 +37,8 @@ Window parse_window(const char* op, c10::IntArrayRef geometry, int64_t spatial_d
                     int64_t extra) {
   TORCH_CHECK_VALUE(static_cast<int64_t>(geometry.size()) == 5 * spatial_dims + extra, "torchq.",
                     op, ": geometry must be [kernel, stride, padding_begin, padding_end, dilation",
-                    extra > 0 ? ", groups" : "", "], ", 5 * spatial_dims + extra, " values for ",
-                    spatial_dims, " spatial dimensions, got ", geometry, ".");
+                    extra > 0 ? ", groups, in_channels" : "", "], ", 5 * spatial_dims + extra,
+                    " values for ", spatial_dims, " spatial dimensions, got ", geometry, ".");
   Window w;
   int64_t* fields[] = {w.kernel, w.stride, w.pad_begin, w.pad_end, w.dilation};
   for (int f = 0; f < 5; ++f) {
@@ -54,6 +54,9 @@ Window parse_window(const char* op, c10::IntArrayRef geometry, int64_t spatial_d
       fields[f][d] = value;
     }
   }
+  TORCH_CHECK_VALUE(w.kernel[0] * w.kernel[1] <= kMaxTaps && w.taps() <= kMaxTaps, "torchq.", op,
+                    ": a window must have at most ", kMaxTaps, " positions, got geometry ",
+                    geometry, ". Pool or convolve in two steps.");
   return w;
 }
 

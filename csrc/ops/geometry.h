@@ -8,8 +8,11 @@
 
 namespace torchq {
 
-/// The list [kernel..., stride..., padding_begin..., padding_end..., dilation..., (groups)],
-/// leading dimensions filled with 1 (padding 0).
+/// 255 * 2^23 < 2^31: the sum of an average pool fits int32.
+constexpr int64_t kMaxTaps = 1 << 23;
+
+/// The list [kernel..., stride..., padding_begin..., padding_end..., dilation...], and for
+/// convolutions [..., groups, in_channels]; leading dimensions are filled with 1 (padding 0).
 struct Window {
   int64_t kernel[3], stride[3], pad_begin[3], pad_end[3], dilation[3];
 

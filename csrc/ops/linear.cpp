@@ -14,7 +14,8 @@ namespace {
 
 constexpr const char* kOp = "linear";
 
-void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation) {
+void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation,
+                  int64_t in_features) {
   TORCH_CHECK_VALUE(src.dim() >= 1, "torchq.linear: src must have at least one dimension, got a ",
                     "scalar. Pass (*, in_features).");
   check_param(kOp, "weight", weight, at::kChar);
@@ -27,6 +28,9 @@ void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Ten
                     "torchq.linear: weight must be [ceil(N/16), 1, ceil(K/4), 16, 4] with ",
                     "compensation [1, N], got ", weight.sizes(), " and ", compensation.sizes(),
                     ". Pack it with torchq.ops.pack_linear.");
+  TORCH_CHECK_VALUE(k == in_features, "torchq.linear: src must have ", in_features,
+                    " features, got ", k, " in src ", src.sizes(),
+                    ". Check the layer's in_features.");
   TORCH_CHECK_VALUE(weight.size(2) == (k + kQuad - 1) / kQuad && k <= kMaxReduction,
                     "torchq.linear: src has ", k, " features but weight was packed for ",
                     std::max<int64_t>(weight.size(2) * kQuad - 3, 0), " to ",
@@ -38,13 +42,13 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
                   const at::Tensor& compensation, const at::Tensor& pair_bound,
                   const at::Tensor& multiplier, const at::Tensor& offset,
                   const std::optional<at::Tensor>& acc_bias,
-                  const std::optional<at::Tensor>& src_zero_point, int64_t dst_dtype,
-                  c10::string_view post_ops, const at::Tensor& post_op_params,
+                  const std::optional<at::Tensor>& src_zero_point, int64_t in_features,
+                  int64_t dst_dtype, c10::string_view post_ops, const at::Tensor& post_op_params,
                   at::TensorList post_op_srcs) {
   OpTrace trace(kOp);
   const Kernels& tier = kernels();
   const DType src_dtype = check_src(kOp, "src", src_arg);
-  check_weight(src_arg, weight, compensation);
+  check_weight(src_arg, weight, compensation, in_features);
   const int32_t zero_point = zero_point_of(kOp, "src_zero_point", src_zero_point, src_dtype);
   const DType dst_type = dst_dtype_of(kOp, dst_dtype);
   const int64_t n = compensation.size(1), k = src_arg.size(-1);

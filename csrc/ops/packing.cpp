@@ -156,19 +156,27 @@ at::Tensor unpack_linear(const at::Tensor& packed, int64_t out_features, int64_t
 
 ConvPacking checked_conv_packing(const char* op, c10::IntArrayRef shape, int64_t groups,
                                  c10::IntArrayRef dilation) {
-  TORCH_CHECK_VALUE(groups >= 1 && shape[0] % groups == 0, "torchq.", op,
-                    ": groups must divide the ", shape[0], " output channels of weight ", shape,
-                    ", got groups=", groups, ".");
-  TORCH_CHECK_VALUE(dilation.size() == shape.size() - 2, "torchq.", op, ": dilation must have ",
-                    shape.size() - 2, " values for weight ", shape, ", got ", dilation, ".");
+  TORCH_CHECK_VALUE(
+      groups >= 1 && groups <= std::max<int64_t>(shape[0], 1) && shape[0] % groups == 0, "torchq.",
+      op, ": groups must divide the ", shape[0], " output channels of weight ", shape,
+      ", got groups=", groups, ".");
+  TORCH_CHECK_VALUE(
+      dilation.size() == shape.size() - 2 &&
+          std::all_of(dilation.begin(), dilation.end(), [](int64_t d) { return d >= 1; }),
+      "torchq.", op, ": dilation must have ", shape.size() - 2, " values of at least 1 for weight ",
+      shape, ", got ", dilation, ".");
+  int64_t taps = 1;
+  for (const int64_t size : shape.slice(2)) {
+    TORCH_CHECK_VALUE(size >= 1 && size <= kMaxReduction / taps, "torchq.", op, ": weight ", shape,
+                      " must have kernel dimensions of at least 1 and at most ", kMaxReduction,
+                      " taps in all. Split the layer along its kernel.");
+    taps *= size;
+  }
   return conv_packing(shape[0], shape[1], groups, shape.slice(2), dilation);
 }
 
 Packed pack_conv(const at::Tensor& weight, int64_t groups, c10::IntArrayRef dilation) {
   check_weight("pack_conv", weight, 3, 5, "(OC, IC/G, k...) with one to three kernel dimensions");
-  TORCH_CHECK_VALUE(product(weight.sizes().slice(2)) > 0,
-                    "torchq.pack_conv: weight must have kernel ", "dimensions of at least 1, got ",
-                    weight.sizes(), ".");
   const ConvPacking p = checked_conv_packing("pack_conv", weight.sizes(), groups, dilation);
   return pack("pack_conv", p, weight, weight.sizes().slice(2));
 }
@@ -208,7 +216,7 @@ ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t grou
   }
   const int64_t group_outputs = outputs / groups;
   int64_t merged = 1;
-  for (int64_t m = 2; m <= groups && m * group_outputs <= kPanel; ++m) {
+  for (int64_t m = 2; m <= std::min<int64_t>(groups, kPanel) && m * group_outputs <= kPanel; ++m) {
     if (groups % m == 0) merged = m;
   }
   return {ConvPacking::kDense,

@@ -55,8 +55,14 @@ Spans adaptive_spans(int64_t input, int64_t output) {
   return spans;
 }
 
-at::Tensor pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src,
-                const Spans (&spans)[3], const Pooling& pooling) {
+at::Tensor make_dst(const ChannelsLast& src, const int64_t (&output)[3]) {
+  const size_t dims = static_cast<size_t>(src.spatial_dims);
+  return empty_channels_last(src.batch, src.channels, {output + 3 - dims, dims},
+                             src.tensor.scalar_type());
+}
+
+void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Spans (&spans)[3],
+          const Pooling& pooling, const at::Tensor& dst) {
   trace.ran(tier, pooling.kernel);
   int64_t output[3], window = 1;
   for (int d = 0; d < 3; ++d) {
@@ -65,12 +71,10 @@ at::Tensor pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src,
     for (const Span& s : spans[d]) widest = std::max(widest, span_size(s));
     window *= widest;
   }
+  TORCH_CHECK_VALUE(window <= kMaxTaps, "torchq.", pooling.kernel, ": a window must have at most ",
+                    kMaxTaps, " positions, got ", window, " on src ", src.tensor.sizes(),
+                    ". Pool in two steps.");
   const bool is_signed = src.tensor.scalar_type() == at::kChar;
-  at::Tensor dst =
-      empty_channels_last(src.batch, src.channels,
-                          {output + 3 - src.spatial_dims, static_cast<size_t>(src.spatial_dims)},
-                          src.tensor.scalar_type());
-  if (dst.numel() == 0) return dst;
   const uint8_t* data = static_cast<const uint8_t*>(src.tensor.const_data_ptr());
   uint8_t* out = static_cast<uint8_t*>(dst.mutable_data_ptr());
   const int64_t c = src.channels, rows = src.batch * output[0] * output[1];
@@ -104,31 +108,36 @@ at::Tensor pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src,
       }
     }
   });
-  return dst;
 }
 
 at::Tensor windowed(const char* op, OpTrace& trace, const Kernels& tier, const at::Tensor& src_arg,
                     c10::IntArrayRef geometry, bool ceil_mode, const Pooling& pooling) {
   const ChannelsLast src = to_channels_last(op, src_arg);
   const Window w = parse_window(op, geometry, src.spatial_dims, 0);
+  int64_t output[3];
+  for (int d = 0; d < 3; ++d) {
+    const int64_t extent = (w.kernel[d] - 1) * w.dilation[d] + 1;
+    TORCH_CHECK_VALUE(2 * std::max(w.pad_begin[d], w.pad_end[d]) <= extent, "torchq.", op,
+                      ": padding must be at most half of the kernel, got geometry ", geometry,
+                      ". Pad with torchq.functional.pad in front instead.");
+    output[d] = w.output(d, src.size[d], ceil_mode);
+    TORCH_CHECK_VALUE(output[d] > 0, "torchq.", op, ": src ", src_arg.sizes(),
+                      " is smaller than the window with geometry ", geometry,
+                      ". Enlarge the input or its padding.");
+  }
+  const at::Tensor dst = make_dst(src, output);
+  if (dst.numel() == 0) return dst;
   Spans spans[3];
   for (int d = 0; d < 3; ++d) {
-    TORCH_CHECK_VALUE(
-        2 * std::max(w.pad_begin[d], w.pad_end[d]) <= (w.kernel[d] - 1) * w.dilation[d] + 1,
-        "torchq.", op, ": padding must be at most half of the kernel, got geometry ", geometry,
-        ". Pad with torch.nn.functional.pad and the zero point instead.");
-    const int64_t output = w.output(d, src.size[d], ceil_mode);
-    TORCH_CHECK_VALUE(output > 0, "torchq.", op, ": src ", src_arg.sizes(),
-                      " is smaller than the window ", "with geometry ", geometry,
-                      ". Enlarge the input or its padding.");
-    spans[d] = window_spans(w, d, src.size[d], output);
+    spans[d] = window_spans(w, d, src.size[d], output[d]);
     for (const Span& span : spans[d]) {
       TORCH_CHECK_VALUE(span.begin < span.end, "torchq.", op, ": a window with geometry ", geometry,
                         " meets only padding on src ", src_arg.sizes(),
                         ". Use less padding or dilation.");
     }
   }
-  return pool(trace, tier, src, spans, pooling);
+  pool(trace, tier, src, spans, pooling, dst);
+  return dst;
 }
 
 at::Tensor max_pool(const at::Tensor& src, c10::IntArrayRef geometry, bool ceil_mode) {
@@ -167,15 +176,20 @@ at::Tensor adaptive_avg_pool(const at::Tensor& src_arg, c10::IntArrayRef output_
                         *std::min_element(output_size.begin(), output_size.end()) >= 1,
                     "torchq.adaptive_avg_pool: output_size must have ", src.spatial_dims,
                     " values of at least 1 for src ", src_arg.sizes(), ", got ", output_size, ".");
-  Spans spans[3];
+  int64_t output[3];
   for (int64_t d = 0; d < 3; ++d) {
     const int64_t i = d - (3 - src.spatial_dims);
     TORCH_CHECK_VALUE(src.size[d] > 0,
                       "torchq.adaptive_avg_pool: src must not be empty in space, got ",
-                      src_arg.sizes(), ".");
-    spans[d] = adaptive_spans(src.size[d], i < 0 ? 1 : output_size[static_cast<size_t>(i)]);
+                      src_arg.sizes(), ". Give it at least one position.");
+    output[d] = i < 0 ? 1 : output_size[static_cast<size_t>(i)];
   }
-  return pool(trace, tier, src, spans, {"avg_pool", tier.avg_pool, true});
+  const at::Tensor dst = make_dst(src, output);
+  if (dst.numel() == 0) return dst;
+  Spans spans[3];
+  for (int d = 0; d < 3; ++d) spans[d] = adaptive_spans(src.size[d], output[d]);
+  pool(trace, tier, src, spans, {"avg_pool", tier.avg_pool, true}, dst);
+  return dst;
 }
 
 }  // namespace

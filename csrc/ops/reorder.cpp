@@ -53,13 +53,12 @@ void check_scale(const char* op, const char* arg, const at::Tensor& scale, bool 
   }
 }
 
-/// Zero points lie in their tensor's range; int32 and float32 tensors have none.
+/// Zero points lie in their tensor's range; float32 tensors have none.
 void check_zero_point(const char* op, const char* arg, const at::Tensor& t, DType dtype) {
   TORCH_CHECK_TYPE(t.scalar_type() == at::kInt, "torchq.", op, ": ", arg, " must be int32, got ",
                    dtype_name(t.scalar_type()), ". Convert it with .int().");
   check_cpu(op, arg, t);
-  const int32_t lo = dtype == DType::s8 ? -128 : 0;
-  const int32_t hi = dtype == DType::u8 ? 255 : dtype == DType::s8 ? 127 : 0;
+  const auto [lo, hi] = zero_point_range(dtype);
   const at::Tensor dense = t.contiguous();
   const int32_t* values = dense.const_data_ptr<int32_t>();
   for (int64_t i = 0; i < dense.numel(); ++i) {
@@ -101,6 +100,7 @@ at::Tensor convert_op(const char* op, const at::Tensor& src, const at::Tensor& f
 
 at::Tensor quantize(const at::Tensor& src, const at::Tensor& scale, const at::Tensor& zero_point,
                     int64_t dst_dtype) {
+  const FloatMode mode;
   TORCH_CHECK_TYPE(src.scalar_type() == at::kFloat, "torchq.quantize: src must be float32, got ",
                    dtype_name(src.scalar_type()),
                    ". Convert it with .float(), or use requantize for integers.");
@@ -115,6 +115,7 @@ at::Tensor quantize(const at::Tensor& src, const at::Tensor& scale, const at::Te
 
 at::Tensor dequantize(const at::Tensor& src, const at::Tensor& scale,
                       const at::Tensor& zero_point) {
+  const FloatMode mode;
   TORCH_CHECK_TYPE(src.scalar_type() != at::kFloat,
                    "torchq.dequantize: src must be uint8, int8 or int32, got ",
                    "float32. It is not quantized; use it as it is.");
@@ -125,6 +126,7 @@ at::Tensor dequantize(const at::Tensor& src, const at::Tensor& scale,
 at::Tensor requantize(const at::Tensor& src, const at::Tensor& src_scale,
                       const at::Tensor& src_zero_point, const at::Tensor& dst_scale,
                       const at::Tensor& dst_zero_point, int64_t dst_dtype) {
+  const FloatMode mode;
   check_scale("requantize", "src_scale", src_scale, true);
   check_scale("requantize", "dst_scale", dst_scale, true);
   check_broadcasts("requantize", "src_scale", src_scale, src);
@@ -134,9 +136,14 @@ at::Tensor requantize(const at::Tensor& src, const at::Tensor& src_scale,
 }
 
 at::Tensor reorder(const at::Tensor& src, const at::Tensor& output_scales, int64_t dst_dtype) {
+  const FloatMode mode;
   const DType dtype = dst_dtype_of("reorder", dst_dtype);
   check_scale("reorder", "output_scales", output_scales, false);
-  if (output_scales.numel() == 0 && src.scalar_type() == scalar_type(dtype)) return src.clone();
+  if (output_scales.numel() == 0 && src.scalar_type() == scalar_type(dtype)) {
+    check_cpu("reorder", "src", src);
+    check_no_grad("reorder", "src", src);
+    return src.clone();
+  }
   const at::Tensor factor = output_scales.numel() == 0 ? scalar(1.0f) : output_scales.contiguous();
   return convert_op("reorder", src, factor, scalar(0), scalar(0), dtype);
 }

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the oracle's readable arguments to op calls: `call.run()` is what torchq answers to them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import cases
+import reference
+import torch
+from torch import Tensor
+
+from torchq.ops import dtype_code
+
+ops = torch.ops.torchq
+
+U8, S8, S32, F32 = torch.uint8, torch.int8, torch.int32, torch.float32
+NARROW = 63  # the magnitude of 7-bit weights, whose pairs always fit
+
+# The position of each op argument in Call.args; "geometry" is linear's in_features.
+NAMES = [
+    *("src", "weight", "compensation", "pair_bound", "multiplier", "offset", "acc_bias"),
+    *("src_zero_point", "geometry", "dst_dtype", "post_ops", "post_op_params", "post_op_srcs"),
+]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op call and the oracle's answer."""
+
+    op: str
+    args: dict[str, Any]
+    expected: Tensor
+
+    def run(self, **changes: Any) -> Tensor:
+        dst: Tensor = getattr(ops, self.op)(*(self.args | changes).values())
+        return dst
+
+    def check(self, label: object = "", **changes: Any) -> None:
+        assert_same(self.run(**changes), self.expected, label)
+
+
+def assert_same(got: Tensor, expected: Tensor, label: object = "") -> None:
+    """Bits, -0.0 and 0.0 apart; all NaN are one."""
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape), label
+    if got.dtype == F32:
+        same = (got.view(S32) == expected.view(S32)) | (got.isnan() & expected.isnan())
+    else:
+        same = got == expected
+    if not same.all():
+        where = (~same).nonzero()
+        first = tuple(where[0].tolist())
+        raise AssertionError(
+            f"{label}: {len(where)} of {got.numel()} differ, first at {first}: "
+            f"got {got[first].item()!r}, expected {expected[first].item()!r}"
+        )
+
+
+def fold(args: dict[str, Any], channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """multiplier, offset and post_op_params of readable arguments; no multiplier: raw sums."""
+    bias = args.get("bias")
+    bias = bias if bias is not None and bias.is_floating_point() else None
+    code, post_ops = dtype_code(args["dst_dtype"]), args.get("post_ops", "")
+    values = args.get("post_op_values", [])
+    if "output_scales" in args:
+        scales = args["output_scales"]
+        return ops.fold_output_scales(scales, bias, channels, code, post_ops, values)
+    names = ("src_scale", "weight_scale", "dst_scale")
+    scales = [args.get(name) for name in names]
+    if args["dst_dtype"] == S32 and scales == [None] * 3 and not post_ops and bias is None:
+        return (torch.empty(0),) * 3
+    src_scale, weight_scale, dst_scale = scales
+    one = torch.ones(())
+    return ops.fold(
+        one if src_scale is None else src_scale,
+        one if weight_scale is None else weight_scale,
+        bias,
+        dst_scale,
+        args.get("dst_zero_point"),
+        channels,
+        code,
+        post_ops,
+        values,
+    )
+
+
+def make_call(args: dict[str, Any], shape: cases.ConvShape | None = None) -> Call:
+    """`args` as for reference.linear, or with a shape for reference.conv."""
+    weight = args["weight"]
+    bias, code = args.get("bias"), dtype_code(args["dst_dtype"])
+    if shape is None:
+        packed, expected = ops.pack_linear(weight), reference.linear(**args)
+    else:
+        packed = ops.pack_conv(weight, shape.groups, shape.dilation)
+        expected = reference.conv(**args, **shape.oracle)
+    multiplier, offset, params = fold(args, weight.shape[0])
+    acc_bias = bias if bias is not None and bias.dtype == S32 else None
+    tail = [code, args.get("post_ops", ""), params, args.get("post_op_srcs", [])]
+    geometry = weight.shape[1] if shape is None else shape.geometry
+    values = [args["src"], *packed, multiplier, offset, acc_bias, args.get("src_zero_point")]
+    named = dict(zip(NAMES, [*values, geometry, *tail], strict=True))
+    return Call("linear" if shape is None else "conv", named, expected)
+
+
+@functools.lru_cache(maxsize=256)
+def sampled(
+    shape: cases.LinearShape | cases.ConvShape,
+    src: torch.dtype = U8,
+    dst: torch.dtype = U8,
+    post_ops: str = "",
+    narrow: bool = False,
+    old: torch.dtype | None = None,
+    **options: Any,
+) -> Call:
+    """cases.sample as a call. `old` is the dtype of the sums' sources, by default that of dst."""
+    args = cases.sample(shape, src, dst, post_ops, **options)
+    if old is None and dst == F32 and "sum" in post_ops:
+        old = S8  # a float32 source has no zero point
+    if old is not None:
+        srcs = args["post_op_srcs"]
+        args["post_op_srcs"] = [cases.random_dst(shape.dst, old, i) for i in range(len(srcs))]
+    if narrow:
+        args["weight"] = args["weight"].clamp(-NARROW, NARROW)
+    return make_call(args, shape if isinstance(shape, cases.ConvShape) else None)

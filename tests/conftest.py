@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `isa` fixture: every test that asks for it runs on all tiers, and a skipped tier is seen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import torchq
+
+ISAS = ("reference", "avx2", "avx512", "avx512_vnni")
+# Tiers that must run here: CI sets it, so that a runner without them fails instead of skipping.
+REQUIRED = [isa for isa in os.environ.get("TORCHQ_REQUIRE_ISAS", "").split(",") if isa]
+
+_requested: set[str] = set()
+_ran: set[str] = set()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    unknown = sorted(set(REQUIRED) - set(ISAS))
+    if unknown:
+        raise pytest.UsageError(
+            f"TORCHQ_REQUIRE_ISAS names {', '.join(unknown)}; tiers are {', '.join(ISAS)}."
+        )
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test on one tier."""
+    tier: str = request.param
+    _requested.add(tier)
+    if tier not in torchq.supported_isas():
+        message = f"this CPU lacks {tier}; it has {', '.join(torchq.supported_isas())}"
+        if tier in REQUIRED:
+            pytest.fail(f"TORCHQ_REQUIRE_ISAS: {message}")
+        pytest.skip(message)
+    with torchq.use_isa(tier):
+        _ran.add(tier)
+        yield tier
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With TORCHQ_REQUIRE_ISAS, a tier this CPU has must have run, unless no test asked for one."""
+    missing = [isa for isa in torchq.supported_isas() if isa not in _ran]
+    if REQUIRED and _requested and missing and session.exitstatus == pytest.ExitCode.OK:
+        print(f"\nTORCHQ_REQUIRE_ISAS: no test ran on {', '.join(missing)}, which this CPU has")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

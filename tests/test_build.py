@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user reads when torchq cannot be imported or built: one sentence with the remedy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchq
+from torchq.ops import LIBRARY_PATH
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(torchq.__file__).parent
+
+needs_source = pytest.mark.skipif(
+    not (ROOT / "setup.py").exists(), reason="not in a source tree: setup.py is missing"
+)
+
+
+def run(args: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of the Python files without the library; the only torchq on the path."""
+    ignore = shutil.ignore_patterns("*.so", "__pycache__")
+    return Path(shutil.copytree(PACKAGE, tmp_path / "torchq", ignore=ignore))
+
+
+def import_error(package: Path) -> str:
+    """The last line of the traceback of `import torchq`."""
+    at = str(package.parent)
+    result = run(["-c", "import torchq"], package.parent, PYTHONPATH=at)
+    assert result.returncode == 1, result.stdout
+    return result.stderr.strip().splitlines()[-1]
+
+
+def test_a_missing_library(package: Path):
+    message = import_error(package)
+    assert message.startswith("ImportError: torchq: "), message
+    assert str(package / LIBRARY_PATH.name) in message
+    assert "was not built" in message and "pip install --no-build-isolation -e ." in message
+
+
+def test_a_library_that_does_not_load(package: Path):
+    """Another torch's library fails in the dynamic linker, as a broken file does."""
+    (package / LIBRARY_PATH.name).write_bytes(b"\x7fELF, but no library")
+    message = import_error(package)
+    assert message.startswith(f"ImportError: torchq: {LIBRARY_PATH.name} does not load with torch ")
+    assert "Rebuild it with `pip install --no-build-isolation -e .`" in message
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A copy of what the build reads."""
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    (tmp_path / "torchq").mkdir()
+    shutil.copy(ROOT / "torchq" / "__init__.py", tmp_path / "torchq")
+    return tmp_path
+
+
+def build(source: Path, **environment: str) -> str:
+    """The only line that a failing build says on stderr."""
+    result = run(["setup.py", "-q", "build_ext"], source, **environment)
+    assert result.returncode == 1, result.stdout
+    lines = [line for line in result.stderr.splitlines() if line.startswith("torchq: ")]
+    assert len(lines) == 1 and "Traceback" not in result.stderr, result.stderr
+    assert result.stderr.splitlines()[-1] == lines[0]
+    return lines[0]
+
+
+@needs_source
+def test_no_compiler(source: Path):
+    message = build(source, CXX="/nonexistent")
+    assert "no working C++ compiler: `/nonexistent --version` failed" in message
+    assert "Install g++" in message and "CXX" in message
+
+
+@needs_source
+def test_a_compiler_that_fails(source: Path):
+    assert "no working C++ compiler: `false --version` failed" in build(source, CXX="false")
+
+
+@needs_source
+def test_no_torch(source: Path):
+    shadow = source / "shadow" / "torch"
+    shadow.mkdir(parents=True)
+    (shadow / "__init__.py").write_text("raise ImportError('No module named torch')\n")
+    message = build(source, PYTHONPATH=str(shadow.parent))
+    assert message.startswith("torchq: building needs torch in this environment: ")
+    assert "pip install torch" in message
+
+
+@needs_source
+def test_an_old_torch(source: Path):
+    code = "import torch; torch.__version__ = '2.4.1+cpu'; import runpy, sys; "
+    code += "sys.argv = ['setup.py', '-q', 'build_ext']; runpy.run_path('setup.py')"
+    result = run(["-c", code], source)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == (
+        "torchq: torch 2.13 or newer is required, found 2.4.1+cpu."
+    )
+
+
+@needs_source
+def test_a_kernel_that_does_not_compile(source: Path):
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("no compiler")
+    kernels = source / "csrc" / "kernels" / "reference.cpp"
+    kernels.write_text(kernels.read_text() + "\n#error broken on purpose\n")
+    for name in ("avx2", "avx512", "avx512_vnni"):
+        (source / "csrc" / "isa" / f"{name}.cpp").write_text("")
+    message = build(source)
+    assert message.startswith("torchq: compiling csrc/kernels/reference.cpp failed")
+    assert not list(source.glob("**/*.so"))

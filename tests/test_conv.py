@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchq::conv on every tier against the oracle, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import cases
+import pytest
+import torch
+from calls import F32, S8, S32, U8, Call, assert_same, make_call, sampled
+from cases import ConvShape
+from torch import Tensor
+
+import torchq
+from torchq.ops import channels_last_strides
+
+pytestmark = pytest.mark.usefixtures("isa")
+
+DTYPES = (U8, S8, S32, F32)
+CHAINS = cases.FOLDED_CHAINS + cases.FLOAT_CHAINS
+SMALL = [
+    shape
+    for shape in cases.CONV_BORDERS + cases.CONV_1D + cases.CONV_3D + cases.CONV_GROUPED
+    if shape.reduction < 1000
+]
+LARGE = [shape for shape in cases.CONV_NETWORKS + cases.CONV_BORDERS if shape not in SMALL]
+MANY_CLASSES = cases.conv("many_classes", (4, 5), (9, 10, 11), 5, 1, 2)
+# One shape per form of packed weights and per way through the epilogue.
+FORMS = [
+    cases.conv("dense", (16, 64), (5, 6), 3, 1, 1),
+    cases.conv("dense_tail", (8, 37), (4, 5), 3, 2, 1, batch=2),
+    cases.conv("row_runs", (3, 24), (9, 8), 3, 2, 1),
+    cases.conv("grouped", (12, 20), (6, 5), 3, 1, 1, groups=4),
+    cases.depthwise("dw", 64, (5, 6), padding=1),
+    cases.depthwise("dw_tail", 37, (5, 6), stride=2, padding=1, batch=2),
+]
+
+
+def border_classes(shape: ConvShape) -> int:
+    """Sets of valid taps over all destination pixels."""
+    count = 1
+    for d, pixels in enumerate(shape.dst_size):
+        starts = [o * shape.stride[d] - shape.padding_begin[d] for o in range(pixels)]
+        taps = [
+            range(s, s + shape.kernel[d] * shape.dilation[d], shape.dilation[d]) for s in starts
+        ]
+        count *= len({tuple(0 <= x < shape.size[d] for x in tap) for tap in taps})
+    return count
+
+
+def test_shapes_reach_every_path():
+    """Padding as classes of valid taps, and as a padded copy: too many classes, or too few rows."""
+    dense = [s for s in [*SMALL, *LARGE, MANY_CLASSES] if s.weight[1] > 1 and s.batch]
+    rows = {shape: shape.batch * math.prod(shape.dst_size) for shape in dense}
+    counts = {shape: border_classes(shape) for shape in dense}
+    assert any(1 < counts[s] <= 64 and rows[s] >= 3 * counts[s] for s in dense)
+    assert any(counts[s] <= 64 and counts[s] > rows[s] / 3 for s in dense)
+    assert any(counts[s] > 64 for s in dense)
+
+
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_networks(shape: ConvShape):
+    sampled(shape).check()
+
+
+@pytest.mark.parametrize("src", (U8, S8), ids=str)
+@pytest.mark.parametrize("shape", [*SMALL, MANY_CLASSES], ids=str)
+def test_shapes(shape: ConvShape, src: torch.dtype):
+    for dst in (U8, F32) if src == U8 else (S8, S32):
+        sampled(shape, src, dst).check(dst)
+    sampled(shape, src, U8, narrow=True).check("narrow")
+
+
+@pytest.mark.parametrize("src", (U8, S8), ids=str)
+@pytest.mark.parametrize("shape", cases.CONV_DEPTHWISE, ids=str)
+def test_depthwise(shape: ConvShape, src: torch.dtype):
+    for dst in (U8, F32) if src == U8 else (S8, S32):
+        sampled(shape, src, dst).check(dst)
+
+
+@pytest.mark.parametrize("dims", (1, 2, 3))
+def test_random_geometries(dims: int):
+    for i, shape in enumerate(cases.random_conv_shapes(40, seed=dims, dims=dims)):
+        sampled(shape, (U8, S8)[i % 2], DTYPES[i % 4], narrow=i % 3 == 0).check(shape)
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain or "none")
+def test_post_ops(chain: str):
+    for i, (shape, dst) in enumerate(itertools.product(FORMS, DTYPES)):
+        sampled(shape, (U8, S8)[i // 4 % 2], dst, chain).check((shape, dst))
+    for shape in (FORMS[1], FORMS[4]):
+        sampled(shape, U8, U8, chain, per_channel_dst=True).check((shape, "per-channel dst"))
+
+
+@pytest.mark.parametrize("old", DTYPES, ids=str)
+def test_sum_sources(old: torch.dtype):
+    for shape, chain in itertools.product(
+        FORMS, ("sum:0.05+eltwise_relu", "eltwise_relu+sum:0.03")
+    ):
+        dst = F32 if old == U8 else U8
+        call = sampled(shape, U8, dst, chain, old=old)
+        call.check((shape, chain, "contiguous"))
+        [src] = call.args["post_op_srcs"]
+        call.check((shape, chain, "channels-last"), post_op_srcs=[channels_last(src)])
+
+
+@pytest.mark.parametrize("output_scales", (False, True), ids=("scales", "output_scales"))
+@pytest.mark.parametrize("bias", (None, F32, S32), ids=str)
+def test_bias(bias: torch.dtype | None, output_scales: bool):
+    for shape, dst in itertools.product(FORMS, (U8, S32)):
+        call = sampled(shape, S8, dst, "", bias=bias, output_scales=output_scales)
+        call.check((shape, dst))
+
+
+# Sums
+
+
+def raw(shape: ConvShape, **args: Tensor) -> Call:
+    return make_call(args | {"dst_dtype": S32}, shape)
+
+
+@pytest.mark.parametrize("shape", FORMS, ids=str)
+def test_raw_accumulators(shape: ConvShape):
+    for src, bias in itertools.product((U8, S8), (None, S32)):
+        args = cases.sample(shape, src, bias=bias)
+        names = ("src", "weight", "bias", "src_zero_point")
+        raw(shape, **{name: args[name] for name in names}).check((src, bias))
+
+
+@pytest.mark.parametrize("pair", cases.EXTREME_PAIRS, ids=str)
+def test_extreme_pairs(pair: tuple[int, int]):
+    for shape in FORMS:
+        args = cases.constant(shape, *pair)
+        make_call(args, shape).check(shape)
+        low, high = cases.RANGE[args["src"].dtype]
+        for zero_point in (low, high):  # what the border is made of
+            zp = torch.tensor(zero_point, dtype=S32)
+            make_call(args | {"src_zero_point": zp}, shape).check((shape, zero_point))
+
+
+@pytest.mark.parametrize("padding", ((0, 0), (1, 0), (0, 2), (3, 1)), ids=str)
+def test_every_border_has_its_own_sum(padding: tuple[int, int]):
+    """An all-zero-point source must give exactly 0 wherever the window lies."""
+    begin, end = padding
+    for dilation, groups, channels in ((1, 1, 8), (2, 1, 8), (1, 1, 3), (1, 6, 6), (2, 6, 6)):
+        shape = cases.conv(
+            "border", (channels, 6), (7, 8), 3, 1, begin, end, dilation=dilation, groups=groups
+        )
+        for dtype, zero_point in ((U8, 201), (S8, -77), (S8, 0)):
+            src = torch.full(shape.src, zero_point, dtype=dtype)
+            zp = torch.tensor(zero_point, dtype=S32)
+            call = raw(shape, src=src, weight=cases.random_s8(shape.weight), src_zero_point=zp)
+            assert not call.run().any(), (shape, zero_point)
+
+
+@pytest.mark.parametrize("shape", FORMS, ids=str)
+def test_overflow_saturates_and_nan_becomes_the_zero_point(shape: ConvShape):
+    for dst, chain in itertools.product((U8, S8, S32), ("", "eltwise_relu", "eltwise_relu:0.5")):
+        args = cases.sample(shape, S8, dst, chain)
+        make_call(args | {"src_scale": torch.tensor(1e12)}, shape).check((dst, chain))
+    for dst, chain in itertools.product(DTYPES, ("sum", "sum+eltwise_relu", "eltwise_relu+sum")):
+        args = cases.sample(shape, U8, dst, chain)
+        old = torch.randn(shape.dst)
+        old.view(-1)[::3] = math.nan
+        make_call(args | {"post_op_srcs": [old]}, shape).check((dst, chain))
+
+
+# Layouts
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, channels_last_strides(x.shape), dtype=x.dtype).copy_(x)
+
+
+LAYOUT_SHAPES = [
+    *FORMS,
+    cases.conv("pointwise", (24, 40), (5, 7), 1, batch=2),
+    cases.conv("one_channel", (1, 5), (6, 7), 3, 1, 1, batch=2),
+    cases.conv("3d", (6, 10), (3, 4, 5), 2, 1, 1, batch=2),
+    cases.conv("1d", (6, 10), (15,), 3, 1, 1, batch=2),
+    cases.depthwise("1d_dw", 18, (15,), kernel=3, padding=1, batch=2),
+]
+
+
+@pytest.mark.parametrize("shape", LAYOUT_SHAPES, ids=str)
+def test_layouts_of_src(shape: ConvShape):
+    call = sampled(shape)
+    src = call.args["src"]
+    call.check("contiguous", src=src.contiguous())
+    call.check("channels-last", src=channels_last(src))
+    call.check("reversed strides", src=src.mT.contiguous().mT)
+    wide = torch.zeros([shape.batch, shape.in_channels + 3, *(s + 2 for s in shape.size)], dtype=U8)
+    for whole, name in ((wide, "contiguous"), (channels_last(wide), "channels-last")):
+        view = whole[:, 2:-1]
+        for dim in range(2, view.ndim):
+            view = view.narrow(dim, 1, view.shape[dim] - 2)
+        call.check(f"slice of {name}", src=view.copy_(src))
+    one = src[:1].expand(3, *src.shape[1:])
+    expected = call.expected[:1].expand(3, *call.expected.shape[1:])
+    assert_same(call.run(src=one), expected, "expanded batch")
+
+
+@pytest.mark.parametrize("shape", [*LAYOUT_SHAPES, cases.CONV_BORDERS[-2]], ids=str)
+def test_layout_of_dst(shape: ConvShape):
+    dst = sampled(shape).run()
+    assert list(dst.stride()) == channels_last_strides(shape.dst)
+    if dst.ndim == 4:
+        assert dst.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_no_channels():
+    """No outputs: an empty dst. No inputs: the bias alone."""
+    call = sampled(cases.conv("conv", (4, 8), (5, 5), 3, 1, 1))
+    packed = torch.ops.torchq.pack_conv(torch.empty(0, 4, 3, 3, dtype=S8), 1, [1, 1])
+    changes = dict(zip(("weight", "compensation", "pair_bound"), packed, strict=True))
+    dst = call.run(**changes, multiplier=torch.empty(0), offset=torch.empty(0))
+    assert dst.shape == (1, 0, 5, 5)
+    packed = torch.ops.torchq.pack_conv(torch.empty(8, 0, 3, 3, dtype=S8), 1, [1, 1])
+    changes = dict(zip(("weight", "compensation", "pair_bound"), packed, strict=True))
+    offset = torch.arange(8.0)
+    geometry = [*call.args["geometry"][:-1], 0]
+    src = torch.empty(1, 0, 5, 5, dtype=U8)
+    dst = call.run(**changes, src=src, offset=offset, geometry=geometry)
+    assert_same(dst, offset.to(U8)[None, :, None, None].expand(1, 8, 5, 5))
+
+
+# Which kernel
+
+
+@pytest.mark.parametrize("shape", FORMS, ids=str)
+def test_kernel(shape: ConvShape, isa: str):
+    depthwise = shape.name.startswith("dw")
+    sampled(shape).run()
+    assert torchq.last_kernel() == ("depthwise:" if depthwise else "gemm:") + isa
+    sampled(shape, narrow=True).run()
+    gemm = "gemm_narrow:" if isa in ("avx2", "avx512") else "gemm:"
+    assert torchq.last_kernel() == ("depthwise:" if depthwise else gemm) + isa

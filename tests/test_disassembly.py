@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No accumulator may leave its register inside a K loop: one spill costs up to half of the speed.
+
+The K loop of a tile is its innermost loop that holds a dot product. Inside it, no vector register
+may be written to the stack, and no sum may read its other operand from there.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import torchq
+
+OBJECTS = {path.stem: path for path in Path(__file__).parents[1].glob("build/torch-*/isa/*.o")}
+DOT = re.compile(r"vpdpbusd|vpmaddwd|vpmaddubsw")
+STORE_TO_STACK = re.compile(r"%[xyz]mm\d+,\s*-?(0x)?[0-9a-f]*\(%r[sb]p")
+ADD_FROM_STACK = re.compile(r"^vpaddd .*\(%r[sb]p")
+# GCC 12 keeps up to two of the 24 accumulators of the widened AVX-512 tiles on the stack.
+ALLOWED = {"avx512": 2}
+
+needs_objdump = pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is missing")
+
+
+def functions(listing: str) -> dict[str, list[tuple[int, str]]]:
+    """Name -> (address, instruction) of every function in an objdump listing."""
+    result: dict[str, list[tuple[int, str]]] = {}
+    body: list[tuple[int, str]] = []
+    for line in listing.splitlines():
+        if header := re.match(r"^[0-9a-f]+ <(.*)>:$", line):
+            body = result.setdefault(header[1], [])
+        elif instruction := re.match(r"^\s+([0-9a-f]+):\s+(.*)$", line):
+            body.append((int(instruction[1], 16), instruction[2].strip()))
+    return result
+
+
+def k_loop(body: list[tuple[int, str]]) -> list[str]:
+    """The instructions of the shortest loop with a dot product; empty if there is none."""
+    index = {address: i for i, (address, _) in enumerate(body)}
+    loops = []
+    for i, (_, text) in enumerate(body):
+        jump = re.match(r"j\w+\s+([0-9a-f]+)", text)
+        start = index.get(int(jump[1], 16)) if jump else None
+        if start is not None and start <= i:
+            loop = [instruction for _, instruction in body[start : i + 1]]
+            if any(DOT.search(instruction) for instruction in loop):
+                loops.append(loop)
+    return min(loops, key=len, default=[])
+
+
+def spills(loop: list[str]) -> list[str]:
+    """Instructions that keep an accumulator on the stack."""
+    return [i for i in loop if STORE_TO_STACK.search(i) or ADD_FROM_STACK.search(i)]
+
+
+def disassemble(path: Path) -> dict[str, list[tuple[int, str]]]:
+    command = ["objdump", "-d", "-C", "--no-show-raw-insn", str(path)]
+    return functions(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@needs_objdump
+@pytest.mark.parametrize("isa", [isa for isa in torchq.supported_isas() if isa != "reference"])
+def test_accumulators_stay_in_registers(isa: str) -> None:
+    tiles = {
+        name: k_loop(body)
+        for name, body in disassemble(OBJECTS[isa]).items()
+        if "gemm_tile<" in name
+    }
+    assert len(tiles) >= 12, "the tiles were not found"
+    assert all(tiles.values()), "a tile has no K loop"
+    found = {name: spills(loop) for name, loop in tiles.items() if spills(loop)}
+    stores = {
+        name: sum(bool(STORE_TO_STACK.search(i)) for i in lines) for name, lines in found.items()
+    }
+    assert all(count <= ALLOWED.get(isa, 0) for count in stores.values()), found
+
+
+@needs_objdump
+def test_a_spill_is_found(tmp_path: Path) -> None:
+    """Negative control: 40 accumulators do not fit 32 registers."""
+    source = tmp_path / "spill.cpp"
+    source.write_text(
+        """
+        #include <immintrin.h>
+        void tile(const char* a, const char* b, long k, __m512i* out) {
+          __m512i acc[40] = {};
+          for (long i = 0; i < k; ++i) {
+            const __m512i w = _mm512_loadu_si512(b + 64 * i);
+        #pragma GCC unroll 64
+            for (int j = 0; j < 40; ++j)
+              acc[j] = _mm512_add_epi32(
+                  acc[j], _mm512_madd_epi16(_mm512_set1_epi32(((const int*)a)[40 * i + j]), w));
+          }
+        #pragma GCC unroll 64
+          for (int j = 0; j < 40; ++j) out[j] = acc[j];
+        }
+        """
+    )
+    target = tmp_path / "spill.o"
+    command = ["g++", "-O3", "-mavx512f", "-mavx512bw", "-c", str(source), "-o", str(target)]
+    subprocess.run(command, check=True)
+    (loop,) = [loop for body in disassemble(target).values() if (loop := k_loop(body))]
+    assert spills(loop)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiers: what their objects contain, how one is selected, and what importing torchq does."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchq
+from torchq.ops import LIBRARY_PATH
+
+ROOT = Path(__file__).parent.parent
+TIERS = ["reference", "avx2", "avx512", "avx512_vnni"]
+OBJECTS = ROOT / "build" / f"torch-{torch.__version__}" / "isa"
+LIBC = {"memcpy", "memset", "memmove", "nearbyintf", "nearbyint", "rintf", "fmaf", "fma"}
+
+needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
+needs_objects = pytest.mark.skipif(
+    not OBJECTS.is_dir(), reason=f"{OBJECTS.relative_to(ROOT)} does not exist: not built here"
+)
+
+
+needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="tiers of x86-64")
+
+
+def nm(*args: str | Path) -> list[tuple[str, str]]:
+    """(kind, name) of each symbol."""
+    run = subprocess.run(["nm", "-P", *args], check=True, capture_output=True, text=True)
+    return [(line.split()[1], line.split()[0]) for line in run.stdout.splitlines() if line.strip()]
+
+
+def python(code: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    base = {k: v for k, v in os.environ.items() if k not in ("TORCHQ_ISA", "TORCHQ_VERBOSE")}
+    return subprocess.run(
+        [sys.executable, *options, "-c", code],
+        env=base | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+# Objects
+
+
+@needs_nm
+@needs_objects
+@needs_x86
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_object_exports_its_table_only(tier: str):
+    """An inline function with external linkage would be merged with another tier's copy."""
+    symbols = nm(OBJECTS / f"{tier}.o")
+    exported = [name for kind, name in symbols if kind.isupper() and kind != "U"]
+    weak = [name for kind, name in symbols if kind in "wWvVu"]
+    assert len(exported) == 1 and not weak, (exported, weak)
+    assert exported[0].endswith("KernelsE") and "torchq" in exported[0]
+    [kind] = [kind for kind, name in symbols if name == exported[0]]
+    assert kind in "DR", "constant-initialized data"
+
+
+@needs_nm
+@needs_objects
+@needs_x86
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_object_needs_libc_only(tier: str):
+    """No torch, no C++ runtime, no allocation, no exception, no thread, no static initializer."""
+    symbols = nm(OBJECTS / f"{tier}.o")
+    undefined = {name for kind, name in symbols if kind == "U"} - {"_GLOBAL_OFFSET_TABLE_"}
+    assert undefined <= LIBC, undefined - LIBC
+    assert not [name for _, name in symbols if "_GLOBAL__sub_I" in name]
+
+
+def test_sources_of_the_objects_include_no_torch():
+    files = [*ROOT.glob("csrc/kernels/*"), *ROOT.glob("csrc/isa/*")]
+    assert len(files) > 8
+    for file in files:
+        includes = [line for line in file.read_text().splitlines() if line.startswith("#include")]
+        for line in includes:
+            assert not any(word in line for word in ("torch", "ATen", "c10")), (file.name, line)
+
+
+@needs_nm
+def test_the_library_has_no_python_symbols():
+    """So that TorchScript and AOTInductor programs load it without Python."""
+    symbols = nm("-D", LIBRARY_PATH)
+    undefined = [name for kind, name in symbols if kind == "U"]
+    assert len(undefined) > 50
+    assert not [name for name in undefined if name.startswith(("Py", "_Py"))]
+    exported = [name for kind, name in symbols if kind == "T" and "torchq" in name]
+    assert not exported, "hidden visibility"
+
+
+def test_one_openmp_runtime():
+    """Two copies of libgomp are two thread pools that oversubscribe the machine."""
+    code = (
+        "import torch, torchq\n"
+        "x = torch.zeros(1 << 20)\n"
+        "torch.ops.torchq.quantize(x, torch.ones(()), torch.zeros((), dtype=torch.int32), 0)\n"
+        "maps = {l.split()[-1] for l in open('/proc/self/maps') if 'omp' in l.split()[-1]}\n"
+        "print(*sorted(maps), sep='\\n')"
+    )
+    run = python(code)
+    assert run.returncode == 0, run.stderr
+    libraries = [Path(line).name for line in run.stdout.splitlines()]
+    found = [name for name in libraries if name.startswith(("libgomp", "libiomp", "libomp"))]
+    assert len(found) == 1 and found[0].startswith("libgomp"), libraries
+
+
+def test_import_is_silent():
+    run = python("import torchq", "-W", "error")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+# Selection
+
+
+def test_supported_isas_are_ordered_and_start_with_the_reference():
+    supported = torchq.supported_isas()
+    assert supported == [tier for tier in TIERS if tier in supported]
+    assert supported[0] == "reference"
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text().split() if cpuinfo.exists() else supported
+    assert ("avx2" in supported) == ("avx2" in flags)
+    assert ("avx512_vnni" in supported) == ("avx512_vnni" in flags)
+
+
+def test_the_default_is_the_best_tier():
+    run = python("import torchq; print(torchq.isa())")
+    assert run.stdout.split() == [torchq.supported_isas()[-1]], run.stderr
+    run = python("import torchq; print(torchq.isa())", TORCHQ_ISA="")
+    assert run.stdout.split() == [torchq.supported_isas()[-1]], "empty is unset"
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_environment_variable(tier: str):
+    code = (
+        "import torch, torchq\n"
+        "q = torch.zeros(3, dtype=torch.uint8)\n"
+        "torch.ops.torchq.lookup(q, torch.zeros(256, dtype=torch.uint8))\n"
+        "print(torchq.isa(), torchq.last_kernel())"
+    )
+    run = python(code, TORCHQ_ISA=tier)
+    if tier in torchq.supported_isas():
+        assert run.stdout.split() == [tier, f"lookup:{tier}"], run.stderr
+    else:
+        assert "ValueError" in run.stderr and "is not available here" in run.stderr
+
+
+def test_an_unknown_tier_raises_on_first_use_not_at_import():
+    code = (
+        "import torch, torchq\n"
+        "print('imported', *torchq.supported_isas())\n"
+        "q = torch.zeros(3, dtype=torch.uint8)\n"
+        "for call in (torchq.isa,\n"
+        "             lambda: torch.ops.torchq.lookup(q, torch.zeros(256, dtype=torch.uint8)),\n"
+        "             torchq.cpu_info):\n"
+        "    try: call()\n"
+        "    except ValueError as error: print(error)\n"
+        "with torchq.use_isa('reference'): print(torchq.isa())\n"
+    )
+    run = python(code, TORCHQ_ISA="nonsense")
+    lines = run.stdout.splitlines()
+    supported = torchq.supported_isas()
+    assert lines[0].split() == ["imported", *supported], run.stderr
+    message = "torchq: TORCHQ_ISA=nonsense is not available here; this CPU supports: "
+    assert [line for line in lines if line.startswith("torchq")] == [
+        message + ", ".join(supported) + "."
+    ] * 3
+    assert lines[-1] == "reference", "an explicit selection needs no default"
+
+
+def run_something() -> str:
+    """The tier that an op really ran on."""
+    q = torch.zeros(3, dtype=torch.uint8)
+    torch.ops.torchq.lookup(q, torch.zeros(256, dtype=torch.uint8))
+    return torchq.last_kernel().split(":")[1]
+
+
+def test_use_isa_runs_its_block_on_the_tier(isa: str):
+    assert torchq.isa() == isa == run_something()
+
+
+def test_use_isa_nests_and_restores():
+    before = torchq.isa()
+    for outer in torchq.supported_isas():
+        with torchq.use_isa(outer):
+            for inner in torchq.supported_isas():
+                with torchq.use_isa(inner):
+                    assert torchq.isa() == inner == run_something()
+                assert torchq.isa() == outer == run_something()
+        assert torchq.isa() == before == run_something()
+
+
+def test_use_isa_restores_after_an_exception():
+    before = torchq.isa()
+    with pytest.raises(KeyError), torchq.use_isa("reference"):
+        assert torchq.isa() == "reference"
+        raise KeyError
+    assert torchq.isa() == before
+    with torchq.use_isa("reference"):
+        with pytest.raises(ValueError), torchq.use_isa("nonsense"):
+            raise AssertionError("unreachable")
+        assert torchq.isa() == "reference", "a refused selection changes nothing"
+
+
+@pytest.mark.parametrize("name", ["nonsense", "AVX2", "avx512_vnni ", " ", "amx"])
+def test_use_isa_refuses_what_this_cpu_lacks(name: str):
+    with pytest.raises(ValueError) as caught, torchq.use_isa(name):
+        pass
+    message = str(caught.value).split("\nException raised")[0]
+    supported = ", ".join(torchq.supported_isas())
+    assert message.startswith("torchq: ") and f"={name} is not available here" in message
+    assert message.endswith(f"this CPU supports: {supported}.")
+
+
+def test_use_isa_refuses_an_empty_name():
+    """No tier is called that; it must not quietly mean the default."""
+    with pytest.raises(ValueError), torchq.use_isa(""):
+        pass
+
+
+def test_selection_belongs_to_the_thread():
+    seen = {}
+    inside, checked = threading.Event(), threading.Event()
+
+    def other() -> None:
+        seen["before"] = torchq.isa()
+        with torchq.use_isa("reference"):
+            inside.set()
+            checked.wait(10)
+            seen["inside"] = run_something()
+
+    default = torchq.isa()
+    with torchq.use_isa(torchq.supported_isas()[0]):
+        thread = threading.Thread(target=other)
+        with torchq.use_isa(torchq.supported_isas()[-1]):
+            thread.start()
+            assert inside.wait(10)
+            assert torchq.isa() == run_something() == torchq.supported_isas()[-1]
+            checked.set()
+            thread.join()
+    assert seen == {"before": default, "inside": "reference"}, "threads start with the default"
+
+
+def test_last_kernel_is_empty_before_the_first_op():
+    result = []
+    thread = threading.Thread(target=lambda: result.append(torchq.last_kernel()))
+    thread.start()
+    thread.join()
+    assert result == [""]
+    run_something()
+    assert torchq.last_kernel() == f"lookup:{torchq.isa()}"
+
+
+def test_cpu_info():
+    info = torchq.cpu_info()
+    assert set(info) >= {"machine", "supported_isas", "isa", "threads", "torch", "torch_capability"}
+    assert info["isa"] == torchq.isa()
+    assert info["supported_isas"] == torchq.supported_isas()
+    assert info["threads"] == torch.get_num_threads()
+    with torchq.use_isa("reference"):
+        assert torchq.cpu_info()["isa"] == "reference"

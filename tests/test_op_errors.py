@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What linear and conv refuse: each message has the op, the argument, what it got and a remedy."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import cases
+import pytest
+import torch
+from calls import F32, S8, S32, U8, Call, sampled
+from cases import LinearShape
+
+SHAPE = LinearShape(4, 20, 10)
+CONV = cases.conv("conv", (8, 20), (6, 7), 3, 1, 1)
+DEPTHWISE = cases.depthwise("dw", 20, (6, 7), padding=1)
+OP = {"linear": SHAPE, "conv": CONV}
+
+
+def refuse(call: Call, error: type[Exception], *parts: str, **changes: Any) -> None:
+    """The call with `changes` raises `error`, whose message has these parts in this order."""
+    with pytest.raises(error) as caught:
+        call.run(**changes)
+    message = str(caught.value).split("\nException raised from")[0]
+    pattern = ".*".join(map(re.escape, (f"torchq.{call.op}: ", *parts)))
+    assert re.search(pattern, message, re.DOTALL), (pattern, message)
+    assert message.endswith("."), message
+
+
+@pytest.fixture(params=OP)
+def call(request: pytest.FixtureRequest) -> Call:
+    return sampled(OP[request.param], U8, U8, "sum:0.5:3+binary_mul:2", bias=S32)
+
+
+def test_src(call: Call):
+    src = call.args["src"]
+    for dtype, name in ((F32, "float32"), (S32, "int32"), (torch.bool, "bool")):
+        parts = ("src must be uint8 or int8", f"got {name}", "Quantize it first")
+        refuse(call, TypeError, *parts, src=src.to(dtype))
+
+
+@pytest.mark.parametrize("name", ["weight", "compensation", "pair_bound", "multiplier", "offset"])
+def test_parameters(call: Call, name: str):
+    good = call.args[name]
+    for dtype in (torch.int64, torch.float64):
+        changes = {name: good.to(dtype)}
+        refuse(call, TypeError, f"{name} must be ", "got ", ". Pass what", **changes)
+    strided = torch.stack((good, good), -1)[..., 0]
+    changes = {name: strided}
+    refuse(call, ValueError, f"{name} must be contiguous", "got strides", ".cont", **changes)
+    if name != "weight":
+        longer = torch.cat((good, good), -1)
+        refuse(call, ValueError, "got ", **{name: longer})
+
+
+@pytest.mark.parametrize("name", ["acc_bias", "post_op_params"])
+def test_optional_parameters(call: Call, name: str):
+    good = call.args[name]
+    refuse(call, TypeError, f"{name} must be ", "got float64", ".", **{name: good.double()})
+    parts = (f"{name} must have {good.numel()} values", f"got {good.numel() - 1}", "another layer")
+    refuse(call, ValueError, *parts, **{name: good[:-1]})
+
+
+def test_source_zero_point(call: Call):
+    for src, bad in ((U8, (-1, 256)), (S8, (-129, 128))):
+        for value in bad:
+            zero_point = torch.tensor(value, dtype=S32)
+            parts = ("src_zero_point must lie in [", f"got {value}.")
+            source = call.args["src"].view(src)
+            refuse(call, ValueError, *parts, src=source, src_zero_point=zero_point)
+    refuse(
+        call, ValueError, "src_zero_point must have 1 value", src_zero_point=torch.zeros(2).int()
+    )
+    refuse(
+        call, TypeError, "src_zero_point must be int32, got int64", src_zero_point=torch.tensor(3)
+    )
+
+
+def test_destination(call: Call):
+    for code in (5, 15, 7, 4, -1, 99):
+        parts = ("dst_dtype must be 0 (uint8)", f"got {code}.", "nearest supported")
+        refuse(call, NotImplementedError, *parts, dst_dtype=code)
+
+
+def test_post_ops(call: Call):
+    refuse(call, NotImplementedError, "'eltwise_tanh' is not supported", post_ops="eltwise_tanh")
+    refuse(call, ValueError, "expected a number in 'sum:x', got 'x'", post_ops="sum:x")
+    [old] = call.args["post_op_srcs"]
+    for srcs in ([], [old, old]):
+        parts = ("needs 1 sum sources", f"got {len(srcs)}", "Pass one")
+        refuse(call, ValueError, *parts, post_op_srcs=srcs)
+    parts = ("post_op_srcs[0] must have the shape of dst", "got", "does not broadcast")
+    refuse(call, ValueError, *parts, post_op_srcs=[old[:1, :1]])
+    refuse(call, TypeError, "post_op_srcs must be uint8", "got Short", post_op_srcs=[old.short()])
+    parts = ("sum has zero point 3", "float32 source")
+    refuse(call, ValueError, *parts, post_op_srcs=[old.float()])
+
+
+def test_a_sum_source_that_requires_grad(call: Call):
+    source = call.args["post_op_srcs"][0].float().requires_grad_()
+    changes = {"post_ops": "sum:0.5+binary_mul:2", "post_op_srcs": [source]}
+    refuse(call, RuntimeError, "requires grad", "torch.no_grad()", **changes)
+    with torch.no_grad():
+        call.run(**changes)
+
+
+def test_raw_accumulators_are_int32(call: Call):
+    raw = {"multiplier": torch.empty(0), "post_ops": "", "post_op_srcs": []}
+    parts = ("empty multiplier", "int32 destination", "got uint8", "Pass the multiplier")
+    refuse(call, ValueError, *parts, **raw)
+    parts = ("empty multiplier", "no post-ops", "got int32 and post_ops 'eltwise_relu'")
+    refuse(call, ValueError, *parts, **raw | {"dst_dtype": 3, "post_ops": "eltwise_relu"})
+
+
+def test_foreign_weights(call: Call):
+    """Packed for another op, for other sizes, or not packed."""
+    linear, conv, depthwise = (sampled(shape).args["weight"] for shape in (SHAPE, CONV, DEPTHWISE))
+    for weight in (linear, conv, depthwise, linear[..., :2].contiguous(), linear[0], conv[:1]):
+        if weight.shape != call.args["weight"].shape:
+            refuse(call, ValueError, "weight", "got ", "Pack it with", weight=weight)
+
+
+def test_linear_src_shape():
+    call = sampled(SHAPE)
+    parts = ("src must have 10 features, got 13", "in src [2, 13]", "Check")
+    refuse(call, ValueError, *parts, src=torch.zeros(2, 13, dtype=U8))
+    parts = ("src must have at least one dimension", "Pass")
+    refuse(call, ValueError, *parts, src=torch.zeros((), dtype=U8))
+
+
+def test_conv_src_shape():
+    call = sampled(CONV)
+    for shape in ((6, 7), (1, 2, 8, 6, 6, 7)):
+        parts = ("src must be (N, C, spatial...)", f"got {list(shape)}", "unsqueeze")
+        refuse(call, ValueError, *parts, src=torch.zeros(shape, dtype=U8))
+    parts = ("src must have 8 channels", "got 3 in src [1, 3, 6, 7]", "Check")
+    refuse(call, ValueError, *parts, src=torch.zeros(1, 3, 6, 7, dtype=U8))
+    call = sampled(cases.conv("valid", (8, 20), (6, 7), 3))
+    parts = ("src [1, 8, 2, 7] is smaller than the kernel", "Enlarge")
+    refuse(call, ValueError, *parts, src=torch.zeros(1, 8, 2, 7, dtype=U8))
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        [],
+        [3, 3, 1, 1, 1, 1, 1, 1, 1, 1],
+        [3, 3, 0, 1, 1, 1, 1, 1, 1, 1, 1],
+        [3, 3, 1, 1, -1, 1, 1, 1, 1, 1, 1],
+        [3, 3, 1, 1, 1, 1, 1, 1, 1, 0, 1],
+        [0, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+        [3, 3, 1, 1, 1, 1, 1, 2**24, 1, 1, 1],
+    ],
+    ids=str,
+)
+def test_geometry(geometry: list[int]):
+    refuse(sampled(CONV), ValueError, "geometry must ", "got", geometry=geometry)
+
+
+@pytest.mark.parametrize("groups", [0, -1, 3])
+def test_groups(groups: int):
+    geometry = [*CONV.geometry[:-2], groups, 8]
+    refuse(sampled(CONV), ValueError, "groups must divide", f"groups={groups}", geometry=geometry)
+
+
+def test_int32_sum_source_with_a_zero_point():
+    """old - zero_point leaves int32: refused, or computed exactly, but never wrapped."""
+    shape = LinearShape(2, 17, 4)
+    call = sampled(shape, U8, F32, "eltwise_relu+sum:1:7", old=S32)
+    old = torch.full(shape.dst, -(2**31), dtype=S32)
+    try:
+        dst = call.run(post_op_srcs=[old])
+    except ValueError:
+        return
+    assert (dst < 0).all()

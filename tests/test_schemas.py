@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops' schemas: programs exported today must load tomorrow, so this list only ever grows.
+
+A new op appends its line. Changing or removing a line breaks saved programs: add an op instead.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import FunctionSchema
+
+import torchq
+
+OPS = """
+pack_linear(Tensor weight) -> (Tensor packed, Tensor compensation, Tensor pair_bound)
+unpack_linear(Tensor packed, int out_features, int in_features) -> Tensor
+pack_conv(Tensor weight, int groups, int[] dilation) -> (Tensor packed, Tensor compensation, \
+Tensor pair_bound)
+unpack_conv(Tensor packed, int[] weight_shape, int groups, int[] dilation) -> Tensor
+fold(Tensor src_scale, Tensor weight_scale, Tensor? bias, Tensor? dst_scale, \
+Tensor? dst_zero_point, int channels, int dst_dtype, str post_ops, Tensor[] post_op_values) -> \
+(Tensor multiplier, Tensor offset, Tensor post_op_params)
+fold_output_scales(Tensor output_scales, Tensor? bias, int channels, int dst_dtype, str post_ops, \
+Tensor[] post_op_values) -> (Tensor multiplier, Tensor offset, Tensor post_op_params)
+linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor multiplier, \
+Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int in_features, int dst_dtype, \
+str post_ops, Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor
+conv(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor multiplier, \
+Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, int dst_dtype, \
+str post_ops, Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor
+quantize(Tensor src, Tensor scale, Tensor zero_point, int dst_dtype) -> Tensor
+dequantize(Tensor src, Tensor scale, Tensor zero_point) -> Tensor
+requantize(Tensor src, Tensor src_scale, Tensor src_zero_point, Tensor dst_scale, \
+Tensor dst_zero_point, int dst_dtype) -> Tensor
+reorder(Tensor src, Tensor output_scales, int dst_dtype) -> Tensor
+lookup(Tensor src, Tensor table) -> Tensor
+add(Tensor src0, Tensor src1, Tensor scales, Tensor zero_points, int dst_dtype, bool relu) -> Tensor
+mul(Tensor src0, Tensor src1, Tensor scales, Tensor zero_points, int dst_dtype, bool relu) -> Tensor
+concat(Tensor[] srcs, Tensor scales, Tensor zero_points, int dim, int dst_dtype) -> Tensor
+max_pool(Tensor src, int[] geometry, bool ceil_mode) -> Tensor
+avg_pool(Tensor src, Tensor zero_point, int[] geometry, bool ceil_mode, bool count_include_pad, \
+int? divisor_override) -> Tensor
+adaptive_avg_pool(Tensor src, int[] output_size) -> Tensor
+""".strip().splitlines()
+
+# No tensors: not part of saved programs.
+SETTINGS = """
+_select_isa(str isa) -> str
+_isa() -> str
+_supported_isas() -> str[]
+_last_kernel() -> str
+_scratch_bytes() -> int
+""".strip().splitlines()
+
+
+def name_of(line: str) -> str:
+    return line[: line.index("(")]
+
+
+def registered() -> dict[str, FunctionSchema]:
+    schemas = torch._C._jit_get_all_schemas()
+    return {s.name.removeprefix("torchq::"): s for s in schemas if s.name.startswith("torchq::")}
+
+
+@pytest.mark.parametrize("line", OPS + SETTINGS, ids=name_of)
+def test_schema_is_as_released(line: str):
+    schema = registered()[name_of(line)]
+    assert str(schema) == f"torchq::{line}"
+    assert schema.overload_name == ""
+
+
+def test_every_op_is_listed():
+    public = {name for name in registered() if not name.startswith("_")}
+    assert public == set(map(name_of, OPS)), "append the new op"
+
+
+@pytest.mark.parametrize("line", OPS, ids=name_of)
+def test_tags_and_kernels(line: str):
+    name = name_of(line)
+    op = getattr(torch.ops.torchq, name).default
+    assert torch.Tag.pt2_compliant_tag in op.tags
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has(f"torchq::{name}", "CPU")
+    assert has(f"torchq::{name}", "Meta"), "register its fake kernel in torchq/ops.py"
+    assert not has(f"torchq::{name}", "CompositeImplicitAutograd")
+
+
+def test_ops_are_functional_and_without_tensor_list_defaults():
+    """A default of [] for a Tensor list aborts the process when the library loads."""
+    for schema in registered().values():
+        assert not schema.is_mutable, schema
+        for argument in schema.arguments:
+            assert not argument.is_out and argument.alias_info is None, schema
+            if argument.type.str() == "List[Tensor]":
+                assert not argument.has_default_value(), schema
+
+
+def test_ops_name_the_module_of_their_fakes():
+    assert torchq.ops.__name__ == "torchq.ops"
+    assert all(hasattr(torch.ops.torchq, name_of(line)) for line in OPS)
