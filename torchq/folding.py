@@ -95,6 +95,7 @@ def fold(
         )
     elif _is_raw(attr, float_bias, dst_dtype):
         folded = (torch.empty(0),) * 3
+        acc_bias = _shifted(op, acc_bias, attr.values("dst", "zero_points"), weight)
     else:
         dst_dims = (1, weight.channels, *(1 for _ in weight.dilation))
         folded = torch.ops.torchq.fold(
@@ -185,8 +186,18 @@ def _per_channel(scale: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def _is_raw(attr: Attr, float_bias: Tensor | None, dst_dtype: torch.dtype) -> bool:
-    """Exact int32 accumulators: an int32 destination and nothing that scales or shifts."""
-    declared = [attr.mask(arg) for arg in ("src", "weights", "dst")]
-    declared.append(attr.mask("dst", "zero_points"))
-    unscaled = all(mask is None for mask in declared)
+    """Exact int32 accumulators: an int32 destination and nothing that scales."""
+    unscaled = all(attr.mask(arg) is None for arg in ("src", "weights", "dst"))
     return dst_dtype == torch.int32 and unscaled and float_bias is None and not attr.post_ops
+
+
+def _shifted(
+    op: str, acc_bias: Tensor | None, zero_point: Tensor | None, weight: PackedWeight
+) -> Tensor | None:
+    """The bias of raw accumulators whose destination has a zero point."""
+    if zero_point is None:
+        return acc_bias
+    shift = zero_point.to(torch.int64).expand(weight.channels)
+    total = shift if acc_bias is None else shift + acc_bias
+    check_int32_bias(op, total, weight.reduction)
+    return total.to(torch.int32)

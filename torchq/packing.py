@@ -41,6 +41,11 @@ class PackedWeight(NamedTuple):
         return self.shape[0]
 
     @property
+    def in_channels(self) -> int:
+        """Input channels, or features."""
+        return self.shape[1] * self.groups
+
+    @property
     def reduction(self) -> int:
         """Products per output."""
         return math.prod(self.shape[1:])

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functional API: readable scales in, folded per call.
+
+Sources are plain uint8 or int8 tensors with ``real = scale * (q - zero_point)``; scales, zero
+points and post-ops come in an :class:`~torchq.Attr`, whose masks index oneDNN's logical dimensions.
+Folding costs O(channels) a call; modules in :mod:`torchq.nn` fold once.
+"""
+
+from torchq.functional.arguments import conv_geometry
+from torchq.functional.elementwise import add, concat, lookup, lookup_table, mul, pad
+from torchq.functional.matmul import conv1d, conv2d, conv3d, linear
+from torchq.functional.pooling import adaptive_avg_pool, avg_pool, max_pool
+from torchq.functional.reorder import (
+    dequantize,
+    quantize,
+    quantize_weight,
+    reorder,
+    requantize,
+)
+
+__all__ = [
+    "adaptive_avg_pool",
+    "add",
+    "avg_pool",
+    "concat",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_geometry",
+    "dequantize",
+    "linear",
+    "lookup",
+    "lookup_table",
+    "max_pool",
+    "mul",
+    "pad",
+    "quantize",
+    "quantize_weight",
+    "reorder",
+    "requantize",
+]

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments that several functions take: numbers, windows, 8-bit sources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchq._arguments import INT32, to_float32, to_int
+
+Ints: TypeAlias = int | Sequence[int]
+Floats: TypeAlias = float | Tensor
+Zeros: TypeAlias = int | Tensor
+
+
+def to_scale(where: str, value: Floats) -> Tensor:
+    """A float32 tensor; tensors pass as they are, and the op checks them."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor(to_float32(where, value), dtype=torch.float32)
+
+
+def to_zero_point(where: str, value: Zeros) -> Tensor:
+    """An int32 tensor; tensors pass as they are, and the op checks them."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor(to_int(where, value, INT32.min, INT32.max), dtype=torch.int32)
+
+
+def check_8bit(op: str, name: str, src: Tensor) -> None:
+    """Raises TypeError unless ``src`` is uint8 or int8."""
+    if src.dtype not in (torch.uint8, torch.int8):
+        raise TypeError(
+            f"torchq.{op}: {name} must be torch.uint8 or torch.int8, got {src.dtype}. "
+            "Quantize it first: torchq.functional.quantize(x, scale, zero_point)."
+        )
+
+
+def spatial_dims(op: str, src: Tensor) -> int:
+    """The number of spatial dimensions of ``(N, C, spatial...)``, 1 to 3."""
+    if not 3 <= src.dim() <= 5:
+        raise ValueError(
+            f"torchq.{op}: src must be (N, C, spatial...) with one to three spatial dimensions, "
+            f"got {list(src.shape)}. Add a batch dimension with unsqueeze(0) if it is missing."
+        )
+    return src.dim() - 2
+
+
+def spread(op: str, name: str, value: Ints, dims: int) -> list[int]:
+    """One number for all spatial dimensions, or one for each."""
+    values = list(value) if isinstance(value, Sequence) else [value] * dims
+    if len(values) != dims or not all(isinstance(v, int) for v in values):
+        raise ValueError(
+            f"torchq.{op}: {name} must be one integer or {dims}, one per spatial dimension, got "
+            f"{value!r}. Check the number of dimensions of src."
+        )
+    return values
+
+
+def conv_geometry(
+    op: str,
+    kernel: Sequence[int],
+    stride: Ints,
+    padding: Ints,
+    padding_end: Ints | None,
+    dilation: Ints,
+    *channels: int,
+) -> list[int]:
+    """The ``geometry`` argument of the pools, and with ``groups, in_channels`` behind, of conv."""
+    dims = len(kernel)
+    begin = spread(op, "padding", padding, dims)
+    end = begin if padding_end is None else spread(op, "padding_end", padding_end, dims)
+    step, gap = spread(op, "stride", stride, dims), spread(op, "dilation", dilation, dims)
+    return [*kernel, *step, *begin, *end, *gap, *channels]

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversions between float32, int32, int8 and uint8."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchq.attr import Attr
+from torchq.folding import check_attr
+from torchq.functional.arguments import Floats, Zeros, to_scale, to_zero_point
+from torchq.ops import dtype_code
+
+_SCALED = [(kind, arg) for kind in ("scales", "zero_points") for arg in ("src", "dst")]
+_V1 = ("output_scales", "dst")
+
+
+def quantize(
+    src: Tensor, scale: Floats, zero_point: Zeros = 0, dtype: torch.dtype = torch.uint8
+) -> Tensor:
+    """``clamp(rne(fma(src, 1 / scale, zero_point)))``; NaN becomes the zero point.
+
+    Args:
+        src: float32, any shape and strides.
+        scale: real units per step; a number or a float32 tensor that broadcasts against ``src``.
+        zero_point: a number or an int32 tensor that broadcasts against ``src``.
+        dtype: torch.uint8, torch.int8 or torch.int32.
+
+    Raises:
+        TypeError: ``src`` or ``scale`` is not float32, or ``zero_point`` not an integer.
+        ValueError: a scale is not finite and positive, a zero point is out of range, or the
+            shapes do not broadcast.
+        RuntimeError: ``src`` requires grad in grad mode.
+    """
+    result: Tensor = torch.ops.torchq.quantize(
+        src,
+        to_scale("torchq.quantize: scale", scale),
+        to_zero_point("torchq.quantize: zero_point", zero_point),
+        dtype_code(dtype, "quantize"),
+    )
+    return result
+
+
+def dequantize(src: Tensor, scale: Floats, zero_point: Zeros = 0) -> Tensor:
+    """``scale * float(src - zero_point)`` as float32; arguments as in :func:`quantize`."""
+    result: Tensor = torch.ops.torchq.dequantize(
+        src,
+        to_scale("torchq.dequantize: scale", scale),
+        to_zero_point("torchq.dequantize: zero_point", zero_point),
+    )
+    return result
+
+
+def requantize(
+    src: Tensor,
+    src_scale: Floats,
+    src_zero_point: Zeros,
+    dst_scale: Floats,
+    dst_zero_point: Zeros,
+    dtype: torch.dtype = torch.uint8,
+) -> Tensor:
+    """``clamp(rne(fma(float(src - src_zero_point), src_scale / dst_scale, dst_zero_point)))``."""
+    result: Tensor = torch.ops.torchq.requantize(
+        src,
+        to_scale("torchq.requantize: src_scale", src_scale),
+        to_zero_point("torchq.requantize: src_zero_point", src_zero_point),
+        to_scale("torchq.requantize: dst_scale", dst_scale),
+        to_zero_point("torchq.requantize: dst_zero_point", dst_zero_point),
+        dtype_code(dtype, "requantize"),
+    )
+    return result
+
+
+def reorder(src: Tensor, dtype: torch.dtype, attr: Attr | None = None) -> Tensor:
+    """Converts between float32, int32, int8 and uint8 with any mask on either side.
+
+    With scales (v3): ``dst = (src - src_zero_point) * src_scale / dst_scale + dst_zero_point``;
+    the ratio of the scales is rounded once. With ``output_scales`` (v1): ``dst = src *
+    output_scale``. Integer destinations round half to even and saturate. Without scales, integers
+    convert exactly. Masks index the dims of ``src``; strides are kept.
+
+    Raises:
+        ValueError: ``attr`` sets another argument than src and dst, or the number of values of a
+            mask is not the product of the selected dims of ``src``.
+        NotImplementedError: ``attr`` has post-ops, a rounding mode, or output scales with zero
+            points.
+    """
+    attr = Attr() if attr is None else attr
+    code = dtype_code(dtype, "reorder")
+    check_attr("reorder", attr, dict.fromkeys([*_SCALED, _V1]))
+    if attr.post_ops:
+        raise NotImplementedError(
+            f"torchq.reorder: post_ops must be empty, got '{attr.post_ops}'. Apply a sum with "
+            "torchq.functional.add and an eltwise with torchq.functional.lookup."
+        )
+    for arg in ("src", "dst"):
+        attr.check(arg, src.shape)
+    scaled = any(attr.mask(arg, kind) is not None for kind, arg in _SCALED)
+    if attr.mask("dst", "output_scales") is None and scaled:
+        return requantize(
+            src,
+            attr.resolve("src", src.shape),
+            attr.resolve("src", src.shape, "zero_points"),
+            attr.resolve("dst", src.shape),
+            attr.resolve("dst", src.shape, "zero_points"),
+            dtype,
+        )
+    if scaled:
+        raise NotImplementedError(
+            f"torchq.reorder: output_scales must come without zero points, got {attr}. Use scales "
+            "of src, or of dst with their reciprocals."
+        )
+    scales = torch.empty(0)
+    if attr.mask("dst", "output_scales") is not None:
+        scales = attr.resolve("dst", src.shape, "output_scales")
+    result: Tensor = torch.ops.torchq.reorder(src, scales, code)
+    return result
+
+
+def quantize_weight(weight: Tensor, scale: Floats, bits: int = 8) -> Tensor:
+    """``clamp(rne(weight / scale))`` as int8 in -127..127 (8 bits) or -63..63 (7 bits).
+
+    Args:
+        weight: float32, any strides; the result is dense in the same order.
+        scale: a number, or a tensor that broadcasts against ``weight``: ``[OC, 1, ...]`` for one
+            scale per output channel, ``[G, OC/G, 1, ...]`` per group and output channel (mask 3).
+        bits: 8, or 7 for weights that cannot saturate on any CPU.
+    """
+    if bits not in (7, 8):
+        raise ValueError(
+            f"torchq.quantize_weight: bits must be 7 or 8, got {bits}. Use 8 unless the weights "
+            "also run elsewhere."
+        )
+    limit = 2 ** (bits - 1) - 1
+    with torch.no_grad():
+        return quantize(weight.detach(), scale, 0, torch.int8).clamp_(-limit, limit)
