@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import copy
+import dataclasses
 import math
 import pickle
 
@@ -57,7 +58,7 @@ def test_integer_ranges():
 )
 def test_choose_qparams(low, high, dtype, bits, symmetric, scale, zero_point):
     qparams = choose_qparams(low, high, dtype, bits, symmetric)
-    assert qparams == QParams.per_tensor(scale, zero_point, dtype)
+    assert qparams == dataclasses.replace(QParams.per_tensor(scale, zero_point, dtype), bits=bits)
     assert qparams.scale.shape == qparams.zero_point.shape == ()
 
 

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The eager flow: swap modules, leave the model's own Python code as it is.
 
-:func:`prepare` runs the model once and records who consumes what. A module will emit int8 only if every reader of its
-result is a quantized module too (through views, pools and dropout), else float32; plain torch operations in between
-therefore see float tensors and mean what they always meant. A reader takes the scale of the layer it reads from.
+:func:`prepare` runs the model once and records who consumes what. A module will emit int8 only if
+every reader of its result is a quantized module too (through views, pools and dropout), else
+float32; plain torch operations in between therefore see float tensors and mean what they always
+meant. A reader takes the scale of the layer it reads from.
+
+What was recorded must hold in every later run: a converted model must call the same modules in the
+same order, whatever its input. Where it does not, a module raises if it is given a dtype that it
+was not made for; code that looks into a uint8 tensor by itself cannot be stopped.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +22,9 @@ from torch import Tensor, nn
 
 from torchq.config import Overrides, QConfig
 from torchq.explain import Row, report_rows
-from torchq.fuse import find_layers
+from torchq.fuse import QUANTIZABLE
 from torchq.lowering import quantized_layer, quantized_pool
+from torchq.nn.module import QModule
 from torchq.observed import ObservedLayer, ObservedPool
 from torchq.planning import Plan
 from torchq.qparams import QParams
@@ -26,59 +32,70 @@ from torchq.recording import record
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
 
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+
 
 def prepare(
     model: nn.Module,
-    example_inputs: Tensor | Sequence[Any],
+    example_inputs: Inputs,
     config: QConfig | None = None,
     overrides: Overrides | None = None,
 ) -> nn.Module:
     """A copy of ``model`` with batch norms folded, layers fused and observers in place.
 
     Args:
-        model: in eval mode.
-        example_inputs: one input, or a tuple of them; the model is run on them once.
+        model: float32, in eval mode.
+        example_inputs: one input, a tuple of them, or a dict of keyword arguments; a copy of the
+            model is run on them once. They must take the way through the model that later inputs
+            take.
         config: how to quantize; the default is QConfig().
-        overrides: ``fnmatch`` patterns on qualified module names -> a QConfig, or None to keep float. With
-            ``.dst`` appended, a pattern means only the module's destination. Later patterns win.
+        overrides: ``fnmatch`` patterns on qualified module names -> a QConfig, or None to keep
+            float. With ``.dst`` appended, a pattern means only the module's destination. Later
+            patterns win.
 
     Raises:
-        ValueError: the model is in training mode, or a pattern matches nothing.
+        ValueError: the model is in training mode or prepared already, or a pattern matches nothing.
+        TypeError: the model is not float32.
         NotImplementedError: ``config.dynamic``.
     """
     config = QConfig() if config is None else config
     _check_model(model, config)
-    inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
-    prepared = copy.deepcopy(model)
-    recording = record(prepared, inputs)
-    plan = Plan(recording, find_layers(recording), config, overrides)
+    source = copy.deepcopy(model)  # the run may change its state
+    args, kwargs = _arguments(example_inputs)
+    plan = Plan(record(source, args, kwargs), config, overrides)
     plan.check_patterns(model)
-    plan.apply(prepared)
+    prepared = _with_modules(model, plan.replacements()).eval()
+    _leave_fast_paths(prepared)
     prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
     return prepared
 
 
 def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = None) -> nn.Module:
-    """Runs the prepared model on data; its observers record.
+    """Runs the prepared model on data; its observers record. Calling it again adds data.
 
     Args:
         prepared: from :func:`prepare`; returned for chaining.
-        data: batches; a tensor is the model's one input, a tuple or list its inputs, a dict its keywords.
-        progress: show a progress bar (needs tqdm); None shows one where tqdm is installed and the output is a
-            terminal.
+        data: batches; a tensor is the model's one input, a tuple or list its inputs, a dict its
+            keywords.
+        progress: show a progress bar (needs tqdm); None shows one where tqdm is installed and the
+            output is a terminal.
 
     Raises:
-        ValueError: ``data`` has no batches, or a batch contains NaN or inf (the message names the module).
+        TypeError: ``data`` is one tensor or dict instead of batches of them.
+        ValueError: ``data`` has no batches, a batch contains NaN or inf (the message names the
+            module), or ``prepared`` is in training mode.
     """
+    if isinstance(data, Tensor | Mapping):
+        raise TypeError(
+            f"torchq.calibrate: data must be batches, got one {type(data).__name__}. Pass a list "
+            "of them, such as [batch], or a DataLoader."
+        )
+    _check_mode("calibrate", prepared)
     batches = 0
     with torch.inference_mode():
         for batch in _with_progress(data, progress):
-            if isinstance(batch, Tensor):
-                prepared(batch)
-            elif isinstance(batch, dict):
-                prepared(**batch)
-            else:
-                prepared(*batch)
+            args, kwargs = _arguments(batch)
+            prepared(*args, **kwargs)
             batches += 1
     if batches == 0:
         raise ValueError(
@@ -86,6 +103,12 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
             "that was used up already yields nothing."
         )
     return prepared
+
+
+def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
 
 
 def _with_progress(data: Iterable[Any], progress: bool | None) -> Iterable[Any]:
@@ -107,45 +130,46 @@ def _with_progress(data: Iterable[Any], progress: bool | None) -> Iterable[Any]:
 def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
     """The quantized model; the prepared one stays as it is.
 
+    It has no gradients: its float parameters do not require grad any more, and inputs that require
+    grad raise.
+
     Args:
         prepared: calibrated.
         strict: raise if a convolution or linear stays float without an override that says so.
 
     Raises:
-        RuntimeError: a module was never calibrated (the message names it), or ``strict`` and something stays
-            float.
+        ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
+        RuntimeError: a module was never calibrated (the message names it), or ``strict`` and
+            something stays float.
     """
     layers = {n: m for n, m in prepared.named_modules() if isinstance(m, ObservedLayer)}
     pools = {n: m for n, m in prepared.named_modules() if isinstance(m, ObservedPool)}
-    if not layers and not hasattr(prepared, "torchq_report"):
+    if not hasattr(prepared, "torchq_report") or isinstance(prepared, QModule):
         raise ValueError(
-            f"torchq.convert: prepared must come from torchq.prepare, got {type(prepared).__name__} without "
-            "observers. Call torchq.prepare and torchq.calibrate first."
+            "torchq.convert: prepared must come from torchq.prepare, got "
+            f"{type(prepared).__name__} without observers. Call torchq.prepare and "
+            "torchq.calibrate first."
         )
-    dst = {site: layer.dst_qparams() for site, layer in layers.items() if layer.emits_int8}
-    replacements: dict[str, nn.Module] = {
-        site: quantized_layer(layer, _srcs(layer, dst), dst.get(site))
-        for site, layer in layers.items()
-    }
-    for name, pool in pools.items():
-        replacements[name] = quantized_pool(pool.module, dst[pool.src_from])
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     if strict:
         _check_strict(rows)
-    # Observers and float weights are left behind: only what stays is copied.
-    memo = {id(prepared.get_submodule(site)): module for site, module in replacements.items()}
-    if "" in replacements:
-        converted = replacements[""]
-    else:
-        converted = copy.deepcopy(prepared, memo)
+    dst = {site: layer.dst_qparams() for site, layer in layers.items()}
+    replacements: dict[str, nn.Module] = {
+        site: quantized_layer(layer, _srcs(layer, dst), dst[site]) for site, layer in layers.items()
+    }
+    for name, pool in pools.items():
+        qparams = dst[pool.src_from]
+        assert qparams is not None
+        replacements[name] = quantized_pool(pool, qparams)
+    converted = _with_modules(prepared, replacements)
     converted.torchq_report = rows  # type: ignore[assignment]
-    return converted.eval()
+    return converted.eval().requires_grad_(False)
 
 
 def quantize(
     model: nn.Module,
     data: Iterable[Any],
-    example_inputs: Tensor | Sequence[Any],
+    example_inputs: Inputs,
     config: QConfig | None = None,
     overrides: Overrides | None = None,
     strict: bool = False,
@@ -155,16 +179,29 @@ def quantize(
     return convert(calibrate(prepared, data), strict)
 
 
-def _srcs(layer: ObservedLayer, dst: dict[str, QParams]) -> list[QParams | None]:
+def _with_modules(model: nn.Module, modules: dict[str, nn.Module]) -> nn.Module:
+    """A copy of ``model`` with other modules in some places; what they replace is not copied.
+
+    Works for the model itself, and for modules that are registered under several names.
+    """
+    memo: dict[int, Any] = {id(model.get_submodule(n)): new for n, new in modules.items()}
+    return copy.deepcopy(model, memo)
+
+
+def _srcs(layer: ObservedLayer, dst: dict[str, QParams | None]) -> list[QParams | None]:
     """Parameters of what a layer reads; None for a float residual."""
-    result: list[QParams | None] = []
-    for i, site in enumerate(layer.src_from):
-        if site is not None:
-            result.append(dst[site])
-        else:
-            observed = str(i) in layer.src_observers
-            result.append(layer.src_qparams(i) if observed else None)
-    return result
+    return [
+        layer.src_qparams(i) if site is None else dst[site] for i, site in enumerate(layer.src_from)
+    ]
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """Makes transformer encoders call their linears instead of reading their weights."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def _check_strict(rows: list[Row]) -> None:
@@ -172,20 +209,36 @@ def _check_strict(rows: list[Row]) -> None:
     if left:
         lines = "; ".join(f"{row.name}: {row.reason}" for row in left)
         raise RuntimeError(
-            f"torchq.convert: strict=True, but {len(left)} convolution or linear modules stay float: {lines}. "
-            "Change the model, or name them in overrides with None."
+            f"torchq.convert: strict=True, but {len(left)} convolution or linear modules stay "
+            f"float: {lines}. Change the model, or name them in overrides with None."
+        )
+
+
+def _check_mode(op: str, model: nn.Module) -> None:
+    training = [name or "the model" for name, m in model.named_modules() if m.training]
+    if training:
+        raise ValueError(
+            f"torchq.{op}: model must be in eval mode, got training mode in {training[0]} "
+            f"({len(training)} modules). Call model.eval() first."
         )
 
 
 def _check_model(model: nn.Module, config: QConfig) -> None:
-    training = [name or "the model" for name, m in model.named_modules() if m.training]
-    if training:
-        raise ValueError(
-            f"torchq.prepare: model must be in eval mode, got training mode in {training[0]} "
-            f"({len(training)} modules). Call model.eval() first."
-        )
+    _check_mode("prepare", model)
+    for name, module in model.named_modules():
+        if isinstance(module, ObservedLayer | ObservedPool | QModule):
+            raise ValueError(
+                f"torchq.prepare: model must be a float model, got a {type(module).__name__} in "
+                f"'{name}'. Prepare the model that it was made from."
+            )
+        dtypes = {p.dtype for p in module.parameters(recurse=False)} - {torch.float32}
+        if isinstance(module, QUANTIZABLE) and dtypes:
+            raise TypeError(
+                f"torchq.prepare: model must be float32, got {dtypes.pop()} in '{name}'. Call "
+                "model.float() first."
+            )
     if config.dynamic:
         raise NotImplementedError(
-            "torchq.prepare: dynamic=True is not supported yet. The nearest is static quantization: "
-            "calibrate with representative data."
+            "torchq.prepare: dynamic=True is not supported yet. The nearest is static "
+            "quantization: calibrate with representative data."
         )

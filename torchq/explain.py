@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from torchq.fuse import MATMUL, QUANTIZABLE, Layer
 from torchq.nn.fused import ResidualFirst
 from torchq.nn.module import QModule
 from torchq.recording import is_leaf
@@ -51,7 +52,8 @@ class Explanation:
         cells = [("module", "class", "runs in", "attributes, or why it is float")]
         for row in self.rows:
             detail = row.reason or self.details.get(row.site, "")
-            cells.append((row.name, row.kind, "int8" if row.quantized else "float", detail))
+            name = row.name or "(the model)"
+            cells.append((name, row.kind, "int8" if row.quantized else "float", detail))
         widths = [max(len(cell[i]) for cell in cells) for i in range(3)]
         lines = [
             "  ".join(text.ljust(width) for text, width in zip(cell, [*widths, 0], strict=True))
@@ -72,7 +74,7 @@ def explain(model: nn.Module) -> Explanation:
     rows = getattr(model, "torchq_report", None)
     if rows is None:
         raise ValueError(
-            f"torchq.explain: model must come from torchq.prepare or torchq.convert, got "
+            "torchq.explain: model must come from torchq.prepare or torchq.convert, got "
             f"{type(model).__name__}. torchq.load does not restore the report."
         )
     details = {
@@ -84,26 +86,53 @@ def explain(model: nn.Module) -> Explanation:
 
 
 def report_rows(model: nn.Module, plan: Plan) -> list[Row]:
-    """One row per leaf module of the float model that computes something."""
-    from torchq.fuse import MATMUL
+    """One row per module of the float model that computes something by itself."""
+    reporter = _Reporter(plan)
+    return [
+        reporter.row(name, module)
+        for name, module in model.named_modules()
+        if next(module.children(), None) is None or next(module.parameters(False), None) is not None
+    ]
 
-    owner = {}
-    for layer in plan.layers:
-        for name in (*layer.absorbed, *layer.activations, layer.site, layer.name):
-            owner[name] = layer
-    rows = []
-    for name, module in model.named_modules():
-        if not is_leaf(module):
-            continue
-        layer = owner.get(name)
-        reason = "no quantized form, or not reached by example_inputs"
-        site = name
+
+class _Reporter:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.calls = plan.recording.calls_of()
+        self.layer_of = {layer.name: layer for layer in plan.layers}
+        self.fused_into: dict[str, list[Layer]] = {}
+        for layer in plan.layers:
+            for name in (*layer.absorbed, *layer.activations, layer.site):
+                if name != layer.name and not plan.reasons[layer.name]:
+                    self.fused_into.setdefault(name, []).append(layer)
+
+    def row(self, name: str, module: nn.Module) -> Row:
+        layer, hosts = self.layer_of.get(name), self.fused_into.get(name, [])
+        quantized, reason, site = False, "", name
         if layer is not None:
-            reason, site = plan.reasons[layer.name], layer.site
-            if not reason and name != layer.name:
-                reason = f"fused into {layer.name}"
-        quantized = layer is not None and not plan.reasons[layer.name]
-        requested = layer is not None and plan.config(layer) is None
-        kind = type(module).__name__
-        rows.append(Row(name, kind, quantized, reason, site, isinstance(module, MATMUL), requested))
-    return rows
+            reason, site = self.plan.reasons[name], layer.site
+            quantized = not reason
+        if hosts:
+            into = "fused into " + ", ".join(host.name for host in hosts)
+            reason = f"{into}; elsewhere float: {reason}" if reason else into
+            quantized, site = True, hosts[0].site
+        elif layer is None:
+            quantized, reason = self._without_layer(name, module)
+        requested = self.plan.config(name) is None
+        is_matmul = isinstance(module, MATMUL)
+        return Row(name, type(module).__name__, quantized, reason, site, is_matmul, requested)
+
+    def _without_layer(self, name: str, module: nn.Module) -> tuple[bool, str]:
+        calls = self.calls.get(name, [])
+        if not is_leaf(module):
+            return False, "only leaf modules of torch.nn and torchq.nn have an int8 form"
+        if not calls and name in self.plan.recording.exposed:
+            return False, "its parameters are used outside of it, and it is not called"
+        if not calls:
+            return False, "not called with example_inputs"
+        if all(call.moves for call in calls):
+            passes = [self.plan.producer(call.inputs[0]) is not None for call in calls]
+            return all(passes), "passes values on as they are"
+        if isinstance(module, QUANTIZABLE):
+            return False, "it returns no tensor"
+        return False, f"{type(module).__name__} has no int8 form"

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a recorded run to layers: which modules become one quantized op.
 
-A layer is a convolution or linear together with the batch norm, residual :class:`~torchq.nn.Add` and relu, relu6 or
-hardtanh behind it, or another module that has a quantized form.
+A layer is a convolution or linear together with the batch norm, residual
+:class:`~torchq.nn.Add` and relu, relu6 or hardtanh behind it, or another module that has a
+quantized form.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
 from torchq.nn.binary import Add, Cat, Mul
 from torchq.nn.quantize import DeQuantStub, QuantStub
-from torchq.recording import Call, Recording
+from torchq.recording import PASSING_MODULES, Call, Recording
 
 MATMUL = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -49,6 +51,7 @@ UNARY = (
 )
 STUBS = (QuantStub, DeQuantStub)
 QUANTIZABLE = (*MATMUL, *COMBINE, *UNARY, *POOLS, *STUBS)
+MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
 
 
 @dataclass(eq=False)
@@ -61,12 +64,15 @@ class Layer:
         site: name of the module whose call computes the layer: ``name``, or that of a fused Add.
         srcs: values it reads, without the residual.
         dst: value it produces.
+        reason: why it must stay float; then it fuses nothing.
+        norms: batch norms behind it, to be folded into the weight.
         clip: bounds of a fused relu, relu6 or hardtanh.
         residual: value added before the clip.
         residual_first: whether the residual is the Add's first argument.
         absorbed: modules that do nothing any more, the main module included if ``site`` is another.
         activations: fused activation modules, which other calls may share.
-        parts: the recorded calls it consists of; more than one call of the main module fuses nothing.
+        parts: the recorded calls it consists of.
+        called_once: if not, it fuses nothing, and reads and writes float32.
     """
 
     name: str
@@ -74,12 +80,14 @@ class Layer:
     site: str
     srcs: list[int]
     dst: int
+    parts: list[Call]
+    reason: str = ""
+    norms: list[nn.Module] = field(default_factory=list)
     clip: tuple[float, float] | None = None
     residual: int | None = None
     residual_first: bool = False
     absorbed: list[str] = field(default_factory=list)
-    activations: list[str] = field(default_factory=list)
-    parts: list[Call] = field(default_factory=list)
+    activations: dict[str, nn.Module] = field(default_factory=dict)
     called_once: bool = True
 
     @property
@@ -88,96 +96,185 @@ class Layer:
         return self.srcs if self.residual is None else [*self.srcs, self.residual]
 
 
-def clip_bounds(module: nn.Module) -> tuple[float, float] | None:
+def clip_bounds(module: nn.Module | None) -> tuple[float, float] | None:
     """The bounds of an activation that only clips."""
-    if isinstance(module, nn.ReLU6):
-        return 0.0, 6.0
-    if isinstance(module, nn.ReLU):
-        return 0.0, math.inf
-    if isinstance(module, nn.Hardtanh):
+    if isinstance(module, nn.Hardtanh):  # ReLU6 is one
         return float(module.min_val), float(module.max_val)
+    return (0.0, math.inf) if isinstance(module, nn.ReLU) else None
+
+
+def find_layers(recording: Recording, keep_float: Callable[[str], bool]) -> list[Layer]:
+    """Layers in the order of their calls; ``keep_float`` tells modules that must not be touched.
+
+    Convolutions and linears take what they can first.
+    """
+    return _Finder(recording, keep_float).run()
+
+
+class _Finder:
+    def __init__(self, recording: Recording, keep_float: Callable[[str], bool]) -> None:
+        self.recording = recording
+        self.keep_float = keep_float
+        self.calls_of, self.consumers = recording.calls_of(), recording.consumers()
+        self.computed = recording.computed()
+        self.taken: set[Call] = set()
+
+    def run(self) -> list[Layer]:
+        layers = []
+        for types in (MATMUL, QUANTIZABLE):
+            for call in self.recording.calls:
+                if call not in self.taken and isinstance(call.module, types) and call.outputs:
+                    layers.append(self._layer(call))
+        order = {name: i for i, name in enumerate(self.calls_of)}
+        return sorted(layers, key=lambda layer: order[layer.site])
+
+    def _layer(self, call: Call) -> Layer:
+        assert call.module is not None
+        calls = self.calls_of[call.name]
+        layer = Layer(
+            call.name, call.module, call.name, call.inputs, call.outputs[0], list(calls)
+        )  # fmt: skip
+        layer.called_once = len(calls) == 1
+        layer.reason = self._why_float(calls)
+        self.taken.update(calls)
+        if layer.called_once and not layer.reason:
+            self._absorb(layer)
+            self.taken.update(layer.parts)
+        return layer
+
+    def _why_float(self, calls: list[Call]) -> str:
+        name, m = calls[0].name, calls[0].module
+        if self.keep_float(name):
+            return "kept float by an override"
+        if name in self.recording.hooked:
+            return "it has forward hooks, which would be lost"
+        if name in self.recording.exposed:
+            return "its parameters are used outside of it too"
+        if any(call.keywords for call in calls):
+            return "called with keyword arguments"
+        if any(call.reread for call in calls):
+            return "it works in place on a tensor that is read again"
+        mode = getattr(m, "padding_mode", "zeros")
+        if mode != "zeros":
+            return f"padding_mode is '{mode}', only 'zeros' is supported"
+        if isinstance(m, MATMUL) and math.prod(m.weight.shape[1:]) > MAX_REDUCTION:
+            return f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
+        if len(calls) > 1 and not isinstance(m, MATMUL):
+            return "called more than once"
+        if getattr(m, "return_indices", False) or getattr(m, "divisor_override", None):
+            return "its options have no int8 form"
+        return self._why_not_these(calls)
+
+    def _why_not_these(self, calls: list[Call]) -> str:
+        """Sources that the quantized form does not take."""
+        m = calls[0].module
+        for call in calls:
+            sources = [self.recording.values[v] for v in call.inputs]
+            for source in sources:
+                if source.dtype != torch.float32:
+                    return f"its source is {source.dtype}, not torch.float32"
+                dims = _spatial_dims(m)
+                if dims is not None and len(source.shape) != dims + 2:
+                    return f"its source {list(source.shape)} has no batch dimension"
+            if isinstance(m, Add | Mul) and len(sources) != 2:
+                return "an operand is not a tensor"
+            if not sources:
+                return "it has no tensor as source"
+        return ""
+
+    def _absorb(self, layer: Layer) -> None:
+        """Extends the layer by the calls behind it, while each alone reads the one before."""
+        matmul = isinstance(layer.module, MATMUL)
+        while (matmul or isinstance(layer.module, Add | Mul)) and not layer.clip:
+            call = self._only_reader(layer.dst)
+            if call is None or not self._may_take(call):
+                break
+            bounds = clip_bounds(call.module)
+            first = matmul and layer.residual is None and len(self.calls_of[call.name]) == 1
+            if isinstance(call.module, PASSING_MODULES):
+                pass
+            elif first and self._fits_norm(layer, call):
+                assert call.module is not None
+                layer.norms.append(call.module)
+                layer.absorbed.append(call.name)
+            elif first and self._fits_sum(layer, call):
+                layer.residual_first = call.inputs[1] == layer.dst
+                layer.residual = call.inputs[0 if layer.residual_first else 1]
+                layer.absorbed.append(layer.name)
+                layer.site = call.name
+            elif bounds is not None and (matmul or bounds == (0.0, math.inf)):
+                assert call.module is not None
+                layer.clip = bounds
+                layer.activations[call.name] = call.module
+            else:
+                break
+            layer.parts.append(call)
+            layer.dst = call.outputs[0]
+
+    def _only_reader(self, value: int) -> Call | None:
+        readers = self.consumers[value]
+        if len(readers) != 1 or value in self.recording.returned:
+            return None
+        once = readers[0].inputs.count(value) == 1 and len(readers[0].outputs) == 1
+        return readers[0] if once else None
+
+    def _may_take(self, call: Call) -> bool:
+        """Whether the module may be replaced, for all of its calls."""
+        calls = self.calls_of.get(call.name, []) if call.module is not None else []
+        plain = calls and not any(other.keywords or other.reread for other in calls)
+        touched = self.keep_float(call.name) or call.name in self.recording.hooked
+        return bool(plain) and call not in self.taken and not touched
+
+    def _fits_norm(self, layer: Layer, call: Call) -> bool:
+        norm, src = call.module, self.recording.values[layer.dst]
+        # Behind a linear (N, L, C) or an unbatched source, the channels are not where it looks.
+        rank = 2 if isinstance(layer.module, nn.Linear) else (_spatial_dims(layer.module) or 0) + 2
+        fits = isinstance(norm, BATCH_NORM) and len(src.shape) == rank
+        exposed = call.name in self.recording.exposed
+        return fits and not exposed and getattr(norm, "running_mean", None) is not None
+
+    def _fits_sum(self, layer: Layer, call: Call) -> bool:
+        if not isinstance(call.module, Add) or len(call.inputs) != 2:
+            return False
+        values = self.recording.values
+        residual = call.inputs[0 if call.inputs[1] == layer.dst else 1]
+        src, other = values[layer.dst], values[residual]
+        # A constant (a position embedding, say) broadcasts to other batches; a sum would not.
+        fits = src.shape == other.shape and other.dtype == torch.float32
+        # The layer's call moves to the Add: what is in between must neither see nor change a thing.
+        passed = {value for part in layer.parts for value in part.outputs}
+        moves = any(self.recording.is_written_between(v, layer.parts[0], call) for v in layer.srcs)
+        seen = passed & self.recording.inspected
+        return fits and residual in self.computed and not moves and not seen
+
+
+def _spatial_dims(module: nn.Module | None) -> int | None:
+    """Of a convolution or pool, by its name."""
+    if isinstance(module, (*POOLS, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        names = [cls.__name__ for cls in type(module).__mro__]
+        return next(int(name[-2]) for name in names if name[-2:] in ("1d", "2d", "3d"))
     return None
 
 
-def find_layers(recording: Recording) -> list[Layer]:
-    """Layers in the order of their calls; batch norms are written into the weights they follow.
-
-    Convolutions and linears take what they can first; a module that was called several times fuses nothing.
-    """
-    calls_of, consumers = recording.calls_of(), recording.consumers()
-    taken: set[Call] = set()
-    layers = []
-    for types in (MATMUL, QUANTIZABLE):
-        for call in recording.calls:
-            if call in taken or not isinstance(call.module, types):
-                continue
-            calls = calls_of[call.name]
-            taken.update(calls)
-            layer = Layer(call.name, call.module, call.name, call.inputs, call.outputs[0])
-            layer.parts = list(calls)
-            layer.called_once = len(calls) == 1
-            if layer.called_once:
-                _absorb(layer, recording, calls_of, consumers, taken)
-                taken.update(layer.parts)
-            layers.append(layer)
-    order = {name: i for i, name in enumerate(calls_of)}
-    return sorted(layers, key=lambda layer: order[layer.site])
-
-
-def _absorb(
-    layer: Layer,
-    recording: Recording,
-    calls_of: dict[str, list[Call]],
-    consumers: dict[int, list[Call]],
-    taken: set[Call],
-) -> None:
-    """Extends the layer by the calls behind it, while each is the only reader of the one before."""
-    matmul = isinstance(layer.module, MATMUL)
-    while matmul or isinstance(layer.module, Add | Mul):
-        if len(consumers[layer.dst]) != 1 or layer.dst in recording.returned or layer.clip:
-            break
-        call = consumers[layer.dst][0]
-        if call.module is None or call in taken or call.inputs.count(layer.dst) > 1:
-            break
-        bounds = clip_bounds(call.module)
-        first = matmul and layer.residual is None and len(calls_of[call.name]) == 1
-        if first and isinstance(call.module, BATCH_NORM) and _has_statistics(call.module):
-            fold_batch_norm(layer.module, call.module)
-            layer.absorbed.append(call.name)
-        elif first and isinstance(call.module, Add) and len(call.inputs) == 2:
-            _absorb_add(layer, call)
-        elif bounds is not None and (matmul or bounds == (0.0, math.inf)):
-            layer.clip = bounds
-            layer.activations.append(call.name)
-        else:
-            break
-        layer.parts.append(call)
-        layer.dst = call.outputs[0]
-
-
-def _absorb_add(layer: Layer, call: Call) -> None:
-    layer.residual_first = call.inputs[1] == layer.dst
-    layer.residual = call.inputs[0 if layer.residual_first else 1]
-    layer.absorbed.append(layer.name)
-    layer.site = call.name
-
-
-def _has_statistics(norm: nn.Module) -> bool:
-    return getattr(norm, "running_mean", None) is not None
-
-
-def fold_batch_norm(layer: nn.Module, norm: nn.Module) -> None:
-    """Writes a batch norm in eval mode into the weight and bias in front of it, in place."""
-    fuse = fuse_linear_bn_weights if isinstance(layer, nn.Linear) else fuse_conv_bn_weights
-    weight, bias = fuse(
-        layer.weight,
-        layer.bias,
-        norm.running_mean,
-        norm.running_var,
-        norm.eps,
-        norm.weight,
-        norm.bias,
-    )
+def fold_batch_norms(module: nn.Module, norms: list[nn.Module]) -> nn.Module:
+    """A copy of a convolution or linear with these batch norms, in eval mode, in its weight."""
+    if not norms:
+        return module
+    folded = copy.deepcopy(module)
+    assert isinstance(folded, MATMUL)
     with torch.no_grad():
-        layer.weight = weight
-        layer.bias = bias
+        weight = folded.weight.double()
+        bias = weight.new_zeros(len(weight)) if folded.bias is None else folded.bias.double()
+        for norm in norms:
+            assert isinstance(norm, BATCH_NORM)
+            assert norm.running_mean is not None and norm.running_var is not None
+            scale = (norm.running_var.double() + norm.eps).rsqrt()
+            if norm.weight is not None:
+                scale = scale * norm.weight
+            weight = weight * scale.reshape([-1] + [1] * (weight.dim() - 1))
+            bias = (bias - norm.running_mean) * scale
+            if norm.bias is not None:
+                bias = bias + norm.bias
+        folded.weight = nn.Parameter(weight.float(), False)
+        folded.bias = nn.Parameter(bias.float(), False)
+    return folded

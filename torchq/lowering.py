@@ -4,23 +4,23 @@
 from __future__ import annotations
 
 import math
+from typing import Any, TypeVar
 
 from torch import nn
 
 from torchq.nn import binary, conv, linear, pooling, quantize
-from torchq.nn.fused import Absorbed, ResidualFirst
+from torchq.nn.fused import ResidualFirst
 from torchq.nn.module import QModule
-from torchq.observed import ObservedLayer
+from torchq.observed import ObservedLayer, ObservedPool
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
-_MATMUL: dict[type[nn.Module], type[linear.QLinear] | type[conv.QConv]] = {
-    nn.Linear: linear.QLinear,
+_CONVS: dict[type[nn.Module], type[conv.QConv]] = {
     nn.Conv1d: conv.QConv1d,
     nn.Conv2d: conv.QConv2d,
     nn.Conv3d: conv.QConv3d,
 }
-_POOLS: dict[type[nn.Module], type[QModule]] = {
+_POOLS: dict[type[nn.Module], Any] = {
     nn.MaxPool1d: pooling.QMaxPool1d,
     nn.MaxPool2d: pooling.QMaxPool2d,
     nn.MaxPool3d: pooling.QMaxPool3d,
@@ -31,12 +31,19 @@ _POOLS: dict[type[nn.Module], type[QModule]] = {
     nn.AdaptiveAvgPool2d: pooling.QAdaptiveAvgPool2d,
     nn.AdaptiveAvgPool3d: pooling.QAdaptiveAvgPool3d,
 }
+_Class = TypeVar("_Class")
 
 
-def quantized_pool(module: nn.Module, qparams: QParams) -> QModule:
+def _of_base(classes: dict[type[nn.Module], _Class], module: nn.Module) -> _Class:
+    """The entry of the module's class or the nearest base class."""
+    return next(classes[base] for base in type(module).__mro__ if base in classes)
+
+
+def quantized_pool(pool: ObservedPool, qparams: QParams) -> QModule:
     """The pool on tensors with these parameters."""
-    pool: QModule = _POOLS[type(module)].from_float(module, qparams)  # type: ignore[attr-defined]
-    return pool
+    cls = _of_base(_POOLS, pool.module)
+    result: QModule = cls.from_float(pool.module, qparams, contiguous=pool.contiguous)
+    return result
 
 
 def quantized_layer(
@@ -48,10 +55,25 @@ def quantized_layer(
         layer: calibrated.
         srcs: parameters of what it reads, the residual last; None for a float residual.
         dst: parameters of the destination; None for float32.
+
+    Raises:
+        ValueError: its weight cannot be quantized; the message names the layer.
     """
+    try:
+        return _quantized_layer(layer, srcs, dst)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise type(error)(
+            f"torchq.convert: '{layer.layer_name}' cannot be quantized: {error} To keep it float, "
+            f"pass overrides={{'{layer.layer_name}': None}}."
+        ) from error
+
+
+def _quantized_layer(
+    layer: ObservedLayer, srcs: list[QParams | None], dst: QParams | None
+) -> QModule:
     module = layer.module
-    if type(module) in _MATMUL:
-        return _matmul(layer, srcs, dst)
+    if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return _matmul(layer, module, srcs, dst)
     sources = [src for src in srcs if src is not None]
     relu = layer.clip is not None
     if isinstance(module, binary.Add):
@@ -60,25 +82,40 @@ def quantized_layer(
         return binary.QMul(sources, dst, relu)
     if isinstance(module, binary.Cat):
         return binary.QCat(sources, dst, module.dim)
-    if isinstance(module, quantize.QuantStub):
-        return Absorbed() if dst is None else quantize.Quantize(dst)
     if isinstance(module, quantize.DeQuantStub):
         return quantize.Dequantize(sources[0])
+    assert dst is not None
+    if isinstance(module, quantize.QuantStub):
+        return quantize.Quantize(dst)
     return quantize.QLookup(module, sources[0], dst, type(module).__name__)
 
 
-def _matmul(layer: ObservedLayer, srcs: list[QParams | None], dst: QParams | None) -> QModule:
+def _matmul(
+    layer: ObservedLayer,
+    module: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d,
+    srcs: list[QParams | None],
+    dst: QParams | None,
+) -> QModule:
     src = srcs[0]
     assert src is not None
     config = layer.config
-    quantized: QModule = _MATMUL[type(layer.module)].from_float(
-        layer.module,  # type: ignore[arg-type]
-        src,
-        dst,
-        granularity=config.weight_granularity,
-        bits=config.weight_bits,
-        post_ops=_post_ops(layer, srcs),
-    )
+    granularity, bits = config.weight_granularity, config.weight_bits
+    chain = _post_ops(layer, srcs)
+    quantized: QModule
+    if isinstance(module, nn.Linear):
+        quantized = linear.QLinear.from_float(
+            module, src, dst, granularity=granularity, bits=bits, post_ops=chain
+        )
+    else:
+        quantized = _of_base(_CONVS, module).from_float(
+            module,
+            src,
+            dst,
+            granularity=granularity,
+            bits=bits,
+            post_ops=chain,
+            contiguous=layer.contiguous,
+        )
     return ResidualFirst(quantized) if layer.residual_first else quantized
 
 
@@ -91,10 +128,10 @@ def _post_ops(layer: ObservedLayer, srcs: list[QParams | None]) -> PostOps:
             chain.append_sum(1.0, 0, "f32")
         else:
             chain.append_sum(float(residual.scale), int(residual.zero_point), residual.dtype)
-    if layer.clip is not None:
-        low, high = layer.clip
-        if low == 0 and high == math.inf:
-            chain.append_eltwise("relu")
-        else:
-            chain.append_eltwise("clip", low, high)
+    if layer.clip == (0.0, math.inf):
+        chain.append_eltwise("relu")
+    elif layer.clip is not None:
+        largest = 3.4028234663852886e38  # of float32: a clip has no infinite bounds
+        low, high = (min(max(bound, -largest), largest) for bound in layer.clip)
+        chain.append_eltwise("clip", low, high)
     return chain

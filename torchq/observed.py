@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules of a prepared model: float computation, with observers where quantization will happen."""
+"""The modules of a prepared model: float computation, with observers where quantization will be."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.config import QConfig
-from torchq.fuse import Layer
+from torchq.fuse import Layer, fold_batch_norms
 from torchq.observer_base import Observer
 from torchq.qparams import QParams
 
@@ -20,57 +20,53 @@ class ObservedLayer(nn.Module):
     Attributes:
         layer_name: qualified name of the float module.
         config: how to quantize it.
-        src_from: per source, the site of the layer whose destination it is, or None where the source is float and
-            has an observer here. A residual comes last.
-        emits_int8: whether every reader of the destination takes int8.
+        src_from: per source, the site of the layer whose destination it is, or None where the
+            source is float and has an observer here. A residual comes last.
+        dst_config: how to quantize the destination; None if some reader takes it as float32.
+        contiguous: whether the destination's strides must be those of the float model.
     """
 
     def __init__(
-        self, layer: Layer, config: QConfig, src_from: list[str | None], emits_int8: bool
+        self,
+        layer: Layer,
+        config: QConfig,
+        src_from: list[str | None],
+        dst_config: QConfig | None,
+        contiguous: bool,
     ) -> None:
         """``src_from`` has one entry per value that ``layer`` reads."""
         super().__init__()
-        self.module = layer.module
+        self.module = fold_batch_norms(layer.module, layer.norms)
         self.layer_name = layer.name
         self.config = config
         self.clip = layer.clip
         self.has_residual = layer.residual is not None
         self.residual_first = layer.residual_first
         self.src_from = src_from
-        self.emits_int8 = emits_int8
+        self.dst_config = dst_config
+        self.contiguous = contiguous
         self.src_observers = nn.ModuleDict(
             {
-                str(i): config.make_observer(f"{layer.name} (source {i})")
+                str(i): config.make_observer(layer.name)
                 for i, site in enumerate(src_from)
                 if site is None and not (self.has_residual and i == len(src_from) - 1)
             }
         )
-        self.dst_observer = (
-            config.make_observer(f"{layer.name} (destination)") if emits_int8 else None
-        )
+        name = f"{layer.name}.dst"  # as in overrides, which the observer's errors propose
+        self.dst_observer = None if dst_config is None else dst_config.make_observer(name)
 
-    def src_qparams(self, i: int) -> QParams:
-        """Parameters of a float source, from the observer here.
+    def src_qparams(self, i: int) -> QParams | None:
+        """Parameters of a float source, from the observer here; None for a float residual.
 
         Raises:
             RuntimeError: it was never calibrated; the message names the module.
         """
-        observer = self.src_observers[str(i)]
-        assert isinstance(observer, Observer)
-        return self._qparams(observer)
+        key = str(i)
+        return _qparams(self.src_observers[key], self.config) if key in self.src_observers else None
 
-    def dst_qparams(self) -> QParams:
-        """Parameters of the destination; see :meth:`src_qparams`."""
-        assert self.dst_observer is not None
-        return self._qparams(self.dst_observer)
-
-    def _qparams(self, observer: Observer) -> QParams:
-        config = self.config
-        return observer.qparams(config.activation_dtype, config.activation_bits, config.symmetric)
-
-    def _observe(self, srcs: list[Tensor]) -> None:
-        for key, observer in self.src_observers.items():
-            observer(srcs[int(key)])
+    def dst_qparams(self) -> QParams | None:
+        """Parameters of the destination; None if it is float32. See :meth:`src_qparams`."""
+        return None if self.dst_config is None else _qparams(self.dst_observer, self.dst_config)
 
     def forward(self, *args: Any) -> Tensor:
         """Runs the float layer as fused, and records."""
@@ -87,16 +83,26 @@ class ObservedLayer(nn.Module):
             self.dst_observer(dst)
         return dst
 
+    def _observe(self, srcs: list[Tensor]) -> None:
+        for key, observer in self.src_observers.items():
+            observer(srcs[int(key)])
+
+
+def _qparams(observer: nn.Module | None, config: QConfig) -> QParams:
+    assert isinstance(observer, Observer)
+    return observer.qparams(config.activation_dtype, config.activation_bits, config.symmetric)
+
 
 class ObservedPool(nn.Module):
     """A pool on a tensor that will be int8; it has the parameters of its source."""
 
-    def __init__(self, module: nn.Module, name: str, src_from: str) -> None:
+    def __init__(self, module: nn.Module, name: str, src_from: str, contiguous: bool) -> None:
         """``src_from`` is the site of the layer whose destination it reads."""
         super().__init__()
         self.module = module
         self.layer_name = name
         self.src_from = src_from
+        self.contiguous = contiguous
 
     def forward(self, src: Tensor) -> Tensor:
         """Pools in float."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``torchq.save`` and ``torchq.load``: a converted model in one file of plain tensors.
 
-Each quantized module describes itself in its ``spec`` tensor, so the file needs nothing else: no pickle, no
-calibration, no observers. With safetensors installed the file is a safetensors file, otherwise ``torch.save`` of the
-state dict, which ``torch.load(weights_only=True)`` reads.
+Each quantized module describes itself in its ``spec`` tensor, so the file needs nothing else: no
+pickle, no calibration, no observers. With safetensors installed the file is a safetensors file,
+otherwise ``torch.save`` of the state dict, which ``torch.load(weights_only=True)`` reads.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         model: from :func:`torchq.convert`; its float modules are saved too.
         path: of the file.
     """
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    state = _state(model)
     try:
-        from safetensors.torch import save_model
+        from safetensors.torch import save_file
     except ImportError:
         torch.save(state, path)
-        return
-    # save_model keeps one copy of tensors that modules share
-    save_model(model, str(path), metadata={"format": "pt", "writer": "torchq"})
+    else:
+        save_file(state, path, metadata={"format": "pt", "writer": "torchq"})
 
 
 def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
@@ -43,29 +42,38 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
 
     Args:
         path: written by :func:`save`.
-        model: a float model of the same architecture, as it was before :func:`torchq.prepare`; it is copied, and
-            its weights do not matter.
+        model: a float model of the same architecture, as it was before :func:`torchq.prepare`; it
+            is copied, and its weights do not matter.
 
     Raises:
+        FileNotFoundError: there is no such file.
         ValueError: a spec in the file is not one of torchq, or names an unknown module class.
-        RuntimeError: the file and the model do not fit together; names what is missing or left over.
+        RuntimeError: the file and the model do not fit together; names what is missing or left
+            over.
     """
     state = _read(Path(path))
-    loaded = copy.deepcopy(model)
-    # Outer modules first: a replaced module may itself hold one that has a spec.
+    modules: dict[str, nn.Module] = {}
+    # Outer modules first: a quantized module may itself hold one.
     for key in sorted(state, key=lambda name: name.count(".")):
-        prefix, _, last = key.rpartition(".")
+        name, _, last = f".{key}".rpartition(".")
         if last == "spec":
+            name = name[1:]
             module = build(read_spec(state[key]))
-            loaded = module if prefix == "" else _with_submodule(loaded, prefix, module, path)
+            outer = next((n for n in modules if name.startswith(f"{n}.")), None)
+            if outer is None:
+                modules[name] = module
+            else:
+                modules[outer].set_submodule(name[len(outer) + 1 :], module)
+    memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in modules.items()}
+    loaded: nn.Module = copy.deepcopy(model, memo)
     missing, unexpected = loaded.load_state_dict(state, strict=False)
-    left = [name for name in missing if name not in _shared_names(loaded, state)]
+    left = [name for name in missing if name not in _aliases(loaded, state)]
     if left or unexpected:
         raise RuntimeError(
-            f"torchq.load: {path} and the model must fit together, but the file lacks {left[:5]} and has "
-            f"{unexpected[:5]} too many. Pass the architecture the file was saved from."
+            f"torchq.load: {path} and the model must fit together, but the file lacks {left[:5]} "
+            f"and has {unexpected[:5]} too many. Pass the architecture the file was saved from."
         )
-    return loaded.eval()
+    return loaded.eval().requires_grad_(False)
 
 
 def build(spec: dict[str, Any]) -> QModule:
@@ -73,26 +81,42 @@ def build(spec: dict[str, Any]) -> QModule:
     name = spec["class"]
     if name not in QModule.registry:
         raise ValueError(
-            f"torchq.load: the spec's class must be one of {sorted(QModule.registry)}, got '{name}'. The file "
-            "was written by another version of torchq."
+            f"torchq.load: the spec's class must be one of {sorted(QModule.registry)}, got "
+            f"'{name}'. The file was written by another version of torchq."
         )
     return QModule.registry[name].from_spec(spec)
 
 
-def _with_submodule(
-    model: nn.Module, name: str, module: nn.Module, path: str | os.PathLike[str]
-) -> nn.Module:
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Contiguous tensors that share no memory; what has several names has the first."""
+    state: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    storages: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        value = tensor.detach().contiguous()
+        storage = value.untyped_storage()
+        whole = storage.nbytes() == value.numel() * value.element_size()
+        if not whole or storage.data_ptr() in storages:
+            value = value.clone()
+        storages.add(storage.data_ptr())
+        state[name] = value
+    return state
+
+
+def _submodule(model: nn.Module, name: str, path: str | os.PathLike[str]) -> nn.Module:
     try:
-        model.set_submodule(name, module, strict=True)
+        return model.get_submodule(name)
     except AttributeError as error:
         raise RuntimeError(
-            f"torchq.load: {path} has a quantized module '{name}', but the model has no such module. Pass the "
-            "architecture the file was saved from."
+            f"torchq.load: {path} has a quantized module '{name}', but the model has no such "
+            "module. Pass the architecture the file was saved from."
         ) from error
-    return model
 
 
-def _shared_names(model: nn.Module, state: dict[str, Tensor]) -> set[str]:
+def _aliases(model: nn.Module, state: dict[str, Tensor]) -> set[str]:
     """Names of tensors that are another name's tensor; a file holds them once."""
     tensors = dict(model.state_dict(keep_vars=True))
     present = {id(tensor) for name, tensor in tensors.items() if name in state}

@@ -17,11 +17,11 @@ from torchq.nn.pooling import (
     QMaxPool2d,
     QMaxPool3d,
 )
-from torchq.nn.quantize import Dequantize, DeQuantStub, QLookup, QuantStub, Quantize
+from torchq.nn.quantize import Dequantize, DeQuantStub, QLookup, Quantize, QuantStub
 
 __all__ = [
-    "Add",
     "Absorbed",
+    "Add",
     "Cat",
     "DeQuantStub",
     "Dequantize",

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addition, multiplication and concatenation as modules: float ones to write models with, quantized ones to run."""
+"""Addition, multiplication and concatenation: float modules to write models with, and quantized."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchq.nn.module import QModule, dtype_name, placeholder_qparams
+from torchq.nn.module import QModule, dtype_name, placeholder_qparams, quantize_boundary
 from torchq.ops import dtype_code
 from torchq.qparams import QParams
 
 
 class Add(nn.Module):
-    """``src0 + src1``. A module so that the eager flow can quantize a residual addition, or fuse it."""
+    """``src0 + src1``, as a module: the eager flow can quantize it, or fuse a residual addition."""
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
         """Adds."""
@@ -20,7 +20,7 @@ class Add(nn.Module):
 
 
 class Mul(nn.Module):
-    """``src0 * src1``. A module so that the eager flow can quantize it."""
+    """``src0 * src1``, as a module: the eager flow can quantize it."""
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
         """Multiplies."""
@@ -28,7 +28,7 @@ class Mul(nn.Module):
 
 
 class Cat(nn.Module):
-    """``torch.cat(srcs, dim)``. A module so that the eager flow can quantize it."""
+    """``torch.cat(srcs, dim)``, as a module: the eager flow can quantize it."""
 
     def __init__(self, dim: int = 1) -> None:
         """``dim`` as in torch.cat."""
@@ -60,8 +60,11 @@ class _QCombine(QModule):
         # not a list of dtypes: TorchScript cannot hold one
         self.src_signed = [q.dtype == torch.int8 for q in srcs]
         self.src_codes = [dtype_code(q.dtype) for q in srcs]
+        self.src_lows = [q.integers[0] for q in srcs]
+        self.src_highs = [q.integers[1] for q in srcs]
         self._set_spec(
             srcs=[dtype_name(q.dtype) for q in srcs],
+            src_bits=[q.bits for q in srcs],
             dst=dtype_name(self.dst_dtype),
             dst_bits=8 if dst is None else dst.bits,
             **spec,
@@ -70,21 +73,22 @@ class _QCombine(QModule):
     @classmethod
     def _arguments_from_spec(cls, spec: dict[str, Any]) -> dict[str, Any]:
         dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"], spec["dst_bits"])
-        return {"srcs": [placeholder_qparams(name) for name in spec["srcs"]], "dst": dst}
+        srcs = map(placeholder_qparams, spec["srcs"], spec["src_bits"])
+        return {"srcs": list(srcs), "dst": dst}
+
+    def _hot(self) -> tuple[Tensor, Tensor]:
+        """What each call passes on; nn.Module.__getattr__ would cost more."""
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return self.scales, self.zero_points
+        b = self._buffers
+        return b["scales"], b["zero_points"]  # type: ignore[return-value]
 
     def _quantized(self, src: Tensor, i: int) -> Tensor:
         """Source ``i`` in its own quantized dtype."""
         if src.dtype == (torch.int8 if self.src_signed[i] else torch.uint8):
             return src
-        if src.dtype != torch.float32:
-            raise TypeError(
-                f"torchq.nn: source {i} must be float32 or the module's own quantized dtype, got "
-                f"{src.dtype}. Convert the producer and this module together."
-            )
-        q: Tensor = torch.ops.torchq.quantize(
-            src, self.scales[i], self.zero_points[i], self.src_codes[i]
-        )
-        return q
+        code, low, high = self.src_codes[i], self.src_lows[i], self.src_highs[i]
+        return quantize_boundary(src, self.scales[i], self.zero_points[i], code, low, high)
 
     def _limited(self, dst: Tensor) -> Tensor:
         """Clamped to 7 bits where the destination has only 7."""
@@ -112,8 +116,9 @@ class QAdd(_QCombine):
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
         """Adds."""
         src0, src1 = self._quantized(src0, 0), self._quantized(src1, 1)
+        scales, zero_points = self._hot()
         dst: Tensor = torch.ops.torchq.add(
-            src0, src1, self.scales, self.zero_points, self.dst_code, self.relu
+            src0, src1, scales, zero_points, self.dst_code, self.relu
         )
         return self._limited(dst)
 
@@ -134,8 +139,9 @@ class QMul(_QCombine):
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
         """Multiplies."""
         src0, src1 = self._quantized(src0, 0), self._quantized(src1, 1)
+        scales, zero_points = self._hot()
         dst: Tensor = torch.ops.torchq.mul(
-            src0, src1, self.scales, self.zero_points, self.dst_code, self.relu
+            src0, src1, scales, zero_points, self.dst_code, self.relu
         )
         return self._limited(dst)
 
@@ -158,7 +164,8 @@ class QCat(_QCombine):
         quantized: list[Tensor] = []
         for i, src in enumerate(srcs):
             quantized.append(self._quantized(src, i))
+        scales, zero_points = self._hot()
         dst: Tensor = torch.ops.torchq.concat(
-            quantized, self.scales, self.zero_points, self.dim, self.dst_code
+            quantized, scales, zero_points, self.dim, self.dst_code
         )
         return self._limited(dst)

@@ -20,10 +20,10 @@ class QConv(QMatmul):
     """``dst = quantize(post_ops(conv(real(src), weight) + bias))``; padding is real zero.
 
     Shapes:
-        src: ``(N, C, spatial...)`` of the source dtype; float32 is quantized with the source's parameters.
-            Channels-last memory is read in place.
+        src: ``(N, C, spatial...)`` of the source dtype; float32 is quantized with the source's
+            parameters. Channels-last memory is read in place.
         residual: dst's shape, the source of a ``sum`` post-op.
-        dst: ``(N, OC, spatial...)``, channels-last, uint8, int8 or float32.
+        dst: ``(N, OC, spatial...)``, channels-last unless ``contiguous``, uint8, int8 or float32.
 
     Raises:
         TypeError: ``src`` has another dtype.
@@ -44,10 +44,12 @@ class QConv(QMatmul):
         stride: int | Sequence[int] = 1,
         padding: int | Sequence[int] = 0,
         padding_end: int | Sequence[int] | None = None,
+        contiguous: bool = False,
     ) -> None:
         """See :class:`~torchq.nn.matmul.QMatmul`; :meth:`from_float` is the usual way here.
 
-        Groups and dilation are those the weight was packed for; ``padding_end`` is ``padding`` unless given.
+        Groups and dilation are those the weight was packed for; ``padding_end`` is ``padding``
+        unless given; ``contiguous`` makes dst contiguous instead of channels-last.
         """
         geometry = conv_geometry(
             type(self).__name__,
@@ -57,9 +59,14 @@ class QConv(QMatmul):
             padding_end,
             weight.dilation,
             weight.groups,
+            weight.in_channels,
         )
-        super().__init__(weight, weight_scale, bias, src, dst, post_ops, geometry=geometry)
+        layout = {"contiguous": True} if contiguous else {}
+        super().__init__(
+            weight, weight_scale, bias, src, dst, post_ops, geometry=geometry, **layout
+        )
         self.geometry = geometry
+        self.contiguous = contiguous
 
     @classmethod
     def from_float(
@@ -71,6 +78,7 @@ class QConv(QMatmul):
         granularity: str = "per_channel",
         bits: int = 8,
         post_ops: PostOps | None = None,
+        contiguous: bool = False,
     ) -> Self:
         """Quantizes the weight symmetrically and packs it.
 
@@ -81,14 +89,15 @@ class QConv(QMatmul):
             granularity: of the weight scale, "per_channel" or "per_tensor".
             bits: of the weight, 8 or 7.
             post_ops: applied before the destination is quantized.
+            contiguous: make dst contiguous instead of channels-last, for code that calls ``view``.
 
         Raises:
             NotImplementedError: ``padding_mode`` is not "zeros".
         """
         if module.padding_mode != "zeros":
             raise NotImplementedError(
-                f"torchq.nn.{cls.__name__}: padding_mode must be 'zeros', got '{module.padding_mode}'. "
-                "Pad with a separate module in front of the convolution."
+                f"torchq.nn.{cls.__name__}: padding_mode must be 'zeros', got "
+                f"'{module.padding_mode}'. Pad with a separate module in front of the convolution."
             )
         weight = module.weight.detach()
         params = weight_qparams(weight, granularity, bits)
@@ -105,6 +114,7 @@ class QConv(QMatmul):
             stride=module.stride,
             padding=begin,
             padding_end=end,
+            contiguous=contiguous,
         )
 
     @classmethod
@@ -113,7 +123,13 @@ class QConv(QMatmul):
         dims, g = len(spec["dilation"]), spec["geometry"]
         parts = [g[i * dims : (i + 1) * dims] for i in range(1, 4)]
         arguments = cls._arguments_from_spec(spec)
-        return cls(**arguments, stride=parts[0], padding=parts[1], padding_end=parts[2])
+        return cls(
+            **arguments,
+            stride=parts[0],
+            padding=parts[1],
+            padding_end=parts[2],
+            contiguous=spec.get("contiguous", False),
+        )
 
     def forward(self, src: Tensor, residual: Tensor | None = None) -> Tensor:
         """Applies the convolution."""
@@ -121,41 +137,23 @@ class QConv(QMatmul):
             src = quantize_boundary(
                 src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
             )
-        residuals = [] if residual is None else [residual]
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            scripted: Tensor = torch.ops.torchq.conv(
-                src,
-                self.weight,
-                self.compensation,
-                self.pair_bound,
-                self.multiplier,
-                self.offset,
-                None,
-                self.src_zero_point,
-                self.geometry,
-                self.dst_code,
-                self.post_ops,
-                self.post_op_params,
-                residuals,
-            )
-            return scripted
-        b = self._buffers  # 5 us less than nine lookups through nn.Module.__getattr__
-        result: Tensor = torch.ops.torchq.conv(
+        weight, compensation, pair_bound, multiplier, offset, zero_point, params = self._hot()
+        dst: Tensor = torch.ops.torchq.conv(
             src,
-            b["weight"],
-            b["compensation"],
-            b["pair_bound"],
-            b["multiplier"],
-            b["offset"],
+            weight,
+            compensation,
+            pair_bound,
+            multiplier,
+            offset,
             None,
-            b["src_zero_point"],
+            zero_point,
             self.geometry,
             self.dst_code,
             self.post_ops,
-            b["post_op_params"],
-            residuals,
+            params,
+            [] if residual is None else [residual],
         )
-        return result
+        return dst.contiguous() if self.contiguous else dst
 
 
 def _paddings(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[list[int], list[int]]:

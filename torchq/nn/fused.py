@@ -30,20 +30,20 @@ class Absorbed(QModule):
 class FusedClip(QModule):
     """A relu, relu6 or hardtanh that was fused into the layer in front of it.
 
-    Quantized tensors pass: they are clipped already. On float32 it still clips, which changes nothing behind a
-    layer that did, and keeps other calls of a shared activation right.
+    Quantized tensors pass: they are clipped already. On float32 it still clips, which changes
+    nothing behind a layer that did, and keeps other calls of a shared activation right.
     """
 
     def __init__(self, low: float, high: float) -> None:
         """The bounds in real units."""
         super().__init__()
         self.low, self.high = low, high
-        self._set_spec(low=low, high=high)
+        self._set_spec(low=str(low), high=str(high))  # text, since JSON has no infinity
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "FusedClip":
         """See the base class."""
-        return cls(spec["low"], spec["high"])
+        return cls(float(spec["low"]), float(spec["high"]))
 
     def extra_repr(self) -> str:
         """The bounds."""
@@ -55,7 +55,7 @@ class FusedClip(QModule):
 
 
 class ResidualFirst(QModule):
-    """Swaps the arguments of a fused residual addition, for models that call ``add(residual, y)``."""
+    """Swaps the arguments of a fused residual addition, for ``add(residual, y)``."""
 
     def __init__(self, layer: QModule) -> None:
         """``layer`` takes (src, residual)."""

@@ -18,7 +18,8 @@ class QLinear(QMatmul):
     """``dst = quantize(post_ops(real(src) @ weight.T + bias))``.
 
     Shapes:
-        src: ``(*, in_features)``, of the source dtype; float32 is quantized with the source's parameters.
+        src: ``(*, in_features)``, of the source dtype; float32 is quantized with the source's
+            parameters.
         residual: ``(*, out_features)``, the source of a ``sum`` post-op.
         dst: ``(*, out_features)``, uint8, int8 or float32.
 
@@ -78,36 +79,20 @@ class QLinear(QMatmul):
             src = quantize_boundary(
                 src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
             )
-        residuals = [] if residual is None else [residual]
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            scripted: Tensor = torch.ops.torchq.linear(
-                src,
-                self.weight,
-                self.compensation,
-                self.pair_bound,
-                self.multiplier,
-                self.offset,
-                None,
-                self.src_zero_point,
-                self.dst_code,
-                self.post_ops,
-                self.post_op_params,
-                residuals,
-            )
-            return scripted
-        b = self._buffers  # 5 us less than nine lookups through nn.Module.__getattr__
-        result: Tensor = torch.ops.torchq.linear(
+        weight, compensation, pair_bound, multiplier, offset, zero_point, params = self._hot()
+        dst: Tensor = torch.ops.torchq.linear(
             src,
-            b["weight"],
-            b["compensation"],
-            b["pair_bound"],
-            b["multiplier"],
-            b["offset"],
+            weight,
+            compensation,
+            pair_bound,
+            multiplier,
+            offset,
             None,
-            b["src_zero_point"],
+            zero_point,
+            self.in_features,
             self.dst_code,
             self.post_ops,
-            b["post_op_params"],
-            residuals,
+            params,
+            [] if residual is None else [residual],
         )
-        return result
+        return dst

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that :class:`QLinear` and the convolutions share."""
+"""The state that linear layers and convolutions share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchq._text import Eltwise
 from torchq.attr import Attr
 from torchq.folding import fold
-from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
+from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_conv, pack_linear
-from torchq._text import Eltwise
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
@@ -20,21 +20,29 @@ from torchq.qparams import QParams
 def with_destination_range(post_ops: PostOps, dst: QParams | None) -> PostOps:
     """The chain, ended by a clip to the destination's 7 bits where it has only 7.
 
-    8 bits need none: the conversion saturates. A relu or clip at the end and this clip become one, so that the
-    chain still folds.
+    8 bits need none: the conversion saturates. A relu or clip at the end and this clip become one,
+    so that the chain still folds.
+
+    Raises:
+        NotImplementedError: 7 bits with one scale per channel.
     """
     if dst is None or dst.bits == 8:
         return post_ops
+    if dst.is_per_channel:
+        raise NotImplementedError(
+            "torchq.nn: dst must have one scale for 7 bits, got one per channel. Use 8 bits, or "
+            "one scale."
+        )
     scale, zero_point = float(dst.scale), int(dst.zero_point)
     low, high = (scale * (q - zero_point) for q in dst.integers)
     ops = list(post_ops)
     last = ops[-1] if ops else None
     if isinstance(last, Eltwise) and last.scale == 1:
         if last.alg == "clip":
-            low, high = max(low, last.alpha), min(high, last.beta)
+            low, high = (min(max(bound, low), high) for bound in (last.alpha, last.beta))
             ops.pop()
         elif last.alg == "relu" and last.alpha == 0:
-            low = max(low, 0.0)
+            low = max(low, 0.0)  # high is not negative: zero is always in the range
             ops.pop()
     kept = PostOps.parse("+".join(map(str, ops)), post_ops.values)
     return kept.append_eltwise("clip", low, high)
@@ -60,6 +68,9 @@ class QMatmul(QModule):
     dst_scale: Tensor
     dst_zero_point: Tensor
     post_op_values: Tensor
+    multiplier: Tensor
+    offset: Tensor
+    post_op_params: Tensor
 
     __jit_unused_properties__ = ("attr",)
 
@@ -106,6 +117,29 @@ class QMatmul(QModule):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.refold()
 
+    def _hot(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What each call passes on; nn.Module.__getattr__ would cost 5 us a call."""
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return (
+                self.weight,
+                self.compensation,
+                self.pair_bound,
+                self.multiplier,
+                self.offset,
+                self.src_zero_point,
+                self.post_op_params,
+            )
+        b = self._buffers
+        return (  # type: ignore[return-value]
+            b["weight"],
+            b["compensation"],
+            b["pair_bound"],
+            b["multiplier"],
+            b["offset"],
+            b["src_zero_point"],
+            b["post_op_params"],
+        )
+
     def packed(self) -> PackedWeight:
         """The weight with the shape it was packed from."""
         spec = self.read_spec()
@@ -120,7 +154,7 @@ class QMatmul(QModule):
 
     @property
     def attr(self) -> Attr:
-        """Scales, zero points and post-ops as an Attr; grouped weights have mask 3, others mask 1."""
+        """Scales, zero points and post-ops; weight scales have mask 3 with groups, else mask 1."""
         groups = self.read_spec()["groups"]
         per_channel = 0 if self.weight_scale.numel() == 1 else 1 if groups == 1 else 3
         attr = Attr().set_scales("src", 0, self.src_scale)
@@ -145,6 +179,7 @@ class QMatmul(QModule):
         weight = torch.zeros(spec["weight"], dtype=torch.int8)
         dilation: Sequence[int] = spec["dilation"]
         packed = pack_conv(weight, spec["groups"], dilation) if dilation else pack_linear(weight)
+        # Bits of dst are in the chain already: the clip at its end.
         dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"])
         if dst is not None and spec["dst_scales"] > 1:
             scale = torch.ones(spec["dst_scales"])
@@ -163,7 +198,5 @@ class QMatmul(QModule):
         """Shapes, dtypes and attributes on one line."""
         spec = self.read_spec()
         groups = f", groups={spec['groups']}" if spec["groups"] > 1 else ""
-        return (
-            f"{spec['weight']}{groups}, {spec['src']} -> {dtype_name(dtype_from_name(spec['dst']))}, "
-            f"{self.attr}"
-        )
+        bits = "/7" if spec["src_bits"] == 7 else ""
+        return f"{spec['weight']}{groups}, {spec['src']}{bits} -> {spec['dst']}, {self.attr}"

@@ -2,10 +2,12 @@
 """What every quantized module shares: a spec, readable state, refolding after loading."""
 
 import json
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from torchq.ops import dtype_code
 from torchq.qparams import QParams
@@ -30,7 +32,9 @@ def dtype_from_name(name: str) -> torch.dtype:
 def quantize_boundary(
     src: Tensor, scale: Tensor, zero_point: Tensor, code: int, low: int, high: int
 ) -> Tensor:
-    """Quantizes the float source of a quantized module; a function because TorchScript compiles it.
+    """Quantizes the float source of a quantized module, to 7 bits where the module has only 7.
+
+    A function because TorchScript compiles it.
 
     Raises:
         TypeError: ``src`` is neither float32 nor of the module's source dtype.
@@ -41,17 +45,16 @@ def quantize_boundary(
             "Convert the producer and this module together, or dequantize in between."
         )
     q: Tensor = torch.ops.torchq.quantize(src, scale, zero_point, code)
-    if low > -128 and high < 255:  # 7 bits, or the full range of one dtype, where this is a no-op
-        q = torch.clamp(q, low, high)
-    return q
+    return torch.clamp(q, low, high) if high - low < 255 else q
 
 
 class QModule(nn.Module):
     """Base of the quantized modules.
 
-    State is plain tensors. What is not a number (class, layout version, dtypes, geometry, post-ops) is JSON
-    text in the uint8 buffer ``spec``; ``load_state_dict`` raises when it differs. Tensors that follow from
-    others (multiplier, offset, ...) are non-persistent buffers, recomputed by :meth:`refold`.
+    State is plain tensors. What is not a number (class, layout version, dtypes, geometry, post-ops)
+    is JSON text in the uint8 buffer ``spec``; ``load_state_dict`` raises when it differs. Tensors
+    that follow from others (multiplier, offset, ...) are non-persistent buffers, recomputed by
+    :meth:`refold`. The tensors' dtypes are part of their meaning, so ``half()`` and the like raise.
     """
 
     registry: ClassVar[dict[str, type["QModule"]]] = {}
@@ -81,7 +84,7 @@ class QModule(nn.Module):
         raise NotImplementedError(f"torchq.nn.{cls.__name__}: from_spec is not supported.")
 
     def refold(self) -> None:
-        """Recomputes what follows from scales, zero points, bias and post-ops; call it after changing them."""
+        """Recomputes what follows from other tensors; call it after changing them."""
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -94,10 +97,28 @@ class QModule(nn.Module):
                 f"{bytes(self.spec.tolist()).decode()}. "
                 "Build the module for that spec, or load with torchq.load."
             )
+        for name, own in self._buffers.items():
+            given = state_dict.get(prefix + name)
+            if own is not None and given is not None and given.dtype != own.dtype:
+                raise RuntimeError(
+                    f"torchq.nn.{type(self).__name__}: '{prefix}{name}' of the state must be "
+                    f"{own.dtype}, got {given.dtype}. Was the state converted with half() or the "
+                    "like? Save it as it is."
+                )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         error_msgs: list[str] = args[-1] if args else kwargs["error_msgs"]
         if not error_msgs:
             self.refold()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        for name, own in self._buffers.items():
+            if own is not None and fn(own[:0]).dtype != own.dtype:
+                raise TypeError(
+                    f"torchq.nn.{type(self).__name__}: '{name}' must stay {own.dtype}, got a "
+                    f"conversion to {fn(own[:0]).dtype}. Convert the float modules of the model "
+                    "one by one instead, with float32 where they meet quantized ones."
+                )
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def _add_qparams(self, name: str, qparams: QParams) -> None:
         """Buffers ``<name>_scale`` [1 or C] and ``<name>_zero_point`` [1]."""
@@ -125,8 +146,8 @@ def read_spec(spec: Tensor) -> dict[str, Any]:
     except ValueError:
         pass
     raise ValueError(
-        f"torchq.nn: spec must be the JSON text of a torchq module, got {bytes(spec.tolist())[:60]!r}. "
-        "Is this a state saved by torchq?"
+        "torchq.nn: spec must be the JSON text of a torchq module, got "
+        f"{bytes(spec.tolist())[:60]!r}. Is this a state saved by torchq?"
     )
 
 

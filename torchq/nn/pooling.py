@@ -24,15 +24,17 @@ class _QPool(QModule):
 
     Shapes:
         src: ``(N, C, spatial...)``, channels-last memory is read in place.
-        dst: the same dtype, channels-last.
+        dst: the same dtype, channels-last unless ``contiguous``.
     """
 
     dims: ClassVar[int] = 0
 
-    def __init__(self, src: QParams, **spec: object) -> None:
+    def __init__(self, src: QParams, contiguous: bool, **spec: object) -> None:
         super().__init__()
         self._add_src(src)
-        self._set_spec(src=dtype_name(src.dtype), src_bits=src.bits, arguments=spec)
+        self.contiguous = contiguous
+        layout = {"contiguous": True} if contiguous else {}
+        self._set_spec(src=dtype_name(src.dtype), src_bits=src.bits, arguments={**spec, **layout})
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> Self:
@@ -62,6 +64,7 @@ class QMaxPool(_QPool):
         padding: Ints = 0,
         dilation: Ints = 1,
         ceil_mode: bool = False,
+        contiguous: bool = False,
     ) -> None:
         """``src``: parameters of source and destination."""
         kernel = _spread(kernel_size, self.dims)
@@ -71,14 +74,19 @@ class QMaxPool(_QPool):
             "padding": _spread(padding, self.dims),
             "dilation": _spread(dilation, self.dims),
         }
-        super().__init__(src, **window, ceil_mode=ceil_mode)
+        super().__init__(src, contiguous, **window, ceil_mode=ceil_mode)
         self.ceil_mode = ceil_mode
         self.geometry = conv_geometry(
             "max_pool", kernel, window["stride"], window["padding"], None, window["dilation"]
         )
 
     @classmethod
-    def from_float(cls, module: nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d, src: QParams) -> Self:
+    def from_float(
+        cls,
+        module: nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d,
+        src: QParams,
+        contiguous: bool = False,
+    ) -> Self:
         """Takes the window over.
 
         Raises:
@@ -89,12 +97,12 @@ class QMaxPool(_QPool):
                 f"torchq.nn.{cls.__name__}: return_indices is not supported. Keep this pool float."
             )
         m = module
-        return cls(src, m.kernel_size, m.stride, m.padding, m.dilation, m.ceil_mode)
+        return cls(src, m.kernel_size, m.stride, m.padding, m.dilation, m.ceil_mode, contiguous)
 
     def forward(self, src: Tensor) -> Tensor:
         """Pools."""
         dst: Tensor = torch.ops.torchq.max_pool(self._quantized(src), self.geometry, self.ceil_mode)
-        return dst
+        return dst.contiguous() if self.contiguous else dst
 
 
 class QAvgPool(_QPool):
@@ -108,6 +116,7 @@ class QAvgPool(_QPool):
         padding: Ints = 0,
         ceil_mode: bool = False,
         count_include_pad: bool = True,
+        contiguous: bool = False,
     ) -> None:
         """``src``: parameters of source and destination."""
         kernel = _spread(kernel_size, self.dims)
@@ -116,14 +125,20 @@ class QAvgPool(_QPool):
             "stride": kernel if stride is None else _spread(stride, self.dims),
             "padding": _spread(padding, self.dims),
         }
-        super().__init__(src, **window, ceil_mode=ceil_mode, count_include_pad=count_include_pad)
+        modes = {"ceil_mode": ceil_mode, "count_include_pad": count_include_pad}
+        super().__init__(src, contiguous, **window, **modes)
         self.ceil_mode, self.count_include_pad = ceil_mode, count_include_pad
         self.geometry = conv_geometry(
             "avg_pool", kernel, window["stride"], window["padding"], None, 1
         )
 
     @classmethod
-    def from_float(cls, module: nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d, src: QParams) -> Self:
+    def from_float(
+        cls,
+        module: nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d,
+        src: QParams,
+        contiguous: bool = False,
+    ) -> Self:
         """Takes the window over.
 
         Raises:
@@ -131,34 +146,44 @@ class QAvgPool(_QPool):
         """
         if getattr(module, "divisor_override", None) is not None:
             raise NotImplementedError(
-                f"torchq.nn.{cls.__name__}: divisor_override is not supported: such a sum does not keep "
-                "the scale. Keep this pool float."
+                f"torchq.nn.{cls.__name__}: divisor_override is not supported: such a sum does "
+                "not keep the scale. Keep this pool float."
             )
         m = module
-        return cls(src, m.kernel_size, m.stride, m.padding, m.ceil_mode, m.count_include_pad)
+        modes = m.ceil_mode, m.count_include_pad
+        return cls(src, m.kernel_size, m.stride, m.padding, *modes, contiguous)
 
     def forward(self, src: Tensor) -> Tensor:
         """Pools."""
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            zero_point = self.src_zero_point
+        else:
+            zero_point = self._buffers["src_zero_point"]  # type: ignore[assignment]
         dst: Tensor = torch.ops.torchq.avg_pool(
             self._quantized(src),
-            self.src_zero_point,
+            zero_point,
             self.geometry,
             self.ceil_mode,
             self.count_include_pad,
             None,
         )
-        return dst
+        return dst.contiguous() if self.contiguous else dst
 
 
 class QAdaptiveAvgPool(_QPool):
     """Average over ``output_size`` windows a dimension; an entry None keeps the source's size."""
 
-    def __init__(self, src: QParams, output_size: int | Sequence[int | None] | None) -> None:
+    def __init__(
+        self,
+        src: QParams,
+        output_size: int | Sequence[int | None] | None,
+        contiguous: bool = False,
+    ) -> None:
         """``src``: parameters of source and destination."""
         if output_size is None or isinstance(output_size, int):
             output_size = [output_size] * self.dims
         sizes = list(output_size)
-        super().__init__(src, output_size=sizes)
+        super().__init__(src, contiguous, output_size=sizes)
         # 0 stands for None: TorchScript has no list of optional ints
         self.output_size = [0 if size is None else int(size) for size in sizes]
 
@@ -167,15 +192,16 @@ class QAdaptiveAvgPool(_QPool):
         cls,
         module: nn.AdaptiveAvgPool1d | nn.AdaptiveAvgPool2d | nn.AdaptiveAvgPool3d,
         src: QParams,
+        contiguous: bool = False,
     ) -> Self:
         """Takes the output size over."""
-        return cls(src, module.output_size)
+        return cls(src, module.output_size, contiguous)
 
     def forward(self, src: Tensor) -> Tensor:
         """Pools."""
         size = [src.size(i + 2) if n == 0 else n for i, n in enumerate(self.output_size)]
         dst: Tensor = torch.ops.torchq.adaptive_avg_pool(self._quantized(src), size)
-        return dst
+        return dst.contiguous() if self.contiguous else dst
 
 
 class QMaxPool1d(QMaxPool):

@@ -18,7 +18,7 @@ from torchq.qparams import QParams
 
 
 class QuantStub(nn.Module):
-    """Marks where a float tensor shall become quantized; the eager flow makes it a :class:`Quantize`."""
+    """Marks where a float tensor shall become quantized: later a :class:`Quantize`."""
 
     def forward(self, src: Tensor) -> Tensor:
         """Returns ``src``."""
@@ -26,7 +26,7 @@ class QuantStub(nn.Module):
 
 
 class DeQuantStub(nn.Module):
-    """Marks where a quantized tensor shall become float; the eager flow makes it a :class:`Dequantize`."""
+    """Marks where a quantized tensor shall become float: later a :class:`Dequantize`."""
 
     def forward(self, src: Tensor) -> Tensor:
         """Returns ``src``."""
@@ -36,7 +36,8 @@ class DeQuantStub(nn.Module):
 class Quantize(QModule):
     """``clamp(rne(fma(src, 1 / scale, zero_point)))``: float32 in, uint8 or int8 out, any shape.
 
-    With 7 bits the result is clamped to their range. A tensor that has the destination's dtype already passes.
+    With 7 bits the result is clamped to their range. A tensor that has the destination's dtype
+    already passes.
 
     Raises:
         TypeError: ``src`` has another dtype.
@@ -86,8 +87,8 @@ class Dequantize(QModule):
             return src
         if src.dtype != self.src_dtype:
             raise TypeError(
-                f"torchq.nn.Dequantize: src must be float32 or the quantized dtype it was made for, got "
-                f"{src.dtype}. Convert the producer and this module together."
+                "torchq.nn.Dequantize: src must be float32 or the quantized dtype it was made "
+                f"for, got {src.dtype}. Convert the producer and this module together."
             )
         dst: Tensor = torch.ops.torchq.dequantize(src, self.src_scale, self.src_zero_point)
         return dst
@@ -96,9 +97,13 @@ class Dequantize(QModule):
 class QLookup(QModule):
     """A unary function on 8-bit tensors as a table of 256 values.
 
-    ``dst = quantize(function(dequantize(src)))``, exact to the rounding of ``function`` in float32. float32
-    sources are quantized first.
+    ``dst = quantize(function(dequantize(src)))``, exact to the rounding of ``function`` in float32.
+    float32 sources are quantized first.
     """
+
+    table: Tensor
+    dst_scale: Tensor
+    dst_zero_point: Tensor
 
     def __init__(
         self, function: Callable[[Tensor], Tensor], src: QParams, dst: QParams, name: str = ""

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The eager flow on networks that try to break it: float-correct results or an exception."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+import torchq.nn as tnn
+from torchq import QConfig
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, models.Output):
+        result = [result.hidden, result.out]
+    leaves = torch.utils._pytree.tree_leaves(result)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def sqnr(float_result: Tensor, result: Tensor) -> float:
+    assert result.dtype == float_result.dtype and result.shape == float_result.shape
+    noise = (float_result - result).square().sum()
+    return float(10 * torch.log10(float_result.square().sum() / noise)) if noise > 0 else 200.0
+
+
+def build(name: str) -> tuple[nn.Module, list[Tensor]]:
+    """A network with fixed weights, and batches for it."""
+    make, shape, _, _ = models.CASES[name]
+    model = models.randomize(make())
+    return model, [torch.randn(shape) for _ in range(4)]
+
+
+def check(name: str, config: QConfig | None = None, bound: float = 25.0) -> nn.Module:
+    """Prepared equals float, converted is near it, and the report counts what it should."""
+    model, data = build(name)
+    expected = copy.deepcopy(model)
+    prepared = torchq.prepare(model, data[0], config)
+    with torch.no_grad():
+        want = tensors(expected(data[1]))
+        for a, b in zip(want, tensors(prepared(data[1])), strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-5, atol=2e-5)
+        for a, b in zip(want, tensors(model(data[1])), strict=True):
+            assert torch.equal(a, b), "prepare changed the model it was given"
+    converted = torchq.convert(torchq.calibrate(prepared, data))
+    for a, b in zip(want, tensors(converted(data[1])), strict=True):
+        assert sqnr(a, b) > bound, name
+    rows = [row for row in torchq.explain(converted).rows if row.is_matmul]
+    assert (sum(row.quantized for row in rows), len(rows)) == models.CASES[name][2:], name
+    return converted
+
+
+@pytest.mark.parametrize("name", models.CASES)
+def test_networks(name: str) -> None:
+    check(name, bound=20.0 if name in ("lookups", "exposed") else 25.0)
+
+
+CONFIGS = {
+    "u7": QConfig(activation_bits=7),
+    "s7": QConfig(activation_bits=7, activation_dtype=torch.int8),
+    "s8": QConfig(activation_dtype=torch.int8),
+    "s8-affine": QConfig(activation_dtype=torch.int8, activation_symmetric=False),
+    "u8-symmetric": QConfig(activation_symmetric=True),
+    "per-tensor": QConfig(weight_granularity="per_tensor"),
+    "w7": QConfig(weight_bits=7),
+    "minmax": QConfig(activation_observer="minmax"),
+}
+
+
+@pytest.mark.parametrize("name", ["resnet", "lenet", "mul_gate", "add_both", "clip_bounds"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_configurations(name: str, config: str) -> None:
+    chosen = CONFIGS[config]
+    converted = check(name, chosen, bound=13.0 if config in ("s7", "u8-symmetric") else 18.0)
+    ranges: dict[torch.dtype, list[int]] = {}
+
+    def look(module: nn.Module, args: Any, result: Tensor) -> None:
+        for tensor in (*tensors(args), result):
+            if not tensor.is_floating_point():
+                ranges.setdefault(tensor.dtype, []).extend([int(tensor.min()), int(tensor.max())])
+
+    for module in converted.modules():
+        module.register_forward_hook(look)
+    converted(build(name)[1][0] * 100)  # beyond all that was calibrated
+    assert set(ranges) == {chosen.activation_dtype}
+    low, high = min(ranges[chosen.activation_dtype]), max(ranges[chosen.activation_dtype])
+    limits = torchq.qparams.activation_range(chosen.activation_dtype, chosen.activation_bits)
+    assert limits[0] <= low and high <= limits[1]
+
+
+def test_s8_fused_relu_shared_with_plain_relu() -> None:
+    """relu on the integers of an affine int8 tensor would be wrong."""
+    relu = nn.ReLU()
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), relu, nn.Conv2d(8, 8, 1), relu, nn.Conv2d(8, 4, 1))
+    models.CASES["_shared"] = lambda: model, (2, 3, 6, 6), 3, 3
+    try:
+        check("_shared", CONFIGS["s8-affine"])
+    finally:
+        del models.CASES["_shared"]
+
+
+def int8_sites(converted: nn.Module) -> dict[str, str]:
+    """Name -> class, of the quantized modules that compute something."""
+    idle = (tnn.Absorbed, tnn.FusedClip)
+    return {
+        name: type(module).__name__
+        for name, module in converted.named_modules()
+        if isinstance(module, tnn.QModule) and not isinstance(module, idle)
+    }
+
+
+def convert(name: str, **kwargs: Any) -> nn.Module:
+    model, data = build(name)
+    return torchq.quantize(model, data, data[0], **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "sites"),
+    [
+        ("add_both", {"add": "QConv2d", "b": "QConv2d", "c": "QConv2d"}),
+        ("add_int8_residual", {"a": "QConv2d", "add": "QConv2d", "c": "QConv2d"}),
+        ("add_broadcast", {"a": "QConv2d", "add": "QAdd", "b": "QConv2d"}),
+        ("write_before_add", {"a": "QConv2d", "add": "QAdd", "b": "QConv2d"}),
+        ("ask_shape", {"a": "QConv2d", "add": "QAdd", "b": "QConv2d"}),
+        ("add_integer", {"a": "QConv2d", "b": "QConv2d"}),
+        ("module_cat", {"a": "QConv2d", "b": "QConv2d", "cat": "QCat", "c": "QConv2d"}),
+        ("functional_cat", {"a": "QConv2d", "b": "QConv2d", "c": "QConv2d"}),
+        ("dropout", {"0": "QConv2d", "5": "QConv2d"}),
+        ("in_place_lookup", {"0": "QConv2d", "1": "QLookup", "2": "QConv2d"}),
+        ("stubs", {"q": "Quantize", "a": "QConv2d", "b": "QConv2d", "dq": "Dequantize"}),
+        ("root", {"": "QLinear"}),
+    ],
+)
+def test_what_is_fused(name: str, sites: dict[str, str]) -> None:
+    assert int8_sites(convert(name)) == sites
+
+
+def test_residual_first_fuses() -> None:
+    sites = int8_sites(convert("add_residual_first"))
+    assert sites == {"add": "ResidualFirst", "add.layer": "QConv2d", "b": "QConv2d"}
+
+
+def test_constant_operand_broadcasts_to_other_batches() -> None:
+    """A constant of the example's shape is no residual: it would not broadcast."""
+    model, data = build("add_constant")
+    converted = torchq.quantize(model, data, data[0])
+    assert isinstance(converted.add, tnn.QAdd)
+    x = torch.cat(data)
+    with torch.no_grad():
+        assert sqnr(model(x), converted(x)) > 25
+
+
+def test_layout_of_view() -> None:
+    """`view` behind a convolution needs the float model's strides, also where nothing is fused."""
+    converted = convert("lenet")
+    assert converted.pool2.contiguous and not converted.a.contiguous
+    model = models.Wired(
+        lambda m, x: (m.a(x) + 1).view(2, -1), a=nn.Conv2d(8, 4, 3)
+    ).eval()  # fmt: skip
+    x = torch.randn(models.IMAGE)
+    converted = torchq.quantize(model, [x], x)
+    assert converted.a.contiguous
+    with torch.no_grad():
+        assert sqnr(model(x), converted(x)) > 30
+
+
+def test_stash_is_float() -> None:
+    """A tensor that the model keeps as an attribute, or hides in an object, is float32."""
+    model, data = build("stash")
+    converted = torchq.quantize(model, data, data[0])
+    with torch.no_grad():
+        model(data[0]), converted(data[0])
+    assert sqnr(model.last, converted.last) > 30
+    models.CASES["_opaque"] = (
+        lambda: models.Wired(models._opaque, a=models.conv(), b=models.conv()),
+        *(models.IMAGE, 2, 2),
+    )
+    try:
+        check("_opaque")
+    finally:
+        del models.CASES["_opaque"]
+
+
+# Overrides
+
+
+def test_override_keeps_a_folded_batch_norm_float() -> None:
+    """A batch norm behind a layer that stays float must not be folded."""
+    model, data = build("resnet")
+    prepared = torchq.prepare(model, data[0], overrides={"block1.conv1": None})
+    with torch.no_grad():
+        torch.testing.assert_close(prepared(data[0]), model(data[0]), rtol=1e-5, atol=2e-5)
+    converted = torchq.convert(torchq.calibrate(prepared, data), strict=True)
+    assert isinstance(converted.block1.conv1, nn.Conv2d)
+    assert isinstance(converted.block1.bn1, nn.BatchNorm2d)
+    row = next(r for r in torchq.explain(converted).rows if r.name == "block1.conv1")
+    assert (row.quantized, row.requested, row.reason) == (False, True, "kept float by an override")
+
+
+@pytest.mark.parametrize("pattern", ["block2.bn2", "block2.add", "act"])
+def test_override_of_a_module_that_would_be_fused(pattern: str) -> None:
+    converted = convert("resnet", overrides={pattern: None})
+    assert not isinstance(converted.get_submodule(pattern), tnn.QModule)
+
+
+def test_override_of_a_destination() -> None:
+    converted = convert("sequential", overrides={"0.dst": None})
+    assert converted[0].dst_dtype == torch.float32
+    narrow = convert("sequential", overrides={"*.dst": QConfig(activation_bits=7)})
+    assert "eltwise_clip" in narrow[0].post_ops
+
+
+def test_overrides_choose_per_module() -> None:
+    narrow = QConfig(weight_bits=7)
+    converted = convert("sequential", overrides={"*": narrow, "2": replace(narrow, weight_bits=8)})
+    assert converted[0].packed().unpack().abs().max() == 63
+    assert converted[2].packed().unpack().abs().max() == 127
+
+
+def test_unmatched_override() -> None:
+    with pytest.raises(ValueError, match=r"\['blok1\.\*'\] match none.*block1\.conv1"):
+        convert("resnet", overrides={"blok1.*": None})
+
+
+# Errors
+
+
+def test_uncalibrated_names_the_module() -> None:
+    model, data = build("sequential")
+    prepared = torchq.prepare(model, data[0])
+    with pytest.raises(RuntimeError, match=r"'0.dst'.*torchq.calibrate") as error:
+        torchq.convert(prepared)
+    assert "overrides={'0.dst': None}" in str(error.value)
+
+
+def test_nan_in_calibration_names_the_module() -> None:
+    model, data = build("sequential")
+    prepared = torchq.prepare(model, data[0])
+    with pytest.raises(ValueError, match=r"'0': src must be finite.*1 NaN"):
+        torchq.calibrate(prepared, [data[0].index_fill(0, torch.tensor([0]), 0.5), _nan(data[0])])
+
+
+def _nan(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[0, 0] = torch.nan
+    return x
+
+
+def test_nan_weight_names_the_module() -> None:
+    model, data = build("sequential")
+    with torch.no_grad():
+        model[2].weight[0, 0] = torch.inf
+        model[0].weight.zero_()
+    prepared = torchq.prepare(model, data[0], overrides={"2.dst": None})
+    with torch.no_grad(), pytest.raises(ValueError, match=r"'2' cannot be quantized: .*finite"):
+        prepared[0].src_observers["0"](data[0])
+        prepared[0].dst_observer(data[0])
+        torchq.convert(prepared)
+
+
+def test_training_mode() -> None:
+    model, data = build("sequential")
+    prepared = torchq.prepare(model, data[0])
+    model[1].train()
+    with pytest.raises(ValueError, match=r"training mode in 1 \(1 modules\).*model.eval\(\)"):
+        torchq.prepare(model, data[0])
+    with pytest.raises(ValueError, match=r"torchq.calibrate: .*training mode"):
+        torchq.calibrate(prepared.train(), data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_float_models(dtype: torch.dtype) -> None:
+    model, data = build("sequential")
+    with pytest.raises(TypeError, match=rf"must be float32, got {dtype} in '0'.*model.float\(\)"):
+        torchq.prepare(model.to(dtype), data[0].to(dtype))
+
+
+def test_wrong_stage() -> None:
+    model, data = build("sequential")
+    prepared = torchq.calibrate(torchq.prepare(model, data[0]), data)
+    with pytest.raises(ValueError, match=r"must come from torchq.prepare"):
+        torchq.convert(model)
+    for wrong in (prepared, torchq.convert(prepared)):
+        with pytest.raises(ValueError, match=r"must be a float model"):
+            torchq.prepare(wrong, data[0])
+    with pytest.raises(TypeError, match=r"got one Tensor"):
+        torchq.calibrate(prepared, data[0])
+    with pytest.raises(ValueError, match=r"at least one batch"):
+        torchq.calibrate(prepared, [])
+    with pytest.raises(NotImplementedError, match=r"dynamic=True.*calibrate"):
+        torchq.prepare(model, data[0], QConfig(dynamic=True))
+
+
+def test_strict() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"1 convolution or linear.*1: padding_mode is 'reflect'"
+    ):
+        convert("reflect", strict=True)
+    convert("reflect", strict=True, overrides={"1": None})
+
+
+def test_wrong_dtype_at_run_time() -> None:
+    converted = convert("sequential")
+    with pytest.raises(TypeError, match=r"must be float32 or .* got torch.int8"):
+        converted[2](torch.zeros(2, 16, dtype=torch.int8))
+    with pytest.raises(TypeError, match=r"torch.float64"):
+        converted(torch.zeros(2, 8, dtype=torch.float64))
+
+
+def test_gradients() -> None:
+    """Parameters do not require grad any more; inputs that do are refused."""
+    converted = convert("lstm")
+    x = torch.randn(2, 6, 16)
+    assert not converted(x).requires_grad
+    with pytest.raises(RuntimeError, match=r"requires grad.*torch.no_grad\(\)"):
+        converted(x.requires_grad_())
+    model = models.Wired(lambda m, x, r: m.add(m.a(x), r), a=models.conv(), add=tnn.Add()).eval()
+    pair = (torch.randn(models.IMAGE), torch.randn(models.IMAGE))
+    converted = torchq.quantize(model, [pair], pair)
+    with pytest.raises(RuntimeError, match=r"requires grad"):
+        converted(pair[0], pair[1].requires_grad_())
+
+
+# Stages can be repeated
+
+
+def test_calibrating_twice_adds_data() -> None:
+    model, data = build("sequential")
+    together = torchq.calibrate(torchq.prepare(model, data[0]), data)
+    apart = torchq.prepare(model, data[0])
+    for batch in data:
+        torchq.calibrate(apart, [batch])
+    assert torch.equal(torchq.convert(together)(data[0]), torchq.convert(apart)(data[0]))
+
+
+def test_prepared_can_be_copied_and_converted_twice() -> None:
+    model, data = build("resnet")
+    prepared = torchq.prepare(model, data[0])
+    other = copy.deepcopy(prepared)
+    torchq.calibrate(prepared, data)
+    torchq.calibrate(other, data)
+    results = [torchq.convert(p)(data[0]) for p in (prepared, other, prepared)]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_inputs_by_keyword_and_inference_mode() -> None:
+    model, data = build("sequential")
+    by_name = {"input": data[0]}
+    with torch.inference_mode():
+        converted = torchq.quantize(model, [by_name], by_name)
+    assert torch.equal(converted(input=data[0]), torchq.quantize(model, data[:1], data[0])(data[0]))

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchq.save, torchq.load and torchq.explain."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import nn
+
+import torchq
+import torchq.nn as tnn
+
+
+def build(name: str, **kwargs: Any) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    make, shape, _, _ = models.CASES[name]
+    model, x = models.randomize(make()), torch.randn(shape)
+    return model, torchq.quantize(model, [x, 2 * x], x, **kwargs), x
+
+
+@pytest.fixture(params=["safetensors", "torch.save"])
+def file_format(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch.save":  # as if safetensors were not installed
+        monkeypatch.setitem(sys.modules, "safetensors", None)
+        monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    else:
+        pytest.importorskip("safetensors")
+    return str(request.param)
+
+
+NAMES = ["resnet", "shared_relu6", "tied", "root", "lookups", "lenet", "lstm", "mul_gate", "stubs",
+         "called_twice", "module_list", "add_residual_first", "add_constant"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_round_trip(name: str, file_format: str, tmp_path: Path) -> None:
+    _, converted, x = build(name)
+    torchq.save(converted, tmp_path / "model")
+    with (tmp_path / "model").open("rb") as file:
+        assert (file.read(2) == b"PK") == (file_format == "torch.save")
+    fresh = models.randomize(models.CASES[name][0]())
+    before = copy.deepcopy(fresh.state_dict())
+    loaded = torchq.load(os.fspath(tmp_path / "model"), fresh)
+    assert torch.equal(loaded(x), converted(x)) and not loaded.training
+    assert not any(p.requires_grad for p in loaded.parameters())
+    assert all(torch.equal(before[k], v) for k, v in fresh.state_dict().items())
+    assert repr(loaded) == repr(converted)
+
+
+def test_narrow_configurations(file_format: str, tmp_path: Path) -> None:
+    for config in (
+        torchq.QConfig(activation_bits=7),
+        torchq.QConfig(activation_dtype=torch.int8, weight_granularity="per_tensor"),
+    ):
+        model, converted, x = build("mul_gate", config=config)
+        torchq.save(converted, tmp_path / "model")
+        loaded = torchq.load(tmp_path / "model", model)
+        assert torch.equal(loaded(100 * x), converted(100 * x))
+
+
+def test_module_registered_twice(file_format: str, tmp_path: Path) -> None:
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(shared, nn.ReLU(), shared).eval()
+    x = torch.randn(4, 8)
+    converted = torchq.quantize(model, [x], x)
+    assert converted[0] is converted[2] and isinstance(converted[0], tnn.QLinear)
+    torchq.save(converted, tmp_path / "model")
+    loaded = torchq.load(tmp_path / "model", model)
+    assert loaded[0] is loaded[2] and torch.equal(loaded(x), converted(x))
+
+
+def test_float_weights_of_any_strides(file_format: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), nn.ReLU()).eval()
+    model = model.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 6, 6)
+    converted = torchq.quantize(model, [x], x)
+    torchq.save(converted, tmp_path / "model")
+    assert torch.equal(torchq.load(tmp_path / "model", model)(x), converted(x))
+
+
+def test_file_is_small(tmp_path: Path) -> None:
+    """Weights are bytes, and calibration is not saved."""
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).eval()
+    x = torch.randn(4, 512)
+    torchq.save(torchq.quantize(model, [x], x), tmp_path / "model")
+    assert (tmp_path / "model").stat().st_size < 1.1 * 512 * 512 * 2
+
+
+def test_errors(tmp_path: Path) -> None:
+    model, converted, _ = build("sequential")
+    path = tmp_path / "model"
+    with pytest.raises(FileNotFoundError, match=r"torchq.load: .*absent does not exist"):
+        torchq.load(tmp_path / "absent", model)
+    torchq.save(converted, path)
+    with pytest.raises(RuntimeError, match=r"quantized module '0', but the model has no such"):
+        torchq.load(path, nn.ModuleDict({"a": nn.Linear(8, 4)}))
+    with pytest.raises(RuntimeError, match=r"the file lacks \['3.weight', '3.bias'\]"):
+        torchq.load(path, nn.Sequential(*copy.deepcopy(model), nn.Linear(4, 4)))
+    state = converted.state_dict()
+    text = bytes(state["0.spec"].tolist())
+    for wrong, message in (
+        (text.replace(b"QLinear", b"QNonsense"), "class must be one of .*'QNonsense'"),
+        (b"[1]", r"spec must be the JSON text of a torchq module, got b'\[1\]'"),
+        (text.replace(b'"version":1', b'"version":9'), "has spec .*but this module is"),
+    ):
+        state["0.spec"] = torch.tensor(list(wrong), dtype=torch.uint8)
+        torch.save(state, path)
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            torchq.load(path, model)
+
+
+def test_safetensors_file_without_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("safetensors")
+    model, converted, _ = build("sequential")
+    torchq.save(converted, tmp_path / "model")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        torchq.load(tmp_path / "model", model)
+
+
+# explain
+
+
+def reasons(name: str, **kwargs: Any) -> dict[str, str]:
+    _, converted, _ = build(name, **kwargs)
+    return {row.name: row.reason for row in torchq.explain(converted).rows}
+
+
+def test_explain_table() -> None:
+    _, converted, _ = build("shared_relu6")
+    text = str(torchq.explain(converted))
+    lines = text.splitlines()
+    assert " ".join(lines[0].split()) == "module class runs in attributes, or why it is float"
+    assert lines[1].startswith("0       Conv2d  int8     [8, 8, 1, 1], u8 -> u8, scales:src:0+")
+    assert lines[1].endswith("post_ops:eltwise_clip:0:6")
+    assert lines[2] == "1       ReLU6   int8     fused into 0, 2"
+    assert lines[-1] == "3 of 3 convolutions and linears run in int8"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("reflect", {"1": "padding_mode is 'reflect', only 'zeros' is supported"}),
+        ("shared_pool", {"p": "called more than once"}),
+        ("pool_indices", {"p": "its options have no int8 form"}),
+        ("lstm", {"lstm": "LSTM has no int8 form"}),
+        ("unbatched", {"a": "its source [8, 10, 10] has no batch dimension"}),
+        ("never_called", {"b": "not called with example_inputs"}),
+        ("keyword_layer", {"lin": "called with keyword arguments"}),
+        ("exposed", {"b": "its parameters are used outside of it too",
+                     "c": "its parameters are used outside of it, and it is not called"}),
+        ("forward_directly", {"a": "its parameters are used outside of it, and it is not called"}),
+        ("attention", {"mha.out_proj":
+                       "its parameters are used outside of it, and it is not called",
+                       "mha": "only leaf modules of torch.nn and torchq.nn have an int8 form"}),
+        ("add_integer", {"add": "its source is torch.int32, not torch.float32"}),
+        ("add_number", {"add": "an operand is not a tensor"}),
+        ("bn_other_reader", {"bn": "BatchNorm2d has no int8 form"}),
+        ("view_then_write", {"relu": "it works in place on a tensor that is read again"}),
+        ("user_hook", {"1": "it has forward hooks, which would be lost"}),
+        ("residual", {"a": "", "b": ""}),
+        ("dropout", {"1": "passes values on as they are", "3": "fused into 0"}),
+        ("stubs", {"q": "", "dq": ""}),
+        ("pool_two_readers", {"p": "its sources are float"}),
+    ],
+)  # fmt: skip
+def test_reasons(name: str, expected: dict[str, str]) -> None:
+    got = reasons(name)
+    assert {key: got[key] for key in expected} == expected
+
+
+def test_activation_that_is_fused_in_one_place_only() -> None:
+    model = models.Wired(
+        lambda m, x: m.b(m.relu(m.a(x)) + m.relu(x)),
+        a=models.conv(), b=models.conv(), relu=nn.ReLU(),
+    ).eval()  # fmt: skip
+    x = torch.randn(models.IMAGE)
+    converted = torchq.quantize(model, [x], x)
+    row = next(row for row in torchq.explain(converted).rows if row.name == "relu")
+    assert row.quantized and row.reason == "fused into a; elsewhere float: called more than once"
+    with torch.no_grad():
+        want, got = model(x), converted(x)
+    assert (want - got).norm() < 0.02 * want.norm()
+
+
+def test_custom_modules_are_reported() -> None:
+    class Swish(nn.Module):
+        def forward(self, src: torch.Tensor) -> torch.Tensor:
+            return src * torch.sigmoid(src)
+
+    class MyLinear(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(4, 4), Swish(), MyLinear(4, 4)).eval()
+    x = torch.randn(2, 4)
+    prepared = torchq.prepare(model, x)
+    rows = {row.name: row for row in torchq.explain(prepared).rows}
+    for name in ("1", "2"):
+        assert not rows[name].quantized
+        assert rows[name].reason == "only leaf modules of torch.nn and torchq.nn have an int8 form"
+    with pytest.raises(RuntimeError, match="strict=True, but 1 convolution"):
+        torchq.convert(torchq.calibrate(prepared, [x]), strict=True)
+
+
+def test_explain_needs_a_report(tmp_path: Path) -> None:
+    model, converted, _ = build("sequential")
+    torchq.save(converted, tmp_path / "model")
+    for wrong in (model, torchq.load(tmp_path / "model", model)):
+        with pytest.raises(ValueError, match=r"model must come from torchq.prepare"):
+            torchq.explain(wrong)
