@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m benchmarks <command>``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from benchmarks import ops, peak
+
+COMMANDS = {
+    "ops": (ops, "single layers beside native oneDNN and torch's own int8 ops"),
+    "peak": (peak, "this machine's multiply-add rates, cache bandwidths and op-call floors"),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=summary, description=module.__doc__))
+    args = parser.parse_args()
+    try:
+        status: int = COMMANDS[args.command][0].run(args)
+        return status
+    except RuntimeError as error:  # a busy machine, a wrong result, no compiler: said in one line
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

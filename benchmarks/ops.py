@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single layers, verified and then timed in turn with native oneDNN and torch's own int8 ops.
+
+Every layer has random full-range data, per-channel weight scales, a float32 bias, a ReLU and a
+uint8 destination; zero points are 0. Its result must have the bits of torchq's reference tier and
+be at most one step away from each peer's. A residual sum is in place for the peers; torchq reads
+the residual and writes a new tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import torchq
+from benchmarks import report
+from benchmarks.competitors import (
+    Competitor,
+    Operands,
+    onednn_competitor,
+    torch_competitor,
+    torchq_call,
+)
+from benchmarks.onednn import Peer, RefusedError, WheelsUnavailableError
+from benchmarks.peak import BusyMachineError, Peak, measure
+from benchmarks.suites import SUITES, Layer
+from benchmarks.timing import FULL, QUICK, Plan, call_blocks, interleave, op_blocks
+
+__all__ = ["add_arguments", "run"]
+
+PEERS = ("onednn", "torch")
+_SRC_DTYPES = {"u8": torch.uint8, "s8": torch.int8}
+
+
+def verify(layer: Layer, dst: Tensor, expected: Tensor, peers: dict[str, Competitor]) -> None:
+    """Raises RuntimeError unless dst has the reference's bits and no peer is further than 1."""
+    if not torch.equal(dst, expected):
+        wrong = int((dst != expected).sum())
+        raise RuntimeError(
+            f"{layer.name}: torchq's result differs from its reference tier in {wrong} of "
+            f"{dst.numel()} values. Nothing was timed; run the tests."
+        )
+    for name, peer in peers.items():
+        distance = int((dst.int() - peer.dst.int()).abs().max())
+        if distance > 1:
+            raise RuntimeError(
+                f"{layer.name}: torchq's result is {distance} steps from that of {name}, which "
+                "must be at most 1. Nothing was timed."
+            )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all layers of a run share. ``peer`` is the oneDNN process if ``names`` has onednn."""
+
+    names: list[str]
+    peer: Peer | None
+    plan: Plan
+    isa: str
+    refusals: set[str] = field(default_factory=set)
+
+    def competitors(self, layer: Layer, data: Operands) -> dict[str, Competitor]:
+        """The peers that can compute the layer; says why another cannot, each reason once."""
+        found = {}
+        for name in self.names:
+            try:
+                if name == "onednn":
+                    assert self.peer is not None
+                    found[name] = onednn_competitor(layer, data, self.peer)
+                else:
+                    found[name] = torch_competitor(layer, data)
+            except RuntimeError as error:
+                if name == "onednn" and not isinstance(error, RefusedError):
+                    raise
+                reason = f"{name} refuses: {str(error).splitlines()[0]}"
+                if reason not in self.refusals:
+                    print(f"benchmarks: {layer.name}: {reason}", file=sys.stderr)
+                self.refusals.add(reason)
+        return found
+
+    def time(self, layer: Layer, data: Operands) -> report.Times:
+        """Verifies one layer, then times it."""
+        op, args = torchq_call(layer, data)
+        with torchq.use_isa("reference"):
+            expected = op(*args)
+        peers = self.competitors(layer, data)
+        with torchq.use_isa(self.isa):
+            verify(layer, op(*args), expected, peers)
+            kernel = torchq.last_kernel()
+            blocks = {"kernel": op_blocks(op, args), "call": call_blocks(op, args)}
+            blocks |= {name: peer.blocks for name, peer in peers.items()}
+            samples = interleave(blocks, self.plan)
+        return report.Times(kernel, samples.pop("kernel"), samples.pop("call"), samples)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--suite", required=True, choices=SUITES)
+    parser.add_argument("--threads", type=int, default=1, help="of torchq and each peer")
+    parser.add_argument("--isa", choices=torchq.supported_isas(), default=torchq.isa())
+    parser.add_argument("--peers", default=",".join(PEERS), help="of onednn,torch; '' for none")
+    parser.add_argument("--src", choices=_SRC_DTYPES, default="u8", help="dtype of the source")
+    parser.add_argument("--json", help="file for the medians, one row a layer")
+    parser.add_argument("--plot", help="file for a bar chart of the ratios")
+    parser.add_argument(
+        "--quick", action="store_true", help="few short samples on any machine; only to try it"
+    )
+
+
+@contextlib.contextmanager
+def _started(names: list[str], threads: int) -> Iterator[Peer | None]:
+    """The oneDNN process if it is asked for; without its wheels a note, and no such peer."""
+    if "onednn" not in names:
+        yield None
+        return
+    try:
+        peer = Peer(threads)
+    except WheelsUnavailableError as error:
+        print(f"benchmarks: no onednn: {error}", file=sys.stderr)
+        names.remove("onednn")
+        yield None
+        return
+    with peer:
+        yield peer
+
+
+def run(args: argparse.Namespace) -> int:
+    names = [name for name in args.peers.split(",") if name]
+    if unknown := sorted(set(names) - set(PEERS)):
+        raise RuntimeError(f"--peers must be of {', '.join(PEERS)}, got {', '.join(unknown)}.")
+    if args.plot:
+        report.require_matplotlib()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    peak = measure(args.threads, args.isa)
+    if not args.quick:
+        peak.check_quiet()
+    with _started(names, args.threads) as peer, torch.inference_mode():
+        setup = Setup(names, peer, QUICK if args.quick else FULL, args.isa)
+        rows = _measure_suite(args, setup, peak)
+    report.print_summary(rows)
+    if not args.quick:
+        _warn_if_busy(args)
+    if args.json:
+        report.write_json(rows, args.json)
+    if args.plot:
+        report.plot(rows, args.plot)
+    return 0
+
+
+def _warn_if_busy(args: argparse.Namespace) -> None:
+    """A job that began during the run spoils it too; its table shows where."""
+    try:
+        measure(args.threads, args.isa).check_quiet()
+    except BusyMachineError as error:
+        print(f"benchmarks: at the end of the run {error}", file=sys.stderr)
+
+
+def _measure_suite(args: argparse.Namespace, setup: Setup, peak: Peak) -> list[report.Row]:
+    report.print_header(args.suite, args.threads, args.isa, args.src, peak, setup.names)
+    rows = []
+    for layer, count in SUITES[args.suite].items():
+        times = setup.time(layer, Operands.random(layer, _SRC_DTYPES[args.src]))
+        row = report.Row(
+            suite=args.suite,
+            layer=layer.name,
+            count=count,
+            src_dtype=args.src,
+            threads=args.threads,
+            isa=args.isa,
+            ops=2 * layer.macs,
+            peak_gops=peak.tier_gops,
+            times=times,
+        )
+        report.print_row(row, setup.names)
+        rows.append(row)
+    return rows
