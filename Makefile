@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` and `make test` create what they need in .venv and build/; a second call is quick.
+
+PYTHON ?= python3
+# What pip installs as torch; further pip options may follow the pin.
+TORCH ?= torch==2.13.0
+# Where the CPU-only build of torch comes from. When it is out of reach, pip warns and takes the
+# same version from its own index. Empty: ask pip's own index only.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+LIBRARY := torchq/libtorchq.so
+SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
+FORMATTED := $(SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*/*.cpp tests/*.c)
+# Options for pytest: make test ARGS='-k linear'
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format bench build clean distclean
+
+help:  ## This list
+	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+demo: $(LIBRARY)  ## Train a small network on digits, quantize it, compare
+	$(BIN)/python examples/digits/run.py
+
+test: $(LIBRARY)  ## All tests; options: make test ARGS='-k linear'
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.bench  ## Times against the peers; options: make bench ARGS=...
+	$(BIN)/python -m benchmarks $(ARGS)
+
+build: $(LIBRARY)  ## Only the environment and the extension
+
+lint: $(VENV)/.lint  ## ruff, mypy and clang-format, with the versions pinned in pyproject.toml
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict torchq
+	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
+
+format: $(VENV)/.lint  ## Rewrite the sources in the project's format
+	$(BIN)/ruff check --fix --exit-zero .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(FORMATTED)
+
+clean:  ## Remove what was built, keep .venv
+	rm -rf build dist *.egg-info $(LIBRARY) compile_commands.json
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean  ## Remove .venv too
+	rm -rf $(VENV)
+
+define check_python
+@$(PYTHON) -c '' 2>/dev/null || { echo "torchq: Python 3.10 or newer is needed, but '$(PYTHON)'" \
+  "does not run: install python3, or name one with make PYTHON=..." >&2; exit 1; }
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "torchq: Python 3.10 or" \
+  "newer is needed, but '$(PYTHON)' is $$($(PYTHON) -V 2>&1): name a newer one with" \
+  "make PYTHON=..." >&2; exit 1; }
+@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "torchq: '$(PYTHON)' cannot make" \
+  "virtual environments: install its venv module (Debian and Ubuntu: apt install" \
+  "python3-venv)." >&2; exit 1; }
+endef
+
+define check_compiler
+@echo 'int main() {}' | $(CXX) -std=c++20 -fopenmp -x c++ - -o /dev/null 2>/dev/null || { \
+  echo "torchq: a C++20 compiler with OpenMP is needed, but '$(CXX)' does not build an empty" \
+  "program: install g++ 12 or newer (Debian and Ubuntu: apt install g++), or name one with" \
+  "make CXX=..." >&2; exit 1; }
+endef
+
+$(VENV)/pyvenv.cfg:
+	$(check_python)
+	$(check_compiler)
+	$(PYTHON) -m venv $(VENV)
+
+# --no-deps: only torch itself may come from TORCH_INDEX. One retry of 15 s bounds the wait for an
+# index that does not answer.
+$(VENV)/.torch: $(VENV)/pyvenv.cfg
+	$(PIP) install --no-deps $(if $(TORCH_INDEX),--timeout 15 --retries 1 \
+	  --extra-index-url $(TORCH_INDEX)) $(TORCH)
+	$(PIP) install --quiet $(TORCH) numpy ninja wheel 'setuptools>=77'
+	@touch $@
+
+$(LIBRARY): setup.py pyproject.toml $(SOURCES) $(VENV)/.torch
+	$(check_compiler)
+	@echo 'Building torchq: one to four minutes the first time.'
+	$(PIP) install --quiet --no-build-isolation -e '.[test]'
+	@touch $@
+
+# A stamp for each further extra.
+$(VENV)/.%: pyproject.toml $(LIBRARY)
+	$(PIP) install --quiet --no-build-isolation -e '.[$*]'
+	@touch $@
