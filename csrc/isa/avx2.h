@@ -165,6 +165,8 @@ struct Avx2 {
     const __m128i bytes = load_bytes(p, count);
     return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
   }
+  static TORCHQ_INLINE Int load_u8(const void* p) { return load_u8(p, kPanel); }
+  static TORCHQ_INLINE Int load_s8(const void* p) { return load_s8(p, kPanel); }
   static TORCHQ_INLINE void store_bytes(void* p, Int v, Mask count, bool is_signed) {
     const __m256i words =
         _mm256_permute4x64_epi64(_mm256_packs_epi32(v.lo, v.hi), 0xd8);  // back to natural order
@@ -177,6 +179,9 @@ struct Avx2 {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(lanes), bytes);
       memcpy(p, lanes, static_cast<size_t>(count));
     }
+  }
+  static TORCHQ_INLINE void store_panel(uint8_t* p, Int v, bool is_signed) {
+    store_bytes(p, v, kPanel, is_signed);
   }
   static TORCHQ_INLINE void store_u8(void* p, Int v, Mask count) {
     store_bytes(p, v, count, false);

@@ -90,6 +90,12 @@ struct Avx512 {
   static TORCHQ_INLINE Int load_u8(const void* p, Mask m) {
     return _mm512_cvtepu8_epi32(load_bytes(p, m));
   }
+  static TORCHQ_INLINE Int load_u8(const void* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  }
+  static TORCHQ_INLINE Int load_s8(const void* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  }
   static TORCHQ_INLINE Int load_s8(const void* p, Mask m) {
     return _mm512_cvtepi8_epi32(load_bytes(p, m));
   }
@@ -99,6 +105,13 @@ struct Avx512 {
   }
   static TORCHQ_INLINE void store_s8(void* p, Int v, Mask m) {
     _mm_mask_storeu_epi8(p, m, _mm512_cvtsepi32_epi8(v));
+  }
+  /// 16 channels, saturated.
+  static TORCHQ_INLINE void store_panel(uint8_t* p, Int v, bool is_signed) {
+    const __m128i bytes = is_signed
+                              ? _mm512_cvtsepi32_epi8(v)
+                              : _mm512_cvtusepi32_epi8(_mm512_max_epi32(v, _mm512_setzero_si512()));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
   }
   /// 64 channels in natural order: the two packs interleave 128-bit lanes, one vpermd puts them
   /// back.

@@ -2,10 +2,10 @@
 // From int32 accumulators to the destination, shared by gemm and depthwise (contract: Epilogue in
 // table.h).
 //
-// Two forms. `finish_row` works on the accumulators where they are, in registers, and covers what
-// nearly every layer needs: a folded chain to 8 bits. `finish_tile` works on a tile in L1 and
-// covers everything else, the float chain interpreter included (measured cost of the detour: 4 % at
-// K = 64, 1 % at K = 512).
+// Two forms. `finish_in_registers` works on the accumulators where they are, in registers, and
+// covers what nearly every layer needs: a folded chain to 8 bits. `finish_tile` works on a tile in
+// L1 and covers everything else, the float chain interpreter included (measured cost of the detour:
+// 4 % at K = 64, 1 % at K = 512).
 #pragma once
 
 #include "common.h"
@@ -47,50 +47,61 @@ TORCHQ_INLINE void store_float(void* base, DType dtype, int64_t index, typename 
   }
 }
 
-/// True when finish_row can take the rows as they are.
+/// True when finish_in_registers can take the accumulators as they are.
 TORCHQ_INLINE bool finishes_in_registers(const Epilogue& e, int channels, int panels) {
   return e.mode == Epilogue::kFolded && element_size(e.dst_dtype) == 1 && !e.guard &&
          channels == panels * kPanel;
 }
 
-template <class Isa, int NP>
-TORCHQ_INLINE void finish_row(const Epilogue& e, typename Isa::Int (&acc)[NP], int64_t dst_index,
-                              int channel) {
+/// One panel of all rows: its parameters are loaded once (with 24 accumulators live, loading them
+/// again for every row was the bottleneck at K = 64).
+template <class Isa, int MR, int NP>
+TORCHQ_INLINE void finish_panel(const Epilogue& e, typename Isa::Int (&acc)[MR][NP], int p,
+                                const int64_t* dst_offset, int channel) {
   using Float = typename Isa::Float;
-  Float y[NP];
-  TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-    const int n = channel + p * kPanel;
-    y[p] = Isa::fma(Isa::to_float(acc[p]), Isa::load(e.multiplier + n), Isa::load(e.offset + n));
+  const int n = channel + p * kPanel;
+  const Float multiplier = Isa::load(e.multiplier + n), offset = Isa::load(e.offset + n);
+  Float y[MR];
+  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
+    y[r] = Isa::fma(Isa::to_float(acc[r][p]), multiplier, offset);
   }
   for (int s = 0; s < e.num_sums; ++s) {
-    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-      const int n = p * kPanel;
-      const Float old = load_as_float<Isa>(e.sums[s].data, e.sums[s].dtype, dst_index + n,
-                                           Isa::zero(), Isa::mask(kPanel));
-      y[p] = Isa::fma(old, Isa::load(e.sums[s].scale + channel + n), y[p]);
+    const Float factor = Isa::load(e.sums[s].scale + n);
+    const uint8_t* old = static_cast<const uint8_t*>(e.sums[s].data) + n;
+    // Sums of other types never get here: they need the guard.
+    if (e.sums[s].dtype == DType::u8) {
+      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
+        y[r] = Isa::fma(Isa::to_float(Isa::load_u8(old + dst_offset[r])), factor, y[r]);
+      }
+    } else {
+      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
+        y[r] = Isa::fma(Isa::to_float(Isa::load_s8(old + dst_offset[r])), factor, y[r]);
+      }
     }
   }
-  if (e.lo != nullptr) {
-    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-      const int n = channel + p * kPanel;
-      y[p] = Isa::min(Isa::max(y[p], Isa::load(e.lo + n)), Isa::load(e.hi + n));
-    }
-  } else if (e.clamp) {
-    const Float lo = Isa::set(e.lo_scalar), hi = Isa::set(e.hi_scalar);
-    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) y[p] = Isa::min(Isa::max(y[p], lo), hi);
+  if (e.lo != nullptr || e.clamp) {
+    const Float lo = e.lo != nullptr ? Isa::load(e.lo + n) : Isa::set(e.lo_scalar);
+    const Float hi = e.lo != nullptr ? Isa::load(e.hi + n) : Isa::set(e.hi_scalar);
+    TORCHQ_UNROLL for (int r = 0; r < MR; ++r) y[r] = Isa::min(Isa::max(y[r], lo), hi);
   }
-  TORCHQ_UNROLL for (int p = 0; p < NP; ++p) acc[p] = Isa::to_int(y[p]);
-  uint8_t* dst = static_cast<uint8_t*>(e.dst) + dst_index;
+  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) acc[r][p] = Isa::to_int(y[r]);
+}
+
+/// Overwrites the accumulators. `channel` is the first of full panels.
+template <class Isa, int MR, int NP>
+TORCHQ_INLINE void finish_in_registers(const Epilogue& e, typename Isa::Int (&acc)[MR][NP],
+                                       const int64_t* dst_offset, int channel) {
+  TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
+    finish_panel<Isa, MR, NP>(e, acc, p, dst_offset, channel);
+  }
+  uint8_t* dst = static_cast<uint8_t*>(e.dst) + channel;
   const bool is_signed = e.dst_dtype == DType::s8;
-  if constexpr (NP == Isa::kMaxPanels && NP > 1) {
-    Isa::store_row(dst, acc, is_signed);
-  } else {
-    const auto all = Isa::mask(kPanel);
-    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-      if (is_signed) {
-        Isa::store_s8(dst + p * kPanel, acc[p], all);
-      } else {
-        Isa::store_u8(dst + p * kPanel, acc[p], all);
+  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
+    if constexpr (NP == Isa::kMaxPanels && NP > 1) {
+      Isa::store_row(dst + dst_offset[r], acc[r], is_signed);
+    } else {
+      TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
+        Isa::store_panel(dst + dst_offset[r] + p * kPanel, acc[r][p], is_signed);
       }
     }
   }

@@ -74,9 +74,7 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int panel) 
   const int first = panel * kPanel;
   const int channels = min_int(t.channels - first, NP * kPanel);
   if (finishes_in_registers(e, channels, NP)) {
-    TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-      finish_row<Isa, NP>(e, acc[r], t.dst_offset[r] + t.channel + first, t.channel + first);
-    }
+    finish_in_registers<Isa, MR, NP>(e, acc, t.dst_offset, t.channel + first);
     return;
   }
   alignas(64) int32_t tile[MR * NP * kPanel];
