@@ -4,9 +4,9 @@
 PYTHON ?= python3
 # What pip installs as torch; further pip options may follow the pin.
 TORCH ?= torch==2.13.0
-# Where the CPU-only build of torch comes from. When it is out of reach, pip warns and takes the
-# same version from its own index. Empty: ask pip's own index only.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# A further package index to ask for torch, such as PyTorch's own one of CPU-only builds. When it is
+# out of reach, pip warns and goes on with the index it is configured for.
+TORCH_INDEX ?=
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -216,3 +216,11 @@ def test_explain_needs_a_report(tmp_path: Path) -> None:
     for wrong in (model, torchq.load(tmp_path / "model", model)):
         with pytest.raises(ValueError, match=r"model must come from torchq.prepare"):
             torchq.explain(wrong)
+
+
+def test_others_can_read_the_file(tmp_path: Path) -> None:
+    """The mode is that of any file the process creates, as its umask says."""
+    plain, saved = tmp_path / "plain", tmp_path / "saved"
+    plain.touch()
+    torchq.save(tnn.QMaxPool2d(torchq.QParams.per_tensor(0.1), 2), saved)
+    assert saved.stat().st_mode == plain.stat().st_mode

@@ -30,11 +30,12 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     state = _state(model)
     try:
-        from safetensors.torch import save_file
+        from safetensors.torch import save as dump
     except ImportError:
         torch.save(state, path)
     else:
-        save_file(state, path, metadata={"format": "pt", "writer": "torchq"})
+        # save, not save_file: that one makes files that only their owner can read
+        Path(path).write_bytes(dump(state, metadata={"format": "pt", "writer": "torchq"}))
 
 
 def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
