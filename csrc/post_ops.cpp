@@ -13,7 +13,6 @@
 namespace torchq {
 namespace {
 
-constexpr int kMaxSums = 4;
 constexpr int kMaxPostOps = 32;
 
 /// The next field of `text` up to `separator`, which is removed together with the field.
@@ -132,9 +131,6 @@ Chain parse_post_ops(const char* op, std::string_view text) {
   TORCH_CHECK_VALUE(chain.ops.size() <= kMaxPostOps, "torchq.", op, ": post_ops has ",
                     chain.ops.size(), " entries; at most ", kMaxPostOps,
                     " are supported. Run the rest as a separate op.");
-  TORCH_CHECK_NOT_IMPLEMENTED(chain.sums <= kMaxSums, "torchq.", op, ": post_ops has ", chain.sums,
-                              " sums; at most ", kMaxSums,
-                              " are supported. Add the others with torchq.functional.add.");
   return chain;
 }
 
@@ -181,10 +177,9 @@ EpilogueBuilder::EpilogueBuilder(const Args& args, const at::Tensor& dst) {
 }
 
 void EpilogueBuilder::add_sums(const Args& args, const at::Tensor& dst, const Chain& chain) {
-  Epilogue& e = epilogue_;
   for (const PostOp& post_op : chain.ops) {
     if (post_op.kind != PostOp::kSum) continue;
-    const int i = e.num_sums++;
+    const int64_t i = static_cast<int64_t>(sums_.size());
     const at::Tensor& src = args.post_op_srcs[i];
     const DType dtype = dtype_of(args.op, "post_op_srcs", src);
     check_cpu(args.op, "post_op_srcs", src);
@@ -204,14 +199,20 @@ void EpilogueBuilder::add_sums(const Args& args, const at::Tensor& dst, const Ch
     } else {
       srcs_.push_back(at::empty_like(dst, src.options()).copy_(src));
     }
-    e.sums[i] = {srcs_.back().const_data_ptr(), dtype, nullptr, post_op.scale, post_op.zero_point};
+    sums_.push_back(
+        {srcs_.back().const_data_ptr(), dtype, nullptr, post_op.scale, post_op.zero_point});
   }
+  epilogue_.sums = sums_.data();
+  epilogue_.num_sums = chain.sums;
 }
 
 const float* EpilogueBuilder::read_folded(const Args& args, const Chain& chain,
                                           const float* params) {
   Epilogue& e = epilogue_;
-  for (int s = 0; s < e.num_sums; ++s, params += args.channels) e.sums[s].scale = params;
+  for (SumSrc& sum : sums_) {
+    sum.scale = params;
+    params += args.channels;
+  }
   if (chain.ends_in(PostOp::kClip)) {
     e.lo = params;
     e.hi = params + args.channels;

@@ -71,6 +71,7 @@ class EpilogueBuilder {
   bool needs_guard(const Args& args) const;
 
   Epilogue epilogue_{};
+  c10::SmallVector<SumSrc, 2> sums_;
   c10::SmallVector<ChainOp, 8> ops_;
   c10::SmallVector<at::Tensor, 2> srcs_;  // made to match dst's strides
 };

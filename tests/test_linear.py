@@ -53,6 +53,13 @@ def test_sum_sources(old: torch.dtype, chain: str):
         sampled(shape, U8, dst, chain, old=old).check((shape, dst))
 
 
+@pytest.mark.parametrize("last", ("sum:0.125", "sum:0.125+eltwise_relu:0.5"))
+def test_many_sums(last: str):
+    """Any number of them, folded and step by step."""
+    chain = "+".join([*["sum:0.0625"] * 10, last])
+    sampled(LinearShape(7, 40, 12), post_ops=chain).check()
+
+
 def test_sum_source_in_another_layout():
     call = sampled(MIXED, U8, U8, "sum:0.04:3+binary_mul:0+sum:0.02+eltwise_relu")
     first, second = call.args["post_op_srcs"]

@@ -342,9 +342,7 @@ def test_unsupported_names_the_nearest_form(text: str, got: str, nearest: str) -
 
 
 def test_number_of_sums() -> None:
-    PostOps.parse("sum+sum+sum+sum").check_supported("linear")
-    with pytest.raises(NotImplementedError, match=r"torchq\.linear: .* at most 4 sums, got 5\."):
-        PostOps.parse("sum+sum+sum+sum+sum").check_supported("linear")
+    PostOps.parse("+".join(["sum"] * 32)).check_supported("linear")
 
 
 @pytest.mark.parametrize("dst_dtype", DTYPES.values(), ids=DTYPES)

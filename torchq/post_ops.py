@@ -64,7 +64,6 @@ SUPPORTED_NOW = (
     "binary_mul",
 )
 SUPPORTED_MASKS = (0, 2)
-MAX_SUMS_NOW = 4  # kMaxSums in csrc/post_ops.cpp
 MAX_POST_OPS = 32
 
 _NEAREST = {
@@ -218,11 +217,6 @@ class PostOps:
                     f"torchq.{op_name}: post_ops must be made of {', '.join(SUPPORTED_NOW)} "
                     f"(binary: float32, mask 0 or 2), got {op} at index {index}. {remedy}."
                 )
-        if self.num_srcs > MAX_SUMS_NOW:
-            raise NotImplementedError(
-                f"torchq.{op_name}: post_ops must have at most {MAX_SUMS_NOW} sums, got "
-                f"{self.num_srcs}. Add some of the sources beforehand."
-            )
 
     def _append(self, op: PostOp) -> PostOps:
         if len(self._ops) == MAX_POST_OPS:

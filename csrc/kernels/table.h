@@ -62,7 +62,7 @@ struct Epilogue {
   // correctly.
   bool guard;
   int num_sums;
-  SumSrc sums[4];
+  const SumSrc* sums;
   int num_ops;
   const ChainOp* ops;
   const float* inv_scale;  // chain with integer dst: 1 / dst_scale per channel

@@ -59,21 +59,20 @@ struct Problem {
 /// The affine map one channel's chain multiplies out to.
 struct Affine {
   double acc, constant;
-  double sums[4];
+  c10::SmallVector<double, 2> sums;
 };
 
 void run_chain(const Problem& p, c10::ArrayRef<PerChannel> values, int64_t n, Affine* a) {
-  int sums = 0;
   size_t next_value = 0;
   const auto scale_by = [&](double factor) {
     a->acc *= factor;
     a->constant *= factor;
-    for (int s = 0; s < sums; ++s) a->sums[s] *= factor;
+    for (double& sum : a->sums) sum *= factor;
   };
   for (const PostOp& post_op : p.chain.ops) {
     switch (post_op.kind) {
       case PostOp::kSum:
-        a->sums[sums++] = post_op.scale;
+        a->sums.push_back(post_op.scale);
         a->constant -= double{post_op.scale} * post_op.zero_point;
         break;
       case PostOp::kLinear:
@@ -132,7 +131,7 @@ Folded fold_with(const Problem& p, const PerChannel& dst_scale, const Start& sta
       m[n] = static_cast<float>(a.acc / dst_scale[n]);
       b[n] = static_cast<float>(a.constant / dst_scale[n] + p.dst_zero_point);
       for (int s = 0; s < p.chain.sums; ++s) {
-        q[s * n_channels + n] = static_cast<float>(a.sums[s] / dst_scale[n]);
+        q[s * n_channels + n] = static_cast<float>(a.sums[static_cast<size_t>(s)] / dst_scale[n]);
       }
       if (p.chain.ends_in(PostOp::kClip)) {
         const PostOp& clip = p.chain.ops.back();
