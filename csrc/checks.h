@@ -143,11 +143,15 @@ inline int32_t zero_point_of(const char* op, const char* arg, const std::optiona
   return value;
 }
 
-/// "u8 8x64x56x56 -> u8 8x256x56x56 [geometry] post-ops" for the verbose line.
-inline std::string describe_call(const at::Tensor& src, int64_t channels, c10::IntArrayRef geometry,
-                                 const at::Tensor& dst, c10::string_view post_ops) {
-  return c10::str(dtype_name(src.scalar_type()), src.sizes(), " -> ", dtype_name(dst.scalar_type()),
-                  " channels ", channels, " geometry ", geometry, " post_ops:", post_ops);
+/// "uint8[8, 64] -> float32[8, 10] post_ops:eltwise_relu" for the verbose line.
+inline std::string describe_call(at::TensorList srcs, const at::Tensor& dst,
+                                 const std::string& attributes = "") {
+  std::string text;
+  for (const at::Tensor& src : srcs) {
+    text += (text.empty() ? "" : " ") + c10::str(dtype_name(src.scalar_type()), src.sizes());
+  }
+  return c10::str(text, " -> ", dtype_name(dst.scalar_type()), dst.sizes(),
+                  attributes.empty() ? "" : " ", attributes);
 }
 
 }  // namespace torchq

@@ -224,3 +224,13 @@ def test_others_can_read_the_file(tmp_path: Path) -> None:
     plain.touch()
     torchq.save(tnn.QMaxPool2d(torchq.QParams.per_tensor(0.1), 2), saved)
     assert saved.stat().st_mode == plain.stat().st_mode
+
+
+def test_exporting_does_not_disturb_loading(tmp_path: Path) -> None:
+    """torch.export subclasses the modules it traces."""
+    qparams = torchq.QParams.per_tensor(0.1)
+    module = tnn.QLinear.from_float(nn.Linear(8, 4), qparams)
+    torch.export.export(module, (torch.zeros(2, 8),))
+    torchq.save(module, tmp_path / "file")
+    loaded = torchq.load(tmp_path / "file", nn.Linear(8, 4))
+    assert type(loaded) is tnn.QLinear

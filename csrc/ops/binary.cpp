@@ -55,8 +55,8 @@ struct Params {
 
 using RowFn = void (*)(const BinaryRow&);
 
-at::Tensor binary(const char* op, RowFn run, const at::Tensor& src0, const at::Tensor& src1,
-                  BinaryRow row) {
+at::Tensor binary(const char* op, OpTrace& trace, RowFn run, const at::Tensor& src0,
+                  const at::Tensor& src1, BinaryRow row) {
   for (const float f : {row.m0, row.m1, row.c}) {
     TORCH_CHECK_VALUE(std::isfinite(f), "torchq.", op,
                       ": the ratio of the scales is not a finite float32 (", f,
@@ -69,6 +69,7 @@ at::Tensor binary(const char* op, RowFn run, const at::Tensor& src0, const at::T
   TORCH_CHECK_VALUE(fits, "torchq.", op, ": src0 and src1 must broadcast, got ", src0.sizes(),
                     " and ", src1.sizes(), ". Reshape one of them.");
   at::Tensor dst = empty_broadcast(src0, src1, scalar_type(row.dst_dtype));
+  trace.describe([&] { return describe_call({src0, src1}, dst); });
   if (dst.numel() == 0) return dst;
   at::TensorIterator iter = at::TensorIteratorConfig()
                                 .check_all_same_dtype(false)
@@ -127,7 +128,7 @@ at::Tensor add(const at::Tensor& src0, const at::Tensor& src1, const at::Tensor&
   row.m0 = static_cast<float>(m0);
   row.m1 = static_cast<float>(m1);
   row.c = static_cast<float>(p.zero_point[2] - p.zero_point[0] * m0 - p.zero_point[1] * m1);
-  return binary("add", tier.add, src0, src1, row);
+  return binary("add", trace, tier.add, src0, src1, row);
 }
 
 at::Tensor mul(const at::Tensor& src0, const at::Tensor& src1, const at::Tensor& scales,
@@ -141,7 +142,7 @@ at::Tensor mul(const at::Tensor& src0, const at::Tensor& src1, const at::Tensor&
   BinaryRow row = make_row("mul", src0, src1, p, dst, relu);
   row.m0 = static_cast<float>(double{p.scale[0]} * p.scale[1] / p.scale[2]);
   row.c = static_cast<float>(p.zero_point[2]);
-  return binary("mul", tier.mul, src0, src1, row);
+  return binary("mul", trace, tier.mul, src0, src1, row);
 }
 
 /// A dense tensor whose dimensions lie in memory in the same order as those of `like`.
@@ -183,6 +184,7 @@ at::Tensor concat(at::TensorList srcs, const at::Tensor& scales, const at::Tenso
     sizes[static_cast<size_t>(dim)] += src.size(dim);
   }
   at::Tensor dst = empty_in_order_of(srcs[0], sizes, scalar_type(dst_type));
+  trace.describe([&] { return describe_call(srcs, dst); });
   const int64_t last = static_cast<int64_t>(srcs.size());
   int64_t begin = 0;
   for (int64_t i = 0; i < last; ++i) {

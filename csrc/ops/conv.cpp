@@ -324,7 +324,9 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
        max_accumulator(src.channels / groups * window.taps(), acc_bias)},
       dst);
   if (dst.numel() == 0) return dst;
-  trace.describe([&] { return describe_call(src_arg, channels, geometry, dst, post_ops); });
+  trace.describe([&] {
+    return describe_call({src_arg}, dst, c10::str("geometry:", geometry, " post_ops:", post_ops));
+  });
   Source s{static_cast<const uint8_t*>(src.tensor.const_data_ptr()),
            src.batch,
            src.channels,

@@ -65,7 +65,7 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
                                  dst);
   const bool narrow = pairs_fit(kOp, pair_bound, weight.size(0));
   if (dst.numel() == 0) return dst;
-  trace.describe([&] { return describe_call(src_arg, n, {}, dst, post_ops); });
+  trace.describe([&] { return describe_call({src}, dst, c10::str("post_ops:", post_ops)); });
 
   const int64_t m = dst.numel() / n;
   ScratchFrame scratch;

@@ -64,6 +64,7 @@ at::Tensor make_dst(const ChannelsLast& src, const int64_t (&output)[3]) {
 void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Spans (&spans)[3],
           const Pooling& pooling, const at::Tensor& dst) {
   trace.ran(tier, pooling.kernel);
+  trace.describe([&] { return describe_call({src.tensor}, dst); });
   int64_t output[3], window = 1;
   for (int d = 0; d < 3; ++d) {
     output[d] = static_cast<int64_t>(spans[d].size());

@@ -94,6 +94,7 @@ at::Tensor convert_op(const char* op, const at::Tensor& src, const at::Tensor& f
   check_broadcasts(op, "src_zero_point", src_zero_point, src);
   check_broadcasts(op, "dst_zero_point", dst_zero_point, src);
   at::Tensor dst = at::empty_like(src, src.options().dtype(scalar_type(dst_dtype)));
+  trace.describe([&] { return describe_call({src}, dst); });
   convert_into(tier, dst, src, factor, src_zero_point, dst_zero_point);
   return dst;
 }
@@ -163,6 +164,7 @@ at::Tensor lookup(const at::Tensor& src, const at::Tensor& table) {
   const uint8_t* values = static_cast<const uint8_t*>(table.const_data_ptr());
   for (int q = 0; q < 256; ++q) bytes[src.scalar_type() == at::kChar ? q ^ 0x80 : q] = values[q];
   at::Tensor dst = at::empty_like(src, src.options().dtype(table.scalar_type()));
+  trace.describe([&] { return describe_call({src}, dst); });
   at::TensorIterator iter = at::TensorIteratorConfig()
                                 .check_all_same_dtype(false)
                                 .add_output(dst)

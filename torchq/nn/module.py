@@ -67,7 +67,8 @@ class QModule(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Registers the subclass."""
         super().__init_subclass__(**kwargs)
-        QModule.registry[cls.__name__] = cls
+        # The first of a name: torch.export makes subclasses of its own with the same names.
+        QModule.registry.setdefault(cls.__name__, cls)
 
     def _set_spec(self, **fields: object) -> None:
         fields = {"class": type(self).__name__, "version": LAYOUT_VERSION, **fields}
