@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import torchq
+import torchq.functional as TF
 from torchq.ops import LIBRARY_PATH
 
 ROOT = Path(__file__).parent.parent
@@ -248,6 +249,22 @@ def test_selection_belongs_to_the_thread():
             checked.set()
             thread.join()
     assert seen == {"before": default, "inside": "reference"}, "threads start with the default"
+
+
+def test_the_kernel_that_ran(isa: str):
+    """Linear and convolutions are in their own files; these are the others."""
+    src = torch.zeros(1, 5, 6, 7, dtype=torch.uint8)
+    calls = {
+        "max_pool": lambda: TF.max_pool(src, 2),
+        "avg_pool": lambda: TF.avg_pool(src, 2),
+        "convert": lambda: TF.quantize(torch.zeros(3, 4), 0.5),
+        "add": lambda: TF.add(src, src, torchq.Attr()),
+        "mul": lambda: TF.mul(src, src, torchq.Attr()),
+        "lookup": lambda: TF.lookup(src, torch.zeros(256, dtype=torch.uint8)),
+    }
+    for kernel, call in calls.items():
+        call()
+        assert torchq.last_kernel() == f"{kernel}:{isa}"
 
 
 def test_last_kernel_is_empty_before_the_first_op():
