@@ -5,7 +5,7 @@ from torchq.attr import Attr
 from torchq.config import QConfig
 from torchq.eager import calibrate, convert, prepare, quantize
 from torchq.explain import explain
-from torchq.isa import cpu_info, isa, last_kernel, supported_isas, use_isa
+from torchq.isa import cpu_info, isa, last_kernel, memory_info, supported_isas, use_isa
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 from torchq.serialization import load, save
@@ -24,6 +24,7 @@ __all__ = [
     "isa",
     "last_kernel",
     "load",
+    "memory_info",
     "prepare",
     "quantize",
     "save",

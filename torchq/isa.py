@@ -15,7 +15,7 @@ import torch
 
 import torchq.ops  # noqa: F401  loads the library
 
-__all__ = ["cpu_info", "isa", "last_kernel", "supported_isas", "use_isa"]
+__all__ = ["cpu_info", "isa", "last_kernel", "memory_info", "supported_isas", "use_isa"]
 
 
 def supported_isas() -> list[str]:
@@ -69,3 +69,13 @@ def cpu_info() -> dict[str, object]:
         "torch": torch.__version__,
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def memory_info() -> dict[str, int]:
+    """Memory torchq keeps between calls.
+
+    ``scratch_bytes``: the working memory of all threads that ran an op. It grows to what the
+    largest call of a thread needed and then stays. There is nothing else: geometry is worked out
+    in every call, not cached by shape.
+    """
+    return {"scratch_bytes": int(torch.ops.torchq._scratch_bytes())}

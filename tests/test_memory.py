@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ever new shapes must not grow memory: there is no cache by shape, and scratch stops growing."""
+
+import random
+
+import torch
+
+import torchq
+import torchq.functional as TF
+from torchq.packing import pack_conv, pack_linear
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def run(rng: random.Random, calls: int) -> None:
+    """`calls` convolutions, linears and pools of random sizes up to 40x40."""
+    dense = pack_conv(torch.ones(20, 3, 3, 3, dtype=torch.int8))
+    depthwise = pack_conv(torch.ones(8, 1, 3, 3, dtype=torch.int8), groups=8)
+    fc = pack_linear(torch.ones(33, 17, dtype=torch.int8))
+    for _ in range(calls):
+        batch, height, width = rng.randint(1, 3), rng.randint(3, 40), rng.randint(3, 40)
+        shape = (batch, rng.choice((3, 8)), height, width)
+        src = torch.zeros(shape, dtype=torch.uint8)
+        if shape[1] == 3:
+            TF.conv2d(src, dense, padding=rng.randint(0, 2))
+        else:
+            TF.conv2d(src, depthwise, padding=1, groups=8, stride=rng.randint(1, 2))
+            TF.max_pool(src, 2)
+        TF.linear(torch.zeros(rng.randint(1, 300), 17, dtype=torch.uint8), fc)
+
+
+def test_memory_stays_flat() -> None:
+    rng = random.Random(0)
+    run(rng, 1000)  # scratch and the allocator reach their size
+    scratch, resident = torchq.memory_info()["scratch_bytes"], resident_bytes()
+    run(rng, 4000)  # about 10,000 op calls
+    assert torchq.memory_info()["scratch_bytes"] <= 2 * scratch
+    assert resident_bytes() - resident < 8 << 20
+
+
+def test_scratch_is_counted() -> None:
+    src, weight = (
+        torch.zeros(1, 3, 64, 64, dtype=torch.uint8),
+        torch.ones(8, 3, 3, 3).to(torch.int8),
+    )
+    TF.conv2d(src, weight, padding=1)  # padded in scratch
+    assert torchq.memory_info()["scratch_bytes"] >= 66 * 66 * 3
