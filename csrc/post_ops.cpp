@@ -191,9 +191,11 @@ void EpilogueBuilder::add_sums(const Args& args, const at::Tensor& dst, const Ch
     TORCH_CHECK_VALUE(src.sizes() == dst.sizes(), "torchq.", args.op, ": post_op_srcs[", i,
                       "] must have the shape of dst, ", dst.sizes(), ", got ", src.sizes(),
                       ". A sum post-op does not broadcast; expand the source.");
-    TORCH_CHECK_VALUE(dtype != DType::f32 || post_op.zero_point == 0, "torchq.", args.op,
-                      ": post-op sum has zero point ", post_op.zero_point,
-                      " but a float32 source. Only integer sources have zero points.");
+    const auto [lo, hi] = zero_point_range(dtype);
+    TORCH_CHECK_VALUE(post_op.zero_point >= lo && post_op.zero_point <= hi, "torchq.", args.op,
+                      ": post-op sum has zero point ", post_op.zero_point, " but its ",
+                      dtype_name(src.scalar_type()), " source allows ", lo, " to ", hi,
+                      ". Only integer sources have zero points other than 0.");
     if (src.strides() == dst.strides()) {
       srcs_.push_back(src);
     } else {

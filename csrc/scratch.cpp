@@ -13,12 +13,13 @@ namespace {
 constexpr size_t kAlignment = 64;
 constexpr size_t kSlack = 64;  // vectors may be read past the last value, never past this
 constexpr size_t kFirstBlock = size_t{1} << 16;
+constexpr size_t kLargestGrowth = size_t{1} << 26;
 
 std::atomic<int64_t> total_bytes{0};
 
 struct Block {
-  explicit Block(size_t size)
-      : data(static_cast<char*>(::operator new(size, std::align_val_t{kAlignment}))), size(size) {
+  explicit Block(size_t bytes)
+      : data(static_cast<char*>(::operator new(bytes, std::align_val_t{kAlignment}))), size(bytes) {
     total_bytes += static_cast<int64_t>(size);
   }
   ~Block() {
@@ -52,7 +53,10 @@ ScratchFrame::~ScratchFrame() {
     size_t size = 0;
     for (const auto& block : a.blocks) size += block->size;
     a.blocks.clear();
-    a.blocks.push_back(std::make_unique<Block>(size));
+    try {
+      a.blocks.push_back(std::make_unique<Block>(size));
+    } catch (const std::bad_alloc&) {  // the call is done; the next one starts from nothing
+    }
   }
 }
 
@@ -65,7 +69,7 @@ void* ScratchFrame::take_bytes(size_t bytes) {
   }
   if (a.block == a.blocks.size()) {
     const size_t last = a.blocks.empty() ? kFirstBlock / 2 : a.blocks.back()->size;
-    a.blocks.push_back(std::make_unique<Block>(std::max(need, 2 * last)));
+    a.blocks.push_back(std::make_unique<Block>(std::max(need, std::min(2 * last, kLargestGrowth))));
   }
   char* p = a.blocks[a.block]->data + a.used;
   a.used += need;

@@ -91,7 +91,7 @@ void fill_chunk(const DepthwiseLayer& d, const Epilogue& e, bool lanes, ChannelO
         const int c = channels[i];
         if (c < 0) continue;
         memcpy(vector + 4 * i,
-               d.packed + ((c / kPanel * d.quads + q) * kPanel + c % kPanel) * kQuad, 4);
+               d.packed + ((int64_t{c / kPanel} * d.quads + q) * kPanel + c % kPanel) * kQuad, 4);
       }
       int8_t* dst = weight + (q * Isa::kDepthwiseVectors + v) * 64 * Isa::kSteps;
       if constexpr (Isa::kSteps == 1) {

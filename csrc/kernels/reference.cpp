@@ -135,7 +135,8 @@ void prepare_depthwise(const DepthwiseLayer&, const Epilogue&, void*) {}
 void depthwise(const DepthwiseLayer& d, const void*, const DepthwiseRow& row, const Epilogue& e) {
   for (int64_t pixel = 0; pixel < row.pixels; ++pixel) {
     for (int c = 0; c < d.channels; ++c) {
-      const int8_t* weight = d.packed + (c / kPanel * d.quads * kPanel + c % kPanel) * kQuad;
+      const int8_t* weight =
+          d.packed + (int64_t{c / kPanel} * d.quads * kPanel + c % kPanel) * kQuad;
       uint32_t acc = static_cast<uint32_t>(d.acc_init[c]);
       for (int t = 0; t < d.quads * kQuad; ++t) {
         const int32_t w = weight[t / kQuad * kPanel * kQuad + t % kQuad];

@@ -214,7 +214,7 @@ void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpT
                     1, channels, (channels + 63) / 64 * 64 / kPanel);
   void* prepared = scratch.take<uint8_t>(c.tier.depthwise_bytes(layer));
   c.tier.prepare_depthwise(layer, epilogue, prepared);
-  const int64_t padding_bytes = c.output[2] * w.stride[2] * s.channels + w.kernel[2] * s.channels;
+  const int64_t padding_bytes = ((c.output[2] - 1) * w.stride[2] + w.kernel[2]) * s.channels;
   uint8_t* padding = scratch.take<uint8_t>(padding_bytes);
   std::memset(padding, static_cast<uint8_t>(c.zero_point), static_cast<size_t>(padding_bytes));
   const Intervals widths = intervals(w, 2, s.size[2], c.output[2]);

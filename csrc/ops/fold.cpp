@@ -131,7 +131,10 @@ Folded fold_with(const Problem& p, const PerChannel& dst_scale, const Start& sta
       m[n] = static_cast<float>(a.acc / dst_scale[n]);
       b[n] = static_cast<float>(a.constant / dst_scale[n] + p.dst_zero_point);
       for (int s = 0; s < p.chain.sums; ++s) {
-        q[s * n_channels + n] = static_cast<float>(a.sums[static_cast<size_t>(s)] / dst_scale[n]);
+        const float sum = static_cast<float>(a.sums[static_cast<size_t>(s)] / dst_scale[n]);
+        TORCH_CHECK_VALUE(std::isfinite(sum), "torchq.", p.op, ": channel ", n, " folds sum ", s,
+                          " to scale ", sum, ", which float32 cannot hold. Check its scales.");
+        q[s * n_channels + n] = sum;
       }
       if (p.chain.ends_in(PostOp::kClip)) {
         const PostOp& clip = p.chain.ops.back();
