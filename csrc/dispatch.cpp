@@ -95,6 +95,7 @@ std::string select_isa(const std::string& isa) {
 }
 
 OpTrace::OpTrace(const char* op) : op_(op), verbose_(verbosity() > 0), timed_(verbose_ || timing) {
+  last_name = last_isa = "";  // an op that has nothing to compute runs no kernel
   if (timed_) start_ = now_us();
 }
 
@@ -107,7 +108,7 @@ OpTrace::~OpTrace() {
   if (!timed_) return;
   last_us = now_us() - start_;
   if (verbose_) {
-    std::printf("torchq,exec,%s,%s,%s:%s,%.4g\n", op_, description_.c_str(), last_name, last_isa,
+    std::printf("torchq,exec,%s,%s,%s,%.4g\n", op_, description_.c_str(), last_kernel().c_str(),
                 last_us / 1000);
     std::fflush(stdout);
   }

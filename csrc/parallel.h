@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one way work is spread over threads: at::parallel_for, with the floating-point mode the
-// numerics contract requires on every worker.
+// How an op spreads parts of its work over threads: at::parallel_for, with the floating-point mode
+// the numerics contract requires on every worker. Elementwise ops leave their split to
+// TensorIterator::for_each and set the mode inside it.
 #pragma once
 
 // Without -fopenmp, at::parallel_for compiles to a serial loop and says nothing.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Thread-local memory for one op call: grows until it fits, then stays, so that a call allocates
-// only its output.
+// Thread-local memory for one op call: grows until it fits, then stays, so that a call whose shapes
+// were seen before allocates only its output.
 #pragma once
 
 #include <cstddef>

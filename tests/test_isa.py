@@ -261,10 +261,17 @@ def test_the_kernel_that_ran(isa: str):
         "add": lambda: TF.add(src, src, torchq.Attr()),
         "mul": lambda: TF.mul(src, src, torchq.Attr()),
         "lookup": lambda: TF.lookup(src, torch.zeros(256, dtype=torch.uint8)),
+        "copy": lambda: TF.reorder(src, torch.uint8),
     }
     for kernel, call in calls.items():
         call()
         assert torchq.last_kernel() == f"{kernel}:{isa}"
+
+
+def test_last_kernel_is_empty_after_an_op_without_work():
+    run_something()
+    TF.linear(torch.empty(0, 4, dtype=torch.uint8), torch.zeros(3, 4, dtype=torch.int8))
+    assert torchq.last_kernel() == ""
 
 
 def test_last_kernel_is_empty_before_the_first_op():

@@ -78,10 +78,9 @@ void check_finite(const char* op, const at::Tensor& factor) {
   }
 }
 
-at::Tensor convert_op(const char* op, const at::Tensor& src, const at::Tensor& factor,
-                      const at::Tensor& src_zero_point, const at::Tensor& dst_zero_point,
-                      DType dst_dtype) {
-  OpTrace trace(op);
+at::Tensor convert_op(const char* op, OpTrace& trace, const at::Tensor& src,
+                      const at::Tensor& factor, const at::Tensor& src_zero_point,
+                      const at::Tensor& dst_zero_point, DType dst_dtype) {
   const Kernels& tier = kernels();
   trace.ran(tier, "convert");
   const DType src_dtype = dtype_of(op, "src", src);
@@ -101,7 +100,7 @@ at::Tensor convert_op(const char* op, const at::Tensor& src, const at::Tensor& f
 
 at::Tensor quantize(const at::Tensor& src, const at::Tensor& scale, const at::Tensor& zero_point,
                     int64_t dst_dtype) {
-  const FloatMode mode;
+  OpTrace trace("quantize");
   TORCH_CHECK_TYPE(src.scalar_type() == at::kFloat, "torchq.quantize: src must be float32, got ",
                    dtype_name(src.scalar_type()),
                    ". Convert it with .float(), or use requantize for integers.");
@@ -110,43 +109,47 @@ at::Tensor quantize(const at::Tensor& src, const at::Tensor& scale, const at::Te
                     "torchq.quantize: dst_dtype must be an integer type, got float32. ",
                     "Use torchq.functional.reorder to scale float tensors.");
   check_scale("quantize", "scale", scale, true);
-  return convert_op("quantize", src, scale_ratio("quantize", scalar(1.0f), scale), scalar(0),
+  return convert_op("quantize", trace, src, scale_ratio("quantize", scalar(1.0f), scale), scalar(0),
                     zero_point, dtype);
 }
 
 at::Tensor dequantize(const at::Tensor& src, const at::Tensor& scale,
                       const at::Tensor& zero_point) {
-  const FloatMode mode;
+  OpTrace trace("dequantize");
   TORCH_CHECK_TYPE(src.scalar_type() != at::kFloat,
                    "torchq.dequantize: src must be uint8, int8 or int32, got ",
                    "float32. It is not quantized; use it as it is.");
   check_scale("dequantize", "scale", scale, true);
-  return convert_op("dequantize", src, scale.contiguous(), zero_point, scalar(0), DType::f32);
+  return convert_op("dequantize", trace, src, scale.contiguous(), zero_point, scalar(0),
+                    DType::f32);
 }
 
 at::Tensor requantize(const at::Tensor& src, const at::Tensor& src_scale,
                       const at::Tensor& src_zero_point, const at::Tensor& dst_scale,
                       const at::Tensor& dst_zero_point, int64_t dst_dtype) {
-  const FloatMode mode;
+  OpTrace trace("requantize");
   check_scale("requantize", "src_scale", src_scale, true);
   check_scale("requantize", "dst_scale", dst_scale, true);
   check_broadcasts("requantize", "src_scale", src_scale, src);
   check_broadcasts("requantize", "dst_scale", dst_scale, src);
-  return convert_op("requantize", src, scale_ratio("requantize", src_scale, dst_scale),
+  return convert_op("requantize", trace, src, scale_ratio("requantize", src_scale, dst_scale),
                     src_zero_point, dst_zero_point, dst_dtype_of("requantize", dst_dtype));
 }
 
 at::Tensor reorder(const at::Tensor& src, const at::Tensor& output_scales, int64_t dst_dtype) {
-  const FloatMode mode;
+  OpTrace trace("reorder");
   const DType dtype = dst_dtype_of("reorder", dst_dtype);
   check_scale("reorder", "output_scales", output_scales, false);
   if (output_scales.numel() == 0 && src.scalar_type() == scalar_type(dtype)) {
     check_cpu("reorder", "src", src);
     check_no_grad("reorder", "src", src);
-    return src.clone();
+    trace.ran(kernels(), "copy");
+    const at::Tensor dst = src.clone();
+    trace.describe([&] { return describe_call({src}, dst); });
+    return dst;
   }
   const at::Tensor factor = output_scales.numel() == 0 ? scalar(1.0f) : output_scales.contiguous();
-  return convert_op("reorder", src, factor, scalar(0), scalar(0), dtype);
+  return convert_op("reorder", trace, src, factor, scalar(0), scalar(0), dtype);
 }
 
 at::Tensor lookup(const at::Tensor& src, const at::Tensor& table) {
