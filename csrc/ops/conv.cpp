@@ -12,6 +12,7 @@
 #include "gemm.h"
 #include "geometry.h"
 #include "packing.h"
+#include "padding.h"
 
 namespace torchq {
 namespace {
@@ -21,7 +22,6 @@ constexpr const char* kOp = "conv";
 /// faster.
 constexpr size_t kMaxClasses = 64;
 constexpr int64_t kMinRowsPerClass = 3;
-constexpr int64_t kMaxPaddedBytes = int64_t{1} << 40;
 
 struct Conv {
   const Kernels& tier;
@@ -37,51 +37,6 @@ struct Conv {
   /// The term of Note [Compensation].
   int32_t effective_zero_point() const { return zero_point + (is_signed ? 128 : 0); }
 };
-
-/// The source as the kernels see it: bytes of channels-last pixels.
-struct Source {
-  const uint8_t* data;
-  int64_t batch, channels, size[3];
-  Window window;  // paddings are 0 once they are in memory
-
-  /// Bytes between pixels along dimension d.
-  int64_t pitch(int d) const {
-    int64_t bytes = channels;
-    for (int i = 2; i > d; --i) bytes *= size[i];
-    return bytes;
-  }
-  int64_t image_bytes() const { return channels * size[0] * size[1] * size[2]; }
-};
-
-/// A copy with the zero point around it.
-Source pad(ScratchFrame& scratch, const Source& s, int32_t zero_point) {
-  Source padded = s;
-  for (int d = 0; d < 3; ++d) {
-    padded.size[d] += s.window.pad_begin[d] + s.window.pad_end[d];
-    padded.window.pad_begin[d] = padded.window.pad_end[d] = 0;
-  }
-  int64_t bytes = s.batch;
-  for (const int64_t factor : {s.channels, padded.size[0], padded.size[1], padded.size[2]}) {
-    TORCH_CHECK_VALUE(factor == 0 || bytes <= kMaxPaddedBytes / factor,
-                      "torchq.conv: padding src to ", c10::IntArrayRef(padded.size, 3),
-                      " with batch ", s.batch, " and ", s.channels,
-                      " channels takes more than 2^40 bytes. Use less padding.");
-    bytes *= factor;
-  }
-  uint8_t* data = scratch.take<uint8_t>(bytes);
-  std::memset(data, static_cast<uint8_t>(zero_point),
-              static_cast<size_t>(s.batch * padded.image_bytes()));
-  const Window& w = s.window;
-  for (int64_t row = 0; row < s.batch * s.size[0] * s.size[1]; ++row) {
-    const int64_t n = row / (s.size[0] * s.size[1]), d = row / s.size[1] % s.size[0],
-                  h = row % s.size[1];
-    std::memcpy(data + n * padded.image_bytes() + (d + w.pad_begin[0]) * padded.pitch(0) +
-                    (h + w.pad_begin[1]) * padded.pitch(1) + w.pad_begin[2] * padded.pitch(2),
-                s.data + row * s.pitch(1), static_cast<size_t>(s.pitch(1)));
-  }
-  padded.data = data;
-  return padded;
-}
 
 /// The runs and weight-sum rows of one class of valid taps.
 struct TapSet {
@@ -136,13 +91,10 @@ void run_dense(const Conv& c, Source s, const Epilogue& epilogue, OpTrace& trace
   };
   split();
   if (needs_padded_copy(c, s, classes)) {
-    s = pad(scratch, s, c.zero_point);
+    s = pad(kOp, scratch, s, c.zero_point);
     split();
   } else if (c.packing.group_inputs % kQuad != 0) {  // the last quad may be read in full
-    const int64_t bytes = s.batch * s.image_bytes();
-    uint8_t* copy = scratch.take<uint8_t>(bytes);
-    std::memcpy(copy, s.data, static_cast<size_t>(bytes));
-    s.data = copy;
+    s = copy_for_overread(scratch, s);
   }
 
   GemmProblem problem{};

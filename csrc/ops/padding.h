@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// The source of a convolution as the kernels see it, and its copy with padding in memory.
+#pragma once
+
+#include "../scratch.h"
+#include "geometry.h"
+
+namespace torchq {
+
+/// Bytes of channels-last pixels.
+struct Source {
+  const uint8_t* data;
+  int64_t batch, channels, size[3];
+  Window window;  // paddings are 0 once they are in memory
+
+  /// Bytes between pixels along dimension d.
+  int64_t pitch(int d) const {
+    int64_t bytes = channels;
+    for (int i = 2; i > d; --i) bytes *= size[i];
+    return bytes;
+  }
+  int64_t image_bytes() const { return channels * size[0] * size[1] * size[2]; }
+};
+
+/// A copy with the zero point around it, as wide as the paddings of its window.
+Source pad(const char* op, ScratchFrame& scratch, const Source& s, int32_t zero_point);
+
+/// A copy behind which may be read: for runs whose last quad is read in full.
+Source copy_for_overread(ScratchFrame& scratch, const Source& s);
+
+}  // namespace torchq
