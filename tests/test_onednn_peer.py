@@ -181,6 +181,54 @@ def test_eltwise_binary_reorder(peer: Peer) -> None:
     torch.testing.assert_close(dst, q0.float() * scale[:, None, None])
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_deconvolution(peer: Peer, groups: int) -> None:
+    src, weight = random_q(torch.uint8, 2, 16, 5, 6), random_q(torch.int8, 16, 8, 3, 2)
+    window = {"stride": (2, 1), "padding": (1, 0), "output_padding": (1, 0), "groups": groups}
+    dst = peer.deconvolution(src, weight, dst_dtype=torch.int32, **window)
+    assert torch.equal(dst.double(), F.conv_transpose2d(src.double(), weight.double(), **window))
+
+
+def test_sum_and_concat(peer: Peer) -> None:
+    q0, q1 = random_q(torch.uint8, 2, 8, 5, 5), random_q(torch.uint8, 2, 3, 5, 5)
+    dst = peer.sum([q0, q0], [0.5, 0.25], dst_dtype=torch.float32)
+    assert torch.equal(dst, q0 * 0.75)
+    dst = peer.concat([q0, q1], 1, [0.5, 2.0], dst_dtype=torch.float32)
+    assert torch.equal(dst, torch.cat([q0 * 0.5, q1 * 2.0], 1))
+
+
+def test_softmax_multiplies_its_result_by_the_scale(peer: Peer) -> None:
+    src = random_q(torch.int8, 4, 10)
+    dst = peer.softmax(src, 1, dst_dtype=torch.float32, src_scale=0.5)
+    torch.testing.assert_close(dst, 0.5 * src.float().softmax(1))
+    dst = peer.softmax(src, 1, logarithmic=True, dst_dtype=torch.float32)
+    torch.testing.assert_close(dst, src.float().log_softmax(1))
+
+
+def test_normalization_reduction_resampling(peer: Peer) -> None:
+    src, gamma, beta = random_q(torch.int8, 4, 10), torch.rand(10), torch.randn(10)
+    dst = peer.layer_normalization(src, gamma, beta, dst_dtype=torch.float32)
+    torch.testing.assert_close(dst, F.layer_norm(src.float(), (10,), gamma, beta))
+    image = random_q(torch.uint8, 2, 8, 5, 6)
+    dst = peer.reduction(image, "sum", (2, 3), dst_dtype=torch.int32)
+    assert torch.equal(dst.long(), image.long().sum((2, 3), keepdim=True))
+    dst = peer.resampling(image, "nearest", (10, 12))
+    assert torch.equal(dst, F.interpolate(image, (10, 12)))
+
+
+def test_version_2_has_output_scales_and_scaled_eltwise() -> None:
+    src, weight = random_q(torch.uint8, 1, 16, 5, 6), random_q(torch.int8, 8, 16, 3, 3)
+    scale = torch.rand(8) * 1e-4
+    with Peer(version="2.6") as peer:
+        dst = peer.convolution(
+            src, weight, output_scale=scale, post_ops="eltwise_tanh:0:0:100", dst_dtype=torch.int8
+        )
+        with pytest.raises(RefusedError, match="output scales, not scales of an argument"):
+            peer.convolution(src, weight, src_scale=0.5)
+    acc = F.conv2d(src.double(), weight.double()) * scale.double()[:, None, None]
+    assert_off_by_one(dst, (100 * acc.tanh()).round())
+
+
 def test_refusal_names_the_reason_and_the_peer_lives_on(peer: Peer) -> None:
     src, weight = random_q(torch.uint8, 1, 8, 4, 4), random_q(torch.int8, 8, 8, 1, 1)
     with pytest.raises(RefusedError, match=r"refuses convolution: .*\(unimplemented\)"):
@@ -220,5 +268,5 @@ def test_a_dead_process_is_reported() -> None:
 
 
 def test_unknown_version() -> None:
-    with pytest.raises(ValueError, match=r"version must be one of \['3.2'\], got '1.0'"):
+    with pytest.raises(ValueError, match=r"version must be one of \['3.2', '2.6'\], got '1.0'"):
         Peer(version="1.0")

@@ -18,6 +18,9 @@
 // is the operand of the i-th post-op that has one. Tensors named dst* come back, in that order.
 // With samples=n the answer is seconds=<one figure per sample> instead of tensors.
 //
+// The same source serves oneDNN 2, for what oneDNN 3 dropped: `output_scale:dst:<mask>` and the
+// scale of an eltwise post-op. There, matmul-like primitives are all it offers.
+//
 // To add a primitive: write its function next to the others and name it in `primitives`.
 
 #include <unistd.h>
@@ -100,11 +103,14 @@ memory::desc description(const std::string& text) {
   return {dimensions(field[1]), data_type(field[0]), format_tag(field[2])};
 }
 
-/// oneDNN's number for an argument. Two-operand primitives call their first source src0.
+/// oneDNN's number for an argument. Two-operand primitives call their first source src0, those with
+/// any number of sources part0, part1, ...
 int argument(const std::string& name) {
+  if (name.rfind("part", 0) == 0) return DNNL_ARG_MULTIPLE_SRC + std::stoi(name.substr(4));
   static const std::map<std::string, int> numbers = {
-      {"src", DNNL_ARG_SRC},   {"src0", DNNL_ARG_SRC_0}, {"src1", DNNL_ARG_SRC_1},
-      {"bias", DNNL_ARG_BIAS}, {"dst", DNNL_ARG_DST},    {"weights", DNNL_ARG_WEIGHTS},
+      {"src", DNNL_ARG_SRC},     {"src0", DNNL_ARG_SRC_0}, {"src1", DNNL_ARG_SRC_1},
+      {"bias", DNNL_ARG_BIAS},   {"dst", DNNL_ARG_DST},    {"weights", DNNL_ARG_WEIGHTS},
+      {"gamma", DNNL_ARG_SCALE}, {"beta", DNNL_ARG_SHIFT},
   };
   const auto found = numbers.find(name);
   if (found == numbers.end()) throw std::invalid_argument("unknown argument '" + name + "'");
@@ -140,6 +146,7 @@ class Request {
   }
   memory::dims dims(const std::string& key) const { return dimensions(text(key)); }
   float number(const std::string& key) const { return std::stof(text(key, "0")); }
+  int integer(const std::string& key) const { return std::stoi(text(key, "0")); }
   algorithm alg() const { return algorithm_named(text("algorithm")); }
 
   /// The description of a tensor, the empty one if the request has no such tensor.
@@ -153,7 +160,20 @@ class Request {
   /// The same in the layout the primitive prefers.
   memory::desc any(const std::string& name) const {
     const memory::desc plain = desc(name);
+#if DNNL_VERSION_MAJOR < 3
+    return {plain.dims(), plain.data_type(), memory::format_tag::any};
+#else
     return {plain.get_dims(), plain.get_data_type(), memory::format_tag::any};
+#endif
+  }
+
+  /// The descriptions of part0, part1, ...
+  std::vector<memory::desc> parts() const {
+    std::vector<memory::desc> found;
+    for (const auto& tensor : tensors_) {
+      if (tensor.first.rfind("part", 0) == 0) found.push_back(tensor.second.get_desc());
+    }
+    return found;
   }
 
  private:
@@ -183,9 +203,13 @@ dnnl::post_ops post_ops(const Request& request, Arguments& arguments) {
       const auto type = field.size() > 3 ? data_type(field[3]) : memory::data_type::undef;
       ops.append_sum(number(1, 1), static_cast<int32_t>(number(2, 0)), type);
     } else if (field[0].rfind("eltwise_", 0) == 0) {
+#if DNNL_VERSION_MAJOR < 3
+      ops.append_eltwise(number(3, 1), algorithm_named(field[0]), number(1, 0), number(2, 0));
+#else
       ops.append_eltwise(algorithm_named(field[0]), number(1, 0), number(2, 0));
       // oneDNN 3 dropped the scale of an eltwise post-op: another one stands for it.
       if (number(3, 1) != 1) ops.append_eltwise(algorithm::eltwise_linear, number(3, 1), 0);
+#endif
     } else if (field[0].rfind("binary_", 0) == 0) {
       ops.append_binary(algorithm_named(field[0]), operand(DNNL_ARG_SRC_1));
     } else if (field[0] == "prelu") {
@@ -207,6 +231,20 @@ dnnl::primitive_attr attributes(const Request& request, Arguments& arguments) {
     const std::vector<std::string> field = split(tensor.first, ':');
     if (field.size() != 3) continue;
     const int number = argument(field[1]), mask = std::stoi(field[2]);
+#if DNNL_VERSION_MAJOR < 3
+    if (field[0] == "scale")
+      throw std::invalid_argument("oneDNN 2 has output scales, not scales of an argument");
+    const size_t count = tensor.second.get_desc().get_size() / 4;
+    if (field[0] == "output_scale") {
+      const auto* values = static_cast<const float*>(tensor.second.get_data_handle());
+      attr.set_output_scales(mask, {values, values + count});
+    } else {
+      const auto* values = static_cast<const int32_t*>(tensor.second.get_data_handle());
+      attr.set_zero_points(number, mask, {values, values + count});
+    }
+#else
+    if (field[0] == "output_scale")
+      throw std::invalid_argument("oneDNN 3 has scales of arguments, not output scales");
     if (field[0] == "scale") {
       attr.set_scales_mask(number, mask);
       arguments[DNNL_ARG_ATTR_SCALES | number] = tensor.second;
@@ -214,6 +252,7 @@ dnnl::primitive_attr attributes(const Request& request, Arguments& arguments) {
       attr.set_zero_points_mask(number, mask);
       arguments[DNNL_ARG_ATTR_ZERO_POINTS | number] = tensor.second;
     }
+#endif
   }
   attr.set_post_ops(post_ops(request, arguments));
   return attr;
@@ -243,18 +282,30 @@ Job bind_arguments(const Request& request, const typename Primitive::primitive_d
   return {Primitive(chosen), std::move(arguments), chosen.impl_info_str()};
 }
 
-/// Creates a primitive of the request's attributes. oneDNN 2, with operation descriptors and output
-/// scales, would differ here and in `attributes` only.
+/// Creates a primitive of the request's attributes.
 template <class Primitive, class... Operation>
 Job prepare(const Request& request, const Operation&... operation) {
   Arguments arguments;
   const dnnl::primitive_attr attr = attributes(request, arguments);
-  return bind_arguments<Primitive>(request, {cpu(), operation..., attr}, std::move(arguments));
+#if DNNL_VERSION_MAJOR < 3
+  const typename Primitive::primitive_desc chosen(typename Primitive::desc(operation...), attr,
+                                                  cpu());
+#else
+  const typename Primitive::primitive_desc chosen(cpu(), operation..., attr);
+#endif
+  return bind_arguments<Primitive>(request, chosen, std::move(arguments));
 }
 
 Job convolution(const Request& r) {
   return prepare<dnnl::convolution_forward>(
       r, prop_kind::forward_inference, algorithm::convolution_direct, r.desc("src"),
+      r.any("weights"), r.desc("bias"), r.desc("dst"), r.dims("strides"), r.dims("dilates"),
+      r.dims("padding_begin"), r.dims("padding_end"));
+}
+
+Job deconvolution(const Request& r) {
+  return prepare<dnnl::deconvolution_forward>(
+      r, prop_kind::forward_inference, algorithm::deconvolution_direct, r.desc("src"),
       r.any("weights"), r.desc("bias"), r.desc("dst"), r.dims("strides"), r.dims("dilates"),
       r.dims("padding_begin"), r.dims("padding_end"));
 }
@@ -270,6 +321,7 @@ Job matmul(const Request& r) {
                                r.desc("bias"), r.desc("dst"));
 }
 
+#if DNNL_VERSION_MAJOR >= 3
 Job pooling(const Request& r) {
   return prepare<dnnl::pooling_forward>(
       r, prop_kind::forward_inference, r.alg(), r.desc("src"), r.desc("dst"), r.dims("strides"),
@@ -292,11 +344,59 @@ Job reorder(const Request& r) {
   return bind_arguments<dnnl::reorder>(r, chosen, std::move(arguments));
 }
 
+Job sum(const Request& r) {
+  std::vector<float> scales;
+  for (const std::string& scale : split(r.text("scales"), 'x')) scales.push_back(std::stof(scale));
+  const dnnl::sum::primitive_desc chosen(cpu(), r.desc("dst"), scales, r.parts());
+  return bind_arguments<dnnl::sum>(r, chosen, {});
+}
+
+Job concat(const Request& r) {
+  Arguments arguments;
+  const dnnl::primitive_attr attr = attributes(r, arguments);
+  const dnnl::concat::primitive_desc chosen(cpu(), r.desc("dst"), r.integer("axis"), r.parts(),
+                                            attr);
+  return bind_arguments<dnnl::concat>(r, chosen, std::move(arguments));
+}
+
+Job softmax(const Request& r) {
+  return prepare<dnnl::softmax_forward>(r, prop_kind::forward_inference, r.alg(), r.desc("src"),
+                                        r.desc("dst"), r.integer("axis"));
+}
+
+Job layer_normalization(const Request& r) {
+  return prepare<dnnl::layer_normalization_forward>(
+      r, prop_kind::forward_inference, r.desc("src"), r.desc("dst"), r.number("epsilon"),
+      dnnl::normalization_flags::use_scale | dnnl::normalization_flags::use_shift);
+}
+
+Job reduction(const Request& r) {
+  return prepare<dnnl::reduction>(r, r.alg(), r.desc("src"), r.desc("dst"), 0.f, 0.f);
+}
+
+Job resampling(const Request& r) {
+  return prepare<dnnl::resampling_forward>(r, prop_kind::forward_inference, r.alg(), r.desc("src"),
+                                           r.desc("dst"));
+}
+#endif
+
 const std::map<std::string, Job (*)(const Request&)> primitives = {
-    {"convolution", convolution}, {"inner_product", inner_product},
-    {"matmul", matmul},           {"pooling", pooling},
-    {"eltwise", eltwise},         {"binary", binary},
+    {"convolution", convolution},
+    {"deconvolution", deconvolution},
+    {"inner_product", inner_product},
+    {"matmul", matmul},
+#if DNNL_VERSION_MAJOR >= 3
+    {"pooling", pooling},
+    {"eltwise", eltwise},
+    {"binary", binary},
     {"reorder", reorder},
+    {"sum", sum},
+    {"concat", concat},
+    {"softmax", softmax},
+    {"layer_normalization", layer_normalization},
+    {"reduction", reduction},
+    {"resampling", resampling},
+#endif
 };
 
 /// Seconds per execution over `iterations` of them.

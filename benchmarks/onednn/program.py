@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-_WHEELS = {"3.2": "2023.2.0"}  # version of oneDNN: version of its wheels
+_WHEELS = {"3.2": "2023.2.0", "2.6": "2022.2.1"}  # version of oneDNN: version of its wheels
 _SOURCE = Path(__file__).with_name("peer.cpp")
 _BUILD = Path(__file__).resolve().parents[2] / "build"
 
