@@ -5,6 +5,7 @@ from torchq.attr import Attr
 from torchq.config import QConfig
 from torchq.eager import calibrate, convert, prepare, quantize
 from torchq.explain import explain
+from torchq.fake_quantize import FakeQuantize
 from torchq.isa import cpu_info, isa, last_kernel, memory_info, supported_isas, use_isa
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attr",
+    "FakeQuantize",
     "PostOps",
     "QConfig",
     "QParams",
