@@ -2,6 +2,7 @@
 """torchq: exact, fast int8 inference on CPUs for PyTorch."""
 
 from torchq.attr import Attr
+from torchq.compose import compose
 from torchq.config import QConfig
 from torchq.eager import calibrate, convert, prepare, quantize
 from torchq.explain import explain
@@ -20,6 +21,7 @@ __all__ = [
     "QConfig",
     "QParams",
     "calibrate",
+    "compose",
     "convert",
     "cpu_info",
     "explain",

@@ -25,7 +25,7 @@ It holds structure, masks and scalars. The values of binary and prelu travel bes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,6 +54,9 @@ from torchq._text import (
     Sum,
     read_post_ops,
 )
+
+if TYPE_CHECKING:
+    from torchq.compose import Composed, Step
 
 SUPPORTED_NOW = (
     "sum",
@@ -265,6 +268,13 @@ class PostOps:
     def __hash__(self) -> int:
         """Of text and values."""
         return hash(self._key())
+
+
+def compose(steps: Sequence[Step], channels: int, **options: Any) -> Composed:
+    """:func:`torchq.compose`: the chain, scales and bias that take over float steps."""
+    from torchq.compose import compose  # it imports this file
+
+    return compose(steps, channels, **options)
 
 
 def foldable(post_ops: PostOps, dst_dtype: torch.dtype) -> bool:
