@@ -14,11 +14,11 @@ was not made for; code that looks into a uint8 tensor by itself cannot be stoppe
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchq.config import Overrides, QConfig
 from torchq.explain import Row, report_rows
@@ -29,10 +29,9 @@ from torchq.observed import ObservedLayer, ObservedPool
 from torchq.planning import Plan
 from torchq.qparams import QParams
 from torchq.recording import record
+from torchq.running import Inputs, batches, call, split_inputs
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
-
-Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
 def prepare(
@@ -61,7 +60,7 @@ def prepare(
     config = QConfig() if config is None else config
     _check_model(model, config)
     source = copy.deepcopy(model)  # the run may change its state
-    args, kwargs = _arguments(example_inputs)
+    args, kwargs = split_inputs(example_inputs)
     plan = Plan(record(source, args, kwargs), config, overrides)
     plan.check_patterns(model)
     prepared = _with_modules(model, plan.replacements()).eval()
@@ -85,46 +84,11 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
         ValueError: ``data`` has no batches, a batch contains NaN or inf (the message names the
             module), or ``prepared`` is in training mode.
     """
-    if isinstance(data, Tensor | Mapping):
-        raise TypeError(
-            f"torchq.calibrate: data must be batches, got one {type(data).__name__}. Pass a list "
-            "of them, such as [batch], or a DataLoader."
-        )
     _check_mode("calibrate", prepared)
-    batches = 0
     with torch.inference_mode():
-        for batch in _with_progress(data, progress):
-            args, kwargs = _arguments(batch)
-            prepared(*args, **kwargs)
-            batches += 1
-    if batches == 0:
-        raise ValueError(
-            "torchq.calibrate: data must have at least one batch, got none. A generator "
-            "that was used up already yields nothing."
-        )
+        for batch in batches("calibrate", data, progress):
+            call(prepared, batch)
     return prepared
-
-
-def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
-
-
-def _with_progress(data: Iterable[Any], progress: bool | None) -> Iterable[Any]:
-    if progress is False:
-        return data
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        if progress:
-            raise ImportError(
-                "torchq.calibrate: progress=True needs tqdm. Run `pip install tqdm`."
-            ) from None
-        return data
-    # disable=None means: only on a terminal
-    bar: Iterable[Any] = tqdm(data, desc="calibrate", disable=None if progress is None else False)
-    return bar
 
 
 def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:

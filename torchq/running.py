@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running a user's model on a user's data: what inputs look like, and progress on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Inputs", "batches", "call", "split_inputs"]
+
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+"""One input of a model, a sequence of its inputs, or a mapping of keyword arguments."""
+
+
+def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of one call."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
+
+
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    """The model's result."""
+    args, kwargs = split_inputs(inputs)
+    return model(*args, **kwargs)
+
+
+def batches(op: str, data: Iterable[Inputs], progress: bool | None = None) -> Iterable[Inputs]:
+    """The batches of ``data``, with a progress bar named ``op`` where there is a terminal.
+
+    Args:
+        op: name of the caller, such as "calibrate".
+        data: batches.
+        progress: show the bar (needs tqdm); None shows one where tqdm is installed and the output
+            is a terminal.
+
+    Raises:
+        TypeError: ``data`` is one tensor or dict instead of batches of them.
+        ValueError: ``data`` has no batches; raised when it was used up.
+        ImportError: ``progress`` is True without tqdm.
+    """
+    if isinstance(data, Tensor | Mapping):
+        raise TypeError(
+            f"torchq.{op}: data must be batches, got one {type(data).__name__}. Pass a list "
+            "of them, such as [batch], or a DataLoader."
+        )
+    return _checked(op, with_progress(op, data, progress))
+
+
+def _checked(op: str, data: Iterable[Inputs]) -> Iterable[Inputs]:
+    count = 0
+    for batch in data:
+        yield batch
+        count += 1
+    if count == 0:
+        raise ValueError(
+            f"torchq.{op}: data must have at least one batch, got none. A generator "
+            "that was used up already yields nothing."
+        )
+
+
+def with_progress(op: str, items: Iterable[Any], progress: bool | None) -> Iterable[Any]:
+    """``items`` behind a progress bar; see :func:`batches`."""
+    if progress is False:
+        return items
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        if progress:
+            raise ImportError(
+                f"torchq.{op}: progress=True needs tqdm. Run `pip install tqdm`."
+            ) from None
+        return items
+    # disable=None means: only on a terminal
+    bar: Iterable[Any] = tqdm(items, desc=op, disable=None if progress is None else False)
+    return bar
