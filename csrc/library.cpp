@@ -47,6 +47,20 @@ TORCH_LIBRARY(torchq, m) {
       "str post_ops, Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor",
       tags);
 
+  m.def(
+      "pack_conv_transpose(Tensor weight, int groups, int[] stride, int[] dilation) -> (Tensor "
+      "packed, Tensor compensation, Tensor pair_bound)",
+      tags);
+  m.def(
+      "unpack_conv_transpose(Tensor packed, int[] weight_shape, int groups, int[] stride, int[] "
+      "dilation) -> Tensor",
+      tags);
+  m.def(
+      "conv_transpose(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor "
+      "multiplier, Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, int "
+      "dst_dtype, str post_ops, Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor",
+      tags);
+
   m.def("quantize(Tensor src, Tensor scale, Tensor zero_point, int dst_dtype) -> Tensor", tags);
   m.def("dequantize(Tensor src, Tensor scale, Tensor zero_point) -> Tensor", tags);
   m.def(

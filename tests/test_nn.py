@@ -190,6 +190,9 @@ def every_module() -> dict[str, tnn.QModule]:
         tnn.QConv1d.from_float(nn.Conv1d(4, 6, 3, padding="same", dilation=2), U8, S8),
         tnn.QConv2d.from_float(nn.Conv2d(8, 8, 3, groups=8), U8, None, granularity="per_tensor"),
         tnn.QConv3d.from_float(nn.Conv3d(2, 2, 1), S8, U8, bits=7),
+        tnn.QConvTranspose1d.from_float(nn.ConvTranspose1d(4, 6, 3, 2, 1, 1), U8, seven),
+        tnn.QConvTranspose2d.from_float(nn.ConvTranspose2d(8, 6, 3, 2, groups=2), U8, None),
+        tnn.QConvTranspose3d.from_float(nn.ConvTranspose3d(2, 2, 2, dilation=2), S8, U8, bits=7),
         tnn.QAdd([U8, seven], seven, True),
         tnn.QMul([U8, S8], None),
         tnn.QCat([U8, S8, U8], U8, -1),
@@ -213,7 +216,16 @@ def every_module() -> dict[str, tnn.QModule]:
 
 
 def test_every_class_is_tried() -> None:
-    bases = {"QMatmul", "QConv", "_QPool", "QMaxPool", "QAvgPool", "QAdaptiveAvgPool", "_QCombine"}
+    bases = {
+        "QMatmul",
+        "QConv",
+        "QConvTranspose",
+        "_QPool",
+        "QMaxPool",
+        "QAvgPool",
+        "QAdaptiveAvgPool",
+        "_QCombine",
+    }
     assert set(every_module()) == set(tnn.QModule.registry) - bases
 
 

@@ -42,6 +42,13 @@ max_pool(Tensor src, int[] geometry, bool ceil_mode) -> Tensor
 avg_pool(Tensor src, Tensor zero_point, int[] geometry, bool ceil_mode, bool count_include_pad, \
 int? divisor_override) -> Tensor
 adaptive_avg_pool(Tensor src, int[] output_size) -> Tensor
+pack_conv_transpose(Tensor weight, int groups, int[] stride, int[] dilation) -> (Tensor packed, \
+Tensor compensation, Tensor pair_bound)
+unpack_conv_transpose(Tensor packed, int[] weight_shape, int groups, int[] stride, \
+int[] dilation) -> Tensor
+conv_transpose(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, \
+Tensor multiplier, Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, \
+int dst_dtype, str post_ops, Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor
 """.strip().splitlines()
 
 # No tensors: not part of saved programs.

@@ -94,6 +94,12 @@ def _conv_packing(
         return [-(-outputs // 16), quads, 16, 4], 1
     if groups == 1 and inputs_per_group % 4 != 0 and width > 1 and dilation[-1] == 1:
         return [-(-outputs // 16), rows, -(-width * inputs_per_group // 4), 16, 4], rows
+    return _dense_packing(outputs, inputs_per_group, groups, taps)
+
+
+def _dense_packing(
+    outputs: int, inputs_per_group: int, groups: int, taps: int
+) -> tuple[list[int], int]:
     group_outputs = outputs // groups
     merged = max(
         (m for m in range(2, min(groups, 16) + 1) if m * group_outputs <= 16 and groups % m == 0),
@@ -204,6 +210,55 @@ def _(
     dims = src.dim() - 2
     spatial = [_window_output(src.shape[d + 2], geometry, dims, d) for d in range(dims)]
     sizes = [src.shape[0], compensation.shape[1], *spatial]
+    return _empty_channels_last(src, sizes, _DTYPES[dst_dtype])
+
+
+@_fake("pack_conv_transpose")
+def _(
+    weight: Tensor, groups: int, stride: Sequence[int], dilation: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs, outputs = weight.shape[0] // groups, weight.shape[1] * groups
+    sizes, rows = _dense_packing(outputs, inputs, groups, math.prod(weight.shape[2:]))
+    return (
+        weight.new_empty(sizes),
+        weight.new_empty([rows, outputs], dtype=torch.int32),
+        weight.new_empty([sizes[0]], dtype=torch.int32),
+    )
+
+
+@_fake("unpack_conv_transpose")
+def _(
+    packed: Tensor,
+    weight_shape: Sequence[int],
+    groups: int,
+    stride: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    return packed.new_empty(weight_shape)
+
+
+@_fake("conv_transpose")
+def _(
+    src: Tensor,
+    weight: Tensor,
+    compensation: Tensor,
+    pair_bound: Tensor,
+    multiplier: Tensor,
+    offset: Tensor,
+    acc_bias: Tensor | None,
+    src_zero_point: Tensor | None,
+    geometry: Sequence[int],
+    dst_dtype: int,
+    post_ops: str,
+    post_op_params: Tensor,
+    post_op_srcs: Sequence[Tensor],
+) -> Tensor:
+    dims = src.dim() - 2
+    sizes = [src.shape[0], compensation.shape[1]]
+    for d in range(dims):
+        kernel, stride, begin, end, dilation, extra = (geometry[f * dims + d] for f in range(6))
+        size = (src.shape[d + 2] - 1) * stride - begin - end
+        sizes.append(size + dilation * (kernel - 1) + extra + 1)
     return _empty_channels_last(src, sizes, _DTYPES[dst_dtype])
 
 

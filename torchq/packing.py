@@ -12,20 +12,21 @@ from torch import Tensor
 
 import torchq.ops  # noqa: F401  loads the library
 
-__all__ = ["PackedWeight", "pack_conv", "pack_linear"]
+__all__ = ["PackedWeight", "pack_conv", "pack_conv_transpose", "pack_linear"]
 
 
 class PackedWeight(NamedTuple):
-    """What the matmul-like ops read; made by :func:`pack_linear` and :func:`pack_conv`.
+    """What the matmul-like ops read; made by the functions of this module.
 
     Attributes:
         weight: int8 ``[ceil(N/16), taps, ceil(K/4), 16, 4]``; depthwise
             ``[ceil(C/16), quads, 16, 4]``.
         compensation: int32 ``[taps, N]``, the sum of the weights per tap and channel.
         pair_bound: int32, one per panel: the largest sum of two adjacent weights of one sign.
-        shape: of the unpacked weight.
+        shape: of the unpacked weight; of a transposed convolution (OC, IC/groups, k...).
         groups: of the convolution; 1 for linear.
         dilation: one per spatial dimension; empty for linear.
+        stride: of a transposed convolution, one per spatial dimension; empty for all others.
     """
 
     weight: Tensor
@@ -34,6 +35,7 @@ class PackedWeight(NamedTuple):
     shape: tuple[int, ...]
     groups: int
     dilation: tuple[int, ...]
+    stride: tuple[int, ...] = ()
 
     @property
     def channels(self) -> int:
@@ -47,8 +49,12 @@ class PackedWeight(NamedTuple):
 
     @property
     def reduction(self) -> int:
-        """Products per output."""
-        return math.prod(self.shape[1:])
+        """The most products per output; a transposed convolution meets part of its taps."""
+        if not self.stride:
+            return math.prod(self.shape[1:])
+        gaps = zip(self.shape[2:], self.stride, self.dilation, strict=True)
+        taps = (-(-kernel // (step // math.gcd(step, gap))) for kernel, step, gap in gaps)
+        return self.shape[1] * math.prod(taps)
 
     @property
     def logical_dims(self) -> tuple[int, ...]:
@@ -59,6 +65,13 @@ class PackedWeight(NamedTuple):
 
     def unpack(self) -> Tensor:
         """The int8 weight as it was before packing."""
+        if self.stride:
+            outputs, inputs, *kernel = self.shape
+            shape = [inputs * self.groups, outputs // self.groups, *kernel]
+            transposed: Tensor = torch.ops.torchq.unpack_conv_transpose(
+                self.weight, shape, self.groups, list(self.stride), list(self.dilation)
+            )
+            return transposed
         if not self.dilation:
             linear: Tensor = torch.ops.torchq.unpack_linear(self.weight, *self.shape)
             return linear
@@ -91,3 +104,28 @@ def pack_conv(weight: Tensor, groups: int = 1, dilation: int | Sequence[int] = 1
     spread = (dilation,) * dims if isinstance(dilation, int) else tuple(dilation)
     packed, compensation, pair_bound = torch.ops.torchq.pack_conv(weight, groups, list(spread))
     return PackedWeight(packed, compensation, pair_bound, tuple(weight.shape), groups, spread)
+
+
+def pack_conv_transpose(
+    weight: Tensor,
+    groups: int = 1,
+    stride: int | Sequence[int] = 1,
+    dilation: int | Sequence[int] = 1,
+) -> PackedWeight:
+    """Packs an int8 weight ``(IC, OC/groups, k...)``, the layout of torch's ConvTranspose.
+
+    Stride and dilation decide which taps meet the same destinations; those are packed together.
+
+    Raises:
+        TypeError: ``weight`` is not int8.
+        ValueError: the shape, groups, stride or dilation do not fit, or more than 65793 products
+            could overflow int32.
+    """
+    dims = max(weight.dim() - 2, 0)
+    steps = (stride,) * dims if isinstance(stride, int) else tuple(stride)
+    gaps = (dilation,) * dims if isinstance(dilation, int) else tuple(dilation)
+    packed, compensation, pair_bound = torch.ops.torchq.pack_conv_transpose(
+        weight, groups, list(steps), list(gaps)
+    )
+    shape = (weight.shape[1] * groups, weight.shape[0] // groups, *weight.shape[2:])
+    return PackedWeight(packed, compensation, pair_bound, shape, groups, gaps, steps)

@@ -14,8 +14,6 @@
 namespace torchq {
 namespace {
 
-using Packed = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t product(c10::IntArrayRef values) {
@@ -91,40 +89,7 @@ Packed pack(const char* op, const ConvPacking& p, const at::Tensor& weight,
                     " products per output, got weight ", weight.sizes(), "; more than ",
                     kMaxReduction,
                     " could overflow int32 (255 * 128 * K). Split the layer along its inputs.");
-  at::Tensor packed = at::detail::empty_cpu(p.packed_sizes(), at::kChar);
-  packed.zero_();
-  const int64_t comp_taps = p.form == ConvPacking::kDepthwise ? 1 : p.taps;
-  at::Tensor compensation = at::detail::empty_cpu({comp_taps, p.outputs()}, at::kInt);
-  compensation.zero_();
-  const at::Tensor dense = weight.contiguous();
-  const int8_t* src = dense.const_data_ptr<int8_t>();
-  int8_t* dst = packed.mutable_data_ptr<int8_t>();
-  int32_t* sums = compensation.mutable_data_ptr<int32_t>();
-  for_each_weight(p, inputs, kernel, [&](int64_t index, int64_t n, int64_t k, int64_t t) {
-    const int8_t w = src[(n * inputs + k) * taps + t];
-    dst[index] = w;
-    const int64_t run = comp_taps == 1                    ? 0
-                        : p.form == ConvPacking::kRowRuns ? t / kernel.back()
-                                                          : t;
-    sums[run * p.outputs() + n] += w;
-  });
-  return {packed, compensation, pair_bounds(packed, packed.size(0))};
-}
-
-at::Tensor unpack(const char* op, const ConvPacking& p, const at::Tensor& packed,
-                  c10::IntArrayRef weight_shape, c10::IntArrayRef kernel) {
-  check_param(op, "packed", packed, at::kChar);
-  TORCH_CHECK_VALUE(packed.sizes() == c10::IntArrayRef(p.packed_sizes()), "torchq.", op,
-                    ": packed must be ", c10::IntArrayRef(p.packed_sizes()), " for weight shape ",
-                    weight_shape, ", got ", packed.sizes(), ". Pass the shape it was packed from.");
-  at::Tensor weight = at::detail::empty_cpu(weight_shape, at::kChar);
-  const int8_t* src = packed.const_data_ptr<int8_t>();
-  int8_t* dst = weight.mutable_data_ptr<int8_t>();
-  const int64_t inputs = weight_shape[1], taps = product(kernel);
-  for_each_weight(p, inputs, kernel, [&](int64_t index, int64_t n, int64_t k, int64_t t) {
-    dst[(n * inputs + k) * taps + t] = src[index];
-  });
-  return weight;
+  return pack_weights(p, weight, kernel);
 }
 
 void check_weight(const char* op, const at::Tensor& weight, int64_t min_dim, int64_t max_dim,
@@ -150,8 +115,8 @@ at::Tensor unpack_linear(const at::Tensor& packed, int64_t out_features, int64_t
   TORCH_CHECK_VALUE(
       out_features >= 0 && in_features >= 0, "torchq.unpack_linear: out_features and ",
       "in_features must not be negative, got ", out_features, " and ", in_features, ".");
-  return unpack("unpack_linear", linear_packing(out_features, in_features), packed,
-                {out_features, in_features}, {1});
+  return unpack_weights("unpack_linear", linear_packing(out_features, in_features), packed,
+                        {out_features, in_features}, {1});
 }
 
 ConvPacking checked_conv_packing(const char* op, c10::IntArrayRef shape, int64_t groups,
@@ -188,10 +153,48 @@ at::Tensor unpack_conv(const at::Tensor& packed, c10::IntArrayRef weight_shape, 
           std::all_of(weight_shape.begin(), weight_shape.end(), [](int64_t d) { return d >= 0; }),
       "torchq.unpack_conv: weight_shape must be (OC, IC/G, k...), got ", weight_shape, ".");
   const ConvPacking p = checked_conv_packing("unpack_conv", weight_shape, groups, dilation);
-  return unpack("unpack_conv", p, packed, weight_shape, weight_shape.slice(2));
+  return unpack_weights("unpack_conv", p, packed, weight_shape, weight_shape.slice(2));
 }
 
 }  // namespace
+
+Packed pack_weights(const ConvPacking& p, const at::Tensor& weight, c10::IntArrayRef kernel) {
+  const int64_t inputs = weight.size(1), taps = product(kernel);
+  at::Tensor packed = at::detail::empty_cpu(p.packed_sizes(), at::kChar);
+  packed.zero_();
+  const int64_t comp_taps = p.form == ConvPacking::kDepthwise ? 1 : p.taps;
+  at::Tensor compensation = at::detail::empty_cpu({comp_taps, p.outputs()}, at::kInt);
+  compensation.zero_();
+  const at::Tensor dense = weight.contiguous();
+  const int8_t* src = dense.const_data_ptr<int8_t>();
+  int8_t* dst = packed.mutable_data_ptr<int8_t>();
+  int32_t* sums = compensation.mutable_data_ptr<int32_t>();
+  for_each_weight(p, inputs, kernel, [&](int64_t index, int64_t n, int64_t k, int64_t t) {
+    const int8_t w = src[(n * inputs + k) * taps + t];
+    dst[index] = w;
+    const int64_t run = comp_taps == 1                    ? 0
+                        : p.form == ConvPacking::kRowRuns ? t / kernel.back()
+                                                          : t;
+    sums[run * p.outputs() + n] += w;
+  });
+  return {packed, compensation, pair_bounds(packed, packed.size(0))};
+}
+
+at::Tensor unpack_weights(const char* op, const ConvPacking& p, const at::Tensor& packed,
+                          c10::IntArrayRef weight_shape, c10::IntArrayRef kernel) {
+  check_param(op, "packed", packed, at::kChar);
+  TORCH_CHECK_VALUE(packed.sizes() == c10::IntArrayRef(p.packed_sizes()), "torchq.", op,
+                    ": packed must be ", c10::IntArrayRef(p.packed_sizes()), " for weight shape ",
+                    weight_shape, ", got ", packed.sizes(), ". Pass the shape it was packed from.");
+  at::Tensor weight = at::detail::empty_cpu(weight_shape, at::kChar);
+  const int8_t* src = packed.const_data_ptr<int8_t>();
+  int8_t* dst = weight.mutable_data_ptr<int8_t>();
+  const int64_t inputs = weight_shape[1], taps = product(kernel);
+  for_each_weight(p, inputs, kernel, [&](int64_t index, int64_t n, int64_t k, int64_t t) {
+    dst[(n * inputs + k) * taps + t] = src[index];
+  });
+  return weight;
+}
 
 c10::SmallVector<int64_t, 5> ConvPacking::packed_sizes() const {
   if (form == kDepthwise) return {ceil_div(outputs(), kPanel), quads, kPanel, kQuad};
@@ -214,6 +217,11 @@ ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t grou
             taps / width,
             ceil_div(width * inputs_per_group, kQuad)};
   }
+  return dense_packing(outputs, inputs_per_group, groups, kernel);
+}
+
+ConvPacking dense_packing(int64_t outputs, int64_t inputs_per_group, int64_t groups,
+                          c10::IntArrayRef kernel) {
   const int64_t group_outputs = outputs / groups;
   int64_t merged = 1;
   for (int64_t m = 2; m <= std::min<int64_t>(groups, kPanel) && m * group_outputs <= kPanel; ++m) {
@@ -224,7 +232,7 @@ ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t grou
           merged * group_outputs,
           merged * inputs_per_group,
           merged,
-          taps,
+          product(kernel),
           ceil_div(merged * inputs_per_group, kQuad)};
 }
 

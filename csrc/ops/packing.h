@@ -3,6 +3,7 @@
 // pack, unpack and the op.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
@@ -36,6 +37,20 @@ struct ConvPacking {
 /// `kernel` and `dilation` have one entry per spatial dimension.
 ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t groups,
                          c10::IntArrayRef kernel, c10::IntArrayRef dilation);
+
+/// The dense form, whatever the shapes.
+ConvPacking dense_packing(int64_t outputs, int64_t inputs_per_group, int64_t groups,
+                          c10::IntArrayRef kernel);
+
+/// weight, compensation and pair bounds.
+using Packed = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+/// Packs a checked weight (OC, IC/G, k...).
+Packed pack_weights(const ConvPacking& p, const at::Tensor& weight, c10::IntArrayRef kernel);
+
+/// The inverse; checks that `packed` has the shape of `p`.
+at::Tensor unpack_weights(const char* op, const ConvPacking& p, const at::Tensor& packed,
+                          c10::IntArrayRef weight_shape, c10::IntArrayRef kernel);
 
 /// The taps of each depthwise quad, -1 where a slot is empty. Up to four kernel rows share a quad,
 /// column by column, so that a kernel can slide along the row; a single leftover row is cut into

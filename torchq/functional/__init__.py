@@ -7,6 +7,12 @@ Folding costs O(channels) a call; modules in :mod:`torchq.nn` fold once.
 """
 
 from torchq.functional.arguments import conv_geometry
+from torchq.functional.deconv import (
+    conv_transpose1d,
+    conv_transpose2d,
+    conv_transpose3d,
+    conv_transpose_geometry,
+)
 from torchq.functional.elementwise import add, concat, lookup, lookup_table, mul, pad
 from torchq.functional.matmul import conv1d, conv2d, conv3d, linear
 from torchq.functional.pooling import adaptive_avg_pool, avg_pool, max_pool
@@ -27,6 +33,10 @@ __all__ = [
     "conv2d",
     "conv3d",
     "conv_geometry",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "conv_transpose_geometry",
     "dequantize",
     "linear",
     "lookup",

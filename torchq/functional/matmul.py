@@ -50,7 +50,7 @@ def linear(
         NotImplementedError: masks or post-ops without a kernel.
     """
     attr = Attr() if attr is None else attr
-    _check_src("linear", src, attr)
+    check_source("linear", src, attr)
     packed = weight if isinstance(weight, PackedWeight) else pack_linear(weight)
     if packed.dilation or src.dim() == 0 or src.shape[-1] != packed.shape[1]:
         raise ValueError(
@@ -60,12 +60,12 @@ def linear(
     folded = fold("linear", attr, packed, bias, dst_dtype)
     result: Tensor = torch.ops.torchq.linear(
         src,
-        *_tensors(packed, folded),
+        *packed_arguments(packed, folded),
         packed.in_channels,
         dtype_code(dst_dtype),
         folded.post_ops,
         folded.post_op_params,
-        _sum_srcs("linear", attr, dst_dtype, post_op_srcs),
+        sum_sources("linear", attr, dst_dtype, post_op_srcs),
     )
     return result
 
@@ -170,7 +170,7 @@ def _conv(
 ) -> Tensor:
     op = f"conv{dims}d"
     attr = Attr() if attr is None else attr
-    _check_src(op, src, attr)
+    check_source(op, src, attr)
     packed = _packed(op, dims, weight, window)
     if src.dim() != dims + 2 or src.shape[1] != packed.in_channels:
         raise ValueError(
@@ -181,12 +181,12 @@ def _conv(
     folded = fold(op, attr, packed, bias, dst_dtype)
     result: Tensor = torch.ops.torchq.conv(
         src,
-        *_tensors(packed, folded),
+        *packed_arguments(packed, folded),
         conv_geometry(op, packed.shape[2:], *window, packed.in_channels),
         dtype_code(dst_dtype),
         folded.post_ops,
         folded.post_op_params,
-        _sum_srcs(op, attr, dst_dtype, post_op_srcs),
+        sum_sources(op, attr, dst_dtype, post_op_srcs),
     )
     return result
 
@@ -201,6 +201,11 @@ def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) 
         )
     if not isinstance(weight, PackedWeight):
         return pack_conv(weight, window.groups, dilation)
+    if weight.stride:
+        raise ValueError(
+            f"torchq.{op}: weight must be packed by pack_conv, got the packed weight of a "
+            "transposed convolution. Use conv_transpose1d, 2d or 3d."
+        )
     if (weight.groups, weight.dilation) != (window.groups, dilation):
         raise ValueError(
             f"torchq.{op}: weight must be packed for groups={window.groups}, dilation={dilation}, "
@@ -209,7 +214,8 @@ def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) 
     return weight
 
 
-def _check_src(op: str, src: Tensor, attr: Attr) -> None:
+def check_source(op: str, src: Tensor, attr: Attr) -> None:
+    """Raises TypeError unless ``src`` is uint8 or int8; ValueError for float with output scales."""
     if src.is_floating_point() and attr.mask("dst", "output_scales") is not None:
         raise ValueError(
             f"torchq.{op}: src must be torch.uint8 or torch.int8 with output_scales, which are "
@@ -219,7 +225,10 @@ def _check_src(op: str, src: Tensor, attr: Attr) -> None:
     check_8bit(op, "src", src)
 
 
-def _sum_srcs(op: str, attr: Attr, dst_dtype: torch.dtype, srcs: Sequence[Tensor]) -> list[Tensor]:
+def sum_sources(
+    op: str, attr: Attr, dst_dtype: torch.dtype, srcs: Sequence[Tensor]
+) -> list[Tensor]:
+    """The sources of the chain's sums, checked for number and dtype."""
     sums = [post_op for post_op in attr.post_ops if isinstance(post_op, Sum)]
     if len(srcs) != len(sums):
         raise ValueError(
@@ -236,8 +245,8 @@ def _sum_srcs(op: str, attr: Attr, dst_dtype: torch.dtype, srcs: Sequence[Tensor
     return list(srcs)
 
 
-def _tensors(packed: PackedWeight, folded: Folded) -> tuple[Tensor | None, ...]:
-    """The arguments between src and the geometry or dst_dtype, in the order of both ops."""
+def packed_arguments(packed: PackedWeight, folded: Folded) -> tuple[Tensor | None, ...]:
+    """The arguments between src and the geometry or dst_dtype, in the order of the ops."""
     return (
         packed.weight,
         packed.compensation,

@@ -3,6 +3,7 @@
 
 from torchq.nn.binary import Add, Cat, Mul, QAdd, QCat, QMul
 from torchq.nn.conv import QConv1d, QConv2d, QConv3d
+from torchq.nn.deconv import QConvTranspose1d, QConvTranspose2d, QConvTranspose3d
 from torchq.nn.fused import Absorbed, FusedClip, ResidualFirst
 from torchq.nn.linear import QLinear
 from torchq.nn.module import QModule
@@ -38,6 +39,9 @@ __all__ = [
     "QConv1d",
     "QConv2d",
     "QConv3d",
+    "QConvTranspose1d",
+    "QConvTranspose2d",
+    "QConvTranspose3d",
     "QLinear",
     "QLookup",
     "QMaxPool1d",

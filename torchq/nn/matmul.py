@@ -12,7 +12,7 @@ from torchq.attr import Attr
 from torchq.folding import fold
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.ops import dtype_code
-from torchq.packing import PackedWeight, pack_conv, pack_linear
+from torchq.packing import PackedWeight, pack_conv, pack_conv_transpose, pack_linear
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
@@ -46,6 +46,19 @@ def with_destination_range(post_ops: PostOps, dst: QParams | None) -> PostOps:
             ops.pop()
     kept = PostOps.parse("+".join(map(str, ops)), post_ops.values)
     return kept.append_eltwise("clip", low, high)
+
+
+def _placeholder_weight(spec: dict[str, Any]) -> PackedWeight:
+    """Zeros, packed as the spec says."""
+    shape: list[int] = spec["weight"]
+    groups: int = spec["groups"]
+    dilation: Sequence[int] = spec["dilation"]
+    if "stride" in spec:
+        transposed = [shape[1] * groups, shape[0] // groups, *shape[2:]]
+        zeros = torch.zeros(transposed, dtype=torch.int8)
+        return pack_conv_transpose(zeros, groups, spec["stride"], dilation)
+    weight = torch.zeros(shape, dtype=torch.int8)
+    return pack_conv(weight, groups, dilation) if dilation else pack_linear(weight)
 
 
 class QMatmul(QModule):
@@ -150,6 +163,7 @@ class QMatmul(QModule):
             tuple(spec["weight"]),
             spec["groups"],
             tuple(spec["dilation"]),
+            tuple(spec.get("stride", ())),
         )
 
     @property
@@ -176,9 +190,7 @@ class QMatmul(QModule):
     @classmethod
     def _arguments_from_spec(cls, spec: dict[str, Any]) -> dict[str, Any]:
         """Constructor arguments with the right shapes and arbitrary values."""
-        weight = torch.zeros(spec["weight"], dtype=torch.int8)
-        dilation: Sequence[int] = spec["dilation"]
-        packed = pack_conv(weight, spec["groups"], dilation) if dilation else pack_linear(weight)
+        packed = _placeholder_weight(spec)
         # Bits of dst are in the chain already: the clip at its end.
         dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"])
         if dst is not None and spec["dst_scales"] > 1:

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transposed convolution (deconvolution): an exact int32 sum, then scales, bias and post-ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchq.attr import Attr
+from torchq.folding import fold
+from torchq.functional.arguments import Ints, conv_geometry, spread
+from torchq.functional.matmul import check_source, packed_arguments, sum_sources
+from torchq.ops import dtype_code
+from torchq.packing import PackedWeight, pack_conv_transpose
+
+__all__ = ["conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_transpose_geometry"]
+
+
+def conv_transpose1d(
+    src: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
+    padding_end: Ints | None = None,
+) -> Tensor:
+    """As :func:`conv_transpose2d` for ``src`` (N, C, L) and ``weight`` (C, OC/groups, k)."""
+    window = _Window(stride, padding, padding_end, output_padding, groups, dilation)
+    return _conv_transpose(1, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
+
+
+def conv_transpose2d(
+    src: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
+    padding_end: Ints | None = None,
+) -> Tensor:
+    """Quantizes ``post_ops(src_scale * weight_scale * deconv(src - src_zero_point) + bias)``.
+
+    ``deconv`` is that of :func:`torch.nn.functional.conv_transpose2d`:
+    ``dst[o] = sum of src[i] * weight[k]`` over ``o + padding == i * stride + k * dilation``.
+
+    Args:
+        src: uint8 or int8 ``(N, C, H, W)``; channels-last is read in place, others are copied.
+        weight: int8 ``(C, OC/groups, kh, kw)`` as torch has it, or packed by
+            :func:`~torchq.packing.pack_conv_transpose`.
+        bias: ``[OC]``; float32 or int32 as in :func:`linear`.
+        stride: one number or one per spatial dimension; so are the others.
+        padding: cut off before, and after unless ``padding_end`` is given.
+        output_padding: added after; below ``stride`` or ``dilation``.
+        groups: divides both channel counts.
+        dilation: distance between taps; 1 is dense.
+        attr: as in :func:`linear`. Weight masks index oneDNN's logical dims (OC, C, kh, kw), not
+            torch's order: mask 1 is per output channel; with groups (G, OC/G, C/G, kh, kw): mask 3
+            per group and channel, mask 2 is OC/G values shared by the groups. dst is
+            (N, OC, OH, OW), mask 2 per channel.
+        dst_dtype: torch.uint8, int8, int32 or float32, as in :func:`linear`.
+        post_op_srcs: for each ``sum``, a tensor of dst's shape and the sum's dtype.
+        padding_end: padding after, where it differs.
+
+    Returns:
+        ``(N, OC, OH, OW)``, channels-last; ``OH = (H - 1) * stride - padding - padding_end +
+        dilation * (kh - 1) + output_padding + 1``.
+
+    Raises:
+        TypeError: a dtype other than these.
+        ValueError: shapes, numbers of values, zero points or scales that do not fit, or output
+            scales with a float32 source.
+        NotImplementedError: masks or post-ops without a kernel.
+    """
+    window = _Window(stride, padding, padding_end, output_padding, groups, dilation)
+    return _conv_transpose(2, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
+
+
+def conv_transpose3d(
+    src: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
+    padding_end: Ints | None = None,
+) -> Tensor:
+    """As :func:`conv_transpose2d` for (N, C, D, H, W) and ``weight`` (C, OC/groups, kd, kh, kw)."""
+    window = _Window(stride, padding, padding_end, output_padding, groups, dilation)
+    return _conv_transpose(3, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
+
+
+def conv_transpose_geometry(
+    op: str,
+    kernel: Sequence[int],
+    stride: Ints,
+    padding: Ints,
+    padding_end: Ints | None,
+    dilation: Ints,
+    output_padding: Ints,
+    groups: int,
+    in_channels: int,
+) -> list[int]:
+    """The ``geometry`` argument of the op."""
+    extra = spread(op, "output_padding", output_padding, len(kernel))
+    window = conv_geometry(op, kernel, stride, padding, padding_end, dilation)
+    return [*window, *extra, groups, in_channels]
+
+
+class _Window(NamedTuple):
+    stride: Ints
+    padding: Ints
+    padding_end: Ints | None
+    output_padding: Ints
+    groups: int
+    dilation: Ints
+
+
+def _conv_transpose(
+    dims: int,
+    src: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None,
+    window: _Window,
+    attr: Attr | None,
+    dst_dtype: torch.dtype,
+    post_op_srcs: Sequence[Tensor],
+) -> Tensor:
+    op = f"conv_transpose{dims}d"
+    attr = Attr() if attr is None else attr
+    check_source(op, src, attr)
+    packed = _packed(op, dims, weight, window)
+    if src.dim() != dims + 2 or src.shape[1] != packed.in_channels:
+        raise ValueError(
+            f"torchq.{op}: src must be (N, {packed.in_channels}, spatial...) with "
+            f"{dims + 2} dims for weight {list(packed.shape)} (OC, C/groups, kernel...) and "
+            f"groups={packed.groups}, got {list(src.shape)}. Add a batch dimension with "
+            "unsqueeze(0) if it is missing."
+        )
+    geometry = conv_transpose_geometry(
+        op,
+        packed.shape[2:],
+        window.stride,
+        window.padding,
+        window.padding_end,
+        window.dilation,
+        window.output_padding,
+        packed.groups,
+        packed.in_channels,
+    )
+    folded = fold(op, attr, packed, bias, dst_dtype)
+    result: Tensor = torch.ops.torchq.conv_transpose(
+        src,
+        *packed_arguments(packed, folded),
+        geometry,
+        dtype_code(dst_dtype),
+        folded.post_ops,
+        folded.post_op_params,
+        sum_sources(op, attr, dst_dtype, post_op_srcs),
+    )
+    return result
+
+
+def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) -> PackedWeight:
+    stride = tuple(spread(op, "stride", window.stride, dims))
+    dilation = tuple(spread(op, "dilation", window.dilation, dims))
+    shape = tuple(weight.shape)
+    if len(shape) != dims + 2:
+        raise ValueError(
+            f"torchq.{op}: weight must be (C, OC/groups, kernel...) with {dims + 2} dims, got "
+            f"{list(shape)}. Use conv_transpose1d, 2d or 3d by its number of dims."
+        )
+    if not isinstance(weight, PackedWeight):
+        return pack_conv_transpose(weight, window.groups, stride, dilation)
+    packed_for = (weight.groups, weight.stride, weight.dilation)
+    if packed_for != (window.groups, stride, dilation):
+        raise ValueError(
+            f"torchq.{op}: weight must be packed for groups={window.groups}, stride={stride}, "
+            f"dilation={dilation}, got groups={weight.groups}, stride={weight.stride}, "
+            f"dilation={weight.dilation}. Call pack_conv_transpose with these."
+        )
+    return weight

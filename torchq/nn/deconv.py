@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized transposed convolutions."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from torchq.functional import conv_transpose_geometry, quantize_weight
+from torchq.nn.matmul import QMatmul
+from torchq.nn.module import quantize_boundary
+from torchq.packing import PackedWeight, pack_conv_transpose
+from torchq.post_ops import PostOps
+from torchq.qparams import QParams, weight_qparams
+
+
+class QConvTranspose(QMatmul):
+    """``dst = quantize(post_ops(conv_transpose(real(src), weight) + bias))``.
+
+    Shapes:
+        src: ``(N, C, spatial...)`` of the source dtype; float32 is quantized with the source's
+            parameters. Channels-last memory is read in place.
+        residual: dst's shape, the source of a ``sum`` post-op.
+        dst: ``(N, OC, spatial...)``, channels-last unless ``contiguous``, uint8, int8 or float32.
+
+    Raises:
+        TypeError: ``src`` has another dtype.
+        ValueError: the shape of ``src`` does not fit.
+    """
+
+    dims: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        weight: PackedWeight,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        src: QParams,
+        dst: QParams | None = None,
+        post_ops: PostOps | None = None,
+        *,
+        padding: int | Sequence[int] = 0,
+        output_padding: int | Sequence[int] = 0,
+        contiguous: bool = False,
+    ) -> None:
+        """See :class:`~torchq.nn.matmul.QMatmul`; :meth:`from_float` is the usual way here.
+
+        Groups, stride and dilation are those the weight was packed for; ``contiguous`` makes dst
+        contiguous instead of channels-last.
+        """
+        geometry = conv_transpose_geometry(
+            type(self).__name__,
+            weight.shape[2:],
+            weight.stride,
+            padding,
+            None,
+            weight.dilation,
+            output_padding,
+            weight.groups,
+            weight.in_channels,
+        )
+        layout = {"contiguous": True} if contiguous else {}
+        super().__init__(
+            weight,
+            weight_scale,
+            bias,
+            src,
+            dst,
+            post_ops,
+            stride=list(weight.stride),
+            geometry=geometry,
+            **layout,
+        )
+        self.geometry = geometry
+        self.contiguous = contiguous
+
+    @classmethod
+    def from_float(
+        cls,
+        module: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d,
+        src: QParams,
+        dst: QParams | None = None,
+        *,
+        granularity: str = "per_channel",
+        bits: int = 8,
+        post_ops: PostOps | None = None,
+        contiguous: bool = False,
+    ) -> Self:
+        """Quantizes the weight symmetrically, per output channel, and packs it.
+
+        Output channels are dimension 1 of the float weight, inside of the groups that split its
+        dimension 0.
+
+        Args:
+            module: the float layer. Its ``output_padding`` is kept; the ``output_size`` argument
+                of its forward has no counterpart.
+            src: parameters of the source.
+            dst: parameters of the destination; None for float32.
+            granularity: of the weight scale, "per_channel" or "per_tensor".
+            bits: of the weight, 8 or 7.
+            post_ops: applied before the destination is quantized.
+            contiguous: make dst contiguous instead of channels-last, for code that calls ``view``.
+        """
+        weight = module.weight.detach()
+        groups = module.groups
+        params = weight_qparams(weight, granularity, bits, channel_axis=1, groups=groups)
+        scale = params.scale.reshape(-1)
+        if scale.numel() > 1:  # (G, 1, OC/G, 1...) against (G, IC/G, OC/G, k...)
+            scale = scale.reshape(groups, 1, -1, *(1 for _ in weight.shape[2:]))
+        grouped = weight.reshape(groups, -1, *weight.shape[1:])
+        quantized = quantize_weight(grouped, scale, bits).reshape(weight.shape)
+        packed = pack_conv_transpose(quantized, groups, module.stride, module.dilation)
+        return cls(
+            packed,
+            params.scale,
+            module.bias,
+            src,
+            dst,
+            post_ops,
+            padding=[int(p) for p in module.padding],
+            output_padding=module.output_padding,
+            contiguous=contiguous,
+        )
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> Self:
+        """See the base class."""
+        dims, g = len(spec["dilation"]), spec["geometry"]
+        return cls(
+            **cls._arguments_from_spec(spec),
+            padding=g[2 * dims : 3 * dims],
+            output_padding=g[5 * dims : 6 * dims],
+            contiguous=spec.get("contiguous", False),
+        )
+
+    def forward(self, src: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Applies the transposed convolution."""
+        if src.dtype != self.src_dtype:
+            src = quantize_boundary(
+                src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
+            )
+        weight, compensation, pair_bound, multiplier, offset, zero_point, params = self._hot()
+        dst: Tensor = torch.ops.torchq.conv_transpose(
+            src,
+            weight,
+            compensation,
+            pair_bound,
+            multiplier,
+            offset,
+            None,
+            zero_point,
+            self.geometry,
+            self.dst_code,
+            self.post_ops,
+            params,
+            [] if residual is None else [residual],
+        )
+        return dst.contiguous() if self.contiguous else dst
+
+
+class QConvTranspose1d(QConvTranspose):
+    """1-D :class:`QConvTranspose`: src ``(N, C, L)``."""
+
+    dims = 1
+
+
+class QConvTranspose2d(QConvTranspose):
+    """2-D :class:`QConvTranspose`: src ``(N, C, H, W)``."""
+
+    dims = 2
+
+
+class QConvTranspose3d(QConvTranspose):
+    """3-D :class:`QConvTranspose`: src ``(N, C, D, H, W)``."""
+
+    dims = 3
