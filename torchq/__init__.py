@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchq: exact, fast int8 inference on CPUs for PyTorch."""
 
+from torchq import saturation
 from torchq.attr import Attr
 from torchq.compose import compose
 from torchq.config import QConfig
@@ -31,6 +32,7 @@ __all__ = [
     "memory_info",
     "prepare",
     "quantize",
+    "saturation",
     "save",
     "supported_isas",
     "use_isa",

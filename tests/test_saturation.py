@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The emulation of 16-bit pair saturation: the documented examples, brute force, whole models."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+import torchq.nn as tnn
+from torchq import PostOps, QConfig, QParams, saturation
+from torchq.packing import pack_conv, pack_linear
+from torchq.saturation import (
+    emulate_conv,
+    emulate_linear,
+    emulate_module,
+    halve,
+    prove,
+    seven_bits,
+)
+
+U8, S8 = torch.uint8, torch.int8
+
+
+def sat16(x: int) -> int:
+    return max(-32768, min(32767, x))
+
+
+def dot(a: list[int], w: list[int], saturating: bool) -> tuple[int, int]:
+    """u8 times s8 by consecutive pairs; the sum and how many pairs saturated."""
+    total, count = 0, 0
+    for k in range(0, len(a), 2):
+        pair = sum(x * y for x, y in zip(a[k : k + 2], w[k : k + 2], strict=True))
+        kept = sat16(pair) if saturating else pair
+        total, count = total + kept, count + (kept != pair)
+    return total, count
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max + 1, shape, dtype=dtype)
+
+
+# The documentation's examples
+
+
+def test_source4_u8_example_32767_instead_of_64770() -> None:
+    src = torch.tensor([[255, 255, 0, 0]], dtype=U8)
+    weight = torch.tensor([[127, 127, 0, 0]], dtype=S8)
+    sums = emulate_linear(src, weight)
+    assert sums.exact.item() == 64770 == 2 * 255 * 127
+    assert sums.saturated.item() == 32767
+    assert sums.saturating.tolist() == [1] and sums.pairs == 2 and sums.share == 0.5
+
+
+def test_source4_s8_example_255_instead_of_32258() -> None:
+    values = torch.tensor([[127, 127, 0, 0]], dtype=S8)
+    sums = emulate_linear(values, values)
+    assert sums.exact.item() == 32258 == 2 * 127 * 127
+    assert sums.saturated.item() == 255 == 32767 - 128 * (127 + 127)
+
+
+def test_source4_seven_bits_of_either_are_safe() -> None:
+    extremes = torch.tensor(list(itertools.product((-128, -64, 63, 127), repeat=2)))
+    for sources, dtype, low, high in (
+        ((0, 127), U8, -128, 127),  # u7 with s8
+        ((0, 255), U8, -64, 63),  # u8 with s7
+        ((-128, 127), S8, -64, 63),  # s8 with s7
+        ((-128, -1), S8, -128, 127),  # the first operand of s8: only its negative half
+    ):
+        src = torch.tensor(list(itertools.product(sources, repeat=2)), dtype=dtype)
+        weight = extremes.clamp(low, high).to(S8)
+        sums = emulate_linear(src, weight)
+        assert torch.equal(sums.saturated, sums.exact) and not sums.saturating.any()
+    # shrinking the first operand of s8 to 7 bits does not help
+    src = torch.full((1, 2), 63, dtype=S8)
+    assert emulate_linear(src, torch.full((1, 2), 127, dtype=S8)).saturating.any()
+
+
+def test_source4_halved_weights_never_saturate() -> None:
+    weight = torch.tensor([[-128, -128], [127, 127], [127, -128]], dtype=S8)
+    assert halve(weight).tolist() == [[-64, -64], [64, 64], [64, -64]]  # half to even
+    src = torch.tensor(list(itertools.product((-128, 0, 127), repeat=2)), dtype=S8)
+    sums = emulate_conv(src[..., None], weight[..., None])
+    assert not sums.saturating.any()
+    doubled = 2 * (src.long() @ halve(weight).long().t())
+    assert torch.equal(sums.saturated[..., 0], doubled)
+
+
+def test_source4_halving_float_weights_rounds_once() -> None:
+    weight, scale = torch.tensor([2.6, 1.4, -2.6]), torch.tensor(1.0)
+    assert halve(weight, scale).tolist() == [1, 1, -1]  # rne(1.3), rne(0.7), rne(-1.3)
+    assert halve(torch.round(weight).to(S8)).tolist() == [2, 0, -2]  # rne(1.5), rne(0.5)
+    with pytest.raises(ValueError, match="scale must be given exactly for a float weight"):
+        halve(weight)
+    with pytest.raises(ValueError, match="scale must be given exactly for a float weight"):
+        halve(weight.to(S8), scale)
+
+
+# Brute force
+
+
+@pytest.mark.parametrize("dtype", [U8, S8], ids=["u8", "s8"])
+@pytest.mark.parametrize("k", [0, 1, 2, 7, 32])
+@pytest.mark.parametrize("zero_point", [0, 5])
+def test_linear_equals_brute_force(dtype: torch.dtype, k: int, zero_point: int) -> None:
+    src, weight = random((9, k), dtype), random((6, k), S8)
+    sums = emulate_linear(src.reshape(3, 3, k), weight, zero_point)
+    shift = 128 if dtype == S8 else 0
+    counts = [0] * 6
+    for m, n in itertools.product(range(9), range(6)):
+        a, w = [x + shift for x in src[m].tolist()], weight[n].tolist()
+        left = (shift + zero_point) * sum(w)
+        expected, count = dot(a, w, True)
+        counts[n] += count
+        assert sums.saturated[m // 3, m % 3, n] == expected - left
+        assert sums.exact[m // 3, m % 3, n] == dot(a, w, False)[0] - left
+    assert sums.saturating.tolist() == counts and sums.pairs == (k + 1) // 2
+    if k == 32:
+        assert sum(counts) > 20
+
+
+GEOMETRIES = [
+    # C, OC, groups, kernel, stride, padding, dilation
+    (5, 4, 1, (3, 2), (1, 2), (1, 0), (1, 1)),
+    (6, 4, 2, (2, 2), 2, 1, 2),
+    (4, 4, 4, (3, 3), 1, 1, 1),
+    (3, 2, 1, (3,), 1, 2, 1),
+    (2, 2, 1, (2, 1, 2), 1, 0, 1),
+]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("dtype,zero_point", [(U8, 0), (U8, 77), (S8, 0), (S8, -9)])
+def test_conv_equals_brute_force(geometry: Any, dtype: torch.dtype, zero_point: int) -> None:
+    channels, outputs, groups, kernel, stride, padding, dilation = geometry
+    dims = len(kernel)
+    src = random((2, channels, *(6, 5, 4)[:dims]), dtype)
+    weight = random((outputs, channels // groups, *kernel), S8)
+    sums = emulate_conv(src, weight, stride, padding, dilation, groups, zero_point)
+
+    def conv(x: Tensor, w: Tensor) -> Tensor:
+        op = {1: nn.functional.conv1d, 2: nn.functional.conv2d, 3: nn.functional.conv3d}[dims]
+        return op(x.double(), w.double(), None, stride, padding, dilation, groups).long()
+
+    assert torch.equal(sums.exact, conv(src.double() - zero_point, weight))
+    used = halve(weight) if dtype == S8 else weight
+    shift = 128 if dtype == S8 else 0
+    # one pair of input channels of one tap at a time: everything else is masked out
+    total = torch.zeros_like(sums.exact)
+    count = 0
+    pads = [p for p in reversed([padding] * dims if isinstance(padding, int) else padding)]
+    padded = nn.functional.pad(
+        src.long() + shift, [p for p in pads for _ in range(2)], value=zero_point + shift
+    )
+    padding = 0
+    for tap in itertools.product(*map(range, kernel)):
+        for k in range(0, channels // groups, 2):
+            one = torch.zeros_like(used)
+            index = (slice(None), slice(k, k + 2), *tap)
+            one[index] = used[index]
+            pair = conv(padded, one)
+            kept = pair.clamp(-32768, 32767)
+            total, count = total + kept, count + int((pair != kept).sum())
+    everything = used.long().sum(tuple(range(1, used.dim()))).reshape(-1, *[1] * dims)
+    expected = total - (zero_point + shift) * everything
+    assert torch.equal(sums.saturated, expected * (2 if dtype == S8 else 1))
+    assert int(sums.saturating.sum()) == count
+    assert sums.pairs == math.prod(kernel) * ((channels // groups + 1) // 2)
+    if dtype == S8 or groups == channels:
+        assert count == 0
+    elif channels > 3:
+        assert count > 0
+
+
+# The proof
+
+
+@pytest.mark.parametrize("dtype", [U8, S8], ids=["u8", "s8"])
+def test_proof_is_exactly_the_range(dtype: torch.dtype) -> None:
+    """Up to it no input saturates; one above, the worst input does."""
+    weight = torch.cat([random((40, 6), S8), torch.randint(-80, 81, (40, 6), dtype=S8)])
+    weight[0] = 0
+    proof = prove(weight, dtype)
+    limits = torch.iinfo(dtype)
+    for n, largest in enumerate(proof.largest.tolist()):
+        for value, saturates in ((largest, False), (largest + 1, True)):
+            if value > limits.max:
+                continue
+            top = torch.full((6,), value)
+            worst = torch.stack(
+                [torch.where(sign * weight[n].int() > 0, top, limits.min) for sign in (1, -1)]
+            )
+            sums = emulate_linear(worst.to(dtype), weight[n : n + 1])
+            assert bool(sums.saturating.any()) == saturates
+    assert proof.safe[0] and proof.safe.any() and not proof.safe.all()
+    assert torch.equal(proof.safe, proof.largest == limits.max)
+
+
+def test_proof_agrees_with_the_bound_of_packing() -> None:
+    for limit in (64, 65, 127):
+        weight = torch.randint(-limit, limit + 1, (48, 32), dtype=S8)
+        packed = pack_linear(weight)
+        safe = prove(packed, U8).safe.reshape(3, 16).all(1)
+        assert torch.equal(safe, packed.pair_bound <= 128)
+
+
+def test_proof_of_convolutions_pairs_within_a_tap() -> None:
+    weight = torch.zeros(2, 3, 2, 2, dtype=S8)
+    weight[0, 2] = 127  # the last of an odd number, alone in its pair
+    weight[1, 0, 0, 0] = weight[1, 1, 0, 0] = 127
+    proof = prove(weight, U8)
+    assert proof.safe.tolist() == [True, False] and proof.largest.tolist() == [255, 129]
+    assert str(proof) == "1 of 2 channels are safe for all inputs, the others up to a source of 129"
+    assert prove(pack_conv(weight), S8).largest.tolist() == [127, 1]
+    assert prove(weight, S8, halved=True).safe.all()
+    assert prove(torch.zeros(3, 0, dtype=S8), U8).safe.all()
+    with pytest.raises(TypeError, match=r"weight must be torch.int8 and src_dtype"):
+        prove(weight.float(), U8)
+
+
+# Modules and models
+
+CHAINS = [
+    "",
+    "eltwise_relu",
+    "sum:0.5+eltwise_clip:-2:3",
+    "binary_mul:2+eltwise_relu:0.1+binary_add:2",
+]
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("src", [QParams.per_tensor(0.02, 9), QParams.per_tensor(0.03, -4, S8)])
+@pytest.mark.parametrize("dst", [None, QParams.per_tensor(0.05, 30)], ids=["f32", "u8"])
+def test_without_saturation_a_module_equals_its_kernel(
+    chain: str, src: QParams, dst: QParams | None
+) -> None:
+    values = [torch.linspace(0.5, 2, 8)] * chain.count("binary")
+    post_ops = PostOps.parse(chain, values)
+    linear = tnn.QLinear.from_float(nn.Linear(20, 8), src, dst, bits=7, post_ops=post_ops)
+    conv = nn.Conv2d(6, 8, 3, 2, 1, groups=2)
+    if src.dtype == S8:  # even weights lose nothing when halved
+        conv.weight.data = torch.randint(-15, 16, conv.weight.shape) * 2.0
+        conv.weight.data[:, 0, 0, 0] = 126.0
+        conv.weight.data *= 0.001
+    qconv = tnn.QConv2d.from_float(
+        conv, src, dst, bits=7 if src.dtype == U8 else 8, post_ops=post_ops
+    )
+    if src.dtype == S8:
+        even = torch.round(conv.weight.detach() / 0.001).to(S8)
+        qconv = tnn.QConv2d(
+            pack_conv(even, 2), torch.tensor(0.001), conv.bias, src, dst, post_ops,
+            stride=2, padding=1,
+        )  # fmt: skip
+    for module, shape in ((linear, (7, 20)), (qconv, (2, 6, 9, 7))):
+        x = random(shape, src.dtype)
+        exact = module(x, residual := None) if "sum" not in chain else None
+        if exact is None:
+            like = torch.Size((7, 8)) if shape == (7, 20) else torch.Size((2, 8, 5, 4))
+            residual = torch.randn(like) if dst is None else random(tuple(like), U8)
+            exact = module(x, residual)
+        ours = emulate_module(module, x, residual)
+        assert ours.dtype == exact.dtype and ours.shape == exact.shape
+        torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 16, 3, padding=1)
+        self.relu = nn.ReLU()
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.pool(self.relu(self.conv(x))).flatten(1))
+
+
+def converted(config: QConfig) -> tuple[nn.Module, list[Tensor]]:
+    model = Net().eval()
+    with torch.no_grad():
+        model.conv.weight.abs_()  # large sums of one sign
+    data = [torch.rand(4, 8, 10, 10) * 3 for _ in range(2)]
+    return torchq.quantize(model, data, data[0], config), data
+
+
+def test_a_model_that_saturates_is_reported() -> None:
+    qmodel, data = converted(QConfig(activation_dtype=U8, activation_symmetric=False))
+    before = [qmodel(x) for x in data]
+    report = saturation.emulate(qmodel, data)
+    assert [layer.name for layer in report.layers] == ["conv", "fc"]
+    conv = report.layers[0]
+    assert conv.src == "u8" and conv.pairs == 2 * 4 * 16 * 100 * 9 * 4
+    assert conv.outputs == 2 * 4 * 16 * 100
+    assert 0 < conv.saturating < conv.pairs and 0 < conv.changed <= conv.outputs
+    assert 0 < conv.sqnr < 60 and conv.worst > 0
+    assert not conv.proof.safe.all() and math.isfinite(report.sqnr)
+    text = str(report)
+    assert "Pairs are consecutive k within a tap" in text and "pairs saturating" in text
+    assert f"{100 * conv.saturating / conv.pairs:.4g} %" in text
+    # the model is as it was
+    assert all(torch.equal(qmodel(x), y) for x, y in zip(data, before, strict=True))
+    assert next(iter(seven_bits(qmodel))) == "conv"
+    assert "weight_bits=7 or activation_bits=7 rules it out" in seven_bits(qmodel)["conv"]
+
+
+@pytest.mark.parametrize("bits", [{"weight_bits": 7}, {"activation_bits": 7}], ids=str)
+def test_seven_bits_rule_it_out(bits: dict[str, int]) -> None:
+    qmodel, data = converted(QConfig(activation_dtype=U8, activation_symmetric=False, **bits))
+    report = saturation.emulate(qmodel, data)
+    assert all(layer.saturating == layer.changed == 0 for layer in report.layers)
+    assert all(layer.sqnr == math.inf for layer in report.layers)
+    assert "exact" in str(report)
+    assert seven_bits(qmodel) == {}
+
+
+def test_s8_halves_convolutions_but_not_linears() -> None:
+    qmodel, data = converted(QConfig(activation_dtype=S8))
+    report = saturation.emulate(qmodel, data)
+    conv, fc = report.layers
+    assert conv.src == fc.src == "s8" and conv.proof.halved and not fc.proof.halved
+    assert conv.saturating == 0 and conv.changed > 0 and 20 < conv.sqnr < 80
+    assert "weights halved" in str(report)
+    assert "oneDNN without VNNI halves these weights" in seven_bits(qmodel)["conv"]
+    module = qmodel.get_submodule("conv")
+    module.weight_scale.fill_(2.0**-9)  # divides exactly
+    module.refold()
+    conv = saturation.emulate(qmodel, data).layers[0]
+    weight = module.packed().unpack().float() * module.weight_scale.reshape(-1, 1, 1, 1)
+    # quantized weights times their scale, taken as float weights, are halved alike
+    again = saturation.emulate(qmodel, data, {"conv": weight})
+    assert again.layers[0].changed == conv.changed
+    shifted = saturation.emulate(qmodel, data, {"conv": weight * 1.004})
+    assert shifted.layers[0].noise != conv.noise
+
+
+def test_errors() -> None:
+    src, weight = random((2, 4), U8), random((3, 4), S8)
+    with pytest.raises(TypeError, match=r"src must be torch.uint8 or torch.int8, got torch.float"):
+        emulate_linear(src.float(), weight)
+    with pytest.raises(TypeError, match=r"weight must be torch.int8, got torch.uint8"):
+        emulate_linear(src, src)
+    with pytest.raises(ValueError, match=r"src must be \(\*, K\) and weight \(N, K\)"):
+        emulate_linear(src, weight[:, :3])
+    with pytest.raises(ValueError, match=r"got \[2, 4\] and \[3, 4\]. Check groups"):
+        emulate_conv(src, weight)
+    with pytest.raises(ValueError, match="at least one image"):
+        emulate_conv(random((0, 4, 5), U8), random((3, 4, 2), S8))
+    with pytest.raises(ValueError, match="quantized linears or convolutions"):
+        saturation.emulate(nn.ReLU(), [src])
+    with pytest.raises(TypeError, match="must be a QLinear or QConv, got ReLU"):
+        emulate_module(nn.ReLU(), src)
+    qmodel, _ = converted(QConfig())
+    with pytest.raises(ValueError, match="at least one batch"):
+        saturation.emulate(qmodel, [])

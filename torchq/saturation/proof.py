@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which channels of a weight cannot saturate, whatever the input: known when packing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchq.nn.conv import QConv
+from torchq.nn.linear import QLinear
+from torchq.nn.matmul import QMatmul
+from torchq.packing import PackedWeight
+from torchq.saturation.pairs import HIGHEST, LOWEST, SHIFT, U8_MAX, halve
+
+
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """Up to which source values no pair of a channel saturates.
+
+    A channel is safe for all inputs if and only if no pair of its weights has positive parts that
+    sum to more than 128, or negative parts below -128.
+
+    Attributes:
+        src_dtype: uint8 or int8.
+        largest: int64 ``[N]``, the largest source value up to which the channel is exact for every
+            input; an input that has it plus one can saturate, if there is such a value. Below -128
+            never happens, since -128 runs as 0.
+        halved: whether these are the halved weights of an s8 convolution.
+    """
+
+    src_dtype: torch.dtype
+    largest: Tensor
+    halved: bool
+
+    @property
+    def safe(self) -> Tensor:
+        """Bool ``[N]``: exact for all inputs."""
+        return self.safe_up_to(torch.iinfo(self.src_dtype).max)
+
+    def safe_up_to(self, value: int) -> Tensor:
+        """Bool ``[N]``: exact for all sources whose values are at most ``value``."""
+        return self.largest >= value
+
+    def __str__(self) -> str:
+        """One line."""
+        safe, total = int(self.safe.sum()), self.largest.numel()
+        text = f"{safe} of {total} channels are safe for all inputs"
+        if safe < total:
+            text += f", the others up to a source of {int(self.largest.min())}"
+        return text + (" (weights halved)" if self.halved else "")
+
+
+def prove(weight: Tensor | PackedWeight, src_dtype: torch.dtype, halved: bool = False) -> Proof:
+    """What the weights alone prove; pairs are consecutive k within a tap.
+
+    Args:
+        weight: int8 ``(N, K)`` or ``(OC, C/groups, kernel...)``, or packed.
+        src_dtype: uint8, or int8, which runs as uint8 with +128.
+        halved: whether to halve the weights first, as convolutions with an s8 source do.
+
+    Raises:
+        TypeError: ``weight`` is not int8, or ``src_dtype`` neither uint8 nor int8.
+    """
+    weight = weight.unpack() if isinstance(weight, PackedWeight) else weight
+    if weight.dtype != torch.int8 or src_dtype not in (torch.uint8, torch.int8):
+        raise TypeError(
+            "torchq.saturation.prove: weight must be torch.int8 and src_dtype torch.uint8 or "
+            f"torch.int8, got {weight.dtype} and {src_dtype}. Quantize the weight first."
+        )
+    used = (halve(weight) if halved else weight).to(torch.int64)
+    rows = used.unsqueeze(-1).flatten(2).transpose(1, 2)  # (N, taps, K)
+    pairs = (
+        F.pad(rows, (0, rows.shape[2] % 2))
+        .reshape(len(rows), rows.shape[1], (rows.shape[2] + 1) // 2, 2)
+        .flatten(1, 2)
+    )
+    pairs = F.pad(pairs, (0, 0, 0, 1))  # a pair of zeros, where there is none
+    positive = pairs.clamp(min=0).sum(2).amax(1)
+    negative = -pairs.clamp(max=0).sum(2).amin(1)
+    up, down = HIGHEST // positive.clamp(min=1), -LOWEST // negative.clamp(min=1)
+    largest = torch.minimum(up, down).clamp(max=U8_MAX)
+    return Proof(src_dtype, largest - (SHIFT if src_dtype == torch.int8 else 0), halved)
+
+
+def prove_module(module: QMatmul) -> Proof:
+    """The proof for a quantized linear or convolution and its source."""
+    halved = isinstance(module, QConv) and module.src_dtype == torch.int8
+    return prove(module.packed(), module.src_dtype, halved)
+
+
+def seven_bits(model: nn.Module) -> dict[str, str]:
+    """Where 7 bits for activations or weights would matter, by the name of the module.
+
+    On torchq nowhere: it is exact. What is listed would be saturated or halved on a CPU without
+    VNNI under oneDNN's rules; modules that cannot saturate with their weights and the range of
+    their source are not listed.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, QConv | QLinear):
+            continue
+        proof = prove_module(module)
+        unsafe = int((~proof.safe_up_to(module.src_high)).sum())
+        if proof.halved:
+            found[name] = (
+                "oneDNN without VNNI halves these weights for the s8 source; u8 with "
+                "activation_bits=7 keeps them whole"
+            )
+        elif unsafe:
+            remedy = "weight_bits=7"
+            if module.src_dtype == torch.uint8:
+                remedy += " or activation_bits=7"
+            found[name] = (
+                f"oneDNN without VNNI could saturate {unsafe} of {proof.largest.numel()} channels "
+                f"above a source of {int(proof.largest.min())}; {remedy} rules it out"
+            )
+    return found

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Emulation of quantized modules and whole models, and the report of what it found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.nn.conv import QConv
+from torchq.nn.linear import QLinear
+from torchq.nn.matmul import QMatmul
+from torchq.nn.module import QModule, quantize_boundary
+from torchq.saturation.pairs import Sums, emulate_conv, emulate_linear, halve
+from torchq.saturation.proof import Proof, prove_module
+from torchq.saturation.results import dequantized, real_result, stored
+
+PAIRING = (
+    "Pairs are consecutive k within a tap, (0, 1), (2, 3), ...; a layout that pairs otherwise "
+    "saturates elsewhere."
+)
+
+
+@dataclass
+class LayerReport:
+    """What saturation does to one layer, given exact inputs.
+
+    Attributes:
+        name: qualified name.
+        src: "u8" or "s8".
+        proof: what its weights alone prove.
+        pairs: pairs that were summed.
+        saturating: how many of them saturated.
+        outputs: values that the layer returned.
+        changed: how many of them differ from the exact ones.
+        signal: sum of squares of the exact real results.
+        noise: sum of squares of their differences.
+        worst: largest difference of one result, in real units.
+    """
+
+    name: str
+    src: str
+    proof: Proof
+    pairs: int = 0
+    saturating: int = 0
+    outputs: int = 0
+    changed: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    worst: float = 0.0
+
+    @property
+    def sqnr(self) -> float:
+        """Signal to noise in dB; infinite without noise."""
+        return _decibels(self.signal, self.noise)
+
+    def add(self, sums: Sums, exact: Tensor, changed: Tensor, differs: int) -> None:
+        """Counts one call: its sums, real results exact and changed, and how many differ."""
+        self.pairs += sums.pairs * sums.exact.numel()
+        self.saturating += int(sums.saturating.sum())
+        self.outputs += exact.numel()
+        self.changed += differs
+        error = changed - exact
+        self.signal += float(exact.square().sum())
+        self.noise += float(error.square().sum())
+        self.worst = max(self.worst, float(error.abs().max()) if error.numel() else 0.0)
+
+
+@dataclass
+class Report:
+    """Layers in the order they first ran, and the model's own outputs.
+
+    Attributes:
+        layers: what saturation does to each, given exact inputs.
+        signal: sum of squares of the model's exact floating-point outputs.
+        noise: sum of squares of their differences when all layers saturate, errors carried on.
+        not_emulated: quantized modules with weights that this package does not emulate.
+    """
+
+    layers: list[LayerReport] = field(default_factory=list)
+    signal: float = 0.0
+    noise: float = 0.0
+    not_emulated: list[str] = field(default_factory=list)
+
+    @property
+    def sqnr(self) -> float:
+        """Of the model's outputs, in dB; infinite without noise."""
+        return _decibels(self.signal, self.noise)
+
+    def __str__(self) -> str:
+        """A table, and how pairs are formed."""
+        cells = [
+            ("layer", "source", "pairs saturating", "outputs changed", "SQNR dB", "worst", "proof")
+        ]
+        for layer in self.layers:
+            cells.append(
+                (
+                    layer.name,
+                    layer.src,
+                    _percent(layer.saturating, layer.pairs),
+                    _percent(layer.changed, layer.outputs),
+                    _text(layer.sqnr),
+                    f"{layer.worst:.4g}",
+                    str(layer.proof),
+                )
+            )
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        lines = [
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        ]
+        lines.append(f"the model's outputs: SQNR {_text(self.sqnr)} dB")
+        if self.not_emulated:
+            lines.append(f"not emulated: {', '.join(self.not_emulated)}")
+        return "\n".join([*lines, PAIRING])
+
+
+def emulate(
+    model: nn.Module, data: Iterable[Any], float_weights: Mapping[str, Tensor] | None = None
+) -> Report:
+    """Runs a converted model as it is and as a CPU without VNNI would have under oneDNN's rules.
+
+    Each layer is compared on the exact inputs it gets, and the model's outputs with all layers
+    saturating, errors carried on. The model itself is not changed.
+
+    Args:
+        model: from :func:`torchq.convert`.
+        data: batches; a tensor is the model's one input, a tuple or list its inputs, a dict its
+            keywords.
+        float_weights: by module name, the weights as they were before quantization: convolutions
+            with an s8 source then halve these, ``rne(w * 0.5 / scale)``, instead of the int8 ones.
+
+    Raises:
+        ValueError: ``model`` has no quantized linear or convolution, or ``data`` no batch.
+    """
+    modules = {n: m for n, m in model.named_modules() if isinstance(m, QConv | QLinear)}
+    if not modules:
+        raise ValueError(
+            "torchq.saturation.emulate: model must have quantized linears or convolutions, got "
+            f"none in {type(model).__name__}. Convert it first: torchq.quantize."
+        )
+    report = Report(not_emulated=_not_emulated(model))
+    weights = dict(float_weights or {})
+    batches = 0
+    with torch.no_grad():
+        for batch in data:
+            args, kwargs = _arguments(batch)
+            with _hooked(modules, weights, report, replace=False):
+                exact = _outputs(model(*args, **kwargs))
+            with _hooked(modules, weights, report, replace=True):
+                changed = _outputs(model(*args, **kwargs))
+            for one, other in zip(exact, changed, strict=True):
+                report.signal += float(one.double().square().sum())
+                report.noise += float((other.double() - one.double()).square().sum())
+            batches += 1
+    if batches == 0:
+        raise ValueError(
+            "torchq.saturation.emulate: data must have at least one batch, got none. Pass a list "
+            "of them, such as [batch]."
+        )
+    return report
+
+
+def emulate_module(
+    module: QMatmul,
+    src: Tensor,
+    residual: Tensor | None = None,
+    float_weight: Tensor | None = None,
+    report: LayerReport | None = None,
+) -> Tensor:
+    """What a quantized linear or convolution would have returned.
+
+    Args:
+        module: QLinear, QConv1d, QConv2d or QConv3d.
+        src: quantized, or float32, which is quantized first.
+        residual: the source of a ``sum`` post-op.
+        float_weight: see :func:`emulate`.
+        report: counts what was found, if given.
+
+    Raises:
+        TypeError: the module is of another class.
+        NotImplementedError: post-ops with values from run time.
+    """
+    if not isinstance(module, QConv | QLinear):
+        raise TypeError(
+            "torchq.saturation.emulate_module: module must be a QLinear or QConv, got "
+            f"{type(module).__name__}. Emulate the accumulators: emulate_linear, emulate_conv."
+        )
+    axis = 1 if isinstance(module, QConv) else -1
+    sums = _module_sums(module, src, float_weight)
+    exact = stored(module, real_result(module, sums.exact, axis, residual), axis)
+    changed = stored(module, real_result(module, sums.saturated, axis, residual), axis)
+    if report is not None:
+        real = [dequantized(module, dst, axis) for dst in (exact, changed)]
+        report.add(sums, real[0], real[1], int((exact != changed).sum()))
+    return changed
+
+
+def _module_sums(module: QConv | QLinear, src: Tensor, float_weight: Tensor | None) -> Sums:
+    if src.dtype != module.src_dtype:
+        low, high = module.src_low, module.src_high
+        src = quantize_boundary(
+            src, module.src_scale, module.src_zero_point, module.src_code, low, high
+        )
+    weight, zero = module.packed().unpack(), int(module.src_zero_point)
+    if isinstance(module, QLinear):
+        return emulate_linear(src, weight, zero)
+    dims = module.dims
+    parts = [module.geometry[i * dims : (i + 1) * dims] for i in range(5)]
+    halved = None
+    if float_weight is not None:
+        scale = module.weight_scale.reshape([-1] + [1] * (weight.dim() - 1))
+        halved = halve(float_weight, scale)
+    return emulate_conv(
+        src, weight, parts[1], parts[2], parts[4], module.geometry[-2], zero, parts[3], halved
+    )
+
+
+@contextmanager
+def _hooked(
+    modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor], report: Report, replace: bool
+) -> Iterator[None]:
+    """Lets every module report, or return what it would have returned."""
+    layers = {layer.name: layer for layer in report.layers}
+
+    def hook(name: str) -> Any:
+        def run(module: QMatmul, args: Any, kwargs: Any, dst: Tensor) -> Tensor:
+            layer = None
+            if not replace:
+                if name not in layers:
+                    src = "u8" if module.src_dtype == torch.uint8 else "s8"
+                    layers[name] = LayerReport(name, src, prove_module(module))
+                    report.layers.append(layers[name])
+                layer = layers[name]
+            changed = _call(module, weights.get(name), layer, *args, **kwargs)
+            return changed.to(memory_format=_layout(dst)) if replace else dst
+
+        return run
+
+    handles = [m.register_forward_hook(hook(n), with_kwargs=True) for n, m in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _call(
+    module: QMatmul,
+    weight: Tensor | None,
+    layer: LayerReport | None,
+    src: Tensor,
+    residual: Tensor | None = None,
+) -> Tensor:
+    return emulate_module(module, src, residual, weight, layer)
+
+
+def _layout(dst: Tensor) -> torch.memory_format:
+    """Of four dims as the exact result, so that a view that follows works."""
+    if dst.dim() == 4 and not dst.is_contiguous():
+        return torch.channels_last
+    return torch.preserve_format
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return ((batch,) if isinstance(batch, Tensor) else tuple(batch)), {}
+
+
+def _outputs(result: Any) -> list[Tensor]:
+    """The floating-point tensors in it, in order."""
+    if isinstance(result, Tensor):
+        return [result] if result.is_floating_point() else []
+    if isinstance(result, Mapping):
+        result = list(result.values())
+    return (
+        [t for part in result for t in _outputs(part)] if isinstance(result, list | tuple) else []
+    )
+
+
+def _not_emulated(model: nn.Module) -> list[str]:
+    return [
+        f"{name} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(module, QModule)
+        and not isinstance(module, QConv | QLinear)
+        and any(key.startswith("weight") for key, _ in module.named_buffers(recurse=False))
+    ]
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def _percent(count: int, total: int) -> str:
+    return f"{100 * count / total:.4g} %" if total else "-"
+
+
+def _text(decibels: float) -> str:
+    return "exact" if math.isinf(decibels) and decibels > 0 else f"{decibels:.1f}"

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From accumulators to what a quantized module returns, in float64 torch ops.
+
+The kernels do the same in float32, so at rounding ties the two may differ by one step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchq._text import Binary, Eltwise, PostOp, PReLU, Sum
+from torchq.nn.matmul import QMatmul
+
+Function = Callable[[Tensor, float, float], Tensor]
+
+
+def _hardsigmoid(x: Tensor, a: float, b: float) -> Tensor:
+    return (a * x + b).clamp(0, 1)
+
+
+_ELTWISE: dict[str, Function] = {
+    "relu": lambda x, a, b: torch.where(x > 0, x, a * x),
+    "linear": lambda x, a, b: a * x + b,
+    "clip": lambda x, a, b: x.clamp(a, b),
+    "abs": lambda x, a, b: x.abs(),
+    "elu": lambda x, a, b: torch.where(x > 0, x, a * torch.expm1(x)),
+    "exp": lambda x, a, b: x.exp(),
+    "gelu_erf": lambda x, a, b: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x, a, b: F.gelu(x, approximate="tanh"),
+    "hardsigmoid": _hardsigmoid,
+    "hardswish": lambda x, a, b: x * _hardsigmoid(x, a, b),
+    "log": lambda x, a, b: x.log(),
+    "logistic": lambda x, a, b: x.sigmoid(),
+    "mish": lambda x, a, b: F.mish(x),
+    "pow": lambda x, a, b: a * x**b,
+    "round": lambda x, a, b: x.round(),
+    "soft_relu": lambda x, a, b: torch.logaddexp(a * x, torch.zeros_like(x)) / a,
+    "sqrt": lambda x, a, b: x.sqrt(),
+    "square": lambda x, a, b: x * x,
+    "swish": lambda x, a, b: x * torch.sigmoid(a * x),
+    "tanh": lambda x, a, b: x.tanh(),
+}
+_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **{"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div},
+    **{"max": torch.maximum, "min": torch.minimum, "ge": torch.ge, "gt": torch.gt},
+    **{"le": torch.le, "lt": torch.lt, "eq": torch.eq, "ne": torch.ne},
+}
+
+
+def real_result(module: QMatmul, acc: Tensor, axis: int, residual: Tensor | None) -> Tensor:
+    """``post_ops(src_scale * weight_scale * acc + bias)``, float64; channels are ``axis``."""
+    shape = [1] * acc.dim()
+    shape[axis] = -1
+    x = acc.double() * (module.src_scale.double() * module.weight_scale.double()).reshape(shape)
+    if module.bias is not None:
+        x = x + module.bias.double().reshape(shape)
+    for op in module.attr.post_ops:
+        x = _apply(op, x, shape, residual)
+    return x
+
+
+def stored(module: QMatmul, x: Tensor, axis: int) -> Tensor:
+    """What is returned: quantized with dst's scale and zero point, or float32."""
+    if module.dst_dtype == torch.float32:
+        return x.float()
+    shape = [1] * x.dim()
+    shape[axis] = -1
+    limits = torch.iinfo(module.dst_dtype)
+    scale, zero = module.dst_scale.double(), module.dst_zero_point.double()
+    q = torch.round(x / scale.reshape(shape) + zero.reshape(shape))
+    return q.clamp(limits.min, limits.max).to(module.dst_dtype)
+
+
+def dequantized(module: QMatmul, dst: Tensor, axis: int) -> Tensor:
+    """The real values of what :func:`stored` returns, float64."""
+    if module.dst_dtype == torch.float32:
+        return dst.double()
+    shape = [1] * dst.dim()
+    shape[axis] = -1
+    zero = module.dst_zero_point.double().reshape(shape)
+    return (dst.double() - zero) * module.dst_scale.double().reshape(shape)
+
+
+def _apply(op: PostOp, x: Tensor, shape: list[int], residual: Tensor | None) -> Tensor:
+    if isinstance(op, Sum) and residual is not None:
+        return x + op.scale * (residual.double() - op.zero_point)
+    if isinstance(op, Eltwise):
+        return op.scale * _ELTWISE[op.alg](x, op.alpha, op.beta)
+    if isinstance(op, Binary | PReLU) and op.mask in (0, 2) and op.values is not None:
+        values = op.values.double().reshape(shape)
+        if isinstance(op, PReLU):
+            return torch.where(x >= 0, x, x * values)
+        if op.alg in _BINARY:
+            return _BINARY[op.alg](x, values).double()
+    raise NotImplementedError(
+        f"torchq.saturation: post-ops must be sum, eltwise, or binary and prelu with constants of "
+        f"mask 0 or 2, got {op}. Emulate the accumulators: emulate_linear, emulate_conv."
+    )
