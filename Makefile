@@ -19,7 +19,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench build clean distclean
+.PHONY: help demo test test-report lint format bench build clean distclean
 
 help:  ## This list
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -29,6 +29,9 @@ demo: $(LIBRARY)  ## Train a small network on digits, quantize it, compare
 
 test: $(LIBRARY)  ## All tests; options: make test ARGS='-k linear'
 	$(BIN)/python -m pytest $(ARGS)
+
+test-report: $(LIBRARY)  ## The HTML report in a headless browser (Debian: apt install chromium)
+	$(BIN)/python -m pytest -m report $(ARGS)
 
 bench: $(VENV)/.bench  ## Times against the peers; options: make bench ARGS=...
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -2,6 +2,16 @@
 """torchq: exact, fast int8 inference on CPUs for PyTorch."""
 
 from torchq import saturation
+from torchq.analysis import (
+    compare,
+    load_calibration,
+    milliseconds,
+    profile,
+    save_calibration,
+    sensitivity,
+    sqnr,
+    write_report,
+)
 from torchq.attr import Attr
 from torchq.compose import compose
 from torchq.config import QConfig
@@ -22,6 +32,7 @@ __all__ = [
     "QConfig",
     "QParams",
     "calibrate",
+    "compare",
     "compose",
     "convert",
     "cpu_info",
@@ -29,11 +40,18 @@ __all__ = [
     "isa",
     "last_kernel",
     "load",
+    "load_calibration",
     "memory_info",
+    "milliseconds",
     "prepare",
+    "profile",
     "quantize",
     "saturation",
     "save",
+    "save_calibration",
+    "sensitivity",
+    "sqnr",
     "supported_isas",
     "use_isa",
+    "write_report",
 ]

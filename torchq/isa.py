@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -60,8 +61,9 @@ def last_kernel() -> str:
 
 
 def cpu_info() -> dict[str, object]:
-    """Architecture, tiers, the selected tier, threads, and torch's own name for the CPU."""
+    """Model, architecture, tiers, the selected tier, threads, and torch's name for the CPU."""
     return {
+        "model": _model_name(),
         "machine": platform.machine(),
         "supported_isas": supported_isas(),
         "isa": isa(),
@@ -69,6 +71,15 @@ def cpu_info() -> dict[str, object]:
         "torch": torch.__version__,
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def _model_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def memory_info() -> dict[str, int]:

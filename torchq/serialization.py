@@ -52,7 +52,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
         RuntimeError: the file and the model do not fit together; names what is missing or left
             over.
     """
-    state = _read(Path(path))
+    state = read_state(Path(path))
     modules: dict[str, nn.Module] = {}
     # Outer modules first: a quantized module may itself hold one.
     for key in sorted(state, key=lambda name: name.count(".")):
@@ -124,7 +124,7 @@ def _aliases(model: nn.Module, state: dict[str, Tensor]) -> set[str]:
     return {name for name, tensor in tensors.items() if name not in state and id(tensor) in present}
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def read_state(path: Path) -> dict[str, Tensor]:
     if not path.exists():
         raise FileNotFoundError(f"torchq.load: {path} does not exist.")
     with path.open("rb") as file:

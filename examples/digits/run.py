@@ -13,7 +13,6 @@ import warnings
 from pathlib import Path
 
 import torch
-from compare import milliseconds, predictions, sqnr_per_layer
 from model import DigitNet
 from picture import draw
 from torch import Tensor, nn
@@ -68,6 +67,11 @@ def demo(output: Path, quick: bool) -> list[str]:
     return problems + ([] if quick else slow)
 
 
+@torch.inference_mode()
+def predictions(model: nn.Module, images: Tensor) -> Tensor:
+    return torch.cat([model(batch).argmax(1) for batch in images.split(256)])
+
+
 def compare_accuracy(model: nn.Module, qmodel: nn.Module, data: Digits) -> tuple[list[str], str]:
     f, q = predictions(model, data.test_images), predictions(qmodel, data.test_images)
     right, qright = (int((p == data.test_labels).sum()) for p in (f, q))
@@ -86,7 +90,8 @@ def compare_accuracy(model: nn.Module, qmodel: nn.Module, data: Digits) -> tuple
 
 def compare_layers(prepared: nn.Module, qmodel: nn.Module, images: Tensor) -> dict[str, float]:
     """Tables the signal-to-quantization-noise ratio of every layer."""
-    sqnr = sqnr_per_layer(prepared, qmodel, images[:256])
+    layers = torchq.compare(prepared, qmodel, [images[:256]]).layers
+    sqnr = {layer.name: layer.sqnr for layer in layers}
     width = max(map(len, sqnr))
     print("\nsignal to quantization noise after each layer, earlier errors included (6 dB = 1 bit)")
     for name, value in sqnr.items():
@@ -133,7 +138,7 @@ def compare_times(
     times: dict[int, dict[str, float]] = {}
     for batch, rounds, calls in ((1, 31, 20), (256, 15, 1)):
         source = images[:batch].to(memory_format=torch.channels_last)
-        times[batch] = milliseconds(models, source, 3 if quick else rounds, calls)
+        times[batch] = torchq.milliseconds(models, source, 3 if quick else rounds, calls)
     print("\nms per batch, median; the models take turns. float: channels_last, inference mode;")
     print("eager runs batch norm as a layer, frozen TorchScript folds it into the convolutions")
     slow = []

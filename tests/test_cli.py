@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m torchq``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import torchq
+from torchq.__main__ import main
+
+DEFINITION = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+    return model.eval(), [torch.randn(2, 3, 8, 8)]
+
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "definition.py"
+    path.write_text(DEFINITION)
+    return f"{path}:make"
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "exact on every tier" in out
+    assert all(tier in out for tier in torchq.supported_isas())
+
+
+def test_analyze_then_inspect(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    html, saved = tmp_path / "report.html", tmp_path / "model.torchq"
+    arguments = ["analyze", model, "--sensitivity", "--html", str(html), "--save", str(saved)]
+    assert main([*arguments, "--isa", "reference"]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 2 convolutions and linears run in int8" in out
+    assert "dB alone in int8" in out and "ms int8" in out
+    assert html.read_text().startswith("<!doctype html>")
+    assert main(["inspect", str(saved)]) == 0
+    out = capsys.readouterr().out
+    assert "0: QConv2d" in out and "weight" in out
+    assert out.splitlines()[-1].endswith("MB")
+
+
+def test_bench(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", model]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["float", "int8", "int8, frozen TorchScript"]
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["bench", "nothing"], "MODEL must be file.py:function, got 'nothing'"),
+        (["bench", "missing.py:make"], "must name a file that exists, got 'missing.py'"),
+        (["inspect", "missing.torchq"], "missing.torchq does not exist"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_a_function_must_return_a_model(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", model.replace("make", "wrong")]) == 2
+    assert "which gave int" in capsys.readouterr().err
+    assert main(["bench", model.replace("make", "absent")]) == 2
+    assert "which is no function" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTML report in a real browser: it renders, and a click sorts. Fails where there is none."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import torch
+from torch import nn
+
+import torchq
+
+pytestmark = pytest.mark.report
+
+CLICK = "<script>document.querySelectorAll('th')[3].click();</script></body>"
+
+
+def chromium(*arguments: str) -> str:
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    assert program, "no chromium: install Debian's package of that name"
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command = [program, *flags, "--virtual-time-budget=2000", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(128, 5)
+    ).eval()
+    data = [torch.randn(4, 3, 8, 8)]
+    prepared = torchq.calibrate(torchq.prepare(model, data[0]), data)
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    torchq.write_report(path, model, prepared, torchq.convert(prepared), data, "three layers")
+    return path
+
+
+def test_screenshot(page: Path) -> None:
+    shot = page.with_suffix(".png")
+    chromium(f"--screenshot={shot}", "--window-size=1400,700", page.as_uri())
+    image = matplotlib.image.imread(shot)[..., :3]
+    assert image.shape[:2] == (700, 1400)
+    background = image[-1, -1]
+    marked = (abs(image - background).max(-1) > 0.2).mean(axis=1) > 0
+    assert marked[:400].mean() > 0.3, "text, figures and histograms cover the upper part"
+    bars = (image[..., 2] - image[..., 0] > 0.3).sum()
+    assert bars > 300, "the histograms are drawn"
+
+
+def test_a_click_on_a_heading_sorts(page: Path) -> None:
+    clicked = page.with_name("clicked.html")
+    clicked.write_text(page.read_text().replace("</body>", CLICK))
+    document = chromium("--dump-dom", clicked.as_uri())
+    assert 'aria-sort="ascending"' in document
+    body = document[document.index("<tbody>") : document.index("</tbody>")]
+    values = [row.split('data-v="')[1].split('"')[0] for row in body.split("<tr>")[1:]]
+    figures = [float(value) for value in values if value]
+    assert len(figures) == 3 and figures == sorted(figures)
+    assert values[-1] == "", "rows without a figure come last"

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m torchq doctor | analyze | bench | inspect``.
+
+A MODEL is ``file.py:function`` or ``package.module:function``; the function takes nothing and
+returns the float model, in eval mode, and a list of calibration batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.nn.module import read_spec
+from torchq.ops import LIBRARY_PATH
+from torchq.running import Inputs, split_inputs
+from torchq.serialization import read_state
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Takes no argument."""
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Says what torchq found here, and runs every tier once against the reference."""
+    for key, value in {**torchq.cpu_info(), "library": LIBRARY_PATH}.items():
+        print(f"{key:18}{', '.join(value) if isinstance(value, list) else value}")
+    src = torch.arange(256, dtype=torch.uint8).repeat(9, 3)
+    weight = torch.arange(-128, 128, dtype=torch.int8).repeat_interleave(3).repeat(33, 1)
+    results = {}
+    for tier in torchq.supported_isas():
+        with torchq.use_isa(tier):
+            results[tier] = torchq.functional.linear(src, weight, dst_dtype=torch.int32)
+    expected = (src.double() @ weight.double().T).int()
+    wrong = [tier for tier, result in results.items() if not torch.equal(result, expected)]
+    print(f"{'self test':18}{'wrong on ' + ', '.join(wrong) if wrong else 'exact on every tier'}")
+    return len(wrong) > 0
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what to quantize."""
+    parser.add_argument("model", metavar="MODEL", help="file.py:function or package:function")
+    parser.add_argument("--threads", type=int, help="torch.set_num_threads")
+    parser.add_argument("--isa", choices=torchq.supported_isas(), help="tier to run on")
+
+
+def add_analyze(parser: argparse.ArgumentParser) -> None:
+    """As bench, with the reports."""
+    add_model(parser)
+    parser.add_argument("--sensitivity", action="store_true", help="two quantizations per layer")
+    parser.add_argument("--html", help="file for the report")
+    parser.add_argument("--save", help="file for the quantized model")
+
+
+def analyze(args: argparse.Namespace) -> int:
+    """Quantizes a model and says what happened to every layer."""
+    model, data = load_model(args.model)
+    prepared = torchq.calibrate(torchq.prepare(model, data[0]), data)
+    qmodel = torchq.convert(prepared)
+    print(torchq.explain(qmodel), end="\n\n")
+    print(torchq.compare(prepared, qmodel, data), end="\n\n")
+    print(torchq.profile(model, qmodel, data[0]))
+    if args.sensitivity:
+        for layer in torchq.sensitivity(model, data, data[0]):
+            print(
+                f"{layer.name}: {layer.alone:.1f} dB alone in int8, {layer.kept:.1f} dB with only "
+                f"it in float, {layer.all_quantized:.1f} dB as it is"
+            )
+    if args.html:
+        torchq.write_report(args.html, model, prepared, qmodel, data, args.model)
+    if args.save:
+        torchq.save(qmodel, args.save)
+    return 0
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Times a model in float, in int8, and in int8 as frozen TorchScript."""
+    model, data = load_model(args.model)
+    qmodel = torchq.quantize(model, data, data[0])
+    models: dict[str, Any] = {"float": model, "int8": qmodel}
+    positional, keywords = split_inputs(data[0])
+    if not keywords:
+        with torch.inference_mode():
+            traced: Any = torch.jit.trace(qmodel, positional)  # type: ignore[no-untyped-call]
+            models["int8, frozen TorchScript"] = torch.jit.freeze(traced)
+    times = torchq.milliseconds(models, data[0])
+    for name, ms in times.items():
+        print(f"{name:26}{ms:9.3f} ms  {times['float'] / ms:5.1f}x")
+    return 0
+
+
+def add_inspect(parser: argparse.ArgumentParser) -> None:
+    """The file."""
+    parser.add_argument("file", help="written by torchq.save")
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Lists the modules of a saved model: what they are and the tensors they hold."""
+    state = read_state(Path(args.file))
+    holders: dict[str, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        holder, _, name = key.rpartition(".")
+        holders.setdefault(holder, {})[name] = value
+    for holder, tensors in holders.items():
+        spec = read_spec(tensors.pop("spec")) if "spec" in tensors else {"class": "float"}
+        fields = " ".join(f"{k}={v}" for k, v in spec.items() if k != "class")
+        print(f"{holder or '(the model)'}: {spec['class']} {fields}".rstrip())
+        for name, value in tensors.items():
+            dtype = str(value.dtype).removeprefix("torch.")
+            print(f"    {name:18}{dtype:8}{list(value.shape)}{_few(value)}")
+    total = sum(value.numel() * value.element_size() for value in state.values())
+    print(f"{len(holders)} modules, {total / 1e6:.3f} MB")
+    return 0
+
+
+def _few(value: Tensor) -> str:
+    return f"  {value.flatten().tolist()}" if 0 < value.numel() <= 4 else ""
+
+
+def load_model(spec: str) -> tuple[nn.Module, Sequence[Inputs]]:
+    """Calls the function that a MODEL names.
+
+    Raises:
+        ValueError: there is no such function, or it returns something else.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise ValueError(f"torchq: MODEL must be file.py:function, got '{spec}'.")
+    if place.endswith(".py"):
+        found = importlib.util.spec_from_file_location(Path(place).stem, place)
+        if found is None or found.loader is None or not Path(place).exists():
+            raise ValueError(f"torchq: MODEL must name a file that exists, got '{place}'.")
+        module = importlib.util.module_from_spec(found)
+        sys.path.insert(0, str(Path(place).parent))
+        found.loader.exec_module(module)
+    else:
+        sys.path.insert(0, "")
+        module = importlib.import_module(place)
+    make = getattr(module, name, None)
+    result = make() if callable(make) else None
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
+        raise ValueError(
+            f"torchq: MODEL must name a function that returns (model, batches), got '{spec}', "
+            f"which {'is no function' if make is None else f'gave {type(result).__name__}'}."
+        )
+    model, data = result
+    return model, list(data)
+
+
+Setup = Callable[[argparse.ArgumentParser], None]
+COMMANDS: dict[str, tuple[Setup, Callable[[argparse.Namespace], int]]] = {
+    "doctor": (add_doctor, doctor),
+    "analyze": (add_analyze, analyze),
+    "bench": (add_model, bench),
+    "inspect": (add_inspect, inspect),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; a mistake in its arguments is said in one line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m torchq", description=__doc__, formatter_class=raw)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (setup, run) in COMMANDS.items():
+        summary = (run.__doc__ or "").splitlines()[0]
+        setup(commands.add_parser(name, help=summary, description=summary))
+    args = parser.parse_args(argv)
+    if getattr(args, "threads", None):
+        torch.set_num_threads(args.threads)
+    try:
+        with torchq.use_isa(getattr(args, "isa", None) or torchq.isa()):
+            return COMMANDS[args.command][1](args)
+    except (ValueError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What quantization did to a model: accuracy and time by layer, sensitivity, reports.
+
+prepared = torchq.calibrate(torchq.prepare(model, inputs), data)
+qmodel = torchq.convert(prepared)
+print(torchq.compare(prepared, qmodel, data))     # SQNR of every layer
+print(torchq.profile(model, qmodel, inputs))      # float and int8 time of every layer
+torchq.sensitivity(model, data, inputs)           # which layers hurt, which are worth keeping
+torchq.write_report("report.html", model, prepared, qmodel, data)
+"""
+
+from torchq.analysis.accuracy import (
+    Accuracy,
+    LayerAccuracy,
+    Sensitivity,
+    compare,
+    sensitivity,
+    sqnr,
+)
+from torchq.analysis.html import write_report
+from torchq.analysis.speed import LayerTime, Profile, milliseconds, profile
+from torchq.analysis.statistics import load_calibration, save_calibration
+
+__all__ = [
+    "Accuracy",
+    "LayerAccuracy",
+    "LayerTime",
+    "Profile",
+    "Sensitivity",
+    "compare",
+    "load_calibration",
+    "milliseconds",
+    "profile",
+    "save_calibration",
+    "sensitivity",
+    "sqnr",
+    "write_report",
+]

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a quantized model is from its float original, layer by layer and by layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from glob import escape
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from torchq.config import Overrides, QConfig, resolve
+from torchq.eager import prepare, quantize
+from torchq.explain import explain
+from torchq.nn.fused import Absorbed, FusedClip, ResidualFirst
+from torchq.nn.module import QModule
+from torchq.observer_base import Observer
+from torchq.running import Inputs, batches, call, with_progress
+
+__all__ = ["Accuracy", "LayerAccuracy", "Sensitivity", "compare", "sensitivity", "sqnr"]
+
+
+_NO_WORK = (Absorbed, FusedClip)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Running sums of a comparison."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    worst: float = 0.0
+    values: int = 0
+    clipped: int = 0
+
+    def add(self, expected: Tensor, got: Tensor, clipped: int = 0) -> Noise:
+        expected, got = expected.detach().double(), got.detach().double()
+        difference = (expected - got).abs()
+        return Noise(
+            self.signal + float(expected.square().sum()),
+            self.noise + float(difference.square().sum()),
+            max(self.worst, float(difference.max()) if difference.numel() else 0.0),
+            self.values + expected.numel(),
+            self.clipped + clipped,
+        )
+
+    @property
+    def decibels(self) -> float:
+        if self.noise == 0:
+            return float("inf")
+        ratio = torch.tensor(self.signal / self.noise, dtype=torch.float64)
+        return float(10 * torch.log10(ratio))
+
+
+def sqnr(expected: Any, got: Any) -> float:
+    """Signal-to-quantization-noise ratio: ``10 log10(sum(expected^2) / sum((expected - got)^2))``.
+
+    Args:
+        expected: float tensors: one, or nested lists, tuples and dicts of them.
+        got: of the same structure. Six dB are about one bit; equal values give infinity.
+
+    Raises:
+        ValueError: the structures or shapes differ.
+    """
+    noise = Noise()
+    for one, other in _pairs(expected, got):
+        noise = noise.add(one, other)
+    return noise.decibels
+
+
+def _pairs(expected: Any, got: Any) -> list[tuple[Tensor, Tensor]]:
+    ones, others = _floats(expected), _floats(got)
+    shapes = [tuple(x.shape) for x in ones], [tuple(x.shape) for x in others]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"torchq.sqnr: got must have the float tensors of expected, {shapes[0]}, got "
+            f"{shapes[1]}. Compare results of the same input."
+        )
+    return list(zip(ones, others, strict=True))
+
+
+def _floats(result: Any) -> list[Tensor]:
+    leaves = tree_leaves(result)
+    return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+@dataclass(frozen=True)
+class LayerAccuracy:
+    """One quantized layer's destination against its float form, errors before it included.
+
+    Attributes:
+        name: of the module.
+        sqnr: dB.
+        worst: largest absolute error, in real units.
+        clipped: share of float values beyond the range of the 8-bit destination.
+    """
+
+    name: str
+    sqnr: float
+    worst: float
+    clipped: float
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """``output`` is the SQNR of the whole model's result; ``layers`` are in order of execution."""
+
+    output: float
+    layers: tuple[LayerAccuracy, ...]
+
+    def __str__(self) -> str:
+        """One line per layer, worst SQNR first."""
+        lines = [f"output {self.output:.1f} dB"]
+        lines += [
+            f"{layer.sqnr:6.1f} dB  worst {layer.worst:.3g}  clipped {layer.clipped:.2%}  "
+            f"{layer.name}"
+            for layer in sorted(self.layers, key=lambda layer: layer.sqnr)
+        ]
+        return "\n".join(lines)
+
+
+def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> Accuracy:
+    """Runs both on the same batches, and compares the destination of every quantized layer.
+
+    Args:
+        prepared: from :func:`torchq.prepare`: float, with its layers fused as in ``qmodel``.
+        qmodel: what :func:`torchq.convert` made of it.
+        data: batches as for :func:`torchq.calibrate`.
+
+    Raises:
+        ValueError: ``data`` is empty, or the two models have no layer in common.
+    """
+    floats = dict(without_observers(prepared).named_modules())
+    kept: dict[str, Any] = {}
+    noises: dict[str, Noise] = {}
+
+    def keep(name: str, module: nn.Module, args: object, dst: Any) -> None:
+        kept[name] = dst
+
+    def against(name: str, module: nn.Module, args: object, dst: Any) -> None:
+        expected = kept.pop(name, None)
+        if isinstance(dst, Tensor) and isinstance(expected, Tensor):
+            noise = noises.get(name, Noise())
+            noises[name] = noise.add(expected, real(module, dst), _clipped(module, expected))
+
+    handles = []
+    for name, module in qmodel.named_modules():
+        if isinstance(module, QModule) and not isinstance(module, _NO_WORK) and name in floats:
+            handles.append(floats[name].register_forward_hook(partial(keep, name)))
+            handles.append(module.register_forward_hook(partial(against, name)))
+    if not handles:
+        raise ValueError(
+            "torchq.compare: qmodel must be what torchq.convert made of prepared, got models "
+            "without a quantized layer in common."
+        )
+    output = Noise()
+    try:
+        with torch.inference_mode():
+            for batch in batches("compare", data):
+                for pair in _pairs(call(floats[""], batch), call(qmodel, batch)):
+                    output = output.add(*pair)
+    finally:
+        for handle in handles:
+            handle.remove()
+    layers = [
+        LayerAccuracy(name, n.decibels, n.worst, n.clipped / max(n.values, 1))
+        for name, n in noises.items()
+    ]
+    return Accuracy(output.decibels, tuple(layers))
+
+
+def without_observers(prepared: nn.Module) -> nn.Module:
+    """A copy that computes the same and records nothing."""
+    copied = copy.deepcopy(prepared)
+    for module in copied.modules():
+        for name, child in module.named_children():
+            if isinstance(child, Observer):
+                setattr(module, name, nn.Identity())
+    return copied
+
+
+def real(module: nn.Module, dst: Tensor) -> Tensor:
+    """What the destination of a quantized module stands for: ``scale * (q - zero_point)``."""
+    if dst.is_floating_point():
+        return dst
+    state: Any = module.layer if isinstance(module, ResidualFirst) else module
+    if hasattr(state, "scales"):  # of the sources, then of the destination
+        scale, zero_point = state.scales[-1:], state.zero_points[-1:]
+    elif hasattr(state, "dst_scale"):
+        scale, zero_point = state.dst_scale, state.dst_zero_point
+    else:  # a pool passes its source's on
+        scale, zero_point = state.src_scale, state.src_zero_point
+    shape = [1, -1] + [1] * (dst.dim() - 2) if scale.numel() > 1 else [1] * dst.dim()
+    values: Tensor = scale.view(shape) * (dst.float() - zero_point.view(-1)[:1])
+    return values
+
+
+def covered(module: nn.Module) -> tuple[float, float] | None:
+    """The real values of the smallest and the largest destination; None for float32."""
+    state = module.layer if isinstance(module, ResidualFirst) else module
+    dtype = getattr(state, "dst_dtype", None)
+    if dtype not in (torch.uint8, torch.int8):
+        return None
+    limits = torch.iinfo(dtype)
+    ends = real(module, torch.tensor([limits.min, limits.max], dtype=dtype).view(1, 1, 2))
+    return float(ends.min()), float(ends.max())
+
+
+def _clipped(module: nn.Module, expected: Tensor) -> int:
+    """Values beyond the range of the destination by more than half a step."""
+    ends = covered(module)
+    if ends is None:
+        return 0
+    margin = (ends[1] - ends[0]) / 510
+    return int(((expected < ends[0] - margin) | (expected > ends[1] + margin)).sum())
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What one convolution or linear costs in accuracy, as SQNR of the model's output in dB.
+
+    Attributes:
+        name: qualified name in the float model.
+        alone: with only this one quantized; the lower, the more this layer hurts.
+        kept: with only this one kept float; the higher above ``all_quantized``, the more it helps.
+        all_quantized: with everything quantized.
+    """
+
+    name: str
+    alone: float
+    kept: float
+    all_quantized: float
+
+
+def sensitivity(
+    model: nn.Module,
+    data: Sequence[Inputs],
+    example_inputs: Inputs,
+    config: QConfig | None = None,
+    overrides: Overrides | None = None,
+    progress: bool | None = None,
+) -> list[Sensitivity]:
+    """Quantizes the model twice per layer: with that layer alone in int8, and alone in float.
+
+    Args:
+        model: float32, in eval mode.
+        data: batches, used for calibration and for measuring; one or two are enough.
+        example_inputs: as for :func:`torchq.prepare`, as are the others.
+        config: how to quantize.
+        overrides: of the whole-model quantization; layers they keep float are left out.
+        progress: show a bar; takes two calibrations per layer.
+
+    Returns:
+        One entry per convolution and linear that runs in int8, the most harmful first.
+
+    Raises:
+        ValueError: nothing of the model runs in int8; and as :func:`torchq.quantize`.
+    """
+    config, overrides = QConfig() if config is None else config, dict(overrides or {})
+    data = list(data)
+    with torch.inference_mode():
+        expected = [call(model, batch) for batch in data]
+
+    def output(chosen: Overrides) -> float:
+        quantized = quantize(model, data, example_inputs, config, chosen)
+        with torch.inference_mode():
+            return sqnr(expected, [call(quantized, batch) for batch in data])
+
+    prepared = prepare(model, example_inputs, config, overrides)
+    rows = [row for row in explain(prepared).rows if row.is_matmul and row.quantized]
+    if not rows:
+        raise ValueError(
+            "torchq.sensitivity: model must have a convolution or linear that runs in int8, got "
+            "none. torchq.explain(torchq.prepare(...)) says why each stays float."
+        )
+    together = output(overrides)
+    found = []
+    for row in with_progress("sensitivity", rows, progress):
+        name = escape(row.name)
+        own = resolve(overrides, row.name, config)
+        alone, kept = output({"*": None, name: own}), output({**overrides, name: None})
+        found.append(Sensitivity(row.name, alone, kept, together))
+    return sorted(found, key=lambda entry: entry.alone)
