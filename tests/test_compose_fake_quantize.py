@@ -151,6 +151,9 @@ def test_f5_the_inner_rounding_is_dropped_on_request(convention: str) -> None:
     last = ":20+sum:1:3:s8" if convention == "v1" else "+sum:0.05:3:s8"  # C4, or C11
     assert str(made.post_ops) == f"eltwise_clip:0:6{last}"
     x = torch.randn(2000, N, dtype=torch.float64) * 4
+    scale = 20 if convention == "v1" else 1  # of the clip, by C4
+    dropped = chain(x * made.scales.double(), [made.post_ops[0]]) / scale - chain(x, [inner])
+    assert 0 < dropped.abs().max() <= 0.5 * inner.output_scale + 1e-12
     residual = torch.randint(0, 100, (2000, N), dtype=S8)
     ours = chain(x * made.scales.double(), list(made.post_ops), [residual]) / made.dst_scale
     exact = chain(x, steps, [residual])
