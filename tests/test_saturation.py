@@ -17,6 +17,7 @@ from torchq import PostOps, QConfig, QParams, saturation
 from torchq.packing import pack_conv, pack_linear
 from torchq.saturation import (
     emulate_conv,
+    emulate_conv_transpose,
     emulate_linear,
     emulate_module,
     halve,
@@ -120,7 +121,7 @@ def test_linear_equals_brute_force(dtype: torch.dtype, k: int, zero_point: int) 
         counts[n] += count
         assert sums.saturated[m // 3, m % 3, n] == expected - left
         assert sums.exact[m // 3, m % 3, n] == dot(a, w, False)[0] - left
-    assert sums.saturating.tolist() == counts and sums.pairs == (k + 1) // 2
+    assert sums.saturating.tolist() == counts and sums.pairs == 9 * 6 * ((k + 1) // 2)
     if k == 32:
         assert sum(counts) > 20
 
@@ -171,11 +172,61 @@ def test_conv_equals_brute_force(geometry: Any, dtype: torch.dtype, zero_point: 
     expected = total - (zero_point + shift) * everything
     assert torch.equal(sums.saturated, expected * (2 if dtype == S8 else 1))
     assert int(sums.saturating.sum()) == count
-    assert sums.pairs == math.prod(kernel) * ((channels // groups + 1) // 2)
+    padding = geometry[5]
+    inside = conv(torch.ones_like(src), torch.ones_like(weight))
+    assert sums.pairs == int(inside.sum()) // (channels // groups) * ((channels // groups + 1) // 2)
     if dtype == S8 or groups == channels:
         assert count == 0
     elif channels > 3:
         assert count > 0
+
+
+TRANSPOSED = [
+    # C, OC, groups, kernel, stride, padding, output padding, dilation
+    (5, 4, 1, (3, 2), (2, 1), (1, 0), (1, 0), (1, 1)),
+    (6, 4, 2, (2, 3), 2, 1, 1, 2),
+    (4, 2, 1, (4,), 3, 2, 0, 1),
+]
+
+
+@pytest.mark.parametrize("geometry", TRANSPOSED, ids=str)
+@pytest.mark.parametrize("dtype,zero_point", [(U8, 0), (U8, 200), (S8, -9)])
+def test_transposed_equals_brute_force(geometry: Any, dtype: torch.dtype, zero_point: int) -> None:
+    channels, outputs, groups, kernel, *window = geometry
+    dims = len(kernel)
+    src = random((2, channels, *(5, 4)[:dims]), dtype)
+    weight = random((channels, outputs // groups, *kernel), S8)
+    stride, padding, more, dilation = window
+    sums = emulate_conv_transpose(src, weight, stride, padding, more, groups, dilation, zero_point)
+
+    def conv(x: Tensor, w: Tensor) -> Tensor:
+        op = {1: nn.functional.conv_transpose1d, 2: nn.functional.conv_transpose2d}[dims]
+        return op(x.double(), w.double(), None, stride, padding, more, groups, dilation).long()
+
+    assert torch.equal(sums.exact, conv(src.double() - zero_point, weight))
+    used = halve(weight) if dtype == S8 else weight
+    shift = 128 if dtype == S8 else 0
+    per_group = channels // groups
+    total, count = torch.zeros_like(sums.exact), 0
+    for tap in itertools.product(*map(range, kernel)):
+        for k in range(0, per_group, 2):
+            one = torch.zeros_like(used)
+            for g in range(groups):
+                index = (
+                    slice(g * per_group + k, min(k + 2, per_group) + g * per_group),
+                    slice(None),
+                    *tap,
+                )
+                one[index] = used[index]
+            pair = conv(src.long() + shift, one)
+            kept = pair.clamp(-32768, 32767)
+            total, count = total + kept, count + int((pair != kept).sum())
+    sources = torch.full_like(src, 1)
+    expected = total - (zero_point + shift) * conv(sources, used)
+    assert torch.equal(sums.saturated, expected * (2 if dtype == S8 else 1))
+    assert int(sums.saturating.sum()) == count and (count > 0) == (dtype == U8)
+    inside = int(conv(sources, torch.ones_like(weight)).sum()) // per_group
+    assert sums.pairs == inside * ((per_group + 1) // 2)
 
 
 # The proof
@@ -295,7 +346,7 @@ def test_a_model_that_saturates_is_reported() -> None:
     report = saturation.emulate(qmodel, data)
     assert [layer.name for layer in report.layers] == ["conv", "fc"]
     conv = report.layers[0]
-    assert conv.src == "u8" and conv.pairs == 2 * 4 * 16 * 100 * 9 * 4
+    assert conv.src == "u8" and conv.pairs == 2 * 4 * 16 * (3 * 10 - 2) ** 2 * 4
     assert conv.outputs == 2 * 4 * 16 * 100
     assert 0 < conv.saturating < conv.pairs and 0 < conv.changed <= conv.outputs
     assert 0 < conv.sqnr < 60 and conv.worst > 0
@@ -339,6 +390,30 @@ def test_s8_halves_convolutions_but_not_linears() -> None:
     assert shifted.layers[0].noise != conv.noise
 
 
+@pytest.mark.parametrize("dtype", [U8, S8], ids=["u8", "s8"])
+def test_transposed_modules(dtype: torch.dtype) -> None:
+    src, dst = QParams.per_tensor(0.02, 9, dtype), QParams.per_tensor(0.05, 30)
+    layer = nn.ConvTranspose2d(6, 8, 3, 2, 1, 1, groups=2)
+    with torch.no_grad():
+        layer.weight.abs_()
+    x = random((2, 6, 5, 4), dtype)
+    module = tnn.QConvTranspose2d.from_float(layer, src, dst, bits=8)
+    report = saturation.emulate(nn.Sequential(module, tnn.Dequantize(dst)), [x])
+    (row,) = report.layers
+    assert not report.not_emulated and row.changed > 0 and row.sqnr > 3
+    assert (row.saturating > 0) == (dtype == U8) and row.proof.halved == (dtype == S8)
+    assert row.proof.largest.numel() == 8
+    seven = tnn.QConvTranspose2d.from_float(layer, src, dst, bits=7)
+    if dtype == U8:
+        torch.testing.assert_close(emulate_module(seven, x), seven(x), rtol=0, atol=0)
+        assert prove(seven.packed(), U8).safe.all()
+    scale = torch.full((8,), 2.0**-7)
+    module.weight_scale.copy_(scale)
+    module.refold()
+    weight = module.packed().unpack() * 2.0**-7
+    assert torch.equal(emulate_module(module, x), emulate_module(module, x, None, weight))
+
+
 def test_errors() -> None:
     src, weight = random((2, 4), U8), random((3, 4), S8)
     with pytest.raises(TypeError, match=r"src must be torch.uint8 or torch.int8, got torch.float"):
@@ -347,13 +422,13 @@ def test_errors() -> None:
         emulate_linear(src, src)
     with pytest.raises(ValueError, match=r"src must be \(\*, K\) and weight \(N, K\)"):
         emulate_linear(src, weight[:, :3])
-    with pytest.raises(ValueError, match=r"got \[2, 4\] and \[3, 4\]. Check groups"):
+    with pytest.raises(ValueError, match=r"as many dims, got \[2, 4\]. Check groups"):
         emulate_conv(src, weight)
     with pytest.raises(ValueError, match="at least one image"):
         emulate_conv(random((0, 4, 5), U8), random((3, 4, 2), S8))
     with pytest.raises(ValueError, match="quantized linears or convolutions"):
         saturation.emulate(nn.ReLU(), [src])
-    with pytest.raises(TypeError, match="must be a QLinear or QConv, got ReLU"):
+    with pytest.raises(TypeError, match="must be a QLinear, QConv or QConvTranspose, got ReLU"):
         emulate_module(nn.ReLU(), src)
     qmodel, _ = converted(QConfig())
     with pytest.raises(ValueError, match="at least one batch"):

@@ -5,17 +5,23 @@ torchq's own results are exact on every CPU. This package answers, on any CPU, f
 models that also run elsewhere: there, u8 times s8 products are added in pairs that saturate to 16
 bits (VPMADDUBSW), and
 
-    u8 source   nothing is done: pairs saturate (convolution, inner product, GEMM)
+    u8 source   nothing is done: pairs saturate (convolutions, inner product, GEMM)
     s8 source   runs as u8 with +128, and 128 times the weight sums are subtracted;
                 inner product, GEMM: pairs saturate
-                convolution: the weights are halved, ``rne(w * 0.5)``, and the result doubled:
+                convolutions: the weights are halved, ``rne(w * 0.5)``, and the result doubled:
                 no pair saturates, but odd weights lose half a step
 
 Pairs are consecutive k within a tap: (0, 1), (2, 3), ... That is one of several layouts in use:
 which inputs saturate depends on the layout, so another library's numbers may differ from these.
 """
 
-from torchq.saturation.pairs import Sums, emulate_conv, emulate_linear, halve
+from torchq.saturation.pairs import (
+    Sums,
+    emulate_conv,
+    emulate_conv_transpose,
+    emulate_linear,
+    halve,
+)
 from torchq.saturation.proof import Proof, prove, seven_bits
 from torchq.saturation.report import LayerReport, Report, emulate, emulate_module
 
@@ -26,6 +32,7 @@ __all__ = [
     "Sums",
     "emulate",
     "emulate_conv",
+    "emulate_conv_transpose",
     "emulate_linear",
     "emulate_module",
     "halve",

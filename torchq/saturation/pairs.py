@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.functional.arguments import Ints, check_8bit, conv_geometry
+from torchq.functional.arguments import Ints, check_8bit, conv_geometry, spread
 
 LOWEST, HIGHEST = -(2**15), 2**15 - 1
 U8_MAX = 255
 SHIFT = 128  # what turns s8 into u8
+_ABSENT = -1  # instead of a u8 value: no source there
 _CHUNK = 1 << 21  # elements of the largest temporary
 
 
@@ -27,7 +28,7 @@ class Sums(NamedTuple):
         exact: int64, what torchq computes; of the op's shape.
         saturated: int64, what the emulated CPU computes.
         saturating: int64 ``[N]``, pairs that saturated, per output channel.
-        pairs: how many pairs each output sums.
+        pairs: how many pairs all outputs sum; taps in the padding have none.
     """
 
     exact: Tensor
@@ -38,8 +39,7 @@ class Sums(NamedTuple):
     @property
     def share(self) -> float:
         """The share of pairs that saturated."""
-        total = self.exact.numel() * self.pairs
-        return int(self.saturating.sum()) / total if total else 0.0
+        return int(self.saturating.sum()) / self.pairs if self.pairs else 0.0
 
 
 def halve(weight: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -84,7 +84,7 @@ def emulate_linear(src: Tensor, weight: Tensor, src_zero_point: int = 0) -> Sums
     rows = rows.reshape(math.prod(src.shape[:-1]), 1, src.shape[-1])
     exact, saturated, saturating = _sums(rows, weight[:, None], weight[:, None], zero)
     shape = (*src.shape[:-1], weight.shape[0])
-    pairs = (weight.shape[1] + 1) // 2
+    pairs = exact.numel() * ((weight.shape[1] + 1) // 2)
     return Sums(exact.reshape(shape), saturated.reshape(shape), saturating, pairs)
 
 
@@ -101,7 +101,7 @@ def emulate_conv(
 ) -> Sums:
     """A convolution in 1 to 3 dimensions; with an s8 source its weights are halved.
 
-    Padding holds the zero point, so that the weight sums of all taps cancel it.
+    Taps in the padding contribute nothing.
 
     Args:
         src: uint8 or int8 ``(N, C, spatial...)``.
@@ -118,37 +118,117 @@ def emulate_conv(
         TypeError: a dtype other than these.
         ValueError: the shapes do not fit.
     """
-    _check("emulate_conv", src, weight)
-    if src.dim() != weight.dim() or src.dim() < 3 or src.shape[1] != weight.shape[1] * groups:
-        raise ValueError(
-            "torchq.saturation.emulate_conv: src must be (N, C, spatial...) and weight (OC, "
-            f"C/{groups}, kernel...), got {list(src.shape)} and {list(weight.shape)}. Check groups."
-        )
-    if src.shape[0] == 0:
-        raise ValueError(
-            "torchq.saturation.emulate_conv: src must have at least one image, got "
-            f"{list(src.shape)}. Leave empty batches out."
-        )
-    geometry = conv_geometry(
+    _check_conv("emulate_conv", src, weight, weight.shape[1] * groups)
+    g = conv_geometry(
         "saturation.emulate_conv", weight.shape[2:], stride, padding, padding_end, dilation
     )
-    used, factor = weight, 1
-    if src.dtype == torch.int8:
-        used, factor = halve(weight) if halved is None else halved, 2
-    by_tap = (w.flatten(2).transpose(1, 2).chunk(groups) for w in (weight, used))
+    dims = src.dim() - 2
+    _, steps, begin, end, gaps = (g[i * dims : (i + 1) * dims] for i in range(5))
     unsigned, zero = _as_unsigned(src, src_zero_point)
+    images = [F.pad(image, _pads(begin, end), value=_ABSENT) for image in unsigned]
+    used, factor = _used(src, weight, halved)
+    return _conv(images, weight, used, steps, gaps, groups, zero, factor)
+
+
+def emulate_conv_transpose(
+    src: Tensor,
+    weight: Tensor,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    src_zero_point: int = 0,
+    padding_end: Ints | None = None,
+    halved: Tensor | None = None,
+) -> Sums:
+    """A transposed convolution; taps that meet no source contribute nothing.
+
+    Args:
+        src: uint8 or int8 ``(N, C, spatial...)``.
+        weight: int8 ``(C, OC/groups, kernel...)``, as torch's ConvTranspose has it.
+        stride: as in :func:`torchq.functional.conv_transpose2d`, and so on.
+        padding: cut from the result, before, and after unless ``padding_end`` is given.
+        output_padding: added to the result, after.
+        groups: divides both channel counts.
+        dilation: distance between taps; 1 is dense.
+        src_zero_point: as in :func:`emulate_conv`; so are ``padding_end`` and ``halved``.
+        padding_end: after, where it differs.
+        halved: laid out as ``weight``.
+
+    Raises:
+        TypeError: a dtype other than these.
+        ValueError: the shapes do not fit.
+    """
+    _check_conv("emulate_conv_transpose", src, weight, weight.shape[0])
+    g = conv_geometry(
+        "saturation.emulate_conv_transpose",
+        weight.shape[2:],
+        stride,
+        padding,
+        padding_end,
+        dilation,
+    )
+    dims = src.dim() - 2
+    kernel, steps, begin, end, gaps = (g[i * dims : (i + 1) * dims] for i in range(5))
+    more = spread("saturation.emulate_conv_transpose", "output_padding", output_padding, dims)
+    reach = [d * (k - 1) for d, k in zip(gaps, kernel, strict=True)]
+    before = [r - p for r, p in zip(reach, begin, strict=True)]
+    after = [r - p + m for r, p, m in zip(reach, end, more, strict=True)]
+    unsigned, zero = _as_unsigned(src, src_zero_point)
+    apart = [(size - 1) * s + 1 for size, s in zip(src.shape[2:], steps, strict=True)]
+    images = []
+    for image in unsigned:
+        spaced = image.new_full((src.shape[1], *apart), _ABSENT)
+        spaced[(slice(None), *(slice(None, None, s) for s in steps))] = image
+        images.append(F.pad(spaced, _pads(before, after), value=_ABSENT))
+    used, factor = _used(src, weight, halved)
+    weight, used = (as_conv_weight(w, groups) for w in (weight, used))
+    return _conv(images, weight, used, [1] * dims, gaps, groups, zero, factor)
+
+
+def as_conv_weight(weight: Tensor, groups: int) -> Tensor:
+    """The weight (C, OC/groups, kernel...) of a transposed convolution as that of an ordinary one.
+
+    ``(OC, C/groups, kernel...)`` with the kernel reversed: what meets the source spread by stride.
+    """
+    per_group = weight.unflatten(0, (groups, weight.shape[0] // groups)).transpose(1, 2)  # type: ignore[no-untyped-call]
+    result: Tensor = per_group.flatten(0, 1)
+    return result.flip(tuple(range(2, weight.dim())))
+
+
+def _conv(
+    images: Sequence[Tensor],
+    weight: Tensor,
+    used: Tensor,
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    zero: int,
+    factor: int,
+) -> Sums:
+    """Over padded images (C, spatial...); ``factor`` makes up for the halves in ``used``."""
+    by_tap = (w.flatten(2).transpose(1, 2).chunk(groups) for w in (weight, used))
+    gathered = [_rows(image, weight.shape[2:], stride, dilation) for image in images]
     exact, saturated, saturating = [], [], []
-    images = [_rows(image, geometry, zero) for image in unsigned]  # (pixels, taps, C)
     for group, (w, u) in enumerate(zip(*by_tap, strict=True)):
         columns = slice(group * w.shape[2], (group + 1) * w.shape[2])
-        parts = [_sums(rows[:, :, columns], w, u, zero) for rows, _ in images]
+        parts = [_sums(rows[:, :, columns], w, u, zero) for rows, _ in gathered]
         exact.append(torch.stack([part[0] for part in parts]))
         saturated.append(torch.stack([part[1] for part in parts]))
         saturating.append(torch.stack([part[2] for part in parts]).sum(0))
-    shape = (len(images), weight.shape[0], *images[0][1])
+    shape = (len(images), weight.shape[0], *gathered[0][1])
     sums = [torch.cat(part, 2).transpose(1, 2).reshape(shape) for part in (exact, saturated)]
-    pairs = weight[0, 0].numel() * ((weight.shape[1] + 1) // 2)
+    taps = sum(int((rows[:, :, 0] != _ABSENT).sum()) for rows, _ in gathered)
+    pairs = taps * weight.shape[0] * ((weight.shape[1] + 1) // 2)
     return Sums(sums[0], sums[1] * factor, torch.cat(saturating), pairs)
+
+
+def _used(src: Tensor, weight: Tensor, halved: Tensor | None) -> tuple[Tensor, int]:
+    """The weights that run, halved ones for an s8 source, and the factor that makes up for it."""
+    if src.dtype != torch.int8:
+        return weight, 1
+    return (halve(weight) if halved is None else halved), 2
 
 
 def _check(op: str, src: Tensor, weight: Tensor) -> None:
@@ -160,43 +240,60 @@ def _check(op: str, src: Tensor, weight: Tensor) -> None:
         )
 
 
+def _check_conv(op: str, src: Tensor, weight: Tensor, channels: int) -> None:
+    _check(op, src, weight)
+    if src.dim() != weight.dim() or src.dim() < 3 or src.shape[1] != channels:
+        raise ValueError(
+            f"torchq.saturation.{op}: src must be (N, {channels}, spatial...) for weight "
+            f"{list(weight.shape)} with as many dims, got {list(src.shape)}. Check groups."
+        )
+    if src.shape[0] == 0:
+        raise ValueError(
+            f"torchq.saturation.{op}: src must have at least one image, got {list(src.shape)}. "
+            "Leave empty batches out."
+        )
+
+
 def _as_unsigned(src: Tensor, zero_point: int) -> tuple[Tensor, int]:
     """The u8 operand, as int16, and the zero point among its values."""
     shift = SHIFT if src.dtype == torch.int8 else 0
     return src.to(torch.int16) + shift, zero_point + shift
 
 
-def _rows(image: Tensor, geometry: Sequence[int], fill: int) -> tuple[Tensor, list[int]]:
+def _pads(begin: Sequence[int], end: Sequence[int]) -> list[int]:
+    """In the order of F.pad: the last dimension first."""
+    return [p for both in zip(reversed(begin), reversed(end), strict=True) for p in both]
+
+
+def _rows(
+    image: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> tuple[Tensor, list[int]]:
     """One image (C, spatial...) as (pixels, taps, C), and the output's spatial dims."""
-    dims = image.dim() - 1
-    kernel, stride, begin, end, dilation = (
-        list(geometry[i * dims : (i + 1) * dims]) for i in range(5)
-    )
-    pads = [p for both in zip(reversed(begin), reversed(end), strict=True) for p in both]
-    padded = F.pad(image, pads, value=fill)
     out = [
         (size - d * (k - 1) - 1) // s + 1
-        for size, k, s, d in zip(padded.shape[1:], kernel, stride, dilation, strict=True)
+        for size, k, s, d in zip(image.shape[1:], kernel, stride, dilation, strict=True)
     ]
     taps = []
     for tap in itertools.product(*map(range, kernel)):
         window = [slice(None)]
         for t, d, s, o in zip(tap, dilation, stride, out, strict=True):
             window.append(slice(t * d, t * d + (o - 1) * s + 1, s))
-        taps.append(padded[tuple(window)].flatten(1).t())
+        taps.append(image[tuple(window)].flatten(1).t())
     return torch.stack(taps, 1), out
 
 
 def _sums(rows: Tensor, weight: Tensor, used: Tensor, zero: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rows (M, taps, K) of u8 values times ``weight`` (N, taps, K), exact and, ``used``, saturated.
 
-    Float64 holds every sum exactly. Only pairs that some u8 values could saturate are looked at.
+    Float64 holds every sum exactly. The zero point leaves both by the weight sums, exactly; what
+    saturates is the product with the u8 values. Only pairs that some values saturate are looked at.
     """
-    odd = rows.shape[2] % 2
-    a = F.pad(rows, (0, odd)).flatten(1).double()
-    w, u = (F.pad(x.double(), (0, odd)).flatten(1) for x in (weight, used))
-    exact = a @ w.t() - zero * w.sum(1)
-    saturated = a @ u.t() - zero * u.sum(1)
+    odd = (0, rows.shape[2] % 2)
+    present = rows != _ABSENT
+    a = F.pad(rows * present, odd).flatten(1).double()
+    centered = F.pad((rows - zero) * present, odd).flatten(1).double()
+    w, u = (F.pad(x.double(), odd).flatten(1) for x in (weight, used))
+    exact, saturated = centered @ w.t(), centered @ u.t()
     saturating = torch.zeros(len(u), dtype=torch.int64)
     pairs = u.reshape(len(u), u.shape[1] // 2, 2)
     positive, negative = pairs.clamp(min=0).sum(2), pairs.clamp(max=0).sum(2)

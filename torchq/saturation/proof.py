@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.nn.conv import QConv
+from torchq.nn.deconv import QConvTranspose
 from torchq.nn.linear import QLinear
 from torchq.nn.matmul import QMatmul
 from torchq.packing import PackedWeight
-from torchq.saturation.pairs import HIGHEST, LOWEST, SHIFT, U8_MAX, halve
+from torchq.saturation.pairs import HIGHEST, LOWEST, SHIFT, U8_MAX, as_conv_weight, halve
+
+EMULATED = (QConv, QConvTranspose, QLinear)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,14 +60,16 @@ def prove(weight: Tensor | PackedWeight, src_dtype: torch.dtype, halved: bool = 
     """What the weights alone prove; pairs are consecutive k within a tap.
 
     Args:
-        weight: int8 ``(N, K)`` or ``(OC, C/groups, kernel...)``, or packed.
+        weight: int8 ``(N, K)`` or ``(OC, C/groups, kernel...)``, or packed, of any kind.
         src_dtype: uint8, or int8, which runs as uint8 with +128.
         halved: whether to halve the weights first, as convolutions with an s8 source do.
 
     Raises:
         TypeError: ``weight`` is not int8, or ``src_dtype`` neither uint8 nor int8.
     """
-    weight = weight.unpack() if isinstance(weight, PackedWeight) else weight
+    if isinstance(weight, PackedWeight):
+        unpacked = weight.unpack()
+        weight = as_conv_weight(unpacked, weight.groups) if weight.stride else unpacked
     if weight.dtype != torch.int8 or src_dtype not in (torch.uint8, torch.int8):
         raise TypeError(
             "torchq.saturation.prove: weight must be torch.int8 and src_dtype torch.uint8 or "
@@ -87,7 +92,7 @@ def prove(weight: Tensor | PackedWeight, src_dtype: torch.dtype, halved: bool = 
 
 def prove_module(module: QMatmul) -> Proof:
     """The proof for a quantized linear or convolution and its source."""
-    halved = isinstance(module, QConv) and module.src_dtype == torch.int8
+    halved = not isinstance(module, QLinear) and module.src_dtype == torch.int8
     return prove(module.packed(), module.src_dtype, halved)
 
 
@@ -100,7 +105,7 @@ def seven_bits(model: nn.Module) -> dict[str, str]:
     """
     found = {}
     for name, module in model.named_modules():
-        if not isinstance(module, QConv | QLinear):
+        if not isinstance(module, EMULATED):
             continue
         proof = prove_module(module)
         unsafe = int((~proof.safe_up_to(module.src_high)).sum())

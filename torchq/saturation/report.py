@@ -13,11 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from torchq.nn.conv import QConv
+from torchq.nn.deconv import QConvTranspose
 from torchq.nn.linear import QLinear
 from torchq.nn.matmul import QMatmul
 from torchq.nn.module import QModule, quantize_boundary
-from torchq.saturation.pairs import Sums, emulate_conv, emulate_linear, halve
-from torchq.saturation.proof import Proof, prove_module
+from torchq.saturation.pairs import (
+    Sums,
+    emulate_conv,
+    emulate_conv_transpose,
+    emulate_linear,
+    halve,
+)
+from torchq.saturation.proof import EMULATED, Proof, prove_module
 from torchq.saturation.results import dequantized, real_result, stored
 
 PAIRING = (
@@ -61,7 +68,7 @@ class LayerReport:
 
     def add(self, sums: Sums, exact: Tensor, changed: Tensor, differs: int) -> None:
         """Counts one call: its sums, real results exact and changed, and how many differ."""
-        self.pairs += sums.pairs * sums.exact.numel()
+        self.pairs += sums.pairs
         self.saturating += int(sums.saturating.sum())
         self.outputs += exact.numel()
         self.changed += differs
@@ -138,7 +145,7 @@ def emulate(
     Raises:
         ValueError: ``model`` has no quantized linear or convolution, or ``data`` no batch.
     """
-    modules = {n: m for n, m in model.named_modules() if isinstance(m, QConv | QLinear)}
+    modules = {n: m for n, m in model.named_modules() if isinstance(m, EMULATED)}
     if not modules:
         raise ValueError(
             "torchq.saturation.emulate: model must have quantized linears or convolutions, got "
@@ -176,7 +183,7 @@ def emulate_module(
     """What a quantized linear or convolution would have returned.
 
     Args:
-        module: QLinear, QConv1d, QConv2d or QConv3d.
+        module: QLinear, or a QConv or QConvTranspose in 1 to 3 dimensions.
         src: quantized, or float32, which is quantized first.
         residual: the source of a ``sum`` post-op.
         float_weight: see :func:`emulate`.
@@ -186,12 +193,13 @@ def emulate_module(
         TypeError: the module is of another class.
         NotImplementedError: post-ops with values from run time.
     """
-    if not isinstance(module, QConv | QLinear):
+    if not isinstance(module, EMULATED):
         raise TypeError(
-            "torchq.saturation.emulate_module: module must be a QLinear or QConv, got "
-            f"{type(module).__name__}. Emulate the accumulators: emulate_linear, emulate_conv."
+            "torchq.saturation.emulate_module: module must be a QLinear, QConv or "
+            f"QConvTranspose, got {type(module).__name__}. Emulate the accumulators: "
+            "emulate_linear, emulate_conv."
         )
-    axis = 1 if isinstance(module, QConv) else -1
+    axis = -1 if isinstance(module, QLinear) else 1
     sums = _module_sums(module, src, float_weight)
     exact = stored(module, real_result(module, sums.exact, axis, residual), axis)
     changed = stored(module, real_result(module, sums.saturated, axis, residual), axis)
@@ -201,24 +209,38 @@ def emulate_module(
     return changed
 
 
-def _module_sums(module: QConv | QLinear, src: Tensor, float_weight: Tensor | None) -> Sums:
+def _module_sums(
+    module: QConv | QConvTranspose | QLinear, src: Tensor, float_weight: Tensor | None
+) -> Sums:
     if src.dtype != module.src_dtype:
         low, high = module.src_low, module.src_high
         src = quantize_boundary(
             src, module.src_scale, module.src_zero_point, module.src_code, low, high
         )
-    weight, zero = module.packed().unpack(), int(module.src_zero_point)
+    packed, zero = module.packed(), int(module.src_zero_point)
+    weight, groups = packed.unpack(), packed.groups
     if isinstance(module, QLinear):
         return emulate_linear(src, weight, zero)
-    dims = module.dims
-    parts = [module.geometry[i * dims : (i + 1) * dims] for i in range(5)]
+    g, dims = module.geometry, module.dims
+    _, stride, begin, end, dilation, *rest = (g[i : i + dims] for i in range(0, 6 * dims, dims))
+    transposed = isinstance(module, QConvTranspose)
     halved = None
     if float_weight is not None:
-        scale = module.weight_scale.reshape([-1] + [1] * (weight.dim() - 1))
-        halved = halve(float_weight, scale)
-    return emulate_conv(
-        src, weight, parts[1], parts[2], parts[4], module.geometry[-2], zero, parts[3], halved
-    )
+        halved = halve(float_weight, _broadcast(module.weight_scale, weight, groups, transposed))
+    if transposed:
+        return emulate_conv_transpose(
+            src, weight, stride, begin, rest[0], groups, dilation, zero, end, halved
+        )
+    return emulate_conv(src, weight, stride, begin, dilation, groups, zero, end, halved)
+
+
+def _broadcast(scale: Tensor, weight: Tensor, groups: int, transposed: bool) -> Tensor:
+    """Scales per output channel in a shape that broadcasts against the weight."""
+    ones = [1] * (weight.dim() - 2)
+    if scale.numel() == 1 or not transposed:
+        return scale.reshape(-1, 1, *ones)
+    by_group = scale.reshape(groups, 1, -1).expand(-1, weight.shape[0] // groups, -1)
+    return by_group.reshape(weight.shape[0], -1, *ones)
 
 
 @contextmanager
@@ -289,7 +311,7 @@ def _not_emulated(model: nn.Module) -> list[str]:
         f"{name} ({type(module).__name__})"
         for name, module in model.named_modules()
         if isinstance(module, QModule)
-        and not isinstance(module, QConv | QLinear)
+        and not isinstance(module, EMULATED)
         and any(key.startswith("weight") for key, _ in module.named_buffers(recurse=False))
     ]
 
