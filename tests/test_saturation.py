@@ -357,6 +357,9 @@ def test_a_model_that_saturates_is_reported() -> None:
     # the model is as it was
     assert all(torch.equal(qmodel(x), y) for x, y in zip(data, before, strict=True))
     assert next(iter(seven_bits(qmodel))) == "conv"
+    explained = torchq.explain(qmodel)
+    assert explained.seven_bits == seven_bits(qmodel)
+    assert "without VNNI 7 bits would matter in conv, fc (torchq.saturation" in str(explained)
     assert "weight_bits=7 or activation_bits=7 rules it out" in seven_bits(qmodel)["conv"]
 
 
@@ -367,7 +370,7 @@ def test_seven_bits_rule_it_out(bits: dict[str, int]) -> None:
     assert all(layer.saturating == layer.changed == 0 for layer in report.layers)
     assert all(layer.sqnr == math.inf for layer in report.layers)
     assert "exact" in str(report)
-    assert seven_bits(qmodel) == {}
+    assert seven_bits(qmodel) == {} and "oneDNN" not in str(torchq.explain(qmodel))
 
 
 def test_s8_halves_convolutions_but_not_linears() -> None:

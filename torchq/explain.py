@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -12,6 +12,7 @@ from torchq.fuse import MATMUL, QUANTIZABLE, Layer
 from torchq.nn.fused import ResidualFirst
 from torchq.nn.module import QModule
 from torchq.recording import is_leaf
+from torchq.saturation import seven_bits
 
 if TYPE_CHECKING:
     from torchq.planning import Plan
@@ -42,10 +43,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The rows, and a table of them as ``str``."""
+    """The rows, and a table of them as ``str``.
+
+    Attributes:
+        rows: one per module of the float model.
+        details: attributes of the quantized modules, by name.
+        seven_bits: where 7 bits would matter on other libraries' terms, and why, by name; see
+            :func:`torchq.saturation.seven_bits`.
+    """
 
     rows: tuple[Row, ...]
     details: dict[str, str]
+    seven_bits: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """One line per module: name, class, int8 or float, and the scales or the reason."""
@@ -59,6 +68,11 @@ class Explanation:
             "  ".join(text.ljust(width) for text, width in zip(cell, [*widths, 0], strict=True))
             for cell in cells
         ]
+        if self.seven_bits:
+            lines.append(
+                "exact here; under oneDNN's rules without VNNI 7 bits would matter in "
+                f"{', '.join(self.seven_bits)} (torchq.saturation.seven_bits says why)"
+            )
         layers = [row for row in self.rows if row.is_matmul]
         quantized = sum(row.quantized for row in layers)
         lines.append(f"{quantized} of {len(layers)} convolutions and linears run in int8")
@@ -82,7 +96,7 @@ def explain(model: nn.Module) -> Explanation:
         for name, module in model.named_modules()
         if isinstance(module, QModule)
     }
-    return Explanation(tuple(rows), details)
+    return Explanation(tuple(rows), details, seven_bits(model))
 
 
 def report_rows(model: nn.Module, plan: Plan) -> list[Row]:
