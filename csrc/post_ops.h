@@ -1,16 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // The post-op text, what it folds to, and the epilogue it becomes.
 //
+// clang-format off
 // Note [Folded and float chains]
 // A chain of sums, linears, per-channel adds and multiplies that ends in at most one relu or clip
 // is an affine map of the accumulator and the sum sources, followed by a clamp. It *folds*:
-// everything is multiplied out in double, rounded to float32 once, and the kernel computes y =
-// fma(acc, M, B), y = fma(old, S, y), clamp, in registers. Any other chain is *interpreted* in real
-// units on a float tile, one float32 rounding per step. `post_op_params` holds the numbers of
-// either form:
-//   folded:       [dst_zero_point] [S of each sum: N values] [lo: N, hi: N, if the chain ends in a
-//   clip] interpreted:  [dst_zero_point] [values of each binary: N values] [1 / dst_scale: N, if
-//   dst is an integer]
+// everything is multiplied out in double, rounded to float32 once, and the kernel computes
+// y = fma(acc, M, B), y = fma(old, S, y), clamp, in registers. Any other chain is *interpreted* in
+// real units on a float tile, one float32 rounding per step. `post_op_params` holds the numbers of
+// either form, N being the channels:
+//
+//   folded       [dst_zero_point] [S of each sum: N] [lo: N] [hi: N]    lo, hi: if a clip ends it
+//   interpreted  [dst_zero_point] [values of each binary: N] [1 / dst_scale: N]
+//                values: of masks 0 and 2; 1 / dst_scale: if dst is an integer
+//
+// `post_op_srcs` holds the tensors that vary per call, in the order of the chain: the source of each
+// sum, the operand of a binary or prelu with any other mask, the condition of a select.
+// clang-format on
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,27 +30,44 @@
 namespace torchq {
 
 struct PostOp {
-  enum Kind { kSum, kRelu, kClip, kLinear, kAdd, kMul };
+  enum Kind { kSum, kEltwise, kBinary };
   Kind kind;
-  float alpha = 0, beta = 0, scale = 1;  // sum: scale
-  int32_t zero_point = 0;                // sum
-  bool per_channel = false;              // add, mul: mask 2 rather than 0
-  std::optional<DType> dtype = {};       // sum: of its source
+  Eltwise eltwise = {};
+  Binary binary = {};
+  float scale = 1;                  // sum
+  int32_t zero_point = 0;           // sum
+  int mask = 0;                     // binary
+  std::optional<DType> dtype = {};  // sum: of its source; binary: of its operand
+
+  bool is(Eltwise::Alg alg) const { return kind == kEltwise && eltwise.alg == alg; }
+  bool is(Binary alg) const { return kind == kBinary && binary == alg; }
+  /// Whether the operand is in post_op_params: one value (mask 0) or one per channel (mask 2).
+  bool has_values() const { return kind == kBinary && (mask == 0 || mask == 2); }
+  bool per_channel() const { return mask == 2; }
+  /// Tensors it takes from post_op_srcs.
+  int sources() const { return !has_values() * (kind != kEltwise) + is(Binary::select); }
 };
 
 struct Chain {
   c10::SmallVector<PostOp, 4> ops;
-  int sums = 0, binaries = 0;
+  int sums = 0;     // sums
+  int values = 0;   // binaries whose operand is in post_op_params
+  int sources = 0;  // tensors in post_op_srcs
   bool folds = true;
 
-  bool ends_in(PostOp::Kind kind) const { return !ops.empty() && ops.back().kind == kind; }
+  bool ends_in(Eltwise::Alg alg) const { return !ops.empty() && ops.back().is(alg); }
   /// Numbers in post_op_params for N channels.
   int64_t num_params(int64_t channels, DType dst) const;
 };
 
-/// `sum[:scale[:zero_point[:dtype]]]`, `eltwise_relu|clip|linear[:alpha[:beta[:scale]]]`,
-/// `binary_add|mul:mask`, joined by '+'. ValueError for what does not parse, NotImplementedError
-/// for what is well-formed but has no kernel.
+// clang-format off
+/// Reads post-ops joined by '+', each one of
+///
+///   sum[:scale[:zero_point[:dtype]]]    eltwise_<alg>[:alpha[:beta[:scale]]]
+///   binary_<alg>:mask[:dtype]           prelu:mask
+///
+/// ValueError for what does not parse.
+// clang-format on
 Chain parse_post_ops(const char* op, std::string_view text);
 
 /// Validated epilogue of one op call. Keeps pointers into the tensors it was given.
@@ -60,14 +83,18 @@ class EpilogueBuilder {
     at::TensorList post_op_srcs;
     /// Bound on |accumulator|.
     double max_acc;
+    /// Whether masks index (rows, channels), dst being (rows..., channels), rather than dst's dims.
+    bool rows = false;
   };
   EpilogueBuilder(const Args& args, const at::Tensor& dst);
   const Epilogue& get() const { return epilogue_; }
 
  private:
-  void add_sums(const Args& args, const at::Tensor& dst, const Chain& chain);
-  const float* read_folded(const Args& args, const Chain& chain, const float* params);
-  const float* read_chain(const Args& args, const Chain& chain, const float* params);
+  void add_sources(const Args& args, const at::Tensor& dst, const Chain& chain);
+  void add_source(const Args& args, const at::Tensor& dst, DType expected, c10::IntArrayRef sizes,
+                  float scale, int32_t zero_point);
+  void read_folded(const Args& args, const Chain& chain, const float* params);
+  void read_chain(const Args& args, const Chain& chain, const float* params);
   bool needs_guard(const Args& args) const;
 
   Epilogue epilogue_{};

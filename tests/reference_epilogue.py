@@ -8,7 +8,7 @@ for bit.
 Post-ops are tuples, first to last; trailing fields may be left out, and x is the value so far:
 
     ("sum", scale=1, zero_point=0, dtype=None)   x + scale * (old - zero_point)
-    ("relu", alpha=0, scale=1)                   scale * (x > 0 ? x : alpha * x)
+    ("relu", alpha=0, scale=1)                   scale * (x > 0 ? x : alpha * x); 0: max(x, 0)
     ("clip", lo, hi, scale=1)                    scale * min(max(x, lo), hi)
     ("linear", alpha, beta, scale=1)             scale * (alpha * x + beta)
     ("add", v), ("mul", v)                       x + v, x * v
@@ -292,7 +292,7 @@ def float_step(x: Tensor, op: PostOp) -> Tensor:
     if op.kind == "mul":
         return x * op.operand.float()
     if op.kind == "relu":
-        x = torch.where(x > 0, x, f32(op.alpha) * x)
+        x = torch.where(x > 0, x, f32(op.alpha) * x) if op.alpha else torch.where(x < 0, 0, x)
     else:
         x = torch.where(x < op.alpha, f32(op.alpha), torch.where(x > op.beta, f32(op.beta), x))
     return x if op.scale == 1 else x * scale

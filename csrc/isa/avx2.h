@@ -150,6 +150,49 @@ struct Avx2 {
     return {to_int_saturated(v.lo), to_int_saturated(v.hi)};
   }
 
+  // comparisons, bits and rounding (kernels/math.h); a comparison with NaN is false
+  using Lanes = Float;
+  static TORCHQ_INLINE Lanes less(Float a, Float b) {
+    return {_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)};
+  }
+  static TORCHQ_INLINE Lanes less_equal(Float a, Float b) {
+    return {_mm256_cmp_ps(a.lo, b.lo, _CMP_LE_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LE_OQ)};
+  }
+  static TORCHQ_INLINE Lanes equal(Float a, Float b) {
+    return {_mm256_cmp_ps(a.lo, b.lo, _CMP_EQ_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_EQ_OQ)};
+  }
+  static TORCHQ_INLINE Float select(Lanes m, Float a, Float b) {
+    return {_mm256_blendv_ps(b.lo, a.lo, m.lo), _mm256_blendv_ps(b.hi, a.hi, m.hi)};
+  }
+  static TORCHQ_INLINE Float sub(Float a, Float b) {
+    return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)};
+  }
+  static TORCHQ_INLINE Float sqrt(Float x) { return {_mm256_sqrt_ps(x.lo), _mm256_sqrt_ps(x.hi)}; }
+  static TORCHQ_INLINE Float round(Float x) {
+    constexpr int kMode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(x.lo, kMode), _mm256_round_ps(x.hi, kMode)};
+  }
+  static TORCHQ_INLINE Int bits(Float x) {
+    return {_mm256_castps_si256(x.lo), _mm256_castps_si256(x.hi)};
+  }
+  static TORCHQ_INLINE Float from_bits(Int x) {
+    return {_mm256_castsi256_ps(x.lo), _mm256_castsi256_ps(x.hi)};
+  }
+  static TORCHQ_INLINE Int bit_and(Int a, Int b) {
+    return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)};
+  }
+  static TORCHQ_INLINE Int bit_or(Int a, Int b) {
+    return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)};
+  }
+  template <int kBits>
+  static TORCHQ_INLINE Int shift_left(Int a) {
+    return {_mm256_slli_epi32(a.lo, kBits), _mm256_slli_epi32(a.hi, kBits)};
+  }
+  template <int kBits>
+  static TORCHQ_INLINE Int shift_right(Int a) {
+    return {_mm256_srai_epi32(a.lo, kBits), _mm256_srai_epi32(a.hi, kBits)};
+  }
+
   // bytes
   static TORCHQ_INLINE __m128i load_bytes(const void* p, Mask count) {
     if (count >= 16) return _mm_loadu_si128(static_cast<const __m128i*>(p));

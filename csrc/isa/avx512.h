@@ -83,6 +83,36 @@ struct Avx512 {
     return _mm512_mask_blend_epi32(high, _mm512_cvtps_epi32(v), _mm512_set1_epi32(INT32_MAX));
   }
 
+  // comparisons, bits and rounding (kernels/math.h); a comparison with NaN is false
+  using Lanes = __mmask16;
+  static TORCHQ_INLINE Lanes less(Float a, Float b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+  static TORCHQ_INLINE Lanes less_equal(Float a, Float b) {
+    return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ);
+  }
+  static TORCHQ_INLINE Lanes equal(Float a, Float b) {
+    return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ);
+  }
+  static TORCHQ_INLINE Float select(Lanes m, Float a, Float b) {
+    return _mm512_mask_blend_ps(m, b, a);
+  }
+  static TORCHQ_INLINE Float sub(Float a, Float b) { return _mm512_sub_ps(a, b); }
+  static TORCHQ_INLINE Float sqrt(Float x) { return _mm512_sqrt_ps(x); }
+  static TORCHQ_INLINE Float round(Float x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static TORCHQ_INLINE Int bits(Float x) { return _mm512_castps_si512(x); }
+  static TORCHQ_INLINE Float from_bits(Int x) { return _mm512_castsi512_ps(x); }
+  static TORCHQ_INLINE Int bit_and(Int a, Int b) { return _mm512_and_si512(a, b); }
+  static TORCHQ_INLINE Int bit_or(Int a, Int b) { return _mm512_or_si512(a, b); }
+  template <int kBits>
+  static TORCHQ_INLINE Int shift_left(Int a) {
+    return _mm512_slli_epi32(a, kBits);
+  }
+  template <int kBits>
+  static TORCHQ_INLINE Int shift_right(Int a) {
+    return _mm512_srai_epi32(a, kBits);
+  }
+
   // bytes
   static TORCHQ_INLINE __m128i load_bytes(const void* p, Mask m) {
     return _mm_maskz_loadu_epi8(m, p);

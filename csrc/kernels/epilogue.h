@@ -8,7 +8,7 @@
 // 4 % at K = 64, 1 % at K = 512).
 #pragma once
 
-#include "common.h"
+#include "eltwise.h"
 
 namespace {
 
@@ -133,51 +133,39 @@ template <class Isa>
 TORCHQ_NOINLINE void run_chain_op(const FinishTile& t, const Epilogue& e, const ChainOp& op) {
   using Float = typename Isa::Float;
   using Mask = typename Isa::Mask;
-  const Float alpha = Isa::set(op.alpha), beta = Isa::set(op.beta), scale = Isa::set(op.scale);
   const auto apply = [&](auto f) {
     for_each_panel<Isa>(t, [&](int r, int n, int32_t* tile, Mask m) {
       float* x = reinterpret_cast<float*>(tile);
       Isa::store(x, f(Isa::load(x), r, n, m));
     });
   };
-  const bool scaled = op.scale != 1.0f;
-  switch (op.kind) {
-    case ChainOp::kSum: {
-      const SumSrc& sum = e.sums[op.sum_index];
-      const Float factor = Isa::set(sum.chain_scale);
-      const auto zero_point = Isa::set_int(sum.zero_point);
-      apply([&](Float x, int r, int n, Mask m) {
-        const int64_t index = t.dst_offset[r] + t.channel + n;
-        return Isa::fma(factor, load_as_float<Isa>(sum.data, sum.dtype, index, zero_point, m), x);
-      });
-      break;
-    }
-    case ChainOp::kRelu:
-      apply([&](Float x, int, int, Mask) {
-        const Float y = Isa::where_positive(x, x, Isa::mul(alpha, x));
-        return scaled ? Isa::mul(y, scale) : y;
-      });
-      break;
-    case ChainOp::kClip:
-      apply([&](Float x, int, int, Mask) {
-        const Float y = Isa::min(beta, Isa::max(alpha, x));  // a NaN stays
-        return scaled ? Isa::mul(y, scale) : y;
-      });
-      break;
-    case ChainOp::kLinear:
-      apply([&](Float x, int, int, Mask) { return Isa::fma(x, alpha, beta); });
-      break;
-    case ChainOp::kAdd:
-      apply([&](Float x, int, int n, Mask m) {
-        return Isa::add(x, Isa::load(op.values + t.channel + n, m));
-      });
-      break;
-    case ChainOp::kMul:
-      apply([&](Float x, int, int n, Mask m) {
-        return Isa::mul(x, Isa::load(op.values + t.channel + n, m));
-      });
-      break;
+  const auto source = [&](const SumSrc& src, int r, int n, Mask m) {
+    const int64_t index = t.dst_offset[r] + t.channel + n;
+    return load_as_float<Isa>(src.data, src.dtype, index, Isa::set_int(src.zero_point), m);
+  };
+  if (op.kind == ChainOp::kEltwise) {
+    return with_eltwise<Isa>(op.eltwise,
+                             [&](auto f) { apply([&](Float x, int, int, Mask) { return f(x); }); });
   }
+  if (op.kind == ChainOp::kSum) {
+    const SumSrc& sum = e.sums[op.src];
+    const Float factor = Isa::set(sum.chain_scale);
+    return apply(
+        [&](Float x, int r, int n, Mask m) { return Isa::fma(factor, source(sum, r, n, m), x); });
+  }
+  const auto operand = [&](int r, int n, Mask m) {
+    return op.values != nullptr ? Isa::load(op.values + t.channel + n, m)
+                                : source(e.sums[op.src], r, n, m);
+  };
+  if (op.binary == Binary::select) {
+    return apply([&](Float x, int r, int n, Mask m) {
+      const auto is_false = Isa::equal(source(e.sums[op.condition], r, n, m), Isa::set(0.0f));
+      return Isa::select(is_false, operand(r, n, m), x);
+    });
+  }
+  with_binary<Isa>(op.binary, [&](auto f) {
+    apply([&](Float x, int r, int n, Mask m) { return f(x, operand(r, n, m)); });
+  });
 }
 
 template <class Isa>

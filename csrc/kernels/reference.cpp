@@ -4,7 +4,7 @@
 #include <limits.h>
 #include <math.h>
 
-#include "common.h"
+#include "eltwise.h"
 
 namespace {
 
@@ -51,27 +51,21 @@ void store_value(void* base, DType dtype, int64_t index, float y, float zero_poi
   }
 }
 
+/// Note [One operation sequence] in math.h: what an eltwise algorithm computes is stated there.
 float apply_chain_op(const Epilogue& e, const ChainOp& op, float x, int channel, int64_t index) {
-  switch (op.kind) {
-    case ChainOp::kSum: {
-      const SumSrc& sum = e.sums[op.sum_index];
-      return fmaf(sum.chain_scale, load_value(sum.data, sum.dtype, index, sum.zero_point), x);
-    }
-    case ChainOp::kRelu: {
-      const float y = x > 0 ? x : op.alpha * x;
-      return op.scale == 1 ? y : y * op.scale;
-    }
-    case ChainOp::kClip: {
-      const float y = min_float(op.beta, max_float(op.alpha, x));
-      return op.scale == 1 ? y : y * op.scale;
-    }
-    case ChainOp::kLinear:
-      return fmaf(x, op.alpha, op.beta);
-    case ChainOp::kAdd:
-      return x + op.values[channel];
-    default:
-      return x * op.values[channel];
+  const auto source = [&](int i) {
+    return load_value(e.sums[i].data, e.sums[i].dtype, index, e.sums[i].zero_point);
+  };
+  float y = x;
+  if (op.kind == ChainOp::kEltwise) {
+    with_eltwise<Scalar>(op.eltwise, [&](auto f) { y = f(x); });
+    return y;
   }
+  if (op.kind == ChainOp::kSum) return fmaf(e.sums[op.src].chain_scale, source(op.src), x);
+  const float v = op.values != nullptr ? op.values[channel] : source(op.src);
+  if (op.binary == Binary::select) return source(op.condition) != 0 ? x : v;
+  with_binary<Scalar>(op.binary, [&](auto f) { y = f(x, v); });
+  return y;
 }
 
 void finish(const Epilogue& e, int32_t acc, int channel, int64_t index) {

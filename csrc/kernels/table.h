@@ -20,32 +20,91 @@ constexpr int kTileRows = 6;
 
 enum class DType : int { u8, s8, s32, f32 };
 
-/// One operation of the float chain, on x in real units (Note [Folded and float chains] in
-/// ops/post_ops.h).
-struct ChainOp {
-  enum Kind : int { kSum, kRelu, kClip, kLinear, kAdd, kMul };
-  Kind kind;
-  float alpha, beta, scale;
-  const float* values;  // kAdd, kMul: one per channel
-  int sum_index;        // kSum: which of Epilogue::sums
+// clang-format off
+/// dst = scale * alg(x), in float32:
+///
+///   relu         x > 0 ? x : alpha x      (alpha 0: max(x, 0))
+///   linear       alpha x + beta           (one fused multiply-add, scale multiplied in)
+///   clip         min(max(x, alpha), beta)
+///   abs          |x|
+///   elu          x > 0 ? x : alpha (e^x - 1)
+///   exp, log, sqrt, tanh
+///   gelu_erf     x (1 + erf(x / sqrt(2))) / 2
+///   gelu_tanh    x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+///   hardsigmoid  max(0, min(1, alpha x + beta))
+///   hardswish    x hardsigmoid(x)
+///   logistic     1 / (1 + e^-x)
+///   mish         x tanh(log(1 + e^x))
+///   pow          alpha x^beta
+///   round        to the nearest integer, half to even
+///   soft_relu    log(1 + e^(alpha x)) / alpha
+///   square       x x
+///   swish        x / (1 + e^(-alpha x))
+// clang-format on
+struct Eltwise {
+  enum Alg : int {
+    kRelu,
+    kLinear,
+    kClip,
+    kAbs,
+    kElu,
+    kExp,
+    kGeluErf,
+    kGeluTanh,
+    kHardsigmoid,
+    kHardswish,
+    kLog,
+    kLogistic,
+    kMish,
+    kPow,
+    kRound,
+    kSoftRelu,
+    kSqrt,
+    kSquare,
+    kSwish,
+    kTanh,
+  };
+  Alg alg = kLinear;
+  float alpha = 0, beta = 0, scale = 1;
 };
 
+/// alg(x, v) on float32; comparisons give 1 or 0, and a NaN in x stays for max and min. select:
+/// condition ? x : v. prelu: x >= 0 ? x : x v.
+enum class Binary : int { add, sub, mul, div, max, min, ge, gt, le, lt, eq, ne, select, prelu };
+
+/// One operation of the float chain, on x in real units (Note [Folded and float chains] in
+/// post_ops.h).
+struct ChainOp {
+  enum Kind : int { kSum, kEltwise, kBinary };
+  Kind kind;
+  Eltwise eltwise;
+  Binary binary;
+  const float* values;  // binary: v per channel; null: v is sums[src]
+  int src;              // sum; binary without values: which of Epilogue::sums
+  int condition;        // select: which of Epilogue::sums, true where not 0
+};
+
+/// A tensor laid out like dst: the old values of a sum, or the operand of a binary.
 struct SumSrc {
-  const void* data;  // laid out like dst
+  const void* data;
   DType dtype;
   const float* scale;  // folded chains: S per channel
-  float chain_scale;   // float chains
+  float chain_scale;   // float chains: x = fma(chain_scale, float(old - zero_point), x)
   int32_t zero_point;  // float chains
 };
 
+// clang-format off
 /// From int32 accumulators to the destination. Channel arrays have exactly as many values as dst
 /// has channels; tails are read with masks.
 ///
 ///   raw     dst = acc
-///   folded  y = fma(float(acc), multiplier, offset); per sum y = fma(float(old), S, y); clamp to
-///   [lo, hi] chain   x = fma(float(acc), multiplier, offset); each op; for integer dst y = fma(x,
-///   inv_scale, zero_point) then    dst = saturate(rne(y)) for integer destinations; NaN becomes
-///   zero_point
+///   folded  y = fma(float(acc), multiplier, offset); per sum y = fma(float(old), S, y);
+///           clamp y to [lo, hi]
+///   chain   x = fma(float(acc), multiplier, offset); each op on x;
+///           y = x, or for integer dst y = fma(x, inv_scale, zero_point)
+///   then    dst = saturate(rne(y)) for integer destinations, where NaN becomes zero_point;
+///           dst = y for f32
+// clang-format on
 struct Epilogue {
   enum Mode : int { kRaw, kFolded, kChain };
   Mode mode;

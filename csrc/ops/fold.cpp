@@ -27,6 +27,7 @@ class PerChannel {
     TORCH_CHECK_VALUE(t.numel() == 1 || t.numel() == channels, "torchq.", op, ": ", arg,
                       " must have 1 or ", channels, " values, one per output channel, got ",
                       t.numel(), ".");
+    tensor_ = t;
     data_ = t.const_data_ptr<float>();
     step_ = t.numel() == 1 ? 0 : 1;
     size_ = t.numel();
@@ -43,6 +44,7 @@ class PerChannel {
   }
 
  private:
+  at::Tensor tensor_;
   const float* data_;
   int64_t step_, size_;
 };
@@ -70,25 +72,18 @@ void run_chain(const Problem& p, c10::ArrayRef<PerChannel> values, int64_t n, Af
     for (double& sum : a->sums) sum *= factor;
   };
   for (const PostOp& post_op : p.chain.ops) {
-    switch (post_op.kind) {
-      case PostOp::kSum:
-        a->sums.push_back(post_op.scale);
-        a->constant -= double{post_op.scale} * post_op.zero_point;
-        break;
-      case PostOp::kLinear:
-        scale_by(double{post_op.alpha} * post_op.scale);
-        a->constant += double{post_op.beta} * post_op.scale;
-        break;
-      case PostOp::kAdd:
-        a->constant += values[next_value++][n];
-        break;
-      case PostOp::kMul:
-        scale_by(values[next_value++][n]);
-        break;
-      case PostOp::kRelu:
-      case PostOp::kClip:
-        break;  // the trailing bound
-    }
+    const Eltwise& eltwise = post_op.eltwise;
+    if (post_op.kind == PostOp::kSum) {
+      a->sums.push_back(post_op.scale);
+      a->constant -= double{post_op.scale} * post_op.zero_point;
+    } else if (post_op.is(Eltwise::kLinear)) {
+      scale_by(double{eltwise.alpha} * eltwise.scale);
+      a->constant += double{eltwise.beta} * eltwise.scale;
+    } else if (post_op.is(Binary::add)) {
+      a->constant += values[next_value++][n];
+    } else if (post_op.is(Binary::mul)) {
+      scale_by(values[next_value++][n]);
+    }  // else the trailing bound
   }
 }
 
@@ -101,18 +96,25 @@ float quantized_bound(const Problem& p, double bound, double dst_scale) {
   return static_cast<float>(std::fmin(std::fmax(q, lo), hi));
 }
 
+/// The values of a binary, which may be integers, as the float32 that the chain computes with.
+at::Tensor as_float(const char* op, const at::Tensor& value, DType dtype) {
+  check_param(op, "post_op_values", value, scalar_type(dtype));
+  return value.to(at::kFloat);
+}
+
 /// `start(n)` is the map before the post-ops: acc coefficient and constant, in real units.
 template <class Start>
 Folded fold_with(const Problem& p, const PerChannel& dst_scale, const Start& start) {
-  TORCH_CHECK_VALUE(static_cast<int>(p.values.size()) == p.chain.binaries, "torchq.", p.op,
-                    ": post_op_values must have one tensor per binary post-op, ", p.chain.binaries,
-                    ", got ", p.values.size(), ".");
+  TORCH_CHECK_VALUE(static_cast<int>(p.values.size()) == p.chain.values, "torchq.", p.op,
+                    ": post_op_values must have ", p.chain.values,
+                    " tensors, one per binary and prelu with mask 0 or 2, got ", p.values.size(),
+                    ". Operands with other masks are sources of the op itself.");
   c10::SmallVector<PerChannel, 4> values;
   size_t next_value = 0;
   for (const PostOp& post_op : p.chain.ops) {
-    if (post_op.kind != PostOp::kAdd && post_op.kind != PostOp::kMul) continue;
-    const at::Tensor& value = p.values[next_value++];
-    values.emplace_back(p.op, "post_op_values", value, post_op.per_channel ? p.channels : 1);
+    if (!post_op.has_values()) continue;
+    const at::Tensor value = as_float(p.op, p.values[next_value++], *post_op.dtype);
+    values.emplace_back(p.op, "post_op_values", value, post_op.per_channel() ? p.channels : 1);
     values.back().check(p.op, "post_op_values", false);
   }
   const int64_t n_channels = p.channels;
@@ -136,19 +138,19 @@ Folded fold_with(const Problem& p, const PerChannel& dst_scale, const Start& sta
                           " to scale ", sum, ", which float32 cannot hold. Check its scales.");
         q[s * n_channels + n] = sum;
       }
-      if (p.chain.ends_in(PostOp::kClip)) {
-        const PostOp& clip = p.chain.ops.back();
+      if (p.chain.ends_in(Eltwise::kClip)) {
+        const Eltwise& clip = p.chain.ops.back().eltwise;
         q[p.chain.sums * n_channels + n] = quantized_bound(p, clip.alpha, dst_scale[n]);
         q[(p.chain.sums + 1) * n_channels + n] = quantized_bound(p, clip.beta, dst_scale[n]);
       }
     } else {
       m[n] = static_cast<float>(a.acc);
       b[n] = static_cast<float>(a.constant);
-      for (int i = 0; i < p.chain.binaries; ++i) {
+      for (int i = 0; i < p.chain.values; ++i) {
         q[i * n_channels + n] = static_cast<float>(values[static_cast<size_t>(i)][n]);
       }
       if (p.dst_dtype != DType::f32) {
-        q[p.chain.binaries * n_channels + n] = static_cast<float>(1.0 / dst_scale[n]);
+        q[p.chain.values * n_channels + n] = static_cast<float>(1.0 / dst_scale[n]);
       }
     }
     TORCH_CHECK_VALUE(std::isfinite(m[n]) && std::isfinite(b[n]), "torchq.", p.op, ": channel ", n,

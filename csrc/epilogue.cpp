@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+// From a parsed chain, its parameters and its tensors to the Epilogue that kernels read.
+#include <ATen/ops/empty_like.h>
+
+#include <cstring>
+#include <limits>
+
+#include "checks.h"
+#include "post_ops.h"
+
+namespace torchq {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+/// The largest |x| of n floats; infinity when one is not a number (compared as integers, so that it
+/// vectorizes).
+float max_abs(const float* x, int64_t n) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    int32_t bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    bits &= 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  float value;
+  std::memcpy(&value, &largest, sizeof value);
+  return value <= std::numeric_limits<float>::max() ? value : kInf;
+}
+
+using Sizes = c10::SmallVector<int64_t, 5>;
+
+/// The shape of a binary's operand: dst's dims where the mask selects them, 1 elsewhere.
+Sizes operand_sizes(const EpilogueBuilder::Args& args, const at::Tensor& dst, const PostOp& p) {
+  const int64_t dims = args.rows ? 2 : dst.dim();
+  TORCH_CHECK_VALUE(p.mask >= 0 && p.mask < (1 << dims), "torchq.", args.op, ": post_ops '",
+                    args.post_ops, "' must have masks from 0 to ", (1 << dims) - 1,
+                    ", one bit for ",
+                    args.rows ? "all rows and one for the channels" : "each dimension of dst",
+                    ", got ", p.mask, ". Mask 2 is one value per channel.");
+  Sizes sizes;
+  for (int64_t d = 0; d < dst.dim(); ++d) {
+    const int64_t bit = args.rows ? (d + 1 == dst.dim() ? 1 : 0) : d;
+    sizes.push_back(p.mask >> bit & 1 ? dst.size(d) : 1);
+  }
+  return sizes;
+}
+
+}  // namespace
+
+EpilogueBuilder::EpilogueBuilder(const Args& args, const at::Tensor& dst) {
+  const char* op = args.op;
+  const DType dtype = dtype_of(op, "dst", dst);
+  Epilogue& e = epilogue_;
+  e.dst = dst.data_ptr();
+  e.dst_dtype = dtype;
+  const Chain chain = parse_post_ops(op, {args.post_ops.data(), args.post_ops.size()});
+  TORCH_CHECK_VALUE(static_cast<int64_t>(args.post_op_srcs.size()) == chain.sources, "torchq.", op,
+                    ": post_ops '", args.post_ops, "' needs ", chain.sources, " sources, got ",
+                    args.post_op_srcs.size(),
+                    ". Pass one tensor in post_op_srcs per sum, per binary or prelu with a mask ",
+                    "other than 0 and 2, and per condition of a select.");
+  check_param(op, "multiplier", args.multiplier, at::kFloat);
+  if (args.multiplier.numel() == 0 && args.channels > 0) {
+    TORCH_CHECK_VALUE(dtype == DType::s32 && chain.ops.empty(), "torchq.", op,
+                      ": an empty multiplier (raw accumulators) needs an int32 destination and no ",
+                      "post-ops, got ", dtype_name(dst.scalar_type()), " and post_ops '",
+                      args.post_ops, "'. Pass the multiplier that fold returned.");
+    e.mode = Epilogue::kRaw;
+    return;
+  }
+  check_param(op, "offset", args.offset, at::kFloat);
+  check_param(op, "post_op_params", args.post_op_params, at::kFloat);
+  check_numel(op, "multiplier", args.multiplier, args.channels);
+  check_numel(op, "offset", args.offset, args.channels);
+  check_numel(op, "post_op_params", args.post_op_params, chain.num_params(args.channels, dtype));
+  e.multiplier = args.multiplier.const_data_ptr<float>();
+  e.offset = args.offset.const_data_ptr<float>();
+  e.mode = chain.folds ? Epilogue::kFolded : Epilogue::kChain;
+  if (chain.ops.empty()) {
+    e.guard = needs_guard(args);
+    return;
+  }
+  const float* params = args.post_op_params.const_data_ptr<float>();
+  e.zero_point = *params++;
+  add_sources(args, dst, chain);
+  if (chain.folds) {
+    read_folded(args, chain, params);
+    e.guard = needs_guard(args);
+  } else {
+    read_chain(args, chain, params);
+  }
+}
+
+void EpilogueBuilder::add_sources(const Args& args, const at::Tensor& dst, const Chain& chain) {
+  for (const PostOp& p : chain.ops) {
+    if (p.kind == PostOp::kSum) {
+      const DType dtype = dtype_of(args.op, "post_op_srcs", args.post_op_srcs[sums_.size()]);
+      add_source(args, dst, p.dtype.value_or(dtype), dst.sizes(), p.scale, p.zero_point);
+    } else if (p.kind == PostOp::kBinary && !p.has_values()) {
+      add_source(args, dst, *p.dtype, operand_sizes(args, dst, p), 1, 0);
+    }
+    if (p.is(Binary::select)) {
+      const DType dtype = dtype_of(args.op, "post_op_srcs", args.post_op_srcs[sums_.size()]);
+      add_source(args, dst, dtype, dst.sizes(), 1, 0);
+    }
+  }
+  epilogue_.sums = sums_.data();
+  epilogue_.num_sums = static_cast<int>(sums_.size());
+}
+
+void EpilogueBuilder::add_source(const Args& args, const at::Tensor& dst, DType expected,
+                                 c10::IntArrayRef sizes, float scale, int32_t zero_point) {
+  const size_t i = sums_.size();
+  const at::Tensor& src = args.post_op_srcs[i];
+  const DType dtype = dtype_of(args.op, "post_op_srcs", src);
+  check_cpu(args.op, "post_op_srcs", src);
+  check_no_grad(args.op, "post_op_srcs", src);
+  TORCH_CHECK_TYPE(expected == dtype, "torchq.", args.op, ": post_op_srcs[", i, "] must be ",
+                   dtype_name(scalar_type(expected)), " as '", args.post_ops, "' says, got ",
+                   dtype_name(src.scalar_type()), ". Convert it with reorder.");
+  TORCH_CHECK_VALUE(src.sizes() == sizes, "torchq.", args.op, ": post_op_srcs[", i,
+                    "] must have shape ", sizes, " for post_ops '", args.post_ops, "' and dst ",
+                    dst.sizes(), ", got ", src.sizes(),
+                    ". A sum has the shape of dst; a binary has 1 where its mask has no bit.");
+  const auto [lo, hi] = zero_point_range(dtype);
+  TORCH_CHECK_VALUE(zero_point >= lo && zero_point <= hi, "torchq.", args.op,
+                    ": post-op sum has zero point ", zero_point, " but its ",
+                    dtype_name(src.scalar_type()), " source allows ", lo, " to ", hi,
+                    ". Only integer sources have zero points other than 0.");
+  if (src.strides() == dst.strides()) {
+    srcs_.push_back(src);
+  } else {
+    srcs_.push_back(at::empty_like(dst, src.options()).copy_(src.expand(dst.sizes())));
+  }
+  sums_.push_back({srcs_.back().const_data_ptr(), dtype, nullptr, scale, zero_point});
+}
+
+void EpilogueBuilder::read_folded(const Args& args, const Chain& chain, const float* params) {
+  Epilogue& e = epilogue_;
+  for (SumSrc& sum : sums_) {
+    sum.scale = params;
+    params += args.channels;
+  }
+  if (chain.ends_in(Eltwise::kClip)) {
+    e.lo = params;
+    e.hi = params + args.channels;
+  } else if (chain.ends_in(Eltwise::kRelu)) {
+    // The conversion to 8 bits clamps at the type's own minimum.
+    e.clamp = !(e.dst_dtype == DType::u8 && e.zero_point == 0);
+    e.lo_scalar = e.zero_point;
+    e.hi_scalar = kInf;
+  }
+}
+
+void EpilogueBuilder::read_chain(const Args& args, const Chain& chain, const float* params) {
+  Epilogue& e = epilogue_;
+  int src = 0;
+  for (const PostOp& p : chain.ops) {
+    ChainOp op{};
+    op.kind = static_cast<ChainOp::Kind>(p.kind);
+    op.eltwise = p.eltwise;
+    op.binary = p.binary;
+    if (p.has_values()) {
+      op.values = params;
+      params += args.channels;
+    } else if (p.kind != PostOp::kEltwise) {
+      op.src = src++;
+    }
+    if (p.is(Binary::select)) op.condition = src++;
+    ops_.push_back(op);
+  }
+  if (e.dst_dtype != DType::f32) e.inv_scale = params;
+  e.ops = ops_.data();
+  e.num_ops = static_cast<int>(ops_.size());
+}
+
+/// Whether some input could make |y| reach 2^31, where the conversion alone would wrap, or make it
+/// NaN. The bounds count too: parameters made by hand may hold anything.
+bool EpilogueBuilder::needs_guard(const Args& args) const {
+  constexpr double kLimit = 2147480000.0;  // a margin for the roundings on the way
+  const Epilogue& e = epilogue_;
+  double bound = double{max_abs(e.multiplier, args.channels)} * args.max_acc +
+                 double{max_abs(e.offset, args.channels)};
+  for (int s = 0; s < e.num_sums; ++s) {
+    const SumSrc& sum = e.sums[s];
+    if (!is_int8(sum.dtype)) return true;
+    bound += 255.0 * max_abs(sum.scale, args.channels);
+  }
+  if (e.lo != nullptr) {
+    bound += double{max_abs(e.lo, args.channels)} + double{max_abs(e.hi, args.channels)};
+  }
+  if (e.clamp) bound += double{max_abs(&e.lo_scalar, 1)};
+  return !(bound < kLimit);  // also where bound is NaN
+}
+
+}  // namespace torchq
