@@ -21,7 +21,7 @@ from torchq.ops import LIBRARY_PATH
 ROOT = Path(__file__).parent.parent
 TIERS = ["reference", "avx2", "avx512", "avx512_vnni"]
 OBJECTS = ROOT / "build" / f"torch-{torch.__version__}" / "isa"
-LIBC = {"memcpy", "memset", "memmove", "nearbyintf", "nearbyint", "rintf", "fmaf", "fma"}
+LIBC = {"memcpy", "memset", "memmove", "nearbyintf", "nearbyint", "rintf", "fmaf", "sqrtf", "fma"}
 
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
 needs_objects = pytest.mark.skipif(
