@@ -10,7 +10,8 @@ import torch
 from reference_chain import F32, S8, U8, N, chain, check, convert
 
 import torchq
-from torchq.compose import Eltwise, FakeQuantize, Scale, Sum, bounds_behind_round
+import torchq.functional as TF
+from torchq.compose import Eltwise, FakeQuantize, Scale, Shift, Sum, bounds_behind_round
 
 PER_OC = torch.linspace(2.0, 6.0, N)
 CONVENTIONS = pytest.mark.parametrize("convention", ["v1", "v3"])
@@ -245,3 +246,27 @@ def test_t6_a_range_without_zero_stays_float(convention: str) -> None:
         assert made.rest[0] is fq and made.dst_dtype == F32 and "(T6)" in made.refusal
     made = check([UNSIGNED], convention=convention, dst_dtype=U8)
     assert made.dst_zero_point == 0 and not made.rest
+
+
+@CONVENTIONS
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_convolution_with_what_was_composed(convention: str, groups: int) -> None:
+    channels = 6
+    src = torch.randint(0, 256, (2, 4, 6, 5), dtype=U8)
+    weight = torch.randint(-127, 128, (channels, 4 // groups, 3, 3), dtype=S8)
+    acc = TF.conv2d(src, weight, groups=groups, dst_dtype=torch.int32).double()
+    scale = torch.linspace(0.5, 1.5, channels) / float(acc.std())
+    steps = [
+        Shift(torch.linspace(-1, 1, channels)),
+        Eltwise("relu"),
+        Scale(torch.linspace(1, 2, channels)),
+        FakeQuantize(0.0, 4.0, 0.0, 255.0),
+    ]
+    made = torchq.compose(steps, channels, convention=convention, weight_scale=scale, dst_dtype=U8)
+    attr, x = made.attr(groups), (acc.movedim(1, -1) * scale.double())
+    dst = TF.conv2d(src, weight, made.bias, groups=groups, attr=attr, dst_dtype=U8)
+    exact = chain(x, steps).movedim(-1, 1)
+    clear = (chain(x, steps[:-1]).movedim(-1, 1) * 255 / 4 % 1 - 0.5).abs() > 1e-3
+    assert (dst - exact)[clear].abs().max() == 0 and clear.float().mean() > 0.99
+    mask = {"v1": "output_scales:2", "v3": "scales:src:0+weights:" + "13"[groups - 1] + "+dst:0"}
+    assert str(attr).startswith(mask[convention])
