@@ -11,11 +11,11 @@ bits (VPMADDUBSW), and
                 convolutions: the weights are halved, ``rne(w * 0.5)``, and the result doubled:
                 no pair saturates, but odd weights lose half a step
 
-Pairs are consecutive k within a tap: (0, 1), (2, 3), ... So do the vector kernels of oneDNN 3.2 told
-to use no VNNI, and the accumulators here equal theirs in every bit (a test, where its wheels can be
-had). Shapes that oneDNN gives to its reference loops are exact there, and a grouped transposed
-convolution that it gives to its GEMM is not protected; a layout that pairs other k saturates
-elsewhere.
+Pairs are consecutive k within a tap: (0, 1), (2, 3), ... So do the vector kernels of oneDNN 3.2,
+told to use no VNNI, and the accumulators here equal theirs in every bit (a test, where its wheels
+can be had). Shapes that oneDNN gives to its reference loops are exact there, and a grouped
+transposed convolution that it gives to its GEMM is not protected; a layout that pairs other k
+saturates elsewhere.
 """
 
 from torchq.saturation.pairs import (
