@@ -191,10 +191,34 @@ def test_per_channel_weights() -> None:
     quantize, dequantize = fq.qparams()
     assert quantize == dequantize and quantize.axis == 0
     assert torch.equal(quantize.scale, scale) and quantize.dtype == S8
-    with pytest.raises(NotImplementedError, match="bounds must be per tensor"):
-        fq.to_quantized()
+    src = torch.randn(3, 4000) * 50
+    assert torch.equal(fq.to_quantized()(src), fq(src))
+    assert torch.equal(fq.to_quantized()[0](src), (src / scale[:, None]).round().clamp(-128, 127))
+    with pytest.raises(ValueError, match="must have 3 channels in dimension 0, got"):
+        fq.to_quantized()(src.t())
     same = FakeQuantize(torch.zeros(3), torch.full((3,), 6.0), axis=1)
     assert isinstance(same.to_quantized(), nn.Sequential)
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_per_channel_activations(axis: int, tmp_path: Path) -> None:
+    scale = torch.tensor([0.5, 0.125, 2.0, 1.0])
+    zero = torch.tensor([0, 7, 128, 255])
+    fq = FakeQuantize.from_affine(scale, zero, 0, 255, axis)
+    src = torch.randn(2, 4, 3, 4) * 50
+    model = fq.to_quantized()
+    assert torch.equal(model(src), fq(src))
+    quantize, dequantize = model
+    assert torch.equal(torch.jit.script(model)(src), fq(src))
+    assert torch.equal(torch.export.export(model, (src,)).module()(src), fq(src))
+    for module, arg in ((quantize, src), (dequantize, quantize(src))):
+        again = type(module).from_spec(module.read_spec())
+        again.load_state_dict(module.state_dict())
+        assert torch.equal(again(arg), module(arg)) and again.axis == axis
+    torchq.save(model, tmp_path / "model")
+    assert torch.equal(
+        torchq.load(tmp_path / "model", nn.Sequential(nn.ReLU(), nn.ReLU()))(src), fq(src)
+    )
 
 
 # The bridge from torch

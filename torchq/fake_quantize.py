@@ -276,15 +276,8 @@ class FakeQuantize(nn.Module):
 
         Raises:
             ValueError: the rules T1 to T6 forbid it.
-            NotImplementedError: one range per channel.
         """
         quantize, dequantize = self.qparams(dtype)
-        if quantize.is_per_channel or dequantize.is_per_channel:
-            raise NotImplementedError(
-                "torchq.FakeQuantize.to_quantized: bounds must be per tensor, got "
-                f"{self.extra_repr()}: activations have one scale. For a weight take qparams() and "
-                "torchq.functional.quantize."
-            )
         return nn.Sequential(Quantize(quantize), Dequantize(dequantize))
 
     def forward(self, src: Tensor) -> Tensor:

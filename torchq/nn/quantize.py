@@ -17,6 +17,33 @@ from torchq.nn.module import (
 from torchq.qparams import QParams
 
 
+def _along(values: Tensor, src: Tensor, axis: int) -> Tensor:
+    """Values per channel in a shape that broadcasts against ``src``."""
+    if not -src.dim() <= axis < src.dim() or src.shape[axis] != values.numel():
+        raise ValueError(
+            f"torchq.nn: src must have {values.numel()} channels in dimension {axis}, got "
+            f"{list(src.shape)}. Quantize along the axis of its channels."
+        )
+    shape = [1] * src.dim()
+    shape[axis] = values.numel()
+    return values.reshape(shape)
+
+
+def _axis_fields(qparams: QParams) -> dict[str, int]:
+    """What the spec of per-channel parameters says more."""
+    if qparams.axis is None:
+        return {}
+    return {"axis": qparams.axis, "channels": qparams.scale.numel()}
+
+
+def _placeholder(dtype: str, spec: dict[str, Any]) -> QParams:
+    one = placeholder_qparams(dtype, spec["bits"])
+    if "axis" not in spec:
+        return one
+    scale, zero_point = (x.expand(spec["channels"]).clone() for x in (one.scale, one.zero_point))
+    return QParams(scale, zero_point, one.dtype, spec["axis"], one.bits)
+
+
 class QuantStub(nn.Module):
     """Marks where a float tensor shall become quantized: later a :class:`Quantize`."""
 
@@ -41,26 +68,29 @@ class Quantize(QModule):
 
     Raises:
         TypeError: ``src`` has another dtype.
+        ValueError: per channel, and ``src`` has another number of channels.
     """
 
     def __init__(self, dst: QParams) -> None:
-        """``dst`` is per tensor."""
+        """``dst`` is per tensor, or per channel: then for :class:`Dequantize` and torch to read."""
         super().__init__()
         self._add_src(dst)
-        self._set_spec(dst=dtype_name(dst.dtype), bits=dst.bits)
+        self.axis = dst.axis
+        self._set_spec(dst=dtype_name(dst.dtype), bits=dst.bits, **_axis_fields(dst))
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "Quantize":
         """See the base class."""
-        return cls(placeholder_qparams(spec["dst"], spec["bits"]))
+        return cls(_placeholder(spec["dst"], spec))
 
     def forward(self, src: Tensor) -> Tensor:
         """Quantizes."""
         if src.dtype == self.src_dtype:
             return src
-        return quantize_boundary(
-            src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
-        )
+        scale, zero_point, axis = self.src_scale, self.src_zero_point, self.axis
+        if axis is not None:
+            scale, zero_point = _along(scale, src, axis), _along(zero_point, src, axis)
+        return quantize_boundary(src, scale, zero_point, self.src_code, self.src_low, self.src_high)
 
 
 class Dequantize(QModule):
@@ -68,18 +98,20 @@ class Dequantize(QModule):
 
     Raises:
         TypeError: ``src`` has another dtype.
+        ValueError: per channel, and ``src`` has another number of channels.
     """
 
     def __init__(self, src: QParams) -> None:
-        """``src`` is per tensor."""
+        """``src`` is per tensor or per channel."""
         super().__init__()
         self._add_src(src)
-        self._set_spec(src=dtype_name(src.dtype), bits=src.bits)
+        self.axis = src.axis
+        self._set_spec(src=dtype_name(src.dtype), bits=src.bits, **_axis_fields(src))
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "Dequantize":
         """See the base class."""
-        return cls(placeholder_qparams(spec["src"], spec["bits"]))
+        return cls(_placeholder(spec["src"], spec))
 
     def forward(self, src: Tensor) -> Tensor:
         """Dequantizes."""
@@ -90,7 +122,10 @@ class Dequantize(QModule):
                 "torchq.nn.Dequantize: src must be float32 or the quantized dtype it was made "
                 f"for, got {src.dtype}. Convert the producer and this module together."
             )
-        dst: Tensor = torch.ops.torchq.dequantize(src, self.src_scale, self.src_zero_point)
+        scale, zero_point, axis = self.src_scale, self.src_zero_point, self.axis
+        if axis is not None:
+            scale, zero_point = _along(scale, src, axis), _along(zero_point, src, axis)
+        dst: Tensor = torch.ops.torchq.dequantize(src, scale, zero_point)
         return dst
 
 
