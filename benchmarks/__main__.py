@@ -7,9 +7,11 @@ import argparse
 import sys
 
 from benchmarks import ops, peak
+from benchmarks.inference import command as models
 
 COMMANDS = {
     "ops": (ops, "single layers beside native oneDNN and torch's own int8 ops"),
+    "models": (models, "whole networks beside float, torch.ao, ONNX Runtime and OpenVINO"),
     "peak": (peak, "this machine's multiply-add rates, cache bandwidths and op-call floors"),
 }
 

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One network: converted by everyone on the same data, compared, and timed in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import hashlib
+import importlib.util
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torchq
+from benchmarks import models
+from benchmarks.inference import quality, torch_ao
+from benchmarks.inference.runtimes import Runtime, int8_onnx
+from benchmarks.models import NETWORKS
+from benchmarks.timing import Blocks, Plan, call_blocks, interleave
+
+__all__ = ["PEERS", "Measured", "measure"]
+
+PEERS = {
+    "torch_ao": "torch.ao",
+    "torch_ao_jit": "torch.ao",
+    "onnxruntime": "onnxruntime",
+    "openvino": "openvino",
+}
+"""Name -> what must be installed, next to onnx for the last two."""
+
+_CACHE = Path(__file__).resolve().parents[2] / "build" / "zoo"
+_EVALUATED = 8  # inputs
+
+Model = Callable[..., Any]
+
+
+@dataclass
+class Measured:
+    """What is known about one network.
+
+    Attributes:
+        model: name.
+        macs: multiply-adds of one input.
+        float_layers: what torchq left in float.
+        sqnr_db: output SQNR of torchq and each peer.
+        float_bytes, torchq_bytes: sizes on disk.
+        seconds: torchq.quantize took, calibration included.
+        times: threads -> contender -> milliseconds.
+        failures: contender -> why it has no figures.
+    """
+
+    model: str
+    macs: int
+    float_layers: list[quality.FloatLayer] = field(default_factory=list)
+    sqnr_db: dict[str, float] = field(default_factory=dict)
+    float_bytes: int = 0
+    torchq_bytes: int = 0
+    seconds: float = 0.0
+    times: dict[int, dict[str, float]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def int8_share(self) -> float:
+        """Share of multiply-adds in int8; 0 if torchq failed."""
+        return (
+            0.0
+            if "torchq" in self.failures
+            else 1 - sum(r[2] for r in self.float_layers) / self.macs
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One per number of threads, for JSON."""
+        names = ("model", "threads", "torchq_ms", "torchq_script_ms", "float_ms", "peers")
+        rows = []
+        for threads, times in self.times.items():
+            own = (times.get(name) for name in ("torchq", "torchq_script", "float"))
+            peers = {name: times[name] for name in PEERS if name in times}
+            row = dict(zip(names, (self.model, threads, *own, peers), strict=True))
+            row |= {"macs": self.macs, "int8_mac_share": self.int8_share, "sqnr_db": self.sqnr_db}
+            row |= {"float_bytes": self.float_bytes, "torchq_bytes": self.torchq_bytes}
+            row |= {"quantize_seconds": self.seconds, "failures": self.failures}
+            row["float_layers"] = [
+                dict(zip(("name", "class", "macs", "reason"), layer, strict=True))
+                for layer in self.float_layers
+            ]
+            rows.append(row)
+        return rows
+
+
+def measure(name: str, peers: list[str], threads: list[int], plan: Plan, small: bool) -> Measured:
+    """Converts, compares and times one network of the zoo.
+
+    Raises:
+        RuntimeError: the frozen TorchScript of torchq's model has other bits than the model.
+    """
+    return _Run(name, peers, small).measure(threads, plan)
+
+
+class _Run:
+    def __init__(self, name: str, peers: list[str], small: bool) -> None:
+        network = NETWORKS[name]
+        self.peers, self.dynamic = peers, network.dynamic
+        self.float, self.batches = network.build(small), network.calibration(small)
+        self.inputs = network.inputs(_EVALUATED, small=small)
+        self.src = self.inputs[:1].clone()
+        self.expected = quality.run(self.float, self.inputs)
+        self.folder = _CACHE / f"{name}{'-small' if small else ''}-{_fingerprint()}"
+        self.counts = quality.macs(self.float, self.src)
+        self.result = Measured(name, sum(self.counts.values()))
+        self.result.float_bytes = quality.float_bytes(self.float)
+
+    def measure(self, threads: list[int], plan: Plan) -> Measured:
+        found: dict[str, Model] = {}
+        for make in (self._torchq, self._torch_ao):
+            found |= make()
+        path = self._onnx()
+        for count in threads:
+            self.result.times[count] = self._time(found, path, count, plan)
+        return self.result
+
+    def _torchq(self) -> dict[str, Model]:
+        with self._failing("torchq"):
+            start = time.perf_counter()
+            converted = torchq.quantize(self.float, self.batches, self.batches[0][:1])
+            self.result.seconds = time.perf_counter() - start
+            self.result.float_layers = quality.float_layers(converted, self.counts)
+            self.result.torchq_bytes = quality.int8_bytes(converted)
+            outputs = quality.run(converted, self.inputs)
+            self.result.sqnr_db["torchq"] = torchq.sqnr(self.expected, outputs)
+            return {"torchq": converted, **self._script("torchq_script", converted, outputs)}
+        return {}
+
+    def _script(self, name: str, model: nn.Module, outputs: list[Tensor]) -> dict[str, Model]:
+        """The frozen trace, if it computes the same bits."""
+        with self._failing(name):
+            scripted = frozen(model, self.src)
+            if not all(map(torch.equal, quality.run(scripted, self.inputs), outputs)):
+                raise RuntimeError(f"{name} has other bits than the model it was traced from.")
+            return {name: scripted}
+        return {}
+
+    def _torch_ao(self) -> dict[str, Model]:
+        if not {"torch_ao", "torch_ao_jit"}.intersection(self.peers):
+            return {}
+        with self._failing("torch_ao"):
+            model = torch_ao.quantized(self.float, self.batches, self.dynamic, self.folder)
+            outputs = quality.run(model, self.inputs)
+            self.result.sqnr_db["torch_ao"] = torchq.sqnr(self.expected, outputs)
+            found: dict[str, Model] = {"torch_ao": model} if "torch_ao" in self.peers else {}
+            if "torch_ao_jit" in self.peers:
+                with self._failing("torch_ao_jit"):
+                    found["torch_ao_jit"] = frozen(model, self.src)
+            return found
+        return {}
+
+    def _onnx(self) -> Path | None:
+        if not {"onnxruntime", "openvino"}.intersection(self.peers):
+            return None
+        with self._failing("onnxruntime", "openvino"):
+            return int8_onnx(self.float, self.batches, self.folder)
+        return None
+
+    def _time(
+        self, found: dict[str, Model], path: Path | None, threads: int, plan: Plan
+    ) -> dict[str, float]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            with torch.inference_mode(), contextlib.ExitStack() as stack:
+                blocks = {name: call_blocks(model, (self.src,)) for name, model in found.items()}
+                blocks["float"] = call_blocks(self._faster_float(), (self.src,))
+                for name in self.peers if path else ():
+                    if name in ("onnxruntime", "openvino"):
+                        blocks |= self._runtime(name, path, threads, stack)
+                samples = interleave(blocks, plan)
+        finally:
+            torch.set_num_threads(before)
+        return {name: 1e-3 * sample.median for name, sample in samples.items()}
+
+    def _runtime(
+        self, name: str, path: Path | None, threads: int, stack: contextlib.ExitStack
+    ) -> dict[str, Blocks]:
+        assert path is not None
+        with self._failing(name):
+            runtime = stack.enter_context(Runtime(name, path, self.inputs, threads))
+            self.result.sqnr_db[name] = torchq.sqnr(self.expected, runtime.outputs)
+            return {name: runtime.blocks}
+        return {}
+
+    def _faster_float(self) -> nn.Module:
+        """The model in the layout that suits it: contiguous or channels-last."""
+        layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+        if self.src.dim() not in layouts:
+            return self.float
+        other: Any = layouts[self.src.dim()]
+        models = [self.float, copy.deepcopy(self.float).to(memory_format=other)]
+        return min(models, key=lambda model: min(call_blocks(model, (self.src,))(1, 3)))
+
+    @contextlib.contextmanager
+    def _failing(self, *names: str) -> Any:
+        """Notes why a contender cannot take part, and goes on without it."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        except Exception as error:
+            if "other bits" in str(error):
+                raise
+            lines = str(error).strip().splitlines() or ["no message"]
+            for name in names:
+                self.result.failures[name] = f"{type(error).__name__}: {lines[0]}"
+                print(f"benchmarks: {name}: {self.result.failures[name]}", file=sys.stderr)
+
+
+def frozen(model: nn.Module, src: Tensor) -> Model:
+    """TorchScript by a trace, its constants folded, warmed up."""
+    with torch.no_grad():
+        traced = torch.jit.trace(model, (src,), check_trace=False, strict=False)
+        result: Model = torch.jit.freeze(traced.eval())
+        for _ in range(3):
+            result(src)
+    return result
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """Of what converted models depend on: the definitions, the converters and their versions."""
+    text = torch.__version__
+    for folder in (Path(models.__file__).parent, Path(__file__).parent):
+        for path in sorted(folder.glob("*.py")):
+            text += path.read_text()
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def installed(peer: str) -> bool:
+    needed = [PEERS[peer]] if peer.startswith("torch") else ["onnx", "onnxruntime", PEERS[peer]]
+    return all(importlib.util.find_spec(package) is not None for package in needed)

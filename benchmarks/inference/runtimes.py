@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ONNX Runtime and OpenVINO: the model as ONNX, quantized by ONNX Runtime, in their processes."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Runtime", "int8_onnx"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class Runtime:
+    """A running worker.
+
+    Attributes:
+        outputs: what it computed for each input.
+
+    Raises:
+        RuntimeError: it ended before it was ready; the message is its last line.
+    """
+
+    def __init__(self, runtime: str, model: Path, inputs: Tensor, threads: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        np.savez(folder / "inputs.npz", inputs=inputs.numpy())
+        files = [str(model), str(folder / "inputs.npz"), str(folder / "outputs.npz")]
+        self._errors = folder / "errors"
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.inference.worker",
+                    runtime,
+                    *files,
+                    str(threads),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=_ROOT,
+            )
+        try:
+            while self._line() != "ready":
+                pass
+            self.outputs = list(torch.from_numpy(np.load(folder / "outputs.npz")["outputs"]))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process.poll() is None:
+            self._process.communicate()
+        self._folder.cleanup()
+
+    def blocks(self, iterations: int, count: int) -> list[float]:
+        """Seconds per execution, as benchmarks.timing wants it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{iterations} {count}\n")
+        self._process.stdin.flush()
+        return [float(word) for word in self._line().split()]
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            lines = self._errors.read_text().strip().splitlines()
+            raise RuntimeError(lines[-1] if lines else f"its process ended with status {status}")
+        return line.strip()
+
+
+def int8_onnx(model: nn.Module, batches: list[Tensor], folder: Path) -> Path:
+    """The file of the quantized model; made if it is not in ``folder`` yet.
+
+    Static, QDQ, u8 activations by their minimum and maximum, s8 weights per channel; a model with
+    an LSTM is quantized dynamically, which is all that ONNX Runtime has for it.
+    """
+    path = folder / "int8.onnx"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch, _quiet():
+            plain, fresh = Path(scratch) / "float.onnx", Path(scratch) / "int8.onnx"
+            _export(model, batches[0][:1], plain)
+            _quantize(model, plain, fresh, batches)
+            fresh.replace(path)
+    return path
+
+
+def _export(model: nn.Module, example: Tensor, path: Path) -> None:
+    common: dict[str, Any] = {"input_names": ["src"], "opset_version": 18}
+    try:
+        torch.onnx.export(model, (example,), str(path), dynamo=False, **common)
+    except Exception:  # the older exporter fails on some code of transformers
+        torch.onnx.export(
+            model, (example,), str(path), dynamo=True, external_data=False, verbose=False, **common
+        )
+
+
+def _quantize(model: nn.Module, src: Path, dst: Path, batches: list[Tensor]) -> None:
+    from onnxruntime import quantization
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        quantization.quantize_dynamic(src, dst, per_channel=True)
+        return
+    ready = src.with_name("ready.onnx")
+    quant_pre_process(src, ready, skip_symbolic_shape=True)
+    quantization.quantize_static(
+        ready,
+        dst,
+        _Reader(batches),
+        quant_format=quantization.QuantFormat.QDQ,
+        per_channel=True,
+        activation_type=quantization.QuantType.QUInt8,
+        weight_type=quantization.QuantType.QInt8,
+        extra_options={"MatMulConstBOnly": True},
+    )
+
+
+class _Reader:
+    """Calibration inputs, one by one, as ONNX Runtime asks for them."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self._left = iter([x.numpy() for batch in batches for x in batch.split(1)])
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        src = next(self._left, None)
+        return None if src is None else {"src": src}
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return iter(self.get_next, None)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the advice that exporters and quantizers log."""
+    import logging
+
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

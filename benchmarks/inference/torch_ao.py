@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.ao's FX flow with its x86 engine."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["quantized"]
+
+
+def quantized(model: nn.Module, batches: list[Tensor], dynamic: bool, folder: Path) -> nn.Module:
+    """The converted model. Its calibration is kept in ``folder``.
+
+    Args:
+        model: float, in eval mode.
+        batches: calibration data.
+        dynamic: swap linears and LSTMs for dynamic ones instead, without a trace.
+        folder: for the observers' state.
+    """
+    torch.backends.quantized.engine = "x86"
+    with _quiet():
+        if dynamic:
+            from torch.ao.quantization import quantize_dynamic
+
+            return quantize_dynamic(model, {nn.Linear, nn.LSTM}, torch.qint8)
+        from torch.ao.quantization import get_default_qconfig_mapping
+        from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+
+        example = (batches[0][:1],)
+        prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), example)
+        path = folder / "torch_ao.pt"
+        if path.exists():
+            prepared.load_state_dict(torch.load(path, weights_only=True))
+        else:
+            with torch.inference_mode():
+                for batch in batches:
+                    prepared(batch)
+            folder.mkdir(parents=True, exist_ok=True)
+            fresh = path.with_suffix(".new")
+            torch.save(prepared.state_dict(), fresh)
+            fresh.replace(path)
+        converted: nn.Module = convert_fx(prepared)
+        return converted
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings that it is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
