@@ -24,10 +24,10 @@ calibration inputs and the same 8 others to be compared on, one at a time. Input
 {inputs}
 
 Output SQNR is the power of the float outputs by that of the difference. Times are medians, all
-contenders in turns in one run; **bold** is the best of its row. float is eager PyTorch in the faster
-memory layout. torch.ao is its FX flow with the x86 engine; what it cannot trace, and LSTMs, it
-quantizes dynamically: {dynamic}.
-ONNX Runtime and OpenVINO run one QDQ model that ONNX Runtime quantized; for an LSTM it has a dynamic one.
+contenders in turns in one run; **bold** is the best of its row. float is eager PyTorch in the
+faster memory layout. torch.ao is its FX flow with the x86 engine; LSTMs, and what it cannot trace,
+it quantizes dynamically: {dynamic}.
+ONNX Runtime and OpenVINO run one QDQ model that ONNX Runtime quantized; an LSTM only dynamically.
 """
 
 _TIMES = ("float", "torchq", "torchq_script", "torch_ao", "torch_ao_jit", "onnxruntime", "openvino")
