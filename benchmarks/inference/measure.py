@@ -222,7 +222,8 @@ class _Run:
 
 def frozen(model: nn.Module, src: Tensor) -> Model:
     """TorchScript by a trace, its constants folded, warmed up."""
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated; shapes become constants
         traced = torch.jit.trace(model, (src,), check_trace=False, strict=False)
         result: Model = torch.jit.freeze(traced.eval())
         for _ in range(3):

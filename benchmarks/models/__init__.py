@@ -109,9 +109,9 @@ _HUGGING_FACE: dict[str, Any] = {"requires": "transformers", "keep_weights": Tru
 NETWORKS = {
     "resnet18": _images(resnet.resnet18, 11_689_512, 1.814, width=8),
     "resnet50": _images(resnet.resnet50, 25_557_032, 4.089, width=8, depths=(1, 1, 2, 1)),
-    "mobilenet_v2": _images(mobile.mobilenet_v2, 3_504_872, 0.301, scale=0.25, head=64),
-    "mobilenet_v3": _images(mobile.mobilenet_v3, 5_483_032, 0.217, scale=0.25, head=64),
-    "efficientnet_b0": _images(mobile.efficientnet_b0, 5_288_548, 0.386, scale=0.25, head=64),
+    "mobilenet_v2": _images(mobile.mobilenet_v2, 3_504_872, 0.301, scale=0.25, rows=4),
+    "mobilenet_v3": _images(mobile.mobilenet_v3, 5_483_032, 0.217, scale=0.25, rows=8),
+    "efficientnet_b0": _images(mobile.efficientnet_b0, 5_288_548, 0.386, scale=0.25, rows=4),
     "squeezenet": _images(mobile.SqueezeNet, 1_235_496, 0.349, width=4),
     "densenet121": _images(branched.DenseNet, 7_978_856, 2.834, depths=(2, 2, 2), growth=8),
     "inception_v3": Network(

@@ -25,14 +25,16 @@ class Pooled(nn.Module):
         return self.classifier(x.mean([2, 3]))
 
 
-def mobilenet_v2(scale: float = 1.0, head: int = 1280, classes: int = 1000) -> nn.Module:
-    rows = (  # widening, channels, blocks, stride
+def mobilenet_v2(
+    scale: float = 1.0, head: int = 1280, classes: int = 1000, rows: int | None = None
+) -> nn.Module:
+    table = (  # widening, channels, blocks, stride
         *((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2)),
         *((6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)),
     )
     inputs = divisible(32 * scale)
     features: list[nn.Module] = [ConvNorm(3, inputs, 3, 2, act=nn.ReLU6)]
-    for widening, channels, blocks, stride in rows:
+    for widening, channels, blocks, stride in table[:rows]:
         outputs = divisible(channels * scale)
         for i in range(blocks):
             shape = (inputs, widening * inputs, outputs, 3, 1 if i else stride)
@@ -42,8 +44,10 @@ def mobilenet_v2(scale: float = 1.0, head: int = 1280, classes: int = 1000) -> n
     return Pooled(features, nn.Sequential(nn.Dropout(0.2), nn.Linear(head, classes)))
 
 
-def mobilenet_v3(scale: float = 1.0, head: int = 1280, classes: int = 1000) -> nn.Module:
-    rows = (  # kernel, hidden, channels, squeeze and excite, hardswish, stride
+def mobilenet_v3(
+    scale: float = 1.0, head: int = 1280, classes: int = 1000, rows: int | None = None
+) -> nn.Module:
+    table = (  # kernel, hidden, channels, squeeze and excite, hardswish, stride
         *((3, 16, 16, False, False, 1), (3, 64, 24, False, False, 2), (3, 72, 24, False, False, 1)),
         *((5, 72, 40, True, False, 2), (5, 120, 40, True, False, 1), (5, 120, 40, True, False, 1)),
         *((3, 240, 80, False, True, 2), (3, 200, 80, False, True, 1), (3, 184, 80, False, True, 1)),
@@ -52,7 +56,7 @@ def mobilenet_v3(scale: float = 1.0, head: int = 1280, classes: int = 1000) -> n
     )
     inputs, eps = divisible(16 * scale), 1e-3
     features: list[nn.Module] = [ConvNorm(3, inputs, 3, 2, act=nn.Hardswish, eps=eps)]
-    for kernel, widened, channels, with_excite, hard, stride in rows:
+    for kernel, widened, channels, with_excite, hard, stride in table[:rows]:
         hidden, outputs = divisible(widened * scale), divisible(channels * scale)
         excite = None
         if with_excite:
@@ -66,14 +70,16 @@ def mobilenet_v3(scale: float = 1.0, head: int = 1280, classes: int = 1000) -> n
     return Pooled(features, nn.Sequential(first, nn.Hardswish(), nn.Dropout(0.2), last))
 
 
-def efficientnet_b0(scale: float = 1.0, head: int = 1280, classes: int = 1000) -> nn.Module:
-    rows = (  # widening, channels, blocks, kernel, stride
+def efficientnet_b0(
+    scale: float = 1.0, head: int = 1280, classes: int = 1000, rows: int | None = None
+) -> nn.Module:
+    table = (  # widening, channels, blocks, kernel, stride
         *((1, 16, 1, 3, 1), (6, 24, 2, 3, 2), (6, 40, 2, 5, 2), (6, 80, 3, 3, 2)),
         *((6, 112, 3, 5, 1), (6, 192, 4, 5, 2), (6, 320, 1, 3, 1)),
     )
     inputs = divisible(32 * scale)
     features: list[nn.Module] = [ConvNorm(3, inputs, 3, 2, act=nn.SiLU)]
-    for widening, channels, blocks, kernel, stride in rows:
+    for widening, channels, blocks, kernel, stride in table[:rows]:
         outputs = divisible(channels * scale)
         for i in range(blocks):
             hidden = widening * inputs
