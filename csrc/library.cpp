@@ -87,6 +87,14 @@ TORCH_LIBRARY(torchq, m) {
       "int? divisor_override) -> Tensor",
       tags);
   m.def("adaptive_avg_pool(Tensor src, int[] output_size) -> Tensor", tags);
+  m.def(
+      "rnn(Tensor src, Tensor? batch_sizes, Tensor? h_0, Tensor? c_0, Tensor weight_src, Tensor "
+      "compensation_src, Tensor multiplier_src, Tensor weight_state, Tensor compensation_state, "
+      "Tensor multiplier_state, Tensor bias, Tensor? extra, Tensor? weight_projection, Tensor? "
+      "compensation_projection, Tensor? multiplier_projection, Tensor[] pair_bounds, Tensor "
+      "scales, Tensor zero_points, int[] geometry, int dst_dtype, int state_dtype, int h_n_dtype) "
+      "-> (Tensor dst, Tensor h_n, Tensor c_n)",
+      tags);
 
   // Settings and introspection: no tensors, so they bind here.
   m.def("_select_isa(str isa) -> str", &torchq::select_isa);

@@ -49,6 +49,12 @@ int[] dilation) -> Tensor
 conv_transpose(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, \
 Tensor multiplier, Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, \
 int dst_dtype, str post_ops, Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor
+rnn(Tensor src, Tensor? batch_sizes, Tensor? h_0, Tensor? c_0, Tensor weight_src, \
+Tensor compensation_src, Tensor multiplier_src, Tensor weight_state, Tensor compensation_state, \
+Tensor multiplier_state, Tensor bias, Tensor? extra, Tensor? weight_projection, \
+Tensor? compensation_projection, Tensor? multiplier_projection, Tensor[] pair_bounds, \
+Tensor scales, Tensor zero_points, int[] geometry, int dst_dtype, int state_dtype, \
+int h_n_dtype) -> (Tensor dst, Tensor h_n, Tensor c_n)
 """.strip().splitlines()
 
 # No tensors: not part of saved programs.

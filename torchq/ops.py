@@ -349,3 +349,24 @@ def _(
 @_fake("adaptive_avg_pool")
 def _(src: Tensor, output_size: Sequence[int]) -> Tensor:
     return _empty_channels_last(src, [*src.shape[:2], *output_size], src.dtype)
+
+
+@_fake("rnn")
+def _(
+    src: Tensor, batch_sizes: Tensor | None, h_0: Tensor | None, *args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A packed source (with batch_sizes) needs h_0: it tells the batch without a look at data."""
+    geometry, dst_dtype, _, h_n_dtype = args[-4:]
+    cell, directions, _, hidden, projection = geometry[:5]
+    if h_0 is None and batch_sizes is not None:
+        raise ValueError(
+            "torchq.rnn: h_0 must be given with batch_sizes where shapes are traced, got None. "
+            "Pass zeros [directions, batch, units]."
+        )
+    batch = src.shape[1] if h_0 is None else h_0.shape[1]
+    units = projection or hidden
+    return (
+        src.new_empty([*src.shape[:-1], directions * units], dtype=_DTYPES[dst_dtype]),
+        src.new_empty([directions, batch, units], dtype=_DTYPES[h_n_dtype]),
+        src.new_empty([directions, batch, hidden] if cell == 0 else [0], dtype=torch.float32),
+    )

@@ -6,6 +6,7 @@
 #include "elementwise.h"
 #include "gemm.h"
 #include "pool.h"
+#include "rnn.h"
 
 namespace {
 
@@ -27,6 +28,9 @@ constexpr Kernels make_kernels() {
   k.add = &add_row<Isa>;
   k.mul = &mul_row<Isa>;
   k.lookup = &lookup<Isa>;
+  k.rnn_input = &rnn_input<Isa>;
+  k.rnn_step = &rnn_step<Isa>;
+  k.quantize_row = &quantize_row<Isa>;
   return k;
 }
 

@@ -204,6 +204,8 @@ void lookup(const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size
 
 }  // namespace
 
+#include "reference_rnn.h"
+
 namespace torchq {
 constinit const Kernels kReferenceKernels = {
     .isa = "reference",
@@ -221,5 +223,8 @@ constinit const Kernels kReferenceKernels = {
     .add = &add,
     .mul = &mul,
     .lookup = &lookup,
+    .rnn_input = &rnn_input,
+    .rnn_step = &rnn_step,
+    .quantize_row = &quantize_row,
 };
 }  // namespace torchq

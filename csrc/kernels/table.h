@@ -224,6 +224,97 @@ struct BinaryRow {
   int32_t z0, z1;
 };
 
+/// What a recurrent cell computes from its gates; gates are in PyTorch's order (the formulas are in
+/// kernels/reference_rnn.h).
+enum class RnnCell : int {
+  kLstm,        // i f g o
+  kGru,         // r z n, reset after the matmul (PyTorch's)
+  kGruVanilla,  // r z n, reset before the matmul (oneDNN's): kGruGates, then kGruNew
+  kTanh,
+  kRelu,
+  kGruGates,
+  kGruNew,
+  kProjection  // no gates: the sum itself
+};
+
+/// The part of the gates that does not wait for the state, for one group of 16 units and any rows:
+///
+///   dst[row][g] = fma(float(acc - zero_point[row] * compensation[g]), multiplier[g] * scale[row],
+///                     bias[g]),   acc = init[g] + sum over k of src[row][k] * weight[g][k]
+///
+/// With `scale` null, both per-row factors are left out.
+struct RnnInput {
+  const uint8_t* src;
+  const int64_t* row_offset;  // [rows] bytes
+  int64_t rows, quads;
+  const int8_t* weight;  // `gates` panels; widened unless `narrow`
+  int64_t panel_stride;  // bytes of a packed panel (before widening)
+  int gates;
+  bool narrow;
+  const int32_t* init;  // [gates][16], as the next three
+  const float* multiplier;
+  const float* bias;
+  const int32_t* compensation;
+  const float* scale;         // [rows] or null
+  const int32_t* zero_point;  // [rows]
+  float* dst;                 // [rows][gates][16]
+};
+
+/// One step of one cell, for `groups` groups of 16 units and any rows. Group u of row r:
+///
+///   a[g] = fma(float(acc[g]), multiplier[g] * scale[r], input[u][r][g])
+///   acc[g] = init[g] + sum over k of src[r][k] * weight[u][g][k]
+///
+/// then the cell's formula. Buffers of units have rows of whole groups; only `dst` has tails.
+struct RnnStep {
+  RnnCell cell;
+  int groups, gates;
+  int64_t rows;
+  int64_t units;  // valid ones in these groups
+  const uint8_t* src;
+  int64_t src_stride, quads;
+  const int8_t* weight;
+  int64_t panel_stride, group_stride;  // bytes, before widening
+  bool narrow;
+  const int32_t* init;  // [groups] of `param_stride`, [gates][16] each, as the next one
+  const float* multiplier;
+  int64_t param_stride;
+  const float* input;  // [groups][..rows][gates][16]; null for a projection
+  int64_t input_group_stride, input_row_stride;
+  const float* scale;  // [rows] or null
+  const float* extra;  // kGru: bias of n's matmul [groups][16]; kLstm: peephole [3][..][16] or null
+  int64_t extra_stride;  // between the peephole's vectors
+  float* cell_state;     // kLstm: c [rows][..], in place
+  const float* old;      // the state before [rows][..] (kGru, kGruGates, kGruNew)
+  float* update;         // kGruGates writes z, kGruNew reads it
+  float* state;          // the result [rows][..], in real units
+  int64_t unit_stride;   // floats between rows of these four
+  /// The quantized result, or null: clamp(rne(fma(h, inverse_scale, zero_point)), lo, hi), stored
+  /// as u8 with `flip` (the sign bit of an s8) applied.
+  uint8_t* quantized;
+  int64_t quantized_stride;
+  float inverse_scale, zero_point, lo, hi;
+  /// kGruVanilla keeps what it quantized: state = real_scale * (q - zero_point).
+  bool requantized;
+  float real_scale;
+  uint8_t flip;
+  void* dst;  // null, or the result: f32, else the quantized one in its own dtype
+  DType dst_dtype;
+  int64_t dst_stride;  // elements
+};
+
+/// dst = clamp(rne(fma(src, 1 / scale, zero_point)), 0, 255), the scale chosen from the row itself:
+/// symmetric  scale = max|src| / 127, zero_point 128; NaN counts as 0, infinity as the largest
+/// float affine     scale = (max(src, 0) - min(src, 0)) / 255, zero_point = rne(-min / scale)
+struct QuantizeRow {
+  const float* src;
+  int64_t size;
+  bool symmetric;
+  uint8_t* dst;
+  float scale;         // result
+  int32_t zero_point;  // result
+};
+
 struct Kernels {
   const char* isa;
   /// Bytes a packed weight byte occupies for `gemm`: 1, or 2 where weights are widened to 16 bits
@@ -249,6 +340,9 @@ struct Kernels {
   void (*add)(const BinaryRow&);
   void (*mul)(const BinaryRow&);
   void (*lookup)(const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size);
+  void (*rnn_input)(const RnnInput&);
+  void (*rnn_step)(const RnnStep&);
+  void (*quantize_row)(QuantizeRow&);
 };
 
 extern const Kernels kReferenceKernels;

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One quantized recurrent layer, all directions: the part that networks and cells are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq.nn.module import QModule, dtype_name, placeholder_qparams, quantize_boundary
+from torchq.ops import dtype_code
+from torchq.packing import pack_linear
+from torchq.qparams import QParams
+from torchq.ranges import WEIGHT_GRANULARITIES, check_bits, check_choice
+
+CELLS = {"lstm": 0, "gru": 1, "gru_vanilla": 2, "rnn_tanh": 3, "rnn_relu": 4}
+"""Name of a cell -> its number in the op."""
+GATES = {"lstm": 4, "gru": 3, "gru_vanilla": 3, "rnn_tanh": 1, "rnn_relu": 1}
+"""Gates of a cell, in PyTorch's order: i f g o, or r z n."""
+
+UNIT_STATE = QParams.per_tensor(1 / 127, 128, torch.uint8)
+"""Of values within [-1, 1]: oneDNN's data scale 127 and shift 128."""
+UNIT_STATE_S8 = QParams.per_tensor(1 / 127, 0, torch.int8)
+"""The same for int8, shift 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrentWeight:
+    """An int8 weight of a layer and its scales.
+
+    Attributes:
+        weight: int8 ``[directions, gates, units, inputs]``; a projection has one gate.
+        scale: float32 ``[directions, gates, units]``, or ``[1]``: real units per step.
+    """
+
+    weight: Tensor
+    scale: Tensor
+
+    @classmethod
+    def quantize(
+        cls, weight: Tensor, granularity: str = "per_channel", bits: int = 8
+    ) -> RecurrentWeight:
+        """Symmetric: ``scale = max|weight| / 127`` (63 at 7 bits), per gate and unit or for all.
+
+        Raises:
+            ValueError: an argument is out of its domain, or ``weight`` has NaN or inf.
+        """
+        check_bits("RecurrentWeight", "bits", bits)
+        check_choice("RecurrentWeight", "granularity", granularity, WEIGHT_GRANULARITIES)
+        values = weight.detach().to(torch.float64)
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError(
+                "torchq.RecurrentWeight: weight must be finite, got NaN or inf values. Repair the "
+                "checkpoint or keep this module float."
+            )
+        limit = 2 ** (bits - 1) - 1
+        flat = values.flatten(3) if granularity == "per_channel" else values.reshape(1, 1, 1, -1)
+        if flat.shape[-1] == 0:
+            flat = flat.new_zeros([*flat.shape[:-1], 1])
+        largest = flat.abs().amax(-1).clamp_min(limit * 2.0**-126)
+        scale = (largest / limit).to(torch.float32)
+        quantized = torch.round(values / scale.to(torch.float64)[..., None])
+        q = quantized.clamp(-limit, limit).to(torch.int8)
+        return cls(q, scale if granularity == "per_channel" else scale.reshape(1))
+
+
+def grouped(values: Tensor) -> Tensor:
+    """``[D, G, H, ...]`` to ``[D, H/16, G, 16, ...]``, units padded with zeros to whole groups."""
+    directions, gates, units = values.shape[:3]
+    groups = -(-units // 16)
+    padded = values.new_zeros([directions, gates, groups * 16, *values.shape[3:]])
+    padded[:, :, :units] = values
+    split = padded.reshape([directions, gates, groups, 16, *values.shape[3:]])
+    return split.transpose(1, 2).contiguous()
+
+
+def ungrouped(values: Tensor, units: int) -> Tensor:
+    """The inverse of :func:`grouped`."""
+    return values.transpose(1, 2).flatten(2, 3)[:, :, :units].contiguous()
+
+
+class QRecurrentLayer(QModule):
+    """One layer of an LSTM, GRU or RNN on a sequence, forward or in both directions.
+
+    With a static source (uint8 or int8) the state has the fixed parameters ``state``. Without
+    (``src`` None) the layer is dynamic: it takes float32, and every row of the source and of the
+    state gets a scale from its own values, so that results do not depend on the rest of the batch.
+
+    Shapes:
+        src: ``[T, N, inputs]``, or ``[rows, inputs]`` with ``batch_sizes`` int64 ``[T]``.
+        h_0, h_n: ``[directions, N, units]``; float32, or for static layers the state's dtype.
+        c_0, c_n: float32 ``[directions, N, hidden]`` of an LSTM.
+        dst: ``[T, N, directions * units]``; ``units`` is ``projection`` if there is one.
+
+    Buffers:
+        weight_src, weight_state, weight_projection: int8, packed as csrc/ops/rnn.h says, with
+            ``compensation_*``, ``pair_bound_*`` and ``scale_*`` (float32, see RecurrentWeight).
+        bias_src, bias_state: float32 ``[directions, gates, hidden]``.
+        peephole: float32 ``[directions, 3, hidden]`` (i, f, o), or absent.
+        src_*, state_*, hidden_*: scales and zero points; ``hidden`` is what a projection reads.
+        multiplier_*, bias, extra, scales, zero_points: folded from these, not saved.
+    """
+
+    weight_src: Tensor
+    compensation_src: Tensor
+    pair_bound_src: Tensor
+    scale_src: Tensor
+    weight_state: Tensor
+    compensation_state: Tensor
+    pair_bound_state: Tensor
+    scale_state: Tensor
+    weight_projection: Tensor | None
+    compensation_projection: Tensor | None
+    pair_bound_projection: Tensor | None
+    scale_projection: Tensor | None
+    bias_src: Tensor
+    bias_state: Tensor
+    peephole: Tensor | None
+    state_scale: Tensor
+    state_zero_point: Tensor
+    hidden_scale: Tensor
+    hidden_zero_point: Tensor
+    multiplier_src: Tensor
+    multiplier_state: Tensor
+    multiplier_projection: Tensor | None
+    bias: Tensor
+    extra: Tensor | None
+    scales: Tensor
+    zero_points: Tensor
+
+    def __init__(
+        self,
+        cell: str,
+        weight_src: RecurrentWeight,
+        weight_state: RecurrentWeight,
+        bias_src: Tensor | None = None,
+        bias_state: Tensor | None = None,
+        *,
+        projection: RecurrentWeight | None = None,
+        peephole: Tensor | None = None,
+        src: QParams | None = None,
+        state: QParams = UNIT_STATE,
+        hidden: QParams | None = None,
+        dst_dtype: torch.dtype = torch.float32,
+        h_n_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Packs the weights; ``hidden`` defaults to [-1, 1], which holds what an LSTM emits."""
+        super().__init__()
+        check_choice("nn.QRecurrentLayer", "cell", cell, tuple(CELLS))
+        directions, gates, self.hidden_size, self.input_size = weight_src.weight.shape
+        self.cell, self.directions, self.dynamic = cell, directions, src is None
+        self.projection_size = 0 if projection is None else projection.weight.shape[2]
+        units = self.projection_size or self.hidden_size
+        _check_shapes(
+            (directions, GATES[cell], self.hidden_size, self.input_size),
+            units,
+            weight_src,
+            weight_state,
+            projection,
+        )
+        if (projection is not None or peephole is not None) and cell != "lstm":
+            raise NotImplementedError(
+                f"torchq.nn.QRecurrentLayer: projection and peephole must be None for {cell}. "
+                "Only an LSTM has them."
+            )
+        if hidden is None:
+            hidden = UNIT_STATE if state.dtype == torch.uint8 else UNIT_STATE_S8
+        if self.dynamic:
+            state, hidden = UNIT_STATE, UNIT_STATE
+        self._add_src(src or UNIT_STATE)
+        self._add_qparams("state", state)
+        self._add_qparams("hidden", hidden)
+        self._add_weight("src", weight_src)
+        self._add_weight("state", weight_state)
+        self._add_weight("projection", projection)
+        shape = [directions, gates, self.hidden_size]
+        for name, value in (("bias_src", bias_src), ("bias_state", bias_state)):
+            given = torch.zeros(shape) if value is None else value.detach().reshape(shape)
+            self.register_buffer(name, given.to(torch.float32).clone())
+        self.register_buffer("peephole", None if peephole is None else peephole.detach().clone())
+        for name in ("multiplier_src", "multiplier_state", "bias", "scales", "zero_points"):
+            self.register_buffer(name, torch.empty(0), persistent=False)
+        has_extra = cell == "gru" or peephole is not None
+        for name, present in (("multiplier_projection", projection), ("extra", has_extra or None)):
+            value = None if present is None else torch.empty(0)
+            self.register_buffer(name, value, persistent=False)
+        self.state_dtype, self.state_code = state.dtype, dtype_code(state.dtype)
+        self.dst_dtype, self.dst_code = dst_dtype, dtype_code(dst_dtype)
+        self.h_n_code = dtype_code(h_n_dtype)
+        low, high = state.integers
+        self.geometry = [
+            *(CELLS[cell], directions, self.input_size, self.hidden_size, self.projection_size),
+            *(low, high),
+        ]
+        self._set_spec(
+            cell=cell,
+            directions=directions,
+            sizes=[self.input_size, self.hidden_size, self.projection_size],
+            weight_scales=[
+                0 if weight is None else weight.scale.numel()
+                for weight in (weight_src, weight_state, projection)
+            ],
+            peephole=peephole is not None,
+            src="dynamic" if src is None else dtype_name(src.dtype),
+            src_bits=8 if src is None else src.bits,
+            state=dtype_name(state.dtype),
+            state_bits=state.bits,
+            dst=dtype_name(dst_dtype),
+            h_n=dtype_name(h_n_dtype),
+        )
+        self.refold()
+
+    def _add_weight(self, name: str, weight: RecurrentWeight | None) -> None:
+        """Packs one weight into buffers; None registers that there is none."""
+        if weight is None:
+            for part in ("weight", "compensation", "pair_bound", "scale"):
+                self.register_buffer(f"{part}_{name}", None)
+            return
+        packed = pack_linear(grouped(weight.weight).flatten(0, 3))
+        self.register_buffer(f"weight_{name}", packed.weight)
+        self.register_buffer(f"compensation_{name}", packed.compensation)
+        self.register_buffer(f"pair_bound_{name}", packed.pair_bound)
+        self.register_buffer(f"scale_{name}", weight.scale.clone())
+
+    def unpacked(self, name: str) -> Tensor:
+        """The int8 weight ``src``, ``state`` or ``projection``: ``[D, gates, units, inputs]``."""
+        units = self.projection_size or self.hidden_size
+        gates, rows, columns = {
+            "src": (GATES[self.cell], self.hidden_size, self.input_size),
+            "state": (GATES[self.cell], self.hidden_size, units),
+            "projection": (1, self.projection_size, self.hidden_size),
+        }[name]
+        groups = -(-rows // 16)
+        count = self.directions * groups * gates * 16
+        packed = self._buffers[f"weight_{name}"]
+        flat: Tensor = torch.ops.torchq.unpack_linear(packed, count, columns)
+        return ungrouped(flat.reshape(self.directions, groups, gates, 16, columns), rows)
+
+    def refold(self) -> None:
+        """Folds scales, zero points and biases anew, in double, rounded to float32 once."""
+        shape = [self.directions, GATES[self.cell], self.hidden_size]
+        src = 1.0 if self.dynamic else self.src_scale.double()
+        state, hidden = self.state_scale.double(), self.hidden_scale.double()
+        if self.dynamic:
+            state = hidden = torch.ones(1, dtype=torch.float64)
+        self.multiplier_src = _folded(self.scale_src.double() * src, shape)
+        self.multiplier_state = _folded(self.scale_state.double() * state, shape)
+        if self.scale_projection is not None:
+            projection = [self.directions, 1, self.projection_size]
+            self.multiplier_projection = _folded(
+                self.scale_projection.double() * hidden, projection
+            )
+        bias = self.bias_src.double() + self.bias_state.double()
+        if self.cell == "gru":  # the new gate multiplies its state's bias with the reset gate
+            bias[:, 2] = self.bias_src[:, 2].double()
+            self.extra = grouped(self.bias_state[:, 2:]).flatten()
+        elif self.peephole is not None:
+            padded = self.peephole.new_zeros([self.directions, 3, -(-self.hidden_size // 16) * 16])
+            padded[:, :, : self.hidden_size] = self.peephole
+            self.extra = padded.flatten()
+        self.bias = grouped(bias.float()).flatten()
+        self.scales = torch.cat([self.state_scale, self.hidden_scale])
+        zero_points = (self.src_zero_point, self.state_zero_point, self.hidden_zero_point)
+        self.zero_points = torch.cat(zero_points)
+        if self.dynamic:
+            self.zero_points = torch.tensor([0, 128, 128], dtype=torch.int32)
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> QRecurrentLayer:
+        """See the base class."""
+        inputs, hidden, projection = spec["sizes"]
+        directions, gates = spec["directions"], GATES[spec["cell"]]
+
+        def weight(index: int, *shape: int) -> RecurrentWeight:
+            scales = torch.ones(1 if spec["weight_scales"][index] == 1 else shape[:-1])
+            return RecurrentWeight(torch.zeros(shape, dtype=torch.int8), scales)
+
+        dynamic = spec["src"] == "dynamic"
+        return cls(
+            spec["cell"],
+            weight(0, directions, gates, hidden, inputs),
+            weight(1, directions, gates, hidden, projection or hidden),
+            projection=weight(2, directions, 1, projection, hidden) if projection else None,
+            peephole=torch.zeros(directions, 3, hidden) if spec["peephole"] else None,
+            src=None if dynamic else placeholder_qparams(spec["src"], spec["src_bits"]),
+            state=placeholder_qparams(spec["state"], spec["state_bits"]),
+            hidden=placeholder_qparams(spec["state"]),
+            dst_dtype=_DTYPES[spec["dst"]],
+            h_n_dtype=_DTYPES[spec["h_n"]],
+        )
+
+    def forward(
+        self,
+        src: Tensor,
+        batch_sizes: Tensor | None = None,
+        h_0: Tensor | None = None,
+        c_0: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs the layer: dst, h_n and c_n (empty unless an LSTM)."""
+        if self.dynamic:
+            if src.dtype != torch.float32:
+                raise TypeError(
+                    f"torchq.nn: src of a dynamic recurrent layer must be float32, got {src.dtype}."
+                    " Dequantize it, or use a static layer."
+                )
+        elif src.dtype != self.src_dtype:
+            src = quantize_boundary(
+                src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
+            )
+        pair_bounds = [self.pair_bound_src, self.pair_bound_state]
+        projection = self.pair_bound_projection
+        if projection is not None:
+            pair_bounds.append(projection)
+        dst: Tensor
+        h_n: Tensor
+        c_n: Tensor
+        dst, h_n, c_n = torch.ops.torchq.rnn(
+            src,
+            batch_sizes,
+            h_0,
+            c_0,
+            self.weight_src,
+            self.compensation_src,
+            self.multiplier_src,
+            self.weight_state,
+            self.compensation_state,
+            self.multiplier_state,
+            self.bias,
+            self.extra,
+            self.weight_projection,
+            self.compensation_projection,
+            self.multiplier_projection,
+            pair_bounds,
+            self.scales,
+            self.zero_points,
+            self.geometry,
+            self.dst_code,
+            self.state_code,
+            self.h_n_code,
+        )
+        return dst, h_n, c_n
+
+    def extra_repr(self) -> str:
+        """Sizes and dtypes on one line."""
+        spec = self.read_spec()
+        inputs, hidden, projection = spec["sizes"]
+        sizes = f"{inputs}, {hidden}" + (f", projection={projection}" if projection else "")
+        both = ", bidirectional" if self.directions == 2 else ""
+        return f"{self.cell}, {sizes}{both}, {spec['src']} -> {spec['dst']}, state {spec['state']}"
+
+
+_DTYPES = {"u8": torch.uint8, "s8": torch.int8, "f32": torch.float32}
+
+
+def _folded(scale: Tensor, shape: list[int]) -> Tensor:
+    """Float32 multipliers in the packed order, from scales ``[1]`` or ``shape``."""
+    return grouped(scale.float().expand(shape) if scale.numel() == 1 else scale.float()).flatten()
+
+
+def _check_shapes(
+    src_shape: tuple[int, int, int, int],
+    units: int,
+    weight_src: RecurrentWeight,
+    weight_state: RecurrentWeight,
+    projection: RecurrentWeight | None,
+) -> None:
+    directions, gates, hidden, _ = src_shape
+    expected = {"weight_src": (weight_src, src_shape)}
+    expected["weight_state"] = (weight_state, (directions, gates, hidden, units))
+    if projection is not None:
+        expected["projection"] = (projection, (directions, 1, units, hidden))
+    for name, (weight, shape) in expected.items():
+        if tuple(weight.weight.shape) != shape or weight.weight.dtype != torch.int8:
+            raise ValueError(
+                f"torchq.nn.QRecurrentLayer: {name} must be int8 {list(shape)}, got "
+                f"{weight.weight.dtype} {list(weight.weight.shape)}. The dimensions are "
+                "directions, gates, units, inputs."
+            )
+        if weight.scale.numel() != 1 and tuple(weight.scale.shape) != shape[:3]:
+            raise ValueError(
+                f"torchq.nn.QRecurrentLayer: the scale of {name} must have one value or shape "
+                f"{list(shape[:3])}, got {list(weight.scale.shape)}."
+            )
