@@ -19,8 +19,14 @@ from torchq.nn.pooling import (
     QMaxPool3d,
 )
 from torchq.nn.quantize import Dequantize, DeQuantStub, QLookup, Quantize, QuantStub
+from torchq.nn.rnn import QGRU, QLSTM, QRNN, QGRUCell, QLSTMCell, QRNNCell
+from torchq.nn.rnn_layer import QRecurrentLayer, RecurrentWeight
+from torchq.nn.rnn_observed import ObservedRNN
 
 __all__ = [
+    "QGRU",
+    "QLSTM",
+    "QRNN",
     "Absorbed",
     "Add",
     "Cat",
@@ -28,6 +34,7 @@ __all__ = [
     "Dequantize",
     "FusedClip",
     "Mul",
+    "ObservedRNN",
     "QAdaptiveAvgPool1d",
     "QAdaptiveAvgPool2d",
     "QAdaptiveAvgPool3d",
@@ -42,6 +49,8 @@ __all__ = [
     "QConvTranspose1d",
     "QConvTranspose2d",
     "QConvTranspose3d",
+    "QGRUCell",
+    "QLSTMCell",
     "QLinear",
     "QLookup",
     "QMaxPool1d",
@@ -49,7 +58,10 @@ __all__ = [
     "QMaxPool3d",
     "QModule",
     "QMul",
+    "QRNNCell",
+    "QRecurrentLayer",
     "QuantStub",
     "Quantize",
+    "RecurrentWeight",
     "ResidualFirst",
 ]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One quantized recurrent layer, all directions: the part that networks and cells are made of."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +39,7 @@ class RecurrentWeight:
     @classmethod
     def quantize(
         cls, weight: Tensor, granularity: str = "per_channel", bits: int = 8
-    ) -> RecurrentWeight:
+    ) -> "RecurrentWeight":
         """Symmetric: ``scale = max|weight| / 127`` (63 at 7 bits), per gate and unit or for all.
 
         Raises:
@@ -268,12 +266,12 @@ class QRecurrentLayer(QModule):
             self.zero_points = torch.tensor([0, 128, 128], dtype=torch.int32)
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> QRecurrentLayer:
+    def from_spec(cls, spec: dict[str, Any]) -> "QRecurrentLayer":
         """See the base class."""
         inputs, hidden, projection = spec["sizes"]
         directions, gates = spec["directions"], GATES[spec["cell"]]
 
-        def weight(index: int, *shape: int) -> RecurrentWeight:
+        def weight(index: int, *shape: int) -> "RecurrentWeight":
             scales = torch.ones(1 if spec["weight_scales"][index] == 1 else shape[:-1])
             return RecurrentWeight(torch.zeros(shape, dtype=torch.int8), scales)
 
@@ -313,10 +311,7 @@ class QRecurrentLayer(QModule):
         projection = self.pair_bound_projection
         if projection is not None:
             pair_bounds.append(projection)
-        dst: Tensor
-        h_n: Tensor
-        c_n: Tensor
-        dst, h_n, c_n = torch.ops.torchq.rnn(
+        result: tuple[Tensor, Tensor, Tensor] = torch.ops.torchq.rnn(
             src,
             batch_sizes,
             h_0,
@@ -340,7 +335,7 @@ class QRecurrentLayer(QModule):
             self.state_code,
             self.h_n_code,
         )
-        return dst, h_n, c_n
+        return result
 
     def extra_repr(self) -> str:
         """Sizes and dtypes on one line."""
