@@ -6,12 +6,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import ops, peak
+from benchmarks import ops, peak, rnn
 from benchmarks.inference import command as models
 
 COMMANDS = {
     "ops": (ops, "single layers beside native oneDNN and torch's own int8 ops"),
     "models": (models, "whole networks beside float, torch.ao, ONNX Runtime and OpenVINO"),
+    "rnn": (rnn, "recurrent layers beside native oneDNN, torch.ao's dynamic ones and float"),
     "peak": (peak, "this machine's multiply-add rates, cache bandwidths and op-call floors"),
 }
 

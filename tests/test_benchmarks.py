@@ -136,3 +136,15 @@ def test_ratios_compare_like_with_like() -> None:
     row = report.Row("small", "4x64->64", 1, "u8", 1, "avx2", 32768, 100, times)
     assert (row.ratio("onednn"), row.ratio("torch")) == (1.5, 2)
     assert row.gops == pytest.approx(32768 / 4e3)
+
+
+def test_rnn_command(tmp_path: Path) -> None:
+    path = tmp_path / "rnn.json"
+    run = benchmarks("rnn", "--quick", "--json", str(path))
+    if "cannot download" in run.stderr:
+        pytest.skip(run.stderr)
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(path.read_text())
+    assert [row["layer"] for row in rows] == ["lstm H=64 N=2", "gru H=64 N=2"]
+    for row in rows:
+        assert row["kernel_us"] > 0 and set(row["peers"]) == {"onednn", "torch.ao", "float"}

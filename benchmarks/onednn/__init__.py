@@ -299,7 +299,46 @@ class Peer:
         request.destination((*src.shape[:2], *size), src)
         return self._run(request)
 
-    def _run(self, request: Request) -> Tensor | Timing:
+    def recurrent(
+        self,
+        cell: str,
+        tensors: dict[str, Tensor],
+        factors: dict[str, Tensor],
+        *,
+        direction: str = "left2right",
+        data_scale: float = 127,
+        data_shift: float = 128,
+        **attributes: Any,
+    ) -> Any:
+        """An int8 ``"lstm"`` or ``"gru"``; returns dst_layer, dst_iter and dst_iter_c.
+
+        Args:
+            cell: "lstm" (gates i f c o) or "gru" (gates u r o).
+            tensors: oneDNN's arguments by name, dense in the order of their logical dimensions:
+                src_layer (T, N, C), src_iter and src_iter_c (layers, directions, N, C),
+                weights_* float32 (layers, directions, inputs, gates, outputs) or, for the
+                projection, (layers, directions, inputs, outputs), bias, dst_*.
+            factors: for "weights" and "projection", what they are multiplied with: one value, or
+                one per gate and output.
+            direction: "left2right", "right2left" or "concat".
+            data_scale: factor of source and states.
+            data_shift: added to source and states.
+            attributes: samples and iterations only.
+        """
+        request = Request(cell, attributes, direction=direction)
+        request.parameter("data_scale", data_scale)
+        request.parameter("data_shift", data_shift)
+        for name, values in factors.items():
+            mask = 0 if values.numel() == 1 else 24 if name == "weights" else 8
+            request.tensor(f"factors:{name}:{mask}", values.flatten())
+        for name, tensor in tensors.items():
+            request.tensor(name, tensor, plain(tensor.dim()))
+        for name in ("samples", "iterations"):
+            if request.attributes.samples:
+                request.parameter(name, getattr(request.attributes, name))
+        return self._run(request)
+
+    def _run(self, request: Request) -> Tensor | list[Tensor] | Timing:
         header = request.header()
         # A broken pipe is reported by _receive, with what became of the process.
         with contextlib.suppress(BrokenPipeError):
@@ -311,11 +350,15 @@ class Peer:
         if "seconds" in answer:
             seconds = [float(figure) for figure in answer["seconds"].split(",")]
             return Timing(seconds, self.implementation)
-        dtype, shape, layout = request.results[0]
-        dims = layout_order(layout)
-        stored = torch.empty([shape[dim] for dim in dims], dtype=dtype)
-        stored.view(-1).view(torch.uint8).numpy()[:] = memoryview(payload)
-        return stored.permute([dims.index(dim) for dim in range(len(dims))])
+        results = []
+        for dtype, shape, layout in request.results:
+            dims = layout_order(layout)
+            stored = torch.empty([shape[dim] for dim in dims], dtype=dtype)
+            data = stored.view(-1).view(torch.uint8).numpy()
+            data[:] = memoryview(payload)[: data.size]
+            payload = payload[data.size :]
+            results.append(stored.permute([dims.index(dim) for dim in range(len(dims))]))
+        return results[0] if len(results) == 1 else results
 
     def _receive(self, header: str) -> tuple[dict[str, str], bytes]:
         """Reads one answer: the words of its header line, and its payload."""

@@ -111,6 +111,15 @@ int argument(const std::string& name) {
       {"src", DNNL_ARG_SRC},     {"src0", DNNL_ARG_SRC_0}, {"src1", DNNL_ARG_SRC_1},
       {"bias", DNNL_ARG_BIAS},   {"dst", DNNL_ARG_DST},    {"weights", DNNL_ARG_WEIGHTS},
       {"gamma", DNNL_ARG_SCALE}, {"beta", DNNL_ARG_SHIFT},
+      {"src_layer", DNNL_ARG_SRC_LAYER},
+      {"src_iter", DNNL_ARG_SRC_ITER},
+      {"src_iter_c", DNNL_ARG_SRC_ITER_C},
+      {"weights_layer", DNNL_ARG_WEIGHTS_LAYER},
+      {"weights_iter", DNNL_ARG_WEIGHTS_ITER},
+      {"weights_projection", DNNL_ARG_WEIGHTS_PROJECTION},
+      {"dst_layer", DNNL_ARG_DST_LAYER},
+      {"dst_iter", DNNL_ARG_DST_ITER},
+      {"dst_iter_c", DNNL_ARG_DST_ITER_C},
   };
   const auto found = numbers.find(name);
   if (found == numbers.end()) throw std::invalid_argument("unknown argument '" + name + "'");
@@ -344,6 +353,72 @@ Job reorder(const Request& r) {
   return bind_arguments<dnnl::reorder>(r, chosen, std::move(arguments));
 }
 
+/// The factors in a tensor `factors:<argument>:<mask>`, for the weights of a recurrent layer.
+std::pair<int, std::vector<float>> weight_factors(const Request& r, const std::string& name) {
+  for (const auto& [key, tensor] : r.tensors()) {
+    const std::vector<std::string> field = split(key, ':');
+    if (field[0] != "factors" || field[1] != name) continue;
+    const float* values = static_cast<const float*>(tensor.get_data_handle());
+    const size_t count = tensor.get_desc().get_size() / sizeof(float);
+    return {std::stoi(field[2]), std::vector<float>(values, values + count)};
+  }
+  return {0, {}};
+}
+
+/// Weights come as f32: oneDNN quantizes and packs them in one reorder.
+template <class Primitive, class... Operation>
+Job recurrent(const Request& r, const Operation&... operation) {
+  dnnl::primitive_attr attr;
+  attr.set_rnn_data_qparams(r.number("data_scale"), r.number("data_shift"));
+  const auto [mask, factors] = weight_factors(r, "weights");
+  attr.set_rnn_weights_qparams(mask, factors);
+  const auto [projection_mask, projection] = weight_factors(r, "projection");
+  if (!projection.empty()) attr.set_rnn_weights_projection_qparams(projection_mask, projection);
+  const typename Primitive::primitive_desc chosen(cpu(), operation..., attr);
+  Arguments arguments;
+  for (const auto& [name, tensor] : r.tensors()) {
+    if (name.find(':') != std::string::npos) continue;
+    const int number = argument(name);
+    const memory::desc wanted = chosen.query_md(dnnl::query::exec_arg_md, number);
+    memory given = tensor;
+    memory& bound = arguments[number] = given;
+    if (wanted == given.get_desc()) continue;
+    bound = memory(wanted, cpu());
+    const dnnl::reorder::primitive_desc packs(cpu(), given.get_desc(), cpu(), wanted, attr);
+    dnnl::reorder(packs).execute(stream(), given, bound);
+    stream().wait();
+  }
+  return {Primitive(chosen), std::move(arguments), chosen.impl_info_str()};
+}
+
+memory::desc packed_weights(const Request& r, const std::string& name) {
+  const memory::desc plain = r.desc(name);
+  if (plain.get_ndims() == 0) return {};
+  return {plain.get_dims(), memory::data_type::s8, memory::format_tag::any};
+}
+
+dnnl::rnn_direction direction(const Request& r) {
+  const std::string name = r.text("direction");
+  if (name == "left2right") return dnnl::rnn_direction::unidirectional_left2right;
+  if (name == "right2left") return dnnl::rnn_direction::unidirectional_right2left;
+  return dnnl::rnn_direction::bidirectional_concat;
+}
+
+Job lstm(const Request& r) {
+  return recurrent<dnnl::lstm_forward>(
+      r, prop_kind::forward_inference, direction(r), r.desc("src_layer"), r.desc("src_iter"),
+      r.desc("src_iter_c"), packed_weights(r, "weights_layer"), packed_weights(r, "weights_iter"),
+      memory::desc(), packed_weights(r, "weights_projection"), r.desc("bias"), r.desc("dst_layer"),
+      r.desc("dst_iter"), r.desc("dst_iter_c"));
+}
+
+Job gru(const Request& r) {
+  return recurrent<dnnl::gru_forward>(
+      r, prop_kind::forward_inference, direction(r), r.desc("src_layer"), r.desc("src_iter"),
+      packed_weights(r, "weights_layer"), packed_weights(r, "weights_iter"), r.desc("bias"),
+      r.desc("dst_layer"), r.desc("dst_iter"));
+}
+
 Job sum(const Request& r) {
   std::vector<float> scales;
   for (const std::string& scale : split(r.text("scales"), 'x')) scales.push_back(std::stof(scale));
@@ -390,6 +465,8 @@ const std::map<std::string, Job (*)(const Request&)> primitives = {
     {"eltwise", eltwise},
     {"binary", binary},
     {"reorder", reorder},
+    {"lstm", lstm},
+    {"gru", gru},
     {"sum", sum},
     {"concat", concat},
     {"softmax", softmax},
