@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(name: str, peers: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    torch.set_num_threads(max(args.threads))
     busy = [] if args.quick else [_share_of_peak(max(args.threads))]
     result = measure(name, peers, args.threads, QUICK if args.quick else FULL, args.small)
     busy += [] if args.quick else [_share_of_peak(max(args.threads))]

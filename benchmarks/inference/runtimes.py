@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 __all__ = ["Runtime", "int8_onnx"]
 
+_MATMUL = ["Conv", "ConvTranspose", "Gemm", "MatMul"]
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -90,19 +91,22 @@ class Runtime:
         return line.strip()
 
 
-def int8_onnx(model: nn.Module, batches: list[Tensor], folder: Path) -> Path:
+def int8_onnx(
+    model: nn.Module, batches: list[Tensor], folder: Path, only_matmul: bool = False
+) -> Path:
     """The file of the quantized model; made if it is not in ``folder`` yet.
 
     Static, QDQ, u8 activations by their minimum and maximum, s8 weights per channel; a model with
-    an LSTM is quantized dynamically, which is all that ONNX Runtime has for it.
+    an LSTM is quantized dynamically, which is all that ONNX Runtime has for it. With
+    ``only_matmul``, nothing but convolutions and matrix products.
     """
-    path = folder / "int8.onnx"
+    path = folder / ("int8-matmul.onnx" if only_matmul else "int8.onnx")
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch, _quiet():
             plain, fresh = Path(scratch) / "float.onnx", Path(scratch) / "int8.onnx"
             _export(model, batches[0][:1], plain)
-            _quantize(model, plain, fresh, batches)
+            _quantize(model, plain, fresh, batches, _MATMUL if only_matmul else None)
             fresh.replace(path)
     return path
 
@@ -117,7 +121,9 @@ def _export(model: nn.Module, example: Tensor, path: Path) -> None:
         )
 
 
-def _quantize(model: nn.Module, src: Path, dst: Path, batches: list[Tensor]) -> None:
+def _quantize(
+    model: nn.Module, src: Path, dst: Path, batches: list[Tensor], types: list[str] | None
+) -> None:
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -130,6 +136,7 @@ def _quantize(model: nn.Module, src: Path, dst: Path, batches: list[Tensor]) -> 
         ready,
         dst,
         _Reader(batches),
+        op_types_to_quantize=types,
         quant_format=quantization.QuantFormat.QDQ,
         per_channel=True,
         activation_type=quantization.QuantType.QUInt8,
