@@ -49,6 +49,41 @@ Sizes operand_sizes(const EpilogueBuilder::Args& args, const at::Tensor& dst, co
 }  // namespace
 
 EpilogueBuilder::EpilogueBuilder(const Args& args, const at::Tensor& dst) {
+  read(args, dst);
+  if (args.weight_zero_point != nullptr || args.row_sums != nullptr) {
+    add_weight_zero_point(args, dst);
+    epilogue_.guard = true;
+  }
+}
+
+void EpilogueBuilder::add_weight_zero_point(const Args& args, const at::Tensor& dst) {
+  const char* op = args.op;
+  TORCH_CHECK_VALUE(args.weight_zero_point != nullptr && args.row_sums != nullptr, "torchq.", op,
+                    ": weight_zero_point and row_sums must come together, got ",
+                    args.row_sums != nullptr ? "row_sums" : "weight_zero_point",
+                    " alone. The row sums are the op itself with weights of 1 and raw sums.");
+  const at::Tensor& zero_point = *args.weight_zero_point;
+  const at::Tensor& sums = *args.row_sums;
+  check_param(op, "weight_zero_point", zero_point, at::kInt);
+  check_numel(op, "weight_zero_point", zero_point, args.channels);
+  TORCH_CHECK_TYPE(sums.scalar_type() == at::kInt, "torchq.", op, ": row_sums must be int32, got ",
+                   dtype_name(sums.scalar_type()),
+                   ". Pass the raw sums of the op with weights of 1.");
+  check_cpu(op, "row_sums", sums);
+  Sizes sizes(dst.sizes().begin(), dst.sizes().end());
+  const size_t channel_dim = args.rows ? sizes.size() - 1 : 1;
+  sizes[channel_dim] = args.groups;
+  TORCH_CHECK_VALUE(sums.sizes() == c10::IntArrayRef(sizes), "torchq.", op,
+                    ": row_sums must have shape ", c10::IntArrayRef(sizes), ", got ", sums.sizes(),
+                    ". There is one sum per row and group.");
+  srcs_.push_back(sums.movedim(static_cast<int64_t>(channel_dim), -1).contiguous());
+  epilogue_.row_sums = srcs_.back().const_data_ptr<int32_t>();
+  epilogue_.weight_zero_point = zero_point.const_data_ptr<int32_t>();
+  epilogue_.channels = static_cast<int>(args.channels);
+  epilogue_.group_channels = static_cast<int>(args.channels / args.groups);
+}
+
+void EpilogueBuilder::read(const Args& args, const at::Tensor& dst) {
   const char* op = args.op;
   const DType dtype = dtype_of(op, "dst", dst);
   Epilogue& e = epilogue_;

@@ -39,12 +39,14 @@ TORCH_LIBRARY(torchq, m) {
       "multiplier, "
       "Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int in_features, int dst_dtype, "
       "str post_ops, "
-      "Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor",
+      "Tensor post_op_params, Tensor[] post_op_srcs, Tensor? weight_zero_point=None, "
+      "Tensor? row_sums=None) -> Tensor",
       tags);
   m.def(
       "conv(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor multiplier, "
       "Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, int dst_dtype, "
-      "str post_ops, Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor",
+      "str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, "
+      "Tensor? weight_zero_point=None, Tensor? row_sums=None) -> Tensor",
       tags);
 
   m.def(

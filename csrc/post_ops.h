@@ -85,16 +85,23 @@ class EpilogueBuilder {
     double max_acc;
     /// Whether masks index (rows, channels), dst being (rows..., channels), rather than dst's dims.
     bool rows = false;
+    /// Of weights that have zero points: int32, one per channel; and what they are multiplied by,
+    /// the sums of the source per row and group, int32 of dst's shape but for `groups` channels.
+    const at::Tensor* weight_zero_point = nullptr;
+    const at::Tensor* row_sums = nullptr;
+    int64_t groups = 1;
   };
   EpilogueBuilder(const Args& args, const at::Tensor& dst);
   const Epilogue& get() const { return epilogue_; }
 
  private:
+  void read(const Args& args, const at::Tensor& dst);
   void add_sources(const Args& args, const at::Tensor& dst, const Chain& chain);
   void add_source(const Args& args, const at::Tensor& dst, DType expected, c10::IntArrayRef sizes,
                   float scale, int32_t zero_point);
   void read_folded(const Args& args, const Chain& chain, const float* params);
   void read_chain(const Args& args, const Chain& chain, const float* params);
+  void add_weight_zero_point(const Args& args, const at::Tensor& dst);
   bool needs_guard(const Args& args) const;
 
   Epilogue epilogue_{};

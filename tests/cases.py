@@ -141,7 +141,9 @@ def sample(
 
     spread = 74.0 * 74.0 * math.sqrt(max(shape.reduction, 1))  # standard deviation of acc
     values = [
-        uniform(0.5, 1.5, n if ":2" in op else 1) for op in post_ops.split("+") if "binary" in op
+        uniform(0.5, 1.5, n if ":2" in op else 1)
+        for op in post_ops.split("+")
+        if op.startswith(("binary", "prelu"))
     ]
     sums = [op.split(":") for op in post_ops.split("+") if op.startswith("sum")]
     args: dict[str, Any] = {

@@ -86,6 +86,7 @@ def finish(
     post_op_values: Sequence[Tensor] = (),
     post_op_srcs: Sequence[Tensor] = (),
     output_scales: Number | None = None,
+    side: int = 0,
 ) -> Tensor:
     """Rules 2 to 5. An int32 bias joins acc; s32 with neither scales nor post-ops is exact."""
     if bias is not None and not bias.is_floating_point():
@@ -95,12 +96,13 @@ def finish(
     scaled = not (src_scale is None and weight_scale is None and dst_scale is None)
     if output_scales is not None:
         assert not scaled, "output_scales exclude all other scales"
-        return epilogue(acc, scaled_units(output_scales, bias, channels), chain, dst_dtype, axis)
+        real = scaled_units(output_scales, bias, channels)
+        return epilogue(acc, real, chain, dst_dtype, axis, side)
     if dst_dtype == torch.int32 and bias is None and not chain and not scaled:
         return acc.to(torch.int32)
     assert dst_dtype != torch.float32 or dst_scale is None, "a float destination has no scale"
     real = real_units(src_scale, weight_scale, bias, dst_scale, dst_zero_point, channels)
-    return epilogue(acc, real, chain, dst_dtype, axis)
+    return epilogue(acc, real, chain, dst_dtype, axis, side)
 
 
 def linear(

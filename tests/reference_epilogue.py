@@ -11,11 +11,16 @@ Post-ops are tuples, first to last; trailing fields may be left out, and x is th
     ("relu", alpha=0, scale=1)                   scale * (x > 0 ? x : alpha * x); 0: max(x, 0)
     ("clip", lo, hi, scale=1)                    scale * min(max(x, lo), hi)
     ("linear", alpha, beta, scale=1)             scale * (alpha * x + beta)
-    ("add", v), ("mul", v)                       x + v, x * v
+    (alg, alpha, beta, scale=1)                  scale * f(x), see ELTWISE
+    (alg, v)                                     alg(x, v), see BINARY
 
 `old` is the next of `srcs`, read as dtype. v is a tensor, or a mask as in torchq's text, which
 `parse` reads: with mask 0 (one value) or 2 (one per channel) v is the next of `values`, with any
-other it has the destination's shape and is the next of `srcs`.
+other it broadcasts against the destination and is the next of `srcs`; so is a select's condition.
+
+Transcendental functions are float64 here, rounded once; torchq's have a stated error. `epilogue`
+with side -1 or 1 answers the least and the greatest result which that error allows: it follows the
+interval around the float64 value through the chain, so that both are the same except at ties.
 """
 
 from __future__ import annotations
@@ -101,14 +106,81 @@ class PostOp:
     scale: float = 1.0
     zero_point: int = 0
     dtype: torch.dtype | None = None
-    operand: Tensor | None = None  # sum: old; add, mul: v
+    operand: Tensor | None = None  # sum: old; binary: v
+    condition: Tensor | None = None  # select
 
 
 FIELDS = {
     "sum": ("scale", "zero_point", "dtype"),
     "relu": ("alpha", "scale"),
-    "clip": ("alpha", "beta", "scale"),
-    "linear": ("alpha", "beta", "scale"),
+}
+ULP = 2.0**-23
+DENORMAL = 2.0**-149
+
+
+def gelu_erf(x: Tensor) -> Tensor:
+    return x * torch.special.erfc(x * -math.sqrt(0.5)) / 2
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    z = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    return x / (1 + torch.exp(-2 * z))
+
+
+def softplus(x: Tensor) -> Tensor:
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def product(alpha: float, x: Tensor) -> Tensor:
+    """alpha x, rounded to float32 as torchq does before the function."""
+    return (f32(alpha) * f32(x)).double()
+
+
+# f(x, alpha, beta) in float64, and torchq's stated error: relative, and absolute per max(1, |x|).
+TRANSCENDENTAL: dict[str, tuple[Any, float, float]] = {
+    "elu": (lambda x, a, b: torch.where(x > 0, x, a * torch.expm1(x)), 2 * ULP, 0),
+    "exp": (lambda x, a, b: torch.exp(x), ULP, DENORMAL),
+    "gelu_erf": (lambda x, a, b: gelu_erf(x), 0, 2e-7),
+    "gelu_tanh": (lambda x, a, b: gelu_tanh(x), 0, 2e-7),
+    "log": (lambda x, a, b: torch.log(x), ULP, 0),
+    "logistic": (lambda x, a, b: torch.sigmoid(x), 2 * ULP, 2.0**-126),
+    "mish": (lambda x, a, b: x * torch.tanh(softplus(x)), 3 * ULP, 2.0**-100),
+    "pow": (lambda x, a, b: a * x**b, 0, 0),  # relative error by exponent, see stated_error
+    "soft_relu": (lambda x, a, b: softplus(product(a, x)) / a, 3 * ULP, 2 * DENORMAL),
+    "swish": (lambda x, a, b: x / (1 + torch.exp(-product(a, x))), 2 * ULP, 2.0**-110),
+    "tanh": (lambda x, a, b: torch.tanh(x), 2 * ULP, 0),
+}
+
+
+def clip(x: Tensor, low: float, high: float) -> Tensor:
+    return torch.where(x < low, low, torch.where(x > high, high, x))
+
+
+# f(x, alpha, beta) on float32, every operation rounded
+ELTWISE: dict[str, Any] = {
+    "relu": lambda x, a, b: torch.where(x > 0, x, f32(a) * x) if a else torch.where(x < 0, 0.0, x),
+    "clip": lambda x, a, b: clip(x, a, b),
+    "abs": lambda x, a, b: x.abs(),
+    "hardsigmoid": lambda x, a, b: clip(fma32(x, f32(a), f32(b)), 0, 1),
+    "hardswish": lambda x, a, b: x * clip(fma32(x, f32(a), f32(b)), 0, 1),
+    "round": lambda x, a, b: torch.round(x),
+    "sqrt": lambda x, a, b: torch.sqrt(x.double()).float(),
+    "square": lambda x, a, b: x * x,
+}
+BINARY: dict[str, Any] = {
+    "add": lambda x, v: x + v,
+    "sub": lambda x, v: x - v,
+    "mul": lambda x, v: x * v,
+    "div": lambda x, v: x / v,
+    "max": lambda x, v: torch.where(v > x, v, x),
+    "min": lambda x, v: torch.where(v < x, v, x),
+    "ge": lambda x, v: (x >= v).float(),
+    "gt": lambda x, v: (x > v).float(),
+    "le": lambda x, v: (x <= v).float(),
+    "lt": lambda x, v: (x < v).float(),
+    "eq": lambda x, v: (x == v).float(),
+    "ne": lambda x, v: (x != v).float(),
+    "prelu": lambda x, v: torch.where(x >= 0, x, x * v),
 }
 DTYPES = {"u8": torch.uint8, "s8": torch.int8, "s32": torch.int32, "f32": torch.float32}
 
@@ -125,7 +197,7 @@ def parse(text: str) -> list[tuple[Any, ...]]:
             alpha, beta, scale = map(float, fields + ["0", "0", "1"][len(fields) :])
             kind = name.removeprefix("eltwise_")
             post_ops.append((kind, alpha, scale) if kind == "relu" else (kind, alpha, beta, scale))
-        else:
+        else:  # binary or prelu
             post_ops.append((name.removeprefix("binary_"), int(fields[0])))
     return post_ops
 
@@ -137,13 +209,14 @@ def bind(
     remaining_values, remaining_srcs = iter(values), iter(srcs)
     chain = []
     for kind, *fields in parse(post_ops) if isinstance(post_ops, str) else post_ops:
-        if kind in ("add", "mul"):
+        if kind in BINARY or kind == "select":
             operand = fields[0]
             if not isinstance(operand, Tensor):
                 operand = next(remaining_values if operand in (0, 2) else remaining_srcs)
-            chain.append(PostOp(kind, operand=operand))
+            condition = next(remaining_srcs) if kind == "select" else None
+            chain.append(PostOp(kind, operand=operand, condition=condition))
             continue
-        named = dict(zip(FIELDS[kind], fields, strict=False))
+        named = dict(zip(FIELDS.get(kind, ("alpha", "beta", "scale")), fields, strict=False))
         floats = {
             key: f32(value).item()
             for key, value in named.items()
@@ -287,21 +360,54 @@ def float_step(x: Tensor, op: PostOp) -> Tensor:
         return fma32(scale, f32(op.operand.double() - op.zero_point), x)
     if op.kind == "linear":
         return fma32(x, f32(op.alpha * op.scale), f32(op.beta * op.scale))
-    if op.kind == "add":
-        return x + op.operand.float()
-    if op.kind == "mul":
-        return x * op.operand.float()
-    if op.kind == "relu":
-        x = torch.where(x > 0, x, f32(op.alpha) * x) if op.alpha else torch.where(x < 0, 0, x)
+    if op.kind == "select":
+        return torch.where(op.condition != 0, x, op.operand.float())
+    if op.kind in BINARY:
+        return BINARY[op.kind](x, op.operand.float())
+    if op.kind in TRANSCENDENTAL:
+        x = f32(TRANSCENDENTAL[op.kind][0](x.double(), op.alpha, op.beta))
     else:
-        x = torch.where(x < op.alpha, f32(op.alpha), torch.where(x > op.beta, f32(op.beta), x))
+        x = ELTWISE[op.kind](x, op.alpha, op.beta)
     return x if op.scale == 1 else x * scale
 
 
+def stated_error(x: Tensor, op: PostOp) -> Tensor | float:
+    """How far torchq's function of x may be from float64's, times the post-op's scale."""
+    if op.kind not in TRANSCENDENTAL:
+        return 0.0
+    function, relative, absolute = TRANSCENDENTAL[op.kind]
+    if op.kind == "pow":
+        relative = (5 + abs(op.beta)) * ULP / 2
+    wanted = function(x.double(), op.alpha, op.beta)
+    relative += ULP  # the roundings of the float64 value and of the bound itself
+    error = relative * wanted.abs() + absolute * x.double().abs().clamp(min=1)
+    return torch.where(wanted.isfinite(), error, 0.0) * abs(op.scale)
+
+
+def bounded_step(x: Tensor, low: Tensor, high: Tensor, op: PostOp) -> tuple[Tensor, ...]:
+    """`float_step` of x, and of the interval [low, high] that x is known to lie in."""
+    results = torch.stack([float_step(v, op) for v in (x, low, high)])
+    error = stated_error(x, op)
+    down = f32(results.double().amin(0) - error)
+    return (
+        results[0],
+        torch.where(results[0].isnan(), results[0], down),
+        f32(results.double().amax(0) + error),
+    )
+
+
 def epilogue(
-    acc: Tensor, real: Real, chain: Sequence[PostOp], dst_dtype: torch.dtype, axis: int = -1
+    acc: Tensor,
+    real: Real,
+    chain: Sequence[PostOp],
+    dst_dtype: torch.dtype,
+    axis: int = -1,
+    side: int = 0,
 ) -> Tensor:
-    """From accumulators (channels on `axis`) to dst: rule 3 if the chain folds, else rule 4."""
+    """From accumulators (channels on `axis`) to dst: rule 3 if the chain folds, else rule 4.
+
+    `side` -1 and 1: the least and the greatest result within the stated errors.
+    """
     shape = [1] * acc.ndim
     shape[axis] = -1
 
@@ -317,10 +423,12 @@ def epilogue(
         return store(y, zero_point, dst_dtype, per_channel(folded.lo), per_channel(folded.hi))
 
     x = fma32(f32(acc), per_channel(f32(real.multiplier)), per_channel(f32(real.offset)))
+    low = high = x
     for op in chain:
-        if op.kind in ("add", "mul"):
-            op = PostOp(op.kind, operand=per_channel(op.operand))
-        x = float_step(x, op)
+        if op.kind in BINARY or op.kind == "select":
+            op = PostOp(op.kind, operand=per_channel(op.operand), condition=op.condition)
+        x, low, high = bounded_step(x, low, high, op) if side else (float_step(x, op), x, x)
+    x = (low, x, high)[side + 1] if side else x
     if dst_dtype == torch.float32:
         return x
     y = fma32(x, per_channel(f32(1 / real.dst_scale)), f32(zero_point))

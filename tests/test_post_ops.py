@@ -15,7 +15,6 @@ from torchq.post_ops import (
     BINARY_ALGS,
     ELTWISE_ALGS,
     MAX_POST_OPS,
-    SUPPORTED_NOW,
     Eltwise,
     PostOps,
     Sum,
@@ -314,31 +313,28 @@ def test_check_prints_both_numbers() -> None:
         chain.check((3,))
 
 
-@pytest.mark.parametrize(
-    "text", [*SUPPORTED_NOW[:4], "binary_add:0", "binary_add:2", "binary_mul:0", "binary_mul:2"]
-)
-def test_supported(text: str) -> None:
+@pytest.mark.parametrize("text", [f"eltwise_{alg}" for alg in ELTWISE_ALGS if alg != "soft_relu"])
+def test_every_eltwise_is_supported(text: str) -> None:
     PostOps.parse(text).check_supported("linear")
 
 
-@pytest.mark.parametrize(
-    ("text", "got", "nearest"),
-    [
-        ("sum+eltwise_tanh", "eltwise_tanh at index 1", "Ask for a float32 dst"),
-        ("binary_sub:2", "binary_sub:2 at index 0", "binary_add with -src1"),
-        ("binary_add:3", "binary_add:3 at index 0", "one value per channel (mask 2)"),
-        ("binary_add:2:s8", "binary_add:2:s8 at index 0", "Convert src1 to float32"),
-        ("prelu:2", "prelu:2 at index 0", "eltwise_relu(alpha=slope)"),
-        ("eltwise_hardsigmoid:0.2:0.5", "eltwise_hardsigmoid", "then eltwise_clip(0, 1)"),
-    ],
-)
-def test_unsupported_names_the_nearest_form(text: str, got: str, nearest: str) -> None:
-    with pytest.raises(NotImplementedError) as error:
-        PostOps.parse(text).check_supported("conv")
-    message = str(error.value)
-    assert message.startswith("torchq.conv: post_ops must be made of sum, eltwise_relu, ")
-    assert f"got {got}" in message
-    assert nearest in message
+def test_sources_come_in_the_order_of_the_chain() -> None:
+    rows, full = torch.arange(3.0), torch.rand(2, 3)
+    chain = PostOps().append_sum().append_binary("mul", rows, 8).append_binary("add", None, 3)
+    chain.append_binary("select", [1.0, 2.0], 2).append_binary("sub", [1.0, 2.0], 2)
+    assert chain.num_srcs == 3  # the sum, the operand of mask 3, the condition
+    old, condition = torch.rand(4), torch.ones(4, dtype=torch.int8)
+    got = chain.sources("conv2d", lambda: (1, 2, 5, 3), [old, full, condition])
+    assert [source.shape for source in got] == [(4,), (1, 1, 1, 3), (2, 3), (4,)]
+    assert torch.equal(got[1].reshape(-1), rows)
+    assert [str(owner) for owner in chain.source_owners] == [
+        *("sum", "binary_mul:8", "binary_add:3", "binary_select:2")
+    ]
+    assert [values.numel() for values in chain.channel_values] == [2, 2]
+    with pytest.raises(ValueError, match=r"post_op_srcs must be 3 tensors for .*, got 1\. Pass"):
+        chain.sources("conv2d", lambda: (1, 2, 5, 3), [old])
+    with pytest.raises(ValueError, match="must be 4 values"):
+        chain.sources("conv2d", lambda: (1, 2, 5, 4), [old, full, condition])
 
 
 def test_number_of_sums() -> None:

@@ -25,10 +25,12 @@ fold_output_scales(Tensor output_scales, Tensor? bias, int channels, int dst_dty
 Tensor[] post_op_values) -> (Tensor multiplier, Tensor offset, Tensor post_op_params)
 linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor multiplier, \
 Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int in_features, int dst_dtype, \
-str post_ops, Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor
+str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, \
+Tensor? weight_zero_point=None, Tensor? row_sums=None) -> Tensor
 conv(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor multiplier, \
 Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, int dst_dtype, \
-str post_ops, Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor
+str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, \
+Tensor? weight_zero_point=None, Tensor? row_sums=None) -> Tensor
 quantize(Tensor src, Tensor scale, Tensor zero_point, int dst_dtype) -> Tensor
 dequantize(Tensor src, Tensor scale, Tensor zero_point) -> Tensor
 requantize(Tensor src, Tensor src_scale, Tensor src_zero_point, Tensor dst_scale, \

@@ -196,12 +196,15 @@ class Attr:
         Masks must select existing dims and the number of values (where supplied) be the product of
         the selected dims. With ``dst`` it also checks output scales and the post-ops' values.
         """
+        self._check_params(arg, dims)
+        if arg == "dst":
+            self._post_ops.check(dims)
+
+    def _check_params(self, arg: str, dims: Sequence[int]) -> None:
         for (kind, owner), param in self._params.items():
             if owner == arg:
                 where = f"torchq.Attr.check: {kind} of {arg}"
                 check_count(where, param.mask, param.values, param.shape(where, dims), dims)
-        if arg == "dst":
-            self._post_ops.check(dims)
 
     def with_values(
         self,

@@ -13,8 +13,12 @@ from torchq._arguments import to_int
 from torchq.attr import Attr
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight
+from torchq.post_ops import CHANNEL_MASKS
 
 __all__ = ["Folded", "check_attr", "check_int32_bias", "fold"]
+
+MAX_SHIFTED_REDUCTION = 33025
+"""255 * 255 * 33025 < 2^31: the longest sum of weights less their zero points."""
 
 Masks = Mapping[tuple[str, str], tuple[int, ...] | None]
 """What an op reads: (kind, arg) of an Attr to the masks it has kernels for, None for any."""
@@ -29,6 +33,8 @@ class Folded(NamedTuple):
     src_zero_point: Tensor | None
     post_op_params: Tensor
     post_ops: str
+    weight_zero_point: Tensor | None = None
+    """int32, one per channel, of the packed int8 weight; None: all are 0."""
 
 
 def check_attr(op: str, attr: Attr, masks: Masks) -> None:
@@ -84,8 +90,9 @@ def fold(
     """
     code = dtype_code(dst_dtype, op)
     _check(op, attr, weight, dst_dtype)
-    _check_bias(op, bias, weight)
-    text, values = str(attr.post_ops), attr.post_ops.values
+    weight_zero_point = _weight_zero_point(op, attr, weight)
+    _check_bias(op, bias, weight, _range(weight_zero_point))
+    text, values = str(attr.post_ops), attr.post_ops.channel_values
     acc_bias = bias.contiguous() if bias is not None and bias.dtype == torch.int32 else None
     float_bias = bias.detach().contiguous() if bias is not None and acc_bias is None else None
     src_zero_point = attr.values("src", "zero_points")
@@ -95,7 +102,8 @@ def fold(
         )
     elif _is_raw(attr, float_bias, dst_dtype):
         folded = (torch.empty(0),) * 3
-        acc_bias = _shifted(op, acc_bias, attr.values("dst", "zero_points"), weight)
+        dst_zero_point = attr.values("dst", "zero_points")
+        acc_bias = _shifted(op, acc_bias, dst_zero_point, weight, _range(weight_zero_point))
     else:
         dst_dims = (1, weight.channels, *(1 for _ in weight.dilation))
         folded = torch.ops.torchq.fold(
@@ -110,12 +118,15 @@ def fold(
             values,
         )
     multiplier, offset, params = folded
-    return Folded(multiplier, offset, acc_bias, src_zero_point, params, text)
+    return Folded(multiplier, offset, acc_bias, src_zero_point, params, text, weight_zero_point)
 
 
-def check_int32_bias(op: str, bias: Tensor, reduction: int) -> None:
-    """Raises ValueError if an int32 bias could overflow the accumulator."""
-    limit = 2**31 - 1 - 255 * 128 * reduction
+def check_int32_bias(op: str, bias: Tensor, reduction: int, weight_range: int = 128) -> None:
+    """Raises ValueError if an int32 bias could overflow the accumulator.
+
+    ``weight_range`` is the largest weight, less its zero point, in magnitude.
+    """
+    limit = 2**31 - 1 - 255 * weight_range * reduction
     largest = int(bias.to(torch.int64).abs().max()) if bias.numel() else 0
     if largest > limit:
         raise ValueError(
@@ -125,23 +136,27 @@ def check_int32_bias(op: str, bias: Tensor, reduction: int) -> None:
 
 
 def _check(op: str, attr: Attr, weight: PackedWeight, dst_dtype: torch.dtype) -> None:
-    if attr.mask("weights", "zero_points") is not None:
+    if weight.stride and attr.mask("weights", "zero_points") is not None:
         raise NotImplementedError(
-            f"torchq.{op}: zero points of weights are not supported, got {attr}. "
-            "Quantize the weights symmetrically."
+            f"torchq.{op}: weights must have no zero points, got {attr}. Quantize the weights "
+            "symmetrically; linear and conv1d, 2d, 3d take zero points."
         )
+    per_channel = (0, 1) if weight.groups == 1 else (0, 1, 2, 3)
     masks: Masks = {
         ("scales", "src"): (0,),
-        ("scales", "weights"): (0, 1) if weight.groups == 1 else (0, 1, 2, 3),
+        ("scales", "weights"): per_channel,
         ("scales", "dst"): (0, 2),
         ("zero_points", "src"): (0,),
+        ("zero_points", "weights"): per_channel,
         ("zero_points", "dst"): (0,),
         ("output_scales", "dst"): (0, 2),
     }
     check_attr(op, attr, masks)
     attr.post_ops.check_supported(op, dst_dtype)
     attr.check("weights", weight.logical_dims)
-    attr.check("dst", (1, weight.channels, *(1 for _ in weight.dilation)))
+    dst_dims = (1, weight.channels, *(1 for _ in weight.dilation))
+    attr._check_params("dst", dst_dims)
+    attr.post_ops.check(dst_dims, CHANNEL_MASKS)
     has_scale = attr.mask("dst") is not None
     zero_point = attr.values("dst", "zero_points")
     if attr.mask("dst", "output_scales") is not None and zero_point is not None:
@@ -160,7 +175,31 @@ def _check(op: str, attr: Attr, weight: PackedWeight, dst_dtype: torch.dtype) ->
         to_int(where, int(zero_point), limits.min, limits.max)
 
 
-def _check_bias(op: str, bias: Tensor | None, weight: PackedWeight) -> None:
+def _range(weight_zero_point: Tensor | None) -> int:
+    return 128 if weight_zero_point is None else 255
+
+
+def _weight_zero_point(op: str, attr: Attr, weight: PackedWeight) -> Tensor | None:
+    """Zero points of the packed weight: 128 less than given where the weight is uint8."""
+    shift = 128 if weight.dtype == torch.uint8 else 0
+    if attr.mask("weights", "zero_points") is None and shift == 0:
+        return None
+    given = attr.resolve("weights", weight.logical_dims, "zero_points")
+    limits = torch.iinfo(weight.dtype)
+    where = f"torchq.{op}: zero point of {weight.dtype} weights"
+    for value in (given.min(), given.max()) if given.numel() else ():
+        to_int(where, int(value), limits.min, limits.max)
+    if weight.reduction > MAX_SHIFTED_REDUCTION:
+        raise ValueError(
+            f"torchq.{op}: weights with zero points, and uint8 weights, must have at most "
+            f"{MAX_SHIFTED_REDUCTION} products per output, got {weight.reduction}: int32 could "
+            "overflow. Split the reduction, or quantize to int8 without zero points."
+        )
+    result = _per_channel(given, weight).expand(weight.channels) - shift
+    return result.contiguous() if result.any() else None
+
+
+def _check_bias(op: str, bias: Tensor | None, weight: PackedWeight, weight_range: int) -> None:
     if bias is None:
         return
     if bias.dtype not in (torch.float32, torch.int32):
@@ -174,11 +213,11 @@ def _check_bias(op: str, bias: Tensor | None, weight: PackedWeight) -> None:
             f"got {list(bias.shape)}. Check the layer's output channels."
         )
     if bias.dtype == torch.int32:
-        check_int32_bias(op, bias, weight.reduction)
+        check_int32_bias(op, bias, weight.reduction, weight_range)
 
 
 def _per_channel(scale: Tensor, weight: PackedWeight) -> Tensor:
-    """Resolved weight scales as one value, or one per output channel."""
+    """Resolved weight scales or zero points as one value, or one per output channel."""
     if scale.numel() == 1:
         return scale.reshape(1)
     outer = weight.logical_dims[: 1 if weight.groups == 1 else 2]
@@ -192,12 +231,16 @@ def _is_raw(attr: Attr, float_bias: Tensor | None, dst_dtype: torch.dtype) -> bo
 
 
 def _shifted(
-    op: str, acc_bias: Tensor | None, zero_point: Tensor | None, weight: PackedWeight
+    op: str,
+    acc_bias: Tensor | None,
+    zero_point: Tensor | None,
+    weight: PackedWeight,
+    weight_range: int,
 ) -> Tensor | None:
     """The bias of raw accumulators whose destination has a zero point."""
     if zero_point is None:
         return acc_bias
     shift = zero_point.to(torch.int64).expand(weight.channels)
     total = shift if acc_bias is None else shift + acc_bias
-    check_int32_bias(op, total, weight.reduction)
+    check_int32_bias(op, total, weight.reduction, weight_range)
     return total.to(torch.int32)

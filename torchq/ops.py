@@ -176,6 +176,8 @@ def _(
     post_ops: str,
     post_op_params: Tensor,
     post_op_srcs: Sequence[Tensor],
+    weight_zero_point: Tensor | None = None,
+    row_sums: Tensor | None = None,
 ) -> Tensor:
     return src.new_empty([*src.shape[:-1], compensation.shape[1]], dtype=_DTYPES[dst_dtype])
 
@@ -189,6 +191,13 @@ def _window_output(
         return span // stride + 1
     output = -(-span // stride) + 1
     return output - 1 if (output - 1) * stride >= size + begin else output
+
+
+def conv_sizes(src: Sequence[int], channels: int, geometry: Sequence[int]) -> list[int]:
+    """Shape of a convolution's dst (csrc/ops/geometry.h tells what ``geometry`` holds)."""
+    dims = len(src) - 2
+    spatial = [_window_output(src[d + 2], geometry, dims, d) for d in range(dims)]
+    return [src[0], channels, *spatial]
 
 
 @_fake("conv")
@@ -206,10 +215,10 @@ def _(
     post_ops: str,
     post_op_params: Tensor,
     post_op_srcs: Sequence[Tensor],
+    weight_zero_point: Tensor | None = None,
+    row_sums: Tensor | None = None,
 ) -> Tensor:
-    dims = src.dim() - 2
-    spatial = [_window_output(src.shape[d + 2], geometry, dims, d) for d in range(dims)]
-    sizes = [src.shape[0], compensation.shape[1], *spatial]
+    sizes = conv_sizes(src.shape, compensation.shape[1], geometry)
     return _empty_channels_last(src, sizes, _DTYPES[dst_dtype])
 
 
@@ -237,6 +246,17 @@ def _(
     return packed.new_empty(weight_shape)
 
 
+def conv_transpose_sizes(src: Sequence[int], channels: int, geometry: Sequence[int]) -> list[int]:
+    """Shape of a transposed convolution's dst."""
+    dims = len(src) - 2
+    sizes = [src[0], channels]
+    for d in range(dims):
+        kernel, stride, begin, end, dilation, extra = (geometry[f * dims + d] for f in range(6))
+        size = (src[d + 2] - 1) * stride - begin - end
+        sizes.append(size + dilation * (kernel - 1) + extra + 1)
+    return sizes
+
+
 @_fake("conv_transpose")
 def _(
     src: Tensor,
@@ -253,12 +273,7 @@ def _(
     post_op_params: Tensor,
     post_op_srcs: Sequence[Tensor],
 ) -> Tensor:
-    dims = src.dim() - 2
-    sizes = [src.shape[0], compensation.shape[1]]
-    for d in range(dims):
-        kernel, stride, begin, end, dilation, extra = (geometry[f * dims + d] for f in range(6))
-        size = (src.shape[d + 2] - 1) * stride - begin - end
-        sizes.append(size + dilation * (kernel - 1) + extra + 1)
+    sizes = conv_transpose_sizes(src.shape, compensation.shape[1], geometry)
     return _empty_channels_last(src, sizes, _DTYPES[dst_dtype])
 
 

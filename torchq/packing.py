@@ -27,6 +27,7 @@ class PackedWeight(NamedTuple):
         groups: of the convolution; 1 for linear.
         dilation: one per spatial dimension; empty for linear.
         stride: of a transposed convolution, one per spatial dimension; empty for all others.
+        dtype: of the unpacked weight; uint8 is packed as ``w - 128``, with 128 less of zero point.
     """
 
     weight: Tensor
@@ -36,6 +37,7 @@ class PackedWeight(NamedTuple):
     groups: int
     dilation: tuple[int, ...]
     stride: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.int8
 
     @property
     def channels(self) -> int:
@@ -64,7 +66,9 @@ class PackedWeight(NamedTuple):
         return (self.groups, self.shape[0] // self.groups, *self.shape[1:])
 
     def unpack(self) -> Tensor:
-        """The int8 weight as it was before packing."""
+        """The weight as it was before packing."""
+        if self.dtype == torch.uint8:
+            return (self._replace(dtype=torch.int8).unpack().short() + 128).to(torch.uint8)
         if self.stride:
             outputs, inputs, *kernel = self.shape
             shape = [inputs * self.groups, outputs // self.groups, *kernel]
@@ -82,28 +86,37 @@ class PackedWeight(NamedTuple):
 
 
 def pack_linear(weight: Tensor) -> PackedWeight:
-    """Packs an int8 weight ``(out_features, in_features)``.
+    """Packs an int8 or uint8 weight ``(out_features, in_features)``.
 
     Raises:
-        TypeError: ``weight`` is not int8.
+        TypeError: ``weight`` is neither.
         ValueError: it is not 2-D, or more than 65793 products could overflow int32.
     """
-    packed, compensation, pair_bound = torch.ops.torchq.pack_linear(weight)
-    return PackedWeight(packed, compensation, pair_bound, tuple(weight.shape), 1, ())
+    packed, compensation, pair_bound = torch.ops.torchq.pack_linear(_as_int8(weight))
+    shape = tuple(weight.shape)
+    return PackedWeight(packed, compensation, pair_bound, shape, 1, (), dtype=weight.dtype)
 
 
 def pack_conv(weight: Tensor, groups: int = 1, dilation: int | Sequence[int] = 1) -> PackedWeight:
-    """Packs an int8 weight ``(OC, IC/groups, k...)`` with one to three kernel dimensions.
+    """Packs an int8 or uint8 weight ``(OC, IC/groups, k...)`` with 1 to 3 kernel dimensions.
 
     Raises:
-        TypeError: ``weight`` is not int8.
+        TypeError: ``weight`` is neither.
         ValueError: the shape, groups or dilation do not fit, or more than 65793 products could
             overflow int32.
     """
     dims = max(weight.dim() - 2, 0)
     spread = (dilation,) * dims if isinstance(dilation, int) else tuple(dilation)
-    packed, compensation, pair_bound = torch.ops.torchq.pack_conv(weight, groups, list(spread))
-    return PackedWeight(packed, compensation, pair_bound, tuple(weight.shape), groups, spread)
+    int8 = _as_int8(weight)
+    packed, compensation, pair_bound = torch.ops.torchq.pack_conv(int8, groups, list(spread))
+    tensors = (packed, compensation, pair_bound)
+    return PackedWeight(*tensors, tuple(weight.shape), groups, spread, dtype=weight.dtype)
+
+
+def _as_int8(weight: Tensor) -> Tensor:
+    if weight.dtype != torch.uint8:
+        return weight
+    return (weight.short() - 128).to(torch.int8)
 
 
 def pack_conv_transpose(

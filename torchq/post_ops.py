@@ -8,11 +8,14 @@ the v1 output scales, are applied before the chain; the scale and zero point of 
     eltwise  x = scale * f(x)                     relu: x > 0 ? x : alpha * x;
                                                   linear: alpha * x + beta;
                                                   clip: min(max(x, alpha), beta)
-    binary   x = alg(x, src1)                     comparisons give 1.0 or 0.0
+             The other eltwise algorithms: see csrc/kernels/table.h, in the words of oneDNN.
+    binary   x = alg(x, src1)                     comparisons give 1.0 or 0.0; max and min keep a
+                                                  NaN in x; select: condition ? x : src1
     prelu    x = x >= 0 ? x : x * weight
 
-Bit ``d`` of a mask selects dim ``d`` of dst's logical dims (N, C, ...): 0 is one value, 2 is one
-per channel. The number of values is the product of the selected dims, in row-major order.
+Bit ``d`` of a mask selects dim ``d`` of dst's logical dims (N, C, ...), for linear (rows, C): 0 is
+one value, 2 is one per channel. The number of values is the product of the selected dims, in
+row-major order.
 
 The text joins post-ops with ``+`` and their fields with ``:``, and omits trailing defaults:
 
@@ -24,8 +27,9 @@ It holds structure, masks and scalars. The values of binary and prelu travel bes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -58,25 +62,9 @@ from torchq._text import (
 if TYPE_CHECKING:
     from torchq.compose import Composed, Step
 
-SUPPORTED_NOW = (
-    "sum",
-    "eltwise_relu",
-    "eltwise_linear",
-    "eltwise_clip",
-    "binary_add",
-    "binary_mul",
-)
-SUPPORTED_MASKS = (0, 2)
+CHANNEL_MASKS = (0, 2)
+"""Masks whose values are folded; an operand with any other is a source of the op."""
 MAX_POST_OPS = 32
-
-_NEAREST = {
-    "eltwise_hardsigmoid": "The same: eltwise_linear(alpha, beta), then eltwise_clip(0, 1)",
-    "binary_sub": "The same: binary_add with -src1",
-    "binary_div": "The nearest form: binary_mul with 1 / src1",
-    "binary_max": "With one value this is eltwise_clip(value, 3.4028235e38)",
-    "binary_min": "With one value this is eltwise_clip(-3.4028235e38, value)",
-    "prelu": "With one slope this is eltwise_relu(alpha=slope)",
-}
 
 
 class PostOps:
@@ -199,27 +187,83 @@ class PostOps:
         return [op.values for op in operands if op.values is not None]
 
     @property
-    def num_srcs(self) -> int:
-        """How many run-time sources (one per sum) the op needs in ``post_op_srcs``."""
-        return len(self._sums())
+    def channel_values(self) -> list[Tensor]:
+        """Those of `values` with mask 0 or 2, which `torch.ops.torchq.fold` takes."""
+        operands = [op for op in self if isinstance(op, Binary | PReLU)]
+        known = PostOps()
+        known._ops = [op for op in operands if op.mask in CHANNEL_MASKS]
+        return known.values
 
-    def check(self, dims: Sequence[int]) -> None:
-        """Raises ValueError unless masks and numbers of values fit dst's logical ``dims``."""
+    @property
+    def num_srcs(self) -> int:
+        """How many run-time sources the caller supplies, in the order of the chain.
+
+        One per sum, per binary or prelu with a mask other than 0 and 2 and no values, and per
+        condition of a select.
+        """
+        count = 0
         for op in self:
-            if isinstance(op, Binary | PReLU):
+            count += isinstance(op, Sum) or (_is_full(op) and op.values is None)
+            count += isinstance(op, Binary) and op.alg == "select"
+        return count
+
+    @property
+    def source_owners(self) -> list[PostOp]:
+        """The post-op that each of `sources` belongs to."""
+        owners = list[PostOp]()
+        for op in self:
+            count = isinstance(op, Sum) + _is_full(op)
+            count += isinstance(op, Binary) and op.alg == "select"
+            owners += [op] * count
+        return owners
+
+    def sources(
+        self, op_name: str, dims: Callable[[], Sequence[int]], srcs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The op's ``post_op_srcs``: the caller's, and values with masks other than 0 and 2.
+
+        Args:
+            op_name: For errors.
+            dims: Gives those of dst; for linear the dims of its rows count as one in a mask.
+            srcs: `num_srcs` tensors.
+
+        Raises:
+            ValueError: their number is another.
+        """
+        if len(srcs) != self.num_srcs:
+            raise ValueError(
+                f"torchq.{op_name}: post_op_srcs must be {self.num_srcs} tensors for "
+                f"{str(self)!r}, got {len(srcs)}. Pass what each sum adds, the operand of each "
+                "binary or prelu with another mask than 0 and 2 and without values, and the "
+                "condition of each select, in order."
+            )
+        rows, remaining, result = op_name == "linear", iter(srcs), list[Tensor]()
+        for op in self:
+            if _is_full(op) and op.values is not None:
+                result.append(op.values.reshape(_operand_shape(op_name, op, dims(), rows)))
+            elif isinstance(op, Sum) or _is_full(op):
+                result.append(next(remaining))
+            if isinstance(op, Binary) and op.alg == "select":
+                result.append(next(remaining))
+        return result
+
+    def check(self, dims: Sequence[int], masks: Sequence[int] | None = None) -> None:
+        """Raises ValueError unless masks and numbers of values fit dst's logical ``dims``.
+
+        With ``masks`` only the post-ops that have one of these are looked at.
+        """
+        for op in self:
+            if isinstance(op, Binary | PReLU) and (masks is None or op.mask in masks):
                 where = f"torchq.PostOps.check: values of {op}"
                 check_count(where, op.mask, op.values, selected_dims(where, op.mask, dims), dims)
 
     def check_supported(self, op_name: str, dst_dtype: torch.dtype | None = None) -> None:
-        """Raises NotImplementedError, with the nearest supported form, for what no kernel runs."""
+        """Raises ValueError for a sum whose zero point its source cannot have.
+
+        Every post-op has a kernel in the matmul-like ops; ``op_name`` is for errors.
+        """
         if dst_dtype is not None:
-            self._check_sums(dst_dtype)
-        for index, op in enumerate(self):
-            if remedy := _unsupported(op):
-                raise NotImplementedError(
-                    f"torchq.{op_name}: post_ops must be made of {', '.join(SUPPORTED_NOW)} "
-                    f"(binary: float32, mask 0 or 2), got {op} at index {index}. {remedy}."
-                )
+            self._check_sums(dst_dtype, f"torchq.{op_name}: post_ops")
 
     def _append(self, op: PostOp) -> PostOps:
         if len(self._ops) == MAX_POST_OPS:
@@ -233,9 +277,9 @@ class PostOps:
     def _sums(self) -> list[Sum]:
         return [op for op in self._ops if isinstance(op, Sum)]
 
-    def _check_sums(self, dst_dtype: torch.dtype) -> None:
+    def _check_sums(self, dst_dtype: torch.dtype, where: str = "torchq.PostOps") -> None:
         for op in self._sums():
-            _check_zero_point("torchq.PostOps", op.zero_point, op.dtype or dst_dtype)
+            _check_zero_point(where, op.zero_point, op.dtype or dst_dtype)
 
     def _key(self) -> tuple[Any, ...]:
         operands = [op.values for op in self if isinstance(op, Binary | PReLU)]
@@ -297,7 +341,7 @@ def foldable(post_ops: PostOps, dst_dtype: torch.dtype) -> bool:
 
 def _affine(op: PostOp) -> bool:
     if isinstance(op, Binary):
-        return op.alg in ("add", "mul") and op.mask in SUPPORTED_MASKS
+        return op.alg in ("add", "mul") and op.mask in CHANNEL_MASKS
     return isinstance(op, Sum) or (isinstance(op, Eltwise) and op.alg == "linear")
 
 
@@ -307,14 +351,18 @@ def _bounding(op: PostOp) -> bool:
     return op.alg == "clip" or (op.alg == "relu" and op.alpha == 0)
 
 
-def _unsupported(op: PostOp) -> str | None:
-    if op.name not in SUPPORTED_NOW:
-        return _NEAREST.get(op.name, "Ask for a float32 dst and apply it with torch")
-    if isinstance(op, Binary) and op.mask not in SUPPORTED_MASKS:
-        return "Give src1 one value per channel (mask 2) or one in all (mask 0)"
-    if isinstance(op, Binary) and op.dtype != torch.float32:
-        return "Convert src1 to float32"
-    return None
+def _is_full(op: PostOp) -> TypeGuard[Binary | PReLU]:
+    """Whether the operand is a source of the op rather than values per channel."""
+    return isinstance(op, Binary | PReLU) and op.mask not in CHANNEL_MASKS
+
+
+def _operand_shape(op_name: str, op: Binary | PReLU, dims: Sequence[int], rows: bool) -> list[int]:
+    """The dims of dst that the mask selects, 1 elsewhere; ValueError unless the values fit."""
+    logical = (math.prod(dims[:-1]), dims[-1]) if rows else dims
+    where = f"torchq.{op_name}: values of {op}"
+    check_count(where, op.mask, op.values, selected_dims(where, op.mask, logical), logical)
+    bits = [int(d + 1 == len(dims)) if rows else d for d in range(len(dims))]
+    return [size if op.mask >> bit & 1 else 1 for size, bit in zip(dims, bits, strict=True)]
 
 
 def _check_zero_point(where: str, zero_point: int, dtype: torch.dtype | None) -> None:

@@ -69,6 +69,13 @@ float apply_chain_op(const Epilogue& e, const ChainOp& op, float x, int channel,
 }
 
 void finish(const Epilogue& e, int32_t acc, int channel, int64_t index) {
+  if (e.row_sums != nullptr) {
+    const int groups = e.channels / e.group_channels;
+    const int32_t sum = e.row_sums[index / e.channels * groups + channel / e.group_channels];
+    const uint32_t product =
+        static_cast<uint32_t>(sum) * static_cast<uint32_t>(e.weight_zero_point[channel]);
+    acc = static_cast<int32_t>(static_cast<uint32_t>(acc) - product);
+  }
   if (e.mode == Epilogue::kRaw) {
     memcpy(element(e.dst, DType::s32, index), &acc, sizeof acc);
     return;

@@ -125,6 +125,12 @@ struct Epilogue {
   int num_ops;
   const ChainOp* ops;
   const float* inv_scale;  // chain with integer dst: 1 / dst_scale per channel
+  // Weights with zero points: acc loses weight_zero_point[n] * row_sums[row][n / group_channels]
+  // before all else, row_sums being the sums of the row's source; null: none. Such an epilogue has
+  // `guard` set, or is raw.
+  const int32_t* row_sums;
+  const int32_t* weight_zero_point;
+  int channels, group_channels;
 };
 
 /// A run of `quads` * 4 source bytes and the packed weights they meet: one tap, or several that are

@@ -226,7 +226,8 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
                 const at::Tensor& offset, const std::optional<at::Tensor>& acc_bias,
                 const std::optional<at::Tensor>& src_zero_point, c10::IntArrayRef geometry,
                 int64_t dst_dtype, c10::string_view post_ops, const at::Tensor& post_op_params,
-                at::TensorList post_op_srcs) {
+                at::TensorList post_op_srcs, const std::optional<at::Tensor>& weight_zero_point,
+                const std::optional<at::Tensor>& row_sums) {
   OpTrace trace(kOp);
   const Kernels& tier = kernels();
   const DType src_dtype = check_src(kOp, "src", src_arg);
@@ -271,9 +272,13 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   at::Tensor dst = empty_channels_last(
       src.batch, channels, {c.output + 3 - src.spatial_dims, static_cast<size_t>(src.spatial_dims)},
       scalar_type(dst_dtype_of(kOp, dst_dtype)));
+  const auto pointer = [](const std::optional<at::Tensor>& t) {
+    return t.has_value() ? &*t : nullptr;
+  };
   const EpilogueBuilder epilogue(
       {kOp, channels, multiplier, offset, post_ops, post_op_params, post_op_srcs,
-       max_accumulator(src.channels / groups * window.taps(), acc_bias)},
+       max_accumulator(src.channels / groups * window.taps(), acc_bias), false,
+       pointer(weight_zero_point), pointer(row_sums), groups},
       dst);
   if (dst.numel() == 0) return dst;
   trace.describe([&] {

@@ -44,7 +44,8 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
                   const std::optional<at::Tensor>& acc_bias,
                   const std::optional<at::Tensor>& src_zero_point, int64_t in_features,
                   int64_t dst_dtype, c10::string_view post_ops, const at::Tensor& post_op_params,
-                  at::TensorList post_op_srcs) {
+                  at::TensorList post_op_srcs, const std::optional<at::Tensor>& weight_zero_point,
+                  const std::optional<at::Tensor>& row_sums) {
   OpTrace trace(kOp);
   const Kernels& tier = kernels();
   const DType src_dtype = check_src(kOp, "src", src_arg);
@@ -60,9 +61,13 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
   c10::SmallVector<int64_t, 5> sizes(src.sizes().begin(), src.sizes().end());
   sizes.back() = n;
   at::Tensor dst = at::detail::empty_cpu(sizes, scalar_type(dst_type));
-  const EpilogueBuilder epilogue({kOp, n, multiplier, offset, post_ops, post_op_params,
-                                  post_op_srcs, max_accumulator(k, acc_bias)},
-                                 dst);
+  const auto pointer = [](const std::optional<at::Tensor>& t) {
+    return t.has_value() ? &*t : nullptr;
+  };
+  const EpilogueBuilder epilogue(
+      {kOp, n, multiplier, offset, post_ops, post_op_params, post_op_srcs,
+       max_accumulator(k, acc_bias), true, pointer(weight_zero_point), pointer(row_sums)},
+      dst);
   const bool narrow = pairs_fit(kOp, pair_bound, weight.size(0));
   if (dst.numel() == 0) return dst;
   trace.describe([&] { return describe_call({src}, dst, c10::str("post_ops:", post_ops)); });

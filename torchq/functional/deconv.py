@@ -12,8 +12,8 @@ from torch import Tensor
 from torchq.attr import Attr
 from torchq.folding import fold
 from torchq.functional.arguments import Ints, conv_geometry, spread
-from torchq.functional.matmul import check_source, packed_arguments, sum_sources
-from torchq.ops import dtype_code
+from torchq.functional.matmul import check_source, packed_arguments, post_op_sources
+from torchq.ops import conv_transpose_sizes, dtype_code
 from torchq.packing import PackedWeight, pack_conv_transpose
 
 __all__ = ["conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_transpose_geometry"]
@@ -166,6 +166,10 @@ def _conv_transpose(
         packed.groups,
         packed.in_channels,
     )
+
+    def sizes() -> list[int]:
+        return conv_transpose_sizes(src.shape, packed.channels, geometry)
+
     folded = fold(op, attr, packed, bias, dst_dtype)
     result: Tensor = torch.ops.torchq.conv_transpose(
         src,
@@ -174,7 +178,7 @@ def _conv_transpose(
         dtype_code(dst_dtype),
         folded.post_ops,
         folded.post_op_params,
-        sum_sources(op, attr, dst_dtype, post_op_srcs),
+        post_op_sources(op, attr, dst_dtype, post_op_srcs, sizes),
     )
     return result
 

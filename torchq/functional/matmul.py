@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torchq._text import Sum
 from torchq.attr import Attr
 from torchq.folding import Folded, fold
 from torchq.functional.arguments import Ints, check_8bit, conv_geometry, spread
-from torchq.ops import dtype_code
+from torchq.ops import conv_sizes, dtype_code
 from torchq.packing import PackedWeight, pack_conv, pack_linear
 
 
@@ -29,16 +29,20 @@ def linear(
 
     Args:
         src: uint8 or int8 ``(*, in_features)``.
-        weight: int8 ``(out_features, in_features)``, or packed by
+        weight: int8 or uint8 ``(out_features, in_features)``, or packed by
             :func:`~torchq.packing.pack_linear` (do that once where the weight is constant).
         bias: ``[out_features]``; float32 in real units, added after scaling, or int32 in
             accumulator units, added before. With output scales any bias is added before.
         attr: scales of ``src`` (mask 0), ``weights`` (0, or 1: per output channel) and ``dst``
             (0, or 2: per channel, the last dim of dst), zero points of ``src`` and ``dst`` (mask
-            0), or output scales (0 or 2); post-ops. What is not set is 1 (zero points: 0).
+            0) and ``weights`` (0 or 1), or output scales (0 or 2); post-ops. What is not set is 1
+            (zero points: 0).
         dst_dtype: torch.uint8, int8, int32 or float32. Without scales, int32 gives the exact
             accumulators. A float32 dst has neither scale nor zero point.
-        post_op_srcs: for each ``sum``, a tensor of dst's shape and the sum's dtype.
+        post_op_srcs: in the order of the chain, a tensor of dst's shape and the sum's dtype for
+            each ``sum``; for each binary or prelu with another mask than 0 and 2 and without values
+            its operand, of dst's shape with 1 where the mask has no bit; the condition of each
+            select.
 
     Returns:
         ``(*, out_features)``.
@@ -65,7 +69,10 @@ def linear(
         dtype_code(dst_dtype),
         folded.post_ops,
         folded.post_op_params,
-        sum_sources("linear", attr, dst_dtype, post_op_srcs),
+        post_op_sources(
+            "linear", attr, dst_dtype, post_op_srcs, lambda: (*src.shape[:-1], packed.channels)
+        ),
+        *_row_sums("linear", src, packed, folded, packed.in_channels),
     )
     return result
 
@@ -107,7 +114,8 @@ def conv2d(
 
     Args:
         src: uint8 or int8 ``(N, C, H, W)``; channels-last is read in place, others are copied.
-        weight: int8 ``(OC, C/groups, kh, kw)``, or packed by :func:`~torchq.packing.pack_conv`.
+        weight: int8 or uint8 ``(OC, C/groups, kh, kw)``, or packed by
+            :func:`~torchq.packing.pack_conv`.
         bias: ``[OC]``; float32 or int32 as in :func:`linear`.
         stride: one number or one per spatial dimension; so are ``padding`` and ``dilation``.
         padding: added before, and after unless ``padding_end`` is given.
@@ -116,7 +124,10 @@ def conv2d(
             3 is per group and channel, mask 2 is OC/G values shared by the groups.
         attr: as in :func:`linear`; dst is (N, OC, OH, OW), mask 2 per channel.
         dst_dtype: torch.uint8, int8, int32 or float32, as in :func:`linear`.
-        post_op_srcs: for each ``sum``, a tensor of dst's shape and the sum's dtype.
+        post_op_srcs: in the order of the chain, a tensor of dst's shape and the sum's dtype for
+            each ``sum``; for each binary or prelu with another mask than 0 and 2 and without values
+            its operand, of dst's shape with 1 where the mask has no bit; the condition of each
+            select.
         padding_end: padding after, where it differs.
 
     Returns:
@@ -178,15 +189,21 @@ def _conv(
             f"{dims + 2} dims for weight {list(packed.shape)} and groups={packed.groups}, got "
             f"{list(src.shape)}. Add a batch dimension with unsqueeze(0) if it is missing."
         )
+    geometry = conv_geometry(op, packed.shape[2:], *window, packed.in_channels)
     folded = fold(op, attr, packed, bias, dst_dtype)
+
+    def dst_sizes() -> list[int]:
+        return conv_sizes(src.shape, packed.channels, geometry)
+
     result: Tensor = torch.ops.torchq.conv(
         src,
         *packed_arguments(packed, folded),
-        conv_geometry(op, packed.shape[2:], *window, packed.in_channels),
+        geometry,
         dtype_code(dst_dtype),
         folded.post_ops,
         folded.post_op_params,
-        sum_sources(op, attr, dst_dtype, post_op_srcs),
+        post_op_sources(op, attr, dst_dtype, post_op_srcs, dst_sizes),
+        *_row_sums("conv", src, packed, folded, geometry),
     )
     return result
 
@@ -225,24 +242,41 @@ def check_source(op: str, src: Tensor, attr: Attr) -> None:
     check_8bit(op, "src", src)
 
 
-def sum_sources(
-    op: str, attr: Attr, dst_dtype: torch.dtype, srcs: Sequence[Tensor]
+def post_op_sources(
+    op: str,
+    attr: Attr,
+    dst_dtype: torch.dtype,
+    srcs: Sequence[Tensor],
+    dst_sizes: Callable[[], Sequence[int]],
 ) -> list[Tensor]:
-    """The sources of the chain's sums, checked for number and dtype."""
-    sums = [post_op for post_op in attr.post_ops if isinstance(post_op, Sum)]
-    if len(srcs) != len(sums):
-        raise ValueError(
-            f"torchq.{op}: post_op_srcs must be {len(sums)} tensors, one per sum of "
-            f"'{attr.post_ops}', got {len(srcs)}. Pass what each sum adds."
-        )
-    for index, (post_op, src) in enumerate(zip(sums, srcs, strict=True)):
-        expected = post_op.dtype or dst_dtype
+    """The sources of the chain, in its order; those of sums are checked for their dtype."""
+    sources = attr.post_ops.sources(op, dst_sizes, srcs)
+    for index, (post_op, src) in enumerate(zip(attr.post_ops.source_owners, sources, strict=True)):
+        expected = (post_op.dtype or dst_dtype) if isinstance(post_op, Sum) else src.dtype
         if src.dtype != expected:
             raise TypeError(
                 f"torchq.{op}: post_op_srcs[{index}] must be {expected}, the dtype of its sum (by "
                 f"default that of dst), got {src.dtype}. Give append_sum its dtype."
             )
-    return list(srcs)
+    return sources
+
+
+def _row_sums(
+    op: str, src: Tensor, packed: PackedWeight, folded: Folded, geometry: int | list[int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """weight_zero_point and row_sums of linear and conv.
+
+    ``sum (s - zs) (w - wz[n]) = sum (s - zs) w - wz[n] sum (s - zs)``: the last is the op itself
+    with weights of 1, over the same valid taps, one channel per group.
+    """
+    if folded.weight_zero_point is None:
+        return None, None
+    ones = torch.ones((packed.groups, *packed.shape[1:]), dtype=torch.int8)
+    unit = pack_conv(ones, packed.groups, packed.dilation) if packed.dilation else pack_linear(ones)
+    empty = torch.empty(0)
+    raw = Folded(empty, empty, None, folded.src_zero_point, empty, "")
+    arguments = (*packed_arguments(unit, raw), geometry, dtype_code(torch.int32), "", empty, [])
+    return folded.weight_zero_point, getattr(torch.ops.torchq, op)(src, *arguments)
 
 
 def packed_arguments(packed: PackedWeight, folded: Folded) -> tuple[Tensor | None, ...]:

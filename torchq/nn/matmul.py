@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq._text import Eltwise
+from torchq._text import Binary, Eltwise, PReLU
 from torchq.attr import Attr
 from torchq.folding import fold
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_conv, pack_conv_transpose, pack_linear
-from torchq.post_ops import PostOps
+from torchq.post_ops import CHANNEL_MASKS, PostOps
 from torchq.qparams import QParams
 
 
@@ -61,6 +61,24 @@ def _placeholder_weight(spec: dict[str, Any]) -> PackedWeight:
     return pack_conv(weight, groups, dilation) if dilation else pack_linear(weight)
 
 
+def _check_supported(weight: PackedWeight, post_ops: PostOps) -> None:
+    """Raises NotImplementedError for what only the functional API takes."""
+    if weight.dtype != torch.int8:
+        raise NotImplementedError(
+            f"torchq.nn: weight must be int8, got {weight.dtype}, whose zero points modules do "
+            "not hold. Use torchq.functional.linear or conv2d."
+        )
+    for op in post_ops:
+        if isinstance(op, Binary | PReLU) and (
+            op.mask not in CHANNEL_MASKS
+            or (isinstance(op, Binary) and (op.dtype != torch.float32 or op.alg == "select"))
+        ):
+            raise NotImplementedError(
+                f"torchq.nn: post_ops must have float32 operands with mask 0 or 2, got {op}. "
+                "torchq.functional.linear and conv2d take the others."
+            )
+
+
 class QMatmul(QModule):
     """Packed weight, scales and post-ops of a linear layer or convolution.
 
@@ -100,6 +118,7 @@ class QMatmul(QModule):
         """``dst`` None means a float32 destination."""
         super().__init__()
         chain = with_destination_range(post_ops or PostOps(), dst)
+        _check_supported(weight, chain)
         self._add_src(src)
         self.dst_dtype = torch.float32 if dst is None else dst.dtype
         self.dst_code = dtype_code(self.dst_dtype)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""uint8 weights and zero points of weights, per tensor and per channel, against the oracle.
+
+The oracle subtracts the zero points from the weights in float64, where every sum is exact.
+"""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import reference
+import torch
+from calls import F32, S8, S32, U8, assert_same
+from cases import ConvShape, LinearShape, random_q
+from torch import Tensor
+
+import torchq.functional as TF
+from torchq import Attr
+from torchq.packing import pack_conv, pack_linear
+
+ops = torch.ops.torchq
+
+LINEAR = [
+    LinearShape(7, 37, 21),
+    LinearShape(1, 64, 64),
+    LinearShape(3, 5, 0),
+    LinearShape(0, 4, 8),
+]
+CONV = [
+    ConvShape(2, 6, 21, (5, 7), (3, 3), (2, 1), (1, 1), (0, 2), (1, 1), 1, "dense"),
+    ConvShape(1, 3, 64, (9, 9), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1), 1, "runs"),
+    ConvShape(1, 8, 12, (5, 5), (3, 3), (1, 1), (1, 1), (1, 1), (2, 2), 4, "groups"),
+    ConvShape(1, 64, 128, (4,), (3,), (1,), (1,), (1,), (1,), 2, "wide groups"),
+    ConvShape(1, 37, 37, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1), 37, "depthwise"),
+]
+
+
+def arguments(shape, dst: torch.dtype, weight_dtype: torch.dtype, per_channel: bool):
+    """Readable arguments, and the zero points as one per output channel."""
+    args = cases.sample(shape, S8 if shape.channels % 2 else U8, dst, "")
+    weight = random_q(shape.weight, weight_dtype, 3)
+    limits = torch.iinfo(weight_dtype)
+    zero = torch.randint(limits.min, limits.max + 1, (shape.channels if per_channel else 1,))
+    args |= {"weight": weight, "weight_scale": torch.tensor(5e-4), "src_scale": None}
+    args |= {"dst_scale": None if dst == F32 else torch.tensor(0.5), "dst_zero_point": 0}
+    return args, zero.int()
+
+
+def attr_of(args, zero: Tensor, shape, dst: torch.dtype) -> Attr:
+    grouped = getattr(shape, "groups", 1) > 1
+    mask = 0 if zero.numel() == 1 else 3 if grouped else 1
+    attr = Attr().set_scales("weights", 0, args["weight_scale"])
+    attr.set_zero_points("weights", mask, zero).set_zero_points("src", 0, args["src_zero_point"])
+    return attr if dst == F32 else attr.set_scales("dst", 0, args["dst_scale"])
+
+
+def expected(args, zero: Tensor, shape) -> Tensor:
+    shifted = args["weight"].double() - zero.double().reshape(-1, *[1] * (args["weight"].dim() - 1))
+    call = reference.linear if isinstance(shape, LinearShape) else reference.conv
+    extra = {} if isinstance(shape, LinearShape) else shape.oracle
+    return call(**(args | {"weight": shifted}), **extra)
+
+
+def run(args, attr: Attr, shape, dst: torch.dtype, weight=None, **changes) -> Tensor:
+    weight = args["weight"] if weight is None else weight
+    if isinstance(shape, LinearShape):
+        return TF.linear(args["src"], weight, args["bias"], attr, dst, **changes)
+    conv = getattr(TF, f"conv{len(shape.kernel)}d")
+    begin, end = shape.padding
+    window = {"stride": shape.stride, "padding": begin, "padding_end": end}
+    window |= {"dilation": shape.dilation, "groups": shape.groups}
+    return conv(args["src"], weight, args["bias"], attr=attr, dst_dtype=dst, **window, **changes)
+
+
+@pytest.mark.parametrize("shape", [*LINEAR, *CONV], ids=str)
+@pytest.mark.parametrize("weight_dtype", [U8, S8], ids=str)
+def test_against_the_oracle(shape, weight_dtype: torch.dtype, isa: str):
+    for dst, per_channel in ((U8, True), (S8, False), (F32, True), (S32, True)):
+        args, zero = arguments(shape, dst, weight_dtype, per_channel)
+        got = run(args, attr_of(args, zero, shape, dst), shape, dst)
+        assert_same(got, expected(args, zero, shape), (shape, dst, per_channel))
+
+
+@pytest.mark.parametrize("shape", [LINEAR[0], CONV[0], CONV[4]], ids=str)
+def test_exact_sums_and_chains(shape, isa: str):
+    """Without scales an int32 destination is exact; float chains start from the same sums."""
+    args, zero = arguments(shape, S32, U8, True)
+    args |= {"weight_scale": None, "dst_scale": None, "bias": None}
+    attr = Attr().set_zero_points("src", 0, args["src_zero_point"])
+    attr.set_zero_points("weights", 3 if getattr(shape, "groups", 1) > 1 else 1, zero)
+    assert_same(run(args, attr, shape, S32), expected(args, zero, shape))
+    args, zero = arguments(shape, U8, U8, True)
+    attr = attr_of(args, zero, shape, U8)
+    attr.post_ops.append_eltwise("relu", 0.1).append_sum(0.25)
+    old = random_q(shape.dst, U8, 9)
+    args |= {"post_ops": "eltwise_relu:0.1+sum:0.25", "post_op_srcs": [old]}
+    assert_same(run(args, attr, shape, U8, post_op_srcs=[old]), expected(args, zero, shape))
+
+
+def test_uint8_weights_without_zero_points_and_at_128():
+    shape = LINEAR[0]
+    args, _ = arguments(shape, U8, U8, False)
+    for zero, attr in ((0, Attr()), (128, Attr().set_zero_points("weights", 0, 128))):
+        attr.set_scales("weights", 0, 5e-4).set_scales("dst", 0, 0.5)
+        attr.set_zero_points("src", 0, args["src_zero_point"])
+        want = expected(args, torch.tensor([zero]), shape)
+        assert_same(run(args, attr, shape, U8), want)
+        assert_same(run(args, attr, shape, U8, pack_linear(args["weight"])), want)
+
+
+def test_extremes_do_not_overflow(isa: str):
+    """255 * 255 * 33025 < 2^31, in both signs."""
+    k = 33025
+    src = torch.full((1, k), 255, dtype=U8)
+    for q, zero in ((255, 0), (0, 255)):
+        attr = Attr().set_zero_points("weights", 0, zero)
+        got = TF.linear(src, torch.full((17, k), q, dtype=U8), attr=attr, dst_dtype=S32)
+        assert (got == 255 * (q - zero) * k).all()
+    with pytest.raises(ValueError, match="at most 33025 products per output, got 33026"):
+        TF.linear(torch.zeros(1, k + 1, dtype=U8), torch.zeros(1, k + 1, dtype=U8))
+
+
+def test_packing_uint8_is_lossless():
+    weight = random_q((20, 9), U8)
+    assert torch.equal(pack_linear(weight).unpack(), weight)
+    kernel = random_q((8, 3, 3, 3), U8)
+    assert torch.equal(pack_conv(kernel).unpack(), kernel)
+
+
+def test_errors():
+    src, weight = random_q((2, 8), U8), random_q((4, 8), S8)
+    for zero, message in ((128, "must be .*128"), (-129, "must be .*-129")):
+        with pytest.raises(ValueError, match=message):
+            TF.linear(src, weight, attr=Attr().set_zero_points("weights", 0, zero))
+    with pytest.raises(ValueError, match="must be 4 values"):
+        TF.linear(src, weight, attr=Attr().set_zero_points("weights", 1, [1, 2]))
+    with pytest.raises(ValueError, match="int32 bias must be at most"):
+        bias = torch.full((4,), 2**31 - 1 - 255 * 128 * 8, dtype=S32)
+        TF.linear(src, weight, bias, Attr().set_zero_points("weights", 0, 1), S32)
+    packed = pack_linear(weight)
+    raw = (torch.empty(0), torch.empty(0), None, None, 8, 3, "", torch.empty(0), [])
+    zero, sums = torch.ones(4, dtype=S32), torch.ones(2, 1, dtype=S32)
+    tensors = (packed.weight, packed.compensation, packed.pair_bound)
+    for pair, error, message in (
+        ((zero, None), ValueError, "must come together"),
+        ((None, sums), ValueError, "must come together"),
+        ((zero[:3], sums), ValueError, "weight_zero_point must have 4 values"),
+        ((zero, sums[:1]), ValueError, r"row_sums must have shape \[2, 1\]"),
+        ((zero, sums.float()), TypeError, "row_sums must be int32"),
+        ((zero.float(), sums), TypeError, "weight_zero_point must be int32"),
+    ):
+        with pytest.raises(error, match=message):
+            ops.linear(src, *tensors, *raw, *pair)
