@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eager flow on networks that try to break it: float-correct results or an exception."""
+"""Swapping modules of networks that try to break it: float-correct results or an exception."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torchq
 import torchq.nn as tnn
-from torchq import QConfig
+from torchq import QConfig, eager
 
 
 @pytest.fixture(autouse=True)
@@ -49,14 +49,14 @@ def check(name: str, config: QConfig | None = None, bound: float = 25.0) -> nn.M
     """Prepared equals float, converted is near it, and the report counts what it should."""
     model, data = build(name)
     expected = copy.deepcopy(model)
-    prepared = torchq.prepare(model, data[0], config)
+    prepared = eager.prepare(model, data[0], config)
     with torch.no_grad():
         want = tensors(expected(data[1]))
         for a, b in zip(want, tensors(prepared(data[1])), strict=True):
             torch.testing.assert_close(b, a, rtol=1e-5, atol=2e-5)
         for a, b in zip(want, tensors(model(data[1])), strict=True):
             assert torch.equal(a, b), "prepare changed the model it was given"
-    converted = torchq.convert(torchq.calibrate(prepared, data))
+    converted = eager.convert(eager.calibrate(prepared, data))
     for a, b in zip(want, tensors(converted(data[1])), strict=True):
         assert sqnr(a, b) > bound, name
     rows = [row for row in torchq.explain(converted).rows if row.is_matmul]
@@ -125,7 +125,7 @@ def int8_sites(converted: nn.Module) -> dict[str, str]:
 
 def convert(name: str, **kwargs: Any) -> nn.Module:
     model, data = build(name)
-    return torchq.quantize(model, data, data[0], **kwargs)
+    return eager.quantize(model, data, data[0], **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_residual_first_fuses() -> None:
 def test_constant_operand_broadcasts_to_other_batches() -> None:
     """A constant of the example's shape is no residual: it would not broadcast."""
     model, data = build("add_constant")
-    converted = torchq.quantize(model, data, data[0])
+    converted = eager.quantize(model, data, data[0])
     assert isinstance(converted.add, tnn.QAdd)
     x = torch.cat(data)
     with torch.no_grad():
@@ -172,7 +172,7 @@ def test_layout_of_view() -> None:
         lambda m, x: (m.a(x) + 1).view(2, -1), a=nn.Conv2d(8, 4, 3)
     ).eval()  # fmt: skip
     x = torch.randn(models.IMAGE)
-    converted = torchq.quantize(model, [x], x)
+    converted = eager.quantize(model, [x], x)
     assert converted.a.contiguous
     with torch.no_grad():
         assert sqnr(model(x), converted(x)) > 30
@@ -181,7 +181,7 @@ def test_layout_of_view() -> None:
 def test_stash_is_float() -> None:
     """A tensor that the model keeps as an attribute, or hides in an object, is float32."""
     model, data = build("stash")
-    converted = torchq.quantize(model, data, data[0])
+    converted = eager.quantize(model, data, data[0])
     with torch.no_grad():
         model(data[0]), converted(data[0])
     assert sqnr(model.last, converted.last) > 30
@@ -201,10 +201,10 @@ def test_stash_is_float() -> None:
 def test_override_keeps_a_folded_batch_norm_float() -> None:
     """A batch norm behind a layer that stays float must not be folded."""
     model, data = build("resnet")
-    prepared = torchq.prepare(model, data[0], overrides={"block1.conv1": None})
+    prepared = eager.prepare(model, data[0], overrides={"block1.conv1": None})
     with torch.no_grad():
         torch.testing.assert_close(prepared(data[0]), model(data[0]), rtol=1e-5, atol=2e-5)
-    converted = torchq.convert(torchq.calibrate(prepared, data), strict=True)
+    converted = eager.convert(eager.calibrate(prepared, data), strict=True)
     assert isinstance(converted.block1.conv1, nn.Conv2d)
     assert isinstance(converted.block1.bn1, nn.BatchNorm2d)
     row = next(r for r in torchq.explain(converted).rows if r.name == "block1.conv1")
@@ -241,17 +241,17 @@ def test_unmatched_override() -> None:
 
 def test_uncalibrated_names_the_module() -> None:
     model, data = build("sequential")
-    prepared = torchq.prepare(model, data[0])
+    prepared = eager.prepare(model, data[0])
     with pytest.raises(RuntimeError, match=r"'0.dst'.*torchq.calibrate") as error:
-        torchq.convert(prepared)
+        eager.convert(prepared)
     assert "overrides={'0.dst': None}" in str(error.value)
 
 
 def test_nan_in_calibration_names_the_module() -> None:
     model, data = build("sequential")
-    prepared = torchq.prepare(model, data[0])
+    prepared = eager.prepare(model, data[0])
     with pytest.raises(ValueError, match=r"'0': src must be finite.*1 NaN"):
-        torchq.calibrate(prepared, [data[0].index_fill(0, torch.tensor([0]), 0.5), _nan(data[0])])
+        eager.calibrate(prepared, [data[0].index_fill(0, torch.tensor([0]), 0.5), _nan(data[0])])
 
 
 def _nan(x: Tensor) -> Tensor:
@@ -265,44 +265,44 @@ def test_nan_weight_names_the_module() -> None:
     with torch.no_grad():
         model[2].weight[0, 0] = torch.inf
         model[0].weight.zero_()
-    prepared = torchq.prepare(model, data[0], overrides={"2.dst": None})
+    prepared = eager.prepare(model, data[0], overrides={"2.dst": None})
     with torch.no_grad(), pytest.raises(ValueError, match=r"'2' cannot be quantized: .*finite"):
         prepared[0].src_observers["0"](data[0])
         prepared[0].dst_observer(data[0])
-        torchq.convert(prepared)
+        eager.convert(prepared)
 
 
 def test_training_mode() -> None:
     model, data = build("sequential")
-    prepared = torchq.prepare(model, data[0])
+    prepared = eager.prepare(model, data[0])
     model[1].train()
     with pytest.raises(ValueError, match=r"training mode in 1 \(1 modules\).*model.eval\(\)"):
-        torchq.prepare(model, data[0])
+        eager.prepare(model, data[0])
     with pytest.raises(ValueError, match=r"torchq.calibrate: .*training mode"):
-        torchq.calibrate(prepared.train(), data)
+        eager.calibrate(prepared.train(), data)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_float_models(dtype: torch.dtype) -> None:
     model, data = build("sequential")
     with pytest.raises(TypeError, match=rf"must be float32, got {dtype} in '0'.*model.float\(\)"):
-        torchq.prepare(model.to(dtype), data[0].to(dtype))
+        eager.prepare(model.to(dtype), data[0].to(dtype))
 
 
 def test_wrong_stage() -> None:
     model, data = build("sequential")
-    prepared = torchq.calibrate(torchq.prepare(model, data[0]), data)
+    prepared = eager.calibrate(eager.prepare(model, data[0]), data)
     with pytest.raises(ValueError, match=r"must come from torchq.prepare"):
-        torchq.convert(model)
-    for wrong in (prepared, torchq.convert(prepared)):
+        eager.convert(model)
+    for wrong in (prepared, eager.convert(prepared)):
         with pytest.raises(ValueError, match=r"must be a float model"):
-            torchq.prepare(wrong, data[0])
+            eager.prepare(wrong, data[0])
     with pytest.raises(TypeError, match=r"got one Tensor"):
-        torchq.calibrate(prepared, data[0])
+        eager.calibrate(prepared, data[0])
     with pytest.raises(ValueError, match=r"at least one batch"):
-        torchq.calibrate(prepared, [])
+        eager.calibrate(prepared, [])
     with pytest.raises(NotImplementedError, match=r"dynamic=True.*calibrate"):
-        torchq.prepare(model, data[0], QConfig(dynamic=True))
+        eager.prepare(model, data[0], QConfig(dynamic=True))
 
 
 def test_strict() -> None:
@@ -330,7 +330,7 @@ def test_gradients() -> None:
         converted(x.requires_grad_())
     model = models.Wired(lambda m, x, r: m.add(m.a(x), r), a=models.conv(), add=tnn.Add()).eval()
     pair = (torch.randn(models.IMAGE), torch.randn(models.IMAGE))
-    converted = torchq.quantize(model, [pair], pair)
+    converted = eager.quantize(model, [pair], pair)
     with pytest.raises(RuntimeError, match=r"requires grad"):
         converted(pair[0], pair[1].requires_grad_())
 
@@ -340,20 +340,20 @@ def test_gradients() -> None:
 
 def test_calibrating_twice_adds_data() -> None:
     model, data = build("sequential")
-    together = torchq.calibrate(torchq.prepare(model, data[0]), data)
-    apart = torchq.prepare(model, data[0])
+    together = eager.calibrate(eager.prepare(model, data[0]), data)
+    apart = eager.prepare(model, data[0])
     for batch in data:
-        torchq.calibrate(apart, [batch])
-    assert torch.equal(torchq.convert(together)(data[0]), torchq.convert(apart)(data[0]))
+        eager.calibrate(apart, [batch])
+    assert torch.equal(eager.convert(together)(data[0]), eager.convert(apart)(data[0]))
 
 
 def test_prepared_can_be_copied_and_converted_twice() -> None:
     model, data = build("resnet")
-    prepared = torchq.prepare(model, data[0])
+    prepared = eager.prepare(model, data[0])
     other = copy.deepcopy(prepared)
-    torchq.calibrate(prepared, data)
-    torchq.calibrate(other, data)
-    results = [torchq.convert(p)(data[0]) for p in (prepared, other, prepared)]
+    eager.calibrate(prepared, data)
+    eager.calibrate(other, data)
+    results = [eager.convert(p)(data[0]) for p in (prepared, other, prepared)]
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
@@ -361,5 +361,5 @@ def test_inputs_by_keyword_and_inference_mode() -> None:
     model, data = build("sequential")
     by_name = {"input": data[0]}
     with torch.inference_mode():
-        converted = torchq.quantize(model, [by_name], by_name)
-    assert torch.equal(converted(input=data[0]), torchq.quantize(model, data[:1], data[0])(data[0]))
+        converted = eager.quantize(model, [by_name], by_name)
+    assert torch.equal(converted(input=data[0]), eager.quantize(model, data[:1], data[0])(data[0]))

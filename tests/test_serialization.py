@@ -16,12 +16,13 @@ from torch import nn
 
 import torchq
 import torchq.nn as tnn
+from torchq import eager
 
 
 def build(name: str, **kwargs: Any) -> tuple[nn.Module, nn.Module, torch.Tensor]:
     make, shape, _, _ = models.CASES[name]
     model, x = models.randomize(make()), torch.randn(shape)
-    return model, torchq.quantize(model, [x, 2 * x], x, **kwargs), x
+    return model, eager.quantize(model, [x, 2 * x], x, **kwargs), x
 
 
 @pytest.fixture(params=["safetensors", "torch.save"])
@@ -68,7 +69,7 @@ def test_module_registered_twice(file_format: str, tmp_path: Path) -> None:
     shared = nn.Linear(8, 8)
     model = nn.Sequential(shared, nn.ReLU(), shared).eval()
     x = torch.randn(4, 8)
-    converted = torchq.quantize(model, [x], x)
+    converted = eager.quantize(model, [x], x)
     assert converted[0] is converted[2] and isinstance(converted[0], tnn.QLinear)
     torchq.save(converted, tmp_path / "model")
     loaded = torchq.load(tmp_path / "model", model)
@@ -79,7 +80,7 @@ def test_float_weights_of_any_strides(file_format: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), nn.ReLU()).eval()
     model = model.to(memory_format=torch.channels_last)
     x = torch.randn(2, 4, 6, 6)
-    converted = torchq.quantize(model, [x], x)
+    converted = eager.quantize(model, [x], x)
     torchq.save(converted, tmp_path / "model")
     assert torch.equal(torchq.load(tmp_path / "model", model)(x), converted(x))
 
@@ -88,7 +89,7 @@ def test_file_is_small(tmp_path: Path) -> None:
     """Weights are bytes, and calibration is not saved."""
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).eval()
     x = torch.randn(4, 512)
-    torchq.save(torchq.quantize(model, [x], x), tmp_path / "model")
+    torchq.save(eager.quantize(model, [x], x), tmp_path / "model")
     assert (tmp_path / "model").stat().st_size < 1.1 * 512 * 512 * 2
 
 
@@ -183,7 +184,7 @@ def test_activation_that_is_fused_in_one_place_only() -> None:
         a=models.conv(), b=models.conv(), relu=nn.ReLU(),
     ).eval()  # fmt: skip
     x = torch.randn(models.IMAGE)
-    converted = torchq.quantize(model, [x], x)
+    converted = eager.quantize(model, [x], x)
     row = next(row for row in torchq.explain(converted).rows if row.name == "relu")
     assert row.quantized and row.reason == "fused into a; elsewhere float: called more than once"
     with torch.no_grad():
@@ -201,13 +202,13 @@ def test_custom_modules_are_reported() -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), Swish(), MyLinear(4, 4)).eval()
     x = torch.randn(2, 4)
-    prepared = torchq.prepare(model, x)
+    prepared = eager.prepare(model, x)
     rows = {row.name: row for row in torchq.explain(prepared).rows}
     for name in ("1", "2"):
         assert not rows[name].quantized
         assert rows[name].reason == "only leaf modules of torch.nn and torchq.nn have an int8 form"
     with pytest.raises(RuntimeError, match="strict=True, but 1 convolution"):
-        torchq.convert(torchq.calibrate(prepared, [x]), strict=True)
+        eager.convert(eager.calibrate(prepared, [x]), strict=True)
 
 
 def test_explain_needs_a_report(tmp_path: Path) -> None:

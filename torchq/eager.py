@@ -14,14 +14,14 @@ was not made for; code that looks into a uint8 tensor by itself cannot be stoppe
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchq.config import Overrides, QConfig
-from torchq.explain import Row, report_rows
+from torchq.explain import Row, check_strict, report_rows
 from torchq.fuse import QUANTIZABLE
 from torchq.lowering import quantized_layer, quantized_pool
 from torchq.nn.module import QModule
@@ -58,11 +58,28 @@ def prepare(
         NotImplementedError: ``config.dynamic``.
     """
     config = QConfig() if config is None else config
-    _check_model(model, config)
-    source = copy.deepcopy(model)  # the run may change its state
+    check_model(model, config)
     args, kwargs = split_inputs(example_inputs)
-    plan = Plan(record(source, args, kwargs), config, overrides)
-    plan.check_patterns(model)
+    return prepare_call(model, args, kwargs, config, overrides)
+
+
+def prepare_call(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    config: QConfig,
+    overrides: Overrides | None,
+    prefix: str = "",
+) -> nn.Module:
+    """:func:`prepare` for ``model(*args, **kwargs)``.
+
+    With a ``prefix``, the model is a submodule of another one: names in overrides, messages and
+    the report begin with it, and patterns are not checked.
+    """
+    source = copy.deepcopy(model)  # the run may change its state
+    plan = Plan(record(source, args, kwargs), config, overrides, prefix)
+    if not prefix:
+        plan.check_patterns(model)
     prepared = _with_modules(model, plan.replacements()).eval()
     _leave_fast_paths(prepared)
     prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
@@ -84,7 +101,7 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
         ValueError: ``data`` has no batches, a batch contains NaN or inf (the message names the
             module), or ``prepared`` is in training mode.
     """
-    _check_mode("calibrate", prepared)
+    check_mode("calibrate", prepared)
     with torch.inference_mode():
         for batch in batches("calibrate", data, progress):
             call(prepared, batch)
@@ -116,7 +133,7 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         )
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     if strict:
-        _check_strict(rows)
+        check_strict(rows)
     dst = {site: layer.dst_qparams() for site, layer in layers.items()}
     replacements: dict[str, nn.Module] = {
         site: quantized_layer(layer, _srcs(layer, dst), dst[site]) for site, layer in layers.items()
@@ -168,17 +185,8 @@ def _leave_fast_paths(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-def _check_strict(rows: list[Row]) -> None:
-    left = [r for r in rows if r.is_matmul and not r.quantized and not r.requested]
-    if left:
-        lines = "; ".join(f"{row.name}: {row.reason}" for row in left)
-        raise RuntimeError(
-            f"torchq.convert: strict=True, but {len(left)} convolution or linear modules stay "
-            f"float: {lines}. Change the model, or name them in overrides with None."
-        )
-
-
-def _check_mode(op: str, model: nn.Module) -> None:
+def check_mode(op: str, model: nn.Module) -> None:
+    """Raises ValueError if a module is in training mode."""
     training = [name or "the model" for name, m in model.named_modules() if m.training]
     if training:
         raise ValueError(
@@ -187,8 +195,9 @@ def _check_mode(op: str, model: nn.Module) -> None:
         )
 
 
-def _check_model(model: nn.Module, config: QConfig) -> None:
-    _check_mode("prepare", model)
+def check_model(model: nn.Module, config: QConfig) -> None:
+    """Raises what :func:`prepare` promises."""
+    check_mode("prepare", model)
     for name, module in model.named_modules():
         if isinstance(module, ObservedLayer | ObservedPool | QModule):
             raise ValueError(

@@ -55,6 +55,7 @@ class Explanation:
     rows: tuple[Row, ...]
     details: dict[str, str]
     seven_bits: dict[str, str] = field(default_factory=dict)
+    note: str = ""
 
     def __str__(self) -> str:
         """One line per module: name, class, int8 or float, and the scales or the reason."""
@@ -75,6 +76,8 @@ class Explanation:
             )
         layers = [row for row in self.rows if row.is_matmul]
         quantized = sum(row.quantized for row in layers)
+        if self.note:
+            lines.append(self.note)
         lines.append(f"{quantized} of {len(layers)} convolutions and linears run in int8")
         return "\n".join(line.rstrip() for line in lines)
 
@@ -96,7 +99,7 @@ def explain(model: nn.Module) -> Explanation:
         for name, module in model.named_modules()
         if isinstance(module, QModule)
     }
-    return Explanation(tuple(rows), details, seven_bits(model))
+    return Explanation(tuple(rows), details, seven_bits(model), getattr(model, "torchq_note", ""))
 
 
 def report_rows(model: nn.Module, plan: Plan) -> list[Row]:
@@ -107,6 +110,17 @@ def report_rows(model: nn.Module, plan: Plan) -> list[Row]:
         for name, module in model.named_modules()
         if next(module.children(), None) is None or next(module.parameters(False), None) is not None
     ]
+
+
+def check_strict(rows: list[Row]) -> None:
+    """Raises RuntimeError for matmuls that stay float without an override that says so."""
+    left = [r for r in rows if r.is_matmul and not r.quantized and not r.requested]
+    if left:
+        lines = "; ".join(f"{row.name}: {row.reason}" for row in left)
+        raise RuntimeError(
+            f"torchq.convert: strict=True, but {len(left)} convolution or linear modules stay "
+            f"float: {lines}. Change the model, or name them in overrides with None."
+        )
 
 
 class _Reporter:
@@ -134,6 +148,7 @@ class _Reporter:
             quantized, reason = self._without_layer(name, module)
         requested = self.plan.config(name) is None
         is_matmul = isinstance(module, MATMUL)
+        name, site = (f"{self.plan.prefix}{other}".rstrip(".") for other in (name, site))
         return Row(name, type(module).__name__, quantized, reason, site, is_matmul, requested)
 
     def _without_layer(self, name: str, module: nn.Module) -> tuple[bool, str]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from torchq.config import QConfig
 from torchq.nn import binary, conv, linear, pooling, quantize
 from torchq.nn.fused import ResidualFirst
 from torchq.nn.module import QModule
@@ -41,9 +42,51 @@ def _of_base(classes: dict[type[nn.Module], _Class], module: nn.Module) -> _Clas
 
 def quantized_pool(pool: ObservedPool, qparams: QParams) -> QModule:
     """The pool on tensors with these parameters."""
-    cls = _of_base(_POOLS, pool.module)
-    result: QModule = cls.from_float(pool.module, qparams, contiguous=pool.contiguous)
+    return pool_from_float(pool.module, qparams, pool.contiguous)
+
+
+def pool_from_float(module: nn.Module, qparams: QParams, contiguous: bool = False) -> QModule:
+    """A float pool on tensors with these parameters."""
+    cls = _of_base(_POOLS, module)
+    result: QModule = cls.from_float(module, qparams, contiguous=contiguous)
     return result
+
+
+def matmul_from_float(
+    module: nn.Module,
+    src: QParams,
+    dst: QParams | None,
+    config: QConfig,
+    post_ops: PostOps,
+    *,
+    pad: tuple[list[int], list[int]] | None = None,
+    contiguous: bool = False,
+) -> QModule:
+    """A float linear layer or convolution, between tensors with these parameters.
+
+    Args:
+        module: the float layer.
+        src: parameters of the source.
+        dst: parameters of the destination; None for float32.
+        config: how to quantize the weight.
+        post_ops: applied before the destination is quantized.
+        pad: zeros before and after each spatial dim, beside those of the convolution.
+        contiguous: make the destination of a convolution contiguous instead of channels-last.
+    """
+    weight = {"granularity": config.weight_granularity, "bits": config.weight_bits}
+    if isinstance(module, nn.Linear):
+        return linear.QLinear.from_float(module, src, dst, post_ops=post_ops, **weight)  # type: ignore[arg-type]
+    cls = _of_base(_CONVS, module)
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    return cls.from_float(
+        module,
+        src,
+        dst,
+        post_ops=post_ops,
+        pad=pad,
+        contiguous=contiguous,
+        **weight,  # type: ignore[arg-type]
+    )
 
 
 def quantized_layer(
@@ -98,40 +141,32 @@ def _matmul(
 ) -> QModule:
     src = srcs[0]
     assert src is not None
-    config = layer.config
-    granularity, bits = config.weight_granularity, config.weight_bits
     chain = _post_ops(layer, srcs)
-    quantized: QModule
-    if isinstance(module, nn.Linear):
-        quantized = linear.QLinear.from_float(
-            module, src, dst, granularity=granularity, bits=bits, post_ops=chain
-        )
-    else:
-        quantized = _of_base(_CONVS, module).from_float(
-            module,
-            src,
-            dst,
-            granularity=granularity,
-            bits=bits,
-            post_ops=chain,
-            contiguous=layer.contiguous,
-        )
+    quantized = matmul_from_float(
+        module, src, dst, layer.config, chain, contiguous=layer.contiguous
+    )
     return ResidualFirst(quantized) if layer.residual_first else quantized
 
 
 def _post_ops(layer: ObservedLayer, srcs: list[QParams | None]) -> PostOps:
     """A sum for the residual, then the fused activation."""
+    return post_op_chain(layer.has_residual, srcs[-1], layer.clip)
+
+
+def post_op_chain(
+    has_residual: bool, residual: QParams | None, clip: tuple[float, float] | None
+) -> PostOps:
+    """A sum for the residual (of float32, if it has no parameters), then the fused activation."""
     chain = PostOps()
-    if layer.has_residual:
-        residual = srcs[-1]
+    if has_residual:
         if residual is None:
             chain.append_sum(1.0, 0, "f32")
         else:
             chain.append_sum(float(residual.scale), int(residual.zero_point), residual.dtype)
-    if layer.clip == (0.0, math.inf):
+    if clip == (0.0, math.inf):
         chain.append_eltwise("relu")
-    elif layer.clip is not None:
+    elif clip is not None:
         largest = 3.4028234663852886e38  # of float32: a clip has no infinite bounds
-        low, high = (min(max(bound, -largest), largest) for bound in layer.clip)
+        low, high = (min(max(bound, -largest), largest) for bound in clip)
         chain.append_eltwise("clip", low, high)
     return chain

@@ -26,9 +26,15 @@ class Plan:
         reasons: main module of a layer -> why it stays float; "" where it is quantized.
     """
 
-    def __init__(self, recording: Recording, config: QConfig, overrides: Overrides | None) -> None:
-        """Decides; nothing is changed yet."""
-        self.recording = recording
+    def __init__(
+        self,
+        recording: Recording,
+        config: QConfig,
+        overrides: Overrides | None,
+        prefix: str = "",
+    ) -> None:
+        """Decides; nothing is changed yet. Names in overrides begin with ``prefix``."""
+        self.recording, self.prefix = recording, prefix
         self._config, self._overrides = config, overrides
         self.layers = find_layers(recording, lambda name: self.config(name) is None)
         self.reasons: dict[str, str] = {}
@@ -45,7 +51,7 @@ class Plan:
 
     def config(self, name: str) -> QConfig | None:
         """How to quantize a module, or its destination ``<name>.dst``; None keeps it float."""
-        return resolve(self._overrides, name, self._config)
+        return resolve(self._overrides, f"{self.prefix}{name}", self._config)
 
     def producer(self, value: int) -> Layer | None:
         """The layer that emits this value as int8, if one does."""

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from torchq.fx.structure import GRAPH_KEY, decode, encode
 from torchq.nn.module import QModule, read_spec
 
 __all__ = ["load", "save"]
@@ -27,8 +28,13 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Args:
         model: from :func:`torchq.convert`; its float modules are saved too.
         path: of the file.
+
+    Raises:
+        NotImplementedError: its graph calls functions that are not of torch.
     """
     state = _state(model)
+    if isinstance(model, fx.GraphModule):
+        state[GRAPH_KEY] = encode(model)
     try:
         from safetensors.torch import save as dump
     except ImportError:
@@ -38,21 +44,68 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         Path(path).write_bytes(dump(state, metadata={"format": "pt", "writer": "torchq"}))
 
 
-def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
+def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
     """A converted model from a file and the float model it came from.
 
     Args:
         path: written by :func:`save`.
         model: a float model of the same architecture, as it was before :func:`torchq.prepare`; it
-            is copied, and its weights do not matter.
+            is copied, and its weights do not matter. A traced model without float modules needs
+            none.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a spec in the file is not one of torchq, or names an unknown module class.
+        ValueError: a spec in the file is not one of torchq, or names an unknown module class; or
+            ``model`` is needed.
         RuntimeError: the file and the model do not fit together; names what is missing or left
             over.
     """
     state = read_state(Path(path))
+    text = state.pop(GRAPH_KEY, None)
+    loaded = _swapped(model, state, path) if text is None else _traced(text, model, state, path)
+    missing, unexpected = loaded.load_state_dict(state, strict=False)
+    left = [name for name in missing if name not in _aliases(loaded, state)]
+    if left or unexpected:
+        raise RuntimeError(
+            f"torchq.load: {path} and the model must fit together, but the file lacks {left[:5]} "
+            f"and has {unexpected[:5]} too many. Pass the architecture the file was saved from."
+        )
+    return loaded.eval().requires_grad_(False)
+
+
+def _swapped(
+    model: nn.Module | None, state: dict[str, Tensor], path: str | os.PathLike[str]
+) -> nn.Module:
+    """A copy of the model with the quantized modules of the state in their places."""
+    if model is None:
+        raise ValueError(
+            f"torchq.load: {path} holds float modules, or a model that was not traced: model must "
+            "be given. Pass a float model of the architecture the file was saved from."
+        )
+    modules = _quantized(state)
+    memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in modules.items()}
+    swapped: nn.Module = copy.deepcopy(model, memo)
+    return swapped
+
+
+def _traced(
+    text: Tensor, model: nn.Module | None, state: dict[str, Tensor], path: str | os.PathLike[str]
+) -> nn.Module:
+    """The graph of the file, with its quantized modules and the float modules of the model."""
+    quantized = _quantized(state)
+
+    def module(name: str, source: str | None) -> nn.Module:
+        if source is None:
+            return quantized[name]
+        inside = f"{name}."
+        own = {k.removeprefix(inside): v for k, v in state.items() if k.startswith(inside)}
+        return _swapped(None if model is None else _submodule(model, source, path), own, path)
+
+    return decode(text, module, state)
+
+
+def _quantized(state: dict[str, Tensor]) -> dict[str, nn.Module]:
+    """Name -> quantized module, from the specs in a state."""
     modules: dict[str, nn.Module] = {}
     # Outer modules first: a quantized module may itself hold one.
     for key in sorted(state, key=lambda name: name.count(".")):
@@ -65,16 +118,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
                 modules[name] = module
             else:
                 modules[outer].set_submodule(name[len(outer) + 1 :], module)
-    memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in modules.items()}
-    loaded: nn.Module = copy.deepcopy(model, memo)
-    missing, unexpected = loaded.load_state_dict(state, strict=False)
-    left = [name for name in missing if name not in _aliases(loaded, state)]
-    if left or unexpected:
-        raise RuntimeError(
-            f"torchq.load: {path} and the model must fit together, but the file lacks {left[:5]} "
-            f"and has {unexpected[:5]} too many. Pass the architecture the file was saved from."
-        )
-    return loaded.eval().requires_grad_(False)
+    return modules
 
 
 def build(spec: dict[str, Any]) -> QModule:

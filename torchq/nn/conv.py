@@ -78,6 +78,7 @@ class QConv(QMatmul):
         granularity: str = "per_channel",
         bits: int = 8,
         post_ops: PostOps | None = None,
+        pad: tuple[Sequence[int], Sequence[int]] | None = None,
         contiguous: bool = False,
     ) -> Self:
         """Quantizes the weight symmetrically and packs it.
@@ -89,6 +90,7 @@ class QConv(QMatmul):
             granularity: of the weight scale, "per_channel" or "per_tensor".
             bits: of the weight, 8 or 7.
             post_ops: applied before the destination is quantized.
+            pad: more zeros before and after, one per spatial dimension.
             contiguous: make dst contiguous instead of channels-last, for code that calls ``view``.
 
         Raises:
@@ -104,6 +106,11 @@ class QConv(QMatmul):
         scale, _ = params.broadcast(weight.dim())
         packed = pack_conv(quantize_weight(weight, scale, bits), module.groups, module.dilation)
         begin, end = _paddings(module)
+        if pad is not None:
+            begin, end = (
+                [a + b for a, b in zip(own, more, strict=True)]
+                for own, more in zip((begin, end), pad, strict=True)
+            )
         return cls(
             packed,
             params.scale,

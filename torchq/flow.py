@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three verbs and the one-liner: on a traced graph, or by swapping modules where that fails."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from torchq import eager
+from torchq.config import Overrides, QConfig
+from torchq.eager import calibrate
+from torchq.fx import flow as graph
+from torchq.fx.capture import CaptureError
+from torchq.fx.prepared import Prepared
+from torchq.running import Inputs, batches
+
+__all__ = ["calibrate", "convert", "prepare", "quantize"]
+
+
+def prepare(
+    model: nn.Module,
+    example_inputs: Inputs,
+    config: QConfig | None = None,
+    overrides: Overrides | None = None,
+) -> nn.Module:
+    """A copy of ``model`` that computes the same and records what quantization needs.
+
+    The model is traced (:mod:`torchq.fx`), so that functions and operators are quantized as modules
+    are. Where its forward cannot be traced, its modules are swapped instead
+    (:mod:`torchq.eager`), with a warning that says why.
+
+    Args:
+        model: float32, in eval mode.
+        example_inputs: one input, a tuple of them, or a dict of keyword arguments; a copy of the
+            model is run on them. They must take the way through the model that later inputs take;
+            the batch size may be another one.
+        config: how to quantize; the default is QConfig().
+        overrides: ``fnmatch`` patterns on qualified names of modules, or of functions as the report
+            names them -> a QConfig, or None to keep float. With ``.dst`` appended, a pattern means
+            only the destination. Later patterns win.
+
+    Raises:
+        ValueError: the model is in training mode or prepared already, or a pattern matches nothing.
+        TypeError: the model is not float32.
+        NotImplementedError: ``config.dynamic``.
+    """
+    try:
+        return graph.prepare(model, example_inputs, config, overrides)
+    except CaptureError as error:
+        reason = f"{type(model).__name__} cannot be traced: {error}"
+    warnings.warn(
+        f"torchq.prepare: {reason}. Its modules are swapped instead; functions and operators stay "
+        "float.",
+        stacklevel=2,
+    )
+    prepared = eager.prepare(model, example_inputs, config, overrides)
+    prepared.torchq_note = f"modules were swapped: {reason}"  # type: ignore[assignment]
+    return prepared
+
+
+def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
+    """The quantized model; the prepared one stays as it is.
+
+    It has no gradients: its float parameters do not require grad any more, and inputs that require
+    grad raise.
+
+    Args:
+        prepared: calibrated.
+        strict: raise if a convolution or linear stays float without an override that says so.
+
+    Raises:
+        ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
+        RuntimeError: a module was never calibrated (the message names it), or ``strict`` and
+            something stays float.
+    """
+    if isinstance(prepared, Prepared):
+        return graph.convert(prepared, strict)
+    return eager.convert(prepared, strict)
+
+
+def quantize(
+    model: nn.Module,
+    data: Iterable[Any],
+    example_inputs: Inputs | None = None,
+    config: QConfig | None = None,
+    overrides: Overrides | None = None,
+    strict: bool = False,
+) -> nn.Module:
+    """:func:`prepare`, :func:`calibrate` and :func:`convert` in one call.
+
+    ``example_inputs`` are the first batch of ``data`` unless given.
+    """
+    if example_inputs is None:
+        rest = iter(batches("quantize", data, progress=False))
+        example_inputs = next(rest)
+        data = itertools.chain([example_inputs], rest)
+    prepared = prepare(model, example_inputs, config, overrides)
+    return convert(calibrate(prepared, data), strict)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flow on a traced graph: prepare and convert."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import Tensor, nn
+
+from torchq import eager
+from torchq.config import Overrides, QConfig
+from torchq.explain import Row, check_strict
+from torchq.fuse import QUANTIZABLE
+from torchq.fx.capture import Captured, capture
+from torchq.fx.lowering import Lowering
+from torchq.fx.module import QuantizedGraph
+from torchq.fx.planning import Plan
+from torchq.fx.prepared import Prepared
+from torchq.fx.report import report_rows
+from torchq.running import Inputs, split_inputs
+
+__all__ = ["convert", "prepare"]
+
+
+def prepare(
+    model: nn.Module,
+    example_inputs: Inputs,
+    config: QConfig | None = None,
+    overrides: Overrides | None = None,
+) -> nn.Module:
+    """The model as a graph, with observers at the values that will be int8.
+
+    Arguments and errors are those of :func:`torchq.prepare`.
+
+    Raises:
+        CaptureError: the model's forward cannot be traced.
+    """
+    config = QConfig() if config is None else config
+    eager.check_model(model, config)
+    source = copy.deepcopy(model)  # tracing runs it, which may change its state
+    args, kwargs = split_inputs(example_inputs)
+    captured = capture(source, args, kwargs)
+    captured.model = _fresh(model, source)
+    plan = Plan(captured, config, overrides)
+    plan.check_patterns()
+    opaque, rows = _prepare_opaque(captured, config, overrides)
+    return Prepared(plan, opaque, report_rows(plan, rows)).eval()
+
+
+def _fresh(model: nn.Module, traced: nn.Module) -> nn.Module:
+    """A copy of the model as it was before tracing, with the constants that tracing added."""
+    fresh = copy.deepcopy(model)
+    for name, value in vars(traced).items():
+        if name.startswith("_tensor_constant") and isinstance(value, Tensor):
+            setattr(fresh, name, value)
+    for name, buffer in traced.named_buffers(recurse=False):
+        if name.startswith("_tensor_constant"):
+            fresh.register_buffer(name, buffer)
+    return fresh
+
+
+def _prepare_opaque(
+    captured: Captured, config: QConfig, overrides: Overrides | None
+) -> tuple[dict[str, nn.Module], dict[str, list[Row]]]:
+    """Submodules that cannot be traced, prepared by swapping their modules."""
+    prepared: dict[str, nn.Module] = {}
+    rows: dict[str, list[Row]] = {}
+    for name, why in captured.untraceable.items():
+        module = captured.model.get_submodule(name)
+        if any(isinstance(m, QUANTIZABLE) for m in module.modules()):
+            args, kwargs = captured.examples[name]
+            try:
+                result = eager.prepare_call(module, args, kwargs, config, overrides, f"{name}.")
+            except Exception as error:  # of the model's own code, in a run of its own
+                captured.untraceable[name] = f"{why}; nor by itself: {error}"
+                continue
+            prepared[name] = result
+            rows[name] = list(result.torchq_report)  # type: ignore[arg-type]
+    return prepared, rows
+
+
+def convert(prepared: Prepared, strict: bool = False) -> QuantizedGraph:
+    """The quantized model as a graph; see :func:`torchq.convert`."""
+    if strict:
+        check_strict(prepared.torchq_report)
+    opaque = {
+        name: eager.convert(prepared.graph_module.get_submodule(name))
+        for name in prepared.opaque_names
+    }
+    return Lowering(prepared, opaque).run().with_report(prepared.torchq_report)

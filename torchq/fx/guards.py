@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a traced graph checks at run time: that the way it was traced is the way to take."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["expect"]
+
+
+@torch.fx.wrap
+def expect(value: int, expected: int) -> None:
+    """Raises where a size or truth value that the model's Python code acted on is another one.
+
+    Raises:
+        RuntimeError: naming both.
+    """
+    if value != expected:
+        raise RuntimeError(
+            f"torchq.fx: the model was traced where a size or condition was {expected}, got "
+            f"{value}, and its Python code acted on it. Trace it with example_inputs of such "
+            "sizes, or use torchq.eager."
+        )

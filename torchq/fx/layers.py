@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From operations to layers: which of them become one quantized op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchq.fuse import BATCH_NORM, fold_batch_norms
+from torchq.fx.ops import Op, Role, clip_bounds
+from torchq.nn.binary import Add, Cat, Mul
+
+__all__ = ["Layer", "find_layers"]
+
+
+@dataclass(eq=False)
+class Layer:
+    """What becomes one quantized op.
+
+    Attributes:
+        op: the main operation.
+        srcs: nodes it reads, without the residual.
+        dst: node of its result; the converted graph computes the layer there.
+        parts: the operations it consists of; those behind the main one are fused into it.
+        norms: batch norms behind it, folded into the weight.
+        clip: bounds of a relu, relu6 or hardtanh behind it.
+        residual: node added before the clip.
+        pad: zeros before and after each spatial dim, beside those of the module.
+        function: of a UNARY, what the whole chain computes.
+    """
+
+    op: Op
+    srcs: list[fx.Node]
+    dst: fx.Node
+    parts: list[Op]
+    norms: list[nn.Module] = field(default_factory=list)
+    clip: tuple[float, float] | None = None
+    residual: fx.Node | None = None
+    pad: tuple[list[int], list[int]] | None = None
+    function: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def reads(self) -> list[fx.Node]:
+        """All nodes it reads."""
+        return self.srcs if self.residual is None else [*self.srcs, self.residual]
+
+    @property
+    def name(self) -> str:
+        """Where its module goes in the converted model."""
+        return self.op.name
+
+    @property
+    def role(self) -> Role:
+        """Of the main operation; a NORM is a depthwise MATMUL."""
+        if self.function is not None:
+            return Role.UNARY
+        return Role.MATMUL if self.op.role is Role.NORM else self.op.role
+
+    def float_module(self) -> nn.Module:
+        """The main operation with the batch norms folded into it."""
+        module = self.op.module
+        assert module is not None
+        if self.op.role is Role.NORM:
+            module = _depthwise(module, len(self.srcs[0].meta["value"].shape))
+        return fold_batch_norms(module, self.norms)
+
+
+def find_layers(ops: dict[fx.Node, Op]) -> list[Layer]:
+    """Layers in the order of their results."""
+    return _Finder(ops).run()
+
+
+class _Finder:
+    def __init__(self, ops: dict[fx.Node, Op]) -> None:
+        self.ops = ops
+        self.taken: set[Op] = set()
+
+    def run(self) -> list[Layer]:
+        layers: list[Layer] = []
+        # Matmuls take what they can first, the last one first: an addition goes to the nearer one.
+        for op in reversed(list(self.ops.values())):
+            if op.role is Role.MATMUL:
+                layers.append(self._matmul(op))
+        layers.extend(self._expressions())
+        for op in self.ops.values():
+            alone = op.role is Role.NORM and len(op.node.meta["value"].shape) > 2
+            if op not in self.taken and (alone or op.role is Role.COMBINE):
+                layers.append(self._other(op))
+        position = {node: i for i, node in enumerate(self.ops)}
+        return sorted(layers, key=lambda layer: position[layer.dst])
+
+    def _start(self, op: Op) -> Layer:
+        layer = Layer(op, list(op.srcs), op.node, [op])
+        self.taken.add(op)
+        return layer
+
+    def _matmul(self, op: Op) -> Layer:
+        layer = self._start(op)
+        pad = self.ops.get(op.srcs[0])
+        if pad is not None and pad.role is Role.PAD and pad.pad and self._merges(pad, op):
+            layer.pad, layer.srcs = pad.pad, list(pad.srcs)
+            layer.parts.append(pad)
+            self.taken.add(pad)
+        self._absorb(layer)
+        return layer
+
+    def _merges(self, pad: Op, op: Op) -> bool:
+        alone = list(pad.node.users) == [op.node] and not isinstance(op.module, nn.Linear)
+        return alone and not isinstance(getattr(op.module, "padding", None), str)
+
+    def _other(self, op: Op) -> Layer:
+        layer = self._start(op)
+        if not isinstance(op.module, Cat):
+            self._absorb(layer)
+        return layer
+
+    def _absorb(self, layer: Layer) -> None:
+        """Extends the layer by the operations behind it, while each alone reads the one before."""
+        while (op := self._next(layer.dst)) is not None:
+            bounds = clip_bounds(op.module)
+            if op.role is Role.PASS:
+                pass
+            elif self._fits_norm(layer, op):
+                assert op.module is not None
+                layer.norms.append(op.module)
+            elif self._fits_sum(layer, op):
+                layer.residual = next(src for src in op.srcs if src is not layer.dst)
+            elif self._fits_clip(layer, bounds):
+                layer.clip = bounds
+            else:
+                break
+            layer.parts.append(op)
+            layer.dst = op.node
+            self.taken.add(op)
+
+    def _next(self, node: fx.Node) -> Op | None:
+        """The one operation that reads a node, if it reads it once and may be fused."""
+        users = list(node.users)
+        op = self.ops.get(users[0]) if len(users) == 1 else None
+        if op is None or op in self.taken or op.requested or op.srcs.count(node) != 1:
+            return None
+        return op
+
+    def _fits_norm(self, layer: Layer, op: Op) -> bool:
+        if layer.role is not Role.MATMUL or op.role is not Role.NORM or layer.clip:
+            return False
+        # Behind a linear (N, L, C), the channels are not where the norm looks.
+        linear = isinstance(layer.op.module, nn.Linear)
+        rank = len(layer.dst.meta["value"].shape)
+        return layer.residual is None and (not linear or rank == 2)
+
+    def _fits_sum(self, layer: Layer, op: Op) -> bool:
+        if layer.role is not Role.MATMUL or layer.residual is not None or layer.clip:
+            return False
+        if op.role is not Role.COMBINE or not isinstance(op.module, Add):
+            return False
+        other = next(src for src in op.srcs if src is not layer.dst)
+        # A constant broadcasts to other batches; a sum would not.
+        same = other.meta["value"].shape == layer.dst.meta["value"].shape
+        return same and bool(other.meta["varying"])
+
+    def _fits_clip(self, layer: Layer, bounds: tuple[float, float] | None) -> bool:
+        if bounds is None or layer.clip is not None or layer.role is Role.UNARY:
+            return False
+        return layer.role is Role.MATMUL or bounds == (0.0, math.inf)
+
+    # Expressions of one tensor
+
+    def _expressions(self) -> list[Layer]:
+        """Functions, and sums and products of functions, of one tensor: one table each."""
+        roots = self._roots()
+        layers = []
+        for op in reversed(list(self.ops.values())):
+            if op in self.taken or op.role not in (Role.UNARY, Role.COMBINE):
+                continue
+            found = [(len(parts), root, parts) for root, parts in roots[op.node].items() if parts]
+            closed = [item for item in found if self._is_closed(op, item[2])]
+            if closed:
+                _, root, parts = max(closed, key=lambda item: item[0])
+                function = _evaluate(self.ops, root, op.node)
+                layers.append(Layer(op, [root], op.node, list(parts), function=function))
+                self.taken.update(parts)
+        return layers
+
+    def _roots(self) -> dict[fx.Node, dict[fx.Node, tuple[Op, ...]]]:
+        """Node -> every node that it is a function of -> the operations in between."""
+        table: dict[fx.Node, dict[fx.Node, tuple[Op, ...]]] = {}
+
+        def of(node: fx.Node) -> dict[fx.Node, tuple[Op, ...]]:
+            return table.setdefault(node, {node: ()})
+
+        for op in self.ops.values():
+            mine = of(op.node)
+            if op in self.taken or op.requested:
+                continue
+            if op.role in (Role.UNARY, Role.PASS):
+                for root, parts in of(op.srcs[0]).items():
+                    mine[root] = (*parts, op)
+            elif op.role is Role.COMBINE and isinstance(op.module, Add | Mul):
+                first, second = (of(src) for src in op.srcs)
+                for root in first.keys() & second.keys():
+                    more = [part for part in second[root] if part not in first[root]]
+                    mine[root] = (*first[root], *more, op)
+        return table
+
+    def _is_closed(self, last: Op, parts: tuple[Op, ...]) -> bool:
+        """Whether nobody else reads what is in between."""
+        nodes = {part.node for part in parts}
+        free = self.taken.isdisjoint(parts)
+        return free and all(set(part.node.users) <= nodes for part in parts if part is not last)
+
+
+def _evaluate(ops: dict[fx.Node, Op], root: fx.Node, node: fx.Node) -> Callable[[Tensor], Tensor]:
+    """A function of the root that computes the node."""
+
+    def run(value: Tensor) -> Tensor:
+        known = {root: value.clone()}
+
+        def visit(current: fx.Node) -> Tensor:
+            if current not in known:
+                op = ops[current]
+                srcs = [visit(src).clone() for src in op.srcs]  # modules may work in place
+                known[current] = srcs[0] if op.module is None else op.module(*srcs)
+            return known[current]
+
+        return visit(node)
+
+    return run
+
+
+def _depthwise(norm: nn.Module, rank: int) -> nn.Module:
+    """A batch norm as a convolution of one tap per channel."""
+    assert isinstance(norm, BATCH_NORM) and norm.running_mean is not None
+    channels = norm.num_features
+    cls = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[rank]
+    conv = cls(channels, channels, 1, groups=channels, bias=False)
+    conv.weight = nn.Parameter(torch.ones_like(conv.weight), False)
+    return fold_batch_norms(conv.eval(), [norm])

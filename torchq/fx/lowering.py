@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a calibrated plan to the converted graph."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from torchq.fx.guards import expect
+from torchq.fx.layers import Layer
+from torchq.fx.module import QuantizedGraph
+from torchq.fx.ops import Op, Role
+from torchq.fx.prepared import Prepared
+from torchq.lowering import matmul_from_float, pool_from_float, post_op_chain
+from torchq.nn.binary import Add, Cat, QAdd, QCat, QMul
+from torchq.nn.module import QModule
+from torchq.nn.quantize import Dequantize, QLookup, Quantize
+from torchq.qparams import QParams
+
+__all__ = ["Lowering"]
+
+
+class Lowering:
+    """Writes the converted graph, in the order of the float one.
+
+    Each value may exist as float32, as int8, or both; what is not there yet is made where it is
+    first needed. Layers and opaque operations are written in order; what only moves values is
+    written when somebody reads it.
+    """
+
+    def __init__(self, prepared: Prepared, opaque: dict[str, nn.Module]) -> None:
+        """``opaque``: submodules that were converted by themselves."""
+        self.prepared, self.plan = prepared, prepared.plan
+        self.graph = fx.Graph()
+        self.modules: dict[str, Any] = {}
+        self._opaque, self._names = opaque, dict[str, str]()
+        self._float: dict[fx.Node, fx.Node] = {}
+        self._int8: dict[fx.Node, fx.Node] = {}
+        self._qparams: dict[fx.Node, QParams] = {}
+        self._readers = self.plan.readers()
+
+    def run(self) -> QuantizedGraph:
+        """The converted model."""
+        for node in self.plan.captured.graph.nodes:
+            layer = self.plan.layer_at.get(node)
+            op = self.plan.ops.get(node)
+            if layer is not None:
+                self._layer(layer)
+            elif (
+                node.op in ("placeholder", "output")
+                or node.target is expect
+                or (node not in self.plan.inside and op is not None and not self._is_lazy(op))
+            ):
+                self._float[node] = self._copy(node)
+        return QuantizedGraph(self.modules, self.graph, type(self.plan.captured.model).__name__)
+
+    def _is_lazy(self, op: Op) -> bool:
+        return op.role in (Role.SHAPE, Role.MOVE, Role.PASS, Role.POOL, Role.PAD)
+
+    def qparams(self, node: fx.Node) -> QParams:
+        """Parameters of the group of a node."""
+        root = self.plan.root(node)
+        if root not in self._qparams:
+            self._qparams[root] = self.prepared.qparams(node)
+        return self._qparams[root]
+
+    # Values
+
+    def float_of(self, node: fx.Node) -> fx.Node:
+        """The float32 form of a value, or a value that is no tensor."""
+        if node not in self._float:
+            self._float[node] = self._make_float(node)
+        return self._float[node]
+
+    def _make_float(self, node: fx.Node) -> fx.Node:
+        op = self.plan.ops.get(node)
+        if op is not None and op.role is Role.SHAPE:
+            return self._copy(node, self.any_of)
+        joined = self.plan.is_joined(node) and not node.meta["value"].is_sequence
+        if node in self._int8 or (joined and self.plan.is_int8(node)):
+            src = self.int8_of(node)
+            return self._call(f"{node.name}_dequantize", Dequantize(self.qparams(node)), src)
+        if op is not None and op.role is Role.PASS:
+            return self.float_of(op.srcs[0])
+        return self._copy(node)
+
+    def any_of(self, node: fx.Node) -> fx.Node:
+        """Any form, of a value whose shape is asked for."""
+        if node in self._int8:
+            return self._int8[node]
+        op = self.plan.ops.get(node)
+        lazy = op is not None and self._is_lazy(op) and op.role is not Role.SHAPE
+        if node not in self._float and lazy and self.plan.is_int8(node):
+            return self.int8_of(node)
+        return self.float_of(node)
+
+    def int8_of(self, node: fx.Node) -> fx.Node:
+        """The int8 form of a value whose group is int8."""
+        if node not in self._int8:
+            op = self.plan.ops.get(node)
+            if op is not None and self.plan.is_joined(node):
+                self._int8[node] = self._moved(op)
+            elif "constant" in node.meta:
+                self._int8[node] = self._constant(node)
+            else:
+                quantize = Quantize(self.qparams(node))
+                self._int8[node] = self._call(
+                    f"{node.name}_quantize", quantize, self.float_of(node)
+                )
+        return self._int8[node]
+
+    def _moved(self, op: Op) -> fx.Node:
+        """What moves or pools elements, on int8."""
+        src, qparams = self.int8_of(op.srcs[0]), self.qparams(op.node)
+        if op.role is Role.PASS:
+            return src
+        if op.role is Role.POOL:
+            assert op.module is not None
+            dst = self._call(op.name, pool_from_float(op.module, qparams), src)
+            return self.graph.call_method("flatten", (dst, 1)) if op.flatten else dst
+        if op.role is Role.PAD:
+            pad = op.node.args[1] if op.owner is None else list(op.owner.padding)  # type: ignore
+            zero = int(qparams.zero_point)
+            return self.graph.call_function(F.pad, (src, pad, "constant", zero))
+        if op.node.op == "call_method" and op.node.target == "view":
+            # int8 convolutions give channels-last tensors, which view may refuse
+            args = fx.node.map_arg(op.node.args[1:], self.any_of)
+            return self.graph.call_method("reshape", (src, *args))
+        signed = qparams.dtype == torch.int8 and _is_resampling(op)
+        if signed:  # torch interpolates uint8, but not int8: the bytes are the same
+            src = self.graph.call_method("view", (src, torch.uint8))
+        dst = self._copy(op.node, lambda n: src if n is op.srcs[0] else self.any_of(n))
+        return self.graph.call_method("view", (dst, torch.int8)) if signed else dst
+
+    def _constant(self, node: fx.Node) -> fx.Node:
+        value, qparams = self.prepared.constant(node), self.qparams(node)
+        name = self._free(f"{node.name}_int8")
+        self.modules[name] = Quantize(qparams)(value.detach())
+        return self.graph.get_attr(name)
+
+    # Nodes
+
+    def _copy(self, node: fx.Node, form: Any = None) -> fx.Node:
+        """The node as it is in the float model."""
+        copied = self.graph.node_copy(node, form or self.float_of)
+        if node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(self.plan.captured.model)
+            # not the original name: its module may be a quantized one, with a weight of its own
+            copied.target = self._free(str(node.target).replace(".", "_"))
+            self.modules[copied.target] = value
+        if node.op == "call_module":
+            copied.meta["source"] = str(node.target)
+            copied.target = self._float_module(str(node.target))
+        return copied
+
+    def _float_module(self, name: str) -> str:
+        """Where the converted model has this float module."""
+        if name not in self._names:
+            module = copy.deepcopy(self.plan.captured.model.get_submodule(name))
+            self._names[name] = self._free(name)
+            self.modules[self._names[name]] = self._opaque.get(name, module)
+        return self._names[name]
+
+    def _call(self, name: str, module: nn.Module, *args: Any) -> fx.Node:
+        name = self._free(name)
+        self.modules[name] = module
+        return self.graph.call_module(name, args)
+
+    def _free(self, name: str) -> str:
+        """``name``, or the first with a number behind it that nothing has."""
+        original, i = name, 1
+        while name in self.modules:
+            name, i = f"{original}_{i}", i + 1
+        return name
+
+    # Layers
+
+    def _layer(self, layer: Layer) -> None:
+        base = layer.op.base
+        try:
+            module, args = self._quantized(layer)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise type(error)(
+                f"torchq.convert: '{base}' cannot be quantized: {error} To keep it float, "
+                f"pass overrides={{'{base}': None}}."
+            ) from error
+        form = self._int8 if self.plan.emits_int8(layer) else self._float
+        form[layer.dst] = self._call(layer.name, module, *args)
+
+    def _quantized(self, layer: Layer) -> tuple[QModule, list[Any]]:
+        dst = self.qparams(layer.dst) if self.plan.emits_int8(layer) else None
+        srcs = [self.qparams(src) for src in layer.srcs]
+        if layer.role is Role.MATMUL:
+            return self._matmul(layer, srcs[0], dst)
+        args = [self._src(src) for src in layer.srcs]
+        if layer.role is Role.UNARY:
+            assert dst is not None and layer.function is not None
+            label = "+".join(part.kind for part in layer.parts if part.role is not Role.PASS)
+            return QLookup(layer.function, srcs[0], dst, label), args
+        relu = layer.clip is not None
+        if isinstance(layer.op.module, Cat):
+            return QCat(srcs, dst, layer.op.module.dim), [args]
+        cls = QAdd if isinstance(layer.op.module, Add) else QMul
+        return cls(srcs, dst, relu), args
+
+    def _matmul(self, layer: Layer, src: QParams, dst: QParams | None) -> tuple[QModule, list[Any]]:
+        args = [self._src(layer.srcs[0])]
+        residual: QParams | None = None
+        if layer.residual is not None:
+            if self.plan.comes_as_int8(layer.residual):
+                residual = self.qparams(layer.residual)
+                args.append(self.int8_of(layer.residual))
+            else:
+                args.append(self.float_of(layer.residual))
+        config = self.plan.config(layer.op.base)
+        assert config is not None
+        chain = post_op_chain(layer.residual is not None, residual, layer.clip)
+        module = matmul_from_float(layer.float_module(), src, dst, config, chain, pad=layer.pad)
+        return module, args
+
+    def _src(self, node: fx.Node) -> fx.Node:
+        """A source: int8, or a float32 value of which this layer is the only reader."""
+        alone = self._readers[self.plan.root(node)] == 1
+        made = node in self._int8 or self.plan.is_joined(node) or "constant" in node.meta
+        return self.float_of(node) if alone and not made else self.int8_of(node)
+
+
+def _is_resampling(op: Op) -> bool:
+    return op.node.target is F.interpolate or isinstance(op.owner, nn.Upsample)

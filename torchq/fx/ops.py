@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a node of a graph is to quantization: its role, the float module that computes it."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+__all__ = ["Arguments", "Made", "Op", "Pattern", "Pointwise", "Role", "parse_signature"]
+
+
+class Role(enum.Enum):
+    """How an operation relates to scales."""
+
+    MATMUL = "a sum of products: reads int8, emits int8 or float32"
+    NORM = "a factor and a shift per channel: folds into a MATMUL, or becomes a depthwise one"
+    COMBINE = "several tensors in, requantized: add, mul, cat"
+    UNARY = "a function of each element: a post-op, or a table between two int8 tensors"
+    POOL = "keeps scale and zero point, in a kernel of its own"
+    MOVE = "moves elements: torch's own operation on int8"
+    PAD = "moves elements, and puts real zeros around them"
+    PASS = "returns what it got"
+    SHAPE = "asks for sizes only"
+    OPAQUE = "anything else, in float32"
+
+
+@dataclass(eq=False)
+class Made:
+    """A recognised operation: what computes it in float, and the nodes it reads.
+
+    Attributes:
+        role: see Role.
+        module: float module on the sources; None for what torch computes on int8 as well.
+        srcs: nodes.
+        flatten: whether the result's spatial dims, all 1, are dropped.
+        pad: zeros before and after each spatial dim, of a PAD: (begin..., end...).
+        reason: why it has to stay float all the same.
+    """
+
+    role: Role
+    module: nn.Module | None
+    srcs: list[fx.Node]
+    flatten: bool = False
+    pad: tuple[list[int], list[int]] | None = None
+    reason: str = ""
+
+
+@dataclass(eq=False)
+class Op(Made):
+    """A node of the graph; the attributes of Made and these.
+
+    Attributes:
+        node: its node.
+        name: qualified name: of the module, or of the caller and the function; each only once.
+        base: of a module, the name without the number of the call: what overrides match.
+        kind: class of the module, or name of the function.
+        requested: whether an override keeps it float.
+        owner: module of the float model, if it is one.
+    """
+
+    node: fx.Node = field(kw_only=True)
+    name: str = field(kw_only=True)
+    base: str = field(kw_only=True)
+    kind: str = field(kw_only=True)
+    requested: bool = False
+    owner: nn.Module | None = None
+
+
+class Arguments(dict[str, Any]):
+    """Arguments by name; constants are values, what depends on the inputs is a node.
+
+    Attributes:
+        nodes: the same, with constants as nodes too.
+    """
+
+    def __init__(self) -> None:
+        """Empty."""
+        super().__init__()
+        self.nodes: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """The argument."""
+        return self[name]
+
+    def varying(self, *allowed: str) -> list[str]:
+        """Names of arguments that are computed at run time, without those ``allowed``."""
+        found = []
+        for name, value in self.items():
+            nodes: list[fx.Node] = []
+            fx.node.map_arg(value, nodes.append)
+            if nodes and name not in allowed:
+                found.append(name)
+        return found
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One row of the table: the spellings of an operation, and how to make a module of it.
+
+    Attributes:
+        role: see Role.
+        modules: classes that are this operation.
+        functions: functions that are, and names of methods.
+        signature: of the functions, as in "input dim=1"; "" for a row of modules only.
+        make: from the functions' Arguments to what it is, or to the reason why it is nothing.
+        check: from a module to the reason why it has no int8 form, or "".
+    """
+
+    role: Role
+    modules: tuple[type[nn.Module], ...] = ()
+    functions: tuple[Callable[..., Any] | str, ...] = ()
+    signature: str = ""
+    make: Callable[[Arguments], Made | str] | None = None
+    check: Callable[[Any], str] = lambda module: ""
+
+
+def parse_signature(text: str) -> dict[str, Any]:
+    """Names and defaults; ``...`` marks what must be given."""
+    result: dict[str, Any] = {}
+    for word in text.split():
+        name, equals, default = word.partition("=")
+        result[name] = ast.literal_eval(default) if equals else ...
+    return result
+
+
+class Pointwise(nn.Module):
+    """A function of each element, with constant arguments beside the tensor."""
+
+    def __init__(self, function: Callable[..., Any] | str, *args: Any, position: int = 0) -> None:
+        """``function`` of torch, or the name of a method; the tensor is at ``position``."""
+        super().__init__()
+        self.function, self.arguments, self.position = function, args, position
+
+    def forward(self, src: Tensor) -> Tensor:
+        """Applies it."""
+        args = [*self.arguments]
+        args.insert(self.position, src)
+        if isinstance(self.function, str):
+            result = getattr(args[0], self.function)(*args[1:])
+        else:
+            result = self.function(*args)
+        assert isinstance(result, Tensor)
+        return result
+
+
+def clip_bounds(module: nn.Module | None) -> tuple[float, float] | None:
+    """The bounds of an activation that only clips."""
+    if isinstance(module, nn.Hardtanh):  # ReLU6 is one
+        return float(module.min_val), float(module.max_val)
+    return (0.0, math.inf) if isinstance(module, nn.ReLU) else None
+
+
+def is_float(node: fx.Node) -> bool:
+    """Whether it is a float32 tensor."""
+    return bool(node.meta["value"].dtype == torch.float32)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which values are int8, and which share one scale and zero point.
+
+Nodes that are joined by what merely moves elements, or pools them, form a group: one scale and
+zero point. So do the sources of a concatenation that nobody else reads, with its result. A group
+is int8 if a matmul reads it, or if a layer emits it as int8 and another can read that. Where an
+int8 value is read as float32, the converted graph dequantizes it there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import fx
+
+from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
+from torchq.fx.capture import Captured
+from torchq.fx.layers import Layer, find_layers
+from torchq.fx.ops import Op, Role
+from torchq.fx.recognize import recognize
+from torchq.nn.binary import Cat
+
+__all__ = ["Plan"]
+
+_KEEPING = (Role.MOVE, Role.PASS, Role.POOL, Role.PAD)
+
+
+class Plan:
+    """Decisions for one captured model; the graph is not changed.
+
+    Attributes:
+        captured: what was decided about.
+        ops: node -> operation.
+        layers: in the order of their results.
+        layer_at: node -> the layer whose result it is, where that is quantized.
+        inside: nodes that exist only within quantized layers.
+        reasons: layer -> why it stays float; "" where it is quantized.
+    """
+
+    def __init__(self, captured: Captured, config: QConfig, overrides: Overrides | None) -> None:
+        """Decides."""
+        self.captured, self._config, self._overrides = captured, config, overrides
+        self.ops = recognize(captured, lambda name: self.config(name) is None)
+        self.layers = find_layers(self.ops)
+        self.reasons = {layer: "" for layer in self.layers}
+        self._parent: dict[fx.Node, fx.Node] = {}
+        in_layers = {part for layer in self.layers for part in layer.parts}
+        self._joined: set[fx.Node] = set()  # nodes that have the parameters of what they read
+        for op in self.ops.values():
+            if op not in in_layers and self._keeps(op):
+                self._join(op.node, op.srcs[0])
+        self._join_concatenations()
+        self._int8: set[fx.Node] = set()
+        while not self._decide():
+            pass
+        for layer in self._active():
+            if layer.role is Role.COMBINE:  # whatever it reads must have parameters
+                self._int8.update(self.root(src) for src in layer.srcs)
+        self.layer_at = {layer.dst: layer for layer in self._active()}
+        self.inside = {part.node for layer in self._active() for part in layer.parts}
+        self.inside -= set(self.layer_at)
+
+    def config(self, name: str) -> QConfig | None:
+        """How to quantize a module, or its destination ``<name>.dst``; None keeps it float."""
+        return resolve(self._overrides, name, self._config)
+
+    def check_patterns(self) -> None:
+        """Raises ValueError for an override that matches nothing."""
+        names = [name for name, _ in self.captured.model.named_modules()]
+        names += [op.base for op in self.ops.values()]
+        names += [f"{layer.op.base}.dst" for layer in self.layers]
+        unmatched = unmatched_patterns(self._overrides, names)
+        if unmatched:
+            quantizable = sorted({layer.op.base for layer in self.layers})
+            raise ValueError(
+                f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
+                f"The quantizable modules are {quantizable}."
+            )
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """The node that stands for the group of ``node``."""
+        while self._parent.get(node, node) is not node:
+            node = self._parent[node]
+        return node
+
+    def is_int8(self, node: fx.Node) -> bool:
+        """Whether the value has an int8 form."""
+        return self.root(node) in self._int8
+
+    def is_joined(self, node: fx.Node) -> bool:
+        """Whether it only moves or pools what it reads."""
+        return node in self._joined
+
+    def comes_as_int8(self, node: fx.Node) -> bool:
+        """Whether the value is int8 from the start, not float32 that some reader quantizes."""
+        layer = self.layer_at.get(node)
+        made = self.is_joined(node) or (layer is not None and self.emits_int8(layer))
+        return made and self.is_int8(node)
+
+    def emits_int8(self, layer: Layer) -> bool:
+        """Whether a quantized layer's destination is int8."""
+        return self.is_int8(layer.dst) and self.config(f"{layer.op.base}.dst") is not None
+
+    def groups(self) -> dict[fx.Node, list[fx.Node]]:
+        """Root -> the nodes that bring values into the group, for every int8 group."""
+        result: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        nodes = [node for node in self.captured.graph.nodes if node not in self.inside]
+        for node in nodes:
+            if self.is_int8(node) and not self.is_joined(node):
+                result[self.root(node)].append(node)
+        return result
+
+    def group_config(self, producers: list[fx.Node]) -> tuple[str, QConfig]:
+        """Name for messages, and configuration, of the group with these producers."""
+        for node in producers:
+            layer = self.layer_at.get(node)
+            if layer is not None and self.emits_int8(layer):
+                config = self.config(f"{layer.op.base}.dst")
+                assert config is not None
+                return f"{layer.op.base}.dst", config
+        root = self.root(producers[0])
+        for layer in self._active():
+            if any(self.root(node) is root for node in layer.reads):
+                config = self.config(layer.op.base)
+                assert config is not None
+                return layer.op.base, config
+        return producers[0].name, self._config
+
+    def readers(self) -> dict[fx.Node, int]:
+        """Root -> how many quantized layers read the group as int8."""
+        count: dict[fx.Node, int] = defaultdict(int)
+        for layer in self._active():
+            residual = layer.residual
+            for node in layer.reads:
+                if node is not residual or self.comes_as_int8(node):
+                    count[self.root(node)] += 1
+        return count
+
+    def _active(self) -> list[Layer]:
+        return [layer for layer in self.layers if not self.reasons[layer]]
+
+    def _keeps(self, op: Op) -> bool:
+        if op.role not in _KEEPING or not op.srcs:
+            return False
+        src = op.srcs[0]
+        if src.meta["value"].is_sequence:  # of a chunk, yes; of an LSTM, no
+            return src in self._joined
+        return bool(src.meta["varying"])
+
+    def _join(self, node: fx.Node, src: fx.Node) -> None:
+        self._parent[self.root(node)] = self.root(src)
+        self._joined.add(node)
+
+    def _join_concatenations(self) -> None:
+        """Gives the sources of a concatenation its scale, where nobody else reads them."""
+        cats = {layer.dst: layer for layer in self.layers if isinstance(layer.op.module, Cat)}
+        readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)  # root -> who reads the group
+        for node in self.captured.graph.nodes:
+            for user in node.users:
+                op = self.ops.get(user)
+                if user not in self._joined and not (op and op.role is Role.SHAPE):
+                    readers[self.root(node)].add(user)
+        for dst, layer in cats.items():
+            for src in layer.srcs:
+                if src.meta["varying"] and readers[self.root(src)] <= set(cats):
+                    self._merge(src, dst, readers)
+
+    def _merge(self, src: fx.Node, dst: fx.Node, readers: dict[fx.Node, set[fx.Node]]) -> None:
+        first, second = self.root(src), self.root(dst)
+        if first is not second:
+            self._parent[first] = second
+
+    def _decide(self) -> bool:
+        """One attempt; False if some layer turned out to have to stay float."""
+        hard: set[fx.Node] = set()
+        soft: set[fx.Node] = set()
+        emitted: set[fx.Node] = set()
+        for layer in self._active():
+            roots = {self.root(node) for node in layer.srcs}
+            (hard if layer.role is Role.MATMUL else soft).update(roots)
+            if layer.residual is not None:
+                soft.add(self.root(layer.residual))
+            if self.config(f"{layer.op.base}.dst") is not None:
+                emitted.add(self.root(layer.dst))
+        self._int8 = hard | (emitted & soft)
+        failed = False
+        for layer in self._active():
+            if layer.role is Role.MATMUL:
+                continue
+            if not any(self.is_int8(node) for node in layer.srcs):
+                self.reasons[layer], failed = "its sources are float", True
+            elif layer.role is Role.UNARY and not self.emits_int8(layer):
+                self.reasons[layer], failed = "its destination is float", True
+        return not failed

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prepared model: the float graph with observers at the values that will be int8."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from torchq.explain import Row
+from torchq.fx.planning import Plan
+from torchq.observer_base import Observer
+from torchq.qparams import QParams
+
+__all__ = ["Prepared"]
+
+
+class Prepared(nn.Module):
+    """Computes what the float model computes, and records ranges on the way.
+
+    Attributes:
+        plan: what each node will become.
+        observers: one for each group of values that will share a scale and zero point.
+        graph_module: the traced model; its opaque submodules may be prepared by torchq.eager.
+        opaque_names: those submodules.
+        torchq_report: what was decided for each module.
+    """
+
+    def __init__(self, plan: Plan, opaque: dict[str, nn.Module], rows: list[Row]) -> None:
+        """``opaque``: submodules that were prepared by themselves."""
+        super().__init__()
+        self.plan = plan
+        self.torchq_report = rows
+        self.opaque_names = list(opaque)
+        self.observers = nn.ModuleList()
+        self._groups: dict[str, int] = {}  # name of a node -> index of its observer
+        graph = copy.deepcopy(plan.captured.graph)
+        twins = dict(zip(plan.captured.graph.nodes, graph.nodes, strict=True))
+        model = fx.GraphModule(plan.captured.model, graph)
+        for name, module in opaque.items():
+            model.set_submodule(name, module)
+        for i, (root, producers) in enumerate(plan.groups().items()):
+            name, config = plan.group_config(producers)
+            self.observers.append(config.make_observer(name))
+            self._groups[root.name] = i
+            model.add_submodule(f"torchq_observer_{i}", self.observers[i])
+            for node in producers:
+                with graph.inserting_after(twins[node]):
+                    graph.call_module(f"torchq_observer_{i}", (twins[node],))
+        model.recompile()
+        self.graph_module = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prepared:
+        """The plan is shared: nothing changes it."""
+        memo[id(self.plan)] = self.plan
+        other = Prepared.__new__(Prepared)
+        memo[id(self)] = other
+        other.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return other
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the float model."""
+        return self.graph_module(*args, **kwargs)
+
+    def qparams(self, node: fx.Node) -> QParams:
+        """Scale and zero point of a node of the plan's graph.
+
+        Raises:
+            RuntimeError: it was never calibrated; the message names the module.
+        """
+        root = self.plan.root(node)
+        i = self._groups[root.name]
+        observer = self.observers[i]
+        assert isinstance(observer, Observer)
+        _, config = self.plan.group_config(self.plan.groups()[root])
+        return observer.qparams(config.activation_dtype, config.activation_bits, config.symmetric)
+
+    def constant(self, node: fx.Node) -> Tensor:
+        """The value of a node that does not depend on the inputs."""
+        value = node.meta["constant"]
+        assert isinstance(value, Tensor)
+        return value

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the nodes of a graph to operations, by the table of patterns."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from torchq.fx.capture import Captured
+from torchq.fx.guards import expect
+from torchq.fx.ops import Arguments, Made, Op, Pattern, Role, is_float, parse_signature
+from torchq.fx.patterns import PATTERNS
+from torchq.nn.binary import Add, Mul
+
+__all__ = ["recognize", "rewritten"]
+
+_BY_FUNCTION: dict[Any, Pattern] = {f: row for row in PATTERNS for f in row.functions}
+_BY_MODULE: dict[type[nn.Module], Pattern] = {cls: row for row in PATTERNS for cls in row.modules}
+_SIGNATURES = {id(row): parse_signature(row.signature) for row in PATTERNS}
+
+
+def recognize(captured: Captured, keep_float: Callable[[str], bool]) -> dict[fx.Node, Op]:
+    """Every node that depends on the inputs -> what it is; constants, inputs and guards are not in.
+
+    ``keep_float`` tells names that an override keeps float.
+    """
+    used: Counter[str] = Counter(name for name, _ in captured.model.named_modules())
+    calls: Counter[str] = Counter()
+    pinned, ops = rewritten(captured.graph), {}
+    for node in captured.graph.nodes:
+        if not node.op.startswith("call_") or not node.meta["varying"] or node.target is expect:
+            continue
+        made, owner = _made(node, captured)
+        if node.op == "call_module":
+            base = str(node.target)
+            name = base if calls[base] == 0 else f"{base}_{calls[base]}"
+            calls[base] += 1
+        else:
+            scope = node.meta["scope"]
+            first = f"{scope}.{_function_name(node)}".lstrip(".")
+            base = name = first if used[first] == 0 else f"{first}_{used[first]}"
+            used[first] += 1
+        kind = type(owner).__name__ if owner is not None else _function_name(node)
+        op = Op(**vars(made), node=node, name=name, base=base, kind=kind, owner=owner)
+        op.requested = keep_float(base)
+        op.reason = _why_float(op, not pinned.isdisjoint([node, *op.srcs]))
+        if op.reason:
+            op.role = Role.OPAQUE
+        ops[node] = op
+    return ops
+
+
+def rewritten(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose memory is written while somebody still reads what was there before.
+
+    All other writes in place are as good as new tensors.
+    """
+    nodes = list(graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    found: set[fx.Node] = set()
+    for node in nodes:
+        for source in node.meta.get("writes", ()):
+            storage = source.meta["value"].storage
+            aliases = [n for n in nodes[: position[node]] if _shares(n, storage)]
+            later = [u for n in aliases for u in n.users if position[u] > position[node]]
+            if storage == 0 or later:
+                found.update(aliases, [n for n in nodes[position[node] :] if _shares(n, storage)])
+                found.add(node)
+    return found
+
+
+def _shares(node: fx.Node, storage: int) -> bool:
+    return "value" in node.meta and bool(node.meta["value"].storage == storage)
+
+
+def _made(node: fx.Node, captured: Captured) -> tuple[Made, nn.Module | None]:
+    """What the table says about a node, and its module."""
+    if node.op == "call_module":
+        module = captured.model.get_submodule(str(node.target))
+        return _module_made(node, module, captured), module
+    row = _BY_FUNCTION.get(node.target)
+    if row is None or row.make is None:
+        return _opaque(f"{_function_name(node)} has no int8 form"), None
+    arguments = _bind(node, _SIGNATURES[id(row)])
+    if arguments is None:
+        return _opaque("its arguments are not known"), None
+    made = row.make(arguments)
+    if not isinstance(made, str) and not all(isinstance(src, fx.Node) for src in made.srcs):
+        made = "its source is a constant"
+    if isinstance(made, str):
+        made = _opaque(made)
+        # a convolution that stays float is worth an error where strict
+        made.module = nn.Identity() if row.role is Role.MATMUL else None
+    return made, None
+
+
+def _module_made(node: fx.Node, module: nn.Module, captured: Captured) -> Made:
+    name = str(node.target)
+    if name in captured.untraceable:
+        return _opaque(f"it cannot be traced: {captured.untraceable[name]}")
+    row = next((_BY_MODULE[c] for c in type(module).__mro__ if c in _BY_MODULE), None)
+    if row is None:
+        return _opaque(f"{type(module).__name__} has no int8 form")
+    if module._forward_hooks or module._forward_pre_hooks:
+        return _opaque("it has forward hooks, which would be lost")
+    bound = inspect.signature(type(module).forward).bind(module, *node.args, **node.kwargs)
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(tuple(bound.arguments.values())[1:], nodes.append)
+    made = Made(row.role, module, nodes, reason=row.check(module))
+    if row.role is Role.PAD:
+        padding = list(module.padding)  # type: ignore[arg-type]
+        dims = len(padding) // 2
+        pairs = [padding[2 * i : 2 * i + 2] for i in range(dims)][::-1]
+        made.pad = [p[0] for p in pairs], [p[1] for p in pairs]
+    if row.role is Role.UNARY and len(nodes) != 1:
+        made.reason = "it has no tensor as source"
+    if isinstance(module, Add | Mul) and len(nodes) != 2:
+        made.reason = "an operand is not a tensor"
+    return made
+
+
+def _opaque(reason: str) -> Made:
+    return Made(Role.OPAQUE, None, [], reason=reason)
+
+
+def _bind(node: fx.Node, signature: dict[str, Any]) -> Arguments | None:
+    """Arguments by name; what does not depend on the inputs is its value."""
+    names, more = [n for n in signature if n != "*"], "*" in signature
+    if len(node.args) > len(names) and not more:
+        return None
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    if not more and set(given) - set(names):
+        return None
+    arguments = Arguments()
+    for name in names:
+        value = given.get(name, signature[name])
+        if value is ...:
+            return None
+        arguments.nodes[name] = value
+        arguments[name] = fx.node.map_arg(value, _constant)
+    return arguments
+
+
+def _constant(node: fx.Node) -> Any:
+    return node.meta.get("constant", node)
+
+
+def _function_name(node: fx.Node) -> str:
+    if isinstance(node.target, str):
+        return node.target
+    name = getattr(node.target, "__name__", str(node.target))
+    return str(node.name).rstrip("0123456789").rstrip("_") if name == "fn" else name
+
+
+def _why_float(op: Op, pinned: bool) -> str:
+    """Why an operation that the table knows must stay float; "" if it need not."""
+    if op.role in (Role.SHAPE, Role.PASS):
+        return ""
+    if op.requested:
+        return "kept float by an override"
+    if op.reason:
+        return op.reason
+    value = op.node.meta["value"]
+    if pinned:
+        return "its memory is written in place while the old values are still read"
+    if op.role is not Role.MOVE and value.shape is None:
+        return "it returns no tensor"
+    for src in op.srcs:
+        if not is_float(src):
+            return f"its source is {src.meta['value'].dtype}, not torch.float32"
+    dims = _spatial_dims(op.module)
+    if dims is not None and op.srcs and len(op.srcs[0].meta["value"].shape or ()) != dims + 2:
+        return f"its source {list(op.srcs[0].meta['value'].shape)} has no batch dimension"
+    if value.dtype != torch.float32:
+        return f"its result is {value.dtype}, not torch.float32"
+    return ""
+
+
+def _spatial_dims(module: nn.Module | None) -> int | None:
+    """Of a convolution or pool, by its name."""
+    for cls in type(module).__mro__:
+        name = cls.__name__
+        if name[-2:] in ("1d", "2d", "3d") and ("Conv" in name or "Pool" in name):
+            return int(name[-2])
+    return None

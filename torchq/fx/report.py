@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One row for each module of the float model and each function that it calls."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from torchq.explain import Row
+from torchq.fuse import MATMUL
+from torchq.fx.layers import Layer
+from torchq.fx.ops import Op, Role
+from torchq.fx.planning import Plan
+
+__all__ = ["report_rows"]
+
+
+def report_rows(plan: Plan, inside: dict[str, list[Row]]) -> list[Row]:
+    """Rows in the order of calls, then those of modules that are not called.
+
+    Args:
+        plan: what was decided.
+        inside: rows of submodules that cannot be traced and were prepared by themselves.
+    """
+    layer_of = {part: layer for layer in plan.layers for part in layer.parts}
+    rows: dict[str, list[Row]] = defaultdict(list)
+    for op in plan.ops.values():
+        if op.role is Role.SHAPE or (op.owner is None and op.role is Role.PASS):
+            continue
+        name = str(op.node.target) if op.owner is not None else op.name
+        if name in inside:
+            rows[name] = [*inside[name]]
+        else:
+            rows[name].append(_row(plan, op, layer_of.get(op), name))
+    result = [_together(several) for name, several in rows.items() if name not in inside]
+    for name, several in rows.items():
+        if name in inside:
+            result.extend(several)
+    return result + _not_called(plan, {row.name: row for row in result})
+
+
+def _together(rows: list[Row]) -> Row:
+    """One row for all calls of a module."""
+    quantized = [row for row in rows if row.quantized]
+    if not quantized or len(quantized) == len(rows):
+        reasons = dict.fromkeys(row.reason for row in rows)
+        if all(r.startswith("fused into ") for r in reasons):
+            into = dict.fromkeys(r.removeprefix("fused into ") for r in reasons)
+            return replace(rows[0], reason="fused into " + ", ".join(into))
+        return replace(rows[0], reason="; ".join(r for r in reasons if r))
+    left = next(row.reason for row in rows if not row.quantized)
+    first = quantized[0]
+    return replace(first, reason=f"{first.reason or 'int8'}; elsewhere float: {left}")
+
+
+def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
+    quantized, reason, site = False, op.reason, op.name
+    if layer is not None:
+        reason = plan.reasons[layer]
+        quantized = not reason
+        if quantized and op is not layer.op:
+            reason, site = f"fused into {layer.name}", layer.name
+    elif op.role in (Role.MOVE, Role.PASS, Role.POOL, Role.PAD):
+        quantized = plan.is_int8(op.node)
+        reason = "passes values on as they are" if op.role is Role.PASS else ""
+        if not quantized:
+            reason = "its sources are float"
+    elif op.role is Role.NORM:
+        reason = "it stands alone on rows of features"
+    is_matmul = isinstance(op.owner, MATMUL) or op.role is Role.MATMUL
+    return Row(name, op.kind, quantized, reason, site, is_matmul, op.requested)
+
+
+def _not_called(plan: Plan, known: dict[str, Row]) -> list[Row]:
+    """Modules of the float model that the graph does not call by themselves."""
+    used = {
+        str(node.target).rpartition(".")[0]
+        for node in plan.captured.graph.nodes
+        if node.op == "get_attr"
+    }
+    rows = []
+    for name, module in plan.captured.model.named_modules():
+        if name in known or not name or next(module.children(), None) is not None:
+            continue
+        host = next((other for other in known if name.startswith(f"{other}.")), None)
+        is_matmul = isinstance(module, MATMUL) and name not in used
+        requested = plan.config(name) is None
+        if name in used:
+            reason = "its parameters are used outside of it"
+        elif host is None:
+            reason = "not called with example_inputs"
+        elif not is_matmul:
+            continue
+        else:
+            reason = f"it is a part of {host}: {known[host].reason}"
+            requested |= known[host].requested
+        kind = type(module).__name__
+        rows.append(Row(name, kind, False, reason, name, is_matmul, requested))
+    return rows
