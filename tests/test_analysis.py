@@ -113,7 +113,7 @@ def test_profile_times_fused_layers_together(flow) -> None:
     assert all(layer.float_ms > 0 and layer.int8_ms > 0 for layer in times.layers)
     assert times.losing == tuple(x for x in times.layers if x.int8_ms > x.float_ms)
     assert times.float_ms > 0 and "ms int8" in str(times)
-    assert not model[0]._forward_hooks and not qmodel[0]._forward_hooks
+    assert not model[0]._forward_hooks and not qmodel.get_submodule("0")._forward_hooks
     with pytest.raises(ValueError, match=r"rounds must be positive, got 0"):
         torchq.profile(model, qmodel, data[0], rounds=0)
 

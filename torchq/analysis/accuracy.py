@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torchq.config import Overrides, QConfig, resolve
-from torchq.eager import prepare, quantize
 from torchq.explain import explain
+from torchq.flow import prepare, quantize
+from torchq.fx.prepared import Prepared
 from torchq.nn.fused import Absorbed, FusedClip, ResidualFirst
 from torchq.nn.module import QModule
 from torchq.observer_base import Observer
@@ -135,7 +136,8 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
     Raises:
         ValueError: ``data`` is empty, or the two models have no layer in common.
     """
-    floats = dict(without_observers(prepared).named_modules())
+    original = without_observers(prepared)
+    floats = float_layers(original)
     kept: dict[str, Any] = {}
     noises: dict[str, Noise] = {}
 
@@ -162,7 +164,7 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
     try:
         with torch.inference_mode():
             for batch in batches("compare", data):
-                for pair in _pairs(call(floats[""], batch), call(qmodel, batch)):
+                for pair in _pairs(call(original, batch), call(qmodel, batch)):
                     output = output.add(*pair)
     finally:
         for handle in handles:
@@ -172,6 +174,11 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
         for name, n in noises.items()
     ]
     return Accuracy(output.decibels, tuple(layers))
+
+
+def float_layers(prepared: nn.Module) -> dict[str, nn.Module]:
+    """Name of a module of the converted model -> a module that returns its float destination."""
+    return prepared.results() if isinstance(prepared, Prepared) else dict(prepared.named_modules())
 
 
 def without_observers(prepared: nn.Module) -> nn.Module:

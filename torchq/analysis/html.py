@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.analysis.accuracy import compare, covered, without_observers
+from torchq.analysis.accuracy import compare, covered, float_layers, without_observers
 from torchq.analysis.speed import profile
 from torchq.explain import Row, explain
 from torchq.isa import cpu_info, isa
@@ -176,7 +176,7 @@ def _histograms(prepared: nn.Module, qmodel: nn.Module, batch: Inputs) -> dict[s
 
     handles = [
         module.register_forward_hook(partial(look, name))
-        for name, module in floats.named_modules()
+        for name, module in float_layers(floats).items()
         if name in quantized
     ]
     with torch.inference_mode():

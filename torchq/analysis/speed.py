@@ -103,7 +103,7 @@ def profile(
         LayerTime(
             site,
             tuple(parts[site]),
-            sum(before.median(name) for name in parts[site]),
+            sum(before.median(name) for name in parts[site] if name in watched),
             after.median(site),
         )
         for site in sites

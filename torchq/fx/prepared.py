@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from torchq.explain import Row
+from torchq.fx.ops import Role
 from torchq.fx.planning import Plan
 from torchq.observer_base import Observer
 from torchq.qparams import QParams
@@ -48,6 +49,12 @@ class Prepared(nn.Module):
             for node in producers:
                 with graph.inserting_after(twins[node]):
                     graph.call_module(f"torchq_observer_{i}", (twins[node],))
+        self._result_names: dict[str, str] = {}
+        for i, (name, node) in enumerate(self._result_nodes()):
+            self._result_names[name] = f"torchq_result_{i}"
+            model.add_submodule(f"torchq_result_{i}", nn.Identity())
+            with graph.inserting_after(twins[node]):
+                graph.call_module(f"torchq_result_{i}", (twins[node],))
         model.recompile()
         self.graph_module = model
 
@@ -58,6 +65,23 @@ class Prepared(nn.Module):
         memo[id(self)] = other
         other.__dict__ = copy.deepcopy(self.__dict__, memo)
         return other
+
+    def _result_nodes(self) -> list[tuple[str, fx.Node]]:
+        """Where the converted model will have a quantized module, and the node of its result."""
+        layers = [(layer.name, node) for node, layer in self.plan.layer_at.items()]
+        pools = [
+            (op.name, op.node)
+            for op in self.plan.ops.values()
+            if op.role is Role.POOL and self.plan.is_int8(op.node) and not op.flatten
+        ]
+        return layers + pools
+
+    def results(self) -> dict[str, nn.Module]:
+        """Name of a quantized module to be -> a module here that passes on its float result."""
+        found = {}
+        for name, target in self._result_names.items():
+            found[name] = self.graph_module.get_submodule(target)
+        return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the float model."""
