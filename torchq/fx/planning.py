@@ -170,6 +170,16 @@ class Plan:
         if first is not second:
             self._parent[first] = second
 
+    def _read_as_float(self) -> set[fx.Node]:
+        """Roots of the groups that something reads which is no quantized layer."""
+        inside = {part.node for layer in self._active() for part in layer.parts} | self._joined
+        found = set()
+        for node in self.captured.graph.nodes:
+            op = self.ops.get(node)
+            if node not in inside and not (op and op.role is Role.SHAPE):
+                found.update(self.root(src) for src in node.all_input_nodes)
+        return found
+
     def _decide(self) -> bool:
         """One attempt; False if some layer turned out to have to stay float."""
         hard: set[fx.Node] = set()
@@ -182,13 +192,16 @@ class Plan:
                 soft.add(self.root(layer.residual))
             if self.config(f"{layer.op.base}.dst") is not None:
                 emitted.add(self.root(layer.dst))
-        self._int8 = hard | (emitted & soft)
+        # What a float operation reads as well gains nothing from 8 bits: a residual stream, say.
+        self._int8 = hard | (emitted & soft - self._read_as_float())
         failed = False
         for layer in self._active():
             if layer.role is Role.MATMUL:
                 continue
             if not any(self.is_int8(node) for node in layer.srcs):
                 self.reasons[layer], failed = "its sources are float", True
+            elif not self.emits_int8(layer) and not hard.issuperset(map(self.root, layer.srcs)):
+                self.reasons[layer], failed = "its destination is float", True
             elif layer.role is Role.UNARY and not self.emits_int8(layer):
                 self.reasons[layer], failed = "its destination is float", True
         return not failed

@@ -89,7 +89,11 @@ def _made(node: fx.Node, captured: Captured) -> tuple[Made, nn.Module | None]:
     arguments = _bind(node, _SIGNATURES[id(row)])
     if arguments is None:
         return _opaque("its arguments are not known"), None
-    made = row.make(arguments)
+    made = (
+        row.make(arguments)
+        if row.role is Role.COMBINE or isinstance(arguments.get("input", node), fx.Node)
+        else "its source is a constant"
+    )
     if not isinstance(made, str) and not all(isinstance(src, fx.Node) for src in made.srcs):
         made = "its source is a constant"
     if isinstance(made, str):
