@@ -173,7 +173,7 @@ class Plan:
     def _read_as_float(self) -> set[fx.Node]:
         """Roots of the groups that something reads which is no quantized layer."""
         inside = {part.node for layer in self._active() for part in layer.parts} | self._joined
-        found = set()
+        found: set[fx.Node] = set()
         for node in self.captured.graph.nodes:
             op = self.ops.get(node)
             if node not in inside and not (op and op.role is Role.SHAPE):
@@ -200,8 +200,8 @@ class Plan:
                 continue
             if not any(self.is_int8(node) for node in layer.srcs):
                 self.reasons[layer], failed = "its sources are float", True
-            elif not self.emits_int8(layer) and not hard.issuperset(map(self.root, layer.srcs)):
-                self.reasons[layer], failed = "its destination is float", True
-            elif layer.role is Role.UNARY and not self.emits_int8(layer):
+            elif (
+                not self.emits_int8(layer) and not hard.issuperset(map(self.root, layer.srcs))
+            ) or (layer.role is Role.UNARY and not self.emits_int8(layer)):
                 self.reasons[layer], failed = "its destination is float", True
         return not failed
