@@ -196,12 +196,15 @@ class Plan:
         self._int8 = hard | (emitted & soft - self._read_as_float())
         failed = False
         for layer in self._active():
-            if layer.role is Role.MATMUL:
-                continue
-            if not any(self.is_int8(node) for node in layer.srcs):
-                self.reasons[layer], failed = "its sources are float", True
-            elif (
-                not self.emits_int8(layer) and not hard.issuperset(map(self.root, layer.srcs))
-            ) or (layer.role is Role.UNARY and not self.emits_int8(layer)):
-                self.reasons[layer], failed = "its destination is float", True
+            if layer.role is not Role.MATMUL and (why := self._why_not(layer, hard)):
+                self.reasons[layer], failed = why, True
         return not failed
+
+    def _why_not(self, layer: Layer, hard: set[fx.Node]) -> str:
+        """Why a layer that is no matmul would gain nothing from int8; "" where it does."""
+        if not any(self.is_int8(node) for node in layer.srcs):
+            return "its sources are float"
+        wanted = hard.issuperset(self.root(node) for node in layer.srcs)
+        if not self.emits_int8(layer) and (layer.role is Role.UNARY or not wanted):
+            return "its destination is float"
+        return ""
