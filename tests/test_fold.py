@@ -285,3 +285,13 @@ def test_overflow_of_float32_is_an_error():
         fold(src_scale=huge, weight_scale=huge)
     with pytest.raises(ValueError, match="offset"):
         fold(bias=torch.full((N,), 1e38), dst_scale=torch.tensor(1e-3))
+
+
+def test_a_folded_sum_scale_that_float32_cannot_hold():
+    with pytest.raises(ValueError, match="folds sum 0 to scale inf, which float32 cannot hold"):
+        fold(
+            dst_scale=torch.tensor(1e-39),
+            src_scale=torch.tensor(1e-39),
+            bias=None,
+            post_ops="sum:1",
+        )

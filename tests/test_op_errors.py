@@ -95,6 +95,9 @@ def test_post_ops(call: Call):
     parts = ("post_op_srcs[0] must have shape", "got", "A sum has the shape of dst")
     refuse(call, ValueError, *parts, post_op_srcs=[old[:1, :1]])
     refuse(call, TypeError, "post_op_srcs must be uint8", "got Short", post_op_srcs=[old.short()])
+    changes = {"post_ops": "sum:1:-2147483648:u8+eltwise_relu:0.1"}
+    changes |= {"post_op_params": torch.ones(1 + call.args["compensation"].shape[1])}
+    refuse(call, ValueError, "sum has zero point -2147483648", "allows 0 to 255", **changes)
     parts = ("sum has zero point 3", "float32 source")
     refuse(call, ValueError, *parts, post_op_srcs=[old.float()])
 

@@ -64,7 +64,7 @@ def test_opcheck(name: str, dtype: torch.dtype, layout: torch.memory_format):
     opcheck(getattr(ops, name).default, elementwise(src, other)[name])
 
 
-@pytest.mark.parametrize("post_ops", ["", "sum:0.5+eltwise_relu", "eltwise_relu:0.1"])
+@pytest.mark.parametrize("post_ops", ["", "sum:0.5+eltwise_relu", "eltwise_swish:1+prelu:2"])
 @pytest.mark.parametrize("src", [U8, S8], ids=["u8", "s8"])
 def test_opcheck_linear_and_conv(post_ops: str, src: torch.dtype):
     opcheck(ops.linear.default, arguments(LinearShape(4, 20, 10), src, post_ops))
