@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+from torch import nn
+
 from torchq.explain import Row
 from torchq.fuse import MATMUL
 from torchq.fx.layers import Layer
@@ -13,6 +15,8 @@ from torchq.fx.ops import Op, Role
 from torchq.fx.planning import Plan
 
 __all__ = ["report_rows"]
+
+_MATMULS = (*MATMUL, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def report_rows(plan: Plan, inside: dict[str, list[Row]]) -> list[Row]:
@@ -67,7 +71,7 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
             reason = "its sources are float"
     elif op.role is Role.NORM:
         reason = "it stands alone on rows of features"
-    is_matmul = isinstance(op.owner, MATMUL) or op.role is Role.MATMUL
+    is_matmul = isinstance(op.owner, _MATMULS) or op.role is Role.MATMUL
     return Row(name, op.kind, quantized, reason, site, is_matmul, op.requested)
 
 
@@ -83,7 +87,7 @@ def _not_called(plan: Plan, known: dict[str, Row]) -> list[Row]:
         if name in known or not name or next(module.children(), None) is not None:
             continue
         host = next((other for other in known if name.startswith(f"{other}.")), None)
-        is_matmul = isinstance(module, MATMUL) and name not in used
+        is_matmul = isinstance(module, _MATMULS) and name not in used
         requested = plan.config(name) is None
         if name in used:
             reason = "its parameters are used outside of it"
