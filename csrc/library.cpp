@@ -98,6 +98,17 @@ TORCH_LIBRARY(torchq, m) {
       "-> (Tensor dst, Tensor h_n, Tensor c_n)",
       tags);
 
+  // In real units (ops/real.h): scales and zero_points are those of the sources, then of dst.
+  m.def(
+      "eltwise(Tensor src, Tensor scales, Tensor zero_points, int dst_dtype, str post_ops) -> "
+      "Tensor",
+      tags);
+  m.def(
+      "binary(Tensor src0, Tensor src1, Tensor? condition, str alg, Tensor scales, Tensor "
+      "zero_points, int dst_dtype, str post_ops) -> Tensor",
+      tags);
+  m.def("sum(Tensor[] srcs, Tensor scales, Tensor zero_points, int dst_dtype) -> Tensor", tags);
+
   // Settings and introspection: no tensors, so they bind here.
   m.def("_select_isa(str isa) -> str", &torchq::select_isa);
   m.def("_isa() -> str", []() { return std::string(torchq::kernels().isa); });

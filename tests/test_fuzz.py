@@ -86,6 +86,7 @@ OTHERS = ["None", "1.5", "'text'", "[]", "{}", "object()", "float('nan')", "True
 U8_4D, F1 = "tensor((2, 4, 5, 5), torch.uint8, 'random')", "tensor((1,))"
 I1 = "tensor((1,), torch.int32, 0)"
 S3, Z3 = "tensor((3,))", "tensor((3,), torch.int32, 0)"
+S2, Z2 = "tensor((2,))", "tensor((2,), torch.int32, 0)"
 WINDOW = "[3, 3, 2, 2, 1, 1, 1, 1, 1, 1]"
 LINEAR = "*ops.pack_linear(tensor((20, 10), torch.int8, 'random'))"
 CONV = "*ops.pack_conv(tensor((8, 4, 3, 3), torch.int8, 'random'), 1, [1, 1])"
@@ -134,6 +135,11 @@ VALID: list[tuple[str, list[str]]] = [
     ("max_pool", [U8_4D, WINDOW, "True"]),
     ("avg_pool", [U8_4D, I1, WINDOW, "False", "True", "None"]),
     ("adaptive_avg_pool", [U8_4D, "[2, 3]"]),
+    ("eltwise", [U8_4D, S2, Z2, "0", "'eltwise_tanh'"]),
+    ("eltwise", ["tensor((2, 4, 5, 5))", S2, Z2, "1", "'eltwise_pow:2:3'"]),
+    ("binary", [U8_4D, U8_4D, "None", "'div'", S3, Z3, "0", "'eltwise_relu'"]),
+    ("binary", [U8_4D, U8_4D, U8_4D, "'select'", S3, Z3, "3", "''"]),
+    ("sum", [f"[{U8_4D}, {U8_4D}]", S3, Z3, "1"]),
 ]
 
 

@@ -48,6 +48,9 @@ def elementwise(src: Tensor, other: Tensor) -> dict[str, tuple[Any, ...]]:
         "max_pool": (src, window, True),
         "avg_pool": (src, i32(7), window, False, True, None),
         "adaptive_avg_pool": (src, [2, 3]),
+        "eltwise": (src, scales[1:], zeros[1:], 1, "eltwise_tanh"),
+        "binary": (src, other, None, "sub", scales, zeros, 0, "eltwise_relu"),
+        "sum": ([src, other], scales, zeros, 1),
     }
 
 

@@ -57,6 +57,10 @@ Tensor multiplier_state, Tensor bias, Tensor? extra, Tensor? weight_projection, 
 Tensor? compensation_projection, Tensor? multiplier_projection, Tensor[] pair_bounds, \
 Tensor scales, Tensor zero_points, int[] geometry, int dst_dtype, int state_dtype, \
 int h_n_dtype) -> (Tensor dst, Tensor h_n, Tensor c_n)
+eltwise(Tensor src, Tensor scales, Tensor zero_points, int dst_dtype, str post_ops) -> Tensor
+binary(Tensor src0, Tensor src1, Tensor? condition, str alg, Tensor scales, Tensor zero_points, \
+int dst_dtype, str post_ops) -> Tensor
+sum(Tensor[] srcs, Tensor scales, Tensor zero_points, int dst_dtype) -> Tensor
 """.strip().splitlines()
 
 # No tensors: not part of saved programs.

@@ -385,3 +385,27 @@ def _(
         src.new_empty([directions, batch, units], dtype=_DTYPES[h_n_dtype]),
         src.new_empty([directions, batch, hidden] if cell == 0 else [0], dtype=torch.float32),
     )
+
+
+@_fake("eltwise")
+def _(src: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int, post_ops: str) -> Tensor:
+    return torch.empty_like(src, dtype=_DTYPES[dst_dtype])
+
+
+@_fake("binary")
+def _(
+    src0: Tensor,
+    src1: Tensor,
+    condition: Tensor | None,
+    alg: str,
+    scales: Tensor,
+    zero_points: Tensor,
+    dst_dtype: int,
+    post_ops: str,
+) -> Tensor:
+    return _fake_binary(src0, src1, scales, zero_points, dst_dtype, False)
+
+
+@_fake("sum")
+def _(srcs: Sequence[Tensor], scales: Tensor, zero_points: Tensor, dst_dtype: int) -> Tensor:
+    return torch.empty_like(srcs[0], dtype=_DTYPES[dst_dtype])

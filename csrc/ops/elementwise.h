@@ -14,6 +14,10 @@ void convert_into(const Kernels& tier, const at::Tensor& dst, const at::Tensor& 
                   const at::Tensor& factor, const at::Tensor& src_zero_point,
                   const at::Tensor& dst_zero_point);
 
+/// dst = bytes[src], of 256 bytes indexed by the source's byte; both tensors have 8 bits.
+void lookup_into(const Kernels& tier, const at::Tensor& dst, const at::Tensor& src,
+                 const uint8_t* bytes);
+
 /// float(numerator / denominator), divided in double; ValueError unless both are finite and greater
 /// than 0.
 at::Tensor scale_ratio(const char* op, const at::Tensor& numerator, const at::Tensor& denominator);

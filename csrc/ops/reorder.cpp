@@ -168,8 +168,18 @@ at::Tensor lookup(const at::Tensor& src, const at::Tensor& table) {
   for (int q = 0; q < 256; ++q) bytes[src.scalar_type() == at::kChar ? q ^ 0x80 : q] = values[q];
   at::Tensor dst = at::empty_like(src, src.options().dtype(table.scalar_type()));
   trace.describe([&] { return describe_call({src}, dst); });
+  lookup_into(tier, dst, src, bytes);
+  return dst;
+}
+
+}  // namespace
+
+void lookup_into(const Kernels& tier, const at::Tensor& dst, const at::Tensor& src,
+                 const uint8_t* bytes) {
+  if (src.numel() == 0) return;
   at::TensorIterator iter = at::TensorIteratorConfig()
                                 .check_all_same_dtype(false)
+                                .resize_outputs(false)
                                 .add_output(dst)
                                 .add_const_input(src)
                                 .build();
@@ -181,10 +191,7 @@ at::Tensor lookup(const at::Tensor& src, const at::Tensor& table) {
         for (int64_t i = 0; i < n; ++i) out[i * strides[0]] = bytes[in[i * strides[1]]];
       },
       kGrain);
-  return dst;
 }
-
-}  // namespace
 
 void convert_into(const Kernels& tier, const at::Tensor& dst, const at::Tensor& src,
                   const at::Tensor& factor, const at::Tensor& src_zero_point,

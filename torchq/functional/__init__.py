@@ -14,6 +14,7 @@ from torchq.functional.deconv import (
     conv_transpose_geometry,
 )
 from torchq.functional.elementwise import add, concat, lookup, lookup_table, mul, pad
+from torchq.functional.eltwise import binary, eltwise, prelu, shuffle, sum
 from torchq.functional.matmul import conv1d, conv2d, conv3d, linear
 from torchq.functional.pooling import adaptive_avg_pool, avg_pool, max_pool
 from torchq.functional.reorder import (
@@ -28,6 +29,7 @@ __all__ = [
     "adaptive_avg_pool",
     "add",
     "avg_pool",
+    "binary",
     "concat",
     "conv1d",
     "conv2d",
@@ -38,14 +40,18 @@ __all__ = [
     "conv_transpose3d",
     "conv_transpose_geometry",
     "dequantize",
+    "eltwise",
     "linear",
     "lookup",
     "lookup_table",
     "max_pool",
     "mul",
     "pad",
+    "prelu",
     "quantize",
     "quantize_weight",
     "reorder",
     "requantize",
+    "shuffle",
+    "sum",
 ]

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import INT32, to_float32, to_int
+from torchq.attr import Attr
+from torchq.folding import check_attr
 
 Ints: TypeAlias = int | Sequence[int]
 Floats: TypeAlias = float | Tensor
@@ -37,6 +39,20 @@ def check_8bit(op: str, name: str, src: Tensor) -> None:
             f"torchq.{op}: {name} must be torch.uint8 or torch.int8, got {src.dtype}. "
             "Quantize it first: torchq.functional.quantize(x, scale, zero_point)."
         )
+
+
+def real_params(
+    op: str, attr: Attr, args: Sequence[str], scaled: Sequence[str] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Scales and zero points of ``args`` (sources, then dst), mask 0, as ops in real units take.
+
+    ``scaled`` are those that may have a scale; default all.
+    """
+    allowed = [("zero_points", arg) for arg in args]
+    allowed += [("scales", arg) for arg in (args if scaled is None else scaled)]
+    check_attr(op, attr, dict.fromkeys(allowed, (0,)))
+    scales = torch.cat([attr.resolve(arg, (1,)) for arg in args])
+    return scales, torch.cat([attr.resolve(arg, (1,), "zero_points") for arg in args])
 
 
 def spatial_dims(op: str, src: Tensor) -> int:

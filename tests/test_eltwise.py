@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""eltwise, binary, prelu, sum and shuffle against the oracle, on every tier."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import reference_primitives as reference
+import torch
+from calls import F32, S8, S32, U8, assert_same
+from cases import random_q
+from torch import Tensor
+
+import torchq
+import torchq.functional as TF
+from torchq import Attr
+
+PARAMS = {U8: (0.031, 131), S8: (0.017, -9), S32: (0.003, 1000), F32: (1.0, 0)}
+DST = {U8: (0.023, 117), S8: (0.029, 3), S32: (0.001, -77), F32: (1.0, 0)}
+ALL = [U8, S8, S32, F32]
+
+
+def attr_of(**params: tuple[float, int]) -> Attr:
+    attr = Attr()
+    for arg, (scale, zero_point) in params.items():
+        attr.set_scales(arg, 0, scale).set_zero_points(arg, 0, zero_point)
+    return attr
+
+
+def source(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    if dtype == F32:
+        draw = torch.Generator().manual_seed(seed)
+        special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, 3e38, -1.5])
+        x = torch.randn(shape, generator=draw) * 3
+        x.view(-1)[: min(8, x.numel())] = special[: x.numel()]
+        return x
+    if dtype == S32:
+        draw = torch.Generator().manual_seed(seed)
+        q = torch.randint(-3000, 5000, shape, dtype=S32, generator=draw)
+        q.view(-1)[:2] = torch.tensor([2**31 - 1, -(2**31)])[: q.numel()]
+        return q
+    return random_q(shape, dtype, seed)
+
+
+COEFFICIENTS = {
+    "clip": (-0.5, 1.25),
+    "elu": (0.7, 0.0),
+    "hardsigmoid": (0.2, 0.5),
+    "hardswish": (0.3, 0.4),
+    "linear": (-1.7, 0.3),
+    "pow": (0.6, 1.7),
+    "relu": (0.1, 0.0),
+    "soft_relu": (1.3, 0.0),
+    "swish": (1.1, 0.0),
+}
+
+
+@pytest.mark.parametrize("alg", list(reference.ELTWISE))
+def test_eltwise(isa: str, alg: str):
+    alpha, beta = (float(torch.tensor(v)) for v in COEFFICIENTS.get(alg, (0.0, 0.0)))
+    for src_dtype, dst_dtype in itertools.product(ALL, ALL):
+        src = source((7, 131), src_dtype)
+        params, to = PARAMS[src_dtype], DST[dst_dtype]
+        got = TF.eltwise(src, alg, alpha, beta, attr_of(src=params, dst=to), dst_dtype)
+        x = reference.real(src, params).double()
+        exact = reference.ELTWISE[alg](x, alpha, beta)
+        label = (alg, src_dtype, dst_dtype)
+        if alg in reference.EXACT and alg != "relu":
+            assert_same(got, reference.to_dst(exact.float(), to, dst_dtype), label)
+            continue
+        size = torch.maximum(exact.abs(), x.abs().clamp(max=1e4)).clamp(min=1)
+        error = 2**-24 * size * (8 + 2 * abs(beta) + 4 * abs(alpha))
+        if dst_dtype != F32:
+            error = error + 2**-23 * (exact.abs() + to[0] * abs(to[1]))
+        reference.near(got, exact, to, torch.nan_to_num(error, nan=0.0))
+
+
+def test_eltwise_has_the_same_bits_on_every_tier(isa: str):
+    for alg in reference.ELTWISE:
+        alpha, beta = COEFFICIENTS.get(alg, (0.0, 0.0))
+        for dtype in (S8, F32):
+            src, attr = source((5, 1031), dtype), attr_of(src=PARAMS[dtype])
+            got = TF.eltwise(src, alg, alpha, beta, attr, F32)
+            with torchq.use_isa("reference"):
+                assert_same(got, TF.eltwise(src, alg, alpha, beta, attr, F32), alg)
+
+
+def test_eltwise_chain_is_applied_in_order(isa: str):
+    src = random_q((3, 77), U8)
+    attr = attr_of(src=(0.05, 100), dst=(0.1, 7))
+    attr.post_ops.append_eltwise("abs").append_eltwise("linear", 2.0, -1.0)
+    got = TF.eltwise(src, "relu", 0.5, attr=attr, dst_dtype=S8)
+    x = reference.real(src, (0.05, 100))
+    x = torch.where(x > 0, x, x * 0.5).abs()
+    x = reference.fma32(x, torch.tensor(2.0), torch.tensor(-1.0))
+    assert_same(got, reference.to_dst(x, (0.1, 7), S8))
+
+
+@pytest.mark.parametrize("alg", list(reference.BINARY))
+def test_binary(isa: str, alg: str):
+    for a, b, dst in [*itertools.product([U8, S8], [U8, S8], ALL), (F32, S32, F32), (S32, F32, S8)]:
+        src0, src1 = source((3, 1, 130), a, 1), source((3, 5, 1), b, 2)
+        params = [PARAMS[a], PARAMS[b], DST[dst]]
+        attr = attr_of(src0=params[0], src1=params[1], dst=params[2])
+        got = TF.binary(src0, src1, alg, attr, dst)
+        expected = reference.binary(src0, src1, alg, params, dst)
+        assert got.shape == (3, 5, 130)
+        assert_same(got + 0 if dst == F32 else got, expected + 0, (alg, a, b, dst))
+
+
+def test_binary_selects(isa: str):
+    src0, src1 = random_q((4, 1, 9), U8, 1), random_q((3, 9), S8, 2)
+    condition = torch.rand(4, 3, 9) > 0.5
+    params = [PARAMS[U8], PARAMS[S8], DST[S8]]
+    attr = attr_of(src0=params[0], src1=params[1], dst=params[2])
+    expected = reference.select(condition, src0, src1, params, S8)
+    for c in (condition, condition.to(S8) * -3):
+        assert_same(TF.binary(src0, src1, "select", attr, S8, condition=c), expected)
+
+
+def test_prelu(isa: str):
+    weight = torch.randn(6)
+    for dtype, dst in itertools.product([U8, S8, F32], [U8, S8, F32]):
+        src = source((2, 6, 5, 7), dtype).contiguous(memory_format=torch.channels_last)
+        got = TF.prelu(src, weight, attr_of(src=PARAMS[dtype], dst=DST[dst]), dst)
+        wide = weight.reshape(6, 1, 1)
+        params = [PARAMS[dtype], (1.0, 0), DST[dst]]
+        assert_same(got, reference.binary(src, wide, "prelu", params, dst), (dtype, dst))
+        assert got.stride() == src.stride()
+    x = random_q((4, 6), S8)
+    assert_same(
+        TF.prelu(x, weight, attr_of(src=(0.5, 3)), F32),
+        reference.binary(x, weight, "prelu", [(0.5, 3), (1.0, 0), (1.0, 0)], F32),
+    )
+
+
+def test_sum(isa: str):
+    scales = [0.5, -0.75, 0.3, 2.0]
+    for dst in ALL:
+        srcs = [source((2, 3, 171), dtype, i) for i, dtype in enumerate((U8, S8, S32, F32))]
+        srcs[1] = srcs[1].transpose(0, 2).contiguous().transpose(0, 2)
+        attr = attr_of(dst=DST[dst])
+        zero_points = [131, -9, 5, 0]
+        for i, z in enumerate(zero_points):
+            attr.set_zero_points(f"src{i}", 0, z)
+        got = TF.sum(srcs, scales, attr, dst)
+        params = [*zip(scales, zero_points, strict=True), DST[dst]]
+        assert_same(got, reference.weighted_sum(srcs, params, dst), dst)
+    one = random_q((5,), U8)
+    assert_same(TF.sum([one]), one)
+    assert_same(TF.sum([one, one], dst_dtype=S32), 2 * one.int())
+
+
+def test_layouts_and_empty(isa: str):
+    base = random_q((4, 6, 5, 700), U8)
+    for q in (base, base[:, ::2, :, ::3], base.transpose(1, 3), base[:, :1].expand(4, 6, 5, 700)):
+        attr = attr_of(src=(0.05, 100))
+        got = TF.eltwise(q, "abs", attr=attr, dst_dtype=F32)
+        assert_same(got, reference.real(q, (0.05, 100)).abs())
+        assert_same(TF.binary(q, q, "max"), q)
+        assert_same(TF.binary(q[..., :1], q, "max"), torch.maximum(q[..., :1], q))
+    for shape in ((), (0,), (2, 0, 3)):
+        q = random_q(shape, U8)
+        assert_same(TF.eltwise(q, "relu"), q)
+        assert_same(TF.binary(q, q, "min", dst_dtype=F32), q.float())
+        assert_same(TF.sum([q]), q)
+
+
+def test_threads(isa: str):
+    src, attr = random_q((97, 1031), S8), attr_of(src=(0.1, 3))
+    before = torch.get_num_threads()
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(TF.eltwise(src, "mish", attr=attr, dst_dtype=F32))
+        found.append(TF.binary(src, src[:1], "div", dst_dtype=F32))
+    torch.set_num_threads(before)
+    assert_same(found[2], found[0])
+    assert_same(found[3], found[1])
+
+
+@pytest.mark.parametrize(("size", "group", "dim"), [(12, 3, 1), (12, 4, 0), (6, 6, -1), (7, 1, 2)])
+def test_shuffle(size: int, group: int, dim: int):
+    shape = [2, 3, 4]
+    shape[dim] = size
+    src = random_q(tuple(shape), S8)
+    got = TF.shuffle(src, group, dim)
+    assert_same(got, reference.shuffle(src, group, dim))
+    if dim == 1:
+        expected = torch.nn.functional.channel_shuffle(src.float(), size // group)
+        assert_same(got.float(), expected)
+        assert got.stride(1) == 1
+
+
+def refuse(error: type[Exception], message: str, call, *args, **kwargs) -> None:
+    with pytest.raises(error, match=message):
+        call(*args, **kwargs)
+
+
+def test_errors():
+    q = random_q((2, 6, 5), U8)
+    refuse(TypeError, "torchq.eltwise: src must be uint8, int8, int32 or", TF.eltwise, q.long(),
+           "abs", dst_dtype=U8)  # fmt: skip
+    refuse(ValueError, "alg must be", TF.eltwise, q, "sin")
+    refuse(ValueError, "alpha must be nonzero for soft_relu", TF.eltwise, q, "soft_relu")
+    x = torch.rand(3, requires_grad=True)
+    refuse(RuntimeError, "src requires grad", TF.eltwise, x, "abs")
+    attr = attr_of(src=(0.5, 0))
+    attr.post_ops.append_sum()
+    refuse(NotImplementedError, "post_ops must be eltwise", TF.eltwise, q, "abs", attr=attr)
+    refuse(ValueError, "zero_points must lie", TF.eltwise, q, "abs", attr=attr_of(src=(1, 256)))
+    refuse(ValueError, "float32 destination must have scale 1", TF.eltwise, q, "abs",
+           attr=attr_of(dst=(2.0, 0)), dst_dtype=F32)  # fmt: skip
+    refuse(NotImplementedError, "must have mask 0", TF.eltwise, q, "abs",
+           attr=Attr().set_scales("src", 2, [1.0] * 6))  # fmt: skip
+    refuse(ValueError, "torchq.binary: alg must be add, sub", TF.binary, q, q, "xor")
+    refuse(ValueError, "must broadcast, got", TF.binary, q, q[:, :, :4], "add")
+    refuse(ValueError, "condition must be given for select", TF.binary, q, q, "select")
+    refuse(ValueError, "condition must have the shape of dst", TF.binary, q, q, "select",
+           condition=q[0])  # fmt: skip
+    refuse(TypeError, "condition must be uint8 or int8", TF.binary, q, q, "select",
+           condition=q.float())  # fmt: skip
+    refuse(ValueError, "weight must broadcast to src", TF.prelu, q, torch.rand(4, 2, 6, 5))
+    refuse(ValueError, "srcs must be 1 to 32 tensors, got 0", TF.sum, [])
+    refuse(ValueError, "srcs must be 1 to 32 tensors, got 33", TF.sum, [q] * 33)
+    refuse(ValueError, "srcs must have one shape", TF.sum, [q, q[:1]])
+    refuse(ValueError, "scales must be 2 numbers", TF.sum, [q, q], [1.0])
+    refuse(ValueError, "group_size must divide dim 1", TF.shuffle, q, 4)
+    refuse(ValueError, "dim must lie in", TF.shuffle, q, 2, 3)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elementwise ops in real units, and shuffle.
+
+Each reads ``x = scale * float(q - zero_point)`` of its sources, computes in float32, one rounding
+per operation, and writes ``clamp(rne(fma(x, 1 / dst_scale, dst_zero_point)))``, or ``x`` itself to
+float32. Sources may be uint8, int8, int32 or float32. :func:`~torchq.functional.add` and
+:func:`~torchq.functional.mul` fold their scales and are faster than the same in :func:`binary`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchq._arguments import float_values
+from torchq.attr import Attr
+from torchq.functional.arguments import real_params
+from torchq.ops import dtype_code
+from torchq.post_ops import PostOps
+
+
+def eltwise(
+    src: Tensor,
+    alg: str,
+    alpha: float = 0.0,
+    beta: float = 0.0,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``real(dst) = alg(real(src))``; from 8 bits to 8 bits it is one lookup of 256 values.
+
+    Args:
+        src: any shape and strides, which dst keeps.
+        alg: ``abs``, ``clip``, ``elu``, ``exp``, ``gelu_erf``, ``gelu_tanh``, ``hardsigmoid``,
+            ``hardswish``, ``linear``, ``log``, ``logistic``, ``mish``, ``pow``, ``relu``,
+            ``round``, ``soft_relu``, ``sqrt``, ``square``, ``swish`` or ``tanh``.
+        alpha: see :mod:`torchq.post_ops` for the formulas, as for ``beta``.
+        beta: ditto.
+        attr: scales and zero points of ``src`` and ``dst``, mask 0; eltwise post-ops, which follow
+            ``alg``.
+        dst_dtype: torch.uint8, int8, int32 or float32 (without scale); None is that of ``src``.
+
+    Raises:
+        TypeError: ``src`` has another dtype.
+        ValueError: ``alg`` is unknown, or ``attr`` sets other arguments.
+        NotImplementedError: another mask, or a post-op that is not eltwise.
+        RuntimeError: ``src`` requires grad in grad mode.
+    """
+    attr = Attr() if attr is None else attr
+    scales, zero_points = real_params("eltwise", attr, ["src", "dst"])
+    chain = str(PostOps().append_eltwise(alg, alpha, beta))
+    rest = _eltwise_only("eltwise", attr)
+    code = dtype_code(dst_dtype or src.dtype, "eltwise")
+    result: Tensor = torch.ops.torchq.eltwise(
+        src, scales, zero_points, code, f"{chain}+{rest}" if rest else chain
+    )
+    return result
+
+
+def binary(
+    src0: Tensor,
+    src1: Tensor,
+    alg: str,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype | None = None,
+    condition: Tensor | None = None,
+) -> Tensor:
+    """``real(dst) = alg(real(src0), real(src1))``, broadcast.
+
+    Args:
+        src0: uint8, int8, int32 or float32.
+        src1: ditto, of a shape that broadcasts with ``src0``; the dtypes may differ.
+        alg: ``add``, ``sub``, ``mul``, ``div``, ``max``, ``min``; ``ge``, ``gt``, ``le``, ``lt``,
+            ``eq``, ``ne``, which give 1 or 0; ``select``: ``condition ? src0 : src1``; ``prelu``:
+            ``src0 >= 0 ? src0 : src0 * src1``.
+        attr: scales and zero points of ``src0``, ``src1`` and ``dst``, mask 0; eltwise post-ops.
+        dst_dtype: torch.uint8, int8, int32 or float32 (without scale); None is that of ``src0``.
+        condition: of ``select``: uint8, int8 or bool, of the shape of dst.
+
+    A quotient by zero saturates; 0 / 0 becomes the zero point. ``max`` and ``min`` keep a NaN of
+    ``src0`` and ignore one of ``src1``. Errors as in :func:`eltwise`.
+    """
+    attr = Attr() if attr is None else attr
+    scales, zero_points = real_params("binary", attr, ["src0", "src1", "dst"])
+    rest = _eltwise_only("binary", attr)
+    if condition is not None and condition.dtype == torch.bool:
+        condition = condition.to(torch.uint8)
+    code = dtype_code(dst_dtype or src0.dtype, "binary")
+    result: Tensor = torch.ops.torchq.binary(
+        src0, src1, condition, alg, scales, zero_points, code, rest
+    )
+    return result
+
+
+def prelu(
+    src: Tensor, weight: Tensor, attr: Attr | None = None, dst_dtype: torch.dtype | None = None
+) -> Tensor:
+    """``real(dst) = x >= 0 ? x : x * weight`` with ``x = real(src)``.
+
+    Args:
+        src: ``(N, C, ...)``; uint8, int8, int32 or float32.
+        weight: float32: one value, ``[C]`` (as ``torch.nn.PReLU``), or any shape that broadcasts.
+        attr: scales and zero points of ``src`` and ``dst``, mask 0.
+        dst_dtype: as in :func:`eltwise`, and so are the errors.
+    """
+    attr = Attr() if attr is None else attr
+    scales, zero_points = real_params("prelu", attr, ["src", "dst"])
+    if weight.dim() == 1 and src.dim() > 2:
+        weight = weight.reshape(-1, *[1] * (src.dim() - 2))
+    wide = torch.broadcast_shapes(src.shape, weight.shape)  # type: ignore[no-untyped-call]
+    if wide != src.shape:
+        raise ValueError(
+            f"torchq.prelu: weight must broadcast to src {list(src.shape)}, got "
+            f"{list(weight.shape)}. Give one value, or one per channel."
+        )
+    code = dtype_code(dst_dtype or src.dtype, "prelu")
+    one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    result: Tensor = torch.ops.torchq.binary(
+        src,
+        weight,
+        None,
+        "prelu",
+        torch.cat([scales[:1], one, scales[1:]]),
+        torch.cat([zero_points[:1], zero, zero_points[1:]]),
+        code,
+        "",
+    )
+    return result
+
+
+def sum(
+    srcs: Sequence[Tensor],
+    scales: Sequence[float] | Tensor | None = None,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``real(dst) = scales[0] * (srcs[0] - z0) + scales[1] * (srcs[1] - z1) + ...``.
+
+    Args:
+        srcs: 1 to 32 tensors of one shape; uint8, int8, int32 or float32, also mixed.
+        scales: one finite number per source, of any sign; None: all 1.
+        attr: zero points of ``src0``, ``src1``, ...; scale and zero point of ``dst``; mask 0.
+        dst_dtype: as in :func:`eltwise`; None is that of the first source.
+
+    Each product and each sum, in the order of the sources, is rounded to float32.
+    """
+    attr = Attr() if attr is None else attr
+    if not srcs:
+        raise ValueError("torchq.sum: srcs must be 1 to 32 tensors, got 0 tensors. Pass some.")
+    names = [f"src{i}" for i in range(len(srcs))]
+    dst_scale, zero_points = real_params("sum", attr, [*names, "dst"], scaled=["dst"])
+    factors = torch.ones(len(srcs))
+    if scales is not None:
+        factors = float_values("torchq.sum: scales", scales, positive=False)
+    if factors.numel() != len(srcs):
+        raise ValueError(
+            f"torchq.sum: scales must be {len(srcs)} numbers, one per source, got "
+            f"{factors.numel()}. Leave them out for 1."
+        )
+    code = dtype_code(dst_dtype or srcs[0].dtype, "sum")
+    result: Tensor = torch.ops.torchq.sum(
+        list(srcs), torch.cat([factors, dst_scale[-1:]]), zero_points, code
+    )
+    return result
+
+
+def shuffle(src: Tensor, group_size: int, dim: int = 1) -> Tensor:
+    """OneDNN's shuffle: ``dim`` seen as (size / group_size, group_size), transposed.
+
+    ``dst[j * (size / group_size) + i] = src[i * group_size + j]``. Any dtype; the values do not
+    change; with ``dim`` 1 the result is channels-last.
+    ``torch.nn.functional.channel_shuffle(x, groups)`` is ``group_size = C / groups``.
+    """
+    if not -src.dim() <= dim < src.dim():
+        raise ValueError(
+            f"torchq.shuffle: dim must lie in [{-src.dim()}, {src.dim() - 1}] for src "
+            f"{list(src.shape)}, got {dim}."
+        )
+    dim %= src.dim()
+    size = src.shape[dim]
+    if group_size < 1 or size % group_size:
+        raise ValueError(
+            f"torchq.shuffle: group_size must divide dim {dim} of src, {size}, got {group_size}. "
+            "Choose a divisor."
+        )
+    order = torch.arange(size, device=src.device).reshape(-1, group_size).t().reshape(-1)
+    if dim == 1:
+        return src.movedim(1, -1).index_select(-1, order).movedim(-1, 1)
+    return src.index_select(dim, order)
+
+
+def _eltwise_only(op: str, attr: Attr) -> str:
+    text = str(attr.post_ops)
+    if text and not all(part.startswith("eltwise_") for part in text.split("+")):
+        raise NotImplementedError(
+            f"torchq.{op}: post_ops must be eltwise ones, got '{text}'. Apply the others with "
+            "torchq.functional.binary."
+        )
+    return text
