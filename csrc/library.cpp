@@ -108,6 +108,30 @@ TORCH_LIBRARY(torchq, m) {
       "zero_points, int dst_dtype, str post_ops) -> Tensor",
       tags);
   m.def("sum(Tensor[] srcs, Tensor scales, Tensor zero_points, int dst_dtype) -> Tensor", tags);
+  m.def(
+      "softmax(Tensor src, int dim, bool logarithmic, Tensor scales, Tensor zero_points, int "
+      "dst_dtype, str post_ops) -> Tensor",
+      tags);
+  m.def(
+      "layer_norm(Tensor src, int dims, Tensor? weight, Tensor? bias, float eps, Tensor scales, "
+      "Tensor zero_points, int dst_dtype, str post_ops) -> Tensor",
+      tags);
+  m.def(
+      "group_norm(Tensor src, int groups, Tensor? weight, Tensor? bias, float eps, Tensor scales, "
+      "Tensor zero_points, int dst_dtype, str post_ops) -> Tensor",
+      tags);
+  m.def(
+      "batch_norm(Tensor src, Tensor mean, Tensor variance, Tensor? weight, Tensor? bias, float "
+      "eps, Tensor scales, Tensor zero_points, int dst_dtype, str post_ops) -> Tensor",
+      tags);
+  m.def(
+      "reduction(Tensor src, str alg, int[] dims, bool keepdim, Tensor scales, Tensor zero_points, "
+      "int dst_dtype, str post_ops) -> Tensor",
+      tags);
+  m.def(
+      "resampling(Tensor src, str alg, int[] size, Tensor scales, Tensor zero_points, int "
+      "dst_dtype, str post_ops) -> Tensor",
+      tags);
 
   // Settings and introspection: no tensors, so they bind here.
   m.def("_select_isa(str isa) -> str", &torchq::select_isa);

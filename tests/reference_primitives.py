@@ -136,3 +136,98 @@ def shuffle(src: Tensor, group_size: int, dim: int) -> Tensor:
         for j in range(group_size):
             source[j * (size // group_size) + i] = src.select(dim, i * group_size + j)
     return torch.stack(source, dim)
+
+
+# Rows: integers exactly, then float64 in the order torchq states, rounded to float32 once
+
+
+def centered(q: Tensor, params: Params) -> Tensor:
+    """q - zero_point, exactly."""
+    return q.long() - params[1]
+
+
+def softmax(q: Tensor, dim: int, params: Params, logarithmic: bool) -> Tensor:
+    """In float64, of properly dequantized values: compare with `near`."""
+    x = centered(q, params).double() * f64(params[0])
+    return x.log_softmax(dim) if logarithmic else x.softmax(dim)
+
+
+def reduction(
+    q: Tensor, alg: str, dims: list[int], params: list[Params], dtype: torch.dtype
+) -> Tensor:
+    """Reduced dims stay with size 1."""
+    x, scale = centered(q, params[0]), f64(params[0][0])
+    if alg == "sum" and dtype == torch.int32 and params[0][0] == params[1][0] == 1:
+        return (x.sum(dims, keepdim=True) + params[1][1]).clamp(*RANGE[dtype]).to(dtype)
+    if alg in ("max", "min"):
+        y = scale * (x.amax(dims, keepdim=True) if alg == "max" else x.amin(dims, keepdim=True))
+    elif alg == "mul":
+        rows = x.movedim(sorted(d % q.ndim for d in dims), list(range(-len(dims), 0)))
+        rows = rows.flatten(-len(dims))
+        y = torch.ones(rows.shape[:-1], dtype=torch.float64)
+        for i in range(rows.shape[-1]):
+            y = y * (scale * rows[..., i].double())
+        y = y.reshape(x.sum(dims, keepdim=True).shape)
+    else:
+        y = scale * x.sum(dims, keepdim=True).double()
+        if alg == "mean":
+            y = y / (q.numel() / y.numel())
+    return to_dst(f32(y), params[1], dtype)
+
+
+def normalize(
+    q: Tensor, weight: Tensor, bias: Tensor, eps: float, params: list[Params], dtype: torch.dtype
+) -> Tensor:
+    """Over the last dim, the sums as Python integers."""
+    x, scale = centered(q, params[0]), f64(params[0][0])
+    rows = x.reshape(-1, x.shape[-1])
+    n = rows.shape[1]
+    mean = rows.sum(1, keepdim=True).double() / n
+    pairs = zip(rows.sum(1).tolist(), (rows * rows).sum(1).tolist(), strict=True)
+    spread = torch.tensor([float(n * b - a * a) for a, b in pairs], dtype=torch.float64)[:, None]
+    factor = scale / torch.sqrt(scale * scale * (spread / (float(n) * float(n))) + eps)
+    y = ((rows.double() - mean) * factor).reshape(x.shape) * weight.double() + bias.double()
+    return to_dst(f32(y), params[1], dtype)
+
+
+def batch_norm(
+    q: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float,
+    params: list[Params], dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Channels last."""
+    x = centered(q, params[0]).double() * f64(params[0][0])
+    y = (x - mean.double()) * (1 / torch.sqrt(variance.double() + eps))
+    return to_dst(f32(y * weight.double() + bias.double()), params[1], dtype)
+
+
+def taps(input_size: int, output_size: int, linear: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Left and right index and the weight of the right one, per output position."""
+    o = torch.arange(output_size, dtype=torch.float32)
+    s = (o + 0.5) * float(input_size) / float(output_size) - 0.5
+    if not linear or input_size == output_size:
+        away = torch.where(s < 0, -torch.floor(-s + 0.5), torch.floor(s.double() + 0.5).float())
+        i = away.long().clamp(0, input_size - 1)
+        return i, i, torch.zeros(output_size, dtype=torch.float64)
+    s = s.clamp(0, input_size - 1)
+    left = torch.floor(s)
+    i = left.long()
+    return i, (i + 1).clamp(max=input_size - 1), (s - left).double()
+
+
+def resampling(
+    q: Tensor, size: list[int], alg: str, params: list[Params], dtype: torch.dtype
+) -> Tensor:
+    """The sum over corners, the last dim's right neighbor first to vary."""
+    x = centered(q, params[0]).double()
+    dims = len(size)
+    sides = [taps(q.shape[d + 2], size[d], alg == "linear") for d in range(dims)]
+    total = torch.zeros([*q.shape[:2], *size], dtype=torch.float64)
+    for corner in range(2**dims):
+        value, weight = x, torch.ones(size, dtype=torch.float64)
+        for d in range(dims):
+            right = corner >> (dims - 1 - d) & 1
+            w = sides[d][2] if right else 1 - sides[d][2]
+            weight = weight * w.reshape([-1] + [1] * (dims - 1 - d))
+            value = value.index_select(d + 2, sides[d][right])
+        total = total + weight * value
+    return to_dst(f32(f64(params[0][0]) * total), params[1], dtype)

@@ -229,3 +229,25 @@ def test_errors():
     refuse(ValueError, "scales must be 2 numbers", TF.sum, [q, q], [1.0])
     refuse(ValueError, "group_size must divide dim 1", TF.shuffle, q, 4)
     refuse(ValueError, "dim must lie in", TF.shuffle, q, 2, 3)
+
+
+@pytest.mark.parametrize(("src", "dst"), [(U8, S8), (F32, U8), (S8, F32), (S32, S32)])
+def test_reorder_with_sum(isa: str, src: torch.dtype, dst: torch.dtype):
+    x, old = source((3, 50), src, 1), source((3, 50), dst, 2)
+    attr = attr_of(src=PARAMS[src], dst=DST[dst])
+    attr.post_ops.append_sum(-0.7, 0 if dst == F32 else 3)
+    params = [PARAMS[src], (-0.7, 0 if dst == F32 else 3), DST[dst]]
+    got = TF.reorder(x, dst, attr, old)
+    assert_same(got, reference.weighted_sum([x, old], params, dst))
+
+
+def test_reorder_with_sum_errors():
+    q = random_q((2, 6), U8)
+    attr = Attr()
+    attr.post_ops.append_sum(0.5)
+    refuse(ValueError, "old must be torch.uint8", TF.reorder, q, U8, attr)
+    refuse(ValueError, "old must be torch.int8", TF.reorder, q, S8, attr, q)
+    refuse(ValueError, "old must be torch.uint8", TF.reorder, q, U8, attr, q[:1])
+    refuse(NotImplementedError, "must be empty or one sum", TF.reorder, q, U8, Attr(), q)
+    attr.set_scales("src", 2, [1.0] * 6)
+    refuse(NotImplementedError, "must have mask 0", TF.reorder, q, U8, attr, q)

@@ -163,8 +163,12 @@ def test_post_ops_without_a_kernel() -> None:
             f"torchq.{name}: post_ops must be empty or 'eltwise_relu', got 'eltwise_clip:0:6'",
         )
         refuse(NotImplementedError, lambda c=call: c(SRC, SRC, relu6), *parts, "lookup")
-    for call in (lambda: TF.concat([SRC], relu6), lambda: TF.reorder(SRC, S8, relu6)):
-        refuse(NotImplementedError, call, "post_ops must be empty, got 'eltwise_clip:0:6'. Apply")
+    for call, expected in (
+        (lambda: TF.concat([SRC], relu6), "empty"),
+        (lambda: TF.reorder(SRC, S8, relu6), "empty or one sum"),
+    ):
+        parts = (f"post_ops must be {expected}, got 'eltwise_clip:0:6'. Apply",)
+        refuse(NotImplementedError, call, *parts)
 
 
 def test_sources_of_sums() -> None:

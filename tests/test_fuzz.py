@@ -86,6 +86,7 @@ OTHERS = ["None", "1.5", "'text'", "[]", "{}", "object()", "float('nan')", "True
 U8_4D, F1 = "tensor((2, 4, 5, 5), torch.uint8, 'random')", "tensor((1,))"
 I1 = "tensor((1,), torch.int32, 0)"
 S3, Z3 = "tensor((3,))", "tensor((3,), torch.int32, 0)"
+F4 = "tensor((4,))"
 S2, Z2 = "tensor((2,))", "tensor((2,), torch.int32, 0)"
 WINDOW = "[3, 3, 2, 2, 1, 1, 1, 1, 1, 1]"
 LINEAR = "*ops.pack_linear(tensor((20, 10), torch.int8, 'random'))"
@@ -140,6 +141,12 @@ VALID: list[tuple[str, list[str]]] = [
     ("binary", [U8_4D, U8_4D, "None", "'div'", S3, Z3, "0", "'eltwise_relu'"]),
     ("binary", [U8_4D, U8_4D, U8_4D, "'select'", S3, Z3, "3", "''"]),
     ("sum", [f"[{U8_4D}, {U8_4D}]", S3, Z3, "1"]),
+    ("softmax", [U8_4D, "1", "False", S2, Z2, "6", "''"]),
+    ("layer_norm", [U8_4D, "1", "tensor((5,))", "None", "1e-5", S2, Z2, "0", "''"]),
+    ("group_norm", [U8_4D, "2", "tensor((4,))", "None", "1e-5", S2, Z2, "0", "''"]),
+    ("batch_norm", [U8_4D, F4, F4, F4, F4, "1e-5", S2, Z2, "0", "'eltwise_relu'"]),
+    ("reduction", [U8_4D, "'sum'", "[1, 3]", "True", S2, Z2, "3", "''"]),
+    ("resampling", [U8_4D, "'linear'", "[3, 7]", S2, Z2, "6", "''"]),
 ]
 
 

@@ -61,6 +61,18 @@ eltwise(Tensor src, Tensor scales, Tensor zero_points, int dst_dtype, str post_o
 binary(Tensor src0, Tensor src1, Tensor? condition, str alg, Tensor scales, Tensor zero_points, \
 int dst_dtype, str post_ops) -> Tensor
 sum(Tensor[] srcs, Tensor scales, Tensor zero_points, int dst_dtype) -> Tensor
+softmax(Tensor src, int dim, bool logarithmic, Tensor scales, Tensor zero_points, \
+int dst_dtype, str post_ops) -> Tensor
+layer_norm(Tensor src, int dims, Tensor? weight, Tensor? bias, float eps, Tensor scales, \
+Tensor zero_points, int dst_dtype, str post_ops) -> Tensor
+group_norm(Tensor src, int groups, Tensor? weight, Tensor? bias, float eps, Tensor scales, \
+Tensor zero_points, int dst_dtype, str post_ops) -> Tensor
+batch_norm(Tensor src, Tensor mean, Tensor variance, Tensor? weight, Tensor? bias, float eps, \
+Tensor scales, Tensor zero_points, int dst_dtype, str post_ops) -> Tensor
+reduction(Tensor src, str alg, int[] dims, bool keepdim, Tensor scales, Tensor zero_points, \
+int dst_dtype, str post_ops) -> Tensor
+resampling(Tensor src, str alg, int[] size, Tensor scales, Tensor zero_points, int dst_dtype, \
+str post_ops) -> Tensor
 """.strip().splitlines()
 
 # No tensors: not part of saved programs.

@@ -409,3 +409,44 @@ def _(
 @_fake("sum")
 def _(srcs: Sequence[Tensor], scales: Tensor, zero_points: Tensor, dst_dtype: int) -> Tensor:
     return torch.empty_like(srcs[0], dtype=_DTYPES[dst_dtype])
+
+
+@_fake("softmax")
+def _(
+    src: Tensor,
+    dim: int,
+    logarithmic: bool,
+    scales: Tensor,
+    zero_points: Tensor,
+    dst_dtype: int,
+    post_ops: str,
+) -> Tensor:
+    sizes = src.movedim(dim, -1).shape
+    return src.new_empty(sizes, dtype=_DTYPES[dst_dtype]).movedim(-1, dim)
+
+
+@_fake("layer_norm")
+def _(src: Tensor, *args: Any) -> Tensor:
+    return src.new_empty(src.shape, dtype=_DTYPES[args[-2]])
+
+
+def _fake_by_channel(src: Tensor, *args: Any) -> Tensor:
+    """Channels-last; every such op ends in dst_dtype, post_ops."""
+    return src.new_empty(src.movedim(1, -1).shape, dtype=_DTYPES[args[-2]]).movedim(-1, 1)
+
+
+_fake("group_norm")(_fake_by_channel)
+_fake("batch_norm")(_fake_by_channel)
+
+
+@_fake("reduction")
+def _(src: Tensor, alg: str, dims: Sequence[int], keepdim: bool, *args: Any) -> Tensor:
+    gone = {d % src.dim() for d in dims}
+    sizes = [1 if d in gone else size for d, size in enumerate(src.shape)]
+    kept = [size for d, size in enumerate(sizes) if keepdim or d not in gone]
+    return src.new_empty(kept, dtype=_DTYPES[args[-2]])
+
+
+@_fake("resampling")
+def _(src: Tensor, alg: str, size: Sequence[int], *args: Any) -> Tensor:
+    return _empty_channels_last(src, [*src.shape[:2], *size], _DTYPES[args[-2]])

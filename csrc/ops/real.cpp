@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading, computing and writing blocks in real units (Note [Real units] in real.h).
+// Reading, computing and writing blocks in real units (Note [Real units] in
+// real.h).
 #include "real.h"
 
 #include <cmath>
@@ -112,6 +113,11 @@ void apply_eltwise(const c10::SmallVector<Eltwise, 4>& chain, float* x, int64_t 
       for (int64_t i = 0; i < n; ++i) x[i] = f(x[i]);
     });
   }
+}
+
+void RealOutput::store(float* x, int64_t n, void* dst, int64_t first) const {
+  apply_eltwise(chain, x, n);
+  store_real(tier, to, x, element(dst, to.dtype, first), element_size(to.dtype), n);
 }
 
 }  // namespace torchq

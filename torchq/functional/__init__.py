@@ -16,7 +16,15 @@ from torchq.functional.deconv import (
 from torchq.functional.elementwise import add, concat, lookup, lookup_table, mul, pad
 from torchq.functional.eltwise import binary, eltwise, prelu, shuffle, sum
 from torchq.functional.matmul import conv1d, conv2d, conv3d, linear
+from torchq.functional.normalization import (
+    batch_norm,
+    group_norm,
+    layer_norm,
+    log_softmax,
+    softmax,
+)
 from torchq.functional.pooling import adaptive_avg_pool, avg_pool, max_pool
+from torchq.functional.reduction import reduction, resampling
 from torchq.functional.reorder import (
     dequantize,
     quantize,
@@ -29,6 +37,7 @@ __all__ = [
     "adaptive_avg_pool",
     "add",
     "avg_pool",
+    "batch_norm",
     "binary",
     "concat",
     "conv1d",
@@ -41,7 +50,10 @@ __all__ = [
     "conv_transpose_geometry",
     "dequantize",
     "eltwise",
+    "group_norm",
+    "layer_norm",
     "linear",
+    "log_softmax",
     "lookup",
     "lookup_table",
     "max_pool",
@@ -50,8 +62,11 @@ __all__ = [
     "prelu",
     "quantize",
     "quantize_weight",
+    "reduction",
     "reorder",
     "requantize",
+    "resampling",
     "shuffle",
+    "softmax",
     "sum",
 ]

@@ -55,6 +55,17 @@ def real_params(
     return scales, torch.cat([attr.resolve(arg, (1,), "zero_points") for arg in args])
 
 
+def eltwise_post_ops(op: str, attr: Attr) -> str:
+    """The text of the post-ops; NotImplementedError unless all are eltwise."""
+    text = str(attr.post_ops)
+    if text and not all(part.startswith("eltwise_") for part in text.split("+")):
+        raise NotImplementedError(
+            f"torchq.{op}: post_ops must be eltwise ones, got '{text}'. Apply the others with "
+            "torchq.functional.binary."
+        )
+    return text
+
+
 def spatial_dims(op: str, src: Tensor) -> int:
     """The number of spatial dimensions of ``(N, C, spatial...)``, 1 to 3."""
     if not 3 <= src.dim() <= 5:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchq._arguments import float_values
 from torchq.attr import Attr
-from torchq.functional.arguments import real_params
+from torchq.functional.arguments import eltwise_post_ops, real_params
 from torchq.ops import dtype_code
 from torchq.post_ops import PostOps
 
@@ -51,7 +51,7 @@ def eltwise(
     attr = Attr() if attr is None else attr
     scales, zero_points = real_params("eltwise", attr, ["src", "dst"])
     chain = str(PostOps().append_eltwise(alg, alpha, beta))
-    rest = _eltwise_only("eltwise", attr)
+    rest = eltwise_post_ops("eltwise", attr)
     code = dtype_code(dst_dtype or src.dtype, "eltwise")
     result: Tensor = torch.ops.torchq.eltwise(
         src, scales, zero_points, code, f"{chain}+{rest}" if rest else chain
@@ -84,7 +84,7 @@ def binary(
     """
     attr = Attr() if attr is None else attr
     scales, zero_points = real_params("binary", attr, ["src0", "src1", "dst"])
-    rest = _eltwise_only("binary", attr)
+    rest = eltwise_post_ops("binary", attr)
     if condition is not None and condition.dtype == torch.bool:
         condition = condition.to(torch.uint8)
     code = dtype_code(dst_dtype or src0.dtype, "binary")
@@ -189,13 +189,3 @@ def shuffle(src: Tensor, group_size: int, dim: int = 1) -> Tensor:
     if dim == 1:
         return src.movedim(1, -1).index_select(-1, order).movedim(-1, 1)
     return src.index_select(dim, order)
-
-
-def _eltwise_only(op: str, attr: Attr) -> str:
-    text = str(attr.post_ops)
-    if text and not all(part.startswith("eltwise_") for part in text.split("+")):
-        raise NotImplementedError(
-            f"torchq.{op}: post_ops must be eltwise ones, got '{text}'. Apply the others with "
-            "torchq.functional.binary."
-        )
-    return text

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchq._text import Sum
 from torchq.attr import Attr
 from torchq.folding import check_attr
 from torchq.functional.arguments import Floats, Zeros, to_scale, to_zero_point
@@ -71,7 +72,9 @@ def requantize(
     return result
 
 
-def reorder(src: Tensor, dtype: torch.dtype, attr: Attr | None = None) -> Tensor:
+def reorder(
+    src: Tensor, dtype: torch.dtype, attr: Attr | None = None, old: Tensor | None = None
+) -> Tensor:
     """Converts between float32, int32, int8 and uint8 with any mask on either side.
 
     With scales (v3): ``dst = (src - src_zero_point) * src_scale / dst_scale + dst_zero_point``;
@@ -79,20 +82,22 @@ def reorder(src: Tensor, dtype: torch.dtype, attr: Attr | None = None) -> Tensor
     output_scale``. Integer destinations round half to even and saturate. Without scales, integers
     convert exactly. Masks index the dims of ``src``; strides are kept.
 
+    One post-op is possible, a sum, with mask 0 on both sides: ``x = (src - src_zero_point) *
+    src_scale + sum_scale * (old - sum_zero_point)``, each product and the sum rounded to float32,
+    then ``dst = clamp(rne(fma(x, 1 / dst_scale, dst_zero_point)))``. ``old`` has the shape of
+    ``src`` and the sum's dtype, by default that of dst.
+
     Raises:
         ValueError: ``attr`` sets another argument than src and dst, or the number of values of a
             mask is not the product of the selected dims of ``src``.
-        NotImplementedError: ``attr`` has post-ops, a rounding mode, or output scales with zero
-            points.
+        NotImplementedError: ``attr`` has other post-ops, a rounding mode, or output scales with
+            zero points.
     """
     attr = Attr() if attr is None else attr
     code = dtype_code(dtype, "reorder")
     check_attr("reorder", attr, dict.fromkeys([*_SCALED, _V1]))
-    if attr.post_ops:
-        raise NotImplementedError(
-            f"torchq.reorder: post_ops must be empty, got '{attr.post_ops}'. Apply a sum with "
-            "torchq.functional.add and an eltwise with torchq.functional.lookup."
-        )
+    if attr.post_ops or old is not None:
+        return _reorder_with_sum(src, code, dtype, attr, old)
     for arg in ("src", "dst"):
         attr.check(arg, src.shape)
     scaled = any(attr.mask(arg, kind) is not None for kind, arg in _SCALED)
@@ -114,6 +119,39 @@ def reorder(src: Tensor, dtype: torch.dtype, attr: Attr | None = None) -> Tensor
     if attr.mask("dst", "output_scales") is not None:
         scales = attr.resolve("dst", src.shape, "output_scales")
     result: Tensor = torch.ops.torchq.reorder(src, scales, code)
+    return result
+
+
+def _reorder_with_sum(
+    src: Tensor, code: int, dtype: torch.dtype, attr: Attr, old: Tensor | None
+) -> Tensor:
+    chain = list(attr.post_ops)
+    if len(chain) != 1 or not isinstance(chain[0], Sum):
+        raise NotImplementedError(
+            f"torchq.reorder: post_ops must be empty or one sum, got '{attr.post_ops}'. Apply an "
+            "eltwise with torchq.functional.eltwise."
+        )
+    masks = [attr.mask(arg, kind) for kind, arg in [*_SCALED, _V1]]
+    if any(masks) or masks[-1] is not None:
+        raise NotImplementedError(
+            f"torchq.reorder: with a sum, scales and zero points must have mask 0 and there must "
+            f"be no output_scales, got {attr}. Dequantize per channel first."
+        )
+    wanted = chain[0].dtype or dtype
+    if old is None or old.dtype != wanted or old.shape != src.shape:
+        got = "None" if old is None else f"{old.dtype} {list(old.shape)}"
+        raise ValueError(
+            f"torchq.reorder: old must be {wanted} {list(src.shape)} for {chain[0]}, got {got}. "
+            "Pass the values that the sum adds to."
+        )
+    params = [attr.resolve(arg, (1,), kind) for kind, arg in _SCALED]
+    factor, zero_point = torch.tensor([chain[0].scale]), torch.tensor([chain[0].zero_point])
+    result: Tensor = torch.ops.torchq.sum(
+        [src, old],
+        torch.cat([params[0], factor, params[1]]),
+        torch.cat([params[2], zero_point.int(), params[3]]),
+        code,
+    )
     return result
 
 

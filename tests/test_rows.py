@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax, normalizations, reductions and resampling against the oracle, on every tier."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import reference_primitives as reference
+import torch
+import torch.nn.functional as F
+from calls import F32, S8, S32, U8, assert_same
+from cases import random_q
+from test_eltwise import DST, PARAMS, attr_of, refuse
+from torch import Tensor
+
+import torchq.functional as TF
+
+LAST = torch.channels_last
+TYPES = list(itertools.product([U8, S8], [U8, S8, S32, F32]))
+
+
+@pytest.mark.parametrize("logarithmic", [False, True], ids=["softmax", "log"])
+@pytest.mark.parametrize("shape", [(5, 10), (3, 7, 1100), (4, 1), (2, 0), (70, 3, 4)], ids=str)
+def test_softmax(isa: str, logarithmic: bool, shape: tuple[int, ...]):
+    function = TF.log_softmax if logarithmic else TF.softmax
+    for (src_dtype, dst_dtype), dim in itertools.product(TYPES, (-1, 0)):
+        src, params = random_q(shape, src_dtype, len(shape)), PARAMS[src_dtype]
+        to = DST[dst_dtype] if logarithmic or dst_dtype == F32 else (1 / 256, 3)
+        got = function(src, dim, attr_of(src=params, dst=to), dst_dtype)
+        if not src.numel():
+            assert got.shape == shape
+            continue
+        exact = reference.softmax(src, dim, params, logarithmic)
+        error = 2**-22 * exact.abs().clamp(min=1e-30)
+        if logarithmic:
+            error = error + 2**-21
+        if dst_dtype != F32:
+            error = error + 2**-22 * (exact.abs() + to[0] * abs(to[1]))
+        assert got.dtype == dst_dtype
+        reference.near(got, exact, to, error)
+
+
+def test_softmax_dequantizes_its_source():
+    """oneDNN's softmax of the integers, times the scale, would be one-hot here."""
+    src = torch.tensor([[10, 11, 12]], dtype=U8)
+    got = TF.softmax(src, 1, attr_of(src=(0.01, 5)))
+    torch.testing.assert_close(got, torch.tensor([[0.05, 0.06, 0.07]]).softmax(1))
+
+
+def affine(n: int) -> tuple[Tensor, Tensor]:
+    return torch.rand(n) + 0.5, torch.randn(n)
+
+
+@pytest.mark.parametrize("width", [1, 7, 700])
+def test_layer_norm(isa: str, width: int):
+    weight, bias = affine(width)
+    for src_dtype, dst_dtype in TYPES:
+        src = random_q((3, 5, width), src_dtype)
+        src[0, 0] = 7  # no variance: eps decides
+        params = [PARAMS[src_dtype], DST[dst_dtype]]
+        attr = attr_of(src=params[0], dst=params[1])
+        got = TF.layer_norm(src, [width], weight, bias, 1e-3, attr, dst_dtype)
+        expected = reference.normalize(src, weight, bias, 1e-3, params, dst_dtype)
+        assert_same(got, expected, (src_dtype, dst_dtype))
+    real = params[0][0] * (src.float() - params[0][1])
+    got = TF.layer_norm(src, [5, width], attr=attr_of(src=params[0]))
+    torch.testing.assert_close(got, F.layer_norm(real, [5, width]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_group_norm(isa: str, groups: int):
+    weight, bias = affine(6)
+    for (src_dtype, dst_dtype), layout in zip(
+        TYPES, itertools.cycle([LAST, torch.contiguous_format])
+    ):
+        src = random_q((2, 6, 5, 9), src_dtype).contiguous(memory_format=layout)
+        params = [PARAMS[src_dtype], DST[dst_dtype]]
+        attr = attr_of(src=params[0], dst=params[1])
+        got = TF.group_norm(src, groups, weight, bias, 1e-5, attr, dst_dtype)
+        wide = [v.reshape(1, groups, -1, 1).expand(2, -1, -1, 45).reshape(2, groups, -1)
+                for v in (weight, bias)]  # fmt: skip
+        rows = src.reshape(2, groups, -1)
+        expected = reference.normalize(rows, *wide, 1e-5, params, dst_dtype)
+        assert_same(got, expected.reshape(src.shape), (src_dtype, dst_dtype))
+        assert got.is_contiguous(memory_format=LAST)
+    real = params[0][0] * (src.float() - params[0][1])
+    got = TF.group_norm(src, groups, attr=attr_of(src=params[0]))
+    torch.testing.assert_close(got, F.group_norm(real, groups), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (2, 6, 5, 7), (2, 600, 3)], ids=str)
+def test_batch_norm(isa: str, shape: tuple[int, ...]):
+    c = shape[1]
+    (weight, bias), (variance, mean) = affine(c), affine(c)
+    for src_dtype, dst_dtype in TYPES:
+        src = random_q(shape, src_dtype)
+        params = [PARAMS[src_dtype], DST[dst_dtype]]
+        attr = attr_of(src=params[0], dst=params[1])
+        attr.post_ops.append_eltwise("relu")
+        got = TF.batch_norm(src, mean, variance, weight, -bias, 1e-5, attr, dst_dtype)
+        expected = reference.batch_norm(
+            src.movedim(1, -1), mean, variance, weight, -bias, 1e-5, [params[0], (1.0, 0)], F32
+        ).relu()
+        expected = reference.to_dst(expected.movedim(-1, 1), params[1], dst_dtype)
+        assert_same(got + 0, expected + 0, (src_dtype, dst_dtype))
+
+
+@pytest.mark.parametrize("alg", ["sum", "mean", "max", "min", "mul"])
+@pytest.mark.parametrize("dims", [[-1], [0, 2], [1, 2, 3], [0, 1, 2, 3]], ids=str)
+def test_reduction(isa: str, alg: str, dims: list[int]):
+    for src_dtype, dst_dtype in TYPES:
+        src = random_q((2, 3, 4, 35), src_dtype).transpose(0, 3).contiguous().transpose(0, 3)
+        params = [PARAMS[src_dtype], DST[dst_dtype]]
+        attr = attr_of(src=params[0], dst=params[1])
+        got = TF.reduction(src, alg, dims, True, attr, dst_dtype)
+        expected = reference.reduction(src, alg, dims, params, dst_dtype)
+        assert_same(got + 0, expected + 0, (src_dtype, dst_dtype))
+        flat = TF.reduction(src, alg, dims, False, attr, dst_dtype)
+        assert_same(flat, got.reshape(flat.shape))
+    assert flat.dim() == 4 - len(dims)
+
+
+def test_reduction_to_int32_is_exact(isa: str):
+    """Above 2^24, where float32 has no odd integers."""
+    src = torch.full((70_001, 3), 255, dtype=U8)
+    got = TF.reduction(src, "sum", 0, dst_dtype=S32)
+    assert got.tolist() == [255 * 70_001] * 3
+    assert float(torch.tensor(255 * 70_001, dtype=F32)) != 255 * 70_001
+
+
+@pytest.mark.parametrize("alg", ["nearest", "linear"])
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ((2, 5, 6, 7), [12, 14]),
+        ((1, 3, 9, 5), [4, 11]),
+        ((2, 600, 4), [9]),
+        ((1, 4, 3, 4, 5), [5, 4, 2]),
+        ((1, 2, 1, 8), [5, 1]),
+        ((0, 2, 3), [5]),
+    ],
+    ids=str,
+)
+def test_resampling(isa: str, alg: str, shape: tuple[int, ...], size: list[int]):
+    for src_dtype, dst_dtype in TYPES:
+        src = random_q(shape, src_dtype)
+        params = [PARAMS[src_dtype], DST[dst_dtype]]
+        attr = attr_of(src=params[0], dst=params[1])
+        got = TF.resampling(src, size, alg, attr, dst_dtype)
+        expected = reference.resampling(src, size, alg, params, dst_dtype)
+        assert_same(got + 0, expected + 0, (src_dtype, dst_dtype))
+
+
+def test_resampling_is_torchs(isa: str):
+    src = random_q((2, 3, 5, 6), U8)
+    assert_same(TF.resampling(src, (10, 12)), F.interpolate(src, (10, 12)))
+    got = TF.resampling(src, (7, 13), "linear", dst_dtype=F32)
+    expected = F.interpolate(src.float(), (7, 13), mode="bilinear")
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-3)
+    assert got.is_contiguous(memory_format=LAST)
+
+
+def test_threads(isa: str):
+    src = random_q((60, 30, 31), S8)
+    calls = [
+        lambda: TF.softmax(src, 1),
+        lambda: TF.layer_norm(src, [31]),
+        lambda: TF.group_norm(src, 3),
+        lambda: TF.batch_norm(src, torch.zeros(30), torch.ones(30)),
+        lambda: TF.reduction(src, "mul", 2),
+        lambda: TF.resampling(src, 77, "linear", dst_dtype=F32),
+    ]
+    before = torch.get_num_threads()
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append([call() for call in calls])
+    torch.set_num_threads(before)
+    for one, three in zip(*found, strict=True):
+        assert_same(one, three)
+
+
+def test_errors():
+    q, x = random_q((2, 6, 5), U8), torch.rand(2, 6, 5)
+    for call in (
+        lambda: TF.softmax(x),
+        lambda: TF.layer_norm(x, [5]),
+        lambda: TF.group_norm(x, 2),
+        lambda: TF.batch_norm(x, x, x),
+        lambda: TF.reduction(x, "sum", 1),
+        lambda: TF.resampling(x, 3),
+    ):
+        refuse(TypeError, "src must be torch.uint8 or torch.int8, got torch.float32", call)
+    refuse(ValueError, r"torchq.softmax: dim must lie in \[-3, 2\]", TF.softmax, q, 3)
+    refuse(ValueError, "src must end in normalized_shape", TF.layer_norm, q, [6])
+    refuse(ValueError, "weight must have 5 values", TF.layer_norm, q, [5], torch.ones(6))
+    refuse(ValueError, "eps must be finite and at least 0", TF.layer_norm, q, [5], eps=-1.0)
+    refuse(ValueError, "groups must divide the channels, 6, got 4", TF.group_norm, q, 4)
+    ones = torch.ones(6)
+    refuse(ValueError, "mean must have 6 values", TF.batch_norm, q, ones[:5], ones)
+    refuse(ValueError, "variance must be finite and at least 0", TF.batch_norm, q, ones, -ones)
+    refuse(ValueError, r"src must be \(N, C, ...\)", TF.batch_norm, q[0, 0], ones, ones)
+    refuse(NotImplementedError, "alg must be sum, mean", TF.reduction, q, "norm", 1)
+    refuse(ValueError, r"dims must lie in \[-3, 2\]", TF.reduction, q, "sum", 3)
+    refuse(ValueError, "dims must differ", TF.reduction, q, "sum", [1, -2])
+    refuse(ValueError, "at least one value to reduce", TF.reduction, q[:, :0], "sum", 1)
+    refuse(ValueError, "alg must be nearest or linear", TF.resampling, q, 4, "cubic")
+    refuse(ValueError, r"sizes must lie in \[1, 2\^24\]", TF.resampling, q, 0)
+    refuse(ValueError, "size must be one integer or 1", TF.resampling, q, [3, 4])
