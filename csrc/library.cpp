@@ -109,6 +109,10 @@ TORCH_LIBRARY(torchq, m) {
       tags);
   m.def("sum(Tensor[] srcs, Tensor scales, Tensor zero_points, int dst_dtype) -> Tensor", tags);
   m.def(
+      "reorder_rounded(Tensor src, Tensor scales, Tensor zero_points, int dst_dtype, str rounding, "
+      "int seed) -> Tensor",
+      tags);
+  m.def(
       "softmax(Tensor src, int dim, bool logarithmic, Tensor scales, Tensor zero_points, int "
       "dst_dtype, str post_ops) -> Tensor",
       tags);

@@ -11,6 +11,7 @@ import reference_primitives as reference
 import torch
 from calls import F32, S8, S32, U8, assert_same
 from cases import random_q
+from memory import rounding_upward
 from torch import Tensor
 
 import torchq
@@ -241,6 +242,42 @@ def test_reorder_with_sum(isa: str, src: torch.dtype, dst: torch.dtype):
     assert_same(got, reference.weighted_sum([x, old], params, dst))
 
 
+def splitmix(seed: int, index: int) -> float:
+    mask = 2**64 - 1
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return ((z ^ (z >> 31)) >> 40) / 2**24
+
+
+@pytest.mark.parametrize("dst", [U8, S8, S32])
+def test_reorder_rounds_stochastically(isa: str, dst: torch.dtype):
+    x, seed = source((3, 700), F32, 1).t(), -5
+    attr = attr_of(dst=DST[dst]).set_rounding("dst", "stochastic")
+    got = TF.reorder(x, dst, attr, seed=seed)
+    y = reference.fma32(
+        x, reference.f32(1 / reference.f64(DST[dst][0])), torch.tensor(float(DST[dst][1]))
+    )
+    u = torch.tensor([splitmix(seed, i) for i in range(x.numel())]).reshape(x.shape)
+    whole = torch.where(y - y.floor() > u, y.floor() + 1, y.floor())
+    assert_same(got, reference.store(whole, DST[dst][1], dst))
+    half = torch.full((20_000,), 0.25)
+    rate = TF.reorder(half, U8, Attr().set_rounding("dst", "stochastic")).float().mean()
+    assert abs(rate - 0.25) < 0.02
+
+
+def test_reorder_rounds_as_the_environment(isa: str):
+    x = source((500,), F32, 1)
+    attr = attr_of(dst=DST[S8]).set_rounding("dst", "environment")
+    assert_same(TF.reorder(x, S8, attr), TF.quantize(x, *DST[S8], S8))
+    with rounding_upward():
+        got = TF.reorder(x, S8, attr)
+    y = reference.fma32(
+        x, reference.f32(1 / reference.f64(DST[S8][0])), torch.tensor(float(DST[S8][1]))
+    )
+    assert_same(got, reference.store(y.ceil(), DST[S8][1], S8))
+
+
 def test_reorder_with_sum_errors():
     q = random_q((2, 6), U8)
     attr = Attr()
@@ -251,3 +288,7 @@ def test_reorder_with_sum_errors():
     refuse(NotImplementedError, "must be empty or one sum", TF.reorder, q, U8, Attr(), q)
     attr.set_scales("src", 2, [1.0] * 6)
     refuse(NotImplementedError, "must have mask 0", TF.reorder, q, U8, attr, q)
+    attr = Attr().set_scales("src", 2, [1.0] * 6).set_rounding("dst", "stochastic")
+    refuse(NotImplementedError, "must have mask 0", TF.reorder, q, U8, attr)
+    attr = Attr().set_rounding("dst", "environment")
+    refuse(ValueError, "dst_dtype must be an integer type", TF.reorder, q, F32, attr)

@@ -77,10 +77,10 @@ def test_arguments_of_the_elementwise_ops() -> None:
     refuse(ValueError, lambda: TF.add(SRC, SRC, SCALED), *v1)
 
 
-def test_rounding_modes_have_no_kernel_yet() -> None:
+def test_rounding_modes_only_in_reorder() -> None:
     attr = Attr().set_rounding("dst", "stochastic")
     expected = "rounding of dst must be nearest (half to even), got stochastic. Leave"
-    for call in (lin(attr), lambda: TF.reorder(SRC, S8, attr), lambda: TF.add(SRC, SRC, attr)):
+    for call in (lin(attr), lambda: TF.add(SRC, SRC, attr)):
         refuse(NotImplementedError, call, expected)
 
 

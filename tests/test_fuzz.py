@@ -141,6 +141,7 @@ VALID: list[tuple[str, list[str]]] = [
     ("binary", [U8_4D, U8_4D, "None", "'div'", S3, Z3, "0", "'eltwise_relu'"]),
     ("binary", [U8_4D, U8_4D, U8_4D, "'select'", S3, Z3, "3", "''"]),
     ("sum", [f"[{U8_4D}, {U8_4D}]", S3, Z3, "1"]),
+    ("reorder_rounded", [U8_4D, S2, Z2, "0", "'stochastic'", "3"]),
     ("softmax", [U8_4D, "1", "False", S2, Z2, "6", "''"]),
     ("layer_norm", [U8_4D, "1", "tensor((5,))", "None", "1e-5", S2, Z2, "0", "''"]),
     ("group_norm", [U8_4D, "2", "tensor((4,))", "None", "1e-5", S2, Z2, "0", "''"]),

@@ -61,6 +61,8 @@ eltwise(Tensor src, Tensor scales, Tensor zero_points, int dst_dtype, str post_o
 binary(Tensor src0, Tensor src1, Tensor? condition, str alg, Tensor scales, Tensor zero_points, \
 int dst_dtype, str post_ops) -> Tensor
 sum(Tensor[] srcs, Tensor scales, Tensor zero_points, int dst_dtype) -> Tensor
+reorder_rounded(Tensor src, Tensor scales, Tensor zero_points, int dst_dtype, str rounding, \
+int seed) -> Tensor
 softmax(Tensor src, int dim, bool logarithmic, Tensor scales, Tensor zero_points, \
 int dst_dtype, str post_ops) -> Tensor
 layer_norm(Tensor src, int dims, Tensor? weight, Tensor? bias, float eps, Tensor scales, \

@@ -411,6 +411,11 @@ def _(srcs: Sequence[Tensor], scales: Tensor, zero_points: Tensor, dst_dtype: in
     return torch.empty_like(srcs[0], dtype=_DTYPES[dst_dtype])
 
 
+@_fake("reorder_rounded")
+def _(src: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int, *args: Any) -> Tensor:
+    return src.new_empty(src.shape, dtype=_DTYPES[dst_dtype])
+
+
 @_fake("softmax")
 def _(
     src: Tensor,

@@ -73,7 +73,11 @@ def requantize(
 
 
 def reorder(
-    src: Tensor, dtype: torch.dtype, attr: Attr | None = None, old: Tensor | None = None
+    src: Tensor,
+    dtype: torch.dtype,
+    attr: Attr | None = None,
+    old: Tensor | None = None,
+    seed: int = 0,
 ) -> Tensor:
     """Converts between float32, int32, int8 and uint8 with any mask on either side.
 
@@ -87,15 +91,22 @@ def reorder(
     then ``dst = clamp(rne(fma(x, 1 / dst_scale, dst_zero_point)))``. ``old`` has the shape of
     ``src`` and the sum's dtype, by default that of dst.
 
+    Another ``rounding`` of an integer dst, also with mask 0, gives a contiguous result, rounding
+    the same ``y = fma(x, 1 / dst_scale, dst_zero_point)``: ``environment`` as the calling thread's
+    ``fesetround`` says; ``stochastic`` up where ``y - floor(y) > u``, with ``u`` the upper 24 bits
+    of splitmix64's value number ``i`` from ``seed``, for element ``i`` in row-major order.
+
     Raises:
         ValueError: ``attr`` sets another argument than src and dst, or the number of values of a
             mask is not the product of the selected dims of ``src``.
-        NotImplementedError: ``attr`` has other post-ops, a rounding mode, or output scales with
+        NotImplementedError: ``attr`` has other post-ops, or output scales with
             zero points.
     """
     attr = Attr() if attr is None else attr
     code = dtype_code(dtype, "reorder")
-    check_attr("reorder", attr, dict.fromkeys([*_SCALED, _V1]))
+    check_attr("reorder", attr, dict.fromkeys([*_SCALED, _V1, ("rounding", "dst")]))
+    if attr.rounding("dst") != "nearest":
+        return _reorder_rounded(src, code, attr, seed)
     if attr.post_ops or old is not None:
         return _reorder_with_sum(src, code, dtype, attr, old)
     for arg in ("src", "dst"):
@@ -119,6 +130,27 @@ def reorder(
     if attr.mask("dst", "output_scales") is not None:
         scales = attr.resolve("dst", src.shape, "output_scales")
     result: Tensor = torch.ops.torchq.reorder(src, scales, code)
+    return result
+
+
+def _reorder_rounded(src: Tensor, code: int, attr: Attr, seed: int) -> Tensor:
+    masks = [attr.mask(arg, kind) for kind, arg in [*_SCALED, _V1]]
+    if any(masks) or masks[-1] is not None or attr.post_ops:
+        raise NotImplementedError(
+            f"torchq.reorder: with rounding {attr.rounding('dst')}, scales and zero points must "
+            f"have mask 0, without output_scales and post-ops, got {attr}. Dequantize first."
+        )
+    scale_src, scale_dst, zero_src, zero_dst = (
+        attr.resolve(arg, (1,), kind) for kind, arg in _SCALED
+    )
+    result: Tensor = torch.ops.torchq.reorder_rounded(
+        src,
+        torch.cat([scale_src, scale_dst]),
+        torch.cat([zero_src, zero_dst]),
+        code,
+        attr.rounding("dst"),
+        seed,
+    )
     return result
 
 
