@@ -63,6 +63,21 @@ TORCH_LIBRARY(torchq, m) {
       "dst_dtype, str post_ops, Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor",
       tags);
 
+  m.def(
+      "matmul(Tensor src, Tensor weight, Tensor multiplier, Tensor offset, Tensor? acc_bias, "
+      "Tensor? src_zero_point, Tensor? weight_zero_point, int dst_dtype, str post_ops, Tensor "
+      "post_op_params, Tensor[] post_op_srcs) -> Tensor",
+      tags);
+  m.def(
+      "gemm(Tensor a, Tensor b, Tensor? c, bool trans_a, bool trans_b, float alpha, float beta, "
+      "int ao, int bo, str offsetc, Tensor co) -> Tensor",
+      tags);
+
+  m.def(
+      "dynamic_linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor "
+      "weight_scale, Tensor? bias, int in_features, bool per_row) -> Tensor",
+      tags);
+
   m.def("quantize(Tensor src, Tensor scale, Tensor zero_point, int dst_dtype) -> Tensor", tags);
   m.def("dequantize(Tensor src, Tensor scale, Tensor zero_point) -> Tensor", tags);
   m.def(

@@ -193,6 +193,8 @@ def every_module() -> dict[str, tnn.QModule]:
         tnn.QConvTranspose1d.from_float(nn.ConvTranspose1d(4, 6, 3, 2, 1, 1), U8, seven),
         tnn.QConvTranspose2d.from_float(nn.ConvTranspose2d(8, 6, 3, 2, groups=2), U8, None),
         tnn.QConvTranspose3d.from_float(nn.ConvTranspose3d(2, 2, 2, dilation=2), S8, U8, bits=7),
+        tnn.DynamicQLinear.from_float(nn.Linear(5, 3), src_range="per_tensor", bits=7),
+        tnn.QMatMul([U8, seven], S8, PostOps.parse("eltwise_linear:0.25:0")),
         tnn.QAdd([U8, seven], seven, True),
         tnn.QMul([U8, S8], None),
         tnn.QCat([U8, S8, U8], U8, -1),

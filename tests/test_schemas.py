@@ -44,6 +44,13 @@ max_pool(Tensor src, int[] geometry, bool ceil_mode) -> Tensor
 avg_pool(Tensor src, Tensor zero_point, int[] geometry, bool ceil_mode, bool count_include_pad, \
 int? divisor_override) -> Tensor
 adaptive_avg_pool(Tensor src, int[] output_size) -> Tensor
+matmul(Tensor src, Tensor weight, Tensor multiplier, Tensor offset, Tensor? acc_bias, \
+Tensor? src_zero_point, Tensor? weight_zero_point, int dst_dtype, str post_ops, \
+Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor
+gemm(Tensor a, Tensor b, Tensor? c, bool trans_a, bool trans_b, float alpha, float beta, int ao, \
+int bo, str offsetc, Tensor co) -> Tensor
+dynamic_linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, \
+Tensor weight_scale, Tensor? bias, int in_features, bool per_row) -> Tensor
 pack_conv_transpose(Tensor weight, int groups, int[] stride, int[] dilation) -> (Tensor packed, \
 Tensor compensation, Tensor pair_bound)
 unpack_conv_transpose(Tensor packed, int[] weight_shape, int groups, int[] stride, \

@@ -277,6 +277,57 @@ def _(
     return _empty_channels_last(src, sizes, _DTYPES[dst_dtype])
 
 
+@_fake("matmul")
+def _(
+    src: Tensor,
+    weight: Tensor,
+    multiplier: Tensor,
+    offset: Tensor,
+    acc_bias: Tensor | None,
+    src_zero_point: Tensor | None,
+    weight_zero_point: Tensor | None,
+    dst_dtype: int,
+    post_ops: str,
+    post_op_params: Tensor,
+    post_op_srcs: Sequence[Tensor],
+) -> Tensor:
+    batch = torch.broadcast_shapes(src.shape[:-2], weight.shape[:-2])  # type: ignore[no-untyped-call]
+    sizes = [*batch, src.shape[-2], weight.shape[-1]]
+    return src.new_empty(sizes, dtype=_DTYPES[dst_dtype])
+
+
+@_fake("gemm")
+def _(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    trans_a: bool,
+    trans_b: bool,
+    alpha: float,
+    beta: float,
+    ao: int,
+    bo: int,
+    offsetc: str,
+    co: Tensor,
+) -> Tensor:
+    rows, columns = a.shape[1 if trans_a else 0], b.shape[0 if trans_b else 1]
+    return a.new_empty([rows, columns], dtype=torch.int32)
+
+
+@_fake("dynamic_linear")
+def _(
+    src: Tensor,
+    weight: Tensor,
+    compensation: Tensor,
+    pair_bound: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    per_row: bool,
+) -> Tensor:
+    return src.new_empty([*src.shape[:-1], compensation.shape[1]])
+
+
 @_fake("quantize")
 def _(src: Tensor, scale: Tensor, zero_point: Tensor, dst_dtype: int) -> Tensor:
     return torch.empty_like(src, dtype=_DTYPES[dst_dtype])

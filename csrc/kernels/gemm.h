@@ -40,6 +40,14 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int panel) 
     const Int init = Isa::load_int(t.acc_init + (panel + p) * kPanel);
     TORCHQ_UNROLL for (int r = 0; r < MR; ++r) acc[r][p] = init;
   }
+  if (t.row_terms != nullptr) {
+    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
+      const Int factor = Isa::load_int(t.channel_terms + (panel + p) * kPanel);
+      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
+        acc[r][p] = Isa::add(acc[r][p], Isa::mul(Isa::set_int(t.row_terms[r]), factor));
+      }
+    }
+  }
   const int64_t panel_stride = t.panel_stride * kSteps;
   const int8_t* panels = t.weight + panel * panel_stride;
   for (int i = 0; i < t.num_runs; ++i) {

@@ -5,6 +5,7 @@
 #include "depthwise.h"
 #include "elementwise.h"
 #include "gemm.h"
+#include "panels.h"
 #include "pool.h"
 #include "rnn.h"
 
@@ -19,6 +20,8 @@ constexpr Kernels make_kernels() {
   if constexpr (Isa::kHasNarrow) k.gemm_narrow = &gemm<Isa, true>;
   if constexpr (Isa::kSteps > 1) k.widen = &widen<Isa>;
   k.compensate = &compensate<Isa>;
+  k.pack_panel = &pack_panel<Isa>;
+  k.sum_bytes = &sum_bytes<Isa>;
   k.depthwise_bytes = &depthwise_bytes<Isa>;
   k.prepare_depthwise = &prepare_depthwise<Isa>;
   k.depthwise = &depthwise<Isa>;

@@ -104,6 +104,9 @@ void gemm(const GemmTile& t, const Epilogue& e) {
     for (int n = 0; n < t.channels; ++n) {
       const int8_t* panel = t.weight + n / kPanel * t.panel_stride;
       uint32_t acc = static_cast<uint32_t>(t.acc_init[n]);
+      if (t.row_terms != nullptr) {
+        acc += static_cast<uint32_t>(t.row_terms[r]) * static_cast<uint32_t>(t.channel_terms[n]);
+      }
       for (int i = 0; i < t.num_runs; ++i) {
         const uint8_t* src = t.src + t.row_offset[r] + t.runs[i].src_offset;
         const int8_t* weight = panel + t.runs[i].weight_offset + n % kPanel * kQuad;
@@ -127,6 +130,25 @@ void compensate(const int32_t* compensation, int64_t stride, const int32_t* taps
     const uint32_t init = bias == nullptr ? 0 : static_cast<uint32_t>(bias[i]);
     acc_init[i] = static_cast<int32_t>(init - sum * static_cast<uint32_t>(zero_point));
   }
+}
+
+void pack_panel(const PanelSource& s, int8_t* dst, int32_t* sums) {
+  memset(dst, 0, static_cast<size_t>((s.k + kQuad - 1) / kQuad * kPanel * kQuad));
+  memset(sums, 0, kPanel * sizeof(int32_t));
+  for (int n = 0; n < s.channels; ++n) {
+    for (int64_t k = 0; k < s.k; ++k) {
+      const uint8_t q = s.data[k * s.k_stride + n * s.channel_stride];
+      const int8_t w = static_cast<int8_t>(s.flip ? q ^ 0x80 : q);
+      dst[(k / kQuad * kPanel + n) * kQuad + k % kQuad] = w;
+      sums[n] += w;
+    }
+  }
+}
+
+int32_t sum_bytes(const uint8_t* src, int64_t size, bool flip) {
+  int32_t sum = 0;
+  for (int64_t i = 0; i < size; ++i) sum += unsigned_src(src[i], flip);
+  return sum;
 }
 
 int64_t depthwise_bytes(const DepthwiseLayer&) { return 0; }
@@ -221,6 +243,8 @@ constinit const Kernels kReferenceKernels = {
     .gemm_narrow = nullptr,
     .widen = nullptr,
     .compensate = &compensate,
+    .pack_panel = &pack_panel,
+    .sum_bytes = &sum_bytes,
     .depthwise_bytes = &depthwise_bytes,
     .prepare_depthwise = &prepare_depthwise,
     .depthwise = &depthwise,

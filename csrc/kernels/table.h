@@ -141,8 +141,8 @@ struct GemmRun {
   int64_t quads;
 };
 
-/// dst[row][n] = epilogue(n, acc_init[n] + sum over runs and k of src[row][run][k] *
-/// weight[n][run][k])
+/// dst[row][n] = epilogue(n, acc_init[n] + row_terms[row] * channel_terms[n] + sum over runs and k
+/// of src[row][run][k] * weight[n][run][k])
 ///
 /// src is u8, or s8 read as u8 by flipping the sign bit (`flip`, Note [Compensation] in
 /// ops/gemm.h). Rows come as offsets because a convolution is a matmul with scattered rows. No byte
@@ -161,6 +161,19 @@ struct GemmTile {
   int channel;              // first channel of the first panel, in dst and in the epilogue's arrays
   int channels;             // valid channels in these panels
   const int32_t* acc_init;  // [panels * 16], for `channel` onwards
+  /// What weight zero points add (Note [Weight zero points] in ops/gemm.h): [rows] and [panels *
+  /// 16]. Null together.
+  const int32_t* row_terms;
+  const int32_t* channel_terms;
+};
+
+/// Up to 16 channels of a matrix of bytes, to be packed: one of the strides is 1.
+struct PanelSource {
+  const uint8_t* data;
+  int64_t k_stride, channel_stride;  // bytes
+  int64_t k;
+  int channels;
+  bool flip;  // u8 packed as value - 128
 };
 
 /// A depthwise layer, as `prepare_depthwise` needs it: quad j of the packed taps
@@ -335,6 +348,10 @@ struct Kernels {
   /// acc_init[n] = bias[n] - zero_point * sum over taps of compensation[tap][n]; bias may be null.
   void (*compensate)(const int32_t* compensation, int64_t stride, const int32_t* taps, int num_taps,
                      const int32_t* bias, int32_t zero_point, int64_t n, int32_t* acc_init);
+  /// dst[ceil(k/4)][16][4], zeros where there is nothing; sums[16] over k.
+  void (*pack_panel)(const PanelSource&, int8_t* dst, int32_t* sums);
+  /// The sum of u8 values, or of s8 values + 128 (`flip`).
+  int32_t (*sum_bytes)(const uint8_t* src, int64_t size, bool flip);
   /// Bytes that prepare_depthwise writes at most.
   int64_t (*depthwise_bytes)(const DepthwiseLayer&);
   void (*prepare_depthwise)(const DepthwiseLayer&, const Epilogue&, void* prepared);

@@ -100,15 +100,15 @@ class Worker {
         // Tiles differ by at most one row: 49 rows are 6 6 6 6 5 5 5 5 5.
         RowCursor cursor(c, rows * begin / count);
         for (int64_t t = begin; t < end; ++t) {
-          const int tile_rows = static_cast<int>(rows * (t + 1) / count - rows * t / count);
-          run_tile(c, cursor, tile_rows, blocks);
+          const int64_t row = rows * t / count;
+          run_tile(c, cursor, row, static_cast<int>(rows * (t + 1) / count - row), blocks);
         }
       }
       first += count;
     }
   }
 
-  void run_tile(const GemmClass& c, RowCursor& cursor, int rows, Range blocks) {
+  void run_tile(const GemmClass& c, RowCursor& cursor, int64_t row, int rows, Range blocks) {
     int64_t src_offset[kTileRows], dst_offset[kTileRows];
     for (int r = 0; r < rows; ++r, cursor.next()) {
       src_offset[r] = cursor.src();
@@ -130,7 +130,12 @@ class Worker {
       tile.panels = b.panels;
       tile.channel = b.group * problem_.group_channels + channel;
       tile.channels = std::min(problem_.group_channels - channel, b.panels * kPanel);
-      tile.acc_init = c.acc_init + (b.group * problem_.panels_per_group + b.panel) * kPanel;
+      const int64_t first = (b.group * problem_.panels_per_group + b.panel) * kPanel;
+      tile.acc_init = c.acc_init + first;
+      if (c.row_terms != nullptr) {
+        tile.row_terms = c.row_terms + b.group * c.rows() + row;
+        tile.channel_terms = problem_.channel_terms + first;
+      }
       gemm_(tile, epilogue_);
     }
   }
@@ -155,8 +160,12 @@ class Worker {
 }  // namespace
 
 void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier, OpTrace& trace) {
+  trace.ran(tier, tier.widening > 1 && p.narrow ? "gemm_narrow" : "gemm");
+  run_gemm(p, epilogue, tier);
+}
+
+void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier) {
   const bool narrow = tier.widening > 1 && p.narrow;
-  trace.ran(tier, narrow ? "gemm_narrow" : "gemm");
   int64_t tiles = 0, row_quads = 0;
   for (const GemmClass& c : p.classes) {
     tiles += c.tiles();

@@ -10,6 +10,12 @@
 // weights
 // (`compensation`); rows are grouped by their set of valid taps, so padding costs nothing and stays
 // exact.
+//
+// Note [Weight zero points]
+// Weights with a zero point z_w, or u8 ones, which are packed as w - 128 and z_w - 128, need the
+// sums over the source as well:
+//   sum of (q' - z') * (w - z_w)  =  sum of q' * w  -  z' * sum of w  +  (K z' - sum of q') * z_w
+// over the K products of a row: one term per row times one per channel.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,6 +29,8 @@ namespace torchq {
 
 /// 255 * 128 * 65793 < 2^31: the longest sum that cannot overflow.
 constexpr int64_t kMaxReduction = 65793;
+/// 255 * 255 * 33025 < 2^31: the same where weights have a zero point.
+constexpr int64_t kMaxReductionWithZeroPoint = 33025;
 
 /// Rows that share their valid taps: a rectangle (n, d, h, w) of destination pixels.
 struct GemmClass {
@@ -32,6 +40,8 @@ struct GemmClass {
   int64_t src_base, dst_base;
   c10::ArrayRef<GemmRun> runs;
   const int32_t* acc_init;  // [groups][panels_per_group * 16]
+  /// K z' - sum of q', [groups][rows]; null without weight zero points.
+  const int32_t* row_terms;
 
   int64_t rows() const { return size[0] * size[1] * size[2] * size[3]; }
   int64_t tiles() const { return (rows() + kTileRows - 1) / kTileRows; }
@@ -53,9 +63,13 @@ struct GemmProblem {
   int panels_per_group;
   /// Every pair of adjacent weights keeps 16-bit sums exact.
   bool narrow;
+  /// z_w of Note [Weight zero points], [groups][panels_per_group * 16]; null without.
+  const int32_t* channel_terms;
   c10::SmallVector<GemmClass, 9> classes;
 };
 
+void run_gemm(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier);
+/// The same, and notes which kernel it runs.
 void run_gemm(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier,
               OpTrace& trace);
 

@@ -100,7 +100,8 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
        0,
        run,
        make_acc_init(scratch, tier, compensation, tap, acc_bias,
-                     zero_point + (problem.flip ? 128 : 0), 1, static_cast<int>(n), panels)});
+                     zero_point + (problem.flip ? 128 : 0), 1, static_cast<int>(n), panels),
+       nullptr});
   run_gemm(problem, epilogue.get(), tier, trace);
   return dst;
 }

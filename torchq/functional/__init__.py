@@ -13,9 +13,11 @@ from torchq.functional.deconv import (
     conv_transpose3d,
     conv_transpose_geometry,
 )
+from torchq.functional.dynamic import dynamic_linear, requantize_dynamic
 from torchq.functional.elementwise import add, concat, lookup, lookup_table, mul, pad
 from torchq.functional.eltwise import binary, eltwise, prelu, shuffle, sum
 from torchq.functional.matmul import conv1d, conv2d, conv3d, linear
+from torchq.functional.multiply import gemm_s8s8s32, gemm_u8s8s32, matmul
 from torchq.functional.normalization import (
     batch_norm,
     group_norm,
@@ -49,13 +51,17 @@ __all__ = [
     "conv_transpose3d",
     "conv_transpose_geometry",
     "dequantize",
+    "dynamic_linear",
     "eltwise",
+    "gemm_s8s8s32",
+    "gemm_u8s8s32",
     "group_norm",
     "layer_norm",
     "linear",
     "log_softmax",
     "lookup",
     "lookup_table",
+    "matmul",
     "max_pool",
     "mul",
     "pad",
@@ -65,6 +71,7 @@ __all__ = [
     "reduction",
     "reorder",
     "requantize",
+    "requantize_dynamic",
     "resampling",
     "shuffle",
     "softmax",

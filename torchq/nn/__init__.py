@@ -4,9 +4,11 @@
 from torchq.nn.binary import Add, Cat, Mul, QAdd, QCat, QMul
 from torchq.nn.conv import QConv1d, QConv2d, QConv3d
 from torchq.nn.deconv import QConvTranspose1d, QConvTranspose2d, QConvTranspose3d
+from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.fused import Absorbed, FusedClip, ResidualFirst
 from torchq.nn.linear import QLinear
 from torchq.nn.module import QModule
+from torchq.nn.multiply import QMatMul
 from torchq.nn.pooling import (
     QAdaptiveAvgPool1d,
     QAdaptiveAvgPool2d,
@@ -32,6 +34,7 @@ __all__ = [
     "Cat",
     "DeQuantStub",
     "Dequantize",
+    "DynamicQLinear",
     "FusedClip",
     "Mul",
     "ObservedRNN",
@@ -53,6 +56,7 @@ __all__ = [
     "QLSTMCell",
     "QLinear",
     "QLookup",
+    "QMatMul",
     "QMaxPool1d",
     "QMaxPool2d",
     "QMaxPool3d",

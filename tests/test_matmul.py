@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchq::matmul and torchq::gemm on every tier against the oracle, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import cases
+import pytest
+import reference_matmul
+import torch
+from calls import F32, S8, S32, U8, assert_same
+from cases import random_q
+from test_opcheck import check_fake
+from torch import Tensor
+from torch.library import opcheck
+
+import torchq
+import torchq.functional as TF
+from torchq import Attr, PostOps
+
+ops = torch.ops.torchq
+DTYPES = (U8, S8, S32, F32)
+ZEROS = {U8: 117, S8: -13}
+# Rows and channels in whole tiles and panels, and with tails; k in quads, in 16s and odd.
+SIZES = [(7, 64, 37), (6, 32, 64), (13, 101, 70), (1, 16, 16), (5, 3, 1), (3, 1, 18), (64, 48, 80)]
+BATCHES = [
+    ((), ()),
+    ((3,), ()),
+    ((2, 3), (2, 3)),
+    ((2, 1), (1, 3)),
+    ((1,), (4,)),
+    ((), (2, 2)),
+    ((3, 2), (1, 1)),
+    ((2, 3), (3,)),
+]
+
+
+def operands(
+    size: tuple[int, int, int],
+    src: torch.dtype = U8,
+    weight: torch.dtype = S8,
+    batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+) -> tuple[Tensor, Tensor]:
+    m, k, n = size
+    return random_q((*batch[0], m, k), src, 1), random_q((*batch[1], k, n), weight, 2)
+
+
+def parameters(k: int, n: int, dst: torch.dtype) -> dict[str, Any]:
+    """Destinations use most of their range."""
+    step = {U8: 0.025, S8: 0.025, S32: 1e-5, F32: 1.0}[dst]
+    scales = {
+        "bias": torch.randn(n),
+        "src_scale": torch.tensor(0.15 / max(k, 1) ** 0.5),
+        "weight_scale": 0.002 + 0.008 * torch.rand(n),
+    }
+    if dst != F32:
+        scales["dst_scale"] = torch.tensor(4 * step)
+        scales["dst_zero_point"] = torch.tensor({U8: 101, S8: -7, S32: 5}[dst], dtype=S32)
+    return scales
+
+
+def attributes(
+    args: dict[str, Any], dims: tuple[int, int], zeros: dict[str, Any] | None = None, text: str = ""
+) -> Attr:
+    """``dims``: of weight and dst."""
+    attr = Attr().set_scales("src", 0, args["src_scale"])
+    attr.set_scales("weights", 1 << (dims[0] - 1), args["weight_scale"])
+    if "dst_scale" in args:
+        attr.set_scales("dst", 0, args["dst_scale"])
+        attr.set_zero_points("dst", 0, args["dst_zero_point"])
+    for arg, value in (zeros or {}).items():
+        per_column = isinstance(value, Tensor) and value.numel() > 1
+        attr.set_zero_points(arg, 1 << (dims[0] - 1) if per_column else 0, value)
+    return attr.set_post_ops(PostOps.parse(text))
+
+
+def raw(src: Tensor, weight: Tensor, /, **zeros: Any) -> Tensor:
+    attr = Attr()
+    for arg, value in zeros.items():
+        per_column = isinstance(value, Tensor) and value.numel() > 1
+        attr.set_zero_points(arg, 1 << (weight.dim() - 1) if per_column else 0, value)
+    return TF.matmul(src, weight, attr=attr, dst_dtype=S32)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_accumulators_are_exact(isa: str, size: tuple[int, int, int]):
+    for a, b in itertools.product((U8, S8), repeat=2):
+        src, weight = operands(size, a, b)
+        for za, zb in ((0, 0), (ZEROS[a], 0), (0, ZEROS[b]), (ZEROS[a], ZEROS[b])):
+            expected = reference_matmul.matmul(src, weight, None, za, zb, dst_dtype=S32)
+            assert_same(raw(src, weight, src=za, weights=zb), expected, (a, b, za, zb))
+        per_column = torch.arange(size[2], dtype=S32) % 100
+        expected = reference_matmul.matmul(src, weight, None, 5, per_column, dst_dtype=S32)
+        assert_same(raw(src, weight, src=5, weights=per_column), expected, "per column")
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_batches_broadcast(isa: str, batch: tuple[tuple[int, ...], tuple[int, ...]]):
+    for i, (a, b) in enumerate(itertools.product((U8, S8), repeat=2)):
+        src, weight = operands(SIZES[i], a, b, batch)
+        dst = DTYPES[i]
+        args = parameters(*SIZES[i][1:], dst)
+        expected = reference_matmul.matmul(
+            src, weight, src_zero_point=3, weight_zero_point=7, dst_dtype=dst, **args
+        )
+        dims = (weight.dim(), expected.dim())
+        attr = attributes(args, dims, {"src": 3, "weights": 7})
+        assert_same(TF.matmul(src, weight, args["bias"], attr, dst), expected, (a, b))
+
+
+CHAINS = [c for c in cases.FOLDED_CHAINS + cases.FLOAT_CHAINS if "binary" not in c]
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain or "none")
+def test_post_ops(isa: str, chain: str):
+    for i, dst in enumerate(DTYPES):
+        src, weight = operands(SIZES[i % 3], (U8, S8)[i % 2], S8)
+        args = parameters(*SIZES[i % 3][1:], dst)
+        shape, old = (src.shape[0], weight.shape[1]), S8 if dst == F32 else dst
+        sums = chain.count("sum")
+        srcs = [cases.random_dst(shape, old, s) for s in range(sums)]
+        text = chain
+        if dst == F32:  # the sources of its sums are int8
+            parts = [
+                ":".join([*op.split(":"), *["1", "0", "s8"][len(op.split(":")) - 1 :]])
+                if op.startswith("sum")
+                else op
+                for op in chain.split("+")
+            ]
+            text = "+".join(parts)
+        expected = reference_matmul.matmul(
+            src, weight, src_zero_point=9, dst_dtype=dst, post_ops=chain, post_op_srcs=srcs, **args
+        )
+        attr = attributes(args, (2, 2), {"src": 9}, text)
+        assert_same(TF.matmul(src, weight, args["bias"], attr, dst, srcs), expected, dst)
+
+
+def test_layouts(isa: str):
+    """Transposed, sliced, expanded and scattered operands."""
+    for m, k, n in SIZES:
+        src, weight = operands((m, k, n), S8, U8)
+        expected = reference_matmul.matmul(src, weight, None, 1, 2, dst_dtype=S32)
+        wide = torch.zeros(m + 2, k + 5, dtype=S8)
+        wide[1:-1, 2:-3] = src
+        tall = torch.zeros(k + 2, n + 5, dtype=U8)
+        tall[1:-1, 2:-3] = weight
+        scattered = torch.stack([weight, weight], -1)[..., 0]
+        for a in (src, src.t().contiguous().t(), wide[1:-1, 2:-3]):
+            for b in (weight, weight.t().contiguous().t(), tall[1:-1, 2:-3], scattered):
+                assert_same(raw(a, b, src=1, weights=2), expected, (m, k, n))
+        one = src[None].expand(3, m, k)
+        assert_same(raw(one, weight, src=1, weights=2), expected.expand(3, m, n), "expanded")
+        assert_same(raw(one, weight.expand(3, k, n), src=1, weights=2), expected.expand(3, m, n))
+
+
+def test_bias_and_output_scales(isa: str):
+    src, weight = operands(SIZES[0])
+    n = weight.shape[1]
+    bias = torch.randint(-(2**14), 2**14, (n,), dtype=S32)
+    expected = reference_matmul.matmul(src, weight, bias, 4, 5, dst_dtype=S32)
+    attr = Attr().set_zero_points("src", 0, 4).set_zero_points("weights", 0, 5)
+    assert_same(TF.matmul(src, weight, bias, attr, S32), expected)
+    scales, real_bias = torch.rand(n) * 1e-3, 1e4 * torch.randn(n)
+    expected = reference_matmul.matmul(src, weight, real_bias, output_scales=scales, dst_dtype=U8)
+    attr = Attr().set_output_scales(2, scales)
+    assert_same(TF.matmul(src, weight, real_bias, attr, U8), expected)
+
+
+def test_per_column_destination_scales(isa: str):
+    src, weight = operands(SIZES[1])
+    args = parameters(*SIZES[1][1:], U8)
+    args["dst_scale"] = 0.05 + 0.05 * torch.rand(weight.shape[1])
+    expected = reference_matmul.matmul(src, weight, dst_dtype=U8, **args)
+    attr = Attr().set_scales("src", 0, args["src_scale"])
+    attr.set_scales("weights", 2, args["weight_scale"]).set_scales("dst", 2, args["dst_scale"])
+    attr.set_zero_points("dst", 0, args["dst_zero_point"])
+    assert_same(TF.matmul(src, weight, args["bias"], attr, U8), expected)
+
+
+@pytest.mark.parametrize("dst", DTYPES, ids=str)
+@pytest.mark.parametrize("group", (2, 8, 16, 24))
+def test_scales_per_group_of_k(isa: str, group: int, dst: torch.dtype):
+    for batch, chain in (((), ()), ""), (((2,), (2,)), "eltwise_relu:0.1"):
+        src, weight = operands((9, 48, 21), S8, S8, batch)
+        args = parameters(48, 21, dst)
+        scales = 0.002 + 0.008 * torch.rand(48 // group, 21)
+        expected = reference_matmul.matmul_by_groups(
+            src, weight, args["bias"], args["src_scale"], scales, -3, 6, args.get("dst_scale"),
+            args.get("dst_zero_point", 0), dst, chain,
+        )  # fmt: skip
+        dims = weight.dim()
+        attr = attributes(args, (dims, dims), {"src": -3, "weights": 6}, chain)
+        attr.set_scales("weights", 3 << (dims - 2), scales.reshape(-1), (group, 1))
+        assert_same(TF.matmul(src, weight, args["bias"], attr, dst), expected, (batch, chain))
+
+
+@pytest.mark.parametrize("pair", cases.EXTREME_PAIRS, ids=str)
+def test_extreme_pairs(isa: str, pair: tuple[int, int]):
+    """Every product the same; zero points at the ends of the range double its size."""
+    for m, k, n in ((7, 64, 17), (6, 33, 64)):
+        src = torch.full((m, k), pair[0], dtype=U8 if pair[0] >= 0 else S8)
+        weight = torch.full((k, n), pair[1], dtype=S8)
+        low, high = cases.RANGE[src.dtype]
+        for za, zb in itertools.product((low, 0, high), (-128, 0, 127)):
+            exact = k * (pair[0] - za) * (pair[1] - zb)
+            assert (raw(src, weight, src=za, weights=zb) == exact).all()
+
+
+def test_the_longest_sums(isa: str):
+    """K at its limits, with and without weight zero points."""
+    src = torch.full((1, 65793), 255, dtype=U8)
+    assert raw(src, torch.full((65793, 1), -128, dtype=S8)).item() == -255 * 128 * 65793
+    src, weight = src[:, :33025], torch.full((33025, 1), 255, dtype=U8)
+    assert raw(src, weight).item() == 255 * 255 * 33025
+    with pytest.raises(ValueError, match="K must be at most 33025 for weights with a zero point"):
+        raw(torch.zeros(1, 33026, dtype=U8), torch.zeros(33026, 1, dtype=U8))
+    with pytest.raises(ValueError, match="K must be at most 65793"):
+        raw(torch.zeros(1, 65794, dtype=U8), torch.zeros(65794, 1, dtype=S8))
+
+
+def test_empty_operands(isa: str):
+    for m, k, n in ((0, 5, 3), (4, 5, 0), (4, 0, 3)):
+        src, weight = operands((m, k, n), U8, S8)
+        assert_same(raw(src, weight, src=9, weights=3), torch.zeros(m, n, dtype=S32))
+    bias = torch.arange(3, dtype=S32)
+    src, weight = operands((4, 0, 3), U8, S8)
+    assert_same(TF.matmul(src, weight, bias, dst_dtype=S32), bias.expand(4, 3))
+    src, weight = operands((2, 3, 4), U8, S8, ((0, 2), (2,)))
+    assert raw(src, weight).shape == (0, 2, 2, 4)
+
+
+def test_threads_change_no_bit():
+    threads = torch.get_num_threads()
+    calls = [operands((65, 130, 90), S8, U8), operands((20, 64, 40), U8, S8, ((7,), (7,)))]
+    expected = [reference_matmul.matmul(*call, None, 3, 4, dst_dtype=S32) for call in calls]
+    try:
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            for call, result in zip(calls, expected, strict=True):
+                assert_same(raw(*call, src=3, weights=4), result)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_weight_only_int8():
+    """Float source: torch's matmul of the dequantized weight."""
+    src, weight = torch.randn(5, 24), random_q((24, 10), S8)
+    scales = torch.rand(10) + 0.1
+    real = scales * (weight.float() - 3)
+    attr = Attr().set_scales("weights", 2, scales).set_zero_points("weights", 0, 3)
+    bias = torch.randn(10)
+    assert_same(TF.matmul(src, weight, bias, attr), src @ real + bias)
+    groups = torch.rand(6, 10) + 0.1
+    attr = Attr().set_scales("weights", 3, groups.reshape(-1), (4, 1))
+    real = groups.repeat_interleave(4, 0) * weight.float()
+    assert_same(TF.matmul(src, weight, None, attr), src @ real)
+
+
+def hot_arguments(dst: int = 0, groups: int = 1) -> tuple[Any, ...]:
+    src, weight = operands((5, 8, 10), U8, S8, ((2, 1), (3,)))
+    multiplier = torch.rand(groups, 10) * 1e-3 if groups > 1 else torch.rand(10) * 1e-3
+    text = "sum:1:0:f32" if groups > 1 else ""
+    params = torch.cat([torch.zeros(1), torch.ones(10)]) if groups > 1 else torch.empty(0)
+    zeros = (torch.tensor([3], dtype=S32), torch.tensor([4], dtype=S32))
+    return (src, weight, multiplier, torch.rand(10), None, *zeros, dst, text, params, [])
+
+
+def test_opcheck_and_fakes():
+    opcheck(ops.matmul.default, hot_arguments())
+    opcheck(ops.matmul.default, hot_arguments(6, 2))
+    for batch in BATCHES:
+        src, weight = operands((3, 4, 5), S8, U8, batch)
+        none = torch.empty(0)
+        check_fake(ops.matmul, (src, weight, none, none, None, None, None, 3, "", none, []))
+    a, b = operands((5, 8, 10))
+    c, co = torch.ones(5, 10, dtype=S32), torch.ones(1, dtype=S32)
+    opcheck(ops.gemm.default, (a, b, c, False, False, 0.5, 2.0, 1, 2, "F", co))
+    check_fake(ops.gemm, (a.t(), b.t(), None, True, True, 1.0, 0.0, 0, 0, "F", co))
+
+
+def test_kernel(isa: str):
+    raw(*operands(SIZES[0]))
+    assert torchq.last_kernel() == f"gemm:{isa}"
+
+
+# Gemm
+
+
+@pytest.mark.parametrize("trans", list(itertools.product((False, True), repeat=2)), ids=str)
+def test_gemm(isa: str, trans: tuple[bool, bool]):
+    generator = torch.Generator().manual_seed(3)
+    for (m, k, n), dtype in itertools.product(((7, 33, 20), (6, 16, 32), (3, 0, 5)), (U8, S8)):
+        a, b = operands((m, k, n), dtype)
+        c = torch.randint(-(2**31), 2**31, (m, n), generator=generator).to(S32)
+        call = TF.gemm_u8s8s32 if dtype == U8 else TF.gemm_s8s8s32
+        left, right = a.t().contiguous() if trans[0] else a, b.t().contiguous() if trans[1] else b
+        shapes = {"F": (1,), "C": (m, 1), "R": (n,)}
+        for (alpha, beta), (mode, shape) in itertools.product(
+            ((1.0, 0.0), (1.0, 1.0), (0.5, 0.0), (2.5, -0.75), (1.0, 2.0), (0.0, 1.0)),
+            shapes.items(),
+        ):
+            co = torch.randint(-(2**31), 2**31, shape, generator=generator).to(S32)
+            got = call(
+                left, right, c, co.reshape(-1), trans_a=trans[0], trans_b=trans[1], offsetc=mode,
+                alpha=alpha, beta=beta, ao=5, bo=-7,
+            )  # fmt: skip
+            expected = reference_matmul.gemm(a, b, c, co, alpha, beta, 5, -7)
+            assert_same(got, expected, (m, k, n, alpha, beta, mode))
+
+
+def test_gemm_saturates_instead_of_wrapping(isa: str):
+    a, b = torch.full((2, 4), 255, dtype=U8), torch.full((4, 3), 127, dtype=S8)
+    c = torch.full((2, 3), 2**31 - 1, dtype=S32)
+    assert (TF.gemm_u8s8s32(a, b, c, beta=1.0) == 2**31 - 1).all()
+    assert (TF.gemm_u8s8s32(a, -b, -c, beta=1.0, co=-5) == -(2**31)).all()
+    assert (TF.gemm_u8s8s32(a, b, c, alpha=1e9, beta=-1.0) == 2**31 - 1).all()
+
+
+def test_gemm_is_exact_above_2_to_24(isa: str):
+    """A float32 on the way would lose the last bits."""
+    a, b = torch.full((1, 5000), 255, dtype=U8), torch.full((5000, 1), 127, dtype=S8)
+    assert TF.gemm_u8s8s32(a, b, co=1).item() == 255 * 127 * 5000 + 1
+
+
+def test_gemm_without_k_is_that_of_blas(isa: str):
+    a, b = torch.empty(2, 0, dtype=S8), torch.empty(0, 3, dtype=S8)
+    c = torch.arange(6, dtype=S32).reshape(2, 3)
+    assert_same(TF.gemm_s8s8s32(a, b, c, beta=3.0, co=1), 3 * c + 1)
+    assert TF.gemm_s8s8s32(a[:0], b, None).shape == (0, 3)
+
+
+# Errors
+
+A, B = torch.zeros(4, 8, dtype=U8), torch.zeros(8, 5, dtype=S8)
+ERRORS: list[tuple[Any, type[Exception], str]] = [
+    (lambda: TF.matmul(A, B[:7]), ValueError, "src and weight must be (..., M, K) and (..., K, N)"),
+    (lambda: TF.matmul(A[0], B), ValueError, "src and weight must be"),
+    (lambda: TF.matmul(A.double(), B), TypeError, "src must be torch.uint8 or torch.int8"),
+    (lambda: TF.matmul(A, B.float()), TypeError, "weight must be torch.uint8 or torch.int8"),
+    (lambda: raw(A.expand(2, 4, 8), B.expand(3, 8, 5)), ValueError, "batch dimensions"),
+    (lambda: raw(A, B, weights=200), ValueError, "weight_zero_point must lie in [-128, 127]"),
+    (lambda: raw(A, B, src=-1), ValueError, "src_zero_point must lie in [0, 255]"),
+    (
+        lambda: TF.matmul(A, B, attr=Attr().set_scales("weights", 1, torch.ones(8))),
+        NotImplementedError,
+        "scales of weights must have mask 0 or 3 or 2, got 1",
+    ),
+    (
+        lambda: TF.matmul(A, B, attr=Attr().set_scales("weights", 3, torch.ones(8), (1, 5))),
+        NotImplementedError,
+        "groups of weight scales must be (k, 1)",
+    ),
+    (
+        lambda: TF.matmul(A, B, attr=Attr().set_scales("src1", 0, 1.0)),
+        ValueError,
+        "attr must set only",
+    ),
+    (
+        lambda: TF.matmul(A, B, torch.full((5,), 2**31 - 1, dtype=S32)),
+        ValueError,
+        "int32 bias must be at most",
+    ),
+    (
+        lambda: TF.matmul(A.float(), B, dst_dtype=U8),
+        NotImplementedError,
+        "a float32 src must have a float32 dst and no post-ops",
+    ),
+    (lambda: TF.gemm_u8s8s32(A.to(S8), B), TypeError, "a must be torch.uint8"),
+    (lambda: TF.gemm_s8s8s32(A, B), TypeError, "a must be torch.int8"),
+    (lambda: TF.gemm_u8s8s32(A, B.to(U8)), TypeError, "b must be int8"),
+    (lambda: TF.gemm_u8s8s32(A, B, trans_b=True), ValueError, "Check trans_a and trans_b"),
+    (lambda: TF.gemm_u8s8s32(A, B, beta=1.0), ValueError, "beta must be 0 without c"),
+    (lambda: TF.gemm_u8s8s32(A, B, A), TypeError, "c must be int32"),
+    (lambda: TF.gemm_u8s8s32(A, B, torch.ones(1, 1, dtype=S32)), ValueError, "c must be [4, 5]"),
+    (lambda: TF.gemm_u8s8s32(A, B, offsetc="X"), ValueError, "offsetc must be F"),
+    (lambda: TF.gemm_u8s8s32(A, B, offsetc="C"), ValueError, "co must have 4 values"),
+    (lambda: TF.gemm_u8s8s32(A, B, ao=256), ValueError, "ao must lie in [0, 255]"),
+    (lambda: TF.gemm_u8s8s32(A, B, bo=128), ValueError, "bo must lie in [-128, 127]"),
+    (lambda: TF.gemm_u8s8s32(A, B, alpha=float("nan")), ValueError, "must be finite"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), ERRORS, ids=[e[2][:40] for e in ERRORS])
+def test_errors(call: Any, error: type[Exception], text: str):
+    with pytest.raises(error, match=r"torchq\.(.|\n)*" + re.escape(text)):
+        call()
+
+
+def test_op_errors():
+    src, weight, multiplier, *rest = hot_arguments()
+    with pytest.raises(ValueError, match="multiplier must have 10 values"):
+        ops.matmul(src, weight, multiplier[:3], *rest)
+    with pytest.raises(ValueError, match="post_ops must begin with 'sum:1:0:f32'"):
+        ops.matmul(src, weight, multiplier.expand(2, 10).contiguous(), *rest)
+    with pytest.raises(ValueError, match="groups that divide K = 8"):
+        ops.matmul(src, weight, multiplier.expand(3, 10).contiguous(), *rest)

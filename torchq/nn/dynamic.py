@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fully connected layer whose source is quantized by the range it has in each call."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.functional import quantize_weight
+from torchq.functional.dynamic import RANGES
+from torchq.nn.module import QModule
+from torchq.packing import PackedWeight, pack_linear
+from torchq.qparams import weight_qparams
+from torchq.ranges import check_choice
+
+
+class DynamicQLinear(QModule):
+    """Float in, float out, int8 inside; see :func:`torchq.functional.dynamic_linear`.
+
+    It needs no calibration, and saves the weight's memory traffic more than it saves time on
+    small sources.
+
+    Buffers:
+        weight, compensation, pair_bound: see :class:`~torchq.packing.PackedWeight`.
+        weight_scale: float32 ``[out_features]``, real units per weight step.
+        bias: float32 ``[out_features]``, or absent.
+
+    Shapes:
+        src: float32 ``(*, in_features)``; dst: float32 ``(*, out_features)``.
+
+    Raises:
+        TypeError: ``src`` is not float32.
+        ValueError: the last dimension of ``src`` is not ``in_features``, or it has NaN or inf.
+    """
+
+    weight: Tensor
+    compensation: Tensor
+    pair_bound: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        weight: PackedWeight,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        src_range: str = "per_row",
+    ) -> None:
+        """``weight_scale`` has one value, or one per output; :meth:`from_float` is the usual way.
+
+        ``src_range`` is what one scale of the source covers, "per_row" or "per_tensor".
+        """
+        super().__init__()
+        check_choice("nn.DynamicQLinear", "src_range", src_range, RANGES)
+        self.out_features, self.in_features = weight.shape
+        self.per_row = src_range == "per_row"
+        self.register_buffer("weight", weight.weight)
+        self.register_buffer("compensation", weight.compensation)
+        self.register_buffer("pair_bound", weight.pair_bound)
+        scale = weight_scale.reshape(-1).expand(self.out_features).clone()
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self._set_spec(weight=list(weight.shape), bias=bias is not None, src_range=src_range)
+
+    @classmethod
+    def from_float(
+        cls,
+        module: nn.Linear,
+        *,
+        src_range: str = "per_row",
+        granularity: str = "per_channel",
+        bits: int = 8,
+    ) -> "DynamicQLinear":
+        """Quantizes the weight symmetrically and packs it.
+
+        Args:
+            module: the float layer.
+            src_range: what one scale of the source covers, "per_row" or "per_tensor". Per row, a
+                row's result depends on nothing but the row.
+            granularity: of the weight scale, "per_channel" or "per_tensor".
+            bits: of the weight, 8 or 7.
+        """
+        weight = module.weight.detach()
+        params = weight_qparams(weight, granularity, bits)
+        scale, _ = params.broadcast(weight.dim())
+        packed = pack_linear(quantize_weight(weight, scale, bits))
+        return cls(packed, params.scale, module.bias, src_range)
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> "DynamicQLinear":
+        """See the base class."""
+        outputs, inputs = spec["weight"]
+        packed = pack_linear(torch.zeros(outputs, inputs, dtype=torch.int8))
+        bias = torch.zeros(outputs) if spec["bias"] else None
+        return cls(packed, torch.ones(1), bias, spec["src_range"])
+
+    def packed(self) -> PackedWeight:
+        """The weight with the shape it was packed from."""
+        shape = (self.out_features, self.in_features)
+        return PackedWeight(self.weight, self.compensation, self.pair_bound, shape, 1, ())
+
+    def forward(self, src: Tensor) -> Tensor:
+        """Applies the layer."""
+        dst: Tensor = torch.ops.torchq.dynamic_linear(
+            src,
+            self.weight,
+            self.compensation,
+            self.pair_bound,
+            self.weight_scale,
+            self.bias,
+            self.in_features,
+            self.per_row,
+        )
+        return dst
+
+    def extra_repr(self) -> str:
+        """Shapes and ranges on one line."""
+        return f"{self.read_spec()['weight']}, src_range={self.read_spec()['src_range']}"
