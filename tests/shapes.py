@@ -295,6 +295,32 @@ CONV_DEPTHWISE = [
     depthwise("dw_wide_padding", 16, (4, 4), padding=3),
     depthwise("dw_kernel_exceeds_src", 33, (2, 3), kernel=5, padding=2),
     depthwise("dw_batch", 20, (5, 6), padding=1, batch=3),
+    # Chunks: one to three kinds in a row, masked or overlapping.
+    *(
+        depthwise("dw_chunks", c, (5, 8), kernel=k, stride=s, padding=k // 2)
+        for c in (7, 15, 17, 31, 40, 50, 63, 80, 111, 113)
+        for k, s in ((3, 1), (3, 2), (5, 1))
+    ),
+    # Rows: fewer than a chunk holds, odd numbers of them, of two images, of several stretches.
+    *(depthwise("dw_rows", 83, (h, 3), padding=1) for h in (1, 2, 3, 6, 7)),
+    depthwise("dw_images", 56, (3, 5), padding=1, batch=5),
+    depthwise("dw_wide", 20, (3, 131), padding=1),
+    depthwise("dw_wide_s2", 20, (4, 259), stride=2, padding=1),
+    depthwise("dw_wide_5x5", 68, (3, 77), kernel=5, padding=2),
+    # Windows: strides and dilations with few shared columns, bands of kernel rows, odd padding.
+    depthwise("dw_s3", 70, (10, 11), stride=3, padding=1),
+    depthwise("dw_s4", 24, (11, 14), stride=4, padding=1),
+    depthwise("dw_s1x2", 72, (6, 9), stride=(1, 2), padding=1),
+    depthwise("dw_s2x1", 72, (7, 8), stride=(2, 1), padding=1),
+    depthwise("dw_dilated_far", 40, (5, 40), padding=(1, 14), dilation=(1, 14)),
+    depthwise("dw_dilated_s2", 40, (9, 20), stride=2, padding=4, dilation=4),
+    depthwise("dw_2x3", 100, (6, 7), kernel=(2, 3), padding=(0, 1)),
+    depthwise("dw_4x3", 100, (6, 7), kernel=(4, 3), padding=(1, 1)),
+    depthwise("dw_9x3", 36, (9, 6), kernel=(9, 3), padding=(4, 1)),
+    depthwise("dw_3x1", 66, (6, 7), kernel=(3, 1), padding=(1, 0)),
+    depthwise("dw_5x9", 36, (6, 10), kernel=(5, 9), stride=2, padding=(2, 4)),
+    depthwise("dw_uneven", 90, (5, 6), padding=(2, 0), padding_end=(0, 3)),
+    depthwise("dw_only_padding", 33, (2, 1), padding=4, stride=2),
     depthwise("mobilenet_v2.dw", 32, (112, 112), padding=1),
     depthwise("mobilenet_v2.dw_small", 384, (14, 14), padding=1),
 ]

@@ -278,13 +278,11 @@ struct Avx2 {
     }
   }
 
-  // depthwise: 32 channels at a time, four taps per lane; an Int is 16 channels
+  // depthwise: 32 bytes at a time, of one row or 2 x 16, four taps per lane; an Int is 16 lanes
   static constexpr int kDepthwiseChannels = 32;
   static constexpr int kDepthwiseVectors = 2;
-  /// First of the four channels in 128-bit lane `lane` (of 4) of vector `v`, see interleave.
-  static constexpr int depthwise_channel(int v, int lane) {
-    return 16 * (lane % 2) + 4 * (2 * v + lane / 2);
-  }
+  static constexpr int kDepthwiseSplits = 2;
+  static constexpr int kDepthwisePixels = 3;
   using Bytes = __m256i;
   static TORCHQ_INLINE Bytes load_channels(const uint8_t* p, int count) {
     if (count >= 32) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -292,18 +290,48 @@ struct Avx2 {
     memcpy(bytes, p, static_cast<size_t>(count));
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
   }
-  /// quads[j].lo / .hi = vectors 2 j, 2 j + 1; vector i, lane L, element e: channel 16 L + 4 i + e.
+  static TORCHQ_INLINE Bytes load_rows(const uint8_t* const (&p)[1], int count) {
+    return load_channels(p[0], count);
+  }
+  static TORCHQ_INLINE Bytes load_rows(const uint8_t* const (&p)[2], int count) {
+    return _mm256_set_m128i(load_bytes(p[1], count), load_bytes(p[0], count));
+  }
+  /// quads[j].lo / .hi = vectors 2 j, 2 j + 1; vector i, lane L, element e: byte 16 L + 4 i + e.
   static TORCHQ_INLINE void interleave(const Bytes (&t)[4], Int (&quads)[2]) {
     const __m256i lo01 = _mm256_unpacklo_epi8(t[0], t[1]), hi01 = _mm256_unpackhi_epi8(t[0], t[1]);
     const __m256i lo23 = _mm256_unpacklo_epi8(t[2], t[3]), hi23 = _mm256_unpackhi_epi8(t[2], t[3]);
     quads[0] = {_mm256_unpacklo_epi16(lo01, lo23), _mm256_unpackhi_epi16(lo01, lo23)};
     quads[1] = {_mm256_unpacklo_epi16(hi01, hi23), _mm256_unpackhi_epi16(hi01, hi23)};
   }
-  static TORCHQ_INLINE void store_lanes(uint8_t* p, const Int (&v)[2], bool is_signed, int count) {
-    const __m256i low = _mm256_packs_epi32(v[0].lo, v[0].hi);
-    const __m256i high = _mm256_packs_epi32(v[1].lo, v[1].hi);
-    store_channels(p, is_signed ? _mm256_packs_epi16(low, high) : _mm256_packus_epi16(low, high),
-                   count);
+  /// Vector kHalf of `interleave`.
+  template <int kHalf>
+  static TORCHQ_INLINE void interleave_half(const Bytes (&t)[4], Int (&quads)[1]) {
+    const auto unpack = [](Bytes a, Bytes b) {
+      return kHalf == 0 ? _mm256_unpacklo_epi8(a, b) : _mm256_unpackhi_epi8(a, b);
+    };
+    const __m256i words01 = unpack(t[0], t[1]), words23 = unpack(t[2], t[3]);
+    quads[0] = {_mm256_unpacklo_epi16(words01, words23), _mm256_unpackhi_epi16(words01, words23)};
+  }
+  /// One Int already has the two vectors that make words.
+  static TORCHQ_INLINE Bytes pack_words(Int first, Int) {
+    return _mm256_packs_epi32(first.lo, first.hi);
+  }
+  static TORCHQ_INLINE Bytes pack_bytes(Bytes low, Bytes high, bool is_signed) {
+    return is_signed ? _mm256_packs_epi16(low, high) : _mm256_packus_epi16(low, high);
+  }
+  static TORCHQ_INLINE void store_rows(uint8_t* p, const int64_t* offset, int rows, Bytes v,
+                                       int count) {
+    if (rows == 1) return store_channels(p + offset[0], v, count);
+    const __m128i half[2] = {_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)};
+    for (int r = 0; r < 2; ++r) {
+      if (count >= 16) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p + offset[r]), half[r]);
+      } else {
+        uint8_t bytes[16];
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), half[r]);
+        memcpy(p + offset[r], bytes, static_cast<size_t>(count));
+      }
+    }
   }
   static TORCHQ_INLINE void natural_order(Int (&v)[2]) {
     const Int a = v[0], b = v[1];
@@ -311,6 +339,16 @@ struct Avx2 {
             _mm256_permute2x128_si256(b.lo, b.hi, 0x20)};
     v[1] = {_mm256_permute2x128_si256(a.lo, a.hi, 0x31),
             _mm256_permute2x128_si256(b.lo, b.hi, 0x31)};
+  }
+  static TORCHQ_INLINE void lane_order(Int (&v)[2]) {
+    const Int a = v[0], b = v[1];
+    v[0] = {_mm256_permute2x128_si256(a.lo, b.lo, 0x20),
+            _mm256_permute2x128_si256(a.lo, b.lo, 0x31)};
+    v[1] = {_mm256_permute2x128_si256(a.hi, b.hi, 0x20),
+            _mm256_permute2x128_si256(a.hi, b.hi, 0x31)};
+  }
+  static TORCHQ_INLINE Int next_tap(Int quads) {
+    return {_mm256_slli_epi32(quads.lo, 8), _mm256_slli_epi32(quads.hi, 8)};
   }
   static TORCHQ_INLINE Int flip_sign(Int v) { return {flip_sign(v.lo), flip_sign(v.hi)}; }
   template <int kStep>
@@ -335,6 +373,9 @@ struct Avx2 {
   }
   static TORCHQ_INLINE Bytes max_bytes(Bytes a, Bytes b, bool is_signed) {
     return is_signed ? _mm256_max_epi8(a, b) : _mm256_max_epu8(a, b);
+  }
+  static TORCHQ_INLINE Bytes min_bytes(Bytes a, Bytes b, bool is_signed) {
+    return is_signed ? _mm256_min_epi8(a, b) : _mm256_min_epu8(a, b);
   }
   static TORCHQ_INLINE Bytes or_bytes(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
   static TORCHQ_INLINE Bytes set_bytes(int x) { return _mm256_set1_epi8(static_cast<char>(x)); }

@@ -192,17 +192,42 @@ struct Avx512 {
     _mm512_storeu_si512(dst + 64, _mm512_srai_epi16(quads, 8));
   }
 
-  // depthwise: 64 channels at a time, four taps per lane
+  // depthwise: 64 bytes at a time, of one row or 2 x 32 or 4 x 16, four taps per lane
   static constexpr int kDepthwiseChannels = 64;
   static constexpr int kDepthwiseVectors = 4;
-  /// First of the four channels in 128-bit lane `lane` of vector `v`, see interleave.
-  static constexpr int depthwise_channel(int v, int lane) { return 16 * lane + 4 * v; }
+  static constexpr int kDepthwiseSplits = 4;
+  /// Destinations per pass: their sums take 7 registers, the packed halves of their results 14.
+  static constexpr int kDepthwisePixels = 7;
   using Bytes = __m512i;
   static TORCHQ_INLINE Bytes load_channels(const uint8_t* p, int count) {
     if (count >= 64) return _mm512_loadu_si512(p);
     return _mm512_maskz_loadu_epi8((__mmask64(1) << count) - 1, p);
   }
-  /// quads[j], 128-bit lane L, element e: the four taps of channel 16 L + 4 j + e.
+  /// `count` bytes of each row, zeros behind them.
+  static TORCHQ_INLINE Bytes load_rows(const uint8_t* const (&p)[1], int count) {
+    return load_channels(p[0], count);
+  }
+  static TORCHQ_INLINE Bytes load_rows(const uint8_t* const (&p)[2], int count) {
+    if (count >= 32) {
+      return _mm512_inserti64x4(
+          _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p[0]))),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p[1])), 1);
+    }
+    const __mmask32 m = (__mmask32{1} << count) - 1;
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8(m, p[0])),
+                              _mm256_maskz_loadu_epi8(m, p[1]), 1);
+  }
+  static TORCHQ_INLINE Bytes load_rows(const uint8_t* const (&p)[4], int count) {
+    const Mask m = mask(count);
+    const auto load = [&](const uint8_t* row) {
+      return count >= 16 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(row))
+                         : load_bytes(row, m);
+    };
+    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(load(p[0])), load(p[1]), 1);
+    const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(load(p[2])), load(p[3]), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  }
+  /// quads[j], 128-bit lane L, element e: the four taps of byte 16 L + 4 j + e.
   static TORCHQ_INLINE void interleave(const Bytes (&t)[4], Int (&quads)[4]) {
     const Int lo01 = _mm512_unpacklo_epi8(t[0], t[1]), hi01 = _mm512_unpackhi_epi8(t[0], t[1]);
     const Int lo23 = _mm512_unpacklo_epi8(t[2], t[3]), hi23 = _mm512_unpackhi_epi8(t[2], t[3]);
@@ -211,14 +236,47 @@ struct Avx512 {
     quads[2] = _mm512_unpacklo_epi16(hi01, hi23);
     quads[3] = _mm512_unpackhi_epi16(hi01, hi23);
   }
-  /// Accumulators in the lane order of `interleave` to `count` bytes in natural order: packing
-  /// undoes it.
-  static TORCHQ_INLINE void store_lanes(uint8_t* p, const Int (&v)[4], bool is_signed, int count) {
-    const Int low = _mm512_packs_epi32(v[0], v[1]), high = _mm512_packs_epi32(v[2], v[3]);
-    store_channels(p, is_signed ? _mm512_packs_epi16(low, high) : _mm512_packus_epi16(low, high),
-                   count);
+  /// Vectors 2 kHalf and 2 kHalf + 1 of `interleave`.
+  template <int kHalf>
+  static TORCHQ_INLINE void interleave_half(const Bytes (&t)[4], Int (&quads)[2]) {
+    const auto unpack = [](Bytes a, Bytes b) {
+      return kHalf == 0 ? _mm512_unpacklo_epi8(a, b) : _mm512_unpackhi_epi8(a, b);
+    };
+    const Int words01 = unpack(t[0], t[1]), words23 = unpack(t[2], t[3]);
+    quads[0] = _mm512_unpacklo_epi16(words01, words23);
+    quads[1] = _mm512_unpackhi_epi16(words01, words23);
   }
-  /// From the lane order of `interleave` to 64 channels in natural order.
+  /// Two vectors in the lane order of `interleave` to words; two of those to bytes in natural
+  /// order: packing undoes it.
+  static TORCHQ_INLINE Bytes pack_words(Int first, Int second) {
+    return _mm512_packs_epi32(first, second);
+  }
+  static TORCHQ_INLINE Bytes pack_bytes(Bytes low, Bytes high, bool is_signed) {
+    return is_signed ? _mm512_packs_epi16(low, high) : _mm512_packus_epi16(low, high);
+  }
+  /// `count` bytes of each row to p + offset[row].
+  static TORCHQ_INLINE void store_rows(uint8_t* p, const int64_t* offset, int rows, Bytes v,
+                                       int count) {
+    if (rows == 1) return store_channels(p + offset[0], v, count);
+    const __m256i low = _mm512_castsi512_si256(v), high = _mm512_extracti64x4_epi64(v, 1);
+    if (rows == 2) {
+      if (count >= 32) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + offset[0]), low);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + offset[1]), high);
+        return;
+      }
+      const __mmask32 m = (__mmask32{1} << count) - 1;
+      _mm256_mask_storeu_epi8(p + offset[0], m, low);
+      _mm256_mask_storeu_epi8(p + offset[1], m, high);
+      return;
+    }
+    const Mask m = mask(count);
+    _mm_mask_storeu_epi8(p + offset[0], m, _mm256_castsi256_si128(low));
+    _mm_mask_storeu_epi8(p + offset[1], m, _mm256_extracti128_si256(low, 1));
+    _mm_mask_storeu_epi8(p + offset[2], m, _mm256_castsi256_si128(high));
+    _mm_mask_storeu_epi8(p + offset[3], m, _mm256_extracti128_si256(high, 1));
+  }
+  /// From the lane order of `interleave` to 64 values in natural order.
   static TORCHQ_INLINE void natural_order(Int (&v)[4]) {
     const Int a = _mm512_shuffle_i32x4(v[0], v[1], 0x44),
               b = _mm512_shuffle_i32x4(v[0], v[1], 0xee);
@@ -229,6 +287,10 @@ struct Avx512 {
     v[2] = _mm512_shuffle_i32x4(b, d, 0x88);
     v[3] = _mm512_shuffle_i32x4(b, d, 0xdd);
   }
+  /// Its inverse, which is the same transposition.
+  static TORCHQ_INLINE void lane_order(Int (&v)[4]) { natural_order(v); }
+  /// Each quad's taps one place further, 0 in the first.
+  static TORCHQ_INLINE Int next_tap(Int quads) { return _mm512_slli_epi32(quads, 8); }
 
   // whole vectors of bytes
   static constexpr int kByteLanes = 64;
@@ -241,6 +303,9 @@ struct Avx512 {
   }
   static TORCHQ_INLINE Bytes max_bytes(Bytes a, Bytes b, bool is_signed) {
     return is_signed ? _mm512_max_epi8(a, b) : _mm512_max_epu8(a, b);
+  }
+  static TORCHQ_INLINE Bytes min_bytes(Bytes a, Bytes b, bool is_signed) {
+    return is_signed ? _mm512_min_epi8(a, b) : _mm512_min_epu8(a, b);
   }
   static TORCHQ_INLINE Bytes or_bytes(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
   static TORCHQ_INLINE Bytes set_bytes(int x) { return _mm512_set1_epi8(static_cast<char>(x)); }

@@ -23,7 +23,6 @@ constexpr Kernels make_kernels() {
   k.pack_panel = &pack_panel<Isa>;
   k.sum_bytes = &sum_bytes<Isa>;
   k.depthwise_bytes = &depthwise_bytes<Isa>;
-  k.prepare_depthwise = &prepare_depthwise<Isa>;
   k.depthwise = &depthwise<Isa>;
   k.max_pool = &max_pool<Isa>;
   k.avg_pool = &avg_pool<Isa>;

@@ -153,19 +153,25 @@ int32_t sum_bytes(const uint8_t* src, int64_t size, bool flip) {
 
 int64_t depthwise_bytes(const DepthwiseLayer&) { return 0; }
 
-void prepare_depthwise(const DepthwiseLayer&, const Epilogue&, void*) {}
-
-void depthwise(const DepthwiseLayer& d, const void*, const DepthwiseRow& row, const Epilogue& e) {
-  for (int64_t pixel = 0; pixel < row.pixels; ++pixel) {
+void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogue& e, void*) {
+  const auto tap_row = [&](const uint8_t* const* src, int tap, int64_t x) {
+    const int64_t pixel = x * d.stride + tap % d.width * d.dilation - d.pad_begin;
+    const bool inside = pixel >= 0 && pixel < d.src_pixels;
+    return inside ? src[tap / d.width] + pixel * d.channels : d.padding;
+  };
+  for (int64_t i = 0; i < rows.count * d.dst_pixels; ++i) {
+    const int64_t row = i / d.dst_pixels, x = i % d.dst_pixels;
     for (int c = 0; c < d.channels; ++c) {
       const int8_t* weight =
           d.packed + (int64_t{c / kPanel} * d.quads * kPanel + c % kPanel) * kQuad;
       uint32_t acc = static_cast<uint32_t>(d.acc_init[c]);
       for (int t = 0; t < d.quads * kQuad; ++t) {
+        if (d.taps[t] < 0) continue;
+        const uint8_t q = tap_row(rows.src + row * d.kernel_rows, d.taps[t], x)[c];
         const int32_t w = weight[t / kQuad * kPanel * kQuad + t % kQuad];
-        acc += static_cast<uint32_t>(unsigned_src(row.taps[t][pixel * d.src_step + c], d.flip) * w);
+        acc += static_cast<uint32_t>(unsigned_src(q, d.flip) * w);
       }
-      finish(e, static_cast<int32_t>(acc), c, row.dst_offset + pixel * d.dst_step + c);
+      finish(e, static_cast<int32_t>(acc), c, rows.dst_offset[row] + x * d.channels + c);
     }
   }
 }
@@ -246,7 +252,6 @@ constinit const Kernels kReferenceKernels = {
     .pack_panel = &pack_panel,
     .sum_bytes = &sum_bytes,
     .depthwise_bytes = &depthwise_bytes,
-    .prepare_depthwise = &prepare_depthwise,
     .depthwise = &depthwise,
     .max_pool = &max_pool,
     .avg_pool = &avg_pool,

@@ -176,31 +176,29 @@ struct PanelSource {
   bool flip;  // u8 packed as value - 128
 };
 
-/// A depthwise layer, as `prepare_depthwise` needs it: quad j of the packed taps
-/// [ceil(C/16)][quads][16][4] meets taps 4 j .. 4 j + 3 of a row.
+/// dst[row][x][c] = epilogue(c, acc_init[c] + sum over kernel rows r and columns j of
+///   src[row][r][x * stride + j * dilation - pad_begin][c] * weight[c][r][j])
+///
+/// Pixels outside a row, and rows outside the source, are zero points. src is u8, or s8 read as u8
+/// (`flip`).
 struct DepthwiseLayer {
-  const int8_t* packed;
-  int channels;
-  int quads;
-  /// Kernel width where the first `columns` quads are its columns, four rows each (ops/packing.h);
-  /// else 0.
-  int columns;
-  int64_t src_step;         // bytes between the sources of neighboring destinations
-  int64_t dst_step;         // elements between neighboring destinations
-  int64_t row_pixels;       // destinations in a whole row
-  const int32_t* acc_init;  // [channels rounded up to 64]
+  const int8_t* packed;     // [ceil(C/16)][quads][16][4], see ops/packing.h
+  const int32_t* taps;      // [quads * 4] the tap r * width + j that each packed byte meets, or -1
+  const int32_t* acc_init;  // [channels rounded up to 16]
+  int channels, quads;
+  int kernel_rows;                             // of all dimensions but the last
+  int64_t width, stride, dilation, pad_begin;  // along the row, in pixels
+  int64_t src_pixels, dst_pixels;              // of a row; pixels have `channels` bytes or elements
   bool flip;
+  uint8_t zero_point;
+  const uint8_t* padding;  // a row of zero points, of at least one pixel
 };
 
-/// `pixels` neighboring destinations of one row.
-struct DepthwiseRow {
-  const uint8_t* const*
-      taps;  // [quads * 4]; unused taps point at any readable row (their weight is 0)
-  /// Whether the sources of column j are those of column 0, j pixels on (not so where padding cuts
-  /// a row).
-  bool regular;
-  int64_t pixels;
-  int64_t dst_offset;  // elements, of the first pixel's channel 0
+/// Destination rows of one layer.
+struct DepthwiseRows {
+  int count;
+  const uint8_t* const* src;  // [count][kernel_rows] first pixels; `padding` for rows outside
+  const int64_t* dst_offset;  // [count] elements
 };
 
 struct PoolRow {
@@ -352,11 +350,9 @@ struct Kernels {
   void (*pack_panel)(const PanelSource&, int8_t* dst, int32_t* sums);
   /// The sum of u8 values, or of s8 values + 128 (`flip`).
   int32_t (*sum_bytes)(const uint8_t* src, int64_t size, bool flip);
-  /// Bytes that prepare_depthwise writes at most.
+  /// Bytes of scratch that `depthwise` needs, aligned to 64.
   int64_t (*depthwise_bytes)(const DepthwiseLayer&);
-  void (*prepare_depthwise)(const DepthwiseLayer&, const Epilogue&, void* prepared);
-  void (*depthwise)(const DepthwiseLayer&, const void* prepared, const DepthwiseRow&,
-                    const Epilogue&);
+  void (*depthwise)(const DepthwiseLayer&, const DepthwiseRows&, const Epilogue&, void* scratch);
   void (*max_pool)(const PoolRow&);
   void (*avg_pool)(const PoolRow&);
   void (*convert)(const ConvertRow&);

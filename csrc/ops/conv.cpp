@@ -141,66 +141,81 @@ void run_dense(const Conv& c, Source s, const Epilogue& epilogue, OpTrace& trace
   run_gemm(problem, epilogue, c.tier, trace);
 }
 
-/// Depthwise: one call per destination row and width interval; taps in the padding read a row of
-/// zero points, so one compensation serves every pixel.
-void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpTrace& trace) {
-  trace.ran(c.tier, "depthwise");
-  ScratchFrame scratch;
+/// Source bytes of the rows that pass through the depthwise kernel at a time, chunk after chunk of
+/// channels: they stay in L2.
+constexpr int64_t kDepthwiseBytes = 256 * 1024;
+constexpr int64_t kMinDepthwiseRows = 8;
+
+/// Taps in the padding read zero points, so one compensation serves every pixel.
+DepthwiseLayer depthwise_layer(const Conv& c, const Source& s, c10::ArrayRef<int32_t> taps,
+                               ScratchFrame& scratch) {
   const Window& w = s.window;
-  const auto order = depthwise_taps({w.kernel, 3});
-  const int channels = static_cast<int>(s.channels);
   const int32_t all_taps = 0;
   DepthwiseLayer layer{};
   layer.packed = c.weight.const_data_ptr<int8_t>();
-  layer.channels = channels;
+  layer.taps = taps.data();
+  layer.channels = static_cast<int>(s.channels);
   layer.quads = static_cast<int>(c.packing.quads);
-  const int64_t kernel_rows = w.kernel[0] * w.kernel[1];
-  const bool one_block = kernel_rows >= 2 && kernel_rows <= kQuad + 1;
-  layer.columns = one_block && w.dilation[2] == 1 ? static_cast<int>(w.kernel[2]) : 0;
-  layer.src_step = w.stride[2] * s.channels;
-  layer.dst_step = s.channels;
-  layer.row_pixels = c.output[2];
+  layer.kernel_rows = static_cast<int>(w.kernel[0] * w.kernel[1]);
+  layer.width = w.kernel[2];
+  layer.stride = w.stride[2];
+  layer.dilation = w.dilation[2];
+  layer.pad_begin = w.pad_begin[2];
+  layer.src_pixels = s.size[2];
+  layer.dst_pixels = c.output[2];
   layer.flip = c.is_signed;
+  layer.zero_point = static_cast<uint8_t>(c.zero_point);
   layer.acc_init =
       make_acc_init(scratch, c.tier, c.compensation, all_taps, c.acc_bias, c.effective_zero_point(),
-                    1, channels, (channels + 63) / 64 * 64 / kPanel);
-  void* prepared = scratch.take<uint8_t>(c.tier.depthwise_bytes(layer));
-  c.tier.prepare_depthwise(layer, epilogue, prepared);
-  const int64_t padding_bytes = ((c.output[2] - 1) * w.stride[2] + w.kernel[2]) * s.channels;
+                    1, layer.channels, (layer.channels + kPanel - 1) / kPanel);
+  const int64_t padding_bytes = std::max<int64_t>(s.size[2], 1) * s.channels;
   uint8_t* padding = scratch.take<uint8_t>(padding_bytes);
-  std::memset(padding, static_cast<uint8_t>(c.zero_point), static_cast<size_t>(padding_bytes));
-  const Intervals widths = intervals(w, 2, s.size[2], c.output[2]);
+  std::memset(padding, layer.zero_point, static_cast<size_t>(padding_bytes));
+  layer.padding = padding;
+  return layer;
+}
 
+/// The source rows that destination row `r` meets.
+void depthwise_sources(const Conv& c, const Source& s, const DepthwiseLayer& layer, int64_t r,
+                       const uint8_t** src) {
+  const Window& w = s.window;
+  const int64_t n = r / (c.output[0] * c.output[1]);
+  const int64_t d0 = r / c.output[1] % c.output[0] * w.stride[0] - w.pad_begin[0];
+  const int64_t h0 = r % c.output[1] * w.stride[1] - w.pad_begin[1];
+  for (int64_t kd = 0; kd < w.kernel[0]; ++kd) {
+    for (int64_t kh = 0; kh < w.kernel[1]; ++kh) {
+      const int64_t d = d0 + kd * w.dilation[0], h = h0 + kh * w.dilation[1];
+      const bool inside = d >= 0 && d < s.size[0] && h >= 0 && h < s.size[1];
+      *src++ =
+          inside ? s.data + n * s.image_bytes() + d * s.pitch(0) + h * s.pitch(1) : layer.padding;
+    }
+  }
+}
+
+void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpTrace& trace) {
+  trace.ran(c.tier, "depthwise");
+  ScratchFrame scratch;
+  const auto taps = depthwise_taps({s.window.kernel, 3});
+  const DepthwiseLayer layer = depthwise_layer(c, s, taps, scratch);
   const int64_t rows = s.batch * c.output[0] * c.output[1];
+  const int64_t row_bytes = std::max<int64_t>(s.window.stride[1] * s.pitch(1), 1);
+  const int64_t block = std::max(kDepthwiseBytes / row_bytes, kMinDepthwiseRows);
   const int threads = threads_for(rows * c.output[2] * s.channels * layer.quads * kQuad);
   const int parts = static_cast<int>(std::min<int64_t>(threads, rows));
   parallel_parts(parts, [&](int part) {
     const Range range = part_of(rows, parts, part);
-    c10::SmallVector<const uint8_t*, 64> taps(order.size());
-    for (int64_t r = range.begin; r < range.end; ++r) {
-      const int64_t n = r / (c.output[0] * c.output[1]);
-      const int64_t start[2] = {r / c.output[1] % c.output[0] * w.stride[0] - w.pad_begin[0],
-                                r % c.output[1] * w.stride[1] - w.pad_begin[1]};
-      for (const Interval& x : widths) {
-        const int64_t first = x.begin * w.stride[2] - w.pad_begin[2];
-        for (size_t slot = 0; slot < order.size(); ++slot) {
-          taps[slot] = padding;
-          if (order[slot] < 0) continue;
-          const int64_t kw = order[slot] % w.kernel[2], line = order[slot] / w.kernel[2];
-          const int64_t d = start[0] + line / w.kernel[1] * w.dilation[0];
-          const int64_t h = start[1] + line % w.kernel[1] * w.dilation[1];
-          const bool inside = d >= 0 && d < s.size[0] && h >= 0 && h < s.size[1] &&
-                              kw >= x.tap_begin && kw < x.tap_end;
-          if (!inside) continue;
-          taps[slot] = s.data + n * s.image_bytes() + d * s.pitch(0) + h * s.pitch(1) +
-                       (first + kw * w.dilation[2]) * s.pitch(2);
-        }
-        const bool regular = x.tap_begin == 0 && x.tap_end == w.kernel[2];
-        c.tier.depthwise(
-            layer, prepared,
-            {taps.data(), regular, x.end - x.begin, (r * c.output[2] + x.begin) * s.channels},
-            epilogue);
+    const int64_t size = std::min(block, range.end - range.begin);
+    ScratchFrame frame;
+    const uint8_t** src = frame.take<const uint8_t*>(size * layer.kernel_rows);
+    int64_t* dst_offset = frame.take<int64_t>(size);
+    void* work = frame.take<uint8_t>(c.tier.depthwise_bytes(layer));
+    for (int64_t begin = range.begin; begin < range.end; begin += size) {
+      const int count = static_cast<int>(std::min(size, range.end - begin));
+      for (int i = 0; i < count; ++i) {
+        depthwise_sources(c, s, layer, begin + i, src + int64_t{i} * layer.kernel_rows);
+        dst_offset[i] = (begin + i) * c.output[2] * s.channels;
       }
+      c.tier.depthwise(layer, {count, src, dst_offset}, epilogue, work);
     }
   });
 }

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// Windows of three columns and up to three rows, without a stash: the columns under the window stay
+// in registers while it passes along the row. One half of the vectors at a time, so that the
+// weights and parameters stay there too (contract: DepthwiseLayer in table.h).
+#pragma once
+
+#include "depthwise_stash.h"
+#include "epilogue.h"
+
+namespace {
+
+constexpr int kSlideWidth = 3;
+
+/// Where destinations go: the lanes of a vector belong to `split` rows.
+struct DepthwiseDst {
+  int64_t offset[4];  // elements, of each row's first pixel and the chunk's first channel
+  int64_t step;       // elements between pixels
+};
+
+/// Two vectors of words, in lane order, to the bytes of one pixel of `split` rows.
+template <class Isa>
+TORCHQ_INLINE void finish_words(const DepthwiseChunk<Isa>& chunk, const Epilogue& e,
+                                const DepthwiseDst& dst, int64_t pixel, typename Isa::Bytes low,
+                                typename Isa::Bytes high) {
+  const bool is_signed = e.dst_dtype == DType::s8;
+  auto bytes = Isa::pack_bytes(low, high, is_signed);
+  if (e.clamp) {
+    bytes = Isa::max_bytes(bytes, Isa::set_bytes(chunk.lo), is_signed);
+    bytes = Isa::min_bytes(bytes, Isa::set_bytes(chunk.hi), is_signed);
+  }
+  uint8_t* first = static_cast<uint8_t*>(e.dst) + pixel * dst.step;
+  Isa::store_rows(first, dst.offset, chunk.split, bytes, chunk.count);
+}
+
+/// `pixels` destinations of a row from x on, or of two neighboring rows when kPairs.
+template <class Isa, bool kFlip, int kSplit, int kStride, bool kPairs>
+struct Slide {
+  static constexpr int kSteps = Isa::kSteps, kParts = Isa::kDepthwiseVectors / 2;
+  static constexpr int kRows = kPairs ? 4 : 3, kDst = kPairs ? 2 : 1;
+  static constexpr int kNew = kSlideWidth - kStride;  // first of the columns that a pixel adds
+  static constexpr int64_t kQuadBytes = int64_t{Isa::kDepthwiseVectors} * kSteps * 64;
+  using Int = typename Isa::Int;
+  using Float = typename Isa::Float;
+  using Bytes = typename Isa::Bytes;
+  using Columns = Int[kSlideWidth][kParts];
+
+  /// Half kHalf of the column at pixel p, or of a column of zero points.
+  template <int kHalf>
+  static TORCHQ_INLINE void load_column(const StashRows& rows, const uint8_t* padding,
+                                        int64_t src_step, int count, int64_t p, bool inside,
+                                        Int (&column)[kParts]) {
+    Bytes bytes[kQuad];
+    TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) {
+      const uint8_t* src[kSplit];
+      TORCHQ_UNROLL for (int s = 0; s < kSplit; ++s) {
+        src[s] = inside ? rows.row[s][r] + p * src_step : padding;
+      }
+      bytes[r] = Isa::load_rows(src, count);
+      if constexpr (kFlip) bytes[r] = Isa::flip_sign(bytes[r]);
+    }
+    if constexpr (kRows < kQuad) bytes[kRows] = bytes[kRows - 1];
+    Isa::template interleave_half<kHalf>(bytes, column);
+  }
+
+  /// Half the words of destination row r's pixel.
+  static TORCHQ_INLINE Bytes dot_columns(const Columns& columns, const Columns& kept,
+                                         const int8_t* weight, const Int (&init)[kParts],
+                                         const Float (&multiplier)[kParts],
+                                         const Float (&offset)[kParts]) {
+    Int acc[kParts];
+    TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
+      acc[p] = init[p];
+      TORCHQ_UNROLL for (int j = 0; j < kSlideWidth; ++j) {
+        if constexpr (kSteps == 1) {
+          Isa::dot(acc[p], columns[j][p], kept[j][p]);
+        } else {
+          const auto* w = reinterpret_cast<const int32_t*>(weight + j * kQuadBytes + p * 128);
+          Isa::dot(acc[p], Isa::template split_src<0>(columns[j][p]), Isa::load_int(w));
+          Isa::dot(acc[p], Isa::template split_src<1>(columns[j][p]), Isa::load_int(w + 16));
+        }
+      }
+      acc[p] = Isa::to_int(Isa::fma(Isa::to_float(acc[p]), multiplier[p], offset[p]));
+    }
+    return Isa::pack_words(acc[0], acc[kParts - 1]);
+  }
+
+  static void run(const DepthwiseLayer& d, const DepthwiseChunk<Isa>& chunk, const StashRows& rows,
+                  int64_t x, int64_t pixels, const Epilogue& e, const DepthwiseDst* dst) {
+    half<0>(d, chunk, rows, x, pixels, e, dst);
+    half<1>(d, chunk, rows, x, pixels, e, dst);
+  }
+
+  /// The words of half 0 wait in the stash for those of half 1.
+  template <int kHalf>
+  static TORCHQ_NOINLINE void half(const DepthwiseLayer& d, const DepthwiseChunk<Isa>& chunk,
+                                   const StashRows& rows, int64_t x, int64_t pixels,
+                                   const Epilogue& e, const DepthwiseDst* dst) {
+    // Stores could alias what is behind the references.
+    const int64_t src_step = d.channels, src_pixels = d.src_pixels;
+    const uint8_t* const padding = d.padding + chunk.channel;
+    const int count = chunk.count;
+    const int8_t* const weight = chunk.weight + kHalf * kParts * kSteps * 64;
+    Columns kept[kDst];
+    Int init[kParts];
+    Float multiplier[kParts], offset[kParts];
+    TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
+      init[p] = Isa::load_int(chunk.acc_init[kHalf * kParts + p]);
+      multiplier[p] = Isa::load(chunk.multiplier[kHalf * kParts + p]);
+      offset[p] = Isa::load(chunk.offset[kHalf * kParts + p]);
+      if constexpr (kSteps == 1) {
+        TORCHQ_UNROLL for (int r = 0; r < kDst; ++r) {
+          TORCHQ_UNROLL for (int j = 0; j < kSlideWidth; ++j) {
+            kept[r][j][p] =
+                Isa::load_weight(weight + r * chunk.weight_bytes + j * kQuadBytes + p * 64);
+          }
+        }
+      }
+    }
+    uint8_t* words = chunk.stash;
+    Columns columns;
+    int64_t next = x * kStride - d.pad_begin;  // the next column's pixel
+    TORCHQ_UNROLL for (int j = 0; j < kNew; ++j, ++next) {
+      const bool inside = static_cast<uint64_t>(next) < static_cast<uint64_t>(src_pixels);
+      load_column<kHalf>(rows, padding, src_step, count, next, inside, columns[j]);
+    }
+    for (int64_t i = 0; i < pixels; ++i) {
+      TORCHQ_UNROLL for (int j = kNew; j < kSlideWidth; ++j, ++next) {
+        const bool inside = static_cast<uint64_t>(next) < static_cast<uint64_t>(src_pixels);
+        load_column<kHalf>(rows, padding, src_step, count, next, inside, columns[j]);
+      }
+      TORCHQ_UNROLL for (int r = 0; r < kDst; ++r, words += sizeof(Bytes)) {
+        const Bytes word = dot_columns(columns, kept[r], weight + r * chunk.weight_bytes, init,
+                                       multiplier, offset);
+        if constexpr (kHalf == 0) {
+          Isa::store_channels(words, word, sizeof(Bytes));
+        } else {
+          finish_words<Isa>(chunk, e, dst[r], i, Isa::load_channels(words, sizeof(Bytes)), word);
+        }
+      }
+      TORCHQ_UNROLL for (int j = 0; j < kNew; ++j) {
+        TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) columns[j][p] = columns[j + kStride][p];
+      }
+    }
+  }
+};
+
+template <class Isa>
+using SlideFn = void (*)(const DepthwiseLayer&, const DepthwiseChunk<Isa>&, const StashRows&,
+                         int64_t x, int64_t pixels, const Epilogue&, const DepthwiseDst*);
+
+inline bool slides(const DepthwiseLayer& d) {
+  return d.width == kSlideWidth && d.dilation == 1 && d.stride <= 2 && d.kernel_rows >= 2 &&
+         d.kernel_rows <= 3;
+}
+
+template <class Isa, bool kFlip, int kSplit>
+SlideFn<Isa> slide_fn(int64_t stride, bool pairs) {
+  if (stride == 2) return &Slide<Isa, kFlip, kSplit, 2, false>::run;
+  return pairs ? &Slide<Isa, kFlip, kSplit, 1, true>::run
+               : &Slide<Isa, kFlip, kSplit, 1, false>::run;
+}
+
+template <class Isa>
+SlideFn<Isa> slide_fn(int split, bool flip, int64_t stride, bool pairs) {
+  if (split == 1) {
+    return flip ? slide_fn<Isa, true, 1>(stride, pairs) : slide_fn<Isa, false, 1>(stride, pairs);
+  }
+  if constexpr (Isa::kDepthwiseSplits >= 4) {
+    if (split == 4) {
+      return flip ? slide_fn<Isa, true, 4>(stride, pairs) : slide_fn<Isa, false, 4>(stride, pairs);
+    }
+  }
+  return flip ? slide_fn<Isa, true, 2>(stride, pairs) : slide_fn<Isa, false, 2>(stride, pairs);
+}
+
+}  // namespace

@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+// What depthwise.h multiplies: a chunk's weights and parameters in the lane order of
+// Isa::interleave, and the interleaved source columns of a stretch of a row (the stash).
+#pragma once
+
+#include "common.h"
+
+namespace {
+
+/// One column of the stash: the vectors that interleaving four rows (or four pixels) gives.
+template <class Isa>
+constexpr int kStashColumn = Isa::kDepthwiseVectors * 64;
+/// Half of the smallest L1; the rows it is made of need the other half.
+constexpr int64_t kStashBytes = 16 * 1024;
+/// Beyond it a stretch is a single pixel.
+constexpr int64_t kMaxStashBytes = 1024 * 1024;
+
+/// How a row is cut into stretches of `pixels` destinations, and what their stash holds:
+/// `columns` columns for each band of four kernel rows.
+struct StashPlan {
+  int bands;
+  int64_t pixels, columns;
+  /// Every destination has columns of its own, since strides or dilation leave few to share.
+  bool gathered;
+};
+
+template <class Isa>
+StashPlan stash_plan(const DepthwiseLayer& d) {
+  constexpr int kPixels = Isa::kDepthwisePixels;
+  StashPlan plan{};
+  plan.bands = (d.kernel_rows + kQuad - 1) / kQuad;
+  const auto fits = [&](int64_t pixels, int64_t limit) {
+    const int64_t shared = (pixels - 1) * d.stride + (d.width - 1) * d.dilation + 1;
+    const int64_t own = pixels * d.width;
+    plan.pixels = pixels;
+    plan.gathered = own < shared;
+    plan.columns = plan.gathered ? own : shared;
+    return plan.bands * plan.columns * kStashColumn<Isa> <= limit;
+  };
+  if (fits(d.dst_pixels, kStashBytes)) return plan;
+  for (int64_t pixels = 8 * kPixels; pixels > kPixels; pixels -= kPixels) {
+    if (pixels < d.dst_pixels && fits(pixels, kStashBytes)) return plan;
+  }
+  if (!fits(d.dst_pixels < kPixels ? d.dst_pixels : kPixels, kMaxStashBytes)) fits(1, 0);
+  return plan;
+}
+
+template <class Isa>
+struct DepthwiseChunk {
+  static constexpr int kVectors = Isa::kDepthwiseVectors;
+  alignas(64) int32_t acc_init[kVectors][kPanel];
+  alignas(64) float multiplier[kVectors][kPanel];
+  alignas(64) float offset[kVectors][kPanel];
+  int split;    // rows that share a vector
+  int channel;  // first
+  int count;    // channels of each row that exist
+  int quads;
+  /// A second set of weights, one row lower, serves the next destination row from the same stash.
+  bool paired;
+  int lo, hi;            // bounds of the folded epilogue, as bytes
+  int8_t* weight;        // [1 or 2][quads][kVectors][kSteps][64]
+  int64_t weight_bytes;  // of one set
+  uint8_t* stash;        // [bands][columns][kVectors][64]
+  int64_t* quad_offset;  // [quads] bytes from a destination's first column
+  int64_t pixel_step;    // bytes between the first columns of neighbors
+};
+
+template <class Isa>
+int64_t chunk_weight_bytes(const DepthwiseLayer& d) {
+  return int64_t{d.quads} * Isa::kDepthwiseVectors * Isa::kSteps * 64;
+}
+
+/// What all chunks of a layer have in common; `scratch` has depthwise_bytes(d) bytes.
+template <class Isa>
+void init_chunk(const DepthwiseLayer& d, const StashPlan& plan, void* scratch,
+                DepthwiseChunk<Isa>* chunk) {
+  constexpr int64_t kColumn = kStashColumn<Isa>;
+  chunk->quads = d.quads;
+  chunk->paired = d.stride == 1 && (d.kernel_rows == 2 || d.kernel_rows == 3);
+  chunk->weight = static_cast<int8_t*>(scratch);
+  chunk->weight_bytes = chunk_weight_bytes<Isa>(d);
+  chunk->stash = static_cast<uint8_t*>(scratch) + 2 * chunk->weight_bytes;
+  chunk->quad_offset =
+      reinterpret_cast<int64_t*>(chunk->stash + plan.bands * plan.columns * kColumn);
+  chunk->pixel_step = (plan.gathered ? d.width : d.stride) * kColumn;
+  int64_t* offset = chunk->quad_offset;
+  for (int band = 0; band < plan.bands; ++band) {
+    const bool run = d.kernel_rows - band * kQuad == 1;
+    for (int j = 0; j < d.width; j += run ? kQuad : 1) {
+      *offset++ = (band * plan.columns + j * (plan.gathered ? 1 : d.dilation)) * kColumn;
+    }
+  }
+}
+
+/// 16 values per row of `lanes`, as fetch(channel, n, values) gives them, to the order of
+/// Isa::interleave; rows that share a vector have the same channels.
+template <class Isa, class Fetch>
+TORCHQ_INLINE void load_lanes(const DepthwiseChunk<Isa>& chunk,
+                              typename Isa::Int (&lanes)[Isa::kDepthwiseVectors], Fetch fetch) {
+  constexpr int kVectors = Isa::kDepthwiseVectors;
+  alignas(64) int32_t natural[kVectors][kPanel];
+  const int width = Isa::kDepthwiseChannels / chunk.split;
+  for (int v = 0; v < kVectors; ++v) {
+    const int first = v * kPanel % width, left = chunk.count - first;
+    if (left < kPanel) memset(natural[v], 0, sizeof natural[v]);
+    if (left > 0) fetch(chunk.channel + first, left < kPanel ? left : kPanel, natural[v]);
+    lanes[v] = Isa::load_int(natural[v]);
+  }
+  Isa::lane_order(lanes);
+}
+
+/// A bound of the folded epilogue as it acts on the byte: rounding and saturation are monotone.
+template <class Isa>
+int byte_bound(float bound, DType dtype) {
+  const bool is_signed = dtype == DType::s8;
+  auto y = Isa::max(Isa::set(bound), Isa::set(is_signed ? -128.0f : 0.0f));
+  y = Isa::min(y, Isa::set(is_signed ? 127.0f : 255.0f));
+  int32_t rounded[kPanel];
+  Isa::store_int(rounded, Isa::to_int(y));
+  return rounded[0];
+}
+
+/// Fills the chunk at its channel, count and split.
+template <class Isa>
+void fill_chunk(const DepthwiseLayer& d, const Epilogue& e, bool fold, DepthwiseChunk<Isa>* chunk) {
+  using Int = typename Isa::Int;
+  constexpr int kVectors = Isa::kDepthwiseVectors, kSteps = Isa::kSteps;
+  Int lanes[kVectors];
+  const auto copy = [&](const void* values, void* dst) {
+    load_lanes<Isa>(*chunk, lanes, [&](int channel, int n, int32_t* natural) {
+      memcpy(natural, static_cast<const char*>(values) + int64_t{channel} * 4, size_t(n) * 4);
+    });
+    for (int v = 0; v < kVectors; ++v)
+      Isa::store_int(static_cast<int32_t*>(dst) + v * kPanel, lanes[v]);
+  };
+  copy(d.acc_init, chunk->acc_init);
+  if (fold) {
+    copy(e.multiplier, chunk->multiplier);
+    copy(e.offset, chunk->offset);
+    chunk->lo = byte_bound<Isa>(e.lo_scalar, e.dst_dtype);
+    chunk->hi = byte_bound<Isa>(e.hi_scalar, e.dst_dtype);
+  }
+  const auto store = [&](int8_t* dst) {
+    for (int v = 0; v < kVectors; ++v, dst += kSteps * 64) {
+      if constexpr (kSteps == 1) {
+        Isa::store_int(reinterpret_cast<int32_t*>(dst), lanes[v]);
+      } else {
+        alignas(64) int8_t packed[64];
+        Isa::store_int(reinterpret_cast<int32_t*>(packed), lanes[v]);
+        Isa::widen(packed, dst);
+      }
+    }
+  };
+  int8_t* weight = chunk->weight;
+  for (int q = 0; q < d.quads; ++q, weight += kVectors * kSteps * 64) {
+    load_lanes<Isa>(*chunk, lanes, [&](int channel, int n, int32_t* natural) {
+      // 16 channels lie in one panel or two.
+      const int first = channel % kPanel, head = n < kPanel - first ? n : kPanel - first;
+      const int8_t* panel = d.packed + (int64_t{channel / kPanel} * d.quads + q) * kPanel * kQuad;
+      memcpy(natural, panel + first * kQuad, size_t(head) * kQuad);
+      if (head < n) {
+        memcpy(natural + head, panel + int64_t{d.quads} * kPanel * kQuad, size_t(n - head) * kQuad);
+      }
+    });
+    store(weight);
+    if (!chunk->paired) continue;
+    for (int v = 0; v < kVectors; ++v) lanes[v] = Isa::next_tap(lanes[v]);
+    store(weight + chunk->weight_bytes);
+  }
+}
+
+/// The first pixel of each source row, at the chunk's channel. A single row stands four times.
+struct StashRows {
+  const uint8_t* row[4][kQuad];
+};
+
+/// `n` columns, `step` columns apart: row i's byte is pixel + i * shift, then pixel_step further.
+struct StashSpan {
+  int64_t pixel, pixel_step, shift, n;
+  uint8_t* out;
+  int64_t out_step;
+};
+
+using StashFn = void (*)(const DepthwiseLayer&, const StashRows&, const StashSpan&, int channel,
+                         int count);
+
+/// Which pixels a span may have: all of them inside the row (of a fourth row that repeats the
+/// third, or not), or any, zero points standing for those outside.
+enum StashKind : int { kThreeRows, kFourRows, kChecked };
+
+template <class Isa, bool kFlip, StashKind kKind, int kSplit>
+TORCHQ_NOINLINE void stash_columns(const DepthwiseLayer& d, const StashRows& rows,
+                                   const StashSpan& span, int channel, int count) {
+  constexpr int kRows = kKind == kThreeRows ? 3 : kQuad;
+  // Stores to the stash could alias what is behind the references.
+  const StashRows row = rows;
+  const int64_t src_step = d.channels, src_pixels = d.src_pixels, pixel_step = span.pixel_step,
+                shift = span.shift, out_step = span.out_step;
+  const uint8_t* const padding = d.padding + channel;
+  uint8_t* out = span.out;
+  int64_t pixel = span.pixel;
+  for (int64_t i = span.n; i > 0; --i, pixel += pixel_step, out += out_step) {
+    typename Isa::Bytes bytes[kQuad];
+    TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) {
+      const uint8_t* src[kSplit];
+      const int64_t p = kKind == kChecked ? pixel + r * shift : pixel;
+      const bool inside = static_cast<uint64_t>(p) < static_cast<uint64_t>(src_pixels);
+      TORCHQ_UNROLL for (int s = 0; s < kSplit; ++s) {
+        src[s] = kKind != kChecked || inside ? row.row[s][r] + p * src_step : padding;
+      }
+      bytes[r] = Isa::load_rows(src, count);
+      if constexpr (kFlip) bytes[r] = Isa::flip_sign(bytes[r]);
+    }
+    if constexpr (kRows < kQuad) bytes[kRows] = bytes[kRows - 1];
+    typename Isa::Int quads[Isa::kDepthwiseVectors];
+    Isa::interleave(bytes, quads);
+    TORCHQ_UNROLL for (int v = 0; v < Isa::kDepthwiseVectors; ++v) {
+      Isa::store_int(reinterpret_cast<int32_t*>(out) + v * kPanel, quads[v]);
+    }
+  }
+}
+
+template <class Isa, bool kFlip, int kSplit>
+StashFn stash_fn(StashKind kind) {
+  if (kind == kThreeRows) return &stash_columns<Isa, kFlip, kThreeRows, kSplit>;
+  if (kind == kFourRows) return &stash_columns<Isa, kFlip, kFourRows, kSplit>;
+  return &stash_columns<Isa, kFlip, kChecked, kSplit>;
+}
+
+template <class Isa>
+StashFn stash_fn(int split, bool flip, StashKind kind) {
+  if (split == 1) return flip ? stash_fn<Isa, true, 1>(kind) : stash_fn<Isa, false, 1>(kind);
+  if constexpr (Isa::kDepthwiseSplits >= 4) {
+    if (split == 4) return flip ? stash_fn<Isa, true, 4>(kind) : stash_fn<Isa, false, 4>(kind);
+  }
+  return flip ? stash_fn<Isa, true, 2>(kind) : stash_fn<Isa, false, 2>(kind);
+}
+
+/// Fills one band's columns for the destinations x .. x + pixels - 1.
+template <class Isa>
+void stash_band(StashFn inner, StashFn checked, const DepthwiseLayer& d, const StashPlan& plan,
+                int band, int64_t x, int64_t pixels, const StashRows& rows,
+                const DepthwiseChunk<Isa>& chunk) {
+  constexpr int64_t kColumn = kStashColumn<Isa>;
+  const bool run = d.kernel_rows - band * kQuad == 1;
+  uint8_t* out = chunk.stash + band * plan.columns * kColumn;
+  const int64_t first = x * d.stride - d.pad_begin;
+  const int64_t shift = run ? d.dilation : 0;
+  const int64_t quads = run ? (d.width + kQuad - 1) / kQuad : d.width;  // of one destination
+  const int64_t tap_step = run ? kQuad : 1;
+  if (plan.gathered) {
+    for (int64_t i = 0; i < pixels; ++i, out += chunk.pixel_step) {
+      checked(d, rows,
+              {first + i * d.stride, tap_step * d.dilation, shift, quads, out, tap_step * kColumn},
+              chunk.channel, chunk.count);
+    }
+    return;
+  }
+  const int64_t columns = (pixels - 1) * d.stride + (quads - 1) * tap_step * d.dilation + 1;
+  if (run) {
+    const int64_t step = quads == 1 || tap_step * d.dilation % d.stride == 0 ? d.stride : 1;
+    checked(d, rows, {first, step, shift, (columns - 1) / step + 1, out, step * kColumn},
+            chunk.channel, chunk.count);
+    return;
+  }
+  // Columns begin .. end - 1 are inside the row.
+  int64_t begin = first < 0 ? -first : 0, end = d.src_pixels - first;
+  if (end > columns) end = columns;
+  if (begin > columns) begin = columns;
+  if (end < begin) end = begin;
+  const uint8_t value = d.flip ? d.zero_point ^ 0x80 : d.zero_point;
+  if (begin > 0) memset(out, value, size_t(begin * kColumn));
+  if (end < columns) memset(out + end * kColumn, value, size_t((columns - end) * kColumn));
+  inner(d, rows, {first + begin, 1, 0, end - begin, out + begin * kColumn, kColumn}, chunk.channel,
+        chunk.count);
+}
+
+}  // namespace
