@@ -2,23 +2,26 @@
 // Depthwise convolution: channels are lanes, four taps share a 32-bit lane (contract:
 // DepthwiseLayer in table.h).
 //
-// Two steps for a stretch of a row, so that each source pixel is loaded and shuffled once, whatever
-// the window does with it:
+// A source column of up to four kernel rows is interleaved, so that the four bytes of a channel
+// share a lane, and then used for every window that has it. There are two ways along a row:
 //
 // clang-format off
-//   stash  each source column of up to four kernel rows is interleaved, so that one channel's four
-//          bytes share a lane, and stored in L1. The padding becomes columns of zero points.
-//   dot    up to kDepthwisePixels destinations at a time: every quad of weights meets their columns.
+//   slide  windows 3 wide and 2 or 3 high, stride 1 or 2, no dilation along the row, a folded
+//          8-bit epilogue: the columns under the window stay in registers (depthwise_slide.h)
+//   stash  everything else: the columns of a stretch of the row are stored in L1, then up to
+//          kDepthwisePixels destinations at a time meet the weights (depthwise_stash.h)
 //
-// A chunk of channels fills a vector, in one of three ways:
+// Columns outside the row are zero points, so borders need no other path. A chunk of channels
+// fills a vector in one of three ways:
 //
-//   split 1   kDepthwiseChannels channels of one row
-//   split 2   half as many of two rows      the ends of a pixel, where whole vectors would be half empty
-//   split 4   a quarter of four rows        (AVX-512 only)
+//   split 1  kDepthwiseChannels channels of one row
+//   split 2  half as many of two rows
+//   split 4  a quarter of four rows (AVX-512 only)
 // clang-format on
 //
-// Chunks overlap where the channels do not divide evenly. Kernels of two or three rows use a stash
-// for two destination rows: the source rows of both are four at most.
+// The last two are for the channels that would leave a vector half empty; the last chunk of a kind
+// overlaps the one before. With 2 or 3 kernel rows and stride 1, two destination rows share
+// columns, since their source rows are four at most.
 #pragma once
 
 #include "depthwise_slide.h"
