@@ -11,7 +11,7 @@ from torch import Tensor
 from torchq.attr import Attr
 from torchq.folding import Folded, check_attr, check_int32_bias, fold
 from torchq.functional.arguments import check_8bit
-from torchq.functional.matmul import check_source, sum_sources
+from torchq.functional.matmul import check_source, post_op_sources
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight
 from torchq.post_ops import PostOps
@@ -74,6 +74,11 @@ def matmul(
     if bias is not None and bias.dtype == torch.int32:
         plain = zero_point is None and weight.dtype == torch.int8
         check_int32_bias("matmul", bias, k if plain else 2 * k)
+
+    def sizes() -> list[int]:
+        batch = torch.broadcast_shapes(src.shape[:-2], weight.shape[:-2])
+        return [*batch, src.shape[-2], n]
+
     folded = _fold(attr, weight, _dst_dims(src, weight), groups, bias, dst_dtype, n, k)
     result: Tensor = torch.ops.torchq.matmul(
         src,
@@ -86,7 +91,7 @@ def matmul(
         dtype_code(dst_dtype),
         folded.post_ops,
         folded.post_op_params,
-        sum_sources("matmul", attr, dst_dtype, post_op_srcs),
+        post_op_sources("matmul", attr, dst_dtype, post_op_srcs, sizes),
     )
     return result
 
