@@ -76,7 +76,9 @@ def matmul(
         check_int32_bias("matmul", bias, k if plain else 2 * k)
 
     def sizes() -> list[int]:
-        batch = torch.broadcast_shapes(src.shape[:-2], weight.shape[:-2])
+        batch = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+            src.shape[:-2], weight.shape[:-2]
+        )
         return [*batch, src.shape[-2], n]
 
     folded = _fold(attr, weight, _dst_dims(src, weight), groups, bias, dst_dtype, n, k)
