@@ -228,7 +228,9 @@ def test_every_class_is_tried() -> None:
         "QAdaptiveAvgPool",
         "_QCombine",
     }
-    assert set(every_module()) == set(tnn.QModule.registry) - bases
+    recurrent = {name for name in tnn.QModule.registry if "LSTM" in name or "GRU" in name}
+    recurrent |= {"QRNN", "QRNNCell", "QRecurrentLayer", "_QCell", "_QRecurrent"}  # test_nn_rnn.py
+    assert set(every_module()) == set(tnn.QModule.registry) - bases - recurrent
 
 
 @pytest.mark.parametrize("name", every_module())
