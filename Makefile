@@ -19,7 +19,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-report lint format bench build clean distclean
+.PHONY: help demo test test-report conformance zoo lint format bench build clean distclean
 
 help:  ## This list
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -32,6 +32,12 @@ test: $(LIBRARY)  ## All tests; options: make test ARGS='-k linear'
 
 test-report: $(LIBRARY)  ## The HTML report in a headless browser (Debian: apt install chromium)
 	$(BIN)/python -m pytest -m report $(ARGS)
+
+conformance: $(LIBRARY)  ## 4500 random cases beside real oneDNN; writes docs/conformance.md
+	$(BIN)/python tests/conformance/run.py --markdown docs/conformance.md $(ARGS)
+
+zoo: $(VENV)/.bench  ## Whole published networks at full size, beside the peers
+	$(BIN)/python -m pytest -m zoo $(ARGS)
 
 bench: $(VENV)/.bench  ## Times against the peers; options: make bench ARGS=...
 	$(BIN)/python -m benchmarks $(ARGS)

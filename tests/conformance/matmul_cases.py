@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random convolutions and inner products."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import reference
+import reference_deconv
+import torch
+import torch.nn.functional as F
+from chains import Chain, ChainMaker
+from differential import EPSILON, Case, Exact
+from torch import Tensor
+
+import torchq.functional as TF
+from torchq import Attr
+
+U8, S8, S32, F32 = torch.uint8, torch.int8, torch.int32, torch.float32
+CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+TORCHQ_CONV = {1: TF.conv1d, 2: TF.conv2d, 3: TF.conv3d}
+DECONVOLVE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+TORCHQ_DECONV = {1: TF.conv_transpose1d, 2: TF.conv_transpose2d, 3: TF.conv_transpose3d}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Everything about a case but its geometry; zero points of 0 are left out by both sides."""
+
+    src_dtype: torch.dtype
+    dst_dtype: torch.dtype
+    src_scale: float
+    weight_scale: Tensor
+    dst_scale: float | None
+    src_zero_point: int
+    dst_zero_point: int
+    bias: Tensor | None
+    chain: Chain
+
+    def attr(self, weight_mask: int, text: str | None = None) -> Attr:
+        """``text``: of the chain, where torchq's masks are others than oneDNN's."""
+        attr = Attr().set_scales("src", 0, self.src_scale)
+        mask = 0 if self.weight_scale.numel() == 1 else weight_mask
+        attr.set_scales("weights", mask, self.weight_scale)
+        if self.dst_scale is not None:
+            attr.set_scales("dst", 0, self.dst_scale)
+        if self.src_zero_point:
+            attr.set_zero_points("src", 0, self.src_zero_point)
+        if self.dst_zero_point:
+            attr.set_zero_points("dst", 0, self.dst_zero_point)
+        return attr.set_post_ops(self.chain.post_ops(text))
+
+    def oracle(self) -> dict[str, Any]:
+        return {
+            "src_scale": torch.tensor(self.src_scale),
+            "weight_scale": self.weight_scale,
+            "dst_scale": None if self.dst_scale is None else torch.tensor(self.dst_scale),
+            "dst_zero_point": self.dst_zero_point,
+            "dst_dtype": self.dst_dtype,
+            "post_ops": self.chain.text,
+            "post_op_values": self.chain.values,
+            "post_op_srcs": self.chain.olds,
+        }
+
+    def onednn(self) -> dict[str, Any]:
+        return {
+            "src_scale": self.src_scale,
+            "weight_scale": self.weight_scale,
+            "dst_scale": self.dst_scale,
+            "src_zero_point": self.src_zero_point or None,
+            "dst_zero_point": self.dst_zero_point or None,
+            "dst_dtype": self.dst_dtype,
+            "dst": self.chain.olds[0] if self.chain.olds else None,
+            "post_ops": self.chain.text,
+            "post_op_tensors": self.chain.values,
+        }
+
+    def exact(self, acc: Tensor, axis: int) -> Exact:
+        """``acc`` has the source's zero point taken off."""
+
+        def along(values: Tensor) -> Tensor:
+            dims = [-1 if d == axis else 1 for d in range(acc.ndim)]
+            return values.double().reshape(dims if values.numel() > 1 else [1] * acc.ndim)
+
+        x = acc * (float(torch.tensor(self.src_scale)) * along(self.weight_scale))
+        result = Exact(x, 4 * EPSILON * x.abs(), acc)
+        if self.bias is not None:
+            result = result.plus(along(self.bias))
+        result = self.chain.exact(result)
+        if self.dst_scale is not None:
+            result = result.times(1 / float(torch.tensor(self.dst_scale)))
+        return result.plus(torch.tensor(float(self.dst_zero_point), dtype=torch.float64))
+
+
+def random_q(data: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+    low, high = (0, 256) if dtype == U8 else (-128, 128)
+    return torch.randint(low, high, shape, generator=data).to(dtype)
+
+
+def quantization(
+    rng: random.Random,
+    data: torch.Generator,
+    shape: tuple[int, ...],
+    reduction: int,
+    *,
+    zero_points: bool,
+    axis: int = 1,
+) -> Quantization:
+    """Results of a few units, and destinations that use their range and saturate now and then."""
+    src_dtype, dst_dtype = rng.choice((U8, S8)), rng.choice((U8, S8, S8, U8, S32, F32))
+    channels = shape[axis]
+    spread = 74.0 * 74.0 * max(reduction, 1) ** 0.5
+    weight_scale = 0.5 + torch.rand(rng.choice((1, channels)), generator=data)
+    dst_scale = None
+    if dst_dtype != F32:
+        dst_scale = {U8: 0.03, S8: 0.04, S32: 1e-4}[dst_dtype] * rng.uniform(0.5, 1.5)
+    src_zero_point = dst_zero_point = 0
+    if zero_points:
+        src_zero_point = rng.choice((1, 100, 128, 255) if src_dtype == U8 else (-128, -7, 1, 90))
+        if dst_dtype != F32:
+            dst_zero_point = rng.choice((1, 2, 100, 128) if dst_dtype == U8 else (-90, -7, 1, 30))
+    old_scale = dst_scale or 0.5
+    maker = ChainMaker(rng, data, shape, dst_dtype, old_scale, axis)
+    return Quantization(
+        src_dtype=src_dtype,
+        dst_dtype=dst_dtype,
+        src_scale=float(torch.tensor(rng.uniform(1, 2) * 1.5 / spread**0.5)),
+        weight_scale=weight_scale / spread**0.5,
+        dst_scale=None if dst_scale is None else float(torch.tensor(dst_scale)),
+        src_zero_point=src_zero_point,
+        dst_zero_point=dst_zero_point,
+        bias=torch.randn(channels, generator=data) if rng.random() < 0.6 else None,
+        chain=maker.chain(),
+    )
+
+
+def convolution(rng: random.Random, data: torch.Generator, index: int) -> Case:
+    """Half with zero points, half with padding."""
+    nd = rng.choice((1, 2, 2, 2, 3))
+    groups = rng.choice((1, 1, 1, 2, 4, 0))  # 0: depthwise
+    inputs = rng.choice((1, 3, 8, 16, 17, 24))
+    if groups == 0:
+        inputs = outputs = groups = rng.choice((5, 8, 16, 19, 33))
+    else:
+        outputs = groups * rng.choice((1, 4, 8, 9, 16))
+        inputs *= groups
+    padded = index % 2 == 1
+    kernel = [rng.choice((1, 2, 3, 3)) for _ in range(nd)]
+    if padded:
+        kernel[0] = max(kernel[0], 2)
+    window: dict[str, Any] = {
+        "stride": [rng.choice((1, 1, 2)) for _ in range(nd)],
+        "dilation": [rng.choice((1, 1, 1, 2)) for _ in range(nd)],
+    }
+    padding = [rng.randint(0, k - 1) if padded else 0 for k in kernel]
+    if padded and not any(padding):
+        padding[0] = 1
+    padding_end = [
+        rng.randint(0, k - 1) if padded and rng.random() < 0.3 else p
+        for k, p in zip(kernel, padding, strict=True)
+    ]
+    size = [rng.randint(5, 11 if nd < 3 else 6) for _ in range(nd)]
+    src_shape = (rng.choice((1, 2)), inputs, *size)
+    out = [
+        (n + a + b - d * (k - 1) - 1) // s + 1
+        for n, a, b, k, s, d in zip(
+            size, padding, padding_end, kernel, *window.values(), strict=True
+        )
+    ]
+    shape = (src_shape[0], outputs, *out)
+    weight = random_q(data, S8, outputs, inputs // groups, *kernel)
+    reduction = weight[0].numel()
+    q = quantization(rng, data, shape, reduction, zero_points=index % 4 < 2)
+    src = random_q(data, q.src_dtype, *src_shape)
+    text = (
+        f"src {q.src_dtype} {src_shape} weight {tuple(weight.shape)} groups {groups} {window} "
+        f"padding {padding} {padding_end} dst {q.dst_dtype} zp {q.src_zero_point} "
+        f"{q.dst_zero_point} '{q.chain.text}'"
+    )
+
+    def ours() -> Tensor:
+        return TORCHQ_CONV[nd](
+            src,
+            weight,
+            q.bias,
+            padding=padding,
+            padding_end=padding_end,
+            groups=groups,
+            attr=q.attr(1 if groups == 1 else 3),
+            dst_dtype=q.dst_dtype,
+            post_op_srcs=q.chain.olds,
+            **window,
+        )
+
+    def exact() -> Exact:
+        ends = [e for pair in zip(padding[::-1], padding_end[::-1], strict=True) for e in pair]
+        shifted = F.pad(src.double() - q.src_zero_point, ends)
+        acc = CONVOLVE[nd](shifted, weight.double(), groups=groups, **window)
+        return q.exact(acc, 1)
+
+    return Case(
+        text=text,
+        torchq=ours,
+        reference=lambda: reference.conv(
+            src,
+            weight,
+            q.bias,
+            q.src_zero_point,
+            padding=(padding, padding_end),
+            groups=groups,
+            **window,
+            **q.oracle(),
+        ),
+        onednn=lambda peer: peer.convolution(
+            src,
+            weight,
+            q.bias,
+            padding=padding,
+            padding_end=padding_end,
+            groups=groups,
+            **window,
+            **q.onednn(),
+        ),
+        exact=exact,
+        approximate=q.chain.approximate,
+        zero_points=bool(q.src_zero_point or q.dst_zero_point),
+        padding=any(padding + padding_end),
+    )
+
+
+def deconvolution(rng: random.Random, data: torch.Generator, index: int) -> Case:
+    nd = rng.choice((1, 2, 2, 3))
+    groups = rng.choice((1, 1, 1, 2, 4))
+    inputs, outputs = groups * rng.choice((1, 3, 8, 16)), groups * rng.choice((1, 5, 16))
+    padded = index % 2 == 1
+    kernel = [rng.choice((1, 2, 3, 4)) for _ in range(nd)]
+    if padded:
+        kernel[0] = max(kernel[0], 2)
+    stride = [rng.choice((1, 2, 2, 3)) for _ in range(nd)]
+    window: dict[str, Any] = {
+        "stride": stride,
+        "dilation": [rng.choice((1, 1, 1, 2)) for _ in range(nd)],
+        "output_padding": [rng.randrange(s) if rng.random() < 0.3 else 0 for s in stride],
+    }
+    padding = [rng.randint(0, k // 2) if padded else 0 for k in kernel]
+    if padded and not any(padding):
+        padding[0] = 1
+    size = [rng.randint(3, 7 if nd < 3 else 4) for _ in range(nd)]
+    src_shape = (rng.choice((1, 2)), inputs, *size)
+    weight = random_q(data, S8, inputs, outputs // groups, *kernel)
+    out = [
+        (n - 1) * s - 2 * p + d * (k - 1) + more + 1
+        for n, k, p, s, d, more in zip(size, kernel, padding, *window.values(), strict=True)
+    ]
+    reduction = inputs // groups * max(1, weight[0, 0].numel() // 4)
+    shape = (src_shape[0], outputs, *out)
+    q = quantization(rng, data, shape, reduction, zero_points=index % 4 < 2)
+    src = random_q(data, q.src_dtype, *src_shape)
+    text = (
+        f"src {q.src_dtype} {src_shape} weight {tuple(weight.shape)} groups {groups} {window} "
+        f"padding {padding} dst {q.dst_dtype} zp {q.src_zero_point} "
+        f"{q.dst_zero_point} '{q.chain.text}'"
+    )
+
+    def exact() -> Exact:
+        shifted = src.double() - q.src_zero_point
+        acc = DECONVOLVE[nd](shifted, weight.double(), padding=padding, groups=groups, **window)
+        return q.exact(acc, 1)
+
+    return Case(
+        text=text,
+        torchq=lambda: TORCHQ_DECONV[nd](
+            src,
+            weight,
+            q.bias,
+            padding=padding,
+            groups=groups,
+            attr=q.attr(1 if groups == 1 else 3),
+            dst_dtype=q.dst_dtype,
+            post_op_srcs=q.chain.olds,
+            **window,
+        ),
+        reference=lambda: reference_deconv.conv_transpose(
+            src,
+            weight,
+            q.bias,
+            q.src_zero_point,
+            padding=(padding, padding),
+            groups=groups,
+            **window,
+            **q.oracle(),
+        ),
+        onednn=lambda peer: peer.deconvolution(
+            src, weight, q.bias, padding=padding, groups=groups, **window, **q.onednn()
+        ),
+        exact=exact,
+        approximate=q.chain.approximate,
+        # test_conformance.py: test_a_deconvolution_of_onednn_is_wrong
+        defect="jit_" if max(stride) > 1 else "",
+        zero_points=bool(q.src_zero_point or q.dst_zero_point),
+        padding=any(padding),
+    )
+
+
+def inner_product(rng: random.Random, data: torch.Generator, index: int) -> Case:
+    """oneDNN's has no zero points: those are matmul's. Some sums go beyond 2^24."""
+    rows, outputs = rng.randint(1, 9), rng.choice((1, 5, 16, 33, 70))
+    inputs = rng.choice((1, 4, 7, 64, 65, 130))
+    large = index % 16 == 0
+    if large:
+        inputs = 1500
+    q = quantization(rng, data, (rows, outputs), inputs, zero_points=False)
+    src, weight = random_q(data, q.src_dtype, rows, inputs), random_q(data, S8, outputs, inputs)
+    if large:
+        src, weight = src | 64, (weight | 96).clamp(min=96)
+        src = src.clamp(min=64)
+    text = (
+        f"src {q.src_dtype} {tuple(src.shape)} weight {tuple(weight.shape)} "
+        f"dst {q.dst_dtype} '{q.chain.text}'"
+    )
+
+    def ours() -> Tensor:
+        return TF.linear(
+            src, weight, q.bias, attr=q.attr(1), dst_dtype=q.dst_dtype, post_op_srcs=q.chain.olds
+        )
+
+    return Case(
+        text=text,
+        torchq=ours,
+        reference=lambda: reference.linear(src, weight, q.bias, 0, **q.oracle()),
+        onednn=lambda peer: peer.inner_product(src, weight, q.bias, **q.onednn()),
+        exact=lambda: q.exact(src.double() @ weight.double().T, 1),
+        approximate=q.chain.approximate,
+    )
+
+
+GENERATORS: dict[str, Callable[[random.Random, torch.Generator, int], Case]] = {
+    "convolution": convolution,
+    "deconvolution": deconvolution,
+    "inner_product": inner_product,
+}

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random eltwise, binary, sum, softmax, layer norm, reduction and resampling cases.
+
+oneDNN multiplies the results of softmax and layer norm by the scale of the source; torchq
+dequantizes the source with it. The cases therefore have a scale of the destination only.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import reference_primitives as oracle
+import torch
+from chains import FUNCTIONS, PARTIAL, float32
+from differential import EPSILON, Case, Exact
+from matmul_cases import F32, S8, S32, U8, random_q
+from simple_cases import tensor
+
+import torchq.functional as TF
+from torchq import Attr
+
+ONE = (1.0, 0)
+
+
+def small(rng: random.Random, nd: int = 4) -> tuple[int, ...]:
+    return (2, rng.choice((3, 8, 17)), *(rng.randint(1, 6) for _ in range(nd - 2)))
+
+
+def attr_of(**scales: float | None) -> Attr:
+    attr = Attr()
+    for name, scale in scales.items():
+        if scale is not None:
+            attr.set_scales(name, 0, scale)
+    return attr
+
+
+def eltwise(rng: random.Random, data: torch.Generator, index: int) -> Case:
+    """oneDNN's has one dtype and no scale, and for integers few functions."""
+    dtype = rng.choice((F32, F32, U8, S8, S32))
+    name = rng.choice([*FUNCTIONS, *PARTIAL] if dtype == F32 else ["relu", "linear"])
+    f = FUNCTIONS.get(name) or PARTIAL[name]
+    alpha, beta = float32(rng.choice(f.alpha)), float32(rng.choice(f.beta))
+    shape = small(rng)
+    src = 3 * torch.randn(shape, generator=data) if dtype == F32 else tensor(data, dtype, *shape)
+    if name in PARTIAL:
+        src = src.abs() + 0.01
+
+    def exact() -> Exact:
+        start = Exact(src.double(), torch.zeros_like(src, dtype=torch.float64))
+        return start.step(
+            lambda v: f.double(v, alpha, beta), relative=f.relative, absolute=f.absolute
+        )
+
+    return Case(
+        f"{name}:{alpha}:{beta} {dtype} {shape}",
+        lambda: TF.eltwise(src, name, alpha, beta, dst_dtype=dtype),
+        lambda: oracle.to_dst(oracle.ELTWISE[name](src.double(), alpha, beta).float(), ONE, dtype),
+        lambda peer: peer.eltwise(src, name, alpha, beta),
+        exact,
+        approximate=True,
+    )
+
+
+def binary(rng: random.Random, data: torch.Generator, index: int) -> Case:
+    """Scales of the sources; oneDNN has none of dst."""
+    dtypes = (U8, S8, F32)
+    dtype0, dtype1, dst_dtype = rng.choice(dtypes), rng.choice(dtypes), rng.choice(dtypes)
+    alg = rng.choice(("add", "sub", "mul", "div", "max", "min", "ge", "gt", "le", "lt", "eq", "ne"))
+    shape = small(rng)
+    other = tuple(n if rng.random() < 0.7 else 1 for n in shape)
+    src0, src1 = tensor(data, dtype0, *shape), tensor(data, dtype1, *other)
+    if alg == "div":
+        src1 = torch.where(src1 == 0, torch.ones_like(src1), src1)
+    scales = [None if d == F32 else float32(rng.uniform(0.2, 1.5)) for d in (dtype0, dtype1)]
+    params = [(1.0 if scale is None else scale, 0) for scale in scales]
+
+    def exact() -> Exact:
+        a, b = (src.double() * p[0] for src, p in zip((src0, src1), params, strict=True))
+        y = oracle.BINARY[alg](a, b.expand_as(a)).double()
+        size = a.abs() + b.abs() if alg in ("add", "sub") else y.abs()
+        near = (a - b).abs() <= 4 * EPSILON * (a.abs() + b.abs())
+        jump = near.double() if alg in ("ge", "gt", "le", "lt", "eq", "ne") else 0.0
+        return Exact(y, 4 * EPSILON * size + jump)
+
+    return Case(
+        f"{alg} {dtype0} {shape} {dtype1} {other} -> {dst_dtype} scales {scales}",
+        lambda: TF.binary(src0, src1, alg, attr_of(src0=scales[0], src1=scales[1]), dst_dtype),
+        lambda: oracle.binary(src0, src1, alg, [*params, ONE], dst_dtype),
+        lambda peer: peer.binary(
+            src0, src1, alg, src0_scale=scales[0], src1_scale=scales[1], dst_dtype=dst_dtype
+        ),
+        exact,
+    )
+
+
+def sum_(rng: random.Random, data: torch.Generator, index: int) -> Case:
+    dtype, dst_dtype = rng.choice((U8, S8, F32)), rng.choice((U8, S8, F32))
+    shape = small(rng)
+    srcs = [tensor(data, dtype, *shape) for _ in range(rng.randint(1, 5))]
+    scales = [float32(rng.uniform(-1, 1.5)) for _ in srcs]
+
+    def exact() -> Exact:
+        parts = [src.double() * scale for src, scale in zip(srcs, scales, strict=True)]
+        size = torch.stack(parts).abs().sum(0)
+        return Exact(torch.stack(parts).sum(0), (2 + len(srcs)) * EPSILON * size)
+
+    return Case(
+        f"{dtype} {shape} -> {dst_dtype} scales {scales}",
+        lambda: TF.sum(srcs, scales, dst_dtype=dst_dtype),
+        lambda: oracle.weighted_sum(srcs, [*((s, 0) for s in scales), ONE], dst_dtype),
+        lambda peer: peer.sum(srcs, scales, dst_dtype=dst_dtype),
+        exact,
+    )
+
+
+def softmax(rng: random.Random, data: torch.Generator, index: int) -> Case:
+    dtype, dst_dtype = rng.choice((U8, S8)), rng.choice((U8, S8, F32))
+    shape, logarithmic = small(rng), rng.random() < 0.4
+    axis = rng.choice((1, 1, 2, 3))
+    src = random_q(data, dtype, *shape) // rng.choice((1, 16, 32))
+    dst_scale = (
+        None if dst_dtype == F32 else float32(rng.uniform(1, 2) / 256 * (32 if logarithmic else 1))
+    )
+    function = TF.log_softmax if logarithmic else TF.softmax
+
+    def exact() -> Exact:
+        x = src.double()
+        y = x.log_softmax(axis) if logarithmic else x.softmax(axis)
+        error = 3e-6 * (1 + y.abs()) if logarithmic else 2e-6 * y + 1e-12
+        scaled = Exact(y, error)
+        return scaled if dst_scale is None else scaled.times(1 / dst_scale)
+
+    return Case(
+        f"{'log_' * logarithmic}softmax {dtype} {shape} axis {axis} -> {dst_dtype} {dst_scale}",
+        lambda: function(src, axis, attr_of(dst=dst_scale), dst_dtype),
+        lambda: oracle.to_dst(
+            oracle.softmax(src, axis, ONE, logarithmic).float(), (dst_scale or 1.0, 0), dst_dtype
+        ),
+        lambda peer: peer.softmax(
+            src, axis, logarithmic=logarithmic, dst_scale=dst_scale, dst_dtype=dst_dtype
+        ),
+        exact,
+        approximate=True,
+    )
+
+
+def layer_normalization(rng: random.Random, data: torch.Generator, index: int) -> Case:
+    dtype, dst_dtype = rng.choice((U8, S8)), rng.choice((U8, S8, F32))
+    shape = (rng.randint(1, 4), rng.randint(1, 5), rng.choice((4, 16, 33, 64)))
+    src = random_q(data, dtype, *shape)
+    gamma = 0.5 + torch.rand(shape[-1], generator=data)
+    beta = torch.randn(shape[-1], generator=data)
+    dst_scale = None if dst_dtype == F32 else float32(rng.uniform(0.02, 0.04))
+    params = [ONE, (dst_scale or 1.0, 0)]
+
+    def exact() -> Exact:
+        x = src.double()
+        centered = x - x.mean(-1, keepdim=True)
+        variance = centered.square().mean(-1, keepdim=True)
+        y = centered / (variance + 1e-5).sqrt() * gamma + beta
+        size = (x.abs() + x.abs().mean(-1, keepdim=True)) / (variance + 1e-5).sqrt() * gamma
+        scaled = Exact(y, 32 * EPSILON * (size + beta.abs()))
+        return scaled if dst_scale is None else scaled.times(1 / dst_scale)
+
+    return Case(
+        f"{dtype} {shape} -> {dst_dtype} {dst_scale}",
+        lambda: TF.layer_norm(
+            src, shape[-1:], gamma, beta, attr=attr_of(dst=dst_scale), dst_dtype=dst_dtype
+        ),
+        lambda: oracle.normalize(src, gamma, beta, 1e-5, params, dst_dtype),
+        lambda peer: peer.layer_normalization(
+            src, gamma, beta, dst_scale=dst_scale, dst_dtype=dst_dtype
+        ),
+        exact,
+    )
+
+
+def reduction(rng: random.Random, data: torch.Generator, index: int) -> Case:
+    dtype = rng.choice((U8, S8))
+    dst_dtype = rng.choice((dtype, S32, F32))
+    alg = rng.choice(("sum", "mean", "max", "min", "mul"))
+    shape = small(rng)
+    dims = sorted(rng.sample(range(4), rng.randint(1, 3)))
+    src = random_q(data, dtype, *shape)
+    if alg == "mul":
+        src = src.remainder(3) if dtype == U8 else src.remainder(3) - 1
+
+    def exact() -> Exact:
+        x = src.double()
+        if alg == "mul":
+            y = x
+            for dim in dims:
+                y = y.prod(dim, keepdim=True)
+            return Exact(y, 64 * EPSILON * y.abs())
+        reduce = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}[alg]
+        y = reduce(x, dims, keepdim=True)
+        terms = math.prod(shape[dim] for dim in dims)
+        return Exact(y, 4 * EPSILON * y.abs() + (terms * EPSILON if alg == "mean" else 0))
+
+    return Case(
+        f"{alg} {dtype} {shape} over {dims} -> {dst_dtype}",
+        lambda: TF.reduction(src, alg, dims, keepdim=True, dst_dtype=dst_dtype),
+        lambda: oracle.reduction(src, alg, dims, [ONE, ONE], dst_dtype),
+        lambda peer: peer.reduction(src, alg, dims, dst_dtype=dst_dtype),
+        exact,
+    )
+
+
+def resampling(rng: random.Random, data: torch.Generator, index: int) -> Case:
+    dtype = rng.choice((U8, S8))
+    nd, alg = rng.choice((1, 2, 2, 3)), rng.choice(("nearest", "linear"))
+    shape = small(rng, nd + 2)
+    size = [rng.randint(1, 12) for _ in range(nd)]
+    src = random_q(data, dtype, *shape)
+
+    def exact() -> Exact:
+        y = oracle.resampling(src, size, alg, [ONE, ONE], F32).double()
+        return Exact(y, 256 * 8 * EPSILON * torch.ones_like(y) if alg == "linear" else 0 * y)
+
+    return Case(
+        f"{alg} {dtype} {shape} -> {size}",
+        lambda: TF.resampling(src, size, alg),
+        lambda: oracle.resampling(src, size, alg, [ONE, ONE], dtype),
+        lambda peer: peer.resampling(src, alg, size),
+        exact,
+    )
+
+
+GENERATORS: dict[str, Callable[[random.Random, torch.Generator, int], Case]] = {
+    "eltwise": eltwise,
+    "binary": binary,
+    "sum": sum_,
+    "softmax": softmax,
+    "layer_normalization": layer_normalization,
+    "reduction": reduction,
+    "resampling": resampling,
+}
