@@ -13,8 +13,8 @@ namespace torchq {
 
 /// Counts the parts that have arrived, not the threads: it is correct whatever number of threads
 /// the region gets, as long as every thread runs its parts together and meets the barrier once for
-/// all of them. Spins (32 ns between two cores of a Zen 4), then yields, so that threads that wait
-/// for one without a core give theirs up.
+/// all of them. Spins, then yields, so that threads that wait for one without a core give theirs
+/// up.
 class alignas(64) TeamBarrier {
  public:
   explicit TeamBarrier(int parts) : parts_(parts) {}

@@ -3,9 +3,8 @@
 //
 // The gates share one exponential and few divisions: logistic(a) = 1 / (1 + e^-a), and
 // tanh(a) = (1 - e^-2a) / (1 + e^-2a), so that a product of two gates is one quotient. Absolute
-// error of each below 4e-7 (tests/test_rnn_kernels.py). exp_gate is not Math<V>::exp because it
-// costs 9 cycles for 16 values where that costs 14, five times a unit; it has the range that gates
-// need, and not more.
+// error of each below 5e-7 (tests/test_rnn_kernels.py). exp_gate is shorter than Math<V>::exp,
+// which counts five times a unit: it has the range that gates need, and not more.
 #pragma once
 
 #include "math.h"
