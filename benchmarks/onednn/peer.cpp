@@ -108,9 +108,14 @@ memory::desc description(const std::string& text) {
 int argument(const std::string& name) {
   if (name.rfind("part", 0) == 0) return DNNL_ARG_MULTIPLE_SRC + std::stoi(name.substr(4));
   static const std::map<std::string, int> numbers = {
-      {"src", DNNL_ARG_SRC},     {"src0", DNNL_ARG_SRC_0}, {"src1", DNNL_ARG_SRC_1},
-      {"bias", DNNL_ARG_BIAS},   {"dst", DNNL_ARG_DST},    {"weights", DNNL_ARG_WEIGHTS},
-      {"gamma", DNNL_ARG_SCALE}, {"beta", DNNL_ARG_SHIFT},
+      {"src", DNNL_ARG_SRC},
+      {"src0", DNNL_ARG_SRC_0},
+      {"src1", DNNL_ARG_SRC_1},
+      {"bias", DNNL_ARG_BIAS},
+      {"dst", DNNL_ARG_DST},
+      {"weights", DNNL_ARG_WEIGHTS},
+      {"gamma", DNNL_ARG_SCALE},
+      {"beta", DNNL_ARG_SHIFT},
       {"src_layer", DNNL_ARG_SRC_LAYER},
       {"src_iter", DNNL_ARG_SRC_ITER},
       {"src_iter_c", DNNL_ARG_SRC_ITER_C},
