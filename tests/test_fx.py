@@ -305,3 +305,18 @@ def test_no_warnings() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         str(torchq.explain(torchq.quantize(model, data, strict=True)))
+
+
+def test_what_is_all_int8_loads_without_the_float_model(tmp_path) -> None:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.linear = nn.Conv2d(3, 8, 3), nn.Linear(288, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(torch.relu(self.conv(x)).flatten(1))
+
+    x = torch.randn(2, 3, 8, 8)
+    converted = torchq.quantize(Network().eval(), [x], x)
+    torchq.save(converted, tmp_path / "model.torchq")
+    assert torch.equal(torchq.load(tmp_path / "model.torchq")(x), converted(x))

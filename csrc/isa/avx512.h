@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // 16 lanes of AVX-512. `Avx512` multiplies weights widened to 16 bits (exact on every AVX-512 CPU),
 // `Avx512Vnni` uses VPDPBUSD. Internal linkage throughout, see Note [One symbol per ISA] in
-// kernels/kernels.h.
+// kernels/common.h.
 #pragma once
 
 #include <immintrin.h>

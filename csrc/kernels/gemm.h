@@ -102,7 +102,7 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int panel) 
 
 using TileFn = void (*)(const GemmTile&, const Epilogue&, int);
 
-/// tile_fn<...>::table[rows - 1][panels - 1]
+/// kTiles<...>.fn[rows - 1][panels - 1]
 template <class Isa, bool kFlip, bool kNarrow>
 struct TileTable {
   TileFn fn[kTileRows][Isa::kMaxPanels];

@@ -12,15 +12,15 @@
 namespace torchq {
 
 /// Note [Conv packings]
+// clang-format off
 /// dense      [G' * ceil(OC'/16)][taps][ceil(IC'/4)][16][4]. Groups with few channels are merged
-/// into G' block-
-///            diagonal ones of up to 16 output channels (OC' = merged * OC/G), so no lane is wasted
-///            on tails.
+///            into G' block-diagonal ones of up to 16 output channels (OC' = merged * OC/G), so no
+///            lane is wasted on tails.
 /// row runs   [ceil(OC/16)][kd * kh][ceil(kw * IC/4)][16][4] when IC is no multiple of 4: in
-/// channels-last a kernel
-///            row is one run of kw * IC bytes (a 7x7x3 stem: 42 quads instead of 49). Needs a
-///            source that is padded in memory.
+///            channels-last a kernel row is one run of kw * IC bytes (a 7x7x3 stem: 42 quads
+///            instead of 49). Needs a source that is padded in memory.
 /// depthwise  [ceil(C/16)][quads][16][4]; a quad holds four taps, see depthwise_taps.
+// clang-format on
 struct ConvPacking {
   enum Form { kDense, kRowRuns, kDepthwise };
   Form form;
