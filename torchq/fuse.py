@@ -8,7 +8,6 @@ quantized form.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -254,27 +253,3 @@ def _spatial_dims(module: nn.Module | None) -> int | None:
         names = [cls.__name__ for cls in type(module).__mro__]
         return next(int(name[-2]) for name in names if name[-2:] in ("1d", "2d", "3d"))
     return None
-
-
-def fold_batch_norms(module: nn.Module, norms: list[nn.Module]) -> nn.Module:
-    """A copy of a convolution or linear with these batch norms, in eval mode, in its weight."""
-    if not norms:
-        return module
-    folded = copy.deepcopy(module)
-    assert isinstance(folded, MATMUL)
-    with torch.no_grad():
-        weight = folded.weight.double()
-        bias = weight.new_zeros(len(weight)) if folded.bias is None else folded.bias.double()
-        for norm in norms:
-            assert isinstance(norm, BATCH_NORM)
-            assert norm.running_mean is not None and norm.running_var is not None
-            scale = (norm.running_var.double() + norm.eps).rsqrt()
-            if norm.weight is not None:
-                scale = scale * norm.weight
-            weight = weight * scale.reshape([-1] + [1] * (weight.dim() - 1))
-            bias = (bias - norm.running_mean) * scale
-            if norm.bias is not None:
-                bias = bias + norm.bias
-        folded.weight = nn.Parameter(weight.float(), False)
-        folded.bias = nn.Parameter(bias.float(), False)
-    return folded

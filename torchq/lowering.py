@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
+from torchq.affine import TRANSPOSED
 from torchq.config import QConfig
-from torchq.nn import binary, conv, linear, pooling, quantize
+from torchq.nn import binary, conv, deconv, linear, pooling, quantize
 from torchq.nn.fused import ResidualFirst
 from torchq.nn.module import QModule
 from torchq.observed import ObservedLayer, ObservedPool
@@ -20,6 +21,11 @@ _CONVS: dict[type[nn.Module], type[conv.QConv]] = {
     nn.Conv1d: conv.QConv1d,
     nn.Conv2d: conv.QConv2d,
     nn.Conv3d: conv.QConv3d,
+}
+_TRANSPOSED: dict[type[nn.Module], type[deconv.QConvTranspose]] = {
+    nn.ConvTranspose1d: deconv.QConvTranspose1d,
+    nn.ConvTranspose2d: deconv.QConvTranspose2d,
+    nn.ConvTranspose3d: deconv.QConvTranspose3d,
 }
 _POOLS: dict[type[nn.Module], Any] = {
     nn.MaxPool1d: pooling.QMaxPool1d,
@@ -58,6 +64,7 @@ def matmul_from_float(
     dst: QParams | None,
     config: QConfig,
     post_ops: PostOps,
+    weight_scale: Tensor | None = None,
     *,
     pad: tuple[list[int], list[int]] | None = None,
     contiguous: bool = False,
@@ -70,23 +77,23 @@ def matmul_from_float(
         dst: parameters of the destination; None for float32.
         config: how to quantize the weight.
         post_ops: applied before the destination is quantized.
+        weight_scale: of the weight, where it is known: one, or one per output channel.
         pad: zeros before and after each spatial dim, beside those of the convolution.
         contiguous: make the destination of a convolution contiguous instead of channels-last.
     """
-    weight = {"granularity": config.weight_granularity, "bits": config.weight_bits}
+    options: dict[str, Any] = {
+        "granularity": config.weight_granularity,
+        "bits": config.weight_bits,
+        "weight_scale": weight_scale,
+        "post_ops": post_ops,
+    }
     if isinstance(module, nn.Linear):
-        return linear.QLinear.from_float(module, src, dst, post_ops=post_ops, **weight)  # type: ignore[arg-type]
-    cls = _of_base(_CONVS, module)
+        return linear.QLinear.from_float(module, src, dst, **options)
+    options["contiguous"] = contiguous
+    if isinstance(module, TRANSPOSED):
+        return _of_base(_TRANSPOSED, module).from_float(module, src, dst, **options)
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    return cls.from_float(
-        module,
-        src,
-        dst,
-        post_ops=post_ops,
-        pad=pad,
-        contiguous=contiguous,
-        **weight,  # type: ignore[arg-type]
-    )
+    return _of_base(_CONVS, module).from_float(module, src, dst, pad=pad, **options)
 
 
 def quantized_layer(

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.affine import fold_batch_norms
 from torchq.config import QConfig
-from torchq.fuse import Layer, fold_batch_norms
+from torchq.fuse import Layer
 from torchq.observer_base import Observer
 from torchq.qparams import QParams
 

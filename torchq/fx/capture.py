@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchq.fx.fake import fake_quantizer, is_watcher
 from torchq.fx.guards import expect
 
 __all__ = ["CaptureError", "Captured", "Meta", "capture"]
@@ -81,12 +82,14 @@ class Captured:
         model: owns the modules and parameters that the graph refers to.
         untraceable: qualified name of an opaque submodule -> why it could not be traced.
         examples: the same name -> the positional and keyword arguments of its first call.
+        entered: qualified names of the modules whose forward was traced.
     """
 
     graph: fx.Graph
     model: nn.Module
     untraceable: dict[str, str] = field(default_factory=dict)
     examples: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    entered: set[str] = field(default_factory=set)
 
 
 def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
@@ -112,7 +115,7 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         node.meta["value"] = _meta(value)
         if node.op not in ("placeholder", "output") and not node.meta["varying"]:
             node.meta["constant"] = value
-    return Captured(graph, model, tracer.untraceable, tracer.examples)
+    return Captured(graph, model, tracer.untraceable, tracer.examples, tracer.entered)
 
 
 class _Proxy(fx.Proxy):
@@ -161,6 +164,7 @@ class _Tracer(fx.Tracer):
         self.values: dict[fx.Node, Any] = {}
         self.untraceable: dict[str, str] = {}
         self.examples: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.entered: set[str] = set()
         self.asked_rank = False
         self.running = False
         self._cache: dict[str, fx.Proxy] = {}
@@ -256,6 +260,14 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if isinstance(m, torch.jit.ScriptModule):
             return True
+        before, self.running = self.running, True  # or attributes of m would be nodes
+        try:
+            if fake_quantizer(m) is not None or is_watcher(m):
+                return True
+            if is_watcher(getattr(m, "activation_post_process", None)):
+                return False  # torch.ao's hook on its result is part of the model
+        finally:
+            self.running = before
         library = type(m).__module__.startswith(("torch.nn.", "torchq."))
         return library and (isinstance(m, _WHOLE) or next(m.children(), None) is None)
 
@@ -264,6 +276,8 @@ class _Tracer(fx.Tracer):
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
         mark, stack = len(self.graph.nodes), dict(self.module_stack)
+        if not self.is_leaf_module(m, name):
+            self.entered.add(name)
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception as error:
@@ -273,6 +287,7 @@ class _Tracer(fx.Tracer):
             self.module_stack.clear()
             self.module_stack.update(stack)
             self.untraceable.setdefault(name, _short(error))
+            self.entered.discard(name)
         inside = [other for other in self.untraceable if other.startswith(f"{name}.")]
         for other in inside:
             del self.untraceable[other]

@@ -12,6 +12,7 @@ from torchq.config import Overrides, QConfig
 from torchq.explain import Row, check_strict
 from torchq.fuse import QUANTIZABLE
 from torchq.fx.capture import Captured, capture
+from torchq.fx.fake import freeze_observers
 from torchq.fx.lowering import Lowering
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.planning import Plan
@@ -37,26 +38,27 @@ def prepare(
     """
     config = QConfig() if config is None else config
     eager.check_model(model, config)
+    model = copy.deepcopy(model)
+    freeze_observers(model)
     source = copy.deepcopy(model)  # tracing runs it, which may change its state
     args, kwargs = split_inputs(example_inputs)
     captured = capture(source, args, kwargs)
-    captured.model = _fresh(model, source)
+    captured.model = _with_constants(model, source)
     plan = Plan(captured, config, overrides)
     plan.check_patterns()
     opaque, rows = _prepare_opaque(captured, config, overrides)
     return Prepared(plan, opaque, report_rows(plan, rows)).eval()
 
 
-def _fresh(model: nn.Module, traced: nn.Module) -> nn.Module:
-    """A copy of the model as it was before tracing, with the constants that tracing added."""
-    fresh = copy.deepcopy(model)
+def _with_constants(model: nn.Module, traced: nn.Module) -> nn.Module:
+    """The model as it was before tracing, with the constants that tracing added."""
     for name, value in vars(traced).items():
         if name.startswith("_tensor_constant") and isinstance(value, Tensor):
-            setattr(fresh, name, value)
+            setattr(model, name, value)
     for name, buffer in traced.named_buffers(recurse=False):
         if name.startswith("_tensor_constant"):
-            fresh.register_buffer(name, buffer)
-    return fresh
+            model.register_buffer(name, buffer)
+    return model
 
 
 def _prepare_opaque(

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.fuse import BATCH_NORM, fold_batch_norms
+from torchq.affine import Affine, combined, fold_affines, norm_affine
+from torchq.fake_quantize import FakeQuantize
+from torchq.fuse import BATCH_NORM
 from torchq.fx.ops import Op, Role, clip_bounds
 from torchq.nn.binary import Add, Cat, Mul
 
@@ -26,22 +28,24 @@ class Layer:
         srcs: nodes it reads, without the residual.
         dst: node of its result; the converted graph computes the layer there.
         parts: the operations it consists of; those behind the main one are fused into it.
-        norms: batch norms behind it, folded into the weight.
+        affines: factors and shifts of its channels behind it, folded into the weight.
         clip: bounds of a relu, relu6 or hardtanh behind it.
         residual: node added before the clip.
         pad: zeros before and after each spatial dim, beside those of the module.
         function: of a UNARY, what the whole chain computes.
+        fake: the fake quantizer of its result.
     """
 
     op: Op
     srcs: list[fx.Node]
     dst: fx.Node
     parts: list[Op]
-    norms: list[nn.Module] = field(default_factory=list)
+    affines: list[Affine] = field(default_factory=list)
     clip: tuple[float, float] | None = None
     residual: fx.Node | None = None
     pad: tuple[list[int], list[int]] | None = None
     function: Callable[[Tensor], Tensor] | None = None
+    fake: FakeQuantize | None = None
 
     @property
     def reads(self) -> list[fx.Node]:
@@ -60,13 +64,25 @@ class Layer:
             return Role.UNARY
         return Role.MATMUL if self.op.role is Role.NORM else self.op.role
 
+    @property
+    def note(self) -> str:
+        """What the report says of it where it is int8."""
+        return self.op.note
+
     def float_module(self) -> nn.Module:
-        """The main operation with the batch norms folded into it."""
-        module = self.op.module
+        """The main operation with the factors and shifts folded into it."""
+        norm = self.op.role is Role.NORM
+        module = _identity(self.dst.meta["value"].shape) if norm else self.op.module
         assert module is not None
-        if self.op.role is Role.NORM:
-            module = _depthwise(module, len(self.srcs[0].meta["value"].shape))
-        return fold_batch_norms(module, self.norms)
+        return fold_affines(module, self.affines)
+
+    def weight_scale(self) -> Tensor | None:
+        """Scales that the weight was trained with, times the factors folded into it."""
+        scale = self.op.weight_scale
+        if scale is None:
+            return None
+        factor = combined(self.affines)[0].abs()
+        return (scale * torch.where(factor > 0, factor, 1)).float()
 
 
 def find_layers(ops: dict[fx.Node, Op]) -> list[Layer]:
@@ -87,9 +103,10 @@ class _Finder:
                 layers.append(self._matmul(op))
         layers.extend(self._expressions())
         for op in self.ops.values():
-            alone = op.role is Role.NORM and len(op.node.meta["value"].shape) > 2
-            if op not in self.taken and (alone or op.role is Role.COMBINE):
+            if op not in self.taken and (self._is_alone(op) or op.role is Role.COMBINE):
                 layers.append(self._other(op))
+        for layer in layers:
+            self._absorb_fake(layer)
         position = {node: i for i, node in enumerate(self.ops)}
         return sorted(layers, key=lambda layer: position[layer.dst])
 
@@ -112,8 +129,19 @@ class _Finder:
         alone = list(pad.node.users) == [op.node] and not isinstance(op.module, nn.Linear)
         return alone and not isinstance(getattr(op.module, "padding", None), str)
 
+    def _is_alone(self, op: Op) -> bool:
+        """Whether it becomes a depthwise convolution."""
+        shape = op.node.meta["value"].shape
+        same = bool(op.srcs) and op.srcs[0].meta["value"].shape == shape
+        fits = op.role is Role.NORM and 2 < len(shape) < 6 and same
+        return fits and _channel_affine(op, 1) is not None
+
     def _other(self, op: Op) -> Layer:
         layer = self._start(op)
+        if op.role is Role.NORM:
+            affine = _channel_affine(op, 1)
+            assert affine is not None
+            layer.affines.append(affine)
         if not isinstance(op.module, Cat):
             self._absorb(layer)
         return layer
@@ -124,9 +152,8 @@ class _Finder:
             bounds = clip_bounds(op.module)
             if op.role is Role.PASS:
                 pass
-            elif self._fits_norm(layer, op):
-                assert op.module is not None
-                layer.norms.append(op.module)
+            elif (affine := self._affine(layer, op)) is not None:
+                layer.affines.append(affine)
             elif self._fits_sum(layer, op):
                 layer.residual = next(src for src in op.srcs if src is not layer.dst)
             elif self._fits_clip(layer, bounds):
@@ -137,6 +164,20 @@ class _Finder:
             layer.dst = op.node
             self.taken.add(op)
 
+    def _absorb_fake(self, layer: Layer) -> None:
+        """Extends the layer by the fake quantizer of its result, and what dequantizes behind it."""
+        src = layer.dst
+        while len(layer.dst.users) == 1:
+            op = self.ops.get(next(iter(layer.dst.users)))
+            if op is None or op in self.taken or op.role is not Role.FAKE or op.srcs != [src]:
+                break
+            assert isinstance(op.module, FakeQuantize)
+            if layer.role is not Role.MATMUL and op.module.levels not in (128, 256):
+                break
+            layer.fake, layer.dst = op.module, op.node
+            layer.parts.append(op)
+            self.taken.add(op)
+
     def _next(self, node: fx.Node) -> Op | None:
         """The one operation that reads a node, if it reads it once and may be fused."""
         users = list(node.users)
@@ -145,13 +186,14 @@ class _Finder:
             return None
         return op
 
-    def _fits_norm(self, layer: Layer, op: Op) -> bool:
-        if layer.role is not Role.MATMUL or op.role is not Role.NORM or layer.clip:
-            return False
-        # Behind a linear (N, L, C), the channels are not where the norm looks.
-        linear = isinstance(layer.op.module, nn.Linear)
-        rank = len(layer.dst.meta["value"].shape)
-        return layer.residual is None and (not linear or rank == 2)
+    def _affine(self, layer: Layer, op: Op) -> Affine | None:
+        """What an operation does to each channel of a matmul in front of it."""
+        if layer.role is not Role.MATMUL or layer.clip or layer.residual is not None:
+            return None
+        shape = layer.dst.meta["value"].shape
+        if op.node.meta["value"].shape != shape or op.role is Role.FAKE:
+            return None
+        return _channel_affine(op, len(shape) - 1 if isinstance(layer.op.module, nn.Linear) else 1)
 
     def _fits_sum(self, layer: Layer, op: Op) -> bool:
         if layer.role is not Role.MATMUL or layer.residual is not None or layer.clip:
@@ -181,10 +223,19 @@ class _Finder:
             closed = [item for item in found if self._is_closed(op, item[2])]
             if closed:
                 _, root, parts = max(closed, key=lambda item: item[0])
+                if self._belongs_to_sum(root, parts):
+                    continue
                 function = _evaluate(self.ops, root, op.node)
                 layers.append(Layer(op, [root], op.node, list(parts), function=function))
                 self.taken.update(parts)
         return layers
+
+    def _belongs_to_sum(self, root: fx.Node, parts: tuple[Op, ...]) -> bool:
+        """Whether it is the relu of an addition or multiplication, which takes it over."""
+        before, functions = self.ops.get(root), [p for p in parts if p.role is not Role.PASS]
+        sum_or_product = before is not None and isinstance(before.module, Add | Mul)
+        free = sum_or_product and before not in self.taken and self._next(root) is parts[0]
+        return free and [clip_bounds(p.module) for p in functions] == [(0.0, math.inf)]
 
     def _roots(self) -> dict[fx.Node, dict[fx.Node, tuple[Op, ...]]]:
         """Node -> every node that it is a function of -> the operations in between."""
@@ -232,11 +283,27 @@ def _evaluate(ops: dict[fx.Node, Op], root: fx.Node, node: fx.Node) -> Callable[
     return run
 
 
-def _depthwise(norm: nn.Module, rank: int) -> nn.Module:
-    """A batch norm as a convolution of one tap per channel."""
-    assert isinstance(norm, BATCH_NORM) and norm.running_mean is not None
-    channels = norm.num_features
-    cls = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[rank]
-    conv = cls(channels, channels, 1, groups=channels, bias=False)
+def _channel_affine(op: Op, axis: int) -> Affine | None:
+    """(scale, shift) per channel along ``axis`` of the result, if that is all that it does."""
+    rank = len(op.node.meta["value"].shape or ())
+    if op.role is Role.OPAQUE:
+        return None
+    if isinstance(op.module, BATCH_NORM):
+        return norm_affine(op.module) if axis == 1 else None
+    if op.affine is None:
+        return None
+    found = []
+    for value in op.affine:
+        sizes = [1] * (rank - value.dim()) + list(value.shape)
+        if any(size != 1 for i, size in enumerate(sizes) if i != axis):
+            return None
+        found.append(value.reshape(-1) if value.numel() > 1 else value.reshape(()))
+    return found[0], found[1]
+
+
+def _identity(shape: tuple[int, ...]) -> nn.Module:
+    """A convolution of one tap per channel that changes nothing."""
+    cls = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[len(shape)]
+    conv = cls(shape[1], shape[1], 1, groups=shape[1], bias=False)
     conv.weight = nn.Parameter(torch.ones_like(conv.weight), False)
-    return fold_batch_norms(conv.eval(), [norm])
+    return conv.eval()

@@ -60,7 +60,8 @@ class Lowering:
         return QuantizedGraph(self.modules, self.graph, type(self.plan.captured.model).__name__)
 
     def _is_lazy(self, op: Op) -> bool:
-        return op.role in (Role.SHAPE, Role.MOVE, Role.PASS, Role.POOL, Role.PAD)
+        kinds = (Role.SHAPE, Role.MOVE, Role.PASS, Role.POOL, Role.PAD, Role.FAKE)
+        return op.role in kinds
 
     def qparams(self, node: fx.Node) -> QParams:
         """Parameters of the group of a node."""
@@ -82,7 +83,7 @@ class Lowering:
         if op is not None and op.role is Role.SHAPE:
             return self._copy(node, self.any_of)
         joined = self.plan.is_joined(node) and not node.meta["value"].is_sequence
-        if node in self._int8 or (joined and self.plan.is_int8(node)):
+        if node in self._int8 or node in self.plan.fakes or (joined and self.plan.is_int8(node)):
             src = self.int8_of(node)
             return self._call(f"{node.name}_dequantize", Dequantize(self.qparams(node)), src)
         if op is not None and op.role is Role.PASS:
@@ -105,6 +106,8 @@ class Lowering:
             op = self.plan.ops.get(node)
             if op is not None and self.plan.is_joined(node):
                 self._int8[node] = self._moved(op)
+            elif node in self.plan.fakes and op is not None:
+                self._int8[node] = self._rounded(op)
             elif "constant" in node.meta:
                 self._int8[node] = self._constant(node)
             else:
@@ -136,6 +139,18 @@ class Lowering:
             src = self.graph.call_method("view", (src, torch.uint8))
         dst = self._copy(op.node, lambda n: src if n is op.srcs[0] else self.any_of(n))
         return self.graph.call_method("view", (dst, torch.int8)) if signed else dst
+
+    def _rounded(self, op: Op) -> fx.Node:
+        """What a fake quantizer gives that no layer took over."""
+        src, fixed = op.srcs[0], self.plan.fakes[op.node]
+        if self.plan.comes_as_int8(src):
+            assert op.module is not None
+            table = QLookup(op.module, self.qparams(src), fixed.dequantize, op.kind)
+            return self._call(f"{op.node.name}_lookup", table, self.int8_of(src))
+        value = self.float_of(src)
+        if fixed.clip is not None:
+            value = self.graph.call_function(torch.clamp, (value, *fixed.clip))
+        return self._call(f"{op.node.name}_quantize", Quantize(fixed.quantize), value)
 
     def _constant(self, node: fx.Node) -> fx.Node:
         value, qparams = self.prepared.constant(node), self.qparams(node)
@@ -194,6 +209,8 @@ class Lowering:
 
     def _quantized(self, layer: Layer) -> tuple[QModule, list[Any]]:
         dst = self.qparams(layer.dst) if self.plan.emits_int8(layer) else None
+        if layer.fake is not None:
+            dst = self.plan.fakes[layer.dst].quantize
         srcs = [self.qparams(src) for src in layer.srcs]
         if layer.role is Role.MATMUL:
             return self._matmul(layer, srcs[0], dst)
@@ -219,15 +236,27 @@ class Lowering:
                 args.append(self.float_of(layer.residual))
         config = self.plan.config(layer.op.base)
         assert config is not None
-        chain = post_op_chain(layer.residual is not None, residual, layer.clip)
-        module = matmul_from_float(layer.float_module(), src, dst, config, chain, pad=layer.pad)
+        clip = layer.clip
+        if layer.fake is not None and (more := self.plan.fakes[layer.dst].clip) is not None:
+            clip = more if clip is None else _both_clips(clip, more)
+        chain = post_op_chain(layer.residual is not None, residual, clip)
+        module = matmul_from_float(
+            layer.float_module(), src, dst, config, chain, layer.weight_scale(), pad=layer.pad
+        )
         return module, args
 
     def _src(self, node: fx.Node) -> fx.Node:
         """A source: int8, or a float32 value of which this layer is the only reader."""
         alone = self._readers[self.plan.root(node)] == 1
-        made = node in self._int8 or self.plan.is_joined(node) or "constant" in node.meta
+        made = self.plan.is_joined(node) or node in self.plan.fakes or "constant" in node.meta
+        made |= node in self._int8
         return self.float_of(node) if alone and not made else self.int8_of(node)
+
+
+def _both_clips(first: tuple[float, float], then: tuple[float, float]) -> tuple[float, float]:
+    """Bounds of one clip after another."""
+    low, high = (min(max(bound, then[0]), then[1]) for bound in first)
+    return low, high
 
 
 def _is_resampling(op: Op) -> bool:

@@ -27,6 +27,7 @@ class Role(enum.Enum):
     MOVE = "moves elements: torch's own operation on int8"
     PAD = "moves elements, and puts real zeros around them"
     PASS = "returns what it got"
+    FAKE = "rounds to levels: says what the scale and zero point are"
     SHAPE = "asks for sizes only"
     OPAQUE = "anything else, in float32"
 
@@ -42,6 +43,11 @@ class Made:
         flatten: whether the result's spatial dims, all 1, are dropped.
         pad: zeros before and after each spatial dim, of a PAD: (begin..., end...).
         reason: why it has to stay float all the same.
+        note: what the report says of it, where it is int8.
+        affine: (scale, shift) in float64, which broadcast against the result, where it is
+            ``x * scale + shift`` of its first source: a matmul in front of it takes that over.
+        weight_scale: of a MATMUL, where its weight was fake-quantized: one, or one per channel.
+        is_matmul: whether the function is a convolution or linear, int8 or not.
     """
 
     role: Role
@@ -50,6 +56,10 @@ class Made:
     flatten: bool = False
     pad: tuple[list[int], list[int]] | None = None
     reason: str = ""
+    note: str = ""
+    affine: tuple[Tensor, Tensor] | None = None
+    weight_scale: Tensor | None = None
+    is_matmul: bool = False
 
 
 @dataclass(eq=False)

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from torchq.fake_quantize import FakeQuantize
+from torchq.fx.fake import weight_scale, why_not_fixed
 from torchq.fx.ops import Arguments, Made, Pattern, Pointwise, Role
 from torchq.nn.binary import Add, Cat, Mul
 from torchq.nn.quantize import DeQuantStub, QuantStub
@@ -48,10 +50,37 @@ def _check_norm(module: Any) -> str:
     return "it takes the statistics of each batch" if module.running_mean is None else ""
 
 
+def _batch_norm(a: Arguments) -> Made | str:
+    if a.varying("input"):
+        return f"its {a.varying('input')[0]} is computed at run time"
+    if a.training or a.running_mean is None:
+        return "it takes the statistics of each batch"
+    scale = (a.running_var.double() + a.eps).rsqrt()
+    scale = scale if a.weight is None else scale * a.weight
+    shift = -a.running_mean * scale if a.bias is None else a.bias - a.running_mean * scale
+    shape = [-1] + [1] * (len(_shape(a.input)) - 2)
+    return Made(Role.NORM, None, [a.input], affine=(scale.reshape(shape), shift.reshape(shape)))
+
+
 def _with_weight(module: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
     module.weight = nn.Parameter(weight.detach(), False)
     module.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), False))
     return module.eval()
+
+
+def _matmul(a: Arguments, module: nn.Module, axis: int = 0, groups: int = 1) -> Made:
+    """A module with the weight and bias of the arguments; ``axis`` is of the output channels."""
+    made = Made(Role.MATMUL, _with_weight(module, a.weight, a.bias), [a.input])
+    made.reason = _check_matmul(module)
+    source = a.nodes["weight"]
+    fake = source.meta.get("fake") if isinstance(source, fx.Node) else None
+    if fake is not None:
+        scale = weight_scale(fake, a.weight, axis, groups)
+        if isinstance(scale, str):
+            made.note = f"{scale}: it is quantized anew"
+        else:
+            made.weight_scale = scale
+    return made
 
 
 def _linear(a: Arguments) -> Made | str:
@@ -59,7 +88,7 @@ def _linear(a: Arguments) -> Made | str:
         return f"its {a.varying('input')[0]} is computed at run time"
     module = nn.Linear(1, 1, device="meta")
     module.out_features, module.in_features = a.weight.shape
-    return Made(Role.MATMUL, _with_weight(module, a.weight, a.bias), [a.input])
+    return _matmul(a, module)
 
 
 def _conv(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
@@ -77,7 +106,7 @@ def _conv(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
             in_channels * groups, out_channels, tuple(kernel), spread(a.stride),
             spread(a.padding), spread(a.dilation), groups, device="meta",
         )  # fmt: skip
-        return Made(Role.MATMUL, _with_weight(module, a.weight, a.bias), [a.input])
+        return _matmul(a, module)
 
     return make
 
@@ -100,18 +129,44 @@ def _binary(
     def make(a: Arguments) -> Made | str:
         if a.get("alpha", 1) != 1 or a.get("rounding_mode") is not None:
             return "its options have no int8 form"
-        for tensor, other, position in ((a.input, a.other, 0), (a.other, a.input, 1)):
-            single = isinstance(other, Tensor) and other.dim() == 0
-            if isinstance(tensor, fx.Node) and (_number(other) or single):
-                value = float(other)
-                return Made(Role.UNARY, Pointwise(function, value, position=position), [tensor])
-        if module is None:
-            return f"{function.__name__} of two tensors has no int8 form"
-        if not all(isinstance(x, fx.Node | Tensor) for x in (a.input, a.other)):
+        if not all(isinstance(x, fx.Node | Tensor) or _number(x) for x in (a.input, a.other)):
             return "an operand is not a tensor"
-        return Made(Role.COMBINE, module(), [a.nodes["input"], a.nodes["other"]])
+        position = 0 if isinstance(a.input, fx.Node) else 1  # of the tensor that varies
+        src, other = (a.input, a.other) if position == 0 else (a.other, a.input)
+        if isinstance(other, fx.Node):
+            if module is None:
+                return f"{function.__name__} of two tensors has no int8 form"
+            return Made(Role.COMBINE, module(), [a.input, a.other])
+        affine = _affine(function, torch.as_tensor(other), position)
+        if _number(other) or other.dim() == 0:
+            pointwise = Pointwise(function, float(other), position=position)
+            return Made(Role.UNARY, pointwise, [src], affine=affine)
+        if module is not None:
+            return Made(Role.COMBINE, module(), [a.nodes["input"], a.nodes["other"]], affine=affine)
+        if affine is None:
+            return f"{function.__name__} of two tensors has no int8 form"
+        return Made(Role.NORM, Pointwise(function, other, position=position), [src], affine=affine)
 
     return make
+
+
+def _affine(
+    function: Callable[..., Any], other: Tensor, position: int
+) -> tuple[Tensor, Tensor] | None:
+    """(scale, shift), if a function of a tensor at ``position`` and a constant is linear."""
+    value = other.detach().double()
+    one, zero = torch.ones(()).double(), torch.zeros(()).double()
+    found = {
+        (torch.add, 0): (one, value),
+        (torch.add, 1): (one, value),
+        (torch.sub, 0): (one, -value),
+        (torch.sub, 1): (-one, value),
+        (torch.mul, 0): (value, zero),
+        (torch.mul, 1): (value, zero),
+        (torch.div, 0): (1 / value, zero),
+    }.get((function, position))
+    finite = found is not None and all(bool(torch.isfinite(v).all()) for v in found)
+    return found if finite else None
 
 
 def _cat(a: Arguments) -> Made | str:
@@ -263,6 +318,14 @@ def _spatial_pad(rank: int, pad: Sequence[int]) -> tuple[list[int], list[int]] |
     return [p[0] for p in inner], [p[1] for p in inner]
 
 
+def _fake(a: Arguments) -> Made | str:
+    """torch.fake_quantize_per_tensor_affine and torch.fake_quantize_per_channel_affine."""
+    if a.varying("input"):
+        return f"its {a.varying('input')[0]} is computed at run time"
+    fake = FakeQuantize.from_affine(a.scale, a.zero_point, a.quant_min, a.quant_max, a.get("axis"))
+    return Made(Role.FAKE, fake, [a.nodes["input"]], reason=why_not_fixed(fake))
+
+
 def _dropout(a: Arguments) -> Made | str:
     return "it drops at random" if a.training else Made(Role.PASS, None, [a.input])
 
@@ -287,7 +350,9 @@ PATTERNS: list[Pattern] = [
             _check_matmul),
     Pattern(Role.MATMUL, (nn.Conv3d,), (F.conv3d,), _CONV_SIGNATURE, _conv(nn.Conv3d),
             _check_matmul),
-    Pattern(Role.NORM, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), check=_check_norm),
+    Pattern(Role.NORM, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), (F.batch_norm,),
+            "input running_mean running_var weight=None bias=None training=False momentum=0.1 "
+            "eps=1e-05", _batch_norm, _check_norm),
     # several tensors
     Pattern(Role.COMBINE, (Add,), (operator.add, operator.iadd, torch.add, "add", "add_"),
             "input other alpha=1", _binary(Add, torch.add)),
@@ -380,6 +445,11 @@ PATTERNS: list[Pattern] = [
     Pattern(Role.PASS, (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
             nn.AlphaDropout, QuantStub, DeQuantStub)),
     Pattern(Role.PASS, (), _DROPOUTS, "input p=0.5 training=True inplace=False", _dropout),
+    # what quantization-aware training leaves
+    Pattern(Role.FAKE, (FakeQuantize,), (torch.fake_quantize_per_tensor_affine,),
+            "input scale zero_point quant_min quant_max", _fake, why_not_fixed),
+    Pattern(Role.FAKE, (), (torch.fake_quantize_per_channel_affine,),
+            "input scale zero_point axis quant_min quant_max", _fake),
     Pattern(Role.SHAPE, (), ("size", "numel", "nelement", "dim"), "input *",
             lambda a: Made(Role.SHAPE, None, [])),
 ]  # fmt: skip

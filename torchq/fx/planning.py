@@ -3,8 +3,9 @@
 
 Nodes that are joined by what merely moves elements, or pools them, form a group: one scale and
 zero point. So do the sources of a concatenation that nobody else reads, with its result. A group
-is int8 if a matmul reads it, or if a layer emits it as int8 and another can read that. Where an
-int8 value is read as float32, the converted graph dequantizes it there.
+is int8 if a matmul reads it, or if a layer emits it as int8 and another can read that, or if the
+model rounds it to levels itself: with a fake quantizer, which then says what the scale and zero
+point are. Where an int8 value is read as float32, the converted graph dequantizes it there.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections import defaultdict
 from torch import fx
 
 from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
+from torchq.fake_quantize import FakeQuantize
 from torchq.fx.capture import Captured
+from torchq.fx.fake import Fixed, fixed_qparams, same
 from torchq.fx.layers import Layer, find_layers
-from torchq.fx.ops import Op, Role
+from torchq.fx.ops import Op, Role, clip_bounds
 from torchq.fx.recognize import recognize
 from torchq.nn.binary import Cat
 
@@ -35,6 +38,7 @@ class Plan:
         layer_at: node -> the layer whose result it is, where that is quantized.
         inside: nodes that exist only within quantized layers.
         reasons: layer -> why it stays float; "" where it is quantized.
+        fakes: node of a fake quantizer -> what it says; those that change nothing are not in.
     """
 
     def __init__(self, captured: Captured, config: QConfig, overrides: Overrides | None) -> None:
@@ -49,6 +53,13 @@ class Plan:
         for op in self.ops.values():
             if op not in in_layers and self._keeps(op):
                 self._join(op.node, op.srcs[0])
+        self.fakes: dict[fx.Node, Fixed] = {}
+        self._fixed: dict[fx.Node, Fixed] = {}  # by root
+        for op in self.ops.values():
+            if op.role is Role.FAKE:
+                self._fake(op, absorbed=op in in_layers)
+        for layer in self.layers:
+            self._clip_of_fixed(layer)
         self._join_concatenations()
         self._int8: set[fx.Node] = set()
         while not self._decide():
@@ -87,6 +98,10 @@ class Plan:
         """Whether the value has an int8 form."""
         return self.root(node) in self._int8
 
+    def fixed(self, node: fx.Node) -> Fixed | None:
+        """What a fake quantizer says about the group of ``node``."""
+        return self._fixed.get(self.root(node))
+
     def is_joined(self, node: fx.Node) -> bool:
         """Whether it only moves or pools what it reads."""
         return node in self._joined
@@ -95,18 +110,21 @@ class Plan:
         """Whether the value is int8 from the start, not float32 that some reader quantizes."""
         layer = self.layer_at.get(node)
         made = self.is_joined(node) or (layer is not None and self.emits_int8(layer))
+        made |= node in self.fakes
         return made and self.is_int8(node)
 
     def emits_int8(self, layer: Layer) -> bool:
         """Whether a quantized layer's destination is int8."""
-        return self.is_int8(layer.dst) and self.config(f"{layer.op.base}.dst") is not None
+        wanted = layer.fake is not None or self.config(f"{layer.op.base}.dst") is not None
+        return self.is_int8(layer.dst) and wanted
 
     def groups(self) -> dict[fx.Node, list[fx.Node]]:
-        """Root -> the nodes that bring values into the group, for every int8 group."""
+        """Root -> the nodes that bring values into the group, for int8 groups to be observed."""
         result: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         nodes = [node for node in self.captured.graph.nodes if node not in self.inside]
         for node in nodes:
-            if self.is_int8(node) and not self.is_joined(node):
+            observed = self.is_int8(node) and self.fixed(node) is None
+            if observed and not self.is_joined(node):
                 result[self.root(node)].append(node)
         return result
 
@@ -151,6 +169,51 @@ class Plan:
         self._parent[self.root(node)] = self.root(src)
         self._joined.add(node)
 
+    def _fake(self, op: Op, absorbed: bool) -> None:
+        """Gives a group the scale and zero point of a fake quantizer."""
+        assert isinstance(op.module, FakeQuantize)
+        fixed, src = fixed_qparams(op.module, self._config.activation_dtype), op.srcs[0]
+        before = self.fixed(src)
+        known = before is not None and same(before.dequantize, fixed.quantize)
+        if not absorbed and fixed.keeps and (known or self._rounds_first(src, fixed)):
+            op.role = Role.PASS
+            self._join(op.node, src)
+        else:
+            self.fakes[op.node] = fixed
+        self._fixed[self.root(op.node)] = fixed
+
+    def _clip_of_fixed(self, layer: Layer) -> None:
+        """A clip of what a fake quantizer gave is on the same levels."""
+        clips = [clip_bounds(p.module) for p in layer.parts if p.role is not Role.PASS]
+        source = self.fixed(layer.srcs[0]) if layer.role is Role.UNARY else None
+        if source is not None and self.fixed(layer.dst) is None and None not in clips:
+            kept = Fixed(source.dequantize, source.dequantize)
+            self._fixed[self.root(layer.dst)] = kept
+
+    def _rounds_first(self, src: fx.Node, fixed: Fixed) -> bool:
+        """Whether the values may be rounded before they are moved: if no other form is read."""
+        root = self.root(src)
+        if root in self._fixed:
+            return False
+        for node in self.captured.graph.nodes:
+            if self.root(node) is not root:
+                continue
+            here = self.ops.get(node)
+            if here is not None and here.role is Role.POOL and "Avg" in type(here.module).__name__:
+                return False
+            for op in (self.ops.get(user) for user in node.users):
+                if op is None or not (op.node in self._joined or self._is_same(op, fixed)):
+                    return False
+        return True
+
+    def _is_same(self, op: Op, fixed: Fixed) -> bool:
+        """Whether an operation is a fake quantizer of these parameters, or asks for sizes."""
+        if op.role is not Role.FAKE:
+            return op.role is Role.SHAPE
+        assert isinstance(op.module, FakeQuantize)
+        other = fixed_qparams(op.module, self._config.activation_dtype)
+        return other.keeps and same(other.quantize, fixed.quantize)
+
     def _join_concatenations(self) -> None:
         """Gives the sources of a concatenation its scale, where nobody else reads them."""
         cats = {layer.dst: layer for layer in self.layers if isinstance(layer.op.module, Cat)}
@@ -160,10 +223,19 @@ class Plan:
                 op = self.ops.get(user)
                 if user not in self._joined and not (op and op.role is Role.SHAPE):
                     readers[self.root(node)].add(user)
+        concatenations = {layer.op.node for layer in cats.values()}
         for dst, layer in cats.items():
             for src in layer.srcs:
-                if src.meta["varying"] and readers[self.root(src)] <= set(cats):
+                alone = readers[self.root(src)] <= concatenations
+                if src.meta["varying"] and alone and self._may_merge(src, dst):
                     self._merge(src, dst, readers)
+
+    def _may_merge(self, src: fx.Node, dst: fx.Node) -> bool:
+        """Whether fake quantizers, if any, say the same or nothing of the source."""
+        first, second = self.fixed(src), self.fixed(dst)
+        if first is None:
+            return second is None or second.keeps
+        return second is not None and same(first.dequantize, second.dequantize)
 
     def _merge(self, src: fx.Node, dst: fx.Node, readers: dict[fx.Node, set[fx.Node]]) -> None:
         first, second = self.root(src), self.root(dst)
@@ -182,7 +254,7 @@ class Plan:
 
     def _decide(self) -> bool:
         """One attempt; False if some layer turned out to have to stay float."""
-        hard: set[fx.Node] = set()
+        hard = {self.root(node) for node in self._fixed}
         soft: set[fx.Node] = set()
         emitted: set[fx.Node] = set()
         for layer in self._active():

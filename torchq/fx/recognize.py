@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from torchq.fake_quantize import FakeQuantize
 from torchq.fx.capture import Captured
+from torchq.fx.fake import composed, fake_quantizer, is_watcher, why_not_fixed
 from torchq.fx.guards import expect
 from torchq.fx.ops import Arguments, Made, Op, Pattern, Role, is_float, parse_signature
 from torchq.fx.patterns import PATTERNS
@@ -31,9 +33,12 @@ def recognize(captured: Captured, keep_float: Callable[[str], bool]) -> dict[fx.
     """
     used: Counter[str] = Counter(name for name, _ in captured.model.named_modules())
     calls: Counter[str] = Counter()
-    pinned, ops = rewritten(captured.graph), {}
+    pinned, ops = rewritten(captured.graph), dict[fx.Node, Op]()
     for node in captured.graph.nodes:
-        if not node.op.startswith("call_") or not node.meta["varying"] or node.target is expect:
+        if not node.op.startswith("call_") or node.target is expect:
+            continue
+        if not node.meta["varying"]:
+            node.meta["fake"] = _fake_constant(node, captured)
             continue
         made, owner = _made(node, captured)
         if node.op == "call_module":
@@ -51,8 +56,31 @@ def recognize(captured: Captured, keep_float: Callable[[str], bool]) -> dict[fx.
         op.reason = _why_float(op, not pinned.isdisjoint([node, *op.srcs]))
         if op.reason:
             op.role = Role.OPAQUE
-        ops[node] = op
+        ops[node] = _dequantization(op, ops)
     return ops
+
+
+def _fake_constant(node: fx.Node, captured: Captured) -> FakeQuantize | None:
+    """The fake quantizer of a constant: of a weight."""
+    if node.op == "call_module":
+        return fake_quantizer(captured.model.get_submodule(str(node.target)))
+    row = _BY_FUNCTION.get(node.target)
+    if row is None or row.role is not Role.FAKE:
+        return None
+    made, _ = _made(node, captured)
+    return made.module if isinstance(made.module, FakeQuantize) else None
+
+
+def _dequantization(op: Op, ops: dict[fx.Node, Op]) -> Op:
+    """A number added to or multiplied with what a fake quantizer gives changes its levels only."""
+    before = ops.get(op.srcs[0]) if op.role is Role.UNARY else None
+    if before is None or before.role is not Role.FAKE or op.affine is None or op.requested:
+        return op
+    assert isinstance(before.module, FakeQuantize)
+    fake = composed(before.module, *(float(value) for value in op.affine))
+    if len(before.node.users) == 1 and not why_not_fixed(fake):
+        op.role, op.module, op.srcs = Role.FAKE, fake, before.srcs
+    return op
 
 
 def rewritten(graph: fx.Graph) -> set[fx.Node]:
@@ -89,17 +117,16 @@ def _made(node: fx.Node, captured: Captured) -> tuple[Made, nn.Module | None]:
     arguments = _bind(node, _SIGNATURES[id(row)])
     if arguments is None:
         return _opaque("its arguments are not known"), None
+    constant = not isinstance(arguments.get("input", node), fx.Node)
     made = (
-        row.make(arguments)
-        if row.role is Role.COMBINE or isinstance(arguments.get("input", node), fx.Node)
-        else "its source is a constant"
+        "its source is a constant"
+        if constant and row.role not in (Role.COMBINE, Role.FAKE)
+        else row.make(arguments)
     )
     if not isinstance(made, str) and not all(isinstance(src, fx.Node) for src in made.srcs):
         made = "its source is a constant"
-    if isinstance(made, str):
-        made = _opaque(made)
-        # a convolution that stays float is worth an error where strict
-        made.module = nn.Identity() if row.role is Role.MATMUL else None
+    made = _opaque(made) if isinstance(made, str) else made
+    made.is_matmul = row.role is Role.MATMUL
     return made, None
 
 
@@ -107,6 +134,10 @@ def _module_made(node: fx.Node, module: nn.Module, captured: Captured) -> Made:
     name = str(node.target)
     if name in captured.untraceable:
         return _opaque(f"it cannot be traced: {captured.untraceable[name]}")
+    if (fake := fake_quantizer(module)) is not None:
+        module = fake
+    elif is_watcher(module):
+        return Made(Role.PASS, None, [n for n in node.args[:1] if isinstance(n, fx.Node)])
     row = next((_BY_MODULE[c] for c in type(module).__mro__ if c in _BY_MODULE), None)
     if row is None:
         return _opaque(f"{type(module).__name__} has no int8 form")

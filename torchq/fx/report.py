@@ -10,6 +10,7 @@ from torch import nn
 
 from torchq.explain import Row
 from torchq.fuse import MATMUL
+from torchq.fx.fake import is_watcher
 from torchq.fx.layers import Layer
 from torchq.fx.ops import Op, Role
 from torchq.fx.planning import Plan
@@ -62,6 +63,8 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     if layer is not None:
         reason = plan.reasons[layer]
         quantized = not reason
+        if quantized:
+            reason = layer.note
         if quantized and op is not layer.op:
             reason, site = f"fused into {layer.name}", layer.name
     elif op.role in (Role.MOVE, Role.PASS, Role.POOL, Role.PAD):
@@ -69,9 +72,11 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
         reason = "passes values on as they are" if op.role is Role.PASS else ""
         if not quantized:
             reason = "its sources are float"
+    elif op.role is Role.FAKE:
+        quantized, reason = True, "says what the scale and zero point are"
     elif op.role is Role.NORM:
         reason = "it stands alone on rows of features"
-    is_matmul = isinstance(op.owner, _MATMULS) or op.role is Role.MATMUL
+    is_matmul = isinstance(op.owner, _MATMULS) or op.is_matmul
     return Row(name, op.kind, quantized, reason, site, is_matmul, op.requested)
 
 
@@ -82,9 +87,13 @@ def _not_called(plan: Plan, known: dict[str, Row]) -> list[Row]:
         for node in plan.captured.graph.nodes
         if node.op == "get_attr"
     }
+    modules = dict(plan.captured.model.named_modules())
+    watchers = tuple(name for name, module in modules.items() if is_watcher(module))
     rows = []
     for name, module in plan.captured.model.named_modules():
         if name in known or not name or next(module.children(), None) is not None:
+            continue
+        if name in plan.captured.entered or name.startswith(watchers):
             continue
         host = next((other for other in known if name.startswith(f"{other}.")), None)
         is_matmul = isinstance(module, _MATMULS) and name not in used

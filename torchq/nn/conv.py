@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq.functional import conv_geometry, quantize_weight
-from torchq.nn.matmul import QMatmul
+from torchq.functional import conv_geometry
+from torchq.nn.matmul import QMatmul, quantized_weight
 from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_conv
 from torchq.post_ops import PostOps
-from torchq.qparams import QParams, weight_qparams
+from torchq.qparams import QParams
 
 
 class QConv(QMatmul):
@@ -77,6 +77,7 @@ class QConv(QMatmul):
         *,
         granularity: str = "per_channel",
         bits: int = 8,
+        weight_scale: Tensor | None = None,
         post_ops: PostOps | None = None,
         pad: tuple[Sequence[int], Sequence[int]] | None = None,
         contiguous: bool = False,
@@ -89,6 +90,8 @@ class QConv(QMatmul):
             dst: parameters of the destination; None for float32.
             granularity: of the weight scale, "per_channel" or "per_tensor".
             bits: of the weight, 8 or 7.
+            weight_scale: of the weight, one or one per output channel, instead of chosen ones: what
+                it was trained with.
             post_ops: applied before the destination is quantized.
             pad: more zeros before and after, one per spatial dimension.
             contiguous: make dst contiguous instead of channels-last, for code that calls ``view``.
@@ -101,10 +104,8 @@ class QConv(QMatmul):
                 f"torchq.nn.{cls.__name__}: padding_mode must be 'zeros', got "
                 f"'{module.padding_mode}'. Pad with a separate module in front of the convolution."
             )
-        weight = module.weight.detach()
-        params = weight_qparams(weight, granularity, bits)
-        scale, _ = params.broadcast(weight.dim())
-        packed = pack_conv(quantize_weight(weight, scale, bits), module.groups, module.dilation)
+        weight, scale = quantized_weight(module.weight.detach(), granularity, bits, weight_scale)
+        packed = pack_conv(weight, module.groups, module.dilation)
         begin, end = _paddings(module)
         if pad is not None:
             begin, end = (
@@ -113,7 +114,7 @@ class QConv(QMatmul):
             )
         return cls(
             packed,
-            params.scale,
+            scale,
             module.bias,
             src,
             dst,

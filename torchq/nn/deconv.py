@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq.functional import conv_transpose_geometry, quantize_weight
-from torchq.nn.matmul import QMatmul
+from torchq.functional import conv_transpose_geometry
+from torchq.nn.matmul import QMatmul, quantized_weight
 from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_conv_transpose
 from torchq.post_ops import PostOps
-from torchq.qparams import QParams, weight_qparams
+from torchq.qparams import QParams
 
 
 class QConvTranspose(QMatmul):
@@ -85,6 +85,7 @@ class QConvTranspose(QMatmul):
         *,
         granularity: str = "per_channel",
         bits: int = 8,
+        weight_scale: Tensor | None = None,
         post_ops: PostOps | None = None,
         contiguous: bool = False,
     ) -> Self:
@@ -100,21 +101,19 @@ class QConvTranspose(QMatmul):
             dst: parameters of the destination; None for float32.
             granularity: of the weight scale, "per_channel" or "per_tensor".
             bits: of the weight, 8 or 7.
+            weight_scale: of the weight, one or one per output channel, instead of chosen ones: what
+                it was trained with.
             post_ops: applied before the destination is quantized.
             contiguous: make dst contiguous instead of channels-last, for code that calls ``view``.
         """
-        weight = module.weight.detach()
         groups = module.groups
-        params = weight_qparams(weight, granularity, bits, channel_axis=1, groups=groups)
-        scale = params.scale.reshape(-1)
-        if scale.numel() > 1:  # (G, 1, OC/G, 1...) against (G, IC/G, OC/G, k...)
-            scale = scale.reshape(groups, 1, -1, *(1 for _ in weight.shape[2:]))
-        grouped = weight.reshape(groups, -1, *weight.shape[1:])
-        quantized = quantize_weight(grouped, scale, bits).reshape(weight.shape)
-        packed = pack_conv_transpose(quantized, groups, module.stride, module.dilation)
+        weight, scale = quantized_weight(
+            module.weight.detach(), granularity, bits, weight_scale, axis=1, groups=groups
+        )
+        packed = pack_conv_transpose(weight, groups, module.stride, module.dilation)
         return cls(
             packed,
-            params.scale,
+            scale,
             module.bias,
             src,
             dst,

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.functional import quantize_weight
-from torchq.nn.matmul import QMatmul
+from torchq.nn.matmul import QMatmul, quantized_weight
 from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_linear
 from torchq.post_ops import PostOps
-from torchq.qparams import QParams, weight_qparams
+from torchq.qparams import QParams
 
 
 class QLinear(QMatmul):
@@ -50,6 +49,7 @@ class QLinear(QMatmul):
         *,
         granularity: str = "per_channel",
         bits: int = 8,
+        weight_scale: Tensor | None = None,
         post_ops: PostOps | None = None,
     ) -> "QLinear":
         """Quantizes the weight symmetrically and packs it.
@@ -60,13 +60,13 @@ class QLinear(QMatmul):
             dst: parameters of the destination; None for float32.
             granularity: of the weight scale, "per_channel" or "per_tensor".
             bits: of the weight, 8 or 7.
+            weight_scale: of the weight, one or one per output channel, instead of chosen ones: what
+                it was trained with.
             post_ops: applied before the destination is quantized.
         """
         weight = module.weight.detach()
-        params = weight_qparams(weight, granularity, bits)
-        scale, _ = params.broadcast(weight.dim())
-        packed = pack_linear(quantize_weight(weight, scale, bits))
-        return cls(packed, params.scale, module.bias, src, dst, post_ops)
+        quantized, scale = quantized_weight(weight, granularity, bits, weight_scale)
+        return cls(pack_linear(quantized), scale, module.bias, src, dst, post_ops)
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QLinear":

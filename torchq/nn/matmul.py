@@ -10,11 +10,12 @@ from torch import Tensor
 from torchq._text import Binary, Eltwise, PReLU
 from torchq.attr import Attr
 from torchq.folding import fold
+from torchq.functional import quantize
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_conv, pack_conv_transpose, pack_linear
 from torchq.post_ops import CHANNEL_MASKS, PostOps
-from torchq.qparams import QParams
+from torchq.qparams import QParams, output_channel_rows, weight_qparams
 
 
 def with_destination_range(post_ops: PostOps, dst: QParams | None) -> PostOps:
@@ -46,6 +47,44 @@ def with_destination_range(post_ops: PostOps, dst: QParams | None) -> PostOps:
             ops.pop()
     kept = PostOps.parse("+".join(map(str, ops)), post_ops.values)
     return kept.append_eltwise("clip", low, high)
+
+
+def quantized_weight(
+    weight: Tensor,
+    granularity: str,
+    bits: int,
+    scale: Tensor | None = None,
+    axis: int = 0,
+    groups: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """``clamp(rne(weight / scale))`` as int8, and its scales, one or one per output channel.
+
+    Given scales are kept, unless a channel's weights would go beyond them: a factor below zero
+    turns -128 steps into 128. Then it gets one that they fit.
+
+    Args:
+        weight: float32.
+        granularity: of scales that are chosen.
+        bits: 8 or 7, where scales are chosen.
+        scale: float32 ``[1]`` or ``[OC]``; None chooses.
+        axis: of the output channels, inside of ``groups`` that split dimension 0 if it is 1.
+        groups: see there.
+    """
+    limit = 2 ** (bits - 1) - 1
+    if scale is None:
+        scale = weight_qparams(weight, granularity, bits, axis, groups).scale.reshape(-1)
+    else:
+        limit = 128  # of torch's fake quantizers; int8 saturates at the other end
+        rows = output_channel_rows(weight, axis, groups)
+        rows = rows.reshape(1, -1) if scale.numel() == 1 else rows
+        largest = rows.amax(1) if rows.shape[1] else torch.zeros_like(scale)
+        scale = torch.where(largest > 127.5 * scale, largest / 127, scale)
+    split = groups if axis else 1
+    grouped = weight.reshape(split, -1, *weight.shape[1:])
+    shape = [split, 1, -1] if axis else [1, -1, 1]
+    along = scale if scale.numel() == 1 else scale.reshape(*shape, *[1] * (weight.dim() - 2))
+    quantized = quantize(grouped, along, 0, torch.int8).clamp_(-limit, limit - (limit == 128))
+    return quantized.reshape(weight.shape), scale
 
 
 def _placeholder_weight(spec: dict[str, Any]) -> PackedWeight:
