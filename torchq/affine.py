@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -62,6 +63,14 @@ def channels(module: Any) -> int:
     if isinstance(module, TRANSPOSED):
         return int(module.weight.shape[1]) * int(module.groups)
     return int(module.weight.shape[0])
+
+
+def reduction(module: Any) -> int:
+    """Products that each output of a convolution or linear sums at most."""
+    weight = module.weight
+    if isinstance(module, TRANSPOSED):
+        return int(weight.numel() // max(weight.shape[1], 1) // module.groups)
+    return int(math.prod(weight.shape[1:]))
 
 
 def along_channels(module: Any, values: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.affine import Affine, combined, fold_affines, norm_affine
+from torchq.affine import TRANSPOSED, Affine, combined, fold_affines, norm_affine
 from torchq.fake_quantize import FakeQuantize
 from torchq.fuse import BATCH_NORM
 from torchq.fx.ops import Op, Role, clip_bounds
@@ -126,8 +126,9 @@ class _Finder:
         return layer
 
     def _merges(self, pad: Op, op: Op) -> bool:
-        alone = list(pad.node.users) == [op.node] and not isinstance(op.module, nn.Linear)
-        return alone and not isinstance(getattr(op.module, "padding", None), str)
+        alone = list(pad.node.users) == [op.node]
+        takes = alone and not isinstance(op.module, (nn.Linear, *TRANSPOSED))
+        return takes and not isinstance(getattr(op.module, "padding", None), str)
 
     def _is_alone(self, op: Op) -> bool:
         """Whether it becomes a depthwise convolution."""

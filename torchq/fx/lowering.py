@@ -127,9 +127,8 @@ class Lowering:
             dst = self._call(op.name, pool_from_float(op.module, qparams), src)
             return self.graph.call_method("flatten", (dst, 1)) if op.flatten else dst
         if op.role is Role.PAD:
-            pad = op.node.args[1] if op.owner is None else list(op.owner.padding)  # type: ignore
             zero = int(qparams.zero_point)
-            return self.graph.call_function(F.pad, (src, pad, "constant", zero))
+            return self.graph.call_function(F.pad, (src, self._padding(op), "constant", zero))
         if op.node.op == "call_method" and op.node.target == "view":
             # int8 convolutions give channels-last tensors, which view may refuse
             args = fx.node.map_arg(op.node.args[1:], self.any_of)
@@ -139,6 +138,13 @@ class Lowering:
             src = self.graph.call_method("view", (src, torch.uint8))
         dst = self._copy(op.node, lambda n: src if n is op.srcs[0] else self.any_of(n))
         return self.graph.call_method("view", (dst, torch.int8)) if signed else dst
+
+    def _padding(self, op: Op) -> Any:
+        """Numbers or nodes, of a PAD."""
+        if op.owner is not None:
+            return list(op.owner.padding)  # type: ignore[arg-type]
+        pad = op.node.args[1] if len(op.node.args) > 1 else op.node.kwargs["pad"]
+        return fx.node.map_arg(pad, self.any_of)
 
     def _rounded(self, op: Op) -> fx.Node:
         """What a fake quantizer gives that no layer took over."""

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from torchq.affine import TRANSPOSED, reduction
 from torchq.fake_quantize import FakeQuantize
 from torchq.fx.fake import weight_scale, why_not_fixed
 from torchq.fx.ops import Arguments, Made, Pattern, Pointwise, Role
@@ -26,7 +27,6 @@ from torchq.nn.quantize import DeQuantStub, QuantStub
 __all__ = ["PATTERNS"]
 
 _MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _FLOAT_MAX = 3.4028234663852886e38
 
 
@@ -41,7 +41,7 @@ def _check_matmul(module: Any) -> str:
     mode = getattr(module, "padding_mode", "zeros")
     if mode != "zeros":
         return f"padding_mode is '{mode}', only 'zeros' is supported"
-    if math.prod(module.weight.shape[1:]) > _MAX_REDUCTION:
+    if reduction(module) > _MAX_REDUCTION:
         return f"it sums more than {_MAX_REDUCTION} products, which could overflow int32"
     return ""
 
@@ -92,26 +92,35 @@ def _linear(a: Arguments) -> Made | str:
 
 
 def _conv(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
+    """A convolution; or a transposed one, whose weight has the channels the other way round."""
+    transposed = issubclass(cls, TRANSPOSED)
+
     def make(a: Arguments) -> Made | str:
         if a.varying("input"):
             return f"its {a.varying('input')[0]} is computed at run time"
-        out_channels, in_channels, *kernel = a.weight.shape
-        dims, groups = len(kernel), a.groups
-
-        def spread(value: Any) -> Any:
-            values = value if isinstance(value, str | tuple | list) else [value]
-            return value if isinstance(value, str) else tuple((list(values) * dims)[:dims])
-
-        module = cls(
-            in_channels * groups, out_channels, tuple(kernel), spread(a.stride),
-            spread(a.padding), spread(a.dilation), groups, device="meta",
-        )  # fmt: skip
-        return _matmul(a, module)
+        first, second, *kernel = a.weight.shape
+        channels = (first, second * a.groups) if transposed else (second * a.groups, first)
+        options = {
+            name: _spread(a[name], len(kernel))
+            for name in ("stride", "padding", "dilation", "output_padding")
+            if name in a
+        }
+        module = cls(*channels, tuple(kernel), groups=a.groups, device="meta", **options)
+        return _matmul(a, module, *((1, a.groups) if transposed else ()))
 
     return make
 
 
-_CONV_SIGNATURE = "input weight bias=None stride=1 padding=0 dilation=1 groups=1"
+def _spread(value: Any, dims: int) -> Any:
+    """One value per spatial dim, or a word."""
+    if isinstance(value, str):
+        return value
+    values = list(value) if isinstance(value, tuple | list) else [value]
+    return tuple((values * dims)[:dims])
+
+
+_CONV = "input weight bias=None stride=1 padding=0 dilation=1 groups=1"
+_DECONV = "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1"
 
 
 # Combining
@@ -300,8 +309,10 @@ def _interpolate(a: Arguments) -> Made | str:
 
 def _pad(a: Arguments) -> Made | str:
     rank, pad = len(_shape(a.input)), a.pad
-    if a.varying("input") or a.mode != "constant" or a.value not in (None, 0, 0.0):
+    if a.mode != "constant" or a.value not in (None, 0, 0.0):
         return "padding with anything but constant zeros has no int8 form"
+    if a.varying("input"):
+        return Made(Role.PAD, None, [a.input])  # by sizes
     return Made(Role.PAD, None, [a.input], pad=_spatial_pad(rank, pad))
 
 
@@ -344,12 +355,15 @@ PATTERNS: list[Pattern] = [
     # matmuls
     Pattern(Role.MATMUL, (nn.Linear,), (F.linear,), "input weight bias=None", _linear,
             _check_matmul),
-    Pattern(Role.MATMUL, (nn.Conv1d,), (F.conv1d,), _CONV_SIGNATURE, _conv(nn.Conv1d),
-            _check_matmul),
-    Pattern(Role.MATMUL, (nn.Conv2d,), (F.conv2d,), _CONV_SIGNATURE, _conv(nn.Conv2d),
-            _check_matmul),
-    Pattern(Role.MATMUL, (nn.Conv3d,), (F.conv3d,), _CONV_SIGNATURE, _conv(nn.Conv3d),
-            _check_matmul),
+    Pattern(Role.MATMUL, (nn.Conv1d,), (F.conv1d,), _CONV, _conv(nn.Conv1d), _check_matmul),
+    Pattern(Role.MATMUL, (nn.Conv2d,), (F.conv2d,), _CONV, _conv(nn.Conv2d), _check_matmul),
+    Pattern(Role.MATMUL, (nn.Conv3d,), (F.conv3d,), _CONV, _conv(nn.Conv3d), _check_matmul),
+    Pattern(Role.MATMUL, (nn.ConvTranspose1d,), (F.conv_transpose1d,), _DECONV,
+            _conv(nn.ConvTranspose1d), _check_matmul),
+    Pattern(Role.MATMUL, (nn.ConvTranspose2d,), (F.conv_transpose2d,), _DECONV,
+            _conv(nn.ConvTranspose2d), _check_matmul),
+    Pattern(Role.MATMUL, (nn.ConvTranspose3d,), (F.conv_transpose3d,), _DECONV,
+            _conv(nn.ConvTranspose3d), _check_matmul),
     Pattern(Role.NORM, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), (F.batch_norm,),
             "input running_mean running_var weight=None bias=None training=False momentum=0.1 "
             "eps=1e-05", _batch_norm, _check_norm),

@@ -108,6 +108,9 @@ def _shares(node: fx.Node, storage: int) -> bool:
 
 def _made(node: fx.Node, captured: Captured) -> tuple[Made, nn.Module | None]:
     """What the table says about a node, and its module."""
+    value = node.meta["value"]
+    if node.meta["static"] and value.shape is None and not value.is_sequence:
+        return Made(Role.SHAPE, None, []), None  # a number made of sizes
     if node.op == "call_module":
         module = captured.model.get_submodule(str(node.target))
         return _module_made(node, module, captured), module
@@ -152,6 +155,10 @@ def _module_made(node: fx.Node, module: nn.Module, captured: Captured) -> Made:
         dims = len(padding) // 2
         pairs = [padding[2 * i : 2 * i + 2] for i in range(dims)][::-1]
         made.pad = [p[0] for p in pairs], [p[1] for p in pairs]
+    if row.role is Role.MATMUL and len(bound.arguments) > 2:
+        more = list(bound.arguments)[2]
+        given = bound.arguments[more] is not None
+        made.reason = made.reason or (f"its {more} is given at run time" if given else "")
     if row.role is Role.UNARY and len(nodes) != 1:
         made.reason = "it has no tensor as source"
     if isinstance(module, Add | Mul) and len(nodes) != 2:
