@@ -250,7 +250,7 @@ wired("lenet", (2, 3, 32, 32), 3, _lenet, a=lambda: conv(3, 6, 5, padding=0), re
 wired("attention", (2, 6, 16), 1, lambda m, x: m.lin(m.mha(x, x, x)[0]), total=2,
       mha=lambda: nn.MultiheadAttention(16, 2, batch_first=True),
       lin=lambda: nn.Linear(16, 8))  # fmt: skip
-wired("lstm", (2, 6, 16), 2, lambda m, x: m.b(m.lstm(m.a(x))[0]), a=lambda: nn.Linear(16, 8),
+wired("lstm", (2, 6, 16), 3, lambda m, x: m.b(m.lstm(m.a(x))[0]), a=lambda: nn.Linear(16, 8),
       lstm=lambda: nn.LSTM(8, 8, batch_first=True), b=lambda: nn.Linear(8, 4))  # fmt: skip
 wired("stubs", IMAGE, 2, lambda m, x: torch.sin(m.dq(m.b(m.a(m.q(x))))), **TWO, q=tnn.QuantStub,
       dq=tnn.DeQuantStub)  # fmt: skip

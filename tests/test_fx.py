@@ -235,7 +235,7 @@ def test_overrides() -> None:
 
 
 def test_strict() -> None:
-    with pytest.raises(RuntimeError, match=r"1 convolution or linear.*1: padding_mode"):
+    with pytest.raises(RuntimeError, match=r"1 convolution, linear or rec.*1: padding_mode"):
         convert("eager_reflect", strict=True)
     convert("eager_reflect", strict=True, overrides={"1": None})
     with pytest.raises(RuntimeError, match=r"mha.out_proj: it is a part of mha"):

@@ -152,7 +152,6 @@ def test_explain_table() -> None:
         ("reflect", {"1": "padding_mode is 'reflect', only 'zeros' is supported"}),
         ("shared_pool", {"p": "called more than once"}),
         ("pool_indices", {"p": "its options have no int8 form"}),
-        ("lstm", {"lstm": "LSTM has no int8 form"}),
         ("unbatched", {"a": "its source [8, 10, 10] has no batch dimension"}),
         ("never_called", {"b": "not called with example_inputs"}),
         ("keyword_layer", {"lin": "called with keyword arguments"}),

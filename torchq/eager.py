@@ -30,6 +30,7 @@ from torchq.planning import Plan
 from torchq.qparams import QParams
 from torchq.recording import record
 from torchq.running import Inputs, batches, call, split_inputs
+from torchq.standalone import RECURRENT, STANDALONE, converted
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
 
@@ -55,10 +56,9 @@ def prepare(
     Raises:
         ValueError: the model is in training mode or prepared already, or a pattern matches nothing.
         TypeError: the model is not float32.
-        NotImplementedError: ``config.dynamic``.
     """
     config = QConfig() if config is None else config
-    check_model(model, config)
+    check_model(model)
     args, kwargs = split_inputs(example_inputs)
     return prepare_call(model, args, kwargs, config, overrides)
 
@@ -116,7 +116,8 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
 
     Args:
         prepared: calibrated.
-        strict: raise if a convolution or linear stays float without an override that says so.
+        strict: raise if a convolution, linear or recurrent module stays float without an override
+            that says so.
 
     Raises:
         ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
@@ -142,9 +143,12 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         qparams = dst[pool.src_from]
         assert qparams is not None
         replacements[name] = quantized_pool(pool, qparams)
-    converted = _with_modules(prepared, replacements)
-    converted.torchq_report = rows  # type: ignore[assignment]
-    return converted.eval().requires_grad_(False)
+    for name, module in prepared.named_modules():
+        if isinstance(module, STANDALONE):
+            replacements[name] = converted(module, name)
+    result = _with_modules(prepared, replacements)
+    result.torchq_report = rows  # type: ignore[assignment]
+    return result.eval().requires_grad_(False)
 
 
 def quantize(
@@ -195,23 +199,18 @@ def check_mode(op: str, model: nn.Module) -> None:
         )
 
 
-def check_model(model: nn.Module, config: QConfig) -> None:
+def check_model(model: nn.Module) -> None:
     """Raises what :func:`prepare` promises."""
     check_mode("prepare", model)
     for name, module in model.named_modules():
-        if isinstance(module, ObservedLayer | ObservedPool | QModule):
+        if isinstance(module, (ObservedLayer, ObservedPool, QModule, *STANDALONE)):
             raise ValueError(
                 f"torchq.prepare: model must be a float model, got a {type(module).__name__} in "
                 f"'{name}'. Prepare the model that it was made from."
             )
         dtypes = {p.dtype for p in module.parameters(recurse=False)} - {torch.float32}
-        if isinstance(module, QUANTIZABLE) and dtypes:
+        if isinstance(module, (*QUANTIZABLE, *RECURRENT)) and dtypes:
             raise TypeError(
                 f"torchq.prepare: model must be float32, got {dtypes.pop()} in '{name}'. Call "
                 "model.float() first."
             )
-    if config.dynamic:
-        raise NotImplementedError(
-            "torchq.prepare: dynamic=True is not supported yet. The nearest is static "
-            "quantization: calibrate with representative data."
-        )

@@ -13,9 +13,13 @@ from torchq.nn.fused import ResidualFirst
 from torchq.nn.module import QModule
 from torchq.recording import is_leaf
 from torchq.saturation import seven_bits
+from torchq.standalone import FOREIGN, RECURRENT, is_foreign
 
 if TYPE_CHECKING:
     from torchq.planning import Plan
+
+
+_RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Row:
         quantized: whether it runs in int8, by itself or fused.
         reason: why it stays float, or what it was fused into; "" otherwise.
         site: name of the module that now computes it.
-        is_matmul: whether it is a convolution or linear.
+        is_matmul: whether it is a convolution, linear or recurrent module.
         requested: whether an override kept it float.
     """
 
@@ -78,7 +82,13 @@ class Explanation:
         quantized = sum(row.quantized for row in layers)
         if self.note:
             lines.append(self.note)
-        lines.append(f"{quantized} of {len(layers)} convolutions and linears run in int8")
+        recurrent = any(row.kind in _RECURRENT for row in layers)
+        kinds = (
+            "convolutions, linears and recurrent modules"
+            if recurrent
+            else "convolutions and linears"
+        )
+        lines.append(f"{quantized} of {len(layers)} {kinds} run in int8")
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -118,8 +128,8 @@ def check_strict(rows: list[Row]) -> None:
     if left:
         lines = "; ".join(f"{row.name}: {row.reason}" for row in left)
         raise RuntimeError(
-            f"torchq.convert: strict=True, but {len(left)} convolution or linear modules stay "
-            f"float: {lines}. Change the model, or name them in overrides with None."
+            f"torchq.convert: strict=True, but {len(left)} convolution, linear or recurrent "
+            f"modules stay float: {lines}. Change the model, or name them in overrides with None."
         )
 
 
@@ -137,22 +147,27 @@ class _Reporter:
     def row(self, name: str, module: nn.Module) -> Row:
         layer, hosts = self.layer_of.get(name), self.fused_into.get(name, [])
         quantized, reason, site = False, "", name
-        if layer is not None:
+        if name in self.plan.standalone:
+            reason = self.plan.standalone[name]
+            quantized = not reason
+        elif layer is not None:
             reason, site = self.plan.reasons[name], layer.site
             quantized = not reason
         if hosts:
             into = "fused into " + ", ".join(host.name for host in hosts)
             reason = f"{into}; elsewhere float: {reason}" if reason else into
             quantized, site = True, hosts[0].site
-        elif layer is None:
+        elif layer is None and name not in self.plan.standalone:
             quantized, reason = self._without_layer(name, module)
         requested = self.plan.config(name) is None
-        is_matmul = isinstance(module, MATMUL)
+        is_matmul = isinstance(module, (*MATMUL, *RECURRENT))
         name, site = (f"{self.plan.prefix}{other}".rstrip(".") for other in (name, site))
         return Row(name, type(module).__name__, quantized, reason, site, is_matmul, requested)
 
     def _without_layer(self, name: str, module: nn.Module) -> tuple[bool, str]:
         calls = self.calls.get(name, [])
+        if is_foreign(module):
+            return False, FOREIGN
         if not is_leaf(module):
             return False, "only leaf modules of torch.nn and torchq.nn have an int8 form"
         if not calls and name in self.plan.recording.exposed:

@@ -46,7 +46,6 @@ def prepare(
     Raises:
         ValueError: the model is in training mode or prepared already, or a pattern matches nothing.
         TypeError: the model is not float32.
-        NotImplementedError: ``config.dynamic``.
     """
     try:
         return graph.prepare(model, example_inputs, config, overrides)
@@ -70,7 +69,8 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
 
     Args:
         prepared: calibrated.
-        strict: raise if a convolution or linear stays float without an override that says so.
+        strict: raise if a convolution, linear or recurrent module stays float without an override
+            that says so.
 
     Raises:
         ValueError: ``prepared`` has no observers, or a weight cannot be quantized.

@@ -9,12 +9,13 @@ quantized form.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from torchq.config import QConfig
 from torchq.nn.binary import Add, Cat, Mul
 from torchq.nn.quantize import DeQuantStub, QuantStub
 from torchq.recording import PASSING_MODULES, Call, Recording
@@ -51,6 +52,8 @@ UNARY = (
 STUBS = (QuantStub, DeQuantStub)
 QUANTIZABLE = (*MATMUL, *COMBINE, *UNARY, *POOLS, *STUBS)
 MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
+EXPOSED = "its parameters are used outside of it too"
+NO_DYNAMIC_FORM = "only linear layers and recurrent networks have a dynamic form"
 
 
 @dataclass(eq=False)
@@ -102,18 +105,27 @@ def clip_bounds(module: nn.Module | None) -> tuple[float, float] | None:
     return (0.0, math.inf) if isinstance(module, nn.ReLU) else None
 
 
-def find_layers(recording: Recording, keep_float: Callable[[str], bool]) -> list[Layer]:
-    """Layers in the order of their calls; ``keep_float`` tells modules that must not be touched.
+def find_layers(
+    recording: Recording, config: Callable[[str], QConfig | None], skip: Container[str]
+) -> list[Layer]:
+    """Layers in the order of their calls; convolutions and linears take what they can first.
 
-    Convolutions and linears take what they can first.
+    Args:
+        recording: of the model.
+        config: of a module, by name; where it is None, the module must not be touched.
+        skip: modules that are no layers: they stand alone.
     """
-    return _Finder(recording, keep_float).run()
+    return _Finder(recording, config, skip).run()
 
 
 class _Finder:
-    def __init__(self, recording: Recording, keep_float: Callable[[str], bool]) -> None:
-        self.recording = recording
-        self.keep_float = keep_float
+    def __init__(
+        self,
+        recording: Recording,
+        config: Callable[[str], QConfig | None],
+        skip: Container[str],
+    ) -> None:
+        self.recording, self.config, self.skip = recording, config, skip
         self.calls_of, self.consumers = recording.calls_of(), recording.consumers()
         self.computed = recording.computed()
         self.taken: set[Call] = set()
@@ -122,7 +134,8 @@ class _Finder:
         layers = []
         for types in (MATMUL, QUANTIZABLE):
             for call in self.recording.calls:
-                if call not in self.taken and isinstance(call.module, types) and call.outputs:
+                free = call not in self.taken and call.name not in self.skip
+                if free and isinstance(call.module, types) and call.outputs:
                     layers.append(self._layer(call))
         order = {name: i for i, name in enumerate(self.calls_of)}
         return sorted(layers, key=lambda layer: order[layer.site])
@@ -143,12 +156,15 @@ class _Finder:
 
     def _why_float(self, calls: list[Call]) -> str:
         name, m = calls[0].name, calls[0].module
-        if self.keep_float(name):
+        config = self.config(name)
+        if config is None:
             return "kept float by an override"
+        if config.dynamic and not isinstance(m, POOLS):  # a pool is as static as its source
+            return NO_DYNAMIC_FORM
         if name in self.recording.hooked:
             return "it has forward hooks, which would be lost"
         if name in self.recording.exposed:
-            return "its parameters are used outside of it too"
+            return EXPOSED
         if any(call.keywords for call in calls):
             return "called with keyword arguments"
         if any(call.reread for call in calls):
@@ -221,8 +237,8 @@ class _Finder:
         """Whether the module may be replaced, for all of its calls."""
         calls = self.calls_of.get(call.name, []) if call.module is not None else []
         plain = calls and not any(other.keywords or other.reread for other in calls)
-        touched = self.keep_float(call.name) or call.name in self.recording.hooked
-        return bool(plain) and call not in self.taken and not touched
+        untouched = self.config(call.name) is not None and call.name not in self.recording.hooked
+        return bool(plain) and call not in self.taken and untouched
 
     def _fits_norm(self, layer: Layer, call: Call) -> bool:
         norm, src = call.module, self.recording.values[layer.dst]

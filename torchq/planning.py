@@ -8,6 +8,7 @@ layer that reads one quantizes it with an observer of its own.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
@@ -16,6 +17,7 @@ from torchq.nn.fused import Absorbed, FusedClip
 from torchq.nn.quantize import DeQuantStub, QuantStub
 from torchq.observed import ObservedLayer, ObservedPool
 from torchq.recording import Call, Recording
+from torchq.standalone import observed, stands_alone, why_float
 
 
 class Plan:
@@ -24,6 +26,7 @@ class Plan:
     Attributes:
         layers: in the order of their calls.
         reasons: main module of a layer -> why it stays float; "" where it is quantized.
+        standalone: module that is quantized by itself -> why it stays float; "" where it does not.
     """
 
     def __init__(
@@ -36,7 +39,8 @@ class Plan:
         """Decides; nothing is changed yet. Names in overrides begin with ``prefix``."""
         self.recording, self.prefix = recording, prefix
         self._config, self._overrides = config, overrides
-        self.layers = find_layers(recording, lambda name: self.config(name) is None)
+        self.standalone = self._stand_alone()
+        self.layers = find_layers(recording, self.config, self.standalone)
         self.reasons: dict[str, str] = {}
         self._parent: dict[int, int] = {}  # union-find: values with the same scale and zero point
         self._producer: dict[int, Layer] = {}  # root value -> the layer that emits it as int8
@@ -66,7 +70,7 @@ class Plan:
         if unmatched:
             raise ValueError(
                 f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
-                f"The quantizable modules are {sorted(layers)}."
+                f"The quantizable modules are {sorted({*layers, *self.standalone})}."
             )
 
     def replacements(self) -> dict[str, nn.Module]:
@@ -81,7 +85,30 @@ class Plan:
                     assert bounds is not None
                     result[name] = FusedClip(*bounds)
                 result[layer.site] = self._observed(layer)
+        modules = {name: calls[0].module for name, calls in self.recording.calls_of().items()}
+        for name, reason in self.standalone.items():
+            module, config = modules[name], self.config(name)
+            if not reason:
+                assert module is not None and config is not None
+                result[name] = observed(module, config, f"{self.prefix}{name}")
         return result
+
+    def _stand_alone(self) -> dict[str, str]:
+        result: dict[str, str] = {}
+        for name, calls in self.recording.calls_of().items():
+            module, config = calls[0].module, self.config(name)
+            if module is not None and stands_alone(module, config):
+                sources = {value for call in calls for value in call.inputs}
+                dtypes = {self.recording.values[value].dtype for value in sources}
+                dtypes.discard(torch.int64)  # of packed sequences
+                exposed = name in self.recording.exposed
+                result[name] = why_float(module, config, dtypes, exposed)
+        return result
+
+    def _dst_config(self, layer: Layer) -> QConfig | None:
+        """How to quantize a destination; None makes it float32."""
+        config = self.config(f"{layer.name}.dst")
+        return None if config is None or config.dynamic else config
 
     def _observed(self, layer: Layer) -> nn.Module:
         config = self.config(layer.name)
@@ -93,7 +120,7 @@ class Plan:
             return ObservedPool(layer.module, layer.name, sources[0].site, contiguous)
         src_from = [None if source is None else source.site for source in sources]
         emits_int8 = self.producer(layer.dst) is layer
-        dst_config = self.config(f"{layer.name}.dst") if emits_int8 else None
+        dst_config = self._dst_config(layer) if emits_int8 else None
         return ObservedLayer(layer, config, src_from, dst_config, contiguous)
 
     def _root(self, value: int) -> int:
@@ -145,7 +172,7 @@ class Plan:
             return False
         if isinstance(layer.module, (DeQuantStub, *POOLS)):
             return False
-        return self.config(f"{layer.name}.dst") is not None
+        return self._dst_config(layer) is not None
 
     def _float_roots(self, readers: list[Layer]) -> set[int]:
         """What someone reads as float: plain operations, float layers, the model's caller."""

@@ -138,14 +138,14 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
     """
     original = without_observers(prepared)
     floats = float_layers(original)
-    kept: dict[str, Any] = {}
+    kept: dict[str, list[Any]] = {}  # of each call
     noises: dict[str, Noise] = {}
 
     def keep(name: str, module: nn.Module, args: object, dst: Any) -> None:
-        kept[name] = dst
+        kept.setdefault(name, []).append(_first(dst))
 
     def against(name: str, module: nn.Module, args: object, dst: Any) -> None:
-        expected = kept.pop(name, None)
+        expected, dst = kept[name].pop(0) if kept.get(name) else None, _first(dst)
         if isinstance(dst, Tensor) and isinstance(expected, Tensor):
             noise = noises.get(name, Noise())
             noises[name] = noise.add(expected, real(module, dst), _clipped(module, expected))
@@ -174,6 +174,13 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
         for name, n in noises.items()
     ]
     return Accuracy(output.decibels, tuple(layers))
+
+
+def _first(dst: Any) -> Any:
+    """Of several results; those of a recurrent module are its states, and the last ones of them."""
+    while isinstance(dst, tuple):
+        dst = dst[0]
+    return dst
 
 
 def float_layers(prepared: nn.Module) -> dict[str, nn.Module]:

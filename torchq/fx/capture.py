@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.fx.fake import fake_quantizer, is_watcher
 from torchq.fx.guards import expect
+from torchq.fx.sequences import SequenceTracer
 
 __all__ = ["CaptureError", "Captured", "Meta", "capture"]
 
@@ -155,7 +156,7 @@ class _Proxy(fx.Proxy):
         return id(self)
 
 
-class _Tracer(fx.Tracer):
+class _Tracer(SequenceTracer):
     """See the module."""
 
     def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

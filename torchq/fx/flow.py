@@ -19,6 +19,7 @@ from torchq.fx.planning import Plan
 from torchq.fx.prepared import Prepared
 from torchq.fx.report import report_rows
 from torchq.running import Inputs, split_inputs
+from torchq.standalone import STANDALONE, converted, observed
 
 __all__ = ["convert", "prepare"]
 
@@ -37,7 +38,7 @@ def prepare(
         CaptureError: the model's forward cannot be traced.
     """
     config = QConfig() if config is None else config
-    eager.check_model(model, config)
+    eager.check_model(model)
     model = copy.deepcopy(model)
     freeze_observers(model)
     source = copy.deepcopy(model)  # tracing runs it, which may change its state
@@ -47,6 +48,10 @@ def prepare(
     plan = Plan(captured, config, overrides)
     plan.check_patterns()
     opaque, rows = _prepare_opaque(captured, config, overrides)
+    for name in plan.standalone:
+        own = plan.config(name)
+        assert own is not None
+        opaque[name] = observed(captured.model.get_submodule(name), own, name)
     return Prepared(plan, opaque, report_rows(plan, rows)).eval()
 
 
@@ -85,8 +90,9 @@ def convert(prepared: Prepared, strict: bool = False) -> QuantizedGraph:
     """The quantized model as a graph; see :func:`torchq.convert`."""
     if strict:
         check_strict(prepared.torchq_report)
-    opaque = {
-        name: eager.convert(prepared.graph_module.get_submodule(name))
-        for name in prepared.opaque_names
-    }
+    opaque = {}
+    for name in prepared.opaque_names:
+        module = prepared.graph_module.get_submodule(name)
+        alone = isinstance(module, STANDALONE)
+        opaque[name] = converted(module, name) if alone else eager.convert(module)
     return Lowering(prepared, opaque).run().with_report(prepared.torchq_report)

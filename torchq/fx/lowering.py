@@ -16,6 +16,7 @@ from torchq.fx.layers import Layer
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.ops import Op, Role
 from torchq.fx.prepared import Prepared
+from torchq.fx.sequences import SequenceTracer
 from torchq.lowering import matmul_from_float, pool_from_float, post_op_chain
 from torchq.nn.binary import Add, Cat, QAdd, QCat, QMul
 from torchq.nn.module import QModule
@@ -36,7 +37,7 @@ class Lowering:
     def __init__(self, prepared: Prepared, opaque: dict[str, nn.Module]) -> None:
         """``opaque``: submodules that were converted by themselves."""
         self.prepared, self.plan = prepared, prepared.plan
-        self.graph = fx.Graph()
+        self.graph = fx.Graph(tracer_cls=SequenceTracer)  # that of unpickling
         self.modules: dict[str, Any] = {}
         self._opaque, self._names = opaque, dict[str, str]()
         self._float: dict[fx.Node, fx.Node] = {}

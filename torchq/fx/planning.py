@@ -16,12 +16,14 @@ from torch import fx
 
 from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
 from torchq.fake_quantize import FakeQuantize
+from torchq.fuse import NO_DYNAMIC_FORM
 from torchq.fx.capture import Captured
 from torchq.fx.fake import Fixed, fixed_qparams, same
 from torchq.fx.layers import Layer, find_layers
 from torchq.fx.ops import Op, Role, clip_bounds
 from torchq.fx.recognize import recognize
 from torchq.nn.binary import Cat
+from torchq.standalone import stands_alone, why_float
 
 __all__ = ["Plan"]
 
@@ -39,14 +41,16 @@ class Plan:
         inside: nodes that exist only within quantized layers.
         reasons: layer -> why it stays float; "" where it is quantized.
         fakes: node of a fake quantizer -> what it says; those that change nothing are not in.
+        standalone: modules that are quantized by themselves.
     """
 
     def __init__(self, captured: Captured, config: QConfig, overrides: Overrides | None) -> None:
         """Decides."""
         self.captured, self._config, self._overrides = captured, config, overrides
         self.ops = recognize(captured, lambda name: self.config(name) is None)
+        self.standalone = self._stand_alone()
         self.layers = find_layers(self.ops)
-        self.reasons = {layer: "" for layer in self.layers}
+        self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
         self._parent: dict[fx.Node, fx.Node] = {}
         in_layers = {part for layer in self.layers for part in layer.parts}
         self._joined: set[fx.Node] = set()  # nodes that have the parameters of what they read
@@ -82,7 +86,7 @@ class Plan:
         names += [f"{layer.op.base}.dst" for layer in self.layers]
         unmatched = unmatched_patterns(self._overrides, names)
         if unmatched:
-            quantizable = sorted({layer.op.base for layer in self.layers})
+            quantizable = sorted({*(layer.op.base for layer in self.layers), *self.standalone})
             raise ValueError(
                 f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
                 f"The quantizable modules are {quantizable}."
@@ -115,7 +119,7 @@ class Plan:
 
     def emits_int8(self, layer: Layer) -> bool:
         """Whether a quantized layer's destination is int8."""
-        wanted = layer.fake is not None or self.config(f"{layer.op.base}.dst") is not None
+        wanted = layer.fake is not None or self._may_emit_int8(layer)
         return self.is_int8(layer.dst) and wanted
 
     def groups(self) -> dict[fx.Node, list[fx.Node]]:
@@ -153,6 +157,36 @@ class Plan:
                 if node is not residual or self.comes_as_int8(node):
                     count[self.root(node)] += 1
         return count
+
+    def _stand_alone(self) -> list[str]:
+        """Gives these modules' calls their reason; the names of those without one."""
+        calls: dict[str, list[Op]] = defaultdict(list)
+        for op in self.ops.values():
+            if op.owner is not None and stands_alone(op.owner, self.config(op.base)):
+                calls[op.base].append(op)
+        names = []
+        attributes = [n for n in self.captured.graph.nodes if n.op == "get_attr"]
+        exposed = {str(node.target).rpartition(".")[0] for node in attributes}
+        for name, ops in calls.items():
+            if name in self.captured.untraceable:
+                continue
+            assert ops[0].owner is not None
+            values = [src.meta["value"] for op in ops for src in op.node.all_input_nodes]
+            dtypes = {value.dtype for value in values if value.dtype is not None}
+            reason = why_float(ops[0].owner, self.config(name), dtypes, name in exposed)
+            for op in ops:
+                op.role, op.reason = Role.OPAQUE, reason
+            if not reason:
+                names.append(name)
+        return names
+
+    def _no_dynamic_form(self, op: Op) -> str:
+        config = self.config(op.base)
+        return NO_DYNAMIC_FORM if config is not None and config.dynamic else ""
+
+    def _may_emit_int8(self, layer: Layer) -> bool:
+        config = self.config(f"{layer.op.base}.dst")
+        return config is not None and not config.dynamic
 
     def _active(self) -> list[Layer]:
         return [layer for layer in self.layers if not self.reasons[layer]]
@@ -262,7 +296,7 @@ class Plan:
             (hard if layer.role is Role.MATMUL else soft).update(roots)
             if layer.residual is not None:
                 soft.add(self.root(layer.residual))
-            if self.config(f"{layer.op.base}.dst") is not None:
+            if self._may_emit_int8(layer):
                 emitted.add(self.root(layer.dst))
         # What a float operation reads as well gains nothing from 8 bits: a residual stream, say.
         self._int8 = hard | (emitted & soft - self._read_as_float())

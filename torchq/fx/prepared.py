@@ -81,6 +81,8 @@ class Prepared(nn.Module):
         found = {}
         for name, target in self._result_names.items():
             found[name] = self.graph_module.get_submodule(target)
+        for name in self.plan.standalone:
+            found[name] = self.graph_module.get_submodule(name)
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,10 +14,14 @@ from torchq.fx.fake import is_watcher
 from torchq.fx.layers import Layer
 from torchq.fx.ops import Op, Role
 from torchq.fx.planning import Plan
+from torchq.standalone import FOREIGN, RECURRENT, is_foreign
 
 __all__ = ["report_rows"]
 
-_MATMULS = (*MATMUL, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_MATMULS = (
+    *(*MATMUL, *RECURRENT),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 
 
 def report_rows(plan: Plan, inside: dict[str, list[Row]]) -> list[Row]:
@@ -31,6 +35,9 @@ def report_rows(plan: Plan, inside: dict[str, list[Row]]) -> list[Row]:
     rows: dict[str, list[Row]] = defaultdict(list)
     for op in plan.ops.values():
         if op.role is Role.SHAPE or (op.owner is None and op.role is Role.PASS):
+            continue
+        unpacks = op.owner is None and op.srcs and op.srcs[0].meta["value"].is_sequence
+        if unpacks and not plan.is_joined(op.node):  # the results of a module
             continue
         name = str(op.node.target) if op.owner is not None else op.name
         if name in inside:
@@ -60,7 +67,9 @@ def _together(rows: list[Row]) -> Row:
 
 def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     quantized, reason, site = False, op.reason, op.name
-    if layer is not None:
+    if op.owner is not None and op.base in plan.standalone:
+        quantized, site = True, op.base
+    elif layer is not None:
         reason = plan.reasons[layer]
         quantized = not reason
         if quantized:
@@ -93,12 +102,15 @@ def _not_called(plan: Plan, known: dict[str, Row]) -> list[Row]:
     for name, module in plan.captured.model.named_modules():
         if name in known or not name or next(module.children(), None) is not None:
             continue
-        if name in plan.captured.entered or name.startswith(watchers):
+        foreign = is_foreign(module)  # its operations have rows of their own, in float
+        if (name in plan.captured.entered and not foreign) or name.startswith(watchers):
             continue
         host = next((other for other in known if name.startswith(f"{other}.")), None)
-        is_matmul = isinstance(module, _MATMULS) and name not in used
+        is_matmul = foreign or (isinstance(module, _MATMULS) and name not in used)
         requested = plan.config(name) is None
-        if name in used:
+        if foreign and name in used:
+            reason = FOREIGN
+        elif name in used:
             reason = "its parameters are used outside of it"
         elif host is None:
             reason = "not called with example_inputs"

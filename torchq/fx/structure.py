@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.utils import rnn
 
 from torchq.fx import guards
 from torchq.fx.module import QuantizedGraph
+from torchq.fx.sequences import SequenceTracer
 from torchq.nn.module import QModule
 
 __all__ = ["GRAPH_KEY", "decode", "encode"]
@@ -28,6 +30,7 @@ _NAMESPACES: dict[str, Any] = {
     "functional": F,
     "operator": operator,
     "math": math,
+    "rnn": rnn,
     "guards": guards,
 }
 _REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem")
@@ -102,7 +105,11 @@ def decode(
             f"{_VERSION} of torchq's graphs, got {bytes(text.tolist())[:60]!r}. Was it written by "
             "another version of torchq?"
         )
-    graph, nodes, owned = fx.Graph(), dict[str, fx.Node](), dict[str, Any]()
+    graph, nodes, owned = (
+        fx.Graph(tracer_cls=SequenceTracer),
+        dict[str, fx.Node](),
+        dict[str, Any](),
+    )
     for op, name, target, args, kwargs, *source in entries:
         if op == "call_module":
             owned[target] = owned.get(target) or modules(target, source[0])

@@ -21,9 +21,10 @@ from torchq.nn.pooling import (
     QMaxPool3d,
 )
 from torchq.nn.quantize import Dequantize, DeQuantStub, QLookup, Quantize, QuantStub
-from torchq.nn.rnn import QGRU, QLSTM, QRNN, QGRUCell, QLSTMCell, QRNNCell
+from torchq.nn.rnn import QGRU, QLSTM, QRNN
+from torchq.nn.rnn_cell import QGRUCell, QLSTMCell, QRNNCell
 from torchq.nn.rnn_layer import QRecurrentLayer, RecurrentWeight
-from torchq.nn.rnn_observed import ObservedRNN
+from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
 
 __all__ = [
     "QGRU",
@@ -38,6 +39,7 @@ __all__ = [
     "FusedClip",
     "Mul",
     "ObservedRNN",
+    "ObservedRNNCell",
     "QAdaptiveAvgPool1d",
     "QAdaptiveAvgPool2d",
     "QAdaptiveAvgPool3d",

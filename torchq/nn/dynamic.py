@@ -99,10 +99,10 @@ class DynamicQLinear(QModule):
         shape = (self.out_features, self.in_features)
         return PackedWeight(self.weight, self.compensation, self.pair_bound, shape, 1, ())
 
-    def forward(self, src: Tensor) -> Tensor:
-        """Applies the layer."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the layer; the argument is called as that of ``torch.nn.Linear``."""
         dst: Tensor = torch.ops.torchq.dynamic_linear(
-            src,
+            input,
             self.weight,
             self.compensation,
             self.pair_bound,

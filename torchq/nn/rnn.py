@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import Self
 
-from torchq.nn.module import QModule
+from torchq.nn.module import QModule, dtype_name
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer, RecurrentWeight
 from torchq.qparams import QParams
 
@@ -71,6 +71,17 @@ def layer_from_float(
     )
 
 
+def check_bound(op: str, name: str, module: nn.Module, src: QParams | None, state: object) -> None:
+    """Raises ValueError where [-1, 1] would not hold the states of a static network."""
+    relu, projection = cell_of(module) == "rnn_relu", bool(getattr(module, "proj_size", 0))
+    if src is not None and state is None and (relu or projection):
+        kind = "relu" if relu else "a projection"
+        raise ValueError(
+            f"torchq.nn.{op}: {name} must be given for {kind}, whose hidden state has no bound, "
+            "got None. Observe it (torchq.nn.ObservedRNN), or use a dynamic network (src=None)."
+        )
+
+
 class _QRecurrent(QModule):
     """What networks of all cells share.
 
@@ -78,7 +89,7 @@ class _QRecurrent(QModule):
         module: the float network.
         src: parameters of the source; None for a dynamic network, which takes float32.
         states: parameters of each layer's hidden state; None means [-1, 1] (scale 1/127, zero point
-            128), which holds every state of LSTM, GRU and tanh.
+            128), which holds every state of LSTM, GRU and tanh, but not of relu and projections.
         granularity, bits: of the weights, "per_channel" (per gate and unit) or "per_tensor", 8 or
             7.
         dst_dtype: float32, or the dtype of the last layer's state, whose parameters it then has.
@@ -136,13 +147,15 @@ class _QRecurrent(QModule):
 
         Raises:
             TypeError: ``module`` is not the float network of this class.
-            ValueError: a weight has NaN or inf, or ``states`` has another number of layers.
+            ValueError: a weight has NaN or inf, ``states`` has another number of layers, or is None
+                where a static network's states have no bound: with relu or a projection.
         """
         if not isinstance(module, cls._float):  # type: ignore[attr-defined]
             raise TypeError(
                 f"torchq.nn.{cls.__name__}: module must be a torch.nn.{cls.__name__[1:]}, got "
                 f"{type(module).__name__}."
             )
+        check_bound(cls.__name__, "states", module, src, states)
         count: int = getattr(module, "num_layers", 1)
         given = [states] * count if states is None or isinstance(states, QParams) else list(states)
         if len(given) != count:
@@ -246,9 +259,16 @@ class _QRecurrent(QModule):
         return result, h_last, c_last
 
     def extra_repr(self) -> str:
-        """What the layers do not tell."""
-        words = [f"batch_first={self.batch_first}"] if self.batch_first else []
-        return ", ".join(words + (["merge=sum"] if self.sums else []))
+        """Sizes and dtypes on one line."""
+        spec = self.read_spec()["layers"][0]
+        words = [f"{self.cell}, {self.input_size}, {self.hidden_size}"]
+        words += [f"num_layers={self.num_layers}"] if self.num_layers > 1 else []
+        words += [f"proj_size={self.proj_size}"] if self.proj_size else []
+        words += ["bidirectional"] if self.bidirectional else []
+        words += ["batch_first"] if self.batch_first else []
+        words += ["merge=sum"] if self.sums else []
+        state = "" if spec["src"] == "dynamic" else f", states {spec['state']}"
+        return f"{', '.join(words)}, {spec['src']} -> {dtype_name(self.dst_dtype)}{state}"
 
 
 class QLSTM(_QRecurrent):
@@ -272,17 +292,17 @@ class QLSTM(_QRecurrent):
     _float = nn.LSTM
 
     def forward(
-        self, src: Tensor, hx: tuple[Tensor, Tensor] | None = None
+        self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Applies all layers."""
         h_0: Tensor | None = None
         c_0: Tensor | None = None
         if hx is not None:
             h_0, c_0 = hx
-        if not torch.jit.is_scripting() and isinstance(src, PackedSequence):  # type: ignore[attr-defined]
-            packed, h_n, c_n = self._packed(src, h_0, c_0)
+        if not torch.jit.is_scripting() and isinstance(input, PackedSequence):  # type: ignore[attr-defined]
+            packed, h_n, c_n = self._packed(input, h_0, c_0)
             return packed, (h_n, c_n)
-        dst, h_n, c_n = self._forward(src, h_0, c_0)
+        dst, h_n, c_n = self._forward(input, h_0, c_0)
         return dst, (h_n, c_n)
 
 
@@ -296,117 +316,16 @@ class QGRU(_QRecurrent):
 
     _float = nn.GRU
 
-    def forward(self, src: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Applies all layers."""
-        if not torch.jit.is_scripting() and isinstance(src, PackedSequence):  # type: ignore[attr-defined]
-            packed, h_n, _ = self._packed(src, hx, None)
+        if not torch.jit.is_scripting() and isinstance(input, PackedSequence):  # type: ignore[attr-defined]
+            packed, h_n, _ = self._packed(input, hx, None)
             return packed, h_n
-        dst, h_n, _ = self._forward(src, hx, None)
+        dst, h_n, _ = self._forward(input, hx, None)
         return dst, h_n
 
 
 class QRNN(QGRU):
-    """Quantized :class:`torch.nn.RNN`. With relu pass ``states``: they have no bound."""
+    """Quantized :class:`torch.nn.RNN`."""
 
     _float = nn.RNN  # type: ignore[assignment]
-
-    @classmethod
-    def from_float(
-        cls,
-        module: nn.Module,
-        src: QParams | None = None,
-        states: Sequence[QParams] | QParams | None = None,
-        **options: Any,
-    ) -> Self:
-        """See :class:`QLSTM`.
-
-        Raises:
-            ValueError: relu in a static network without ``states``.
-        """
-        if cell_of(module) == "rnn_relu" and src is not None and states is None:
-            raise ValueError(
-                "torchq.nn.QRNN: states must be given for relu, whose hidden state has no bound, "
-                "got None. Observe it, or use a dynamic network (src=None)."
-            )
-        return super().from_float(module, src, states, **options)
-
-
-class _QCell(QModule):
-    """A cell: one layer, one step."""
-
-    def __init__(self, layer: QRecurrentLayer) -> None:
-        super().__init__()
-        self.layer = layer
-        self.input_size, self.hidden_size = layer.input_size, layer.hidden_size
-        self._set_spec(layer=layer.read_spec())
-
-    @classmethod
-    def from_float(
-        cls,
-        module: nn.Module,
-        src: QParams | None = None,
-        state: QParams | None = None,
-        *,
-        granularity: str = "per_channel",
-        bits: int = 8,
-    ) -> Self:
-        """Quantizes a float cell; ``src`` None makes it dynamic.
-
-        Raises:
-            TypeError: ``module`` is not the float cell of this class.
-        """
-        if not isinstance(module, cls._float):  # type: ignore[attr-defined]
-            raise TypeError(
-                f"torchq.nn.{cls.__name__}: module must be a torch.nn.{cls.__name__[1:]}, got "
-                f"{type(module).__name__}."
-            )
-        return cls(layer_from_float(module, 0, src, state, granularity, bits))
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Self:
-        """See the base class."""
-        return cls(QRecurrentLayer.from_spec(spec["layer"]))
-
-    def _step(self, src: Tensor, h: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tensor]:
-        unbatched = src.dim() == 1
-        rows = src.reshape(1, 1, -1) if unbatched else src.unsqueeze(0)
-        if h is not None:
-            h = h.reshape(1, -1, h.size(-1))
-        if c is not None:
-            c = c.reshape(1, -1, c.size(-1))
-        _, h_n, c_n = self.layer(rows, None, h, c)
-        h_n = h_n.squeeze(0)
-        c_n = c_n.squeeze(0) if c_n.dim() == 3 else c_n
-        if unbatched:
-            return h_n.squeeze(0), c_n.squeeze(0) if c_n.dim() == 2 else c_n
-        return h_n, c_n
-
-
-class QLSTMCell(_QCell):
-    """Quantized :class:`torch.nn.LSTMCell`."""
-
-    _float = nn.LSTMCell
-
-    def forward(
-        self, src: Tensor, hx: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """One step: (h, c)."""
-        if hx is None:
-            return self._step(src, None, None)
-        return self._step(src, hx[0], hx[1])
-
-
-class QGRUCell(_QCell):
-    """Quantized :class:`torch.nn.GRUCell`."""
-
-    _float = nn.GRUCell
-
-    def forward(self, src: Tensor, hx: Tensor | None = None) -> Tensor:
-        """One step: h."""
-        return self._step(src, hx, None)[0]
-
-
-class QRNNCell(QGRUCell):
-    """Quantized :class:`torch.nn.RNNCell`."""
-
-    _float = nn.RNNCell  # type: ignore[assignment]

@@ -3,18 +3,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
 from torchq.config import QConfig
 from torchq.nn.rnn import QGRU, QLSTM, QRNN
+from torchq.nn.rnn_cell import QGRUCell, QLSTMCell, QRNNCell
 from torchq.observer_base import Observer
 from torchq.qparams import QParams
 
-_QUANTIZED: dict[type[nn.Module], Any] = {nn.LSTM: QLSTM, nn.GRU: QGRU, nn.RNN: QRNN}
+NETWORKS: dict[type[nn.Module], Any] = {nn.LSTM: QLSTM, nn.GRU: QGRU, nn.RNN: QRNN}
+CELLS: dict[type[nn.Module], Any] = {
+    nn.LSTMCell: QLSTMCell,
+    nn.GRUCell: QGRUCell,
+    nn.RNNCell: QRNNCell,
+}
 
 
 def single_layers(module: nn.RNNBase) -> list[nn.RNNBase]:
@@ -29,14 +37,42 @@ def single_layers(module: nn.RNNBase) -> list[nn.RNNBase]:
             options["nonlinearity"] = module.nonlinearity
         inputs = module.input_size if i == 0 else width * (2 if module.bidirectional else 1)
         make: Any = type(module)
-        layer: nn.RNNBase = make(inputs, module.hidden_size, **options)
+        layer: nn.RNNBase = make(inputs, module.hidden_size, device="meta", **options)
         for name, _ in list(layer.named_parameters()):
             setattr(layer, name, getattr(module, name.replace("_l0", f"_l{i}")))
         layers.append(layer.eval())
     return layers
 
 
-class ObservedRNN(nn.Module):
+class _Observed(nn.Module):
+    """A float module with observers; a dynamic configuration has none."""
+
+    def __init__(self, module: nn.Module, config: QConfig | None, name: str, known: Any) -> None:
+        super().__init__()
+        if type(module) not in known or next(module.parameters()).dtype != torch.float32:
+            names = ", ".join(cls.__name__ for cls in known)
+            raise TypeError(
+                f"torchq.nn.{type(self).__name__}: module must be one of {names} of torch.nn in "
+                f"float32, got {type(module).__name__}, {next(module.parameters()).dtype}."
+            )
+        self.module: Any = module
+        self.config = config or QConfig()
+        self.layer_name = name
+        self.src_observer = self._observer()
+
+    def _observer(self) -> Observer | None:
+        return None if self.config.dynamic else self.config.make_observer(self.layer_name)
+
+    def _qparams(self, observer: nn.Module | None) -> QParams:
+        assert isinstance(observer, Observer)
+        config = self.config
+        return observer.qparams(config.activation_dtype, config.activation_bits, config.symmetric)
+
+    def _weights(self) -> dict[str, Any]:
+        return {"granularity": self.config.weight_granularity, "bits": self.config.weight_bits}
+
+
+class ObservedRNN(_Observed):
     """A float LSTM, GRU or RNN that records what its quantized form needs to know.
 
     Run it on representative data in place of the float network, then :meth:`convert` it.
@@ -52,24 +88,21 @@ class ObservedRNN(nn.Module):
 
     def __init__(self, module: nn.RNNBase, config: QConfig | None = None, name: str = "") -> None:
         """Starts without data."""
-        super().__init__()
-        if type(module) not in _QUANTIZED or module.weight_ih_l0.dtype != torch.float32:
-            raise TypeError(
-                "torchq.nn.ObservedRNN: module must be a float32 torch.nn.LSTM, GRU or RNN, got "
-                f"{type(module).__name__}."
-            )
-        self.module = module
-        self.config = config or QConfig()
-        self.src_observer = self.config.make_observer(name)
-        names = [f"{name}.layer{i}" for i in range(module.num_layers)]
-        self.state_observers = nn.ModuleList(self.config.make_observer(each) for each in names)
+        super().__init__(module, config, name, NETWORKS)
+        layers = 0 if self.config.dynamic else module.num_layers
+        self.state_observers = nn.ModuleList(
+            filter(None, (self._observer() for _ in range(layers)))
+        )
+        # What a projection reads is never seen outside of the network.
+        self.hidden_observer = self._observer() if module.proj_size else None
 
-    def forward(self, src: Any, hx: Any = None) -> Any:
-        """The float network's result; records the source and each layer's states."""
-        rows = src.data if isinstance(src, PackedSequence) else src
-        self.src_observer(rows)
-        self._observe_layers(src, hx)
-        return self.module(src, hx)
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """The float network's result; records the source, initial and all later states."""
+        if self.src_observer is not None:
+            packed = isinstance(input, PackedSequence)
+            self.src_observer(input.data if packed else input)
+            self._observe_layers(input, hx)
+        return self.module(input, hx)
 
     def _observe_layers(self, src: Any, hx: Any) -> None:
         """Layer by layer, which gives each layer's states; initial states are states too."""
@@ -81,19 +114,22 @@ class ObservedRNN(nn.Module):
         directions = 2 if self.module.bidirectional else 1
         for i, layer in enumerate(single_layers(self.module)):
             observer = self.state_observers[i]
-            states = self._initial(hx, slice(i * directions, (i + 1) * directions), src)
+            states = self._initial(hx, slice(i * directions, (i + 1) * directions))
+            if self.hidden_observer is not None:
+                for hidden in _before_projection(layer, src, states):
+                    self.hidden_observer(hidden)
             src, _ = layer(src, states)
             observer(src.data if isinstance(src, PackedSequence) else src)
             if states is not None:
                 observer(states[0] if isinstance(states, tuple) else states)
 
     @staticmethod
-    def _initial(hx: Any, part: slice, src: Any) -> Any:
+    def _initial(hx: Any, part: slice) -> Any:
         if hx is None:
             return None
-        several = hx if isinstance(hx, tuple) else (hx,)
+        several = hx if isinstance(hx, tuple | list) else (hx,)
         states = [each[part] if each.dim() == 3 else each[part].unsqueeze(1) for each in several]
-        return tuple(states) if isinstance(hx, tuple) else states[0]
+        return tuple(states) if isinstance(hx, tuple | list) else states[0]
 
     def convert(self, dst_dtype: torch.dtype = torch.float32) -> QLSTM | QGRU | QRNN:
         """The quantized network.
@@ -101,18 +137,70 @@ class ObservedRNN(nn.Module):
         Raises:
             RuntimeError: it was never run (static configurations).
         """
-        cls, config = _QUANTIZED[type(self.module)], self.config
-        options = {"granularity": config.weight_granularity, "bits": config.weight_bits}
+        cls, options = NETWORKS[type(self.module)], self._weights()
         result: QLSTM | QGRU | QRNN
-        if config.dynamic:
+        if self.config.dynamic:
             result = cls.from_float(self.module, **options)
             return result
+        if self.hidden_observer is not None:
+            options["hidden"] = self._qparams(self.hidden_observer)
         states = [self._qparams(observer) for observer in self.state_observers]
         src = self._qparams(self.src_observer)
         result = cls.from_float(self.module, src, states, dst_dtype=dst_dtype, **options)
         return result
 
-    def _qparams(self, observer: nn.Module) -> QParams:
-        assert isinstance(observer, Observer)
-        config = self.config
-        return observer.qparams(config.activation_dtype, config.activation_bits, config.symmetric)
+
+def _before_projection(layer: nn.RNNBase, src: Any, states: Any) -> Iterator[Tensor]:
+    """``o * tanh(c)`` of every step of one layer."""
+    if isinstance(src, PackedSequence):
+        for n, sequence in enumerate(unpack_sequence(src)):
+            own = None if states is None else tuple(state[:, n : n + 1] for state in states)
+            yield from _before_projection(layer, sequence.unsqueeze(1), own)
+        return
+    for direction, suffix in enumerate(("", "_reverse")[: 2 if layer.bidirectional else 1]):
+        w = {name: getattr(layer, f"{name}_l0{suffix}", None) for name in _WEIGHTS}
+        batch = src.size(1)
+        h = src.new_zeros(batch, layer.proj_size) if states is None else states[0][direction]
+        c = src.new_zeros(batch, layer.hidden_size) if states is None else states[1][direction]
+        for x in src.flip(0) if suffix else src:
+            gates = F.linear(x, w["weight_ih"], w["bias_ih"])  # type: ignore[arg-type]
+            gates = gates + F.linear(h, w["weight_hh"], w["bias_hh"])  # type: ignore[arg-type]
+            i, f, g, o = gates.chunk(4, -1)
+            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+            hidden = torch.sigmoid(o) * torch.tanh(c)
+            h = F.linear(hidden, w["weight_hr"])  # type: ignore[arg-type]
+            yield hidden
+
+
+_WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+
+
+class ObservedRNNCell(_Observed):
+    """A float LSTMCell, GRUCell or RNNCell that records its source and its hidden state.
+
+    Args and errors are those of :class:`ObservedRNN`. It may be called any number of times.
+    """
+
+    def __init__(self, module: nn.RNNCellBase, config: QConfig | None, name: str = "") -> None:
+        """Starts without data."""
+        super().__init__(module, config, name, CELLS)
+        self.state_observer = self._observer()
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        """The float cell's result; records the source, and the state before and after."""
+        result = self.module(input, hx)
+        if self.src_observer is not None and self.state_observer is not None:
+            self.src_observer(input)
+            for state in (hx, result):
+                if state is not None:
+                    self.state_observer(state if isinstance(state, Tensor) else state[0])
+        return result
+
+    def convert(self) -> QLSTMCell | QGRUCell | QRNNCell:
+        """The quantized cell; see :meth:`ObservedRNN.convert`."""
+        cls, options = CELLS[type(self.module)], self._weights()
+        if not self.config.dynamic:
+            options["src"] = self._qparams(self.src_observer)
+            options["state"] = self._qparams(self.state_observer)
+        result: QLSTMCell | QGRUCell | QRNNCell = cls.from_float(self.module, **options)
+        return result

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized LSTMCell, GRUCell and RNNCell."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from torchq.nn.module import QModule
+from torchq.nn.rnn import check_bound, layer_from_float
+from torchq.nn.rnn_layer import QRecurrentLayer
+from torchq.qparams import QParams
+
+
+class _QCell(QModule):
+    """A cell: one layer, one step."""
+
+    def __init__(self, layer: QRecurrentLayer) -> None:
+        super().__init__()
+        self.layer = layer
+        self.input_size, self.hidden_size = layer.input_size, layer.hidden_size
+        self._set_spec(layer=layer.read_spec())
+
+    def extra_repr(self) -> str:
+        """Sizes and dtypes on one line."""
+        return self.layer.extra_repr()
+
+    @classmethod
+    def from_float(
+        cls,
+        module: nn.Module,
+        src: QParams | None = None,
+        state: QParams | None = None,
+        *,
+        granularity: str = "per_channel",
+        bits: int = 8,
+    ) -> Self:
+        """Quantizes a float cell; ``src`` None makes it dynamic.
+
+        Raises:
+            TypeError: ``module`` is not the float cell of this class.
+            ValueError: ``state`` is None for a static cell with relu, whose state has no bound.
+        """
+        if not isinstance(module, cls._float):  # type: ignore[attr-defined]
+            raise TypeError(
+                f"torchq.nn.{cls.__name__}: module must be a torch.nn.{cls.__name__[1:]}, got "
+                f"{type(module).__name__}."
+            )
+        check_bound(cls.__name__, "state", module, src, state)
+        return cls(layer_from_float(module, 0, src, state, granularity, bits))
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> Self:
+        """See the base class."""
+        return cls(QRecurrentLayer.from_spec(spec["layer"]))
+
+    def _step(self, src: Tensor, h: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tensor]:
+        unbatched = src.dim() == 1
+        rows = src.reshape(1, 1, -1) if unbatched else src.unsqueeze(0)
+        if h is not None:
+            h = h.reshape(1, -1, h.size(-1))
+        if c is not None:
+            c = c.reshape(1, -1, c.size(-1))
+        _, h_n, c_n = self.layer(rows, None, h, c)
+        h_n = h_n.squeeze(0)
+        c_n = c_n.squeeze(0) if c_n.dim() == 3 else c_n
+        if unbatched:
+            return h_n.squeeze(0), c_n.squeeze(0) if c_n.dim() == 2 else c_n
+        return h_n, c_n
+
+
+class QLSTMCell(_QCell):
+    """Quantized :class:`torch.nn.LSTMCell`."""
+
+    _float = nn.LSTMCell
+
+    def forward(
+        self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One step: (h, c)."""
+        if hx is None:
+            return self._step(input, None, None)
+        return self._step(input, hx[0], hx[1])
+
+
+class QGRUCell(_QCell):
+    """Quantized :class:`torch.nn.GRUCell`."""
+
+    _float = nn.GRUCell
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
+        """One step: h."""
+        return self._step(input, hx, None)[0]
+
+
+class QRNNCell(QGRUCell):
+    """Quantized :class:`torch.nn.RNNCell`."""
+
+    _float = nn.RNNCell  # type: ignore[assignment]
