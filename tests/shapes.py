@@ -272,6 +272,27 @@ CONV_GROUPED = [
     conv("resnext50.32x4d_small", (128, 128), (14, 14), 3, 1, 1, groups=32),
     conv("regnet.8_per_group", (64, 64), (14, 13), 3, 2, 1, groups=8),
     conv("shufflenet.1x1", (60, 24), (14, 14), 1, groups=3),
+    # Few channels per group: a multiple of 16 in all or not, merged groups, 1 to 17 rows in a tile.
+    *(
+        conv(
+            f"groups_of_{width}",
+            (width * groups, width * groups),
+            (9, 8),
+            3,
+            stride,
+            1,
+            groups=groups,
+        )
+        for width, groups in ((4, 4), (4, 5), (4, 15), (8, 2), (8, 5), (2, 8), (2, 18), (2, 9))
+        for stride in (1, 2)
+    ),
+    *(conv("groups_of_4", (20, 20), (1, w), (1, 3), groups=5) for w in (3, 4, 6, 9, 12, 19)),
+    *(conv("groups_of_8", (24, 24), (1, w), (1, 3), groups=3) for w in (3, 4, 6, 9, 12, 19)),
+    conv("groups_of_4_1d", (36, 36), (29,), 5, 2, 2, groups=9, batch=2),
+    conv("groups_of_8_3d", (40, 40), (4, 5, 6), (2, 3, 3), 1, (1, 0, 1), groups=5),
+    conv("groups_of_4_1x1", (32, 32), (5, 7), 1, groups=8, batch=2),
+    conv("groups_of_8_many_classes", (24, 24), (9, 10), 7, 1, 3, dilation=2, groups=3),
+    conv("groups_of_4_wide_padding", (28, 28), (2, 3), 3, 2, 4, groups=7, batch=3),
     conv("grouped_dilated", (16, 16), (11, 11), 3, 1, 2, dilation=2, groups=4),
     conv("grouped_asymmetric", (10, 20), (8, 9), (3, 2), 1, (1, 0), (0, 1), groups=5, batch=2),
 ]

@@ -33,6 +33,8 @@ FORMS = [
     cases.conv("dense_tail", (8, 37), (4, 5), 3, 2, 1, batch=2),
     cases.conv("row_runs", (3, 24), (9, 8), 3, 2, 1),
     cases.conv("grouped", (12, 20), (6, 5), 3, 1, 1, groups=4),
+    cases.conv("groups_of_4", (20, 20), (6, 5), 3, 1, 1, groups=5),
+    cases.conv("groups_of_8", (40, 40), (5, 6), 3, 2, 1, groups=5, batch=2),
     cases.depthwise("dw", 64, (5, 6), padding=1),
     cases.depthwise("dw_tail", 37, (5, 6), stride=2, padding=1, batch=2),
 ]
@@ -90,7 +92,7 @@ def test_random_geometries(dims: int):
 def test_post_ops(chain: str):
     for i, (shape, dst) in enumerate(itertools.product(FORMS, DTYPES)):
         sampled(shape, (U8, S8)[i // 4 % 2], dst, chain).check((shape, dst))
-    for shape in (FORMS[1], FORMS[4]):
+    for shape in (FORMS[1], FORMS[4], FORMS[6]):
         sampled(shape, U8, U8, chain, per_channel_dst=True).check((shape, "per-channel dst"))
 
 
@@ -231,9 +233,22 @@ def test_no_channels():
 
 @pytest.mark.parametrize("shape", FORMS, ids=str)
 def test_kernel(shape: ConvShape, isa: str):
-    depthwise = shape.name.startswith("dw")
+    name, has_narrow = "gemm", isa in ("avx2", "avx512")
+    if shape.name.startswith("dw"):
+        name, has_narrow = "depthwise", False
+    elif shape.name.startswith("groups_of"):
+        name = "small_groups"
     sampled(shape).run()
-    assert torchq.last_kernel() == ("depthwise:" if depthwise else "gemm:") + isa
+    assert torchq.last_kernel() == f"{name}:{isa}"
     sampled(shape, narrow=True).run()
-    gemm = "gemm_narrow:" if isa in ("avx2", "avx512") else "gemm:"
-    assert torchq.last_kernel() == ("depthwise:" if depthwise else gemm) + isa
+    assert torchq.last_kernel() == f"{name}{'_narrow' * has_narrow}:{isa}"
+
+
+def test_weights_merged_to_groups_of_16_are_refused():
+    """As groups of 4 were packed before they had a layout of their own."""
+    call = sampled(cases.conv("groups_of_4", (32, 32), (6, 5), 3, 1, 1, groups=8))
+    assert call.args["weight"].shape == (2, 9, 1, 16, 4)
+    with pytest.raises(
+        ValueError, match=r"needs weight \[2, 9, 1, 16, 4\].*got \[2, 9, 4, 16, 4\]"
+    ):
+        call.run(weight=torch.zeros(2, 9, 4, 16, 4, dtype=S8))

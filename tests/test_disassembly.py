@@ -66,7 +66,7 @@ def test_accumulators_stay_in_registers(isa: str) -> None:
     tiles = {
         name: k_loop(body)
         for name, body in disassemble(OBJECTS[isa]).items()
-        if "gemm_tile<" in name or "rnn_tile<" in name
+        if re.search("(gemm|rnn|small_group)_tile<", name)
     }
     assert len(tiles) >= 12, "the tiles were not found"
     assert all(tiles.values()), "a tile has no K loop"

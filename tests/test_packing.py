@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import cases
@@ -27,8 +28,15 @@ FORMS = [
     ("no_row_runs_when_dilated", (16, 3, 3, 3), 1, (1, 2), (1, 9, 1, 16, 4)),
     ("row_runs_dilated_rows", (16, 3, 3, 3), 1, (2, 1), (1, 3, 3, 16, 4)),
     ("grouped_wide", (96, 32, 3, 3), 3, (1, 1), (6, 9, 8, 16, 4)),
-    ("grouped_merged", (128, 4, 3, 3), 32, (1, 1), (8, 9, 4, 16, 4)),
+    ("grouped_merged", (128, 4, 3, 3), 16, (1, 1), (8, 9, 2, 16, 4)),
     ("grouped_merged_unevenly", (20, 2, 3, 2), 5, (1, 1), (5, 6, 1, 16, 4)),
+    ("groups_of_4", (128, 4, 3, 3), 32, (1, 1), (8, 9, 1, 16, 4)),
+    ("groups_of_4_tail", (20, 4, 3), 5, (2,), (2, 3, 1, 16, 4)),
+    ("groups_of_4_too_few", (12, 4, 3, 3), 3, (1, 1), (1, 9, 3, 16, 4)),
+    ("groups_of_8", (16, 8, 3, 3), 2, (1, 1), (1, 9, 2, 16, 4)),
+    ("groups_of_8_tail", (40, 8, 1, 2), 5, (1, 1), (3, 2, 2, 16, 4)),
+    ("groups_of_2", (36, 2, 3, 3), 18, (1, 1), (3, 9, 1, 16, 4)),
+    ("groups_of_2_odd", (18, 2, 3, 3), 9, (1, 1), (3, 9, 2, 16, 4)),
     ("grouped_merged_tail", (15, 3, 3, 3), 3, (1, 1), (1, 9, 3, 16, 4)),
     ("depthwise_3x3", (33, 1, 3, 3), 33, (1, 1), (3, 3, 16, 4)),
     ("depthwise_5x5", (16, 1, 5, 5), 16, (2, 2), (1, 7, 16, 4)),
@@ -61,6 +69,16 @@ def check_traced(op: str, *args: object) -> None:
         assert (r.shape, r.dtype, r.stride()) == (t.shape, t.dtype, t.stride())
 
 
+def repeated(packed: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """The weights that small groups have in two panels: the last panel has the last 16 channels."""
+    channels, width = weight.shape[:2]
+    panels = -(-channels // 16)
+    small = groups > 1 and channels == groups * width and packed.shape[0] == panels
+    if not small or packed.shape[2:] not in ((1, 16, 4), (2, 16, 4)) or width not in (2, 4, 8):
+        return weight[:0]
+    return weight[channels - 16 : 16 * (panels - 1)]
+
+
 def check_conv(weight: Tensor, groups: int, dilation: tuple[int, ...]) -> Tensor:
     packed, compensation, bound = ops.pack_conv(weight, groups, dilation)
     unpacked = ops.unpack_conv(packed, weight.shape, groups, dilation)
@@ -71,7 +89,8 @@ def check_conv(weight: Tensor, groups: int, dilation: tuple[int, ...]) -> Tensor
     rows = sums.unflatten(1, (compensation.shape[0], -1)).sum(-1).t()
     assert torch.equal(compensation, rows.to(S32))
     assert torch.equal(bound, pair_bounds(packed))
-    assert packed.int().sum() == weight.int().sum(), "padding must be 0"
+    twice = repeated(packed, weight, groups).int().sum()
+    assert packed.int().sum() == weight.int().sum() + twice, "padding must be 0"
     check_traced("pack_conv", weight, groups, list(dilation))
     check_traced("unpack_conv", packed, list(weight.shape), groups, list(dilation))
     return packed
@@ -94,6 +113,23 @@ def test_linear_layout():
     assert torch.equal(packed[1, 0, 0, :4], weight[16:, :4])
     assert not packed[1, :, :, 4:].any()
     assert torch.equal(compensation, weight.int().sum(1, keepdim=True).t().to(S32))
+
+
+@pytest.mark.parametrize("width,groups", [(4, 5), (8, 3), (2, 10)])
+def test_small_groups_layout(width: int, groups: int):
+    """Lane 4 i + j of vector q: input 4 j .. 4 j + 3 of the panel, output 4 q + i of its group."""
+    channels = width * groups
+    weight = cases.random_s8((channels, width, 2, 3))
+    packed = check_conv(weight, groups, (1, 1))
+    block = max(width, 4)
+    dense = torch.block_diag(*[weight[g * width : (g + 1) * width, :, 1, 2] for g in range(groups)])
+    assert packed.shape == (2, 6, block // 4, 16, 4)
+    for panel, first in enumerate((0, channels - 16)):
+        for q, i, j in itertools.product(range(block // 4), range(4), range(4)):
+            source = first + 4 * j
+            output = source - (source - first) % block + 4 * q + i
+            expected = dense[output, source : source + 4]
+            assert torch.equal(packed[panel, 5, q, 4 * i + j], expected), (panel, q, i, j)
 
 
 def check_linear(weight: Tensor) -> None:

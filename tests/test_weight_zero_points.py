@@ -30,6 +30,7 @@ CONV = [
     ConvShape(2, 6, 21, (5, 7), (3, 3), (2, 1), (1, 1), (0, 2), (1, 1), 1, "dense"),
     ConvShape(1, 3, 64, (9, 9), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1), 1, "runs"),
     ConvShape(1, 8, 12, (5, 5), (3, 3), (1, 1), (1, 1), (1, 1), (2, 2), 4, "groups"),
+    ConvShape(1, 20, 20, (5, 5), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1), 5, "small groups"),
     ConvShape(1, 64, 128, (4,), (3,), (1,), (1,), (1,), (1,), 2, "wide groups"),
     ConvShape(1, 37, 37, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1), 37, "depthwise"),
 ]
@@ -81,7 +82,7 @@ def test_against_the_oracle(shape, weight_dtype: torch.dtype, isa: str):
         assert_same(got, expected(args, zero, shape), (shape, dst, per_channel))
 
 
-@pytest.mark.parametrize("shape", [LINEAR[0], CONV[0], CONV[4]], ids=str)
+@pytest.mark.parametrize("shape", [LINEAR[0], CONV[0], CONV[3], CONV[5]], ids=str)
 def test_exact_sums_and_chains(shape, isa: str):
     """Without scales an int32 destination is exact; float chains start from the same sums."""
     args, zero = arguments(shape, S32, U8, True)

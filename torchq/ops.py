@@ -94,6 +94,9 @@ def _conv_packing(
         return [-(-outputs // 16), quads, 16, 4], 1
     if groups == 1 and inputs_per_group % 4 != 0 and width > 1 and dilation[-1] == 1:
         return [-(-outputs // 16), rows, -(-width * inputs_per_group // 4), 16, 4], rows
+    size = inputs_per_group * (2 if inputs_per_group == 2 and groups % 2 == 0 else 1)
+    if groups > 1 and outputs == groups * inputs_per_group >= 16 and size in (4, 8):
+        return [-(-outputs // 16), taps, size // 4, 16, 4], taps
     return _dense_packing(outputs, inputs_per_group, groups, taps)
 
 

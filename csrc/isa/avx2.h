@@ -267,6 +267,20 @@ struct Avx2 {
     acc.hi = _mm256_add_epi32(acc.hi, pair_sums(src, weight.hi));
     pin(acc);
   }
+  /// small groups: lane 4 i + j from lane 4 j + i
+  static TORCHQ_INLINE Int transpose_lanes(Int v) {
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    return {_mm256_permutevar8x32_epi32(_mm256_unpacklo_epi32(v.lo, v.hi), order),
+            _mm256_permutevar8x32_epi32(_mm256_unpackhi_epi32(v.lo, v.hi), order)};
+  }
+  static TORCHQ_INLINE __m256i add_pairs(__m256i a, __m256i b) {
+    const __m256i swapped = _mm256_blend_epi32(b, a, 0xaa);
+    return _mm256_add_epi32(_mm256_blend_epi32(a, b, 0xaa), _mm256_shuffle_epi32(swapped, 0xb1));
+  }
+  /// Even lanes: a's pairs added; odd lanes: b's.
+  static TORCHQ_INLINE Int add_pairs(Int a, Int b) {
+    return {add_pairs(a.lo, b.lo), add_pairs(a.hi, b.hi)};
+  }
   static TORCHQ_INLINE void widen(const int8_t* packed, int8_t* dst) {
     for (int half = 0; half < 2; ++half) {
       const __m256i quads =

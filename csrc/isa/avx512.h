@@ -186,6 +186,17 @@ struct Avx512 {
     const Int pairs = _mm512_maddubs_epi16(src, weight);
     acc = _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
   }
+  /// small groups: lane 4 i + j from lane 4 j + i
+  static TORCHQ_INLINE Int transpose_lanes(Int v) {
+    const Int order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(order, v);
+  }
+  /// Even lanes: a's pairs added; odd lanes: b's.
+  static TORCHQ_INLINE Int add_pairs(Int a, Int b) {
+    const Int swapped = _mm512_mask_blend_epi32(0xaaaa, b, a);
+    return _mm512_add_epi32(_mm512_mask_blend_epi32(0xaaaa, a, b),
+                            _mm512_shuffle_epi32(swapped, _MM_PERM_CDAB));
+  }
   static TORCHQ_INLINE void widen(const int8_t* packed, int8_t* dst) {
     const Int quads = _mm512_loadu_si512(packed);
     _mm512_storeu_si512(dst, _mm512_srai_epi16(_mm512_slli_epi16(quads, 8), 8));

@@ -8,6 +8,7 @@
 #include "panels.h"
 #include "pool.h"
 #include "rnn.h"
+#include "small_groups.h"
 
 namespace {
 
@@ -17,7 +18,11 @@ constexpr Kernels make_kernels() {
   k.isa = Isa::kName;
   k.widening = Isa::kSteps;
   k.gemm = &gemm<Isa, false>;
-  if constexpr (Isa::kHasNarrow) k.gemm_narrow = &gemm<Isa, true>;
+  k.small_groups = &small_groups<Isa, false>;
+  if constexpr (Isa::kHasNarrow) {
+    k.gemm_narrow = &gemm<Isa, true>;
+    k.small_groups_narrow = &small_groups<Isa, true>;
+  }
   if constexpr (Isa::kSteps > 1) k.widen = &widen<Isa>;
   k.compensate = &compensate<Isa>;
   k.pack_panel = &pack_panel<Isa>;

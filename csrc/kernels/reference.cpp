@@ -120,6 +120,27 @@ void gemm(const GemmTile& t, const Epilogue& e) {
   }
 }
 
+void small_groups(const GemmTile& t, const Epilogue& e) {
+  const int group = t.group_quads * kQuad;
+  for (int r = 0; r < t.rows; ++r) {
+    for (int n = 0; n < t.channels; ++n) {
+      const int panel = n / kPanel;
+      const int first = min_int(panel * kPanel, t.channels - kPanel);
+      const int output = (n - first) % group, input = n - output - first;
+      uint32_t acc = static_cast<uint32_t>(t.acc_init[n]);
+      for (int i = 0; i < t.num_runs; ++i) {
+        const uint8_t* src = t.src + first + t.row_offset[r] + t.runs[i].src_offset;
+        const int8_t* vectors = t.weight + panel * t.panel_stride + t.runs[i].weight_offset;
+        const int8_t* weight = vectors + (output / kQuad * kPanel + output % kQuad * kQuad) * kQuad;
+        for (int k = input; k < input + group; ++k) {
+          acc += static_cast<uint32_t>(unsigned_src(src[k], t.flip) * weight[k]);
+        }
+      }
+      finish(e, static_cast<int32_t>(acc), t.channel + n, t.dst_offset[r] + t.channel + n);
+    }
+  }
+}
+
 void compensate(const int32_t* compensation, int64_t stride, const int32_t* taps, int num_taps,
                 const int32_t* bias, int32_t zero_point, int64_t n, int32_t* acc_init) {
   for (int64_t i = 0; i < n; ++i) {
@@ -247,6 +268,8 @@ constinit const Kernels kReferenceKernels = {
     .widening = 1,
     .gemm = &gemm,
     .gemm_narrow = nullptr,
+    .small_groups = &small_groups,
+    .small_groups_narrow = nullptr,
     .widen = nullptr,
     .compensate = &compensate,
     .pack_panel = &pack_panel,

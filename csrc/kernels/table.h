@@ -17,6 +17,8 @@ constexpr int kQuad = 4;
 /// broadcast in the 32 registers of AVX-512; 6 x 1 fits the 16 of AVX2. Measured: 99 % of peak on
 /// Zen 4.
 constexpr int kTileRows = 6;
+/// The same of small groups, whose kernels cut a tile as their registers allow.
+constexpr int kSmallGroupRows = 16;
 
 enum class DType : int { u8, s8, s32, f32 };
 
@@ -151,7 +153,7 @@ struct GemmTile {
   const uint8_t* src;
   const int64_t* row_offset;  // [rows] bytes
   const int64_t* dst_offset;  // [rows] elements, of channel 0
-  int rows;                   // 1..kTileRows
+  int rows;                   // 1..kTileRows, or kSmallGroupRows
   bool flip;
   const GemmRun* runs;
   int num_runs;
@@ -165,6 +167,10 @@ struct GemmTile {
   /// 16]. Null together.
   const int32_t* row_terms;
   const int32_t* channel_terms;
+  /// Small groups (Note [Conv packings] in ops/packing.h): Q, else 0. Then src is that of
+  /// `channel`, the channels before it exist where `channels` is less than 16, and there are no row
+  /// terms; a run is one tap, whose Q quads are the group's.
+  int group_quads;
 };
 
 /// Up to 16 channels of a matrix of bytes, to be packed: one of the strides is 1.
@@ -341,6 +347,9 @@ struct Kernels {
   /// Exact only for panels whose pair bound is at most 128; reads packed weights as they are. Null
   /// where `gemm` already does.
   void (*gemm_narrow)(const GemmTile&, const Epilogue&);
+  /// The same two for small groups: dst[row][n] sums over the inputs of n's group only.
+  void (*small_groups)(const GemmTile&, const Epilogue&);
+  void (*small_groups_narrow)(const GemmTile&, const Epilogue&);
   /// Widens `bytes` packed weights for `gemm`. Null when `widening` is 1.
   void (*widen)(const int8_t* packed, int64_t bytes, int8_t* dst);
   /// acc_init[n] = bias[n] - zero_point * sum over taps of compensation[tap][n]; bias may be null.

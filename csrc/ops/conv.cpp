@@ -102,12 +102,19 @@ void run_dense(const Conv& c, Source s, const Epilogue& epilogue, OpTrace& trace
   problem.flip = c.is_signed;
   problem.weight = c.weight.const_data_ptr<int8_t>();
   problem.panel_bytes = c.packing.taps * c.packing.quads * kPanel * kQuad;
-  problem.groups = static_cast<int>(c.packing.groups);
-  problem.src_group_stride = c.packing.group_inputs;
-  problem.group_channels = static_cast<int>(c.packing.group_outputs);
-  problem.panels_per_group = static_cast<int>(c.packing.panels_per_group());
-  problem.narrow = c.narrow;
   const int64_t channels = c.packing.outputs();
+  if (c.packing.form == ConvPacking::kSmallGroups) {
+    problem.groups = 1;
+    problem.group_channels = static_cast<int>(channels);
+    problem.panels_per_group = static_cast<int>(c.packing.panels());
+    problem.group_quads = static_cast<int>(c.packing.quads);
+  } else {
+    problem.groups = static_cast<int>(c.packing.groups);
+    problem.src_group_stride = c.packing.group_inputs;
+    problem.group_channels = static_cast<int>(c.packing.group_outputs);
+    problem.panels_per_group = static_cast<int>(c.packing.panels_per_group());
+  }
+  problem.narrow = c.narrow;
   const Window& w = s.window;
   c10::SmallVector<TapSet, 9> tap_sets;
   tap_sets.reserve(classes[0].size() * classes[1].size() *

@@ -69,6 +69,7 @@ class Worker {
       : problem_(problem), epilogue_(epilogue), blocking_(blocking) {
     const bool narrow = tier.widening > 1 && problem.narrow;
     gemm_ = narrow ? tier.gemm_narrow : tier.gemm;
+    if (problem.group_quads > 0) gemm_ = narrow ? tier.small_groups_narrow : tier.small_groups;
     widen_ = narrow ? nullptr : tier.widen;
     widening_ = narrow ? 1 : tier.widening;
     if (widen_ != nullptr) {
@@ -93,7 +94,7 @@ class Worker {
     if (widen_ != nullptr) widen(blocking_.block(problem_, blocks.begin));
     int64_t first = 0;  // first tile of the class
     for (const GemmClass& c : problem_.classes) {
-      const int64_t count = c.tiles(), rows = c.rows();
+      const int64_t count = c.tiles(problem_.tile_rows()), rows = c.rows();
       const int64_t begin = std::max(tiles.begin - first, int64_t{0});
       const int64_t end = std::min(tiles.end - first, count);
       if (begin < end) {
@@ -109,7 +110,7 @@ class Worker {
   }
 
   void run_tile(const GemmClass& c, RowCursor& cursor, int64_t row, int rows, Range blocks) {
-    int64_t src_offset[kTileRows], dst_offset[kTileRows];
+    int64_t src_offset[kSmallGroupRows], dst_offset[kSmallGroupRows];
     for (int r = 0; r < rows; ++r, cursor.next()) {
       src_offset[r] = cursor.src();
       dst_offset[r] = c.dst_base + cursor.dst();
@@ -122,10 +123,12 @@ class Worker {
     tile.runs = c.runs.data();
     tile.num_runs = static_cast<int>(c.runs.size());
     tile.panel_stride = problem_.panel_bytes;
+    tile.group_quads = problem_.group_quads;
     for (int64_t i = blocks.begin; i < blocks.end; ++i) {
       const Block b = blocking_.block(problem_, i);
       const int channel = b.panel * kPanel;
       tile.src = problem_.src + c.src_base + b.group * problem_.src_group_stride;
+      if (tile.group_quads > 0) tile.src += channel;
       tile.weight = widened_ != nullptr ? widened_ : packed(b);
       tile.panels = b.panels;
       tile.channel = b.group * problem_.group_channels + channel;
@@ -160,7 +163,9 @@ class Worker {
 }  // namespace
 
 void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier, OpTrace& trace) {
-  trace.ran(tier, tier.widening > 1 && p.narrow ? "gemm_narrow" : "gemm");
+  const bool narrow = tier.widening > 1 && p.narrow;
+  trace.ran(tier, p.group_quads > 0 ? (narrow ? "small_groups_narrow" : "small_groups")
+                                    : (narrow ? "gemm_narrow" : "gemm"));
   run_gemm(p, epilogue, tier);
 }
 
@@ -168,14 +173,16 @@ void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tie
   const bool narrow = tier.widening > 1 && p.narrow;
   int64_t tiles = 0, row_quads = 0;
   for (const GemmClass& c : p.classes) {
-    tiles += c.tiles();
+    tiles += c.tiles(p.tile_rows());
     row_quads += c.rows() * c.quads();
   }
   const int64_t panels = int64_t{p.groups} * p.panels_per_group;
   const int threads = threads_for(row_quads * kQuad * panels * kPanel);
   const bool large_weights = panels * p.panel_bytes > kResidentWeightBytes;
   // Few rows or large weights: each thread takes its own channels, whose weights stay in its cache.
-  const bool split_blocks = threads > 1 && (large_weights || tiles < 4 * threads);
+  // Not of small groups, whose last two panels may share channels.
+  const bool split_blocks =
+      threads > 1 && p.group_quads == 0 && (large_weights || tiles < 4 * threads);
   const bool blocks_outer = large_weights || (tier.widen != nullptr && !narrow);
   Blocking blocking{};
   blocking.block_panels = blocks_outer || split_blocks ? kBlockPanels : p.panels_per_group;

@@ -35,7 +35,18 @@ int64_t packed_index(const ConvPacking& p, int64_t kernel_width, int64_t output,
   return (((panel * p.taps + run) * p.quads + k / kQuad) * kPanel + n % kPanel) * kQuad + k % kQuad;
 }
 
-/// Calls body(packed index, output, input within its original group, tap) for every weight.
+/// The same of small groups, in one of the panels that have the output.
+int64_t small_group_index(const ConvPacking& p, int64_t panel, int64_t output, int64_t input,
+                          int64_t tap) {
+  const int64_t first = std::min(panel * kPanel, p.outputs() - kPanel);
+  const int64_t n = output % p.group_outputs;
+  const int64_t k = output - n + input - first;  // among the panel's 16 inputs
+  const int64_t vector = (panel * p.taps + tap) * p.quads + n / kQuad;
+  return (vector * kPanel + n % kQuad * kQuad + k / kQuad) * kQuad + k % kQuad;
+}
+
+/// Calls body(packed index, output, input within its original group, tap) for every weight; twice
+/// for those of small groups that two panels have.
 template <class Body>
 void for_each_weight(const ConvPacking& p, int64_t inputs_per_group, c10::IntArrayRef kernel,
                      const Body& body) {
@@ -58,7 +69,15 @@ void for_each_weight(const ConvPacking& p, int64_t inputs_per_group, c10::IntArr
     const int64_t first_input = n % p.group_outputs / outputs_per_group * inputs_per_group;
     for (int64_t k = 0; k < inputs_per_group; ++k) {
       for (int64_t t = 0; t < taps; ++t) {
-        body(packed_index(p, kernel.back(), n, first_input + k, t), n, k, t);
+        if (p.form != ConvPacking::kSmallGroups) {
+          body(packed_index(p, kernel.back(), n, first_input + k, t), n, k, t);
+          continue;
+        }
+        const int64_t panel = n / kPanel, last = p.panels() - 1;
+        body(small_group_index(p, panel, n, first_input + k, t), n, k, t);
+        if (panel < last && n >= outputs - kPanel) {
+          body(small_group_index(p, last, n, first_input + k, t), n, k, t);
+        }
       }
     }
   }
@@ -170,13 +189,14 @@ Packed pack_weights(const ConvPacking& p, const at::Tensor& weight, c10::IntArra
   int8_t* dst = packed.mutable_data_ptr<int8_t>();
   int32_t* sums = compensation.mutable_data_ptr<int32_t>();
   for_each_weight(p, inputs, kernel, [&](int64_t index, int64_t n, int64_t k, int64_t t) {
-    const int8_t w = src[(n * inputs + k) * taps + t];
-    dst[index] = w;
-    const int64_t run = comp_taps == 1                    ? 0
-                        : p.form == ConvPacking::kRowRuns ? t / kernel.back()
-                                                          : t;
-    sums[run * p.outputs() + n] += w;
+    dst[index] = src[(n * inputs + k) * taps + t];
   });
+  const int64_t taps_per_row = taps / comp_taps;  // comp_taps: all, or one a kernel row, or one
+  for (int64_t n = 0; n < p.outputs(); ++n) {
+    for (int64_t i = 0; i < inputs * taps; ++i) {
+      sums[i % taps / taps_per_row * p.outputs() + n] += src[n * inputs * taps + i];
+    }
+  }
   return {packed, compensation, pair_bounds(packed, packed.size(0))};
 }
 
@@ -216,6 +236,12 @@ ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t grou
             1,
             taps / width,
             ceil_div(width * inputs_per_group, kQuad)};
+  }
+  const int64_t merged = inputs_per_group == 2 && groups % 2 == 0 ? 2 : 1;
+  const int64_t size = merged * inputs_per_group;
+  if (outputs == groups * inputs_per_group && (size == 4 || size == 8) && outputs >= kPanel &&
+      groups > 1) {
+    return {ConvPacking::kSmallGroups, groups / merged, size, size, merged, taps, size / kQuad};
   }
   return dense_packing(outputs, inputs_per_group, groups, kernel);
 }

@@ -19,17 +19,24 @@ namespace torchq {
 /// row runs   [ceil(OC/16)][kd * kh][ceil(kw * IC/4)][16][4] when IC is no multiple of 4: in
 ///            channels-last a kernel row is one run of kw * IC bytes (a 7x7x3 stem: 42 quads
 ///            instead of 49). Needs a source that is padded in memory.
+/// small      [ceil(C/16)][taps][Q][16][4], groups of 4 Q channels in and out, Q = 1 or 2. A panel
+///            has the 16 channels from c on: 16 for each, and the last 16 for the last. Byte b of
+///            lane 4 i + j of vector q meets input c + 4 j + b of output 4 q + i of its group: 16
+///            source bytes, in every 128-bit lane, meet Q vectors and no multiplication is by
+///            zero. Groups of 2 are merged in pairs.
 /// depthwise  [ceil(C/16)][quads][16][4]; a quad holds four taps, see depthwise_taps.
 // clang-format on
 struct ConvPacking {
-  enum Form { kDense, kRowRuns, kDepthwise };
+  enum Form { kDense, kRowRuns, kSmallGroups, kDepthwise };
   Form form;
   int64_t groups, group_outputs, group_inputs;  // after merging
   int64_t merged;                               // original groups per merged group
   int64_t taps, quads;                          // as in the packed shape
 
   int64_t panels_per_group() const { return (group_outputs + kPanel - 1) / kPanel; }
-  int64_t panels() const { return groups * panels_per_group(); }
+  int64_t panels() const {
+    return form == kSmallGroups ? (outputs() + kPanel - 1) / kPanel : groups * panels_per_group();
+  }
   int64_t outputs() const { return groups * group_outputs; }
   c10::SmallVector<int64_t, 5> packed_sizes() const;
 };
