@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchq.attr import ROUNDING_MODES, Attr
 from torchq.post_ops import PostOps
 
-ARGS = ["src", "weights", "dst", "src0", "src1", "src12"]
+ARGS = ["src", "weights", "dst", "dw_weights", "dw_dst", "src0", "src1", "src12"]
 FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 SCALES = st.floats(min_value=2.0**-126, max_value=2.0**126, width=32)
 G, O, I, H, W = 4, 6, 3, 5, 7  # noqa: E741

@@ -25,6 +25,8 @@ FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 MASKS = st.integers(0, 4095)
 DTYPES = {"u8": torch.uint8, "s8": torch.int8, "s32": torch.int32, "f32": torch.float32}
 
+INTEGERS = [torch.uint8, torch.int8]
+
 
 def bits(value: float) -> bytes:
     return struct.pack("<f", value)
@@ -38,7 +40,8 @@ def chains(draw: st.DrawFn) -> PostOps:
     if sum_dtype in (torch.uint8, torch.int8):
         limits = (torch.iinfo(sum_dtype).min, torch.iinfo(sum_dtype).max)
     chain = PostOps()
-    for kind in draw(st.lists(st.sampled_from(["sum", "eltwise", "binary", "prelu"]), max_size=6)):
+    kinds = ["sum", "eltwise", "binary", "prelu", "dw_conv"]
+    for kind in draw(st.lists(st.sampled_from(kinds), max_size=6)):
         mask = draw(MASKS)
         values = torch.tensor(draw(st.lists(FLOATS, min_size=1, max_size=1 if mask == 0 else 5)))
         if kind == "sum":
@@ -49,6 +52,13 @@ def chains(draw: st.DrawFn) -> PostOps:
             chain.append_binary(draw(st.sampled_from(BINARY_ALGS)), values, mask)
         elif kind == "prelu":
             chain.append_prelu(values, mask)
+        elif kind == "dw_conv":
+            kernel = draw(st.integers(1, 4))
+            filters = torch.ones(5, 1, kernel, kernel, dtype=draw(st.sampled_from(INTEGERS)))
+            bias = draw(st.sampled_from([None, torch.zeros(5), torch.ones(5, dtype=torch.int32)]))
+            padding = draw(st.integers(0, kernel - 1))
+            stride, dtype = draw(st.integers(1, 9)), draw(st.sampled_from(INTEGERS))
+            chain.append_dw_conv(filters, bias, stride=stride, padding=padding, dtype=dtype)
         else:
             alg = draw(st.sampled_from(ELTWISE_ALGS))
             alpha, beta = sorted(draw(st.tuples(FLOATS, FLOATS)))

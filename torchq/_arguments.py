@@ -24,7 +24,7 @@ from torch import Tensor
 Values: TypeAlias = float | Sequence[Any] | npt.NDArray[Any] | Tensor
 
 DTYPE_NAMES = {torch.uint8: "u8", torch.int8: "s8", torch.int32: "s32", torch.float32: "f32"}
-ARGS = ("src", "weights", "dst")  # and src<i>
+ARGS = ("src", "weights", "dst", "dw_weights", "dw_dst")  # and src<i>
 MAX_DIMS = 12  # oneDNN's DNNL_MAX_NDIMS
 INT32 = torch.iinfo(torch.int32)
 
@@ -209,14 +209,14 @@ def check_arg(where: str, arg: str) -> str:
         return arg
     if arg == "bias":
         raise ValueError(
-            f"{where}: arg must be one of src, weights, dst, src0, src1, ..., got 'bias'. A float "
+            f"{where}: arg must be one of {', '.join(ARGS)}, src0, src1, ..., got 'bias'. A float "
             "bias is in real units, an int32 bias in accumulator units: neither has a scale."
         )
     return check_choice(f"{where}: arg", arg, [*ARGS, "src0", "src1"])
 
 
 def sort_args(args: Iterable[str]) -> list[str]:
-    """In the order src, weights, dst, src0, src1, ..."""
+    """In the order of ARGS, then src0, src1, ..."""
     return sorted(args, key=lambda arg: (0, ARGS.index(arg)) if arg in ARGS else (1, int(arg[3:])))
 
 

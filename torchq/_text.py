@@ -30,7 +30,7 @@ BINARY_ALGS = (
     *("ge", "gt", "le", "lt", "eq", "ne", "select"),
 )
 POST_OP_NAMES = ["sum", *(f"eltwise_{alg}" for alg in ELTWISE_ALGS)]
-POST_OP_NAMES += [*(f"binary_{alg}" for alg in BINARY_ALGS), "prelu"]
+POST_OP_NAMES += [*(f"binary_{alg}" for alg in BINARY_ALGS), "prelu", "dw_conv"]
 
 
 def float_text(value: float) -> str:
@@ -159,7 +159,43 @@ class PReLU:
         return _join(self.name, (str(self.mask), ""))
 
 
-PostOp: TypeAlias = Sum | Eltwise | Binary | PReLU
+@dataclass(frozen=True)
+class DwConv:
+    """``x = depthwise(quantize(x))``: the result so far is stored as ``dtype`` and convolved.
+
+    ``bias_dtype`` None: without a bias. ``weight`` and ``bias`` None: supplied at execution.
+    """
+
+    kernel: int
+    stride: int
+    padding: int
+    dtype: torch.dtype = torch.uint8
+    bias_dtype: torch.dtype | None = None
+    weight: Tensor | None = field(default=None, compare=False)
+    bias: Tensor | None = field(default=None, compare=False)
+    name = "dw_conv"
+
+    @property
+    def values(self) -> list[Tensor | None]:
+        """The weight, and the bias if there is one."""
+        return [self.weight] if self.bias_dtype is None else [self.weight, self.bias]
+
+    def padding_end(self, sizes: Sequence[int]) -> list[int]:
+        """Padding behind each dim, so that ``ceil(size / stride)`` outputs come of it."""
+        ends = []
+        for size in sizes:
+            reach = (-(-size // self.stride) - 1) * self.stride + self.kernel
+            ends.append(reach - size - self.padding)
+        return ends
+
+    def __str__(self) -> str:
+        """The post-op as text."""
+        window = ((str(value), "") for value in (self.kernel, self.stride, self.padding))
+        bias = "" if self.bias_dtype is None else DTYPE_NAMES[self.bias_dtype]
+        return _join(self.name, *window, (DTYPE_NAMES[self.dtype], "u8"), (bias, ""))
+
+
+PostOp: TypeAlias = Sum | Eltwise | Binary | PReLU | DwConv
 
 
 _READERS: dict[str, Callable[[str, str], Any]] = {
@@ -170,6 +206,10 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
     "zero_point": parse_int,
     "mask": parse_int,
     "dtype": to_dtype,
+    "bias_dtype": to_dtype,
+    "kernel": parse_int,
+    "stride": parse_int,
+    "padding": parse_int,
     "groups": parse_groups,
     "mode": lambda _, text: text,
 }
@@ -213,6 +253,9 @@ def _grammar(post_ops: PostOps, name: str) -> tuple[Callable[..., PostOps], list
         return partial(post_ops.append_eltwise, alg), ["alpha", "beta", "scale"], 0
     if kind == "binary":
         return partial(post_ops.append_binary, alg, None), ["mask", "dtype"], 1
+    if kind == "dw":
+        names = ["kernel", "stride", "padding", "dtype", "bias_dtype"]
+        return partial(post_ops.append_dw_conv, None), names, 3
     return partial(post_ops.append_prelu, None), ["mask"], 1
 
 

@@ -383,7 +383,7 @@ def _post_ops(ops: Sequence[PostOp]) -> PostOps:
                 chain.append_eltwise(op.alg, op.alpha, op.beta, op.scale)
             elif isinstance(op, Binary):
                 chain.append_binary(op.alg, op.values, op.mask, op.dtype)
-            else:
+            elif isinstance(op, PReLU):
                 chain.append_prelu(op.values, op.mask)
     except ValueError as error:
         raise Refused(str(error)) from None

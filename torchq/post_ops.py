@@ -12,6 +12,8 @@ the v1 output scales, are applied before the chain; the scale and zero point of 
     binary   x = alg(x, src1)                     comparisons give 1.0 or 0.0; max and min keep a
                                                   NaN in x; select: condition ? x : src1
     prelu    x = x >= 0 ? x : x * weight
+    dw_conv  x = depthwise convolution of q, the result so far stored with the scale and zero point
+             of ``dst``; what follows belongs to the depthwise convolution
 
 Bit ``d`` of a mask selects dim ``d`` of dst's logical dims (N, C, ...), for linear (rows, C): 0 is
 one value, 2 is one per channel. The number of values is the product of the selected dims, in
@@ -21,8 +23,9 @@ The text joins post-ops with ``+`` and their fields with ``:``, and omits traili
 
     sum[:scale[:zero_point[:dtype]]]   eltwise_<alg>[:alpha[:beta[:scale]]]
     binary_<alg>:<mask>[:dtype]        prelu:<mask>
+    dw_conv:<kernel>:<stride>:<padding>[:dtype[:bias_dtype]]
 
-It holds structure, masks and scalars. The values of binary and prelu travel beside it.
+It holds structure, masks and scalars. The values of binary, prelu and dw_conv travel beside it.
 """
 
 from __future__ import annotations
@@ -39,19 +42,24 @@ from torchq._arguments import (
     Values,
     check_choice,
     check_count,
-    check_single,
     content,
-    float_values,
     selected_dims,
     to_dtype,
     to_float32,
     to_int,
     to_mask,
 )
+from torchq._post_op_arguments import (
+    check_zero_point,
+    make_dw_conv,
+    operand_values,
+    with_dw_values,
+)
 from torchq._text import (
     BINARY_ALGS,
     ELTWISE_ALGS,
     Binary,
+    DwConv,
     Eltwise,
     PostOp,
     PReLU,
@@ -91,7 +99,7 @@ class PostOps:
         where = "torchq.PostOps.append_sum"
         sum_dtype = None if dtype is None else to_dtype(f"{where}: dtype", dtype)
         zero_point = to_int(f"{where}: zero_point", zero_point, INT32.min, INT32.max)
-        _check_zero_point(where, zero_point, sum_dtype)
+        check_zero_point(where, zero_point, sum_dtype)
         for other in self._sums():
             if other.dtype != sum_dtype:
                 raise ValueError(
@@ -138,7 +146,7 @@ class PostOps:
         wanted = None if dtype is None else to_dtype(f"{where}: dtype", dtype)
         if src1 is None:
             return self._append(Binary(alg, mask, wanted or torch.float32))
-        values = _operand(f"{where}: src1", src1, mask, wanted)
+        values = operand_values(f"{where}: src1", src1, mask, wanted)
         return self._append(Binary(alg, mask, values.dtype, values))
 
     def append_prelu(self, weight: Values | None, mask: int) -> PostOps:
@@ -147,22 +155,55 @@ class PostOps:
         mask = to_mask(where, mask)
         if weight is None:
             return self._append(PReLU(mask))
-        return self._append(PReLU(mask, _operand(f"{where}: weight", weight, mask, torch.float32)))
+        return self._append(
+            PReLU(mask, operand_values(f"{where}: weight", weight, mask, torch.float32))
+        )
+
+    def append_dw_conv(
+        self,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        kernel: int = 3,
+        stride: int = 1,
+        padding: int = 1,
+        dtype: torch.dtype | str = torch.uint8,
+        bias_dtype: torch.dtype | str | None = None,
+    ) -> PostOps:
+        """Appends a depthwise convolution of the result so far, for conv1d, conv2d and conv3d.
+
+        The result so far is quantized to ``dtype`` with the scale and zero point that the Attr has
+        for ``dst``. The depthwise convolution has the weights' scales ``dw_weights`` (masks 0 or 1:
+        per channel) and the destination ``dw_dst``. It gives ``ceil(size / stride)`` outputs per
+        dimension: padding behind is what that takes. Post-ops appended later belong to it.
+
+        Args:
+            weight: int8 or uint8 ``(C, 1, k...)``, the same k in each dimension, C being the
+                channels in front of it. None: supplied at execution, see `with_values`.
+            bias: ``[C]``, float32 or int32 as in :func:`torchq.functional.conv2d`.
+            kernel: Of a weight still to come.
+            stride: The same in each dimension; so is ``padding``, in front.
+            padding: Below ``kernel``.
+            dtype: torch.uint8 or torch.int8, of the result so far.
+            bias_dtype: Of a bias still to come; None for no bias.
+        """
+        window = (kernel, stride, padding)
+        return self._append(make_dw_conv(weight, bias, window, dtype, bias_dtype))
 
     @classmethod
     def parse(cls, text: str, values: Sequence[Values] | None = None) -> PostOps:
-        """The chain with this text; ``values`` are those of binary and prelu, in order."""
+        """The chain with this text; ``values`` are the keyword of `with_values`."""
         post_ops = cls()
         read_post_ops(post_ops, text, 0, "PostOps.parse")
         return post_ops if values is None else post_ops.with_values(values)
 
     def with_values(self, values: Sequence[Values]) -> PostOps:
-        """A copy with the values of binary and prelu post-ops supplied, in order."""
-        slots = sum(isinstance(op, Binary | PReLU) for op in self)
+        """A copy with values supplied, in order: of binary, prelu, weight and bias of dw_conv."""
+        slots = len(self._operands())
         if len(values) != slots:
             raise ValueError(
                 f"torchq.PostOps.with_values: values must be {slots} tensors for "
-                f"{str(self)!r}, got {len(values)}. Give one per binary and prelu, in order."
+                f"{str(self)!r}, got {len(values)}. Give one per binary and prelu, in order, and "
+                "weight and bias of dw_conv."
             )
         remaining, result = iter(values), PostOps()
         for op in self:
@@ -170,21 +211,23 @@ class PostOps:
                 result.append_binary(op.alg, next(remaining), op.mask, op.dtype)
             elif isinstance(op, PReLU):
                 result.append_prelu(next(remaining), op.mask)
+            elif isinstance(op, DwConv):
+                result._append(with_dw_values(op, [next(remaining) for _ in op.values]))
             else:
                 result._append(op)
         return result
 
     @property
     def values(self) -> list[Tensor]:
-        """The values of binary and prelu, 1-D, in order: the ops' ``post_op_values``."""
-        operands = [op for op in self if isinstance(op, Binary | PReLU)]
-        missing = next((str(op) for op in operands if op.values is None), None)
+        """What `with_values` takes: values of binary and prelu, 1-D, weight and bias of dw_conv."""
+        operands = self._operands()
+        missing = next((str(op) for op, value in operands if value is None), None)
         if missing is not None:
             raise ValueError(
                 f"torchq.PostOps.values: values must be present for every post-op, got none for "
                 f"{missing}. Supply them: post_ops.with_values([...])."
             )
-        return [op.values for op in operands if op.values is not None]
+        return [value for _, value in operands if value is not None]
 
     @property
     def channel_values(self) -> list[Tensor]:
@@ -253,6 +296,8 @@ class PostOps:
         With ``masks`` only the post-ops that have one of these are looked at.
         """
         for op in self:
+            if isinstance(op, DwConv):  # what follows acts on its destination
+                dims = (*dims[:2], *(-(-size // op.stride) for size in dims[2:]))
             if isinstance(op, Binary | PReLU) and (masks is None or op.mask in masks):
                 where = f"torchq.PostOps.check: values of {op}"
                 check_count(where, op.mask, op.values, selected_dims(where, op.mask, dims), dims)
@@ -260,10 +305,37 @@ class PostOps:
     def check_supported(self, op_name: str, dst_dtype: torch.dtype | None = None) -> None:
         """Raises ValueError for a sum whose zero point its source cannot have.
 
-        Every post-op has a kernel in the matmul-like ops; ``op_name`` is for errors.
+        Every post-op but dw_conv (NotImplementedError) has a kernel in the matmul-like ops;
+        ``op_name`` is for errors.
         """
+        for op in self:
+            if isinstance(op, DwConv):
+                raise NotImplementedError(
+                    f"torchq.{op_name}: post_ops must have one dw_conv behind a convolution and "
+                    f"none elsewhere, got {op}. The nearest supported form is a conv2d with "
+                    "groups equal to its channels behind this op."
+                )
         if dst_dtype is not None:
             self._check_sums(dst_dtype, f"torchq.{op_name}: post_ops")
+
+    def split_at_dw_conv(self) -> tuple[PostOps, DwConv, PostOps] | None:
+        """The chains in front of the first dw_conv and behind it; None without one."""
+        for i, op in enumerate(self._ops):
+            if isinstance(op, DwConv):
+                before, behind = PostOps(), PostOps()
+                before._ops, behind._ops = self._ops[:i], self._ops[i + 1 :]
+                return before, op, behind
+        return None
+
+    def _operands(self) -> list[tuple[PostOp, Tensor | None]]:
+        """Each value that a post-op has or needs, in order."""
+        found = list[tuple[PostOp, Tensor | None]]()
+        for op in self:
+            if isinstance(op, Binary | PReLU):
+                found.append((op, op.values))
+            elif isinstance(op, DwConv):
+                found += [(op, value) for value in op.values]
+        return found
 
     def _append(self, op: PostOp) -> PostOps:
         if len(self._ops) == MAX_POST_OPS:
@@ -275,15 +347,16 @@ class PostOps:
         return self
 
     def _sums(self) -> list[Sum]:
-        return [op for op in self._ops if isinstance(op, Sum)]
+        """Those that read the destination: a dw_conv has another one than what is in front."""
+        steps = [i for i, op in enumerate(self._ops) if isinstance(op, DwConv)]
+        return [op for op in self._ops[max(steps, default=0) :] if isinstance(op, Sum)]
 
     def _check_sums(self, dst_dtype: torch.dtype, where: str = "torchq.PostOps") -> None:
         for op in self._sums():
-            _check_zero_point(where, op.zero_point, op.dtype or dst_dtype)
+            check_zero_point(where, op.zero_point, op.dtype or dst_dtype)
 
     def _key(self) -> tuple[Any, ...]:
-        operands = [op.values for op in self if isinstance(op, Binary | PReLU)]
-        return str(self), *(content(values) for values in operands)
+        return str(self), *(content(value) for _, value in self._operands())
 
     def __len__(self) -> int:
         """The number of post-ops."""
@@ -363,27 +436,3 @@ def _operand_shape(op_name: str, op: Binary | PReLU, dims: Sequence[int], rows: 
     check_count(where, op.mask, op.values, selected_dims(where, op.mask, logical), logical)
     bits = [int(d + 1 == len(dims)) if rows else d for d in range(len(dims))]
     return [size if op.mask >> bit & 1 else 1 for size, bit in zip(dims, bits, strict=True)]
-
-
-def _check_zero_point(where: str, zero_point: int, dtype: torch.dtype | None) -> None:
-    if dtype is None:
-        return
-    if dtype.is_floating_point and zero_point != 0:
-        raise ValueError(
-            f"{where}: zero_point must be 0 for a {dtype} source, got {zero_point}. "
-            "Only integers have one: if the source is quantized, give dtype, such as torch.uint8."
-        )
-    if not dtype.is_floating_point:
-        limits = torch.iinfo(dtype)
-        to_int(f"{where}: zero_point of a {dtype} source", zero_point, limits.min, limits.max)
-
-
-def _operand(where: str, src: Values, mask: int, dtype: torch.dtype | None) -> Tensor:
-    if isinstance(src, Tensor) and src.dtype in (torch.uint8, torch.int8, torch.int32):
-        values = src.detach().cpu().reshape(-1).clone()
-    else:
-        values = float_values(where, src)
-    if dtype is not None and values.dtype != dtype:
-        raise ValueError(f"{where} must be {dtype}, got {values.dtype}. Convert it to {dtype}.")
-    check_single(where, mask, values)
-    return values

@@ -117,7 +117,8 @@ def _quantized(state: dict[str, Tensor]) -> dict[str, nn.Module]:
             if outer is None:
                 modules[name] = module
             else:
-                modules[outer].set_submodule(name[len(outer) + 1 :], module)
+                parent, _, own = name[len(outer) + 1 :].rpartition(".")
+                setattr(modules[outer].get_submodule(parent), own, module)
     return modules
 
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.onednn.program import WheelsUnavailableError, build
-from benchmarks.onednn.request import Request, geometry, layout_order, plain
+from benchmarks.onednn.request import Depthwise, Request, geometry, layout_order, plain
 
-__all__ = ["Peer", "RefusedError", "Timing", "WheelsUnavailableError", "build"]
+__all__ = ["Depthwise", "Peer", "RefusedError", "Timing", "WheelsUnavailableError", "build"]
 
 
 class RefusedError(RuntimeError):
@@ -92,14 +92,20 @@ class Peer:
         padding_end: int | Sequence[int] | None = None,
         dilation: int | Sequence[int] = 1,
         groups: int = 1,
+        dw: Depthwise | None = None,
         **attributes: Any,
     ) -> Any:
-        """Convolves as torch does, 1 to 3 dimensions; ``padding_end`` defaults to ``padding``."""
+        """Convolves as torch does, 1 to 3 dimensions; ``padding_end`` defaults to ``padding``.
+
+        ``dw`` holds the operands of a ``dw_conv`` in ``post_ops``.
+        """
         kernel = weight.shape[2:]
         window, size = geometry(src, kernel, stride, padding, padding_end, dilation)
         request = Request("convolution", attributes, **window)
         request.tensor("src", src)
-        shape = (src.shape[0], weight.shape[0], *size)
+        shape = [src.shape[0], weight.shape[0], *size]
+        if dw is not None:
+            shape = request.depthwise(dw, shape)
         if groups > 1:
             weight = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
         request.tensor("weights", weight, plain(weight.dim()))

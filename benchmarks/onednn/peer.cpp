@@ -114,6 +114,9 @@ int argument(const std::string& name) {
       {"bias", DNNL_ARG_BIAS},
       {"dst", DNNL_ARG_DST},
       {"weights", DNNL_ARG_WEIGHTS},
+      {"dw_weights", DNNL_ARG_ATTR_POST_OP_DW | DNNL_ARG_WEIGHTS},
+      {"dw_bias", DNNL_ARG_ATTR_POST_OP_DW | DNNL_ARG_BIAS},
+      {"dw_dst", DNNL_ARG_ATTR_POST_OP_DW | DNNL_ARG_DST},
       {"gamma", DNNL_ARG_SCALE},
       {"beta", DNNL_ARG_SHIFT},
       {"src_layer", DNNL_ARG_SRC_LAYER},
@@ -229,6 +232,12 @@ dnnl::post_ops post_ops(const Request& request, Arguments& arguments) {
     } else if (field[0] == "prelu") {
       operand(DNNL_ARG_WEIGHTS);
       ops.append_prelu(std::stoi(field.at(1)));
+#if DNNL_VERSION_MAJOR >= 3
+    } else if (field[0] == "dw_conv") {
+      const auto bias = field.size() > 5 ? data_type(field[5]) : memory::data_type::undef;
+      ops.append_dw(memory::data_type::s8, bias, request.desc("dst").get_data_type(),
+                    std::stoi(field.at(1)), std::stoi(field.at(2)), std::stoi(field.at(3)));
+#endif
     } else {
       throw std::invalid_argument("unknown post-op '" + text + "'");
     }
@@ -310,11 +319,13 @@ Job prepare(const Request& request, const Operation&... operation) {
   return bind_arguments<Primitive>(request, chosen, std::move(arguments));
 }
 
+/// With a depthwise post-op `between` describes the source of that one, and dst its destination.
 Job convolution(const Request& r) {
+  const std::string between = r.text("between");
   return prepare<dnnl::convolution_forward>(
       r, prop_kind::forward_inference, algorithm::convolution_direct, r.desc("src"),
-      r.any("weights"), r.desc("bias"), r.desc("dst"), r.dims("strides"), r.dims("dilates"),
-      r.dims("padding_begin"), r.dims("padding_end"));
+      r.any("weights"), r.desc("bias"), between.empty() ? r.desc("dst") : description(between),
+      r.dims("strides"), r.dims("dilates"), r.dims("padding_begin"), r.dims("padding_end"));
 }
 
 Job deconvolution(const Request& r) {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Attributes", "Request", "geometry", "layout_order", "plain"]
+__all__ = ["Attributes", "Depthwise", "Request", "geometry", "layout_order", "plain"]
 
 _DTYPES = {
     torch.uint8: "u8",
@@ -58,6 +58,18 @@ class Attributes:
     post_op_tensors: Sequence[Tensor] = ()
     samples: int = 0
     iterations: int = 0
+
+
+@dataclass
+class Depthwise:
+    """The operands of a ``dw_conv`` post-op; the scale of its source is the ``dst_scale``."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    stride: int = 1
+    dtype: torch.dtype = torch.uint8  # of its source
+    weight_scale: Tensor | None = None
+    dst_scale: float | None = None
 
 
 class Request:
@@ -129,6 +141,19 @@ class Request:
         if given.samples:
             self.parameter("samples", given.samples)
             self.parameter("iterations", given.iterations)
+
+    def depthwise(self, dw: Depthwise, between: Sequence[int]) -> list[int]:
+        """Adds what a depthwise post-op reads; returns the destination's shape."""
+        weight = dw.weight.unsqueeze(1)
+        self.tensor("dw_weights", weight, plain(weight.dim()))
+        self.tensor("dw_bias", dw.bias)
+        shape = "x".join(map(str, between))
+        self.parameter("between", f"{_DTYPES[dw.dtype]}:{shape}:{channels_last(len(between))}")
+        for name, scale in (("dw_weights", dw.weight_scale), ("dw_dst", dw.dst_scale)):
+            if scale is not None:
+                values = torch.as_tensor(scale, dtype=torch.float32).flatten()
+                self.tensor(f"scale:{name}:{0 if values.numel() == 1 else 3}", values)
+        return [*between[:2], *(-(-size // dw.stride) for size in between[2:])]
 
     def _post_op_tensors(self, shape: Sequence[int], layout: str | None) -> None:
         """Adds the post-ops' operands, each in the shape its mask selects of the destination."""

@@ -78,15 +78,16 @@ class Quantization:
             "post_op_tensors": self.chain.values,
         }
 
-    def exact(self, acc: Tensor, axis: int) -> Exact:
-        """``acc`` has the source's zero point taken off."""
+    def exact(self, acc: Tensor, axis: int, doubt: Tensor | float = 0) -> Exact:
+        """``acc`` has the source's zero point taken off; another may be off by ``doubt``."""
 
         def along(values: Tensor) -> Tensor:
             dims = [-1 if d == axis else 1 for d in range(acc.ndim)]
             return values.double().reshape(dims if values.numel() > 1 else [1] * acc.ndim)
 
-        x = acc * (float(torch.tensor(self.src_scale)) * along(self.weight_scale))
-        result = Exact(x, 4 * EPSILON * x.abs(), acc)
+        scale = float(torch.tensor(self.src_scale)) * along(self.weight_scale)
+        x = acc * scale
+        result = Exact(x, 4 * EPSILON * x.abs() + doubt * scale, acc)
         if self.bias is not None:
             result = result.plus(along(self.bias))
         result = self.chain.exact(result)
@@ -108,6 +109,7 @@ def quantization(
     *,
     zero_points: bool,
     axis: int = 1,
+    sums: bool = True,
 ) -> Quantization:
     """Results of a few units, and destinations that use their range and saturate now and then."""
     src_dtype, dst_dtype = rng.choice((U8, S8)), rng.choice((U8, S8, S8, U8, S32, F32))
@@ -123,7 +125,7 @@ def quantization(
         if dst_dtype != F32:
             dst_zero_point = rng.choice((1, 2, 100, 128) if dst_dtype == U8 else (-90, -7, 1, 30))
     old_scale = dst_scale or 0.5
-    maker = ChainMaker(rng, data, shape, dst_dtype, old_scale, axis)
+    maker = ChainMaker(rng, data, shape, dst_dtype if sums else None, old_scale, axis)
     return Quantization(
         src_dtype=src_dtype,
         dst_dtype=dst_dtype,

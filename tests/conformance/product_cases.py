@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import reference
 import reference_matmul
 import torch
 import torch.nn.functional as F
 from chains import Chain, ChainMaker
-from differential import EPSILON, Case, Exact
-from matmul_cases import F32, S8, S32, U8, quantization, random_q
+from differential import EPSILON, TIE, Case, Exact
+from matmul_cases import F32, S8, S32, U8, Quantization, quantization, random_q
+from torch import Tensor
 
 import torchq.functional as TF
-from torchq import Attr
+from benchmarks.onednn import Depthwise
+from torchq import Attr, PostOps
 
 
 def matmul(rng: random.Random, data: torch.Generator, index: int) -> Case:
@@ -128,7 +132,91 @@ def output_scales(rng: random.Random, data: torch.Generator, index: int) -> Case
     )
 
 
+def depthwise_fused(rng: random.Random, data: torch.Generator, index: int) -> Case:
+    """A 1x1 convolution with a depthwise one of kernel 3 in its post-ops.
+
+    oneDNN takes no sums, and crashes on prelu.
+    """
+    inputs, channels = rng.choice((3, 8, 17, 64)), rng.choice((4, 16, 19, 40))
+    height, width, stride = rng.randint(1, 9), rng.randint(1, 9), rng.choice((1, 2))
+    between = (rng.choice((1, 2)), channels, height, width)
+    shape = (*between[:2], -(-height // stride), -(-width // stride))
+
+    def draw(shape: tuple[int, ...], reduction: int) -> Quantization:
+        q = quantization(rng, data, shape, reduction, zero_points=False, sums=False)
+        return q if "prelu" not in q.chain.text else draw(shape, reduction)
+
+    first, second = draw(between, inputs), draw(shape, 9)
+    stored = rng.choice((U8, S8))
+    first_scale = float(torch.tensor(rng.uniform(0.02, 0.05)))
+    first = replace(first, dst_dtype=stored, dst_scale=first_scale)
+    weight_scale = second.weight_scale * (second.src_scale / first_scale)
+    second = replace(second, src_scale=first_scale, src_dtype=stored, weight_scale=weight_scale)
+    src = random_q(data, first.src_dtype, between[0], inputs, height, width)
+    weight = random_q(data, S8, channels, inputs, 1, 1)
+    filters = random_q(data, S8, channels, 1, 3, 3)
+    bias = "" if second.bias is None else ":f32"
+    name = "u8" if stored == U8 else "s8"
+    step = f"dw_conv:3:{stride}:1:{name}{bias}"
+    text = "+".join(filter(None, [first.chain.text, step, second.chain.text]))
+    own = [filters] if second.bias is None else [filters, second.bias]
+    attr = first.attr(1).set_post_ops(
+        PostOps.parse(text, [*first.chain.values, *own, *second.chain.values])
+    )
+    attr.set_scales("dw_weights", 0 if weight_scale.numel() == 1 else 1, weight_scale)
+    if second.dst_scale is not None:
+        attr.set_scales("dw_dst", 0, second.dst_scale)
+    size = [(height, stride, shape[2]), (width, stride, shape[3])]
+    window: dict[str, Any] = {"stride": [stride] * 2, "dilation": [1, 1]}
+    padding = ([1, 1], [(out - 1) * step + 3 - n - 1 for n, step, out in size])
+
+    def reference_of() -> Tensor:
+        ones = {"stride": [1, 1], "padding": ([0, 0], [0, 0]), "dilation": [1, 1]}
+        mid = reference.conv(src, weight, first.bias, 0, **ones, **first.oracle())
+        more = {"padding": padding, "groups": channels, **window}
+        return reference.conv(mid, filters, second.bias, 0, **more, **second.oracle())
+
+    def exact() -> Exact:
+        """Where the stored value is close to a tie, the other one is possible too."""
+        real = first.exact(F.conv2d(src.double(), weight.double()), 1)
+        low, high = (0, 255) if stored == U8 else (-128, 127)
+        one, other = (
+            (real.y + sign * (real.error + TIE)).round().clamp(low, high) for sign in (-1, 1)
+        )
+        ends = [e for pair in zip(*(side[::-1] for side in padding), strict=True) for e in pair]
+        mid = F.pad(real.y.round().clamp(low, high), ends)
+        acc = F.conv2d(mid, filters.double(), stride=stride, groups=channels)
+        doubt = F.pad(other - one, ends)
+        doubt = F.conv2d(doubt, filters.double().abs(), stride=stride, groups=channels)
+        return second.exact(acc, 1, doubt)
+
+    return Case(
+        text=f"src {first.src_dtype} {tuple(src.shape)} -> {between} -> {shape} "
+        f"{second.dst_dtype} '{text}'",
+        torchq=lambda: TF.conv2d(src, weight, first.bias, attr=attr, dst_dtype=second.dst_dtype),
+        reference=reference_of,
+        onednn=lambda peer: peer.convolution(
+            src,
+            weight,
+            first.bias,
+            src_scale=first.src_scale,
+            weight_scale=first.weight_scale,
+            dst_scale=first_scale,
+            dst_dtype=second.dst_dtype,
+            post_ops=text,
+            post_op_tensors=[*first.chain.values, *second.chain.values],
+            dw=Depthwise(
+                filters, second.bias, stride, stored, second.weight_scale, second.dst_scale
+            ),
+        ),
+        exact=exact,
+        approximate=first.chain.approximate or second.chain.approximate,
+        padding=True,
+    )
+
+
 GENERATORS: dict[str, Callable[[random.Random, torch.Generator, int], Case]] = {
     "matmul": matmul,
     "output_scales": output_scales,
+    "depthwise_fused": depthwise_fused,
 }

@@ -13,6 +13,7 @@ from torchq._text import Sum
 from torchq.attr import Attr
 from torchq.folding import Folded, fold
 from torchq.functional.arguments import Ints, check_8bit, conv_geometry, spread
+from torchq.functional.depthwise import padding_end, split_at_dw_conv
 from torchq.ops import conv_sizes, dtype_code
 from torchq.packing import PackedWeight, pack_conv, pack_linear
 
@@ -122,7 +123,10 @@ def conv2d(
         dilation: distance between taps; 1 is dense.
         groups: divides both channel counts; weight masks then index (G, OC/G, C/G, kh, kw): mask
             3 is per group and channel, mask 2 is OC/G values shared by the groups.
-        attr: as in :func:`linear`; dst is (N, OC, OH, OW), mask 2 per channel.
+        attr: as in :func:`linear`; dst is (N, OC, OH, OW), mask 2 per channel. With a ``dw_conv``
+            in the chain, scale (mask 0) and zero point of ``dst`` are those of the result in front
+            of it; scales and zero points of ``dw_weights`` and ``dw_dst`` and ``dst_dtype`` those
+            of the depthwise convolution: see :meth:`torchq.PostOps.append_dw_conv`.
         dst_dtype: torch.uint8, int8, int32 or float32, as in :func:`linear`.
         post_op_srcs: in the order of the chain, a tensor of dst's shape and the sum's dtype for
             each ``sum``; for each binary or prelu with another mask than 0 and 2 and without values
@@ -181,6 +185,13 @@ def _conv(
 ) -> Tensor:
     op = f"conv{dims}d"
     attr = Attr() if attr is None else attr
+    if (parts := split_at_dw_conv(op, attr)) is not None:
+        first, dw, filters, second = parts
+        count = first.post_ops.num_srcs
+        mid = _conv(dims, src, weight, bias, window, first, dw.dtype, post_op_srcs[:count])
+        inner = _Window(dw.stride, dw.padding, padding_end(op, dw, mid), 1, mid.shape[1])
+        srcs = post_op_srcs[count:]
+        return _conv(dims, mid, filters, dw.bias, inner, second, dst_dtype, srcs)
     check_source(op, src, attr)
     packed = _packed(op, dims, weight, window)
     if src.dim() != dims + 2 or src.shape[1] != packed.in_channels:

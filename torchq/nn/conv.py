@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchq.attr import Attr
 from torchq.functional import conv_geometry
+from torchq.functional.depthwise import join_at_dw_conv
 from torchq.nn.matmul import QMatmul, quantized_weight
 from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_conv
@@ -24,6 +26,9 @@ class QConv(QMatmul):
             parameters. Channels-last memory is read in place.
         residual: dst's shape, the source of a ``sum`` post-op.
         dst: ``(N, OC, spatial...)``, channels-last unless ``contiguous``, uint8, int8 or float32.
+
+    With ``dw``, a depthwise convolution of this one's quantized result, dst is that of ``dw``, and
+    so is the residual. It is the module for a ``dw_conv`` post-op, which :attr:`attr` shows.
 
     Raises:
         TypeError: ``src`` has another dtype.
@@ -45,11 +50,17 @@ class QConv(QMatmul):
         padding: int | Sequence[int] = 0,
         padding_end: int | Sequence[int] | None = None,
         contiguous: bool = False,
+        dw: "QConv | None" = None,
     ) -> None:
         """See :class:`~torchq.nn.matmul.QMatmul`; :meth:`from_float` is the usual way here.
 
         Groups and dilation are those the weight was packed for; ``padding_end`` is ``padding``
         unless given; ``contiguous`` makes dst contiguous instead of channels-last.
+
+        Raises:
+            ValueError: ``dw`` takes another source than this module's destination.
+            NotImplementedError: ``dw`` is no depthwise convolution of an odd kernel k, the same in
+                each dimension, with padding (k - 1) / 2 and dilation 1, or ``post_ops`` has a sum.
         """
         geometry = conv_geometry(
             type(self).__name__,
@@ -67,6 +78,59 @@ class QConv(QMatmul):
         )
         self.geometry = geometry
         self.contiguous = contiguous
+        self.dw = dw  # a plain None costs no look-up through nn.Module
+        if dw is not None:
+            self._check_dw(dw)
+
+    def _check_dw(self, dw: "QConv") -> None:
+        kernel, stride, begin, end, gap, (groups, channels) = dw._window()
+        k = kernel[0] if kernel else 0
+        centered = {*begin, *end} == {k // 2} and {*gap} == {1} and k % 2 == 1
+        regular = centered and len({*kernel}) == 1 and len({*stride}) == 1
+        outputs: int = self.read_spec()["weight"][0]
+        if type(dw) is not type(self) or not regular or groups != channels or dw.dw is not None:
+            raise NotImplementedError(
+                f"torchq.nn.{type(self).__name__}: dw must be a {type(self).__name__}, depthwise "
+                "with an odd kernel k, padding (k - 1) / 2, dilation 1 and one stride, got "
+                f"{type(dw).__name__}({dw.extra_repr()}). The nearest supported form is one module "
+                "behind the other."
+            )
+        if "sum" in self.post_ops:
+            raise NotImplementedError(
+                f"torchq.nn.{type(self).__name__}: post_ops in front of dw must have no sum, got "
+                f"'{self.post_ops}'. torchq.functional.conv2d takes one."
+            )
+        same = self.dst_dtype == dw.src_dtype and channels == outputs
+        same = same and torch.equal(self.dst_scale, dw.src_scale)
+        if not same or not torch.equal(self.dst_zero_point, dw.src_zero_point):
+            raise ValueError(
+                f"torchq.nn.{type(self).__name__}: dw must take what this module gives, {outputs} "
+                f"channels of {self.dst_dtype} with scale {self.dst_scale.tolist()[:1]} and zero "
+                f"point {self.dst_zero_point.tolist()}, got {channels} of {dw.src_dtype} with "
+                f"{dw.src_scale.tolist()} and {dw.src_zero_point.tolist()}. Make dw with this "
+                "module's dst as its src."
+            )
+
+    def _window(self) -> list[list[int]]:
+        """Kernel, stride, padding before and after, dilation; groups and channels."""
+        g, dims = self.geometry, len(self.geometry) // 5
+        return [g[i * dims : (i + 1) * dims] for i in range(5)] + [g[5 * dims :]]
+
+    @property
+    def attr(self) -> Attr:
+        """Scales, zero points and post-ops; weight scales have mask 3 with groups, else mask 1."""
+        attr = self._own_attr()
+        if self.dw is None:
+            return attr
+        _, stride, padding, *_ = self.dw._window()
+        chain = PostOps().append_dw_conv(
+            self.dw.packed().unpack(),
+            self.dw.bias,
+            stride=stride[0],
+            padding=padding[0],
+            dtype=self.dst_dtype,
+        )
+        return join_at_dw_conv(attr, chain, self.dw.attr)
 
     @classmethod
     def from_float(
@@ -81,6 +145,7 @@ class QConv(QMatmul):
         post_ops: PostOps | None = None,
         pad: tuple[Sequence[int], Sequence[int]] | None = None,
         contiguous: bool = False,
+        dw: "QConv | None" = None,
     ) -> Self:
         """Quantizes the weight symmetrically and packs it.
 
@@ -95,6 +160,7 @@ class QConv(QMatmul):
             post_ops: applied before the destination is quantized.
             pad: more zeros before and after, one per spatial dimension.
             contiguous: make dst contiguous instead of channels-last, for code that calls ``view``.
+            dw: a depthwise convolution that takes this one's result.
 
         Raises:
             NotImplementedError: ``padding_mode`` is not "zeros".
@@ -123,6 +189,7 @@ class QConv(QMatmul):
             padding=begin,
             padding_end=end,
             contiguous=contiguous,
+            dw=dw,
         )
 
     @classmethod
@@ -159,8 +226,10 @@ class QConv(QMatmul):
             self.dst_code,
             self.post_ops,
             params,
-            [] if residual is None else [residual],
+            [] if residual is None or self.dw is not None else [residual],
         )
+        if self.dw is not None:
+            dst = self.dw(dst, residual)
         return dst.contiguous() if self.contiguous else dst
 
 

@@ -107,6 +107,7 @@ def _check_supported(weight: PackedWeight, post_ops: PostOps) -> None:
             f"torchq.nn: weight must be int8, got {weight.dtype}, whose zero points modules do "
             "not hold. Use torchq.functional.linear or conv2d."
         )
+    post_ops.check_supported("nn")
     for op in post_ops:
         if isinstance(op, Binary | PReLU) and (
             op.mask not in CHANNEL_MASKS
@@ -227,6 +228,9 @@ class QMatmul(QModule):
     @property
     def attr(self) -> Attr:
         """Scales, zero points and post-ops; weight scales have mask 3 with groups, else mask 1."""
+        return self._own_attr()
+
+    def _own_attr(self) -> Attr:
         groups = self.read_spec()["groups"]
         per_channel = 0 if self.weight_scale.numel() == 1 else 1 if groups == 1 else 3
         attr = Attr().set_scales("src", 0, self.src_scale)
@@ -240,7 +244,9 @@ class QMatmul(QModule):
 
     def refold(self) -> None:
         """Folds scales, zero points, bias and post-ops anew."""
-        folded = fold(type(self).__name__, self.attr, self.packed(), self.bias, self.dst_dtype)
+        folded = fold(
+            type(self).__name__, self._own_attr(), self.packed(), self.bias, self.dst_dtype
+        )
         self.multiplier = folded.multiplier
         self.offset = folded.offset
         self.post_op_params = folded.post_op_params

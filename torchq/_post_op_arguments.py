@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checked arguments of post-ops: zero points, operands, depthwise convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq._arguments import INT32, Values, check_single, float_values, to_dtype, to_int
+from torchq._text import DwConv
+
+__all__ = ["check_zero_point", "make_dw_conv", "operand_values", "with_dw_values"]
+
+WHERE = "torchq.PostOps.append_dw_conv"
+
+
+def make_dw_conv(
+    weight: Tensor | None,
+    bias: Tensor | None,
+    window: tuple[int, int, int],
+    dtype: torch.dtype | str,
+    bias_dtype: torch.dtype | str | None,
+) -> DwConv:
+    """The post-op; ``window`` is kernel, stride and padding. A weight decides the kernel."""
+    kernel, stride, padding = window
+    if weight is not None:
+        weight, kernel = _checked_weight(weight)
+    kernel = to_int(f"{WHERE}: kernel", kernel, 1, INT32.max)
+    stored = to_dtype(f"{WHERE}: dtype", dtype)
+    if stored not in (torch.uint8, torch.int8):
+        raise NotImplementedError(
+            f"{WHERE}: dtype must be torch.uint8 or torch.int8, got {dtype}. The nearest "
+            "supported form for other intermediate results is two convolutions."
+        )
+    given = bias_dtype if bias is None else bias.dtype
+    wanted = None if given is None else to_dtype(f"{WHERE}: bias_dtype", given)
+    if wanted not in (None, torch.float32, torch.int32):
+        raise TypeError(
+            f"{WHERE}: bias must be float32 (real units) or int32 (accumulator units), got "
+            f"{wanted}. Convert it with .float()."
+        )
+    stride = to_int(f"{WHERE}: stride", stride, 1, INT32.max)
+    padding = to_int(f"{WHERE}: padding", padding, 0, kernel - 1)
+    copied = None if bias is None else bias.detach().cpu().clone()
+    return DwConv(kernel, stride, padding, stored, wanted, weight, copied)
+
+
+def with_dw_values(op: DwConv, values: Sequence[Any]) -> DwConv:
+    """The post-op with this weight, and bias if it has one."""
+    where = "torchq.PostOps.with_values: dw_conv"
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{where} takes tensors, got {value!r}. Pass weight and bias.")
+    bias = values[1] if len(values) > 1 else None
+    window = (op.kernel, op.stride, min(op.padding, values[0].shape[-1] - 1))
+    made = make_dw_conv(values[0], bias, window, op.dtype, None)
+    if str(made) != str(op):
+        raise ValueError(
+            f"{where} must be {op}, got values for {made}. Give a weight of that kernel size and a "
+            "bias of that dtype."
+        )
+    return made
+
+
+def _checked_weight(weight: Tensor) -> tuple[Tensor, int]:
+    """A copy, and the kernel's size."""
+    if weight.dtype not in (torch.uint8, torch.int8):
+        raise TypeError(
+            f"{WHERE}: weight must be torch.uint8 or torch.int8, got {weight.dtype}. Quantize it "
+            "first: torchq.functional.quantize(weight, scale, zero_point)."
+        )
+    shape = list(weight.shape)
+    if not 3 <= len(shape) <= 5 or shape[1] != 1 or len(set(shape[2:])) != 1 or shape[2] == 0:
+        raise NotImplementedError(
+            f"{WHERE}: weight must be (C, 1, k...) with the same k in each dimension, got {shape}. "
+            "The nearest supported form for other kernels is two convolutions."
+        )
+    return weight.detach().cpu().clone(), shape[2]
+
+
+def check_zero_point(where: str, zero_point: int, dtype: torch.dtype | None) -> None:
+    """Raises ValueError unless a source of ``dtype`` can have this zero point."""
+    if dtype is None:
+        return
+    if dtype.is_floating_point and zero_point != 0:
+        raise ValueError(
+            f"{where}: zero_point must be 0 for a {dtype} source, got {zero_point}. "
+            "Only integers have one: if the source is quantized, give dtype, such as torch.uint8."
+        )
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        to_int(f"{where}: zero_point of a {dtype} source", zero_point, limits.min, limits.max)
+
+
+def operand_values(where: str, src: Values, mask: int, dtype: torch.dtype | None) -> Tensor:
+    """A private 1-D copy of the operand of a binary or prelu."""
+    if isinstance(src, Tensor) and src.dtype in (torch.uint8, torch.int8, torch.int32):
+        values = src.detach().cpu().reshape(-1).clone()
+    else:
+        values = float_values(where, src)
+    if dtype is not None and values.dtype != dtype:
+        raise ValueError(f"{where} must be {dtype}, got {values.dtype}. Convert it to {dtype}.")
+    check_single(where, mask, values)
+    return values
