@@ -51,20 +51,25 @@ class Peer:
     Args:
         threads: OpenMP threads of the process.
         version: Version of oneDNN.
+        max_isa: The most it may use of the CPU, ``"AVX512_CORE_VNNI"`` for example; "" is all.
 
     Every method takes the fields of `Attributes` as further keyword arguments, returns the result
     (with ``samples`` a `Timing`) and raises `RefusedError` with oneDNN's reason if it declines.
     Weights are reordered once, outside the timed region, to the layout the primitive prefers.
     """
 
-    def __init__(self, threads: int = 1, version: str = "3.2") -> None:
+    def __init__(self, threads: int = 1, version: str = "3.2", max_isa: str = "") -> None:
         self.version = version
         self.implementation = ""  # of the last request
         self._process = subprocess.Popen(
             [str(build(version))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": str(threads),
+                **({"ONEDNN_MAX_CPU_ISA": max_isa} if max_isa else {}),
+            },
         )
         assert self._process.stdin and self._process.stdout
         self._requests, self._answers = self._process.stdin, self._process.stdout
