@@ -26,4 +26,6 @@ def test_rnn_digits_example() -> None:
     exact = re.findall(r"float +([\d.]+) %", run.stdout)
     assert len(exact) == 2 and all(float(x) > 95 for x in exact), run.stdout
     differences = re.findall(r"int8 .* ([+-][\d.]+) points", run.stdout)
+    ratios = re.findall(r"int8 .* ([\d.]+) dB", run.stdout)
+    assert len(ratios) == 4 and all(float(x) > 30 for x in ratios), run.stdout
     assert len(differences) == 4 and all(abs(float(x)) <= 0.5 for x in differences), run.stdout

@@ -30,9 +30,6 @@ from torchq.qparams import QParams
 SRC = QParams.per_tensor(8 / 255, 128)
 
 
-HIDDEN = QParams.per_tensor(0.4 / 127, 128)  # what random projections read
-
-
 def sqnr(got: Tensor, expected: Tensor) -> float:
     noise = (got - expected).square().mean()
     return float(10 * torch.log10(expected.square().mean() / noise))
@@ -49,12 +46,7 @@ def quantized(module: nn.Module, dynamic: bool, x: Tensor | PackedSequence) -> n
     observed = ObservedRNN(module, QConfig(activation_observer="minmax", dynamic=dynamic))
     with torch.no_grad():
         observed(x)
-    q = observed.convert()
-    if q.proj_size and not dynamic:
-        for layer in q.layers:
-            layer.hidden_scale.copy_(HIDDEN.scale)
-            layer.refold()
-    return q
+    return observed.convert()
 
 
 FLOATS = [
@@ -88,6 +80,22 @@ def test_is_torchs_network_to_30_db(index: int, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
+def test_data_that_calibration_did_not_see(cls: Any, dynamic: bool) -> None:
+    """With the configuration that is the default, a usual width, and gates that saturate."""
+    module = cls(64, 256, num_layers=2).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.5)
+        observed = ObservedRNN(module, QConfig(dynamic=dynamic))
+        for _ in range(4):
+            observed(torch.randn(32, 8, 64))
+        x = torch.randn(32, 8, 64)
+        pairs = zip(flat(observed.convert()(x)), flat(module(x)), strict=True)
+        assert all(sqnr(got, want) > 30 for got, want in pairs)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_relu(dynamic: bool) -> None:
     module = nn.RNN(20, 48, nonlinearity="relu").eval()
     x = torch.randn(9, 5, 20)
@@ -96,12 +104,48 @@ def test_relu(dynamic: bool) -> None:
         if dynamic:
             q = QRNN.from_float(module)
         else:
-            with pytest.raises(ValueError, match="states must be given for relu"):
+            with pytest.raises(ValueError, match="QRNN: states must be given for relu"):
                 QRNN.from_float(module, SRC)
+            with pytest.raises(ValueError, match="QRNNCell: state must be given for relu"):
+                QRNNCell.from_float(nn.RNNCell(20, 48, nonlinearity="relu"), SRC)
             states = QParams.per_tensor(float(expected.max()) / 255, 0)
             q = QRNN.from_float(module, SRC, states)
         dst, h = q(x)
     assert sqnr(dst, expected) > 30 and sqnr(h, h_n) > 30
+
+
+@pytest.mark.parametrize("kind", ["tensor", "unbatched", "packed", "unsorted"])
+def test_a_projection_is_observed_on_both_sides(kind: str) -> None:
+    """Its states leave [-1, 1]; what it reads stays far inside."""
+    module = nn.LSTM(20, 48, num_layers=2, proj_size=24, bidirectional=True).eval()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "weight_hr" in name:
+                parameter.mul_(5)
+    x, hx = torch.randn(9, 5, 20), (torch.randn(4, 5, 24), torch.randn(4, 5, 48))
+    given: Any = x
+    if kind == "unbatched":
+        given, hx = x[:, 0], (hx[0][:, 0], hx[1][:, 0])
+    elif kind != "tensor":
+        lengths = torch.tensor([9, 7, 7, 4, 1] if kind == "packed" else [4, 9, 1, 7, 7])
+        given = pack_padded_sequence(x, lengths, enforce_sorted=kind == "packed")
+    observed = ObservedRNN(module, QConfig(activation_observer="minmax"))
+    seen: list[Tensor] = []
+    observed.hidden_observer.register_forward_hook(lambda m, args, dst: seen.append(dst))
+    with torch.no_grad():
+        expected = module(given, hx)
+        for got, want in zip(flat(observed(given, hx)), flat(expected), strict=True):
+            assert torch.equal(got, want)
+        q = observed.convert()
+        assert max(float(t.abs().max()) for t in flat(expected)) > 1.2
+        assert all(sqnr(a, b) > 30 for a, b in zip(flat(q(given, hx)), flat(expected), strict=True))
+    # What was seen before the last projection makes the last layer's states.
+    weight = module.weight_hr_l1_reverse
+    rebuilt = torch.cat([row @ weight.T for row in seen[len(seen) // 2 :]])
+    last = flat(expected)[0][..., 24:].reshape(-1, 24)
+    assert all(float((rebuilt - row).abs().amax(1).min()) < 1e-4 for row in last)
+    with pytest.raises(ValueError, match="QLSTM: states must be given for a projection"):
+        QLSTM.from_float(module, SRC)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

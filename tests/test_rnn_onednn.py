@@ -3,7 +3,9 @@
 
 The first block runs by default; ``TORCHQ_CONFORMANCE=all`` runs all ten: 320 networks, of which 314
 agree in every state. oneDNN computes its gates with other polynomials, so a state near a tie may
-differ by one step, and what follows from it by more: at most 1 step in the first step, 2 later.
+be rounded the other way, and what is computed from it differs from then on. Where a network
+differs, the oracle follows oneDNN's own states: each of them must be what the one before implies,
+to a tie. So a difference is explained by the rounding of single states, or it fails.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import reference_rnn as oracle
 import torch
 from torch import Tensor
 
@@ -23,9 +26,9 @@ from torchq.nn import QRecurrentLayer, RecurrentWeight
 from torchq.qparams import QParams
 
 BLOCKS, PER_BLOCK = 10, 32
-# Seed -> steps. 234: two layers of a GRU are one step apart from the fifth step on, which
-# feeds back into three in the eighteenth; the last is one apart again.
-EXPLAINED = {234: 3}
+# Of later blocks: two layers of a GRU whose states drift three steps apart.
+EXTRA = [234]
+TIE = 0.5001  # in steps; the farthest of 320 networks is 0.500014
 ALL = os.environ.get("TORCHQ_CONFORMANCE") == "all"
 # src_iter, src_layer, dst_iter, dst_layer
 CONFIGS = ("u8u8u8u8", "u8u8u8f32", "f32u8f32u8", "f32u8f32f32")
@@ -172,8 +175,7 @@ def run_torchq(n: Network, data: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return torch.cat(lasts, -1), torch.stack([torch.stack(each) for each in states])
 
 
-def steps_apart(n: Network, peer: Peer) -> tuple[Tensor, Tensor]:
-    """Per step of the sequence, and for the final states, the largest distance."""
+def generated_data(n: Network) -> dict[str, Any]:
     torch.manual_seed(n.seed)
     directions = 2 if n.direction == "concat" else 1
     units = n.projection or n.hidden
@@ -192,25 +194,99 @@ def steps_apart(n: Network, peer: Peer) -> tuple[Tensor, Tensor]:
         torch.randint(-127, 128, (n.layers, directions, units, gates, n.hidden), dtype=torch.int8),
         data["layer"][1],
     )
-    theirs = run_peer(n, peer, data)
-    dst, h_n = run_torchq(n, data)
+    return data
+
+
+def differs(n: Network, peer: Peer, data: dict[str, Any]) -> bool:
+    """Whether any state of the last layer, or any final state, is another integer."""
+    theirs, (dst, h_n) = run_peer(n, peer, data), run_torchq(n, data)
 
     def integers(t: Tensor) -> Tensor:
-        q = torch.round(t * n.scale + n.shift) if t.is_floating_point() else t
-        return q.int()
+        return torch.round(t * n.scale + n.shift).int() if t.is_floating_point() else t.int()
 
-    apart = (integers(theirs[0]) - dst.int()).abs().amax((1, 2))
-    if n.direction == "right2left":
-        apart = apart.flip(0)
-    final = (integers(theirs[1]) - h_n.int()).abs().amax()
-    return apart, final
+    return not (
+        torch.equal(integers(theirs[0]), dst.int()) and torch.equal(integers(theirs[1]), h_n.int())
+    )
+
+
+def first_layers(n: Network, data: dict[str, Any], count: int) -> tuple[Network, dict[str, Any]]:
+    """The network that ends after some layers, with integer states."""
+    cut = dict(data)
+    for name in ("h_0", "real_h_0", "c_0", "bias"):
+        cut[name] = data[name][:count]
+    for name in ("layer", "iter", "projection"):
+        cut[name] = data[name][0][:count], data[name][1]
+    config = "f32u8f32u8" if n.config.startswith("f32") else "u8u8u8u8"
+    return replace(n, layers=count, config=config), cut
+
+
+def worst_step(n: Network, states: list[Tensor], data: dict[str, Any]) -> float:
+    """How far the worst state is from what the states before it imply, in steps; 0.5 is a tie.
+
+    Args:
+        n: the network.
+        states: of each layer, u8 ``[T, N, directions * units]``.
+        data: its parameters.
+    """
+    order = [0, 1, 2, 3] if n.cell == "lstm" else [1, 0, 2]
+    units, worst = n.projection or n.hidden, 0.0
+    for d in range(2 if n.direction == "concat" else 1):
+        backward = n.direction == "right2left" or d == 1
+        src = data["src"].flip(0) if backward else data["src"]
+        for i, both in enumerate(states):
+            emitted = both[..., d * units : (d + 1) * units]
+            emitted = emitted.flip(0) if backward else emitted
+
+            def weight(name: str, i: int = i, d: int = d) -> Tensor:
+                q: Tensor = data[name][0][i, d].movedim(0, -1)
+                return q[order] if q.dim() == 3 else q
+
+            factor = data["layer"][1]
+            scale = 1 / (factor[order] if factor.dim() == 2 else factor.reshape(1, 1))
+            layer = oracle.Layer(
+                "lstm" if n.cell == "lstm" else "gru_vanilla",
+                *(weight("layer"), weight("iter"), scale, scale.expand(len(order), n.hidden)),
+                *(data["bias"][i, d][order], torch.zeros(len(order), n.hidden)),
+                (1 / n.scale, n.shift),
+                (1 / n.scale, n.shift, 0, 255),
+                weight("projection") if n.projection else None,
+                1 / data["projection"][1],
+                (1 / n.scale, n.shift),
+            )
+            c_0 = data["c_0"][i, d] if n.cell == "lstm" else None
+            start = data["real_h_0"][i, d], c_0, data["h_0"][i, d]
+            real, slack, _ = oracle.run(layer, src, emitted, *start)
+            ideal = (real * n.scale + n.shift).clamp(0, 255)
+            off = (emitted.double() - ideal).abs() - slack * n.scale
+            worst, src = max(worst, float(off.max())), emitted
+    return worst
 
 
 @pytest.mark.parametrize("block", range(BLOCKS if ALL else 1))
-def test_rnn_is_within_two_steps_of_onednn(peer: Peer, block: int) -> None:
-    for seed in range(block * PER_BLOCK, (block + 1) * PER_BLOCK):
-        network = generated(seed)
-        apart, final = steps_apart(network, peer)
-        first = apart[0] if network.direction != "concat" else apart.amin()
-        limit = EXPLAINED.get(seed, 2)
-        assert first <= 1 and apart.max() <= limit and final <= 2, (network, apart, final)
+def test_every_difference_to_onednn_is_a_tie(peer: Peer, block: int) -> None:
+    agree = 0
+    for seed in [*range(block * PER_BLOCK, (block + 1) * PER_BLOCK)] + ([] if block else EXTRA):
+        n = generated(seed)
+        data = generated_data(n)
+        if not differs(n, peer, data):
+            agree += 1
+            continue
+        theirs, ours = [], []
+        for count in range(1, n.layers + 1):
+            part, cut = first_layers(n, data, count)
+            theirs.append(run_peer(part, peer, cut)[0])
+            ours.append(run_torchq(part, cut)[0])
+        for states in (theirs, ours):
+            assert worst_step(n, states, data) < TIE, n
+    assert agree >= PER_BLOCK - 3
+
+
+def test_the_explanation_finds_a_state_that_is_a_step_off(peer: Peer) -> None:
+    for seed in EXTRA:
+        n = generated(seed)
+        data = generated_data(n)
+        parts = [first_layers(n, data, count) for count in range(1, n.layers + 1)]
+        states = [run_peer(part, peer, cut)[0] for part, cut in parts]
+        assert worst_step(n, states, data) < TIE
+        states[-1][n.steps // 2, 0, 3] += 1
+        assert worst_step(n, states, data) > 0.51

@@ -19,7 +19,6 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import torchq
-from torchq.nn import ObservedRNN
 
 HIDDEN = 64
 
@@ -72,15 +71,16 @@ def train(model: nn.Module, data: Digits, epochs: int) -> nn.Module:
 
 
 def quantized(model: RowReader, data: Digits, dynamic: bool) -> nn.Module:
-    """The recurrent part in int8; calibrated on the training images where it is static."""
-    observed = ObservedRNN(model.recurrent, torchq.QConfig(dynamic=dynamic))
-    if not dynamic:
-        with torch.inference_mode():
-            for batch in data.train_images.split(256):
-                observed(batch)
-    result = RowReader(observed.convert())
-    result.head = model.head
-    return result.eval()
+    """The model in int8; calibrated on the training images where it is static."""
+    config = torchq.QConfig(dynamic=dynamic)
+    return torchq.quantize(model, data.train_images.split(256), config=config, strict=True)
+
+
+@torch.inference_mode()
+def decibels(model: nn.Module, small: nn.Module, data: Digits) -> float:
+    """Signal-to-noise ratio of the recurrent part's results: all states, and the last ones."""
+    images = data.test_images
+    return torchq.sqnr(model.recurrent(images), small.recurrent(images))
 
 
 @torch.inference_mode()
@@ -122,7 +122,13 @@ def main() -> int:
             small = quantized(model, data, dynamic)
             reached = accuracy(small, data)
             ms = milliseconds(small, data.test_images)
-            print(f"  {label:<13}{reached:7.2f} %{ms:9.2f} ms   {reached - exact:+.2f} points")
+            ratio = decibels(model, small, data)
+            print(
+                f"  {label:<13}{reached:7.2f} %{ms:9.2f} ms   {reached - exact:+.2f} points"
+                f"   {ratio:.1f} dB"
+            )
+            if ratio <= 30:
+                problems.append(f"{make.__name__} {label} keeps {ratio:.1f} dB only")
             if abs(reached - exact) > 0.5:
                 problems.append(f"{make.__name__} {label} differs by {reached - exact:+.2f} points")
     for problem in problems:
