@@ -24,7 +24,7 @@ from torchq.fx import prepare as prepare_graph
 CASES = {f"eager_{name}": case for name, case in models.CASES.items()} | fx_models.CASES
 # What tracing sees more of (functions, keywords), or less (a stash), than swapping modules does.
 COUNTS = {"exposed": (2, 2), "keyword_layer": (1, 1), "forward_directly": (2, 2),
-          "view_then_write": (1, 2)}  # fmt: skip
+          "view_then_write": (1, 2), "attention": (3, 3), "transformer": (8, 8)}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -205,8 +205,7 @@ def test_reasons_of_submodules() -> None:
         ("eager_pool_indices", {"p": "its options have no int8 form"}),
         ("eager_unbatched", {"a": "its source [8, 10, 10] has no batch dimension"}),
         ("eager_never_called", {"b": "not called with example_inputs"}),
-        ("eager_attention", {"mha.out_proj":
-                             "it is a part of mha: MultiheadAttention has no int8 form"}),
+        ("eager_attention", {"mha.out_proj": "its parameters are used outside of it"}),
         ("eager_user_hook", {"1": "it has forward hooks, which would be lost"}),
         ("eager_view_then_write",
          {"relu": "its memory is written in place while the old values are still read"}),
@@ -238,9 +237,7 @@ def test_strict() -> None:
     with pytest.raises(RuntimeError, match=r"1 convolution, linear or rec.*1: padding_mode"):
         convert("eager_reflect", strict=True)
     convert("eager_reflect", strict=True, overrides={"1": None})
-    with pytest.raises(RuntimeError, match=r"mha.out_proj: it is a part of mha"):
-        convert("eager_attention", strict=True)
-    convert("eager_attention", strict=True, overrides={"mha*": None})
+    convert("eager_attention", strict=True)
     model = models.Wired(lambda m, x, w: F.conv2d(m.a(x), w), a=models.conv()).eval()
     inputs = torch.randn(models.IMAGE), torch.randn(4, 8, 1, 1)
     with pytest.raises(RuntimeError, match="conv2d: its weight is computed at run time"):

@@ -170,9 +170,14 @@ def post_op_chain(
             chain.append_sum(1.0, 0, "f32")
         else:
             chain.append_sum(float(residual.scale), int(residual.zero_point), residual.dtype)
+    return chain if clip is None else append_clip(chain, clip)
+
+
+def append_clip(chain: PostOps, clip: tuple[float, float]) -> PostOps:
+    """The chain, and a relu or clip; returns it."""
     if clip == (0.0, math.inf):
         chain.append_eltwise("relu")
-    elif clip is not None:
+    else:
         largest = 3.4028234663852886e38  # of float32: a clip has no infinite bounds
         low, high = (min(max(bound, -largest), largest) for bound in clip)
         chain.append_eltwise("clip", low, high)

@@ -20,9 +20,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchq.fx.attention import attention
 from torchq.fx.fake import fake_quantizer, is_watcher
 from torchq.fx.guards import expect
 from torchq.fx.sequences import SequenceTracer
@@ -30,7 +32,7 @@ from torchq.fx.sequences import SequenceTracer
 __all__ = ["CaptureError", "Captured", "Meta", "capture"]
 
 # Modules of torch that are one operation although they have children or look like several.
-_WHOLE = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+_WHOLE = (nn.RNNBase, nn.RNNCellBase)
 
 
 def _words(text: str) -> frozenset[str]:
@@ -102,7 +104,7 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if type(model).forward is nn.Module.forward or isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(f"{type(model).__name__} has no forward to trace")
     tracer = _Tracer(model, args, kwargs)
-    with torch.inference_mode(False), torch.no_grad(), _traced_factories(tracer):
+    with torch.inference_mode(False), torch.no_grad(), _traced_factories(tracer), _slow_paths():
         try:
             graph = tracer.trace(model)
         except Exception as error:
@@ -190,6 +192,11 @@ class _Tracer(SequenceTracer):
             if isinstance(value, Tensor):
                 self.asked_rank |= "dim" in target
                 return getattr(value, target)()
+        if target is F.multi_head_attention_forward and not self.running:
+            rank = self.values[args[0].node].dim() if isinstance(args[0], fx.Proxy) else 0
+            whole = attention(args, kwargs, rank)
+            if whole is not None:
+                return whole
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         if kind not in ("placeholder", "get_attr"):
             self._run(proxy.node)
@@ -364,6 +371,17 @@ def _compute(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 def _normal(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+@contextmanager
+def _slow_paths() -> Iterator[None]:
+    """Attention as the operations it consists of, instead of one that is all float."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 
+import torch
 from torch import Tensor, nn
 
 from torchq import eager
@@ -24,6 +25,7 @@ from torchq.standalone import STANDALONE, converted, observed
 __all__ = ["convert", "prepare"]
 
 
+@torch.no_grad()
 def prepare(
     model: nn.Module,
     example_inputs: Inputs,

@@ -101,6 +101,8 @@ class _Finder:
         for op in reversed(list(self.ops.values())):
             if op.role is Role.MATMUL:
                 layers.append(self._matmul(op))
+            elif op.role is Role.PRODUCT:
+                layers.append(self._other(op))
         layers.extend(self._expressions())
         for op in self.ops.values():
             if op not in self.taken and (self._is_alone(op) or op.role is Role.COMBINE):
@@ -125,6 +127,21 @@ class _Finder:
         self._absorb(layer)
         return layer
 
+    def _absorb_factor(self, layer: Layer) -> None:
+        """Extends a matrix product by the division by sqrt(d) behind it, and a relu."""
+        while (op := self._next(layer.dst)) is not None:
+            affine = _channel_affine(op, 0)
+            scalar = affine is not None and affine[0].numel() == affine[1].numel() == 1
+            if op.role is Role.UNARY and affine is not None and scalar and not layer.clip:
+                layer.affines.append(affine)
+            elif clip_bounds(op.module) is not None and not layer.clip:
+                layer.clip = clip_bounds(op.module)
+            elif op.role is not Role.PASS:
+                break
+            layer.parts.append(op)
+            layer.dst = op.node
+            self.taken.add(op)
+
     def _merges(self, pad: Op, op: Op) -> bool:
         alone = list(pad.node.users) == [op.node]
         takes = alone and not isinstance(op.module, (nn.Linear, *TRANSPOSED))
@@ -143,7 +160,9 @@ class _Finder:
             affine = _channel_affine(op, 1)
             assert affine is not None
             layer.affines.append(affine)
-        if not isinstance(op.module, Cat):
+        if op.role is Role.PRODUCT:
+            self._absorb_factor(layer)
+        elif not isinstance(op.module, Cat):
             self._absorb(layer)
         return layer
 
@@ -173,7 +192,8 @@ class _Finder:
             if op is None or op in self.taken or op.role is not Role.FAKE or op.srcs != [src]:
                 break
             assert isinstance(op.module, FakeQuantize)
-            if layer.role is not Role.MATMUL and op.module.levels not in (128, 256):
+            takes_clip = layer.role in (Role.MATMUL, Role.PRODUCT)
+            if not takes_clip and op.module.levels not in (128, 256):
                 break
             layer.fake, layer.dst = op.module, op.node
             layer.parts.append(op)

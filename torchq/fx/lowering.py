@@ -11,16 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from torchq.affine import combined
 from torchq.fx.guards import expect
 from torchq.fx.layers import Layer
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.ops import Op, Role
 from torchq.fx.prepared import Prepared
 from torchq.fx.sequences import SequenceTracer
-from torchq.lowering import matmul_from_float, pool_from_float, post_op_chain
+from torchq.lowering import append_clip, matmul_from_float, pool_from_float, post_op_chain
 from torchq.nn.binary import Add, Cat, QAdd, QCat, QMul
 from torchq.nn.module import QModule
+from torchq.nn.multiply import QMatMul
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
+from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
 __all__ = ["Lowering"]
@@ -229,6 +232,8 @@ class Lowering:
         relu = layer.clip is not None
         if isinstance(layer.op.module, Cat):
             return QCat(srcs, dst, layer.op.module.dim), [args]
+        if layer.role is Role.PRODUCT:
+            return QMatMul(srcs, dst, self._factor(layer)), args
         cls = QAdd if isinstance(layer.op.module, Add) else QMul
         return cls(srcs, dst, relu), args
 
@@ -243,14 +248,28 @@ class Lowering:
                 args.append(self.float_of(layer.residual))
         config = self.plan.config(layer.op.base)
         assert config is not None
-        clip = layer.clip
-        if layer.fake is not None and (more := self.plan.fakes[layer.dst].clip) is not None:
-            clip = more if clip is None else _both_clips(clip, more)
-        chain = post_op_chain(layer.residual is not None, residual, clip)
+        chain = post_op_chain(layer.residual is not None, residual, self._clip(layer))
         module = matmul_from_float(
             layer.float_module(), src, dst, config, chain, layer.weight_scale(), pad=layer.pad
         )
         return module, args
+
+    def _factor(self, layer: Layer) -> PostOps:
+        """What a matrix product takes over, in order."""
+        chain = PostOps()
+        if layer.affines:
+            scale, shift = combined(layer.affines)
+            chain.append_eltwise("linear", float(scale), float(shift))
+        clip = self._clip(layer)
+        return chain if clip is None else append_clip(chain, clip)
+
+    def _clip(self, layer: Layer) -> tuple[float, float] | None:
+        """Bounds of the activation, and of a fake quantizer with few levels."""
+        more = None if layer.fake is None else self.plan.fakes[layer.dst].clip
+        if layer.clip is None or more is None:
+            return layer.clip or more
+        low, high = (min(max(bound, more[0]), more[1]) for bound in layer.clip)
+        return low, high
 
     def _src(self, node: fx.Node) -> fx.Node:
         """A source: int8, or a float32 value of which this layer is the only reader."""
@@ -258,12 +277,6 @@ class Lowering:
         made = self.plan.is_joined(node) or node in self.plan.fakes or "constant" in node.meta
         made |= node in self._int8
         return self.float_of(node) if alone and not made else self.int8_of(node)
-
-
-def _both_clips(first: tuple[float, float], then: tuple[float, float]) -> tuple[float, float]:
-    """Bounds of one clip after another."""
-    low, high = (min(max(bound, then[0]), then[1]) for bound in first)
-    return low, high
 
 
 def _is_resampling(op: Op) -> bool:

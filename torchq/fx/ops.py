@@ -21,6 +21,7 @@ class Role(enum.Enum):
 
     MATMUL = "a sum of products: reads int8, emits int8 or float32"
     NORM = "a factor and a shift per channel: folds into a MATMUL, or becomes a depthwise one"
+    PRODUCT = "a matrix product of two tensors: reads int8, emits int8 or float32"
     COMBINE = "several tensors in, requantized: add, mul, cat"
     UNARY = "a function of each element: a post-op, or a table between two int8 tensors"
     POOL = "keeps scale and zero point, in a kernel of its own"

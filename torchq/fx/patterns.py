@@ -10,118 +10,19 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from torchq.affine import TRANSPOSED, reduction
 from torchq.fake_quantize import FakeQuantize
-from torchq.fx.fake import weight_scale, why_not_fixed
+from torchq.fx import matmuls, moves
+from torchq.fx.fake import why_not_fixed
 from torchq.fx.ops import Arguments, Made, Pattern, Pointwise, Role
 from torchq.nn.binary import Add, Cat, Mul
 from torchq.nn.quantize import DeQuantStub, QuantStub
-
-__all__ = ["PATTERNS"]
-
-_MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
-_FLOAT_MAX = 3.4028234663852886e38
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    return node.meta["value"].shape or ()
-
-
-# Matmuls
-
-
-def _check_matmul(module: Any) -> str:
-    mode = getattr(module, "padding_mode", "zeros")
-    if mode != "zeros":
-        return f"padding_mode is '{mode}', only 'zeros' is supported"
-    if reduction(module) > _MAX_REDUCTION:
-        return f"it sums more than {_MAX_REDUCTION} products, which could overflow int32"
-    return ""
-
-
-def _check_norm(module: Any) -> str:
-    return "it takes the statistics of each batch" if module.running_mean is None else ""
-
-
-def _batch_norm(a: Arguments) -> Made | str:
-    if a.varying("input"):
-        return f"its {a.varying('input')[0]} is computed at run time"
-    if a.training or a.running_mean is None:
-        return "it takes the statistics of each batch"
-    scale = (a.running_var.double() + a.eps).rsqrt()
-    scale = scale if a.weight is None else scale * a.weight
-    shift = -a.running_mean * scale if a.bias is None else a.bias - a.running_mean * scale
-    shape = [-1] + [1] * (len(_shape(a.input)) - 2)
-    return Made(Role.NORM, None, [a.input], affine=(scale.reshape(shape), shift.reshape(shape)))
-
-
-def _with_weight(module: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
-    module.weight = nn.Parameter(weight.detach(), False)
-    module.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), False))
-    return module.eval()
-
-
-def _matmul(a: Arguments, module: nn.Module, axis: int = 0, groups: int = 1) -> Made:
-    """A module with the weight and bias of the arguments; ``axis`` is of the output channels."""
-    made = Made(Role.MATMUL, _with_weight(module, a.weight, a.bias), [a.input])
-    made.reason = _check_matmul(module)
-    source = a.nodes["weight"]
-    fake = source.meta.get("fake") if isinstance(source, fx.Node) else None
-    if fake is not None:
-        scale = weight_scale(fake, a.weight, axis, groups)
-        if isinstance(scale, str):
-            made.note = f"{scale}: it is quantized anew"
-        else:
-            made.weight_scale = scale
-    return made
-
-
-def _linear(a: Arguments) -> Made | str:
-    if a.varying("input"):
-        return f"its {a.varying('input')[0]} is computed at run time"
-    module = nn.Linear(1, 1, device="meta")
-    module.out_features, module.in_features = a.weight.shape
-    return _matmul(a, module)
-
-
-def _conv(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
-    """A convolution; or a transposed one, whose weight has the channels the other way round."""
-    transposed = issubclass(cls, TRANSPOSED)
-
-    def make(a: Arguments) -> Made | str:
-        if a.varying("input"):
-            return f"its {a.varying('input')[0]} is computed at run time"
-        first, second, *kernel = a.weight.shape
-        channels = (first, second * a.groups) if transposed else (second * a.groups, first)
-        options = {
-            name: _spread(a[name], len(kernel))
-            for name in ("stride", "padding", "dilation", "output_padding")
-            if name in a
-        }
-        module = cls(*channels, tuple(kernel), groups=a.groups, device="meta", **options)
-        return _matmul(a, module, *((1, a.groups) if transposed else ()))
-
-    return make
-
-
-def _spread(value: Any, dims: int) -> Any:
-    """One value per spatial dim, or a word."""
-    if isinstance(value, str):
-        return value
-    values = list(value) if isinstance(value, tuple | list) else [value]
-    return tuple((values * dims)[:dims])
-
-
-_CONV = "input weight bias=None stride=1 padding=0 dilation=1 groups=1"
-_DECONV = "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1"
-
 
 # Combining
 
@@ -143,9 +44,13 @@ def _binary(
         position = 0 if isinstance(a.input, fx.Node) else 1  # of the tensor that varies
         src, other = (a.input, a.other) if position == 0 else (a.other, a.input)
         if isinstance(other, fx.Node):
+            if other.meta["value"].shape is None or src.meta["value"].shape is None:
+                return "a number that depends on the input's sizes has no int8 form"
             if module is None:
                 return f"{function.__name__} of two tensors has no int8 form"
             return Made(Role.COMBINE, module(), [a.input, a.other])
+        if isinstance(other, Tensor) and not bool(torch.isfinite(other).all()):
+            return "its constant is not finite"
         affine = _affine(function, torch.as_tensor(other), position)
         if _number(other) or other.dim() == 0:
             pointwise = Pointwise(function, float(other), position=position)
@@ -233,102 +138,6 @@ def _functions(*names: str) -> list[Pattern]:
     return rows
 
 
-# Pools
-
-
-def _pool(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
-    def make(a: Arguments) -> Made | str:
-        if a.varying("input"):
-            return "its window is computed at run time"
-        options = {name: value for name, value in a.items() if name not in ("input", "_stacklevel")}
-        if "stride" in options and not options["stride"]:
-            options["stride"] = None
-        module = cls(**options)
-        return Made(Role.POOL, module, [a.input], reason=_check_pool(module))
-
-    return make
-
-
-def _check_pool(module: Any) -> str:
-    if getattr(module, "return_indices", False) or getattr(module, "divisor_override", None):
-        return "its options have no int8 form"
-    return ""
-
-
-_MAX = "input kernel_size stride=None padding=0 dilation=1 ceil_mode=False return_indices=False"
-_AVG = "input kernel_size stride=None padding=0 ceil_mode=False count_include_pad=True"
-_GLOBAL = {3: nn.AdaptiveAvgPool1d, 4: nn.AdaptiveAvgPool2d, 5: nn.AdaptiveAvgPool3d}
-
-
-def _mean(a: Arguments) -> Made | str:
-    rank = len(_shape(a.input))
-    dims = a.dim if isinstance(a.dim, Sequence) else [a.dim]
-    if a.dim is None or a.dtype is not None or rank not in _GLOBAL:
-        return "a mean other than over all spatial dims has no int8 form"
-    if sorted(d % rank for d in dims) != list(range(2, rank)):
-        return "a mean other than over all spatial dims has no int8 form"
-    return Made(Role.POOL, _GLOBAL[rank](1), [a.input], flatten=not a.keepdim)
-
-
-# What moves elements
-
-
-def _move(a: Arguments) -> Made | str:
-    return Made(Role.MOVE, None, [a.input])
-
-
-def _index(a: Arguments) -> Made | str:
-    if a.input.meta["value"].shape is None and not a.input.meta["value"].is_sequence:
-        return Made(Role.SHAPE, None, [])  # of a size
-    return Made(Role.MOVE, None, [a.input])
-
-
-def _view(a: Arguments) -> Made | str:
-    if isinstance(a.get("shape"), torch.dtype):
-        return "it looks at the bits of float32 numbers"
-    return Made(Role.MOVE, None, [a.input])
-
-
-def _getattr(a: Arguments) -> Made | str:
-    if a.name in ("shape",):
-        return Made(Role.SHAPE, None, [])
-    if a.name in ("T", "mT"):
-        return Made(Role.MOVE, None, [a.input])
-    return f"its {a.name} is taken"
-
-
-def _resample(mode: str | None) -> Made | str:
-    if mode not in (None, "nearest", "nearest-exact"):
-        return f"interpolation of mode '{mode}' has no int8 form"
-    return ""
-
-
-def _interpolate(a: Arguments) -> Made | str:
-    return _resample(a.mode) or Made(Role.MOVE, None, [a.input])
-
-
-def _pad(a: Arguments) -> Made | str:
-    rank, pad = len(_shape(a.input)), a.pad
-    if a.mode != "constant" or a.value not in (None, 0, 0.0):
-        return "padding with anything but constant zeros has no int8 form"
-    if a.varying("input"):
-        return Made(Role.PAD, None, [a.input])  # by sizes
-    return Made(Role.PAD, None, [a.input], pad=_spatial_pad(rank, pad))
-
-
-def _spatial_pad(rank: int, pad: Sequence[int]) -> tuple[list[int], list[int]] | None:
-    """None where it is not the zero padding of a convolution."""
-    dims = rank - 2
-    pairs = [tuple(pad[i : i + 2]) for i in range(0, len(pad), 2)][::-1]  # last dim comes first
-    outer, inner = pairs[: -dims or None], pairs[-dims:]
-    if dims < 1 or (len(pairs) > dims and any(p != (0, 0) for p in outer)):
-        return None
-    inner = [(0, 0)] * (dims - len(inner)) + inner
-    if any(p < 0 for pair in inner for p in pair):
-        return None
-    return [p[0] for p in inner], [p[1] for p in inner]
-
-
 def _fake(a: Arguments) -> Made | str:
     """torch.fake_quantize_per_tensor_affine and torch.fake_quantize_per_channel_affine."""
     if a.varying("input"):
@@ -351,22 +160,37 @@ _BOTH = tuple(getattr(torch, name) for name in _MOVING if hasattr(torch, name))
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout)
 
 
+def _float(reason: str, *spellings: Any) -> Pattern:
+    """A row of what has no int8 form."""
+    modules = tuple(s for s in spellings if isinstance(s, type))
+    functions = tuple(s for s in spellings if not isinstance(s, type))
+    return Pattern(
+        Role.OPAQUE, modules, functions, "input *", lambda a: reason, lambda module: reason
+    )
+
+
 PATTERNS: list[Pattern] = [
     # matmuls
-    Pattern(Role.MATMUL, (nn.Linear,), (F.linear,), "input weight bias=None", _linear,
-            _check_matmul),
-    Pattern(Role.MATMUL, (nn.Conv1d,), (F.conv1d,), _CONV, _conv(nn.Conv1d), _check_matmul),
-    Pattern(Role.MATMUL, (nn.Conv2d,), (F.conv2d,), _CONV, _conv(nn.Conv2d), _check_matmul),
-    Pattern(Role.MATMUL, (nn.Conv3d,), (F.conv3d,), _CONV, _conv(nn.Conv3d), _check_matmul),
-    Pattern(Role.MATMUL, (nn.ConvTranspose1d,), (F.conv_transpose1d,), _DECONV,
-            _conv(nn.ConvTranspose1d), _check_matmul),
-    Pattern(Role.MATMUL, (nn.ConvTranspose2d,), (F.conv_transpose2d,), _DECONV,
-            _conv(nn.ConvTranspose2d), _check_matmul),
-    Pattern(Role.MATMUL, (nn.ConvTranspose3d,), (F.conv_transpose3d,), _DECONV,
-            _conv(nn.ConvTranspose3d), _check_matmul),
+    Pattern(Role.MATMUL, (nn.Linear,), (F.linear,), "input weight bias=None", matmuls.linear,
+            matmuls.check_matmul),
+    Pattern(Role.MATMUL, (nn.Conv1d,), (F.conv1d,), matmuls.CONV,
+            matmuls.conv(nn.Conv1d), matmuls.check_matmul),
+    Pattern(Role.MATMUL, (nn.Conv2d,), (F.conv2d,), matmuls.CONV,
+            matmuls.conv(nn.Conv2d), matmuls.check_matmul),
+    Pattern(Role.MATMUL, (nn.Conv3d,), (F.conv3d,), matmuls.CONV,
+            matmuls.conv(nn.Conv3d), matmuls.check_matmul),
+    Pattern(Role.MATMUL, (nn.ConvTranspose1d,), (F.conv_transpose1d,), matmuls.DECONV,
+            matmuls.conv(nn.ConvTranspose1d), matmuls.check_matmul),
+    Pattern(Role.MATMUL, (nn.ConvTranspose2d,), (F.conv_transpose2d,), matmuls.DECONV,
+            matmuls.conv(nn.ConvTranspose2d), matmuls.check_matmul),
+    Pattern(Role.MATMUL, (nn.ConvTranspose3d,), (F.conv_transpose3d,), matmuls.DECONV,
+            matmuls.conv(nn.ConvTranspose3d), matmuls.check_matmul),
+    Pattern(Role.PRODUCT, (), (torch.matmul, torch.bmm, torch.mm, operator.matmul, "matmul", "bmm",
+            "mm"), "input other", matmuls.product),
+    Pattern(Role.MATMUL, (), (torch.addmm,), "input mat1 mat2 beta=1 alpha=1", matmuls.add_product),
     Pattern(Role.NORM, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), (F.batch_norm,),
             "input running_mean running_var weight=None bias=None training=False momentum=0.1 "
-            "eps=1e-05", _batch_norm, _check_norm),
+            "eps=1e-05", matmuls.batch_norm, matmuls.check_norm),
     # several tensors
     Pattern(Role.COMBINE, (Add,), (operator.add, operator.iadd, torch.add, "add", "add_"),
             "input other alpha=1", _binary(Add, torch.add)),
@@ -426,39 +250,46 @@ PATTERNS: list[Pattern] = [
     Pattern(Role.UNARY, (), (operator.neg,), "input", _unary(lambda a: Pointwise(torch.neg))),
     Pattern(Role.UNARY, (), (operator.abs,), "input", _unary(lambda a: Pointwise(torch.abs))),
     # pools
-    Pattern(Role.POOL, (nn.MaxPool1d,), (F.max_pool1d, torch.max_pool1d), _MAX,
-            _pool(nn.MaxPool1d), _check_pool),
-    Pattern(Role.POOL, (nn.MaxPool2d,), (F.max_pool2d, torch.max_pool2d), _MAX,
-            _pool(nn.MaxPool2d), _check_pool),
-    Pattern(Role.POOL, (nn.MaxPool3d,), (F.max_pool3d, torch.max_pool3d), _MAX,
-            _pool(nn.MaxPool3d), _check_pool),
-    Pattern(Role.POOL, (nn.AvgPool1d,), (F.avg_pool1d,), _AVG, _pool(nn.AvgPool1d), _check_pool),
-    Pattern(Role.POOL, (nn.AvgPool2d,), (F.avg_pool2d,), _AVG + " divisor_override=None",
-            _pool(nn.AvgPool2d), _check_pool),
-    Pattern(Role.POOL, (nn.AvgPool3d,), (F.avg_pool3d,), _AVG + " divisor_override=None",
-            _pool(nn.AvgPool3d), _check_pool),
+    Pattern(Role.POOL, (nn.MaxPool1d,), (F.max_pool1d, torch.max_pool1d), moves.MAX,
+            moves.pool(nn.MaxPool1d), moves.check_pool),
+    Pattern(Role.POOL, (nn.MaxPool2d,), (F.max_pool2d, torch.max_pool2d), moves.MAX,
+            moves.pool(nn.MaxPool2d), moves.check_pool),
+    Pattern(Role.POOL, (nn.MaxPool3d,), (F.max_pool3d, torch.max_pool3d), moves.MAX,
+            moves.pool(nn.MaxPool3d), moves.check_pool),
+    Pattern(Role.POOL, (nn.AvgPool1d,), (F.avg_pool1d,), moves.AVG, moves.pool(nn.AvgPool1d),
+            moves.check_pool),
+    Pattern(Role.POOL, (nn.AvgPool2d,), (F.avg_pool2d,), moves.AVG + " divisor_override=None",
+            moves.pool(nn.AvgPool2d), moves.check_pool),
+    Pattern(Role.POOL, (nn.AvgPool3d,), (F.avg_pool3d,), moves.AVG + " divisor_override=None",
+            moves.pool(nn.AvgPool3d), moves.check_pool),
     Pattern(Role.POOL, (nn.AdaptiveAvgPool1d,), (F.adaptive_avg_pool1d,), "input output_size",
-            _pool(nn.AdaptiveAvgPool1d)),
+            moves.pool(nn.AdaptiveAvgPool1d)),
     Pattern(Role.POOL, (nn.AdaptiveAvgPool2d,), (F.adaptive_avg_pool2d,), "input output_size",
-            _pool(nn.AdaptiveAvgPool2d)),
+            moves.pool(nn.AdaptiveAvgPool2d)),
     Pattern(Role.POOL, (nn.AdaptiveAvgPool3d,), (F.adaptive_avg_pool3d,), "input output_size",
-            _pool(nn.AdaptiveAvgPool3d)),
-    Pattern(Role.POOL, (), (torch.mean, "mean"), "input dim=None keepdim=False dtype=None", _mean),
+            moves.pool(nn.AdaptiveAvgPool3d)),
+    Pattern(Role.POOL, (), (torch.mean, "mean"), "input dim=None keepdim=False dtype=None",
+            moves.mean),
     # what moves elements
     Pattern(Role.MOVE, (nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle),
-            (*_BOTH, *_MOVING, F.pixel_shuffle, F.pixel_unshuffle), "input *", _move),
-    Pattern(Role.MOVE, (), (torch.reshape, "view", "reshape"), "input shape *", _view),
-    Pattern(Role.MOVE, (), (operator.getitem,), "input index", _index),
-    Pattern(Role.MOVE, (), (getattr,), "input name", _getattr),
+            (*_BOTH, *_MOVING, F.pixel_shuffle, F.pixel_unshuffle), "input *", moves.move),
+    Pattern(Role.MOVE, (), (torch.reshape, "view", "reshape"), "input shape *", moves.view),
+    Pattern(Role.MOVE, (), (operator.getitem,), "input index", moves.index),
+    Pattern(Role.MOVE, (), (getattr,), "input name", moves.get_attribute),
     Pattern(Role.MOVE, (nn.Upsample, nn.UpsamplingNearest2d), (F.interpolate,),
             "input size=None scale_factor=None mode='nearest' align_corners=None "
-            "recompute_scale_factor=None antialias=False", _interpolate,
-            lambda module: str(_resample(module.mode))),
+            "recompute_scale_factor=None antialias=False", moves.interpolate,
+            lambda module: str(moves.resample(module.mode))),
     Pattern(Role.PAD, (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d), (F.pad,),
-            "input pad mode='constant' value=None", _pad),
+            "input pad mode='constant' value=None", moves.pad),
     Pattern(Role.PASS, (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
             nn.AlphaDropout, QuantStub, DeQuantStub)),
     Pattern(Role.PASS, (), _DROPOUTS, "input p=0.5 training=True inplace=False", _dropout),
+    # what stays float, and why
+    _float("8 bits of the scores are too coarse for their exponentials", nn.Softmax, nn.LogSoftmax,
+           F.softmax, torch.softmax, F.log_softmax, torch.log_softmax, "softmax", "log_softmax"),
+    _float("attention is one operation of torch, between linears that are int8",
+           F.scaled_dot_product_attention),
     # what quantization-aware training leaves
     Pattern(Role.FAKE, (FakeQuantize,), (torch.fake_quantize_per_tensor_affine,),
             "input scale zero_point quant_min quant_max", _fake, why_not_fixed),

@@ -27,6 +27,7 @@ from torchq.standalone import stands_alone, why_float
 
 __all__ = ["Plan"]
 
+_HARD = (Role.MATMUL, Role.PRODUCT)  # what int8 is for: they quantize what they read
 _KEEPING = (Role.MOVE, Role.PASS, Role.POOL, Role.PAD)
 
 
@@ -69,7 +70,7 @@ class Plan:
         while not self._decide():
             pass
         for layer in self._active():
-            if layer.role is Role.COMBINE:  # whatever it reads must have parameters
+            if layer.role in (Role.COMBINE, Role.PRODUCT):  # whatever it reads must have parameters
                 self._int8.update(self.root(src) for src in layer.srcs)
         self.layer_at = {layer.dst: layer for layer in self._active()}
         self.inside = {part.node for layer in self._active() for part in layer.parts}
@@ -293,7 +294,7 @@ class Plan:
         emitted: set[fx.Node] = set()
         for layer in self._active():
             roots = {self.root(node) for node in layer.srcs}
-            (hard if layer.role is Role.MATMUL else soft).update(roots)
+            (hard if layer.role in _HARD else soft).update(roots)
             if layer.residual is not None:
                 soft.add(self.root(layer.residual))
             if self._may_emit_int8(layer):
@@ -302,7 +303,7 @@ class Plan:
         self._int8 = hard | (emitted & soft - self._read_as_float())
         failed = False
         for layer in self._active():
-            if layer.role is not Role.MATMUL and (why := self._why_not(layer, hard)):
+            if layer.role not in _HARD and (why := self._why_not(layer, hard)):
                 self.reasons[layer], failed = why, True
         return not failed
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from torchq.fake_quantize import FakeQuantize
+from torchq.folding import MAX_SHIFTED_REDUCTION
 from torchq.fx.capture import Captured
 from torchq.fx.fake import composed, fake_quantizer, is_watcher, why_not_fixed
 from torchq.fx.guards import expect
@@ -120,10 +121,11 @@ def _made(node: fx.Node, captured: Captured) -> tuple[Made, nn.Module | None]:
     arguments = _bind(node, _SIGNATURES[id(row)])
     if arguments is None:
         return _opaque("its arguments are not known"), None
-    constant = not isinstance(arguments.get("input", node), fx.Node)
+    source = arguments.get("mat1", arguments.get("input", node))
+    constant = not isinstance(source, fx.Node)
     made = (
         "its source is a constant"
-        if constant and row.role not in (Role.COMBINE, Role.FAKE)
+        if constant and row.role not in (Role.COMBINE, Role.PRODUCT, Role.FAKE)
         else row.make(arguments)
     )
     if not isinstance(made, str) and not all(isinstance(src, fx.Node) for src in made.srcs):
@@ -216,11 +218,18 @@ def _why_float(op: Op, pinned: bool) -> str:
         if not is_float(src):
             return f"its source is {src.meta['value'].dtype}, not torch.float32"
     dims = _spatial_dims(op.module)
+    if op.role is Role.PRODUCT and _reduction(op) > MAX_SHIFTED_REDUCTION:
+        return f"it sums more than {MAX_SHIFTED_REDUCTION} products, which could overflow int32"
     if dims is not None and op.srcs and len(op.srcs[0].meta["value"].shape or ()) != dims + 2:
         return f"its source {list(op.srcs[0].meta['value'].shape)} has no batch dimension"
     if value.dtype != torch.float32:
         return f"its result is {value.dtype}, not torch.float32"
     return ""
+
+
+def _reduction(op: Op) -> int:
+    shape = op.srcs[0].meta["value"].shape
+    return int(shape[-1]) if shape else 0
 
 
 def _spatial_dims(module: nn.Module | None) -> int | None:

@@ -40,6 +40,14 @@ class Cat(nn.Module):
         return torch.cat(srcs, self.dim)
 
 
+class MatMul(nn.Module):
+    """``src0 @ src1``, both given at run time."""
+
+    def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
+        """Multiplies."""
+        return torch.matmul(src0, src1)
+
+
 class _QCombine(QModule):
     """Scales and zero points of the sources, then of the destination.
 
