@@ -52,16 +52,23 @@ EpilogueBuilder::EpilogueBuilder(const Args& args, const at::Tensor& dst) {
   read(args, dst);
   if (args.weight_zero_point != nullptr || args.row_sums != nullptr) {
     add_weight_zero_point(args, dst);
-    epilogue_.guard = true;
   }
+}
+
+void EpilogueBuilder::subtract(const int32_t* row_terms, const int32_t* channel_terms,
+                               int64_t channels, int64_t groups) {
+  epilogue_.row_terms = row_terms;
+  epilogue_.channel_terms = channel_terms;
+  epilogue_.channels = static_cast<int>(channels);
+  epilogue_.group_channels = static_cast<int>(channels / groups);
+  epilogue_.guard = true;
 }
 
 void EpilogueBuilder::add_weight_zero_point(const Args& args, const at::Tensor& dst) {
   const char* op = args.op;
-  TORCH_CHECK_VALUE(args.weight_zero_point != nullptr && args.row_sums != nullptr, "torchq.", op,
-                    ": weight_zero_point and row_sums must come together, got ",
-                    args.row_sums != nullptr ? "row_sums" : "weight_zero_point",
-                    " alone. The row sums are the op itself with weights of 1 and raw sums.");
+  TORCH_CHECK_VALUE(args.weight_zero_point != nullptr, "torchq.", op,
+                    ": row_sums must come with a weight_zero_point, got row_sums alone. Leave them "
+                    "out: the op computes them.");
   const at::Tensor& zero_point = *args.weight_zero_point;
   const at::Tensor& sums = *args.row_sums;
   check_param(op, "weight_zero_point", zero_point, at::kInt);
@@ -75,12 +82,10 @@ void EpilogueBuilder::add_weight_zero_point(const Args& args, const at::Tensor& 
   sizes[channel_dim] = args.groups;
   TORCH_CHECK_VALUE(sums.sizes() == c10::IntArrayRef(sizes), "torchq.", op,
                     ": row_sums must have shape ", c10::IntArrayRef(sizes), ", got ", sums.sizes(),
-                    ". There is one sum per row and group.");
+                    ". There is one sum per row and group; left out, the op computes them.");
   srcs_.push_back(sums.movedim(static_cast<int64_t>(channel_dim), -1).contiguous());
-  epilogue_.row_sums = srcs_.back().const_data_ptr<int32_t>();
-  epilogue_.weight_zero_point = zero_point.const_data_ptr<int32_t>();
-  epilogue_.channels = static_cast<int>(args.channels);
-  epilogue_.group_channels = static_cast<int>(args.channels / args.groups);
+  subtract(srcs_.back().const_data_ptr<int32_t>(), zero_point.const_data_ptr<int32_t>(),
+           args.channels, args.groups);
 }
 
 void EpilogueBuilder::read(const Args& args, const at::Tensor& dst) {

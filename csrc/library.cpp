@@ -60,7 +60,8 @@ TORCH_LIBRARY(torchq, m) {
   m.def(
       "conv_transpose(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor "
       "multiplier, Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, int "
-      "dst_dtype, str post_ops, Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor",
+      "dst_dtype, str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, Tensor? "
+      "weight_zero_point=None) -> Tensor",
       tags);
 
   m.def(

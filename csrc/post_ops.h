@@ -86,13 +86,17 @@ class EpilogueBuilder {
     /// Whether masks index (rows, channels), dst being (rows..., channels), rather than dst's dims.
     bool rows = false;
     /// Of weights that have zero points: int32, one per channel; and what they are multiplied by,
-    /// the sums of the source per row and group, int32 of dst's shape but for `groups` channels.
+    /// sum of (q - z) per row and group, int32 of dst's shape but for `groups` channels.
     const at::Tensor* weight_zero_point = nullptr;
     const at::Tensor* row_sums = nullptr;
     int64_t groups = 1;
   };
   EpilogueBuilder(const Args& args, const at::Tensor& dst);
   const Epilogue& get() const { return epilogue_; }
+  /// Sets the terms of Note [Weight zero points]: row_terms [rows][groups], channel_terms
+  /// [channels].
+  void subtract(const int32_t* row_terms, const int32_t* channel_terms, int64_t channels,
+                int64_t groups);
 
  private:
   void read(const Args& args, const at::Tensor& dst);

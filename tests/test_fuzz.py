@@ -92,6 +92,10 @@ WINDOW = "[3, 3, 2, 2, 1, 1, 1, 1, 1, 1]"
 LINEAR = "*ops.pack_linear(tensor((20, 10), torch.int8, 'random'))"
 CONV = "*ops.pack_conv(tensor((8, 4, 3, 3), torch.int8, 'random'), 1, [1, 1])"
 DEPTHWISE = "*ops.pack_conv(tensor((4, 1, 3, 3), torch.int8, 'random'), 4, [1, 1])"
+DECONV = "*ops.pack_conv_transpose(tensor((4, 8, 3, 3), torch.int8, 'random'), 1, [2, 2], [1, 1])"
+TRANSPOSED = "[3, 3, 2, 2, 1, 1, 1, 1, 1, 1, 0, 1, 1, 4]"
+Z8, Z20 = (f"tensor(({n},), torch.int32, 'random')" for n in (8, 20))
+SUMS = "tensor((3, 1), torch.int32, 'random')"
 FOLDED = ["tensor(({0},))", "tensor(({0},))", "None", I1]
 TAIL = ["0", "''", "tensor((0,))", "[]"]
 SUM = ["'sum:0.5'", "tensor((21,))", "[tensor((3, 20), torch.uint8, 'random')]"]
@@ -125,6 +129,10 @@ VALID: list[tuple[str, list[str]]] = [
     ),
     ("conv", [U8_4D, *unstar(CONV), *folded(8), WINDOW[:-1] + ", 1, 4]", *TAIL]),
     ("conv", [U8_4D, *unstar(DEPTHWISE), *folded(4), WINDOW[:-1] + ", 4, 4]", *TAIL]),
+    ("linear", [SRC, *unstar(LINEAR), *folded(20), "10", *TAIL, Z20]),
+    ("linear", [SRC, *unstar(LINEAR), *folded(20), "10", *TAIL, Z20, SUMS]),
+    ("conv", [U8_4D, *unstar(CONV), *folded(8), WINDOW[:-1] + ", 1, 4]", *TAIL, Z8]),
+    ("conv_transpose", [U8_4D, *unstar(DECONV), *folded(8), TRANSPOSED, *TAIL, Z8]),
     ("quantize", ["tensor((2, 4, 5, 5))", "tensor((4, 1, 1))", I1, "0"]),
     ("dequantize", [U8_4D, F1, "tensor((4, 1, 1), torch.int32, 0)"]),
     ("requantize", [U8_4D, F1, I1, "tensor((5,))", I1, "1"]),

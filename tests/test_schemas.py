@@ -57,7 +57,8 @@ unpack_conv_transpose(Tensor packed, int[] weight_shape, int groups, int[] strid
 int[] dilation) -> Tensor
 conv_transpose(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, \
 Tensor multiplier, Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, \
-int dst_dtype, str post_ops, Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor
+int dst_dtype, str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, \
+Tensor? weight_zero_point=None) -> Tensor
 rnn(Tensor src, Tensor? batch_sizes, Tensor? h_0, Tensor? c_0, Tensor weight_src, \
 Tensor compensation_src, Tensor multiplier_src, Tensor weight_state, Tensor compensation_state, \
 Tensor multiplier_state, Tensor bias, Tensor? extra, Tensor? weight_projection, \

@@ -9,14 +9,17 @@ from __future__ import annotations
 import cases
 import pytest
 import reference
+import reference_deconv
 import torch
 from calls import F32, S8, S32, U8, assert_same
 from cases import ConvShape, LinearShape, random_q
+from reference_deconv import DeconvShape, deconv
 from torch import Tensor
+from torch.library import opcheck
 
 import torchq.functional as TF
 from torchq import Attr
-from torchq.packing import pack_conv, pack_linear
+from torchq.packing import pack_conv, pack_conv_transpose, pack_linear
 
 ops = torch.ops.torchq
 
@@ -33,6 +36,13 @@ CONV = [
     ConvShape(1, 20, 20, (5, 5), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1), 5, "small groups"),
     ConvShape(1, 64, 128, (4,), (3,), (1,), (1,), (1,), (1,), 2, "wide groups"),
     ConvShape(1, 37, 37, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1), 37, "depthwise"),
+    ConvShape(1, 15, 45, (6,), (2,), (1,), (1,), (1,), (1,), 5, "9 channels a group"),
+]
+DECONV = [
+    deconv("strided", (6, 21), (5, 7), 3, 2, 1),
+    deconv("1d", (3, 17), (4,), 4, 3, batch=2),
+    deconv("groups", (8, 12), (5, 4), 2, 2, groups=4),
+    deconv("no taps", (4, 5), (3, 3), 1, 3),
 ]
 
 
@@ -56,6 +66,13 @@ def attr_of(args, zero: Tensor, shape, dst: torch.dtype) -> Attr:
 
 
 def expected(args, zero: Tensor, shape) -> Tensor:
+    if isinstance(shape, DeconvShape):  # channels are dimension 1, inside of the groups of 0
+        weight = args["weight"].double()
+        groups = weight.reshape(shape.groups, -1, *weight.shape[1:])
+        along = zero.double().expand(shape.channels)
+        along = along.reshape(shape.groups, 1, -1, *[1] * len(shape.kernel))
+        changed = args | {"weight": (groups - along).reshape(weight.shape)}
+        return reference_deconv.conv_transpose(**changed, **shape.oracle)
     shifted = args["weight"].double() - zero.double().reshape(-1, *[1] * (args["weight"].dim() - 1))
     call = reference.linear if isinstance(shape, LinearShape) else reference.conv
     extra = {} if isinstance(shape, LinearShape) else shape.oracle
@@ -66,14 +83,16 @@ def run(args, attr: Attr, shape, dst: torch.dtype, weight=None, **changes) -> Te
     weight = args["weight"] if weight is None else weight
     if isinstance(shape, LinearShape):
         return TF.linear(args["src"], weight, args["bias"], attr, dst, **changes)
-    conv = getattr(TF, f"conv{len(shape.kernel)}d")
-    begin, end = shape.padding
+    transposed = isinstance(shape, DeconvShape)
+    conv = getattr(TF, f"conv{'_transpose' if transposed else ''}{len(shape.kernel)}d")
+    begin, end = shape.oracle["padding"]
     window = {"stride": shape.stride, "padding": begin, "padding_end": end}
+    window |= {"output_padding": shape.output_padding} if transposed else {}
     window |= {"dilation": shape.dilation, "groups": shape.groups}
     return conv(args["src"], weight, args["bias"], attr=attr, dst_dtype=dst, **window, **changes)
 
 
-@pytest.mark.parametrize("shape", [*LINEAR, *CONV], ids=str)
+@pytest.mark.parametrize("shape", [*LINEAR, *CONV, *DECONV], ids=str)
 @pytest.mark.parametrize("weight_dtype", [U8, S8], ids=str)
 def test_against_the_oracle(shape, weight_dtype: torch.dtype, isa: str):
     for dst, per_channel in ((U8, True), (S8, False), (F32, True), (S32, True)):
@@ -82,7 +101,7 @@ def test_against_the_oracle(shape, weight_dtype: torch.dtype, isa: str):
         assert_same(got, expected(args, zero, shape), (shape, dst, per_channel))
 
 
-@pytest.mark.parametrize("shape", [LINEAR[0], CONV[0], CONV[3], CONV[5]], ids=str)
+@pytest.mark.parametrize("shape", [LINEAR[0], CONV[0], CONV[3], CONV[5], DECONV[0]], ids=str)
 def test_exact_sums_and_chains(shape, isa: str):
     """Without scales an int32 destination is exact; float chains start from the same sums."""
     args, zero = arguments(shape, S32, U8, True)
@@ -126,6 +145,44 @@ def test_packing_uint8_is_lossless():
     assert torch.equal(pack_linear(weight).unpack(), weight)
     kernel = random_q((8, 3, 3, 3), U8)
     assert torch.equal(pack_conv(kernel).unpack(), kernel)
+    assert torch.equal(pack_conv_transpose(kernel, 2, 2).unpack(), kernel)
+
+
+def op_arguments(shape, weight_zero_point: Tensor):
+    """A call of the op itself with raw sums."""
+    weight = random_q(shape.weight, S8)
+    if isinstance(shape, LinearShape):
+        op, packed, geometry = ops.linear, pack_linear(weight), shape.weight[1]
+    elif isinstance(shape, DeconvShape):
+        packed = pack_conv_transpose(weight, shape.groups, shape.stride, shape.dilation)
+        op, geometry = ops.conv_transpose, shape.geometry
+    else:
+        packed = pack_conv(weight, shape.groups, shape.dilation)
+        op, geometry = ops.conv, shape.geometry
+    empty = torch.empty(0)
+    tensors = [packed.weight, packed.compensation, packed.pair_bound, empty, empty, None]
+    zero_point = torch.tensor([3], dtype=S32)
+    args = [random_q(shape.src, U8), *tensors, zero_point, geometry, 3, "", empty, []]
+    return op, (*args, weight_zero_point)
+
+
+@pytest.mark.parametrize("shape", [LINEAR[0], CONV[0], CONV[5], DECONV[0]], ids=str)
+def test_opcheck(shape):
+    op, args = op_arguments(shape, torch.arange(shape.channels, dtype=S32))
+    opcheck(op.default, args)
+
+
+@pytest.mark.parametrize("shape", [LINEAR[0], CONV[2]], ids=str)
+def test_given_row_sums_are_used(shape, isa: str):
+    """acc - row_sums[row][group] * weight_zero_point[n]."""
+    zero = torch.arange(shape.channels, dtype=S32)
+    op, args = op_arguments(shape, zero)
+    raw = op(*args[:-1])
+    dim, groups = (1, shape.groups) if isinstance(shape, ConvShape) else (-1, 1)
+    sums = random_q((*raw.movedim(dim, -1).shape[:-1], groups), S32, 7).movedim(-1, dim)
+    per_channel = sums.repeat_interleave(shape.channels // groups, dim)
+    along = zero.reshape(-1, 1, 1) if dim == 1 else zero
+    assert_same(op(*args, sums), raw - per_channel * along)
 
 
 def test_errors():
@@ -143,8 +200,7 @@ def test_errors():
     zero, sums = torch.ones(4, dtype=S32), torch.ones(2, 1, dtype=S32)
     tensors = (packed.weight, packed.compensation, packed.pair_bound)
     for pair, error, message in (
-        ((zero, None), ValueError, "must come together"),
-        ((None, sums), ValueError, "must come together"),
+        ((None, sums), ValueError, "row_sums must come with a weight_zero_point"),
         ((zero[:3], sums), ValueError, "weight_zero_point must have 4 values"),
         ((zero, sums[:1]), ValueError, r"row_sums must have shape \[2, 1\]"),
         ((zero, sums.float()), TypeError, "row_sums must be int32"),

@@ -138,11 +138,6 @@ def check_int32_bias(op: str, bias: Tensor, reduction: int, weight_range: int = 
 
 
 def _check(op: str, attr: Attr, weight: PackedWeight, dst_dtype: torch.dtype) -> None:
-    if weight.stride and attr.mask("weights", "zero_points") is not None:
-        raise NotImplementedError(
-            f"torchq.{op}: weights must have no zero points, got {attr}. Quantize the weights "
-            "symmetrically; linear and conv1d, 2d, 3d take zero points."
-        )
     per_channel = (0, 1) if weight.groups == 1 else (0, 1, 2, 3)
     masks: Masks = {
         ("scales", "src"): (0,),

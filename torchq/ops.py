@@ -275,6 +275,7 @@ def _(
     post_ops: str,
     post_op_params: Tensor,
     post_op_srcs: Sequence[Tensor],
+    weight_zero_point: Tensor | None = None,
 ) -> Tensor:
     sizes = conv_transpose_sizes(src.shape, compensation.shape[1], geometry)
     return _empty_channels_last(src, sizes, _DTYPES[dst_dtype])

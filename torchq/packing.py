@@ -125,12 +125,12 @@ def pack_conv_transpose(
     stride: int | Sequence[int] = 1,
     dilation: int | Sequence[int] = 1,
 ) -> PackedWeight:
-    """Packs an int8 weight ``(IC, OC/groups, k...)``, the layout of torch's ConvTranspose.
+    """Packs an int8 or uint8 weight ``(IC, OC/groups, k...)``, torch's ConvTranspose layout.
 
     Stride and dilation decide which taps meet the same destinations; those are packed together.
 
     Raises:
-        TypeError: ``weight`` is not int8.
+        TypeError: ``weight`` is neither.
         ValueError: the shape, groups, stride or dilation do not fit, or more than 65793 products
             could overflow int32.
     """
@@ -138,7 +138,8 @@ def pack_conv_transpose(
     steps = (stride,) * dims if isinstance(stride, int) else tuple(stride)
     gaps = (dilation,) * dims if isinstance(dilation, int) else tuple(dilation)
     packed, compensation, pair_bound = torch.ops.torchq.pack_conv_transpose(
-        weight, groups, list(steps), list(gaps)
+        _as_int8(weight), groups, list(steps), list(gaps)
     )
     shape = (weight.shape[1] * groups, weight.shape[0] // groups, *weight.shape[2:])
-    return PackedWeight(packed, compensation, pair_bound, shape, groups, gaps, steps)
+    tensors = (packed, compensation, pair_bound)
+    return PackedWeight(*tensors, shape, groups, gaps, steps, weight.dtype)

@@ -168,30 +168,36 @@ TORCHQ_NOINLINE void run_chain_op(const FinishTile& t, const Epilogue& e, const 
   });
 }
 
-/// acc -= weight_zero_point[n] * row_sums[row][group of n], modulo 2^32.
+/// acc -= row_terms[row][group of n] * channel_terms[n], modulo 2^32.
 template <class Isa>
-TORCHQ_NOINLINE void subtract_weight_zero_points(const FinishTile& t, const Epilogue& e) {
+TORCHQ_NOINLINE void subtract_row_terms(const FinishTile& t, const Epilogue& e) {
   const int groups = e.channels / e.group_channels;
-  for_each_panel<Isa>(t, [&](int r, int n, int32_t* tile, typename Isa::Mask m) {
-    const int channel = t.channel + n;
-    const int32_t* sums = e.row_sums + t.dst_offset[r] / e.channels * groups;
-    auto sum = Isa::set_int(sums[channel / e.group_channels]);
-    if (groups > 1) {
-      int32_t lanes[kPanel] = {};
-      const int count = min_int(t.channels - n, kPanel);
-      for (int i = 0; i < count; ++i) lanes[i] = sums[(channel + i) / e.group_channels];
-      sum = Isa::load_int(lanes);
+  for (int r = 0; r < t.rows; ++r) {
+    const int32_t* terms = e.row_terms + t.dst_offset[r] / e.channels * groups;
+    for (int n = 0; n < t.channels; n += kPanel) {
+      const int channel = t.channel + n, count = min_int(t.channels - n, kPanel);
+      const auto m = Isa::mask(count);
+      const int first = channel / e.group_channels;
+      auto term = Isa::set_int(terms[first]);
+      if (e.group_channels == 1) {
+        term = Isa::load_int(terms + channel, m);
+      } else if ((channel + count - 1) / e.group_channels != first) {
+        int32_t lanes[kPanel] = {};
+        for (int i = 0; i < count; ++i) lanes[i] = terms[(channel + i) / e.group_channels];
+        term = Isa::load_int(lanes);
+      }
+      int32_t* tile = t.tile + r * t.panels * kPanel + n;
+      const auto factor = Isa::load_int(e.channel_terms + channel, m);
+      Isa::store_int(tile, Isa::sub(Isa::load_int(tile), Isa::mul(term, factor)));
     }
-    const auto zero_point = Isa::load_int(e.weight_zero_point + channel, m);
-    Isa::store_int(tile, Isa::sub(Isa::load_int(tile), Isa::mul(sum, zero_point)));
-  });
+  }
 }
 
 template <class Isa>
 TORCHQ_NOINLINE void finish_tile(const FinishTile& t, const Epilogue& e) {
   using Float = typename Isa::Float;
   using Mask = typename Isa::Mask;
-  if (e.row_sums != nullptr) subtract_weight_zero_points<Isa>(t, e);
+  if (e.row_terms != nullptr) subtract_row_terms<Isa>(t, e);
   if (e.mode == Epilogue::kRaw) {
     for_each_panel<Isa>(t, [&](int r, int n, int32_t* tile, Mask m) {
       int32_t* dst = static_cast<int32_t*>(e.dst) + t.dst_offset[r] + t.channel + n;

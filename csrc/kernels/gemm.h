@@ -24,19 +24,6 @@ TORCHQ_INLINE void dot_step(typename Isa::Int (&acc)[MR][NP], const int8_t* weig
   }
 }
 
-/// Adds what weight zero points contribute to a tile of sums. Not a step of gemm_tile itself, whose
-/// registers it would shuffle.
-template <class Isa>
-TORCHQ_NOINLINE void add_row_terms(const GemmTile& t, int panel, int panels, int32_t* tile) {
-  for (int r = 0; r < t.rows; ++r) {
-    const auto term = Isa::set_int(t.row_terms[r]);
-    for (int p = 0; p < panels; ++p, tile += kPanel) {
-      const auto factor = Isa::load_int(t.channel_terms + (panel + p) * kPanel);
-      Isa::store_int(tile, Isa::add(Isa::load_int(tile), Isa::mul(term, factor)));
-    }
-  }
-}
-
 /// MR rows x NP panels; `panel` counts from the tile's first panel. kNarrow: weights as packed,
 /// four bytes per lane through 16-bit pair sums; else kSteps widened vectors per quad (1 for VNNI).
 template <class Isa, int MR, int NP, bool kFlip, bool kNarrow>
@@ -86,7 +73,7 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int panel) 
 
   const int first = panel * kPanel;
   const int channels = min_int(t.channels - first, NP * kPanel);
-  if (t.row_terms == nullptr && finishes_in_registers(e, channels, NP)) {
+  if (finishes_in_registers(e, channels, NP)) {
     finish_in_registers<Isa, MR, NP>(e, acc, t.dst_offset, t.channel + first);
     return;
   }
@@ -96,7 +83,6 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int panel) 
       Isa::store_int(tile + (r * NP + p) * kPanel, acc[r][p]);
     }
   }
-  if (t.row_terms != nullptr) add_row_terms<Isa>(t, panel, NP, tile);
   finish_tile<Isa>({tile, MR, NP, t.dst_offset, t.channel + first, channels}, e);
 }
 

@@ -69,11 +69,11 @@ float apply_chain_op(const Epilogue& e, const ChainOp& op, float x, int channel,
 }
 
 void finish(const Epilogue& e, int32_t acc, int channel, int64_t index) {
-  if (e.row_sums != nullptr) {
+  if (e.row_terms != nullptr) {
     const int groups = e.channels / e.group_channels;
-    const int32_t sum = e.row_sums[index / e.channels * groups + channel / e.group_channels];
+    const int32_t term = e.row_terms[index / e.channels * groups + channel / e.group_channels];
     const uint32_t product =
-        static_cast<uint32_t>(sum) * static_cast<uint32_t>(e.weight_zero_point[channel]);
+        static_cast<uint32_t>(term) * static_cast<uint32_t>(e.channel_terms[channel]);
     acc = static_cast<int32_t>(static_cast<uint32_t>(acc) - product);
   }
   if (e.mode == Epilogue::kRaw) {
@@ -104,9 +104,6 @@ void gemm(const GemmTile& t, const Epilogue& e) {
     for (int n = 0; n < t.channels; ++n) {
       const int8_t* panel = t.weight + n / kPanel * t.panel_stride;
       uint32_t acc = static_cast<uint32_t>(t.acc_init[n]);
-      if (t.row_terms != nullptr) {
-        acc += static_cast<uint32_t>(t.row_terms[r]) * static_cast<uint32_t>(t.channel_terms[n]);
-      }
       for (int i = 0; i < t.num_runs; ++i) {
         const uint8_t* src = t.src + t.row_offset[r] + t.runs[i].src_offset;
         const int8_t* weight = panel + t.runs[i].weight_offset + n % kPanel * kQuad;

@@ -127,11 +127,11 @@ struct Epilogue {
   int num_ops;
   const ChainOp* ops;
   const float* inv_scale;  // chain with integer dst: 1 / dst_scale per channel
-  // Weights with zero points: acc loses weight_zero_point[n] * row_sums[row][n / group_channels]
-  // before all else, row_sums being the sums of the row's source; null: none. Such an epilogue has
-  // `guard` set, or is raw.
-  const int32_t* row_sums;
-  const int32_t* weight_zero_point;
+  // Where both operands have a zero point (Note [Weight zero points] in ops/gemm.h), acc loses
+  // row_terms[row][n / group_channels] * channel_terms[n] before all else; null: nothing. Such an
+  // epilogue never finishes in registers: it is raw, to 32 bits, or has `guard`.
+  const int32_t* row_terms;
+  const int32_t* channel_terms;
   int channels, group_channels;
 };
 
@@ -143,8 +143,8 @@ struct GemmRun {
   int64_t quads;
 };
 
-/// dst[row][n] = epilogue(n, acc_init[n] + row_terms[row] * channel_terms[n] + sum over runs and k
-/// of src[row][run][k] * weight[n][run][k])
+/// dst[row][n] = epilogue(n, acc_init[n] + sum over runs and k of src[row][run][k] *
+/// weight[n][run][k])
 ///
 /// src is u8, or s8 read as u8 by flipping the sign bit (`flip`, Note [Compensation] in
 /// ops/gemm.h). Rows come as offsets because a convolution is a matmul with scattered rows. No byte
@@ -163,13 +163,9 @@ struct GemmTile {
   int channel;              // first channel of the first panel, in dst and in the epilogue's arrays
   int channels;             // valid channels in these panels
   const int32_t* acc_init;  // [panels * 16], for `channel` onwards
-  /// What weight zero points add (Note [Weight zero points] in ops/gemm.h): [rows] and [panels *
-  /// 16]. Null together.
-  const int32_t* row_terms;
-  const int32_t* channel_terms;
   /// Small groups (Note [Conv packings] in ops/packing.h): Q, else 0. Then src is that of
-  /// `channel`, the channels before it exist where `channels` is less than 16, and there are no row
-  /// terms; a run is one tap, whose Q quads are the group's.
+  /// `channel`, the channels before it exist where `channels` is less than 16; a run is one tap,
+  /// whose Q quads are the group's.
   int group_quads;
 };
 

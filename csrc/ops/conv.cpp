@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // torchq::conv, 1 to 3 dimensions: dense and grouped as a gemm over gathered rows, depthwise by its
 // own kernel.
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/ones.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -249,6 +251,26 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
                 const std::optional<at::Tensor>& src_zero_point, c10::IntArrayRef geometry,
                 int64_t dst_dtype, c10::string_view post_ops, const at::Tensor& post_op_params,
                 at::TensorList post_op_srcs, const std::optional<at::Tensor>& weight_zero_point,
+                const std::optional<at::Tensor>& row_sums);
+
+/// sum of (q - z) over the taps and channels of each destination, one per group: weights of 1.
+at::Tensor sum_rows(const at::Tensor& src, const std::optional<at::Tensor>& src_zero_point,
+                    c10::IntArrayRef geometry, const Window& w, int64_t groups, int64_t inputs) {
+  const c10::IntArrayRef kernel(w.kernel, 3);
+  const auto [ones, compensation, pair_bound] =
+      pack_weights(conv_packing(groups, inputs, groups, kernel, {w.dilation, 3}),
+                   at::ones({groups, inputs, w.taps()}, at::kChar), kernel);
+  const at::Tensor none = at::detail::empty_cpu({0}, at::kFloat);
+  return conv(src, ones, compensation, pair_bound, none, none, {}, src_zero_point, geometry,
+              static_cast<int64_t>(at::kInt), "", none, {}, {}, {});
+}
+
+at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::Tensor& compensation,
+                const at::Tensor& pair_bound, const at::Tensor& multiplier,
+                const at::Tensor& offset, const std::optional<at::Tensor>& acc_bias,
+                const std::optional<at::Tensor>& src_zero_point, c10::IntArrayRef geometry,
+                int64_t dst_dtype, c10::string_view post_ops, const at::Tensor& post_op_params,
+                at::TensorList post_op_srcs, const std::optional<at::Tensor>& weight_zero_point,
                 const std::optional<at::Tensor>& row_sums) {
   OpTrace trace(kOp);
   const Kernels& tier = kernels();
@@ -294,13 +316,16 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   at::Tensor dst = empty_channels_last(
       src.batch, channels, {c.output + 3 - src.spatial_dims, static_cast<size_t>(src.spatial_dims)},
       scalar_type(dst_dtype_of(kOp, dst_dtype)));
-  const auto pointer = [](const std::optional<at::Tensor>& t) {
-    return t.has_value() ? &*t : nullptr;
-  };
+  const at::Tensor sums =
+      row_sums.has_value() ? *row_sums
+      : weight_zero_point.has_value()
+          ? sum_rows(src_arg, src_zero_point, geometry, window, groups, src.channels / groups)
+          : at::Tensor();
   const EpilogueBuilder epilogue(
       {kOp, channels, multiplier, offset, post_ops, post_op_params, post_op_srcs,
        max_accumulator(src.channels / groups * window.taps(), acc_bias), false,
-       pointer(weight_zero_point), pointer(row_sums), groups},
+       weight_zero_point.has_value() ? &*weight_zero_point : nullptr,
+       sums.defined() ? &sums : nullptr, groups},
       dst);
   if (dst.numel() == 0) return dst;
   trace.describe([&] {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // torchq::conv_transpose, 1 to 3 dimensions: a gemm over gathered rows, as in conv.cpp, whose
 // destinations interleave (Note [Transposed convolution]).
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/ones.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -300,7 +302,30 @@ at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
                           const std::optional<at::Tensor>& acc_bias,
                           const std::optional<at::Tensor>& src_zero_point,
                           c10::IntArrayRef geometry, int64_t dst_dtype, c10::string_view post_ops,
-                          const at::Tensor& post_op_params, at::TensorList post_op_srcs) {
+                          const at::Tensor& post_op_params, at::TensorList post_op_srcs,
+                          const std::optional<at::Tensor>& weight_zero_point);
+
+/// sum of (q - z) over the taps and channels that meet each destination, one per group: weights of
+/// 1, whose order does not matter.
+at::Tensor sum_rows(const at::Tensor& src, const std::optional<at::Tensor>& src_zero_point,
+                    c10::IntArrayRef geometry, const Window& w, int64_t groups, int64_t inputs) {
+  const c10::IntArrayRef kernel(w.kernel, 3);
+  const auto [ones, compensation, pair_bound] =
+      pack_weights(dense_packing(groups, inputs, groups, kernel),
+                   at::ones({groups, inputs, w.taps()}, at::kChar), kernel);
+  const at::Tensor none = at::detail::empty_cpu({0}, at::kFloat);
+  return conv_transpose(src, ones, compensation, pair_bound, none, none, {}, src_zero_point,
+                        geometry, static_cast<int64_t>(at::kInt), "", none, {}, {});
+}
+
+at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
+                          const at::Tensor& compensation, const at::Tensor& pair_bound,
+                          const at::Tensor& multiplier, const at::Tensor& offset,
+                          const std::optional<at::Tensor>& acc_bias,
+                          const std::optional<at::Tensor>& src_zero_point,
+                          c10::IntArrayRef geometry, int64_t dst_dtype, c10::string_view post_ops,
+                          const at::Tensor& post_op_params, at::TensorList post_op_srcs,
+                          const std::optional<at::Tensor>& weight_zero_point) {
   OpTrace trace(kOp);
   const Kernels& tier = kernels();
   const DType src_dtype = check_src(kOp, "src", src_arg);
@@ -343,9 +368,16 @@ at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
   at::Tensor dst = empty_channels_last(
       src.batch, channels, {output + 3 - src.spatial_dims, static_cast<size_t>(src.spatial_dims)},
       scalar_type(dst_dtype_of(kOp, dst_dtype)));
-  const EpilogueBuilder epilogue({kOp, channels, multiplier, offset, post_ops, post_op_params,
-                                  post_op_srcs, max_accumulator(group_inputs * met, acc_bias)},
-                                 dst);
+  const at::Tensor sums =
+      weight_zero_point.has_value()
+          ? sum_rows(src_arg, src_zero_point, geometry, window, groups, group_inputs)
+          : at::Tensor();
+  const EpilogueBuilder epilogue(
+      {kOp, channels, multiplier, offset, post_ops, post_op_params, post_op_srcs,
+       max_accumulator(group_inputs * met, acc_bias), false,
+       weight_zero_point.has_value() ? &*weight_zero_point : nullptr,
+       sums.defined() ? &sums : nullptr, groups},
+      dst);
   if (dst.numel() == 0) return dst;
   trace.describe([&] {
     return describe_call({src_arg}, dst, c10::str("geometry:", geometry, " post_ops:", post_ops));

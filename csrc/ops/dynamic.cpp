@@ -120,8 +120,7 @@ void scale_rows(const Problem& p, const Params* params) {
 }
 
 GemmProblem make_gemm(const Problem& p, const uint8_t* q, const at::Tensor& weight,
-                      const at::Tensor& pair_bound, const GemmRun& run, const int32_t* acc_init,
-                      const int32_t* row_terms, const int32_t* channel_terms) {
+                      const at::Tensor& pair_bound, const GemmRun& run, const int32_t* acc_init) {
   GemmProblem problem{};
   problem.src = q;
   problem.weight = weight.const_data_ptr<int8_t>();
@@ -130,9 +129,7 @@ GemmProblem make_gemm(const Problem& p, const uint8_t* q, const at::Tensor& weig
   problem.group_channels = static_cast<int>(p.n);
   problem.panels_per_group = static_cast<int>(p.panels);
   problem.narrow = pairs_fit(kOp, pair_bound, p.panels);
-  problem.channel_terms = channel_terms;
-  problem.classes.push_back(
-      {{1, 1, 1, p.m}, {0, 0, 0, p.k}, {0, 0, 0, p.n}, 0, 0, run, acc_init, row_terms});
+  problem.classes.push_back({{1, 1, 1, p.m}, {0, 0, 0, p.k}, {0, 0, 0, p.n}, 0, 0, run, acc_init});
   return problem;
 }
 
@@ -166,26 +163,25 @@ void run(OpTrace& trace, const Problem& p, const at::Tensor& weight, const at::T
     const uint8_t* q = quantize_rows(scratch, p, &params, 0);
     const int32_t* init = make_acc_init(scratch, p.tier, compensation, tap, {}, params.zero_point,
                                         1, static_cast<int>(p.n), static_cast<int>(p.panels));
-    run_gemm(make_gemm(p, q, weight, pair_bound, whole_row, init, nullptr, nullptr),
+    run_gemm(make_gemm(p, q, weight, pair_bound, whole_row, init),
              float_epilogue(p.dst, multiplier, offset), p.tier, trace);
     return;
   }
-  // Each row has a zero point of its own: -zero_point[row] * sum of weights[channel].
+  // Each row has a zero point of its own, which the sums of the weights are multiplied with.
   Params* params = scratch.take<Params>(p.m);
   int32_t* row_terms = scratch.take<int32_t>(p.m);
   for (int64_t r = 0; r < p.m; ++r) {
     params[r] = params_of(range[r]);
-    row_terms[r] = -params[r].zero_point;
+    row_terms[r] = params[r].zero_point;
   }
-  int32_t* sums = scratch.take<int32_t>(padded);
   int32_t* init = scratch.take<int32_t>(padded);
-  std::memset(sums, 0, static_cast<size_t>(padded) * sizeof(int32_t));
   std::memset(init, 0, static_cast<size_t>(padded) * sizeof(int32_t));
-  const int32_t* compensations = compensation.const_data_ptr<int32_t>();
-  std::copy(compensations, compensations + p.n, sums);
   const uint8_t* q = quantize_rows(scratch, p, params, 1);
-  run_gemm(make_gemm(p, q, weight, pair_bound, whole_row, init, row_terms, sums),
-           float_epilogue(p.dst, p.weight_scale, offset), p.tier, trace);
+  Epilogue epilogue = float_epilogue(p.dst, p.weight_scale, offset);
+  epilogue.row_terms = row_terms;
+  epilogue.channel_terms = compensation.const_data_ptr<int32_t>();
+  epilogue.channels = epilogue.group_channels = static_cast<int>(p.n);
+  run_gemm(make_gemm(p, q, weight, pair_bound, whole_row, init), epilogue, p.tier, trace);
   scale_rows(p, params);
 }
 

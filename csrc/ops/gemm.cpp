@@ -135,10 +135,6 @@ class Worker {
       tile.channels = std::min(problem_.group_channels - channel, b.panels * kPanel);
       const int64_t first = (b.group * problem_.panels_per_group + b.panel) * kPanel;
       tile.acc_init = c.acc_init + first;
-      if (c.row_terms != nullptr) {
-        tile.row_terms = c.row_terms + b.group * c.rows() + row;
-        tile.channel_terms = problem_.channel_terms + first;
-      }
       gemm_(tile, epilogue_);
     }
   }

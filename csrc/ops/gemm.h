@@ -14,8 +14,10 @@
 // Note [Weight zero points]
 // Weights with a zero point z_w, or u8 ones, which are packed as w - 128 and z_w - 128, need the
 // sums over the source as well:
-//   sum of (q' - z') * (w - z_w)  =  sum of q' * w  -  z' * sum of w  +  (K z' - sum of q') * z_w
-// over the K products of a row: one term per row times one per channel.
+//   sum of (q' - z') * (w - z_w)  =  sum of q' * w  -  z' * sum of w  -  sum of (q' - z') * z_w
+// over the products of a row: one term per row (and group) times one per channel, which the
+// epilogue subtracts. A product by sums: dynamic quantization of rows, each with its own z', has
+// the sums of w as channel terms.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,8 +42,6 @@ struct GemmClass {
   int64_t src_base, dst_base;
   c10::ArrayRef<GemmRun> runs;
   const int32_t* acc_init;  // [groups][panels_per_group * 16]
-  /// K z' - sum of q', [groups][rows]; null without weight zero points.
-  const int32_t* row_terms;
 
   int64_t rows() const { return size[0] * size[1] * size[2] * size[3]; }
   int64_t tiles(int tile_rows) const { return (rows() + tile_rows - 1) / tile_rows; }
@@ -65,8 +65,6 @@ struct GemmProblem {
   bool narrow;
   /// Of small groups (GemmTile), which are one group here; else 0.
   int group_quads;
-  /// z_w of Note [Weight zero points], [groups][panels_per_group * 16]; null without.
-  const int32_t* channel_terms;
   c10::SmallVector<GemmClass, 9> classes;
 
   int tile_rows() const { return group_quads > 0 ? kSmallGroupRows : kTileRows; }

@@ -38,6 +38,20 @@ void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Ten
                     ". Check the layer's in_features.");
 }
 
+/// sum of (q - z) of each row of src, (..., 1).
+at::Tensor sum_rows(const Kernels& tier, const at::Tensor& src, int32_t zero_point, bool flip) {
+  c10::SmallVector<int64_t, 5> sizes(src.sizes().begin(), src.sizes().end());
+  const int64_t k = sizes.back();
+  sizes.back() = 1;
+  at::Tensor sums = at::detail::empty_cpu(sizes, at::kInt);
+  const uint8_t* row = static_cast<const uint8_t*>(src.const_data_ptr());
+  const int32_t shift = static_cast<int32_t>(k) * (zero_point + (flip ? 128 : 0));
+  int32_t* sum = sums.mutable_data_ptr<int32_t>();
+  for (int64_t r = 0; r < sums.numel(); ++r, row += k)
+    sum[r] = tier.sum_bytes(row, k, flip) - shift;
+  return sums;
+}
+
 at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
                   const at::Tensor& compensation, const at::Tensor& pair_bound,
                   const at::Tensor& multiplier, const at::Tensor& offset,
@@ -61,13 +75,15 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
   c10::SmallVector<int64_t, 5> sizes(src.sizes().begin(), src.sizes().end());
   sizes.back() = n;
   at::Tensor dst = at::detail::empty_cpu(sizes, scalar_type(dst_type));
-  const auto pointer = [](const std::optional<at::Tensor>& t) {
-    return t.has_value() ? &*t : nullptr;
-  };
-  const EpilogueBuilder epilogue(
-      {kOp, n, multiplier, offset, post_ops, post_op_params, post_op_srcs,
-       max_accumulator(k, acc_bias), true, pointer(weight_zero_point), pointer(row_sums)},
-      dst);
+  const at::Tensor sums = row_sums.has_value() ? *row_sums
+                          : weight_zero_point.has_value()
+                              ? sum_rows(tier, src, zero_point, src_dtype == DType::s8)
+                              : at::Tensor();
+  const EpilogueBuilder epilogue({kOp, n, multiplier, offset, post_ops, post_op_params,
+                                  post_op_srcs, max_accumulator(k, acc_bias), true,
+                                  weight_zero_point.has_value() ? &*weight_zero_point : nullptr,
+                                  sums.defined() ? &sums : nullptr},
+                                 dst);
   const bool narrow = pairs_fit(kOp, pair_bound, weight.size(0));
   if (dst.numel() == 0) return dst;
   trace.describe([&] { return describe_call({src}, dst, c10::str("post_ops:", post_ops)); });
@@ -100,8 +116,7 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
        0,
        run,
        make_acc_init(scratch, tier, compensation, tap, acc_bias,
-                     zero_point + (problem.flip ? 128 : 0), 1, static_cast<int>(n), panels),
-       nullptr});
+                     zero_point + (problem.flip ? 128 : 0), 1, static_cast<int>(n), panels)});
   run_gemm(problem, epilogue.get(), tier, trace);
   return dst;
 }

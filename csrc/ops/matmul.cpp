@@ -49,8 +49,10 @@ struct Matmul {
   int64_t m, n, k, groups;
   bool src_flip, weight_flip;
   int32_t src_zero_point;             // of src read as u8
-  const int32_t* weight_zero_points;  // [panels * 16], of the packed weights; null if all are 0
+  const int32_t* weight_zero_points;  // [n], of the packed weights; null if all are 0
   const std::optional<at::Tensor>& acc_bias;
+  int64_t rows = 0;              // of dst, in all batches
+  int32_t* row_terms = nullptr;  // [groups][rows], with weight zero points
 
   int64_t group_k() const { return k / groups; }
   int64_t panels() const { return ceil_div(n, kPanel); }
@@ -93,20 +95,18 @@ struct Rows {
   int64_t batch, batch_stride, row_stride;
 };
 
-/// K z' - sum of q' of Note [Weight zero points], [batch][m], for one group.
-const int32_t* make_row_terms(ScratchFrame& scratch, const Matmul& mm, const Rows& rows,
-                              int64_t group) {
-  if (mm.weight_zero_points == nullptr) return nullptr;
-  int32_t* terms = scratch.take<int32_t>(rows.batch * mm.m);
+/// Row terms of Note [Weight zero points] for one group, from row `first` of dst on.
+void fill_row_terms(const Matmul& mm, const Rows& rows, int64_t group, int64_t first) {
+  if (mm.row_terms == nullptr) return;
+  int32_t* terms = mm.row_terms + group * mm.rows + first;
   const int32_t shift = static_cast<int32_t>(mm.group_k()) * mm.src_zero_point;
   for (int64_t b = 0; b < rows.batch; ++b) {
     for (int64_t r = 0; r < mm.m; ++r) {
       const uint8_t* row =
           rows.data + b * rows.batch_stride + r * rows.row_stride + group * mm.group_k();
-      terms[b * mm.m + r] = shift - mm.tier.sum_bytes(row, mm.group_k(), mm.src_flip);
+      *terms++ = mm.tier.sum_bytes(row, mm.group_k(), mm.src_flip) - shift;
     }
   }
-  return terms;
 }
 
 /// The epilogue of every group but the last: t = t + float(acc) * multiplier, in float32.
@@ -128,6 +128,9 @@ class GroupSums {
                                 g == 0 ? "" : kGroupSum, kept_.back(),
                                 g == 0 ? at::TensorList() : at::TensorList(sum_), bound},
           sum_));
+      if (mm.row_terms != nullptr) {
+        builders_.back()->subtract(mm.row_terms + g * mm.rows, mm.weight_zero_points, mm.n, 1);
+      }
     }
   }
   const at::Tensor& sum() const { return sum_; }
@@ -163,15 +166,14 @@ void multiply(const Matmul& mm, const Rows& rows, const PackedMatrix& packed, in
     problem.groups = 1;
     problem.group_channels = static_cast<int>(mm.n);
     problem.panels_per_group = static_cast<int>(mm.panels());
-    problem.channel_terms = mm.weight_zero_points;
+    fill_row_terms(mm, rows, g, dst_base / mm.n);
     problem.classes.push_back({{1, 1, rows.batch, mm.m},
                                {0, 0, rows.batch_stride, rows.row_stride},
                                {0, 0, mm.m * mm.n, mm.n},
                                0,
                                dst_base,
                                run,
-                               init,
-                               make_row_terms(scratch, mm, rows, g)});
+                               init});
     run_gemm(problem, is_last ? last : sums.of(g), mm.tier);
   }
 }
@@ -251,7 +253,7 @@ void check_shapes(const at::Tensor& src, const at::Tensor& weight) {
   }
 }
 
-/// Zero points of the packed weights per channel, zeros behind; null if all are 0.
+/// Zero points of the packed weights per channel; null if all are 0.
 const int32_t* weight_zero_points_of(ScratchFrame& scratch, const std::optional<at::Tensor>& given,
                                      DType dtype, int64_t n) {
   const bool is_u8 = dtype == DType::u8;
@@ -262,9 +264,7 @@ const int32_t* weight_zero_points_of(ScratchFrame& scratch, const std::optional<
                       "torchq.matmul: weight_zero_point must have 1 or ", n,
                       " values, one per column of weight, got ", given->numel(), ".");
   }
-  const int64_t padded = ceil_div(n, kPanel) * kPanel;
-  int32_t* values = scratch.take<int32_t>(padded);
-  std::memset(values, 0, static_cast<size_t>(padded) * sizeof(int32_t));
+  int32_t* values = scratch.take<int32_t>(n);
   const auto [lo, hi] = zero_point_range(dtype);
   bool any = false;
   for (int64_t i = 0; i < n; ++i) {
@@ -318,17 +318,16 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
   check_param(kOp, "multiplier", multiplier, at::kFloat);
   const bool src_flip = src_dtype == DType::s8;
   ScratchFrame scratch;
-  const Matmul mm{
-      tier,
-      m,
-      n,
-      k,
-      groups_of(multiplier, k, post_ops),
-      src_flip,
-      weight_dtype == DType::u8,
-      zero_point_of(kOp, "src_zero_point", src_zero_point, src_dtype) + (src_flip ? 128 : 0),
-      weight_zero_points_of(scratch, weight_zero_point, weight_dtype, n),
-      acc_bias};
+  Matmul mm{tier,
+            m,
+            n,
+            k,
+            groups_of(multiplier, k, post_ops),
+            src_flip,
+            weight_dtype == DType::u8,
+            zero_point_of(kOp, "src_zero_point", src_zero_point, src_dtype) + (src_flip ? 128 : 0),
+            weight_zero_points_of(scratch, weight_zero_point, weight_dtype, n),
+            acc_bias};
   const int64_t longest =
       mm.weight_zero_points == nullptr ? kMaxReduction : kMaxReductionWithZeroPoint;
   TORCH_CHECK_VALUE(mm.group_k() <= longest, "torchq.matmul: K must be at most ", longest,
@@ -341,16 +340,21 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
   c10::SmallVector<int64_t, 5> sizes(batch.begin(), batch.end());
   sizes.append({m, n});
   at::Tensor dst = at::detail::empty_cpu(sizes, scalar_type(dst_dtype_of(kOp, dst_dtype)));
+  mm.rows = c10::multiply_integers(batch) * m;
+  if (mm.weight_zero_points != nullptr) mm.row_terms = scratch.take<int32_t>(mm.groups * mm.rows);
   const GroupSums sums(mm, dst, multiplier);
   const at::Tensor last_multiplier =
       mm.groups == 1 ? multiplier.reshape(-1) : multiplier[mm.groups - 1];
   const std::vector<at::Tensor> srcs = with_group_sum(sums, post_op_srcs);
-  const EpilogueBuilder epilogue(
+  EpilogueBuilder epilogue(
       {kOp, n, last_multiplier, offset, post_ops, post_op_params, srcs,
        acc_bias.has_value() ? 2147483648.0 : 255.0 * 255.0 * static_cast<double>(mm.group_k()),
        true},
       dst);
   if (dst.numel() == 0) return dst;
+  if (mm.row_terms != nullptr) {
+    epilogue.subtract(mm.row_terms + (mm.groups - 1) * mm.rows, mm.weight_zero_points, n, 1);
+  }
   trace.describe(
       [&] { return describe_call({src_arg, weight_arg}, dst, c10::str("post_ops:", post_ops)); });
   trace.ran(tier, "gemm");

@@ -59,7 +59,7 @@ def conv_transpose2d(
 
     Args:
         src: uint8 or int8 ``(N, C, H, W)``; channels-last is read in place, others are copied.
-        weight: int8 ``(C, OC/groups, kh, kw)`` as torch has it, or packed by
+        weight: int8 or uint8 ``(C, OC/groups, kh, kw)`` as torch has it, or packed by
             :func:`~torchq.packing.pack_conv_transpose`.
         bias: ``[OC]``; float32 or int32 as in :func:`linear`.
         stride: one number or one per spatial dimension; so are the others.
@@ -179,6 +179,7 @@ def _conv_transpose(
         folded.post_ops,
         folded.post_op_params,
         post_op_sources(op, attr, dst_dtype, post_op_srcs, sizes),
+        folded.weight_zero_point,
     )
     return result
 

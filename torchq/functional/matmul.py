@@ -73,7 +73,7 @@ def linear(
         post_op_sources(
             "linear", attr, dst_dtype, post_op_srcs, lambda: (*src.shape[:-1], packed.channels)
         ),
-        *_row_sums("linear", src, packed, folded, packed.in_channels),
+        folded.weight_zero_point,
     )
     return result
 
@@ -214,7 +214,7 @@ def _conv(
         folded.post_ops,
         folded.post_op_params,
         post_op_sources(op, attr, dst_dtype, post_op_srcs, dst_sizes),
-        *_row_sums("conv", src, packed, folded, geometry),
+        folded.weight_zero_point,
     )
     return result
 
@@ -270,24 +270,6 @@ def post_op_sources(
                 f"default that of dst), got {src.dtype}. Give append_sum its dtype."
             )
     return sources
-
-
-def _row_sums(
-    op: str, src: Tensor, packed: PackedWeight, folded: Folded, geometry: int | list[int]
-) -> tuple[Tensor | None, Tensor | None]:
-    """weight_zero_point and row_sums of linear and conv.
-
-    ``sum (s - zs) (w - wz[n]) = sum (s - zs) w - wz[n] sum (s - zs)``: the last is the op itself
-    with weights of 1, over the same valid taps, one channel per group.
-    """
-    if folded.weight_zero_point is None:
-        return None, None
-    ones = torch.ones((packed.groups, *packed.shape[1:]), dtype=torch.int8)
-    unit = pack_conv(ones, packed.groups, packed.dilation) if packed.dilation else pack_linear(ones)
-    empty = torch.empty(0)
-    raw = Folded(empty, empty, None, folded.src_zero_point, empty, "")
-    arguments = (*packed_arguments(unit, raw), geometry, dtype_code(torch.int32), "", empty, [])
-    return folded.weight_zero_point, getattr(torch.ops.torchq, op)(src, *arguments)
 
 
 def packed_arguments(packed: PackedWeight, folded: Folded) -> tuple[Tensor | None, ...]:
