@@ -210,12 +210,13 @@ def test_custom_modules_are_reported() -> None:
         eager.convert(eager.calibrate(prepared, [x]), strict=True)
 
 
-def test_explain_needs_a_report(tmp_path: Path) -> None:
+def test_the_report_is_saved(file_format: str, tmp_path: Path) -> None:
     model, converted, _ = build("sequential")
     torchq.save(converted, tmp_path / "model")
-    for wrong in (model, torchq.load(tmp_path / "model", model)):
-        with pytest.raises(ValueError, match=r"model must come from torchq.prepare"):
-            torchq.explain(wrong)
+    loaded = torchq.load(tmp_path / "model", model)
+    assert str(torchq.explain(loaded)) == str(torchq.explain(converted))
+    with pytest.raises(ValueError, match=r"model must come from torchq.prepare"):
+        torchq.explain(model)
 
 
 def test_others_can_read_the_file(tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from torchq.fx.structure import GRAPH_KEY
 from torchq.nn.module import read_spec
 from torchq.ops import LIBRARY_PATH
 from torchq.running import Inputs, split_inputs
-from torchq.serialization import read_state
+from torchq.serialization import REPORT_KEY, read_state
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -107,6 +108,8 @@ def inspect(args: argparse.Namespace) -> int:
     state = read_state(Path(args.file))
     holders: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
+        if key in (GRAPH_KEY, REPORT_KEY):
+            continue
         holder, _, name = key.rpartition(".")
         holders.setdefault(holder, {})[name] = value
     for holder, tensors in holders.items():

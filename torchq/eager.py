@@ -29,7 +29,7 @@ from torchq.observed import ObservedLayer, ObservedPool
 from torchq.planning import Plan
 from torchq.qparams import QParams
 from torchq.recording import record
-from torchq.running import Inputs, batches, call, split_inputs
+from torchq.running import Inputs, batches, call, split_inputs, working_copy
 from torchq.standalone import RECURRENT, STANDALONE, converted
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
@@ -76,6 +76,7 @@ def prepare_call(
     With a ``prefix``, the model is a submodule of another one: names in overrides, messages and
     the report begin with it, and patterns are not checked.
     """
+    model = working_copy(model)
     source = copy.deepcopy(model)  # the run may change its state
     plan = Plan(record(source, args, kwargs), config, overrides, prefix)
     if not prefix:

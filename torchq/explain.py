@@ -102,7 +102,8 @@ def explain(model: nn.Module) -> Explanation:
     if rows is None:
         raise ValueError(
             "torchq.explain: model must come from torchq.prepare or torchq.convert, got "
-            f"{type(model).__name__}. torchq.load does not restore the report."
+            f"{type(model).__name__}. Convert the float model, or load what "
+            "torchq.save wrote."
         )
     details = {
         name: (module.layer if isinstance(module, ResidualFirst) else module).extra_repr()

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
+from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 
-__all__ = ["Inputs", "batches", "call", "split_inputs"]
+__all__ = ["Inputs", "batches", "call", "split_inputs", "working_copy"]
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 """One input of a model, a sequence of its inputs, or a mapping of keyword arguments."""
@@ -19,6 +22,27 @@ def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
+
+
+def working_copy(model: nn.Module) -> nn.Module:
+    """A deep copy; weights that hooks compute before each call are computed once and for all.
+
+    These are of ``torch.nn.utils.weight_norm`` and ``spectral_norm``: what they compute is no leaf,
+    which ``deepcopy`` refuses.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                memo[id(value)] = value.detach().clone()
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        for hook in list(module._forward_pre_hooks.values()):
+            if isinstance(hook, WeightNorm):
+                remove_weight_norm(module, hook.name)
+            elif isinstance(hook, SpectralNorm):
+                remove_spectral_norm(module, hook.name)
+    return copied
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:

@@ -9,17 +9,24 @@ otherwise ``torch.save`` of the state dict, which ``torch.load(weights_only=True
 from __future__ import annotations
 
 import copy
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.fx.structure import GRAPH_KEY, decode, encode
+from torchq.explain import Row
+from torchq.fx.structure import GRAPH_KEY, decode, encode, plain_module
 from torchq.nn.module import QModule, read_spec
 
 __all__ = ["load", "save"]
+
+REPORT_KEY = "torchq_report"
+"""Name of the tensor that holds the text of the report."""
+_NOTE = "torchq_note"
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -33,6 +40,11 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         NotImplementedError: its graph calls functions that are not of torch.
     """
     state = _state(model)
+    report = getattr(model, "torchq_report", None)
+    if report is not None:
+        fields = {"rows": [asdict(row) for row in report], "note": getattr(model, _NOTE, "")}
+        text = json.dumps(fields, separators=(",", ":"))
+        state[REPORT_KEY] = torch.tensor(list(text.encode()), dtype=torch.uint8)
     if isinstance(model, fx.GraphModule):
         state[GRAPH_KEY] = encode(model)
     try:
@@ -50,8 +62,8 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     Args:
         path: written by :func:`save`.
         model: a float model of the same architecture, as it was before :func:`torchq.prepare`; it
-            is copied, and its weights do not matter. A traced model without float modules needs
-            none.
+            is copied, and its weights do not matter. A traced model whose float modules are all of
+            torch.nn needs none.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -61,7 +73,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
             over.
     """
     state = read_state(Path(path))
-    text = state.pop(GRAPH_KEY, None)
+    text, report = state.pop(GRAPH_KEY, None), state.pop(REPORT_KEY, None)
     loaded = _swapped(model, state, path) if text is None else _traced(text, model, state, path)
     missing, unexpected = loaded.load_state_dict(state, strict=False)
     left = [name for name in missing if name not in _aliases(loaded, state)]
@@ -70,6 +82,10 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
             f"torchq.load: {path} and the model must fit together, but the file lacks {left[:5]} "
             f"and has {unexpected[:5]} too many. Pass the architecture the file was saved from."
         )
+    if report is not None:
+        fields = json.loads(bytes(report.tolist()))
+        vars(loaded)["torchq_report"] = [Row(**row) for row in fields["rows"]]
+        vars(loaded)[_NOTE] = fields["note"]
     return loaded.eval().requires_grad_(False)
 
 
@@ -79,8 +95,9 @@ def _swapped(
     """A copy of the model with the quantized modules of the state in their places."""
     if model is None:
         raise ValueError(
-            f"torchq.load: {path} holds float modules, or a model that was not traced: model must "
-            "be given. Pass a float model of the architecture the file was saved from."
+            f"torchq.load: {path} holds float modules that are not of torch.nn, or a model that "
+            "was not traced: model must be given. Pass a float model of the architecture the file "
+            "was saved from."
         )
     modules = _quantized(state)
     memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in modules.items()}
@@ -94,11 +111,13 @@ def _traced(
     """The graph of the file, with its quantized modules and the float modules of the model."""
     quantized = _quantized(state)
 
-    def module(name: str, source: str | None) -> nn.Module:
+    def module(name: str, source: str | None, plain: dict[str, Any] | None = None) -> nn.Module:
         if source is None:
             return quantized[name]
         inside = f"{name}."
         own = {k.removeprefix(inside): v for k, v in state.items() if k.startswith(inside)}
+        if plain is not None:
+            return plain_module(plain, own)
         return _swapped(None if model is None else _submodule(model, source, path), own, path)
 
     return decode(text, module, state)

@@ -19,7 +19,7 @@ from torchq.fx.module import QuantizedGraph
 from torchq.fx.planning import Plan
 from torchq.fx.prepared import Prepared
 from torchq.fx.report import report_rows
-from torchq.running import Inputs, split_inputs
+from torchq.running import Inputs, split_inputs, working_copy
 from torchq.standalone import STANDALONE, converted, observed
 
 __all__ = ["convert", "prepare"]
@@ -41,7 +41,7 @@ def prepare(
     """
     config = QConfig() if config is None else config
     eager.check_model(model)
-    model = copy.deepcopy(model)
+    model = working_copy(model)
     freeze_observers(model)
     source = copy.deepcopy(model)  # tracing runs it, which may change its state
     args, kwargs = split_inputs(example_inputs)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a traced graph checks at run time: that the way it was traced is the way to take."""
+"""Functions of a traced graph: what it checks at run time, and writing without side effects."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-__all__ = ["expect"]
+import torch
+from torch import Tensor
+
+__all__ = ["expect", "with_item"]
 
 
 @torch.fx.wrap
@@ -24,3 +27,11 @@ def expect(value: int, expected: int) -> None:
             f"{value}, and its Python code acted on it. Trace it with example_inputs of such "
             "sizes, or use torchq.eager."
         )
+
+
+@torch.fx.wrap
+def with_item(src: Tensor, index: Any, value: Any) -> Tensor:
+    """A copy of a tensor after ``copy[index] = value``."""
+    result = src.clone()
+    result[index] = value
+    return result

@@ -131,7 +131,7 @@ class Lowering:
             dst = self._call(op.name, pool_from_float(op.module, qparams), src)
             return self.graph.call_method("flatten", (dst, 1)) if op.flatten else dst
         if op.role is Role.PAD:
-            zero = int(qparams.zero_point)
+            zero = float(qparams.zero_point)  # as TorchScript wants it
             return self.graph.call_function(F.pad, (src, self._padding(op), "constant", zero))
         if op.node.op == "call_method" and op.node.target == "view":
             # int8 convolutions give channels-last tensors, which view may refuse

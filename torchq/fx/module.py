@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
 
 from torchq.explain import Row
+from torchq.fx.names import BY_NAME, NAMES
+from torchq.fx.sequences import SequenceTracer
 
 __all__ = ["QuantizedGraph"]
 
@@ -44,20 +48,48 @@ class QuantizedGraph(fx.GraphModule):
         return copied.with_report(self.torchq_report)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles what a GraphModule pickles, and the report."""
-        sources = {n.name: n.meta["source"] for n in self.graph.nodes if "source" in n.meta}
-        return _rebuild, (*super().__reduce__(), type(self).__name__, sources, self.torchq_report)
+        """Pickles the modules, the graph as data, and the report.
+
+        A GraphModule pickles its code, which torch.fx would trace anew: without example values, so
+        that code that acts on sizes fails.
+        """
+
+        def named(value: Any) -> Any:
+            return _Ref(value.name) if isinstance(value, fx.Node) else value
+
+        nodes = []
+        for n in self.graph.nodes:
+            args, kwargs = (fx.node.map_aggregate(a, named) for a in (n.args, n.kwargs))
+            target = _Ref(NAMES[id(n.target)]) if id(n.target) in NAMES else n.target
+            nodes.append((n.op, n.name, target, args, kwargs, n.meta.get("source")))
+        owned = {
+            str(n.target): operator.attrgetter(str(n.target))(self)
+            for n in self.graph.nodes
+            if n.op in ("call_module", "get_attr")
+        }
+        return _rebuild, (nodes, owned, type(self).__name__, self.torchq_report)
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """The result of another node, or a function of torch."""
+
+    name: str
 
 
 def _rebuild(
-    make: Callable[..., fx.GraphModule],
-    args: tuple[Any, ...],
-    name: str,
-    sources: dict[str, str],
-    rows: list[Row] | None,
+    plain: list[tuple[Any, ...]], owned: dict[str, Any], name: str, rows: list[Row] | None
 ) -> QuantizedGraph:
-    plain = make(*args)
-    for node in plain.graph.nodes:
-        if node.name in sources:
-            node.meta["source"] = sources[node.name]
-    return QuantizedGraph(plain, plain.graph, name).with_report(rows)
+    graph, nodes = fx.Graph(tracer_cls=SequenceTracer), dict[str, fx.Node]()
+
+    def resolve(value: Any) -> Any:
+        return nodes[value.name] if isinstance(value, _Ref) else value
+
+    for op, node_name, target, args, kwargs, source in plain:
+        args, kwargs = (fx.node.map_aggregate(a, resolve) for a in (args, kwargs))
+        target = BY_NAME[target.name] if isinstance(target, _Ref) else target
+        node = graph.create_node(op, target, args, kwargs, name=node_name)
+        nodes[node_name] = node
+        if source is not None:
+            node.meta["source"] = source
+    return QuantizedGraph(owned, graph, name).with_report(rows)

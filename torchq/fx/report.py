@@ -34,6 +34,8 @@ def report_rows(plan: Plan, inside: dict[str, list[Row]]) -> list[Row]:
     layer_of = {part: layer for layer in plan.layers for part in layer.parts}
     rows: dict[str, list[Row]] = defaultdict(list)
     for op in plan.ops.values():
+        if isinstance(op.node.target, type):  # the class of what the model returns
+            continue
         if op.role is Role.SHAPE or (op.owner is None and op.role is Role.PASS):
             continue
         unpacks = op.owner is None and op.srcs and op.srcs[0].meta["value"].is_sequence
@@ -108,7 +110,9 @@ def _not_called(plan: Plan, known: dict[str, Row]) -> list[Row]:
         host = next((other for other in known if name.startswith(f"{other}.")), None)
         is_matmul = foreign or (isinstance(module, _MATMULS) and name not in used)
         requested = plan.config(name) is None
-        if foreign and name in used:
+        if name in plan.captured.called and name not in used and host is None:
+            is_matmul, reason = False, "nothing uses its result"
+        elif foreign and name in used:
             reason = FOREIGN
         elif name in used:
             reason = "its parameters are used outside of it"

@@ -4,54 +4,25 @@
 from __future__ import annotations
 
 import json
-import math
-import operator
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.nn.utils import rnn
 
-from torchq.fx import guards
 from torchq.fx.module import QuantizedGraph
+from torchq.fx.names import BY_NAME, NAMES
 from torchq.fx.sequences import SequenceTracer
 from torchq.nn.module import QModule
 
-__all__ = ["GRAPH_KEY", "decode", "encode"]
+__all__ = ["GRAPH_KEY", "decode", "encode", "plain_module"]
 
 GRAPH_KEY = "torchq_graph"
 """Name of the tensor that holds the text in a saved state."""
 
 _VERSION = 1
-_NAMESPACES: dict[str, Any] = {
-    "torch": torch._C._VariableFunctions,  # functions of tensors, and nothing else of torch
-    "functional": F,
-    "operator": operator,
-    "math": math,
-    "rnn": rnn,
-    "guards": guards,
-}
-_REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem")
-
-
-def _functions() -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {"getattr": getattr}
-    for prefix, namespace in _NAMESPACES.items():
-        for name in dir(namespace):
-            function = getattr(namespace, name)
-            if callable(function) and not name.startswith("_") and name not in _REFUSED:
-                found[f"{prefix}.{name}"] = function
-    for name in torch.functional.__all__:  # of torch, too, but written in Python
-        found[f"torch.{name}"] = getattr(torch.functional, name)
-    for name in ("zeros", "ones", "full", "empty", "arange", "eye", "linspace"):
-        found[f"torch.{name}"] = getattr(torch, name)
-    return found
-
-
-_BY_NAME = _functions()
-_NAMES = {id(function): name for name, function in reversed(_BY_NAME.items())}
 _CONSTANTS = {
     str(value): value
     for value in vars(torch).values()
@@ -74,6 +45,8 @@ def encode(model: fx.GraphModule) -> Tensor:
             module = model.get_submodule(str(node.target))
             quantized = isinstance(module, QModule)
             entry.append(None if quantized else node.meta.get("source", node.target))
+            if not quantized and (plain := _encode_module(module, node)) is not None:
+                entry.append(plain)
         nodes.append(entry)
     fields = {"version": _VERSION, "name": type(model).__name__, "nodes": nodes}
     text = json.dumps(fields, separators=(",", ":"))
@@ -81,14 +54,14 @@ def encode(model: fx.GraphModule) -> Tensor:
 
 
 def decode(
-    text: Tensor, modules: Callable[[str, str | None], nn.Module], tensors: Mapping[str, Tensor]
+    text: Tensor, modules: Callable[..., nn.Module], tensors: Mapping[str, Tensor]
 ) -> QuantizedGraph:
     """The graph module of such a tensor.
 
     Args:
         text: from :func:`encode`.
-        modules: from the name of a module, and its name in the float model (None for a quantized
-            one), to the module.
+        modules: from the name of a module, its name in the float model (None for a quantized one),
+            and what :func:`plain_module` takes, to the module.
         tensors: the saved state, for the constants of the graph.
 
     Raises:
@@ -112,7 +85,7 @@ def decode(
     )
     for op, name, target, args, kwargs, *source in entries:
         if op == "call_module":
-            owned[target] = owned.get(target) or modules(target, source[0])
+            owned[target] = owned.get(target) or modules(target, *source)
         if op == "get_attr":
             owned[target] = tensors[target]
         resolved = _decode_target(op, target)
@@ -123,19 +96,89 @@ def decode(
     return QuantizedGraph(owned, graph, fields["name"])
 
 
+def plain_module(plain: dict[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
+    """A module of torch.nn from its settings and tensors.
+
+    Raises:
+        ValueError: it names no module class of torch.nn.
+    """
+    cls = getattr(nn, str(plain["class"]), None)
+    if not isinstance(cls, type) or not issubclass(cls, nn.Module):
+        raise ValueError(
+            f"torchq.load: the file's float modules must be of torch.nn, got '{plain['class']}'. "
+            "Was it written by torchq.save?"
+        )
+    module: nn.Module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    for name, value in plain["fields"].items():
+        if name not in _INTERNAL:
+            vars(module)[name] = _decode(value, {})
+    for kind, names in (("_parameters", plain["parameters"]), ("_buffers", plain["buffers"])):
+        for name in names:
+            value = state[name].clone() if name in state else None
+            if kind == "_parameters" and value is not None:
+                value = nn.Parameter(value, False)
+            getattr(module, kind)[name] = value
+    return module
+
+
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
+def _encode_module(module: nn.Module, node: fx.Node) -> dict[str, Any] | None:
+    """What :func:`plain_module` takes; None for what is no plain module of torch.nn."""
+    name = type(module).__name__
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    if getattr(nn, name, None) is not type(module) or next(module.children(), None) or hooked:
+        return None
+    tensors = {*module._parameters, *module._buffers} - module._non_persistent_buffers_set
+    if len(tensors) != len(module._parameters) + len(module._buffers):
+        return None
+    settings = {key: value for key, value in vars(module).items() if key not in _INTERNAL}
+    try:
+        fields = {key: _encode(value, node) for key, value in settings.items()}
+    except NotImplementedError:
+        return None
+    return {
+        "class": name,
+        "fields": fields,
+        "parameters": list(module._parameters),
+        "buffers": list(module._buffers),
+    }
+
+
 def _encode_target(node: fx.Node) -> str:
     if node.op != "call_function":
         return str(node.target)
-    if id(node.target) not in _NAMES:
+    if isinstance(node.target, type):
+        return f"class:{node.target.__module__}:{node.target.__qualname__}"
+    if id(node.target) not in NAMES:
         raise NotImplementedError(
             f"torchq.save: the graph must call functions of torch only, got {node.target} in "
             f"{node.name}. Save the whole model with torch.save, or as TorchScript."
         )
-    return _NAMES[id(node.target)]
+    return NAMES[id(node.target)]
+
+
+def _result_class(target: str) -> Any:
+    """The class of what a model returns; it must be imported already."""
+    _, module, name = target.split(":")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    holds = isinstance(found, type) and (issubclass(found, tuple | dict) or is_dataclass(found))
+    if not holds:
+        raise ValueError(
+            f"torchq.load: the model returns a {module}.{name}, a tuple, dict or dataclass that "
+            f"must be known. Import {module} first."
+        )
+    return found
 
 
 def _decode_target(op: str, target: str) -> Any:
-    if op == "call_function" and target not in _BY_NAME:
+    if op == "call_function" and target.startswith("class:"):
+        return _result_class(target)
+    if op == "call_function" and target not in BY_NAME:
         raise ValueError(
             f"torchq.load: the file's graph must call functions of torch only, got '{target}'. "
             "Was it written by torchq.save?"
@@ -146,7 +189,7 @@ def _decode_target(op: str, target: str) -> Any:
             f"torchq.load: the file's graph must call methods of tensors only, got '{target}'. "
             "Was it written by torchq.save?"
         )
-    return _BY_NAME[target] if op == "call_function" else target
+    return BY_NAME[target] if op == "call_function" else target
 
 
 def _encode(value: Any, node: fx.Node) -> Any:

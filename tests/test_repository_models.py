@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models as other people write them: untouched through quantize, and everything after it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from repository_models import MODELS, Options, Output, Swish
+from test_eager import sqnr, tensors
+from torch import Tensor, nn
+
+import torchq
+
+# What torch itself cannot do with such a model.
+NOT_SCRIPTED = {"exchange"}  # it assigns to slices
+
+
+def call(model: nn.Module, inputs: Any) -> list[Tensor]:
+    if isinstance(inputs, dict):
+        return tensors(model(**inputs))
+    return tensors(model(*inputs) if isinstance(inputs, tuple) else model(inputs))
+
+
+def first(inputs: Any) -> Any:
+    """The first of a batch."""
+    return torch.utils._pytree.tree_map(lambda x: x[:1], inputs)
+
+
+@pytest.fixture(scope="module")
+def converted() -> Callable[[str], tuple[nn.Module, nn.Module, Any]]:
+    done: dict[str, tuple[nn.Module, nn.Module, Any]] = {}
+
+    def get(name: str) -> tuple[nn.Module, nn.Module, Any]:
+        if name not in done:
+            torch.manual_seed(0)
+            make, inputs, _, _ = MODELS[name]
+            model, data = models.randomize(make()), [inputs() for _ in range(3)]
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                done[name] = model, torchq.quantize(model, data, data[0]), data[1]
+        return done[name]
+
+    return get
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_converts(name: str, converted: Any) -> None:
+    """Its convolutions and linears are int8, and it computes what the model does."""
+    model, quantized, inputs = converted(name)
+    rows = torchq.explain(quantized).rows
+    matmuls = [row for row in rows if row.is_matmul]
+    assert (sum(r.quantized for r in matmuls), len(matmuls)) == MODELS[name][2:]
+    assert all(row.reason for row in rows if not row.quantized)
+    with torch.no_grad():
+        for given in (inputs, first(inputs)):
+            want, got = call(model, given), call(quantized, given)
+            assert len(want) == len(got)
+            assert all(sqnr(a, b) > 24 for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MODELS)
+def test_goes_everywhere(name: str, converted: Any, tmp_path: Path) -> None:
+    _, quantized, inputs = converted(name)
+    want = call(quantized, inputs)
+    assert same(want, call(copy.deepcopy(quantized), inputs))
+    assert same(want, call(pickle.loads(pickle.dumps(quantized)), inputs))
+    buffer = io.BytesIO()
+    torch.save(quantized, buffer)
+    buffer.seek(0)
+    assert same(want, call(torch.load(buffer, weights_only=False), inputs))
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    args = args if isinstance(args, tuple) else (args,)
+    assert same(want, call(torch.export.export(quantized, args, kwargs).module(), inputs))
+    if name not in NOT_SCRIPTED:
+        assert same(want, call(torch.jit.script(quantized), inputs))
+    torchq.save(quantized, tmp_path / "model")
+    loaded = torchq.load(tmp_path / "model")  # needs no float model
+    assert same(want, call(loaded, inputs))
+    assert str(torchq.explain(loaded)) == str(torchq.explain(quantized))
+
+
+def test_results_keep_their_class(converted: Any, tmp_path: Path) -> None:
+    _, quantized, inputs = converted("siamese")
+    assert type(quantized(*inputs)) is Output
+    torchq.save(quantized, tmp_path / "model")
+    assert type(torchq.load(tmp_path / "model")(*inputs)) is Output
+    state = torchq.serialization.read_state(tmp_path / "model")
+    text = bytes(state["torchq_graph"].tolist()).replace(
+        b"class:repository_models:Output", b"class:subprocess:Popen"
+    )
+    state["torchq_graph"] = torch.tensor(list(text), dtype=torch.uint8)
+    torch.save(state, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"returns a subprocess.Popen, a tuple, dict or dataclass"):
+        torchq.load(tmp_path / "other")
+
+
+def test_sizes_that_a_condition_was_true_for() -> None:
+    model, x = Options().eval(), torch.randn(2, 8, 15, 15)
+    quantized = torchq.quantize(model, [x])
+    with pytest.raises(RuntimeError, match="traced where a size or condition was"):
+        quantized(torch.randn(2, 8, 16, 16))
+
+
+def test_modules_of_a_file_are_of_torch(tmp_path: Path) -> None:
+    x = torch.randn(2, 8)
+    torchq.save(
+        torchq.quantize(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).eval(), [x], x),
+        tmp_path / "model",
+    )
+    state = torchq.serialization.read_state(tmp_path / "model")
+    text = bytes(state["torchq_graph"].tolist()).replace(b'"LayerNorm"', b'"Transformer9"')
+    state["torchq_graph"] = torch.tensor(list(text), dtype=torch.uint8)
+    torch.save(state, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"must be of torch.nn, got 'Transformer9'"):
+        torchq.load(tmp_path / "other")
+
+
+def test_threads_may_run_models_while_one_is_traced() -> None:
+    """Tracing replaces functions of torch; other threads do not notice."""
+    other, x = nn.Sequential(nn.Linear(8, 8), Swish(), nn.Linear(8, 8)).eval(), torch.randn(4, 8)
+    with torch.no_grad():
+        want = other(x)
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            while not done.is_set():
+                with torch.no_grad():
+                    assert torch.equal(other(x) + torch.zeros(4, 8), want)
+        except BaseException as error:
+            errors.append(error)
+
+    def trace() -> None:
+        try:
+            torchq.prepare(models.randomize(MODELS["unet"][0]()), torch.randn(1, 3, 16, 16))
+        except BaseException as error:
+            errors.append(error)
+
+    zeros, call_module = torch.zeros, nn.Module.__call__
+    threads = [threading.Thread(target=trace) for _ in range(2)]
+    runner = threading.Thread(target=run)
+    for thread in (runner, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    runner.join()
+    assert not errors, errors
+    assert torch.zeros is zeros and nn.Module.__call__ is call_module

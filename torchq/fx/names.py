@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions that a stored graph may call, by name."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils import rnn
+
+from torchq.fx import guards
+
+__all__ = ["BY_NAME", "NAMES"]
+
+_NAMESPACES: dict[str, Any] = {
+    "torch": torch._C._VariableFunctions,  # functions of tensors, and nothing else of torch
+    "functional": F,
+    "operator": operator,
+    "math": math,
+    "rnn": rnn,
+    "guards": guards,
+}
+_REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem")
+
+
+def _functions() -> dict[str, Callable[..., Any]]:
+    found: dict[str, Callable[..., Any]] = {"getattr": getattr}
+    for prefix, namespace in _NAMESPACES.items():
+        for name in dir(namespace):
+            function = getattr(namespace, name)
+            if callable(function) and not name.startswith("_") and name not in _REFUSED:
+                found[f"{prefix}.{name}"] = function
+    for name in torch.functional.__all__:  # of torch, too, but written in Python
+        found[f"torch.{name}"] = getattr(torch.functional, name)
+    for name in ("zeros", "ones", "full", "empty", "arange", "eye", "linspace"):
+        found[f"torch.{name}"] = getattr(torch, name)
+    return found
+
+
+BY_NAME = _functions()
+NAMES = {id(function): name for name, function in reversed(BY_NAME.items())}
+"""By identity: some functions of torch.nn.functional have no name of their own."""

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tracer of :mod:`torchq.fx.capture`: every node is computed while it is recorded."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torchq.fx.attention import attention
+from torchq.fx.fake import fake_quantizer, is_watcher
+from torchq.fx.guards import expect, with_item
+from torchq.fx.sequences import SequenceTracer
+
+__all__ = ["Tracer", "short", "traced_factories"]
+
+# Modules of torch that are one operation although they have children or look like several.
+_WHOLE = (nn.RNNBase, nn.RNNCellBase)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_CONSTANT_METHODS = _words(
+    "dim ndimension is_floating_point is_complex element_size get_device is_inference"
+)
+_CONSTANT_ATTRIBUTES = _words(
+    "dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_quantized "
+    "is_mkldnn is_nested itemsize grad_fn grad is_leaf names"
+)
+_SHAPE_METHODS = _words("size shape numel nelement stride storage_offset is_contiguous")
+_FACTORIES = ("zeros", "ones", "full", "empty", "arange", "eye", "linspace")
+
+_LOCK = threading.RLock()
+
+
+class _Proxy(fx.Proxy):
+    """A node that knows its value on the example inputs."""
+
+    tracer: Tracer
+
+    def __getattr__(self, name: str) -> Any:
+        value = self.tracer.values[self.node]
+        found = getattr(value, name)  # AttributeError as the value would raise it
+        if isinstance(value, Tensor) and name in _CONSTANT_ATTRIBUTES:
+            self.tracer.asked_rank |= name == "ndim"
+            return found
+        if callable(found):
+            return fx.proxy.Attribute(self, name)
+        return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """From here on, this is another node: what was written to."""
+        if not isinstance(self.tracer.values[self.node], Tensor):
+            raise fx.proxy.TraceError("its Python code writes to what is no tensor")
+        written = self.tracer.create_proxy("call_function", with_item, (self, index, value), {})
+        self.node = written.node
+
+    def __len__(self) -> int:
+        value = self.tracer.values[self.node]
+        if isinstance(value, Tensor):
+            return int(self.tracer.known(self.size(0)))
+        self.tracer.asked_rank = True
+        return len(value)
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.tracer.known(self)
+
+    def __index__(self) -> int:
+        return int(self.tracer.known(self))
+
+    __int__ = __index__
+
+    def __float__(self) -> float:
+        return float(self.tracer.known(self))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class Tracer(SequenceTracer):
+    """See the module."""
+
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """To trace ``model(*args, **kwargs)``."""
+        super().__init__()
+        self.proxy_buffer_attributes = True
+        self.values: dict[fx.Node, Any] = {}
+        self.untraceable: dict[str, str] = {}
+        self.examples: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.entered, self.called = set[str](), set[str]()
+        self.asked_rank = False
+        self._running, self._thread = False, threading.get_ident()
+        self._cache: dict[str, fx.Proxy] = {}
+        # Inference tensors have no version counter, which tells who writes in place.
+        self.inputs = tree_map(_normal, (tuple(args), dict(kwargs)))
+        self.called_with = copy.deepcopy(self.inputs)
+        self._state = [
+            (tensor, tensor.clone()) for tensor in model.state_dict(keep_vars=True).values()
+            if isinstance(tensor, Tensor)
+        ]  # fmt: skip
+
+    @property
+    def running(self) -> bool:
+        """Whether calls are to be computed, not recorded: other threads' always."""
+        return self._running or threading.get_ident() != self._thread
+
+    # Values
+
+    def create_arg(self, a: Any) -> Any:
+        """What a model returns keeps its class."""
+        if isinstance(a, tuple) and hasattr(a, "_fields"):
+            return self.create_proxy("call_function", type(a), tuple(a), {}).node
+        if is_dataclass(a) and not isinstance(a, type):
+            given = {f.name: getattr(a, f.name) for f in fields(a) if f.init}
+            return self.create_proxy("call_function", type(a), (), given).node
+        if isinstance(a, dict) and type(a) is not dict:
+            return self.create_proxy("call_function", type(a), (dict(a),), {}).node
+        return super().create_arg(a)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """A node that knows its value."""
+        return _Proxy(node, self)
+
+    def create_proxy(
+        self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
+    ) -> Any:
+        """A node, computed at once; a constant where it is known to be one."""
+        if kind == "call_method" and target in _CONSTANT_METHODS and isinstance(args[0], fx.Proxy):
+            value = self.values[args[0].node]
+            if isinstance(value, Tensor):
+                self.asked_rank |= "dim" in target
+                return getattr(value, target)()
+        if target is F.multi_head_attention_forward and not self.running:
+            rank = self.values[args[0].node].dim() if isinstance(args[0], fx.Proxy) else 0
+            whole = attention(args, kwargs, rank)
+            if whole is not None:
+                return whole
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
+        if kind not in ("placeholder", "get_attr"):
+            self._run(proxy.node)
+        return proxy
+
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
+    ) -> fx.Node:
+        """A node; attributes are computed here."""
+        node = super().create_node(kind, target, args, kwargs, *rest, **more)
+        if kind == "get_attr":  # of a tensor constant, too, which has no proxy
+            self._run(node)
+        return node
+
+    def _run(self, node: fx.Node) -> None:
+        """Computes a node, and notes what it depends on and writes to."""
+        sources = [n for n in node.all_input_nodes if isinstance(self.values[n], Tensor)]
+        versions = [self.values[n]._version for n in sources]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n])
+        before, self._running = self._running, True
+        try:
+            self.values[node] = _compute(self.root, node, args, kwargs)
+        finally:
+            self._running = before
+        node.meta["scope"] = self.scope.module_path
+        node.meta["varying"] = any(n.meta["varying"] for n in node.all_input_nodes)
+        node.meta["writes"] = [
+            n for n, version in zip(sources, versions, strict=True)
+            if self.values[n]._version != version
+        ]  # fmt: skip
+        asks = node.target in _SHAPE_METHODS or (
+            node.target is getattr and node.args[1] in _SHAPE_METHODS
+        )
+        static = all(n.meta["static"] for n in node.all_input_nodes)
+        node.meta["static"] = node.op != "get_attr" and (asks or static)
+
+    def known(self, proxy: fx.Proxy) -> Any:
+        """The value of a size or of a condition on sizes, guarded.
+
+        Raises:
+            TraceError: it depends on the values in a tensor.
+        """
+        value, node = self.values[proxy.node], proxy.node
+        if isinstance(value, Tensor) or not node.meta["static"]:
+            raise fx.proxy.TraceError(f"its Python code acts on values in a tensor ({node.name})")
+        if isinstance(value, (bool, int)) and node.meta["varying"]:
+            guard = self.create_node("call_function", expect, (node, value), {})
+            guard.meta.update(scope="", varying=False, writes=[], static=True)
+            self.values[guard] = None
+        return value
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Which way an `if` goes."""
+        value = self.values[obj.node]
+        return bool(value if isinstance(value, (tuple, list, dict, str)) else self.known(obj))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Over what has a length."""
+        value = self.values[obj.node]
+        if isinstance(value, (dict, set)):
+            return iter(value)
+        if not isinstance(value, (tuple, list, Tensor)):
+            raise fx.proxy.TraceError(f"its Python code iterates over a {type(value).__name__}")
+        indexable: Any = obj
+        return (indexable[i] for i in range(len(indexable)))
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        """Of a dict."""
+        return self.values[obj.node].keys()
+
+    # Modules
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether calls of the module are one node."""
+        if isinstance(m, torch.jit.ScriptModule):
+            return True
+        before, self._running = self._running, True  # or attributes of m would be nodes
+        try:
+            if fake_quantizer(m) is not None or is_watcher(m):
+                return True
+            if is_watcher(getattr(m, "activation_post_process", None)):
+                return False  # torch.ao's hook on its result is part of the model
+        finally:
+            self._running = before
+        library = type(m).__module__.startswith(("torch.nn.", "torchq."))
+        return library and (isinstance(m, _WHOLE) or next(m.children(), None) is None)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Traces into a module, or records one opaque call where that fails."""
+        if self.running:
+            return forward(*args, **kwargs)
+        name = self.path_of_module(m)
+        mark, stack = len(self.graph.nodes), dict(self.module_stack)
+        if not self.is_leaf_module(m, name):
+            self.entered.add(name)
+        else:
+            self.called.add(name)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception as error:
+            if self.is_leaf_module(m, name):
+                raise
+            self._roll_back(mark)
+            self.module_stack.clear()
+            self.module_stack.update(stack)
+            self.untraceable.setdefault(name, short(error))
+            self.entered.discard(name)
+        inside = [other for other in self.untraceable if other.startswith(f"{name}.")]
+        for other in inside:
+            del self.untraceable[other]
+            self.examples.pop(other, None)
+        proxy = self.create_proxy("call_module", name, args, kwargs)
+        node = proxy.node
+        self.examples.setdefault(
+            name, fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n])
+        )
+        return proxy
+
+    def _roll_back(self, mark: int) -> None:
+        nodes = list(self.graph.nodes)
+        for node in reversed(nodes[mark:]):
+            self.graph.erase_node(node)
+            del self.values[node]
+        gone = set(nodes[mark:])
+        for name in [n for n, proxy in self._cache.items() if proxy.node in gone]:
+            del self._cache[name]
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """A parameter or buffer as a node."""
+        if self.running:
+            return attr_val
+        self._cache = parameter_proxy_cache
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """One placeholder per argument with tensors in it; the others are constants."""
+        args, kwargs = self.inputs
+        signature = inspect.signature(root_fn)
+        bound = signature.bind(self.root, *args, **kwargs)
+        values: list[Any] = []
+        for name, value in list(bound.arguments.items())[1:]:
+            kind = signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                values.append(
+                    tuple(self._argument(f"{name}_{i}", v) for i, v in enumerate(value))
+                )  # fmt: skip
+            elif kind is inspect.Parameter.VAR_KEYWORD:
+                values.append({key: self._argument(key, v) for key, v in value.items()})
+            else:
+                values.append(self._argument(name, value))
+        for name, value in zip(list(bound.arguments)[1:], values, strict=True):
+            bound.arguments[name] = value
+        called = bound.args[1:], bound.kwargs
+        return (lambda: root_fn(self.root, *called[0], **called[1])), ()
+
+    def _argument(self, name: str, value: Any) -> Any:
+        tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+        default = () if tensors else (value,)
+        proxy = super().create_proxy("placeholder", name, default, {})
+        proxy.node.meta.update(scope="", varying=tensors, writes=[], static=not tensors)
+        self.values[proxy.node] = value
+        if tensors:
+            return proxy
+        proxy.node.type = type(value) if isinstance(value, (bool, int, float, str)) else None
+        if isinstance(value, (bool, int)):
+            proxy.node.meta["varying"] = True
+            return self.known(proxy)
+        return value
+
+
+def _compute(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_module":
+        return root.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "get_attr":
+        return operator.attrgetter(str(node.target))(root)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _normal(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+@contextmanager
+def traced_factories(tracer: Tracer) -> Iterator[None]:
+    """Makes torch.zeros(n) and the like nodes where n is one: torch does not dispatch on sizes.
+
+    Other threads see the originals do their work; those that trace as well wait.
+    """
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def factory(*args: Any, **kwargs: Any) -> Any:
+            leaves = tree_leaves((args, kwargs))
+            if tracer.running or not any(isinstance(leaf, fx.Proxy) for leaf in leaves):
+                return original(*args, **kwargs)
+            return tracer.create_proxy("call_function", original, args, kwargs)
+
+        return factory
+
+    with _LOCK:
+        originals = {name: getattr(torch, name) for name in _FACTORIES}
+        try:
+            for name, original in originals.items():
+                setattr(torch, name, wrap(original))
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(torch, name, original)
+
+
+def short(error: Exception) -> str:
+    """Class and text, on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
