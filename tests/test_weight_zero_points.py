@@ -14,12 +14,15 @@ import torch
 from calls import F32, S8, S32, U8, assert_same
 from cases import ConvShape, LinearShape, random_q
 from reference_deconv import DeconvShape, deconv
-from torch import Tensor
+from torch import Tensor, nn
 from torch.library import opcheck
 
+import torchq
 import torchq.functional as TF
-from torchq import Attr
+import torchq.nn as tnn
+from torchq import Attr, PostOps, QParams
 from torchq.packing import pack_conv, pack_conv_transpose, pack_linear
+from torchq.saturation.proof import prove_module
 
 ops = torch.ops.torchq
 
@@ -208,3 +211,102 @@ def test_errors():
     ):
         with pytest.raises(error, match=message):
             ops.linear(src, *tensors, *raw, *pair)
+
+
+# Modules
+
+IN, OUT = QParams.per_tensor(0.021, 117), QParams.per_tensor(0.05, -9, S8)
+FLOATS = {
+    "linear": (lambda: nn.Linear(37, 21), (5, 37)),
+    "conv1d": (lambda: nn.Conv1d(6, 8, 3, padding=1), (2, 6, 9)),
+    "conv2d": (lambda: nn.Conv2d(8, 12, 3, 2, groups=4), (1, 8, 7, 6)),
+    "depthwise": (lambda: nn.Conv2d(9, 9, 3, padding=1, groups=9), (1, 9, 5, 6)),
+    "deconv": (lambda: nn.ConvTranspose2d(8, 6, 3, 2, 1, groups=2), (1, 8, 4, 5)),
+}
+
+
+def affine_module(name: str, dst: QParams | None, granularity: str = "per_channel"):
+    """Weights from 0 up, which need their zero points, and a module of them."""
+    module = FLOATS[name][0]()
+    with torch.no_grad():
+        module.weight.abs_().add_(0.02)
+    kind = getattr(tnn, f"Q{type(module).__name__}")
+    chain = PostOps.parse("eltwise_relu:0.1")
+    return module, kind.from_float(
+        module, IN, dst, granularity=granularity, affine=True, post_ops=chain
+    )
+
+
+@pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
+@pytest.mark.parametrize("name", FLOATS)
+def test_modules_against_the_oracle(name: str, granularity: str):
+    for dst in (None, OUT):
+        module, q = affine_module(name, dst, granularity)
+        src = random_q(FLOATS[name][1], U8)
+        weight = q.packed().unpack()
+        assert weight.dtype == U8 and int(weight.max()) == 255
+        zero = q.weight_zero_point.expand(q.packed().channels)
+        args = {
+            "src": src, "weight": weight, "bias": q.bias, "src_zero_point": 117,
+            "src_scale": q.src_scale, "weight_scale": q.weight_scale,
+            "dst_scale": None if dst is None else q.dst_scale,
+            "dst_zero_point": 0 if dst is None else -9,
+            "dst_dtype": F32 if dst is None else S8, "post_ops": "eltwise_relu:0.1",
+        }  # fmt: skip
+        assert_same(q(src), expected(args, zero, Geometry(module)), name)
+        assert ("weights" in str(q.attr).split("zero_points")[1]) and str(q.attr) in repr(q)
+
+
+class Geometry:
+    """A float module as the oracles want it."""
+
+    def __new__(cls, module: nn.Module):
+        if isinstance(module, nn.Linear):
+            return LINEAR[0]
+        window = (module.stride, module.padding, module.padding, module.dilation)
+        channels, size = (module.in_channels, module.out_channels), module.kernel_size
+        if isinstance(module, nn.ConvTranspose2d):
+            extra = (module.output_padding, module.groups)
+            return DeconvShape("module", *channels, size, size, *window, *extra)
+        return ConvShape(1, *channels, size, size, *window, module.groups, "module")
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d", "deconv"])
+def test_modules_everywhere(name: str, tmp_path):
+    _, q = affine_module(name, OUT)
+    model, src = nn.Sequential(q).eval(), torch.randn(FLOATS[name][1])
+    want = model(src)
+    assert_same(torch.jit.script(model)(src), want)
+    with torch.no_grad():
+        assert_same(torch.export.export(model, (src,)).module()(src), want)
+        torch._dynamo.reset()
+        assert_same(torch.compile(model, fullgraph=True, backend="aot_eager")(src), want)
+    torchq.save(model, tmp_path / "model")
+    loaded = torchq.load(tmp_path / "model", nn.Sequential(nn.Identity()))
+    assert_same(loaded(src), want)
+    assert repr(loaded) == repr(model)
+
+
+def test_given_weights_with_zero_points():
+    """int8 ones too; an attribute that leaves uint8 weights without zero points means 0."""
+    src = random_q((4, 9), U8)
+    for dtype, zero in ((S8, [7, -128, 0, 90, 127]), (U8, [3]), (U8, None)):
+        weight = random_q((5, 9), dtype)
+        values = None if zero is None else torch.tensor(zero, dtype=S32)
+        q = tnn.QLinear(pack_linear(weight), torch.tensor(0.01), None, IN, None, None, values)
+        shifted = weight.double() - (0 if values is None else values.double().reshape(-1, 1))
+        want = reference.linear(
+            src, shifted, None, 117, src_scale=IN.scale, weight_scale=0.01, dst_dtype=F32
+        )
+        assert_same(q(src), want)
+
+
+def test_module_errors():
+    with pytest.raises(ValueError, match="weight_scale must be None for an affine weight"):
+        tnn.QLinear.from_float(nn.Linear(4, 3), IN, affine=True, weight_scale=torch.ones(1))
+    with pytest.raises(ValueError, match="zero_points of weights must be 3 values"):
+        packed, two = pack_linear(random_q((3, 4), U8)), torch.zeros(2, dtype=S32)
+        tnn.QLinear(packed, torch.ones(3), None, IN, None, None, two)
+    _, q = affine_module("linear", OUT)
+    with pytest.raises(NotImplementedError, match="weights must have no zero points"):
+        prove_module(q)

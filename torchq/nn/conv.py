@@ -51,6 +51,7 @@ class QConv(QMatmul):
         padding_end: int | Sequence[int] | None = None,
         contiguous: bool = False,
         dw: "QConv | None" = None,
+        weight_zero_point: Tensor | None = None,
     ) -> None:
         """See :class:`~torchq.nn.matmul.QMatmul`; :meth:`from_float` is the usual way here.
 
@@ -74,7 +75,15 @@ class QConv(QMatmul):
         )
         layout = {"contiguous": True} if contiguous else {}
         super().__init__(
-            weight, weight_scale, bias, src, dst, post_ops, geometry=geometry, **layout
+            weight,
+            weight_scale,
+            bias,
+            src,
+            dst,
+            post_ops,
+            weight_zero_point,
+            geometry=geometry,
+            **layout,
         )
         self.geometry = geometry
         self.contiguous = contiguous
@@ -142,6 +151,7 @@ class QConv(QMatmul):
         granularity: str = "per_channel",
         bits: int = 8,
         weight_scale: Tensor | None = None,
+        affine: bool = False,
         post_ops: PostOps | None = None,
         pad: tuple[Sequence[int], Sequence[int]] | None = None,
         contiguous: bool = False,
@@ -157,6 +167,8 @@ class QConv(QMatmul):
             bits: of the weight, 8 or 7.
             weight_scale: of the weight, one or one per output channel, instead of chosen ones: what
                 it was trained with.
+            affine: a uint8 weight with zero points, for ranges far from symmetric, instead of a
+                symmetric int8 one. It costs a sum over the source in every call.
             post_ops: applied before the destination is quantized.
             pad: more zeros before and after, one per spatial dimension.
             contiguous: make dst contiguous instead of channels-last, for code that calls ``view``.
@@ -170,7 +182,9 @@ class QConv(QMatmul):
                 f"torchq.nn.{cls.__name__}: padding_mode must be 'zeros', got "
                 f"'{module.padding_mode}'. Pad with a separate module in front of the convolution."
             )
-        weight, scale = quantized_weight(module.weight.detach(), granularity, bits, weight_scale)
+        weight, scale, zero_point = quantized_weight(
+            module.weight.detach(), granularity, bits, weight_scale, affine=affine
+        )
         packed = pack_conv(weight, module.groups, module.dilation)
         begin, end = _paddings(module)
         if pad is not None:
@@ -190,6 +204,7 @@ class QConv(QMatmul):
             padding_end=end,
             contiguous=contiguous,
             dw=dw,
+            weight_zero_point=zero_point,
         )
 
     @classmethod
@@ -212,7 +227,8 @@ class QConv(QMatmul):
             src = quantize_boundary(
                 src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
             )
-        weight, compensation, pair_bound, multiplier, offset, zero_point, params = self._hot()
+        hot = self._hot()
+        weight, compensation, pair_bound, multiplier, offset, zero_point, params, shift = hot
         dst: Tensor = torch.ops.torchq.conv(
             src,
             weight,
@@ -227,6 +243,7 @@ class QConv(QMatmul):
             self.post_ops,
             params,
             [] if residual is None or self.dw is not None else [residual],
+            shift,
         )
         if self.dw is not None:
             dst = self.dw(dst, residual)

@@ -44,6 +44,7 @@ class QConvTranspose(QMatmul):
         padding: int | Sequence[int] = 0,
         output_padding: int | Sequence[int] = 0,
         contiguous: bool = False,
+        weight_zero_point: Tensor | None = None,
     ) -> None:
         """See :class:`~torchq.nn.matmul.QMatmul`; :meth:`from_float` is the usual way here.
 
@@ -69,6 +70,7 @@ class QConvTranspose(QMatmul):
             src,
             dst,
             post_ops,
+            weight_zero_point,
             stride=list(weight.stride),
             geometry=geometry,
             **layout,
@@ -86,6 +88,7 @@ class QConvTranspose(QMatmul):
         granularity: str = "per_channel",
         bits: int = 8,
         weight_scale: Tensor | None = None,
+        affine: bool = False,
         post_ops: PostOps | None = None,
         contiguous: bool = False,
     ) -> Self:
@@ -103,12 +106,14 @@ class QConvTranspose(QMatmul):
             bits: of the weight, 8 or 7.
             weight_scale: of the weight, one or one per output channel, instead of chosen ones: what
                 it was trained with.
+            affine: a uint8 weight with zero points, for ranges far from symmetric, instead of a
+                symmetric int8 one. It costs a sum over the source in every call.
             post_ops: applied before the destination is quantized.
             contiguous: make dst contiguous instead of channels-last, for code that calls ``view``.
         """
         groups = module.groups
-        weight, scale = quantized_weight(
-            module.weight.detach(), granularity, bits, weight_scale, axis=1, groups=groups
+        weight, scale, zero_point = quantized_weight(
+            module.weight.detach(), granularity, bits, weight_scale, 1, groups, affine
         )
         packed = pack_conv_transpose(weight, groups, module.stride, module.dilation)
         return cls(
@@ -121,6 +126,7 @@ class QConvTranspose(QMatmul):
             padding=[int(p) for p in module.padding],
             output_padding=module.output_padding,
             contiguous=contiguous,
+            weight_zero_point=zero_point,
         )
 
     @classmethod
@@ -140,7 +146,8 @@ class QConvTranspose(QMatmul):
             src = quantize_boundary(
                 src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
             )
-        weight, compensation, pair_bound, multiplier, offset, zero_point, params = self._hot()
+        hot = self._hot()
+        weight, compensation, pair_bound, multiplier, offset, zero_point, params, shift = hot
         dst: Tensor = torch.ops.torchq.conv_transpose(
             src,
             weight,
@@ -155,6 +162,7 @@ class QConvTranspose(QMatmul):
             self.post_ops,
             params,
             [] if residual is None else [residual],
+            shift,
         )
         return dst.contiguous() if self.contiguous else dst
 

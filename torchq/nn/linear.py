@@ -35,9 +35,10 @@ class QLinear(QMatmul):
         src: QParams,
         dst: QParams | None = None,
         post_ops: PostOps | None = None,
+        weight_zero_point: Tensor | None = None,
     ) -> None:
         """See :class:`~torchq.nn.matmul.QMatmul`; :meth:`from_float` is the usual way here."""
-        super().__init__(weight, weight_scale, bias, src, dst, post_ops)
+        super().__init__(weight, weight_scale, bias, src, dst, post_ops, weight_zero_point)
         self.out_features, self.in_features = weight.shape
 
     @classmethod
@@ -50,6 +51,7 @@ class QLinear(QMatmul):
         granularity: str = "per_channel",
         bits: int = 8,
         weight_scale: Tensor | None = None,
+        affine: bool = False,
         post_ops: PostOps | None = None,
     ) -> "QLinear":
         """Quantizes the weight symmetrically and packs it.
@@ -62,11 +64,15 @@ class QLinear(QMatmul):
             bits: of the weight, 8 or 7.
             weight_scale: of the weight, one or one per output channel, instead of chosen ones: what
                 it was trained with.
+            affine: a uint8 weight with zero points, for ranges far from symmetric, instead of a
+                symmetric int8 one. It costs a sum over the source in every call.
             post_ops: applied before the destination is quantized.
         """
         weight = module.weight.detach()
-        quantized, scale = quantized_weight(weight, granularity, bits, weight_scale)
-        return cls(pack_linear(quantized), scale, module.bias, src, dst, post_ops)
+        quantized, scale, zero_point = quantized_weight(
+            weight, granularity, bits, weight_scale, affine=affine
+        )
+        return cls(pack_linear(quantized), scale, module.bias, src, dst, post_ops, zero_point)
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QLinear":
@@ -79,7 +85,8 @@ class QLinear(QMatmul):
             src = quantize_boundary(
                 src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
             )
-        weight, compensation, pair_bound, multiplier, offset, zero_point, params = self._hot()
+        hot = self._hot()
+        weight, compensation, pair_bound, multiplier, offset, zero_point, params, shift = hot
         dst: Tensor = torch.ops.torchq.linear(
             src,
             weight,
@@ -94,5 +101,6 @@ class QLinear(QMatmul):
             self.post_ops,
             params,
             [] if residual is None else [residual],
+            shift,
         )
         return dst

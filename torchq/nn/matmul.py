@@ -11,11 +11,11 @@ from torchq._text import Binary, Eltwise, PReLU
 from torchq.attr import Attr
 from torchq.folding import fold
 from torchq.functional import quantize
-from torchq.nn.module import QModule, dtype_name, placeholder_qparams
+from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_conv, pack_conv_transpose, pack_linear
 from torchq.post_ops import CHANNEL_MASKS, PostOps
-from torchq.qparams import QParams, output_channel_rows, weight_qparams
+from torchq.qparams import QParams, choose_qparams, output_channel_rows, weight_qparams
 
 
 def with_destination_range(post_ops: PostOps, dst: QParams | None) -> PostOps:
@@ -56,8 +56,12 @@ def quantized_weight(
     scale: Tensor | None = None,
     axis: int = 0,
     groups: int = 1,
-) -> tuple[Tensor, Tensor]:
+    affine: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """``clamp(rne(weight / scale))`` as int8, and its scales, one or one per output channel.
+
+    With ``affine`` the weight is uint8 and has zero points, which come third: `choose_qparams` of
+    its range. Otherwise there are none.
 
     Given scales are kept, unless a channel's weights would go beyond them: a factor below zero
     turns -128 steps into 128. Then it gets one that they fit.
@@ -69,7 +73,16 @@ def quantized_weight(
         scale: float32 ``[1]`` or ``[OC]``; None chooses.
         axis: of the output channels, inside of ``groups`` that split dimension 0 if it is 1.
         groups: see there.
+        affine: not with given scales.
     """
+    if affine:
+        if scale is not None:
+            raise ValueError(
+                "torchq.nn: weight_scale must be None for an affine weight, whose zero points are "
+                "chosen with the scales, got scales. Pack the weight yourself, and give "
+                "weight_zero_point."
+            )
+        return _affine_weight(weight, granularity, bits, axis, groups)
     limit = 2 ** (bits - 1) - 1
     if scale is None:
         scale = weight_qparams(weight, granularity, bits, axis, groups).scale.reshape(-1)
@@ -84,29 +97,41 @@ def quantized_weight(
     shape = [split, 1, -1] if axis else [1, -1, 1]
     along = scale if scale.numel() == 1 else scale.reshape(*shape, *[1] * (weight.dim() - 2))
     quantized = quantize(grouped, along, 0, torch.int8).clamp_(-limit, limit - (limit == 128))
-    return quantized.reshape(weight.shape), scale
+    return quantized.reshape(weight.shape), scale, None
+
+
+def _affine_weight(
+    weight: Tensor, granularity: str, bits: int, axis: int, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = output_channel_rows(weight, axis, groups)
+    rows = rows.reshape(1, -1) if granularity == "per_tensor" else rows
+    ends = (rows.amin(1), rows.amax(1)) if rows.shape[1] else (rows.new_zeros(len(rows)),) * 2
+    params = choose_qparams(*ends, torch.uint8, bits, axis=0)
+    split = groups if axis else 1
+    shape = [split, 1, -1] if axis else [1, -1, 1]
+    shape = [*shape, *[1] * (weight.dim() - 2)] if len(rows) > 1 else [1]
+    grouped = weight.reshape(split, -1, *weight.shape[1:])
+    scale, zero_point = params.scale.reshape(shape), params.zero_point.reshape(shape)
+    quantized = quantize(grouped, scale, zero_point, torch.uint8).clamp_(*params.integers)
+    return quantized.reshape(weight.shape), params.scale, params.zero_point
 
 
 def _placeholder_weight(spec: dict[str, Any]) -> PackedWeight:
     """Zeros, packed as the spec says."""
     shape: list[int] = spec["weight"]
     groups: int = spec["groups"]
+    dtype = dtype_from_name(spec.get("weight_dtype", "s8"))
     dilation: Sequence[int] = spec["dilation"]
     if "stride" in spec:
         transposed = [shape[1] * groups, shape[0] // groups, *shape[2:]]
-        zeros = torch.zeros(transposed, dtype=torch.int8)
+        zeros = torch.zeros(transposed, dtype=dtype)
         return pack_conv_transpose(zeros, groups, spec["stride"], dilation)
-    weight = torch.zeros(shape, dtype=torch.int8)
+    weight = torch.zeros(shape, dtype=dtype)
     return pack_conv(weight, groups, dilation) if dilation else pack_linear(weight)
 
 
-def _check_supported(weight: PackedWeight, post_ops: PostOps) -> None:
+def _check_supported(post_ops: PostOps) -> None:
     """Raises NotImplementedError for what only the functional API takes."""
-    if weight.dtype != torch.int8:
-        raise NotImplementedError(
-            f"torchq.nn: weight must be int8, got {weight.dtype}, whose zero points modules do "
-            "not hold. Use torchq.functional.linear or conv2d."
-        )
     post_ops.check_supported("nn")
     for op in post_ops:
         if isinstance(op, Binary | PReLU) and (
@@ -125,6 +150,7 @@ class QMatmul(QModule):
     Buffers:
         weight, compensation, pair_bound: see :class:`~torchq.packing.PackedWeight`.
         weight_scale: float32 ``[1]`` or ``[OC]``, real units per weight step.
+        weight_zero_point: int32 ``[1]`` or ``[OC]``, or absent.
         bias: float32 ``[OC]`` in real units, or absent.
         src_scale, src_zero_point, dst_scale, dst_zero_point: ``[1]`` (dst_scale also ``[OC]``).
         post_op_values: float32, the values of the binary post-ops one after another.
@@ -135,6 +161,7 @@ class QMatmul(QModule):
     compensation: Tensor
     pair_bound: Tensor
     weight_scale: Tensor
+    weight_zero_point: Tensor | None
     bias: Tensor | None
     dst_scale: Tensor
     dst_zero_point: Tensor
@@ -142,6 +169,7 @@ class QMatmul(QModule):
     multiplier: Tensor
     offset: Tensor
     post_op_params: Tensor
+    weight_shift: Tensor | None
 
     __jit_unused_properties__ = ("attr",)
 
@@ -153,12 +181,16 @@ class QMatmul(QModule):
         src: QParams,
         dst: QParams | None,
         post_ops: PostOps | None,
+        weight_zero_point: Tensor | None = None,
         **spec: object,
     ) -> None:
-        """``dst`` None means a float32 destination."""
+        """``dst`` None means a float32 destination.
+
+        A uint8 weight, and one with zero points, costs a sum over the source in every call.
+        """
         super().__init__()
         chain = with_destination_range(post_ops or PostOps(), dst)
-        _check_supported(weight, chain)
+        _check_supported(chain)
         self._add_src(src)
         self.dst_dtype = torch.float32 if dst is None else dst.dtype
         self.dst_code = dtype_code(self.dst_dtype)
@@ -167,6 +199,12 @@ class QMatmul(QModule):
         self.register_buffer("compensation", weight.compensation)
         self.register_buffer("pair_bound", weight.pair_bound)
         self.register_buffer("weight_scale", weight_scale.reshape(-1).clone())
+        zero_point = None if weight_zero_point is None else weight_zero_point.reshape(-1).clone()
+        self.register_buffer("weight_zero_point", zero_point)
+        if zero_point is not None:
+            spec["weight_zero_points"] = zero_point.numel()
+        if weight.dtype != torch.int8:
+            spec["weight_dtype"] = dtype_name(weight.dtype)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self.post_ops = str(chain)
         values = torch.cat([torch.empty(0), *chain.values])
@@ -187,9 +225,12 @@ class QMatmul(QModule):
         )
         for name in ("multiplier", "offset", "post_op_params"):
             self.register_buffer(name, torch.empty(0), persistent=False)
+        self.register_buffer("weight_shift", None, persistent=False)
         self.refold()
 
-    def _hot(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _hot(
+        self,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """What each call passes on; nn.Module.__getattr__ would cost 5 us a call."""
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return (
@@ -200,6 +241,7 @@ class QMatmul(QModule):
                 self.offset,
                 self.src_zero_point,
                 self.post_op_params,
+                self.weight_shift,
             )
         b = self._buffers
         return (  # type: ignore[return-value]
@@ -210,6 +252,7 @@ class QMatmul(QModule):
             b["offset"],
             b["src_zero_point"],
             b["post_op_params"],
+            b["weight_shift"],
         )
 
     def packed(self) -> PackedWeight:
@@ -223,6 +266,7 @@ class QMatmul(QModule):
             spec["groups"],
             tuple(spec["dilation"]),
             tuple(spec.get("stride", ())),
+            dtype_from_name(spec.get("weight_dtype", "s8")),
         )
 
     @property
@@ -236,6 +280,10 @@ class QMatmul(QModule):
         attr = Attr().set_scales("src", 0, self.src_scale)
         attr.set_zero_points("src", 0, self.src_zero_point)
         attr.set_scales("weights", per_channel, self.weight_scale)
+        if self.weight_zero_point is not None:
+            several = 1 if groups == 1 else 3
+            mask = 0 if self.weight_zero_point.numel() == 1 else several
+            attr.set_zero_points("weights", mask, self.weight_zero_point)
         if self.dst_dtype != torch.float32:
             attr.set_scales("dst", 0 if self.dst_scale.numel() == 1 else 2, self.dst_scale)
             attr.set_zero_points("dst", 0, self.dst_zero_point)
@@ -250,6 +298,7 @@ class QMatmul(QModule):
         self.multiplier = folded.multiplier
         self.offset = folded.offset
         self.post_op_params = folded.post_op_params
+        self.weight_shift = folded.weight_zero_point
 
     @classmethod
     def _arguments_from_spec(cls, spec: dict[str, Any]) -> dict[str, Any]:
@@ -261,9 +310,11 @@ class QMatmul(QModule):
             scale = torch.ones(spec["dst_scales"])
             dst = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), dst.dtype, 1)
         sizes = spec["post_op_values"]
+        zeros = spec.get("weight_zero_points")
         return {
             "weight": packed,
             "weight_scale": torch.ones(spec["weight_scales"]),
+            "weight_zero_point": None if zeros is None else torch.zeros(zeros, dtype=torch.int32),
             "bias": torch.zeros(spec["weight"][0]) if spec["bias"] else None,
             "src": placeholder_qparams(spec["src"], spec["src_bits"]),
             "dst": dst,

@@ -91,7 +91,16 @@ def prove(weight: Tensor | PackedWeight, src_dtype: torch.dtype, halved: bool = 
 
 
 def prove_module(module: QMatmul) -> Proof:
-    """The proof for a quantized linear or convolution and its source."""
+    """The proof for a quantized linear or convolution and its source.
+
+    Raises:
+        NotImplementedError: the weight has zero points.
+    """
+    if module.weight_shift is not None:
+        raise NotImplementedError(
+            "torchq.saturation: weights must have no zero points, got those of "
+            f"{module.extra_repr()}. Convert with affine=False to see what saturates."
+        )
     halved = not isinstance(module, QLinear) and module.src_dtype == torch.int8
     return prove(module.packed(), module.src_dtype, halved)
 
