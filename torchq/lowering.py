@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchq.affine import TRANSPOSED
 from torchq.config import QConfig
-from torchq.nn import binary, conv, deconv, linear, pooling, quantize
+from torchq.nn import binary, conv, deconv, linear, pooling, quantize, resample
 from torchq.nn.fused import ResidualFirst
 from torchq.nn.module import QModule
 from torchq.observed import ObservedLayer, ObservedPool
@@ -37,6 +37,7 @@ _POOLS: dict[type[nn.Module], Any] = {
     nn.AdaptiveAvgPool1d: pooling.QAdaptiveAvgPool1d,
     nn.AdaptiveAvgPool2d: pooling.QAdaptiveAvgPool2d,
     nn.AdaptiveAvgPool3d: pooling.QAdaptiveAvgPool3d,
+    nn.Upsample: resample.QResample,
 }
 _Class = TypeVar("_Class")
 

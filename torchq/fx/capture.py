@@ -41,6 +41,7 @@ class Meta:
         storage: address of a tensor's memory, 0 if unknown.
         is_sequence: whether it is a tuple or list that holds tensors.
         length: of a sequence.
+        is_number: whether it is an int, a float or a bool.
     """
 
     shape: tuple[int, ...] | None = None
@@ -48,6 +49,7 @@ class Meta:
     storage: int = 0
     is_sequence: bool = False
     length: int = 0
+    is_number: bool = False
 
 
 @dataclass
@@ -123,7 +125,7 @@ def _meta(value: Any) -> Meta:
     if isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value):
         tensors = [v for v in value if isinstance(v, Tensor)]
         return Meta(None, tensors[0].dtype, _meta(tensors[0]).storage, True, len(value))
-    return Meta()
+    return Meta(is_number=isinstance(value, (bool, int, float)))
 
 
 def _remove_unused(graph: fx.Graph) -> None:

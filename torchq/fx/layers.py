@@ -33,6 +33,7 @@ class Layer:
         residual: node added before the clip.
         pad: zeros before and after each spatial dim, beside those of the module.
         function: of a UNARY, what the whole chain computes.
+        slopes: of a leaky relu behind it, one per channel.
         fake: the fake quantizer of its result.
     """
 
@@ -45,6 +46,7 @@ class Layer:
     residual: fx.Node | None = None
     pad: tuple[list[int], list[int]] | None = None
     function: Callable[[Tensor], Tensor] | None = None
+    slopes: Tensor | None = None
     fake: FakeQuantize | None = None
 
     @property
@@ -178,11 +180,16 @@ class _Finder:
                 layer.residual = next(src for src in op.srcs if src is not layer.dst)
             elif self._fits_clip(layer, bounds):
                 layer.clip = bounds
+            elif self._fits_slopes(layer, op):
+                assert isinstance(op.module, nn.PReLU)
+                layer.slopes = op.module.weight.detach()
             else:
                 break
             layer.parts.append(op)
             layer.dst = op.node
             self.taken.add(op)
+            if layer.slopes is not None:
+                break
 
     def _absorb_fake(self, layer: Layer) -> None:
         """Extends the layer by the fake quantizer of its result, and what dequantizes behind it."""
@@ -230,6 +237,13 @@ class _Finder:
         if bounds is None or layer.clip is not None or layer.role is Role.UNARY:
             return False
         return layer.role is Role.MATMUL or bounds == (0.0, math.inf)
+
+    def _fits_slopes(self, layer: Layer, op: Op) -> bool:
+        """Whether the slopes are of the matmul's channels."""
+        if layer.role is not Role.MATMUL or op.role is not Role.SLOPES or layer.clip is not None:
+            return False
+        linear = isinstance(layer.op.module, nn.Linear)
+        return not linear or len(layer.dst.meta["value"].shape) == 2
 
     # Expressions of one tensor
 

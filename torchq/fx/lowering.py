@@ -128,7 +128,8 @@ class Lowering:
             return src
         if op.role is Role.POOL:
             assert op.module is not None
-            dst = self._call(op.name, pool_from_float(op.module, qparams), src)
+            size = [] if op.size is None else [fx.node.map_arg(op.size, self.any_of)]
+            dst = self._call(op.name, pool_from_float(op.module, qparams), src, *size)
             return self.graph.call_method("flatten", (dst, 1)) if op.flatten else dst
         if op.role is Role.PAD:
             zero = float(qparams.zero_point)  # as TorchScript wants it
@@ -248,7 +249,11 @@ class Lowering:
                 args.append(self.float_of(layer.residual))
         config = self.plan.config(layer.op.base)
         assert config is not None
-        chain = post_op_chain(layer.residual is not None, residual, self._clip(layer))
+        chain = post_op_chain(layer.residual is not None, residual, None)
+        if layer.slopes is not None:
+            chain.append_prelu(layer.slopes, 2)
+        if (clip := self._clip(layer)) is not None:
+            append_clip(chain, clip)
         module = matmul_from_float(
             layer.float_module(), src, dst, config, chain, layer.weight_scale(), pad=layer.pad
         )
@@ -280,4 +285,5 @@ class Lowering:
 
 
 def _is_resampling(op: Op) -> bool:
-    return op.node.target is F.interpolate or isinstance(op.owner, nn.Upsample)
+    nearest = op.node.target is F.interpolate or isinstance(op.owner, nn.Upsample)
+    return nearest and op.role is Role.MOVE

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from torchq.fx.matmuls import shape_of
 from torchq.fx.ops import Arguments, Made, Role
@@ -82,16 +82,52 @@ def get_attribute(a: Arguments) -> Made | str:
     return f"its {a.name} is taken"
 
 
-def resample(mode: str | None) -> Made | str:
-    """Why a mode has no int8 form, or ""."""
-    if mode not in (None, "nearest", "nearest-exact"):
-        return f"interpolation of mode '{mode}' has no int8 form"
-    return ""
-
-
 def interpolate(a: Arguments) -> Made | str:
-    """``F.interpolate``."""
-    return resample(a.mode) or Made(Role.MOVE, None, [a.input])
+    """``F.interpolate`` of nearest neighbors, or linear with the centers of pixels aligned."""
+    if a.mode in ("nearest", "nearest-exact"):
+        return Made(Role.MOVE, None, [a.input])
+    if a.mode not in ("linear", "bilinear", "trilinear") or a.antialias:
+        return f"interpolation of mode '{a.mode}' has no int8 form"
+    if a.align_corners:
+        return "interpolation with align_corners=True has no int8 form"
+    dims, size, factor = len(shape_of(a.input)) - 2, a.size, a.scale_factor
+    if a.varying("input", "size"):
+        return f"its {a.varying('input', 'size')[0]} is computed at run time"
+    factors = [] if factor is None else list(factor) if isinstance(factor, Sequence) else [factor]
+    if any(f != int(f) or f < 1 for f in factors):
+        return f"interpolation by {factor} has no int8 form, only by whole numbers"
+    module = nn.Upsample(None, None, a.mode)
+    module.scale_factor = tuple((factors * dims)[:dims]) or None
+    made = Made(Role.POOL, module, [a.input])
+    if a.varying("input"):
+        one = isinstance(size, fx.Node) and size.meta["value"].is_number
+        made.size = [size] * dims if one else list(size) if isinstance(size, tuple) else size
+    elif size is not None:
+        module.size = tuple(size) if isinstance(size, Sequence) else (size,) * dims
+    return made
+
+
+def upsample(made: Made) -> None:
+    """``nn.Upsample``, by its function."""
+    module = made.module
+    assert isinstance(module, nn.Upsample | nn.UpsamplingBilinear2d | nn.UpsamplingNearest2d)
+    a = Arguments()
+    a.update(
+        input=made.srcs[0], size=module.size, scale_factor=module.scale_factor, mode=module.mode,
+        align_corners=module.align_corners, antialias=False,
+    )  # fmt: skip
+    found = interpolate(a)
+    if isinstance(found, str):
+        made.reason = found
+    else:
+        made.role, made.module = found.role, found.module
+
+
+def pad_module(made: Made) -> None:
+    """``nn.ZeroPad2d`` and the like."""
+    padding: Any = made.module.padding  # type: ignore[union-attr]
+    pairs = [tuple(padding[i : i + 2]) for i in range(0, len(padding), 2)][::-1]
+    made.pad = [p[0] for p in pairs], [p[1] for p in pairs]
 
 
 def pad(a: Arguments) -> Made | str:

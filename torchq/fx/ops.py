@@ -23,6 +23,7 @@ class Role(enum.Enum):
     NORM = "a factor and a shift per channel: folds into a MATMUL, or becomes a depthwise one"
     PRODUCT = "a matrix product of two tensors: reads int8, emits int8 or float32"
     COMBINE = "several tensors in, requantized: add, mul, cat"
+    SLOPES = "a leaky relu with one slope per channel: a post-op of a MATMUL"
     UNARY = "a function of each element: a post-op, or a table between two int8 tensors"
     POOL = "keeps scale and zero point, in a kernel of its own"
     MOVE = "moves elements: torch's own operation on int8"
@@ -48,6 +49,7 @@ class Made:
         affine: (scale, shift) in float64, which broadcast against the result, where it is
             ``x * scale + shift`` of its first source: a matmul in front of it takes that over.
         weight_scale: of a MATMUL, where its weight was fake-quantized: one, or one per channel.
+        size: that the module is called with at run time, with nodes; None for none.
         is_matmul: whether the function is a convolution or linear, int8 or not.
     """
 
@@ -61,6 +63,7 @@ class Made:
     affine: tuple[Tensor, Tensor] | None = None
     weight_scale: Tensor | None = None
     is_matmul: bool = False
+    size: Any = None
 
 
 @dataclass(eq=False)
@@ -122,6 +125,7 @@ class Pattern:
         signature: of the functions, as in "input dim=1"; "" for a row of modules only.
         make: from the functions' Arguments to what it is, or to the reason why it is nothing.
         check: from a module to the reason why it has no int8 form, or "".
+        adapt: changes what was made of a module, where its settings decide.
     """
 
     role: Role
@@ -130,6 +134,7 @@ class Pattern:
     signature: str = ""
     make: Callable[[Arguments], Made | str] | None = None
     check: Callable[[Any], str] = lambda module: ""
+    adapt: Callable[[Made], None] = lambda made: None
 
 
 def parse_signature(text: str) -> dict[str, Any]:

@@ -115,13 +115,20 @@ def _clamp(a: Arguments) -> Made | str:
 
 
 def _prelu(a: Arguments) -> Made | str:
-    if not isinstance(a.weight, Tensor) or a.weight.numel() != 1:
-        return "it has a slope per channel"
-    return Made(Role.UNARY, nn.LeakyReLU(float(a.weight)), [a.input])
+    if a.varying("input"):
+        return f"its {a.varying('input')[0]} is computed at run time"
+    if a.weight.numel() == 1:
+        return Made(Role.UNARY, nn.LeakyReLU(float(a.weight)), [a.input])
+    module = nn.PReLU(a.weight.numel())
+    module.weight = nn.Parameter(a.weight.detach().reshape(-1), False)
+    return Made(Role.SLOPES, module, [a.input])
 
 
-def _check_prelu(module: nn.PReLU) -> str:
-    return "it has a slope per channel" if module.weight.numel() != 1 else ""
+def _slopes(made: Made) -> None:
+    """``nn.PReLU`` with several."""
+    assert isinstance(made.module, nn.PReLU)
+    if made.module.weight.numel() > 1:
+        made.role = Role.SLOPES
 
 
 def _functions(*names: str) -> list[Pattern]:
@@ -234,7 +241,8 @@ PATTERNS: list[Pattern] = [
     Pattern(Role.UNARY, (nn.LeakyReLU,), (F.leaky_relu, F.leaky_relu_),
             "input negative_slope=0.01 inplace=False",
             _unary(lambda a: nn.LeakyReLU(a.negative_slope))),
-    Pattern(Role.UNARY, (nn.PReLU,), (F.prelu, torch.prelu), "input weight", _prelu, _check_prelu),
+    Pattern(Role.UNARY, (nn.PReLU,), (F.prelu, torch.prelu), "input weight", _prelu,
+            adapt=_slopes),
     Pattern(Role.UNARY, (nn.Hardswish,), (F.hardswish,), "input inplace=False",
             _unary(lambda a: nn.Hardswish())),
     Pattern(Role.UNARY, (nn.Hardsigmoid,), (F.hardsigmoid,), "input inplace=False",
@@ -276,12 +284,12 @@ PATTERNS: list[Pattern] = [
     Pattern(Role.MOVE, (), (torch.reshape, "view", "reshape"), "input shape *", moves.view),
     Pattern(Role.MOVE, (), (operator.getitem,), "input index", moves.index),
     Pattern(Role.MOVE, (), (getattr,), "input name", moves.get_attribute),
-    Pattern(Role.MOVE, (nn.Upsample, nn.UpsamplingNearest2d), (F.interpolate,),
+    Pattern(Role.MOVE, (nn.Upsample,), (F.interpolate,),
             "input size=None scale_factor=None mode='nearest' align_corners=None "
             "recompute_scale_factor=None antialias=False", moves.interpolate,
-            lambda module: str(moves.resample(module.mode))),
+            adapt=moves.upsample),
     Pattern(Role.PAD, (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d), (F.pad,),
-            "input pad mode='constant' value=None", moves.pad),
+            "input pad mode='constant' value=None", moves.pad, adapt=moves.pad_module),
     Pattern(Role.PASS, (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
             nn.AlphaDropout, QuantStub, DeQuantStub)),
     Pattern(Role.PASS, (), _DROPOUTS, "input p=0.5 training=True inplace=False", _dropout),

@@ -234,7 +234,8 @@ class Plan:
             if self.root(node) is not root:
                 continue
             here = self.ops.get(node)
-            if here is not None and here.role is Role.POOL and "Avg" in type(here.module).__name__:
+            pools = here is not None and here.role is Role.POOL
+            if here is not None and pools and "Max" not in type(here.module).__name__:
                 return False
             for op in (self.ops.get(user) for user in node.users):
                 if op is None or not (op.node in self._joined or self._is_same(op, fixed)):

@@ -152,11 +152,6 @@ def _module_made(node: fx.Node, module: nn.Module, captured: Captured) -> Made:
     nodes: list[fx.Node] = []
     fx.node.map_arg(tuple(bound.arguments.values())[1:], nodes.append)
     made = Made(row.role, module, nodes, reason=row.check(module))
-    if row.role is Role.PAD:
-        padding = list(module.padding)  # type: ignore[arg-type]
-        dims = len(padding) // 2
-        pairs = [padding[2 * i : 2 * i + 2] for i in range(dims)][::-1]
-        made.pad = [p[0] for p in pairs], [p[1] for p in pairs]
     if row.role is Role.MATMUL and len(bound.arguments) > 2:
         more = list(bound.arguments)[2]
         given = bound.arguments[more] is not None
@@ -165,6 +160,7 @@ def _module_made(node: fx.Node, module: nn.Module, captured: Captured) -> Made:
         made.reason = "it has no tensor as source"
     if isinstance(module, Add | Mul) and len(nodes) != 2:
         made.reason = "an operand is not a tensor"
+    row.adapt(made)
     return made
 
 

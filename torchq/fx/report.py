@@ -85,6 +85,8 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
             reason = "its sources are float"
     elif op.role is Role.FAKE:
         quantized, reason = True, "says what the scale and zero point are"
+    elif op.role is Role.SLOPES:
+        reason = "it has a slope per channel, and no convolution or linear in front takes it over"
     elif op.role is Role.NORM:
         reason = "it stands alone on rows of features"
     is_matmul = isinstance(op.owner, _MATMULS) or op.is_matmul

@@ -65,7 +65,7 @@ class _Proxy(fx.Proxy):
         if not isinstance(self.tracer.values[self.node], Tensor):
             raise fx.proxy.TraceError("its Python code writes to what is no tensor")
         written = self.tracer.create_proxy("call_function", with_item, (self, index, value), {})
-        self.node = written.node
+        self.tracer.replace(self, written)
 
     def __len__(self) -> int:
         value = self.tracer.values[self.node]
@@ -103,6 +103,7 @@ class Tracer(SequenceTracer):
         self.asked_rank = False
         self._running, self._thread = False, threading.get_ident()
         self._cache: dict[str, fx.Proxy] = {}
+        self._written: dict[fx.Node, fx.Node] = {}
         # Inference tensors have no version counter, which tells who writes in place.
         self.inputs = tree_map(_normal, (tuple(args), dict(kwargs)))
         self.called_with = copy.deepcopy(self.inputs)
@@ -119,7 +120,12 @@ class Tracer(SequenceTracer):
     # Values
 
     def create_arg(self, a: Any) -> Any:
-        """What a model returns keeps its class."""
+        """A node, or values with nodes in them; what a model returns keeps its class.
+
+        What was written in place is from then on the result of the operation that wrote.
+        """
+        if isinstance(a, fx.Proxy):
+            return self._latest(a.node)
         if isinstance(a, tuple) and hasattr(a, "_fields"):
             return self.create_proxy("call_function", type(a), tuple(a), {}).node
         if is_dataclass(a) and not isinstance(a, type):
@@ -128,6 +134,15 @@ class Tracer(SequenceTracer):
         if isinstance(a, dict) and type(a) is not dict:
             return self.create_proxy("call_function", type(a), (dict(a),), {}).node
         return super().create_arg(a)
+
+    def _latest(self, node: fx.Node) -> fx.Node:
+        while node in self._written:
+            node = self._written[node]
+        return node
+
+    def replace(self, old: fx.Proxy, new: fx.Proxy) -> None:
+        """Whoever reads ``old`` from here on gets ``new``."""
+        self._written[self._latest(old.node)] = new.node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """A node that knows its value."""
@@ -142,6 +157,8 @@ class Tracer(SequenceTracer):
             if isinstance(value, Tensor):
                 self.asked_rank |= "dim" in target
                 return getattr(value, target)()
+        if target in (torch.is_floating_point, torch.is_complex):
+            return target(self.values[args[0].node])
         if target is F.multi_head_attention_forward and not self.running:
             rank = self.values[args[0].node].dim() if isinstance(args[0], fx.Proxy) else 0
             whole = attention(args, kwargs, rank)
@@ -150,6 +167,9 @@ class Tracer(SequenceTracer):
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         if kind not in ("placeholder", "get_attr"):
             self._run(proxy.node)
+            for source in proxy.node.meta["writes"]:
+                if self.values[source] is self.values[proxy.node]:
+                    self._written[source] = proxy.node
         return proxy
 
     def create_node(
@@ -238,6 +258,8 @@ class Tracer(SequenceTracer):
         """Traces into a module, or records one opaque call where that fails."""
         if self.running:
             return forward(*args, **kwargs)
+        if isinstance(m, nn.TransformerEncoder) and len(args) < 4 and not kwargs.get("is_causal"):
+            kwargs = {**kwargs, "is_causal": False}  # a hint, which it else looks for in the mask
         name = self.path_of_module(m)
         mark, stack = len(self.graph.nodes), dict(self.module_stack)
         if not self.is_leaf_module(m, name):
@@ -271,6 +293,7 @@ class Tracer(SequenceTracer):
             self.graph.erase_node(node)
             del self.values[node]
         gone = set(nodes[mark:])
+        self._written = {a: b for a, b in self._written.items() if not gone & {a, b}}
         for name in [n for n, proxy in self._cache.items() if proxy.node in gone]:
             del self._cache[name]
 
@@ -336,6 +359,7 @@ def _normal(leaf: Any) -> Any:
 def traced_factories(tracer: Tracer) -> Iterator[None]:
     """Makes torch.zeros(n) and the like nodes where n is one: torch does not dispatch on sizes.
 
+    And functions that ask for the class or dtype of a tensor take a node for its value.
     Other threads see the originals do their work; those that trace as well wait.
     """
 
@@ -348,15 +372,23 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
 
         return factory
 
+    def look(original: Callable[..., Any]) -> Callable[..., Any]:
+        def looks(value: Any) -> Any:
+            return original(tracer.values[value.node] if isinstance(value, fx.Proxy) else value)
+
+        return looks
+
     with _LOCK:
-        originals = {name: getattr(torch, name) for name in _FACTORIES}
+        factories = [(torch, name, wrap) for name in _FACTORIES]
+        looking = [(torch, "is_tensor", look), (F, "_none_or_dtype", look)]
+        originals = [(place, name, getattr(place, name)) for place, name, _ in factories + looking]
         try:
-            for name, original in originals.items():
-                setattr(torch, name, wrap(original))
+            for place, name, replaced in factories + looking:
+                setattr(place, name, replaced(getattr(place, name)))
             yield
         finally:
-            for name, original in originals.items():
-                setattr(torch, name, original)
+            for place, name, original in originals:
+                setattr(place, name, original)
 
 
 def short(error: Exception) -> str:

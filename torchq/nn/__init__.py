@@ -21,6 +21,7 @@ from torchq.nn.pooling import (
     QMaxPool3d,
 )
 from torchq.nn.quantize import Dequantize, DeQuantStub, QLookup, Quantize, QuantStub
+from torchq.nn.resample import QResample
 from torchq.nn.rnn import QGRU, QLSTM, QRNN
 from torchq.nn.rnn_cell import QGRUCell, QLSTMCell, QRNNCell
 from torchq.nn.rnn_layer import QRecurrentLayer, RecurrentWeight
@@ -66,6 +67,7 @@ __all__ = [
     "QMul",
     "QRNNCell",
     "QRecurrentLayer",
+    "QResample",
     "QuantStub",
     "Quantize",
     "RecurrentWeight",

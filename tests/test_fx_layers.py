@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a traced graph fuses or keeps in int8 beside convolutions and linears."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Wired, conv, randomize
+from test_eager import sqnr
+from torch import Tensor, nn
+
+import torchq
+import torchq.nn as tnn
+
+X = (2, 8, 9, 9)
+
+
+def convert(model: nn.Module, *shape: int, bound: float = 30) -> nn.Module:
+    x = torch.randn(shape or X)
+    converted = torchq.quantize(randomize(model), [x, 2 * x], x)
+    with torch.no_grad():
+        for given in (x, x[:1]):
+            assert sqnr(model(given), converted(given)) > bound
+    again = torch.jit.script(converted)
+    assert torch.equal(again(x), converted(x))
+    return converted
+
+
+def names(converted: Any) -> list[str]:
+    calls = [n for n in converted.graph.nodes if n.op == "call_module"]
+    return [type(converted.get_submodule(n.target)).__name__ for n in calls]
+
+
+# Factors and shifts per channel
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda y, c: y * c,
+        lambda y, c: c - y,
+        lambda y, c: (y - c) / (c.abs() + 0.5),
+        lambda y, c: (-2 * y + 3) * 0.5 + c,
+    ],
+)
+@pytest.mark.parametrize("kind", ["conv", "deconv", "linear"])
+def test_constants_fold_into_weights(change: Any, kind: str) -> None:
+    make, shape, channels = {
+        "conv": (lambda: nn.Conv2d(8, 6, 3), X, (6, 1, 1)),
+        "deconv": (lambda: nn.ConvTranspose2d(8, 6, 3, 2, groups=2), X, (1, 6, 1, 1)),
+        "linear": (lambda: nn.Linear(9, 6), X, (6,)),
+    }[kind]
+    constant = torch.randn(channels)
+    model = Wired(lambda m, x: torch.relu(change(m.a(x), constant)), a=make())
+    assert len(names(convert(model, *shape))) == 1
+
+
+def test_constants_that_do_not_fold() -> None:
+    """Along another dimension, or one that makes the result larger."""
+    for constant in (torch.randn(9), torch.randn(1, 8, 9, 9)):
+        model = Wired(lambda m, x, c=constant: m.b(m.a(x) + c), a=conv(), b=conv())
+        assert "QAdd" in names(convert(model))
+    model = Wired(lambda m, x: m.b(m.a(x) + torch.ones(1, 8, 1, 1)), a=conv(8, 1), b=conv())
+    assert "QAdd" in names(convert(model))
+
+
+def test_relu_of_a_sum_and_a_product() -> None:
+    for combine in (torch.add, torch.mul):
+        model = Wired(lambda m, x, f=combine: m.c(F.relu(f(m.a(x), m.b(x)))), a=conv(), b=conv(),
+                      c=conv())  # fmt: skip
+        if combine is torch.mul:
+            found = convert(model, bound=28)
+            assert names(found).count("QLookup") == 0
+            assert next(m for m in found.modules() if isinstance(m, tnn.QMul)).relu
+
+
+# Slopes per channel
+
+
+def prelu(channels: int) -> nn.PReLU:
+    module = nn.PReLU(channels)
+    nn.init.normal_(module.weight)
+    return module
+
+
+def test_slopes_per_channel_are_a_post_op() -> None:
+    model = Wired(
+        lambda m, x: m.d(m.c(m.q(m.b(m.p(m.bn(m.a(x))) + x) + x))), a=conv(), bn=nn.BatchNorm2d(8),
+        p=prelu(8), b=conv(), q=prelu(8), c=nn.ConvTranspose2d(8, 8, 2), d=prelu(8),
+    )  # fmt: skip
+    found = convert(model, bound=30)
+    assert "PReLU" not in names(found)
+    assert found.a.post_ops == "prelu:2" and found.b.post_ops.startswith("sum:")
+    assert found.b.post_ops.endswith("+prelu:2")
+    found = convert(nn.Sequential(nn.Linear(8, 8), prelu(8), nn.Linear(8, 4)), 5, 8)
+    assert names(found) == ["QLinear", "QLinear"]
+
+
+def test_slopes_without_a_matmul_in_front() -> None:
+    found = convert(nn.Sequential(nn.Linear(9, 9), prelu(8)))
+    (row,) = (row for row in torchq.explain(found).rows if row.kind == "PReLU")
+    assert "no convolution or linear in front takes it over" in row.reason
+
+
+# Interpolation
+
+
+@pytest.mark.parametrize(
+    "resize",
+    [
+        lambda x, y: F.interpolate(x, scale_factor=2, mode="bilinear"),
+        lambda x, y: F.interpolate(x, scale_factor=(3.0, 1.0), mode="bilinear"),
+        lambda x, y: F.interpolate(x, size=(13, 5), mode="bilinear", align_corners=False),
+        lambda x, y: F.interpolate(x, size=7, mode="bilinear"),
+        lambda x, y: F.interpolate(x, size=y.shape[2:], mode="bilinear"),
+        lambda x, y: F.interpolate(x, size=y.size()[-2:], mode="bilinear"),
+        lambda x, y: F.interpolate(x, size=(y.shape[2], 2 * y.shape[3]), mode="bilinear"),
+        lambda x, y: F.interpolate(x, y.size(3), mode="bilinear"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_bilinear(resize: Any, dtype: torch.dtype) -> None:
+    """int8 between convolutions, and what torch computes from the same int8 values."""
+    model = Wired(lambda m, x: m.b(resize(m.a(x), x)), a=conv(stride=2), b=conv())
+    x = torch.randn(X)
+    config = torchq.QConfig(activation_dtype=dtype)
+    found = torchq.quantize(model.eval(), [x], x, config)
+    assert names(found) == ["QConv2d", "QResample", "QConv2d"]
+    src = found.a(x)
+    scale, zero = found.a.dst_scale, found.a.dst_zero_point
+    want = resize(scale.double() * (src.double() - zero), x) / scale.double() + zero
+    resample = next(m for m in found.modules() if isinstance(m, tnn.QResample))
+    got: list[Tensor] = []
+    resample.register_forward_hook(lambda m, args, result: got.append(result))
+    found(x)
+    assert got[0].dtype == dtype
+    assert float((got[0].double() - want).abs().max()) <= 0.5 + 1e-5
+    scripted = torch.jit.script(torchq.quantize(model, [x], x, config))
+    assert torch.equal(scripted(x), found(x))
+
+
+def test_upsample_modules_in_other_dims() -> None:
+    for dims, mode in ((1, "linear"), (3, "trilinear")):
+        cls = {1: nn.Conv1d, 3: nn.Conv3d}[dims]
+        for options in ({"scale_factor": 2}, {"size": 9}):
+            up = nn.Upsample(mode=mode, **options)
+            found = convert(nn.Sequential(cls(4, 8, 3), up, cls(8, 4, 1)), 2, 4, *[6] * dims)
+            assert names(found)[1] == "QResample"
+
+
+@pytest.mark.parametrize(
+    ("up", "reason"),
+    [
+        (nn.UpsamplingBilinear2d(scale_factor=2), "align_corners=True has no int8 form"),
+        (nn.Upsample(scale_factor=1.5, mode="bilinear"), "only by whole numbers"),
+        (nn.Upsample(scale_factor=2, mode="bicubic"), "mode 'bicubic' has no int8 form"),
+    ],
+)
+def test_other_interpolations_stay_float(up: nn.Module, reason: str) -> None:
+    found = convert(nn.Sequential(conv(), up, conv()))
+    assert reason in {row.name: row.reason for row in torchq.explain(found).rows}["1"]
+
+
+# Writing in place
+
+
+def test_what_is_written_in_place_is_the_result_of_writing() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x)
+        z = y
+        y.add_(x).mul_(0.5).relu_()
+        w = m.b(z)
+        w.unsqueeze_(0).squeeze_(0)
+        out = torch.empty_like(w)
+        out.copy_(w + y)
+        return m.c(out)
+
+    found = convert(Wired(forward, a=conv(), b=conv(), c=conv()))
+    assert names(found).count("QConv2d") == 3
+
+
+def test_views_see_what_is_written_to_their_tensor() -> None:
+    """An alias from before the write: right, though float, or refused."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x)
+        view = y[:, :4]
+        y.mul_(3)
+        return m.b(torch.cat([view, view], 1))
+
+    convert(Wired(forward, a=conv(), b=conv()), bound=30)
+
+    def assigns(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x)
+        view = y[:, :4]
+        view[:, 0] = 9.0
+        return m.b(y)
+
+    model, x = Wired(assigns, a=conv(), b=conv()).eval(), torch.randn(X)
+    with pytest.warns(UserWarning, match="its graph computes something else than the model"):
+        found = torchq.quantize(model, [x], x)
+    with torch.no_grad():
+        assert sqnr(model(x), found(x)) > 25
