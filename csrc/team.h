@@ -14,7 +14,8 @@ namespace torchq {
 /// Counts the parts that have arrived, not the threads: it is correct whatever number of threads
 /// the region gets, as long as every thread runs its parts together and meets the barrier once for
 /// all of them. Spins, then yields, so that threads that wait for one without a core give theirs
-/// up.
+/// up. (Sleeping until the last one arrives is worse where a core is shared with another process: a
+/// thread that was woken waits for that one's time slice, at every barrier.)
 class alignas(64) TeamBarrier {
  public:
   explicit TeamBarrier(int parts) : parts_(parts) {}

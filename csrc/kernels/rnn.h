@@ -6,124 +6,13 @@
 // through a tile in L1, so that the cell works on one row at a time with all registers to itself.
 #pragma once
 
-#include "gemm.h"
-#include "rnn_cell.h"
+#include "rnn_dot.h"
+#include "rnn_lanes.h"
 
 namespace {
 
 /// Sums of one block, in panels: 4 KB of L1.
 constexpr int kRnnBlock = 64;
-
-struct RnnTile {
-  const uint8_t* src;
-  int64_t row_offset[kTileRows];
-  int64_t quads;
-  const int8_t* weight;
-  int64_t panel_stride;  // bytes as they lie in memory
-  const int32_t* init;
-  int32_t* acc;
-  int64_t acc_stride;  // between rows
-  const float *multiplier, *bias;
-};
-
-/// acc[row][panel] = init[panel] + sum over k of src[row][k] * weight[panel][k]; with kScaled the
-/// floats fma(acc, multiplier[panel], bias[panel]) in its place.
-template <class Isa, int MR, int NP, bool kNarrow, bool kScaled>
-TORCHQ_NOINLINE void rnn_tile(const RnnTile& t) {
-  constexpr int kSteps = kNarrow ? 1 : Isa::kSteps;
-  using Int = typename Isa::Int;
-  int64_t row[MR];
-  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) row[r] = t.row_offset[r];
-  Int acc[MR][NP];
-  TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-    const Int init = Isa::load_int(t.init + p * kPanel);
-    TORCHQ_UNROLL for (int r = 0; r < MR; ++r) acc[r][p] = init;
-  }
-  const int64_t panel_stride = t.panel_stride;
-  const uint8_t* src = t.src;
-  const uint8_t* const end = src + t.quads * kQuad;
-  const int8_t* weight = t.weight;
-  while (src != end) {
-    const auto quad = [&](int r) { return Isa::broadcast(src + row[r]); };
-    if constexpr (kSteps == 1) {
-      dot_step<Isa, MR, NP, kNarrow>(acc, weight, panel_stride, quad);
-    } else {
-      dot_step<Isa, MR, NP, kNarrow>(acc, weight, panel_stride,
-                                     [&](int r) { return Isa::template split_src<0>(quad(r)); });
-      asm("" : "+r"(src), "+r"(weight));  // as in gemm_tile
-      dot_step<Isa, MR, NP, kNarrow>(acc, weight + kPanel * kQuad, panel_stride,
-                                     [&](int r) { return Isa::template split_src<1>(quad(r)); });
-    }
-    src += kQuad;
-    weight += kSteps * kPanel * kQuad;
-  }
-  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) Isa::pin(acc[r][p]);
-  }
-  TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-    if constexpr (kScaled) {
-      const auto multiplier = Isa::load(t.multiplier + p * kPanel);
-      const auto bias = Isa::load(t.bias + p * kPanel);
-      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-        float* dst = reinterpret_cast<float*>(t.acc + r * t.acc_stride + p * kPanel);
-        Isa::store(dst, Isa::fma(Isa::to_float(acc[r][p]), multiplier, bias));
-      }
-    } else {
-      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-        Isa::store_int(t.acc + r * t.acc_stride + p * kPanel, acc[r][p]);
-      }
-    }
-  }
-}
-
-using RnnTileFn = void (*)(const RnnTile&);
-
-/// fn[rows - 1][panels - 1]
-template <class Isa, bool kNarrow, bool kScaled>
-struct RnnTiles {
-  RnnTileFn fn[kTileRows][Isa::kMaxPanels];
-
-  template <int MR, int NP>
-  constexpr void fill() {
-    fn[MR - 1][NP - 1] = &rnn_tile<Isa, MR, NP, kNarrow, kScaled>;
-    if constexpr (NP < Isa::kMaxPanels) {
-      fill<MR, NP + 1>();
-    } else if constexpr (MR < kTileRows) {
-      fill<MR + 1, 1>();
-    }
-  }
-  constexpr RnnTiles() : fn() { fill<1, 1>(); }
-};
-
-template <class Isa, bool kNarrow, bool kScaled>
-constexpr RnnTiles<Isa, kNarrow, kScaled> kRnnTiles;
-
-/// All of `panels` consecutive panels, for up to kTileRows rows.
-template <class Isa, bool kNarrow, bool kScaled>
-TORCHQ_INLINE void rnn_dot(RnnTile t, int rows, int panels) {
-  constexpr int most = Isa::kMaxPanels;
-  const RnnTile first = t;
-  for (int panel = 0; panel < panels; panel += most) {
-    const int count = min_int(panels - panel, most);
-    t.weight = first.weight + panel * first.panel_stride;
-    t.init = first.init + panel * kPanel;
-    t.acc = first.acc + panel * kPanel;
-    t.multiplier = first.multiplier + panel * kPanel;
-    t.bias = first.bias + panel * kPanel;
-    kRnnTiles<Isa, kNarrow, kScaled>.fn[rows - 1][count - 1](t);
-  }
-}
-
-template <class Isa, bool kScaled>
-TORCHQ_INLINE void rnn_dot(const RnnTile& t, int rows, int panels, bool narrow) {
-  if constexpr (Isa::kHasNarrow) {
-    if (narrow) return rnn_dot<Isa, true, kScaled>(t, rows, panels);
-  }
-  rnn_dot<Isa, false, kScaled>(t, rows, panels);
-}
-
-/// Rows of a tile: sizes differ by at most one.
-TORCHQ_INLINE int64_t rnn_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
 
 template <class Isa>
 void rnn_input(const RnnInput& in) {
@@ -164,73 +53,6 @@ void rnn_input(const RnnInput& in) {
     }
   }
 }
-
-/// One cell's lanes, or those of two independent cells whose instructions alternate: a cell alone
-/// is a chain of 200 cycles, longer than the reorder buffer hides.
-template <class Isa>
-struct OneCell : Isa {
-  static constexpr int kCells = 1;
-  template <class Body>
-  static TORCHQ_INLINE auto each(const Body& body) {
-    return body(0);
-  }
-  template <class Value, class Body>
-  static TORCHQ_INLINE void for_each(const Value& v, const Body& body) {
-    body(0, v);
-  }
-};
-
-template <class Isa>
-struct TwoCells {
-  static constexpr int kCells = 2;
-  struct Float {
-    typename Isa::Float a, b;
-  };
-  struct Int {
-    typename Isa::Int a, b;
-  };
-
-  template <class Body>
-  static TORCHQ_INLINE Float each(const Body& body) {
-    return {body(0), body(1)};
-  }
-  template <class Value, class Body>
-  static TORCHQ_INLINE void for_each(const Value& v, const Body& body) {
-    body(0, v.a);
-    body(1, v.b);
-  }
-  static TORCHQ_INLINE Float set(float x) { return {Isa::set(x), Isa::set(x)}; }
-  static TORCHQ_INLINE Int set_int(int32_t x) { return {Isa::set_int(x), Isa::set_int(x)}; }
-  static TORCHQ_INLINE Float add(Float x, Float y) {
-    return {Isa::add(x.a, y.a), Isa::add(x.b, y.b)};
-  }
-  static TORCHQ_INLINE Int add(Int x, Int y) { return {Isa::add(x.a, y.a), Isa::add(x.b, y.b)}; }
-  static TORCHQ_INLINE Float sub(Float x, Float y) {
-    return {Isa::sub(x.a, y.a), Isa::sub(x.b, y.b)};
-  }
-  static TORCHQ_INLINE Float mul(Float x, Float y) {
-    return {Isa::mul(x.a, y.a), Isa::mul(x.b, y.b)};
-  }
-  static TORCHQ_INLINE Float div(Float x, Float y) {
-    return {Isa::div(x.a, y.a), Isa::div(x.b, y.b)};
-  }
-  static TORCHQ_INLINE Float max(Float x, Float y) {
-    return {Isa::max(x.a, y.a), Isa::max(x.b, y.b)};
-  }
-  static TORCHQ_INLINE Float min(Float x, Float y) {
-    return {Isa::min(x.a, y.a), Isa::min(x.b, y.b)};
-  }
-  static TORCHQ_INLINE Float fma(Float x, Float y, Float z) {
-    return {Isa::fma(x.a, y.a, z.a), Isa::fma(x.b, y.b, z.b)};
-  }
-  static TORCHQ_INLINE Float to_float(Int x) { return {Isa::to_float(x.a), Isa::to_float(x.b)}; }
-  static TORCHQ_INLINE Int bits(Float x) { return {Isa::bits(x.a), Isa::bits(x.b)}; }
-  static TORCHQ_INLINE Float from_bits(Int x) { return {Isa::from_bits(x.a), Isa::from_bits(x.b)}; }
-  template <int kBits>
-  static TORCHQ_INLINE Int shift_left(Int x) {
-    return {Isa::template shift_left<kBits>(x.a), Isa::template shift_left<kBits>(x.b)};
-  }
-};
 
 /// What a step does with the result h of 16 units of a row, in this order.
 template <class Isa>
@@ -365,7 +187,9 @@ TORCHQ_NOINLINE void rnn_run(const RnnStep& s) {
   const bool consecutive =
       s.group_stride == kGates * s.panel_stride && s.param_stride == kGates * kPanel;
   const int block = s.rows == 1 && consecutive ? kRnnBlock / kGates : 1;
-  for (int group = 0; group < s.groups; group += block) {
+  const int blocks = (s.groups + block - 1) / block;
+  for (int b = 0; b < blocks; ++b) {
+    const int group = (s.descending ? blocks - 1 - b : b) * block;
     const int count = min_int(s.groups - group, block);
     t.weight = s.weight + group * s.group_stride * widening;
     t.init = s.init + group * s.param_stride;
@@ -374,7 +198,7 @@ TORCHQ_NOINLINE void rnn_run(const RnnStep& s) {
       const int64_t first = s.rows * i / tiles;
       const int rows = static_cast<int>(s.rows * (i + 1) / tiles - first);
       for (int r = 0; r < rows; ++r) t.row_offset[r] = (first + r) * s.src_stride;
-      rnn_dot<Isa, false>(t, rows, count * kGates, s.narrow);
+      rnn_dot<Isa, false>(t, rows, count * kGates, s.narrow, s.descending);
       rnn_finish_block<Isa, kCell>(s, acc, group, count, first, rows);
     }
   }

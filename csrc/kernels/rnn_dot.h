@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// The products of recurrent cells: rows of the source or the state with the panels of many gates.
+#pragma once
+
+#include "gemm.h"
+
+namespace {
+
+struct RnnTile {
+  const uint8_t* src;
+  int64_t row_offset[kTileRows];
+  int64_t quads;
+  const int8_t* weight;
+  int64_t panel_stride;  // bytes as they lie in memory
+  const int32_t* init;
+  int32_t* acc;
+  int64_t acc_stride;  // between rows
+  const float *multiplier, *bias;
+};
+
+/// acc[row][panel] = init[panel] + sum over k of src[row][k] * weight[panel][k]; with kScaled the
+/// floats fma(acc, multiplier[panel], bias[panel]) in its place.
+template <class Isa, int MR, int NP, bool kNarrow, bool kScaled>
+TORCHQ_NOINLINE void rnn_tile(const RnnTile& t) {
+  constexpr int kSteps = kNarrow ? 1 : Isa::kSteps;
+  using Int = typename Isa::Int;
+  int64_t row[MR];
+  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) row[r] = t.row_offset[r];
+  Int acc[MR][NP];
+  TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
+    const Int init = Isa::load_int(t.init + p * kPanel);
+    TORCHQ_UNROLL for (int r = 0; r < MR; ++r) acc[r][p] = init;
+  }
+  const int64_t panel_stride = t.panel_stride;
+  const uint8_t* src = t.src;
+  const uint8_t* const end = src + t.quads * kQuad;
+  const int8_t* weight = t.weight;
+  while (src != end) {
+    const auto quad = [&](int r) { return Isa::broadcast(src + row[r]); };
+    if constexpr (kSteps == 1) {
+      dot_step<Isa, MR, NP, kNarrow>(acc, weight, panel_stride, quad);
+    } else {
+      dot_step<Isa, MR, NP, kNarrow>(acc, weight, panel_stride,
+                                     [&](int r) { return Isa::template split_src<0>(quad(r)); });
+      asm("" : "+r"(src), "+r"(weight));  // as in gemm_tile
+      dot_step<Isa, MR, NP, kNarrow>(acc, weight + kPanel * kQuad, panel_stride,
+                                     [&](int r) { return Isa::template split_src<1>(quad(r)); });
+    }
+    src += kQuad;
+    weight += kSteps * kPanel * kQuad;
+  }
+  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
+    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) Isa::pin(acc[r][p]);
+  }
+  TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
+    if constexpr (kScaled) {
+      const auto multiplier = Isa::load(t.multiplier + p * kPanel);
+      const auto bias = Isa::load(t.bias + p * kPanel);
+      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
+        float* dst = reinterpret_cast<float*>(t.acc + r * t.acc_stride + p * kPanel);
+        Isa::store(dst, Isa::fma(Isa::to_float(acc[r][p]), multiplier, bias));
+      }
+    } else {
+      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
+        Isa::store_int(t.acc + r * t.acc_stride + p * kPanel, acc[r][p]);
+      }
+    }
+  }
+}
+
+using RnnTileFn = void (*)(const RnnTile&);
+
+/// fn[rows - 1][panels - 1]
+template <class Isa, bool kNarrow, bool kScaled>
+struct RnnTiles {
+  RnnTileFn fn[kTileRows][Isa::kMaxPanels];
+
+  template <int MR, int NP>
+  constexpr void fill() {
+    fn[MR - 1][NP - 1] = &rnn_tile<Isa, MR, NP, kNarrow, kScaled>;
+    if constexpr (NP < Isa::kMaxPanels) {
+      fill<MR, NP + 1>();
+    } else if constexpr (MR < kTileRows) {
+      fill<MR + 1, 1>();
+    }
+  }
+  constexpr RnnTiles() : fn() { fill<1, 1>(); }
+};
+
+template <class Isa, bool kNarrow, bool kScaled>
+constexpr RnnTiles<Isa, kNarrow, kScaled> kRnnTiles;
+
+/// All of `panels` consecutive panels, for up to kTileRows rows; the last ones first if descending.
+template <class Isa, bool kNarrow, bool kScaled>
+TORCHQ_INLINE void rnn_dot(RnnTile t, int rows, int panels, bool descending) {
+  constexpr int most = Isa::kMaxPanels;
+  const RnnTile first = t;
+  const int tiles = (panels + most - 1) / most;
+  for (int i = 0; i < tiles; ++i) {
+    const int panel = (descending ? tiles - 1 - i : i) * most;
+    const int count = min_int(panels - panel, most);
+    t.weight = first.weight + panel * first.panel_stride;
+    t.init = first.init + panel * kPanel;
+    t.acc = first.acc + panel * kPanel;
+    t.multiplier = first.multiplier + panel * kPanel;
+    t.bias = first.bias + panel * kPanel;
+    kRnnTiles<Isa, kNarrow, kScaled>.fn[rows - 1][count - 1](t);
+  }
+}
+
+template <class Isa, bool kScaled>
+TORCHQ_INLINE void rnn_dot(const RnnTile& t, int rows, int panels, bool narrow,
+                           bool descending = false) {
+  if constexpr (Isa::kHasNarrow) {
+    if (narrow) return rnn_dot<Isa, true, kScaled>(t, rows, panels, descending);
+  }
+  rnn_dot<Isa, false, kScaled>(t, rows, panels, descending);
+}
+
+/// Rows of a tile: sizes differ by at most one.
+TORCHQ_INLINE int64_t rnn_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
+
+}  // namespace

@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+// The steps of a recurrent layer's direction: Note [Recurrent layers] in rnn.h.
+#include <algorithm>
+
+#include "rnn_direction.h"
+
+namespace torchq {
+
+void RnnDirection::run(int begin, int end) {
+  for (int i = begin; i < end; ++i) widen(i);
+  for (int64_t step = 0; step < l.steps;) {
+    const int64_t stop = chunk_end(step);
+    for (int i = begin; i < end; ++i) multiply_inputs(i, step, stop);
+    const int64_t lowest = lowest_row(step, stop);
+    for (; step < stop; ++step) run_step(begin, end, step, lowest);
+  }
+}
+
+int64_t RnnDirection::chunk_end(int64_t step) const {
+  int64_t rows = l.rows[time(step)], stop = step + 1;
+  while (stop < l.steps && rows + l.rows[time(stop)] <= chunk_rows_) {
+    rows += l.rows[time(stop++)];
+  }
+  return stop;
+}
+
+void RnnDirection::multiply_inputs(int part, int64_t step, int64_t stop) {
+  const Range range = part_of(groups_, parts, part);
+  const int64_t lowest = lowest_row(step, stop);
+  RnnInput in{};
+  in.src = l.src;
+  in.row_offset = l.row_offset + lowest;
+  for (int64_t s = step; s < stop; ++s) in.rows += l.rows[time(s)];
+  in.quads = l.input.quads;
+  in.panel_stride = l.input.panel_bytes();
+  in.gates = l.gates;
+  in.narrow = input_.narrow();
+  if (l.dynamic) {
+    in.scale = l.row_scale + lowest;
+    in.zero_point = l.row_zero_point + lowest;
+  }
+  for (int64_t group = range.begin; group < range.end; ++group) {
+    const int64_t panel = group * l.gates, all = input_.offset + panel;
+    in.weight = input_.panel(panel, tier.widening);
+    in.init = input_.init + panel * kPanel;
+    in.multiplier = l.input.multiplier + all * kPanel;
+    in.bias = l.bias + all * kPanel;
+    in.compensation = l.input.compensation + all * kPanel;
+    in.dst = own_[part].inputs + (group - range.begin) * chunk_rows_ * l.gates * kPanel;
+    tier.rnn_input(in);
+  }
+}
+
+void RnnDirection::run_step(int begin, int end, int64_t step, int64_t lowest) {
+  Own& own = own_[begin];
+  const int64_t t = time(step), rows = l.rows[t];
+  const bool last_stage = !two_stages();
+  const int now = step & 1, next = now ^ 1;
+  const uint8_t* src = quantized_[now];
+  if (l.dynamic) src = quantize_rows(own, state_[now], rows, l.state_units(), state_padded_);
+  for (int i = begin; i < end; ++i) {
+    const Range range = part_of(groups_, parts, i);
+    RnnStep s = step_of(recurrent_, l.gates, range, rows, own);
+    s.descending = now != 0;
+    s.cell = l.cell == RnnCell::kGruVanilla ? RnnCell::kGruGates : l.cell;
+    if (l.cell == RnnCell::kGruVanilla) s.gates = 2;
+    s.src = src;
+    s.src_stride = state_padded_;
+    s.input = own_[i].inputs + (l.first[t] - lowest) * l.gates * kPanel;
+    s.input_group_stride = chunk_rows_ * l.gates * kPanel;
+    s.input_row_stride = l.gates * kPanel;
+    if (l.extra != nullptr) {
+      const int64_t vectors = l.cell == RnnCell::kLstm ? 3 : 1;
+      s.extra = l.extra + index * vectors * padded_ + range.begin * kPanel;
+      s.extra_stride = padded_;
+    }
+    point(s, range, now, padded_);
+    s.units = std::min(l.hidden, range.end * kPanel) - range.begin * kPanel;
+    if (last_stage) {
+      emit_state(s, range, next, t);
+    } else {
+      emit_middle(s, range);
+    }
+    tier.rnn_step(s);
+  }
+  barrier.meet(end - begin, own.phase);
+  if (last_stage) return;
+  src = middle_quantized_;
+  if (l.dynamic) src = quantize_rows(own, middle_, rows, l.hidden, padded_);
+  for (int i = begin; i < end; ++i) {
+    second_stage(i, own, src, now, t, (l.first[t] - lowest) * l.gates * kPanel);
+  }
+  barrier.meet(end - begin, own.phase);
+}
+
+void RnnDirection::second_stage(int part, const Own& own, const uint8_t* src, int now, int64_t t,
+                                int64_t input) {
+  const bool projects = l.projection > 0;
+  const Range range = part_of(projects ? state_groups_ : groups_, parts, part);
+  RnnStep s =
+      step_of(projects ? projected_ : recurrent_, projects ? 1 : l.gates, range, l.rows[t], own);
+  s.cell = projects ? RnnCell::kProjection : RnnCell::kGruNew;
+  s.gates = 1;
+  s.src = src;
+  s.src_stride = padded_;
+  if (!projects) {
+    const int64_t skip = 2 * kPanel;  // the gates r and z
+    s.weight += 2 * s.panel_stride * (s.narrow ? 1 : tier.widening);
+    s.init += skip;
+    s.multiplier += skip;
+    s.input = own_[part].inputs + input + skip;
+    s.input_group_stride = chunk_rows_ * l.gates * kPanel;
+    s.input_row_stride = l.gates * kPanel;
+  }
+  point(s, range, now, state_padded_);
+  s.units = std::min(l.state_units(), range.end * kPanel) - range.begin * kPanel;
+  emit_state(s, range, now ^ 1, t);
+  tier.rnn_step(s);
+}
+
+RnnStep RnnDirection::step_of(const Matrix& m, int gates, Range range, int64_t rows,
+                              const Own& own) const {
+  RnnStep s{};
+  s.groups = static_cast<int>(range.end - range.begin);
+  s.gates = gates;
+  s.rows = rows;
+  const int64_t panel = range.begin * gates;
+  s.quads = m.weight->quads;
+  s.weight = m.panel(panel, tier.widening);
+  s.panel_stride = m.weight->panel_bytes();
+  s.group_stride = gates * s.panel_stride;
+  s.narrow = m.narrow();
+  s.init = m.init + panel * kPanel;
+  s.multiplier = m.weight->multiplier + (m.offset + panel) * kPanel;
+  s.param_stride = gates * kPanel;
+  s.scale = own.scale;
+  return s;
+}
+
+void RnnDirection::point(RnnStep& s, Range range, int now, int64_t stride) const {
+  const int64_t unit = range.begin * kPanel;
+  s.unit_stride = stride;
+  if (cell_ != nullptr && s.cell == RnnCell::kLstm) s.cell_state = cell_ + unit;
+  s.old = state_[now] + unit;
+  if (update_ != nullptr) s.update = update_ + unit;
+}
+
+void RnnDirection::emit_state(RnnStep& s, Range range, int next, int64_t t) const {
+  const int64_t unit = range.begin * kPanel, units = l.state_units();
+  s.state = state_[next] + unit;
+  if (!l.dynamic) {
+    s.quantized = quantized_[next] + unit;
+    s.quantized_stride = state_padded_;
+    quantize_with(s, l.state_scale);
+    s.requantized = l.cell == RnnCell::kGruVanilla;
+  }
+  s.dst_dtype = l.dst_dtype;
+  s.dst_stride = l.directions * units;
+  const int64_t at = l.first[t] * s.dst_stride + index * units + unit;
+  s.dst = static_cast<char*>(l.dst) + at * (l.dst_dtype == DType::f32 ? 4 : 1);
+}
+
+void RnnDirection::emit_middle(RnnStep& s, Range range) const {
+  const int64_t unit = range.begin * kPanel;
+  s.state = middle_ + unit;
+  if (l.dynamic) return;
+  s.quantized = middle_quantized_ + unit;
+  s.quantized_stride = padded_;
+  quantize_with(s, l.hidden_scale);
+}
+
+void RnnDirection::quantize_with(RnnStep& s, const RnnScale& scale) const {
+  s.real_scale = scale.scale;
+  s.inverse_scale = 1.0f / scale.scale;
+  s.zero_point = static_cast<float>(scale.zero_point);
+  s.lo = l.lo;
+  s.hi = l.hi;
+  s.flip = l.state_dtype == DType::s8 ? 128 : 0;
+}
+
+const uint8_t* RnnDirection::quantize_rows(Own& own, const float* src, int64_t rows, int64_t units,
+                                           int64_t stride) const {
+  for (int64_t n = 0; n < rows; ++n) {
+    QuantizeRow q{src + n * stride, units, true, own.quantized + n * stride, 0, 0};
+    tier.quantize_row(q);
+    own.scale[n] = q.scale;
+  }
+  return own.quantized;
+}
+
+}  // namespace torchq
