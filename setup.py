@@ -31,8 +31,10 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfm
 ISA_FLAGS = {
     "csrc/kernels/reference.cpp": [],
     "csrc/isa/avx2.cpp": ["-mavx2", "-mfma"],
+    "csrc/isa/avx2_vnni.cpp": ["-mavx2", "-mfma", "-mavxvnni"],
     "csrc/isa/avx512.cpp": AVX512,
     "csrc/isa/avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
+    "csrc/isa/amx.cpp": [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
 }
 
 

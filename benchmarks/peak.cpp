@@ -3,6 +3,10 @@
 // What this machine can do, for benchmarks/peak.py: loops of one instruction each, on any number of
 // threads at once. Every loop names the CPU feature it needs, so the file builds without -m flags
 // and runs on any x86-64.
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -61,6 +65,29 @@ __attribute__((target("avx2"))) void avx2_loop(const char*, size_t) {
   asm volatile("vzeroupper" ::: TORCHQ_CLOBBERS);
 }
 
+__attribute__((target("avx2"))) void vnni256_loop(const char*, size_t) {
+  for (long i = 0; i < kRepeats; ++i) {
+    asm volatile(".rept 4\n .irp n," TORCHQ_ACCUMULATORS_12
+                 "\n %{vex%} vpdpbusd %%ymm14, %%ymm15, %%ymm\\n\n .endr\n .endr" ::
+                     : TORCHQ_CLOBBERS);
+  }
+  asm volatile("vzeroupper" ::: TORCHQ_CLOBBERS);
+}
+
+/// Six sums of 16 x 16, each product of which takes 16 cycles and has a latency of 52.
+void amx_loop(const char*, size_t) {
+  struct alignas(64) {
+    unsigned char palette = 1, reserved[15] = {};
+    unsigned short row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    unsigned char rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  asm volatile("ldtilecfg %0" ::"m"(config));
+  for (long i = 0; i < kRepeats; ++i) {
+    asm volatile(".irp n,0,1,2,3,4,5\n tdpbusd %%tmm7, %%tmm6, %%tmm\\n\n .endr" ::);
+  }
+  asm volatile("tilerelease" ::);
+}
+
 /// Reads `bytes`, a multiple of 512.
 __attribute__((target("avx512f"))) void read512_loop(const char* data, size_t bytes) {
   for (const char* end = data + bytes; data < end; data += 512) {
@@ -90,11 +117,23 @@ struct Loop {
 bool any_cpu() { return true; }
 bool has_vnni() { return __builtin_cpu_supports("avx512vnni"); }
 bool has_avx512() { return __builtin_cpu_supports("avx512bw"); }
+bool has_vnni256() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> 4 & 1) != 0;
+}
+/// Asks Linux for the tile registers.
+bool has_amx() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx >> 24 & 3) == 3 &&
+         syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+}
 bool has_avx2() { return __builtin_cpu_supports("avx2"); }
 
 constexpr Loop kLoops[] = {
     {"clock", clock_loop, 64 * kRepeats, any_cpu},
     {"vnni", vnni_loop, 4 * 12 * 64 * kRepeats, has_vnni},
+    {"vnni256", vnni256_loop, 4 * 12 * 32 * kRepeats, has_vnni256},
+    {"amx", amx_loop, 6 * 16 * 16 * 64 * kRepeats, has_amx},
     {"avx512", avx512_loop, 4 * 12 * 32 * kRepeats, has_avx512},
     {"avx2", avx2_loop, 4 * 12 * 16 * kRepeats, has_avx2},
     {"read512", read512_loop, 0, has_avx512},
@@ -134,8 +173,8 @@ void worker(const Loop& loop, int threads, double seconds, int windows, size_t b
 }  // namespace
 
 /// Fills out[thread * windows + window] with units a second: cycles ("clock"), MACs ("vnni",
-/// "avx512", "avx2") or bytes ("read512", "read256", each thread its own `bytes`, a multiple of
-/// 4096). Returns 0, or -1 if this CPU lacks the instructions.
+/// "vnni256", "amx", "avx512", "avx2") or bytes ("read512", "read256", each thread its own `bytes`,
+/// a multiple of 4096). Returns 0, or -1 if this CPU lacks the instructions.
 extern "C" int torchq_rates(const char* name, int threads, double seconds, int windows, long bytes,
                             double* out) {
   const Loop* loop = nullptr;

@@ -32,7 +32,13 @@ __all__ = ["BusyMachineError", "Peak", "add_arguments", "measure", "run"]
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _LIBRARY = Path(__file__).resolve().parents[1] / "build" / "peak" / "libpeak.so"
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_TIER_LOOPS = {"avx512": "avx512", "avx2": "avx2", "reference": "clock"}
+_TIER_LOOPS = {
+    "amx": "amx",
+    "avx512": "avx512",
+    "avx2_vnni": "vnni256",
+    "avx2": "avx2",
+    "reference": "clock",
+}
 
 REQUIRED_FRACTION = 0.98
 """Of the peak the VNNI loop must reach, or something else runs on the machine."""
@@ -50,8 +56,9 @@ class Peak:
         clock_ghz: measured with dependent additions.
         vnni_gops: 2 x 64 MAC x clock, times the VNNI units a core has; None without VNNI.
         measured_vnni_gops: what the vpdpbusd loop reached in half a second.
-        tier_gops: of the tier: ``vnni_gops``; below it measured pairs of vpmaddwd and vpaddd; for
-            the reference one multiply-add a cycle.
+        tier_gops: of the tier: ``vnni_gops`` for avx512_vnni; measured for amx (tdpbusd), avx2_vnni
+            (vpdpbusd of 256 bits), avx512 and avx2 (pairs of vpmaddwd and vpaddd); for the
+            reference one multiply-add a cycle.
     """
 
     threads: int

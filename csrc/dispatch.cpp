@@ -3,6 +3,12 @@
 
 #include <c10/util/Exception.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +21,24 @@ struct Tier {
   bool supported;
 };
 
+#if defined(__x86_64__)
+/// The 256-bit VPDPBUSD of CPUs that may lack AVX-512.
+bool has_avx_vnni() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & (1u << 4)) != 0;
+}
+
+/// Linux keeps the tile registers' 8 KB out of a thread's state until the process asks for them.
+bool has_amx() {
+  constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;  // CPUID 7.0, EDX
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  if ((edx & kTile) == 0 || (edx & kInt8) == 0) return false;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
 /// Slowest first; the last supported one is the default.
 const std::vector<Tier>& tiers() {
   static const std::vector<Tier> all = [] {
@@ -26,8 +50,17 @@ const std::vector<Tier>& tiers() {
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512vl");
     list.push_back({&kAvx2Kernels, avx2});
+    list.push_back({&kAvx2VnniKernels, avx2 && has_avx_vnni()});
     list.push_back({&kAvx512Kernels, avx512});
-    list.push_back({&kAvx512VnniKernels, avx512 && __builtin_cpu_supports("avx512vnni")});
+    const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    list.push_back({&kAvx512VnniKernels, vnni});
+    static const Kernels amx = [] {
+      Kernels kernels = kAvx512VnniKernels;
+      kernels.isa = kAmx.isa;
+      kernels.matrix = &kAmx;
+      return kernels;
+    }();
+    list.push_back({&amx, vnni && has_amx()});
 #endif
     return list;
   }();

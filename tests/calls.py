@@ -42,6 +42,11 @@ class Call:
         assert_same(self.run(**changes), self.expected, label)
 
 
+def gemm_kernel(isa: str, rows: int) -> str:
+    """The kernel of a matrix product: a matrix unit takes eight rows or more."""
+    return f"gemm_matrix:{isa}" if isa == "amx" and rows >= 8 else f"gemm:{isa}"
+
+
 def assert_same(got: Tensor, expected: Tensor, label: object = "") -> None:
     """Bits, -0.0 and 0.0 apart; all NaN are one."""
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape), label

@@ -183,6 +183,14 @@ LINEAR_TAILS = [
     *(LinearShape(7, 17, k, "tail_k") for k in SIZES),
     *(LinearShape(1, n, 5, "tail_row") for n in (1, 16, 17, 64, 65, 129)),
 ]
+# Around 16 rows, 64 k and 4 panels, the tiles of a matrix unit: read in place, or gathered.
+LINEAR_UNITS = [
+    *(LinearShape(m, 64, 64, "unit_m") for m in (8, 15, 16, 17, 31, 32, 33, 48, 65)),
+    *(LinearShape(37, n, 128, "unit_n") for n in (16, 31, 48, 64, 80, 113, 130)),
+    *(LinearShape(33, 64, k, "unit_k") for k in (1, 4, 60, 61, 65, 68, 100, 124, 192, 196)),
+    LinearShape(150, 260, 2048, "unit_blocks"),
+    LinearShape(9, 17, MAX_TAPS_K, "unit_longest_k"),
+]
 LINEAR_LIMITS = [
     LinearShape(0, 16, 8, "no_rows"),
     LinearShape(3, 0, 8, "no_channels"),
@@ -191,7 +199,7 @@ LINEAR_LIMITS = [
     LinearShape(400, 20, 70, "many_rows"),
     LinearShape(3, 5000, 36, "many_channels"),
 ]
-LINEAR = LINEAR_NETWORKS + LINEAR_TAILS + LINEAR_LIMITS
+LINEAR = LINEAR_NETWORKS + LINEAR_TAILS + LINEAR_UNITS + LINEAR_LIMITS
 
 CONV_NETWORKS = [
     conv("resnet50.conv1", (3, 64), (224, 224), 7, 2, 3),

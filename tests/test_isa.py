@@ -19,7 +19,7 @@ import torchq.functional as TF
 from torchq.ops import LIBRARY_PATH
 
 ROOT = Path(__file__).parent.parent
-TIERS = ["reference", "avx2", "avx512", "avx512_vnni"]
+TIERS = ["reference", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx"]
 OBJECTS = ROOT / "build" / f"torch-{torch.__version__}" / "isa"
 LIBC = {"memcpy", "memset", "memmove", "nearbyintf", "nearbyint", "rintf", "fmaf", "sqrtf", "fma"}
 
@@ -62,7 +62,7 @@ def test_an_object_exports_its_table_only(tier: str):
     exported = [name for kind, name in symbols if kind.isupper() and kind != "U"]
     weak = [name for kind, name in symbols if kind in "wWvVu"]
     assert len(exported) == 1 and not weak, (exported, weak)
-    assert exported[0].endswith("KernelsE") and "torchq" in exported[0]
+    assert exported[0].endswith(("KernelsE", "kAmxE")) and "torchq" in exported[0]
     [kind] = [kind for kind, name in symbols if name == exported[0]]
     assert kind in "DR", "constant-initialized data"
 
@@ -130,7 +130,9 @@ def test_supported_isas_are_ordered_and_start_with_the_reference():
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text().split() if cpuinfo.exists() else supported
     assert ("avx2" in supported) == ("avx2" in flags)
+    assert ("avx2_vnni" in supported) == ("avx_vnni" in flags)
     assert ("avx512_vnni" in supported) == ("avx512_vnni" in flags)
+    assert ("amx" in supported) == ("amx_int8" in flags)
 
 
 def test_the_default_is_the_best_tier():
@@ -212,7 +214,7 @@ def test_use_isa_restores_after_an_exception():
         assert torchq.isa() == "reference", "a refused selection changes nothing"
 
 
-@pytest.mark.parametrize("name", ["nonsense", "AVX2", "avx512_vnni ", " ", "amx"])
+@pytest.mark.parametrize("name", ["nonsense", "AVX2", "avx512_vnni ", " ", "avx10"])
 def test_use_isa_refuses_what_this_cpu_lacks(name: str):
     with pytest.raises(ValueError) as caught, torchq.use_isa(name):
         pass

@@ -9,7 +9,7 @@ import math
 import cases
 import pytest
 import torch
-from calls import F32, S8, S32, U8, Call, assert_same, make_call, sampled
+from calls import F32, S8, S32, U8, Call, assert_same, gemm_kernel, make_call, sampled
 from cases import LinearShape
 
 import torchq
@@ -30,7 +30,9 @@ def test_networks(shape: LinearShape):
 
 
 @pytest.mark.parametrize("src", (U8, S8), ids=str)
-@pytest.mark.parametrize("shape", cases.LINEAR_TAILS + cases.LINEAR_LIMITS, ids=str)
+@pytest.mark.parametrize(
+    "shape", cases.LINEAR_TAILS + cases.LINEAR_UNITS + cases.LINEAR_LIMITS, ids=str
+)
 def test_shapes(shape: LinearShape, src: torch.dtype):
     for dst in DTYPES if shape.reduction < 1000 else (U8, F32):
         sampled(shape, src, dst).check(dst)
@@ -241,9 +243,11 @@ def test_kernel(isa: str):
     vectors = isa in ("avx2", "avx512")
     for shape in (MIXED, WHOLE):
         sampled(shape).run()
-        assert torchq.last_kernel() == f"gemm:{isa}"
+        assert torchq.last_kernel() == gemm_kernel(isa, shape.m)
         sampled(shape, narrow=True).run()
-        assert torchq.last_kernel() == (f"gemm_narrow:{isa}" if vectors else f"gemm:{isa}")
+        assert torchq.last_kernel() == (
+            f"gemm_narrow:{isa}" if vectors else gemm_kernel(isa, shape.m)
+        )
 
 
 @pytest.mark.parametrize(

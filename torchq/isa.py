@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instruction set runs: ``reference``, ``avx2``, ``avx512``, ``avx512_vnni``.
+"""Which instruction set runs: one tier of those that the CPU has.
 
-All tiers return the same bits. The default is the best one the CPU has; ``TORCHQ_ISA=avx2``
-selects another for the process, :func:`use_isa` for a block of code.
+They are ``reference``, ``avx2``, ``avx2_vnni``, ``avx512``, ``avx512_vnni`` and ``amx``, and all
+return the same bits. The default is the best one; ``TORCHQ_ISA=avx2`` selects another for the
+process, :func:`use_isa` for a block of code.
 """
 
 from __future__ import annotations

@@ -402,4 +402,28 @@ struct Avx2 {
   }
 };
 
+#ifdef __AVXVNNI__
+struct Avx2Vnni : Avx2 {
+  static constexpr const char* kName = "avx2_vnni";
+  static constexpr int kSteps = 1;
+  static constexpr bool kHasNarrow = false;
+
+  template <int kStep, class V>
+  static TORCHQ_INLINE V split_src(V quad) {
+    return quad;
+  }
+  static TORCHQ_INLINE void dot(__m256i& acc, __m256i src, __m256i weight) {
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(src), "x"(weight));
+  }
+  static TORCHQ_INLINE void dot(Int& acc, __m256i src, Int weight) {
+    dot(acc.lo, src, weight.lo);
+    dot(acc.hi, src, weight.hi);
+  }
+  static TORCHQ_INLINE void dot(Int& acc, Int src, Int weight) {
+    dot(acc.lo, src.lo, weight.lo);
+    dot(acc.hi, src.hi, weight.hi);
+  }
+};
+#endif
+
 }  // namespace

@@ -263,6 +263,7 @@ namespace torchq {
 constinit const Kernels kReferenceKernels = {
     .isa = "reference",
     .widening = 1,
+    .matrix = nullptr,
     .gemm = &gemm,
     .gemm_narrow = nullptr,
     .small_groups = &small_groups,

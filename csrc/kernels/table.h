@@ -169,6 +169,39 @@ struct GemmTile {
   int group_quads;
 };
 
+/// Rows that `MatrixUnit::multiply` reads together.
+constexpr int kUnitRows = 16;
+
+/// dst[row] = the source bytes that meet quads [first_quad, first_quad + quads) of a packed panel,
+/// side by side; zeros where no run meets them. They come in chunks of 64 bytes. With more than 16
+/// quads the last chunk holds the last 16 of them, zeros in place of those that the chunk before
+/// has already: so a panel, too, can be read in whole chunks without a byte behind its end.
+struct GatherRows {
+  const uint8_t* src;
+  const int64_t* row_offset;  // [rows] bytes
+  int rows;
+  bool flip;
+  const GemmRun* runs;
+  int num_runs;
+  int64_t first_quad, quads;
+  uint8_t* dst;        // [rows][dst_stride]
+  int64_t dst_stride;  // bytes
+};
+
+/// A unit that multiplies tiles of 16 rows by 64 bytes of K.
+///
+/// Between `begin` and `end`, on one thread, `multiply` does what `gemm` does on any number of rows
+/// `src_stride` bytes apart, as `gather` writes them: one run, no `flip`, no `row_offset`. It reads
+/// whole tiles, so there must be room for a multiple of kUnitRows rows. Rows that `gather` did not
+/// write have up to 16 quads, or a multiple of 16. `begin` takes the quads of the run.
+struct MatrixUnit {
+  const char* isa;
+  void (*gather)(const GatherRows&);
+  void (*begin)(int64_t quads);
+  void (*multiply)(const GemmTile&, int64_t src_stride, const Epilogue&);
+  void (*end)();
+};
+
 /// Up to 16 channels of a matrix of bytes, to be packed: one of the strides is 1.
 struct PanelSource {
   const uint8_t* data;
@@ -343,6 +376,8 @@ struct Kernels {
   /// Bytes a packed weight byte occupies for `gemm`: 1, or 2 where weights are widened to 16 bits
   /// first.
   int widening;
+  /// What `gemm` leaves to a matrix unit wherever there are rows enough; null without one.
+  const MatrixUnit* matrix;
   void (*gemm)(const GemmTile&, const Epilogue&);
   /// Exact only for panels whose pair bound is at most 128; reads packed weights as they are. Null
   /// where `gemm` already does.
@@ -376,8 +411,10 @@ struct Kernels {
 extern const Kernels kReferenceKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx2VnniKernels;
 extern const Kernels kAvx512Kernels;
 extern const Kernels kAvx512VnniKernels;
+extern const MatrixUnit kAmx;
 #endif
 
 }  // namespace torchq

@@ -6,45 +6,13 @@
 
 #include "../checks.h"
 #include "../parallel.h"
+#include "gemm_rows.h"
 
 namespace torchq {
 namespace {
 
 /// Panels per block: what one pass of the widest tile covers.
 constexpr int kBlockPanels = 4;
-/// Weights up to half a core's L2 stay there while tiles stream past.
-constexpr int64_t kResidentWeightBytes = 512 * 1024;
-
-/// Steps through a class's rows in order, yielding source and destination offsets.
-class RowCursor {
- public:
-  RowCursor(const GemmClass& c, int64_t row) : class_(c) {
-    for (int d = 3; d >= 0; --d) {
-      index_[d] = row % c.size[d];
-      row /= c.size[d];
-      src_ += index_[d] * c.src_stride[d];
-      dst_ += index_[d] * c.dst_stride[d];
-    }
-  }
-  int64_t src() const { return src_; }
-  int64_t dst() const { return dst_; }
-  void next() {
-    for (int d = 3; d >= 0; --d) {
-      src_ += class_.src_stride[d];
-      dst_ += class_.dst_stride[d];
-      if (++index_[d] < class_.size[d]) return;
-      src_ -= class_.size[d] * class_.src_stride[d];
-      dst_ -= class_.size[d] * class_.dst_stride[d];
-      index_[d] = 0;
-    }
-  }
-
- private:
-  const GemmClass& class_;
-  int64_t index_[4];
-  int64_t src_ = 0, dst_ = 0;
-};
-
 /// A block of consecutive panels of one group.
 struct Block {
   int group, panel, panels;
@@ -102,14 +70,14 @@ class Worker {
         RowCursor cursor(c, rows * begin / count);
         for (int64_t t = begin; t < end; ++t) {
           const int64_t row = rows * t / count;
-          run_tile(c, cursor, row, static_cast<int>(rows * (t + 1) / count - row), blocks);
+          run_tile(c, cursor, static_cast<int>(rows * (t + 1) / count - row), blocks);
         }
       }
       first += count;
     }
   }
 
-  void run_tile(const GemmClass& c, RowCursor& cursor, int64_t row, int rows, Range blocks) {
+  void run_tile(const GemmClass& c, RowCursor& cursor, int rows, Range blocks) {
     int64_t src_offset[kSmallGroupRows], dst_offset[kSmallGroupRows];
     for (int r = 0; r < rows; ++r, cursor.next()) {
       src_offset[r] = cursor.src();
@@ -156,16 +124,23 @@ class Worker {
   ScratchFrame scratch_;
 };
 
+bool uses_matrix_unit(const GemmProblem& p, const Kernels& tier) {
+  return p.group_quads == 0 && torchq::uses_matrix_unit(tier, p.rows(), p.panel_bytes);
+}
+
 }  // namespace
 
 void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier, OpTrace& trace) {
   const bool narrow = tier.widening > 1 && p.narrow;
-  trace.ran(tier, p.group_quads > 0 ? (narrow ? "small_groups_narrow" : "small_groups")
-                                    : (narrow ? "gemm_narrow" : "gemm"));
+  trace.ran(tier, p.group_quads > 0           ? (narrow ? "small_groups_narrow" : "small_groups")
+                  : uses_matrix_unit(p, tier) ? "gemm_matrix"
+                  : narrow                    ? "gemm_narrow"
+                                              : "gemm");
   run_gemm(p, epilogue, tier);
 }
 
 void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier) {
+  if (uses_matrix_unit(p, tier)) return run_on_matrix_unit(p, epilogue, *tier.matrix);
   const bool narrow = tier.widening > 1 && p.narrow;
   int64_t tiles = 0, row_quads = 0;
   for (const GemmClass& c : p.classes) {

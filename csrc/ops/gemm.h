@@ -68,12 +68,26 @@ struct GemmProblem {
   c10::SmallVector<GemmClass, 9> classes;
 
   int tile_rows() const { return group_quads > 0 ? kSmallGroupRows : kTileRows; }
+
+  int64_t rows() const {
+    int64_t sum = 0;
+    for (const GemmClass& c : classes) sum += c.rows();
+    return sum;
+  }
 };
+
+/// Whether `run_gemm` takes the tier's matrix unit for this many rows. It prefers one class to
+/// many: what padding adds to the work is less than what small classes leave empty in its tiles.
+bool uses_matrix_unit(const Kernels& tier, int64_t rows, int64_t panel_bytes);
 
 void run_gemm(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier);
 /// The same, and notes which kernel it runs.
 void run_gemm(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier,
               OpTrace& trace);
+
+/// run_gemm where `uses_matrix_unit` says so.
+void run_on_matrix_unit(const GemmProblem& problem, const Epilogue& epilogue,
+                        const MatrixUnit& unit);
 
 /// acc_init for one class: [groups][panels_per_group * 16], tails zero.
 const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,
