@@ -217,6 +217,10 @@ def test_the_report_is_saved(file_format: str, tmp_path: Path) -> None:
     assert str(torchq.explain(loaded)) == str(torchq.explain(converted))
     with pytest.raises(ValueError, match=r"model must come from torchq.prepare"):
         torchq.explain(model)
+    state = converted.state_dict() | {"torchq_report": torch.tensor([1, 2], dtype=torch.uint8)}
+    torch.save(state, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"the file's report must be rows that torchq.save wrote"):
+        torchq.load(tmp_path / "other", model)
 
 
 def test_others_can_read_the_file(tmp_path: Path) -> None:

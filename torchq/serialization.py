@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-from dataclasses import asdict
+import zlib
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torchq.nn.module import QModule, read_spec
 __all__ = ["load", "save"]
 
 REPORT_KEY = "torchq_report"
-"""Name of the tensor that holds the text of the report."""
+"""Name of the tensor that holds the text of the report, compressed by zlib."""
 _NOTE = "torchq_note"
 
 
@@ -42,9 +43,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     state = _state(model)
     report = getattr(model, "torchq_report", None)
     if report is not None:
-        fields = {"rows": [asdict(row) for row in report], "note": getattr(model, _NOTE, "")}
-        text = json.dumps(fields, separators=(",", ":"))
-        state[REPORT_KEY] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        fields = {"rows": [astuple(row) for row in report], "note": getattr(model, _NOTE, "")}
+        text = zlib.compress(json.dumps(fields, separators=(",", ":")).encode())
+        state[REPORT_KEY] = torch.tensor(list(text), dtype=torch.uint8)
     if isinstance(model, fx.GraphModule):
         state[GRAPH_KEY] = encode(model)
     try:
@@ -83,10 +84,20 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
             f"and has {unexpected[:5]} too many. Pass the architecture the file was saved from."
         )
     if report is not None:
-        fields = json.loads(bytes(report.tolist()))
-        vars(loaded)["torchq_report"] = [Row(**row) for row in fields["rows"]]
-        vars(loaded)[_NOTE] = fields["note"]
+        vars(loaded)["torchq_report"], vars(loaded)[_NOTE] = _report(report)
     return loaded.eval().requires_grad_(False)
+
+
+def _report(text: Tensor) -> tuple[list[Row], str]:
+    """The rows and the note that :func:`save` wrote."""
+    try:
+        fields = json.loads(zlib.decompress(bytes(text.tolist())))
+        return [Row(*row) for row in fields["rows"]], str(fields["note"])
+    except (zlib.error, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"torchq.load: the file's report must be rows that torchq.save wrote, got "
+            f"{bytes(text.tolist())[:30]!r}. Was it written by another version of torchq?"
+        ) from error
 
 
 def _swapped(
