@@ -204,3 +204,41 @@ def test_views_see_what_is_written_to_their_tensor() -> None:
         found = torchq.quantize(model, [x], x)
     with torch.no_grad():
         assert sqnr(model(x), found(x)) > 25
+
+
+# Padding that is not zeros, and names of overrides
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_padding_moves_values(mode: str, dims: int) -> None:
+    """A pad of int8 values and a convolution without padding."""
+    cls = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dims]
+    model = nn.Sequential(cls(4, 8, 3), cls(8, 8, 3, padding=1, padding_mode=mode), nn.ReLU())
+    found = convert(model, 2, 4, *[7] * dims, bound=26)
+    assert names(found) == [f"QConv{dims}d"] * 2
+    layers = [m for m in found.modules() if isinstance(m, tnn.QModule)]
+    assert layers[0].dst_dtype == torch.uint8 and layers[1].post_ops == "eltwise_relu"
+
+
+def test_padding_modules() -> None:
+    pads = nn.ReflectionPad2d(2), nn.ReplicationPad2d(1), nn.CircularPad2d((1, 0, 2, 0))
+    for pad in pads:
+        found = convert(nn.Sequential(conv(), pad, conv(padding=0)))
+        assert names(found) == ["QConv2d", type(pad).__name__, "QConv2d"]
+        assert found.get_submodule("0").dst_dtype == torch.uint8
+
+
+def test_overrides_of_a_module_hold_for_what_it_computes() -> None:
+    """Its own forward is traced: the functions in it have names of their own."""
+    attention = nn.MultiheadAttention(8, 2)
+    model = Wired(lambda m, x: m.b(m.a(x, x, x)[0]), a=attention, b=nn.Linear(8, 8)).eval()
+    x = torch.randn(5, 2, 8)
+    for pattern, expected in (("a", 1), ("a.linear_1", 2), ("b", 2)):
+        found = torchq.quantize(model, [x], x, overrides={pattern: None}, strict=True)
+        rows = [row for row in torchq.explain(found).rows if row.is_matmul]
+        assert (sum(row.quantized for row in rows), len(rows)) == (expected, 3)
+    bits = {"a": torchq.QConfig(weight_bits=7), "a.linear_1": torchq.QConfig()}
+    found = torchq.quantize(model, [x], x, overrides=bits)
+    assert found.get_submodule("a.linear").packed().unpack().abs().max() == 63
+    assert found.get_submodule("a.linear_1").packed().unpack().abs().max() == 127

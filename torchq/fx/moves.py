@@ -133,6 +133,8 @@ def pad_module(made: Made) -> None:
 def pad(a: Arguments) -> Made | str:
     """``F.pad`` with zeros."""
     rank, pad = len(shape_of(a.input)), a.pad
+    if a.mode in ("reflect", "replicate", "circular"):
+        return Made(Role.MOVE, None, [a.input])
     if a.mode != "constant" or a.value not in (None, 0, 0.0):
         return "padding with anything but constant zeros has no int8 form"
     if a.varying("input"):

@@ -288,6 +288,9 @@ PATTERNS: list[Pattern] = [
             "input size=None scale_factor=None mode='nearest' align_corners=None "
             "recompute_scale_factor=None antialias=False", moves.interpolate,
             adapt=moves.upsample),
+    Pattern(Role.MOVE, (nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d,
+            nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d, nn.CircularPad1d,
+            nn.CircularPad2d, nn.CircularPad3d)),
     Pattern(Role.PAD, (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d), (F.pad,),
             "input pad mode='constant' value=None", moves.pad, adapt=moves.pad_module),
     Pattern(Role.PASS, (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,

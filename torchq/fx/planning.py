@@ -48,7 +48,8 @@ class Plan:
     def __init__(self, captured: Captured, config: QConfig, overrides: Overrides | None) -> None:
         """Decides."""
         self.captured, self._config, self._overrides = captured, config, overrides
-        self.ops = recognize(captured, lambda name: self.config(name) is None)
+        self._scopes: dict[str, str] = {}  # function -> the module whose forward calls it
+        self.ops = recognize(captured, self._keeps_float)
         self.standalone = self._stand_alone()
         self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
@@ -77,8 +78,19 @@ class Plan:
         self.inside -= set(self.layer_at)
 
     def config(self, name: str) -> QConfig | None:
-        """How to quantize a module, or its destination ``<name>.dst``; None keeps it float."""
-        return resolve(self._overrides, name, self._config)
+        """How to quantize a module, or its destination ``<name>.dst``; None keeps it float.
+
+        What a module's own forward computes is quantized as the module is.
+        """
+        base, dst = name.removesuffix(".dst"), ".dst" * name.endswith(".dst")
+        caller = self._scopes.get(base, "")
+        default = resolve(self._overrides, caller + dst, self._config) if caller else self._config
+        return resolve(self._overrides, name, default)
+
+    def _keeps_float(self, name: str, scope: str) -> bool:
+        if scope != name:
+            self._scopes[name] = scope
+        return self.config(name) is None
 
     def check_patterns(self) -> None:
         """Raises ValueError for an override that matches nothing."""

@@ -25,6 +25,7 @@ from torchq.fx.sequences import SequenceTracer
 __all__ = ["Tracer", "short", "traced_factories"]
 
 # Modules of torch that are one operation although they have children or look like several.
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _WHOLE = (nn.RNNBase, nn.RNNCellBase)
 
 
@@ -251,6 +252,9 @@ class Tracer(SequenceTracer):
                 return False  # torch.ao's hook on its result is part of the model
         finally:
             self._running = before
+        mode = getattr(m, "padding_mode", "zeros")
+        if mode != "zeros" and isinstance(m, _CONVS) and not m._forward_hooks:
+            return False  # a pad, and a convolution without
         library = type(m).__module__.startswith(("torch.nn.", "torchq."))
         return library and (isinstance(m, _WHOLE) or next(m.children(), None) is None)
 
