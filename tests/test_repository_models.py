@@ -14,8 +14,11 @@ from typing import Any
 
 import models
 import pytest
+import repository_sequences  # noqa: F401
 import torch
-from repository_models import MODELS, Options, Output, Swish
+from repository import MODELS
+from repository_models import Options, Output
+from repository_vision import Swish
 from test_eager import sqnr, tensors
 from torch import Tensor, nn
 

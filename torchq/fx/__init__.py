@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flow on a traced graph: functions and operators are quantized as modules are.
 
-capture -> recognize (the table in patterns.py) -> layers -> planning -> prepared -> lowering.
+capture (by tracer) -> recognize (the table in patterns; matmuls, moves and fake make its float
+modules) -> layers -> planning -> prepared -> lowering. structure writes and reads the result.
 """
 
 from torchq.fx.capture import CaptureError

@@ -299,6 +299,9 @@ PATTERNS: list[Pattern] = [
     # what stays float, and why
     _float("8 bits of the scores are too coarse for their exponentials", nn.Softmax, nn.LogSoftmax,
            F.softmax, torch.softmax, F.log_softmax, torch.log_softmax, "softmax", "log_softmax"),
+    _float("8 bits of what it reads, often a sum, are too coarse for its variance", nn.LayerNorm,
+           nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, F.layer_norm,
+           F.group_norm, F.instance_norm, torch.layer_norm, torch.group_norm),
     _float("attention is one operation of torch, between linears that are int8",
            F.scaled_dot_product_attention),
     # what quantization-aware training leaves
