@@ -267,6 +267,20 @@ def test_parameters_that_are_read_outside(flow: str) -> None:
         assert torchq.sqnr(model(x), q(x)) > 30
 
 
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRUCell, nn.Linear])
+def test_a_model_of_one_module(make: Any, dynamic: bool) -> None:
+    """No graph, which would hold the functions that the module calls, and say nothing."""
+    model, x = make(12, 16).eval(), torch.randn(7, 12)
+    q = torchq.quantize(model, [x], config=QConfig(dynamic=dynamic), strict=True)
+    assert [row.quantized for row in torchq.explain(q).rows if row.is_matmul] == [True]
+    with torch.no_grad():
+        assert 30 < torchq.sqnr(model(x), q(x)) < 80
+    if make is not nn.Linear:
+        with pytest.raises(fx.CaptureError, match="a single module"):
+            fx.prepare(model, x)
+
+
 def test_too_many_inputs() -> None:
     model, x = nn.Sequential(nn.RNN(65794, 1)), torch.zeros(2, 1, 65794)
     for flow in FLOWS.values():
@@ -286,13 +300,13 @@ def test_one_configuration_each(flow: str) -> None:
     q = FLOWS[flow].convert(eager.calibrate(prepared, [x]))
     rows = {row.name: row for row in torchq.explain(q).rows}
     assert [rows[str(i)].quantized for i in range(5)] == [True, True, False, True, True]
-    assert rows["2"].reason == "only linear layers and recurrent networks have a dynamic form"
+    assert rows["2"].reason == "only linear and recurrent modules have a dynamic form"
     assert type(q.get_submodule("3")).__name__ == "DynamicQLinear"
     assert int(q.get_submodule("4").layers[0].unpacked("state").abs().max()) == 63
     with torch.no_grad():
         expected, got = model(x)[0], q(x)[0]
     assert torchq.sqnr(expected, got) > 20
-    with pytest.raises(RuntimeError, match=r"2: only linear layers"):
+    with pytest.raises(RuntimeError, match=r"2: only linear and"):
         FLOWS[flow].convert(prepared, strict=True)
 
 

@@ -17,6 +17,7 @@ from torchq.fx import flow as graph
 from torchq.fx.capture import CaptureError
 from torchq.fx.prepared import Prepared
 from torchq.running import Inputs, batches
+from torchq.standalone import stands_alone
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
 
@@ -47,6 +48,8 @@ def prepare(
         ValueError: the model is in training mode or prepared already, or a pattern matches nothing.
         TypeError: the model is not float32.
     """
+    if stands_alone(model, config):  # a graph would look into it
+        return eager.prepare(model, example_inputs, config, overrides)
     try:
         return graph.prepare(model, example_inputs, config, overrides)
     except CaptureError as error:

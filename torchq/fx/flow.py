@@ -12,7 +12,7 @@ from torchq import eager
 from torchq.config import Overrides, QConfig
 from torchq.explain import Row, check_strict
 from torchq.fuse import QUANTIZABLE
-from torchq.fx.capture import Captured, capture
+from torchq.fx.capture import Captured, CaptureError, capture
 from torchq.fx.fake import freeze_observers
 from torchq.fx.lowering import Lowering
 from torchq.fx.module import QuantizedGraph
@@ -20,7 +20,7 @@ from torchq.fx.planning import Plan
 from torchq.fx.prepared import Prepared
 from torchq.fx.report import report_rows
 from torchq.running import Inputs, split_inputs, working_copy
-from torchq.standalone import STANDALONE, converted, observed
+from torchq.standalone import STANDALONE, converted, observed, stands_alone
 
 __all__ = ["convert", "prepare"]
 
@@ -41,6 +41,8 @@ def prepare(
     """
     config = QConfig() if config is None else config
     eager.check_model(model)
+    if stands_alone(model, config):
+        raise CaptureError("it is a single module, which a graph would look into; swap it")
     model = working_copy(model)
     freeze_observers(model)
     source = copy.deepcopy(model)  # tracing runs it, which may change its state
