@@ -241,6 +241,18 @@ CONV_BORDERS = [
     conv("no_batch", (4, 8), (6, 6), 3, 1, 1, batch=0),
     conv("longest_reduction", (3133, 5), (3, 7), (3, 7)),
 ]
+# Four panels or more: a matrix unit reads along rows of 16 pixels or more, and gathers others.
+CONV_UNITS = [
+    conv("unit_along", (64, 64), (5, 16), 3, 1, 1, batch=2),
+    conv("unit_along_overlap", (64, 80), (4, 21), 3, 1, 1),
+    conv("unit_along_stride", (64, 64), (9, 37), 3, 2, 1),
+    conv("unit_along_dilation", (128, 64), (7, 24), 3, 1, 2, dilation=2),
+    conv("unit_along_groups", (128, 256), (6, 19), 3, 1, 1, groups=2),
+    conv("unit_along_bare", (64, 64), (4, 20), 3),
+    conv("unit_gathered", (64, 70), (7, 7), 3, 1, 1, batch=2),
+    conv("unit_gathered_tail", (36, 65), (9, 8), 3, 1, 1),
+    conv("unit_gathered_groups", (96, 160), (6, 7), 3, 1, 1, groups=2),
+]
 CONV_1D = [
     conv("1d", (16, 32), (50,), 3, 1, 1),
     conv("1d_stem", (1, 17), (160,), 10, 5),
@@ -353,7 +365,7 @@ CONV_DEPTHWISE = [
     depthwise("mobilenet_v2.dw", 32, (112, 112), padding=1),
     depthwise("mobilenet_v2.dw_small", 384, (14, 14), padding=1),
 ]
-CONV = CONV_NETWORKS + CONV_BORDERS + CONV_1D + CONV_3D + CONV_GROUPED + CONV_DEPTHWISE
+CONV = CONV_NETWORKS + CONV_BORDERS + CONV_UNITS + CONV_1D + CONV_3D + CONV_GROUPED + CONV_DEPTHWISE
 
 
 def random_linear_shapes(count: int, seed: int = 0) -> list[LinearShape]:

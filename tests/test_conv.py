@@ -22,7 +22,11 @@ DTYPES = (U8, S8, S32, F32)
 CHAINS = cases.FOLDED_CHAINS + cases.FLOAT_CHAINS
 SMALL = [
     shape
-    for shape in cases.CONV_BORDERS + cases.CONV_1D + cases.CONV_3D + cases.CONV_GROUPED
+    for shape in cases.CONV_BORDERS
+    + cases.CONV_UNITS
+    + cases.CONV_1D
+    + cases.CONV_3D
+    + cases.CONV_GROUPED
     if shape.reduction < 1000
 ]
 LARGE = [shape for shape in cases.CONV_NETWORKS + cases.CONV_BORDERS if shape not in SMALL]
@@ -239,10 +243,16 @@ def test_kernel(shape: ConvShape, isa: str):
     elif shape.name.startswith("groups_of"):
         name = "small_groups"
     sampled(shape).run()
-    kernel = gemm_kernel(isa, 8) if name == "gemm" else f"{name}:{isa}"
+    kernel = gemm_kernel(isa, shape.name == "dense") if name == "gemm" else f"{name}:{isa}"
     assert torchq.last_kernel() == kernel
     sampled(shape, narrow=True).run()
     assert torchq.last_kernel() == (f"{name}_narrow:{isa}" if has_narrow else kernel)
+
+
+@pytest.mark.parametrize("shape", cases.CONV_UNITS, ids=str)
+def test_kernel_of_many_channels(shape: ConvShape, isa: str):
+    sampled(shape).run()
+    assert torchq.last_kernel() == gemm_kernel(isa, matrix_unit=True)
 
 
 def test_weights_merged_to_groups_of_16_are_refused():

@@ -325,7 +325,7 @@ def test_opcheck():
 
 def test_kernel(isa: str):
     sampled(FORMS[0]).run()
-    assert torchq.last_kernel() == gemm_kernel(isa, 8)
+    assert torchq.last_kernel() == gemm_kernel(isa, matrix_unit=False)
 
 
 # Errors

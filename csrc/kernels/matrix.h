@@ -115,9 +115,11 @@ class Finish {
         waiting_ = {sums, panel, first, first + rows};
         next_ ^= 1;
       } else {
-        for (int r = 0; r < rows; ++r) {
-          finish_rows<1, NP>(sums + r * NP * kPanel, panel, first + r);
+        int r = 0;
+        for (; r + kRows <= rows; r += kRows) {
+          finish_rows<kRows, NP>(sums + r * NP * kPanel, panel, first + r);
         }
+        for (; r < rows; ++r) finish_rows<1, NP>(sums + r * NP * kPanel, panel, first + r);
       }
       return;
     }
@@ -174,41 +176,44 @@ class Finish {
   alignas(64) int32_t sums_[2][2 * kUnitRows * kFinishPanels * kPanel];
 };
 
-/// Sums of kUnits x 16 rows from `src` on, and of NP panels, to `sums` [kUnits * 16][stride].
+/// Sums of kUnits x 16 rows from `row` on, and of NP panels, to `sums` [kUnits * 16][stride].
 template <class Isa, int kUnits, int NP>
-TORCHQ_INLINE void multiply_tile(const GemmTile& t, const uint8_t* src, int64_t src_stride,
-                                 int panel, int32_t* sums, int64_t stride, Finish<Isa>& finish) {
+TORCHQ_INLINE void multiply_tile(const GemmTile& t, int row, int64_t src_stride, int panel,
+                                 int32_t* sums, int64_t stride, Finish<Isa>& finish) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  const GemmRun& run = t.runs[0];
-  const uint8_t* below = src + kUnitRows * src_stride;
-  const int8_t* weight = t.weight + panel * t.panel_stride + run.weight_offset;
-  const int8_t* next = weight + t.panel_stride;
-  constexpr int64_t kStep = kTileQuads * kPanel * kQuad;
-  for (int64_t left = run.quads;;) {
-    _tile_loadd(4, src, src_stride);
-    _tile_loadd(6, weight, kPanel * kQuad);
-    _tile_dpbusd(0, 4, 6);
-    if constexpr (kUnits > 1) {
-      _tile_loadd(5, below, src_stride);
-      _tile_dpbusd(2, 5, 6);
+  for (int i = 0; i < t.num_runs; ++i) {
+    const GemmRun& run = t.runs[i];
+    const uint8_t* src = t.src + run.src_offset + t.row_offset[row];
+    const uint8_t* below = t.src + run.src_offset + t.row_offset[row + (kUnits - 1) * kUnitRows];
+    const int8_t* weight = t.weight + panel * t.panel_stride + run.weight_offset;
+    const int8_t* next = weight + t.panel_stride;
+    constexpr int64_t kStep = kTileQuads * kPanel * kQuad;
+    for (int64_t left = run.quads;;) {
+      _tile_loadd(4, src, src_stride);
+      _tile_loadd(6, weight, kPanel * kQuad);
+      _tile_dpbusd(0, 4, 6);
+      if constexpr (kUnits > 1) {
+        _tile_loadd(5, below, src_stride);
+        _tile_dpbusd(2, 5, 6);
+      }
+      if constexpr (NP > 1) {
+        _tile_loadd(7, next, kPanel * kQuad);
+        _tile_dpbusd(1, 4, 7);
+        if constexpr (kUnits > 1) _tile_dpbusd(3, 5, 7);
+      }
+      finish.step();
+      left -= kTileQuads;
+      if (left <= 0) break;
+      // The last chunk ends where the panel does.
+      const int64_t step = left < kTileQuads ? left * kPanel * kQuad : kStep;
+      src += kTileQuads * kQuad;
+      below += kTileQuads * kQuad;
+      weight += step;
+      next += step;
     }
-    if constexpr (NP > 1) {
-      _tile_loadd(7, next, kPanel * kQuad);
-      _tile_dpbusd(1, 4, 7);
-      if constexpr (kUnits > 1) _tile_dpbusd(3, 5, 7);
-    }
-    finish.step();
-    left -= kTileQuads;
-    if (left <= 0) break;
-    // The last chunk ends where the panel does.
-    const int64_t step = left < kTileQuads ? left * kPanel * kQuad : kStep;
-    src += kTileQuads * kQuad;
-    below += kTileQuads * kQuad;
-    weight += step;
-    next += step;
   }
 
   const int64_t bytes = stride * static_cast<int64_t>(sizeof(int32_t));
@@ -222,12 +227,11 @@ TORCHQ_INLINE void multiply_tile(const GemmTile& t, const uint8_t* src, int64_t 
 template <class Isa, int kUnits, int NP>
 TORCHQ_NOINLINE void multiply_panels(const GemmTile& t, int64_t src_stride, int panel, int first,
                                      Finish<Isa>& finish) {
-  const uint8_t* src = t.src + first * src_stride;
   int32_t* sums = finish.sums();
   constexpr int64_t kStride = NP * kPanel;
-  multiply_tile<Isa, kUnits, (NP < 2 ? NP : 2)>(t, src, src_stride, panel, sums, kStride, finish);
+  multiply_tile<Isa, kUnits, (NP < 2 ? NP : 2)>(t, first, src_stride, panel, sums, kStride, finish);
   if constexpr (NP > 2) {
-    multiply_tile<Isa, kUnits, NP - 2>(t, src, src_stride, panel + 2, sums + 2 * kPanel, kStride,
+    multiply_tile<Isa, kUnits, NP - 2>(t, first, src_stride, panel + 2, sums + 2 * kPanel, kStride,
                                        finish);
   }
   finish.all();

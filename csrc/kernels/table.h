@@ -190,10 +190,10 @@ struct GatherRows {
 
 /// A unit that multiplies tiles of 16 rows by 64 bytes of K.
 ///
-/// Between `begin` and `end`, on one thread, `multiply` does what `gemm` does on any number of rows
-/// `src_stride` bytes apart, as `gather` writes them: one run, no `flip`, no `row_offset`. It reads
-/// whole tiles, so there must be room for a multiple of kUnitRows rows. Rows that `gather` did not
-/// write have up to 16 quads, or a multiple of 16. `begin` takes the quads of the run.
+/// Between `begin` and `end`, on one thread, `multiply` does what `gemm` does on any number of
+/// rows, without `flip`. Each kUnitRows of them lie `src_stride` bytes apart, and all of those are
+/// read, whether they are rows or not. A run has a multiple of 16 quads; a single one may have less
+/// than 16, or be what `gather` writes. `begin` takes the quads of a run.
 struct MatrixUnit {
   const char* isa;
   void (*gather)(const GatherRows&);

@@ -77,14 +77,12 @@ TapSet make_taps(const Conv& c, const Source& s, const Interval (&valid)[3]) {
 
 using Intervals = c10::SmallVector<Interval, 8>;
 
-int64_t panel_bytes(const ConvPacking& p) { return p.taps * p.quads * kPanel * kQuad; }
-
 bool needs_padded_copy(const Conv& c, const Source& s, const Intervals (&classes)[3]) {
   if (c.packing.form == ConvPacking::kRowRuns) return true;
   const size_t count = classes[0].size() * classes[1].size() * classes[2].size();
   const int64_t rows = s.batch * c.output[0] * c.output[1] * c.output[2];
   return count > kMaxClasses ||
-         (count > 1 && uses_matrix_unit(c.tier, rows, panel_bytes(c.packing))) ||
+         (count > 1 && prefers_one_class(c.tier, rows, c.packing.panels_per_group())) ||
          (count > 1 && rows < kMinRowsPerClass * static_cast<int64_t>(count));
 }
 
@@ -106,7 +104,7 @@ void run_dense(const Conv& c, Source s, const Epilogue& epilogue, OpTrace& trace
   problem.src = s.data;
   problem.flip = c.is_signed;
   problem.weight = c.weight.const_data_ptr<int8_t>();
-  problem.panel_bytes = panel_bytes(c.packing);
+  problem.panel_bytes = c.packing.taps * c.packing.quads * kPanel * kQuad;
   const int64_t channels = c.packing.outputs();
   if (c.packing.form == ConvPacking::kSmallGroups) {
     problem.groups = 1;

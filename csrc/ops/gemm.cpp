@@ -124,10 +124,6 @@ class Worker {
   ScratchFrame scratch_;
 };
 
-bool uses_matrix_unit(const GemmProblem& p, const Kernels& tier) {
-  return p.group_quads == 0 && torchq::uses_matrix_unit(tier, p.rows(), p.panel_bytes);
-}
-
 }  // namespace
 
 void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier, OpTrace& trace) {

@@ -76,9 +76,11 @@ struct GemmProblem {
   }
 };
 
-/// Whether `run_gemm` takes the tier's matrix unit for this many rows. It prefers one class to
-/// many: what padding adds to the work is less than what small classes leave empty in its tiles.
-bool uses_matrix_unit(const Kernels& tier, int64_t rows, int64_t panel_bytes);
+/// Whether `run_gemm` takes the tier's matrix unit.
+bool uses_matrix_unit(const GemmProblem& problem, const Kernels& tier);
+/// Whether it would rather have one class than many: what padding adds to the work is less than
+/// what small classes leave empty in a matrix unit's tiles.
+bool prefers_one_class(const Kernels& tier, int64_t rows, int64_t panels_per_group);
 
 void run_gemm(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier);
 /// The same, and notes which kernel it runs.
