@@ -33,6 +33,7 @@ struct Avx2 {
 
   static constexpr const char* kName = "avx2";
   static constexpr int kMaxPanels = 1;
+  static constexpr int kTallRows = kTileRows;
   static constexpr int kSteps = 2;
   static constexpr bool kHasNarrow = true;
 
@@ -225,6 +226,18 @@ struct Avx2 {
   }
   static TORCHQ_INLINE void store_panel(uint8_t* p, Int v, bool is_signed) {
     store_bytes(p, v, kPanel, is_signed);
+  }
+  /// Panels to as many places in one go.
+  static constexpr int kStoredPanels = 2;
+  static TORCHQ_INLINE void store_panels(uint8_t* const (&p)[2], const Int (&v)[2],
+                                         bool is_signed) {
+    const __m256i first = _mm256_packs_epi32(v[0].lo, v[0].hi);
+    const __m256i second = _mm256_packs_epi32(v[1].lo, v[1].hi);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // back to natural order
+    const __m256i bytes = _mm256_permutevar8x32_epi32(
+        is_signed ? _mm256_packs_epi16(first, second) : _mm256_packus_epi16(first, second), order);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p[0]), _mm256_castsi256_si128(bytes));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p[1]), _mm256_extracti128_si256(bytes, 1));
   }
   static TORCHQ_INLINE void store_u8(void* p, Int v, Mask count) {
     store_bytes(p, v, count, false);

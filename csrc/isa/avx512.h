@@ -28,6 +28,7 @@ struct Avx512 {
 
   static constexpr const char* kName = "avx512";
   static constexpr int kMaxPanels = 4;
+  static constexpr int kTallRows = kTileRows;
   /// Weight vectors per quad: 2 where a quad is processed as two pairs of 16-bit values.
   static constexpr int kSteps = 2;
   static constexpr bool kHasNarrow = true;
@@ -145,13 +146,29 @@ struct Avx512 {
   }
   /// 64 channels in natural order: the two packs interleave 128-bit lanes, one vpermd puts them
   /// back.
-  static TORCHQ_INLINE void store_row(uint8_t* p, const Int (&v)[4], bool is_signed) {
+  static TORCHQ_INLINE __m512i pack_row(const Int (&v)[4], bool is_signed) {
     const __m512i low = _mm512_packs_epi32(v[0], v[1]);
     const __m512i high = _mm512_packs_epi32(v[2], v[3]);
     const __m512i bytes =
         is_signed ? _mm512_packs_epi16(low, high) : _mm512_packus_epi16(low, high);
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, bytes));
+    return _mm512_permutexvar_epi32(order, bytes);
+  }
+  static TORCHQ_INLINE void store_row(uint8_t* p, const Int (&v)[4], bool is_signed) {
+    _mm512_storeu_si512(p, pack_row(v, is_signed));
+  }
+  /// Panels to as many places in one go: a quarter of the shuffles of four store_panel.
+  static constexpr int kStoredPanels = 4;
+  static TORCHQ_INLINE void store_panels(uint8_t* const (&p)[4], const Int (&v)[4],
+                                         bool is_signed) {
+    const __m512i bytes = pack_row(v, is_signed);
+    const auto store = [](uint8_t* to, __m128i x) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x);
+    };
+    store(p[0], _mm512_castsi512_si128(bytes));
+    store(p[1], _mm512_extracti32x4_epi32(bytes, 1));
+    store(p[2], _mm512_extracti32x4_epi32(bytes, 2));
+    store(p[3], _mm512_extracti32x4_epi32(bytes, 3));
   }
 
   // dot products of quads
@@ -334,6 +351,7 @@ struct Avx512 {
 #ifdef __AVX512VNNI__
 struct Avx512Vnni : Avx512 {
   static constexpr const char* kName = "avx512_vnni";
+  static constexpr int kTallRows = torchq::kTallRows;
   static constexpr int kSteps = 1;
   static constexpr bool kHasNarrow = false;
 

@@ -96,14 +96,25 @@ TORCHQ_INLINE void finish_in_registers(const Epilogue& e, typename Isa::Int (&ac
   }
   uint8_t* dst = static_cast<uint8_t*>(e.dst) + channel;
   const bool is_signed = e.dst_dtype == DType::s8;
-  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-    if constexpr (NP == Isa::kMaxPanels && NP > 1) {
+  if constexpr (NP == Isa::kMaxPanels && NP > 1) {
+    TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
       Isa::store_row(dst + dst_offset[r], acc[r], is_signed);
-    } else {
-      TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-        Isa::store_panel(dst + dst_offset[r] + p * kPanel, acc[r][p], is_signed);
-      }
     }
+    return;
+  }
+  constexpr int kGroup = Isa::kStoredPanels, kGrouped = MR * NP / kGroup * kGroup;
+  const auto place = [&](int i) { return dst + dst_offset[i / NP] + i % NP * kPanel; };
+  TORCHQ_UNROLL for (int first = 0; first < kGrouped; first += kGroup) {
+    typename Isa::Int panels[kGroup];
+    uint8_t* places[kGroup];
+    TORCHQ_UNROLL for (int i = 0; i < kGroup; ++i) {
+      panels[i] = acc[(first + i) / NP][(first + i) % NP];
+      places[i] = place(first + i);
+    }
+    Isa::store_panels(places, panels, is_signed);
+  }
+  TORCHQ_UNROLL for (int i = kGrouped; i < MR * NP; ++i) {
+    Isa::store_panel(place(i), acc[i / NP][i % NP], is_signed);
   }
 }
 

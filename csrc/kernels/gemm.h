@@ -31,7 +31,7 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int panel) 
   constexpr int kSteps = kNarrow ? 1 : Isa::kSteps;
   using Int = typename Isa::Int;
   // A spilled accumulator costs half the speed; tests/test_disassembly.py looks for them.
-  static_assert(MR <= kTileRows && NP <= Isa::kMaxPanels);
+  static_assert(MR <= (NP == 1 ? Isa::kTallRows : kTileRows) && NP <= Isa::kMaxPanels);
 
   int64_t row[MR];
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) row[r] = t.row_offset[r];
@@ -91,14 +91,14 @@ using TileFn = void (*)(const GemmTile&, const Epilogue&, int);
 /// kTiles<...>.fn[rows - 1][panels - 1]
 template <class Isa, bool kFlip, bool kNarrow>
 struct TileTable {
-  TileFn fn[kTileRows][Isa::kMaxPanels];
+  TileFn fn[Isa::kTallRows][Isa::kMaxPanels];
 
   template <int MR, int NP>
   constexpr void fill() {
     fn[MR - 1][NP - 1] = &gemm_tile<Isa, MR, NP, kFlip, kNarrow>;
-    if constexpr (NP < Isa::kMaxPanels) {
+    if constexpr (NP < (MR <= kTileRows ? Isa::kMaxPanels : 1)) {
       fill<MR, NP + 1>();
-    } else if constexpr (MR < kTileRows) {
+    } else if constexpr (MR < Isa::kTallRows) {
       fill<MR + 1, 1>();
     }
   }

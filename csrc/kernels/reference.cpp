@@ -265,6 +265,7 @@ constinit const Kernels kReferenceKernels = {
     .widening = 1,
     .matrix = nullptr,
     .gemm = &gemm,
+    .tall_rows = kTileRows,
     .gemm_narrow = nullptr,
     .small_groups = &small_groups,
     .small_groups_narrow = nullptr,

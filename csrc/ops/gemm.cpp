@@ -34,7 +34,10 @@ class Worker {
  public:
   Worker(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier,
          const Blocking& blocking)
-      : problem_(problem), epilogue_(epilogue), blocking_(blocking) {
+      : problem_(problem),
+        epilogue_(epilogue),
+        blocking_(blocking),
+        tile_rows_(problem.tile_rows(tier)) {
     const bool narrow = tier.widening > 1 && problem.narrow;
     gemm_ = narrow ? tier.gemm_narrow : tier.gemm;
     if (problem.group_quads > 0) gemm_ = narrow ? tier.small_groups_narrow : tier.small_groups;
@@ -62,7 +65,7 @@ class Worker {
     if (widen_ != nullptr) widen(blocking_.block(problem_, blocks.begin));
     int64_t first = 0;  // first tile of the class
     for (const GemmClass& c : problem_.classes) {
-      const int64_t count = c.tiles(problem_.tile_rows()), rows = c.rows();
+      const int64_t count = c.tiles(tile_rows_), rows = c.rows();
       const int64_t begin = std::max(tiles.begin - first, int64_t{0});
       const int64_t end = std::min(tiles.end - first, count);
       if (begin < end) {
@@ -117,6 +120,7 @@ class Worker {
   const GemmProblem& problem_;
   const Epilogue& epilogue_;
   const Blocking blocking_;
+  const int tile_rows_;
   void (*gemm_)(const GemmTile&, const Epilogue&);
   void (*widen_)(const int8_t*, int64_t, int8_t*);
   int widening_;
@@ -140,7 +144,7 @@ void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tie
   const bool narrow = tier.widening > 1 && p.narrow;
   int64_t tiles = 0, row_quads = 0;
   for (const GemmClass& c : p.classes) {
-    tiles += c.tiles(p.tile_rows());
+    tiles += c.tiles(p.tile_rows(tier));
     row_quads += c.rows() * c.quads();
   }
   const int64_t panels = int64_t{p.groups} * p.panels_per_group;

@@ -67,7 +67,10 @@ struct GemmProblem {
   int group_quads;
   c10::SmallVector<GemmClass, 9> classes;
 
-  int tile_rows() const { return group_quads > 0 ? kSmallGroupRows : kTileRows; }
+  int tile_rows(const Kernels& tier) const {
+    if (group_quads > 0) return kSmallGroupRows;
+    return panels_per_group == 1 ? tier.tall_rows : kTileRows;
+  }
 
   int64_t rows() const {
     int64_t sum = 0;
