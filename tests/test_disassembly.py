@@ -65,10 +65,13 @@ def disassemble(path: Path) -> dict[str, list[tuple[int, str]]]:
 @needs_objdump
 @pytest.mark.parametrize("isa", TIERS)
 def test_accumulators_stay_in_registers(isa: str) -> None:
+    names = "(gemm|rnn|small_group)_tile<"
+    if not isa.startswith("avx2"):  # its 16 registers cannot hold a window of columns
+        names += "|Slide<.*half<|dot_pixels<"
     tiles = {
         name: k_loop(body)
         for name, body in disassemble(OBJECTS[isa]).items()
-        if re.search("(gemm|rnn|small_group)_tile<", name)
+        if re.search(names, name)
     }
     assert len(tiles) >= 12, "the tiles were not found"
     assert all(tiles.values()), "a tile has no K loop"

@@ -276,7 +276,7 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
     }
     if (chunk.split == 1 && Isa::kDepthwiseSplits == 4 && left <= kChannels * 3 / 4)
       chunk.split = 2;
-    const int width = kChannels / chunk.split;
+    const int width = chunk.width = kChannels / chunk.split;
     chunk.channel = left < width && d.channels >= width ? d.channels - width : channel;
     chunk.count = min_int(d.channels - chunk.channel, width);
     fill_chunk<Isa>(d, e, fold, &chunk);

@@ -52,6 +52,7 @@ struct DepthwiseChunk {
   alignas(64) float multiplier[kVectors][kPanel];
   alignas(64) float offset[kVectors][kPanel];
   int split;    // rows that share a vector
+  int width;    // bytes of each row in it, a power of 2
   int channel;  // first
   int count;    // channels of each row that exist
   int quads;
@@ -99,14 +100,22 @@ TORCHQ_INLINE void load_lanes(const DepthwiseChunk<Isa>& chunk,
                               typename Isa::Int (&lanes)[Isa::kDepthwiseVectors], Fetch fetch) {
   constexpr int kVectors = Isa::kDepthwiseVectors;
   alignas(64) int32_t natural[kVectors][kPanel];
-  const int width = Isa::kDepthwiseChannels / chunk.split;
   for (int v = 0; v < kVectors; ++v) {
-    const int first = v * kPanel % width, left = chunk.count - first;
+    const int first = (v * kPanel) & (chunk.width - 1), left = chunk.count - first;
     if (left < kPanel) memset(natural[v], 0, sizeof natural[v]);
     if (left > 0) fetch(chunk.channel + first, left < kPanel ? left : kPanel, natural[v]);
     lanes[v] = Isa::load_int(natural[v]);
   }
   Isa::lane_order(lanes);
+}
+
+/// n values of 4 bytes; a whole vector without a call.
+TORCHQ_INLINE void copy_lanes(const void* src, int n, int32_t* dst) {
+  if (n == kPanel) {
+    memcpy(dst, src, kPanel * sizeof *dst);
+  } else {
+    memcpy(dst, src, size_t(n) * sizeof *dst);
+  }
 }
 
 /// A bound of the folded epilogue as it acts on the byte: rounding and saturation are monotone.
@@ -128,7 +137,7 @@ void fill_chunk(const DepthwiseLayer& d, const Epilogue& e, bool fold, Depthwise
   Int lanes[kVectors];
   const auto copy = [&](const void* values, void* dst) {
     load_lanes<Isa>(*chunk, lanes, [&](int channel, int n, int32_t* natural) {
-      memcpy(natural, static_cast<const char*>(values) + int64_t{channel} * 4, size_t(n) * 4);
+      copy_lanes(static_cast<const char*>(values) + int64_t{channel} * 4, n, natural);
     });
     for (int v = 0; v < kVectors; ++v)
       Isa::store_int(static_cast<int32_t*>(dst) + v * kPanel, lanes[v]);
@@ -157,7 +166,7 @@ void fill_chunk(const DepthwiseLayer& d, const Epilogue& e, bool fold, Depthwise
       // 16 channels lie in one panel or two.
       const int first = channel % kPanel, head = n < kPanel - first ? n : kPanel - first;
       const int8_t* panel = d.packed + (int64_t{channel / kPanel} * d.quads + q) * kPanel * kQuad;
-      memcpy(natural, panel + first * kQuad, size_t(head) * kQuad);
+      copy_lanes(panel + first * kQuad, head, natural);
       if (head < n) {
         memcpy(natural + head, panel + int64_t{d.quads} * kPanel * kQuad, size_t(n - head) * kQuad);
       }
