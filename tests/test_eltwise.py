@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 
@@ -278,6 +279,42 @@ def test_reorder_rounds_as_the_environment(isa: str):
     assert_same(got, reference.store(y.ceil(), DST[S8][1], S8))
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "environment"])
+@pytest.mark.parametrize("with_sum", [False, True])
+@pytest.mark.parametrize(("src", "dst"), [(U8, S8), (F32, U8), (S8, S32), (S32, U8)])
+def test_reorder_with_masks_on_both_sides(
+    src: torch.dtype, dst: torch.dtype, with_sum: bool, rounding: str, isa: str
+):
+    """Scales along dim 1 of src and 0 of dst, zero points along the other ones."""
+    x, old = source((3, 500), src, 1), source((3, 500), dst, 2)
+    if src == F32:
+        x[1, 7], x[2, 9], x[0, 3] = math.nan, math.inf, -math.inf
+    limits = torch.tensor([0, 200]) if dst == U8 else torch.tensor([-100, 100])
+    scales = {"src": 0.01 + torch.rand(500), "dst": 0.1 + torch.rand(3)}
+    zeros = {"dst": torch.randint(int(limits[0]), int(limits[1]), (500,), dtype=S32)}
+    zeros["src"] = torch.zeros(3, dtype=S32) if src == F32 else torch.tensor([3, 0, 9], dtype=S32)
+    attr = Attr().set_rounding("dst", rounding)
+    for arg, mask in (("src", 2), ("dst", 1)):
+        attr.set_scales(arg, mask, scales[arg]).set_zero_points(arg, 3 - mask, zeros[arg])
+    real = reference.real(x, (scales["src"], zeros["src"].reshape(3, 1)))
+    if with_sum:
+        attr.post_ops.append_sum(-0.7, 5)
+        real = reference.f32(real.double() + reference.real(old, (-0.7, 5)).double())
+    inverse = reference.f32(1 / scales["dst"].double()).reshape(3, 1)
+    y = reference.fma32(real, inverse, zeros["dst"].double())
+    u = torch.tensor([splitmix(7, i) for i in range(x.numel())]).reshape(x.shape)
+    whole = {"nearest": y, "environment": y.ceil()}
+    whole["stochastic"] = torch.where(y - y.floor() > u, y.floor() + 1, y.floor())
+    with rounding_upward() if rounding == "environment" else contextlib.nullcontext():
+        got = TF.reorder(x, dst, attr, old if with_sum else None, seed=7)
+    if rounding == "nearest" and not with_sum:  # the ratio of the scales is rounded once
+        ratio = reference.f32(scales["src"].double() / scales["dst"].double().reshape(3, 1))
+        shifted = x if src == F32 else reference.f32(x.double() - zeros["src"].reshape(3, 1))
+        whole["nearest"] = reference.fma32(shifted, ratio, zeros["dst"].double())
+    zero = zeros["dst"].expand(3, 500)
+    assert_same(got, reference.store(whole[rounding], zero, dst))
+
+
 def test_reorder_with_sum_errors():
     q = random_q((2, 6), U8)
     attr = Attr()
@@ -286,9 +323,17 @@ def test_reorder_with_sum_errors():
     refuse(ValueError, "old must be torch.int8", TF.reorder, q, S8, attr, q)
     refuse(ValueError, "old must be torch.uint8", TF.reorder, q, U8, attr, q[:1])
     refuse(NotImplementedError, "must be empty or one sum", TF.reorder, q, U8, Attr(), q)
-    attr.set_scales("src", 2, [1.0] * 6)
-    refuse(NotImplementedError, "must have mask 0", TF.reorder, q, U8, attr, q)
-    attr = Attr().set_scales("src", 2, [1.0] * 6).set_rounding("dst", "stochastic")
-    refuse(NotImplementedError, "must have mask 0", TF.reorder, q, U8, attr)
+    attr.set_scales("src", 2, [1.0] * 5)
+    refuse(ValueError, "must be 6 values", TF.reorder, q, U8, attr, q)
+    attr = Attr().set_output_scales(0, 0.5).set_rounding("dst", "stochastic")
+    refuse(NotImplementedError, "without output_scales", TF.reorder, q, U8, attr)
+    for scales, zeros, message in (
+        (torch.ones(2, 5), torch.zeros(2, dtype=S32), "scales must broadcast against src"),
+        (torch.ones(3), torch.zeros(2, dtype=S32), r"must be \[2, ...\]"),
+        (torch.ones(2), torch.tensor([0, 300], dtype=S32), "zero_points must lie in"),
+        (torch.tensor([1.0, -1]), torch.zeros(2, dtype=S32), "scales must be finite and greater"),
+    ):
+        refuse(ValueError, message, torch.ops.torchq.reorder_rounded, q, scales, zeros, 0,
+               "stochastic", 1)  # fmt: skip
     attr = Attr().set_rounding("dst", "environment")
     refuse(ValueError, "dst_dtype must be an integer type", TF.reorder, q, F32, attr)

@@ -94,6 +94,7 @@ CONV = "*ops.pack_conv(tensor((8, 4, 3, 3), torch.int8, 'random'), 1, [1, 1])"
 DEPTHWISE = "*ops.pack_conv(tensor((4, 1, 3, 3), torch.int8, 'random'), 4, [1, 1])"
 DECONV = "*ops.pack_conv_transpose(tensor((4, 8, 3, 3), torch.int8, 'random'), 1, [2, 2], [1, 1])"
 TRANSPOSED = "[3, 3, 2, 2, 1, 1, 1, 1, 1, 1, 0, 1, 1, 4]"
+Z25 = "tensor((2, 5), torch.int32, 0)"
 Z8, Z20 = (f"tensor(({n},), torch.int32, 'random')" for n in (8, 20))
 SUMS = "tensor((3, 1), torch.int32, 'random')"
 FOLDED = ["tensor(({0},))", "tensor(({0},))", "None", I1]
@@ -150,6 +151,7 @@ VALID: list[tuple[str, list[str]]] = [
     ("binary", [U8_4D, U8_4D, U8_4D, "'select'", S3, Z3, "3", "''"]),
     ("sum", [f"[{U8_4D}, {U8_4D}]", S3, Z3, "1"]),
     ("reorder_rounded", [U8_4D, S2, Z2, "0", "'stochastic'", "3"]),
+    ("reorder_rounded", [U8_4D, "tensor((2, 4, 1, 1))", Z25, "1", "'environment'", "3"]),
     ("softmax", [U8_4D, "1", "False", S2, Z2, "6", "''"]),
     ("layer_norm", [U8_4D, "1", "tensor((5,))", "None", "1e-5", S2, Z2, "0", "''"]),
     ("group_norm", [U8_4D, "2", "tensor((4,))", "None", "1e-5", S2, Z2, "0", "''"]),

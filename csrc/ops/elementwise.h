@@ -14,6 +14,15 @@ void convert_into(const Kernels& tier, const at::Tensor& dst, const at::Tensor& 
                   const at::Tensor& factor, const at::Tensor& src_zero_point,
                   const at::Tensor& dst_zero_point);
 
+/// ValueError unless `t` broadcasts against src.
+void check_broadcasts(const char* op, const char* arg, const at::Tensor& t, const at::Tensor& src);
+
+/// float32, finite, and greater than 0 if `positive`.
+void check_scale(const char* op, const char* arg, const at::Tensor& scale, bool positive);
+
+/// Zero points lie in their tensor's range; float32 tensors have none.
+void check_zero_point(const char* op, const char* arg, const at::Tensor& t, DType dtype);
+
 /// dst = bytes[src], of 256 bytes indexed by the source's byte; both tensors have 8 bits.
 void lookup_into(const Kernels& tier, const at::Tensor& dst, const at::Tensor& src,
                  const uint8_t* bytes);

@@ -14,21 +14,6 @@
 #include "elementwise.h"
 
 namespace torchq {
-namespace {
-
-constexpr int64_t kGrain = 32768;  // elements: about 3 us of conversion
-
-at::Tensor scalar(float value) {
-  at::Tensor t = at::detail::empty_cpu({}, at::kFloat);
-  *t.mutable_data_ptr<float>() = value;
-  return t;
-}
-
-at::Tensor scalar(int32_t value) {
-  at::Tensor t = at::detail::empty_cpu({}, at::kInt);
-  *t.mutable_data_ptr<int32_t>() = value;
-  return t;
-}
 
 void check_broadcasts(const char* op, const char* arg, const at::Tensor& t, const at::Tensor& src) {
   bool fits = t.dim() <= src.dim();
@@ -53,7 +38,6 @@ void check_scale(const char* op, const char* arg, const at::Tensor& scale, bool 
   }
 }
 
-/// Zero points lie in their tensor's range; float32 tensors have none.
 void check_zero_point(const char* op, const char* arg, const at::Tensor& t, DType dtype) {
   TORCH_CHECK_TYPE(t.scalar_type() == at::kInt, "torchq.", op, ": ", arg, " must be int32, got ",
                    dtype_name(t.scalar_type()), ". Convert it with .int().");
@@ -66,6 +50,22 @@ void check_zero_point(const char* op, const char* arg, const at::Tensor& t, DTyp
                       " must lie in [", lo, ", ", hi, "] for a tensor of ",
                       dtype_name(scalar_type(dtype)), ", got ", values[i], " at index ", i, ".");
   }
+}
+
+namespace {
+
+constexpr int64_t kGrain = 32768;  // elements: about 3 us of conversion
+
+at::Tensor scalar(float value) {
+  at::Tensor t = at::detail::empty_cpu({}, at::kFloat);
+  *t.mutable_data_ptr<float>() = value;
+  return t;
+}
+
+at::Tensor scalar(int32_t value) {
+  at::Tensor t = at::detail::empty_cpu({}, at::kInt);
+  *t.mutable_data_ptr<int32_t>() = value;
+  return t;
 }
 
 /// Where 1/scale or a product of scales leaves float32, results would be infinities.

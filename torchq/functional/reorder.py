@@ -86,31 +86,29 @@ def reorder(
     output_scale``. Integer destinations round half to even and saturate. Without scales, integers
     convert exactly. Masks index the dims of ``src``; strides are kept.
 
-    One post-op is possible, a sum, with mask 0 on both sides: ``x = (src - src_zero_point) *
-    src_scale + sum_scale * (old - sum_zero_point)``, each product and the sum rounded to float32,
-    then ``dst = clamp(rne(fma(x, 1 / dst_scale, dst_zero_point)))``. ``old`` has the shape of
-    ``src`` and the sum's dtype, by default that of dst.
+    One post-op is possible, a sum: ``x = (src - src_zero_point) * src_scale + sum_scale *
+    (old - sum_zero_point)``, each product and the sum rounded to float32, then ``dst =
+    clamp(rne(fma(x, 1 / dst_scale, dst_zero_point)))``. ``old`` has the shape of ``src`` and the
+    sum's dtype, by default that of dst.
 
-    Another ``rounding`` of an integer dst, also with mask 0, gives a contiguous result, rounding
-    the same ``y = fma(x, 1 / dst_scale, dst_zero_point)``: ``environment`` as the calling thread's
+    Another ``rounding`` of an integer dst gives a contiguous result, rounding the same ``y =
+    fma(x, 1 / dst_scale, dst_zero_point)``: ``environment`` as the calling thread's
     ``fesetround`` says; ``stochastic`` up where ``y - floor(y) > u``, with ``u`` the upper 24 bits
     of splitmix64's value number ``i`` from ``seed``, for element ``i`` in row-major order.
 
     Raises:
         ValueError: ``attr`` sets another argument than src and dst, or the number of values of a
             mask is not the product of the selected dims of ``src``.
-        NotImplementedError: ``attr`` has other post-ops, or output scales with
-            zero points.
+        NotImplementedError: ``attr`` has other post-ops, or output scales with zero points, a sum
+            or a rounding.
     """
     attr = Attr() if attr is None else attr
     code = dtype_code(dtype, "reorder")
     check_attr("reorder", attr, dict.fromkeys([*_SCALED, _V1, ("rounding", "dst")]))
-    if attr.rounding("dst") != "nearest":
-        return _reorder_rounded(src, code, attr, seed)
-    if attr.post_ops or old is not None:
-        return _reorder_with_sum(src, code, dtype, attr, old)
     for arg in ("src", "dst"):
         attr.check(arg, src.shape)
+    if attr.rounding("dst") != "nearest" or attr.post_ops or old is not None:
+        return _reorder_real(src, dtype, attr, old, seed)
     scaled = any(attr.mask(arg, kind) is not None for kind, arg in _SCALED)
     if attr.mask("dst", "output_scales") is None and scaled:
         return requantize(
@@ -133,41 +131,50 @@ def reorder(
     return result
 
 
-def _reorder_rounded(src: Tensor, code: int, attr: Attr, seed: int) -> Tensor:
-    masks = [attr.mask(arg, kind) for kind, arg in [*_SCALED, _V1]]
-    if any(masks) or masks[-1] is not None or attr.post_ops:
+def _reorder_real(
+    src: Tensor, dtype: torch.dtype, attr: Attr, old: Tensor | None, seed: int
+) -> Tensor:
+    """With a sum, or another rounding than to nearest: by way of real units where need be."""
+    rounding = attr.rounding("dst")
+    if attr.mask("dst", "output_scales") is not None:
         raise NotImplementedError(
-            f"torchq.reorder: with rounding {attr.rounding('dst')}, scales and zero points must "
-            f"have mask 0, without output_scales and post-ops, got {attr}. Dequantize first."
+            f"torchq.reorder: a sum and rounding {rounding} must come without output_scales, got "
+            f"{attr}. Use scales of src, or of dst with their reciprocals."
         )
-    scale_src, scale_dst, zero_src, zero_dst = (
-        attr.resolve(arg, (1,), kind) for kind, arg in _SCALED
-    )
+    scales = [attr.resolve(arg, src.shape) for arg in ("src", "dst")]
+    zeros = [attr.resolve(arg, src.shape, "zero_points") for arg in ("src", "dst")]
+    code = dtype_code(dtype, "reorder")
+    if attr.post_ops or old is not None:
+        step, values = _checked_sum(src, dtype, attr, old)
+        masked = any(x.numel() > 1 for x in (*scales, *zeros))
+        if rounding == "nearest" and not masked:
+            return _sum([src, values], step, scales, zeros, code)
+        one, none = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+        real = requantize(src, scales[0], zeros[0], one, none, torch.float32)
+        src = _sum([real, values], step, [one, one], [none, none], dtype_code(torch.float32))
+        scales[0], zeros[0] = one, none
+    if rounding == "nearest":
+        return requantize(src, scales[0], zeros[0], scales[1], zeros[1], dtype)
     result: Tensor = torch.ops.torchq.reorder_rounded(
         src,
-        torch.cat([scale_src, scale_dst]),
-        torch.cat([zero_src, zero_dst]),
+        torch.stack(torch.broadcast_tensors(*scales)),  # type: ignore[no-untyped-call]
+        torch.stack(torch.broadcast_tensors(*zeros)),  # type: ignore[no-untyped-call]
         code,
-        attr.rounding("dst"),
+        rounding,
         seed,
     )
     return result
 
 
-def _reorder_with_sum(
-    src: Tensor, code: int, dtype: torch.dtype, attr: Attr, old: Tensor | None
-) -> Tensor:
+def _checked_sum(
+    src: Tensor, dtype: torch.dtype, attr: Attr, old: Tensor | None
+) -> tuple[Sum, Tensor]:
+    """The only post-op, and what it adds."""
     chain = list(attr.post_ops)
     if len(chain) != 1 or not isinstance(chain[0], Sum):
         raise NotImplementedError(
             f"torchq.reorder: post_ops must be empty or one sum, got '{attr.post_ops}'. Apply an "
             "eltwise with torchq.functional.eltwise."
-        )
-    masks = [attr.mask(arg, kind) for kind, arg in [*_SCALED, _V1]]
-    if any(masks) or masks[-1] is not None:
-        raise NotImplementedError(
-            f"torchq.reorder: with a sum, scales and zero points must have mask 0 and there must "
-            f"be no output_scales, got {attr}. Dequantize per channel first."
         )
     wanted = chain[0].dtype or dtype
     if old is None or old.dtype != wanted or old.shape != src.shape:
@@ -176,14 +183,17 @@ def _reorder_with_sum(
             f"torchq.reorder: old must be {wanted} {list(src.shape)} for {chain[0]}, got {got}. "
             "Pass the values that the sum adds to."
         )
-    params = [attr.resolve(arg, (1,), kind) for kind, arg in _SCALED]
-    factor, zero_point = torch.tensor([chain[0].scale]), torch.tensor([chain[0].zero_point])
-    result: Tensor = torch.ops.torchq.sum(
-        [src, old],
-        torch.cat([params[0], factor, params[1]]),
-        torch.cat([params[2], zero_point.int(), params[3]]),
-        code,
-    )
+    return chain[0], old
+
+
+def _sum(
+    srcs: list[Tensor], step: Sum, scales: list[Tensor], zeros: list[Tensor], code: int
+) -> Tensor:
+    """``scales`` and ``zeros``: one of src and one of dst."""
+    factors = [scales[0].reshape(1), torch.tensor([step.scale]), scales[1].reshape(1)]
+    offset = torch.tensor([step.zero_point], dtype=torch.int32)
+    offsets = [zeros[0].reshape(1), offset, zeros[1].reshape(1)]
+    result: Tensor = torch.ops.torchq.sum(srcs, torch.cat(factors), torch.cat(offsets), code)
     return result
 
 
