@@ -195,6 +195,9 @@ def every_module() -> dict[str, tnn.QModule]:
         tnn.QConvTranspose3d.from_float(nn.ConvTranspose3d(2, 2, 2, dilation=2), S8, U8, bits=7),
         tnn.DynamicQLinear.from_float(nn.Linear(5, 3), src_range="per_tensor", bits=7),
         tnn.QMatMul([U8, seven], S8, PostOps.parse("eltwise_linear:0.25:0")),
+        tnn.QSoftmax(U8, seven, 1, True, PostOps.parse("eltwise_linear:0.5:1")),
+        tnn.QLayerNorm.from_float(nn.LayerNorm((3, 2)), U8, S8),
+        tnn.QGroupNorm.from_float(nn.GroupNorm(2, 4, 1e-3), seven, None),
         tnn.QAdd([U8, seven], seven, True),
         tnn.QMul([U8, S8], None),
         tnn.QCat([U8, S8, U8], U8, -1),
@@ -219,7 +222,9 @@ def every_module() -> dict[str, tnn.QModule]:
 
 def test_every_class_is_tried() -> None:
     bases = {
-        "QMatmul",
+        "QLayer",
+        "_QNorm",
+        "_QAffineNorm",
         "QConv",
         "QConvTranspose",
         "_QPool",

@@ -9,6 +9,7 @@ from torchq.nn.fused import Absorbed, FusedClip, ResidualFirst
 from torchq.nn.linear import QLinear
 from torchq.nn.module import QModule
 from torchq.nn.multiply import QMatMul
+from torchq.nn.normalization import QGroupNorm, QLayerNorm, QSoftmax
 from torchq.nn.pooling import (
     QAdaptiveAvgPool1d,
     QAdaptiveAvgPool2d,
@@ -56,7 +57,9 @@ __all__ = [
     "QConvTranspose2d",
     "QConvTranspose3d",
     "QGRUCell",
+    "QGroupNorm",
     "QLSTMCell",
+    "QLayerNorm",
     "QLinear",
     "QLookup",
     "QMatMul",
@@ -68,6 +71,7 @@ __all__ = [
     "QRNNCell",
     "QRecurrentLayer",
     "QResample",
+    "QSoftmax",
     "QuantStub",
     "Quantize",
     "RecurrentWeight",

@@ -11,14 +11,14 @@ from typing_extensions import Self
 from torchq.attr import Attr
 from torchq.functional import conv_geometry
 from torchq.functional.depthwise import join_at_dw_conv
-from torchq.nn.matmul import QMatmul, quantized_weight
+from torchq.nn.layer import QLayer, quantized_weight
 from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_conv
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
 
-class QConv(QMatmul):
+class QConv(QLayer):
     """``dst = quantize(post_ops(conv(real(src), weight) + bias))``; padding is real zero.
 
     Shapes:
@@ -53,7 +53,7 @@ class QConv(QMatmul):
         dw: "QConv | None" = None,
         weight_zero_point: Tensor | None = None,
     ) -> None:
-        """See :class:`~torchq.nn.matmul.QMatmul`; :meth:`from_float` is the usual way here.
+        """See :class:`~torchq.nn.layer.QLayer`; :meth:`from_float` is the usual way here.
 
         Groups and dilation are those the weight was packed for; ``padding_end`` is ``padding``
         unless given; ``contiguous`` makes dst contiguous instead of channels-last.

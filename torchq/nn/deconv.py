@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torchq.functional import conv_transpose_geometry
-from torchq.nn.matmul import QMatmul, quantized_weight
+from torchq.nn.layer import QLayer, quantized_weight
 from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_conv_transpose
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
 
-class QConvTranspose(QMatmul):
+class QConvTranspose(QLayer):
     """``dst = quantize(post_ops(conv_transpose(real(src), weight) + bias))``.
 
     Shapes:
@@ -46,7 +46,7 @@ class QConvTranspose(QMatmul):
         contiguous: bool = False,
         weight_zero_point: Tensor | None = None,
     ) -> None:
-        """See :class:`~torchq.nn.matmul.QMatmul`; :meth:`from_float` is the usual way here.
+        """See :class:`~torchq.nn.layer.QLayer`; :meth:`from_float` is the usual way here.
 
         Groups, stride and dilation are those the weight was packed for; ``contiguous`` makes dst
         contiguous instead of channels-last.

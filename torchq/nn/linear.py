@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.nn.matmul import QMatmul, quantized_weight
+from torchq.nn.layer import QLayer, quantized_weight
 from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_linear
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
 
-class QLinear(QMatmul):
+class QLinear(QLayer):
     """``dst = quantize(post_ops(real(src) @ weight.T + bias))``.
 
     Shapes:
@@ -37,7 +37,7 @@ class QLinear(QMatmul):
         post_ops: PostOps | None = None,
         weight_zero_point: Tensor | None = None,
     ) -> None:
-        """See :class:`~torchq.nn.matmul.QMatmul`; :meth:`from_float` is the usual way here."""
+        """See :class:`~torchq.nn.layer.QLayer`; :meth:`from_float` is the usual way here."""
         super().__init__(weight, weight_scale, bias, src, dst, post_ops, weight_zero_point)
         self.out_features, self.in_features = weight.shape
 

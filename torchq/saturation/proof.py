@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from torchq.nn.conv import QConv
 from torchq.nn.deconv import QConvTranspose
+from torchq.nn.layer import QLayer
 from torchq.nn.linear import QLinear
-from torchq.nn.matmul import QMatmul
 from torchq.packing import PackedWeight
 from torchq.saturation.pairs import HIGHEST, LOWEST, SHIFT, U8_MAX, as_conv_weight, halve
 
@@ -90,7 +90,7 @@ def prove(weight: Tensor | PackedWeight, src_dtype: torch.dtype, halved: bool = 
     return Proof(src_dtype, largest - (SHIFT if src_dtype == torch.int8 else 0), halved)
 
 
-def prove_module(module: QMatmul) -> Proof:
+def prove_module(module: QLayer) -> Proof:
     """The proof for a quantized linear or convolution and its source.
 
     Raises:

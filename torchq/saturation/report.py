@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from torchq.nn.conv import QConv
 from torchq.nn.deconv import QConvTranspose
+from torchq.nn.layer import QLayer
 from torchq.nn.linear import QLinear
-from torchq.nn.matmul import QMatmul
 from torchq.nn.module import QModule, quantize_boundary
 from torchq.saturation.pairs import (
     Sums,
@@ -174,7 +174,7 @@ def emulate(
 
 
 def emulate_module(
-    module: QMatmul,
+    module: QLayer,
     src: Tensor,
     residual: Tensor | None = None,
     float_weight: Tensor | None = None,
@@ -251,7 +251,7 @@ def _hooked(
     layers = {layer.name: layer for layer in report.layers}
 
     def hook(name: str) -> Any:
-        def run(module: QMatmul, args: Any, kwargs: Any, dst: Tensor) -> Tensor:
+        def run(module: QLayer, args: Any, kwargs: Any, dst: Tensor) -> Tensor:
             layer = None
             if not replace:
                 if name not in layers:
@@ -273,7 +273,7 @@ def _hooked(
 
 
 def _call(
-    module: QMatmul,
+    module: QLayer,
     weight: Tensor | None,
     layer: LayerReport | None,
     src: Tensor,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchq._text import Binary, Eltwise, PostOp, PReLU, Sum
-from torchq.nn.matmul import QMatmul
+from torchq.nn.layer import QLayer
 
 Function = Callable[[Tensor, float, float], Tensor]
 
@@ -52,7 +52,7 @@ _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def real_result(module: QMatmul, acc: Tensor, axis: int, residual: Tensor | None) -> Tensor:
+def real_result(module: QLayer, acc: Tensor, axis: int, residual: Tensor | None) -> Tensor:
     """``post_ops(src_scale * weight_scale * acc + bias)``, float64; channels are ``axis``."""
     shape = [1] * acc.dim()
     shape[axis] = -1
@@ -64,7 +64,7 @@ def real_result(module: QMatmul, acc: Tensor, axis: int, residual: Tensor | None
     return x
 
 
-def stored(module: QMatmul, x: Tensor, axis: int) -> Tensor:
+def stored(module: QLayer, x: Tensor, axis: int) -> Tensor:
     """What is returned: quantized with dst's scale and zero point, or float32."""
     if module.dst_dtype == torch.float32:
         return x.float()
@@ -76,7 +76,7 @@ def stored(module: QMatmul, x: Tensor, axis: int) -> Tensor:
     return q.clamp(limits.min, limits.max).to(module.dst_dtype)
 
 
-def dequantized(module: QMatmul, dst: Tensor, axis: int) -> Tensor:
+def dequantized(module: QLayer, dst: Tensor, axis: int) -> Tensor:
     """The real values of what :func:`stored` returns, float64."""
     if module.dst_dtype == torch.float32:
         return dst.double()

@@ -144,7 +144,7 @@ def _check_supported(post_ops: PostOps) -> None:
             )
 
 
-class QMatmul(QModule):
+class QLayer(QModule):
     """Packed weight, scales and post-ops of a linear layer or convolution.
 
     Buffers:

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax and normalizations on quantized tensors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from torchq.attr import Attr
+from torchq.functional.arguments import eltwise_post_ops
+from torchq.nn.module import QModule, dtype_name, placeholder_qparams, quantize_boundary
+from torchq.ops import dtype_code
+from torchq.post_ops import PostOps
+from torchq.qparams import QParams
+
+
+class _QNorm(QModule):
+    """What the modules here share.
+
+    Buffers:
+        scales, zero_points: ``[2]``, of the source and the destination.
+        src_scale, src_zero_point: ``[1]``, the source's again, for float32 sources.
+    """
+
+    scales: Tensor
+    zero_points: Tensor
+
+    def __init__(
+        self, src: QParams, dst: QParams | None, post_ops: PostOps | None, **spec: object
+    ) -> None:
+        super().__init__()
+        chain = post_ops or PostOps()
+        name = type(self).__name__
+        self.post_ops = eltwise_post_ops(f"nn.{name}", Attr().set_post_ops(chain))
+        if src.is_per_channel or (dst is not None and dst.is_per_channel):
+            raise NotImplementedError(
+                f"torchq.nn.{name}: src and dst must have one scale, got one per channel. The "
+                "nearest supported form is a Dequantize in front, or a float destination."
+            )
+        self._add_src(src)
+        self.dst_dtype = torch.float32 if dst is None else dst.dtype
+        self.dst_code = dtype_code(self.dst_dtype)
+        self.limited = dst is not None and dst.bits < 8
+        self.dst_low, self.dst_high = (0, 255) if dst is None else dst.integers
+        one = QParams.per_tensor(1.0) if dst is None else dst
+        self.register_buffer("scales", torch.stack([src.scale, one.scale]))
+        self.register_buffer("zero_points", torch.stack([src.zero_point, one.zero_point]))
+        self._set_spec(
+            src=dtype_name(src.dtype),
+            src_bits=src.bits,
+            dst=dtype_name(self.dst_dtype),
+            dst_bits=8 if dst is None else dst.bits,
+            post_ops=self.post_ops,
+            arguments=spec,
+        )
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> Self:
+        """See the base class."""
+        dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"], spec["dst_bits"])
+        src = placeholder_qparams(spec["src"], spec["src_bits"])
+        return cls(src, dst, post_ops=PostOps.parse(spec["post_ops"]), **spec["arguments"])
+
+    def _quantized(self, src: Tensor) -> Tensor:
+        if src.dtype == self.src_dtype:
+            return src
+        return quantize_boundary(
+            src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
+        )
+
+    def _limited(self, dst: Tensor) -> Tensor:
+        return torch.clamp(dst, self.dst_low, self.dst_high) if self.limited else dst
+
+    def extra_repr(self) -> str:
+        """Arguments, dtypes and post-ops."""
+        spec = self.read_spec()
+        arguments = [f"{k}={v}" for k, v in spec["arguments"].items()]
+        chain = [f"post_ops='{self.post_ops}'"] if self.post_ops else []
+        return ", ".join([*arguments, f"{spec['src']} -> {spec['dst']}", *chain])
+
+
+class QSoftmax(_QNorm):
+    """``quantize(post_ops(softmax(real(src))))`` along ``dim``: :func:`torchq.functional.softmax`.
+
+    Shapes:
+        src: any, of the source dtype; float32 is quantized with the source's parameters.
+        dst: the same, uint8, int8 or float32.
+
+    Raises:
+        TypeError: ``src`` has another dtype.
+        ValueError: ``dim`` does not exist.
+    """
+
+    def __init__(
+        self,
+        src: QParams,
+        dst: QParams | None = None,
+        dim: int = -1,
+        logarithmic: bool = False,
+        post_ops: PostOps | None = None,
+    ) -> None:
+        """``logarithmic``: the logarithm of it; ``dst`` None means float32.
+
+        Raises:
+            NotImplementedError: a scale per channel, or a post-op that is not eltwise.
+        """
+        super().__init__(src, dst, post_ops, dim=dim, logarithmic=logarithmic)
+        self.dim, self.logarithmic = dim, logarithmic
+
+    @classmethod
+    def from_float(
+        cls, module: nn.Softmax | nn.LogSoftmax, src: QParams, dst: QParams | None = None
+    ) -> "QSoftmax":
+        """Of the same ``dim``, which must be given."""
+        if module.dim is None:
+            raise ValueError(
+                "torchq.nn.QSoftmax: dim must be given, got None. Make the module with dim=-1, or "
+                "the dimension you mean."
+            )
+        return cls(src, dst, module.dim, isinstance(module, nn.LogSoftmax))
+
+    def forward(self, src: Tensor) -> Tensor:
+        """Applies it."""
+        dst: Tensor = torch.ops.torchq.softmax(
+            self._quantized(src),
+            self.dim,
+            self.logarithmic,
+            self.scales,
+            self.zero_points,
+            self.dst_code,
+            self.post_ops,
+        )
+        return self._limited(dst)
+
+
+class _QAffineNorm(_QNorm):
+    """With ``weight`` and ``bias``: float32 in real units, or absent."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def _add_affine(self, weight: Tensor | None, bias: Tensor | None) -> None:
+        for name, values in (("weight", weight), ("bias", bias)):
+            self.register_buffer(name, None if values is None else values.detach().clone())
+
+    @staticmethod
+    def _given(shape: Sequence[int], weight: Tensor | None, bias: Tensor | None) -> dict[str, bool]:
+        """What the spec says about them."""
+        for name, values in (("weight", weight), ("bias", bias)):
+            if values is not None and list(values.shape) != list(shape):
+                raise ValueError(
+                    f"torchq.nn: {name} of a normalization must have shape {list(shape)}, got "
+                    f"{list(values.shape)}. Pass one value per normalized element or channel."
+                )
+        return {"has_weight": weight is not None, "has_bias": bias is not None}
+
+
+class QLayerNorm(_QAffineNorm):
+    """``quantize(post_ops(layer_norm(real(src))))``: :func:`torchq.functional.layer_norm`.
+
+    Shapes:
+        src: ``(*, normalized_shape)`` of the source dtype; float32 is quantized with the source's
+            parameters.
+        dst: the same, uint8, int8 or float32.
+
+    Raises:
+        TypeError: ``src`` has another dtype.
+        ValueError: ``src`` does not end in ``normalized_shape``.
+    """
+
+    def __init__(
+        self,
+        src: QParams,
+        dst: QParams | None,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+        post_ops: PostOps | None = None,
+        *,
+        has_weight: bool = False,
+        has_bias: bool = False,
+    ) -> None:
+        """``dst`` None means float32; ``has_weight`` and ``has_bias`` make place for loaded ones.
+
+        Raises:
+            NotImplementedError: a scale per channel, or a post-op that is not eltwise.
+        """
+        shape = [int(size) for size in normalized_shape]
+        weight = torch.ones(shape) if weight is None and has_weight else weight
+        bias = torch.zeros(shape) if bias is None and has_bias else bias
+        given = self._given(shape, weight, bias)
+        super().__init__(src, dst, post_ops, normalized_shape=shape, eps=eps, **given)
+        self._add_affine(weight, bias)
+        self.normalized_shape, self.dims, self.eps = shape, len(shape), eps
+
+    @classmethod
+    def from_float(
+        cls, module: nn.LayerNorm, src: QParams, dst: QParams | None = None
+    ) -> "QLayerNorm":
+        """Of the same shape, weight, bias and eps."""
+        return cls(src, dst, module.normalized_shape, module.weight, module.bias, module.eps)
+
+    def forward(self, src: Tensor) -> Tensor:
+        """Normalizes."""
+        if list(src.shape[-self.dims :]) != self.normalized_shape:
+            raise ValueError(
+                f"torchq.nn.QLayerNorm: src must end in {self.normalized_shape}, got "
+                f"{list(src.shape)}. Check the layer's normalized_shape."
+            )
+        dst: Tensor = torch.ops.torchq.layer_norm(
+            self._quantized(src),
+            self.dims,
+            self.weight,
+            self.bias,
+            self.eps,
+            self.scales,
+            self.zero_points,
+            self.dst_code,
+            self.post_ops,
+        )
+        return self._limited(dst)
+
+
+class QGroupNorm(_QAffineNorm):
+    """``quantize(post_ops(group_norm(real(src))))``: :func:`torchq.functional.group_norm`.
+
+    Shapes:
+        src: ``(N, num_channels, ...)`` of the source dtype; float32 is quantized with the source's
+            parameters.
+        dst: the same, channels-last, uint8, int8 or float32.
+
+    Raises:
+        TypeError: ``src`` has another dtype.
+        ValueError: the number of channels is another, or no multiple of the groups.
+    """
+
+    def __init__(
+        self,
+        src: QParams,
+        dst: QParams | None,
+        num_groups: int,
+        num_channels: int,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+        post_ops: PostOps | None = None,
+        *,
+        has_weight: bool = False,
+        has_bias: bool = False,
+    ) -> None:
+        """See :class:`QLayerNorm`."""
+        weight = torch.ones(num_channels) if weight is None and has_weight else weight
+        bias = torch.zeros(num_channels) if bias is None and has_bias else bias
+        given = self._given([num_channels], weight, bias)
+        sizes = {"num_groups": num_groups, "num_channels": num_channels}
+        super().__init__(src, dst, post_ops, **sizes, eps=eps, **given)
+        self._add_affine(weight, bias)
+        self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
+
+    @classmethod
+    def from_float(
+        cls, module: nn.GroupNorm, src: QParams, dst: QParams | None = None
+    ) -> "QGroupNorm":
+        """Of the same groups, weight, bias and eps."""
+        sizes = (module.num_groups, module.num_channels)
+        return cls(src, dst, *sizes, module.weight, module.bias, module.eps)
+
+    def forward(self, src: Tensor) -> Tensor:
+        """Normalizes."""
+        if src.dim() < 2 or src.shape[1] != self.num_channels:
+            raise ValueError(
+                f"torchq.nn.QGroupNorm: src must be (N, {self.num_channels}, ...), got "
+                f"{list(src.shape)}. Check the layer's num_channels."
+            )
+        dst: Tensor = torch.ops.torchq.group_norm(
+            self._quantized(src),
+            self.num_groups,
+            self.weight,
+            self.bias,
+            self.eps,
+            self.scales,
+            self.zero_points,
+            self.dst_code,
+            self.post_ops,
+        )
+        return self._limited(dst)
