@@ -208,6 +208,7 @@ def every_module() -> dict[str, tnn.QModule]:
         tnn.QAvgPool2d(U8, 3, 1, 1, False, False),
         tnn.QAvgPool3d(U8, 2),
         tnn.QAdaptiveAvgPool1d(U8, 2),
+        tnn.QResample(U8, size=[4, 6]),
         tnn.QAdaptiveAvgPool2d(U8, (None, 3)),
         tnn.QAdaptiveAvgPool3d(U8, 1),
         tnn.QLookup(torch.tanh, seven, S8),
