@@ -74,7 +74,8 @@ def _measured(name: str, peers: list[str], args: argparse.Namespace) -> list[dic
         print(
             f"benchmarks: {name}: the machine was busy ({quiet:.1%} of its peak)", file=sys.stderr
         )
-    versions = {"torch": torch.__version__, "isa": torchq.isa()}
+    cpu = torchq.cpu_info()["model"]
+    versions = {"torch": torch.__version__, "isa": torchq.isa(), "cpu": cpu}
     return [{**row, "share_of_peak": quiet, **versions} for row in result.rows()]
 
 
