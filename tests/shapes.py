@@ -187,7 +187,8 @@ LINEAR_TAILS = [
 LINEAR_UNITS = [
     *(LinearShape(m, 64, 64, "unit_m") for m in (8, 15, 16, 17, 31, 32, 33, 48, 65)),
     *(LinearShape(37, n, 128, "unit_n") for n in (16, 31, 48, 64, 80, 113, 130)),
-    *(LinearShape(33, 64, k, "unit_k") for k in (1, 4, 60, 61, 65, 68, 100, 124, 192, 196)),
+    *(LinearShape(33, 64, k, "unit_k") for k in (1, 4, 60, 61, 128, 192)),
+    *(LinearShape(37, 300, k, "unit_tail_k") for k in (65, 68, 100, 124, 196)),
     LinearShape(150, 260, 2048, "unit_blocks"),
     LinearShape(9, 17, MAX_TAPS_K, "unit_longest_k"),
 ]

@@ -80,6 +80,19 @@ def test_relu_of_a_sum_and_a_product() -> None:
 # Slopes per channel
 
 
+@pytest.mark.parametrize("clip", [nn.ReLU(), nn.ReLU6()], ids=str)
+def test_clip_of_a_lone_batch_norm(clip: nn.Module) -> None:
+    """As in DenseNet, where a concatenation is in front of the norm."""
+    model = Wired(
+        lambda m, x: m.b(m.clip(m.norm(torch.cat((y := m.a(x), y), 1)))),
+        a=conv(8, 8),
+        norm=nn.BatchNorm2d(16),
+        clip=clip,
+        b=conv(16, 8),
+    )
+    assert names(convert(model)) == ["QConv2d", "QCat", "QConv2d", "QConv2d"]
+
+
 def prelu(channels: int) -> nn.PReLU:
     module = nn.PReLU(channels)
     nn.init.normal_(module.weight)

@@ -81,8 +81,8 @@ bool needs_padded_copy(const Conv& c, const Source& s, const Intervals (&classes
   if (c.packing.form == ConvPacking::kRowRuns) return true;
   const size_t count = classes[0].size() * classes[1].size() * classes[2].size();
   const int64_t rows = s.batch * c.output[0] * c.output[1] * c.output[2];
-  return count > kMaxClasses ||
-         (count > 1 && prefers_one_class(c.tier, rows, c.packing.panels_per_group())) ||
+  const int64_t group_quads = c.packing.taps * c.packing.quads * c.packing.panels_per_group();
+  return count > kMaxClasses || (count > 1 && prefers_one_class(c.tier, rows, group_quads)) ||
          (count > 1 && rows < kMinRowsPerClass * static_cast<int64_t>(count));
 }
 

@@ -82,8 +82,9 @@ struct GemmProblem {
 /// Whether `run_gemm` takes the tier's matrix unit.
 bool uses_matrix_unit(const GemmProblem& problem, const Kernels& tier);
 /// Whether it would rather have one class than many: what padding adds to the work is less than
-/// what small classes leave empty in a matrix unit's tiles.
-bool prefers_one_class(const Kernels& tier, int64_t rows, int64_t panels_per_group);
+/// what small classes leave empty in a matrix unit's tiles. `group_quads` are those of all panels
+/// of a group.
+bool prefers_one_class(const Kernels& tier, int64_t rows, int64_t group_quads);
 
 void run_gemm(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier);
 /// The same, and notes which kernel it runs.

@@ -13,11 +13,10 @@ namespace {
 
 /// Fewer rows are bound by the weights' way through memory, and faster without.
 constexpr int64_t kMinRows = 8;
-/// Gathering pays where a row meets many channels and its runs are not short. Measured on Emerald
-/// Rapids, against VPDPBUSD: 3x3 of 64 to 64 channels 2.0x, 1x1 of 144 to 32 0.7x, the 3x3 stem
-/// 0.5x.
-constexpr int kMinGatherPanels = 4;
-constexpr int64_t kMinGatherQuads = 8;
+/// Gathering a row costs about 100 cycles and pays where it meets this many quads of weights.
+/// Measured on Emerald Rapids, against VPDPBUSD: 3x3 of 64 to 64 channels, 576 quads, 2.0x; 7x7 of
+/// 3 to 64, 168, 0.9x; 1x1 of 144 to 32, 72, 0.7x.
+constexpr int64_t kMinGatherQuads = 256;
 /// Rows gathered at a time: little enough for L1 where the weights stay in L2 anyway, else enough
 /// to use each block of weights for long.
 constexpr int64_t kFewBytes = 32 * 1024, kManyBytes = 256 * 1024;
@@ -237,14 +236,13 @@ class MatrixWorker {
 };
 
 bool gathering_pays(const GemmProblem& p, const GemmClass& c) {
-  return p.panels_per_group >= kMinGatherPanels &&
-         c.quads() >= kMinGatherQuads * static_cast<int64_t>(c.runs.size());
+  return p.panels_per_group * c.quads() >= kMinGatherQuads;
 }
 
 }  // namespace
 
-bool prefers_one_class(const Kernels& tier, int64_t rows, int64_t panels_per_group) {
-  return tier.matrix != nullptr && rows >= kMinRows && panels_per_group >= kMinGatherPanels;
+bool prefers_one_class(const Kernels& tier, int64_t rows, int64_t group_quads) {
+  return tier.matrix != nullptr && rows >= kMinRows && group_quads >= kMinGatherQuads;
 }
 
 bool uses_matrix_unit(const GemmProblem& p, const Kernels& tier) {

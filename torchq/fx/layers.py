@@ -258,19 +258,22 @@ class _Finder:
             closed = [item for item in found if self._is_closed(op, item[2])]
             if closed:
                 _, root, parts = max(closed, key=lambda item: item[0])
-                if self._belongs_to_sum(root, parts):
+                if self._is_taken_over(root, parts):
                     continue
                 function = _evaluate(self.ops, root, op.node)
                 layers.append(Layer(op, [root], op.node, list(parts), function=function))
                 self.taken.update(parts)
         return layers
 
-    def _belongs_to_sum(self, root: fx.Node, parts: tuple[Op, ...]) -> bool:
-        """Whether it is the relu of an addition or multiplication, which takes it over."""
-        before, functions = self.ops.get(root), [p for p in parts if p.role is not Role.PASS]
-        sum_or_product = before is not None and isinstance(before.module, Add | Mul)
-        free = sum_or_product and before not in self.taken and self._next(root) is parts[0]
-        return free and [clip_bounds(p.module) for p in functions] == [(0.0, math.inf)]
+    def _is_taken_over(self, root: fx.Node, parts: tuple[Op, ...]) -> bool:
+        """Whether it is the relu of an addition or multiplication, or a batch norm's clip."""
+        before = self.ops.get(root)
+        if before is None or before in self.taken or self._next(root) is not parts[0]:
+            return False
+        bounds = [clip_bounds(part.module) for part in parts if part.role is not Role.PASS]
+        if self._is_alone(before):
+            return len(bounds) == 1 and bounds[0] is not None
+        return isinstance(before.module, Add | Mul) and bounds == [(0.0, math.inf)]
 
     def _roots(self) -> dict[fx.Node, dict[fx.Node, tuple[Op, ...]]]:
         """Node -> every node that it is a function of -> the operations in between."""
