@@ -95,7 +95,8 @@ void gather_rows(const GatherRows& g) {
 }
 
 /// Rows of sums on their way to the destination: finished a few at a time while the unit works on
-/// the next tile (measured on Emerald Rapids).
+/// the next tile. Measured on Emerald Rapids, against finishing each tile at once: 3 to 10 % faster
+/// at K = 512 to 1024, up to 6 % slower at K = 64.
 template <class Isa>
 class Finish {
  public:
