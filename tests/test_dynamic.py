@@ -20,6 +20,7 @@ import torchq
 import torchq.functional as TF
 import torchq.nn as tnn
 from torchq import PostOps, QParams
+from torchq.packing import pack_conv, pack_linear
 
 ops = torch.ops.torchq
 
@@ -234,12 +235,21 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda: TF.dynamic_linear(X + torch.nan, W, 1.0), ValueError, "in row 0"),
     (lambda: TF.dynamic_linear(X, W, torch.ones(4)), ValueError, "weight_scale must have 5 values"),
     (lambda: TF.dynamic_linear(X, W.float(), 1.0), TypeError, "weight must be int8"),
+    (lambda: TF.dynamic_linear(X, W.to(U8), 1.0), TypeError, "weight must be int8, got torch.uint8"),
+    (
+        lambda: torchq.nn.DynamicQLinear(pack_linear(W.to(U8)), torch.ones(1), None),
+        TypeError,
+        "weight must be int8, got torch.uint8",
+    ),
+    (
+        lambda: torchq.nn.DynamicQLinear(pack_conv(W[..., None]), torch.ones(1), None),
+        ValueError,
+        "weight must be packed by pack_linear",
+    ),
     (lambda: TF.dynamic_linear(X, W, 1.0, torch.ones(5, dtype=S32)), TypeError, "bias must be"),
     (lambda: TF.dynamic_linear(X, W, 1.0, src_range="per_column"), ValueError, "src_range must be"),
     (
-        lambda: TF.dynamic_linear(
-            X, torchq.functional.dynamic.pack_linear(W)._replace(weight=X), 1.0
-        ),
+        lambda: TF.dynamic_linear(X, pack_linear(W)._replace(weight=X), 1.0),
         TypeError,
         "weight must be int8",
     ),

@@ -69,6 +69,20 @@ def requantize_dynamic(
     return q, dst_scale, zero_point
 
 
+def check_dynamic_weight(op: str, weight: PackedWeight) -> None:
+    """Refuses packed weights that dynamic layers would misread."""
+    if weight.dilation:
+        raise ValueError(
+            f"torchq.{op}: weight must be packed by pack_linear, got {list(weight.shape)}. A "
+            "convolution has no dynamic form."
+        )
+    if weight.dtype != torch.int8:
+        raise TypeError(
+            f"torchq.{op}: weight must be int8, got {weight.dtype}: a dynamic layer's weights have "
+            "no zero point. Quantize them with torchq.functional.quantize_weight."
+        )
+
+
 def dynamic_linear(
     src: Tensor,
     weight: Tensor | PackedWeight,
@@ -104,11 +118,7 @@ def dynamic_linear(
     """
     check_choice("dynamic_linear", "src_range", src_range, RANGES)
     packed = weight if isinstance(weight, PackedWeight) else pack_linear(weight)
-    if packed.dilation:
-        raise ValueError(
-            "torchq.dynamic_linear: weight must be packed by pack_linear, got "
-            f"{list(packed.shape)}. A convolution has no dynamic form."
-        )
+    check_dynamic_weight("dynamic_linear", packed)
     scale = to_scale("torchq.dynamic_linear: weight_scale", weight_scale).reshape(-1)
     if scale.numel() == 1:
         scale = scale.expand(packed.channels)

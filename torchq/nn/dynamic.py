@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.functional import quantize_weight
-from torchq.functional.dynamic import RANGES
+from torchq.functional.dynamic import RANGES, check_dynamic_weight
 from torchq.nn.module import QModule
 from torchq.packing import PackedWeight, pack_linear
 from torchq.qparams import weight_qparams
@@ -52,6 +52,7 @@ class DynamicQLinear(QModule):
         """
         super().__init__()
         check_choice("nn.DynamicQLinear", "src_range", src_range, RANGES)
+        check_dynamic_weight("nn.DynamicQLinear", weight)
         self.out_features, self.in_features = weight.shape
         self.per_row = src_range == "per_row"
         self.register_buffer("weight", weight.weight)
