@@ -235,7 +235,11 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda: TF.dynamic_linear(X + torch.nan, W, 1.0), ValueError, "in row 0"),
     (lambda: TF.dynamic_linear(X, W, torch.ones(4)), ValueError, "weight_scale must have 5 values"),
     (lambda: TF.dynamic_linear(X, W.float(), 1.0), TypeError, "weight must be int8"),
-    (lambda: TF.dynamic_linear(X, W.to(U8), 1.0), TypeError, "weight must be int8, got torch.uint8"),
+    (
+        lambda: TF.dynamic_linear(X, W.to(U8), 1.0),
+        TypeError,
+        "weight must be int8, got torch.uint8",
+    ),
     (
         lambda: torchq.nn.DynamicQLinear(pack_linear(W.to(U8)), torch.ones(1), None),
         TypeError,

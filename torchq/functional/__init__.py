@@ -16,8 +16,9 @@ from torchq.functional.deconv import (
 from torchq.functional.dynamic import dynamic_linear, requantize_dynamic
 from torchq.functional.elementwise import add, concat, lookup, lookup_table, mul, pad
 from torchq.functional.eltwise import binary, eltwise, prelu, shuffle, sum
+from torchq.functional.gemm import gemm_s8s8s32, gemm_u8s8s32
 from torchq.functional.matmul import conv1d, conv2d, conv3d, linear
-from torchq.functional.multiply import gemm_s8s8s32, gemm_u8s8s32, matmul
+from torchq.functional.multiply import matmul
 from torchq.functional.normalization import (
     batch_norm,
     group_norm,
