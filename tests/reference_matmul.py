@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,20 +45,33 @@ def matmul_by_groups(
     dst_zero_point: Number,
     dst_dtype: torch.dtype,
     post_ops: str,
+    values: Sequence[Tensor] = (),
+    srcs: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Each group of k has a row of scales [groups, N]; float32 adds the scaled groups in order."""
+    """Each group of k has a row of scales [groups, N]; float32 adds the scaled groups in order.
+
+    What src has, and the zero points, are one, or one (row) per group.
+    """
     groups, n = group_scales.shape
     size = weight.shape[-2] // groups
     total = None
+
+    def of(value: Number, g: int) -> Tensor:
+        value = torch.as_tensor(value)
+        return value[g] if value.ndim > 0 and value.shape[0] == groups else value
+
     for g in range(groups):
         k = slice(g * size, (g + 1) * size)
-        acc = accumulate(src[..., k], weight[..., k, :], src_zero_point, weight_zero_point)
+        zeros = of(src_zero_point, g), of(weight_zero_point, g)
+        acc = accumulate(src[..., k], weight[..., k, :], *zeros)
         if g + 1 < groups:
-            part = fma32(f32(acc), f32(f64(src_scale) * f64(group_scales[g])), f32(0.0))
+            scale = f64(of(src_scale, g)) * f64(group_scales[g])
+            part = fma32(f32(acc), f32(scale), f32(0.0))
             total = part if total is None else total + part
     assert total is not None
-    chain = bind("+".join(filter(None, ["sum", post_ops])), (), [total])
-    real = real_units(src_scale, group_scales[-1], bias, dst_scale, dst_zero_point, n)
+    chain = bind("+".join(filter(None, ["sum", post_ops])), values, [total, *srcs])
+    last = of(src_scale, groups - 1)
+    real = real_units(last, group_scales[-1], bias, dst_scale, dst_zero_point, n)
     return epilogue(acc, real, chain, dst_dtype, acc.ndim - 1)
 
 

@@ -263,7 +263,7 @@ def _grammar(post_ops: PostOps, name: str) -> tuple[Callable[..., PostOps], list
 ATTR_GRAMMAR = {
     "output_scales": ("set_output_scales", ("mask",)),
     "scales": ("set_scales", ("mask", "groups")),
-    "zero_points": ("set_zero_points", ("mask",)),
+    "zero_points": ("set_zero_points", ("mask", "groups")),
     "rounding": ("set_rounding", ("mode",)),
     "rnn_data": ("set_rnn_data_qparams", ("scale", "shift")),
     "rnn_weights": ("set_rnn_weights_qparams", ("mask",)),

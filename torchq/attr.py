@@ -89,9 +89,18 @@ class Attr:
         self._refuse_mixing("set_scales", "output_scales")
         return self._set("set_scales", "scales", arg, mask, values, groups)
 
-    def set_zero_points(self, arg: str, mask: int, values: Values | None = None) -> Attr:
-        """Sets the int32 zero points of ``src``, ``weights``, ``dst`` or ``src<i>``."""
-        return self._set("set_zero_points", "zero_points", arg, mask, values)
+    def set_zero_points(
+        self,
+        arg: str,
+        mask: int,
+        values: Values | None = None,
+        groups: Sequence[int] | None = None,
+    ) -> Attr:
+        """Sets the int32 zero points of ``src``, ``weights``, ``dst`` or ``src<i>``.
+
+        ``groups`` as in `set_scales`.
+        """
+        return self._set("set_zero_points", "zero_points", arg, mask, values, groups)
 
     def set_output_scales(self, mask: int, values: Values | None = None) -> Attr:
         """Sets v1 output scales, any finite numbers; ``mask`` indexes dst's dims.

@@ -15,9 +15,9 @@ the v1 output scales, are applied before the chain; the scale and zero point of 
     dw_conv  x = depthwise convolution of q, the result so far stored with the scale and zero point
              of ``dst``; what follows belongs to the depthwise convolution
 
-Bit ``d`` of a mask selects dim ``d`` of dst's logical dims (N, C, ...), for linear (rows, C): 0 is
-one value, 2 is one per channel. The number of values is the product of the selected dims, in
-row-major order.
+Bit ``d`` of a mask selects dim ``d`` of dst's logical dims (N, C, ...), for linear and matmul
+(rows, C): 0 is one value, 2 is one per channel. The number of values is the product of the selected
+dims, in row-major order.
 
 The text joins post-ops with ``+`` and their fields with ``:``, and omits trailing defaults:
 
@@ -267,7 +267,7 @@ class PostOps:
 
         Args:
             op_name: For errors.
-            dims: Gives those of dst; for linear the dims of its rows count as one in a mask.
+            dims: Gives those of dst; for linear and matmul its rows count as one dim in a mask.
             srcs: `num_srcs` tensors.
 
         Raises:
@@ -280,7 +280,7 @@ class PostOps:
                 "binary or prelu with another mask than 0 and 2 and without values, and the "
                 "condition of each select, in order."
             )
-        rows, remaining, result = op_name == "linear", iter(srcs), list[Tensor]()
+        rows, remaining, result = op_name in ("linear", "matmul"), iter(srcs), list[Tensor]()
         for op in self:
             if _is_full(op) and op.values is not None:
                 result.append(op.values.reshape(_operand_shape(op_name, op, dims(), rows)))

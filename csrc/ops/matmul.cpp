@@ -48,8 +48,8 @@ struct Matmul {
   const Kernels& tier;
   int64_t m, n, k, groups;
   bool src_flip, weight_flip;
-  int32_t src_zero_point;             // of src read as u8
-  const int32_t* weight_zero_points;  // [n], of the packed weights; null if all are 0
+  const int32_t* src_zero_points;     // [groups], of src read as u8
+  const int32_t* weight_zero_points;  // [groups][n], of the packed weights; null if all are 0
   const std::optional<at::Tensor>& acc_bias;
   int64_t rows = 0;              // of dst, in all batches
   int32_t* row_terms = nullptr;  // [groups][rows], with weight zero points
@@ -99,7 +99,7 @@ struct Rows {
 void fill_row_terms(const Matmul& mm, const Rows& rows, int64_t group, int64_t first) {
   if (mm.row_terms == nullptr) return;
   int32_t* terms = mm.row_terms + group * mm.rows + first;
-  const int32_t shift = static_cast<int32_t>(mm.group_k()) * mm.src_zero_point;
+  const int32_t shift = static_cast<int32_t>(mm.group_k()) * mm.src_zero_points[group];
   for (int64_t b = 0; b < rows.batch; ++b) {
     for (int64_t r = 0; r < mm.m; ++r) {
       const uint8_t* row =
@@ -129,7 +129,8 @@ class GroupSums {
                                 g == 0 ? at::TensorList() : at::TensorList(sum_), bound},
           sum_));
       if (mm.row_terms != nullptr) {
-        builders_.back()->subtract(mm.row_terms + g * mm.rows, mm.weight_zero_points, mm.n, 1);
+        builders_.back()->subtract(mm.row_terms + g * mm.rows, mm.weight_zero_points + g * mm.n,
+                                   mm.n, 1);
       }
     }
   }
@@ -157,7 +158,7 @@ void multiply(const Matmul& mm, const Rows& rows, const PackedMatrix& packed, in
     mm.tier.compensate(
         packed.compensation + g * padded, padded, &tap, 1,
         is_last && mm.acc_bias.has_value() ? mm.acc_bias->const_data_ptr<int32_t>() : nullptr,
-        mm.src_zero_point, mm.n, init);
+        mm.src_zero_points[g], mm.n, init);
     GemmProblem problem{};
     problem.src = rows.data + g * mm.group_k();
     problem.flip = mm.src_flip;
@@ -253,29 +254,48 @@ void check_shapes(const at::Tensor& src, const at::Tensor& weight) {
   }
 }
 
-/// Zero points of the packed weights per channel; null if all are 0.
+/// Zero points [groups][n] of the packed weights; null if all are 0.
 const int32_t* weight_zero_points_of(ScratchFrame& scratch, const std::optional<at::Tensor>& given,
-                                     DType dtype, int64_t n) {
+                                     DType dtype, int64_t groups, int64_t n) {
   const bool is_u8 = dtype == DType::u8;
   if (!given.has_value() && !is_u8) return nullptr;
+  int64_t group_step = 0, step = 0;
   if (given.has_value()) {
     check_param(kOp, "weight_zero_point", *given, at::kInt);
-    TORCH_CHECK_VALUE(given->numel() == 1 || given->numel() == n,
+    const bool grouped = given->dim() == 2;
+    const int64_t columns = grouped ? given->size(1) : given->numel();
+    TORCH_CHECK_VALUE((!grouped || given->size(0) == groups) && (columns == 1 || columns == n),
                       "torchq.matmul: weight_zero_point must have 1 or ", n,
-                      " values, one per column of weight, got ", given->numel(), ".");
+                      " values, one per column of weight, or rows of them for ", groups,
+                      " groups, got ", given->sizes(), ".");
+    step = columns == 1 ? 0 : 1;
+    group_step = grouped ? columns : 0;
   }
-  int32_t* values = scratch.take<int32_t>(n);
+  int32_t* values = scratch.take<int32_t>(groups * n);
   const auto [lo, hi] = zero_point_range(dtype);
   bool any = false;
-  for (int64_t i = 0; i < n; ++i) {
-    const int32_t z =
-        given.has_value() ? given->const_data_ptr<int32_t>()[given->numel() == 1 ? 0 : i] : 0;
+  for (int64_t i = 0; i < groups * n; ++i) {
+    const int64_t at = i / n * group_step + i % n * step;
+    const int32_t z = given.has_value() ? given->const_data_ptr<int32_t>()[at] : 0;
     TORCH_CHECK_VALUE(z >= lo && z <= hi, "torchq.matmul: weight_zero_point must lie in [", lo,
-                      ", ", hi, "], the range of its tensor, got ", z, " at index ", i, ".");
+                      ", ", hi, "], the range of its tensor, got ", z, " at index ", at, ".");
     values[i] = is_u8 ? z - 128 : z;
     any = any || values[i] != 0;
   }
   return any ? values : nullptr;
+}
+
+/// Zero points [groups] of src read as u8; `given` has one, or one per group.
+const int32_t* src_zero_points_of(ScratchFrame& scratch, const std::optional<at::Tensor>& given,
+                                  DType dtype, int64_t groups) {
+  int32_t* values = scratch.take<int32_t>(groups);
+  const bool several = given.has_value() && given->dim() == 2 && given->numel() == groups;
+  if (several) check_param(kOp, "src_zero_point", *given, at::kInt);
+  for (int64_t g = 0; g < groups; ++g) {
+    const std::optional<at::Tensor> own = several ? given->reshape(-1).slice(0, g, g + 1) : given;
+    values[g] = zero_point_of(kOp, "src_zero_point", own, dtype) + (dtype == DType::s8 ? 128 : 0);
+  }
+  return values;
 }
 
 int64_t groups_of(const at::Tensor& multiplier, int64_t k, c10::string_view post_ops) {
@@ -316,17 +336,17 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
     check_numel(kOp, "acc_bias", *acc_bias, n);
   }
   check_param(kOp, "multiplier", multiplier, at::kFloat);
-  const bool src_flip = src_dtype == DType::s8;
   ScratchFrame scratch;
+  const int64_t groups = groups_of(multiplier, k, post_ops);
   Matmul mm{tier,
             m,
             n,
             k,
-            groups_of(multiplier, k, post_ops),
-            src_flip,
+            groups,
+            src_dtype == DType::s8,
             weight_dtype == DType::u8,
-            zero_point_of(kOp, "src_zero_point", src_zero_point, src_dtype) + (src_flip ? 128 : 0),
-            weight_zero_points_of(scratch, weight_zero_point, weight_dtype, n),
+            src_zero_points_of(scratch, src_zero_point, src_dtype, groups),
+            weight_zero_points_of(scratch, weight_zero_point, weight_dtype, groups, n),
             acc_bias};
   const int64_t longest =
       mm.weight_zero_points == nullptr ? kMaxReduction : kMaxReductionWithZeroPoint;
@@ -353,7 +373,8 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
       dst);
   if (dst.numel() == 0) return dst;
   if (mm.row_terms != nullptr) {
-    epilogue.subtract(mm.row_terms + (mm.groups - 1) * mm.rows, mm.weight_zero_points, n, 1);
+    epilogue.subtract(mm.row_terms + (mm.groups - 1) * mm.rows,
+                      mm.weight_zero_points + (mm.groups - 1) * n, n, 1);
   }
   trace.describe(
       [&] { return describe_call({src_arg, weight_arg}, dst, c10::str("post_ops:", post_ops)); });

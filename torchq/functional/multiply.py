@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -29,29 +30,35 @@ def matmul(
 ) -> Tensor:
     """Quantizes ``post_ops(src_scale * weight_scale * (src - z_src) @ (weight - z_w) + bias)``.
 
-    The sum over k is exact. With weight scales per group of k, each group's exact sum is scaled on
-    its own, and float32 adds them in order of k::
+    The sum over k is exact. With scales or zero points per group of k, each group's exact sum is
+    scaled on its own, and float32 adds them in order of k::
 
         t = fma(float(acc_0), s_0, 0);  t = t + fma(float(acc_g), s_g, 0);
         x = fma(float(acc_last), s_last, bias) + t
 
+    With scales of ``src`` per row, rows and bias are post-ops in front of all others::
+
+        x = fma(float(acc), weight_scale, 0) [+ t];  x = x * src_scale[row];  x = x + bias
+
     A float32 ``src`` multiplies the dequantized weight instead (weight-only int8):
     ``src @ (weight_scale * float(weight - z_w)) + bias`` by torch's own float32 matmul, whose
-    order of summation, and so its last bits, are torch's. It takes no post-ops and a float32 dst.
+    order of summation, and so its last bits, are torch's. It takes no post-ops and a float32 dst,
+    and any masks and groups of ``weights``.
 
     Args:
         src: uint8 or int8 ``(..., M, K)``; columns that are not adjacent are copied.
         weight: uint8 or int8 ``(..., K, N)``, contiguous or transposed (``x.mT`` costs nothing).
             Batch dimensions broadcast.
         bias: ``[N]``; float32 in real units or int32 in accumulator units.
-        attr: masks index the dims of each argument, n being its number of dims: scales of ``src``
-            (mask 0), ``weights`` (0; ``1 << (n - 1)`` per column; ``3 << (n - 2)`` with groups
-            ``(k, 1)`` per column and group of k rows) and ``dst`` (0, or ``1 << (n - 1)`` per
-            column); zero points of ``src`` and ``dst`` (0) and ``weights`` (0 or per column);
-            output scales (0 or per column); post-ops, whose mask 2 is per column.
-        dst_dtype: torch.uint8, int8, int32 or float32. Without scales, int32 gives the exact
-            accumulators.
-        post_op_srcs: for each ``sum``, a tensor of dst's shape and the sum's dtype.
+        attr: masks index the dims of each argument; K, M and N name the bits of its last two.
+            Scales of ``src``: mask 0; K with groups ``(1, k)``, per group of k columns; or any
+            mask without K, or groups ``(1, K)``, per row. Scales and zero points of ``weights``: 0,
+            K, N or both, in groups. Zero points of ``src``: 0, or K with groups. Scales of
+            ``dst``, and output scales: 0 or N; its zero points: 0. Post-ops' masks index (rows,
+            columns) as those of :func:`torchq.functional.linear`: 1 per row, 2 per column.
+        dst_dtype: torch.uint8, int8, int32 or float32. Without scales, and zero points per group,
+            int32 gives the exact accumulators.
+        post_op_srcs: as of :func:`torchq.functional.linear`.
 
     Returns:
         ``(..., M, N)``.
@@ -66,13 +73,19 @@ def matmul(
     _check_shapes(src, weight)
     if src.dtype == torch.float32:
         return _weight_only(src, weight, bias, attr, dst_dtype)
+    if src.dtype in (torch.bfloat16, torch.float16, torch.float64):
+        raise TypeError(
+            f"torchq.matmul: a floating src must be torch.float32, got {src.dtype}. Convert it "
+            "with .float(), or quantize it."
+        )
     check_source("matmul", src, attr)
     check_8bit("matmul", "weight", weight)
     n, k = weight.shape[-1], weight.shape[-2]
-    zero_point = _weight_zero_point(attr, weight)
-    groups = _groups(attr, weight)
+    _check_masks(attr, src, weight)
+    groups = _groups(attr, src, weight)
+    zeros = attr.values("weights", "zero_points")
     if bias is not None and bias.dtype == torch.int32:
-        plain = zero_point is None and weight.dtype == torch.int8
+        plain = zeros is None and weight.dtype == torch.int8
         check_int32_bias("matmul", bias, k if plain else 2 * k)
 
     def sizes() -> list[int]:
@@ -81,19 +94,22 @@ def matmul(
         )
         return [*batch, src.shape[-2], n]
 
-    folded = _fold(attr, weight, _dst_dims(src, weight), groups, bias, dst_dtype, n, k)
+    chain = attr.post_ops
+    if _scaled_by_row(attr, src):
+        chain, bias = _by_rows(attr, src, bias, sizes())
+    folded = _fold(attr, chain, src, weight, groups, bias, dst_dtype)
     result: Tensor = torch.ops.torchq.matmul(
         src,
         weight,
         folded.multiplier,
         folded.offset,
         folded.acc_bias,
-        folded.src_zero_point,
-        zero_point,
+        _zero_points(attr, "src", src, groups),
+        _zero_points(attr, "weights", weight, groups),
         dtype_code(dst_dtype),
         folded.post_ops,
         folded.post_op_params,
-        post_op_sources("matmul", attr, dst_dtype, post_op_srcs, sizes),
+        post_op_sources("matmul", Attr().set_post_ops(chain), dst_dtype, post_op_srcs, sizes),
     )
     return result
 
@@ -107,102 +123,133 @@ def _check_shapes(src: Tensor, weight: Tensor) -> None:
         )
 
 
-def _dst_dims(src: Tensor, weight: Tensor) -> tuple[int, ...]:
-    """Only their number and the last one matter."""
-    dims = max(src.dim(), weight.dim())
-    return (*([1] * (dims - 2)), src.shape[-2], weight.shape[-1])
+def _bits(t: Tensor) -> tuple[int, int]:
+    """Mask bits of the last two dims."""
+    return 1 << (t.dim() - 2), 1 << (t.dim() - 1)
 
 
-def _check_masks(attr: Attr, weight: Tensor, dst_dims: Sequence[int]) -> None:
-    column, dst_column = 1 << (weight.dim() - 1), 1 << (len(dst_dims) - 1)
+def _check_masks(attr: Attr, src: Tensor, weight: Tensor) -> None:
+    (_, k), (weight_k, weight_n) = _bits(src), _bits(weight)
+    n = 1 << (max(src.dim(), weight.dim()) - 1)
+    weights = (0, weight_k, weight_k | weight_n, weight_n)
     check_attr(
         "matmul",
         attr,
         {
-            ("scales", "src"): (0,),
-            ("scales", "weights"): (0, column | column >> 1, column),
-            ("scales", "dst"): (0, dst_column),
-            ("zero_points", "src"): (0,),
-            ("zero_points", "weights"): (0, column),
+            ("scales", "src"): None,
+            ("scales", "weights"): weights,
+            ("scales", "dst"): (0, n),
+            ("zero_points", "src"): (0, k),
+            ("zero_points", "weights"): weights,
             ("zero_points", "dst"): (0,),
-            ("output_scales", "dst"): (0, dst_column),
+            ("output_scales", "dst"): (0, n),
         },
     )
+    attr.check("src", src.shape)
     attr.check("weights", weight.shape)
-
-
-def _weight_zero_point(attr: Attr, weight: Tensor) -> Tensor | None:
-    values = attr.values("weights", "zero_points")
-    return None if values is None else values.contiguous()
-
-
-def _groups(attr: Attr, weight: Tensor) -> int:
-    """Groups of k with a scale of their own."""
-    if attr.mask("weights") != 3 << (weight.dim() - 2):
-        return 1
-    param = attr._params["scales", "weights"]
-    group, columns = param.groups or (1, 1)
-    if columns != 1:
+    param, row = attr._params.get(("scales", "src")), (1, src.shape[-1])
+    if param is not None and param.mask & k and param.mask & (k - 1) and param.groups != row:
         raise NotImplementedError(
-            f"torchq.matmul: groups of weight scales must be (k, 1), got {param.groups}: {attr}. "
-            "The nearest supported form has one scale per column."
+            f"torchq.matmul: scales of src must be per row or per group of k, got both: {attr}. "
+            f"The nearest supported are groups {row} (one per row) and mask {k} (per k)."
         )
-    return int(weight.shape[-2]) // group
+
+
+def _scaled_by_row(attr: Attr, src: Tensor) -> bool:
+    return bool((attr.mask("src") or 0) & (_bits(src)[1] - 1))
+
+
+def _groups(attr: Attr, src: Tensor, weight: Tensor) -> int:
+    """Groups of k with a scale or zero point of their own: what all of them divide into."""
+    k = src.shape[-1]
+    common = k
+    for arg, bit, position in (("src", _bits(src)[1], 1), ("weights", _bits(weight)[0], 0)):
+        for kind in ("scales", "zero_points"):
+            param = attr._params.get((kind, arg))
+            if param is not None and param.mask & bit:
+                common = math.gcd(common, param.groups[position] if param.groups else 1)
+    return k // common if k else 1
+
+
+def _by_group(attr: Attr, arg: str, t: Tensor, groups: int, kind: str = "scales") -> Tensor:
+    """Values ``[groups, 1 or N]`` of src per k, or of weights."""
+    values = attr.resolve(arg, t.shape, kind)
+    if arg == "src":
+        values = values.mT
+    k, n = values.shape[-2:]
+    values = values.reshape(k, n)
+    if k == 0:
+        return torch.ones((groups, n), dtype=values.dtype)
+    return values.expand(groups, n) if k == 1 else values[:: k // groups]
+
+
+def _zero_points(attr: Attr, arg: str, t: Tensor, groups: int) -> Tensor | None:
+    """One, ``[N]``, or ``[groups, 1 or N]``."""
+    values = attr.values(arg, "zero_points")
+    if values is None or groups == 1:
+        return None if values is None else values.contiguous()
+    return _by_group(attr, arg, t, groups, "zero_points").contiguous()
+
+
+def _by_rows(
+    attr: Attr, src: Tensor, bias: Tensor | None, dims: list[int]
+) -> tuple[PostOps, Tensor | None]:
+    """The post-ops that apply scales per row and a float bias; the bias that is left."""
+    scales = attr.resolve("src", src.shape)[..., :1]
+    chain = PostOps().append_binary("mul", scales.expand(*dims[:-1], 1).reshape(-1), 1)
+    if bias is not None and bias.dtype == torch.float32 and bias.shape == (dims[-1],):
+        chain, bias = chain.append_binary("add", bias.detach(), 2), None
+    for op in attr.post_ops:
+        chain._append(op)
+    return chain, bias
 
 
 def _fold(
     attr: Attr,
+    chain: PostOps,
+    src: Tensor,
     weight: Tensor,
-    dst_dims: Sequence[int],
     groups: int,
     bias: Tensor | None,
     dst_dtype: torch.dtype,
-    n: int,
-    k: int,
 ) -> Folded:
     """Folds as for a linear layer of the same scales, once per group of k."""
-    _check_masks(attr, weight, dst_dims)
+    n, k = weight.shape[-1], weight.shape[-2]
     empty = torch.empty(0)
     layer = PackedWeight(empty, empty, empty, (n, k), 1, ())
+    by_row = _scaled_by_row(attr, src) or attr.mask("src") is None
+    src_scales = None if by_row else _by_group(attr, "src", src, groups)
+    weight_scales = None
+    if attr.mask("weights") is not None:
+        weight_scales = _by_group(attr, "weights", weight, groups)
+
+    def scales(group: int) -> Attr:
+        part = Attr()
+        if src_scales is not None:
+            part.set_scales("src", 0, src_scales[group])
+        if weight_scales is not None:
+            values = weight_scales[group]
+            part.set_scales("weights", 0 if values.numel() == 1 else 1, values)
+        return part
+
     if groups == 1:
-        return fold("matmul", _as_linear(attr, _columns(attr, weight)), layer, bias, dst_dtype)
-    columns = _columns(attr, weight)
-    assert columns is not None
-    scales = columns.reshape(groups, n)
-    multipliers = []
-    for scale in scales[:-1]:
-        part = Attr().set_scales("src", 0, attr.resolve("src", ()).reshape(1))
-        part.set_scales("weights", 1, scale)
-        multipliers.append(fold("matmul", part, layer, None, torch.float32).multiplier)
-    text = "+".join(filter(None, ["sum:1:0:f32", str(attr.post_ops)]))
-    last = _as_linear(attr, scales[-1])
-    last.post_ops = PostOps.parse(text, attr.post_ops.values)
+        last = _with_destination(attr, scales(0)).set_post_ops(chain)
+        return fold("matmul", last, layer, bias, dst_dtype)
+    multipliers = [
+        fold("matmul", scales(g), layer, None, torch.float32).multiplier for g in range(groups - 1)
+    ]
+    text = "+".join(filter(None, ["sum:1:0:f32", str(chain)]))
+    last = _with_destination(attr, scales(groups - 1))
+    last.post_ops = PostOps.parse("sum:1:0:f32")
+    for op in chain:
+        last.post_ops._append(op)
     folded = fold("matmul", last, layer, bias, dst_dtype)
     multiplier = torch.stack([*multipliers, folded.multiplier])
     return folded._replace(multiplier=multiplier, post_ops=text)
 
 
-def _columns(attr: Attr, weight: Tensor) -> Tensor | None:
-    """Scales of the weights as one, ``[N]``, or ``[groups, N]``; None if they are not set."""
-    mask = attr.mask("weights")
-    if not mask:
-        return attr.values("weights")
-    if mask == 1 << (weight.dim() - 1):
-        return attr.values("weights")
-    scales = attr.resolve("weights", weight.shape).reshape(weight.shape[-2:])
-    return scales[:: weight.shape[-2] // _groups(attr, weight)]
-
-
-def _as_linear(attr: Attr, weight_scale: Tensor | None) -> Attr:
-    """The same attributes with the masks of a linear layer, whose dst is (M, N)."""
-    result = Attr()
-    src, zero_point = attr.values("src"), attr.values("src", "zero_points")
-    if src is not None:
-        result.set_scales("src", 0, src)
-    if zero_point is not None:
-        result.set_zero_points("src", 0, zero_point)
-    if weight_scale is not None:
-        result.set_scales("weights", 0 if weight_scale.numel() == 1 else 1, weight_scale)
+def _with_destination(attr: Attr, result: Attr) -> Attr:
+    """Adds what ``attr`` says of dst, with the masks of a linear layer, whose dst is (M, N)."""
     for kind in ("scales", "zero_points", "output_scales"):
         values = attr.values("dst", kind)
         if values is None:
@@ -214,7 +261,7 @@ def _as_linear(attr: Attr, weight_scale: Tensor | None) -> Attr:
             result.set_zero_points("dst", mask, values)
         else:
             result.set_output_scales(mask, values)
-    return result.set_post_ops(attr.post_ops)
+    return result
 
 
 def _weight_only(
@@ -222,12 +269,7 @@ def _weight_only(
 ) -> Tensor:
     """Float source, int8 weight."""
     check_8bit("matmul", "weight", weight)
-    column = 1 << (weight.dim() - 1)
-    masks = {
-        ("scales", "weights"): (0, column | column >> 1, column),
-        ("zero_points", "weights"): (0, column),
-    }
-    check_attr("matmul", attr, masks)
+    check_attr("matmul", attr, {("scales", "weights"): None, ("zero_points", "weights"): None})
     if dst_dtype != torch.float32 or attr.post_ops:
         raise NotImplementedError(
             "torchq.matmul: a float32 src must have a float32 dst and no post-ops, got "
@@ -237,6 +279,17 @@ def _weight_only(
         raise RuntimeError(
             "torchq.matmul: src requires grad, but torchq's ops have no backward. Run them under "
             "torch.no_grad() or torch.inference_mode(), or pass src.detach()."
+        )
+    n = weight.shape[-1]
+    if bias is not None and bias.dtype != torch.float32:
+        raise TypeError(
+            f"torchq.matmul: bias must be float32 with a float32 src, got {bias.dtype}: there are "
+            "no accumulators. Convert it with .float()."
+        )
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(
+            f"torchq.matmul: bias must have shape [{n}], one value per output channel, got "
+            f"{list(bias.shape)}. Add others to the result."
         )
     scale = attr.resolve("weights", weight.shape)
     zero_point = attr.resolve("weights", weight.shape, "zero_points")
