@@ -29,7 +29,7 @@ void rnn_input(const RnnInput& in) {
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t first = in.rows * i / tiles;
     const int rows = static_cast<int>(in.rows * (i + 1) / tiles - first);
-    for (int r = 0; r < rows; ++r) t.row_offset[r] = in.row_offset[first + r];
+    t.row_offset = in.row_offset + first;
     float* dst = in.dst + first * t.acc_stride;
     if (in.scale == nullptr) {
       t.acc = reinterpret_cast<int32_t*>(dst);
@@ -176,11 +176,13 @@ TORCHQ_NOINLINE void rnn_run(const RnnStep& s) {
   constexpr int kGates = rnn_gates(kCell);
   alignas(64) int32_t acc[kRnnBlock * kPanel];
   RnnTile t{};
-  t.src = s.src;
   t.quads = s.quads;
   t.acc_stride = kGates * kPanel;
   const int widening = s.narrow ? 1 : Isa::kSteps;
   t.panel_stride = s.panel_stride * widening;
+  int64_t row_offset[kTileRows];
+  for (int r = 0; r < kTileRows; ++r) row_offset[r] = r * s.src_stride;
+  t.row_offset = row_offset;
   const int64_t tiles = rnn_tiles(s.rows);
   // One row: the panels of many groups in one go, and then their cells, which are independent of
   // each other and overlap. Many rows: a group's weights stay in L1 for all of them.
@@ -197,7 +199,7 @@ TORCHQ_NOINLINE void rnn_run(const RnnStep& s) {
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t first = s.rows * i / tiles;
       const int rows = static_cast<int>(s.rows * (i + 1) / tiles - first);
-      for (int r = 0; r < rows; ++r) t.row_offset[r] = (first + r) * s.src_stride;
+      t.src = s.src + first * s.src_stride;
       rnn_dot<Isa, false>(t, rows, count * kGates, s.narrow, s.descending);
       rnn_finish_block<Isa, kCell>(s, acc, group, count, first, rows);
     }

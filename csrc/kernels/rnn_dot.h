@@ -6,9 +6,11 @@
 
 namespace {
 
+/// What tiles of the same rows share. Their fields are stored one by one and read one by one:
+/// copies of the whole waited for the stores of the tile before, 100 cycles each.
 struct RnnTile {
   const uint8_t* src;
-  int64_t row_offset[kTileRows];
+  const int64_t* row_offset;
   int64_t quads;
   const int8_t* weight;
   int64_t panel_stride;  // bytes as they lie in memory
@@ -18,23 +20,23 @@ struct RnnTile {
   const float *multiplier, *bias;
 };
 
-/// acc[row][panel] = init[panel] + sum over k of src[row][k] * weight[panel][k]; with kScaled the
-/// floats fma(acc, multiplier[panel], bias[panel]) in its place.
+/// acc[row][p] = init[p] + sum over k of src[row][k] * weight[p][k] for NP panels from `panel` on;
+/// with kScaled the floats fma(acc, multiplier[p], bias[p]) in its place.
 template <class Isa, int MR, int NP, bool kNarrow, bool kScaled>
-TORCHQ_NOINLINE void rnn_tile(const RnnTile& t) {
+TORCHQ_NOINLINE void rnn_tile(const RnnTile& t, int panel) {
   constexpr int kSteps = kNarrow ? 1 : Isa::kSteps;
   using Int = typename Isa::Int;
   int64_t row[MR];
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) row[r] = t.row_offset[r];
   Int acc[MR][NP];
   TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-    const Int init = Isa::load_int(t.init + p * kPanel);
+    const Int init = Isa::load_int(t.init + (panel + p) * kPanel);
     TORCHQ_UNROLL for (int r = 0; r < MR; ++r) acc[r][p] = init;
   }
   const int64_t panel_stride = t.panel_stride;
   const uint8_t* src = t.src;
   const uint8_t* const end = src + t.quads * kQuad;
-  const int8_t* weight = t.weight;
+  const int8_t* weight = t.weight + panel * panel_stride;
   while (src != end) {
     const auto quad = [&](int r) { return Isa::broadcast(src + row[r]); };
     if constexpr (kSteps == 1) {
@@ -52,23 +54,24 @@ TORCHQ_NOINLINE void rnn_tile(const RnnTile& t) {
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
     TORCHQ_UNROLL for (int p = 0; p < NP; ++p) Isa::pin(acc[r][p]);
   }
+  int32_t* const to = t.acc + panel * kPanel;
   TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
     if constexpr (kScaled) {
-      const auto multiplier = Isa::load(t.multiplier + p * kPanel);
-      const auto bias = Isa::load(t.bias + p * kPanel);
+      const auto multiplier = Isa::load(t.multiplier + (panel + p) * kPanel);
+      const auto bias = Isa::load(t.bias + (panel + p) * kPanel);
       TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-        float* dst = reinterpret_cast<float*>(t.acc + r * t.acc_stride + p * kPanel);
+        float* dst = reinterpret_cast<float*>(to + r * t.acc_stride + p * kPanel);
         Isa::store(dst, Isa::fma(Isa::to_float(acc[r][p]), multiplier, bias));
       }
     } else {
       TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-        Isa::store_int(t.acc + r * t.acc_stride + p * kPanel, acc[r][p]);
+        Isa::store_int(to + r * t.acc_stride + p * kPanel, acc[r][p]);
       }
     }
   }
 }
 
-using RnnTileFn = void (*)(const RnnTile&);
+using RnnTileFn = void (*)(const RnnTile&, int panel);
 
 /// fn[rows - 1][panels - 1]
 template <class Isa, bool kNarrow, bool kScaled>
@@ -92,19 +95,13 @@ constexpr RnnTiles<Isa, kNarrow, kScaled> kRnnTiles;
 
 /// All of `panels` consecutive panels, for up to kTileRows rows; the last ones first if descending.
 template <class Isa, bool kNarrow, bool kScaled>
-TORCHQ_INLINE void rnn_dot(RnnTile t, int rows, int panels, bool descending) {
+TORCHQ_INLINE void rnn_dot(const RnnTile& t, int rows, int panels, bool descending) {
   constexpr int most = Isa::kMaxPanels;
-  const RnnTile first = t;
   const int tiles = (panels + most - 1) / most;
   for (int i = 0; i < tiles; ++i) {
     const int panel = (descending ? tiles - 1 - i : i) * most;
     const int count = min_int(panels - panel, most);
-    t.weight = first.weight + panel * first.panel_stride;
-    t.init = first.init + panel * kPanel;
-    t.acc = first.acc + panel * kPanel;
-    t.multiplier = first.multiplier + panel * kPanel;
-    t.bias = first.bias + panel * kPanel;
-    kRnnTiles<Isa, kNarrow, kScaled>.fn[rows - 1][count - 1](t);
+    kRnnTiles<Isa, kNarrow, kScaled>.fn[rows - 1][count - 1](t, panel);
   }
 }
 
