@@ -18,6 +18,7 @@ from torchq.fx.module import QuantizedGraph
 from torchq.fx.ops import Op, Role
 from torchq.fx.prepared import Prepared
 from torchq.fx.sequences import SequenceTracer
+from torchq.fx.sharing import shared_qparams
 from torchq.lowering import append_clip, matmul_from_float, pool_from_float, post_op_chain
 from torchq.nn.binary import Add, Cat, QAdd, QCat, QMul
 from torchq.nn.module import QModule
@@ -45,7 +46,7 @@ class Lowering:
         self._opaque, self._names = opaque, dict[str, str]()
         self._float: dict[fx.Node, fx.Node] = {}
         self._int8: dict[fx.Node, fx.Node] = {}
-        self._qparams: dict[fx.Node, QParams] = {}
+        self._qparams = shared_qparams(prepared)
         self._readers = self.plan.readers()
 
     def run(self) -> QuantizedGraph:

@@ -2,10 +2,11 @@
 """Which values are int8, and which share one scale and zero point.
 
 Nodes that are joined by what merely moves elements, or pools them, form a group: one scale and
-zero point. So do the sources of a concatenation that nobody else reads, with its result. A group
-is int8 if a matmul reads it, or if a layer emits it as int8 and another can read that, or if the
-model rounds it to levels itself: with a fake quantizer, which then says what the scale and zero
-point are. Where an int8 value is read as float32, the converted graph dequantizes it there.
+zero point. So do the sources of a concatenation that nobody else reads, with its result; of its
+other sources :mod:`torchq.fx.sharing` decides when the ranges are known. A group is int8 if a
+matmul reads it, or if a layer emits it as int8 and another can read that, or if the model rounds it
+to levels itself: with a fake quantizer, which then says what the scale and zero point are. Where an
+int8 value is read as float32, the converted graph dequantizes it there.
 """
 
 from __future__ import annotations
@@ -262,21 +263,29 @@ class Plan:
         other = fixed_qparams(op.module, self._config.activation_dtype)
         return other.keeps and same(other.quantize, fixed.quantize)
 
-    def _join_concatenations(self) -> None:
-        """Gives the sources of a concatenation its scale, where nobody else reads them."""
-        cats = {layer.dst: layer for layer in self.layers if isinstance(layer.op.module, Cat)}
-        readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)  # root -> who reads the group
+    def concatenations(self) -> list[Layer]:
+        """In the order of their results, quantized or not."""
+        return [layer for layer in self.layers if isinstance(layer.op.module, Cat)]
+
+    def users(self) -> dict[fx.Node, set[fx.Node]]:
+        """Root -> the nodes that read its group's values, without what moves, pools or measures."""
+        found: dict[fx.Node, set[fx.Node]] = defaultdict(set)
         for node in self.captured.graph.nodes:
             for user in node.users:
                 op = self.ops.get(user)
                 if user not in self._joined and not (op and op.role is Role.SHAPE):
-                    readers[self.root(node)].add(user)
-        concatenations = {layer.op.node for layer in cats.values()}
-        for dst, layer in cats.items():
+                    found[self.root(node)].add(user)
+        return found
+
+    def _join_concatenations(self) -> None:
+        """Gives the sources of a concatenation its scale, where nobody else reads them."""
+        readers, layers = self.users(), self.concatenations()
+        concatenations = {layer.op.node for layer in layers}
+        for layer in layers:
             for src in layer.srcs:
                 alone = readers[self.root(src)] <= concatenations
-                if src.meta["varying"] and alone and self._may_merge(src, dst):
-                    self._merge(src, dst, readers)
+                if src.meta["varying"] and alone and self._may_merge(src, layer.dst):
+                    self._merge(src, layer.dst)
 
     def _may_merge(self, src: fx.Node, dst: fx.Node) -> bool:
         """Whether fake quantizers, if any, say the same or nothing of the source."""
@@ -285,7 +294,7 @@ class Plan:
             return second is None or second.keeps
         return second is not None and same(first.dequantize, second.dequantize)
 
-    def _merge(self, src: fx.Node, dst: fx.Node, readers: dict[fx.Node, set[fx.Node]]) -> None:
+    def _merge(self, src: fx.Node, dst: fx.Node) -> None:
         first, second = self.root(src), self.root(dst)
         if first is not second:
             self._parent[first] = second
