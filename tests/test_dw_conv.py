@@ -305,7 +305,9 @@ def test_module_errors():
         tnn.QConv2d.from_float(nn.Conv2d(8, 24, 1), IN, IN, dw=dw)
     with pytest.raises(ValueError, match="dw must take what this module gives, 16 channels"):
         tnn.QConv2d.from_float(nn.Conv2d(8, 16, 1), IN, MID, dw=dw)
-    with pytest.raises(NotImplementedError, match="must have no sum, got 'sum'"):
+    with pytest.raises(
+        NotImplementedError, match="must have no sum and no operand at run time, got 'sum'"
+    ):
         chain = PostOps().append_sum()
         tnn.QConv2d.from_float(nn.Conv2d(8, 24, 1), IN, MID, post_ops=chain, dw=dw)
     for other in (

@@ -101,9 +101,12 @@ def arguments(shape, src: torch.dtype, post_ops: str) -> tuple[Any, ...]:
     return tuple(call.args.values())
 
 
-@pytest.mark.parametrize("post_ops", ["", "sum+eltwise_clip:0:6", "eltwise_relu:0.5+binary_mul:2"])
+@pytest.mark.parametrize(
+    "post_ops",
+    ["", "sum+eltwise_clip:0:6", "eltwise_relu:0.5+binary_mul:2", "prelu:2+binary_add:3+prelu:1"],
+)
 def test_opcheck_fold(post_ops: str):
-    values = [torch.rand(6)] if "binary" in post_ops else []
+    values = [torch.rand(6)] if ":2" in post_ops else []
     per_channel, one, zero = torch.rand(6) + 0.1, torch.ones(1), i32(3)
     for code in (0, 3, 6):
         dst = (None, None) if code == 6 else (one, zero)

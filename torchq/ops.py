@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchq.post_ops import PostOps, foldable
+from torchq._text import Binary, PReLU
+from torchq.post_ops import CHANNEL_MASKS, PostOps, foldable
 
 LIBRARY_PATH = Path(__file__).parent / "libtorchq.so"
 """The shared library; a C++ program loads the same file."""
@@ -150,13 +151,13 @@ def _fake_fold(like: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     chain = PostOps.parse(post_ops)
     names = [op.name for op in chain]
     sums = names.count("sum")
-    binaries = sum(name.startswith("binary_") for name in names)
+    values = sum(isinstance(op, Binary | PReLU) and op.mask in CHANNEL_MASKS for op in chain)
     if not names:
         params = 0
     elif foldable(chain, torch.int32):  # any dtype: int32 admits every zero point
         params = 1 + channels * (sums + 2 * (names[-1] == "eltwise_clip"))
     else:
-        params = 1 + channels * (binaries + (dst_dtype != 6))
+        params = 1 + channels * (values + (dst_dtype != 6))
     return like.new_empty([channels]), like.new_empty([channels]), like.new_empty([params])
 
 

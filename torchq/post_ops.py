@@ -31,7 +31,7 @@ It holds structure, masks and scalars. The values of binary, prelu and dw_conv t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -233,9 +233,15 @@ class PostOps:
     def channel_values(self) -> list[Tensor]:
         """Those of `values` with mask 0 or 2, which `torch.ops.torchq.fold` takes."""
         operands = [op for op in self if isinstance(op, Binary | PReLU)]
-        known = PostOps()
-        known._ops = [op for op in operands if op.mask in CHANNEL_MASKS]
-        return known.values
+        return post_ops_of([op for op in operands if op.mask in CHANNEL_MASKS]).values
+
+    def with_channel_values(self, values: Sequence[Values]) -> PostOps:
+        """A copy with `channel_values` supplied, in order; other operands stay as they are."""
+        remaining, ops = iter(values), list[PostOp]()
+        for op in self:
+            missing = isinstance(op, Binary | PReLU) and op.mask in CHANNEL_MASKS
+            ops.append(post_ops_of([op]).with_values([next(remaining)])[0] if missing else op)
+        return post_ops_of(ops)
 
     @property
     def num_srcs(self) -> int:
@@ -322,9 +328,7 @@ class PostOps:
         """The chains in front of the first dw_conv and behind it; None without one."""
         for i, op in enumerate(self._ops):
             if isinstance(op, DwConv):
-                before, behind = PostOps(), PostOps()
-                before._ops, behind._ops = self._ops[:i], self._ops[i + 1 :]
-                return before, op, behind
+                return post_ops_of(self._ops[:i]), op, post_ops_of(self._ops[i + 1 :])
         return None
 
     def _operands(self) -> list[tuple[PostOp, Tensor | None]]:
@@ -385,6 +389,14 @@ class PostOps:
     def __hash__(self) -> int:
         """Of text and values."""
         return hash(self._key())
+
+
+def post_ops_of(ops: Iterable[PostOp]) -> PostOps:
+    """The chain of these post-ops."""
+    post_ops = PostOps()
+    for op in ops:
+        post_ops._append(op)
+    return post_ops
 
 
 def compose(steps: Sequence[Step], channels: int, **options: Any) -> Composed:

@@ -15,7 +15,7 @@ from torchq.functional.arguments import check_8bit
 from torchq.functional.matmul import check_source, post_op_sources
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight
-from torchq.post_ops import PostOps
+from torchq.post_ops import PostOps, post_ops_of
 
 __all__ = ["matmul"]
 
@@ -199,9 +199,7 @@ def _by_rows(
     chain = PostOps().append_binary("mul", scales.expand(*dims[:-1], 1).reshape(-1), 1)
     if bias is not None and bias.dtype == torch.float32 and bias.shape == (dims[-1],):
         chain, bias = chain.append_binary("add", bias.detach(), 2), None
-    for op in attr.post_ops:
-        chain._append(op)
-    return chain, bias
+    return post_ops_of([*chain, *attr.post_ops]), bias
 
 
 def _fold(
@@ -240,9 +238,7 @@ def _fold(
     ]
     text = "+".join(filter(None, ["sum:1:0:f32", str(chain)]))
     last = _with_destination(attr, scales(groups - 1))
-    last.post_ops = PostOps.parse("sum:1:0:f32")
-    for op in chain:
-        last.post_ops._append(op)
+    last.set_post_ops(post_ops_of([*PostOps.parse("sum:1:0:f32"), *chain]))
     folded = fold("matmul", last, layer, bias, dst_dtype)
     multiplier = torch.stack([*multipliers, folded.multiplier])
     return folded._replace(multiplier=multiplier, post_ops=text)

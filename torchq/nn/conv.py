@@ -11,7 +11,7 @@ from typing_extensions import Self
 from torchq.attr import Attr
 from torchq.functional import conv_geometry
 from torchq.functional.depthwise import join_at_dw_conv
-from torchq.nn.layer import QLayer, quantized_weight
+from torchq.nn.layer import QLayer, quantized_weight, sources_of
 from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_conv
 from torchq.post_ops import PostOps
@@ -25,10 +25,13 @@ class QConv(QLayer):
         src: ``(N, C, spatial...)`` of the source dtype; float32 is quantized with the source's
             parameters. Channels-last memory is read in place.
         residual: dst's shape, the source of a ``sum`` post-op.
+        post_op_srcs: what else the post-ops read, in their order: see
+            :func:`torchq.functional.conv2d`. With them, ``residual`` is the first or None.
         dst: ``(N, OC, spatial...)``, channels-last unless ``contiguous``, uint8, int8 or float32.
 
     With ``dw``, a depthwise convolution of this one's quantized result, dst is that of ``dw``, and
-    so is the residual. It is the module for a ``dw_conv`` post-op, which :attr:`attr` shows.
+    so are the residual and the other sources. It is the module for a ``dw_conv`` post-op, which
+    :attr:`attr` shows.
 
     Raises:
         TypeError: ``src`` has another dtype.
@@ -104,10 +107,10 @@ class QConv(QLayer):
                 f"{type(dw).__name__}({dw.extra_repr()}). The nearest supported form is one module "
                 "behind the other."
             )
-        if "sum" in self.post_ops:
+        if PostOps.parse(self.post_ops).num_srcs:
             raise NotImplementedError(
-                f"torchq.nn.{type(self).__name__}: post_ops in front of dw must have no sum, got "
-                f"'{self.post_ops}'. torchq.functional.conv2d takes one."
+                f"torchq.nn.{type(self).__name__}: post_ops in front of dw must have no sum and no "
+                f"operand at run time, got '{self.post_ops}'. torchq.functional.conv2d takes them."
             )
         same = self.dst_dtype == dw.src_dtype and channels == outputs
         same = same and torch.equal(self.dst_scale, dw.src_scale)
@@ -221,7 +224,12 @@ class QConv(QLayer):
             contiguous=spec.get("contiguous", False),
         )
 
-    def forward(self, src: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        src: Tensor,
+        residual: Tensor | None = None,
+        post_op_srcs: list[Tensor] | None = None,
+    ) -> Tensor:
         """Applies the convolution."""
         if src.dtype != self.src_dtype:
             src = quantize_boundary(
@@ -242,11 +250,11 @@ class QConv(QLayer):
             self.dst_code,
             self.post_ops,
             params,
-            [] if residual is None or self.dw is not None else [residual],
+            sources_of(residual, post_op_srcs) if self.dw is None else [],
             shift,
         )
         if self.dw is not None:
-            dst = self.dw(dst, residual)
+            dst = self.dw(dst, residual, post_op_srcs)
         return dst.contiguous() if self.contiguous else dst
 
 

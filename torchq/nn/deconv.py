@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torchq.functional import conv_transpose_geometry
-from torchq.nn.layer import QLayer, quantized_weight
+from torchq.nn.layer import QLayer, quantized_weight, sources_of
 from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_conv_transpose
 from torchq.post_ops import PostOps
@@ -23,6 +23,8 @@ class QConvTranspose(QLayer):
         src: ``(N, C, spatial...)`` of the source dtype; float32 is quantized with the source's
             parameters. Channels-last memory is read in place.
         residual: dst's shape, the source of a ``sum`` post-op.
+        post_op_srcs: what else the post-ops read, in their order: see
+            :func:`torchq.functional.conv2d`. With them, ``residual`` is the first or None.
         dst: ``(N, OC, spatial...)``, channels-last unless ``contiguous``, uint8, int8 or float32.
 
     Raises:
@@ -140,7 +142,12 @@ class QConvTranspose(QLayer):
             contiguous=spec.get("contiguous", False),
         )
 
-    def forward(self, src: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        src: Tensor,
+        residual: Tensor | None = None,
+        post_op_srcs: list[Tensor] | None = None,
+    ) -> Tensor:
         """Applies the transposed convolution."""
         if src.dtype != self.src_dtype:
             src = quantize_boundary(
@@ -161,7 +168,7 @@ class QConvTranspose(QLayer):
             self.dst_code,
             self.post_ops,
             params,
-            [] if residual is None else [residual],
+            sources_of(residual, post_op_srcs),
             shift,
         )
         return dst.contiguous() if self.contiguous else dst

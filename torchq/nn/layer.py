@@ -14,7 +14,7 @@ from torchq.functional import quantize
 from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_conv, pack_conv_transpose, pack_linear
-from torchq.post_ops import CHANNEL_MASKS, PostOps
+from torchq.post_ops import CHANNEL_MASKS, PostOps, post_ops_of
 from torchq.qparams import QParams, choose_qparams, output_channel_rows, weight_qparams
 
 
@@ -45,8 +45,7 @@ def with_destination_range(post_ops: PostOps, dst: QParams | None) -> PostOps:
         elif last.alg == "relu" and last.alpha == 0:
             low = max(low, 0.0)  # high is not negative: zero is always in the range
             ops.pop()
-    kept = PostOps.parse("+".join(map(str, ops)), post_ops.values)
-    return kept.append_eltwise("clip", low, high)
+    return post_ops_of(ops).append_eltwise("clip", low, high)
 
 
 def quantized_weight(
@@ -130,18 +129,32 @@ def _placeholder_weight(spec: dict[str, Any]) -> PackedWeight:
     return pack_conv(weight, groups, dilation) if dilation else pack_linear(weight)
 
 
-def _check_supported(post_ops: PostOps) -> None:
-    """Raises NotImplementedError for what only the functional API takes."""
+def _module_chain(post_ops: PostOps) -> PostOps:
+    """The chain with its constants as float32, which is what the ops compute with.
+
+    Raises:
+        NotImplementedError: for what only the functional API takes.
+    """
     post_ops.check_supported("nn")
+    chain = PostOps()
     for op in post_ops:
-        if isinstance(op, Binary | PReLU) and (
-            op.mask not in CHANNEL_MASKS
-            or (isinstance(op, Binary) and (op.dtype != torch.float32 or op.alg == "select"))
-        ):
-            raise NotImplementedError(
-                f"torchq.nn: post_ops must have float32 operands with mask 0 or 2, got {op}. "
-                "torchq.functional.linear and conv2d take the others."
-            )
+        if isinstance(op, Binary | PReLU) and op.mask not in CHANNEL_MASKS:
+            if op.values is not None:
+                raise NotImplementedError(
+                    f"torchq.nn: constants of post_ops must have mask 0 or 2, got {op}. Leave its "
+                    "values out, and pass the operand in post_op_srcs of each call."
+                )
+        elif isinstance(op, Binary) and op.values is not None:
+            chain.append_binary(op.alg, op.values.float(), op.mask)
+            continue
+        chain._append(op)
+    return chain
+
+
+def sources_of(residual: Tensor | None, post_op_srcs: list[Tensor] | None) -> list[Tensor]:
+    """What the chain reads at run time, the residual first."""
+    srcs: list[Tensor] = [] if residual is None else [residual]
+    return srcs if post_op_srcs is None else srcs + post_op_srcs
 
 
 class QLayer(QModule):
@@ -153,7 +166,8 @@ class QLayer(QModule):
         weight_zero_point: int32 ``[1]`` or ``[OC]``, or absent.
         bias: float32 ``[OC]`` in real units, or absent.
         src_scale, src_zero_point, dst_scale, dst_zero_point: ``[1]`` (dst_scale also ``[OC]``).
-        post_op_values: float32, the values of the binary post-ops one after another.
+        post_op_values: float32, the values of the binary post-ops one after another; operands with
+            other masks than 0 and 2 come with each call.
         multiplier, offset, post_op_params: folded from these, not saved.
     """
 
@@ -189,8 +203,7 @@ class QLayer(QModule):
         A uint8 weight, and one with zero points, costs a sum over the source in every call.
         """
         super().__init__()
-        chain = with_destination_range(post_ops or PostOps(), dst)
-        _check_supported(chain)
+        chain = with_destination_range(_module_chain(post_ops or PostOps()), dst)
         self._add_src(src)
         self.dst_dtype = torch.float32 if dst is None else dst.dtype
         self.dst_code = dtype_code(self.dst_dtype)
@@ -207,7 +220,7 @@ class QLayer(QModule):
             spec["weight_dtype"] = dtype_name(weight.dtype)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self.post_ops = str(chain)
-        values = torch.cat([torch.empty(0), *chain.values])
+        values = torch.cat([torch.empty(0), *chain.channel_values])
         self.register_buffer("post_op_values", values)
         self._set_spec(
             weight=list(weight.shape),
@@ -220,7 +233,7 @@ class QLayer(QModule):
             dst=dtype_name(self.dst_dtype),
             dst_scales=self.dst_scale.numel(),
             post_ops=self.post_ops,
-            post_op_values=[value.numel() for value in chain.values],
+            post_op_values=[value.numel() for value in chain.channel_values],
             **spec,
         )
         for name in ("multiplier", "offset", "post_op_params"):
@@ -288,7 +301,7 @@ class QLayer(QModule):
             attr.set_scales("dst", 0 if self.dst_scale.numel() == 1 else 2, self.dst_scale)
             attr.set_zero_points("dst", 0, self.dst_zero_point)
         values = torch.split(self.post_op_values, self.read_spec()["post_op_values"])
-        return attr.set_post_ops(PostOps.parse(self.post_ops, values))
+        return attr.set_post_ops(PostOps.parse(self.post_ops).with_channel_values(values))
 
     def refold(self) -> None:
         """Folds scales, zero points, bias and post-ops anew."""
@@ -318,7 +331,9 @@ class QLayer(QModule):
             "bias": torch.zeros(spec["weight"][0]) if spec["bias"] else None,
             "src": placeholder_qparams(spec["src"], spec["src_bits"]),
             "dst": dst,
-            "post_ops": PostOps.parse(spec["post_ops"], [torch.zeros(n) for n in sizes]),
+            "post_ops": PostOps.parse(spec["post_ops"]).with_channel_values(
+                [torch.zeros(n) for n in sizes]
+            ),
         }
 
     def extra_repr(self) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.nn.layer import QLayer, quantized_weight
+from torchq.nn.layer import QLayer, quantized_weight, sources_of
 from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_linear
 from torchq.post_ops import PostOps
@@ -20,6 +20,8 @@ class QLinear(QLayer):
         src: ``(*, in_features)``, of the source dtype; float32 is quantized with the source's
             parameters.
         residual: ``(*, out_features)``, the source of a ``sum`` post-op.
+        post_op_srcs: what else the post-ops read, in their order: see
+            :func:`torchq.functional.linear`. With them, ``residual`` is the first or None.
         dst: ``(*, out_features)``, uint8, int8 or float32.
 
     Raises:
@@ -79,7 +81,12 @@ class QLinear(QLayer):
         """See the base class."""
         return cls(**cls._arguments_from_spec(spec))
 
-    def forward(self, src: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        src: Tensor,
+        residual: Tensor | None = None,
+        post_op_srcs: list[Tensor] | None = None,
+    ) -> Tensor:
         """Applies the layer."""
         if src.dtype != self.src_dtype:
             src = quantize_boundary(
@@ -100,7 +107,7 @@ class QLinear(QLayer):
             self.dst_code,
             self.post_ops,
             params,
-            [] if residual is None else [residual],
+            sources_of(residual, post_op_srcs),
             shift,
         )
         return dst

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq._text import Eltwise
+from torchq._text import Binary, Eltwise, PReLU, Sum
 from torchq.nn.binary import _QCombine
+from torchq.nn.layer import sources_of
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
@@ -21,6 +22,8 @@ class QMatMul(_QCombine):
     Shapes:
         src0: ``(..., M, K)``, src1: ``(..., K, N)``, each of its own dtype; float32 is quantized
             with the source's parameters.
+        post_op_srcs: what the post-ops read, in their order: dst's shape, ``(..., M, 1)`` for
+            mask 1.
         dst: ``(..., M, N)``, uint8, int8 or float32.
 
     Raises:
@@ -37,18 +40,22 @@ class QMatMul(_QCombine):
     ) -> None:
         """``srcs`` has two; ``dst`` None means float32.
 
-        ``post_ops`` may only hold eltwise operations: a factor ``1 / sqrt(d)`` is
-        ``append_eltwise("linear", 1 / sqrt(d), 0)``.
+        ``post_ops`` may hold eltwise operations (a factor ``1 / sqrt(d)`` is
+        ``append_eltwise("linear", 1 / sqrt(d), 0)``), sums, and binaries and prelu whose operand
+        comes with each call (mask 1 per row, 3 for each value): an attention mask.
 
         Raises:
             NotImplementedError: other post-ops; use :func:`torchq.functional.matmul`.
         """
         chain = post_ops or PostOps()
-        if not all(isinstance(op, Eltwise) for op in chain):
-            raise NotImplementedError(
-                f"torchq.nn.QMatMul: post_ops must be eltwise, got '{chain}'. The nearest "
-                "supported form is torchq.functional.matmul with these post-ops."
-            )
+        for op in chain:
+            at_run_time = isinstance(op, Binary | PReLU) and op.mask in (1, 3) and op.values is None
+            if not isinstance(op, Eltwise | Sum) and not at_run_time:
+                raise NotImplementedError(
+                    f"torchq.nn.QMatMul: post_ops must be eltwise or sum, or have an operand of "
+                    f"mask 1 or 3 without values, got {op} in '{chain}'. The nearest supported "
+                    "form is torchq.functional.matmul with these post-ops."
+                )
         super().__init__(srcs, dst, post_ops=str(chain))
         self.post_ops = str(chain)
         for name in ("multiplier", "offset", "post_op_params"):
@@ -75,7 +82,9 @@ class QMatMul(_QCombine):
             [],
         )
 
-    def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
+    def forward(
+        self, src0: Tensor, src1: Tensor, post_op_srcs: list[Tensor] | None = None
+    ) -> Tensor:
         """Multiplies."""
         src0, src1 = self._quantized(src0, 0), self._quantized(src1, 1)
         columns = src1.shape[-1]
@@ -93,6 +102,6 @@ class QMatMul(_QCombine):
             self.dst_code,
             self.post_ops,
             params,
-            [],
+            sources_of(None, post_op_srcs),
         )
         return self._limited(dst)

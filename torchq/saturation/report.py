@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchq.nn.conv import QConv
 from torchq.nn.deconv import QConvTranspose
-from torchq.nn.layer import QLayer
+from torchq.nn.layer import QLayer, sources_of
 from torchq.nn.linear import QLinear
 from torchq.nn.module import QModule, quantize_boundary
 from torchq.saturation.pairs import (
@@ -179,6 +179,7 @@ def emulate_module(
     residual: Tensor | None = None,
     float_weight: Tensor | None = None,
     report: LayerReport | None = None,
+    post_op_srcs: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """What a quantized linear or convolution would have returned.
 
@@ -188,10 +189,11 @@ def emulate_module(
         residual: the source of a ``sum`` post-op.
         float_weight: see :func:`emulate`.
         report: counts what was found, if given.
+        post_op_srcs: what else the post-ops read, as the module's forward takes it.
 
     Raises:
         TypeError: the module is of another class.
-        NotImplementedError: post-ops with values from run time.
+        ValueError: fewer sources than the post-ops read.
     """
     if not isinstance(module, EMULATED):
         raise TypeError(
@@ -201,8 +203,9 @@ def emulate_module(
         )
     axis = -1 if isinstance(module, QLinear) else 1
     sums = _module_sums(module, src, float_weight)
-    exact = stored(module, real_result(module, sums.exact, axis, residual), axis)
-    changed = stored(module, real_result(module, sums.saturated, axis, residual), axis)
+    srcs = sources_of(residual, None if post_op_srcs is None else list(post_op_srcs))
+    exact = stored(module, real_result(module, sums.exact, axis, srcs), axis)
+    changed = stored(module, real_result(module, sums.saturated, axis, srcs), axis)
     if report is not None:
         real = [dequantized(module, dst, axis) for dst in (exact, changed)]
         report.add(sums, real[0], real[1], int((exact != changed).sum()))
@@ -278,8 +281,9 @@ def _call(
     layer: LayerReport | None,
     src: Tensor,
     residual: Tensor | None = None,
+    post_op_srcs: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    return emulate_module(module, src, residual, weight, layer)
+    return emulate_module(module, src, residual, weight, layer, post_op_srcs)
 
 
 def _layout(dst: Tensor) -> torch.memory_format:

@@ -7,7 +7,7 @@ The kernels do the same in float32, so at rounding ties the two may differ by on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -52,15 +52,25 @@ _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def real_result(module: QLayer, acc: Tensor, axis: int, residual: Tensor | None) -> Tensor:
-    """``post_ops(src_scale * weight_scale * acc + bias)``, float64; channels are ``axis``."""
+def real_result(module: QLayer, acc: Tensor, axis: int, srcs: Sequence[Tensor]) -> Tensor:
+    """``post_ops(src_scale * weight_scale * acc + bias)``, float64; channels are ``axis``.
+
+    ``srcs`` are what the post-ops read at run time, in order.
+    """
     shape = [1] * acc.dim()
     shape[axis] = -1
     x = acc.double() * (module.src_scale.double() * module.weight_scale.double()).reshape(shape)
     if module.bias is not None:
         x = x + module.bias.double().reshape(shape)
-    for op in module.attr.post_ops:
-        x = _apply(op, x, shape, residual)
+    remaining = iter(srcs)
+    chain = module.attr.post_ops
+    if len(srcs) != chain.num_srcs:
+        raise ValueError(
+            f"torchq.saturation: post_op_srcs (and residual) must be {chain.num_srcs} tensors for "
+            f"'{chain}', got {len(srcs)}. Pass what the module's forward takes."
+        )
+    for op in chain:
+        x = _apply(op, x, shape, remaining)
     return x
 
 
@@ -86,18 +96,15 @@ def dequantized(module: QLayer, dst: Tensor, axis: int) -> Tensor:
     return (dst.double() - zero) * module.dst_scale.double().reshape(shape)
 
 
-def _apply(op: PostOp, x: Tensor, shape: list[int], residual: Tensor | None) -> Tensor:
-    if isinstance(op, Sum) and residual is not None:
-        return x + op.scale * (residual.double() - op.zero_point)
+def _apply(op: PostOp, x: Tensor, shape: list[int], srcs: Iterator[Tensor]) -> Tensor:
+    if isinstance(op, Sum):
+        return x + op.scale * (next(srcs).double() - op.zero_point)
     if isinstance(op, Eltwise):
         return op.scale * _ELTWISE[op.alg](x, op.alpha, op.beta)
-    if isinstance(op, Binary | PReLU) and op.mask in (0, 2) and op.values is not None:
-        values = op.values.double().reshape(shape)
-        if isinstance(op, PReLU):
-            return torch.where(x >= 0, x, x * values)
-        if op.alg in _BINARY:
-            return _BINARY[op.alg](x, values).double()
-    raise NotImplementedError(
-        f"torchq.saturation: post-ops must be sum, eltwise, or binary and prelu with constants of "
-        f"mask 0 or 2, got {op}. Emulate the accumulators: emulate_linear, emulate_conv."
-    )
+    assert isinstance(op, Binary | PReLU), "a module's dw_conv is a module of its own"
+    values = next(srcs).double() if op.values is None else op.values.double().reshape(shape)
+    if isinstance(op, PReLU):
+        return torch.where(x >= 0, x, x * values)
+    if op.alg == "select":
+        return torch.where(next(srcs) != 0, x, values)
+    return _BINARY[op.alg](x, values).double()
