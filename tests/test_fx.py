@@ -315,3 +315,24 @@ def test_what_is_all_int8_loads_without_the_float_model(tmp_path) -> None:
     converted = torchq.quantize(Network().eval(), [x], x)
     torchq.save(converted, tmp_path / "model.torchq")
     assert torch.equal(torchq.load(tmp_path / "model.torchq")(x), converted(x))
+
+
+def test_eager_looks_modules_up_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without nn.Module.__getattr__, which is slow; hooks and replaced modules count."""
+    x = torch.randn(2, 4, 8, 8)
+    inner = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Sequential(nn.Conv2d(4, 4, 1)))
+    model = torchq.quantize(nn.Sequential(inner, nn.Conv2d(4, 2, 1)).eval(), [x], x)
+    expected, asked, seen = model(x), list[str](), list[nn.Module]()
+    getattr_ = nn.Module.__getattr__
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            nn.Module, "__getattr__", lambda self, name: asked.append(name) or getattr_(self, name)
+        )
+        assert torch.equal(model(x), expected)
+    assert not {"0", "1"} & set(asked)
+    last = model.get_submodule("1")
+    last.register_forward_hook(lambda module, args, dst: seen.append(module))
+    assert torch.equal(model(x), expected) and seen == [last]
+    setattr(model, "1", nn.Identity())
+    assert model(x).shape == (2, 4, 8, 8) and seen == [last]
+    assert "_modules" not in model.code

@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from torchq.explain import Row
+from torchq.fx.direct import eager_and_scripted
 from torchq.fx.names import BY_NAME, NAMES
 from torchq.fx.sequences import SequenceTracer
 
@@ -32,6 +33,15 @@ class QuantizedGraph(fx.GraphModule):
         super().__init__(root, graph, class_name)
         self.torchq_report = getattr(root, "torchq_report", None)
         self.eval().requires_grad_(False)
+
+    def recompile(self) -> fx.graph.PythonCode:
+        """As a GraphModule; in eager mode the code finds its modules faster."""
+        code, cls = super().recompile(), type(self)
+        called = {str(node.target) for node in self.graph.find_nodes(op="call_module")}
+        given = [str(node.target) for node in self.graph.find_nodes(op="placeholder")]
+        direct, cls.forward = eager_and_scripted(code.src, code.globals, called, given)
+        cls._direct = direct  # type: ignore[attr-defined]
+        return code
 
     def with_report(self, rows: list[Row] | None) -> QuantizedGraph:
         """Sets the report; returns self."""

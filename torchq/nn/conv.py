@@ -17,6 +17,8 @@ from torchq.packing import PackedWeight, pack_conv
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
+_conv = torch.ops.torchq.conv.default
+
 
 class QConv(QLayer):
     """``dst = quantize(post_ops(conv(real(src), weight) + bias))``; padding is real zero.
@@ -235,24 +237,42 @@ class QConv(QLayer):
             src = quantize_boundary(
                 src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
             )
-        hot = self._hot()
-        weight, compensation, pair_bound, multiplier, offset, zero_point, params, shift = hot
-        dst: Tensor = torch.ops.torchq.conv(
-            src,
-            weight,
-            compensation,
-            pair_bound,
-            multiplier,
-            offset,
-            None,
-            zero_point,
-            self.geometry,
-            self.dst_code,
-            self.post_ops,
-            params,
-            sources_of(residual, post_op_srcs) if self.dw is None else [],
-            shift,
-        )
+        srcs = sources_of(residual, post_op_srcs) if self.dw is None else []
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            dst: Tensor = torch.ops.torchq.conv(
+                src,
+                self.weight,
+                self.compensation,
+                self.pair_bound,
+                self.multiplier,
+                self.offset,
+                None,
+                self.src_zero_point,
+                self.geometry,
+                self.dst_code,
+                self.post_ops,
+                self.post_op_params,
+                srcs,
+                self.weight_shift,
+            )
+        else:  # nn.Module.__getattr__ would cost 5 us, and the look-up of the overload 0.5
+            b = self._buffers
+            dst = _conv(
+                src,
+                b["weight"],
+                b["compensation"],
+                b["pair_bound"],
+                b["multiplier"],
+                b["offset"],
+                None,
+                b["src_zero_point"],
+                self.geometry,
+                self.dst_code,
+                self.post_ops,
+                b["post_op_params"],
+                srcs,
+                b["weight_shift"],
+            )
         if self.dw is not None:
             dst = self.dw(dst, residual, post_op_srcs)
         return dst.contiguous() if self.contiguous else dst

@@ -15,6 +15,8 @@ from torchq.packing import PackedWeight, pack_conv_transpose
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
+_conv_transpose = torch.ops.torchq.conv_transpose.default
+
 
 class QConvTranspose(QLayer):
     """``dst = quantize(post_ops(conv_transpose(real(src), weight) + bias))``.
@@ -153,24 +155,42 @@ class QConvTranspose(QLayer):
             src = quantize_boundary(
                 src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
             )
-        hot = self._hot()
-        weight, compensation, pair_bound, multiplier, offset, zero_point, params, shift = hot
-        dst: Tensor = torch.ops.torchq.conv_transpose(
-            src,
-            weight,
-            compensation,
-            pair_bound,
-            multiplier,
-            offset,
-            None,
-            zero_point,
-            self.geometry,
-            self.dst_code,
-            self.post_ops,
-            params,
-            sources_of(residual, post_op_srcs),
-            shift,
-        )
+        srcs = sources_of(residual, post_op_srcs)
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            dst: Tensor = torch.ops.torchq.conv_transpose(
+                src,
+                self.weight,
+                self.compensation,
+                self.pair_bound,
+                self.multiplier,
+                self.offset,
+                None,
+                self.src_zero_point,
+                self.geometry,
+                self.dst_code,
+                self.post_ops,
+                self.post_op_params,
+                srcs,
+                self.weight_shift,
+            )
+        else:  # nn.Module.__getattr__ would cost 5 us, and the look-up of the overload 0.5
+            b = self._buffers
+            dst = _conv_transpose(
+                src,
+                b["weight"],
+                b["compensation"],
+                b["pair_bound"],
+                b["multiplier"],
+                b["offset"],
+                None,
+                b["src_zero_point"],
+                self.geometry,
+                self.dst_code,
+                self.post_ops,
+                b["post_op_params"],
+                srcs,
+                b["weight_shift"],
+            )
         return dst.contiguous() if self.contiguous else dst
 
 
