@@ -40,12 +40,16 @@ CONV = [
     ConvShape(1, 64, 128, (4,), (3,), (1,), (1,), (1,), (1,), 2, "wide groups"),
     ConvShape(1, 37, 37, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1), 37, "depthwise"),
     ConvShape(1, 15, 45, (6,), (2,), (1,), (1,), (1,), (1,), 5, "9 channels a group"),
+    ConvShape(2, 19, 19, (7, 9), (3, 2), (2, 3), (3, 0), (1, 2), (2, 3), 19, "strided depthwise"),
+    ConvShape(2, 6, 8, (4, 5, 6), (2, 3, 3), (1, 2, 1), (1, 0, 2), (0, 2, 2), (2, 1, 2), 2, "3d"),
 ]
 DECONV = [
     deconv("strided", (6, 21), (5, 7), 3, 2, 1),
     deconv("1d", (3, 17), (4,), 4, 3, batch=2),
     deconv("groups", (8, 12), (5, 4), 2, 2, groups=4),
     deconv("no taps", (4, 5), (3, 3), 1, 3),
+    deconv("dilated", (18, 5), (4, 3), 3, 2, 2, dilation=3),
+    deconv("3d", (4, 6), (3, 2, 3), (2, 3, 1), (1, 2, 3), 1, groups=2, batch=2),
 ]
 
 

@@ -2,7 +2,6 @@
 // torchq::conv, 1 to 3 dimensions: dense and grouped as a gemm over gathered rows, depthwise by its
 // own kernel.
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/ones.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -15,6 +14,7 @@
 #include "geometry.h"
 #include "packing.h"
 #include "padding.h"
+#include "row_sums.h"
 
 namespace torchq {
 namespace {
@@ -246,24 +246,17 @@ void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Ten
                     " products, which could overflow int32. Split the layer along its inputs.");
 }
 
-at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::Tensor& compensation,
-                const at::Tensor& pair_bound, const at::Tensor& multiplier,
-                const at::Tensor& offset, const std::optional<at::Tensor>& acc_bias,
-                const std::optional<at::Tensor>& src_zero_point, c10::IntArrayRef geometry,
-                int64_t dst_dtype, c10::string_view post_ops, const at::Tensor& post_op_params,
-                at::TensorList post_op_srcs, const std::optional<at::Tensor>& weight_zero_point,
-                const std::optional<at::Tensor>& row_sums);
-
-/// sum of (q - z) over the taps and channels of each destination, one per group: weights of 1.
-at::Tensor sum_rows(const at::Tensor& src, const std::optional<at::Tensor>& src_zero_point,
-                    c10::IntArrayRef geometry, const Window& w, int64_t groups, int64_t inputs) {
-  const c10::IntArrayRef kernel(w.kernel, 3);
-  const auto [ones, compensation, pair_bound] =
-      pack_weights(conv_packing(groups, inputs, groups, kernel, {w.dilation, 3}),
-                   at::ones({groups, inputs, w.taps()}, at::kChar), kernel);
-  const at::Tensor none = at::detail::empty_cpu({0}, at::kFloat);
-  return conv(src, ones, compensation, pair_bound, none, none, {}, src_zero_point, geometry,
-              static_cast<int64_t>(at::kInt), "", none, {}, {}, {});
+/// The sums over the source that weights with zero points are multiplied by.
+at::Tensor sum_rows(const Conv& c, const ChannelsLast& src, int64_t groups) {
+  SumAxis axes[3];
+  for (int d = 0; d < 3; ++d) {
+    const Window& w = c.window;
+    axes[d] = {w.kernel[d], w.stride[d], w.dilation[d], w.pad_begin[d],
+               src.size[d], c.output[d], false};
+  }
+  const RowSource rows{static_cast<const uint8_t*>(src.tensor.const_data_ptr()), groups,
+                       src.channels / groups, c.is_signed, c.zero_point};
+  return sum_windows(c.tier, rows, src, axes);
 }
 
 at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::Tensor& compensation,
@@ -317,11 +310,9 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   at::Tensor dst = empty_channels_last(
       src.batch, channels, {c.output + 3 - src.spatial_dims, static_cast<size_t>(src.spatial_dims)},
       scalar_type(dst_dtype_of(kOp, dst_dtype)));
-  const at::Tensor sums =
-      row_sums.has_value() ? *row_sums
-      : weight_zero_point.has_value()
-          ? sum_rows(src_arg, src_zero_point, geometry, window, groups, src.channels / groups)
-          : at::Tensor();
+  const at::Tensor sums = row_sums.has_value()            ? *row_sums
+                          : weight_zero_point.has_value() ? sum_rows(c, src, groups)
+                                                          : at::Tensor();
   const EpilogueBuilder epilogue(
       {kOp, channels, multiplier, offset, post_ops, post_op_params, post_op_srcs,
        max_accumulator(src.channels / groups * window.taps(), acc_bias), false,

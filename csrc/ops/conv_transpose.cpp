@@ -2,7 +2,6 @@
 // torchq::conv_transpose, 1 to 3 dimensions: a gemm over gathered rows, as in conv.cpp, whose
 // destinations interleave (Note [Transposed convolution]).
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/ones.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 #include "geometry.h"
 #include "packing.h"
 #include "padding.h"
+#include "row_sums.h"
 #include "transposed.h"
 
 namespace torchq {
@@ -296,26 +296,16 @@ Window checked_window(c10::IntArrayRef geometry, const ChannelsLast& src) {
   return parse_window(kOp, geometry.slice(0, static_cast<size_t>(5 * dims)), dims, 0);
 }
 
-at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
-                          const at::Tensor& compensation, const at::Tensor& pair_bound,
-                          const at::Tensor& multiplier, const at::Tensor& offset,
-                          const std::optional<at::Tensor>& acc_bias,
-                          const std::optional<at::Tensor>& src_zero_point,
-                          c10::IntArrayRef geometry, int64_t dst_dtype, c10::string_view post_ops,
-                          const at::Tensor& post_op_params, at::TensorList post_op_srcs,
-                          const std::optional<at::Tensor>& weight_zero_point);
-
-/// sum of (q - z) over the taps and channels that meet each destination, one per group: weights of
-/// 1, whose order does not matter.
-at::Tensor sum_rows(const at::Tensor& src, const std::optional<at::Tensor>& src_zero_point,
-                    c10::IntArrayRef geometry, const Window& w, int64_t groups, int64_t inputs) {
-  const c10::IntArrayRef kernel(w.kernel, 3);
-  const auto [ones, compensation, pair_bound] =
-      pack_weights(dense_packing(groups, inputs, groups, kernel),
-                   at::ones({groups, inputs, w.taps()}, at::kChar), kernel);
-  const at::Tensor none = at::detail::empty_cpu({0}, at::kFloat);
-  return conv_transpose(src, ones, compensation, pair_bound, none, none, {}, src_zero_point,
-                        geometry, static_cast<int64_t>(at::kInt), "", none, {}, {});
+/// The sums over the source that weights with zero points are multiplied by.
+at::Tensor sum_rows(const Layer& l, const ChannelsLast& src, int64_t groups) {
+  SumAxis axes[3];
+  for (int d = 0; d < 3; ++d) {
+    const Axis& a = l.axes[d];
+    axes[d] = {a.kernel, a.stride, a.dilation, a.padding, a.src_size, a.dst_size, true};
+  }
+  const RowSource rows{static_cast<const uint8_t*>(src.tensor.const_data_ptr()), groups,
+                       src.channels / groups, l.is_signed, l.zero_point};
+  return sum_windows(l.tier, rows, src, axes);
 }
 
 at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
@@ -369,9 +359,7 @@ at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
       src.batch, channels, {output + 3 - src.spatial_dims, static_cast<size_t>(src.spatial_dims)},
       scalar_type(dst_dtype_of(kOp, dst_dtype)));
   const at::Tensor sums =
-      weight_zero_point.has_value()
-          ? sum_rows(src_arg, src_zero_point, geometry, window, groups, group_inputs)
-          : at::Tensor();
+      weight_zero_point.has_value() ? sum_rows(layer, src, groups) : at::Tensor();
   const EpilogueBuilder epilogue(
       {kOp, channels, multiplier, offset, post_ops, post_op_params, post_op_srcs,
        max_accumulator(group_inputs * met, acc_bias), false,

@@ -4,10 +4,12 @@
 #include <torch/library.h>
 
 #include <cstring>
+#include <utility>
 
 #include "../checks.h"
 #include "../post_ops.h"
 #include "gemm.h"
+#include "row_sums.h"
 
 namespace torchq {
 namespace {
@@ -38,17 +40,14 @@ void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Ten
                     ". Check the layer's in_features.");
 }
 
-/// sum of (q - z) of each row of src, (..., 1).
-at::Tensor sum_rows(const Kernels& tier, const at::Tensor& src, int32_t zero_point, bool flip) {
+/// The sums over the source that weights with zero points are multiplied by, (..., 1).
+at::Tensor sum_rows(const Kernels& tier, const at::Tensor& src, int32_t zero_point,
+                    bool is_signed) {
   c10::SmallVector<int64_t, 5> sizes(src.sizes().begin(), src.sizes().end());
-  const int64_t k = sizes.back();
-  sizes.back() = 1;
+  const int64_t k = std::exchange(sizes.back(), 1);
   at::Tensor sums = at::detail::empty_cpu(sizes, at::kInt);
-  const uint8_t* row = static_cast<const uint8_t*>(src.const_data_ptr());
-  const int32_t shift = static_cast<int32_t>(k) * (zero_point + (flip ? 128 : 0));
-  int32_t* sum = sums.mutable_data_ptr<int32_t>();
-  for (int64_t r = 0; r < sums.numel(); ++r, row += k)
-    sum[r] = tier.sum_bytes(row, k, flip) - shift;
+  sum_groups(tier, {static_cast<const uint8_t*>(src.const_data_ptr()), 1, k, is_signed, zero_point},
+             sums.numel(), sums.mutable_data_ptr<int32_t>());
   return sums;
 }
 
