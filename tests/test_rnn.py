@@ -66,6 +66,14 @@ CASES = [
     Case("rnn_relu", 10, 19, batch=2, state=S8),
     Case("lstm", 70, 300, steps=4),  # several blocks of groups, walked back and forth
     Case("gru", 70, 437, steps=4, src=F32),
+    # Many rows: inputs in the steps, and what a matrix unit reads in whole, shared or padded tiles.
+    Case("lstm", 64, 128, steps=4, batch=9),
+    Case("lstm", 128, 64, steps=3, batch=20, state=S8),
+    Case("lstm", 64, 64, steps=2, batch=71, src=F32),
+    Case("lstm", 40, 128, steps=2, batch=50, projection=64),
+    Case("gru", 64, 192, steps=2, batch=49, directions=2),
+    Case("gru_vanilla", 64, 64, steps=3, batch=17, src=F32),
+    Case("rnn_tanh", 64, 128, steps=2, batch=50, src=S8, per_tensor=True),
 ]
 
 
@@ -232,9 +240,12 @@ def test_threads_batch_and_time_change_no_bit(isa: str, cell: str, src: torch.dt
     assert_same(c, whole[2])
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[5], CASES[7], CASES[9]], ids=str)
+PACKED = [*(CASES[i] for i in (2, 4, 5, 7, 9)), Case("gru", 64, 64, batch=53, directions=2)]
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
 def test_packed_sequences_are_their_rows_one_by_one(isa: str, case: Case) -> None:
-    lengths = [6, 4, 4, 3, 1][: case.batch]
+    lengths = [6, 4, 4, 3, 1][: case.batch] if case.batch <= 5 else [6] * 5 + [4] * 25 + [2] * 23
     layer = make(case)
     src, h_0, c_0 = inputs(case, layer)
     packed = torch.nn.utils.rnn.pack_padded_sequence(src[:6].float(), torch.tensor(lengths))
@@ -252,13 +263,17 @@ def test_packed_sequences_are_their_rows_one_by_one(isa: str, case: Case) -> Non
 
 
 def test_strided_sources(isa: str) -> None:
-    case = Case("lstm", 16, 24, steps=4, batch=3)
+    check_strided_sources(Case("lstm", 16, 24, steps=4, batch=3))
+    check_strided_sources(Case("lstm", 64, 24, steps=4, batch=7))
+
+
+def check_strided_sources(case: Case) -> None:
     layer = make(case)
     src, h_0, c_0 = inputs(case, layer)
     expected = layer(src, None, h_0, c_0)
     for strided in (
         src.transpose(0, 1).contiguous().transpose(0, 1),
-        src.repeat(1, 1, 2)[..., :16],
+        src.repeat(1, 1, 2)[..., : case.inputs],
     ):
         for got, same in zip(layer(strided, None, h_0, c_0), expected, strict=True):
             assert_same(got, same)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What AMX adds to the tier avx512_vnni, whose kernels do everything else.
-#include "../kernels/matrix.h"
+#include "../kernels/rnn_matrix.h"
 #include "avx512.h"
 
 namespace torchq {
@@ -10,5 +10,7 @@ constinit const MatrixUnit kAmx = {
     .begin = &begin_tiles,
     .multiply = &multiply_rows<Avx512Vnni>,
     .end = &end_tiles,
+    .rnn_input = &rnn_input<MatrixTiles<Avx512Vnni>>,
+    .rnn_step = &rnn_step<MatrixTiles<Avx512Vnni>>,
 };
 }  // namespace torchq

@@ -36,8 +36,8 @@ constexpr Kernels make_kernels() {
   k.add = &add_row<Isa>;
   k.mul = &mul_row<Isa>;
   k.lookup = &lookup<Isa>;
-  k.rnn_input = &rnn_input<Isa>;
-  k.rnn_step = &rnn_step<Isa>;
+  k.rnn_input = &rnn_input<VectorTiles<Isa>>;
+  k.rnn_step = &rnn_step<VectorTiles<Isa>>;
   k.quantize_row = &quantize_row<Isa>;
   return k;
 }

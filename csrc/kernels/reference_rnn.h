@@ -16,18 +16,27 @@ int32_t rnn_sum(const uint8_t* src, int64_t quads, const int8_t* panel, int n, i
   return static_cast<int32_t>(acc);
 }
 
+/// What dst[group][row][i] is, i counting [gates][16].
+float rnn_input_value(const RnnInput& in, int64_t group, int64_t row, int64_t i) {
+  const int64_t all = group * in.gates * kPanel + i;
+  const int8_t* panel = in.weight + all / kPanel * in.panel_stride;
+  const uint8_t* src = in.src + in.row_offset[row];
+  int32_t sum = rnn_sum(src, in.quads, panel, static_cast<int>(i % kPanel), in.init[all]);
+  float factor = in.multiplier[all];
+  if (in.scale != nullptr) {
+    sum -= in.zero_point[row] * in.compensation[all];
+    factor *= in.scale[row];
+  }
+  return fmaf(static_cast<float>(sum), factor, in.bias[all]);
+}
+
 void rnn_input(const RnnInput& in) {
-  for (int64_t r = 0; r < in.rows; ++r) {
-    for (int64_t i = 0; i < int64_t{in.gates} * kPanel; ++i) {
-      const int8_t* panel = in.weight + i / kPanel * in.panel_stride;
-      const uint8_t* src = in.src + in.row_offset[r];
-      int32_t sum = rnn_sum(src, in.quads, panel, static_cast<int>(i % kPanel), in.init[i]);
-      float factor = in.multiplier[i];
-      if (in.scale != nullptr) {
-        sum -= in.zero_point[r] * in.compensation[i];
-        factor *= in.scale[r];
+  const int64_t width = int64_t{in.gates} * kPanel;
+  for (int64_t group = 0; group < in.groups; ++group) {
+    for (int64_t r = 0; r < in.rows; ++r) {
+      for (int64_t i = 0; i < width; ++i) {
+        in.dst[group * in.dst_group_stride + r * width + i] = rnn_input_value(in, group, r, i);
       }
-      in.dst[r * in.gates * kPanel + i] = fmaf(static_cast<float>(sum), factor, in.bias[i]);
     }
   }
 }
@@ -83,7 +92,9 @@ void rnn_step(const RnnStep& s) {
     for (int64_t unit = 0; unit < int64_t{s.groups} * kPanel; ++unit) {
       const int64_t group = unit / kPanel;
       const int n = static_cast<int>(unit % kPanel);
+      const bool has_input = s.input != nullptr || s.source != nullptr;
       const auto input = [&](int g) {
+        if (s.source != nullptr) return rnn_input_value(*s.source, group, r, g * kPanel + n);
         return s.input[group * s.input_group_stride + r * s.input_row_stride + g * kPanel + n];
       };
       float a[4] = {};
@@ -94,7 +105,7 @@ void rnn_step(const RnnStep& s) {
         float factor = s.multiplier[param];
         if (s.scale != nullptr) factor *= s.scale[r];
         const bool reset_later = s.cell == RnnCell::kGru && g == 2;
-        const float x = reset_later ? s.extra[unit] : s.input != nullptr ? input(g) : 0.0f;
+        const float x = reset_later ? s.extra[unit] : has_input ? input(g) : 0.0f;
         a[g] = fmaf(static_cast<float>(sum), factor, x);
       }
       if (s.cell == RnnCell::kGru) a[3] = input(2);

@@ -11,47 +11,67 @@
 
 namespace {
 
-/// Sums of one block, in panels: 4 KB of L1.
+/// Panels of one row's sums, 4 KB of L1.
 constexpr int kRnnBlock = 64;
 
-template <class Isa>
-void rnn_input(const RnnInput& in) {
-  alignas(64) int32_t acc[kTileRows * 4 * kPanel];
+/// Rows come in tiles whose sizes differ by at most one: rows [first(i), first(i + 1)).
+template <class Tiles>
+struct RnnRows {
+  int64_t rows, count;
+
+  explicit RnnRows(int64_t all) : rows(all), count((all + Tiles::kRows - 1) / Tiles::kRows) {}
+  int64_t first(int64_t i) const { return rows * i / count; }
+};
+
+/// One tile of an input: `count` groups from `group` on, to dst [rows][count][gates][16].
+template <class Tiles>
+TORCHQ_INLINE void rnn_input_tile(const RnnInput& in, int group, int count, int64_t first, int rows,
+                                  float* dst) {
+  using Isa = typename Tiles::Isa;
+  const int panel = group * in.gates, panels = count * in.gates;
   RnnTile t{};
   t.src = in.src;
+  t.row_offset = in.row_offset + first;
   t.quads = in.quads;
-  t.weight = in.weight;
   t.panel_stride = in.panel_stride * (in.narrow ? 1 : Isa::kSteps);
-  t.init = in.init;
-  t.acc = acc;
-  t.acc_stride = in.gates * kPanel;
-  const int64_t tiles = rnn_tiles(in.rows);
-  for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t first = in.rows * i / tiles;
-    const int rows = static_cast<int>(in.rows * (i + 1) / tiles - first);
-    t.row_offset = in.row_offset + first;
-    float* dst = in.dst + first * t.acc_stride;
-    if (in.scale == nullptr) {
-      t.acc = reinterpret_cast<int32_t*>(dst);
-      t.multiplier = in.multiplier;
-      t.bias = in.bias;
-      rnn_dot<Isa, true>(t, rows, in.gates, in.narrow);
-      continue;
-    }
-    rnn_dot<Isa, false>(t, rows, in.gates, in.narrow);
-    for (int g = 0; g < in.gates; ++g) {
-      const auto multiplier = Isa::load(in.multiplier + g * kPanel);
-      const auto bias = Isa::load(in.bias + g * kPanel);
-      for (int r = 0; r < rows; ++r) {
-        const int64_t at = r * t.acc_stride + g * kPanel;
-        const auto shift = Isa::mul(Isa::load_int(in.compensation + g * kPanel),
-                                    Isa::set_int(in.zero_point[first + r]));
-        const auto sum = Isa::sub(Isa::load_int(acc + at), shift);
-        const auto factor = Isa::mul(multiplier, Isa::set(in.scale[first + r]));
-        Isa::store(dst + at, Isa::fma(Isa::to_float(sum), factor, bias));
-      }
+  t.weight = in.weight + panel * t.panel_stride;
+  t.init = in.init + panel * kPanel;
+  t.acc = reinterpret_cast<int32_t*>(dst);
+  t.acc_stride = panels * kPanel;
+  t.multiplier = in.multiplier + panel * kPanel;
+  t.bias = in.bias + panel * kPanel;
+  if (in.scale == nullptr) {
+    return Tiles::template dot<true>(t, rows, panels, in.narrow, false);
+  }
+  Tiles::template dot<false>(t, rows, panels, in.narrow, false);
+  const int32_t* compensation = in.compensation + panel * kPanel;
+  for (int p = 0; p < panels; ++p) {
+    const auto multiplier = Isa::load(t.multiplier + p * kPanel);
+    const auto bias = Isa::load(t.bias + p * kPanel);
+    for (int r = 0; r < rows; ++r) {
+      const int64_t at = r * t.acc_stride + p * kPanel;
+      const auto shift = Isa::mul(Isa::load_int(compensation + p * kPanel),
+                                  Isa::set_int(in.zero_point[first + r]));
+      const auto sum = Isa::sub(Isa::load_int(t.acc + at), shift);
+      const auto factor = Isa::mul(multiplier, Isa::set(in.scale[first + r]));
+      Isa::store(dst + at, Isa::fma(Isa::to_float(sum), factor, bias));
     }
   }
+}
+
+template <class Tiles>
+void rnn_input(const RnnInput& in) {
+  const RnnRows<Tiles> tiles(in.rows);
+  Tiles::begin();
+  for (int group = 0; group < in.groups; ++group) {
+    float* dst = in.dst + group * in.dst_group_stride;
+    for (int64_t i = 0; i < tiles.count; ++i) {
+      const int64_t first = tiles.first(i);
+      const int rows = static_cast<int>(tiles.first(i + 1) - first);
+      rnn_input_tile<Tiles>(in, group, 1, first, rows, dst + first * in.gates * kPanel);
+    }
+  }
+  Tiles::end();
 }
 
 /// What a step does with the result h of 16 units of a row, in this order.
@@ -83,28 +103,32 @@ TORCHQ_INLINE void rnn_emit(const RnnStep& s, int64_t row, int64_t unit, typenam
   }
 }
 
-/// The cells of V::kCells rows (or groups): that of sums acc[i], which are [gates][16].
+/// What a cell begins with: its sums and its input, both [gates][16].
+struct RnnSums {
+  const int32_t* acc;
+  const float* input;
+  int group;
+  int64_t row;
+};
+
+/// V::kCells cells, of other rows or groups.
 template <class Isa, class V, RnnCell kCell>
-TORCHQ_INLINE void rnn_finish(const RnnStep& s, const int32_t* const* acc, const int* group,
-                              const int64_t* row) {
+TORCHQ_INLINE void rnn_finish(const RnnStep& s, const RnnSums* sums) {
   using Float = typename V::Float;
   using Cell = RnnFormula<V>;
-  const auto unit = [&](int i) { return int64_t{group[i]} * kPanel; };
-  const auto at = [&](int i) { return row[i] * s.unit_stride + unit(i); };
+  const auto unit = [&](int i) { return int64_t{sums[i].group} * kPanel; };
+  const auto at = [&](int i) { return sums[i].row * s.unit_stride + unit(i); };
   const auto gate = [&](int g, Float x) {
     Float factor = V::each([&](int i) {
-      const auto m = Isa::load(s.multiplier + group[i] * s.param_stride + g * kPanel);
-      return s.scale == nullptr ? m : Isa::mul(m, Isa::set(s.scale[row[i]]));
+      const auto m = Isa::load(s.multiplier + sums[i].group * s.param_stride + g * kPanel);
+      return s.scale == nullptr ? m : Isa::mul(m, Isa::set(s.scale[sums[i].row]));
     });
     const Float sum =
-        V::each([&](int i) { return Isa::to_float(Isa::load_int(acc[i] + g * kPanel)); });
+        V::each([&](int i) { return Isa::to_float(Isa::load_int(sums[i].acc + g * kPanel)); });
     return V::fma(sum, factor, x);
   };
   const auto in = [&](int g) {
-    return V::each([&](int i) {
-      return Isa::load(s.input + group[i] * s.input_group_stride + row[i] * s.input_row_stride +
-                       g * kPanel);
-    });
+    return V::each([&](int i) { return Isa::load(sums[i].input + g * kPanel); });
   };
   const auto old = [&] { return V::each([&](int i) { return Isa::load(s.old + at(i)); }); };
   const auto extra = [&](int vector) {
@@ -139,90 +163,118 @@ TORCHQ_INLINE void rnn_finish(const RnnStep& s, const int32_t* const* acc, const
   } else {
     h = gate(0, V::set(0.0f));
   }
-  V::for_each(h, [&](int i, auto each) { rnn_emit<Isa>(s, row[i], unit(i), each); });
+  V::for_each(h, [&](int i, auto each) { rnn_emit<Isa>(s, sums[i].row, unit(i), each); });
 }
 
-/// The cells of `rows` rows and `groups` groups; acc is [groups][rows][gates][16].
+/// A tile of sums and inputs, where those of its first row and group are.
+struct RnnBlock {
+  const int32_t* acc;
+  int64_t acc_group_stride, acc_row_stride;
+  const float* input;
+  int64_t input_group_stride, input_row_stride;
+  int first_group, groups;
+  int64_t first_row;
+  int rows;
+
+  RnnSums sums(int cell) const {
+    const int group = cell / rows, row = cell % rows;
+    return {acc + group * acc_group_stride + row * acc_row_stride,
+            input + group * input_group_stride + row * input_row_stride, first_group + group,
+            first_row + row};
+  }
+};
+
 template <class Isa, RnnCell kCell>
-TORCHQ_INLINE void rnn_finish_block(const RnnStep& s, const int32_t* acc, int first_group,
-                                    int groups, int64_t first_row, int rows) {
-  constexpr int kGates = rnn_gates(kCell);
+TORCHQ_INLINE void rnn_finish_block(const RnnStep& s, const RnnBlock& block) {
   constexpr bool kPairs = Isa::kMaxPanels > 1;  // 32 registers
-  const int cells = groups * rows;
-  const int32_t* sums[2];
-  int group[2];
-  int64_t row[2];
-  const auto point = [&](int i, int cell) {
-    sums[i] = acc + cell * kGates * kPanel;
-    group[i] = first_group + cell / rows;
-    row[i] = first_row + cell % rows;
-  };
+  const int cells = block.groups * block.rows;
   int cell = 0;
   if constexpr (kPairs) {
     for (; cell + 2 <= cells; cell += 2) {
-      point(0, cell);
-      point(1, cell + 1);
-      rnn_finish<Isa, TwoCells<Isa>, kCell>(s, sums, group, row);
+      const RnnSums sums[2] = {block.sums(cell), block.sums(cell + 1)};
+      rnn_finish<Isa, TwoCells<Isa>, kCell>(s, sums);
     }
   }
   for (; cell < cells; ++cell) {
-    point(0, cell);
-    rnn_finish<Isa, OneCell<Isa>, kCell>(s, sums, group, row);
+    const RnnSums sums = block.sums(cell);
+    rnn_finish<Isa, OneCell<Isa>, kCell>(s, &sums);
   }
 }
 
-template <class Isa, RnnCell kCell>
+template <class Tiles, RnnCell kCell>
 TORCHQ_NOINLINE void rnn_run(const RnnStep& s) {
+  using Isa = typename Tiles::Isa;
   constexpr int kGates = rnn_gates(kCell);
-  alignas(64) int32_t acc[kRnnBlock * kPanel];
-  RnnTile t{};
-  t.quads = s.quads;
-  t.acc_stride = kGates * kPanel;
+  constexpr int kWidth = kGates < Tiles::kPanels ? Tiles::kPanels : kGates;  // panels of many rows
+  constexpr int kMost = Tiles::kRows * kWidth < kRnnBlock ? kRnnBlock : Tiles::kRows * kWidth;
+  alignas(64) int32_t acc[kMost * kPanel];
+  alignas(64) float input[Tiles::kRows * kWidth * kPanel];
+  int64_t row_offset[Tiles::kRows];
+  for (int r = 0; r < Tiles::kRows; ++r) row_offset[r] = r * s.src_stride;
   const int widening = s.narrow ? 1 : Isa::kSteps;
-  t.panel_stride = s.panel_stride * widening;
-  int64_t row_offset[kTileRows];
-  for (int r = 0; r < kTileRows; ++r) row_offset[r] = r * s.src_stride;
+  RnnTile t{};
   t.row_offset = row_offset;
-  const int64_t tiles = rnn_tiles(s.rows);
+  t.quads = s.quads;
+  t.acc = acc;
+  t.panel_stride = s.panel_stride * widening;
+  const RnnRows<Tiles> tiles(s.rows);
   // One row: the panels of many groups in one go, and then their cells, which are independent of
   // each other and overlap. Many rows: a group's weights stay in L1 for all of them.
   const bool consecutive =
       s.group_stride == kGates * s.panel_stride && s.param_stride == kGates * kPanel;
-  const int block = s.rows == 1 && consecutive ? kRnnBlock / kGates : 1;
-  const int blocks = (s.groups + block - 1) / block;
+  const int most = !consecutive                         ? 1
+                   : s.rows == 1 && s.source == nullptr ? kRnnBlock / kGates
+                                                        : kWidth / kGates;
+  const int blocks = (s.groups + most - 1) / most;
+  Tiles::begin();
   for (int b = 0; b < blocks; ++b) {
-    const int group = (s.descending ? blocks - 1 - b : b) * block;
-    const int count = min_int(s.groups - group, block);
+    const int group = (s.descending ? blocks - 1 - b : b) * most;
+    RnnBlock block{};
+    block.first_group = group;
+    block.groups = min_int(s.groups - group, most);
+    block.acc = acc;
+    block.acc_group_stride = kGates * kPanel;
+    block.acc_row_stride = t.acc_stride = block.groups * kGates * kPanel;
     t.weight = s.weight + group * s.group_stride * widening;
     t.init = s.init + group * s.param_stride;
-    t.acc = acc;
-    for (int64_t i = 0; i < tiles; ++i) {
-      const int64_t first = s.rows * i / tiles;
-      const int rows = static_cast<int>(s.rows * (i + 1) / tiles - first);
-      t.src = s.src + first * s.src_stride;
-      rnn_dot<Isa, false>(t, rows, count * kGates, s.narrow, s.descending);
-      rnn_finish_block<Isa, kCell>(s, acc, group, count, first, rows);
+    for (int64_t i = 0; i < tiles.count; ++i) {
+      block.first_row = tiles.first(i);
+      block.rows = static_cast<int>(tiles.first(i + 1) - block.first_row);
+      if (s.source != nullptr) {
+        rnn_input_tile<Tiles>(*s.source, group, block.groups, block.first_row, block.rows, input);
+        block.input = input;
+        block.input_group_stride = block.acc_group_stride;
+        block.input_row_stride = block.acc_row_stride;
+      } else {
+        block.input = s.input + group * s.input_group_stride + block.first_row * s.input_row_stride;
+        block.input_group_stride = s.input_group_stride;
+        block.input_row_stride = s.input_row_stride;
+      }
+      t.src = s.src + block.first_row * s.src_stride;
+      Tiles::template dot<false>(t, block.rows, block.groups * kGates, s.narrow, s.descending);
+      rnn_finish_block<Isa, kCell>(s, block);
     }
   }
+  Tiles::end();
 }
 
-template <class Isa>
+template <class Tiles>
 void rnn_step(const RnnStep& s) {
   switch (s.cell) {
     case RnnCell::kLstm:
-      return rnn_run<Isa, RnnCell::kLstm>(s);
+      return rnn_run<Tiles, RnnCell::kLstm>(s);
     case RnnCell::kGru:
-      return rnn_run<Isa, RnnCell::kGru>(s);
+      return rnn_run<Tiles, RnnCell::kGru>(s);
     case RnnCell::kGruGates:
-      return rnn_run<Isa, RnnCell::kGruGates>(s);
+      return rnn_run<Tiles, RnnCell::kGruGates>(s);
     case RnnCell::kGruNew:
-      return rnn_run<Isa, RnnCell::kGruNew>(s);
+      return rnn_run<Tiles, RnnCell::kGruNew>(s);
     case RnnCell::kTanh:
-      return rnn_run<Isa, RnnCell::kTanh>(s);
+      return rnn_run<Tiles, RnnCell::kTanh>(s);
     case RnnCell::kRelu:
-      return rnn_run<Isa, RnnCell::kRelu>(s);
+      return rnn_run<Tiles, RnnCell::kRelu>(s);
     default:
-      return rnn_run<Isa, RnnCell::kProjection>(s);
+      return rnn_run<Tiles, RnnCell::kProjection>(s);
   }
 }
 

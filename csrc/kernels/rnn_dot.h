@@ -105,16 +105,23 @@ TORCHQ_INLINE void rnn_dot(const RnnTile& t, int rows, int panels, bool descendi
   }
 }
 
-template <class Isa, bool kScaled>
-TORCHQ_INLINE void rnn_dot(const RnnTile& t, int rows, int panels, bool narrow,
-                           bool descending = false) {
-  if constexpr (Isa::kHasNarrow) {
-    if (narrow) return rnn_dot<Isa, true, kScaled>(t, rows, panels, descending);
-  }
-  rnn_dot<Isa, false, kScaled>(t, rows, panels, descending);
-}
+/// How the rows of recurrent cells are multiplied: kRows at most in one go, kPanels panels in one
+/// pass over them.
+template <class T>
+struct VectorTiles {
+  using Isa = T;
+  static constexpr int kRows = kTileRows, kPanels = Isa::kMaxPanels;
 
-/// Rows of a tile: sizes differ by at most one.
-TORCHQ_INLINE int64_t rnn_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows; }
+  static void begin() {}
+  static void end() {}
+  template <bool kScaled>
+  static TORCHQ_INLINE void dot(const RnnTile& t, int rows, int panels, bool narrow,
+                                bool descending) {
+    if constexpr (Isa::kHasNarrow) {
+      if (narrow) return rnn_dot<Isa, true, kScaled>(t, rows, panels, descending);
+    }
+    rnn_dot<Isa, false, kScaled>(t, rows, panels, descending);
+  }
+};
 
 }  // namespace

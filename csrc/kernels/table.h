@@ -193,6 +193,9 @@ struct GatherRows {
   int64_t dst_stride;  // bytes
 };
 
+struct RnnInput;
+struct RnnStep;
+
 /// A unit that multiplies tiles of 16 rows by 64 bytes of K.
 ///
 /// Between `begin` and `end`, on one thread, `multiply` does what `gemm` does on any number of
@@ -205,6 +208,10 @@ struct MatrixUnit {
   void (*begin)(int64_t quads);
   void (*multiply)(const GemmTile&, int64_t src_stride, const Epilogue&);
   void (*end)();
+  /// The kernels of recurrent cells, outside of `begin` and `end`. Quads come in chunks of 16, rows
+  /// are evenly spaced, and kUnitRows of them are read where there are fewer.
+  void (*rnn_input)(const RnnInput&);
+  void (*rnn_step)(const RnnStep&);
 };
 
 /// Up to 16 channels of a matrix of bytes, to be packed: one of the strides is 1.
@@ -294,27 +301,29 @@ enum class RnnCell : int {
   kProjection  // no gates: the sum itself
 };
 
-/// The part of the gates that does not wait for the state, for one group of 16 units and any rows:
+/// The part of the gates that does not wait for the state, for groups of 16 units and any rows:
 ///
-///   dst[row][g] = fma(float(acc - zero_point[row] * compensation[g]), multiplier[g] * scale[row],
-///                     bias[g]),   acc = init[g] + sum over k of src[row][k] * weight[g][k]
+///   dst[u][row][g] = fma(float(acc - zero_point[row] * compensation[u][g]),
+///                        multiplier[u][g] * scale[row], bias[u][g])
+///   acc = init[u][g] + sum over k of src[row][k] * weight[u][g][k]
 ///
 /// With `scale` null, both per-row factors are left out.
 struct RnnInput {
   const uint8_t* src;
   const int64_t* row_offset;  // [rows] bytes
   int64_t rows, quads;
-  const int8_t* weight;  // `gates` panels; widened unless `narrow`
+  int groups, gates;
+  const int8_t* weight;  // [groups][gates] panels; widened unless `narrow`
   int64_t panel_stride;  // bytes of a packed panel (before widening)
-  int gates;
   bool narrow;
-  const int32_t* init;  // [gates][16], as the next three
+  const int32_t* init;  // [groups][gates][16], as the next three
   const float* multiplier;
   const float* bias;
   const int32_t* compensation;
   const float* scale;         // [rows] or null
   const int32_t* zero_point;  // [rows]
-  float* dst;                 // [rows][gates][16]
+  float* dst;                 // [groups] of `dst_group_stride`, [rows][gates][16] each
+  int64_t dst_group_stride;
 };
 
 /// One step of one cell, for `groups` groups of 16 units and any rows. Group u of row r:
@@ -340,9 +349,10 @@ struct RnnStep {
   const int32_t* init;  // [groups] of `param_stride`, [gates][16] each, as the next one
   const float* multiplier;
   int64_t param_stride;
-  const float* input;  // [groups][..rows][gates][16]; null for a projection
+  const float* input;  // [groups][..rows][gates][16]; null for a projection, or with `source`
   int64_t input_group_stride, input_row_stride;
-  const float* scale;  // [rows] or null
+  const RnnInput* source;  // what `input` would be computed from, but for `dst`; or null
+  const float* scale;      // [rows] or null
   const float* extra;  // kGru: bias of n's matmul [groups][16]; kLstm: peephole [3][..][16] or null
   int64_t extra_stride;  // between the peephole's vectors
   float* cell_state;     // kLstm: c [rows][..], in place

@@ -111,7 +111,8 @@ struct Sequences {
   }
 };
 
-/// The source as u8 rows that may be read in whole quads, and how to get back to real values.
+/// The source as u8 rows that may be read in whole quads, evenly spaced for a matrix unit, and how
+/// to get back to real values.
 struct Source {
   const uint8_t* data;
   const int64_t* row_offset;
@@ -123,7 +124,9 @@ struct Source {
     const int64_t k = src.size(-1), rows = sequences.total;
     int64_t* offsets = scratch.take<int64_t>(rows);
     row_offset = offsets;
-    const bool as_it_is = dtype == DType::u8 && k % kQuad == 0;
+    const bool even =
+        src.dim() == 2 || sequences.batch == 1 || src.stride(0) == sequences.batch * src.stride(1);
+    const bool as_it_is = dtype == DType::u8 && k % kQuad == 0 && (even || tier.matrix == nullptr);
     const int64_t stride = (k + kQuad - 1) / kQuad * kQuad;
     uint8_t* copy = as_it_is ? nullptr : scratch.take<uint8_t>(rows * stride);
     const char* bytes = static_cast<const char*>(src.const_data_ptr());

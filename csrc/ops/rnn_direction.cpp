@@ -12,6 +12,11 @@ namespace {
 /// Gates of a thread's input products that wait for their steps: half of a core's L2.
 constexpr int64_t kChunkBytes = 512 * 1024;
 
+/// Rows of a batch from which on the input's weights are read in every step, which costs less than
+/// the products' way through memory. Measured on Emerald Rapids, 512 units: 64 rows 4 % faster with
+/// vectors and 13 % with a matrix unit, 32 rows 3 % with that one; 16 rows are slower.
+constexpr int64_t kMinRowsInSteps = 32;
+
 int64_t whole_groups(int64_t units) { return ceil_div(units, kPanel) * kPanel; }
 
 void convert_row(const Kernels& tier, const void* src, DType src_dtype, void* dst, DType dst_dtype,
@@ -31,8 +36,10 @@ RnnDirection::RnnDirection(const RnnLayer& layer, const Kernels& table, ScratchF
   state_padded_ = whole_groups(l.state_units());
   groups_ = padded_ / kPanel;
   state_groups_ = state_padded_ / kPanel;
+  rows_ = tier.matrix != nullptr ? std::max<int64_t>(l.batch, kUnitRows) : l.batch;
   take_weights(scratch);
   take_states(scratch);
+  inputs_in_steps_ = l.cell != RnnCell::kGruVanilla && l.batch >= kMinRowsInSteps;
   const int64_t part_groups = ceil_div(groups_, parts);
   const int64_t row_bytes = part_groups * l.gates * kPanel * int64_t{sizeof(float)};
   chunk_rows_ = std::max(l.batch, kChunkBytes / row_bytes);
@@ -40,9 +47,11 @@ RnnDirection::RnnDirection(const RnnLayer& layer, const Kernels& table, ScratchF
   own_ = scratch.take<Own>(parts);
   for (int i = 0; i < parts; ++i) {
     Own& own = *new (own_ + i) Own();
-    own.inputs = scratch.take<float>(chunk_rows_ * part_groups * l.gates * kPanel);
+    if (!inputs_in_steps_) {
+      own.inputs = scratch.take<float>(chunk_rows_ * part_groups * l.gates * kPanel);
+    }
     if (l.dynamic) {
-      own.quantized = scratch.take<uint8_t>(l.batch * std::max(state_padded_, padded_));
+      own.quantized = scratch.take<uint8_t>(rows_ * std::max(state_padded_, padded_));
       own.scale = scratch.take<float>(l.batch);
     }
   }
@@ -76,12 +85,12 @@ void RnnDirection::take_weights(ScratchFrame& scratch) {
 void RnnDirection::take_states(ScratchFrame& scratch) {
   for (int i = 0; i < 2; ++i) {
     state_[i] = scratch.take<float>(l.batch * state_padded_);
-    if (!l.dynamic) quantized_[i] = scratch.take<uint8_t>(l.batch * state_padded_);
+    if (!l.dynamic) quantized_[i] = scratch.take<uint8_t>(rows_ * state_padded_);
   }
   if (l.cell == RnnCell::kLstm) cell_ = scratch.take<float>(l.batch * padded_);
   if (two_stages()) {
     middle_ = scratch.take<float>(l.batch * padded_);
-    if (!l.dynamic) middle_quantized_ = scratch.take<uint8_t>(l.batch * padded_);
+    if (!l.dynamic) middle_quantized_ = scratch.take<uint8_t>(rows_ * padded_);
     update_ = scratch.take<float>(l.batch * padded_);
   }
 }

@@ -62,7 +62,13 @@ class RnnDirection {
   }
 
   int64_t chunk_end(int64_t step) const;
+  /// The input products of a part's groups for rows [first, first + rows) of the source.
+  RnnInput input_of(int part, int64_t first, int64_t rows) const;
   void multiply_inputs(int part, int64_t step, int64_t stop);
+  void multiply_state(const RnnStep& s, const RnnWeight& weight) const;
+  bool fits_unit(const RnnWeight& weight) const {
+    return tier.matrix != nullptr && weight.quads > 0 && weight.quads % 16 == 0;
+  }
   void run_step(int begin, int end, int64_t step, int64_t lowest);
   /// A projection, or the new gate of a vanilla GRU.
   void second_stage(int part, const Own& own, const uint8_t* src, int now, int64_t t,
@@ -81,6 +87,8 @@ class RnnDirection {
   const int index, parts;
   TeamBarrier barrier;
   int64_t groups_, state_groups_, padded_, state_padded_, chunk_rows_;
+  int64_t rows_;          // of buffers of quantized states: what a matrix unit reads
+  bool inputs_in_steps_;  // instead of ahead of a chunk of them
   Matrix input_{}, recurrent_{}, projected_{};
   float* state_[2] = {};
   uint8_t* quantized_[2] = {};

@@ -49,7 +49,7 @@ def layer_from_float(
     **options: Any,
 ) -> QRecurrentLayer:
     """Quantizes one layer of a float module."""
-    cell = options.pop("cell", cell_of(module))
+    cell = cell_of(module)
     gates = GATES[cell]
 
     def quantized(name: str, count: int) -> RecurrentWeight | None:
@@ -94,6 +94,8 @@ class _QRecurrent(QModule):
             7.
         dst_dtype: float32, or the dtype of the last layer's state, whose parameters it then has.
         hidden: parameters of what a projection reads; None means [-1, 1].
+        h_n_dtype: float32, or the dtype of the states, whose parameters h_n then has. Initial
+            states may have either.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class _QRecurrent(QModule):
         bits: int = 8,
         dst_dtype: torch.dtype = torch.float32,
         hidden: QParams | None = None,
+        h_n_dtype: torch.dtype = torch.float32,
     ) -> Self:
         """Quantizes and packs a float network; see the class for the arguments.
 
@@ -177,6 +180,7 @@ class _QRecurrent(QModule):
                     bits,
                     dst_dtype=inner if i < count - 1 else dst_dtype,
                     hidden=hidden,
+                    h_n_dtype=h_n_dtype,
                 )
             )
         return cls(layers, bool(getattr(module, "batch_first", False)))
