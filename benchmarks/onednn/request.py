@@ -158,16 +158,18 @@ class Request:
     def _post_op_tensors(self, shape: Sequence[int], layout: str | None) -> None:
         """Adds the post-ops' operands, each in the shape its mask selects of the destination."""
         chain = [post_op.split(":") for post_op in self.attributes.post_ops.split("+")]
-        masks = [int(parts[1]) for parts in chain if parts[0].startswith(("binary_", "prelu"))]
+        chain = [parts for parts in chain if parts[0].startswith(("binary_", "prelu"))]
         operands = self.attributes.post_op_tensors
-        if len(masks) != len(operands):
+        if len(chain) != len(operands):
             raise ValueError(
-                f"benchmarks.onednn: post_op_tensors must be {len(masks)} tensors for "
+                f"benchmarks.onednn: post_op_tensors must be {len(chain)} tensors for "
                 f"'{self.attributes.post_ops}', got {len(operands)}."
             )
-        for i, (mask, operand) in enumerate(zip(masks, operands, strict=True)):
-            selected = [size if mask >> dim & 1 else 1 for dim, size in enumerate(shape)]
-            self.tensor(f"post_op:{i}", operand.reshape(selected), layout)
+        for i, ((name, mask, *_), operand) in enumerate(zip(chain, operands, strict=True)):
+            selected = [size if int(mask) >> dim & 1 else 1 for dim, size in enumerate(shape)]
+            # oneDNN wants the weights of a prelu channels-last, whatever the layout of dst.
+            own = None if name == "prelu" else layout
+            self.tensor(f"post_op:{i}", operand.reshape(selected), own)
 
     def header(self) -> str:
         size = sum(map(len, self.payload))

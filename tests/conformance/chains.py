@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,16 +72,31 @@ BINARIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gt": lambda x, v: (x > v).double(),
     "le": lambda x, v: (x <= v).double(),
     "lt": lambda x, v: (x < v).double(),
+    "eq": lambda x, v: (x == v).double(),
+    "ne": lambda x, v: (x != v).double(),
 }
+SUFFIX = {torch.float32: "", torch.uint8: ":u8", torch.int8: ":s8", torch.int32: ":s32"}
 
 
 @dataclass
 class Chain:
-    """`values` are the operands of binary and prelu, `olds` the sources of sums, in order."""
+    """What each side is given.
+
+    Attributes:
+        words: The post-ops, with torchq's masks.
+        theirs: The same with oneDNN's, which index all dims of a matmul's dst.
+        values: Operands of binary and prelu, 1-D, in order.
+        olds: Sources of sums, in order.
+        oracle_values: The operands that the oracle wants as values.
+        oracle_srcs: The sources of sums, and the other operands, in order.
+    """
 
     words: list[str] = field(default_factory=list)
+    theirs: list[str] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     olds: list[Tensor] = field(default_factory=list)
+    oracle_values: list[Tensor] = field(default_factory=list)
+    oracle_srcs: list[Tensor] = field(default_factory=list)
     steps: list[Callable[[Exact], Exact]] = field(default_factory=list)
     approximate: bool = False
 
@@ -87,8 +104,27 @@ class Chain:
     def text(self) -> str:
         return "+".join(self.words)
 
-    def post_ops(self, text: str | None = None) -> PostOps:
-        return PostOps.parse(self.text if text is None else text).with_values(self.values)
+    def add(self, word: str, step: Callable[[Exact], Exact], theirs: str = "") -> None:
+        self.words.append(word)
+        self.theirs.append(theirs or word)
+        self.steps.append(step)
+
+    def post_ops(self) -> PostOps:
+        return PostOps.parse(self.text).with_values(self.values)
+
+    def oracle(self) -> dict[str, Any]:
+        return {
+            "post_ops": self.text,
+            "post_op_values": self.oracle_values,
+            "post_op_srcs": self.oracle_srcs,
+        }
+
+    def onednn(self, dst_dtype: torch.dtype) -> dict[str, Any]:
+        return {
+            "post_ops": "+".join(self.theirs),
+            "post_op_tensors": self.values,
+            "dst": self.olds[0].view(dst_dtype) if self.olds else None,
+        }
 
     def exact(self, x: Exact) -> Exact:
         for step in self.steps:
@@ -109,6 +145,7 @@ class ChainMaker:
         old_dtype: Of the destination's previous content; None for no sums.
         channel_axis: The dimension one value per channel stands for.
         eltwise_scale: Of every eltwise post-op; oneDNN 3 knows 1 only.
+        broadcasts: What an operand may cover: "one" value, "channel", "full", "some" other dims.
     """
 
     def __init__(
@@ -120,8 +157,10 @@ class ChainMaker:
         old_scale: float,
         channel_axis: int = 1,
         eltwise_scale: float = 1.0,
+        broadcasts: Sequence[str] = ("one", "one", "channel", "channel", "full", "some"),
     ) -> None:
         self.rng, self.data, self.shape = rng, data, tuple(shape)
+        self.broadcasts = broadcasts
         self.old_dtype, self.old_scale, self.axis = old_dtype, old_scale, channel_axis
         self.eltwise_scale = eltwise_scale
 
@@ -152,55 +191,90 @@ class ChainMaker:
         word = f"eltwise_{name}"
         if alpha or beta or scale != 1:
             word += f":{alpha}:{beta}"
-        chain.words.append(word + (f":{scale}" if scale != 1 else ""))
         chain.approximate |= f.approximate
-        chain.steps.append(
+        chain.add(
+            word + (f":{scale}" if scale != 1 else ""),
             lambda x: x.step(
                 lambda v: scale * f.double(v, alpha, beta),
                 relative=f.relative,
                 absolute=f.absolute * abs(scale),
-            )
+            ),
         )
 
-    def _values(self, mask: int, low: float, high: float) -> Tensor:
-        count = self.shape[self.axis] if mask else 1
-        return low + (high - low) * torch.rand(count, generator=self.data)
+    def _masks(self) -> tuple[int, int]:
+        """Of an operand: torchq's, oneDNN's."""
+        dims, channel = len(self.shape), 1 << self.axis
+        full = (1 << dims) - 1
+        rows = dims > 2 and self.axis + 1 == dims  # a matmul's masks index (rows, columns)
+        some = (full ^ channel,) if self.axis + 1 == dims else (1, full ^ 3, full ^ 1)
+        theirs = {"one": 0, "channel": channel, "full": full, "some": self.rng.choice(some)}
+        mask = theirs[self.rng.choice(self.broadcasts)]
+        return ({0: 0, channel: 2, full: 3}.get(mask, 1) if rows else mask), mask
 
-    def _spread(self, values: Tensor) -> Tensor:
-        dims = [-1 if d == self.axis else 1 for d in range(len(self.shape))]
-        return values.double().reshape(dims if values.numel() > 1 else [1] * len(dims))
+    def _operand(self, chain: Chain, values: Callable[[int], Tensor]) -> tuple[Tensor, int, int]:
+        """An operand that broadcasts, and its masks; the chain gets it."""
+        ours, theirs = self._masks()
+        shape = [size if theirs >> d & 1 else 1 for d, size in enumerate(self.shape)]
+        operand = values(math.prod(shape))
+        chain.values.append(operand)
+        if ours in (0, 2):
+            chain.oracle_values.append(operand)
+        else:
+            chain.oracle_srcs.append(operand.reshape(shape))
+        return operand.double().reshape(shape), ours, theirs
+
+    def _between(self, count: int, low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(count, generator=self.data)
 
     def _binary(self, chain: Chain) -> None:
         name = self.rng.choice(list(BINARIES))
-        mask = self.rng.choice((0, 1 << self.axis))
-        values = self._values(mask, 0.5, 2.0)
-        if name not in ("mul", "div") and self.rng.random() < 0.5:
-            values = -values
-        operand, function = self._spread(values), BINARIES[name]
-        chain.words.append(f"binary_{name}:{mask}")
-        chain.values.append(values)
-        chain.steps.append(lambda x: x.step(lambda v: function(v, operand)))
+        dtype = self.rng.choice([torch.float32] * 3 + [torch.uint8, torch.int8, torch.int32])
+        negative = name not in ("mul", "div") and self.rng.random() < 0.5
+
+        def values(count: int) -> Tensor:
+            if dtype == torch.float32:
+                return self._between(count, 0.5, 2.0) * (-1 if negative else 1)
+            drawn = torch.randint(1, 4, (count,), generator=self.data)
+            return (drawn * (-1 if negative and dtype != torch.uint8 else 1)).to(dtype)
+
+        operand, ours, theirs = self._operand(chain, values)
+        function, suffix = BINARIES[name], SUFFIX[dtype]
+
+        def step(x: Exact) -> Exact:
+            result = x.step(lambda v: function(v, operand))
+            if name not in ("eq", "ne"):
+                return result
+            close = ((x.y - operand).abs() <= x.error).double()
+            return replace(result, error=torch.maximum(result.error, close))
+
+        chain.add(f"binary_{name}:{ours}{suffix}", step, f"binary_{name}:{theirs}{suffix}")
 
     def _prelu(self, chain: Chain) -> None:
-        mask = self.rng.choice((0, 1 << self.axis))
-        slope = self._values(mask, -0.5, 0.5)
-        operand = self._spread(slope)
-        chain.words.append(f"prelu:{mask}")
-        chain.values.append(slope)
-        chain.steps.append(lambda x: x.step(lambda v: torch.where(v >= 0, v, v * operand)))
+        slope, ours, theirs = self._operand(chain, lambda n: self._between(n, -0.5, 0.5))
+        chain.add(
+            f"prelu:{ours}",
+            lambda x: x.step(lambda v: torch.where(v >= 0, v, v * slope)),
+            f"prelu:{theirs}",
+        )
 
     def _sum(self, chain: Chain) -> None:
         dtype = self.old_dtype
         assert dtype is not None
         scale = float32(self.rng.choice((1.0, 0.5, 1.75)) * self.old_scale)
-        zero_point = 0
+        zero_point, suffix = 0, ""
         if dtype == torch.float32:
             old = torch.randn(self.shape, generator=self.data)
+        elif dtype == torch.int32:
+            old = torch.randint(-128, 128, self.shape, generator=self.data).to(dtype)
         else:
+            if self.rng.random() < 0.3:  # the same bytes, read as another type
+                dtype = torch.uint8 if dtype == torch.int8 else torch.int8
+                suffix = SUFFIX[dtype]
             low, high = (0, 256) if dtype == torch.uint8 else (-128, 128)
             old = torch.randint(low, high, self.shape, generator=self.data).to(dtype)
-            zero_point = self.rng.choice((0, 0, 7)) if dtype != torch.int32 else 0
-        chain.words.append(f"sum:{scale}" + (f":{zero_point}" if zero_point else ""))
+            zero_point = self.rng.choice((0, 0, 7))
         chain.olds.append(old)
+        chain.oracle_srcs.append(old)
         addend = scale * (old.double() - zero_point)
-        chain.steps.append(lambda x: x.plus(addend))
+        fields = f":{zero_point}{suffix}" if zero_point or suffix else ""
+        chain.add(f"sum:{scale}{fields}", lambda x: x.plus(addend))

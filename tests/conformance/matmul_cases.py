@@ -40,8 +40,7 @@ class Quantization:
     bias: Tensor | None
     chain: Chain
 
-    def attr(self, weight_mask: int, text: str | None = None) -> Attr:
-        """``text``: of the chain, where torchq's masks are others than oneDNN's."""
+    def attr(self, weight_mask: int) -> Attr:
         attr = Attr().set_scales("src", 0, self.src_scale)
         mask = 0 if self.weight_scale.numel() == 1 else weight_mask
         attr.set_scales("weights", mask, self.weight_scale)
@@ -51,7 +50,7 @@ class Quantization:
             attr.set_zero_points("src", 0, self.src_zero_point)
         if self.dst_zero_point:
             attr.set_zero_points("dst", 0, self.dst_zero_point)
-        return attr.set_post_ops(self.chain.post_ops(text))
+        return attr.set_post_ops(self.chain.post_ops())
 
     def oracle(self) -> dict[str, Any]:
         return {
@@ -60,9 +59,7 @@ class Quantization:
             "dst_scale": None if self.dst_scale is None else torch.tensor(self.dst_scale),
             "dst_zero_point": self.dst_zero_point,
             "dst_dtype": self.dst_dtype,
-            "post_ops": self.chain.text,
-            "post_op_values": self.chain.values,
-            "post_op_srcs": self.chain.olds,
+            **self.chain.oracle(),
         }
 
     def onednn(self) -> dict[str, Any]:
@@ -73,9 +70,7 @@ class Quantization:
             "src_zero_point": self.src_zero_point or None,
             "dst_zero_point": self.dst_zero_point or None,
             "dst_dtype": self.dst_dtype,
-            "dst": self.chain.olds[0] if self.chain.olds else None,
-            "post_ops": self.chain.text,
-            "post_op_tensors": self.chain.values,
+            **self.chain.onednn(self.dst_dtype),
         }
 
     def exact(self, acc: Tensor, axis: int, doubt: Tensor | float = 0) -> Exact:
@@ -110,6 +105,7 @@ def quantization(
     zero_points: bool,
     axis: int = 1,
     sums: bool = True,
+    **maker_options: Any,
 ) -> Quantization:
     """Results of a few units, and destinations that use their range and saturate now and then."""
     src_dtype, dst_dtype = rng.choice((U8, S8)), rng.choice((U8, S8, S8, U8, S32, F32))
@@ -125,7 +121,8 @@ def quantization(
         if dst_dtype != F32:
             dst_zero_point = rng.choice((1, 2, 100, 128) if dst_dtype == U8 else (-90, -7, 1, 30))
     old_scale = dst_scale or 0.5
-    maker = ChainMaker(rng, data, shape, dst_dtype if sums else None, old_scale, axis)
+    old_dtype = dst_dtype if sums else None
+    maker = ChainMaker(rng, data, shape, old_dtype, old_scale, axis, **maker_options)
     return Quantization(
         src_dtype=src_dtype,
         dst_dtype=dst_dtype,
@@ -206,13 +203,14 @@ def convolution(rng: random.Random, data: torch.Generator, index: int) -> Case:
     return Case(
         text=text,
         torchq=ours,
-        reference=lambda: reference.conv(
+        reference=lambda side=0: reference.conv(
             src,
             weight,
             q.bias,
             q.src_zero_point,
             padding=(padding, padding_end),
             groups=groups,
+            side=side,
             **window,
             **q.oracle(),
         ),
@@ -228,6 +226,7 @@ def convolution(rng: random.Random, data: torch.Generator, index: int) -> Case:
         ),
         exact=exact,
         approximate=q.chain.approximate,
+        sided=True,
         zero_points=bool(q.src_zero_point or q.dst_zero_point),
         padding=any(padding + padding_end),
     )
@@ -285,13 +284,14 @@ def deconvolution(rng: random.Random, data: torch.Generator, index: int) -> Case
             post_op_srcs=q.chain.olds,
             **window,
         ),
-        reference=lambda: reference_deconv.conv_transpose(
+        reference=lambda side=0: reference_deconv.conv_transpose(
             src,
             weight,
             q.bias,
             q.src_zero_point,
             padding=(padding, padding),
             groups=groups,
+            side=side,
             **window,
             **q.oracle(),
         ),
@@ -300,6 +300,7 @@ def deconvolution(rng: random.Random, data: torch.Generator, index: int) -> Case
         ),
         exact=exact,
         approximate=q.chain.approximate,
+        sided=True,
         # test_conformance.py: test_a_deconvolution_of_onednn_is_wrong
         defect="jit_" if max(stride) > 1 else "",
         zero_points=bool(q.src_zero_point or q.dst_zero_point),
@@ -332,10 +333,11 @@ def inner_product(rng: random.Random, data: torch.Generator, index: int) -> Case
     return Case(
         text=text,
         torchq=ours,
-        reference=lambda: reference.linear(src, weight, q.bias, 0, **q.oracle()),
+        reference=lambda side=0: reference.linear(src, weight, q.bias, 0, side=side, **q.oracle()),
         onednn=lambda peer: peer.inner_product(src, weight, q.bias, **q.onednn()),
         exact=lambda: q.exact(src.double() @ weight.double().T, 1),
         approximate=q.chain.approximate,
+        sided=True,
     )
 
 

@@ -32,10 +32,9 @@ def matmul(rng: random.Random, data: torch.Generator, index: int) -> Case:
     src = random_q(data, q.src_dtype, *batch, rows, inner)
     weight = random_q(data, S8, *(1 if rng.random() < 0.3 else n for n in batch), inner, columns)
     weight_zero_point = rng.choice((0, 3, -20)) if q.src_zero_point else 0
-    attr = q.attr(1 << axis, text=q.chain.text.replace(f":{1 << axis}", ":2"))
+    attr = q.attr(1 << axis)
     if weight_zero_point:
         attr.set_zero_points("weights", 0, weight_zero_point)
-    oracle = q.oracle() | {"post_ops": q.chain.text.replace(f":{1 << axis}", ":2")}
 
     def exact() -> Exact:
         acc = (src.double() - q.src_zero_point) @ (weight.double() - weight_zero_point)
@@ -46,14 +45,15 @@ def matmul(rng: random.Random, data: torch.Generator, index: int) -> Case:
         f"{q.src_zero_point} {weight_zero_point} {q.dst_zero_point} dst {q.dst_dtype} "
         f"'{q.chain.text}'",
         torchq=lambda: TF.matmul(src, weight, q.bias, attr, q.dst_dtype, q.chain.olds),
-        reference=lambda: reference_matmul.matmul(
-            src, weight, q.bias, q.src_zero_point, weight_zero_point, **oracle
+        reference=lambda side=0: reference_matmul.matmul(
+            src, weight, q.bias, q.src_zero_point, weight_zero_point, side=side, **q.oracle()
         ),
         onednn=lambda peer: peer.matmul(
             src, weight, q.bias, weight_zero_point=weight_zero_point or None, **q.onednn()
         ),
         exact=exact,
         approximate=q.chain.approximate,
+        sided=True,
         zero_points=bool(q.src_zero_point or weight_zero_point or q.dst_zero_point),
     )
 
@@ -103,18 +103,18 @@ def output_scales(rng: random.Random, data: torch.Generator, index: int) -> Case
             dst_dtype=dst_dtype,
             post_op_srcs=chain.olds,
         ),
-        reference=lambda: reference.conv(
+        reference=lambda side=0: reference.conv(
             src,
             weight,
             bias,
             0,
+            side=side,
             stride=[1, 1],
             padding=([padding] * 2, [padding] * 2),
             dilation=[1, 1],
             output_scales=scale,
             dst_dtype=dst_dtype,
-            post_ops=chain.text,
-            post_op_srcs=chain.olds,
+            **chain.oracle(),
         ),
         onednn=lambda peer: peer.convolution(
             src,
@@ -123,11 +123,11 @@ def output_scales(rng: random.Random, data: torch.Generator, index: int) -> Case
             padding=padding,
             output_scale=scale,
             dst_dtype=dst_dtype,
-            post_ops=chain.text,
-            dst=chain.olds[0] if chain.olds else None,
+            **chain.onednn(dst_dtype),
         ),
         exact=exact,
         approximate=chain.approximate,
+        sided=True,
         padding=padding > 0,
     )
 
@@ -143,7 +143,8 @@ def depthwise_fused(rng: random.Random, data: torch.Generator, index: int) -> Ca
     shape = (*between[:2], -(-height // stride), -(-width // stride))
 
     def draw(shape: tuple[int, ...], reduction: int) -> Quantization:
-        q = quantization(rng, data, shape, reduction, zero_points=False, sums=False)
+        options: dict[str, Any] = {"sums": False, "broadcasts": ("one", "channel")}
+        q = quantization(rng, data, shape, reduction, zero_points=False, **options)
         return q if "prelu" not in q.chain.text else draw(shape, reduction)
 
     first, second = draw(between, inputs), draw(shape, 9)
@@ -170,11 +171,11 @@ def depthwise_fused(rng: random.Random, data: torch.Generator, index: int) -> Ca
     window: dict[str, Any] = {"stride": [stride] * 2, "dilation": [1, 1]}
     padding = ([1, 1], [(out - 1) * step + 3 - n - 1 for n, step, out in size])
 
-    def reference_of() -> Tensor:
+    def reference_of(side: int = 0) -> Tensor:
         ones = {"stride": [1, 1], "padding": ([0, 0], [0, 0]), "dilation": [1, 1]}
         mid = reference.conv(src, weight, first.bias, 0, **ones, **first.oracle())
         more = {"padding": padding, "groups": channels, **window}
-        return reference.conv(mid, filters, second.bias, 0, **more, **second.oracle())
+        return reference.conv(mid, filters, second.bias, 0, side=side, **more, **second.oracle())
 
     def exact() -> Exact:
         """Where the stored value is close to a tie, the other one is possible too."""
@@ -211,6 +212,7 @@ def depthwise_fused(rng: random.Random, data: torch.Generator, index: int) -> Ca
         ),
         exact=exact,
         approximate=first.chain.approximate or second.chain.approximate,
+        sided=not first.chain.approximate,  # what is stored in between may differ
         padding=True,
     )
 

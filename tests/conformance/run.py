@@ -75,10 +75,11 @@ post-op chains, dtypes, odd shapes, full-range data) run in torchq on every tier
 the tests' own oracle, and in real oneDNN in a process of its own: 3.2, and 2.6 for `output_scales`.
 
 - torchq's tiers agree in every bit, and with the oracle: in every bit too, or, behind an
-  approximated function such as tanh, wherever the exact value is not within the function's stated
-  error of a rounding tie.
+  approximated function such as tanh, within the interval that the function's stated error leaves.
 - Where oneDNN differs, a rule has to explain every single element (`tests/conformance/
   differential.py`). An element without a rule fails the test.
+
+The rules (all of them in `test_conformance.py::test_conforms`, element by element):
 
 - *tie*: the exact value is within 1e-3 of halfway between two integers. oneDNN multiplies by
   scales one after the other and by reciprocals; torchq folds them in double and rounds once.
@@ -88,13 +89,18 @@ the tests' own oracle, and in real oneDNN in a process of its own: 3.2, and 2.6 
 - *s32 bound*: oneDNN saturates int32 to 2147483520, torchq to 2147483647.
 - *NaN*: torchq converts NaN to the zero point, oneDNN to anything.
 - *defect*: oneDNN 3.2's strided int8 deconvolutions (`jit_uni_int8:avx2`, `jit_deconvolution`) are
-  wrong by tens of steps with int8 sources, zero points, sums, or where no tap reaches; tests show
-  it. It also ends with a segmentation fault on some chains of three binary post-ops, which counts
-  as a refusal.
+  wrong by tens of steps with int8 sources, zero points, sums, or where no tap reaches
+  (`test_a_deconvolution_of_onednn_is_wrong`). It also ends with a segmentation fault on some chains
+  of binary post-ops, which counts as a refusal.
 
-Known differences that are not drawn: softmax and layer norm dequantize their source, where oneDNN
-multiplies the result by its scale; an int32 bias joins the accumulators, where oneDNN 3 adds it in
-real units.
+Known differences that are not drawn, each with its reason and test:
+
+- softmax and layer norm dequantize their source, where oneDNN multiplies the result by its scale:
+  a scale belongs to what it scales (`test_onednn_peer.py::
+  test_softmax_multiplies_its_result_by_the_scale`).
+- An int32 bias joins the accumulators, where oneDNN 3 adds it in real units: a bias quantized with
+  the sums' scale is what int32 biases are made for
+  (`test_conformance.py::test_an_int32_bias_is_in_accumulator_units`).
 
 The columns after "all elements equal" count elements, all others cases.
 

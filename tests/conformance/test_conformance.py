@@ -70,3 +70,21 @@ def test_a_deconvolution_of_onednn_is_wrong(
         theirs = peer.deconvolution(src, weight, stride=3, src_scale=1e-3, **given)
         assert peer.implementation.startswith("jit_")
     assert (theirs.double() - expected).abs().max() > 5
+
+
+def test_an_int32_bias_is_in_accumulator_units() -> None:
+    """oneDNN 3 adds it behind the scales, as any other bias."""
+    rng = torch.Generator().manual_seed(0)
+    src = torch.randint(0, 256, (4, 32), generator=rng, dtype=torch.uint8)
+    weight = torch.randint(-127, 128, (9, 32), generator=rng, dtype=torch.int8)
+    bias = torch.randint(-5000, 5000, (9,), generator=rng, dtype=torch.int32)
+    acc = src.double() @ weight.double().T
+    attr = Attr().set_scales("src", 0, 1 / 512)
+    assert torch.equal(TF.linear(src, weight, bias, attr).double(), (acc + bias) / 512)
+    try:
+        started = Peer(threads=1)
+    except WheelsUnavailableError as error:
+        pytest.skip(str(error))
+    with started as peer:
+        theirs = peer.inner_product(src, weight, bias, src_scale=1 / 512, dst_dtype=torch.float32)
+    assert torch.equal(theirs.double(), acc / 512 + bias)
