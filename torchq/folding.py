@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import to_int
+from torchq._text import Eltwise, Sum
 from torchq.attr import Attr
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight
-from torchq.post_ops import CHANNEL_MASKS
+from torchq.post_ops import CHANNEL_MASKS, PostOps, foldable, post_ops_of
 
 __all__ = ["Folded", "check_attr", "check_int32_bias", "fold"]
 
@@ -94,7 +95,9 @@ def fold(
     _check(op, attr, weight, dst_dtype)
     weight_zero_point = _weight_zero_point(op, attr, weight)
     _check_bias(op, bias, weight, _range(weight_zero_point))
-    text, values = str(attr.post_ops), attr.post_ops.channel_values
+    chain = _bounded(attr) if attr.mask("dst", "zero_points") else attr.post_ops
+    _check_channel_zero_points(op, attr, chain, dst_dtype)
+    text, values = str(chain), attr.post_ops.channel_values
     acc_bias = bias.contiguous() if bias is not None and bias.dtype == torch.int32 else None
     float_bias = bias.detach().contiguous() if bias is not None and acc_bias is None else None
     src_zero_point = attr.values("src", "zero_points")
@@ -145,7 +148,7 @@ def _check(op: str, attr: Attr, weight: PackedWeight, dst_dtype: torch.dtype) ->
         ("scales", "dst"): (0, 2),
         ("zero_points", "src"): (0,),
         ("zero_points", "weights"): per_channel,
-        ("zero_points", "dst"): (0,),
+        ("zero_points", "dst"): (0, 2),
         ("output_scales", "dst"): (0, 2),
     }
     check_attr(op, attr, masks)
@@ -169,7 +172,29 @@ def _check(op: str, attr: Attr, weight: PackedWeight, dst_dtype: torch.dtype) ->
     if zero_point is not None:
         limits = torch.iinfo(dst_dtype)
         where = f"torchq.{op}: zero point of a {dst_dtype} dst"
-        to_int(where, int(zero_point), limits.min, limits.max)
+        for value in (zero_point.min(), zero_point.max()) if zero_point.numel() else ():
+            to_int(where, int(value), limits.min, limits.max)
+
+
+def _bounded(attr: Attr) -> PostOps:
+    """The chain with a clip for a relu at its end: bounds per channel are those of a clip."""
+    ops = list(attr.post_ops)
+    if ops and ops[-1] == Eltwise("relu"):
+        ops[-1] = Eltwise("clip", 0.0, torch.finfo(torch.float32).max)
+    return post_ops_of(ops)
+
+
+def _check_channel_zero_points(op: str, attr: Attr, chain: PostOps, dst_dtype: torch.dtype) -> None:
+    """Zero points of dst per channel are part of the offset, which takes a chain that folds."""
+    if not attr.mask("dst", "zero_points") or dst_dtype == torch.float32:
+        return
+    floats = any(isinstance(step, Sum) and step.dtype == torch.float32 for step in chain)
+    if floats or not foldable(chain, dst_dtype):
+        raise NotImplementedError(
+            f"torchq.{op}: zero points of dst with mask 2 must come with post-ops that fold (sums "
+            "of integers, linears, adds and multiplies per channel, at most one relu or clip at "
+            f"the end), got {attr}. The nearest supported is mask 0."
+        )
 
 
 def _range(weight_zero_point: Tensor | None) -> int:

@@ -9,6 +9,7 @@
 
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "../checks.h"
 #include "../float_mode.h"
@@ -55,7 +56,11 @@ struct Problem {
   DType dst_dtype;
   Chain chain;
   at::TensorList values;
-  double dst_zero_point = 0;
+  std::vector<int32_t> dst_zero_points{0};  // one, or one per channel
+
+  double dst_zero_point(int64_t n) const {
+    return dst_zero_points[dst_zero_points.size() == 1 ? 0 : static_cast<size_t>(n)];
+  }
 };
 
 /// The affine map one channel's chain multiplies out to.
@@ -88,9 +93,9 @@ void run_chain(const Problem& p, c10::ArrayRef<PerChannel> values, int64_t n, Af
 }
 
 /// A bound in real units as the destination's number.
-float quantized_bound(const Problem& p, double bound, double dst_scale) {
+float quantized_bound(const Problem& p, double bound, double dst_scale, int64_t n) {
   if (p.dst_dtype == DType::f32) return static_cast<float>(bound);
-  const double q = std::nearbyint(bound / dst_scale + p.dst_zero_point);
+  const double q = std::nearbyint(bound / dst_scale + p.dst_zero_point(n));
   const double lo = p.dst_dtype == DType::u8 ? 0 : p.dst_dtype == DType::s8 ? -128 : -2147483648.0;
   const double hi = p.dst_dtype == DType::u8 ? 255 : p.dst_dtype == DType::s8 ? 127 : 2147483647.0;
   return static_cast<float>(std::fmin(std::fmax(q, lo), hi));
@@ -125,13 +130,13 @@ Folded fold_with(const Problem& p, const PerChannel& dst_scale, const Start& sta
   float* m = multiplier.mutable_data_ptr<float>();
   float* b = offset.mutable_data_ptr<float>();
   float* q = params.mutable_data_ptr<float>();
-  if (params.numel() > 0) *q++ = static_cast<float>(p.dst_zero_point);
+  if (params.numel() > 0) *q++ = static_cast<float>(p.dst_zero_point(0));
   for (int64_t n = 0; n < n_channels; ++n) {
     Affine a = start(n);
     if (p.chain.folds) {
       run_chain(p, values, n, &a);
       m[n] = static_cast<float>(a.acc / dst_scale[n]);
-      b[n] = static_cast<float>(a.constant / dst_scale[n] + p.dst_zero_point);
+      b[n] = static_cast<float>(a.constant / dst_scale[n] + p.dst_zero_point(n));
       for (int s = 0; s < p.chain.sums; ++s) {
         const float sum = static_cast<float>(a.sums[static_cast<size_t>(s)] / dst_scale[n]);
         TORCH_CHECK_VALUE(std::isfinite(sum), "torchq.", p.op, ": channel ", n, " folds sum ", s,
@@ -140,8 +145,8 @@ Folded fold_with(const Problem& p, const PerChannel& dst_scale, const Start& sta
       }
       if (p.chain.ends_in(Eltwise::kClip)) {
         const Eltwise& clip = p.chain.ops.back().eltwise;
-        q[p.chain.sums * n_channels + n] = quantized_bound(p, clip.alpha, dst_scale[n]);
-        q[(p.chain.sums + 1) * n_channels + n] = quantized_bound(p, clip.beta, dst_scale[n]);
+        q[p.chain.sums * n_channels + n] = quantized_bound(p, clip.alpha, dst_scale[n], n);
+        q[(p.chain.sums + 1) * n_channels + n] = quantized_bound(p, clip.beta, dst_scale[n], n);
       }
     } else {
       m[n] = static_cast<float>(a.acc);
@@ -168,6 +173,33 @@ Problem make_problem(const char* op, int64_t channels, int64_t dst_dtype, c10::s
           parse_post_ops(op, {post_ops.data(), post_ops.size()}), values};
 }
 
+/// One zero point, or one per channel. The latter are in the offsets and bounds alone, so nothing
+/// may need them later: a chain in real units, a relu's bound, a NaN that a float source brings.
+void set_dst_zero_points(Problem* p, const std::optional<at::Tensor>& given) {
+  if (!given.has_value() || given->numel() == 1 || p->channels == 1) {
+    p->dst_zero_points = {zero_point_of(p->op, "dst_zero_point", given, p->dst_dtype)};
+    return;
+  }
+  check_param(p->op, "dst_zero_point", *given, at::kInt);
+  check_numel(p->op, "dst_zero_point", *given, p->channels);
+  const auto [lo, hi] = zero_point_range(p->dst_dtype);
+  const int32_t* values = given->const_data_ptr<int32_t>();
+  for (int64_t n = 0; n < p->channels; ++n) {
+    TORCH_CHECK_VALUE(values[n] >= lo && values[n] <= hi, "torchq.", p->op,
+                      ": dst_zero_point must lie in [", lo, ", ", hi,
+                      "], the range of its tensor, got ", values[n], " at index ", n, ".");
+  }
+  bool in_offsets = p->chain.folds && !p->chain.ends_in(Eltwise::kRelu);
+  for (const PostOp& post_op : p->chain.ops) {
+    in_offsets = in_offsets && (post_op.kind != PostOp::kSum || post_op.dtype != DType::f32);
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(in_offsets, "torchq.", p->op, ": dst_zero_point per channel must ",
+                              "come with post_ops that fold, end in no relu and have no float32 ",
+                              "sum. The nearest supported form is one zero point, or ",
+                              "eltwise_clip:0:3.4028235e38 for a relu.");
+  p->dst_zero_points.assign(values, values + p->channels);
+}
+
 Folded fold(const at::Tensor& src_scale, const at::Tensor& weight_scale,
             const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& dst_scale,
             const std::optional<at::Tensor>& dst_zero_point, int64_t channels, int64_t dst_dtype,
@@ -185,9 +217,10 @@ Folded fold(const at::Tensor& src_scale, const at::Tensor& weight_scale,
   b.check("fold", "bias", false);
   TORCH_CHECK_VALUE(!bias.has_value() || bias->numel() == channels, "torchq.fold: bias must have ",
                     channels, " values, got ", b.size(), ".");
-  p.dst_zero_point = zero_point_of("fold", "dst_zero_point", dst_zero_point, p.dst_dtype);
+  set_dst_zero_points(&p, dst_zero_point);
   TORCH_CHECK_VALUE(
-      is_int8(p.dst_dtype) || (!dst_scale.has_value() && p.dst_zero_point == 0) ||
+      is_int8(p.dst_dtype) ||
+          (!dst_scale.has_value() && p.dst_zero_points.size() == 1 && p.dst_zero_point(0) == 0) ||
           p.dst_dtype == DType::s32,
       "torchq.fold: a float32 destination has no scale and no zero point. Leave them out.");
   return fold_with(p, dst, [&](int64_t n) { return Affine{src[0] * weight[n], b[n], {}}; });

@@ -35,9 +35,9 @@ def linear(
         bias: ``[out_features]``; float32 in real units, added after scaling, or int32 in
             accumulator units, added before. With output scales any bias is added before.
         attr: scales of ``src`` (mask 0), ``weights`` (0, or 1: per output channel) and ``dst``
-            (0, or 2: per channel, the last dim of dst), zero points of ``src`` and ``dst`` (mask
-            0) and ``weights`` (0 or 1), or output scales (0 or 2); post-ops. What is not set is 1
-            (zero points: 0).
+            (0, or 2: per channel, the last dim of dst), zero points of ``src`` (mask 0),
+            ``weights`` (0 or 1) and ``dst`` (0; or 2 where the post-ops fold and no sum is
+            float32), or output scales (0 or 2); post-ops. What is not set is 1 (zero points: 0).
         dst_dtype: torch.uint8, int8, int32 or float32. Without scales, int32 gives the exact
             accumulators. A float32 dst has neither scale nor zero point.
         post_op_srcs: in the order of the chain, a tensor of dst's shape and the sum's dtype for

@@ -53,9 +53,9 @@ def matmul(
         attr: masks index the dims of each argument; K, M and N name the bits of its last two.
             Scales of ``src``: mask 0; K with groups ``(1, k)``, per group of k columns; or any
             mask without K, or groups ``(1, K)``, per row. Scales and zero points of ``weights``: 0,
-            K, N or both, in groups. Zero points of ``src``: 0, or K with groups. Scales of
-            ``dst``, and output scales: 0 or N; its zero points: 0. Post-ops' masks index (rows,
-            columns) as those of :func:`torchq.functional.linear`: 1 per row, 2 per column.
+            K, N or both, in groups. Zero points of ``src``: 0, or K with groups. Scales and zero
+            points of ``dst``, and output scales: 0 or N. Post-ops' masks index (rows, columns) as
+            those of :func:`torchq.functional.linear`: 1 per row, 2 per column.
         dst_dtype: torch.uint8, int8, int32 or float32. Without scales, and zero points per group,
             int32 gives the exact accumulators.
         post_op_srcs: as of :func:`torchq.functional.linear`.
@@ -141,7 +141,7 @@ def _check_masks(attr: Attr, src: Tensor, weight: Tensor) -> None:
             ("scales", "dst"): (0, n),
             ("zero_points", "src"): (0, k),
             ("zero_points", "weights"): weights,
-            ("zero_points", "dst"): (0,),
+            ("zero_points", "dst"): (0, n),
             ("output_scales", "dst"): (0, n),
         },
     )
