@@ -46,11 +46,14 @@ float rnn_unit(const RnnStep& s, const float (&a)[4], int64_t unit, int64_t at) 
   using Cell = RnnFormula<Scalar>;
   switch (s.cell) {
     case RnnCell::kLstm: {
-      float gates[4] = {a[0], a[1], a[2], a[3]};
-      if (s.extra == nullptr) return Cell::lstm(gates, s.cell_state[at]);
-      const float w[3] = {s.extra[unit], s.extra[s.extra_stride + unit],
-                          s.extra[2 * s.extra_stride + unit]};
-      return Cell::lstm_peephole(gates, w, s.cell_state[at]);
+      // A peephole shows i and f the old c, and o the new one.
+      float& c = s.cell_state[at];
+      const auto peephole = [&](int vector, float gate) {
+        if (s.extra == nullptr) return gate;
+        return fmaf(s.extra[vector * s.extra_stride + unit], c, gate);
+      };
+      c = Cell::next_cell(peephole(0, a[0]), peephole(1, a[1]), a[2], c);
+      return Cell::logistic_tanh(peephole(2, a[3]), c);
     }
     case RnnCell::kGru:  // a[3]: the input of n, which does not pass the reset gate
       return Cell::gru(a[0], a[1], a[2], a[3], s.old[at]);

@@ -60,19 +60,10 @@ struct RnnFormula {
     return V::div(one_minus(d), V::mul(one_plus(e), one_plus(d)));
   }
 
-  /// c = logistic(f) * c + logistic(i) * tanh(g); h = logistic(o) * tanh(c)
-  static TORCHQ_INLINE Float lstm(const Float (&a)[4], Float& c) {
-    const Float forget = V::div(c, one_plus(exp_gate(a[1], -1.0f)));
-    c = V::add(forget, logistic_tanh(a[0], a[2]));
-    return logistic_tanh(a[3], c);
-  }
-  /// i and f look at the old c, o at the new one.
-  static TORCHQ_INLINE Float lstm_peephole(Float (&a)[4], const Float (&w)[3], Float& c) {
-    a[0] = V::fma(w[0], c, a[0]);
-    a[1] = V::fma(w[1], c, a[1]);
-    const Float forget = V::div(c, one_plus(exp_gate(a[1], -1.0f)));
-    c = V::add(forget, logistic_tanh(a[0], a[2]));
-    return logistic_tanh(V::fma(w[2], c, a[3]), c);
+  /// An LSTM's next c: logistic(f) * c + logistic(i) * tanh(g). Its h is logistic_tanh(o, c).
+  static TORCHQ_INLINE Float next_cell(Float i, Float f, Float g, Float c) {
+    const Float forget = V::div(c, one_plus(exp_gate(f, -1.0f)));
+    return V::add(forget, logistic_tanh(i, g));
   }
 
   /// z * old + (1 - z) * n
