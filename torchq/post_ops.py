@@ -30,9 +30,8 @@ It holds structure, masks and scalars. The values of binary, prelu and dw_conv t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,6 +54,13 @@ from torchq._post_op_arguments import (
     operand_values,
     with_dw_values,
 )
+from torchq._post_op_rules import (
+    CHANNEL_MASKS,
+    foldable,
+    has_full_values,
+    merged_sources,
+    owners_of,
+)
 from torchq._text import (
     BINARY_ALGS,
     ELTWISE_ALGS,
@@ -70,8 +76,8 @@ from torchq._text import (
 if TYPE_CHECKING:
     from torchq.compose import Composed, Step
 
-CHANNEL_MASKS = (0, 2)
-"""Masks whose values are folded; an operand with any other is a source of the op."""
+__all__ = ["CHANNEL_MASKS", "MAX_POST_OPS", "PostOps", "compose", "foldable", "post_ops_of"]
+
 MAX_POST_OPS = 32
 
 
@@ -250,21 +256,12 @@ class PostOps:
         One per sum, per binary or prelu with a mask other than 0 and 2 and no values, and per
         condition of a select.
         """
-        count = 0
-        for op in self:
-            count += isinstance(op, Sum) or (_is_full(op) and op.values is None)
-            count += isinstance(op, Binary) and op.alg == "select"
-        return count
+        return len(owners_of(self)) - sum(has_full_values(op) for op in self)
 
     @property
     def source_owners(self) -> list[PostOp]:
         """The post-op that each of `sources` belongs to."""
-        owners = list[PostOp]()
-        for op in self:
-            count = isinstance(op, Sum) + _is_full(op)
-            count += isinstance(op, Binary) and op.alg == "select"
-            owners += [op] * count
-        return owners
+        return owners_of(self)
 
     def sources(
         self, op_name: str, dims: Callable[[], Sequence[int]], srcs: Sequence[Tensor]
@@ -286,15 +283,7 @@ class PostOps:
                 "binary or prelu with another mask than 0 and 2 and without values, and the "
                 "condition of each select, in order."
             )
-        rows, remaining, result = op_name in ("linear", "matmul"), iter(srcs), list[Tensor]()
-        for op in self:
-            if _is_full(op) and op.values is not None:
-                result.append(op.values.reshape(_operand_shape(op_name, op, dims(), rows)))
-            elif isinstance(op, Sum) or _is_full(op):
-                result.append(next(remaining))
-            if isinstance(op, Binary) and op.alg == "select":
-                result.append(next(remaining))
-        return result
+        return merged_sources(self, op_name, dims, srcs)
 
     def check(self, dims: Sequence[int], masks: Sequence[int] | None = None) -> None:
         """Raises ValueError unless masks and numbers of values fit dst's logical ``dims``.
@@ -404,47 +393,3 @@ def compose(steps: Sequence[Step], channels: int, **options: Any) -> Composed:
     from torchq.compose import compose  # it imports this file
 
     return compose(steps, channels, **options)
-
-
-def foldable(post_ops: PostOps, dst_dtype: torch.dtype) -> bool:
-    """Whether the whole chain folds into multiplier, offset, source scales and bounds.
-
-    So it does if it has only sums, linears, and adds and multiplies with mask 0 or 2 (all of them
-    affine in x; a linear with a scale is ``linear(alpha * scale, beta * scale)``), then at most one
-    relu with alpha 0, or clip, as the last post-op: scaling to destination units and rounding are
-    monotone, so bounding after them by the scaled and rounded bounds gives the same bits, for
-    every ``dst_dtype``. (A floating destination is not rounded and keeps its bounds real.)
-
-    That relu or clip must have scale 1. ``s * relu(x)`` is ``relu(s * x)`` for s > 0 only, and
-    an upper bound for s < 0: write ``eltwise_linear:s`` before the relu, which folds.
-    """
-    to_dtype("torchq.foldable: dst_dtype", dst_dtype)
-    post_ops._check_sums(dst_dtype)
-    last = len(post_ops) - 1
-    return all(_affine(op) or (i == last and _bounding(op)) for i, op in enumerate(post_ops))
-
-
-def _affine(op: PostOp) -> bool:
-    if isinstance(op, Binary):
-        return op.alg in ("add", "mul") and op.mask in CHANNEL_MASKS
-    return isinstance(op, Sum) or (isinstance(op, Eltwise) and op.alg == "linear")
-
-
-def _bounding(op: PostOp) -> bool:
-    if not isinstance(op, Eltwise) or op.scale != 1:
-        return False
-    return op.alg == "clip" or (op.alg == "relu" and op.alpha == 0)
-
-
-def _is_full(op: PostOp) -> TypeGuard[Binary | PReLU]:
-    """Whether the operand is a source of the op rather than values per channel."""
-    return isinstance(op, Binary | PReLU) and op.mask not in CHANNEL_MASKS
-
-
-def _operand_shape(op_name: str, op: Binary | PReLU, dims: Sequence[int], rows: bool) -> list[int]:
-    """The dims of dst that the mask selects, 1 elsewhere; ValueError unless the values fit."""
-    logical = (math.prod(dims[:-1]), dims[-1]) if rows else dims
-    where = f"torchq.{op_name}: values of {op}"
-    check_count(where, op.mask, op.values, selected_dims(where, op.mask, logical), logical)
-    bits = [int(d + 1 == len(dims)) if rows else d for d in range(len(dims))]
-    return [size if op.mask >> bit & 1 else 1 for size, bit in zip(dims, bits, strict=True)]

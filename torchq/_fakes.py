@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fake kernels of the ops that are no matrix products (see ``torchq.ops``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchq._library import DTYPES, empty_channels_last, window_output
+
+_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+
+FAKES: dict[str, Callable[..., Any]] = {}
+"""By the name of the op. ``torchq.ops`` registers them: the library names it as their module."""
+
+
+def fake(name: str) -> Callable[[_Kernel], _Kernel]:
+    """Puts a function into `FAKES`."""
+
+    def add(kernel: _Kernel) -> _Kernel:
+        FAKES[name] = kernel
+        return kernel
+
+    return add
+
+
+@fake("quantize")
+def _(src: Tensor, scale: Tensor, zero_point: Tensor, dst_dtype: int) -> Tensor:
+    return torch.empty_like(src, dtype=DTYPES[dst_dtype])
+
+
+@fake("dequantize")
+def _(src: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    return torch.empty_like(src, dtype=torch.float32)
+
+
+@fake("requantize")
+def _(
+    src: Tensor,
+    src_scale: Tensor,
+    src_zero_point: Tensor,
+    dst_scale: Tensor,
+    dst_zero_point: Tensor,
+    dst_dtype: int,
+) -> Tensor:
+    return torch.empty_like(src, dtype=DTYPES[dst_dtype])
+
+
+@fake("reorder")
+def _(src: Tensor, output_scales: Tensor, dst_dtype: int) -> Tensor:
+    return torch.empty_like(src, dtype=DTYPES[dst_dtype])
+
+
+@fake("lookup")
+def _(src: Tensor, table: Tensor) -> Tensor:
+    return torch.empty_like(src, dtype=table.dtype)
+
+
+def _fake_binary(
+    src0: Tensor, src1: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int, relu: bool
+) -> Tensor:
+    shape = torch.broadcast_shapes(src0.shape, src1.shape)  # type: ignore[no-untyped-call]
+    for src in (src0, src1):
+        if src.shape == shape:
+            return torch.empty_like(src, dtype=DTYPES[dst_dtype])
+    return src0.new_empty(shape, dtype=DTYPES[dst_dtype])
+
+
+fake("add")(_fake_binary)
+fake("mul")(_fake_binary)
+
+
+@fake("concat")
+def _(
+    srcs: Sequence[Tensor], scales: Tensor, zero_points: Tensor, dim: int, dst_dtype: int
+) -> Tensor:
+    first = srcs[0]
+    dim = dim % first.dim()
+    sizes = list(first.shape)
+    sizes[dim] = sum(src.shape[dim] for src in srcs)
+    order = sorted(range(first.dim()), key=lambda d: -first.stride()[d])
+    strides = [0] * first.dim()
+    stride = 1
+    for d in reversed(order):
+        strides[d] = stride
+        stride = stride * max(sizes[d], 1)
+    return torch.empty_strided(sizes, strides, dtype=DTYPES[dst_dtype], device=first.device)
+
+
+def _fake_pool(src: Tensor, geometry: Sequence[int], ceil_mode: bool) -> Tensor:
+    dims = src.dim() - 2
+    spatial = [window_output(src.shape[d + 2], geometry, dims, d, ceil_mode) for d in range(dims)]
+    return empty_channels_last(src, [*src.shape[:2], *spatial], src.dtype)
+
+
+fake("max_pool")(_fake_pool)
+
+
+@fake("avg_pool")
+def _(
+    src: Tensor,
+    zero_point: Tensor,
+    geometry: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Tensor:
+    return _fake_pool(src, geometry, ceil_mode)
+
+
+@fake("adaptive_avg_pool")
+def _(src: Tensor, output_size: Sequence[int]) -> Tensor:
+    return empty_channels_last(src, [*src.shape[:2], *output_size], src.dtype)
+
+
+@fake("rnn")
+def _(
+    src: Tensor, batch_sizes: Tensor | None, h_0: Tensor | None, *args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A packed source (with batch_sizes) needs h_0: it tells the batch without a look at data."""
+    geometry, dst_dtype, _, h_n_dtype = args[-4:]
+    cell, directions, _, hidden, projection = geometry[:5]
+    if h_0 is None and batch_sizes is not None:
+        raise ValueError(
+            "torchq.rnn: h_0 must be given with batch_sizes where shapes are traced, got None. "
+            "Pass zeros [directions, batch, units]."
+        )
+    batch = src.shape[1] if h_0 is None else h_0.shape[1]
+    units = projection or hidden
+    return (
+        src.new_empty([*src.shape[:-1], directions * units], dtype=DTYPES[dst_dtype]),
+        src.new_empty([directions, batch, units], dtype=DTYPES[h_n_dtype]),
+        src.new_empty([directions, batch, hidden] if cell == 0 else [0], dtype=torch.float32),
+    )
+
+
+@fake("eltwise")
+def _(src: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int, post_ops: str) -> Tensor:
+    return torch.empty_like(src, dtype=DTYPES[dst_dtype])
+
+
+@fake("binary")
+def _(
+    src0: Tensor,
+    src1: Tensor,
+    condition: Tensor | None,
+    alg: str,
+    scales: Tensor,
+    zero_points: Tensor,
+    dst_dtype: int,
+    post_ops: str,
+) -> Tensor:
+    return _fake_binary(src0, src1, scales, zero_points, dst_dtype, False)
+
+
+@fake("sum")
+def _(srcs: Sequence[Tensor], scales: Tensor, zero_points: Tensor, dst_dtype: int) -> Tensor:
+    return torch.empty_like(srcs[0], dtype=DTYPES[dst_dtype])
+
+
+@fake("reorder_rounded")
+def _(src: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int, *args: Any) -> Tensor:
+    return src.new_empty(src.shape, dtype=DTYPES[dst_dtype])
+
+
+@fake("softmax")
+def _(
+    src: Tensor,
+    dim: int,
+    logarithmic: bool,
+    scales: Tensor,
+    zero_points: Tensor,
+    dst_dtype: int,
+    post_ops: str,
+) -> Tensor:
+    sizes = src.movedim(dim, -1).shape
+    return src.new_empty(sizes, dtype=DTYPES[dst_dtype]).movedim(-1, dim)
+
+
+@fake("layer_norm")
+def _(src: Tensor, *args: Any) -> Tensor:
+    return src.new_empty(src.shape, dtype=DTYPES[args[-2]])
+
+
+def _fake_by_channel(src: Tensor, *args: Any) -> Tensor:
+    """Channels-last; every such op ends in dst_dtype, post_ops."""
+    return src.new_empty(src.movedim(1, -1).shape, dtype=DTYPES[args[-2]]).movedim(-1, 1)
+
+
+fake("group_norm")(_fake_by_channel)
+fake("batch_norm")(_fake_by_channel)
+
+
+@fake("reduction")
+def _(src: Tensor, alg: str, dims: Sequence[int], keepdim: bool, *args: Any) -> Tensor:
+    gone = {d % src.dim() for d in dims}
+    sizes = [1 if d in gone else size for d, size in enumerate(src.shape)]
+    kept = [size for d, size in enumerate(sizes) if keepdim or d not in gone]
+    return src.new_empty(kept, dtype=DTYPES[args[-2]])
+
+
+@fake("resampling")
+def _(src: Tensor, alg: str, size: Sequence[int], *args: Any) -> Tensor:
+    return empty_channels_last(src, [*src.shape[:2], *size], DTYPES[args[-2]])

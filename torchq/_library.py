@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the shared library, and what fake kernels are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+LIBRARY_PATH = Path(__file__).parent / "libtorchq.so"
+"""The shared library; a C++ program loads the same file."""
+
+DTYPES = {0: torch.uint8, 1: torch.int8, 3: torch.int32, 6: torch.float32}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def dtype_code(dtype: torch.dtype, op: str = "") -> int:
+    """The ``dst_dtype`` argument of an op for a torch dtype.
+
+    Raises:
+        NotImplementedError: ``dtype`` is not uint8, int8, int32 or float32.
+    """
+    if dtype not in _CODES:
+        raise NotImplementedError(
+            f"torchq{op and '.'}{op}: dst_dtype must be one of {', '.join(map(str, _CODES))}, got "
+            f"{dtype}. The nearest supported destination is torch.float32."
+        )
+    return _CODES[dtype]
+
+
+def _load() -> None:
+    if not LIBRARY_PATH.exists():
+        raise ImportError(
+            f"torchq: {LIBRARY_PATH} does not exist: the extension was not built. Run "
+            "`pip install --no-build-isolation -e .` in the source tree."
+        )
+    try:
+        torch.ops.load_library(str(LIBRARY_PATH))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise ImportError(
+            f"torchq: {LIBRARY_PATH.name} does not load with torch {torch.__version__}; it was "
+            "probably built for another torch release. Rebuild it with "
+            f"`pip install --no-build-isolation -e .` ({error})"
+        ) from error
+
+
+_load()
+
+
+def channels_last_strides(sizes: Sequence[int]) -> list[int]:
+    """Strides of (N, C, spatial...) with the channels innermost."""
+    strides = [0] * len(sizes)
+    strides[1] = 1
+    stride = sizes[1]
+    for dim in range(len(sizes) - 1, 1, -1):
+        strides[dim] = stride
+        stride = stride * sizes[dim]
+    strides[0] = stride
+    return strides
+
+
+def empty_channels_last(src: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A new (N, C, spatial...) on the device of ``src``."""
+    return torch.empty_strided(sizes, channels_last_strides(sizes), dtype=dtype, device=src.device)
+
+
+def window_output(
+    size: int, geometry: Sequence[int], dims: int, d: int, ceil_mode: bool = False
+) -> int:
+    """Size of dst along spatial dimension ``d`` of a convolution or pool."""
+    kernel, stride, begin, end, dilation = (geometry[f * dims + d] for f in range(5))
+    span = size + begin + end - dilation * (kernel - 1) - 1
+    if not ceil_mode:
+        return span // stride + 1
+    output = -(-span // stride) + 1
+    return output - 1 if (output - 1) * stride >= size + begin else output

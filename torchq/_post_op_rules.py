@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which chains fold, and what post-ops read at run time: the op's sources, in their order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor
+
+from torchq._arguments import check_count, selected_dims, to_dtype
+from torchq._text import Binary, Eltwise, PostOp, PReLU, Sum
+
+if TYPE_CHECKING:
+    from torchq.post_ops import PostOps
+
+CHANNEL_MASKS = (0, 2)
+"""Masks whose values are folded; an operand with any other is a source of the op."""
+
+
+def foldable(post_ops: PostOps, dst_dtype: torch.dtype) -> bool:
+    """Whether the whole chain folds into multiplier, offset, source scales and bounds.
+
+    So it does if it has only sums, linears, and adds and multiplies with mask 0 or 2 (all of them
+    affine in x; a linear with a scale is ``linear(alpha * scale, beta * scale)``), then at most one
+    relu with alpha 0, or clip, as the last post-op: scaling to destination units and rounding are
+    monotone, so bounding after them by the scaled and rounded bounds gives the same bits, for
+    every ``dst_dtype``. (A floating destination is not rounded and keeps its bounds real.)
+
+    That relu or clip must have scale 1. ``s * relu(x)`` is ``relu(s * x)`` for s > 0 only, and
+    an upper bound for s < 0: write ``eltwise_linear:s`` before the relu, which folds.
+    """
+    to_dtype("torchq.foldable: dst_dtype", dst_dtype)
+    post_ops._check_sums(dst_dtype)
+    last = len(post_ops) - 1
+    return all(_affine(op) or (i == last and _bounding(op)) for i, op in enumerate(post_ops))
+
+
+def _affine(op: PostOp) -> bool:
+    if isinstance(op, Binary):
+        return op.alg in ("add", "mul") and op.mask in CHANNEL_MASKS
+    return isinstance(op, Sum) or (isinstance(op, Eltwise) and op.alg == "linear")
+
+
+def _bounding(op: PostOp) -> bool:
+    if not isinstance(op, Eltwise) or op.scale != 1:
+        return False
+    return op.alg == "clip" or (op.alg == "relu" and op.alpha == 0)
+
+
+def is_full(op: PostOp) -> TypeGuard[Binary | PReLU]:
+    """Whether the operand is a source of the op rather than values per channel."""
+    return isinstance(op, Binary | PReLU) and op.mask not in CHANNEL_MASKS
+
+
+def has_full_values(op: PostOp) -> bool:
+    """Whether it is a source that the caller need not supply."""
+    return is_full(op) and op.values is not None
+
+
+def owners_of(ops: Iterable[PostOp]) -> list[PostOp]:
+    """The post-op that each source belongs to; a select's operand comes before its condition."""
+    owners = list[PostOp]()
+    for op in ops:
+        owners += [op] * (isinstance(op, Sum) + is_full(op) + _selects(op))
+    return owners
+
+
+def merged_sources(
+    ops: Iterable[PostOp],
+    op_name: str,
+    dims: Callable[[], Sequence[int]],
+    srcs: Sequence[Tensor],
+) -> list[Tensor]:
+    """The caller's ``srcs`` and the values of masks other than 0 and 2, in order."""
+    rows, remaining, result = op_name in ("linear", "matmul"), iter(srcs), list[Tensor]()
+    for op in ops:
+        if is_full(op) and op.values is not None:
+            result.append(op.values.reshape(_operand_shape(op_name, op, dims(), rows)))
+        elif isinstance(op, Sum) or is_full(op):
+            result.append(next(remaining))
+        if _selects(op):
+            result.append(next(remaining))
+    return result
+
+
+def _selects(op: PostOp) -> bool:
+    return isinstance(op, Binary) and op.alg == "select"
+
+
+def _operand_shape(op_name: str, op: Binary | PReLU, dims: Sequence[int], rows: bool) -> list[int]:
+    """The dims of dst that the mask selects, 1 elsewhere; ValueError unless the values fit."""
+    logical = (math.prod(dims[:-1]), dims[-1]) if rows else dims
+    where = f"torchq.{op_name}: values of {op}"
+    check_count(where, op.mask, op.values, selected_dims(where, op.mask, logical), logical)
+    bits = [int(d + 1 == len(dims)) if rows else d for d in range(len(dims))]
+    return [size if op.mask >> bit & 1 else 1 for size, bit in zip(dims, bits, strict=True)]
