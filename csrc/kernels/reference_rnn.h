@@ -56,7 +56,8 @@ float rnn_unit(const RnnStep& s, const float (&a)[4], int64_t unit, int64_t at) 
       return Cell::logistic_tanh(peephole(2, a[3]), c);
     }
     case RnnCell::kGru:  // a[3]: the input of n, which does not pass the reset gate
-      return Cell::gru(a[0], a[1], a[2], a[3], s.old[at]);
+      return Cell::mix(Cell::logistic(a[1]), s.old[at],
+                       Cell::tanh(fmaf(Cell::logistic(a[0]), a[2], a[3])));
     case RnnCell::kGruGates:
       s.update[at] = Cell::logistic(a[1]);
       return s.old[at] * Cell::logistic(a[0]);

@@ -66,14 +66,9 @@ struct RnnFormula {
     return V::add(forget, logistic_tanh(i, g));
   }
 
-  /// z * old + (1 - z) * n
+  /// A GRU's h, n being tanh of its argument: z * old + (1 - z) * n
   static TORCHQ_INLINE Float mix(Float z, Float old, Float n) {
     return V::fma(z, V::sub(old, n), n);
-  }
-  /// n = tanh(input + logistic(r) * state), h = mix(logistic(z), old, n)
-  static TORCHQ_INLINE Float gru(Float r, Float z, Float state, Float input, Float old) {
-    const Float n = tanh(V::fma(logistic(r), state, input));
-    return mix(logistic(z), old, n);
   }
 };
 
