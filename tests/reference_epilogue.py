@@ -385,8 +385,12 @@ def stated_error(x: Tensor, op: PostOp) -> Tensor | float:
 
 
 def bounded_step(x: Tensor, low: Tensor, high: Tensor, op: PostOp) -> tuple[Tensor, ...]:
-    """`float_step` of x, and of the interval [low, high] that x is known to lie in."""
-    results = torch.stack([float_step(v, op) for v in (x, low, high)])
+    """`float_step` of x, and of the interval [low, high] that x is known to lie in.
+
+    Where the interval holds 0, that too: abs and square have their minimum there.
+    """
+    nearest = torch.zeros_like(x).clamp(low, high)
+    results = torch.stack([float_step(v, op) for v in (x, low, high, nearest)])
     error = stated_error(x, op)
     down = f32(results.double().amin(0) - error)
     return (

@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 _WHEELS = {"3.2": "2023.2.0", "2.6": "2022.2.1"}  # version of oneDNN: version of its wheels
-_SOURCE = Path(__file__).with_name("peer.cpp")
+_SOURCES = [Path(__file__).with_name(name) for name in ("peer.cpp", "request.h")]
 _BUILD = Path(__file__).resolve().parents[2] / "build"
 
 
@@ -40,7 +40,8 @@ def build(version: str = "3.2") -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may start at once
         if not root.is_dir():
             _download(version, root)
-        if not program.exists() or program.stat().st_mtime < _SOURCE.stat().st_mtime:
+        changed = max(source.stat().st_mtime for source in _SOURCES)
+        if not program.exists() or program.stat().st_mtime < changed:
             _compile(version, root, program)
     return program
 
@@ -79,7 +80,7 @@ def _compile(version: str, root: Path, program: Path) -> None:
     fresh = program.with_suffix(".new")
     library = root / "lib" / f"libdnnl.so.{version.split('.')[0]}"
     flags = ["-O2", "-std=c++17", "-fopenmp", f"-I{root / 'include'}", "-Wl,-rpath,$ORIGIN/lib"]
-    command = [*compiler.split(), *flags, str(_SOURCE), str(library), "-o", str(fresh)]
+    command = [*compiler.split(), *flags, str(_SOURCES[0]), str(library), "-o", str(fresh)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(

@@ -134,12 +134,18 @@ class Opponent:
     def compute(self, case: Case) -> Tensor:
         """Raises RefusedError also where oneDNN crashes."""
         try:
-            return case.onednn(self.peer)
+            return self._attempt(case)
         except RefusedError as refusal:
             if "(runtime_error)" not in str(refusal):
                 raise
             self._restart()
+            return self._attempt(case)
+
+    def _attempt(self, case: Case) -> Tensor:
+        try:
             return case.onednn(self.peer)
+        except RefusedError:
+            raise
         except RuntimeError as death:
             self._restart()
             raise RefusedError(f"oneDNN crashes: segmentation fault. Asked: {death}") from None
