@@ -362,3 +362,17 @@ def test_inputs_by_keyword_and_inference_mode() -> None:
     with torch.inference_mode():
         converted = eager.quantize(model, [by_name], by_name)
     assert torch.equal(converted(input=data[0]), eager.quantize(model, data[:1], data[0])(data[0]))
+
+
+def test_parametrized_weights_are_computed_once() -> None:
+    """A layer with parametrizations is none of torch.nn's classes; without them it is."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    nn.utils.parametrizations.weight_norm(model[0])
+    nn.utils.parametrizations.spectral_norm(model[2])
+    model.eval()
+    data = [torch.randn(2, 3, 9, 9) for _ in range(3)]
+    converted = eager.quantize(model, data, data[0])
+    assert [type(m) for m in (converted[0], converted[2])] == [tnn.QConv2d, tnn.QConv2d]
+    with torch.no_grad():
+        assert sqnr(model(data[0]), converted(data[0])) > 30
+    assert nn.utils.parametrize.is_parametrized(model[0])

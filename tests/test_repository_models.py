@@ -14,6 +14,7 @@ from typing import Any
 
 import models
 import pytest
+import repository_computed  # noqa: F401
 import repository_sequences  # noqa: F401
 import torch
 from repository import MODELS
@@ -166,3 +167,46 @@ def test_threads_may_run_models_while_one_is_traced() -> None:
     runner.join()
     assert not errors, errors
     assert torch.zeros is zeros and nn.Module.__call__ is call_module
+
+
+def test_a_view_that_is_written_to_reaches_its_source() -> None:
+    """``view`` becomes ``reshape``, which may copy: not here."""
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            y.view(y.size(0), -1).mul_(2)
+            return y
+
+    x = torch.randn(2, 3, 8, 8)
+    model = Written().eval()
+    converted = torchq.quantize(model, [x], x)
+    with torch.no_grad():
+        assert sqnr(model(x), converted(x)) > 30
+
+
+def test_modules_forget_what_was_traced() -> None:
+    """A submodule that keeps its last result, and one that keeps all of them."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.last, self.all = nn.Linear(8, 8), None, []
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            if self.last is not None:
+                x = x + 0 * self.last
+            self.last = x
+            self.all.append(x)
+            return x
+
+    x = torch.randn(2, 8)
+    model = nn.Sequential(Keeps(), nn.ReLU(), nn.Linear(8, 4)).eval()
+    converted = torchq.quantize(model, [x], x)
+    with torch.no_grad():
+        assert sqnr(model(x), converted(x)) > 30

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from torchq.config import Overrides, QConfig
 from torchq.explain import Row, check_strict, report_rows
@@ -77,6 +78,7 @@ def prepare_call(
     the report begin with it, and patterns are not checked.
     """
     model = working_copy(model)
+    _settle_weights(model)
     source = copy.deepcopy(model)  # the run may change its state
     plan = Plan(record(source, args, kwargs), config, overrides, prefix)
     if not prefix:
@@ -85,6 +87,21 @@ def prepare_call(
     _leave_fast_paths(prepared)
     prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
     return prepared
+
+
+def _settle_weights(model: nn.Module) -> None:
+    """Computes the weights of parametrized layers once: they are then modules of torch.nn again.
+
+    Not with ``remove_parametrizations``: that changes the class, which the original has, too.
+    """
+    for module in list(model.modules()):
+        if isinstance(module, QUANTIZABLE) and parametrize.is_parametrized(module):
+            names = list(module.parametrizations)  # type: ignore[arg-type]
+            values = {name: getattr(module, name).detach().clone() for name in names}
+            del module.parametrizations
+            module.__class__ = type(module).__mro__[1]
+            for name, value in values.items():
+                module.register_parameter(name, nn.Parameter(value, False))
 
 
 def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = None) -> nn.Module:

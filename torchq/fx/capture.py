@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from torchq.fx.factories import traced_factories
 from torchq.fx.guards import expect
-from torchq.fx.tracer import Tracer, short, traced_factories
+from torchq.fx.tracer import Tracer, short
 
 __all__ = ["CaptureError", "Captured", "Meta", "capture"]
 
@@ -90,6 +91,8 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             graph = tracer.trace(model)
         except Exception as error:
             raise CaptureError(short(error)) from error
+        finally:
+            tracer.restore()
         _remove_unused(graph)
         if tracer.asked_rank:
             _check_ranks(graph, tracer)

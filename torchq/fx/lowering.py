@@ -17,6 +17,7 @@ from torchq.fx.layers import Layer
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.ops import Op, Role
 from torchq.fx.prepared import Prepared
+from torchq.fx.scripting import respell
 from torchq.fx.sequences import SequenceTracer
 from torchq.fx.sharing import shared_qparams
 from torchq.lowering import append_clip, matmul_from_float, pool_from_float, post_op_chain
@@ -135,10 +136,6 @@ class Lowering:
         if op.role is Role.PAD:
             zero = float(qparams.zero_point)  # as TorchScript wants it
             return self.graph.call_function(F.pad, (src, self._padding(op), "constant", zero))
-        if op.node.op == "call_method" and op.node.target == "view":
-            # int8 convolutions give channels-last tensors, which view may refuse
-            args = fx.node.map_arg(op.node.args[1:], self.any_of)
-            return self.graph.call_method("reshape", (src, *args))
         signed = qparams.dtype == torch.int8 and _is_resampling(op)
         if signed:  # torch interpolates uint8, but not int8: the bytes are the same
             src = self.graph.call_method("view", (src, torch.uint8))
@@ -183,6 +180,7 @@ class Lowering:
         if node.op == "call_module":
             copied.meta["source"] = str(node.target)
             copied.target = self._float_module(str(node.target))
+        respell(copied, node)
         return copied
 
     def _float_module(self, name: str) -> str:

@@ -23,6 +23,9 @@ _NAMESPACES: dict[str, Any] = {
     "math": math,
     "rnn": rnn,
     "guards": guards,
+    "linalg": torch.linalg,
+    "fft": torch.fft,
+    "special": torch.special,
 }
 _REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem")
 
@@ -32,7 +35,8 @@ def _functions() -> dict[str, Callable[..., Any]]:
     for prefix, namespace in _NAMESPACES.items():
         for name in dir(namespace):
             function = getattr(namespace, name)
-            if callable(function) and not name.startswith("_") and name not in _REFUSED:
+            known = callable(function) and (prefix == "rnn" or not isinstance(function, type))
+            if known and not name.startswith("_") and name not in _REFUSED:
                 found[f"{prefix}.{name}"] = function
     for name in torch.functional.__all__:  # of torch, too, but written in Python
         found[f"torch.{name}"] = getattr(torch.functional, name)

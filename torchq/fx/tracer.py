@@ -8,7 +8,6 @@ import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from torchq.fx.fake import fake_quantizer, is_watcher
 from torchq.fx.guards import expect, with_item
 from torchq.fx.sequences import SequenceTracer
 
-__all__ = ["Tracer", "short", "traced_factories"]
+__all__ = ["Tracer", "short"]
 
 # Modules of torch that are one operation although they have children or look like several.
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -41,9 +40,6 @@ _CONSTANT_ATTRIBUTES = _words(
     "is_mkldnn is_nested itemsize grad_fn grad is_leaf names"
 )
 _SHAPE_METHODS = _words("size shape numel nelement stride storage_offset is_contiguous")
-_FACTORIES = ("zeros", "ones", "full", "empty", "arange", "eye", "linspace")
-
-_LOCK = threading.RLock()
 
 
 class _Proxy(fx.Proxy):
@@ -112,6 +108,20 @@ class Tracer(SequenceTracer):
             (tensor, tensor.clone()) for tensor in model.state_dict(keep_vars=True).values()
             if isinstance(tensor, Tensor)
         ]  # fmt: skip
+        self._known = {
+            module: {key: _shallow(value) for key, value in vars(module).items()}
+            for module in model.modules()
+        }
+
+    def restore(self) -> None:
+        """Takes nodes out of modules that keep what they computed, as in ``self.mask = mask``."""
+        for module, before in self._known.items():
+            for name, value in list(vars(module).items()):
+                if not any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(value)):
+                    continue
+                del vars(module)[name]
+                if name in before:
+                    vars(module)[name] = _shallow(before[name])
 
     @property
     def running(self) -> bool:
@@ -264,6 +274,8 @@ class Tracer(SequenceTracer):
             return forward(*args, **kwargs)
         if isinstance(m, nn.TransformerEncoder) and len(args) < 4 and not kwargs.get("is_causal"):
             kwargs = {**kwargs, "is_causal": False}  # a hint, which it else looks for in the mask
+        if m not in self._known:  # made on the way, as by `self.layers[:2]`: its parts may be known
+            return forward(*args, **kwargs)
         name = self.path_of_module(m)
         mark, stack = len(self.graph.nodes), dict(self.module_stack)
         if not self.is_leaf_module(m, name):
@@ -276,6 +288,7 @@ class Tracer(SequenceTracer):
             if self.is_leaf_module(m, name):
                 raise
             self._roll_back(mark)
+            self.restore()
             self.module_stack.clear()
             self.module_stack.update(stack)
             self.untraceable.setdefault(name, short(error))
@@ -336,12 +349,22 @@ class Tracer(SequenceTracer):
         proxy.node.meta.update(scope="", varying=tensors, writes=[], static=not tensors)
         self.values[proxy.node] = value
         if tensors:
+            proxy.node.type = _collection(value)
             return proxy
         proxy.node.type = type(value) if isinstance(value, (bool, int, float, str)) else None
         if isinstance(value, (bool, int)):
             proxy.node.meta["varying"] = True
             return self.known(proxy)
         return value
+
+
+def _collection(value: Any) -> Any:
+    """The type of a list or dict of tensors, which TorchScript else takes for a tensor."""
+    if type(value) is list and all(isinstance(item, Tensor) for item in value):
+        return list[Tensor]
+    if type(value) is dict and all(type(key) is str for key in value):
+        return dict[str, Tensor] if all(isinstance(v, Tensor) for v in value.values()) else None
+    return None
 
 
 def _compute(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -355,44 +378,13 @@ def _compute(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
     return node.target(*args, **kwargs)
 
 
+def _shallow(value: Any) -> Any:
+    """A copy of a list or dict, which a module may add to."""
+    return copy.copy(value) if type(value) in (list, dict) else value
+
+
 def _normal(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-@contextmanager
-def traced_factories(tracer: Tracer) -> Iterator[None]:
-    """Makes torch.zeros(n) and the like nodes where n is one: torch does not dispatch on sizes.
-
-    And functions that ask for the class or dtype of a tensor take a node for its value.
-    Other threads see the originals do their work; those that trace as well wait.
-    """
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def factory(*args: Any, **kwargs: Any) -> Any:
-            leaves = tree_leaves((args, kwargs))
-            if tracer.running or not any(isinstance(leaf, fx.Proxy) for leaf in leaves):
-                return original(*args, **kwargs)
-            return tracer.create_proxy("call_function", original, args, kwargs)
-
-        return factory
-
-    def look(original: Callable[..., Any]) -> Callable[..., Any]:
-        def looks(value: Any) -> Any:
-            return original(tracer.values[value.node] if isinstance(value, fx.Proxy) else value)
-
-        return looks
-
-    with _LOCK:
-        factories = [(torch, name, wrap) for name in _FACTORIES]
-        looking = [(torch, "is_tensor", look), (F, "_none_or_dtype", look)]
-        originals = [(place, name, getattr(place, name)) for place, name, _ in factories + looking]
-        try:
-            for place, name, replaced in factories + looking:
-                setattr(place, name, replaced(getattr(place, name)))
-            yield
-        finally:
-            for place, name, original in originals:
-                setattr(place, name, original)
 
 
 def short(error: Exception) -> str:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spellings of the float model that TorchScript refuses, or that depend on the memory's layout."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["respell"]
+
+
+def respell(copied: fx.Node, original: fx.Node) -> None:
+    """Changes a node to what computes the same on more layouts, and scripts.
+
+    - ``view`` refuses what a converted convolution returns: channels-last. ``reshape`` copies then.
+      (Where somebody writes to a view that others see, everything keeps the layout it had.)
+    - ``abs(x)`` is no function of TorchScript, ``torch.abs`` is.
+    - An int for a float argument, as in ``F.interpolate(x, scale_factor=2)``, becomes a float.
+    """
+    values = [*copied.args, *copied.kwargs.values()]
+    if copied.op == "call_method" and copied.target == "view":
+        if not any(isinstance(value, torch.dtype) for value in values):
+            copied.target, copied.args, copied.kwargs = "reshape", tuple(values), {}
+    elif copied.target is operator.abs and original.meta["value"].shape is not None:
+        copied.target = torch.abs
+    elif inspect.isfunction(copied.target) and (floats := _floats(copied.target)):
+        names = list(inspect.signature(copied.target).parameters)
+        given = dict(zip(names, copied.args, strict=False)) | copied.kwargs
+        known = {k: float(v) if type(v) is int and k in floats else v for k, v in given.items()}
+        copied.args = tuple(known.pop(name) for name in names[: len(copied.args)])
+        copied.kwargs = known
+
+
+@functools.cache
+def _floats(function: Callable[..., Any]) -> frozenset[str]:
+    """Its parameters that are annotated as floats, or as lists of them; none outside of torch."""
+    if not function.__module__.startswith("torch."):
+        return frozenset()
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset(p.name for p in parameters if "float" in str(p.annotation))
