@@ -302,7 +302,9 @@ PATTERNS: list[Pattern] = [
     _float("8 bits of what it reads, often a sum, are too coarse for its variance", nn.LayerNorm,
            nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, F.layer_norm,
            F.group_norm, F.instance_norm, torch.layer_norm, torch.group_norm),
-    _float("attention is one operation of torch, between linears that are int8",
+    # Measured with 12 heads of 64, with its linears, as int8 products and a float softmax: 0.93 to
+    # 1.09 times as fast from 16 to 384 positions, 0.5 to 0.8 times with less work; 2 to 3 dB less.
+    _float("float attention is about as fast as int8 products around its softmax",
            F.scaled_dot_product_attention),
     # what quantization-aware training leaves
     Pattern(Role.FAKE, (FakeQuantize,), (torch.fake_quantize_per_tensor_affine,),
