@@ -160,5 +160,16 @@ def test_a_trace_with_other_bits_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         measure.measure("squeezenet", [], [1], plan, small=True)
 
 
+def test_other_ways_to_run_it() -> None:
+    plan = measure.Plan(block_seconds=1e-4, rounds=1, blocks=1, pause_seconds=0)
+    found = measure.measure("squeezenet", [], [1], plan, small=True, ways=measure.WAYS)
+    assert found.failures == {}
+    assert set(found.rows()[0]["ways"]) == {"torchq_export", "torchq_compile"}
+    rows = [{**row, "share_of_peak": 1, "torch": "", "isa": "", "cpu": ""} for row in found.rows()]
+    assert "| model | eager | frozen TorchScript | torch.export | torch.compile |" in (
+        markdown.page(rows)
+    )
+
+
 def test_the_best_of_a_row_is_bold() -> None:
     assert markdown._figures([2.0, None, 1.0], 1, min) == ["2.0", "-", "**1.0**"]

@@ -23,7 +23,7 @@ import torch
 import torchq
 from benchmarks import peak
 from benchmarks.inference.markdown import page
-from benchmarks.inference.measure import PEERS, Measured, installed, measure
+from benchmarks.inference.measure import PEERS, WAYS, Measured, installed, measure
 from benchmarks.models import NETWORKS
 from benchmarks.timing import FULL, QUICK
 
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", help="file for the results: one object, or a list of several")
     parser.add_argument("--markdown", help="file for the results as a page of tables")
     parser.add_argument("--quick", action="store_true", help="few short samples; only to try it")
+    parser.add_argument("--ways", action="store_true", help="torch.export and torch.compile, too")
     parser.add_argument("--small", action="store_true", help="narrow variants; only to try it")
 
 
@@ -66,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
 def _measured(name: str, peers: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_num_threads(max(args.threads))
     busy = [] if args.quick else [_share_of_peak(max(args.threads))]
-    result = measure(name, peers, args.threads, QUICK if args.quick else FULL, args.small)
+    plan, ways = QUICK if args.quick else FULL, WAYS if args.ways else ()
+    result = measure(name, peers, args.threads, plan, args.small, ways)
     busy += [] if args.quick else [_share_of_peak(max(args.threads))]
     _print(result)
     quiet = min(busy, default=None)
@@ -91,7 +93,7 @@ def _in_process(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         file = Path(folder) / "rows.json"
         options = ["--peers", args.peers, "--json", str(file), "--model", name, "--threads"]
         options += [str(count) for count in args.threads]
-        options += [f"--{flag}" for flag in ("quick", "small") if getattr(args, flag)]
+        options += [f"--{flag}" for flag in ("quick", "small", "ways") if getattr(args, flag)]
         status = subprocess.run([sys.executable, "-m", "benchmarks", "models", *options]).returncode
         if status or not file.exists():
             print(f"benchmarks: {name} ended with status {status}", file=sys.stderr)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from benchmarks.inference.measure import WAYS
 from benchmarks.models import NETWORKS
 from benchmarks.peak import REQUIRED_FRACTION
 
@@ -54,6 +55,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     for count in threads:
         some = [row for row in rows if row["threads"] == count]
         parts += [f"## Time on {count} thread{'s' if count > 1 else ''}, ms\n", _times(some)]
+        parts += _ways(some)
     parts += ["## What stays float\n", _left(once), "## What failed\n", _failures(once)]
     return "\n".join(parts)
 
@@ -92,6 +94,20 @@ def _times(rows: Sequence[dict[str, Any]]) -> str:
         noisy = "" if (row["share_of_peak"] or 1) >= REQUIRED_FRACTION else " (busy machine)"
         lines.append([row["model"] + noisy, *_figures(found, 2, min), _ratio(row)])
     return _table(["model", *_TITLES, "best peer / best torchq"], lines)
+
+
+def _ways(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """torchq's own model in other hands, where that was measured."""
+    lines = []
+    for row in (row for row in rows if row["ways"]):
+        ways = [row["ways"].get(name) for name in WAYS]
+        values = [row["torchq_ms"], row["torchq_script_ms"], *ways]
+        lines.append([row["model"], *_figures(values, 2, min)])
+    text = (
+        "torchq, the same bits in all of them: torch.export as `.module()`, torch.compile warm.\n"
+    )
+    titles = ["model", "eager", "frozen TorchScript", "torch.export", "torch.compile"]
+    return [text, _table(titles, lines)] if lines else []
 
 
 def _ratio(row: dict[str, Any]) -> str:

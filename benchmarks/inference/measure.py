@@ -26,7 +26,7 @@ from benchmarks.inference.runtimes import Runtime, int8_onnx
 from benchmarks.models import NETWORKS
 from benchmarks.timing import Blocks, Plan, call_blocks, interleave
 
-__all__ = ["PEERS", "Measured", "measure"]
+__all__ = ["PEERS", "WAYS", "Measured", "measure"]
 
 PEERS = {
     "torch_ao": "torch.ao",
@@ -88,6 +88,7 @@ class Measured:
             own = (times.get(name) for name in ("torchq", "torchq_script", "float"))
             peers = {name: times[name] for name in PEERS if name in times}
             row = dict(zip(names, (self.model, threads, *own, peers), strict=True))
+            row["ways"] = {name: times[name] for name in WAYS if name in times}
             row |= {"macs": self.macs, "int8_mac_share": self.int8_share, "sqnr_db": self.sqnr_db}
             row |= {"float_bytes": self.float_bytes, "torchq_bytes": self.torchq_bytes}
             row |= {"quantize_seconds": self.seconds, "failures": self.failures}
@@ -99,19 +100,31 @@ class Measured:
         return rows
 
 
-def measure(name: str, peers: list[str], threads: list[int], plan: Plan, small: bool) -> Measured:
-    """Converts, compares and times one network of the zoo.
+WAYS = ("torchq_export", "torchq_compile")
+"""Ways to run torchq's model beside eager and TorchScript: a program's module, and Inductor."""
+
+
+def measure(
+    name: str,
+    peers: list[str],
+    threads: list[int],
+    plan: Plan,
+    small: bool,
+    ways: tuple[str, ...] = (),
+) -> Measured:
+    """Converts, compares and times one network of the zoo; ``ways`` are of WAYS.
 
     Raises:
-        WrongBitsError: the frozen TorchScript of torchq's model has other bits than the model.
+        WrongBitsError: the frozen TorchScript of torchq's model, or one of the ways to run it, has
+            other bits than the model.
     """
-    return _Run(name, peers, small).measure(threads, plan)
+    return _Run(name, peers, small, ways).measure(threads, plan)
 
 
 class _Run:
-    def __init__(self, name: str, peers: list[str], small: bool) -> None:
+    def __init__(self, name: str, peers: list[str], small: bool, ways: tuple[str, ...]) -> None:
         network = NETWORKS[name]
-        self.peers, self.dynamic = peers, network.dynamic
+        self.peers, self.dynamic, self.ways = peers, network.dynamic, ways
         self.float, self.batches = network.build(small), network.calibration(small)
         self.inputs = network.inputs(_EVALUATED, small=small)
         self.src = self.inputs[:1].clone()
@@ -139,16 +152,25 @@ class _Run:
             self.result.torchq_bytes = quality.int8_bytes(converted)
             outputs = quality.run(converted, self.inputs)
             self.result.sqnr_db["torchq"] = torchq.sqnr(self.expected, outputs)
-            return {"torchq": converted, **self._script("torchq_script", converted, outputs)}
+            found: dict[str, Model] = {"torchq": converted}
+            for name in ("torchq_script", *self.ways):
+                found |= self._other_way(name, converted, outputs)
+            return found
         return {}
 
-    def _script(self, name: str, model: nn.Module, outputs: list[Tensor]) -> dict[str, Model]:
-        """The frozen trace, if it computes the same bits."""
+    def _other_way(self, name: str, model: nn.Module, outputs: list[Tensor]) -> dict[str, Model]:
+        """The model frozen, exported or compiled, if it computes the same bits."""
         with self._failing(name):
-            scripted = frozen(model, self.src)
-            if not all(map(torch.equal, quality.run(scripted, self.inputs), outputs)):
-                raise WrongBitsError(f"{name} has other bits than the model it was traced from.")
-            return {name: scripted}
+            if name == "torchq_script":
+                other = frozen(model, self.src)
+            elif name == "torchq_export":
+                with torch.no_grad():
+                    other = torch.export.export(model, (self.src,)).module()
+            else:
+                other = torch.compile(model, fullgraph=True)
+            if not all(map(torch.equal, quality.run(other, self.inputs), outputs)):
+                raise WrongBitsError(f"{name} has other bits than the model it was made from.")
+            return {name: other}
         return {}
 
     def _torch_ao(self) -> dict[str, Model]:
