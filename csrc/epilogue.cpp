@@ -30,23 +30,42 @@ float max_abs(const float* x, int64_t n) {
 
 using Sizes = c10::SmallVector<int64_t, 5>;
 
-/// The shape of a binary's operand: dst's dims where the mask selects them, 1 elsewhere.
-Sizes operand_sizes(const EpilogueBuilder::Args& args, const at::Tensor& dst, const PostOp& p) {
-  const int64_t dims = args.rows ? 2 : dst.dim();
-  TORCH_CHECK_VALUE(p.mask >= 0 && p.mask < (1 << dims), "torchq.", args.op, ": post_ops '",
-                    args.post_ops, "' must have masks from 0 to ", (1 << dims) - 1,
-                    ", one bit for ",
-                    args.rows ? "all rows and one for the channels" : "each dimension of dst",
-                    ", got ", p.mask, ". Mask 2 is one value per channel.");
+}  // namespace
+
+Sizes operand_sizes(const char* op, c10::string_view post_ops, const PostOp& p,
+                    const at::Tensor& dst, bool rows) {
+  const int64_t dims = rows ? 2 : dst.dim();
+  TORCH_CHECK_VALUE(p.mask >= 0 && p.mask < (1 << dims), "torchq.", op, ": post_ops '", post_ops,
+                    "' must have masks from 0 to ", (1 << dims) - 1, ", one bit for ",
+                    rows ? "all rows and one for the channels" : "each dimension of dst", ", got ",
+                    p.mask, ". Mask 2 is one value per channel.");
   Sizes sizes;
   for (int64_t d = 0; d < dst.dim(); ++d) {
-    const int64_t bit = args.rows ? (d + 1 == dst.dim() ? 1 : 0) : d;
+    const int64_t bit = rows ? (d + 1 == dst.dim() ? 1 : 0) : d;
     sizes.push_back(p.mask >> bit & 1 ? dst.size(d) : 1);
   }
   return sizes;
 }
 
-}  // namespace
+void check_post_op_src(const char* op, c10::string_view post_ops, size_t i, const at::Tensor& src,
+                       DType expected, c10::IntArrayRef sizes, const at::Tensor& dst,
+                       int32_t zero_point) {
+  const DType dtype = dtype_of(op, "post_op_srcs", src);
+  check_cpu(op, "post_op_srcs", src);
+  check_no_grad(op, "post_op_srcs", src);
+  TORCH_CHECK_TYPE(expected == dtype, "torchq.", op, ": post_op_srcs[", i, "] must be ",
+                   dtype_name(scalar_type(expected)), " as '", post_ops, "' says, got ",
+                   dtype_name(src.scalar_type()), ". Convert it with reorder.");
+  TORCH_CHECK_VALUE(src.sizes() == sizes, "torchq.", op, ": post_op_srcs[", i, "] must have shape ",
+                    sizes, " for post_ops '", post_ops, "' and dst ", dst.sizes(), ", got ",
+                    src.sizes(),
+                    ". A sum has the shape of dst; a binary has 1 where its mask has no bit.");
+  const auto [lo, hi] = zero_point_range(dtype);
+  TORCH_CHECK_VALUE(zero_point >= lo && zero_point <= hi, "torchq.", op,
+                    ": post-op sum has zero point ", zero_point, " but its ",
+                    dtype_name(src.scalar_type()), " source allows ", lo, " to ", hi,
+                    ". Only integer sources have zero points other than 0.");
+}
 
 EpilogueBuilder::EpilogueBuilder(const Args& args, const at::Tensor& dst) {
   read(args, dst);
@@ -138,7 +157,8 @@ void EpilogueBuilder::add_sources(const Args& args, const at::Tensor& dst, const
       const DType dtype = dtype_of(args.op, "post_op_srcs", args.post_op_srcs[sums_.size()]);
       add_source(args, dst, p.dtype.value_or(dtype), dst.sizes(), p.scale, p.zero_point);
     } else if (p.kind == PostOp::kBinary && !p.has_values()) {
-      add_source(args, dst, *p.dtype, operand_sizes(args, dst, p), 1, 0);
+      const Sizes sizes = operand_sizes(args.op, args.post_ops, p, dst, args.rows);
+      add_source(args, dst, *p.dtype, sizes, 1, 0);
     }
     if (p.is(Binary::select)) {
       const DType dtype = dtype_of(args.op, "post_op_srcs", args.post_op_srcs[sums_.size()]);
@@ -153,27 +173,13 @@ void EpilogueBuilder::add_source(const Args& args, const at::Tensor& dst, DType 
                                  c10::IntArrayRef sizes, float scale, int32_t zero_point) {
   const size_t i = sums_.size();
   const at::Tensor& src = args.post_op_srcs[i];
-  const DType dtype = dtype_of(args.op, "post_op_srcs", src);
-  check_cpu(args.op, "post_op_srcs", src);
-  check_no_grad(args.op, "post_op_srcs", src);
-  TORCH_CHECK_TYPE(expected == dtype, "torchq.", args.op, ": post_op_srcs[", i, "] must be ",
-                   dtype_name(scalar_type(expected)), " as '", args.post_ops, "' says, got ",
-                   dtype_name(src.scalar_type()), ". Convert it with reorder.");
-  TORCH_CHECK_VALUE(src.sizes() == sizes, "torchq.", args.op, ": post_op_srcs[", i,
-                    "] must have shape ", sizes, " for post_ops '", args.post_ops, "' and dst ",
-                    dst.sizes(), ", got ", src.sizes(),
-                    ". A sum has the shape of dst; a binary has 1 where its mask has no bit.");
-  const auto [lo, hi] = zero_point_range(dtype);
-  TORCH_CHECK_VALUE(zero_point >= lo && zero_point <= hi, "torchq.", args.op,
-                    ": post-op sum has zero point ", zero_point, " but its ",
-                    dtype_name(src.scalar_type()), " source allows ", lo, " to ", hi,
-                    ". Only integer sources have zero points other than 0.");
+  check_post_op_src(args.op, args.post_ops, i, src, expected, sizes, dst, zero_point);
   if (src.strides() == dst.strides()) {
     srcs_.push_back(src);
   } else {
     srcs_.push_back(at::empty_like(dst, src.options()).copy_(src.expand(dst.sizes())));
   }
-  sums_.push_back({srcs_.back().const_data_ptr(), dtype, nullptr, scale, zero_point});
+  sums_.push_back({srcs_.back().const_data_ptr(), expected, nullptr, scale, zero_point});
 }
 
 void EpilogueBuilder::read_folded(const Args& args, const Chain& chain, const float* params) {

@@ -98,13 +98,21 @@ TORCH_LIBRARY(torchq, m) {
   m.def(
       "concat(Tensor[] srcs, Tensor scales, Tensor zero_points, int dim, int dst_dtype) -> Tensor",
       tags);
-  m.def("max_pool(Tensor src, int[] geometry, bool ceil_mode) -> Tensor", tags);
+  m.def(
+      "max_pool(Tensor src, int[] geometry, bool ceil_mode, Tensor? scales=None, Tensor? "
+      "zero_points=None, int? dst_dtype=None, str post_ops=\"\", Tensor[]? post_op_srcs=None) -> "
+      "Tensor",
+      tags);
   m.def(
       "avg_pool(Tensor src, Tensor zero_point, int[] geometry, bool ceil_mode, bool "
-      "count_include_pad, "
-      "int? divisor_override) -> Tensor",
+      "count_include_pad, int? divisor_override, Tensor? scales=None, Tensor? zero_points=None, "
+      "int? dst_dtype=None, str post_ops=\"\", Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
-  m.def("adaptive_avg_pool(Tensor src, int[] output_size) -> Tensor", tags);
+  m.def(
+      "adaptive_avg_pool(Tensor src, int[] output_size, Tensor? scales=None, Tensor? "
+      "zero_points=None, int? dst_dtype=None, str post_ops=\"\", Tensor[]? post_op_srcs=None) -> "
+      "Tensor",
+      tags);
   m.def(
       "rnn(Tensor src, Tensor? batch_sizes, Tensor? h_0, Tensor? c_0, Tensor weight_src, Tensor "
       "compensation_src, Tensor multiplier_src, Tensor weight_state, Tensor compensation_state, "
@@ -116,12 +124,12 @@ TORCH_LIBRARY(torchq, m) {
 
   // In real units (ops/real.h): scales and zero_points are those of the sources, then of dst.
   m.def(
-      "eltwise(Tensor src, Tensor scales, Tensor zero_points, int dst_dtype, str post_ops) -> "
-      "Tensor",
+      "eltwise(Tensor src, Tensor scales, Tensor zero_points, int dst_dtype, str post_ops, "
+      "Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
   m.def(
       "binary(Tensor src0, Tensor src1, Tensor? condition, str alg, Tensor scales, Tensor "
-      "zero_points, int dst_dtype, str post_ops) -> Tensor",
+      "zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
   m.def("sum(Tensor[] srcs, Tensor scales, Tensor zero_points, int dst_dtype) -> Tensor", tags);
   m.def(
@@ -130,27 +138,28 @@ TORCH_LIBRARY(torchq, m) {
       tags);
   m.def(
       "softmax(Tensor src, int dim, bool logarithmic, Tensor scales, Tensor zero_points, int "
-      "dst_dtype, str post_ops) -> Tensor",
+      "dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
   m.def(
       "layer_norm(Tensor src, int dims, Tensor? weight, Tensor? bias, float eps, Tensor scales, "
-      "Tensor zero_points, int dst_dtype, str post_ops) -> Tensor",
+      "Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
   m.def(
       "group_norm(Tensor src, int groups, Tensor? weight, Tensor? bias, float eps, Tensor scales, "
-      "Tensor zero_points, int dst_dtype, str post_ops) -> Tensor",
+      "Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
   m.def(
       "batch_norm(Tensor src, Tensor mean, Tensor variance, Tensor? weight, Tensor? bias, float "
-      "eps, Tensor scales, Tensor zero_points, int dst_dtype, str post_ops) -> Tensor",
+      "eps, Tensor scales, Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? "
+      "post_op_srcs=None) -> Tensor",
       tags);
   m.def(
       "reduction(Tensor src, str alg, int[] dims, bool keepdim, Tensor scales, Tensor zero_points, "
-      "int dst_dtype, str post_ops) -> Tensor",
+      "int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
   m.def(
       "resampling(Tensor src, str alg, int[] size, Tensor scales, Tensor zero_points, int "
-      "dst_dtype, str post_ops) -> Tensor",
+      "dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
 
   // Settings and introspection: no tensors, so they bind here.

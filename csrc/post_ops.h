@@ -46,6 +46,8 @@ struct PostOp {
   bool per_channel() const { return mask == 2; }
   /// Tensors it takes from post_op_srcs.
   int sources() const { return !has_values() * (kind != kEltwise) + is(Binary::select); }
+  /// The same in ops in real units (ops/real.h), where post_op_params does not exist.
+  int operands() const { return (kind != kEltwise) + is(Binary::select); }
 };
 
 struct Chain {
@@ -69,6 +71,17 @@ struct Chain {
 /// ValueError for what does not parse.
 // clang-format on
 Chain parse_post_ops(const char* op, std::string_view text);
+
+/// The shape of a binary's operand: dst's dims where the mask selects them, 1 elsewhere. `rows`:
+/// see EpilogueBuilder::Args.
+c10::SmallVector<int64_t, 5> operand_sizes(const char* op, c10::string_view post_ops,
+                                           const PostOp& post_op, const at::Tensor& dst, bool rows);
+
+/// Raises unless post_op_srcs[i] is a dense CPU tensor of this dtype and shape, and may have this
+/// zero point.
+void check_post_op_src(const char* op, c10::string_view post_ops, size_t i, const at::Tensor& src,
+                       DType expected, c10::IntArrayRef sizes, const at::Tensor& dst,
+                       int32_t zero_point);
 
 /// Validated epilogue of one op call. Keeps pointers into the tensors it was given.
 class EpilogueBuilder {

@@ -7,11 +7,22 @@ within the error that `near` is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from reference_epilogue import RANGE, f32, f64, fma32, store
+from reference_epilogue import BINARY as CHAIN_BINARY
+from reference_epilogue import (
+    RANGE,
+    TRANSCENDENTAL,
+    bind,
+    bounded_step,
+    f32,
+    f64,
+    fma32,
+    parse,
+    store,
+)
 from torch import Tensor
 
 Params = tuple[float, int]  # scale, zero point
@@ -31,6 +42,38 @@ def to_dst(x: Tensor, params: Params, dtype: torch.dtype) -> Tensor:
         return x
     inverse = f32(1 / f64(params[0]))
     return store(fma32(x, inverse, f64(params[1])), params[1], dtype)
+
+
+def approximate(post_ops: str) -> bool:
+    """Whether a function of the chain has an error, so that `finish` has an interval."""
+    return any(kind in TRANSCENDENTAL for kind, *_ in parse(post_ops))
+
+
+def finish(
+    x: Tensor,
+    post_ops: str,
+    operands: Sequence[Tensor],
+    to: Params,
+    dtype: torch.dtype,
+    relative: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The chain on float32 values in real units, then `to_dst`: least, float64's, greatest result.
+
+    ``operands`` are all of the chain, in order: the old values of a sum, the operand of a binary or
+    prelu, broadcast, and behind it the condition of a select. x is good to ``relative``.
+    """
+    left, chain, srcs = list(operands), [], []
+    for kind, *fields in parse(post_ops):
+        if kind in CHAIN_BINARY or kind == "select":
+            fields = [left.pop(0)]
+        if kind in ("sum", "select"):
+            srcs.append(left.pop(0))
+        chain.append((kind, *fields))
+    bounds = x, f32(x.double() * (1 - relative)), f32(x.double() * (1 + relative))
+    for op in bind(chain, srcs=srcs):
+        bounds = bounded_step(*bounds, op)
+    x, low, high = (to_dst(y, to, dtype) for y in bounds)
+    return low, x, high
 
 
 def near(got: Tensor, exact: Tensor, params: Params, error: Tensor | float) -> None:
@@ -178,26 +221,29 @@ def reduction(
 def normalize(
     q: Tensor, weight: Tensor, bias: Tensor, eps: float, params: list[Params], dtype: torch.dtype
 ) -> Tensor:
-    """Over the last dim, the sums as Python integers."""
+    """Over the last dim, the sums as Python integers; float64 up to factor and shift."""
     x, scale = centered(q, params[0]), f64(params[0][0])
     rows = x.reshape(-1, x.shape[-1])
     n = rows.shape[1]
-    mean = rows.sum(1, keepdim=True).double() / n
     pairs = zip(rows.sum(1).tolist(), (rows * rows).sum(1).tolist(), strict=True)
     spread = torch.tensor([float(n * b - a * a) for a, b in pairs], dtype=torch.float64)[:, None]
     factor = scale / torch.sqrt(scale * scale * (spread / (float(n) * float(n))) + eps)
-    y = ((rows.double() - mean) * factor).reshape(x.shape) * weight.double() + bias.double()
-    return to_dst(f32(y), params[1], dtype)
+    center = (rows.sum(1, keepdim=True) + n * params[0][1]).double() / n  # of q itself
+    whole = torch.round(center)
+    shift = (whole - center) * factor
+    y = fma32(f32(rows + params[0][1] - whole), f32(factor), f32(shift)).reshape(x.shape)
+    return to_dst(fma32(y, weight, bias), params[1], dtype)
 
 
 def batch_norm(
     q: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float,
     params: list[Params], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Channels last."""
-    x = centered(q, params[0]).double() * f64(params[0][0])
-    y = (x - mean.double()) * (1 / torch.sqrt(variance.double() + eps))
-    return to_dst(f32(y * weight.double() + bias.double()), params[1], dtype)
+    """Channels last; parameters are multiplied out in float64."""
+    gain = weight.double() / torch.sqrt(variance.double() + eps)
+    shift = bias.double() - mean.double() * gain
+    y = fma32(f32(centered(q, params[0])), f32(f64(params[0][0]) * gain), f32(shift))
+    return to_dst(y, params[1], dtype)
 
 
 def taps(input_size: int, output_size: int, linear: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,11 +263,12 @@ def taps(input_size: int, output_size: int, linear: bool) -> tuple[Tensor, Tenso
 def resampling(
     q: Tensor, size: list[int], alg: str, params: list[Params], dtype: torch.dtype
 ) -> Tensor:
-    """The sum over corners, the last dim's right neighbor first to vary."""
-    x = centered(q, params[0]).double()
+    """The sum over corners, the last dim's right neighbor first to vary; no weight 0."""
+    x = f32(centered(q, params[0]))
     dims = len(size)
     sides = [taps(q.shape[d + 2], size[d], alg == "linear") for d in range(dims)]
-    total = torch.zeros([*q.shape[:2], *size], dtype=torch.float64)
+    total = torch.zeros([*q.shape[:2], *size])
+    first = torch.ones(size, dtype=torch.bool)
     for corner in range(2**dims):
         value, weight = x, torch.ones(size, dtype=torch.float64)
         for d in range(dims):
@@ -229,5 +276,7 @@ def resampling(
             w = sides[d][2] if right else 1 - sides[d][2]
             weight = weight * w.reshape([-1] + [1] * (dims - 1 - d))
             value = value.index_select(d + 2, sides[d][right])
-        total = total + weight * value
-    return to_dst(f32(f64(params[0][0]) * total), params[1], dtype)
+        step = torch.where(first, f32(weight) * value, fma32(f32(weight), value, total))
+        total = torch.where(weight == 0, total, step)
+        first = first & (weight == 0)
+    return to_dst(f32(params[0][0]) * total, params[1], dtype)

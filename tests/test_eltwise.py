@@ -211,7 +211,7 @@ def test_errors():
     refuse(RuntimeError, "src requires grad", TF.eltwise, x, "abs")
     attr = attr_of(src=(0.5, 0))
     attr.post_ops.append_sum()
-    refuse(NotImplementedError, "post_ops must be eltwise", TF.eltwise, q, "abs", attr=attr)
+    refuse(ValueError, "post_op_srcs must be 1 tensors", TF.eltwise, q, "abs", attr=attr)
     refuse(ValueError, "zero_points must lie", TF.eltwise, q, "abs", attr=attr_of(src=(1, 256)))
     refuse(ValueError, "float32 destination must have scale 1", TF.eltwise, q, "abs",
            attr=attr_of(dst=(2.0, 0)), dst_dtype=F32)  # fmt: skip

@@ -84,6 +84,7 @@ TEXTS += ["eltwise_tanh", "\\x00", "sum" * 50, "sum+" * 40, "eltwise_linear:1e39
 OTHERS = ["None", "1.5", "'text'", "[]", "{}", "object()", "float('nan')", "True", "1j", "(1, 2)"]
 
 U8_4D, F1 = "tensor((2, 4, 5, 5), torch.uint8, 'random')", "tensor((1,))"
+F_4D = "tensor((2, 4, 5, 5))"
 I1 = "tensor((1,), torch.int32, 0)"
 S3, Z3 = "tensor((3,))", "tensor((3,), torch.int32, 0)"
 F4 = "tensor((4,))"
@@ -158,6 +159,27 @@ VALID: list[tuple[str, list[str]]] = [
     ("batch_norm", [U8_4D, F4, F4, F4, F4, "1e-5", S2, Z2, "0", "'eltwise_relu'"]),
     ("reduction", [U8_4D, "'sum'", "[1, 3]", "True", S2, Z2, "3", "''"]),
     ("resampling", [U8_4D, "'linear'", "[3, 7]", S2, Z2, "6", "''"]),
+    ("resampling", [U8_4D, "'linear'", "[5, 5]", S2, Z2, "6", "'binary_add:15'", f"[{F_4D}]"]),
+    ("eltwise", [U8_4D, S2, Z2, "0", "'eltwise_abs+prelu:2'", "[tensor((1, 4, 1, 1))]"]),
+    ("softmax", [U8_4D, "1", "False", S2, Z2, "6", "'binary_select:15'", f"[{F_4D}, {U8_4D}]"]),
+    ("layer_norm", [U8_4D, "1", "None", "None", "1e-5", S2, Z2, "0", "'sum'", f"[{U8_4D}]"]),
+    ("max_pool", [U8_4D, WINDOW, "True", S2, Z2, "6", "'eltwise_tanh'", "None"]),
+    (
+        "avg_pool",
+        [
+            U8_4D,
+            I1,
+            WINDOW,
+            "False",
+            "True",
+            "None",
+            S2,
+            Z2,
+            "0",
+            "'binary_mul:0'",
+            "[tensor((1, 1, 1, 1))]",
+        ],
+    ),
 ]
 
 

@@ -85,6 +85,23 @@ def test_opcheck(name: str, dtype: torch.dtype, layout: torch.memory_format):
     opcheck(getattr(ops, name).default, elementwise(src, other)[name])
 
 
+REAL = [*NAMES[NAMES.index("max_pool") :]]
+CHAIN = "binary_mul:2+eltwise_swish:1+sum:0.5:7:s8"
+
+
+@pytest.mark.parametrize("name", [n for n in REAL if n not in ("sum", "reorder_rounded")])
+def test_opcheck_of_post_ops_in_real_units(name: str):
+    src, other = random_q((2, 5, 7, 6), U8, 1), random_q((2, 5, 7, 6), U8, 2)
+    args = elementwise(src, other)[name]
+    op = getattr(ops, name)
+    shape = op(*args).shape
+    head = args if "pool" in name else args[:-2]
+    head += (torch.ones(2), i32(0, 0)) if "pool" in name else ()
+    text = "eltwise_abs+" * (name == "eltwise") + CHAIN
+    operands = [torch.rand(1, shape[1], *[1] * (len(shape) - 2)), random_q(tuple(shape), S8, 3)]
+    opcheck(op.default, (*head, 1, text, operands))
+
+
 @pytest.mark.parametrize("post_ops", ["", "sum:0.5+eltwise_relu", "eltwise_swish:1+prelu:2"])
 @pytest.mark.parametrize("src", [U8, S8], ids=["u8", "s8"])
 def test_opcheck_linear_and_conv(post_ops: str, src: torch.dtype):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from calls import S8, S32, U8, assert_same
 from cases import random_q
 from memory import before_guard_page, flushing_denormals, rounding_upward
+from reference_epilogue import fma32
 from torch import Tensor
 
 ops = torch.ops.torchq
@@ -326,3 +327,13 @@ def test_errors():
         ops.adaptive_avg_pool(src[:, :, :0], [1, 1])
     with pytest.raises(ValueError, match=r"smaller than the window|only padding"):
         ops.max_pool(src[:, :, :0], window, False)
+
+
+def test_the_quick_division_is_the_division():
+    """q + (x - q n) / n with fused multiply-adds, for every sum that avg_pool takes it for."""
+    x = torch.arange(-(2**17), 2**17 + 1, dtype=torch.float32)
+    for n in range(1, 257):
+        divisor = torch.tensor(float(n))
+        inverse = 1 / divisor
+        q = x * inverse
+        assert torch.equal(fma32(fma32(q, -divisor, x), inverse, q), x / divisor), n

@@ -40,10 +40,15 @@ lookup(Tensor src, Tensor table) -> Tensor
 add(Tensor src0, Tensor src1, Tensor scales, Tensor zero_points, int dst_dtype, bool relu) -> Tensor
 mul(Tensor src0, Tensor src1, Tensor scales, Tensor zero_points, int dst_dtype, bool relu) -> Tensor
 concat(Tensor[] srcs, Tensor scales, Tensor zero_points, int dim, int dst_dtype) -> Tensor
-max_pool(Tensor src, int[] geometry, bool ceil_mode) -> Tensor
+max_pool(Tensor src, int[] geometry, bool ceil_mode, Tensor? scales=None, \
+Tensor? zero_points=None, int? dst_dtype=None, str post_ops=\"\", \
+Tensor[]? post_op_srcs=None) -> Tensor
 avg_pool(Tensor src, Tensor zero_point, int[] geometry, bool ceil_mode, bool count_include_pad, \
-int? divisor_override) -> Tensor
-adaptive_avg_pool(Tensor src, int[] output_size) -> Tensor
+int? divisor_override, Tensor? scales=None, Tensor? zero_points=None, int? dst_dtype=None, \
+str post_ops=\"\", Tensor[]? post_op_srcs=None) -> Tensor
+adaptive_avg_pool(Tensor src, int[] output_size, Tensor? scales=None, \
+Tensor? zero_points=None, int? dst_dtype=None, str post_ops=\"\", \
+Tensor[]? post_op_srcs=None) -> Tensor
 matmul(Tensor src, Tensor weight, Tensor multiplier, Tensor offset, Tensor? acc_bias, \
 Tensor? src_zero_point, Tensor? weight_zero_point, int dst_dtype, str post_ops, \
 Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor
@@ -65,24 +70,26 @@ Tensor multiplier_state, Tensor bias, Tensor? extra, Tensor? weight_projection, 
 Tensor? compensation_projection, Tensor? multiplier_projection, Tensor[] pair_bounds, \
 Tensor scales, Tensor zero_points, int[] geometry, int dst_dtype, int state_dtype, \
 int h_n_dtype) -> (Tensor dst, Tensor h_n, Tensor c_n)
-eltwise(Tensor src, Tensor scales, Tensor zero_points, int dst_dtype, str post_ops) -> Tensor
+eltwise(Tensor src, Tensor scales, Tensor zero_points, int dst_dtype, str post_ops, \
+Tensor[]? post_op_srcs=None) -> Tensor
 binary(Tensor src0, Tensor src1, Tensor? condition, str alg, Tensor scales, Tensor zero_points, \
-int dst_dtype, str post_ops) -> Tensor
+int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor
 sum(Tensor[] srcs, Tensor scales, Tensor zero_points, int dst_dtype) -> Tensor
 reorder_rounded(Tensor src, Tensor scales, Tensor zero_points, int dst_dtype, str rounding, \
 int seed) -> Tensor
 softmax(Tensor src, int dim, bool logarithmic, Tensor scales, Tensor zero_points, \
-int dst_dtype, str post_ops) -> Tensor
+int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor
 layer_norm(Tensor src, int dims, Tensor? weight, Tensor? bias, float eps, Tensor scales, \
-Tensor zero_points, int dst_dtype, str post_ops) -> Tensor
+Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor
 group_norm(Tensor src, int groups, Tensor? weight, Tensor? bias, float eps, Tensor scales, \
-Tensor zero_points, int dst_dtype, str post_ops) -> Tensor
+Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor
 batch_norm(Tensor src, Tensor mean, Tensor variance, Tensor? weight, Tensor? bias, float eps, \
-Tensor scales, Tensor zero_points, int dst_dtype, str post_ops) -> Tensor
+Tensor scales, Tensor zero_points, int dst_dtype, str post_ops, \
+Tensor[]? post_op_srcs=None) -> Tensor
 reduction(Tensor src, str alg, int[] dims, bool keepdim, Tensor scales, Tensor zero_points, \
-int dst_dtype, str post_ops) -> Tensor
+int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor
 resampling(Tensor src, str alg, int[] size, Tensor scales, Tensor zero_points, int dst_dtype, \
-str post_ops) -> Tensor
+str post_ops, Tensor[]? post_op_srcs=None) -> Tensor
 """.strip().splitlines()
 
 # No tensors: not part of saved programs.

@@ -90,13 +90,22 @@ def _(
     return torch.empty_strided(sizes, strides, dtype=DTYPES[dst_dtype], device=first.device)
 
 
-def _fake_pool(src: Tensor, geometry: Sequence[int], ceil_mode: bool) -> Tensor:
-    dims = src.dim() - 2
-    spatial = [window_output(src.shape[d + 2], geometry, dims, d, ceil_mode) for d in range(dims)]
-    return empty_channels_last(src, [*src.shape[:2], *spatial], src.dtype)
+def pool_sizes(src: Sequence[int], geometry: Sequence[int], ceil_mode: bool) -> list[int]:
+    """Shape of a pool's dst."""
+    dims = len(src) - 2
+    spatial = [window_output(src[d + 2], geometry, dims, d, ceil_mode) for d in range(dims)]
+    return [*src[:2], *spatial]
 
 
-fake("max_pool")(_fake_pool)
+def _fake_pooled(src: Tensor, sizes: Sequence[int], real: Sequence[Any]) -> Tensor:
+    """``real``: scales, zero_points, dst_dtype and more, as far as they are given."""
+    code = real[2] if len(real) > 2 else None
+    return empty_channels_last(src, sizes, src.dtype if code is None else DTYPES[code])
+
+
+@fake("max_pool")
+def _(src: Tensor, geometry: Sequence[int], ceil_mode: bool, *real: Any) -> Tensor:
+    return _fake_pooled(src, pool_sizes(src.shape, geometry, ceil_mode), real)
 
 
 @fake("avg_pool")
@@ -107,13 +116,14 @@ def _(
     ceil_mode: bool,
     count_include_pad: bool,
     divisor_override: int | None,
+    *real: Any,
 ) -> Tensor:
-    return _fake_pool(src, geometry, ceil_mode)
+    return _fake_pooled(src, pool_sizes(src.shape, geometry, ceil_mode), real)
 
 
 @fake("adaptive_avg_pool")
-def _(src: Tensor, output_size: Sequence[int]) -> Tensor:
-    return empty_channels_last(src, [*src.shape[:2], *output_size], src.dtype)
+def _(src: Tensor, output_size: Sequence[int], *real: Any) -> Tensor:
+    return _fake_pooled(src, [*src.shape[:2], *output_size], real)
 
 
 @fake("rnn")
@@ -138,7 +148,7 @@ def _(
 
 
 @fake("eltwise")
-def _(src: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int, post_ops: str) -> Tensor:
+def _(src: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int, *chain: Any) -> Tensor:
     return torch.empty_like(src, dtype=DTYPES[dst_dtype])
 
 
@@ -151,7 +161,7 @@ def _(
     scales: Tensor,
     zero_points: Tensor,
     dst_dtype: int,
-    post_ops: str,
+    *chain: Any,
 ) -> Tensor:
     return _fake_binary(src0, src1, scales, zero_points, dst_dtype, False)
 
@@ -174,34 +184,46 @@ def _(
     scales: Tensor,
     zero_points: Tensor,
     dst_dtype: int,
-    post_ops: str,
+    *chain: Any,
 ) -> Tensor:
     sizes = src.movedim(dim, -1).shape
     return src.new_empty(sizes, dtype=DTYPES[dst_dtype]).movedim(-1, dim)
 
 
+# The next ones end in dst_dtype, post_ops and post_op_srcs, which may be left out.
+
+
 @fake("layer_norm")
 def _(src: Tensor, *args: Any) -> Tensor:
-    return src.new_empty(src.shape, dtype=DTYPES[args[-2]])
+    return src.new_empty(src.shape, dtype=DTYPES[args[6]])
 
 
-def _fake_by_channel(src: Tensor, *args: Any) -> Tensor:
-    """Channels-last; every such op ends in dst_dtype, post_ops."""
-    return src.new_empty(src.movedim(1, -1).shape, dtype=DTYPES[args[-2]]).movedim(-1, 1)
+def _by_channel(src: Tensor, dst_dtype: int) -> Tensor:
+    return src.new_empty(src.movedim(1, -1).shape, dtype=DTYPES[dst_dtype]).movedim(-1, 1)
 
 
-fake("group_norm")(_fake_by_channel)
-fake("batch_norm")(_fake_by_channel)
+@fake("group_norm")
+def _(src: Tensor, *args: Any) -> Tensor:
+    return _by_channel(src, args[6])
+
+
+@fake("batch_norm")
+def _(src: Tensor, *args: Any) -> Tensor:
+    return _by_channel(src, args[7])
+
+
+def reduced_sizes(src: Sequence[int], dims: Sequence[int], keepdim: bool) -> list[int]:
+    """Shape of a reduction's dst."""
+    gone = {d % len(src) for d in dims}
+    sizes = [1 if d in gone else size for d, size in enumerate(src)]
+    return [size for d, size in enumerate(sizes) if keepdim or d not in gone]
 
 
 @fake("reduction")
 def _(src: Tensor, alg: str, dims: Sequence[int], keepdim: bool, *args: Any) -> Tensor:
-    gone = {d % src.dim() for d in dims}
-    sizes = [1 if d in gone else size for d, size in enumerate(src.shape)]
-    kept = [size for d, size in enumerate(sizes) if keepdim or d not in gone]
-    return src.new_empty(kept, dtype=DTYPES[args[-2]])
+    return src.new_empty(reduced_sizes(src.shape, dims, keepdim), dtype=DTYPES[args[2]])
 
 
 @fake("resampling")
 def _(src: Tensor, alg: str, size: Sequence[int], *args: Any) -> Tensor:
-    return empty_channels_last(src, [*src.shape[:2], *size], DTYPES[args[-2]])
+    return empty_channels_last(src, [*src.shape[:2], *size], DTYPES[args[2]])

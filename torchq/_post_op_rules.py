@@ -73,11 +73,19 @@ def merged_sources(
     op_name: str,
     dims: Callable[[], Sequence[int]],
     srcs: Sequence[Tensor],
+    every: bool = False,
 ) -> list[Tensor]:
-    """The caller's ``srcs`` and the values of masks other than 0 and 2, in order."""
+    """The caller's ``srcs`` and the values of masks other than 0 and 2, or ``every``, in order."""
     rows, remaining, result = op_name in ("linear", "matmul"), iter(srcs), list[Tensor]()
     for op in ops:
-        if is_full(op) and op.values is not None:
+        if every and isinstance(op, Binary | PReLU) and not is_full(op):
+            if op.values is None:
+                raise ValueError(
+                    f"torchq.{op_name}: values must be present in {op}, got none. Supply them: "
+                    "post_ops.with_values([...])."
+                )
+            result.append(op.values.reshape(_operand_shape(op_name, op, dims(), rows)))
+        elif is_full(op) and op.values is not None:
             result.append(op.values.reshape(_operand_shape(op_name, op, dims(), rows)))
         elif isinstance(op, Sum) or is_full(op):
             result.append(next(remaining))

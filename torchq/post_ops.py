@@ -264,7 +264,11 @@ class PostOps:
         return owners_of(self)
 
     def sources(
-        self, op_name: str, dims: Callable[[], Sequence[int]], srcs: Sequence[Tensor]
+        self,
+        op_name: str,
+        dims: Callable[[], Sequence[int]],
+        srcs: Sequence[Tensor],
+        every: bool = False,
     ) -> list[Tensor]:
         """The op's ``post_op_srcs``: the caller's, and values with masks other than 0 and 2.
 
@@ -272,9 +276,11 @@ class PostOps:
             op_name: For errors.
             dims: Gives those of dst; for linear and matmul its rows count as one dim in a mask.
             srcs: `num_srcs` tensors.
+            every: Whether values with masks 0 and 2 are sources too: they are, of ops that fold
+                nothing.
 
         Raises:
-            ValueError: their number is another.
+            ValueError: their number is another, or values are missing.
         """
         if len(srcs) != self.num_srcs:
             raise ValueError(
@@ -283,7 +289,7 @@ class PostOps:
                 "binary or prelu with another mask than 0 and 2 and without values, and the "
                 "condition of each select, in order."
             )
-        return merged_sources(self, op_name, dims, srcs)
+        return merged_sources(self, op_name, dims, srcs, every)
 
     def check(self, dims: Sequence[int], masks: Sequence[int] | None = None) -> None:
         """Raises ValueError unless masks and numbers of values fit dst's logical ``dims``.

@@ -302,12 +302,18 @@ class Peer:
         return self._run(request)
 
     def resampling(
-        self, src: Tensor, algorithm: str, size: Sequence[int], **attributes: Any
+        self,
+        src: Tensor,
+        algorithm: str,
+        size: Sequence[int],
+        *,
+        layout: str | None = None,
+        **attributes: Any,
     ) -> Any:
-        """``resampling_nearest`` or ``resampling_linear`` to a spatial size."""
+        """``resampling_nearest`` or ``_linear`` to a spatial size; channels-last by default."""
         request = Request("resampling", attributes, algorithm=f"resampling_{algorithm}")
-        request.tensor("src", src)
-        request.destination((*src.shape[:2], *size), src)
+        request.tensor("src", src, layout)
+        request.destination((*src.shape[:2], *size), src, layout=layout)
         return self._run(request)
 
     def recurrent(

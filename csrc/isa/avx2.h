@@ -4,7 +4,7 @@
 
 #include <immintrin.h>
 
-#include "../kernels/common.h"
+#include "lanes.h"
 
 namespace {
 
@@ -403,6 +403,10 @@ struct Avx2 {
   }
   static TORCHQ_INLINE Bytes min_bytes(Bytes a, Bytes b, bool is_signed) {
     return is_signed ? _mm256_min_epi8(a, b) : _mm256_min_epu8(a, b);
+  }
+  static TORCHQ_INLINE int32_t largest(Bytes v, bool is_signed) {
+    const __m128i a = _mm256_castsi256_si128(v), b = _mm256_extracti128_si256(v, 1);
+    return largest_byte(is_signed ? _mm_max_epi8(a, b) : _mm_max_epu8(a, b), is_signed);
   }
   static TORCHQ_INLINE Bytes or_bytes(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
   static TORCHQ_INLINE Bytes set_bytes(int x) { return _mm256_set1_epi8(static_cast<char>(x)); }

@@ -6,7 +6,7 @@
 
 #include <immintrin.h>
 
-#include "../kernels/common.h"
+#include "lanes.h"
 
 namespace {
 
@@ -334,6 +334,12 @@ struct Avx512 {
   }
   static TORCHQ_INLINE Bytes min_bytes(Bytes a, Bytes b, bool is_signed) {
     return is_signed ? _mm512_min_epi8(a, b) : _mm512_min_epu8(a, b);
+  }
+  static TORCHQ_INLINE int32_t largest(Bytes v, bool is_signed) {
+    const __m256i low = _mm512_castsi512_si256(v), high = _mm512_extracti64x4_epi64(v, 1);
+    const __m256i best = is_signed ? _mm256_max_epi8(low, high) : _mm256_max_epu8(low, high);
+    const __m128i a = _mm256_castsi256_si128(best), b = _mm256_extracti128_si256(best, 1);
+    return largest_byte(is_signed ? _mm_max_epi8(a, b) : _mm_max_epu8(a, b), is_signed);
   }
   static TORCHQ_INLINE Bytes or_bytes(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
   static TORCHQ_INLINE Bytes set_bytes(int x) { return _mm512_set1_epi8(static_cast<char>(x)); }

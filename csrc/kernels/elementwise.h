@@ -7,43 +7,67 @@
 
 namespace {
 
-template <class Isa>
-void convert(const ConvertRow& c) {
-  for (int64_t i = 0; i < c.size; i += kPanel) {
-    const auto m = Isa::mask(min_int(c.size - i, kPanel));
-    const auto zero_point = [&](const int32_t* p, int64_t step) {
-      return step == 0 ? Isa::set_int(*p) : Isa::load_int(p + i, m);
-    };
-    const auto factor = c.factor_step == 0 ? Isa::set(*c.factor) : Isa::load(c.factor + i, m);
-    const auto src_zero = zero_point(c.src_zero_point, c.src_zero_point_step);
-    const auto dst_zero = Isa::to_float(zero_point(c.dst_zero_point, c.dst_zero_point_step));
-    const auto x = load_as_float<Isa>(c.src, c.src_dtype, i, src_zero, m);
+/// With one set of parameters for the row, or one per element.
+template <class Isa, DType kSrc, DType kDst, bool kPerElement>
+TORCHQ_INLINE void convert_row(const ConvertRow& c) {
+  const auto zero_point = [&](const int32_t* p, int64_t step, int64_t i, auto m) {
+    return kPerElement && step != 0 ? Isa::load_int(p + i, m) : Isa::set_int(*p);
+  };
+  for_each_row_panel<Isa>(c.size, [&](int64_t i, auto m) {
+    const auto factor =
+        kPerElement && c.factor_step != 0 ? Isa::load(c.factor + i, m) : Isa::set(*c.factor);
+    const auto src_zero = zero_point(c.src_zero_point, c.src_zero_point_step, i, m);
+    const auto dst_zero = Isa::to_float(zero_point(c.dst_zero_point, c.dst_zero_point_step, i, m));
+    const auto x = load_as_float<Isa>(c.src, kSrc, i, src_zero, m);
     // f32 has no zero point, and adding 0 would lose the sign of -0
-    const auto y = c.dst_dtype == DType::f32 ? Isa::mul(x, factor) : Isa::fma(x, factor, dst_zero);
-    store_float<Isa>(c.dst, c.dst_dtype, i, y, dst_zero, m);
-  }
+    const auto y = kDst == DType::f32 ? Isa::mul(x, factor) : Isa::fma(x, factor, dst_zero);
+    store_as<Isa, kDst>(c.dst, i, y, dst_zero, m);
+  });
 }
 
 template <class Isa>
-TORCHQ_INLINE typename Isa::Int load_operand(const void* src, DType dtype, int64_t step, int64_t i,
+void convert(const ConvertRow& c) {
+  const bool per_element = (c.factor_step | c.src_zero_point_step | c.dst_zero_point_step) != 0;
+  if (c.size == 0) return;
+  with_dtype(c.src_dtype, [&](auto src) {
+    with_dtype(c.dst_dtype, [&](auto dst) {
+      constexpr DType kSrc = decltype(src)::value, kDst = decltype(dst)::value;
+      per_element ? convert_row<Isa, kSrc, kDst, true>(c) : convert_row<Isa, kSrc, kDst, false>(c);
+    });
+  });
+}
+
+/// Of each value of a row, or one for all of it.
+template <class Isa, DType kDtype>
+TORCHQ_INLINE typename Isa::Int load_operand(const void* src, int64_t step, int64_t i,
                                              typename Isa::Mask m) {
   if (step == 0) {
-    return Isa::set_int(dtype == DType::u8 ? *static_cast<const uint8_t*>(src)
-                                           : *static_cast<const int8_t*>(src));
+    return Isa::set_int(kDtype == DType::u8 ? *static_cast<const uint8_t*>(src)
+                                            : *static_cast<const int8_t*>(src));
   }
-  const void* p = element(src, dtype, i);
-  return dtype == DType::u8 ? Isa::load_u8(p, m) : Isa::load_s8(p, m);
+  const void* p = element(src, kDtype, i);
+  return kDtype == DType::u8 ? Isa::load_u8(p, m) : Isa::load_s8(p, m);
+}
+
+template <class Use>
+TORCHQ_INLINE void with_sign(DType dtype, Use use) {
+  dtype == DType::u8 ? use(DTypeTag<DType::u8>{}) : use(DTypeTag<DType::s8>{});
 }
 
 template <class Isa, class Combine>
 TORCHQ_INLINE void binary_row(const BinaryRow& b, Combine combine) {
   const auto lo = Isa::set(b.lo);
-  for (int64_t i = 0; i < b.size; i += kPanel) {
-    const auto m = Isa::mask(min_int(b.size - i, kPanel));
-    const auto y = combine(load_operand<Isa>(b.src0, b.dtype0, b.step0, i, m),
-                           load_operand<Isa>(b.src1, b.dtype1, b.step1, i, m));
-    store_float<Isa>(b.dst, b.dst_dtype, i, Isa::max(lo, y), lo, m);
-  }
+  with_sign(b.dtype0, [&](auto dtype0) {
+    with_sign(b.dtype1, [&](auto dtype1) {
+      with_dtype(b.dst_dtype, [&](auto dst) {
+        for_each_row_panel<Isa>(b.size, [&](int64_t i, auto m) {
+          const auto y = combine(load_operand<Isa, decltype(dtype0)::value>(b.src0, b.step0, i, m),
+                                 load_operand<Isa, decltype(dtype1)::value>(b.src1, b.step1, i, m));
+          store_as<Isa, decltype(dst)::value>(b.dst, i, Isa::max(lo, y), lo, m);
+        });
+      });
+    });
+  });
 }
 
 template <class Isa>

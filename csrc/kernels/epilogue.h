@@ -28,23 +28,58 @@ TORCHQ_INLINE typename Isa::Float load_as_float(const void* base, DType dtype, i
 
 /// y in destination units (integers: rounded, saturated, NaN becomes zero_point) or real units
 /// (f32).
-template <class Isa>
-TORCHQ_INLINE void store_float(void* base, DType dtype, int64_t index, typename Isa::Float y,
-                               typename Isa::Float zero_point, typename Isa::Mask mask) {
-  void* dst = element(base, dtype, index);
-  if (dtype == DType::f32) return Isa::store(static_cast<float*>(dst), y, mask);
+template <class Isa, DType kDtype>
+TORCHQ_INLINE void store_as(void* base, int64_t index, typename Isa::Float y,
+                            typename Isa::Float zero_point, typename Isa::Mask mask) {
+  void* dst = element(base, kDtype, index);
+  if constexpr (kDtype == DType::f32) return Isa::store(static_cast<float*>(dst), y, mask);
   y = Isa::replace_nan(y, zero_point);
-  if (dtype == DType::s32) {
+  if constexpr (kDtype == DType::s32) {
     return Isa::store_int(static_cast<int32_t*>(dst), Isa::to_int_saturated(y), mask);
   }
-  const bool is_signed = dtype == DType::s8;
-  y = Isa::max(y, Isa::set(is_signed ? -128.0f : 0.0f));
-  y = Isa::min(y, Isa::set(is_signed ? 127.0f : 255.0f));
-  if (is_signed) {
+  constexpr bool kSigned = kDtype == DType::s8;
+  y = Isa::max(y, Isa::set(kSigned ? -128.0f : 0.0f));
+  y = Isa::min(y, Isa::set(kSigned ? 127.0f : 255.0f));
+  if constexpr (kSigned) {
     Isa::store_s8(dst, Isa::to_int(y), mask);
   } else {
     Isa::store_u8(dst, Isa::to_int(y), mask);
   }
+}
+
+/// use(tag), whose `value` is dtype: asked once, in front of a loop.
+template <DType kDtype>
+struct DTypeTag {
+  static constexpr DType value = kDtype;
+};
+template <class Use>
+TORCHQ_INLINE void with_dtype(DType dtype, Use use) {
+  switch (dtype) {
+    case DType::u8:
+      return use(DTypeTag<DType::u8>{});
+    case DType::s8:
+      return use(DTypeTag<DType::s8>{});
+    case DType::s32:
+      return use(DTypeTag<DType::s32>{});
+    case DType::f32:
+      return use(DTypeTag<DType::f32>{});
+  }
+}
+
+template <class Isa>
+TORCHQ_INLINE void store_float(void* base, DType dtype, int64_t index, typename Isa::Float y,
+                               typename Isa::Float zero_point, typename Isa::Mask mask) {
+  with_dtype(dtype, [&](auto tag) {
+    store_as<Isa, decltype(tag)::value>(base, index, y, zero_point, mask);
+  });
+}
+
+/// body(i, lanes that are valid) for each panel of a row; the mask of whole panels is a constant.
+template <class Isa, class Body>
+TORCHQ_INLINE void for_each_row_panel(int64_t size, Body body) {
+  int64_t i = 0;
+  for (; i + kPanel <= size; i += kPanel) body(i, Isa::mask(kPanel));
+  if (i < size) body(i, Isa::mask(static_cast<int>(size - i)));
 }
 
 /// True when finish_in_registers can take the accumulators as they are.
@@ -250,6 +285,25 @@ TORCHQ_NOINLINE void finish_tile(const FinishTile& t, const Epilogue& e) {
       y = Isa::fma(y, Isa::load(e.inv_scale + t.channel + n, m), zero_point);
     }
     store_float<Isa>(e.dst, e.dst_dtype, t.dst_offset[r] + t.channel + n, y, zero_point, m);
+  });
+}
+
+template <class Isa>
+void finish_row(float* x, int64_t size, const Epilogue& e) {
+  const int64_t start = 0;
+  const int panels = static_cast<int>((size + kPanel - 1) / kPanel);
+  const FinishTile t{reinterpret_cast<int32_t*>(x), 1, panels, &start, 0, static_cast<int>(size)};
+  for (int i = 0; i < e.num_ops; ++i) run_chain_op<Isa>(t, e, e.ops[i]);
+  const auto zero_point = Isa::set(e.zero_point);
+  with_dtype(e.dst_dtype, [&](auto tag) {
+    constexpr DType kDtype = decltype(tag)::value;
+    for_each_row_panel<Isa>(size, [&](int64_t i, auto m) {
+      auto y = Isa::load(x + i);
+      if constexpr (kDtype != DType::f32) {
+        y = Isa::fma(y, Isa::load(e.inv_scale + i, m), zero_point);
+      }
+      store_as<Isa, kDtype>(e.dst, i, y, zero_point, m);
+    });
   });
 }
 

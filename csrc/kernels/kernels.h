@@ -8,6 +8,7 @@
 #include "panels.h"
 #include "pool.h"
 #include "rnn.h"
+#include "rows.h"
 #include "small_groups.h"
 
 namespace {
@@ -39,6 +40,12 @@ constexpr Kernels make_kernels() {
   k.rnn_input = &rnn_input<VectorTiles<Isa>>;
   k.rnn_step = &rnn_step<VectorTiles<Isa>>;
   k.quantize_row = &quantize_row<Isa>;
+  k.finish_row = &finish_row<Isa>;
+  k.softmax = &softmax<Isa>;
+  k.moments = &moments<Isa>;
+  k.affine = &affine<Isa>;
+  k.blend = &blend<Isa>;
+  k.reduce = &reduce<Isa>;
   return k;
 }
 

@@ -18,19 +18,44 @@ void max_pool(const PoolRow& p) {
   }
 }
 
-template <class Isa>
-void avg_pool(const PoolRow& p) {
+/// kQuick: multiplies by the reciprocal and corrects, q + (x - q n) / n, which is what the division
+/// gives for every sum of n <= kQuickDivisor bytes (tests/test_pool.py tries them all).
+template <class Isa, bool kSigned, DType kDst, bool kQuick>
+TORCHQ_INLINE void avg_pool_row(const PoolRow& p) {
   const auto divisor = Isa::set(p.divisor), zero = Isa::set(0.0f);
-  const DType dtype = p.is_signed ? DType::s8 : DType::u8;
-  for (int64_t c = 0; c < p.channels; c += kPanel) {
-    const auto m = Isa::mask(min_int(p.channels - c, kPanel));
+  const auto negative = Isa::set(-p.divisor), reciprocal = Isa::set(1.0f / p.divisor);
+  for_each_row_panel<Isa>(p.channels, [&](int64_t c, auto m) {
     auto sum = Isa::set_int(p.bias);
     for (int t = 0; t < p.num_taps; ++t) {
-      const uint8_t* src = p.taps[t] + c;
-      sum = Isa::add(sum, p.is_signed ? Isa::load_s8(src, m) : Isa::load_u8(src, m));
+      sum =
+          Isa::add(sum, kSigned ? Isa::load_s8(p.taps[t] + c, m) : Isa::load_u8(p.taps[t] + c, m));
     }
-    store_float<Isa>(p.dst, dtype, c, Isa::div(Isa::to_float(sum), divisor), zero, m);
-  }
+    const auto x = Isa::to_float(sum);
+    auto y = zero;
+    if constexpr (kQuick) {
+      const auto q = Isa::mul(x, reciprocal);
+      y = Isa::fma(Isa::fma(q, negative, x), reciprocal, q);
+    } else {
+      y = Isa::div(x, divisor);
+    }
+    store_as<Isa, kDst>(p.dst, c, y, zero, m);
+  });
+}
+
+constexpr float kQuickDivisor = 256;
+
+template <class Isa>
+void avg_pool(const PoolRow& p) {
+  const bool quick = p.divisor <= kQuickDivisor && p.num_taps <= kQuickDivisor;
+  const auto run = [&](auto dst) {
+    constexpr DType kDst = decltype(dst)::value;
+    constexpr bool kSigned = kDst == DType::s8;
+    quick ? avg_pool_row<Isa, kSigned, kDst, true>(p) : avg_pool_row<Isa, kSigned, kDst, false>(p);
+  };
+  if (p.dst_dtype == DType::u8) return run(DTypeTag<DType::u8>{});
+  if (p.dst_dtype == DType::s8) return run(DTypeTag<DType::s8>{});
+  p.is_signed ? avg_pool_row<Isa, true, DType::f32, false>(p)
+              : avg_pool_row<Isa, false, DType::f32, false>(p);
 }
 
 }  // namespace

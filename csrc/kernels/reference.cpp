@@ -68,6 +68,12 @@ float apply_chain_op(const Epilogue& e, const ChainOp& op, float x, int channel,
   return y;
 }
 
+void finish_chain(const Epilogue& e, float x, int channel, int64_t index) {
+  for (int i = 0; i < e.num_ops; ++i) x = apply_chain_op(e, e.ops[i], x, channel, index);
+  const float y = e.dst_dtype == DType::f32 ? x : fmaf(x, e.inv_scale[channel], e.zero_point);
+  store_value(e.dst, e.dst_dtype, index, y, e.zero_point);
+}
+
 void finish(const Epilogue& e, int32_t acc, int channel, int64_t index) {
   if (e.row_terms != nullptr) {
     const int groups = e.channels / e.group_channels;
@@ -91,10 +97,13 @@ void finish(const Epilogue& e, int32_t acc, int channel, int64_t index) {
       y = min_float(e.hi_scalar, max_float(e.lo_scalar, y));
     }
   } else {
-    for (int i = 0; i < e.num_ops; ++i) y = apply_chain_op(e, e.ops[i], y, channel, index);
-    if (e.dst_dtype != DType::f32) y = fmaf(y, e.inv_scale[channel], e.zero_point);
+    return finish_chain(e, y, channel, index);
   }
   store_value(e.dst, e.dst_dtype, index, y, e.zero_point);
+}
+
+void finish_row(float* x, int64_t size, const Epilogue& e) {
+  for (int64_t i = 0; i < size; ++i) finish_chain(e, x[i], static_cast<int>(i), i);
 }
 
 int32_t unsigned_src(uint8_t byte, bool flip) { return flip ? byte ^ 0x80 : byte; }
@@ -208,13 +217,12 @@ void max_pool(const PoolRow& p) {
 }
 
 void avg_pool(const PoolRow& p) {
-  const DType dtype = p.is_signed ? DType::s8 : DType::u8;
   for (int64_t c = 0; c < p.channels; ++c) {
     int32_t sum = p.bias;
     for (int t = 0; t < p.num_taps; ++t) {
       sum += p.is_signed ? static_cast<int8_t>(p.taps[t][c]) : p.taps[t][c];
     }
-    store_value(p.dst, dtype, c, static_cast<float>(sum) / p.divisor, 0);
+    store_value(p.dst, p.dst_dtype, c, static_cast<float>(sum) / p.divisor, 0);
   }
 }
 
@@ -258,6 +266,7 @@ void lookup(const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size
 }  // namespace
 
 #include "reference_rnn.h"
+#include "reference_rows.h"
 
 namespace torchq {
 constinit const Kernels kReferenceKernels = {
@@ -284,5 +293,11 @@ constinit const Kernels kReferenceKernels = {
     .rnn_input = &rnn_input,
     .rnn_step = &rnn_step,
     .quantize_row = &quantize_row,
+    .finish_row = &finish_row,
+    .softmax = &softmax,
+    .moments = &moments,
+    .affine = &affine,
+    .blend = &blend,
+    .reduce = &reduce,
 };
 }  // namespace torchq

@@ -256,6 +256,7 @@ struct PoolRow {
   int32_t bias;   // average: added to the sum (padding counted as zero_point)
   float divisor;  // average
   bool is_signed;
+  DType dst_dtype;  // average: that of src, or f32, where nothing is rounded to an integer
 };
 
 /// dst = convert(fma(float(src - src_zero_point), factor, dst_zero_point)); parameters are per row
@@ -386,6 +387,72 @@ struct QuantizeRow {
   int32_t zero_point;  // result
 };
 
+// clang-format off
+/// One row of softmax, in float32, from q = src (as far as the largest q, the zero point drops out):
+///
+///   z[i] = scale * float(q[i] - max q)        e[i] = exp(z[i])
+///   S    = the sum of e: 16 lanes, lane j having i = j, j + 16, ...; each lane adds blocks of
+///          kSumBlock / 16 of its values, then the blocks' sums, all in order of i. Lanes j and
+///          j + 8 are added, then j and j + 4, j + 2, j + 1.
+///   dst  = e * (1 / S), or, logarithmic, z - log(S)
+// clang-format on
+struct SoftmaxRow {
+  const uint8_t* src;
+  bool is_signed;
+  int64_t size;
+  float scale;
+  bool logarithmic;
+  float* dst;  // with room for whole panels
+};
+constexpr int kSumBlock = 512;
+
+/// dst[i] = fma(fma(float(q[i] - center[i]), factor[i], shift[i]), weight[i], bias[i]), q = src.
+/// All normalizations come to this.
+struct AffineRow {
+  const uint8_t* src;
+  bool is_signed;
+  int64_t size;
+  const int32_t* center;
+  const float* factor;
+  const float* shift;
+  int64_t step;         // of these three: 0, one value for the row, or 1
+  const float* weight;  // null: 1
+  const float* bias;    // null: 0
+  float* dst;           // with room for whole panels
+};
+
+/// dst[c] = scale * s[c], s = weight[0] * v_0[c], then s = fma(weight[k], v_k[c], s) for each
+/// further k, v_k = float(taps[k] - zero_point).
+struct BlendRow {
+  const uint8_t* const* taps;  // [num_taps]
+  const float* weight;
+  int num_taps;
+  bool is_signed;
+  int32_t zero_point;
+  float scale;
+  int64_t size;
+  float* dst;  // with room for whole panels
+};
+
+enum class Reduce : int { sum, max, min };
+
+/// dst[i] = the sum (less than 2^23 rows), largest or smallest of src[r * stride + i] over rows r.
+struct ReduceRows {
+  const uint8_t* src;
+  bool is_signed;
+  Reduce alg;
+  int64_t rows, stride, size;
+  int32_t* dst;
+};
+
+/// sums[i] and squares[i]: of q = src[r * stride + i] and of q * q, over at most 256 rows r; exact.
+struct MomentsRows {
+  const uint8_t* src;
+  bool is_signed;
+  int64_t rows, stride, size;
+  int32_t *sums, *squares;
+};
+
 struct Kernels {
   const char* isa;
   /// Bytes a packed weight byte occupies for `gemm`: 1, or 2 where weights are widened to 16 bits
@@ -423,6 +490,15 @@ struct Kernels {
   void (*rnn_input)(const RnnInput&);
   void (*rnn_step)(const RnnStep&);
   void (*quantize_row)(QuantizeRow&);
+  /// dst[i] = what the operations of a float chain and its end make of x[i], in real units; their
+  /// channel is i, dst and sources begin at e.dst and e.sums. Overwrites x, which has room for
+  /// whole panels.
+  void (*finish_row)(float* x, int64_t size, const Epilogue& e);
+  void (*softmax)(const SoftmaxRow&);
+  void (*moments)(const MomentsRows&);
+  void (*affine)(const AffineRow&);
+  void (*blend)(const BlendRow&);
+  void (*reduce)(const ReduceRows&);
 };
 
 extern const Kernels kReferenceKernels;

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // eltwise, binary and sum in real units (Note [Real units] in real.h).
-#include "../kernels/eltwise.h"
-
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/ops/empty_like.h>
@@ -25,7 +23,8 @@ void check_source(const char* op, const char* arg, const at::Tensor& src) {
   check_no_grad(op, arg, src);
 }
 
-/// body(data, strides, n): n <= kRealBlock values of dst and of each source, broadcast.
+/// body(data, strides, n, first): n <= kRealBlock adjacent values of dst, from element `first` of
+/// its memory on, and those of each source, broadcast.
 template <class Body>
 void for_each_block(const at::Tensor& dst, at::TensorList srcs, const Body& body) {
   if (dst.numel() == 0) return;
@@ -34,46 +33,48 @@ void for_each_block(const at::Tensor& dst, at::TensorList srcs, const Body& body
   for (const at::Tensor& src : srcs) config.add_const_input(src);
   at::TensorIterator iter = config.build();
   const size_t tensors = srcs.size() + 1;
+  const char* base = static_cast<const char*>(dst.const_data_ptr());
+  const int64_t size = dst.element_size();
   iter.for_each(
       [&](char** data, const int64_t* strides, int64_t n) {
         const FloatMode mode;
         c10::SmallVector<char*, 4> at(data, data + tensors);
-        for (int64_t done = 0; done < n; done += kRealBlock) {
-          body(at.data(), strides, std::min<int64_t>(n - done, kRealBlock));
-          for (size_t t = 0; t < tensors; ++t) at[t] += kRealBlock * strides[t];
+        const int64_t block = strides[0] == size ? kRealBlock : 1;
+        for (int64_t done = 0; done < n; done += block) {
+          body(at.data(), strides, std::min<int64_t>(n - done, block), (at[0] - base) / size);
+          for (size_t t = 0; t < tensors; ++t) at[t] += block * strides[t];
         }
       },
       kGrain);
 }
 
 at::Tensor eltwise(const at::Tensor& src, const at::Tensor& scales, const at::Tensor& zero_points,
-                   int64_t dst_dtype, c10::string_view post_ops) {
+                   int64_t dst_dtype, c10::string_view post_ops,
+                   std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace("eltwise");
   const Kernels& tier = kernels();
   check_source("eltwise", "src", src);
   const auto params =
       read_params("eltwise", scales, zero_points, {src}, dst_dtype_of("eltwise", dst_dtype));
   const Real &from = params[0], &to = params[1];
-  const auto chain = parse_eltwise("eltwise", post_ops);
   at::Tensor dst = at::empty_like(src, src.options().dtype(scalar_type(to.dtype)));
+  const RealOutput out({"eltwise", tier, to, post_ops, post_op_srcs}, dst);
   trace.describe([&] { return describe_call({src}, dst, "post_ops:" + std::string(post_ops)); });
-  if (is_int8(from.dtype) && is_int8(to.dtype)) {
+  if (is_int8(from.dtype) && is_int8(to.dtype) && out.is_map()) {
     trace.ran(tier, "lookup");
     alignas(64) uint8_t bytes[256], table[256];
     for (int i = 0; i < 256; ++i) bytes[i] = static_cast<uint8_t>(i);
-    float x[256];
+    alignas(64) float x[256];
     load_real(tier, from, bytes, 1, 256, x);
-    apply_eltwise(chain, x, 256);
-    store_real(tier, to, x, table, 1, 256);
+    out.tabulate(x, 256, table);
     lookup_into(tier, dst, src, table);
     return dst;
   }
   trace.ran(tier, "eltwise");
-  for_each_block(dst, {src}, [&](char** data, const int64_t* strides, int64_t n) {
+  for_each_block(dst, {src}, [&](char** data, const int64_t* strides, int64_t n, int64_t first) {
     alignas(64) float x[kRealBlock];
     load_real(tier, from, data[1], strides[1], n, x);
-    apply_eltwise(chain, x, n);
-    store_real(tier, to, x, data[0], strides[0], n);
+    out.store(x, n, first);
   });
   return dst;
 }
@@ -93,7 +94,7 @@ Binary binary_alg(c10::string_view name) {
 at::Tensor binary(const at::Tensor& src0, const at::Tensor& src1,
                   const std::optional<at::Tensor>& condition, c10::string_view alg,
                   const at::Tensor& scales, const at::Tensor& zero_points, int64_t dst_dtype,
-                  c10::string_view post_ops) {
+                  c10::string_view post_ops, std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace("binary");
   const Kernels& tier = kernels();
   trace.ran(tier, "binary");
@@ -102,7 +103,6 @@ at::Tensor binary(const at::Tensor& src0, const at::Tensor& src1,
   check_source("binary", "src1", src1);
   const auto params =
       read_params("binary", scales, zero_points, {src0, src1}, dst_dtype_of("binary", dst_dtype));
-  const auto chain = parse_eltwise("binary", post_ops);
   TORCH_CHECK_VALUE((kind == Binary::select) == condition.has_value(),
                     "torchq.binary: condition must be given for select and only then, got ",
                     condition.has_value() ? "one" : "none", " with '", alg, "'.");
@@ -123,20 +123,18 @@ at::Tensor binary(const at::Tensor& src0, const at::Tensor& src1,
                       ", got ", condition->sizes(), ". Expand it.");
     srcs.push_back(*condition);
   }
+  const RealOutput out({"binary", tier, params[2], post_ops, post_op_srcs}, dst, kind);
   trace.describe([&] { return describe_call(srcs, dst, "alg:" + std::string(alg)); });
-  for_each_block(dst, srcs, [&](char** data, const int64_t* strides, int64_t n) {
-    alignas(64) float x[kRealBlock], v[kRealBlock];
+  for_each_block(dst, srcs, [&](char** data, const int64_t* strides, int64_t n, int64_t first) {
+    alignas(64) float x[kRealBlock], v[kRealBlock], c[kRealBlock];
     load_real(tier, params[0], data[1], strides[1], n, x);
     load_real(tier, params[1], data[2], strides[2], n, v);
-    if (kind == Binary::select) {
-      for (int64_t i = 0; i < n; ++i) x[i] = data[3][i * strides[3]] != 0 ? x[i] : v[i];
-    } else {
-      with_binary<Scalar>(kind, [&](auto f) {
-        for (int64_t i = 0; i < n; ++i) x[i] = f(x[i], v[i]);
-      });
+    c10::SmallVector<SumSrc, 2> operands{{v, DType::f32, nullptr, 1, 0}};
+    if (condition.has_value()) {
+      load_real(tier, {DType::u8, 1, 0}, data[3], strides[3], n, c);
+      operands.push_back({c, DType::f32, nullptr, 1, 0});
     }
-    apply_eltwise(chain, x, n);
-    store_real(tier, params[2], x, data[0], strides[0], n);
+    out.store(x, n, first, operands);
   });
   return dst;
 }
@@ -158,15 +156,16 @@ at::Tensor sum(at::TensorList srcs, const at::Tensor& scales, const at::Tensor& 
       read_params("sum", scales, zero_points, srcs, dst_dtype_of("sum", dst_dtype), true);
   at::Tensor dst =
       at::empty_like(srcs[0], srcs[0].options().dtype(scalar_type(params.back().dtype)));
+  const RealOutput out({"sum", tier, params.back(), "", {}}, dst);
   trace.describe([&] { return describe_call(srcs, dst); });
-  for_each_block(dst, srcs, [&](char** data, const int64_t* strides, int64_t n) {
+  for_each_block(dst, srcs, [&](char** data, const int64_t* strides, int64_t n, int64_t first) {
     alignas(64) float x[kRealBlock], v[kRealBlock];
     load_real(tier, params[0], data[1], strides[1], n, x);
     for (size_t s = 1; s < srcs.size(); ++s) {
       load_real(tier, params[s], data[s + 1], strides[s + 1], n, v);
       for (int64_t i = 0; i < n; ++i) x[i] = x[i] + v[i];
     }
-    store_real(tier, params.back(), x, data[0], strides[0], n);
+    out.store(x, n, first);
   });
   return dst;
 }

@@ -1,78 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
-// Softmax, layer, group and batch normalization of 8-bit tensors. Sums are of
-// integers, or of doubles in a fixed order on one thread (Note [Real units] in
-// real.h).
+// Softmax, layer, group and batch normalization of 8-bit tensors (Note [Real units] in real.h).
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "../checks.h"
-#include "../kernels/math.h"
-#include "../parallel.h"
 #include "real.h"
 
 namespace torchq {
 namespace {
 
-int32_t value(const uint8_t* p, const Real& from) {
-  return from.dtype == DType::s8 ? static_cast<int8_t>(*p) : *p;
-}
-
-int threads_of(int64_t values, int64_t rows) {
-  return static_cast<int>(std::min<int64_t>(threads_for(values, 20'000), rows));
+const uint8_t* bytes_of(const at::Tensor& t) {
+  return static_cast<const uint8_t*>(t.const_data_ptr());
 }
 
 at::Tensor softmax(const at::Tensor& src, int64_t dim, bool logarithmic, const at::Tensor& scales,
-                   const at::Tensor& zero_points, int64_t dst_dtype, c10::string_view post_ops) {
+                   const at::Tensor& zero_points, int64_t dst_dtype, c10::string_view post_ops,
+                   std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace("softmax");
   const Kernels& tier = kernels();
   trace.ran(tier, "softmax");
   check_src("softmax", "src", src);
   const auto params =
       read_params("softmax", scales, zero_points, {src}, dst_dtype_of("softmax", dst_dtype));
-  const RealOutput out{tier, params[0], params[1], parse_eltwise("softmax", post_ops)};
   TORCH_CHECK_VALUE(dim >= -src.dim() && dim < src.dim(), "torchq.softmax: dim must lie in [",
                     -src.dim(), ", ", src.dim() - 1, "] for src ", src.sizes(), ", got ", dim, ".");
   const at::Tensor rows = src.movedim(dim, -1).contiguous();
-  const at::Tensor dense = at::detail::empty_cpu(rows.sizes(), scalar_type(out.to.dtype));
+  const at::Tensor dense = at::detail::empty_cpu(rows.sizes(), scalar_type(params[1].dtype));
   const at::Tensor dst = dense.movedim(-1, dim);
-  trace.describe([&] { return describe_call({src}, dst); });
+  const RealOutput out({"softmax", tier, params[1], post_ops, post_op_srcs}, dst);
+  trace.describe([&] { return describe_call({src}, dst, "post_ops:" + std::string(post_ops)); });
   if (dst.numel() == 0) return dst;
-  // x - max(x) of a value d steps below the largest, and its exponential: e^(r + rest) with r the
-  // float32 nearest to the exact difference, and e^rest = 1 + rest within 2^-36.
-  float below[256];
-  double power[256];
-  for (int d = 0; d < 256; ++d) {
-    const double exact = -(double{out.from.scale} * d);
-    below[d] = static_cast<float>(exact);
-    const float e = Math<Scalar>::exp(below[d]);
-    power[d] = e == 0 ? 0 : double{e} * (1 + (exact - double{below[d]}));
-  }
-  const uint8_t* data = static_cast<const uint8_t*>(rows.const_data_ptr());
-  void* result = dense.mutable_data_ptr();
-  const int64_t n = rows.size(-1), count = rows.numel() / n;
-  const int parts = threads_of(rows.numel(), count);
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(count, parts, part);
-    float x[kRealBlock];
-    for (int64_t r = range.begin; r < range.end; ++r) {
-      const uint8_t* row = data + r * n;
-      int32_t largest = value(row, out.from);
-      for (int64_t i = 1; i < n; ++i) largest = std::max(largest, value(row + i, out.from));
-      double sum = 0;
-      for (int64_t i = 0; i < n; ++i) sum += power[largest - value(row + i, out.from)];
-      const float log_sum = Math<Scalar>::log(static_cast<float>(sum));
-      for (int64_t first = 0; first < n; first += kRealBlock) {
-        const int64_t block = std::min<int64_t>(kRealBlock, n - first);
-        for (int64_t i = 0; i < block; ++i) {
-          const int32_t d = largest - value(row + first + i, out.from);
-          x[i] = logarithmic ? below[d] - log_sum : static_cast<float>(power[d] / sum);
-        }
-        out.store(x, block, result, r * n + first);
-      }
-    }
+  const uint8_t* data = bytes_of(rows);
+  const bool is_signed = params[0].dtype == DType::s8;
+  const int64_t n = rows.size(-1);
+  store_rows(out, rows.numel() / n, n, [&](int64_t r, float* x) {
+    tier.softmax({data + r * n, is_signed, n, params[0].scale, logarithmic, x});
   });
   return dst;
 }
@@ -82,10 +48,6 @@ struct Affine {
   Affine(const char* op, const std::optional<at::Tensor>& weight_arg,
          const std::optional<at::Tensor>& bias_arg, int64_t n)
       : weight(read(op, "weight", weight_arg, n)), bias(read(op, "bias", bias_arg, n)) {}
-  double operator()(double y, int64_t i) const {
-    if (weight != nullptr) y = y * weight[i];
-    return bias == nullptr ? y : y + bias[i];
-  }
   static const float* read(const char* op, const char* arg, const std::optional<at::Tensor>& t,
                            int64_t n) {
     if (!t.has_value()) return nullptr;
@@ -103,71 +65,56 @@ void check_eps(const char* op, double eps) {
                     ": eps must be finite and at least 0, got ", eps, ". The usual is 1e-5.");
 }
 
-/// Exact integer sums of q - zero_point and of its square.
-struct Sums {
+/// Exact sums of n integers q and of their squares, and what they make of layer and group norm:
+///
+///   m = sum / n, center = rne(m), g = scale / sqrt(scale^2 variance + eps)
+///   (scale q - scale m) / sqrt(...) = fma(float(q - center), float(g), float((center - m) g))
+///
+/// in double; the numerator of the variance, n squares - sum^2, is exact.
+struct Statistics {
   int64_t n = 0, sum = 0, squares = 0;
-  void add(int64_t q) {
-    ++n;
-    sum += q;
-    squares += q * q;
-  }
-  double mean() const { return static_cast<double>(sum) / static_cast<double>(n); }
-  /// scale / sqrt(scale^2 variance + eps), the variance from an exact
-  /// numerator.
-  double factor(double scale, double eps) const {
+  int32_t center = 0;
+  float factor = 0, shift = 0;
+
+  void finish(double scale, double eps) {
+    const double count = static_cast<double>(n), mean = static_cast<double>(sum) / count;
     const __int128 spread = static_cast<__int128>(n) * squares - static_cast<__int128>(sum) * sum;
-    const double variance =
-        static_cast<double>(spread) / (static_cast<double>(n) * static_cast<double>(n));
-    return scale / std::sqrt(scale * scale * variance + eps);
+    const double variance = static_cast<double>(spread) / (count * count);
+    const double g = scale / std::sqrt(scale * scale * variance + eps);
+    const double whole = std::nearbyint(mean);
+    center = static_cast<int32_t>(whole);
+    factor = static_cast<float>(g);
+    shift = static_cast<float>((whole - mean) * g);
   }
 };
 
-/// Normalizes over `pixels` x `width` of the channels [groups, width] of a
-/// dense [batch, pixels, groups, width] source, where value (p, g, i) has the
-/// weight g * width + i.
-void normalize(const RealOutput& out, const Affine& affine, double eps, const at::Tensor& src,
-               const at::Tensor& dst, int64_t batch, int64_t pixels, int64_t groups,
-               int64_t width) {
-  const uint8_t* data = static_cast<const uint8_t*>(src.const_data_ptr());
-  void* result = dst.mutable_data_ptr();
-  const int parts = threads_of(src.numel(), batch * groups);
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(batch * groups, parts, part);
-    float x[kRealBlock];
-    for (int64_t r = range.begin; r < range.end; ++r) {
-      const int64_t b = r / groups, g = r % groups;
-      const auto offset = [&](int64_t p) { return ((b * pixels + p) * groups + g) * width; };
-      Sums sums;
-      for (int64_t p = 0; p < pixels; ++p) {
-        for (int64_t i = 0; i < width; ++i)
-          sums.add(value(data + offset(p) + i, out.from) - out.from.zero_point);
-      }
-      const double mean = sums.mean(), factor = sums.factor(out.from.scale, eps);
-      for (int64_t p = 0; p < pixels; ++p) {
-        for (int64_t first = 0; first < width; first += kRealBlock) {
-          const int64_t block = std::min<int64_t>(kRealBlock, width - first);
-          const int64_t at = offset(p) + first;
-          for (int64_t i = 0; i < block; ++i) {
-            const double q = value(data + at + i, out.from) - out.from.zero_point;
-            x[i] = static_cast<float>(affine((q - mean) * factor, g * width + first + i));
-          }
-          out.store(x, block, result, at);
-        }
-      }
+/// Adds n adjacent values: as rows of 64, and the rest.
+void add_row(const Kernels& tier, const uint8_t* src, bool is_signed, int64_t n, Statistics& s) {
+  constexpr int64_t kColumns = 64, kRows = 256;
+  int32_t sums[kColumns], squares[kColumns];
+  s.n += n;
+  while (n > 0) {
+    const int64_t columns = std::min(n, kColumns), rows = std::min(n / columns, kRows);
+    tier.moments({src, is_signed, rows, columns, columns, sums, squares});
+    for (int64_t i = 0; i < columns; ++i) {
+      s.sum += sums[i];
+      s.squares += squares[i];
     }
-  });
+    src += rows * columns;
+    n -= rows * columns;
+  }
 }
 
 at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<at::Tensor>& weight,
                       const std::optional<at::Tensor>& bias, double eps, const at::Tensor& scales,
-                      const at::Tensor& zero_points, int64_t dst_dtype, c10::string_view post_ops) {
+                      const at::Tensor& zero_points, int64_t dst_dtype, c10::string_view post_ops,
+                      std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace("layer_norm");
   const Kernels& tier = kernels();
   trace.ran(tier, "layer_norm");
   check_src("layer_norm", "src", src);
   const auto params =
       read_params("layer_norm", scales, zero_points, {src}, dst_dtype_of("layer_norm", dst_dtype));
-  const RealOutput out{tier, params[0], params[1], parse_eltwise("layer_norm", post_ops)};
   check_eps("layer_norm", eps);
   TORCH_CHECK_VALUE(dims >= 1 && dims <= src.dim(), "torchq.layer_norm: dims must lie in [1, ",
                     src.dim(), "] for src ", src.sizes(), ", got ", dims, ".");
@@ -175,9 +122,19 @@ at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<a
   for (int64_t d = 1; d <= dims; ++d) n *= src.size(-d);
   const Affine affine("layer_norm", weight, bias, n);
   const at::Tensor dense = src.contiguous();
-  const at::Tensor dst = at::detail::empty_cpu(src.sizes(), scalar_type(out.to.dtype));
-  trace.describe([&] { return describe_call({src}, dst); });
-  if (dst.numel() != 0) normalize(out, affine, eps, dense, dst, src.numel() / n, 1, 1, n);
+  const at::Tensor dst = at::detail::empty_cpu(src.sizes(), scalar_type(params[1].dtype));
+  const RealOutput out({"layer_norm", tier, params[1], post_ops, post_op_srcs}, dst);
+  trace.describe([&] { return describe_call({src}, dst, "post_ops:" + std::string(post_ops)); });
+  if (dst.numel() == 0) return dst;
+  const uint8_t* data = bytes_of(dense);
+  const bool is_signed = params[0].dtype == DType::s8;
+  store_rows(out, src.numel() / n, n, [&](int64_t r, float* x) {
+    Statistics s;
+    add_row(tier, data + r * n, is_signed, n, s);
+    s.finish(params[0].scale, eps);
+    tier.affine({data + r * n, is_signed, n, &s.center, &s.factor, &s.shift, 0, affine.weight,
+                 affine.bias, x});
+  });
   return dst;
 }
 
@@ -193,78 +150,123 @@ struct ByChannel {
   at::Tensor dense, result, dst;
 };
 
+/// The statistics of each group of each image: dense is [batch, pixels, groups * width].
+std::vector<Statistics> group_statistics(const Kernels& tier, const uint8_t* data, bool is_signed,
+                                         int64_t batch, int64_t pixels, int64_t groups,
+                                         int64_t width) {
+  constexpr int64_t kRows = 256, kColumns = 512;
+  std::vector<Statistics> result(static_cast<size_t>(batch * groups));
+  const int64_t channels = groups * width;
+  const int parts = static_cast<int>(
+      std::min<int64_t>(threads_for(batch * pixels * channels, 40'000), batch * groups));
+  parallel_parts(parts, [&](int part) {
+    const Range range = part_of(batch * groups, parts, part);
+    int32_t sums[kColumns], squares[kColumns];
+    for (int64_t b = range.begin / groups; b * groups < range.end; ++b) {
+      // the channels of this part's groups in image b
+      const int64_t begin = std::max(range.begin - b * groups, int64_t{0}) * width;
+      const int64_t end = std::min(range.end - b * groups, groups) * width;
+      for (int64_t c = begin; c < end; c += kColumns) {
+        const int64_t columns = std::min(end - c, kColumns);
+        for (int64_t p = 0; p < pixels; p += kRows) {
+          const int64_t rows = std::min(pixels - p, kRows);
+          tier.moments({data + (b * pixels + p) * channels + c, is_signed, rows, channels, columns,
+                        sums, squares});
+          for (int64_t i = 0; i < columns; ++i) {
+            Statistics& s = result[static_cast<size_t>(b * groups + (c + i) / width)];
+            s.n += rows;
+            s.sum += sums[i];
+            s.squares += squares[i];
+          }
+        }
+      }
+    }
+  });
+  return result;
+}
+
 at::Tensor group_norm(const at::Tensor& src, int64_t groups,
                       const std::optional<at::Tensor>& weight,
                       const std::optional<at::Tensor>& bias, double eps, const at::Tensor& scales,
-                      const at::Tensor& zero_points, int64_t dst_dtype, c10::string_view post_ops) {
+                      const at::Tensor& zero_points, int64_t dst_dtype, c10::string_view post_ops,
+                      std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace("group_norm");
   const Kernels& tier = kernels();
   trace.ran(tier, "group_norm");
   check_src("group_norm", "src", src);
   const auto params =
       read_params("group_norm", scales, zero_points, {src}, dst_dtype_of("group_norm", dst_dtype));
-  const RealOutput out{tier, params[0], params[1], parse_eltwise("group_norm", post_ops)};
   check_eps("group_norm", eps);
-  const ByChannel views("group_norm", src, out.to.dtype);
-  const int64_t channels = src.size(1);
+  const ByChannel views("group_norm", src, params[1].dtype);
+  const int64_t batch = src.size(0), channels = src.size(1);
   TORCH_CHECK_VALUE(groups >= 1 && channels % groups == 0,
                     "torchq.group_norm: groups must divide the channels, ", channels, ", got ",
                     groups, ".");
   const Affine affine("group_norm", weight, bias, channels);
-  trace.describe([&] { return describe_call({src}, views.dst); });
+  const RealOutput out({"group_norm", tier, params[1], post_ops, post_op_srcs}, views.dst);
+  trace.describe(
+      [&] { return describe_call({src}, views.dst, "post_ops:" + std::string(post_ops)); });
   if (views.dst.numel() == 0) return views.dst;
-  const int64_t batch = src.size(0);
-  normalize(out, affine, eps, views.dense, views.result, batch, src.numel() / (batch * channels),
-            groups, channels / groups);
+  const uint8_t* data = bytes_of(views.dense);
+  const bool is_signed = params[0].dtype == DType::s8;
+  const int64_t pixels = src.numel() / (batch * channels), width = channels / groups;
+  auto statistics = group_statistics(tier, data, is_signed, batch, pixels, groups, width);
+  const size_t count = static_cast<size_t>(batch * channels);
+  std::vector<int32_t> center(count);
+  std::vector<float> factor(count), shift(count);
+  for (size_t i = 0; i < count; ++i) {  // by image and channel
+    Statistics& s = statistics[i / static_cast<size_t>(width)];
+    if (i % static_cast<size_t>(width) == 0) s.finish(params[0].scale, eps);
+    center[i] = s.center;
+    factor[i] = s.factor;
+    shift[i] = s.shift;
+  }
+  store_rows(out, batch * pixels, channels, [&](int64_t r, float* x) {
+    const int64_t first = r / pixels * channels;
+    tier.affine({data + r * channels, is_signed, channels, center.data() + first,
+                 factor.data() + first, shift.data() + first, 1, affine.weight, affine.bias, x});
+  });
   return views.dst;
 }
 
 at::Tensor batch_norm(const at::Tensor& src, const at::Tensor& mean, const at::Tensor& variance,
                       const std::optional<at::Tensor>& weight,
                       const std::optional<at::Tensor>& bias, double eps, const at::Tensor& scales,
-                      const at::Tensor& zero_points, int64_t dst_dtype, c10::string_view post_ops) {
+                      const at::Tensor& zero_points, int64_t dst_dtype, c10::string_view post_ops,
+                      std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace("batch_norm");
   const Kernels& tier = kernels();
   trace.ran(tier, "batch_norm");
   check_src("batch_norm", "src", src);
   const auto params =
       read_params("batch_norm", scales, zero_points, {src}, dst_dtype_of("batch_norm", dst_dtype));
-  const RealOutput out{tier, params[0], params[1], parse_eltwise("batch_norm", post_ops)};
   check_eps("batch_norm", eps);
-  const ByChannel views("batch_norm", src, out.to.dtype);
+  const ByChannel views("batch_norm", src, params[1].dtype);
   const int64_t channels = src.size(1);
   const Affine affine("batch_norm", weight, bias, channels);
   const float* means = Affine::read("batch_norm", "mean", mean, channels);
   const float* variances = Affine::read("batch_norm", "variance", variance, channels);
-  for (int64_t c = 0; c < channels; ++c) {
+  const size_t count = static_cast<size_t>(channels);
+  const std::vector<int32_t> center(count, params[0].zero_point);
+  std::vector<float> factor(count), shift(count);
+  for (size_t c = 0; c < count; ++c) {
     TORCH_CHECK_VALUE(std::isfinite(variances[c]) && variances[c] >= 0,
                       "torchq.batch_norm: variance must be finite and at least 0, got ",
                       variances[c], " of channel ", c, ". Pass the running variance.");
+    const double w = affine.weight != nullptr ? affine.weight[c] : 1.0;
+    const double g = w / std::sqrt(double{variances[c]} + eps);
+    factor[c] = static_cast<float>(params[0].scale * g);
+    shift[c] = static_cast<float>((affine.bias != nullptr ? affine.bias[c] : 0.0) - means[c] * g);
   }
-  trace.describe([&] { return describe_call({src}, views.dst); });
+  const RealOutput out({"batch_norm", tier, params[1], post_ops, post_op_srcs}, views.dst);
+  trace.describe(
+      [&] { return describe_call({src}, views.dst, "post_ops:" + std::string(post_ops)); });
   if (views.dst.numel() == 0) return views.dst;
-  const uint8_t* data = static_cast<const uint8_t*>(views.dense.const_data_ptr());
-  void* result = views.result.mutable_data_ptr();
-  const int64_t rows = src.numel() / channels;
-  const int parts = threads_of(src.numel(), rows);
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(rows, parts, part);
-    float x[kRealBlock];
-    for (int64_t first = 0; first < channels; first += kRealBlock) {
-      const int64_t block = std::min<int64_t>(kRealBlock, channels - first);
-      double factor[kRealBlock];
-      for (int64_t i = 0; i < block; ++i)
-        factor[i] = 1 / std::sqrt(double{variances[first + i]} + eps);
-      for (int64_t r = range.begin; r < range.end; ++r) {
-        const int64_t at = r * channels + first;
-        for (int64_t i = 0; i < block; ++i) {
-          const double q = value(data + at + i, out.from) - out.from.zero_point;
-          const double y = (q * out.from.scale - means[first + i]) * factor[i];
-          x[i] = static_cast<float>(affine(y, first + i));
-        }
-        out.store(x, block, result, at);
-      }
-    }
+  const uint8_t* data = bytes_of(views.dense);
+  const bool is_signed = params[0].dtype == DType::s8;
+  store_rows(out, src.numel() / channels, channels, [&](int64_t r, float* x) {
+    tier.affine({data + r * channels, is_signed, channels, center.data(), factor.data(),
+                 shift.data(), 1, nullptr, nullptr, x});
   });
   return views.dst;
 }

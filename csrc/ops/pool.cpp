@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Max, average and adaptive average pooling on uint8 and int8; the destination keeps the source's
-// scale and zero point. Padding is never picked by max, and counts as real zero (the zero point) in
-// an average that includes it.
+// scale and zero point, unless scales, post-ops and a dtype of its own make it one in real units.
+// Padding is never picked by max, and counts as real zero (the zero point) in an average that
+// includes it.
 #include <torch/library.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include "../dispatch.h"
 #include "../parallel.h"
 #include "geometry.h"
+#include "real.h"
 
 namespace torchq {
 namespace {
@@ -25,11 +27,30 @@ int64_t span_size(const Span& s) { return (s.end - s.begin + s.step - 1) / s.ste
 
 struct Pooling {
   const char* kernel;
-  void (*run)(const PoolRow&);
   bool average;
   bool count_include_pad = false;
   int64_t divisor_override = 0;
   int32_t zero_point = 0;
+};
+
+/// What makes a pool one in real units: all or nothing.
+struct RealArgs {
+  const std::optional<at::Tensor>&scales, &zero_points;
+  std::optional<int64_t> dst_dtype;
+  c10::string_view post_ops;
+  const std::optional<at::TensorList>& post_op_srcs;
+
+  /// Of the source and the destination; empty: the destination keeps the source's bytes' meaning.
+  c10::SmallVector<Real, 4> params(const char* op, const at::Tensor& src) const {
+    const bool any = scales.has_value() || zero_points.has_value() || dst_dtype.has_value();
+    const bool all = scales.has_value() && zero_points.has_value() && dst_dtype.has_value();
+    const bool chain = !post_ops.empty() || post_op_srcs.has_value();
+    TORCH_CHECK_VALUE(all || !(any || chain), "torchq.", op,
+                      ": scales, zero_points and dst_dtype must come together, and with post_ops, "
+                      "got only some. Pass all of them, or none.");
+    if (!all) return {};
+    return read_params(op, *scales, *zero_points, {src}, dst_dtype_of(op, *dst_dtype));
+  }
 };
 
 Spans window_spans(const Window& w, int d, int64_t input, int64_t output) {
@@ -55,16 +76,53 @@ Spans adaptive_spans(int64_t input, int64_t output) {
   return spans;
 }
 
-at::Tensor make_dst(const ChannelsLast& src, const int64_t (&output)[3]) {
+at::Tensor make_dst(const ChannelsLast& src, const int64_t (&output)[3],
+                    const c10::SmallVector<Real, 4>& params) {
   const size_t dims = static_cast<size_t>(src.spatial_dims);
-  return empty_channels_last(src.batch, src.channels, {output + 3 - dims, dims},
-                             src.tensor.scalar_type());
+  return empty_channels_last(
+      src.batch, src.channels, {output + 3 - dims, dims},
+      params.empty() ? src.tensor.scalar_type() : scalar_type(params[1].dtype));
+}
+
+/// One destination pixel in real units: scale * (max - zero_point), or scale * (float(sum of q -
+/// zero_point) / float(n)), then the post-ops.
+void finish_pixel(const Kernels& tier, PoolRow row, bool average, const Real& from,
+                  const RealOutput& out, int64_t first) {
+  alignas(64) float x[kRealBlock];
+  alignas(64) uint8_t best[kRealBlock];
+  c10::SmallVector<const uint8_t*, 64> taps(row.taps, row.taps + row.num_taps);
+  const int64_t channels = row.channels;
+  row.taps = taps.data();
+  for (int64_t c = 0; c < channels; c += kRealBlock) {
+    row.channels = std::min<int64_t>(kRealBlock, channels - c);
+    if (average) {
+      row.bias = -row.num_taps * from.zero_point;
+      row.dst = x;
+      row.dst_dtype = DType::f32;
+      tier.avg_pool(row);
+      for (int64_t i = 0; i < row.channels; ++i) x[i] *= from.scale;
+    } else {
+      row.dst = best;
+      tier.max_pool(row);
+      load_real(tier, from, best, 1, row.channels, x);
+    }
+    out.store(x, row.channels, first + c);
+    for (const uint8_t*& tap : taps) tap += kRealBlock;
+  }
 }
 
 void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Spans (&spans)[3],
-          const Pooling& pooling, const at::Tensor& dst) {
+          const Pooling& pooling, const c10::SmallVector<Real, 4>& params, const RealArgs& real,
+          const at::Tensor& dst) {
   trace.ran(tier, pooling.kernel);
-  trace.describe([&] { return describe_call({src.tensor}, dst); });
+  trace.describe(
+      [&] { return describe_call({src.tensor}, dst, "post_ops:" + std::string(real.post_ops)); });
+  std::optional<RealOutput> out;
+  if (!params.empty()) {
+    out.emplace(RealOutput::Args{pooling.kernel, tier, params[1], real.post_ops, real.post_op_srcs},
+                dst);
+  }
+  if (dst.numel() == 0) return;
   int64_t output[3], window = 1;
   for (int d = 0; d < 3; ++d) {
     output[d] = static_cast<int64_t>(spans[d].size());
@@ -77,7 +135,8 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
                     ". Pool in two steps.");
   const bool is_signed = src.tensor.scalar_type() == at::kChar;
   const uint8_t* data = static_cast<const uint8_t*>(src.tensor.const_data_ptr());
-  uint8_t* out = static_cast<uint8_t*>(dst.mutable_data_ptr());
+  uint8_t* result = static_cast<uint8_t*>(dst.mutable_data_ptr());
+  const auto run = pooling.average ? tier.avg_pool : tier.max_pool;
   const int64_t c = src.channels, rows = src.batch * output[0] * output[1];
   const int parts =
       static_cast<int>(std::min<int64_t>(threads_for(dst.numel() * window, 100'000), rows));
@@ -103,16 +162,29 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
         int64_t counted = pooling.count_include_pad ? d.counted * h.counted * x.counted : valid;
         const int64_t padding = counted - valid;
         if (pooling.divisor_override != 0) counted = pooling.divisor_override;
-        pooling.run({taps.data(), static_cast<int>(valid), c, out + (r * output[2] + ox) * c,
-                     static_cast<int32_t>(padding * pooling.zero_point),
-                     static_cast<float>(counted), is_signed});
+        const int64_t first = (r * output[2] + ox) * c;
+        const PoolRow row{taps.data(),
+                          static_cast<int>(valid),
+                          c,
+                          result + first,
+                          static_cast<int32_t>(padding * pooling.zero_point),
+                          static_cast<float>(counted),
+                          is_signed,
+                          is_signed ? DType::s8 : DType::u8};
+        if (out.has_value()) {
+          finish_pixel(tier, row, pooling.average, params[0], *out, first);
+        } else {
+          run(row);
+        }
       }
     }
   });
 }
 
 at::Tensor windowed(const char* op, OpTrace& trace, const Kernels& tier, const at::Tensor& src_arg,
-                    c10::IntArrayRef geometry, bool ceil_mode, const Pooling& pooling) {
+                    c10::IntArrayRef geometry, bool ceil_mode, const Pooling& pooling,
+                    const RealArgs& real) {
+  const auto params = real.params(op, src_arg);
   const ChannelsLast src = to_channels_last(op, src_arg);
   const Window w = parse_window(op, geometry, src.spatial_dims, 0);
   int64_t output[3];
@@ -126,10 +198,9 @@ at::Tensor windowed(const char* op, OpTrace& trace, const Kernels& tier, const a
                       " is smaller than the window with geometry ", geometry,
                       ". Enlarge the input or its padding.");
   }
-  const at::Tensor dst = make_dst(src, output);
-  if (dst.numel() == 0) return dst;
+  const at::Tensor dst = make_dst(src, output, params);
   Spans spans[3];
-  for (int d = 0; d < 3; ++d) {
+  for (int d = 0; d < 3 && dst.numel() > 0; ++d) {
     spans[d] = window_spans(w, d, src.size[d], output[d]);
     for (const Span& span : spans[d]) {
       TORCH_CHECK_VALUE(span.begin < span.end, "torchq.", op, ": a window with geometry ", geometry,
@@ -137,38 +208,47 @@ at::Tensor windowed(const char* op, OpTrace& trace, const Kernels& tier, const a
                         ". Use less padding or dilation.");
     }
   }
-  pool(trace, tier, src, spans, pooling, dst);
+  pool(trace, tier, src, spans, pooling, params, real, dst);
   return dst;
 }
 
-at::Tensor max_pool(const at::Tensor& src, c10::IntArrayRef geometry, bool ceil_mode) {
+at::Tensor max_pool(const at::Tensor& src, c10::IntArrayRef geometry, bool ceil_mode,
+                    const std::optional<at::Tensor>& scales,
+                    const std::optional<at::Tensor>& zero_points, std::optional<int64_t> dst_dtype,
+                    c10::string_view post_ops, std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace("max_pool");
   const Kernels& tier = kernels();
   check_src("max_pool", "src", src);
-  return windowed("max_pool", trace, tier, src, geometry, ceil_mode,
-                  {"max_pool", tier.max_pool, false});
+  return windowed("max_pool", trace, tier, src, geometry, ceil_mode, {"max_pool", false},
+                  {scales, zero_points, dst_dtype, post_ops, post_op_srcs});
 }
 
 at::Tensor avg_pool(const at::Tensor& src, const at::Tensor& zero_point, c10::IntArrayRef geometry,
-                    bool ceil_mode, bool count_include_pad,
-                    std::optional<int64_t> divisor_override) {
+                    bool ceil_mode, bool count_include_pad, std::optional<int64_t> divisor_override,
+                    const std::optional<at::Tensor>& scales,
+                    const std::optional<at::Tensor>& zero_points, std::optional<int64_t> dst_dtype,
+                    c10::string_view post_ops, std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace("avg_pool");
   const Kernels& tier = kernels();
   const DType dtype = check_src("avg_pool", "src", src);
+  const int32_t zero = zero_point_of("avg_pool", "zero_point", zero_point, dtype);
   TORCH_CHECK_VALUE(!divisor_override.has_value() || *divisor_override > 0,
                     "torchq.avg_pool: divisor_override must be at least 1, got ",
                     divisor_override.value_or(0), ".");
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !divisor_override.has_value() ||
-          zero_point_of("avg_pool", "zero_point", zero_point, dtype) == 0,
+      !divisor_override.has_value() || zero == 0 || scales.has_value(),
       "torchq.avg_pool: divisor_override needs a zero point of 0: an average that is no ",
-      "average does not keep the zero point. Pool without it and rescale.");
+      "average does not keep the zero point. Pass scales, or pool without it and rescale.");
   return windowed("avg_pool", trace, tier, src, geometry, ceil_mode,
-                  {"avg_pool", tier.avg_pool, true, count_include_pad, divisor_override.value_or(0),
-                   zero_point_of("avg_pool", "zero_point", zero_point, dtype)});
+                  {"avg_pool", true, count_include_pad, divisor_override.value_or(0), zero},
+                  {scales, zero_points, dst_dtype, post_ops, post_op_srcs});
 }
 
-at::Tensor adaptive_avg_pool(const at::Tensor& src_arg, c10::IntArrayRef output_size) {
+at::Tensor adaptive_avg_pool(const at::Tensor& src_arg, c10::IntArrayRef output_size,
+                             const std::optional<at::Tensor>& scales,
+                             const std::optional<at::Tensor>& zero_points,
+                             std::optional<int64_t> dst_dtype, c10::string_view post_ops,
+                             std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace("adaptive_avg_pool");
   const Kernels& tier = kernels();
   check_src("adaptive_avg_pool", "src", src_arg);
@@ -185,11 +265,12 @@ at::Tensor adaptive_avg_pool(const at::Tensor& src_arg, c10::IntArrayRef output_
                       src_arg.sizes(), ". Give it at least one position.");
     output[d] = i < 0 ? 1 : output_size[static_cast<size_t>(i)];
   }
-  const at::Tensor dst = make_dst(src, output);
-  if (dst.numel() == 0) return dst;
+  const RealArgs real{scales, zero_points, dst_dtype, post_ops, post_op_srcs};
+  const auto params = real.params("adaptive_avg_pool", src_arg);
+  const at::Tensor dst = make_dst(src, output, params);
   Spans spans[3];
   for (int d = 0; d < 3; ++d) spans[d] = adaptive_spans(src.size[d], output[d]);
-  pool(trace, tier, src, spans, {"avg_pool", tier.avg_pool, true}, dst);
+  pool(trace, tier, src, spans, {"avg_pool", true}, params, real, dst);
   return dst;
 }
 

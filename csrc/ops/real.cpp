@@ -3,12 +3,14 @@
 // real.h).
 #include "real.h"
 
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
 #include "../checks.h"
-#include "../kernels/eltwise.h"
-#include "../post_ops.h"
+#include "../kernels/common.h"
 
 namespace torchq {
 
@@ -74,16 +76,12 @@ void load_real(const Kernels& tier, const Real& src, const void* data, int64_t s
                 .dst_zero_point_step = 0});
 }
 
-void store_real(const Kernels& tier, const Real& dst, const float* x, void* data, int64_t stride,
-                int64_t n) {
-  const int size = element_size(dst.dtype);
-  alignas(64) char converted[kRealBlock * 4];
-  const bool scattered = stride != size && n > 1;
+void store_real(const Kernels& tier, const Real& dst, const float* x, void* data, int64_t n) {
   const float factor = static_cast<float>(1.0 / dst.scale);
   const int32_t none = 0;
   tier.convert({.src = x,
                 .src_dtype = DType::f32,
-                .dst = scattered ? converted : data,
+                .dst = data,
                 .dst_dtype = dst.dtype,
                 .size = n,
                 .factor = &factor,
@@ -92,32 +90,111 @@ void store_real(const Kernels& tier, const Real& dst, const float* x, void* data
                 .src_zero_point_step = 0,
                 .dst_zero_point = &dst.zero_point,
                 .dst_zero_point_step = 0});
-  for (int64_t i = 0; scattered && i < n; ++i)
-    memcpy(static_cast<char*>(data) + i * stride, converted + i * size, size);
 }
 
-c10::SmallVector<Eltwise, 4> parse_eltwise(const char* op, std::string_view post_ops) {
-  c10::SmallVector<Eltwise, 4> result;
-  for (const PostOp& post_op : parse_post_ops(op, post_ops).ops) {
-    TORCH_CHECK_NOT_IMPLEMENTED(post_op.kind == PostOp::kEltwise, "torchq.", op,
-                                ": post_ops must be eltwise ones, got '", post_ops,
-                                "'. Apply the others with torchq.functional.binary.");
-    result.push_back(post_op.eltwise);
+RealOutput::RealOutput(const Args& args, const at::Tensor& dst, std::optional<Binary> first)
+    : tier_(args.tier), to_(args.to), dst_(dst.data_ptr()) {
+  std::fill_n(inverse_, kRealBlock, static_cast<float>(1.0 / to_.scale));
+  int next = 0;  // of the sources: those of `first`, then those of the chain
+  const auto take = [&](ChainOp& op, bool has_condition) {
+    op.src = next++;
+    if (has_condition) op.condition = next++;
+  };
+  if (first.has_value()) {
+    ChainOp op{};
+    op.kind = ChainOp::kBinary;
+    op.binary = *first;
+    take(op, *first == Binary::select);
+    ops_.push_back(op);
   }
-  return result;
-}
-
-void apply_eltwise(const c10::SmallVector<Eltwise, 4>& chain, float* x, int64_t n) {
-  for (const Eltwise& eltwise : chain) {
-    with_eltwise<Scalar>(eltwise, [&](auto f) {
-      for (int64_t i = 0; i < n; ++i) x[i] = f(x[i]);
-    });
+  const Chain chain = parse_post_ops(args.op, {args.post_ops.data(), args.post_ops.size()});
+  const at::TensorList srcs = args.srcs.has_value() ? *args.srcs : at::TensorList();
+  size_t needed = 0;
+  for (const PostOp& p : chain.ops) needed += static_cast<size_t>(p.operands());
+  TORCH_CHECK_VALUE(srcs.size() == needed, "torchq.", args.op, ": post_ops '", args.post_ops,
+                    "' needs ", needed, " tensors, got ", srcs.size(),
+                    ". Pass one in post_op_srcs per sum, per operand of a binary or prelu, and per "
+                    "condition of a select.");
+  for (const PostOp& p : chain.ops) {
+    ChainOp op{};
+    op.kind = static_cast<ChainOp::Kind>(p.kind);
+    op.eltwise = p.eltwise;
+    op.binary = p.binary;
+    if (p.kind != PostOp::kEltwise) {
+      const size_t i = operands_.size();
+      const at::Tensor& src = srcs[i];
+      const auto sizes = p.kind == PostOp::kSum
+                             ? c10::SmallVector<int64_t, 5>(dst.sizes().begin(), dst.sizes().end())
+                             : operand_sizes(args.op, args.post_ops, p, dst, false);
+      check_post_op_src(args.op, args.post_ops, i, src, p.dtype.value_or(to_.dtype), sizes, dst,
+                        p.zero_point);
+      add_operand(src, dst, p);
+      if (p.is(Binary::select)) {
+        const at::Tensor& condition = srcs[i + 1];
+        check_post_op_src(args.op, args.post_ops, i + 1, condition,
+                          dtype_of(args.op, "post_op_srcs", condition), dst.sizes(), dst, 0);
+        add_operand(condition, dst, PostOp{});
+      }
+      take(op, p.is(Binary::select));
+    }
+    ops_.push_back(op);
   }
 }
 
-void RealOutput::store(float* x, int64_t n, void* dst, int64_t first) const {
-  apply_eltwise(chain, x, n);
-  store_real(tier, to, x, element(dst, to.dtype, first), element_size(to.dtype), n);
+void RealOutput::add_operand(const at::Tensor& src, const at::Tensor& dst, const PostOp& p) {
+  c10::SmallVector<int64_t, 5> order;  // of the dimensions in dst's memory
+  for (int64_t d = 0; d < dst.dim(); ++d) order.push_back(d);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return dst.stride(a) > dst.stride(b); });
+  // Periodic: it has the innermost dimensions and no others.
+  bool periodic = true, inside = true;
+  for (size_t i = order.size(); i-- > 0;) {
+    if (dst.size(order[i]) == 1) continue;
+    const bool has = src.size(order[i]) != 1;
+    periodic = periodic && (inside || !has);
+    inside = inside && has;
+  }
+  at::Tensor data = (periodic ? src : src.expand(dst.sizes())).permute(order).contiguous().view(-1);
+  const int64_t period = data.numel();
+  is_map_ = is_map_ && period == 1;
+  if (period == 1 || (period != 0 && period < dst.numel())) {
+    at::Tensor repeated = at::empty({period + kRealBlock}, src.options());
+    const size_t size = static_cast<size_t>(repeated.element_size());
+    const char* values = static_cast<const char*>(data.const_data_ptr());
+    char* out = static_cast<char*>(repeated.mutable_data_ptr());
+    for (int64_t i = 0; i < repeated.numel(); i += period) {
+      const int64_t count = std::min(period, repeated.numel() - i);
+      memcpy(out + static_cast<size_t>(i) * size, values, static_cast<size_t>(count) * size);
+    }
+    data = repeated;
+  }
+  const DType dtype = dtype_of("post_op", "src", src);
+  operands_.push_back(
+      {data, period, {data.const_data_ptr(), dtype, nullptr, p.scale, p.zero_point}});
+}
+
+void RealOutput::store(float* x, int64_t n, int64_t first, c10::ArrayRef<SumSrc> operands) const {
+  finish(x, n, element(dst_, to_.dtype, first), first, operands);
+}
+
+void RealOutput::finish(float* x, int64_t n, void* dst, int64_t first,
+                        c10::ArrayRef<SumSrc> operands) const {
+  c10::SmallVector<SumSrc, 4> sources(operands.begin(), operands.end());
+  for (const Operand& operand : operands_) {
+    sources.push_back(operand.src);
+    sources.back().data = element(operand.src.data, operand.src.dtype, first % operand.period);
+  }
+  Epilogue e{};
+  e.mode = Epilogue::kChain;
+  e.dst_dtype = to_.dtype;
+  e.dst = dst;
+  e.zero_point = static_cast<float>(to_.zero_point);
+  e.num_sums = static_cast<int>(sources.size());
+  e.sums = sources.data();
+  e.num_ops = static_cast<int>(ops_.size());
+  e.ops = ops_.data();
+  e.inv_scale = inverse_;
+  tier_.finish_row(x, n, e);
 }
 
 }  // namespace torchq

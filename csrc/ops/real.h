@@ -4,17 +4,24 @@
 //
 // Note [Real units]
 // An op that is no matmul reads x = scale * float(q - zero_point), computes in
-// float32 (or in double, rounded to float32 once) and writes q =
-// clamp(rne(fma(x, 1 / scale, zero_point))). Reading and writing are the tier's
-// `convert`. What lies between is one sequence of IEEE operations in code that
-// all tiers share, whose sums run in a fixed order on one thread or are of
-// integers. So every tier and every thread count gives the same bits.
+// float32, applies its post-ops as the float chain of Note [Folded and float
+// chains] does, and writes q = clamp(rne(fma(x, 1 / scale, zero_point))). Reading
+// is the tier's `convert`, post-ops and writing its `finish_row`. What lies
+// between is a kernel whose sums are of integers or run in an order that
+// kernels/table.h states, or code that all tiers share. So every tier and every
+// thread count gives the same bits.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
+#include <optional>
+
 #include "../dispatch.h"
+#include "../parallel.h"
+#include "../post_ops.h"
+#include "../scratch.h"
 
 namespace torchq {
 
@@ -41,26 +48,69 @@ c10::SmallVector<Real, 4> read_params(const char* op, const at::Tensor& scales,
 void load_real(const Kernels& tier, const Real& src, const void* data, int64_t stride, int64_t n,
                float* x);
 
-/// The inverse: rounds and saturates. NaN becomes the zero point.
-void store_real(const Kernels& tier, const Real& dst, const float* x, void* data, int64_t stride,
-                int64_t n);
+/// The inverse, to n adjacent values: rounds and saturates. NaN becomes the zero point.
+void store_real(const Kernels& tier, const Real& dst, const float* x, void* data, int64_t n);
 
-/// The eltwise post-ops of a chain; NotImplementedError for any other.
-c10::SmallVector<Eltwise, 4> parse_eltwise(const char* op, std::string_view post_ops);
+/// How an op ends: its post-ops, and a destination that is dense, in any order of its dimensions.
+class RealOutput {
+ public:
+  struct Args {
+    const char* op;
+    const Kernels& tier;
+    const Real& to;
+    c10::string_view post_ops;
+    /// In the order of the chain: the source of each sum, the operand of each binary and prelu, its
+    /// shape 1 where the mask has no bit, and the condition of each select.
+    const std::optional<at::TensorList>& srcs;
+  };
+  /// `first` is an operation in front of the chain, whose operands `store` takes.
+  RealOutput(const Args& args, const at::Tensor& dst, std::optional<Binary> first = {});
 
-/// x[i] = scale * alg(x[i]) for each of the chain in turn.
-void apply_eltwise(const c10::SmallVector<Eltwise, 4>& chain, float* x, int64_t n);
+  /// Writes the n <= kRealBlock values x, which it overwrites, from element `first` of the
+  /// destination's memory on. x has room for whole panels.
+  void store(float* x, int64_t n, int64_t first, c10::ArrayRef<SumSrc> operands = {}) const;
 
-/// How an op reads its source and writes a dense destination.
-struct RealOutput {
-  const Kernels& tier;
-  const Real& from;
-  const Real& to;
-  c10::SmallVector<Eltwise, 4> chain;
+  /// Whether equal values become equal ones everywhere: `tabulate` then tells which.
+  bool is_map() const { return is_map_; }
+  void tabulate(float* x, int64_t n, void* table) const { finish(x, n, table, 0, {}); }
 
-  /// Applies the chain to x and writes the n <= kRealBlock values from element
-  /// `first` of dst on.
-  void store(float* x, int64_t n, void* dst, int64_t first) const;
+ private:
+  /// What varies with the destination: element i belongs to element `i % period` of data, which
+  /// repeats for kRealBlock values behind.
+  struct Operand {
+    at::Tensor data;
+    int64_t period;
+    SumSrc src;
+  };
+  void add_operand(const at::Tensor& src, const at::Tensor& dst, const PostOp& post_op);
+  void finish(float* x, int64_t n, void* dst, int64_t first, c10::ArrayRef<SumSrc> operands) const;
+
+  const Kernels& tier_;
+  Real to_;
+  void* dst_;
+  bool is_map_ = true;
+  c10::SmallVector<ChainOp, 4> ops_;
+  c10::SmallVector<Operand, 2> operands_;
+  float inverse_[kRealBlock];  // 1 / scale of the destination
 };
+
+/// row(r, x) computes the n values of row r, with room for a panel behind them; the op's results
+/// are rows 0, 1, ... one after the other.
+template <class Row>
+void store_rows(const RealOutput& out, int64_t rows, int64_t n, const Row& row) {
+  const int parts = static_cast<int>(std::min(int64_t{threads_for(rows * n, 40'000)}, rows));
+  parallel_parts(parts, [&](int part) {
+    const Range range = part_of(rows, parts, part);
+    const int64_t group = std::max<int64_t>(1, kRealBlock / n);  // rows that fill a block
+    ScratchFrame frame;
+    float* x = frame.take<float>(group * n + kPanel);
+    for (int64_t r = range.begin; r < range.end; r += group) {
+      const int64_t count = std::min(group, range.end - r);
+      for (int64_t k = 0; k < count; ++k) row(r + k, x + k * n);
+      for (int64_t i = 0; i < count * n; i += kRealBlock)
+        out.store(x + i, std::min<int64_t>(kRealBlock, count * n - i), r * n + i);
+    }
+  });
+}
 
 }  // namespace torchq

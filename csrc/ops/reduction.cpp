@@ -1,34 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reductions and resampling of 8-bit tensors: integer sums and double products
-// in a fixed order, one rounding to float32 (Note [Real units] in real.h).
+// Reductions and resampling of 8-bit tensors (Note [Real units] in real.h).
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
 #include "../checks.h"
-#include "../parallel.h"
 #include "geometry.h"
 #include "real.h"
 
 namespace torchq {
 namespace {
 
-/// q - zero_point of the value at `p`.
-int32_t centered(const uint8_t* p, const Real& from) {
-  return (from.dtype == DType::s8 ? static_cast<int8_t>(*p) : *p) - from.zero_point;
-}
+enum class Alg { sum, mean, max, min, mul };
 
-enum class Reduce { sum, mean, max, min, mul };
-
-Reduce reduce_alg(c10::string_view name) {
+Alg reduce_alg(c10::string_view name) {
   constexpr c10::string_view names[] = {"sum", "mean", "max", "min", "mul"};
   for (size_t i = 0; i < std::size(names); ++i) {
-    if (names[i] == name) return static_cast<Reduce>(i);
+    if (names[i] == name) return static_cast<Alg>(i);
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, "torchq.reduction: alg must be sum, mean, max, min or mul, got '", name,
@@ -36,35 +30,172 @@ Reduce reduce_alg(c10::string_view name) {
       "'square'.");
 }
 
-/// The sum, largest or smallest of n >= 1 values: exact.
-int64_t reduce_row(Reduce alg, const uint8_t* row, int64_t n, const Real& from) {
-  int64_t result = centered(row, from);
-  for (int64_t i = 1; i < n; ++i) {
-    const int64_t q = centered(row + i, from);
-    result = alg == Reduce::max   ? std::max(result, q)
-             : alg == Reduce::min ? std::min(result, q)
-                                  : result + q;
+/// A dense [outer][count][inner] source; the middle is reduced.
+struct Blocks {
+  const Kernels& tier;
+  Alg alg;
+  bool is_signed;
+  const uint8_t* data;
+  int64_t count, inner;
+
+  Reduce kind() const {
+    return alg == Alg::max ? Reduce::max : alg == Alg::min ? Reduce::min : Reduce::sum;
   }
-  return result;
+  int64_t combine(int64_t a, int64_t b) const {
+    return alg == Alg::max ? std::max(a, b) : alg == Alg::min ? std::min(a, b) : a + b;
+  }
+
+  /// result[i] over `rows` rows of `size` <= kRealBlock values, `stride` apart.
+  void columns(const uint8_t* src, int64_t rows, int64_t stride, int64_t size,
+               int64_t* result) const {
+    constexpr int64_t kRows = 1 << 22;
+    int32_t part[kRealBlock];
+    for (int64_t r = 0; r < rows; r += kRows) {
+      tier.reduce(
+          {src + r * stride, is_signed, kind(), std::min(rows - r, kRows), stride, size, part});
+      for (int64_t i = 0; i < size; ++i) result[i] = r == 0 ? part[i] : combine(result[i], part[i]);
+    }
+  }
+  /// Over `count` adjacent values: as rows of 64, and the rest.
+  int64_t row(const uint8_t* src) const {
+    const int64_t width = std::min<int64_t>(count, 64), rows = count / width;
+    const int64_t rest = count - rows * width;
+    int64_t sums[64], tail[64];
+    columns(src, rows, width, width, sums);
+    for (int64_t i = 1; i < width; ++i) sums[0] = combine(sums[0], sums[i]);
+    if (rest > 0) columns(src + rows * width, 1, width, rest, tail);
+    for (int64_t i = 0; i < rest; ++i) sums[0] = combine(sums[0], tail[i]);
+    return sums[0];
+  }
+  /// result[i] of destination element first + i, for as many of n as one outer index has; how many.
+  int64_t integers(int64_t first, int64_t n, int64_t* result) const {
+    if (inner == 1) {
+      for (int64_t i = 0; i < n; ++i) result[i] = row(data + (first + i) * count);
+      return n;
+    }
+    const int64_t i = first % inner;
+    n = std::min(n, inner - i);
+    columns(data + first / inner * count * inner + i, count, inner, n, result);
+    return n;
+  }
+  double product(int64_t at, const Real& from) const {
+    const uint8_t* p = data + at / inner * count * inner + at % inner;
+    double result = 1;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint8_t q = p[i * inner];
+      result *= double{from.scale} * ((is_signed ? static_cast<int8_t>(q) : q) - from.zero_point);
+    }
+    return result;
+  }
+};
+
+/// Whether dst's elements lie in the order of `src` without its reduced dimensions, which are
+/// adjacent in memory: then nothing is copied.
+bool in_blocks(const at::Tensor& src, const c10::SmallVector<bool, 8>& reduced) {
+  c10::SmallVector<int64_t, 8> order;
+  for (int64_t d = 0; d < src.dim(); ++d) {
+    if (src.size(d) != 1) order.push_back(d);
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return src.stride(a) > src.stride(b); });
+  int64_t stride = 1, kept = src.dim();
+  int runs = 0;  // of reduced dimensions
+  bool inside = false;
+  for (size_t i = order.size(); i-- > 0;) {
+    const int64_t d = order[i];
+    const bool gone = reduced[static_cast<size_t>(d)];
+    if (src.stride(d) != stride || (!gone && d > kept)) return false;
+    stride *= src.size(d);
+    if (!gone) kept = d;
+    runs += gone && !inside;
+    inside = gone;
+  }
+  return runs <= 1;
 }
 
-double product_of_row(const uint8_t* row, int64_t n, const Real& from) {
-  double result = 1;
-  for (int64_t i = 0; i < n; ++i) result *= double{from.scale} * centered(row + i, from);
-  return result;
+/// [outer][count][inner] of `src` or of a copy, `count` being the number of reduced values.
+Blocks blocks_of(const Kernels& tier, Alg alg, const at::Tensor& src, at::Tensor& dense,
+                 const c10::SmallVector<bool, 8>& reduced, int64_t count) {
+  int64_t inner = 1;
+  if (in_blocks(src, reduced)) {
+    dense = src;
+    int64_t innermost = std::numeric_limits<int64_t>::max();  // stride of the reduced ones
+    for (int64_t d = 0; d < src.dim(); ++d) {
+      if (reduced[static_cast<size_t>(d)] && src.size(d) != 1)
+        innermost = std::min(innermost, src.stride(d));
+    }
+    if (count > 1) inner = innermost;
+  } else {
+    c10::SmallVector<int64_t, 8> order;
+    for (const bool last : {false, true}) {
+      for (int64_t d = 0; d < src.dim(); ++d) {
+        if (reduced[static_cast<size_t>(d)] == last) order.push_back(d);
+      }
+    }
+    dense = src.permute(order).contiguous();
+  }
+  return {tier,
+          alg,
+          src.scalar_type() == at::kChar,
+          static_cast<const uint8_t*>(dense.const_data_ptr()),
+          count,
+          inner};
+}
+
+/// clamp(result - zero points): an int32 destination without scales, in integers only.
+void store_exact(const Blocks& blocks, const Real& from, const Real& to, const Range& range,
+                 int32_t* dst) {
+  int64_t result[kRealBlock];
+  const int64_t shift =
+      to.zero_point - (blocks.alg == Alg::sum ? blocks.count : 1) * from.zero_point;
+  for (int64_t first = range.begin; first < range.end;) {
+    const int64_t n =
+        blocks.integers(first, std::min<int64_t>(kRealBlock, range.end - first), result);
+    for (int64_t i = 0; i < n; ++i) {
+      dst[first + i] = static_cast<int32_t>(
+          std::clamp<int64_t>(result[i] + shift, std::numeric_limits<int32_t>::min(),
+                              std::numeric_limits<int32_t>::max()));
+    }
+    first += n;
+  }
+}
+
+void store_reduced(const Blocks& blocks, const Real& from, const RealOutput& out,
+                   const Range& range) {
+  int64_t result[kRealBlock];
+  alignas(64) float x[kRealBlock];
+  const double count = static_cast<double>(blocks.count);
+  const int64_t shift =
+      (blocks.alg == Alg::sum || blocks.alg == Alg::mean ? blocks.count : 1) * from.zero_point;
+  for (int64_t first = range.begin; first < range.end;) {
+    int64_t n = std::min<int64_t>(kRealBlock, range.end - first);
+    if (blocks.alg == Alg::mul) {
+      for (int64_t i = 0; i < n; ++i) x[i] = static_cast<float>(blocks.product(first + i, from));
+    } else {
+      n = blocks.integers(first, n, result);
+      const double divisor = blocks.alg == Alg::mean ? count : 1;
+      for (int64_t i = 0; i < n; ++i) {
+        const double real = double{from.scale} * static_cast<double>(result[i] - shift);
+        x[i] = static_cast<float>(real / divisor);
+      }
+    }
+    out.store(x, n, first);
+    first += n;
+  }
 }
 
 at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntArrayRef dims,
                      bool keepdim, const at::Tensor& scales, const at::Tensor& zero_points,
-                     int64_t dst_dtype, c10::string_view post_ops) {
+                     int64_t dst_dtype, c10::string_view post_ops,
+                     std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace("reduction");
   const Kernels& tier = kernels();
   trace.ran(tier, "reduction");
   check_src("reduction", "src", src);
-  const Reduce alg = reduce_alg(alg_name);
+  const Alg alg = reduce_alg(alg_name);
   const auto params =
       read_params("reduction", scales, zero_points, {src}, dst_dtype_of("reduction", dst_dtype));
-  const RealOutput out{tier, params[0], params[1], parse_eltwise("reduction", post_ops)};
+  const Real &from = params[0], &to = params[1];
   const int64_t rank = src.dim();
   c10::SmallVector<bool, 8> reduced(static_cast<size_t>(rank), false);
   for (const int64_t d : dims) {
@@ -74,13 +205,8 @@ at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntA
     TORCH_CHECK_VALUE(!seen, "torchq.reduction: dims must differ, got ", dims, ".");
     seen = true;
   }
-  c10::SmallVector<int64_t, 8> order, sizes;
+  c10::SmallVector<int64_t, 8> sizes;
   int64_t n = 1;
-  for (const bool last : {false, true}) {
-    for (int64_t d = 0; d < rank; ++d) {
-      if (reduced[static_cast<size_t>(d)] == last) order.push_back(d);
-    }
-  }
   for (int64_t d = 0; d < rank; ++d) {
     const bool gone = reduced[static_cast<size_t>(d)];
     if (gone) n *= src.size(d);
@@ -88,38 +214,24 @@ at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntA
   }
   TORCH_CHECK_VALUE(n > 0, "torchq.reduction: src must have at least one value to reduce, got src ",
                     src.sizes(), " and dims ", dims, ".");
-  const at::Tensor rows = src.permute(order).contiguous();
-  const at::Tensor dst = at::detail::empty_cpu(sizes, scalar_type(out.to.dtype));
-  trace.describe([&] { return describe_call({src}, dst, "alg:" + std::string(alg_name)); });
+  const at::Tensor dst = at::detail::empty_cpu(sizes, scalar_type(to.dtype));
+  const RealOutput out({"reduction", tier, to, post_ops, post_op_srcs}, dst);
+  trace.describe([&] {
+    return describe_call({src}, dst, c10::str("alg:", alg_name, " post_ops:", post_ops));
+  });
   if (dst.numel() == 0) return dst;
-  const uint8_t* data = static_cast<const uint8_t*>(rows.const_data_ptr());
-  void* result = dst.mutable_data_ptr();
-  const bool exact = out.to.dtype == DType::s32 && out.from.scale == 1 && out.to.scale == 1 &&
-                     alg != Reduce::mean && alg != Reduce::mul && out.chain.empty();
+  at::Tensor dense;
+  const Blocks blocks = blocks_of(tier, alg, src, dense, reduced, n);
+  const bool exact = to.dtype == DType::s32 && from.scale == 1 && to.scale == 1 &&
+                     alg != Alg::mean && alg != Alg::mul && post_ops.empty();
   const int64_t count = dst.numel();
   const int parts = static_cast<int>(std::min<int64_t>(threads_for(count * n, 100'000), count));
   parallel_parts(parts, [&](int part) {
     const Range range = part_of(count, parts, part);
-    float x[kRealBlock];
-    for (int64_t first = range.begin; first < range.end; first += kRealBlock) {
-      const int64_t block = std::min<int64_t>(kRealBlock, range.end - first);
-      for (int64_t i = 0; i < block; ++i) {
-        const uint8_t* row = data + (first + i) * n;
-        if (alg == Reduce::mul) {
-          x[i] = static_cast<float>(product_of_row(row, n, out.from));
-          continue;
-        }
-        const int64_t q = reduce_row(alg, row, n, out.from);
-        if (exact) {
-          static_cast<int32_t*>(result)[first + i] = static_cast<int32_t>(
-              std::clamp<int64_t>(q + out.to.zero_point, std::numeric_limits<int32_t>::min(),
-                                  std::numeric_limits<int32_t>::max()));
-          continue;
-        }
-        const double real = double{out.from.scale} * static_cast<double>(q);
-        x[i] = static_cast<float>(alg == Reduce::mean ? real / static_cast<double>(n) : real);
-      }
-      if (!exact) out.store(x, block, result, first);
+    if (exact) {
+      store_exact(blocks, from, to, range, dst.mutable_data_ptr<int32_t>());
+    } else {
+      store_reduced(blocks, from, out, range);
     }
   });
   return dst;
@@ -149,9 +261,37 @@ Tap tap_of(int64_t o, int64_t output, int64_t input, bool linear) {
   return {{index, std::min(index + 1, input - 1)}, {1.0 - weight, weight}};
 }
 
+/// Whether writing what was read gives the same byte: rne(fma(s d, 1 / s, z)) = d + z, as long as
+/// s d does not overflow.
+bool keeps_bytes(const Real& from, const Real& to) {
+  return from.dtype == to.dtype && from.scale == to.scale && from.zero_point == to.zero_point &&
+         from.scale < 1e30f;
+}
+
+void copy_nearest(const ChannelsLast& src, const std::array<std::vector<Tap>, 3>& taps,
+                  const int64_t (&output)[3], uint8_t* dst) {
+  const uint8_t* data = static_cast<const uint8_t*>(src.tensor.const_data_ptr());
+  const int64_t c = src.channels, rows = src.batch * output[0] * output[1];
+  const size_t bytes = static_cast<size_t>(c);
+  const int parts =
+      static_cast<int>(std::min<int64_t>(threads_for(rows * output[2] * c, 300'000), rows));
+  parallel_parts(parts, [&](int part) {
+    const Range range = part_of(rows, parts, part);
+    for (int64_t r = range.begin; r < range.end; ++r) {
+      const int64_t n = r / (output[0] * output[1]);
+      const int64_t d = taps[0][static_cast<size_t>(r / output[1] % output[0])].index[0];
+      const int64_t h = taps[1][static_cast<size_t>(r % output[1])].index[0];
+      const uint8_t* row = data + ((n * src.size[0] + d) * src.size[1] + h) * src.size[2] * c;
+      uint8_t* to = dst + r * output[2] * c;
+      for (int64_t x = 0; x < output[2]; ++x)
+        std::memcpy(to + x * c, row + taps[2][static_cast<size_t>(x)].index[0] * c, bytes);
+    }
+  });
+}
+
 at::Tensor resampling(const at::Tensor& src_arg, c10::string_view alg, c10::IntArrayRef size,
                       const at::Tensor& scales, const at::Tensor& zero_points, int64_t dst_dtype,
-                      c10::string_view post_ops) {
+                      c10::string_view post_ops, std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace("resampling");
   const Kernels& tier = kernels();
   trace.ran(tier, "resampling");
@@ -160,7 +300,6 @@ at::Tensor resampling(const at::Tensor& src_arg, c10::string_view alg, c10::IntA
                     "torchq.resampling: alg must be nearest or linear, got '", alg, "'.");
   const auto params = read_params("resampling", scales, zero_points, {src_arg},
                                   dst_dtype_of("resampling", dst_dtype));
-  const RealOutput out{tier, params[0], params[1], parse_eltwise("resampling", post_ops)};
   const ChannelsLast src = to_channels_last("resampling", src_arg);
   const int64_t dims = src.spatial_dims;
   int64_t output[3] = {1, 1, 1}, pixels = 1;
@@ -179,8 +318,10 @@ at::Tensor resampling(const at::Tensor& src_arg, c10::string_view alg, c10::IntA
                       ".");
   }
   const at::Tensor dst =
-      empty_channels_last(src.batch, src.channels, size, scalar_type(out.to.dtype));
-  trace.describe([&] { return describe_call({src_arg}, dst, "alg:" + std::string(alg)); });
+      empty_channels_last(src.batch, src.channels, size, scalar_type(params[1].dtype));
+  const RealOutput out({"resampling", tier, params[1], post_ops, post_op_srcs}, dst);
+  trace.describe(
+      [&] { return describe_call({src_arg}, dst, c10::str("alg:", alg, " post_ops:", post_ops)); });
   if (dst.numel() == 0) return dst;
   std::array<std::vector<Tap>, 3> taps;
   for (int d = 0; d < 3; ++d) {
@@ -189,40 +330,31 @@ at::Tensor resampling(const at::Tensor& src_arg, c10::string_view alg, c10::IntA
           tap_of(o, output[d], src.size[d], alg == "linear" && src.size[d] != output[d]));
   }
   const uint8_t* data = static_cast<const uint8_t*>(src.tensor.const_data_ptr());
-  void* result = dst.mutable_data_ptr();
-  const int64_t c = src.channels, rows = src.batch * output[0] * output[1];
-  const int parts =
-      static_cast<int>(std::min<int64_t>(threads_for(dst.numel() * 8, 100'000), rows));
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(rows, parts, part);
-    double sum[kRealBlock];
-    float x[kRealBlock];
-    for (int64_t r = range.begin; r < range.end; ++r) {
-      const int64_t n = r / (output[0] * output[1]);
-      const Tap& d = taps[0][static_cast<size_t>(r / output[1] % output[0])];
-      const Tap& h = taps[1][static_cast<size_t>(r % output[1])];
-      for (int64_t ow = 0; ow < output[2]; ++ow) {
-        const Tap& w = taps[2][static_cast<size_t>(ow)];
-        for (int64_t first = 0; first < c; first += kRealBlock) {
-          const int64_t block = std::min<int64_t>(kRealBlock, c - first);
-          std::fill_n(sum, block, 0.0);
-          for (int corner = 0; corner < 8; ++corner) {
-            const int k = corner >> 2, j = corner >> 1 & 1, i = corner & 1;
-            const double weight = d.weight[k] * h.weight[j] * w.weight[i];
-            if (weight == 0) continue;
-            const uint8_t* p =
-                data + first +
-                (((n * src.size[0] + d.index[k]) * src.size[1] + h.index[j]) * src.size[2] +
-                 w.index[i]) *
-                    c;
-            for (int64_t ch = 0; ch < block; ++ch) sum[ch] += weight * centered(p + ch, out.from);
-          }
-          for (int64_t ch = 0; ch < block; ++ch)
-            x[ch] = static_cast<float>(double{out.from.scale} * sum[ch]);
-          out.store(x, block, result, (r * output[2] + ow) * c + first);
-        }
-      }
+  const int64_t c = src.channels;
+  if (alg == "nearest" && post_ops.empty() && keeps_bytes(params[0], params[1])) {
+    copy_nearest(src, taps, output, static_cast<uint8_t*>(dst.mutable_data_ptr()));
+    return dst;
+  }
+  store_rows(out, src.batch * pixels, c, [&](int64_t r, float* x) {
+    const Tap& w = taps[2][static_cast<size_t>(r % output[2])];
+    const Tap& h = taps[1][static_cast<size_t>(r / output[2] % output[1])];
+    const Tap& d = taps[0][static_cast<size_t>(r / (output[2] * output[1]) % output[0])];
+    const int64_t n = r / pixels;
+    const uint8_t* corners[8];
+    float weights[8];
+    int count = 0;
+    for (int corner = 0; corner < 8; ++corner) {
+      const int k = corner >> 2, j = corner >> 1 & 1, i = corner & 1;
+      const double weight = d.weight[k] * h.weight[j] * w.weight[i];
+      if (weight == 0) continue;
+      weights[count] = static_cast<float>(weight);
+      corners[count++] =
+          data +
+          (((n * src.size[0] + d.index[k]) * src.size[1] + h.index[j]) * src.size[2] + w.index[i]) *
+              c;
     }
+    tier.blend({corners, weights, count, params[0].dtype == DType::s8, params[0].zero_point,
+                params[0].scale, c, x});
   });
   return dst;
 }

@@ -118,7 +118,7 @@ at::Tensor reorder_rounded(const at::Tensor& src, const at::Tensor& scales,
           x[i] = rounded(y, mode);
         }
       }
-      store_real(tier, whole, x, result + first * out, out, n);
+      store_real(tier, whole, x, result + first * out, n);
     }
   });
   return dst;

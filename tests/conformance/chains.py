@@ -136,6 +136,9 @@ def float32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32))
 
 
+KINDS = ("eltwise",) * 5 + ("binary",) * 2 + ("prelu",) + ("sum",) * 2
+
+
 class ChainMaker:
     """Draws chains for a destination of one shape.
 
@@ -146,6 +149,7 @@ class ChainMaker:
         channel_axis: The dimension one value per channel stands for.
         eltwise_scale: Of every eltwise post-op; oneDNN 3 knows 1 only.
         broadcasts: What an operand may cover: "one" value, "channel", "full", "some" other dims.
+        kinds: Of post-ops, each as often as it shall come.
     """
 
     def __init__(
@@ -158,17 +162,17 @@ class ChainMaker:
         channel_axis: int = 1,
         eltwise_scale: float = 1.0,
         broadcasts: Sequence[str] = ("one", "one", "channel", "channel", "full", "some"),
+        kinds: Sequence[str] = KINDS,
     ) -> None:
         self.rng, self.data, self.shape = rng, data, tuple(shape)
-        self.broadcasts = broadcasts
+        self.broadcasts, self.kinds = broadcasts, kinds
         self.old_dtype, self.old_scale, self.axis = old_dtype, old_scale, channel_axis
         self.eltwise_scale = eltwise_scale
 
     def chain(self, most: int = 3) -> Chain:
         chain = Chain()
-        kinds = ["eltwise"] * 5 + ["binary"] * 2 + ["prelu"] + ["sum"] * 2
         for _ in range(self.rng.choice([0, 1, 1, *range(2, most + 1)])):
-            kind = self.rng.choice(kinds)
+            kind = self.rng.choice(self.kinds)
             if kind == "sum" and (self.old_dtype is None or chain.olds):
                 kind = "eltwise"  # oneDNN has one destination to read
             getattr(self, f"_{kind}")(chain)

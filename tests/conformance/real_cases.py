@@ -13,10 +13,21 @@ from collections.abc import Callable
 
 import reference_primitives as oracle
 import torch
-from chains import FUNCTIONS, PARTIAL, float32
+from chains import FUNCTIONS, PARTIAL, Chain, float32
 from differential import EPSILON, Case, Exact
 from matmul_cases import F32, S8, S32, U8, random_q
+from real_chains import (
+    BINARY,
+    ELTWISE,
+    SUM,
+    draw_chain,
+    finished,
+    keywords,
+    safe_layout,
+    scaled,
+)
 from simple_cases import tensor
+from torch import Tensor
 
 import torchq.functional as TF
 from torchq import Attr
@@ -37,7 +48,7 @@ def attr_of(**scales: float | None) -> Attr:
 
 
 def eltwise(rng: random.Random, data: torch.Generator, index: int) -> Case:
-    """oneDNN's has one dtype and no scale, and for integers few functions."""
+    """oneDNN's has one dtype and no scale, for integers few functions, and ignores a sum."""
     dtype = rng.choice((F32, F32, U8, S8, S32))
     name = rng.choice([*FUNCTIONS, *PARTIAL] if dtype == F32 else ["relu", "linear"])
     f = FUNCTIONS.get(name) or PARTIAL[name]
@@ -46,18 +57,19 @@ def eltwise(rng: random.Random, data: torch.Generator, index: int) -> Case:
     src = 3 * torch.randn(shape, generator=data) if dtype == F32 else tensor(data, dtype, *shape)
     if name in PARTIAL:
         src = src.abs() + 0.01
+    chain = draw_chain(rng, data, shape, dtype, ELTWISE + BINARY)
 
     def exact() -> Exact:
         start = Exact(src.double(), torch.zeros_like(src, dtype=torch.float64))
-        return start.step(
-            lambda v: f.double(v, alpha, beta), relative=f.relative, absolute=f.absolute
+        return chain.exact(
+            start.step(lambda v: f.double(v, alpha, beta), relative=f.relative, absolute=f.absolute)
         )
 
     return Case(
-        f"{name}:{alpha}:{beta} {dtype} {shape}",
-        lambda: TF.eltwise(src, name, alpha, beta, dst_dtype=dtype),
-        lambda: oracle.to_dst(oracle.ELTWISE[name](src.double(), alpha, beta).float(), ONE, dtype),
-        lambda peer: peer.eltwise(src, name, alpha, beta),
+        f"{name}:{alpha}:{beta} {dtype} {shape} '{chain.text}'",
+        lambda: TF.eltwise(src, name, alpha, beta, dst_dtype=dtype, **keywords(chain)),
+        lambda: finished(oracle.ELTWISE[name](src.double(), alpha, beta).float(), chain, dtype),
+        lambda peer: peer.eltwise(src, name, alpha, beta, **chain.onednn(dtype)),
         exact,
         approximate=True,
     )
@@ -75,6 +87,8 @@ def binary(rng: random.Random, data: torch.Generator, index: int) -> Case:
         src1 = torch.where(src1 == 0, torch.ones_like(src1), src1)
     scales = [None if d == F32 else float32(rng.uniform(0.2, 1.5)) for d in (dtype0, dtype1)]
     params = [(1.0 if scale is None else scale, 0) for scale in scales]
+    chain = draw_chain(rng, data, shape, dst_dtype, ELTWISE + BINARY + SUM)
+    attr = attr_of(src0=scales[0], src1=scales[1])
 
     def exact() -> Exact:
         a, b = (src.double() * p[0] for src, p in zip((src0, src1), params, strict=True))
@@ -82,16 +96,23 @@ def binary(rng: random.Random, data: torch.Generator, index: int) -> Case:
         size = a.abs() + b.abs() if alg in ("add", "sub") else y.abs()
         near = (a - b).abs() <= 4 * EPSILON * (a.abs() + b.abs())
         jump = near.double() if alg in ("ge", "gt", "le", "lt", "eq", "ne") else 0.0
-        return Exact(y, 4 * EPSILON * size + jump)
+        return chain.exact(Exact(y, 4 * EPSILON * size + jump))
 
     return Case(
-        f"{alg} {dtype0} {shape} {dtype1} {other} -> {dst_dtype} scales {scales}",
-        lambda: TF.binary(src0, src1, alg, attr_of(src0=scales[0], src1=scales[1]), dst_dtype),
-        lambda: oracle.binary(src0, src1, alg, [*params, ONE], dst_dtype),
+        f"{alg} {dtype0} {shape} {dtype1} {other} -> {dst_dtype} scales {scales} '{chain.text}'",
+        lambda: TF.binary(src0, src1, alg, dst_dtype=dst_dtype, **keywords(chain, attr)),
+        lambda: finished(oracle.binary(src0, src1, alg, [*params, ONE], F32), chain, dst_dtype),
         lambda peer: peer.binary(
-            src0, src1, alg, src0_scale=scales[0], src1_scale=scales[1], dst_dtype=dst_dtype
+            src0,
+            src1,
+            alg,
+            src0_scale=scales[0],
+            src1_scale=scales[1],
+            dst_dtype=dst_dtype,
+            **chain.onednn(dst_dtype),
         ),
         exact,
+        approximate=chain.approximate,
     )
 
 
@@ -124,22 +145,28 @@ def softmax(rng: random.Random, data: torch.Generator, index: int) -> Case:
         None if dst_dtype == F32 else float32(rng.uniform(1, 2) / 256 * (32 if logarithmic else 1))
     )
     function = TF.log_softmax if logarithmic else TF.softmax
+    chain = draw_chain(rng, data, shape, dst_dtype, ELTWISE + BINARY)
 
     def exact() -> Exact:
         x = src.double()
         y = x.log_softmax(axis) if logarithmic else x.softmax(axis)
         error = 3e-6 * (1 + y.abs()) if logarithmic else 2e-6 * y + 1e-12
-        scaled = Exact(y, error)
-        return scaled if dst_scale is None else scaled.times(1 / dst_scale)
+        return scaled(Exact(y, error), chain, dst_scale)
 
     return Case(
-        f"{'log_' * logarithmic}softmax {dtype} {shape} axis {axis} -> {dst_dtype} {dst_scale}",
-        lambda: function(src, axis, attr_of(dst=dst_scale), dst_dtype),
-        lambda: oracle.to_dst(
-            oracle.softmax(src, axis, ONE, logarithmic).float(), (dst_scale or 1.0, 0), dst_dtype
+        f"{'log_' * logarithmic}softmax {dtype} {shape} axis {axis} -> {dst_dtype} {dst_scale} "
+        f"'{chain.text}'",
+        lambda: function(src, axis, dst_dtype=dst_dtype, **keywords(chain, attr_of(dst=dst_scale))),
+        lambda: finished(
+            oracle.softmax(src, axis, ONE, logarithmic).float(), chain, dst_dtype, dst_scale
         ),
         lambda peer: peer.softmax(
-            src, axis, logarithmic=logarithmic, dst_scale=dst_scale, dst_dtype=dst_dtype
+            src,
+            axis,
+            logarithmic=logarithmic,
+            dst_scale=dst_scale,
+            dst_dtype=dst_dtype,
+            **chain.onednn(dst_dtype),
         ),
         exact,
         approximate=True,
@@ -147,13 +174,16 @@ def softmax(rng: random.Random, data: torch.Generator, index: int) -> Case:
 
 
 def layer_normalization(rng: random.Random, data: torch.Generator, index: int) -> Case:
+    """Few with post-ops, which oneDNN 3.2 refuses."""
     dtype, dst_dtype = rng.choice((U8, S8)), rng.choice((U8, S8, F32))
     shape = (rng.randint(1, 4), rng.randint(1, 5), rng.choice((4, 16, 33, 64)))
     src = random_q(data, dtype, *shape)
     gamma = 0.5 + torch.rand(shape[-1], generator=data)
     beta = torch.randn(shape[-1], generator=data)
     dst_scale = None if dst_dtype == F32 else float32(rng.uniform(0.02, 0.04))
-    params = [ONE, (dst_scale or 1.0, 0)]
+    chain = Chain()
+    if rng.random() < 0.15:
+        chain = draw_chain(rng, data, shape, dst_dtype, ELTWISE + BINARY + SUM, dst_scale)
 
     def exact() -> Exact:
         x = src.double()
@@ -161,19 +191,26 @@ def layer_normalization(rng: random.Random, data: torch.Generator, index: int) -
         variance = centered.square().mean(-1, keepdim=True)
         y = centered / (variance + 1e-5).sqrt() * gamma + beta
         size = (x.abs() + x.abs().mean(-1, keepdim=True)) / (variance + 1e-5).sqrt() * gamma
-        scaled = Exact(y, 32 * EPSILON * (size + beta.abs()))
-        return scaled if dst_scale is None else scaled.times(1 / dst_scale)
+        return scaled(Exact(y, 32 * EPSILON * (size + beta.abs())), chain, dst_scale)
 
     return Case(
-        f"{dtype} {shape} -> {dst_dtype} {dst_scale}",
+        f"{dtype} {shape} -> {dst_dtype} {dst_scale} '{chain.text}'",
         lambda: TF.layer_norm(
-            src, shape[-1:], gamma, beta, attr=attr_of(dst=dst_scale), dst_dtype=dst_dtype
+            src,
+            shape[-1:],
+            gamma,
+            beta,
+            dst_dtype=dst_dtype,
+            **keywords(chain, attr_of(dst=dst_scale)),
         ),
-        lambda: oracle.normalize(src, gamma, beta, 1e-5, params, dst_dtype),
+        lambda: finished(
+            oracle.normalize(src, gamma, beta, 1e-5, [ONE, ONE], F32), chain, dst_dtype, dst_scale
+        ),
         lambda peer: peer.layer_normalization(
-            src, gamma, beta, dst_scale=dst_scale, dst_dtype=dst_dtype
+            src, gamma, beta, dst_scale=dst_scale, dst_dtype=dst_dtype, **chain.onednn(dst_dtype)
         ),
         exact,
+        approximate=chain.approximate,
     )
 
 
@@ -186,6 +223,8 @@ def reduction(rng: random.Random, data: torch.Generator, index: int) -> Case:
     src = random_q(data, dtype, *shape)
     if alg == "mul":
         src = src.remainder(3) if dtype == U8 else src.remainder(3) - 1
+    sizes = [1 if d in dims else size for d, size in enumerate(shape)]
+    chain = draw_chain(rng, data, sizes, dst_dtype, ELTWISE + BINARY + SUM)
 
     def exact() -> Exact:
         x = src.double()
@@ -193,18 +232,20 @@ def reduction(rng: random.Random, data: torch.Generator, index: int) -> Case:
             y = x
             for dim in dims:
                 y = y.prod(dim, keepdim=True)
-            return Exact(y, 64 * EPSILON * y.abs())
+            return chain.exact(Exact(y, 64 * EPSILON * y.abs()))
         reduce = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin}[alg]
         y = reduce(x, dims, keepdim=True)
         terms = math.prod(shape[dim] for dim in dims)
-        return Exact(y, 4 * EPSILON * y.abs() + (terms * EPSILON if alg == "mean" else 0))
+        error = 4 * EPSILON * y.abs() + (terms * EPSILON if alg == "mean" else 0)
+        return chain.exact(Exact(y, error))
 
     return Case(
-        f"{alg} {dtype} {shape} over {dims} -> {dst_dtype}",
-        lambda: TF.reduction(src, alg, dims, keepdim=True, dst_dtype=dst_dtype),
-        lambda: oracle.reduction(src, alg, dims, [ONE, ONE], dst_dtype),
-        lambda peer: peer.reduction(src, alg, dims, dst_dtype=dst_dtype),
+        f"{alg} {dtype} {shape} over {dims} -> {dst_dtype} '{chain.text}'",
+        lambda: TF.reduction(src, alg, dims, True, dst_dtype=dst_dtype, **keywords(chain)),
+        lambda: finished(oracle.reduction(src, alg, dims, [ONE, ONE], F32), chain, dst_dtype),
+        lambda peer: peer.reduction(src, alg, dims, dst_dtype=dst_dtype, **chain.onednn(dst_dtype)),
         exact,
+        approximate=chain.approximate,
     )
 
 
@@ -214,17 +255,25 @@ def resampling(rng: random.Random, data: torch.Generator, index: int) -> Case:
     shape = small(rng, nd + 2)
     size = [rng.randint(1, 12) for _ in range(nd)]
     src = random_q(data, dtype, *shape)
+    chain = draw_chain(rng, data, [*shape[:2], *size], dtype, ELTWISE + BINARY + SUM)
+
+    def x() -> Tensor:
+        return oracle.resampling(src, size, alg, [ONE, ONE], F32)
 
     def exact() -> Exact:
-        y = oracle.resampling(src, size, alg, [ONE, ONE], F32).double()
-        return Exact(y, 256 * 8 * EPSILON * torch.ones_like(y) if alg == "linear" else 0 * y)
+        y = x().double()
+        error = 256 * 8 * EPSILON * torch.ones_like(y) if alg == "linear" else 0 * y
+        return chain.exact(Exact(y, error))
 
     return Case(
-        f"{alg} {dtype} {shape} -> {size}",
-        lambda: TF.resampling(src, size, alg),
-        lambda: oracle.resampling(src, size, alg, [ONE, ONE], dtype),
-        lambda peer: peer.resampling(src, alg, size),
+        f"{alg} {dtype} {shape} -> {size} '{chain.text}'",
+        lambda: TF.resampling(src, size, alg, **keywords(chain)),
+        lambda: finished(x(), chain, dtype),
+        lambda peer: peer.resampling(
+            src, alg, size, layout=safe_layout(chain, nd + 2), **chain.onednn(dtype)
+        ),
         exact,
+        approximate=chain.approximate,
     )
 
 

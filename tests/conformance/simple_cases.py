@@ -10,6 +10,7 @@ import reference
 import torch
 from differential import EPSILON, Case, Exact
 from matmul_cases import F32, S8, S32, U8, random_q
+from real_chains import BINARY, ELTWISE, draw_chain, finished, keywords
 from torch import Tensor
 
 import torchq.functional as TF
@@ -42,32 +43,45 @@ def pooling(rng: random.Random, data: torch.Generator, index: int) -> Case:
     algorithm = rng.choice(("max", "avg_include_padding", "avg_exclude_padding"))
     text = f"{algorithm} {dtype} {shape} kernel {kernel} stride {stride} padding {padding}"
     include = algorithm == "avg_include_padding"
-    ones = [1] * nd
+    ones, both = [1] * nd, (padding, padding)
+
+    def pooled(x: Tensor) -> Tensor:
+        """In the dtype of x: integers are rounded."""
+        if algorithm == "max":
+            return reference.max_pool(x, kernel, stride, both, ones)
+        return reference.avg_pool(x, kernel, stride, both, count_include_pad=include)
+
+    shape = tuple(pooled(src).shape)
+    chain = draw_chain(rng, data, shape, dtype, ELTWISE + BINARY)
+    text += f" '{chain.text}'"
 
     def ours() -> Tensor:
+        real = keywords(chain) if chain.words else {}
         if algorithm == "max":
-            return TF.max_pool(src, kernel, stride, padding)
-        return TF.avg_pool(src, kernel, stride, padding, count_include_pad=include)
+            return TF.max_pool(src, kernel, stride, padding, **real)
+        return TF.avg_pool(src, kernel, stride, padding, count_include_pad=include, **real)
 
     def oracle() -> Tensor:
-        both = (padding, padding)
-        if algorithm == "max":
-            return reference.max_pool(src, kernel, stride, both, ones)
-        return reference.avg_pool(src, kernel, stride, both, count_include_pad=include)
+        return finished(pooled(src.float()), chain, dtype) if chain.words else pooled(src)
 
     def exact() -> Exact:
+        if algorithm == "max":
+            return chain.exact(rounded(pooled(src).double()))
         x = reference.pad(src.double(), padding, padding, 0)
         valid = reference.pad(torch.ones_like(src, dtype=torch.float64), padding, padding, 0)
         total = reference.windows(x, kernel, stride, ones).sum(-1)
         count = reference.windows(valid, kernel, stride, ones).sum(-1)
-        return rounded(total / (torch.tensor(kernel).prod() if include else count))
+        return chain.exact(rounded(total / (torch.tensor(kernel).prod() if include else count)))
 
     return Case(
         text,
         ours,
         oracle,
-        lambda peer: peer.pooling(src, algorithm, kernel, stride=stride, padding=padding),
-        (lambda: rounded(oracle().double())) if algorithm == "max" else exact,
+        lambda peer: peer.pooling(
+            src, algorithm, kernel, stride=stride, padding=padding, **chain.onednn(dtype)
+        ),
+        exact,
+        approximate=chain.approximate,
         padding=any(padding),
     )
 

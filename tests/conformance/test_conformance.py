@@ -35,6 +35,13 @@ def test_conforms(primitive: str) -> None:
     assert tally.compared > 0
 
 
+def started(**options: str) -> Peer:
+    try:
+        return Peer(threads=1, **options)
+    except WheelsUnavailableError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize(
     "dtype,kernel,post_ops,dst_dtype",
     [(torch.uint8, 2, "sum:0.5:7", torch.uint8), (torch.int8, 1, "", torch.int32)],
@@ -61,12 +68,8 @@ def test_a_deconvolution_of_onednn_is_wrong(
         src, weight, stride=3, attr=attr, dst_dtype=dst_dtype, post_op_srcs=olds
     )
     assert torch.equal(dst.double(), expected)
-    try:
-        started = Peer(threads=1, max_isa="AVX512_CORE_VNNI")
-    except WheelsUnavailableError as error:
-        pytest.skip(str(error))
     given = {"post_ops": post_ops, "dst": olds[0]} if olds else {"dst_dtype": dst_dtype}
-    with started as peer:
+    with started(max_isa="AVX512_CORE_VNNI") as peer:
         theirs = peer.deconvolution(src, weight, stride=3, src_scale=1e-3, **given)
         assert peer.implementation.startswith("jit_")
     assert (theirs.double() - expected).abs().max() > 5
@@ -81,10 +84,30 @@ def test_an_int32_bias_is_in_accumulator_units() -> None:
     acc = src.double() @ weight.double().T
     attr = Attr().set_scales("src", 0, 1 / 512)
     assert torch.equal(TF.linear(src, weight, bias, attr).double(), (acc + bias) / 512)
-    try:
-        started = Peer(threads=1)
-    except WheelsUnavailableError as error:
-        pytest.skip(str(error))
-    with started as peer:
+    with started() as peer:
         theirs = peer.inner_product(src, weight, bias, src_scale=1 / 512, dst_dtype=torch.float32)
     assert torch.equal(theirs.double(), acc / 512 + bias)
+
+
+def test_a_sum_behind_an_eltwise_of_onednn_is_left_out() -> None:
+    """oneDNN 3.2 takes the post-op and ignores it, so the cases have none."""
+    src = torch.randint(0, 100, (2, 3, 4, 5), dtype=torch.uint8)
+    old = torch.randint(1, 100, src.shape, dtype=torch.uint8)
+    attr = Attr().set_post_ops(PostOps.parse("sum"))
+    assert torch.equal(TF.eltwise(src, "relu", attr=attr, post_op_srcs=[old]), src + old)
+    with started() as peer:
+        assert torch.equal(peer.eltwise(src, "relu", post_ops="sum", dst=old), src)
+
+
+def test_an_operand_behind_a_resampling_of_onednn_is_misplaced() -> None:
+    """oneDNN 3.2 addresses it as if the channels-last destination were plain."""
+    src = torch.zeros(2, 3, 4, 5, dtype=torch.uint8)
+    operand = torch.randint(0, 256, src.shape).float()
+    attr = Attr().set_post_ops(PostOps.parse("binary_add:15").with_values([operand.flatten()]))
+    assert torch.equal(TF.resampling(src, (4, 5), attr=attr).float(), operand)
+    asked = {"post_ops": "binary_add:15", "post_op_tensors": [operand]}
+    with started() as peer:
+        assert torch.equal(
+            peer.resampling(src, "nearest", (4, 5), layout="abcd", **asked).float(), operand
+        )
+        assert not torch.equal(peer.resampling(src, "nearest", (4, 5), **asked).float(), operand)

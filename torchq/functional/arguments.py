@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -55,15 +55,21 @@ def real_params(
     return scales, torch.cat([attr.resolve(arg, (1,), "zero_points") for arg in args])
 
 
-def eltwise_post_ops(op: str, attr: Attr) -> str:
-    """The text of the post-ops; NotImplementedError unless all are eltwise."""
-    text = str(attr.post_ops)
-    if text and not all(part.startswith("eltwise_") for part in text.split("+")):
-        raise NotImplementedError(
-            f"torchq.{op}: post_ops must be eltwise ones, got '{text}'. Apply the others with "
-            "torchq.functional.binary."
-        )
-    return text
+def real_post_ops(
+    op: str,
+    attr: Attr,
+    dst_dtype: torch.dtype,
+    srcs: Sequence[Tensor],
+    dims: Callable[[], Sequence[int]],
+) -> tuple[str, list[Tensor] | None]:
+    """What ops in real units take of the chain: its text, and every operand of it in order.
+
+    ``dims`` gives those of dst, which masks index.
+    """
+    chain = attr.post_ops
+    chain.check_supported(op, dst_dtype)
+    sources = chain.sources(op, dims, srcs, every=True)
+    return str(chain), sources or None
 
 
 def spatial_dims(op: str, src: Tensor) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchq._arguments import float_values
 from torchq.attr import Attr
-from torchq.functional.arguments import eltwise_post_ops, real_params
+from torchq.functional.arguments import real_params, real_post_ops
 from torchq.ops import dtype_code
 from torchq.post_ops import PostOps
 
@@ -28,6 +28,7 @@ def eltwise(
     beta: float = 0.0,
     attr: Attr | None = None,
     dst_dtype: torch.dtype | None = None,
+    post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
     """``real(dst) = alg(real(src))``; from 8 bits to 8 bits it is one lookup of 256 values.
 
@@ -38,23 +39,27 @@ def eltwise(
             ``round``, ``soft_relu``, ``sqrt``, ``square``, ``swish`` or ``tanh``.
         alpha: see :mod:`torchq.post_ops` for the formulas, as for ``beta``.
         beta: ditto.
-        attr: scales and zero points of ``src`` and ``dst``, mask 0; eltwise post-ops, which follow
-            ``alg``.
+        attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops, which follow ``alg``
+            in float32, their masks indexing the dims of dst.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale); None is that of ``src``.
+        post_op_srcs: in the order of the chain, what each ``sum`` adds (of dst's shape and the
+            sum's dtype), the operand of each binary or prelu without values and with a mask other
+            than 0 and 2, and the condition of each ``select``.
 
     Raises:
-        TypeError: ``src`` has another dtype.
-        ValueError: ``alg`` is unknown, or ``attr`` sets other arguments.
-        NotImplementedError: another mask, or a post-op that is not eltwise.
+        TypeError: ``src``, or one of ``post_op_srcs``, has another dtype.
+        ValueError: ``alg`` is unknown, ``attr`` sets other arguments, or shapes do not fit.
+        NotImplementedError: another mask of scales or zero points, or ``dw_conv``.
         RuntimeError: ``src`` requires grad in grad mode.
     """
     attr = Attr() if attr is None else attr
     scales, zero_points = real_params("eltwise", attr, ["src", "dst"])
     chain = str(PostOps().append_eltwise(alg, alpha, beta))
-    rest = eltwise_post_ops("eltwise", attr)
-    code = dtype_code(dst_dtype or src.dtype, "eltwise")
+    dst_dtype = dst_dtype or src.dtype
+    rest, operands = real_post_ops("eltwise", attr, dst_dtype, post_op_srcs, lambda: src.shape)
+    code = dtype_code(dst_dtype, "eltwise")
     result: Tensor = torch.ops.torchq.eltwise(
-        src, scales, zero_points, code, f"{chain}+{rest}" if rest else chain
+        src, scales, zero_points, code, f"{chain}+{rest}" if rest else chain, operands
     )
     return result
 
@@ -66,6 +71,7 @@ def binary(
     attr: Attr | None = None,
     dst_dtype: torch.dtype | None = None,
     condition: Tensor | None = None,
+    post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
     """``real(dst) = alg(real(src0), real(src1))``, broadcast.
 
@@ -75,47 +81,61 @@ def binary(
         alg: ``add``, ``sub``, ``mul``, ``div``, ``max``, ``min``; ``ge``, ``gt``, ``le``, ``lt``,
             ``eq``, ``ne``, which give 1 or 0; ``select``: ``condition ? src0 : src1``; ``prelu``:
             ``src0 >= 0 ? src0 : src0 * src1``.
-        attr: scales and zero points of ``src0``, ``src1`` and ``dst``, mask 0; eltwise post-ops.
+        attr: scales and zero points of ``src0``, ``src1`` and ``dst``, mask 0; post-ops.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale); None is that of ``src0``.
         condition: of ``select``: uint8, int8 or bool, of the shape of dst.
+        post_op_srcs: as in :func:`eltwise`.
 
     A quotient by zero saturates; 0 / 0 becomes the zero point. ``max`` and ``min`` keep a NaN of
     ``src0`` and ignore one of ``src1``. Errors as in :func:`eltwise`.
     """
     attr = Attr() if attr is None else attr
     scales, zero_points = real_params("binary", attr, ["src0", "src1", "dst"])
-    rest = eltwise_post_ops("binary", attr)
+    dst_dtype = dst_dtype or src0.dtype
+    rest, operands = real_post_ops(
+        "binary", attr, dst_dtype, post_op_srcs, lambda: _broadcast(src0, src1)
+    )
     if condition is not None and condition.dtype == torch.bool:
         condition = condition.to(torch.uint8)
-    code = dtype_code(dst_dtype or src0.dtype, "binary")
+    code = dtype_code(dst_dtype, "binary")
     result: Tensor = torch.ops.torchq.binary(
-        src0, src1, condition, alg, scales, zero_points, code, rest
+        src0, src1, condition, alg, scales, zero_points, code, rest, operands
     )
     return result
 
 
+def _broadcast(src0: Tensor, src1: Tensor) -> list[int]:
+    return list(torch.broadcast_shapes(src0.shape, src1.shape))  # type: ignore[no-untyped-call]
+
+
 def prelu(
-    src: Tensor, weight: Tensor, attr: Attr | None = None, dst_dtype: torch.dtype | None = None
+    src: Tensor,
+    weight: Tensor,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype | None = None,
+    post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
     """``real(dst) = x >= 0 ? x : x * weight`` with ``x = real(src)``.
 
     Args:
         src: ``(N, C, ...)``; uint8, int8, int32 or float32.
         weight: float32: one value, ``[C]`` (as ``torch.nn.PReLU``), or any shape that broadcasts.
-        attr: scales and zero points of ``src`` and ``dst``, mask 0.
+        attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops.
         dst_dtype: as in :func:`eltwise`, and so are the errors.
+        post_op_srcs: ditto.
     """
     attr = Attr() if attr is None else attr
     scales, zero_points = real_params("prelu", attr, ["src", "dst"])
     if weight.dim() == 1 and src.dim() > 2:
         weight = weight.reshape(-1, *[1] * (src.dim() - 2))
-    wide = torch.broadcast_shapes(src.shape, weight.shape)  # type: ignore[no-untyped-call]
-    if wide != src.shape:
+    if _broadcast(src, weight) != list(src.shape):
         raise ValueError(
             f"torchq.prelu: weight must broadcast to src {list(src.shape)}, got "
             f"{list(weight.shape)}. Give one value, or one per channel."
         )
-    code = dtype_code(dst_dtype or src.dtype, "prelu")
+    dst_dtype = dst_dtype or src.dtype
+    rest, operands = real_post_ops("prelu", attr, dst_dtype, post_op_srcs, lambda: src.shape)
+    code = dtype_code(dst_dtype, "prelu")
     one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
     result: Tensor = torch.ops.torchq.binary(
         src,
@@ -125,7 +145,8 @@ def prelu(
         torch.cat([scales[:1], one, scales[1:]]),
         torch.cat([zero_points[:1], zero, zero_points[1:]]),
         code,
-        "",
+        rest,
+        operands,
     )
     return result
 
@@ -147,6 +168,11 @@ def sum(
     Each product and each sum, in the order of the sources, is rounded to float32.
     """
     attr = Attr() if attr is None else attr
+    if attr.post_ops:
+        raise NotImplementedError(
+            f"torchq.sum: post_ops must be empty, got '{attr.post_ops}'. The nearest supported "
+            "form is torchq.functional.binary with alg 'add', whose post-ops add the other sources."
+        )
     if not srcs:
         raise ValueError("torchq.sum: srcs must be 1 to 32 tensors, got 0 tensors. Pass some.")
     names = [f"src{i}" for i in range(len(srcs))]

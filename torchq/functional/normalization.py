@@ -4,7 +4,7 @@
 All dequantize their source, ``x = src_scale * (q - src_zero_point)``, and write
 ``clamp(rne(fma(y, 1 / dst_scale, dst_zero_point)))``, or ``y`` itself to float32. oneDNN instead
 computes on the integers and multiplies the *result* by the source's scale. Sums are exact or run in
-a fixed order in double, so that every tier and thread count gives the same bits.
+the order that csrc/kernels/table.h states, so that every tier and thread count gives the same bits.
 """
 
 from __future__ import annotations
@@ -15,38 +15,49 @@ import torch
 from torch import Tensor
 
 from torchq.attr import Attr
-from torchq.functional.arguments import check_8bit, eltwise_post_ops, real_params
+from torchq.functional.arguments import check_8bit, real_params, real_post_ops
 from torchq.ops import dtype_code
 
 
 def softmax(
-    src: Tensor, dim: int = -1, attr: Attr | None = None, dst_dtype: torch.dtype = torch.float32
+    src: Tensor,
+    dim: int = -1,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
     """``y_i = e_i / sum_j e_j`` along ``dim``, with ``e_i = exp(x_i - max_j x_j)``.
 
-    The exponentials are float32 (256 of them exist), their sum and the quotient double, rounded
-    once.
+    In float32: ``x_i - max_j x_j`` is ``src_scale * float(q_i - max_j q_j)``, the quotient
+    ``e_i * (1 / sum)``, and the sum runs in 16 lanes, block by block.
 
     Args:
         src: uint8 or int8, any shape and strides.
         dim: may be negative. It is innermost in the memory of dst.
-        attr: scales and zero points of ``src`` and ``dst``, mask 0; eltwise post-ops. The usual
-            8-bit destination is uint8 with scale 1 / 256.
+        attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops, in float32, their
+            masks indexing the dims of dst. The usual 8-bit destination is uint8 with scale 1 / 256.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale).
+        post_op_srcs: in the order of the chain, what each ``sum`` adds (of dst's shape and the
+            sum's dtype), the operand of each binary or prelu without values and with a mask other
+            than 0 and 2, and the condition of each ``select``.
 
     Raises:
-        TypeError: ``src`` is neither uint8 nor int8.
-        ValueError: ``dim`` does not exist, or ``attr`` sets other arguments.
-        NotImplementedError: another mask, or a post-op that is not eltwise.
+        TypeError: ``src`` is neither uint8 nor int8, or one of ``post_op_srcs`` has another dtype.
+        ValueError: ``dim`` does not exist, ``attr`` sets other arguments, or shapes do not fit.
+        NotImplementedError: another mask of scales or zero points, or ``dw_conv``.
     """
-    return _softmax("softmax", src, dim, False, attr, dst_dtype)
+    return _softmax("softmax", src, dim, False, attr, dst_dtype, post_op_srcs)
 
 
 def log_softmax(
-    src: Tensor, dim: int = -1, attr: Attr | None = None, dst_dtype: torch.dtype = torch.float32
+    src: Tensor,
+    dim: int = -1,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
-    """``y_i = (x_i - max_j x_j) - log(sum_j e_j)``; arguments as in :func:`softmax`."""
-    return _softmax("log_softmax", src, dim, True, attr, dst_dtype)
+    """``y_i = (x_i - max_j x_j) - log(sum_j e_j)``; all else as in :func:`softmax`."""
+    return _softmax("log_softmax", src, dim, True, attr, dst_dtype, post_op_srcs)
 
 
 def layer_norm(
@@ -57,10 +68,13 @@ def layer_norm(
     eps: float = 1e-5,
     attr: Attr | None = None,
     dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
     """``y = (x - mean) / sqrt(variance + eps) * weight + bias`` over the last dims.
 
-    Mean and variance are those of the exact integers; the rest is double, rounded to float32 once.
+    Mean ``m`` and variance are those of the exact integers q. With ``c = rne(m)`` and ``g =
+    src_scale / sqrt(src_scale^2 variance + eps)`` in double, ``y = fma(fma(float(q - c), float(g),
+    float((c - m) g)), weight, bias)`` in float32.
 
     Args:
         src: uint8 or int8, ending in ``normalized_shape``.
@@ -68,8 +82,9 @@ def layer_norm(
         weight: float32 of ``normalized_shape``, or None for 1.
         bias: float32 of ``normalized_shape``, or None for 0.
         eps: at least 0, in squared real units.
-        attr: scales and zero points of ``src`` and ``dst``, mask 0; eltwise post-ops.
+        attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale).
+        post_op_srcs: as in :func:`softmax`.
 
     Errors as in :func:`softmax`.
     """
@@ -80,9 +95,8 @@ def layer_norm(
             f"torchq.layer_norm: src must end in normalized_shape {shape}, got "
             f"{list(src.shape)}. Pass the sizes of its last dims."
         )
-    scales, zero_points, rest = _params("layer_norm", src, attr)
     result: Tensor = torch.ops.torchq.layer_norm(
-        src, dims, weight, bias, eps, scales, zero_points, dtype_code(dst_dtype, "layer_norm"), rest
+        src, dims, weight, bias, eps, *_params("layer_norm", src, attr, dst_dtype, post_op_srcs)
     )
     return result
 
@@ -95,17 +109,15 @@ def group_norm(
     eps: float = 1e-5,
     attr: Attr | None = None,
     dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
     """:func:`layer_norm` over groups of channels and all positions of ``(N, C, ...)``.
 
     ``weight`` and ``bias`` have one float32 per channel; ``num_groups = C`` is instance norm. dst
     is channels-last.
     """
-    scales, zero_points, rest = _params("group_norm", src, attr)
-    code = dtype_code(dst_dtype, "group_norm")
-    result: Tensor = torch.ops.torchq.group_norm(
-        src, num_groups, weight, bias, eps, scales, zero_points, code, rest
-    )
+    params = _params("group_norm", src, attr, dst_dtype, post_op_srcs)
+    result: Tensor = torch.ops.torchq.group_norm(src, num_groups, weight, bias, eps, *params)
     return result
 
 
@@ -118,31 +130,40 @@ def batch_norm(
     eps: float = 1e-5,
     attr: Attr | None = None,
     dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
     """``y = (x - mean[c]) / sqrt(var[c] + eps) * weight[c] + bias[c]``, as in inference.
 
-    ``src`` is ``(N, C, ...)``, all parameters float32, one per channel, in real units. Computed in
-    double, rounded to float32 once. dst is channels-last. Where a convolution precedes, fuse it.
+    ``src`` is ``(N, C, ...)``, all parameters float32, one per channel, in real units. They are
+    multiplied out in double: ``y = fma(float(q - src_zero_point), factor[c], shift[c])``. dst is
+    channels-last. Where a convolution precedes, fuse it.
     """
-    scales, zero_points, rest = _params("batch_norm", src, attr)
-    code = dtype_code(dst_dtype, "batch_norm")
+    params = _params("batch_norm", src, attr, dst_dtype, post_op_srcs)
     result: Tensor = torch.ops.torchq.batch_norm(
-        src, running_mean, running_var, weight, bias, eps, scales, zero_points, code, rest
+        src, running_mean, running_var, weight, bias, eps, *params
     )
     return result
 
 
-def _params(op: str, src: Tensor, attr: Attr | None) -> tuple[Tensor, Tensor, str]:
+def _params(
+    op: str, src: Tensor, attr: Attr | None, dst_dtype: torch.dtype, srcs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, int, str, list[Tensor] | None]:
+    """The last arguments of every op here; dst has the dims of src."""
     attr = Attr() if attr is None else attr
     check_8bit(op, "src", src)
-    return *real_params(op, attr, ["src", "dst"]), eltwise_post_ops(op, attr)
+    chain = real_post_ops(op, attr, dst_dtype, srcs, lambda: src.shape)
+    return *real_params(op, attr, ["src", "dst"]), dtype_code(dst_dtype, op), *chain
 
 
 def _softmax(
-    op: str, src: Tensor, dim: int, logarithmic: bool, attr: Attr | None, dst_dtype: torch.dtype
+    op: str,
+    src: Tensor,
+    dim: int,
+    logarithmic: bool,
+    attr: Attr | None,
+    dst_dtype: torch.dtype,
+    post_op_srcs: Sequence[Tensor],
 ) -> Tensor:
-    scales, zero_points, rest = _params(op, src, attr)
-    result: Tensor = torch.ops.torchq.softmax(
-        src, dim, logarithmic, scales, zero_points, dtype_code(dst_dtype, op), rest
-    )
+    params = _params(op, src, attr, dst_dtype, post_op_srcs)
+    result: Tensor = torch.ops.torchq.softmax(src, dim, logarithmic, *params)
     return result

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchq._fakes import reduced_sizes
 from torchq.attr import Attr
 from torchq.functional.arguments import (
     Ints,
     check_8bit,
-    eltwise_post_ops,
     real_params,
+    real_post_ops,
     spatial_dims,
     spread,
 )
@@ -27,6 +28,7 @@ def reduction(
     keepdim: bool = False,
     attr: Attr | None = None,
     dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
     """``real(dst) = alg of real(src)`` over ``dims``.
 
@@ -40,27 +42,34 @@ def reduction(
         alg: ``sum``, ``mean``, ``max``, ``min`` or ``mul``.
         dims: one or several, different; may be negative.
         keepdim: whether the reduced dims stay, with size 1, as oneDNN has them.
-        attr: scales and zero points of ``src`` and ``dst``, mask 0; eltwise post-ops.
+        attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops, in float32, their
+            masks indexing the dims of dst.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale).
+        post_op_srcs: in the order of the chain, what each ``sum`` adds (of dst's shape and the
+            sum's dtype), the operand of each binary or prelu without values and with a mask other
+            than 0 and 2, and the condition of each ``select``.
 
     Raises:
-        TypeError: ``src`` is neither uint8 nor int8.
-        ValueError: ``dims`` are wrong, or there is nothing to reduce.
-        NotImplementedError: another ``alg``, mask or post-op.
+        TypeError: ``src`` is neither uint8 nor int8, or one of ``post_op_srcs`` has another dtype.
+        ValueError: ``dims`` are wrong, there is nothing to reduce, or shapes do not fit.
+        NotImplementedError: another ``alg``, mask of scales or zero points, or ``dw_conv``.
     """
     check_8bit("reduction", "src", src)
     attr = Attr() if attr is None else attr
     scales, zero_points = real_params("reduction", attr, ["src", "dst"])
-    rest = eltwise_post_ops("reduction", attr)
+    gone = list(dims) if isinstance(dims, Sequence) else [dims]
+    chain = real_post_ops(
+        "reduction", attr, dst_dtype, post_op_srcs, lambda: reduced_sizes(src.shape, gone, keepdim)
+    )
     result: Tensor = torch.ops.torchq.reduction(
         src,
         alg,
-        list(dims) if isinstance(dims, Sequence) else [dims],
+        gone,
         keepdim,
         scales,
         zero_points,
         dtype_code(dst_dtype, "reduction"),
-        rest,
+        *chain,
     )
     return result
 
@@ -71,29 +80,34 @@ def resampling(
     alg: str = "nearest",
     attr: Attr | None = None,
     dst_dtype: torch.dtype | None = None,
+    post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
     """Resizes the spatial dims of ``(N, C, spatial...)`` to ``size``; dst is channels-last.
 
     Output ``o`` reads at ``s = (o + 0.5) * input / output - 0.5`` (float32). ``nearest`` takes the
     value at ``s`` rounded half away from zero: for whole factors that of ``torch``'s ``nearest``,
     else of its ``nearest-exact`` but for ties. ``linear`` weighs the neighbors by distance, as
-    ``torch``'s ``linear``, ``bilinear`` and ``trilinear`` with ``align_corners=False``, in double,
-    rounded to float32 once.
+    ``torch``'s ``linear``, ``bilinear`` and ``trilinear`` with ``align_corners=False``: in float32,
+    one fused multiply-add per neighbor.
 
     Args:
         src: uint8 or int8 with one to three spatial dims.
         size: one number, or one per spatial dim; 1 to 2^24.
         alg: ``nearest`` or ``linear``.
-        attr: scales and zero points of ``src`` and ``dst``, mask 0; eltwise post-ops.
+        attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale); None is that of ``src``.
+        post_op_srcs: as in :func:`reduction`.
 
     Errors as in :func:`reduction`.
     """
     check_8bit("resampling", "src", src)
     attr = Attr() if attr is None else attr
     scales, zero_points = real_params("resampling", attr, ["src", "dst"])
-    rest = eltwise_post_ops("resampling", attr)
+    dst_dtype = dst_dtype or src.dtype
     sizes = spread("resampling", "size", size, spatial_dims("resampling", src))
-    code = dtype_code(dst_dtype or src.dtype, "resampling")
-    result: Tensor = torch.ops.torchq.resampling(src, alg, sizes, scales, zero_points, code, rest)
+    chain = real_post_ops(
+        "resampling", attr, dst_dtype, post_op_srcs, lambda: [*src.shape[:2], *sizes]
+    )
+    code = dtype_code(dst_dtype, "resampling")
+    result: Tensor = torch.ops.torchq.resampling(src, alg, sizes, scales, zero_points, code, *chain)
     return result

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq.attr import Attr
-from torchq.functional.arguments import eltwise_post_ops
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams, quantize_boundary
 from torchq.ops import dtype_code
 from torchq.post_ops import PostOps
@@ -31,9 +29,14 @@ class _QNorm(QModule):
         self, src: QParams, dst: QParams | None, post_ops: PostOps | None, **spec: object
     ) -> None:
         super().__init__()
-        chain = post_ops or PostOps()
         name = type(self).__name__
-        self.post_ops = eltwise_post_ops(f"nn.{name}", Attr().set_post_ops(chain))
+        self.post_ops = str(post_ops or "")
+        if not all(part.startswith("eltwise_") for part in self.post_ops.split("+") if part):
+            raise NotImplementedError(
+                f"torchq.nn.{name}: post_ops must be eltwise ones, which have no operands, got "
+                f"'{self.post_ops}'. The nearest supported form is the function in "
+                "torchq.functional, which takes all."
+            )
         if src.is_per_channel or (dst is not None and dst.is_per_channel):
             raise NotImplementedError(
                 f"torchq.nn.{name}: src and dst must have one scale, got one per channel. The "
@@ -141,20 +144,32 @@ class _QAffineNorm(_QNorm):
     weight: Tensor | None
     bias: Tensor | None
 
-    def _add_affine(self, weight: Tensor | None, bias: Tensor | None) -> None:
-        for name, values in (("weight", weight), ("bias", bias)):
-            self.register_buffer(name, None if values is None else values.detach().clone())
-
-    @staticmethod
-    def _given(shape: Sequence[int], weight: Tensor | None, bias: Tensor | None) -> dict[str, bool]:
-        """What the spec says about them."""
-        for name, values in (("weight", weight), ("bias", bias)):
-            if values is not None and list(values.shape) != list(shape):
+    def __init__(
+        self,
+        src: QParams,
+        dst: QParams | None,
+        post_ops: PostOps | None,
+        shape: Sequence[int],
+        affine: dict[str, Tensor | None],
+        places: dict[str, bool],
+        eps: float,
+        **sizes: object,
+    ) -> None:
+        """``affine`` has weight and bias of ``shape``; ``places``: which are to be loaded."""
+        given = dict[str, bool]()
+        for name, values in affine.items():
+            if values is None and places[name]:
+                affine[name] = torch.zeros(tuple(shape))
+            elif values is not None and list(values.shape) != list(shape):
                 raise ValueError(
                     f"torchq.nn: {name} of a normalization must have shape {list(shape)}, got "
                     f"{list(values.shape)}. Pass one value per normalized element or channel."
                 )
-        return {"has_weight": weight is not None, "has_bias": bias is not None}
+            given[f"has_{name}"] = affine[name] is not None
+        super().__init__(src, dst, post_ops, **sizes, eps=eps, **given)
+        for name, values in affine.items():
+            self.register_buffer(name, None if values is None else values.detach().clone())
+        self.eps = eps
 
 
 class QLayerNorm(_QAffineNorm):
@@ -189,12 +204,9 @@ class QLayerNorm(_QAffineNorm):
             NotImplementedError: a scale per channel, or a post-op that is not eltwise.
         """
         shape = [int(size) for size in normalized_shape]
-        weight = torch.ones(shape) if weight is None and has_weight else weight
-        bias = torch.zeros(shape) if bias is None and has_bias else bias
-        given = self._given(shape, weight, bias)
-        super().__init__(src, dst, post_ops, normalized_shape=shape, eps=eps, **given)
-        self._add_affine(weight, bias)
-        self.normalized_shape, self.dims, self.eps = shape, len(shape), eps
+        affine, places = {"weight": weight, "bias": bias}, {"weight": has_weight, "bias": has_bias}
+        super().__init__(src, dst, post_ops, shape, affine, places, eps, normalized_shape=shape)
+        self.normalized_shape, self.dims = shape, len(shape)
 
     @classmethod
     def from_float(
@@ -252,13 +264,10 @@ class QGroupNorm(_QAffineNorm):
         has_bias: bool = False,
     ) -> None:
         """See :class:`QLayerNorm`."""
-        weight = torch.ones(num_channels) if weight is None and has_weight else weight
-        bias = torch.zeros(num_channels) if bias is None and has_bias else bias
-        given = self._given([num_channels], weight, bias)
+        affine, places = {"weight": weight, "bias": bias}, {"weight": has_weight, "bias": has_bias}
         sizes = {"num_groups": num_groups, "num_channels": num_channels}
-        super().__init__(src, dst, post_ops, **sizes, eps=eps, **given)
-        self._add_affine(weight, bias)
-        self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
+        super().__init__(src, dst, post_ops, [num_channels], affine, places, eps, **sizes)
+        self.num_groups, self.num_channels = num_groups, num_channels
 
     @classmethod
     def from_float(

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows in real units in plain loops: softmax, normalizations, resampling, reductions (contracts in
+// table.h).
+#pragma once
+
+#include <math.h>
+
+#include "math.h"
+
+namespace {
+
+int32_t integer_at(const uint8_t* src, bool is_signed, int64_t i) {
+  return is_signed ? static_cast<int8_t>(src[i]) : src[i];
+}
+
+void softmax(const SoftmaxRow& s) {
+  int32_t largest = integer_at(s.src, s.is_signed, 0);
+  for (int64_t i = 1; i < s.size; ++i) {
+    const int32_t q = integer_at(s.src, s.is_signed, i);
+    largest = q > largest ? q : largest;
+  }
+  const auto z = [&](int64_t i) {
+    return s.scale * static_cast<float>(integer_at(s.src, s.is_signed, i) - largest);
+  };
+  float sum[kPanel] = {};
+  for (int64_t first = 0; first < s.size; first += kSumBlock) {
+    float block[kPanel] = {};
+    for (int64_t i = first; i < s.size && i < first + kSumBlock; ++i) {
+      s.dst[i] = Math<Scalar>::exp_normal(z(i));
+      block[i % kPanel] += s.dst[i];
+    }
+    for (int j = 0; j < kPanel; ++j) sum[j] += block[j];
+  }
+  for (int half = kPanel / 2; half > 0; half /= 2) {
+    for (int j = 0; j < half; ++j) sum[j] += sum[j + half];
+  }
+  const float inverse = 1.0f / sum[0], log_sum = Math<Scalar>::log(sum[0]);
+  for (int64_t i = 0; i < s.size; ++i) {
+    s.dst[i] = s.logarithmic ? z(i) - log_sum : s.dst[i] * inverse;
+  }
+}
+
+void moments(const MomentsRows& m) {
+  for (int64_t i = 0; i < m.size; ++i) {
+    m.sums[i] = m.squares[i] = 0;
+    for (int64_t r = 0; r < m.rows; ++r) {
+      const int32_t q = integer_at(m.src, m.is_signed, r * m.stride + i);
+      m.sums[i] += q;
+      m.squares[i] += q * q;
+    }
+  }
+}
+
+void affine(const AffineRow& a) {
+  for (int64_t i = 0; i < a.size; ++i) {
+    const int64_t p = i * a.step;
+    const float q = static_cast<float>(integer_at(a.src, a.is_signed, i) - a.center[p]);
+    const float y = fmaf(q, a.factor[p], a.shift[p]);
+    a.dst[i] = fmaf(y, a.weight != nullptr ? a.weight[i] : 1, a.bias != nullptr ? a.bias[i] : 0);
+  }
+}
+
+void blend(const BlendRow& b) {
+  for (int64_t c = 0; c < b.size; ++c) {
+    float sum = 0;
+    for (int k = 0; k < b.num_taps; ++k) {
+      const float v = static_cast<float>(integer_at(b.taps[k], b.is_signed, c) - b.zero_point);
+      sum = k == 0 ? b.weight[k] * v : fmaf(b.weight[k], v, sum);
+    }
+    b.dst[c] = b.scale * sum;
+  }
+}
+
+void reduce(const ReduceRows& r) {
+  for (int64_t i = 0; i < r.size; ++i) {
+    int32_t result = integer_at(r.src, r.is_signed, i);
+    for (int64_t row = 1; row < r.rows; ++row) {
+      const int32_t q = integer_at(r.src, r.is_signed, row * r.stride + i);
+      const bool better = r.alg == Reduce::max ? q > result : q < result;
+      result = r.alg == Reduce::sum ? result + q : better ? q : result;
+    }
+    r.dst[i] = result;
+  }
+}
+
+}  // namespace
