@@ -21,7 +21,14 @@ from torchq.functional import conv_geometry
 from torchq.ops import dtype_code
 from torchq.packing import pack_conv, pack_linear
 
-__all__ = ["Competitor", "Operands", "onednn_competitor", "torch_competitor", "torchq_call"]
+__all__ = [
+    "Competitor",
+    "Operands",
+    "channels_last",
+    "onednn_competitor",
+    "torch_competitor",
+    "torchq_call",
+]
 
 _SRC_SCALE, _RESIDUAL_SCALE = 0.02, 0.5
 _ROOT_MEAN_SQUARE = {torch.uint8: 147, torch.int8: 74}  # of all values
@@ -51,8 +58,8 @@ class Operands:
         bias = deviation * torch.randn(weight.shape[0])
         residual = None
         if layer.residual:
-            residual = _channels_last(torch.randint(0, 256, layer.dst_shape, dtype=torch.uint8))
-        return cls(_channels_last(src), weight, bias, weight_scale, 4 * deviation / 255, residual)
+            residual = channels_last(torch.randint(0, 256, layer.dst_shape, dtype=torch.uint8))
+        return cls(channels_last(src), weight, bias, weight_scale, 4 * deviation / 255, residual)
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Competitor:
     blocks: Blocks
 
 
-def _channels_last(x: Tensor) -> Tensor:
+def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 

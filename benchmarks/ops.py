@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from benchmarks.competitors import (
 )
 from benchmarks.onednn import Peer, RefusedError, WheelsUnavailableError
 from benchmarks.peak import BusyMachineError, Peak, measure
+from benchmarks.primitives import ELEMENTWISE, Primitive
 from benchmarks.suites import SUITES, Layer
 from benchmarks.timing import FULL, QUICK, Plan, call_blocks, interleave, op_blocks
 
@@ -38,7 +40,9 @@ PEERS = ("onednn", "torch")
 _SRC_DTYPES = {"u8": torch.uint8, "s8": torch.int8}
 
 
-def verify(layer: Layer, dst: Tensor, expected: Tensor, peers: dict[str, Competitor]) -> None:
+def verify(
+    layer: Layer | Primitive, dst: Tensor, expected: Tensor, peers: dict[str, Competitor]
+) -> None:
     """Raises RuntimeError unless dst has the reference's bits and no peer is further than 1."""
     if not torch.equal(dst, expected):
         wrong = int((dst != expected).sum())
@@ -47,10 +51,10 @@ def verify(layer: Layer, dst: Tensor, expected: Tensor, peers: dict[str, Competi
             f"{dst.numel()} values. Nothing was timed; run the tests."
         )
     for name, peer in peers.items():
-        distance = int((dst.int() - peer.dst.int()).abs().max())
+        distance = float((dst.double() - peer.dst.double()).abs().max())
         if distance > 1:
             raise RuntimeError(
-                f"{layer.name}: torchq's result is {distance} steps from that of {name}, which "
+                f"{layer.name}: torchq's result is {distance:g} steps from that of {name}, which "
                 "must be at most 1. Nothing was timed."
             )
 
@@ -65,15 +69,19 @@ class Setup:
     isa: str
     refusals: set[str] = field(default_factory=set)
 
-    def competitors(self, layer: Layer, data: Operands) -> dict[str, Competitor]:
+    def competitors(self, layer: Layer | Primitive, data: Any) -> dict[str, Competitor]:
         """The peers that can compute the layer; says why another cannot, each reason once."""
         found = {}
         for name in self.names:
             try:
                 if name == "onednn":
                     assert self.peer is not None
-                    found[name] = onednn_competitor(layer, data, self.peer)
-                else:
+                    found[name] = (
+                        layer.competitor(data, self.peer)
+                        if isinstance(layer, Primitive)
+                        else onednn_competitor(layer, data, self.peer)
+                    )
+                elif not isinstance(layer, Primitive):
                     found[name] = torch_competitor(layer, data)
             except RuntimeError as error:
                 if name == "onednn" and not isinstance(error, RefusedError):
@@ -84,9 +92,14 @@ class Setup:
                 self.refusals.add(reason)
         return found
 
-    def time(self, layer: Layer, data: Operands) -> report.Times:
+    def time(self, layer: Layer | Primitive, dtype: torch.dtype) -> report.Times:
         """Verifies one layer, then times it."""
-        op, args = torchq_call(layer, data)
+        if isinstance(layer, Primitive):
+            data: Any = layer.sources(dtype)
+            op, args = layer.ours(data)
+        else:
+            data = Operands.random(layer, dtype)
+            op, args = torchq_call(layer, data)
         with torchq.use_isa("reference"):
             expected = op(*args)
         peers = self.competitors(layer, data)
@@ -100,7 +113,7 @@ class Setup:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--suite", required=True, choices=SUITES)
+    parser.add_argument("--suite", required=True, choices=[*SUITES, "elementwise"])
     parser.add_argument("--threads", type=int, default=1, help="of torchq and each peer")
     parser.add_argument("--isa", choices=torchq.supported_isas(), default=torchq.isa())
     parser.add_argument("--peers", default=",".join(PEERS), help="of onednn,torch; '' for none")
@@ -164,8 +177,9 @@ def _warn_if_busy(args: argparse.Namespace) -> None:
 def _measure_suite(args: argparse.Namespace, setup: Setup, peak: Peak) -> list[report.Row]:
     report.print_header(args.suite, args.threads, args.isa, args.src, peak, setup.names)
     rows = []
-    for layer, count in SUITES[args.suite].items():
-        times = setup.time(layer, Operands.random(layer, _SRC_DTYPES[args.src]))
+    suite: Mapping[Layer | Primitive, int] = SUITES.get(args.suite, ELEMENTWISE)
+    for layer, count in suite.items():
+        times = setup.time(layer, _SRC_DTYPES[args.src])
         row = report.Row(
             suite=args.suite,
             layer=layer.name,

@@ -15,6 +15,7 @@ import torchq
 from benchmarks import ops, report, timing
 from benchmarks.competitors import Competitor
 from benchmarks.peak import BusyMachineError, Peak
+from benchmarks.primitives import ELEMENTWISE
 from benchmarks.suites import SUITES, Conv, total_macs
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +79,16 @@ def test_ops_writes_rows_and_a_chart(src: str, tmp_path: Path) -> None:
         assert all(us > 0 for us in row["peers"].values())
     assert chart.read_bytes().startswith(b"\x89PNG")
     assert "geometric mean" in result.stdout
+
+
+def test_elementwise_writes_rows(tmp_path: Path) -> None:
+    table = tmp_path / "rows.json"
+    result = benchmarks("ops", "--suite", "elementwise", "--quick", "--json", str(table))
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(table.read_text())
+    assert [row["layer"] for row in rows] == [layer.name for layer in ELEMENTWISE]
+    assert len({row["layer"] for row in rows}) == len(rows)
+    assert all(list(row) == FIELDS and row["kernel_us"] > 0 for row in rows)
 
 
 def test_peak_runs() -> None:
