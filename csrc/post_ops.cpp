@@ -52,10 +52,12 @@ std::optional<DType> read_dtype(const char* op, std::string_view field, std::str
 template <size_t kCount>
 int find_alg(const char* op, std::string_view name, const std::string_view (&names)[kCount],
              std::string_view post_op) {
-  std::string known;
   for (size_t i = 0; i < kCount; ++i) {
     if (names[i] == name) return static_cast<int>(i);
-    known += (i == 0 ? "" : ", ") + std::string(names[i]);
+  }
+  std::string known;
+  for (const std::string_view known_name : names) {
+    known += (known.empty() ? "" : ", ") + std::string(known_name);
   }
   TORCH_CHECK_VALUE(false, "torchq.", op, ": post_ops: the algorithm in '", post_op,
                     "' must be one of ", known, ", got '", name,

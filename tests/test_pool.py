@@ -131,6 +131,20 @@ def test_averages_divide(isa: str, divisor: int):
     assert torch.equal(adaptive(src, [1]), got)
 
 
+@pytest.mark.parametrize("size", [2, 3, 6, 9, 14, 25, 28, 49, 64, 1001, 4096, 8191, 8192, 8193])
+def test_averages_round_the_exact_quotient(isa: str, size: int):
+    """Every sum, or those around each half."""
+    limit = 255 * size
+    halves = [(2 * q + 1) * size // 2 + i for q in range(255) for i in (-1, 0, 1)]
+    sums = torch.tensor(range(limit + 1) if size <= 64 else [s for s in halves if 0 <= s <= limit])
+    low, more = sums // size, sums % size
+    src = (low + (torch.arange(size)[:, None] < more)).t().to(U8).unsqueeze(0)
+    last = src.transpose(1, 2).contiguous().transpose(1, 2)  # (1, sums, size), sums innermost
+    quotient, rest = (2 * sums + size) // (2 * size), (2 * sums + size) % (2 * size)
+    expected = quotient - ((rest == 0) & (quotient % 2 == 1)).long()  # ties to even
+    assert torch.equal(avg_pool(last, size, 1).flatten().long(), expected)
+
+
 @pytest.mark.parametrize("divisor", [1, 2, 5, 14, 28, 1000, 2**31, 2**62])
 def test_divisor_override(isa: str, divisor: int):
     src = random_q((1, 18, 6, 7), U8, 2)
@@ -227,6 +241,26 @@ def test_layouts(isa: str):
         ):
             c, h, w = dst.shape[1:]
             assert dst.stride() == (h * w * c, 1, w * c, c), i
+
+
+@pytest.mark.parametrize("pixels", [1, 2, 15, 16, 17, 33, 48, 121])
+def test_contiguous_sources_become_channels_last(isa: str, pixels: int):
+    for channels in (*range(1, 21), 31, 32, 33, 100):
+        for batch in (1, 2):
+            src = before_guard_page(random_q((batch, channels, pixels), S8, channels))
+            assert torch.equal(max_pool(src, 1, 1), src)
+
+
+def test_contiguous_sources_on_several_threads(isa: str):
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for shape in ((2, 3, 401, 307), (1, 40, 129, 151), (5, 130, 33, 35)):
+                src = random_q(shape, U8, 3)
+                assert torch.equal(max_pool(src, 1, 1), src)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 5), (2, 0, 5), (0, 3, 5, 4), (2, 0, 4, 4)], ids=str)
