@@ -5,6 +5,9 @@ Every layer has random full-range data, per-channel weight scales, a float32 bia
 uint8 destination; zero points are 0. Its result must have the bits of torchq's reference tier and
 be at most one step away from each peer's. A residual sum is in place for the peers; torchq reads
 the residual and writes a new tensor.
+
+--line repeats linear layers and convolutions as TORCHQ_VERBOSE=1 printed them, with the post-ops,
+dtypes and geometry that they had there.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +31,7 @@ from benchmarks.competitors import (
     torch_competitor,
     torchq_call,
 )
+from benchmarks.lines import LoggedCall, LoggedLayer, read_lines
 from benchmarks.onednn import Peer, RefusedError, WheelsUnavailableError
 from benchmarks.peak import BusyMachineError, Peak, measure
 from benchmarks.primitives import ELEMENTWISE, Primitive
@@ -39,23 +43,28 @@ __all__ = ["add_arguments", "run"]
 PEERS = ("onednn", "torch")
 _SRC_DTYPES = {"u8": torch.uint8, "s8": torch.int8}
 
+AnyLayer: TypeAlias = Layer | LoggedLayer | Primitive
+LAYERS: dict[str, Mapping[Any, int]] = {**SUITES, "elementwise": ELEMENTWISE}
 
-def verify(
-    layer: Layer | Primitive, dst: Tensor, expected: Tensor, peers: dict[str, Competitor]
-) -> None:
-    """Raises RuntimeError unless dst has the reference's bits and no peer is further than 1."""
+
+def verify(name: str, dst: Tensor, expected: Tensor, peers: dict[str, Competitor]) -> None:
+    """Raises RuntimeError unless dst has the reference's bits and no peer is further than 1.
+
+    A float32 dst may be 2^-18 of its largest value away from a peer's: they round in between.
+    """
     if not torch.equal(dst, expected):
         wrong = int((dst != expected).sum())
         raise RuntimeError(
-            f"{layer.name}: torchq's result differs from its reference tier in {wrong} of "
+            f"{name}: torchq's result differs from its reference tier in {wrong} of "
             f"{dst.numel()} values. Nothing was timed; run the tests."
         )
-    for name, peer in peers.items():
+    step = 2**-18 * float(dst.abs().max()) if dst.is_floating_point() else 1
+    for other, peer in peers.items():
         distance = float((dst.double() - peer.dst.double()).abs().max())
-        if distance > 1:
+        if distance > step:
             raise RuntimeError(
-                f"{layer.name}: torchq's result is {distance:g} steps from that of {name}, which "
-                "must be at most 1. Nothing was timed."
+                f"{name}: torchq's result is {distance:g} from that of {other}, which must be at "
+                f"most {step:g}. Nothing was timed."
             )
 
 
@@ -69,51 +78,63 @@ class Setup:
     isa: str
     refusals: set[str] = field(default_factory=set)
 
-    def competitors(self, layer: Layer | Primitive, data: Any) -> dict[str, Competitor]:
+    def competitors(
+        self, label: str, makers: dict[str, Callable[[], Competitor]]
+    ) -> dict[str, Competitor]:
         """The peers that can compute the layer; says why another cannot, each reason once."""
         found = {}
-        for name in self.names:
+        for name in [name for name in self.names if name in makers]:
             try:
-                if name == "onednn":
-                    assert self.peer is not None
-                    found[name] = (
-                        layer.competitor(data, self.peer)
-                        if isinstance(layer, Primitive)
-                        else onednn_competitor(layer, data, self.peer)
-                    )
-                elif not isinstance(layer, Primitive):
-                    found[name] = torch_competitor(layer, data)
+                found[name] = makers[name]()
             except RuntimeError as error:
                 if name == "onednn" and not isinstance(error, RefusedError):
                     raise
                 reason = f"{name} refuses: {str(error).splitlines()[0]}"
                 if reason not in self.refusals:
-                    print(f"benchmarks: {layer.name}: {reason}", file=sys.stderr)
+                    print(f"benchmarks: {label}: {reason}", file=sys.stderr)
                 self.refusals.add(reason)
         return found
 
-    def time(self, layer: Layer | Primitive, dtype: torch.dtype) -> report.Times:
-        """Verifies one layer, then times it."""
+    def contenders(
+        self, layer: AnyLayer, src: str
+    ) -> tuple[Callable[..., Tensor], Sequence[Any], dict[str, Callable[[], Competitor]]]:
+        """torchq's op and its arguments, and what makes each peer's competitor."""
+        if isinstance(layer, LoggedLayer):
+            call = LoggedCall(layer)
+            return *call.torchq, {"onednn": lambda: call.onednn(self._onednn)}
         if isinstance(layer, Primitive):
-            data: Any = layer.sources(dtype)
-            op, args = layer.ours(data)
-        else:
-            data = Operands.random(layer, dtype)
-            op, args = torchq_call(layer, data)
+            srcs = layer.sources(_SRC_DTYPES[src])
+            return *layer.ours(srcs), {"onednn": lambda: layer.competitor(srcs, self._onednn)}
+        data = Operands.random(layer, _SRC_DTYPES[src])
+        return *torchq_call(layer, data), {
+            "onednn": lambda: onednn_competitor(layer, data, self._onednn),
+            "torch": lambda: torch_competitor(layer, data),
+        }
+
+    def time(self, layer: AnyLayer, src: str) -> report.Times:
+        """Verifies one layer, then times it; ``src`` is the dtype where the layer has none."""
+        op, args, makers = self.contenders(layer, src)
         with torchq.use_isa("reference"):
             expected = op(*args)
-        peers = self.competitors(layer, data)
+        peers = self.competitors(layer.name, makers)
         with torchq.use_isa(self.isa):
-            verify(layer, op(*args), expected, peers)
+            verify(layer.name, op(*args), expected, peers)
             kernel = torchq.last_kernel()
             blocks = {"kernel": op_blocks(op, args), "call": call_blocks(op, args)}
             blocks |= {name: peer.blocks for name, peer in peers.items()}
             samples = interleave(blocks, self.plan)
         return report.Times(kernel, samples.pop("kernel"), samples.pop("call"), samples)
 
+    @property
+    def _onednn(self) -> Peer:
+        assert self.peer is not None
+        return self.peer
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--suite", required=True, choices=[*SUITES, "elementwise"])
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--suite", choices=LAYERS)
+    which.add_argument("--line", help="a line of TORCHQ_VERBOSE=1, or a file of them")
     parser.add_argument("--threads", type=int, default=1, help="of torchq and each peer")
     parser.add_argument("--isa", choices=torchq.supported_isas(), default=torchq.isa())
     parser.add_argument("--peers", default=",".join(PEERS), help="of onednn,torch; '' for none")
@@ -148,6 +169,9 @@ def run(args: argparse.Namespace) -> int:
         raise RuntimeError(f"--peers must be of {', '.join(PEERS)}, got {', '.join(unknown)}.")
     if args.plot:
         report.require_matplotlib()
+    if args.line or args.suite == "elementwise":
+        names = [name for name in names if name != "torch"]  # it has no such ops
+    layers = read_lines(args.line) if args.line else LAYERS[args.suite]
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     peak = measure(args.threads, args.isa)
@@ -155,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
         peak.check_quiet()
     with _started(names, args.threads) as peer, torch.inference_mode():
         setup = Setup(names, peer, QUICK if args.quick else FULL, args.isa)
-        rows = _measure_suite(args, setup, peak)
+        rows = _measure(args, setup, peak, layers)
     report.print_summary(rows)
     if not args.quick:
         _warn_if_busy(args)
@@ -174,17 +198,19 @@ def _warn_if_busy(args: argparse.Namespace) -> None:
         print(f"benchmarks: at the end of the run {error}", file=sys.stderr)
 
 
-def _measure_suite(args: argparse.Namespace, setup: Setup, peak: Peak) -> list[report.Row]:
-    report.print_header(args.suite, args.threads, args.isa, args.src, peak, setup.names)
+def _measure(
+    args: argparse.Namespace, setup: Setup, peak: Peak, layers: Mapping[Any, int]
+) -> list[report.Row]:
+    suite = args.suite or "line"
+    report.print_header(suite, args.threads, args.isa, args.src, peak, setup.names)
     rows = []
-    suite: Mapping[Layer | Primitive, int] = SUITES.get(args.suite, ELEMENTWISE)
-    for layer, count in suite.items():
-        times = setup.time(layer, _SRC_DTYPES[args.src])
+    for layer, count in layers.items():
+        times = setup.time(layer, args.src)
         row = report.Row(
-            suite=args.suite,
+            suite=suite,
             layer=layer.name,
             count=count,
-            src_dtype=args.src,
+            src_dtype=getattr(layer, "src_dtype", args.src),
             threads=args.threads,
             isa=args.isa,
             ops=2 * layer.macs,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torchq
 from benchmarks import ops, report, timing
 from benchmarks.competitors import Competitor
+from benchmarks.lines import read_lines
 from benchmarks.peak import BusyMachineError, Peak
 from benchmarks.primitives import ELEMENTWISE
 from benchmarks.suites import SUITES, Conv, total_macs
@@ -120,7 +122,7 @@ def test_a_wrong_result_is_not_timed(wrong: str) -> None:
     peer = Competitor(right + (2 if wrong == "peer" else 1), lambda *_: [1.0])
     expected = right + (1 if wrong == "bits" else 0)
     with pytest.raises(RuntimeError, match="Nothing was timed"):
-        ops.verify(layer, right, expected, {"onednn": peer})
+        ops.verify(layer.name, right, expected, {"onednn": peer})
 
 
 def test_competitors_take_turns() -> None:
@@ -159,3 +161,96 @@ def test_rnn_command(tmp_path: Path) -> None:
     assert [row["layer"] for row in rows] == ["lstm H=64 N=2", "gru H=64 N=2"]
     for row in rows:
         assert row["kernel_us"] > 0 and set(row["peers"]) == {"onednn", "torch.ao", "float"}
+
+
+LOGGED = """
+import torch, torchq, torchq.functional as TF
+from torchq import Attr, PostOps
+u8, s8 = (lambda *shape: torch.zeros(shape, dtype=torch.uint8)), (
+    lambda *shape: torch.zeros(shape, dtype=torch.int8))
+def attr(text="", values=(), dst=0.5, zero=None):
+    a = Attr().set_scales("src", 0, 0.01).set_scales("weights", 0, 0.01)
+    a = a.set_scales("dst", 0, dst) if dst else a
+    a = a if zero is None else a.set_zero_points("src", 0, zero)
+    return a.set_post_ops(PostOps.parse(text).with_values(values))
+def conv(src, weight, a, dtype=torch.uint8, **window):
+    getattr(TF, f"conv{src.dim() - 2}d")(src, weight, attr=a, dst_dtype=dtype, **window)
+for _ in range(2):
+    TF.linear(u8(5, 40), s8(9, 40), None, attr("eltwise_relu", zero=7), torch.uint8)
+TF.linear(s8(2, 3, 40), s8(9, 40), torch.ones(9), attr(dst=None))
+conv(u8(1, 8, 9, 7), s8(12, 8, 3, 3), attr("sum:0.5+eltwise_clip:0:6"), torch.int8, stride=2,
+     padding=1, post_op_srcs=[s8(1, 12, 5, 4)])
+conv(s8(2, 8, 9), s8(8, 1, 3), attr(zero=-3), groups=8, dilation=2)
+conv(u8(1, 4, 5, 5, 5), s8(6, 4, 2, 2, 2), Attr(), torch.int32)
+conv(u8(1, 8, 6, 6), s8(8, 4, 1, 1),
+     attr("eltwise_tanh+binary_mul:2+prelu:0", [torch.ones(8), [0.5]]), groups=2)
+conv(u8(1, 8, 6, 6), u8(8, 8, 1, 1), attr().set_zero_points("weights", 0, 100))
+TF.max_pool(u8(1, 8, 6, 6), 2)
+"""
+
+
+def test_lines_are_repeated(tmp_path: Path) -> None:
+    """What TORCHQ_VERBOSE prints is a layer again: the same line comes out of the repetition."""
+    environment = {**os.environ, "TORCHQ_VERBOSE": "1"}
+    command = [sys.executable, "-c", LOGGED]
+    log = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    lines = log.stdout.splitlines()
+    (tmp_path / "log").write_text("what else the program prints\n" + log.stdout)
+    rows = tmp_path / "rows.json"
+    result = benchmarks("ops", "--line", str(tmp_path / "log"), "--quick", "--json", str(rows))
+    assert result.returncode == 0, result.stderr
+    assert "not repeated: 1 x max_pool" in result.stderr
+    table = json.loads(rows.read_text())
+    assert [row["count"] for row in table] == [2, 1, 1, 1, 1, 1, 1]
+    assert table[0]["layer"] == "linear u8[5,40]->u8[5,9]" and table[0]["ops"] == 2 * 5 * 40 * 9
+    if "no onednn" not in result.stderr:
+        compared = {row["layer"] for row in table if row["peers"]}  # it refuses some zero points
+        assert len(compared) >= 4 and "conv 3x3 u8[1,8,9,7]->s8[1,12,5,4]" in compared
+    repeat = """
+import sys
+from benchmarks.lines import LoggedCall, LoggedLayer
+for line in sys.stdin:
+    op, args = LoggedCall(LoggedLayer.parse(line)).torchq
+    op(*args)
+"""
+    again = subprocess.run(
+        [sys.executable, "-c", repeat],
+        cwd=ROOT,
+        input="\n".join(lines[:-1]),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    ).stdout.splitlines()
+    described = [line.rsplit(",", 1)[0] for line in lines[:-1]]
+    assert [line.rsplit(",", 1)[0] for line in again] == described
+
+
+def test_line_from_the_command_line() -> None:
+    line = (
+        "torchq,exec,linear,uint8[4, 64] -> uint8[4, 64] scales:src:0+weights:1+dst:0 "
+        "post_ops:eltwise_relu,gemm:avx2,0.01"
+    )
+    result = benchmarks("ops", "--line", line, "--quick", "--peers", "")
+    assert result.returncode == 0, result.stderr
+    assert "linear u8[4,64]->u8[4,64]" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("conv 3x3", "--line must be a line that TORCHQ_VERBOSE=1 prints"),
+        (
+            "torchq,exec,add,uint8[1] uint8[1] -> uint8[1],add:avx2,0.1",
+            "can repeat linear and conv",
+        ),
+        ("torchq,exec,conv,uint8[1, 1, 1] -> uint8[1, 1, 1],gemm:avx2,0.1", "do not fit"),
+        (
+            "torchq,exec,linear,uint8[2, 3] -> uint8[2, 4] post_ops:relu,gemm:avx2,0.1",
+            "post_ops",
+        ),
+    ],
+)
+def test_lines_that_cannot_be_repeated(line: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        read_lines(line)

@@ -1,34 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TORCHQ_VERBOSE=1 prints one line per executed op."""
+"""TORCHQ_VERBOSE=1 prints one line per executed op; 2 adds why faster kernels were not taken."""
 
 import os
 import re
 import subprocess
 import sys
 
-PROGRAM = """
-import torch
+import pytest
+
+import torchq
+
+HEAD = """
+import torch, torchq
 import torchq.functional as TF
-from torchq import Attr
+from torchq import Attr, PostOps
+
+def attr(post_ops="", values=(), dst=1.0, zero=None):
+    a = Attr().set_scales("src", 0, 0.01).set_scales("weights", 0, 0.01)
+    if dst:
+        a.set_scales("dst", 0, dst)
+    if zero is not None:
+        a.set_zero_points("src", 0, zero)
+    return a.set_post_ops(PostOps.parse(post_ops).with_values(values))
+
+def conv(src, weight, dtype=torch.uint8, a=None, srcs=(), fill=0, src_dtype=torch.uint8, **window):
+    x, w = torch.zeros(src, dtype=src_dtype), torch.full(weight, fill, dtype=torch.int8)
+    f = getattr(TF, f"conv{len(src) - 2}d")
+    a = attr() if a is None else a
+    return f(x, w, attr=a, dst_dtype=dtype, post_op_srcs=srcs, **window)
+"""
+PROGRAM = """
 x = torch.zeros(1, 8, 6, 6, dtype=torch.uint8)
-attr = Attr()
-attr.post_ops.append_eltwise("relu")
-with __import__("torchq").use_isa("reference"):
-    TF.conv2d(x, torch.zeros(5, 8, 3, 3, dtype=torch.int8), attr=attr)
+with torchq.use_isa("reference"):
+    TF.conv2d(x, torch.zeros(5, 8, 3, 3, dtype=torch.int8), attr=attr("eltwise_relu", dst=None))
+    conv((1, 8, 6, 6), (8, 4, 1, 1), a=attr("sum:0.5", zero=3), srcs=[x], groups=2)
+    conv((1, 8, 6, 6), (8, 8, 1, 1), torch.int32, Attr())
+    TF.linear(x.flatten(1), torch.zeros(4, 288, dtype=torch.uint8), None,
+              Attr().set_zero_points("weights", 0, 100))
     TF.max_pool(x, 2)
     TF.add(x, x, Attr())
 """
 LINES = (
     "conv,uint8[1, 8, 6, 6] -> float32[1, 5, 4, 4] geometry:[3, 3, 1, 1, 0, 0, 0, 0, 1, 1, 1, 8] "
-    "post_ops:eltwise_relu,gemm:reference,",
+    "scales:src:0+weights:1 post_ops:eltwise_relu,gemm:reference,",
+    "conv,uint8[1, 8, 6, 6] uint8[1, 8, 6, 6] -> uint8[1, 8, 6, 6] geometry:[1, 1, 1, 1, 0, 0, 0, "
+    "0, 1, 1, 2, 8] scales:src:0+weights:3+dst:0 zero_points:src:0 post_ops:sum:0.5,"
+    "gemm:reference,",
+    "conv,uint8[1, 8, 6, 6] -> int32[1, 8, 6, 6] geometry:[1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 8],"
+    "gemm:reference,",
+    "linear,uint8[1, 288] -> float32[1, 4] scales:src:0+weights:1 zero_points:weights:1,"
+    "gemm:reference,",
     "max_pool,uint8[1, 8, 6, 6] -> uint8[1, 8, 3, 3],max_pool:reference,",
     "add,uint8[1, 8, 6, 6] uint8[1, 8, 6, 6] -> uint8[1, 8, 6, 6],add:reference,",
 )
 
 
-def run(verbose: str) -> list[str]:
+def run(verbose: str, program: str = PROGRAM) -> list[str]:
     environment = {**os.environ, "TORCHQ_VERBOSE": verbose}
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", HEAD + program]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     return result.stdout.splitlines()
 
@@ -43,3 +72,80 @@ def test_one_line_per_op() -> None:
 
 def test_silent_by_default() -> None:
     assert run("0") == []
+
+
+NO_UNIT = "gemm_matrix,the tier has none"
+DEPTHWISE = "depthwise,a group does not have one input and one output"
+CHAIN = (
+    "folded epilogue,the post-ops are more than sums, linears, adds and muls and one relu or clip"
+)
+PADDED = "in place,"
+# call -> what avx2 says about it
+REASONS = {
+    "conv((1, 8, 9, 9), (8, 8, 1, 1))": [NO_UNIT],
+    "conv((1, 8, 9, 9), (8, 8, 1, 1), fill=127)": [
+        NO_UNIT,
+        "gemm_narrow,adjacent weights of one sign add up to more than 128",
+    ],
+    "conv((1, 8, 9, 9), (8, 8, 1, 1), a=attr('eltwise_tanh'))": [NO_UNIT, CHAIN],
+    "conv((1, 16, 9, 9), (16, 4, 3, 3), groups=4, padding=1)": [DEPTHWISE, NO_UNIT],
+    "conv((1, 8, 9, 9), (8, 4, 1, 1), groups=2)": [
+        DEPTHWISE,
+        "small_groups,there are fewer than 16 channels, or an odd number of groups of 2",
+        NO_UNIT,
+    ],
+    "conv((1, 48, 9, 9), (48, 3, 1, 1), groups=16)": [
+        DEPTHWISE,
+        "small_groups,groups do not have 2, 4 or 8 channels",
+        NO_UNIT,
+    ],
+    "conv((1, 16, 9, 9), (32, 4, 1, 1), groups=4)": [
+        DEPTHWISE,
+        "small_groups,groups have more outputs than inputs, or fewer",
+        NO_UNIT,
+    ],
+    "conv((1, 3, 9, 9), (8, 3, 3, 3))": [PADDED + "a row of the kernel is read in one go", NO_UNIT],
+    "conv((1, 4, 5, 5), (8, 4, 5, 5), padding=2)": [
+        PADDED + "fewer than 3 pixels meet the same valid taps",
+        NO_UNIT,
+    ],
+    "conv((1, 4, 30, 30), (8, 4, 9, 9), padding=4)": [
+        PADDED + "pixels meet more than 64 sets of valid taps",
+        NO_UNIT,
+    ],
+    "conv((1, 16, 9, 9), (16, 1, 3, 3), groups=16)": [],
+}
+# call -> what amx says more
+UNIT_REASONS = {
+    "conv((1, 64, 9, 9), (64, 64, 1, 1))": [],
+    "conv((1, 64, 2, 2), (64, 64, 1, 1))": [
+        "gemm_matrix,fewer than 8 rows wait for the weights' way through memory"
+    ],
+    "conv((1, 32, 9, 9), (32, 32, 1, 1), src_dtype=torch.int8)": [
+        "gemm_matrix,a row would be gathered for fewer than 256 quads of weights"
+    ],
+    "conv((1, 16, 9, 9), (16, 4, 3, 3), groups=4)": [
+        DEPTHWISE,
+        "gemm_matrix,groups of 4 or 8 channels have a kernel of their own",
+    ],
+    "conv((1, 64, 9, 9), (64, 64, 3, 3), padding=1)": [PADDED + "a matrix unit wants whole tiles"],
+    "conv((1, 0, 9, 9), (64, 0, 1, 1))": ["gemm_matrix,there is nothing to sum"],
+}
+
+
+@pytest.mark.parametrize(("tier", "cases"), [("avx2", REASONS), ("amx", UNIT_REASONS)])
+def test_reasons(tier: str, cases: dict[str, list[str]]) -> None:
+    if tier not in torchq.supported_isas():
+        pytest.skip(f"this CPU has no {tier}")
+    calls = "".join(f'    print("case", {call!r}, flush=True); {call}\n' for call in cases)
+    found: dict[str, list[str]] = {}
+    for line in run("2", f"with torchq.use_isa({tier!r}):\n{calls}"):
+        if line.startswith("case "):
+            reasons = found.setdefault(line.removeprefix("case "), [])
+        elif line.startswith("torchq,dispatch,"):
+            reasons.append(line.removeprefix("torchq,dispatch,"))
+    assert found == cases
+
+
+def test_reasons_take_level_two() -> None:
+    assert not [line for line in run("1") if line.startswith("torchq,dispatch")]

@@ -8,8 +8,8 @@
 #include <cstring>
 
 #include "../checks.h"
+#include "../explain.h"
 #include "../parallel.h"
-#include "../post_ops.h"
 #include "gemm.h"
 #include "geometry.h"
 #include "packing.h"
@@ -77,13 +77,31 @@ TapSet make_taps(const Conv& c, const Source& s, const Interval (&valid)[3]) {
 
 using Intervals = c10::SmallVector<Interval, 8>;
 
-bool needs_padded_copy(const Conv& c, const Source& s, const Intervals (&classes)[3]) {
-  if (c.packing.form == ConvPacking::kRowRuns) return true;
+/// Why the source cannot be read where it is; null where it can.
+const char* why_padded_copy(const Conv& c, const Source& s, const Intervals (&classes)[3]) {
+  if (c.packing.form == ConvPacking::kRowRuns) return "a row of the kernel is read in one go";
   const size_t count = classes[0].size() * classes[1].size() * classes[2].size();
   const int64_t rows = s.batch * c.output[0] * c.output[1] * c.output[2];
   const int64_t group_quads = c.packing.taps * c.packing.quads * c.packing.panels_per_group();
-  return count > kMaxClasses || (count > 1 && prefers_one_class(c.tier, rows, group_quads)) ||
-         (count > 1 && rows < kMinRowsPerClass * static_cast<int64_t>(count));
+  if (count == 1) return nullptr;
+  if (count > kMaxClasses) return "pixels meet more than 64 sets of valid taps";
+  if (prefers_one_class(c.tier, rows, group_quads)) return "a matrix unit wants whole tiles";
+  return rows < kMinRowsPerClass * static_cast<int64_t>(count)
+             ? "fewer than 3 pixels meet the same valid taps"
+             : nullptr;
+}
+
+/// Of dense packings, and of small groups.
+void explain_grouping(const Conv& c, int64_t groups) {
+  if (c.packing.form == ConvPacking::kDepthwise) return;
+  rejects("depthwise", "a group does not have one input and one output");
+  if (c.packing.form == ConvPacking::kSmallGroups) return;
+  const int64_t inputs = c.packing.group_inputs / c.packing.merged;
+  rejects("small_groups", c.packing.outputs() != groups * inputs
+                              ? "groups have more outputs than inputs, or fewer"
+                          : inputs == 2 || inputs == 4 || inputs == 8
+                              ? "there are fewer than 16 channels, or an odd number of groups of 2"
+                              : "groups do not have 2, 4 or 8 channels");
 }
 
 void run_dense(const Conv& c, Source s, const Epilogue& epilogue, OpTrace& trace) {
@@ -93,7 +111,9 @@ void run_dense(const Conv& c, Source s, const Epilogue& epilogue, OpTrace& trace
     for (int d = 0; d < 3; ++d) classes[d] = intervals(s.window, d, s.size[d], c.output[d]);
   };
   split();
-  if (needs_padded_copy(c, s, classes)) {
+  const char* padded_copy = why_padded_copy(c, s, classes);
+  rejects("in place", padded_copy);
+  if (padded_copy != nullptr) {
     s = pad(kOp, scratch, s, c.zero_point);
     split();
   } else if (c.packing.group_inputs % kQuad != 0) {  // the last quad may be read in full
@@ -313,16 +333,23 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   const at::Tensor sums = row_sums.has_value()            ? *row_sums
                           : weight_zero_point.has_value() ? sum_rows(c, src, groups)
                                                           : at::Tensor();
-  const EpilogueBuilder epilogue(
-      {kOp, channels, multiplier, offset, post_ops, post_op_params, post_op_srcs,
-       max_accumulator(src.channels / groups * window.taps(), acc_bias), false,
-       weight_zero_point.has_value() ? &*weight_zero_point : nullptr,
-       sums.defined() ? &sums : nullptr, groups},
-      dst);
+  const EpilogueBuilder::Args args{kOp,
+                                   channels,
+                                   multiplier,
+                                   offset,
+                                   post_ops,
+                                   post_op_params,
+                                   post_op_srcs,
+                                   max_accumulator(src.channels / groups * window.taps(), acc_bias),
+                                   false,
+                                   weight_zero_point.has_value() ? &*weight_zero_point : nullptr,
+                                   sums.defined() ? &sums : nullptr,
+                                   groups};
+  const EpilogueBuilder epilogue(args, dst);
   if (dst.numel() == 0) return dst;
-  trace.describe([&] {
-    return describe_call({src_arg}, dst, c10::str("geometry:", geometry, " post_ops:", post_ops));
-  });
+  trace.describe(
+      [&] { return describe_layer(args, src_arg, src_zero_point.has_value(), dst, geometry); });
+  if (explains() && groups > 1) explain_grouping(c, groups);
   Source s{static_cast<const uint8_t*>(src.tensor.const_data_ptr()),
            src.batch,
            src.channels,

@@ -8,7 +8,7 @@
 #include <numeric>
 
 #include "../checks.h"
-#include "../post_ops.h"
+#include "../explain.h"
 #include "gemm.h"
 #include "geometry.h"
 #include "packing.h"
@@ -360,16 +360,22 @@ at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
       scalar_type(dst_dtype_of(kOp, dst_dtype)));
   const at::Tensor sums =
       weight_zero_point.has_value() ? sum_rows(layer, src, groups) : at::Tensor();
-  const EpilogueBuilder epilogue(
-      {kOp, channels, multiplier, offset, post_ops, post_op_params, post_op_srcs,
-       max_accumulator(group_inputs * met, acc_bias), false,
-       weight_zero_point.has_value() ? &*weight_zero_point : nullptr,
-       sums.defined() ? &sums : nullptr, groups},
-      dst);
+  const EpilogueBuilder::Args args{kOp,
+                                   channels,
+                                   multiplier,
+                                   offset,
+                                   post_ops,
+                                   post_op_params,
+                                   post_op_srcs,
+                                   max_accumulator(group_inputs * met, acc_bias),
+                                   false,
+                                   weight_zero_point.has_value() ? &*weight_zero_point : nullptr,
+                                   sums.defined() ? &sums : nullptr,
+                                   groups};
+  const EpilogueBuilder epilogue(args, dst);
   if (dst.numel() == 0) return dst;
-  trace.describe([&] {
-    return describe_call({src_arg}, dst, c10::str("geometry:", geometry, " post_ops:", post_ops));
-  });
+  trace.describe(
+      [&] { return describe_layer(args, src_arg, src_zero_point.has_value(), dst, geometry); });
   Source s{static_cast<const uint8_t*>(src.tensor.const_data_ptr()),
            src.batch,
            src.channels,

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../checks.h"
+#include "../explain.h"
 #include "../parallel.h"
 #include "gemm_rows.h"
 
@@ -136,6 +137,16 @@ void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tie
                   : uses_matrix_unit(p, tier) ? "gemm_matrix"
                   : narrow                    ? "gemm_narrow"
                                               : "gemm");
+  if (explains()) {
+    rejects("gemm_matrix", why_not_matrix_unit(p, tier));
+    if (tier.widening > 1 && !p.narrow) {
+      rejects("gemm_narrow", "adjacent weights of one sign add up to more than 128");
+    }
+    if (epilogue.mode == Epilogue::kChain) {
+      rejects("folded epilogue",
+              "the post-ops are more than sums, linears, adds and muls and one relu or clip");
+    }
+  }
   run_gemm(p, epilogue, tier);
 }
 

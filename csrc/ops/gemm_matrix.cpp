@@ -245,13 +245,19 @@ bool prefers_one_class(const Kernels& tier, int64_t rows, int64_t group_quads) {
   return tier.matrix != nullptr && rows >= kMinRows && group_quads >= kMinGatherQuads;
 }
 
-bool uses_matrix_unit(const GemmProblem& p, const Kernels& tier) {
-  if (tier.matrix == nullptr || p.group_quads > 0 || p.panel_bytes == 0 || p.rows() < kMinRows) {
-    return false;
-  }
-  return std::all_of(p.classes.begin(), p.classes.end(), [&](const GemmClass& c) {
+const char* why_not_matrix_unit(const GemmProblem& p, const Kernels& tier) {
+  if (tier.matrix == nullptr) return "the tier has none";
+  if (p.group_quads > 0) return "groups of 4 or 8 channels have a kernel of their own";
+  if (p.panel_bytes == 0) return "there is nothing to sum";
+  if (p.rows() < kMinRows) return "fewer than 8 rows wait for the weights' way through memory";
+  const bool pays = std::all_of(p.classes.begin(), p.classes.end(), [&](const GemmClass& c) {
     return reading_of(p, c) != Reading::kGathered || gathering_pays(p, c);
   });
+  return pays ? nullptr : "a row would be gathered for fewer than 256 quads of weights";
+}
+
+bool uses_matrix_unit(const GemmProblem& p, const Kernels& tier) {
+  return why_not_matrix_unit(p, tier) == nullptr;
 }
 
 void run_on_matrix_unit(const GemmProblem& p, const Epilogue& epilogue, const MatrixUnit& unit) {

@@ -9,6 +9,9 @@ namespace torchq {
 /// Weights up to half a core's L2 stay there while tiles stream past.
 constexpr int64_t kResidentWeightBytes = 512 * 1024;
 
+/// Why `run_gemm` does not take the tier's matrix unit; null where it does.
+const char* why_not_matrix_unit(const GemmProblem& problem, const Kernels& tier);
+
 /// Steps through a class's rows in order, yielding source and destination offsets.
 class RowCursor {
  public:

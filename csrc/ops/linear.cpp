@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "../checks.h"
-#include "../post_ops.h"
+#include "../explain.h"
 #include "gemm.h"
 #include "row_sums.h"
 
@@ -78,14 +78,21 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
                           : weight_zero_point.has_value()
                               ? sum_rows(tier, src, zero_point, src_dtype == DType::s8)
                               : at::Tensor();
-  const EpilogueBuilder epilogue({kOp, n, multiplier, offset, post_ops, post_op_params,
-                                  post_op_srcs, max_accumulator(k, acc_bias), true,
-                                  weight_zero_point.has_value() ? &*weight_zero_point : nullptr,
-                                  sums.defined() ? &sums : nullptr},
-                                 dst);
+  const EpilogueBuilder::Args args{kOp,
+                                   n,
+                                   multiplier,
+                                   offset,
+                                   post_ops,
+                                   post_op_params,
+                                   post_op_srcs,
+                                   max_accumulator(k, acc_bias),
+                                   true,
+                                   weight_zero_point.has_value() ? &*weight_zero_point : nullptr,
+                                   sums.defined() ? &sums : nullptr};
+  const EpilogueBuilder epilogue(args, dst);
   const bool narrow = pairs_fit(kOp, pair_bound, weight.size(0));
   if (dst.numel() == 0) return dst;
-  trace.describe([&] { return describe_call({src}, dst, c10::str("post_ops:", post_ops)); });
+  trace.describe([&] { return describe_layer(args, src, src_zero_point.has_value(), dst); });
 
   const int64_t m = dst.numel() / n;
   ScratchFrame scratch;
