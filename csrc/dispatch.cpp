@@ -13,6 +13,8 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "kernels/matrix_unit.h"
+
 namespace torchq {
 namespace {
 

@@ -309,6 +309,15 @@ CONV_GROUPED = [
     ),
     *(conv("groups_of_4", (20, 20), (1, w), (1, 3), groups=5) for w in (3, 4, 6, 9, 12, 19)),
     *(conv("groups_of_8", (24, 24), (1, w), (1, 3), groups=3) for w in (3, 4, 6, 9, 12, 19)),
+    # Groups of one or two whole panels, which share tiles of four; 1 to 7, 48 and 53 rows.
+    *(
+        conv("groups_of_16", (16 * g, 16 * g), (1, w), (1, 3), 1, (0, 1), groups=g)
+        for g, w in ((2, 9), (3, 5), (4, 3), (4, 4), (4, 6), (4, 8), (4, 55), (5, 7), (7, 48))
+    ),
+    *(
+        conv("groups_of_32", (32 * g, 32 * g), (1, w), (1, 3), 1, (0, 1), groups=g)
+        for g, w in ((2, 3), (2, 4), (2, 5), (2, 7), (2, 9), (2, 53), (3, 6), (5, 4))
+    ),
     conv("groups_of_4_1d", (36, 36), (29,), 5, 2, 2, groups=9, batch=2),
     conv("groups_of_8_3d", (40, 40), (4, 5, 6), (2, 3, 3), 1, (1, 0, 1), groups=5),
     conv("groups_of_4_1x1", (32, 32), (5, 7), 1, groups=8, batch=2),

@@ -41,6 +41,8 @@ FORMS = [
     cases.conv("groups_of_8", (40, 40), (5, 6), 3, 2, 1, groups=5, batch=2),
     cases.depthwise("dw", 64, (5, 6), padding=1),
     cases.depthwise("dw_tail", 37, (5, 6), stride=2, padding=1, batch=2),
+    cases.conv("joined_groups_of_16", (80, 80), (5, 6), 3, 1, 1, groups=5),
+    cases.conv("joined_groups_of_32", (96, 96), (5, 6), 3, 2, 1, groups=3, batch=2),
 ]
 
 
@@ -242,6 +244,8 @@ def test_kernel(shape: ConvShape, isa: str):
         name, has_narrow = "depthwise", False
     elif shape.name.startswith("groups_of"):
         name = "small_groups"
+    elif shape.name.startswith("joined") and isa in ("avx512_vnni", "amx"):
+        name = "gemm_groups"
     sampled(shape).run()
     assert torchq.last_kernel() == f"{name}:{isa}"
     sampled(shape, narrow=True).run()

@@ -28,6 +28,7 @@ struct Avx512 {
 
   static constexpr const char* kName = "avx512";
   static constexpr int kMaxPanels = 4;
+  /// Rows of the tallest tile of one panel or two.
   static constexpr int kTallRows = kTileRows;
   /// Weight vectors per quad: 2 where a quad is processed as two pairs of 16-bit values.
   static constexpr int kSteps = 2;
@@ -357,7 +358,8 @@ struct Avx512 {
 #ifdef __AVX512VNNI__
 struct Avx512Vnni : Avx512 {
   static constexpr const char* kName = "avx512_vnni";
-  static constexpr int kTallRows = torchq::kTallRows;
+  /// With their addresses they fit the general registers.
+  static constexpr int kTallRows = 10;
   static constexpr int kSteps = 1;
   static constexpr bool kHasNarrow = false;
 

@@ -19,7 +19,7 @@ constexpr Kernels make_kernels() {
   k.isa = Isa::kName;
   k.widening = Isa::kSteps;
   k.gemm = &gemm<Isa, false>;
-  k.tall_rows = Isa::kTallRows;
+  if constexpr (kJoinsGroups<Isa>) k.gemm_groups = &gemm_groups<Isa>;
   k.small_groups = &small_groups<Isa, false>;
   if constexpr (Isa::kHasNarrow) {
     k.gemm_narrow = &gemm<Isa, true>;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gathered rows times packed panels on AMX (contract: MatrixUnit in table.h).
+// Gathered rows times packed panels on AMX (contract: MatrixUnit in matrix_unit.h).
 //
 // A tile register holds 16 rows of 64 bytes. 16 quads of a packed panel are one, 64 bytes of 16
 // source rows another, and their product, 16 rows of 16 sums, a third. Registers 0..3 sum 2 x 16
@@ -10,6 +10,7 @@
 #include <immintrin.h>
 
 #include "gemm.h"
+#include "matrix_unit.h"
 
 namespace {
 

@@ -85,11 +85,9 @@ TORCHQ_NOINLINE void small_group_tile(const GemmTile& t, const Epilogue& e,
 template <class Isa, int Q, bool kFlip, bool kNarrow>
 void small_group_tiles(const GemmTile& t, const Epilogue& e) {
   constexpr int kRows = kSmallGroupTile<Isa, Q>;
-  const int tiles = (t.rows + kRows - 1) / kRows;
-  for (int i = 0; i < tiles; ++i) {
-    const int first = t.rows * i / tiles;
+  for_each_tile(t.rows, kRows, [&](int first, int count) {
     SmallGroupRows rows;
-    rows.count = t.rows * (i + 1) / tiles - first;
+    rows.count = count;
     for (int r = 0; r < kRows; ++r) {
       const int row = first + min_int(r, rows.count - 1);
       rows.src[r] = t.row_offset[row];
@@ -102,7 +100,7 @@ void small_group_tiles(const GemmTile& t, const Epilogue& e) {
     for (int panel = 0; panel < t.panels; ++panel) {
       tile(t, e, rows, panel, min_int(panel * kPanel, t.channels - kPanel));
     }
-  }
+  });
 }
 
 template <class Isa, bool kNarrow>

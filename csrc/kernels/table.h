@@ -13,17 +13,13 @@ namespace torchq {
 constexpr int kPanel = 16;
 /// Consecutive k that one 32-bit lane holds (what VPDPBUSD sums).
 constexpr int kQuad = 4;
-/// Destination rows of one gemm tile. 6 rows x 4 panels keep 24 accumulators, 4 weights and 1
-/// broadcast in the 32 registers of AVX-512; 6 x 1 fits the 16 of AVX2. Measured: 99 % of peak on
+/// Destination rows of one tile of 4 panels. 6 rows x 4 panels keep 24 accumulators, 4 weights and
+/// 1 broadcast in the 32 registers of AVX-512; 6 x 1 fits the 16 of AVX2. Measured: 99 % of peak on
 /// Zen 4.
 constexpr int kTileRows = 6;
-/// The same where a tile has one panel and a tier the registers (Kernels::tall_rows): 6 sums are
-/// too few for the latency of VPDPBUSD on Intel. Measured on Emerald Rapids: groups of 16 channels
-/// 10 to 19 % faster. (Two panels, 7 to 12 rows: 9 % faster at 9 quads, up to 10 % slower at 72, so
-/// they stay.)
-constexpr int kTallRows = 10;
-/// The same of small groups, whose kernels cut a tile as their registers allow.
-constexpr int kSmallGroupRows = 16;
+/// Rows that `Kernels::gemm` is called with at most: several tiles, so that what a call costs is
+/// shared by them.
+constexpr int kGemmRows = 8 * kTileRows;
 
 enum class DType : int { u8, s8, s32, f32 };
 
@@ -158,7 +154,7 @@ struct GemmTile {
   const uint8_t* src;
   const int64_t* row_offset;  // [rows] bytes
   const int64_t* dst_offset;  // [rows] elements, of channel 0
-  int rows;                   // 1..kTileRows, tall_rows or kSmallGroupRows
+  int rows;                   // 1..kGemmRows
   bool flip;
   const GemmRun* runs;
   int num_runs;
@@ -168,50 +164,12 @@ struct GemmTile {
   int channel;              // first channel of the first panel, in dst and in the epilogue's arrays
   int channels;             // valid channels in these panels
   const int32_t* acc_init;  // [panels * 16], for `channel` onwards
-  /// Small groups (Note [Conv packings] in ops/packing.h): Q, else 0. Then src is that of
-  /// `channel`, the channels before it exist where `channels` is less than 16; a run is one tap,
-  /// whose Q quads are the group's.
+  /// Quads of a group where the panels are those of several, which have as many inputs as outputs,
+  /// else 0. Then src is that of `channel`, and a run is one tap, or quads of one, of each group.
+  ///   1, 2  small groups (Note [Conv packings] in ops/packing.h); the channels before `channel`
+  ///         exist where `channels` is less than 16
+  ///   4, 8  gemm_groups: groups of one or two whole panels
   int group_quads;
-};
-
-/// Rows that `MatrixUnit::multiply` reads together.
-constexpr int kUnitRows = 16;
-
-/// dst[row] = the source bytes that meet quads [first_quad, first_quad + quads) of a packed panel,
-/// side by side; zeros where no run meets them. They come in chunks of 64 bytes. With more than 16
-/// quads the last chunk holds the last 16 of them, zeros in place of those that the chunk before
-/// has already: so a panel, too, can be read in whole chunks without a byte behind its end.
-struct GatherRows {
-  const uint8_t* src;
-  const int64_t* row_offset;  // [rows] bytes
-  int rows;
-  bool flip;
-  const GemmRun* runs;
-  int num_runs;
-  int64_t first_quad, quads;
-  uint8_t* dst;        // [rows][dst_stride]
-  int64_t dst_stride;  // bytes
-};
-
-struct RnnInput;
-struct RnnStep;
-
-/// A unit that multiplies tiles of 16 rows by 64 bytes of K.
-///
-/// Between `begin` and `end`, on one thread, `multiply` does what `gemm` does on any number of
-/// rows, without `flip`. Each kUnitRows of them lie `src_stride` bytes apart, and all of those are
-/// read, whether they are rows or not. A run has a multiple of 16 quads; a single one may have less
-/// than 16, or be what `gather` writes. `begin` takes the quads of a run.
-struct MatrixUnit {
-  const char* isa;
-  void (*gather)(const GatherRows&);
-  void (*begin)(int64_t quads);
-  void (*multiply)(const GemmTile&, int64_t src_stride, const Epilogue&);
-  void (*end)();
-  /// The kernels of recurrent cells, outside of `begin` and `end`. Quads come in chunks of 16, rows
-  /// are evenly spaced, and kUnitRows of them are read where there are fewer.
-  void (*rnn_input)(const RnnInput&);
-  void (*rnn_step)(const RnnStep&);
 };
 
 /// Up to 16 channels of a matrix of bytes, to be packed: one of the strides is 1.
@@ -453,20 +411,22 @@ struct MomentsRows {
   int32_t *sums, *squares;
 };
 
+struct MatrixUnit;
+
 struct Kernels {
   const char* isa;
   /// Bytes a packed weight byte occupies for `gemm`: 1, or 2 where weights are widened to 16 bits
   /// first.
   int widening;
-  /// What `gemm` leaves to a matrix unit wherever there are rows enough; null without one.
+  /// What `gemm` leaves to a matrix unit (matrix_unit.h) where there are rows enough; null without.
   const MatrixUnit* matrix;
   void (*gemm)(const GemmTile&, const Epilogue&);
-  /// Rows of a tile of `gemm` that has one panel: kTileRows or kTallRows.
-  int tall_rows;
   /// Exact only for panels whose pair bound is at most 128; reads packed weights as they are. Null
   /// where `gemm` already does.
   void (*gemm_narrow)(const GemmTile&, const Epilogue&);
-  /// The same two for small groups: dst[row][n] sums over the inputs of n's group only.
+  /// The same as `gemm` for the panels of several groups; null where `gemm` takes them one by one.
+  void (*gemm_groups)(const GemmTile&, const Epilogue&);
+  /// `gemm` and `gemm_narrow` for small groups: dst[row][n] sums over the inputs of n's group only.
   void (*small_groups)(const GemmTile&, const Epilogue&);
   void (*small_groups_narrow)(const GemmTile&, const Epilogue&);
   /// Widens `bytes` packed weights for `gemm`. Null when `widening` is 1.
@@ -507,7 +467,6 @@ extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx2VnniKernels;
 extern const Kernels kAvx512Kernels;
 extern const Kernels kAvx512VnniKernels;
-extern const MatrixUnit kAmx;
 #endif
 
 }  // namespace torchq

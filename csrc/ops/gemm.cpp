@@ -30,6 +30,42 @@ struct Blocking {
   }
 };
 
+using GemmFn = void (*)(const GemmTile&, const Epilogue&);
+
+bool is_narrow(const GemmProblem& p, const Kernels& tier) { return tier.widening > 1 && p.narrow; }
+
+GemmFn kernel_of(const GemmProblem& p, const Kernels& tier) {
+  const bool narrow = is_narrow(p, tier);
+  if (p.group_quads == 0) return narrow ? tier.gemm_narrow : tier.gemm;
+  if (p.group_quads * kQuad >= kPanel) return tier.gemm_groups;
+  return narrow ? tier.small_groups_narrow : tier.small_groups;
+}
+
+const char* name_of(const GemmProblem& p, const Kernels& tier) {
+  const bool narrow = is_narrow(p, tier);
+  if (p.group_quads == 0) return narrow ? "gemm_narrow" : "gemm";
+  if (p.group_quads * kQuad >= kPanel) return "gemm_groups";
+  return narrow ? "small_groups_narrow" : "small_groups";
+}
+
+/// Quads of a group whose panels `Kernels::gemm_groups` takes together with other groups', else 0.
+int joined_quads(const GemmProblem& p, const Kernels& tier) {
+  const int channels = p.group_channels;
+  const bool joins = tier.gemm_groups != nullptr && p.groups > 1 &&
+                     p.src_group_stride == channels &&
+                     (channels == kPanel || channels == 2 * kPanel);
+  return joins ? channels / kQuad : 0;
+}
+
+/// The same problem, its groups as one.
+GemmProblem join_groups(GemmProblem p, int group_quads) {
+  p.group_quads = group_quads;
+  p.group_channels *= p.groups;
+  p.panels_per_group *= p.groups;
+  p.groups = 1;
+  return p;
+}
+
 /// One thread's share: tiles x blocks.
 class Worker {
  public:
@@ -38,10 +74,8 @@ class Worker {
       : problem_(problem),
         epilogue_(epilogue),
         blocking_(blocking),
-        tile_rows_(problem.tile_rows(tier)) {
-    const bool narrow = tier.widening > 1 && problem.narrow;
-    gemm_ = narrow ? tier.gemm_narrow : tier.gemm;
-    if (problem.group_quads > 0) gemm_ = narrow ? tier.small_groups_narrow : tier.small_groups;
+        gemm_(kernel_of(problem, tier)) {
+    const bool narrow = is_narrow(problem, tier);
     widen_ = narrow ? nullptr : tier.widen;
     widening_ = narrow ? 1 : tier.widening;
     if (widen_ != nullptr) {
@@ -66,27 +100,24 @@ class Worker {
     if (widen_ != nullptr) widen(blocking_.block(problem_, blocks.begin));
     int64_t first = 0;  // first tile of the class
     for (const GemmClass& c : problem_.classes) {
-      const int64_t count = c.tiles(tile_rows_), rows = c.rows();
+      const int64_t count = c.tiles(), rows = c.rows();
       const int64_t begin = std::max(tiles.begin - first, int64_t{0});
       const int64_t end = std::min(tiles.end - first, count);
       if (begin < end) {
-        // Tiles differ by at most one row: 49 rows are 6 6 6 6 5 5 5 5 5.
         RowCursor cursor(c, rows * begin / count);
-        for (int64_t t = begin; t < end; ++t) {
-          const int64_t row = rows * t / count;
-          run_tile(c, cursor, static_cast<int>(rows * (t + 1) / count - row), blocks);
+        for (int64_t t = begin; t < end;) {
+          const int64_t next = std::min(t + kGemmRows / kTileRows, end);
+          run_rows(c, cursor, static_cast<int>(rows * next / count - rows * t / count), blocks);
+          t = next;
         }
       }
       first += count;
     }
   }
 
-  void run_tile(const GemmClass& c, RowCursor& cursor, int rows, Range blocks) {
-    int64_t src_offset[kSmallGroupRows], dst_offset[kSmallGroupRows];
-    for (int r = 0; r < rows; ++r, cursor.next()) {
-      src_offset[r] = cursor.src();
-      dst_offset[r] = c.dst_base + cursor.dst();
-    }
+  void run_rows(const GemmClass& c, RowCursor& cursor, int rows, Range blocks) {
+    int64_t src_offset[kGemmRows], dst_offset[kGemmRows];
+    cursor.next(rows, src_offset, dst_offset);
     GemmTile tile{};
     tile.row_offset = src_offset;
     tile.dst_offset = dst_offset;
@@ -121,41 +152,17 @@ class Worker {
   const GemmProblem& problem_;
   const Epilogue& epilogue_;
   const Blocking blocking_;
-  const int tile_rows_;
-  void (*gemm_)(const GemmTile&, const Epilogue&);
+  const GemmFn gemm_;
   void (*widen_)(const int8_t*, int64_t, int8_t*);
   int widening_;
   int8_t* widened_ = nullptr;
   ScratchFrame scratch_;
 };
 
-}  // namespace
-
-void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier, OpTrace& trace) {
-  const bool narrow = tier.widening > 1 && p.narrow;
-  trace.ran(tier, p.group_quads > 0           ? (narrow ? "small_groups_narrow" : "small_groups")
-                  : uses_matrix_unit(p, tier) ? "gemm_matrix"
-                  : narrow                    ? "gemm_narrow"
-                                              : "gemm");
-  if (explains()) {
-    rejects("gemm_matrix", why_not_matrix_unit(p, tier));
-    if (tier.widening > 1 && !p.narrow) {
-      rejects("gemm_narrow", "adjacent weights of one sign add up to more than 128");
-    }
-    if (epilogue.mode == Epilogue::kChain) {
-      rejects("folded epilogue",
-              "the post-ops are more than sums, linears, adds and muls and one relu or clip");
-    }
-  }
-  run_gemm(p, epilogue, tier);
-}
-
-void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier) {
-  if (uses_matrix_unit(p, tier)) return run_on_matrix_unit(p, epilogue, *tier.matrix);
-  const bool narrow = tier.widening > 1 && p.narrow;
+void run_on_vectors(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier) {
   int64_t tiles = 0, row_quads = 0;
   for (const GemmClass& c : p.classes) {
-    tiles += c.tiles(p.tile_rows(tier));
+    tiles += c.tiles();
     row_quads += c.rows() * c.quads();
   }
   const int64_t panels = int64_t{p.groups} * p.panels_per_group;
@@ -163,13 +170,15 @@ void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tie
   const bool large_weights = panels * p.panel_bytes > kResidentWeightBytes;
   // Few rows or large weights: each thread takes its own channels, whose weights stay in its cache.
   // Not of small groups, whose last two panels may share channels.
+  const int group_panels = std::max(p.group_quads * kQuad / kPanel, 1);
   const bool split_blocks =
-      threads > 1 && p.group_quads == 0 && (large_weights || tiles < 4 * threads);
-  const bool blocks_outer = large_weights || (tier.widen != nullptr && !narrow);
+      threads > 1 && p.group_quads * kQuad % kPanel == 0 && (large_weights || tiles < 4 * threads);
+  const bool blocks_outer = large_weights || (tier.widen != nullptr && !is_narrow(p, tier));
   Blocking blocking{};
   blocking.block_panels = blocks_outer || split_blocks ? kBlockPanels : p.panels_per_group;
   if (split_blocks && panels < int64_t{threads} * kBlockPanels) {
-    blocking.block_panels = static_cast<int>(std::max<int64_t>(1, panels / threads));
+    blocking.block_panels =
+        std::max(static_cast<int>(panels) / threads / group_panels, 1) * group_panels;
   }
   blocking.block_panels = std::min(blocking.block_panels, p.panels_per_group);
   blocking.per_group = (p.panels_per_group + blocking.block_panels - 1) / blocking.block_panels;
@@ -182,6 +191,31 @@ void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tie
     worker.run(part_of(tiles, tile_parts, i / block_parts),
                part_of(blocks, block_parts, i % block_parts), blocks_outer);
   });
+}
+
+}  // namespace
+
+void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier, OpTrace& trace) {
+  const bool matrix = uses_matrix_unit(p, tier);
+  const int joined = matrix ? 0 : joined_quads(p, tier);
+  trace.ran(tier, matrix ? "gemm_matrix" : joined > 0 ? "gemm_groups" : name_of(p, tier));
+  if (explains()) {
+    rejects("gemm_matrix", why_not_matrix_unit(p, tier));
+    if (tier.widening > 1 && !p.narrow) {
+      rejects("gemm_narrow", "adjacent weights of one sign add up to more than 128");
+    }
+    if (epilogue.mode == Epilogue::kChain) {
+      rejects("folded epilogue",
+              "the post-ops are more than sums, linears, adds and muls and one relu or clip");
+    }
+  }
+  if (joined > 0) return run_on_vectors(join_groups(p, joined), epilogue, tier);
+  run_gemm(p, epilogue, tier);
+}
+
+void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier) {
+  if (uses_matrix_unit(p, tier)) return run_on_matrix_unit(p, epilogue, *tier.matrix);
+  run_on_vectors(p, epilogue, tier);
 }
 
 const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,

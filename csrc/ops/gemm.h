@@ -44,7 +44,7 @@ struct GemmClass {
   const int32_t* acc_init;  // [groups][panels_per_group * 16]
 
   int64_t rows() const { return size[0] * size[1] * size[2] * size[3]; }
-  int64_t tiles(int tile_rows) const { return (rows() + tile_rows - 1) / tile_rows; }
+  int64_t tiles() const { return (rows() + kTileRows - 1) / kTileRows; }
   int64_t quads() const {
     int64_t sum = 0;
     for (const GemmRun& run : runs) sum += run.quads;
@@ -63,14 +63,9 @@ struct GemmProblem {
   int panels_per_group;
   /// Every pair of adjacent weights keeps 16-bit sums exact.
   bool narrow;
-  /// Of small groups (GemmTile), which are one group here; else 0.
+  /// Of groups that share tiles (GemmTile), and are one group here; else 0.
   int group_quads;
   c10::SmallVector<GemmClass, 9> classes;
-
-  int tile_rows(const Kernels& tier) const {
-    if (group_quads > 0) return kSmallGroupRows;
-    return panels_per_group == 1 ? tier.tall_rows : kTileRows;
-  }
 
   int64_t rows() const {
     int64_t sum = 0;

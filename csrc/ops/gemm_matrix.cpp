@@ -4,6 +4,7 @@
 // or a 1x1 convolution, or 16 after 16 along a destination row.
 #include <algorithm>
 
+#include "../kernels/matrix_unit.h"
 #include "../parallel.h"
 #include "gemm.h"
 #include "gemm_rows.h"
@@ -113,7 +114,7 @@ class MatrixWorker {
     unit_.begin(c.runs[0].quads);
     for (int64_t row = rows.begin; row < rows.end; row += most) {
       const int64_t count = std::min(most, rows.end - row);
-      fill(RowCursor(c, row), c, count, src_offset, dst_offset);
+      RowCursor(c, row).next(count, src_offset, dst_offset);
       multiply(c, {problem_.src + c.src_base, src_offset, dst_offset, count, row_step(c), c.runs},
                panels);
     }
@@ -137,7 +138,7 @@ class MatrixWorker {
       for (int64_t r = row; r < std::min(row + most, end); ++r) {
         for (int64_t i = 0; i < per_row; ++i, count += kUnitRows) {
           const int64_t x = std::min(i * kUnitRows, width - kUnitRows);
-          fill(RowCursor(c, r * width + x), c, kUnitRows, src_offset + count, dst_offset + count);
+          RowCursor(c, r * width + x).next(kUnitRows, src_offset + count, dst_offset + count);
         }
       }
       multiply(c,
@@ -165,7 +166,7 @@ class MatrixWorker {
     unit_.begin(span.quads);
     for (int64_t row = rows.begin; row < rows.end; row += most) {
       const int64_t count = std::min(most, rows.end - row);
-      fill(RowCursor(c, row), c, count, src_offset, dst_offset);
+      RowCursor(c, row).next(count, src_offset, dst_offset);
       for_each_group(panels, [&](int group, Range part) {
         unit_.gather({problem_.src + c.src_base + group * problem_.src_group_stride, src_offset,
                       static_cast<int>(count), problem_.flip, c.runs.data(),
@@ -175,14 +176,6 @@ class MatrixWorker {
       });
     }
     unit_.end();
-  }
-
-  static void fill(RowCursor cursor, const GemmClass& c, int64_t rows, int64_t* src_offset,
-                   int64_t* dst_offset) {
-    for (int64_t i = 0; i < rows; ++i, cursor.next()) {
-      src_offset[i] = cursor.src();
-      dst_offset[i] = c.dst_base + cursor.dst();
-    }
   }
 
   /// body(group, its panels) for panels counted through all groups.

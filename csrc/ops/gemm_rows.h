@@ -2,6 +2,8 @@
 // How the two ways to run a gemm walk its rows and keep its weights.
 #pragma once
 
+#include <algorithm>
+
 #include "gemm.h"
 
 namespace torchq {
@@ -12,7 +14,7 @@ constexpr int64_t kResidentWeightBytes = 512 * 1024;
 /// Why `run_gemm` does not take the tier's matrix unit; null where it does.
 const char* why_not_matrix_unit(const GemmProblem& problem, const Kernels& tier);
 
-/// Steps through a class's rows in order, yielding source and destination offsets.
+/// Steps through a class's rows in order.
 class RowCursor {
  public:
   RowCursor(const GemmClass& c, int64_t row) : class_(c) {
@@ -23,20 +25,38 @@ class RowCursor {
       dst_ += index_[d] * c.dst_stride[d];
     }
   }
-  int64_t src() const { return src_; }
-  int64_t dst() const { return dst_; }
-  void next() {
-    for (int d = 3; d >= 0; --d) {
-      src_ += class_.src_stride[d];
-      dst_ += class_.dst_stride[d];
-      if (++index_[d] < class_.size[d]) return;
+  /// The next `rows` rows: where each starts, and where its result goes. A run of rows along the
+  /// last dimension at a time, since small layers would wait for a step that looks at them all.
+  void next(int64_t rows, int64_t* src_offset, int64_t* dst_offset) {
+    while (rows > 0) {
+      const int64_t count = std::min(rows, class_.size[3] - index_[3]);
+      const int64_t src_stride = class_.src_stride[3], dst_stride = class_.dst_stride[3];
+      const int64_t src = src_, dst = class_.dst_base + dst_;
+      for (int64_t i = 0; i < count; ++i) {
+        src_offset[i] = src + i * src_stride;
+        dst_offset[i] = dst + i * dst_stride;
+      }
+      advance(count);
+      src_offset += count;
+      dst_offset += count;
+      rows -= count;
+    }
+  }
+
+ private:
+  /// `count` steps along the last dimension, which end there or before.
+  void advance(int64_t count) {
+    for (int d = 3; d >= 0; --d, count = 1) {
+      src_ += count * class_.src_stride[d];
+      dst_ += count * class_.dst_stride[d];
+      index_[d] += count;
+      if (index_[d] < class_.size[d]) return;
       src_ -= class_.size[d] * class_.src_stride[d];
       dst_ -= class_.size[d] * class_.dst_stride[d];
       index_[d] = 0;
     }
   }
 
- private:
   const GemmClass& class_;
   int64_t index_[4];
   int64_t src_ = 0, dst_ = 0;

@@ -27,16 +27,32 @@ Source pad(const char* op, ScratchFrame& scratch, const Source& s, int32_t zero_
     bytes *= factor;
   }
   uint8_t* data = scratch.take<uint8_t>(bytes);
-  std::memset(data, static_cast<uint8_t>(zero_point),
-              static_cast<size_t>(s.batch * padded.image_bytes()));
   const Window& w = s.window;
-  for (int64_t row = 0; row < s.batch * s.size[0] * s.size[1]; ++row) {
-    const int64_t n = row / (s.size[0] * s.size[1]), d = row / s.size[1] % s.size[0],
-                  h = row % s.size[1];
-    std::memcpy(data + n * padded.image_bytes() + (d + w.pad_begin[0]) * padded.pitch(0) +
-                    (h + w.pad_begin[1]) * padded.pitch(1) + w.pad_begin[2] * padded.pitch(2),
-                s.data + row * s.pitch(1), static_cast<size_t>(s.pitch(1)));
+  uint8_t* dst = data;
+  const uint8_t* src = s.data;
+  int64_t gap = 0;  // zero points before the next row of src
+  const auto fill_gap = [&] {
+    std::memset(dst, static_cast<uint8_t>(zero_point), static_cast<size_t>(gap));
+    dst += gap;
+    gap = 0;
+  };
+  for (int64_t n = 0; n < s.batch; ++n) {
+    gap += w.pad_begin[0] * padded.pitch(0);
+    for (int64_t d = 0; d < s.size[0]; ++d) {
+      gap += w.pad_begin[1] * padded.pitch(1);
+      for (int64_t h = 0; h < s.size[1]; ++h) {
+        gap += w.pad_begin[2] * s.channels;
+        fill_gap();
+        std::memcpy(dst, src, static_cast<size_t>(s.pitch(1)));
+        dst += s.pitch(1);
+        src += s.pitch(1);
+        gap += w.pad_end[2] * s.channels;
+      }
+      gap += w.pad_end[1] * padded.pitch(1);
+    }
+    gap += w.pad_end[0] * padded.pitch(0);
   }
+  fill_gap();
   padded.data = data;
   return padded;
 }

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <new>
 
+#include "../kernels/matrix_unit.h"
+
 namespace torchq {
 namespace {
 

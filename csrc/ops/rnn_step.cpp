@@ -2,6 +2,7 @@
 // The steps of a recurrent layer's direction: Note [Recurrent layers] in rnn.h.
 #include <algorithm>
 
+#include "../kernels/matrix_unit.h"
 #include "rnn_direction.h"
 
 namespace torchq {
