@@ -98,8 +98,11 @@ TORCHQ_NOINLINE void dot_pixels(const DepthwiseChunk<Isa>& chunk, const uint8_t*
         words[half][b] = Isa::pack_words(y[0][b], y[kParts - 1][b]);
       }
     }
+    const ByteFinish finish = byte_finish(chunk, e);
+    uint8_t* const pixel = static_cast<uint8_t*>(e.dst);
     TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) {
-      finish_words<Isa>(chunk, e, dst, b, words[0][b], words[1][b]);
+      finish_words<Isa>(finish, pixel + b * dst.step, dst.offset, chunk.split, words[0][b],
+                        words[1][b]);
     }
   } else {
     alignas(64) int32_t tile[kPixels][kVectors][kPanel];

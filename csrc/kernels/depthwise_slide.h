@@ -18,19 +18,30 @@ struct DepthwiseDst {
   int64_t step;       // elements between pixels
 };
 
+/// How words become the bytes of a folded epilogue. Held by value, since stores of bytes could
+/// alias what is behind a reference.
+struct ByteFinish {
+  bool is_signed, clamp;
+  const uint8_t *lo, *hi;  // vectors of bounds
+  int count;               // bytes of each row
+};
+
+template <class Isa>
+TORCHQ_INLINE ByteFinish byte_finish(const DepthwiseChunk<Isa>& chunk, const Epilogue& e) {
+  return {e.dst_dtype == DType::s8, e.clamp, chunk.lo, chunk.hi, chunk.count};
+}
+
 /// Two vectors of words, in lane order, to the bytes of one pixel of `split` rows.
 template <class Isa>
-TORCHQ_INLINE void finish_words(const DepthwiseChunk<Isa>& chunk, const Epilogue& e,
-                                const DepthwiseDst& dst, int64_t pixel, typename Isa::Bytes low,
-                                typename Isa::Bytes high) {
-  const bool is_signed = e.dst_dtype == DType::s8;
-  auto bytes = Isa::pack_bytes(low, high, is_signed);
-  if (e.clamp) {
-    bytes = Isa::max_bytes(bytes, Isa::set_bytes(chunk.lo), is_signed);
-    bytes = Isa::min_bytes(bytes, Isa::set_bytes(chunk.hi), is_signed);
+TORCHQ_INLINE void finish_words(const ByteFinish& f, uint8_t* pixel, const int64_t* offset,
+                                int split, typename Isa::Bytes low, typename Isa::Bytes high) {
+  auto bytes = Isa::pack_bytes(low, high, f.is_signed);
+  if (f.clamp) {
+    constexpr int kBytes = sizeof bytes;
+    bytes = Isa::max_bytes(bytes, Isa::load_channels(f.lo, kBytes), f.is_signed);
+    bytes = Isa::min_bytes(bytes, Isa::load_channels(f.hi, kBytes), f.is_signed);
   }
-  uint8_t* first = static_cast<uint8_t*>(e.dst) + pixel * dst.step;
-  Isa::store_rows(first, dst.offset, chunk.split, bytes, chunk.count);
+  Isa::store_rows(pixel, offset, split, bytes, f.count);
 }
 
 /// `pixels` destinations of a row from x on, or of two neighboring rows when kPairs.
@@ -113,6 +124,12 @@ struct Slide {
     const int64_t src_step = d.channels, src_pixels = d.src_pixels;
     const uint8_t* const padding = d.padding + chunk.channel;
     const int count = chunk.count;
+    const ByteFinish finish = byte_finish(chunk, e);
+    int64_t offset[kDst][kSplit];
+    TORCHQ_UNROLL for (int r = 0; r < kDst; ++r) {
+      TORCHQ_UNROLL for (int s = 0; s < kSplit; ++s) offset[r][s] = dst[r].offset[s];
+    }
+    uint8_t* pixel = static_cast<uint8_t*>(e.dst);
     const int8_t* const weight = chunk.weight + kHalf * kParts * kSteps * 64;
     Columns kept[kDst];
     Params params;
@@ -141,7 +158,7 @@ struct Slide {
       const bool inside = static_cast<uint64_t>(next) < static_cast<uint64_t>(src_pixels);
       load_column<kHalf>(rows, padding, src_step, count, next, inside, columns[j]);
     }
-    for (int64_t i = 0; i < pixels; ++i) {
+    for (int64_t i = 0; i < pixels; ++i, pixel += src_step) {
       if constexpr (kWhole) load_params();  // no registers are left to keep them in
       TORCHQ_UNROLL for (int j = kNew; j < kSlideWidth; ++j, ++next) {
         const bool inside = static_cast<uint64_t>(next) < static_cast<uint64_t>(src_pixels);
@@ -152,11 +169,12 @@ struct Slide {
         const Bytes word = dot_columns(columns, kept[r], row_weight, params, 0);
         if constexpr (kWhole) {
           const Bytes high = dot_columns(columns, kept[r], row_weight, params, kParts / 2);
-          finish_words<Isa>(chunk, e, dst[r], i, word, high);
+          finish_words<Isa>(finish, pixel, offset[r], kSplit, word, high);
         } else if constexpr (kHalf == 0) {
           Isa::store_channels(words, word, sizeof(Bytes));
         } else {
-          finish_words<Isa>(chunk, e, dst[r], i, Isa::load_channels(words, sizeof(Bytes)), word);
+          finish_words<Isa>(finish, pixel, offset[r], kSplit,
+                            Isa::load_channels(words, sizeof(Bytes)), word);
         }
       }
       TORCHQ_UNROLL for (int j = 0; j < kNew; ++j) {

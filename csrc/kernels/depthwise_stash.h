@@ -51,14 +51,14 @@ struct DepthwiseChunk {
   alignas(64) int32_t acc_init[kVectors][kPanel];
   alignas(64) float multiplier[kVectors][kPanel];
   alignas(64) float offset[kVectors][kPanel];
-  int split;    // rows that share a vector
-  int width;    // bytes of each row in it, a power of 2
-  int channel;  // first
-  int count;    // channels of each row that exist
+  alignas(64) uint8_t lo[64], hi[64];  // bounds of the folded epilogue, as bytes
+  int split;                           // rows that share a vector
+  int width;                           // bytes of each row in it, a power of 2
+  int channel;                         // first
+  int count;                           // channels of each row that exist
   int quads;
   /// A second set of weights, one row lower, serves the next destination row from the same stash.
   bool paired;
-  int lo, hi;            // bounds of the folded epilogue, as bytes
   int8_t* weight;        // [1 or 2][quads][kVectors][kSteps][64]
   int64_t weight_bytes;  // of one set
   uint8_t* stash;        // [bands][columns][kVectors][64]
@@ -146,8 +146,8 @@ void fill_chunk(const DepthwiseLayer& d, const Epilogue& e, bool fold, Depthwise
   if (fold) {
     copy(e.multiplier, chunk->multiplier);
     copy(e.offset, chunk->offset);
-    chunk->lo = byte_bound<Isa>(e.lo_scalar, e.dst_dtype);
-    chunk->hi = byte_bound<Isa>(e.hi_scalar, e.dst_dtype);
+    memset(chunk->lo, byte_bound<Isa>(e.lo_scalar, e.dst_dtype), sizeof chunk->lo);
+    memset(chunk->hi, byte_bound<Isa>(e.hi_scalar, e.dst_dtype), sizeof chunk->hi);
   }
   const auto store = [&](int8_t* dst) {
     for (int v = 0; v < kVectors; ++v, dst += kSteps * 64) {
