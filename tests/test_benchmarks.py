@@ -247,7 +247,7 @@ def test_line_from_the_command_line() -> None:
         ("torchq,exec,conv,uint8[1, 1, 1] -> uint8[1, 1, 1],gemm:avx2,0.1", "do not fit"),
         (
             "torchq,exec,linear,uint8[2, 3] -> uint8[2, 4] post_ops:relu,gemm:avx2,0.1",
-            "post_ops",
+            "got 'relu': post-op must be",
         ),
     ],
 )

@@ -115,8 +115,10 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
           const Pooling& pooling, const c10::SmallVector<Real, 4>& params, const RealArgs& real,
           const at::Tensor& dst) {
   trace.ran(tier, pooling.kernel);
-  trace.describe(
-      [&] { return describe_call({src.tensor}, dst, "post_ops:" + std::string(real.post_ops)); });
+  trace.describe([&] {
+    const std::string chain(real.post_ops);
+    return describe_call({src.tensor}, dst, chain.empty() ? "" : "post_ops:" + chain);
+  });
   std::optional<RealOutput> out;
   if (!params.empty()) {
     out.emplace(RealOutput::Args{pooling.kernel, tier, params[1], real.post_ops, real.post_op_srcs},

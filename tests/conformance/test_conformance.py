@@ -89,6 +89,20 @@ def test_an_int32_bias_is_in_accumulator_units() -> None:
     assert torch.equal(theirs.double(), acc / 512 + bias)
 
 
+def test_a_comparison_behind_an_average_of_onednn_is_wrong() -> None:
+    """oneDNN 3.2 compares the first 16 channels only."""
+    src = torch.randint(0, 256, (1, 48, 8, 8), dtype=torch.uint8)
+    attr = Attr().set_post_ops(PostOps.parse("binary_gt:0", [torch.tensor([100.0])]))
+    expected = (F.avg_pool2d(src.double(), 2) > 100).to(torch.uint8)
+    assert torch.equal(TF.avg_pool(src, 2, 2, 0, attr=attr), expected)
+    asked = {"post_ops": "binary_gt:0", "post_op_tensors": [torch.tensor([100.0])]}
+    with started(max_isa="AVX512_CORE_VNNI") as peer:
+        theirs = peer.pooling(src, "avg_include_padding", 2, **asked)
+        assert peer.implementation.startswith("jit_int")
+    right = theirs == expected
+    assert right[:, :16].all() and not right[:, 16:].all()
+
+
 def test_a_sum_behind_an_eltwise_of_onednn_is_left_out() -> None:
     """oneDNN 3.2 takes the post-op and ignores it, so the cases have none."""
     src = torch.randint(0, 100, (2, 3, 4, 5), dtype=torch.uint8)
