@@ -145,13 +145,15 @@ inline int32_t zero_point_of(const char* op, const char* arg, const std::optiona
 
 /// "uint8[8, 64] -> float32[8, 10] post_ops:eltwise_relu" for the verbose line.
 inline std::string describe_call(at::TensorList srcs, const at::Tensor& dst,
-                                 const std::string& attributes = "") {
+                                 const std::string& attributes = "",
+                                 c10::string_view post_ops = {}) {
   std::string text;
   for (const at::Tensor& src : srcs) {
     text += (text.empty() ? "" : " ") + c10::str(dtype_name(src.scalar_type()), src.sizes());
   }
   return c10::str(text, " -> ", dtype_name(dst.scalar_type()), dst.sizes(),
-                  attributes.empty() ? "" : " ", attributes);
+                  attributes.empty() ? "" : " ", attributes,
+                  post_ops.empty() ? "" : " post_ops:", post_ops);
 }
 
 }  // namespace torchq

@@ -92,6 +92,13 @@ void EpilogueBuilder::add_weight_zero_point(const Args& args, const at::Tensor& 
   const at::Tensor& sums = *args.row_sums;
   check_param(op, "weight_zero_point", zero_point, at::kInt);
   check_numel(op, "weight_zero_point", zero_point, args.channels);
+  const int32_t* points = zero_point.const_data_ptr<int32_t>();
+  for (int64_t n = 0; n < args.channels; ++n) {
+    TORCH_CHECK_VALUE(
+        points[n] >= -128 && points[n] <= 127, "torchq.", op,
+        ": weight_zero_point must lie in [-128, 127], the range of packed weights, got ", points[n],
+        " at index ", n, ". Subtract 128 from those of uint8 weights.");
+  }
   TORCH_CHECK_TYPE(sums.scalar_type() == at::kInt, "torchq.", op, ": row_sums must be int32, got ",
                    dtype_name(sums.scalar_type()),
                    ". Pass the raw sums of the op with weights of 1.");
@@ -103,8 +110,7 @@ void EpilogueBuilder::add_weight_zero_point(const Args& args, const at::Tensor& 
                     ": row_sums must have shape ", c10::IntArrayRef(sizes), ", got ", sums.sizes(),
                     ". There is one sum per row and group; left out, the op computes them.");
   srcs_.push_back(sums.movedim(static_cast<int64_t>(channel_dim), -1).contiguous());
-  subtract(srcs_.back().const_data_ptr<int32_t>(), zero_point.const_data_ptr<int32_t>(),
-           args.channels, args.groups);
+  subtract(srcs_.back().const_data_ptr<int32_t>(), points, args.channels, args.groups);
 }
 
 void EpilogueBuilder::read(const Args& args, const at::Tensor& dst) {
@@ -174,7 +180,7 @@ void EpilogueBuilder::add_source(const Args& args, const at::Tensor& dst, DType 
   const size_t i = sums_.size();
   const at::Tensor& src = args.post_op_srcs[i];
   check_post_op_src(args.op, args.post_ops, i, src, expected, sizes, dst, zero_point);
-  if (src.strides() == dst.strides()) {
+  if (src.sizes() == dst.sizes() && src.strides() == dst.strides()) {
     srcs_.push_back(src);
   } else {
     srcs_.push_back(at::empty_like(dst, src.options()).copy_(src.expand(dst.sizes())));

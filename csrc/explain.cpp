@@ -37,8 +37,7 @@ std::string describe_layer(const EpilogueBuilder::Args& args, const at::Tensor& 
                      has_src_zero_point && has_weight_zero_point ? "+" : "",
                      has_weight_zero_point ? weights : "");
   }
-  if (!args.post_ops.empty()) text += c10::str(" post_ops:", args.post_ops);
-  return describe_call(srcs, dst, text.empty() ? text : text.substr(1));
+  return describe_call(srcs, dst, text.empty() ? text : text.substr(1), args.post_ops);
 }
 
 }  // namespace torchq

@@ -168,3 +168,27 @@ def test_bounds_made_by_hand_give_the_same_bits_on_every_path(bad: float):
             with torchq.use_isa(tier):
                 results.append(call.run(post_op_params=params))
         assert all(torch.equal(results[0], result) for result in results[1:])
+
+
+@pytest.mark.parametrize("groups", [1, 16])
+def test_operands_with_the_strides_of_dst_broadcast(isa: str, groups: int) -> None:
+    """One image for all: its strides are those of dst, its size is not."""
+    src, weight = random_q((3, 16, 4, 4), U8), random_q((16, 16 // groups, 1, 1), S8)
+    operand = torch.randn(1, 16, 4, 4)
+    attr = Attr().set_scales("src", 0, 0.01).set_post_ops(PostOps.parse("binary_add:14:f32"))
+    dst = [
+        TF.conv2d(src, weight, attr=attr, groups=groups, dst_dtype=F32, post_op_srcs=[given])
+        for given in (operand, operand.contiguous(memory_format=torch.channels_last))
+    ]
+    assert torch.equal(dst[0], dst[1])
+
+
+def test_operands_of_rows_with_the_strides_of_dst_broadcast(isa: str) -> None:
+    src, weight = random_q((3, 8, 20), U8), random_q((16, 20), S8)
+    rows = torch.randn(3, 8, 16)[..., :1]
+    attr = Attr().set_scales("src", 0, 0.01).set_post_ops(PostOps.parse("binary_add:1:f32"))
+    dst = [
+        TF.linear(src, weight, attr=attr, dst_dtype=F32, post_op_srcs=[given])
+        for given in (rows, rows.contiguous())
+    ]
+    assert torch.equal(dst[0], dst[1])

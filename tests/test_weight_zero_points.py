@@ -212,9 +212,27 @@ def test_errors():
         ((zero, sums[:1]), ValueError, r"row_sums must have shape \[2, 1\]"),
         ((zero, sums.float()), TypeError, "row_sums must be int32"),
         ((zero.float(), sums), TypeError, "weight_zero_point must be int32"),
+        ((zero * 128, sums), ValueError, r"must lie in \[-128, 127\].*got 128 at index 0"),
     ):
         with pytest.raises(error, match=message):
             ops.linear(src, *tensors, *raw, *pair)
+
+
+@pytest.mark.parametrize("shape", [LINEAR[0], CONV[0], DECONV[0]], ids=str)
+def test_the_op_refuses_longer_sums_with_zero_points(shape):
+    """What 65793 products may be without: the op has no packing of its own to ask."""
+    k = 33025 + 1
+    zero = torch.zeros(1, dtype=S32)
+    if isinstance(shape, LinearShape):
+        shape = LinearShape(1, 1, k)
+    elif isinstance(shape, DeconvShape):
+        shape = deconv("long", (k, 1), (1,), 1)
+    else:
+        shape = ConvShape(1, k, 1, (1,), (1,), (1,), (0,), (0,), (1,), 1, "long")
+    op, args = op_arguments(shape, zero)
+    op(*args[:-1])
+    with pytest.raises(ValueError, match="more than 33025"):
+        op(*args)
 
 
 # Modules

@@ -251,7 +251,7 @@ void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpT
 }
 
 void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation,
-                  const ConvPacking& p, c10::IntArrayRef geometry, int64_t taps) {
+                  const ConvPacking& p, c10::IntArrayRef geometry, int64_t taps, int64_t most) {
   check_param(kOp, "weight", weight, at::kChar);
   check_param(kOp, "compensation", compensation, at::kInt);
   const int64_t comp_taps = p.form == ConvPacking::kDepthwise ? 1 : p.taps;
@@ -261,8 +261,8 @@ void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Ten
       ", which needs weight ", c10::IntArrayRef(p.packed_sizes()), " with compensation [",
       comp_taps, ", ", compensation.size(1), "]; got ", weight.sizes(), " and ",
       compensation.sizes(), ". Pack it with torchq.ops.pack_conv for these groups and dilation.");
-  TORCH_CHECK_VALUE(p.group_inputs / p.merged * taps <= kMaxReduction, "torchq.conv: weight ",
-                    weight.sizes(), " sums more than ", kMaxReduction,
+  TORCH_CHECK_VALUE(p.group_inputs / p.merged * taps <= most, "torchq.conv: weight ",
+                    weight.sizes(), " sums more than ", most,
                     " products, which could overflow int32. Split the layer along its inputs.");
 }
 
@@ -305,7 +305,8 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   const int64_t channels = compensation.size(1);
   const ConvPacking packing = conv_packing(channels, src.channels / groups, groups,
                                            {window.kernel, 3}, {window.dilation, 3});
-  check_weight(src_arg, weight, compensation, packing, geometry, window.taps());
+  check_weight(src_arg, weight, compensation, packing, geometry, window.taps(),
+               weight_zero_point.has_value() ? kMaxReductionWithZeroPoint : kMaxReduction);
   if (acc_bias.has_value()) {
     check_param(kOp, "acc_bias", *acc_bias, at::kInt);
     check_numel(kOp, "acc_bias", *acc_bias, channels);

@@ -351,9 +351,9 @@ at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
     met *= taps_per_phase(window.kernel[d], window.stride[d], window.dilation[d]);
     output[d] = layer.axes[d].dst_size;
   }
-  TORCH_CHECK_VALUE(group_inputs == 0 || met <= kMaxReduction / group_inputs,
-                    "torchq.conv_transpose: weight ", weight.sizes(), " sums more than ",
-                    kMaxReduction,
+  const int64_t most = weight_zero_point.has_value() ? kMaxReductionWithZeroPoint : kMaxReduction;
+  TORCH_CHECK_VALUE(group_inputs == 0 || met <= most / group_inputs,
+                    "torchq.conv_transpose: weight ", weight.sizes(), " sums more than ", most,
                     " products, which could overflow int32. Split the layer along its inputs.");
   at::Tensor dst = empty_channels_last(
       src.batch, channels, {output + 3 - src.spatial_dims, static_cast<size_t>(src.spatial_dims)},

@@ -59,7 +59,7 @@ at::Tensor eltwise(const at::Tensor& src, const at::Tensor& scales, const at::Te
   const Real &from = params[0], &to = params[1];
   at::Tensor dst = at::empty_like(src, src.options().dtype(scalar_type(to.dtype)));
   const RealOutput out({"eltwise", tier, to, post_ops, post_op_srcs}, dst);
-  trace.describe([&] { return describe_call({src}, dst, "post_ops:" + std::string(post_ops)); });
+  trace.describe([&] { return describe_call({src}, dst, "", post_ops); });
   if (is_int8(from.dtype) && is_int8(to.dtype) && out.is_map()) {
     trace.ran(tier, "lookup");
     alignas(64) uint8_t bytes[256], table[256];

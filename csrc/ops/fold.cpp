@@ -182,6 +182,10 @@ void set_dst_zero_points(Problem* p, const std::optional<at::Tensor>& given) {
   }
   check_param(p->op, "dst_zero_point", *given, at::kInt);
   check_numel(p->op, "dst_zero_point", *given, p->channels);
+  if (p->channels == 0) {
+    p->dst_zero_points = {0};
+    return;
+  }
   const auto [lo, hi] = zero_point_range(p->dst_dtype);
   const int32_t* values = given->const_data_ptr<int32_t>();
   for (int64_t n = 0; n < p->channels; ++n) {

@@ -17,7 +17,7 @@ namespace {
 constexpr const char* kOp = "linear";
 
 void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation,
-                  int64_t in_features) {
+                  int64_t in_features, int64_t most) {
   TORCH_CHECK_VALUE(src.dim() >= 1, "torchq.linear: src must have at least one dimension, got a ",
                     "scalar. Pass (*, in_features).");
   check_param(kOp, "weight", weight, at::kChar);
@@ -33,8 +33,10 @@ void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Ten
   TORCH_CHECK_VALUE(k == in_features, "torchq.linear: src must have ", in_features,
                     " features, got ", k, " in src ", src.sizes(),
                     ". Check the layer's in_features.");
-  TORCH_CHECK_VALUE(weight.size(2) == (k + kQuad - 1) / kQuad && k <= kMaxReduction,
-                    "torchq.linear: src has ", k, " features but weight was packed for ",
+  TORCH_CHECK_VALUE(k <= most, "torchq.linear: weight sums ", k, " products, more than ", most,
+                    ", which could overflow int32. Split the layer along its inputs.");
+  TORCH_CHECK_VALUE(weight.size(2) == (k + kQuad - 1) / kQuad, "torchq.linear: src has ", k,
+                    " features but weight was packed for ",
                     std::max<int64_t>(weight.size(2) * kQuad - 3, 0), " to ",
                     weight.size(2) * kQuad, "; got src ", src.sizes(), ", weight ", weight.sizes(),
                     ". Check the layer's in_features.");
@@ -62,7 +64,8 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
   OpTrace trace(kOp);
   const Kernels& tier = kernels();
   const DType src_dtype = check_src(kOp, "src", src_arg);
-  check_weight(src_arg, weight, compensation, in_features);
+  check_weight(src_arg, weight, compensation, in_features,
+               weight_zero_point.has_value() ? kMaxReductionWithZeroPoint : kMaxReduction);
   const int32_t zero_point = zero_point_of(kOp, "src_zero_point", src_zero_point, src_dtype);
   const DType dst_type = dst_dtype_of(kOp, dst_dtype);
   const int64_t n = compensation.size(1), k = src_arg.size(-1);

@@ -376,8 +376,7 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
     epilogue.subtract(mm.row_terms + (mm.groups - 1) * mm.rows,
                       mm.weight_zero_points + (mm.groups - 1) * n, n, 1);
   }
-  trace.describe(
-      [&] { return describe_call({src_arg, weight_arg}, dst, c10::str("post_ops:", post_ops)); });
+  trace.describe([&] { return describe_call({src_arg, weight_arg}, dst, "", post_ops); });
   trace.ran(tier, "gemm");
   at::Tensor src = with_unit_stride(src_arg, false);
   if (mm.group_k() % kQuad != 0) src = copy_for_overread(scratch, src);

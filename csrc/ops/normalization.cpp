@@ -32,7 +32,7 @@ at::Tensor softmax(const at::Tensor& src, int64_t dim, bool logarithmic, const a
   const at::Tensor dense = at::detail::empty_cpu(rows.sizes(), scalar_type(params[1].dtype));
   const at::Tensor dst = dense.movedim(-1, dim);
   const RealOutput out({"softmax", tier, params[1], post_ops, post_op_srcs}, dst);
-  trace.describe([&] { return describe_call({src}, dst, "post_ops:" + std::string(post_ops)); });
+  trace.describe([&] { return describe_call({src}, dst, "", post_ops); });
   if (dst.numel() == 0) return dst;
   const uint8_t* data = bytes_of(rows);
   const bool is_signed = params[0].dtype == DType::s8;
@@ -124,7 +124,7 @@ at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<a
   const at::Tensor dense = src.contiguous();
   const at::Tensor dst = at::detail::empty_cpu(src.sizes(), scalar_type(params[1].dtype));
   const RealOutput out({"layer_norm", tier, params[1], post_ops, post_op_srcs}, dst);
-  trace.describe([&] { return describe_call({src}, dst, "post_ops:" + std::string(post_ops)); });
+  trace.describe([&] { return describe_call({src}, dst, "", post_ops); });
   if (dst.numel() == 0) return dst;
   const uint8_t* data = bytes_of(dense);
   const bool is_signed = params[0].dtype == DType::s8;
@@ -204,8 +204,7 @@ at::Tensor group_norm(const at::Tensor& src, int64_t groups,
                     groups, ".");
   const Affine affine("group_norm", weight, bias, channels);
   const RealOutput out({"group_norm", tier, params[1], post_ops, post_op_srcs}, views.dst);
-  trace.describe(
-      [&] { return describe_call({src}, views.dst, "post_ops:" + std::string(post_ops)); });
+  trace.describe([&] { return describe_call({src}, views.dst, "", post_ops); });
   if (views.dst.numel() == 0) return views.dst;
   const uint8_t* data = bytes_of(views.dense);
   const bool is_signed = params[0].dtype == DType::s8;
@@ -259,8 +258,7 @@ at::Tensor batch_norm(const at::Tensor& src, const at::Tensor& mean, const at::T
     shift[c] = static_cast<float>((affine.bias != nullptr ? affine.bias[c] : 0.0) - means[c] * g);
   }
   const RealOutput out({"batch_norm", tier, params[1], post_ops, post_op_srcs}, views.dst);
-  trace.describe(
-      [&] { return describe_call({src}, views.dst, "post_ops:" + std::string(post_ops)); });
+  trace.describe([&] { return describe_call({src}, views.dst, "", post_ops); });
   if (views.dst.numel() == 0) return views.dst;
   const uint8_t* data = bytes_of(views.dense);
   const bool is_signed = params[0].dtype == DType::s8;

@@ -115,10 +115,7 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
           const Pooling& pooling, const c10::SmallVector<Real, 4>& params, const RealArgs& real,
           const at::Tensor& dst) {
   trace.ran(tier, pooling.kernel);
-  trace.describe([&] {
-    const std::string chain(real.post_ops);
-    return describe_call({src.tensor}, dst, chain.empty() ? "" : "post_ops:" + chain);
-  });
+  trace.describe([&] { return describe_call({src.tensor}, dst, "", real.post_ops); });
   std::optional<RealOutput> out;
   if (!params.empty()) {
     out.emplace(RealOutput::Args{pooling.kernel, tier, params[1], real.post_ops, real.post_op_srcs},
@@ -271,7 +268,9 @@ at::Tensor adaptive_avg_pool(const at::Tensor& src_arg, c10::IntArrayRef output_
   const auto params = real.params("adaptive_avg_pool", src_arg);
   const at::Tensor dst = make_dst(src, output, params);
   Spans spans[3];
-  for (int d = 0; d < 3; ++d) spans[d] = adaptive_spans(src.size[d], output[d]);
+  for (int d = 0; d < 3 && dst.numel() > 0; ++d) {
+    spans[d] = adaptive_spans(src.size[d], output[d]);
+  }
   pool(trace, tier, src, spans, {"avg_pool", true}, params, real, dst);
   return dst;
 }

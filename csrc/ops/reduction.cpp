@@ -216,9 +216,7 @@ at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntA
                     src.sizes(), " and dims ", dims, ".");
   const at::Tensor dst = at::detail::empty_cpu(sizes, scalar_type(to.dtype));
   const RealOutput out({"reduction", tier, to, post_ops, post_op_srcs}, dst);
-  trace.describe([&] {
-    return describe_call({src}, dst, c10::str("alg:", alg_name, " post_ops:", post_ops));
-  });
+  trace.describe([&] { return describe_call({src}, dst, c10::str("alg:", alg_name), post_ops); });
   if (dst.numel() == 0) return dst;
   at::Tensor dense;
   const Blocks blocks = blocks_of(tier, alg, src, dense, reduced, n);
@@ -320,8 +318,7 @@ at::Tensor resampling(const at::Tensor& src_arg, c10::string_view alg, c10::IntA
   const at::Tensor dst =
       empty_channels_last(src.batch, src.channels, size, scalar_type(params[1].dtype));
   const RealOutput out({"resampling", tier, params[1], post_ops, post_op_srcs}, dst);
-  trace.describe(
-      [&] { return describe_call({src_arg}, dst, c10::str("alg:", alg, " post_ops:", post_ops)); });
+  trace.describe([&] { return describe_call({src_arg}, dst, c10::str("alg:", alg), post_ops); });
   if (dst.numel() == 0) return dst;
   std::array<std::vector<Tap>, 3> taps;
   for (int d = 0; d < 3; ++d) {
