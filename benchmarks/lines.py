@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.competitors import Competitor
-from benchmarks.onednn import Peer
+from benchmarks.onednn import Peer, RefusedError
 from torchq import Attr
 from torchq.folding import fold
 from torchq.ops import dtype_code
@@ -200,7 +200,7 @@ class LoggedCall:
         layer, text = self.layer, str(self.attr.post_ops)
         sums = [op for op in self.attr.post_ops if op.name == "sum"]
         if len(sums) > 1 or len(self.post_op_srcs) > len(sums):
-            raise RuntimeError("more than a sum among the post-ops' sources")
+            raise RefusedError("more than a sum among the post-ops' sources")
         named = {"src": "src", "weights": "weight", "dst": "dst"}
         common: dict[str, Any] = {
             **({} if self.raw else {f"{named[k]}_scale": v for k, v in self.scales.items()}),
@@ -220,7 +220,7 @@ class LoggedCall:
             try:
                 return primitive(self._rows(self.src), self.weight, self.bias, **common, **more)
             except ValueError as error:  # a sum of another dtype than dst's
-                raise RuntimeError(str(error)) from error
+                raise RefusedError(str(error)) from error
 
         return Competitor(
             execute().reshape(layer.tensors[-1][1]),
@@ -240,7 +240,7 @@ def read_lines(line_or_file: str) -> Counter[LoggedLayer]:
         return Counter([LoggedLayer.parse(line_or_file)])
     layers, left = Counter[LoggedLayer](), Counter[str]()
     for line in Path(line_or_file).read_text().splitlines():
-        if line.startswith("torchq,exec,"):
+        if line.startswith("torchq,exec,") and ",,," not in line:  # without a result: nothing ran
             if line.split(",", 3)[2] in ("linear", "conv"):
                 layers[LoggedLayer.parse(line)] += 1
             else:

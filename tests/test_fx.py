@@ -336,3 +336,40 @@ def test_eager_looks_modules_up_where_they_are(monkeypatch: pytest.MonkeyPatch) 
     setattr(model, "1", nn.Identity())
     assert model(x).shape == (2, 4, 8, 8) and seen == [last]
     assert "_modules" not in model.code
+
+
+def test_names_that_the_generated_code_uses_too() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, torch: Tensor) -> Tensor:
+            return self.a(torch) + self.b(torch)
+
+    x = torch.randn(4, 8)
+    model = torchq.quantize(Net().eval(), [x], x)
+    assert torch.equal(torch.jit.script(model)(x), model(x))
+
+
+def test_submodules_whose_names_python_cannot_write() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.add_module("class", nn.Linear(8, 4))
+    x = torch.randn(4, 8)
+    with pytest.warns(UserWarning, match="Sequential cannot be traced"):
+        converted = torchq.quantize(model.eval(), [x], x)
+    assert converted(x).shape == (4, 4)
+
+
+def test_whole_numbers_for_lists_of_floats() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.interpolate(self.conv(x).softmax(1), scale_factor=(2, 2))
+
+    x = torch.randn(1, 3, 4, 4)
+    model = torchq.quantize(Net().eval(), [x], x)
+    assert torch.equal(torch.jit.script(model)(x), model(x))

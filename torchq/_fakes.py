@@ -214,7 +214,7 @@ def _(src: Tensor, *args: Any) -> Tensor:
 
 def reduced_sizes(src: Sequence[int], dims: Sequence[int], keepdim: bool) -> list[int]:
     """Shape of a reduction's dst."""
-    gone = {d % len(src) for d in dims}
+    gone = {d + len(src) if d < 0 else d for d in dims}  # the op refuses others
     sizes = [1 if d in gone else size for d, size in enumerate(src)]
     return [size for d, size in enumerate(sizes) if keepdim or d not in gone]
 

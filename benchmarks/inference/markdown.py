@@ -104,7 +104,8 @@ def _ways(rows: Sequence[dict[str, Any]]) -> list[str]:
         values = [row["torchq_ms"], row["torchq_script_ms"], *ways]
         lines.append([row["model"], *_figures(values, 2, min)])
     text = (
-        "torchq, the same bits in all of them: torch.export as `.module()`, torch.compile warm.\n"
+        "torchq, the same bits in all of them, but for what stays float and torch.compile adds up\n"
+        "in another order: torch.export as `.module()`, torch.compile warm.\n"
     )
     titles = ["model", "eager", "frozen TorchScript", "torch.export", "torch.compile"]
     return [text, _table(titles, lines)] if lines else []

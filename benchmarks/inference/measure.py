@@ -168,7 +168,12 @@ class _Run:
                     other = torch.export.export(model, (self.src,)).module()
             else:
                 other = torch.compile(model, fullgraph=True)
-            if not all(map(torch.equal, quality.run(other, self.inputs), outputs)):
+            results = quality.run(other, self.inputs)
+            same = all(map(torch.equal, results, outputs))
+            if name == "torchq_compile" and self.result.float_layers:
+                # Inductor adds up what stays float in an order of its own.
+                same = torchq.sqnr(outputs, results) > 120
+            if not same:
                 raise WrongBitsError(f"{name} has other bits than the model it was made from.")
             return {name: other}
         return {}

@@ -96,7 +96,11 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         _remove_unused(graph)
         if tracer.asked_rank:
             _check_ranks(graph, tracer)
-        _check_same(fx.GraphModule(model, graph), model, tracer)
+        try:
+            traced = fx.GraphModule(model, graph)
+        except Exception as error:  # a submodule's name may be no name in Python code
+            raise CaptureError(short(error)) from error
+        _check_same(traced, model, tracer)
     for node in graph.nodes:
         value = tracer.values.get(node)
         node.meta["value"] = _meta(value)

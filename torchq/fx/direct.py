@@ -18,7 +18,7 @@ import torch
 
 __all__ = ["eager_and_scripted"]
 
-_PROLOGUE = "    if not torch.jit.is_scripting():\n        return self._direct({})\n"
+_PROLOGUE = "    if not _torchq_jit.is_scripting():\n        return self._direct({})\n"
 _numbers = itertools.count()
 
 
@@ -33,7 +33,7 @@ def eager_and_scripted(
         modules: full names of the submodules that it calls.
         arguments: of ``forward``, as they are written in a call.
     """
-    names = {"torch": torch, **names}
+    names = {"torch": torch, **names, "_torchq_jit": torch.jit}
     tree = _Lookups(set(modules)).visit(ast.parse(source))
     direct = _function(ast.unparse(ast.fix_missing_locations(tree)), names)
     head, colon, body = source.partition(":\n")

@@ -32,9 +32,15 @@ def respell(copied: fx.Node, original: fx.Node) -> None:
     elif inspect.isfunction(copied.target) and (floats := _floats(copied.target)):
         names = list(inspect.signature(copied.target).parameters)
         given = dict(zip(names, copied.args, strict=False)) | copied.kwargs
-        known = {k: float(v) if type(v) is int and k in floats else v for k, v in given.items()}
+        known = {k: _as_float(v) if k in floats else v for k, v in given.items()}
         copied.args = tuple(known.pop(name) for name in names[: len(copied.args)])
         copied.kwargs = known
+
+
+def _as_float(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_float(v) for v in value]
+    return float(value) if type(value) is int else value
 
 
 @functools.cache

@@ -154,7 +154,7 @@ def _module_chain(post_ops: PostOps) -> PostOps:
 def sources_of(residual: Tensor | None, post_op_srcs: list[Tensor] | None) -> list[Tensor]:
     """What the chain reads at run time, the residual first."""
     srcs: list[Tensor] = [] if residual is None else [residual]
-    return srcs if post_op_srcs is None else srcs + post_op_srcs
+    return srcs if post_op_srcs is None else srcs + list(post_op_srcs)
 
 
 class QLayer(QModule):

@@ -22,8 +22,8 @@ class QMatMul(_QCombine):
     Shapes:
         src0: ``(..., M, K)``, src1: ``(..., K, N)``, each of its own dtype; float32 is quantized
             with the source's parameters.
-        post_op_srcs: what the post-ops read, in their order: dst's shape, ``(..., M, 1)`` for
-            mask 1.
+        post_op_srcs: what the post-ops read, in their order: dst's shape (expand an attention
+            mask to it), ``(..., M, 1)`` for mask 1.
         dst: ``(..., M, N)``, uint8, int8 or float32.
 
     Raises:

@@ -194,12 +194,19 @@ def emulate_module(
     Raises:
         TypeError: the module is of another class.
         ValueError: fewer sources than the post-ops read.
+        NotImplementedError: a convolution with ``dw``.
     """
     if not isinstance(module, EMULATED):
         raise TypeError(
             "torchq.saturation.emulate_module: module must be a QLinear, QConv or "
             f"QConvTranspose, got {type(module).__name__}. Emulate the accumulators: "
             "emulate_linear, emulate_conv."
+        )
+    if getattr(module, "dw", None) is not None:
+        raise NotImplementedError(
+            f"torchq.saturation.emulate_module: module must have no dw, got "
+            f"{type(module).__name__}({module.extra_repr()}). Emulate it and its dw one after the "
+            "other: build both without dw."
         )
     axis = -1 if isinstance(module, QLinear) else 1
     sums = _module_sums(module, src, float_weight)
