@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -373,3 +374,25 @@ def test_whole_numbers_for_lists_of_floats() -> None:
     x = torch.randn(1, 3, 4, 4)
     model = torchq.quantize(Net().eval(), [x], x)
     assert torch.equal(torch.jit.script(model)(x), model(x))
+
+
+class Collections(nn.Module):
+    """Arguments that TorchScript has to know the types of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, xs: list[Tensor], named: dict[str, Tensor], times: int = 2) -> Tensor:
+        return (self.a(xs[0]) + self.b(named["y"])) * times
+
+
+def test_types_of_arguments_are_saved(tmp_path) -> None:
+    model = Collections().eval()
+    args = ([torch.randn(4, 8)], {"y": torch.randn(4, 8)})
+    converted = torchq.quantize(model, [args], args)
+    path = tmp_path / "model.safetensors"
+    torchq.save(converted, path)
+    copies = (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted)))
+    for other in (*copies, torchq.load(path, model), torchq.load(path)):
+        assert torch.equal(torch.jit.script(other)(*args), converted(*args))

@@ -71,7 +71,7 @@ class QuantizedGraph(fx.GraphModule):
         for n in self.graph.nodes:
             args, kwargs = (fx.node.map_aggregate(a, named) for a in (n.args, n.kwargs))
             target = _Ref(NAMES[id(n.target)]) if id(n.target) in NAMES else n.target
-            nodes.append((n.op, n.name, target, args, kwargs, n.meta.get("source")))
+            nodes.append((n.op, n.name, target, args, kwargs, n.meta.get("source"), n.type))
         owned = {
             str(n.target): operator.attrgetter(str(n.target))(self)
             for n in self.graph.nodes
@@ -95,10 +95,10 @@ def _rebuild(
     def resolve(value: Any) -> Any:
         return nodes[value.name] if isinstance(value, _Ref) else value
 
-    for op, node_name, target, args, kwargs, source in plain:
+    for op, node_name, target, args, kwargs, source, kind in plain:
         args, kwargs = (fx.node.map_aggregate(a, resolve) for a in (args, kwargs))
         target = BY_NAME[target.name] if isinstance(target, _Ref) else target
-        node = graph.create_node(op, target, args, kwargs, name=node_name)
+        node = graph.create_node(op, target, args, kwargs, name=node_name, type_expr=kind)
         nodes[node_name] = node
         if source is not None:
             node.meta["source"] = source

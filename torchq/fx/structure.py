@@ -23,6 +23,7 @@ GRAPH_KEY = "torchq_graph"
 """Name of the tensor that holds the text in a saved state."""
 
 _VERSION = 1
+_TYPES = {str(kind): kind for kind in (bool, int, float, str, list[Tensor], dict[str, Tensor])}
 _CONSTANTS = {
     str(value): value
     for value in vars(torch).values()
@@ -47,6 +48,8 @@ def encode(model: fx.GraphModule) -> Tensor:
             entry.append(None if quantized else node.meta.get("source", node.target))
             if not quantized and (plain := _encode_module(module, node)) is not None:
                 entry.append(plain)
+        elif node.op == "placeholder" and str(node.type) in _TYPES:
+            entry.append(str(node.type))
         nodes.append(entry)
     fields = {"version": _VERSION, "name": type(model).__name__, "nodes": nodes}
     text = json.dumps(fields, separators=(",", ":"))
@@ -83,16 +86,18 @@ def decode(
         dict[str, fx.Node](),
         dict[str, Any](),
     )
-    for op, name, target, args, kwargs, *source in entries:
+    for op, name, target, args, kwargs, *more in entries:
         if op == "call_module":
-            owned[target] = owned.get(target) or modules(target, *source)
+            owned[target] = owned.get(target) or modules(target, *more)
         if op == "get_attr":
             owned[target] = tensors[target]
         resolved = _decode_target(op, target)
         values = tuple(_decode(args, nodes)), _decode(kwargs, nodes)
         nodes[name] = graph.create_node(op, resolved, *values, name=name)
-        if source and source[0] is not None:
-            nodes[name].meta["source"] = source[0]
+        if op == "placeholder" and more:
+            nodes[name].type = _TYPES.get(more[0])
+        elif more and more[0] is not None:
+            nodes[name].meta["source"] = more[0]
     return QuantizedGraph(owned, graph, fields["name"])
 
 
