@@ -33,7 +33,7 @@ test: $(LIBRARY)  ## All tests; options: make test ARGS='-k linear'
 test-report: $(VENV)/.report  ## The HTML report in a headless browser (Debian: apt install chromium)
 	$(BIN)/python -m pytest -m report $(ARGS)
 
-conformance: $(LIBRARY)  ## 4500 random cases beside real oneDNN; writes docs/conformance.md
+conformance: $(LIBRARY)  ## 4800 random cases beside real oneDNN; writes docs/conformance.md
 	$(BIN)/python tests/conformance/run.py --markdown docs/conformance.md $(ARGS)
 
 zoo: $(VENV)/.bench  ## Whole published networks at full size, beside the peers
