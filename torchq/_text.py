@@ -7,18 +7,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchq._arguments import DTYPE_NAMES, check_choice, to_dtype, to_float32
-
-if TYPE_CHECKING:
-    from torchq.attr import Attr
-    from torchq.post_ops import PostOps
 
 ELTWISE_ALGS = (
     *("relu", "linear", "clip", "abs", "elu", "exp", "gelu_erf", "gelu_tanh", "hardsigmoid"),
@@ -232,31 +227,34 @@ def read_fields(
     return fields
 
 
-def read_post_ops(post_ops: PostOps, text: str, start: int, op: str) -> None:
-    """Appends the post-ops in ``text``; errors name ``op`` and count positions from ``start``."""
+def read_post_ops(post_ops: object, text: str, start: int, op: str) -> None:
+    """Calls the append methods that ``text`` asks for.
+
+    Errors name ``op`` and count positions from ``start``.
+    """
     for position, token in split_at(text, "+", start) if text else ():
         name = token.partition(":")[0]
         with at_position(op, position, name):
             check_choice("post-op", name, POST_OP_NAMES)
-        append, names, required = _grammar(post_ops, name)
+        method, args, names, required = _grammar(name)
         fields = read_fields(op, position, token, names, required)
         with at_position(op, position, token):
-            append(**fields)
+            getattr(post_ops, f"append_{method}")(*args, **fields)
 
 
-def _grammar(post_ops: PostOps, name: str) -> tuple[Callable[..., PostOps], list[str], int]:
-    """The append method, the names of the fields and how many of them are required."""
+def _grammar(name: str) -> tuple[str, list[str | None], list[str], int]:
+    """The append method, what it takes first, its fields and how many of them are required."""
     kind, _, alg = name.partition("_")
     if kind == "sum":
-        return post_ops.append_sum, ["scale", "zero_point", "dtype"], 0
+        return "sum", [], ["scale", "zero_point", "dtype"], 0
     if kind == "eltwise":
-        return partial(post_ops.append_eltwise, alg), ["alpha", "beta", "scale"], 0
+        return "eltwise", [alg], ["alpha", "beta", "scale"], 0
     if kind == "binary":
-        return partial(post_ops.append_binary, alg, None), ["mask", "dtype"], 1
+        return "binary", [alg, None], ["mask", "dtype"], 1
     if kind == "dw":
         names = ["kernel", "stride", "padding", "dtype", "bias_dtype"]
-        return partial(post_ops.append_dw_conv, None), names, 3
-    return partial(post_ops.append_prelu, None), ["mask"], 1
+        return "dw_conv", [None], names, 3
+    return "prelu", [None], ["mask"], 1
 
 
 # The sections of an Attr's text, in order: the setter, and its fields after <arg> (if it has one).
@@ -272,8 +270,8 @@ ATTR_GRAMMAR = {
 WITH_ARG = ("scales", "zero_points", "rounding")
 
 
-def read_attr(attr: Attr, text: str) -> None:
-    """Calls the setters that ``text`` asks for."""
+def read_attr(attr: object, post_ops: object, text: str) -> None:
+    """Calls the setters of an Attr and the append methods of its PostOps that ``text`` asks for."""
     op, seen = "Attr.parse", set[str]()
     for position, token in split_at(text, " ") if text else ():
         name, _, body = token.partition(":")
@@ -283,12 +281,12 @@ def read_attr(attr: Attr, text: str) -> None:
                 raise ValueError(f"must have {name}:<text> once")
         seen.add(name)
         if name == "post_ops":
-            read_post_ops(attr.post_ops, body, position + len("post_ops:"), op)
+            read_post_ops(post_ops, body, position + len("post_ops:"), op)
         else:
             _read_section(attr, name, position, token)
 
 
-def _read_section(attr: Attr, name: str, position: int, token: str) -> None:
+def _read_section(attr: object, name: str, position: int, token: str) -> None:
     op, seen = "Attr.parse", set[str]()
     setter, names = ATTR_GRAMMAR[name]
     head = len(name) + 1

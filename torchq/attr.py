@@ -45,8 +45,8 @@ from torchq._arguments import (
     to_float32,
     to_mask,
 )
+from torchq._post_ops import PostOps
 from torchq._text import ATTR_GRAMMAR, WITH_ARG, float_text, read_attr
-from torchq.post_ops import PostOps
 
 ROUNDING_MODES = ("nearest", "environment", "stochastic")
 KINDS = ("output_scales", "scales", "zero_points", "rnn_weights", "rnn_weights_projection")
@@ -249,7 +249,7 @@ class Attr:
     def parse(cls, text: str, **values: Any) -> Attr:
         """The inverse of ``str(attr)``; ``values`` are the keywords of `with_values`."""
         attr = cls()
-        read_attr(attr, text)
+        read_attr(attr, attr.post_ops, text)
         return attr.with_values(**values) if values else attr
 
     def _set(

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from torchq._post_ops import PostOps
 from torchq.affine import TRANSPOSED
 from torchq.config import QConfig
 from torchq.nn import binary, conv, deconv, linear, pooling, quantize, resample
 from torchq.nn.fused import ResidualFirst
 from torchq.nn.module import QModule
 from torchq.observed import ObservedLayer, ObservedPool
-from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
 _CONVS: dict[type[nn.Module], type[conv.QConv]] = {

@@ -25,8 +25,9 @@ from torchq._library import (
     empty_channels_last,
     window_output,
 )
+from torchq._post_op_sources import CHANNEL_MASKS
+from torchq._post_ops import PostOps, foldable
 from torchq._text import Binary, PReLU
-from torchq.post_ops import CHANNEL_MASKS, PostOps, foldable
 
 __all__ = [
     "LIBRARY_PATH",

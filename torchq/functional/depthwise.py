@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from torchq._post_ops import PostOps
 from torchq._text import DwConv
 from torchq.attr import Attr
 from torchq.folding import check_attr
-from torchq.post_ops import PostOps
 
 __all__ = ["Parts", "join_at_dw_conv", "padding_end", "split_at_dw_conv"]
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import float_values
+from torchq._post_ops import PostOps
 from torchq.attr import Attr
 from torchq.functional.arguments import real_params, real_post_ops
 from torchq.ops import dtype_code
-from torchq.post_ops import PostOps
 
 
 def eltwise(

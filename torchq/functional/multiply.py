@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchq._post_ops import PostOps, post_ops_of
 from torchq.attr import Attr
 from torchq.folding import Folded, check_attr, check_int32_bias, fold
 from torchq.functional.arguments import check_8bit
 from torchq.functional.matmul import check_source, post_op_sources
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight
-from torchq.post_ops import PostOps, post_ops_of
 
 __all__ = ["matmul"]
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from torchq._post_ops import PostOps
 from torchq.affine import combined
 from torchq.fx.guards import expect
 from torchq.fx.layers import Layer
@@ -25,7 +26,6 @@ from torchq.nn.binary import Add, Cat, QAdd, QCat, QMul
 from torchq.nn.module import QModule
 from torchq.nn.multiply import QMatMul
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
-from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
 __all__ = ["Lowering"]

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchq._post_ops import PostOps
 from torchq.attr import Attr
 from torchq.functional import conv_geometry
 from torchq.functional.depthwise import join_at_dw_conv
 from torchq.nn.layer import QLayer, quantized_weight, sources_of
 from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_conv
-from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
 _conv = torch.ops.torchq.conv.default

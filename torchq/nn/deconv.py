@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchq._post_ops import PostOps
 from torchq.functional import conv_transpose_geometry
 from torchq.nn.layer import QLayer, quantized_weight, sources_of
 from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_conv_transpose
-from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
 _conv_transpose = torch.ops.torchq.conv_transpose.default

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchq._post_op_sources import CHANNEL_MASKS
+from torchq._post_ops import PostOps, post_ops_of
 from torchq._text import Binary, Eltwise, PReLU
 from torchq.attr import Attr
 from torchq.folding import fold
@@ -14,7 +16,6 @@ from torchq.functional import quantize
 from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_conv, pack_conv_transpose, pack_linear
-from torchq.post_ops import CHANNEL_MASKS, PostOps, post_ops_of
 from torchq.qparams import QParams, choose_qparams, output_channel_rows, weight_qparams
 
 

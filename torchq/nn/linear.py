@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq._post_ops import PostOps
 from torchq.nn.layer import QLayer, quantized_weight, sources_of
 from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_linear
-from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
 _linear = torch.ops.torchq.linear.default

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchq._post_ops import PostOps
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams, quantize_boundary
 from torchq.ops import dtype_code
-from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 
 

@@ -1,53 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chains fold, and what post-ops read at run time: the op's sources, in their order."""
+"""What post-ops read at run time: the op's sources, in their order."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
-import torch
 from torch import Tensor
 
-from torchq._arguments import check_count, selected_dims, to_dtype
-from torchq._text import Binary, Eltwise, PostOp, PReLU, Sum
-
-if TYPE_CHECKING:
-    from torchq.post_ops import PostOps
+from torchq._arguments import check_count, selected_dims
+from torchq._text import Binary, PostOp, PReLU, Sum
 
 CHANNEL_MASKS = (0, 2)
 """Masks whose values are folded; an operand with any other is a source of the op."""
-
-
-def foldable(post_ops: PostOps, dst_dtype: torch.dtype) -> bool:
-    """Whether the whole chain folds into multiplier, offset, source scales and bounds.
-
-    So it does if it has only sums, linears, and adds and multiplies with mask 0 or 2 (all of them
-    affine in x; a linear with a scale is ``linear(alpha * scale, beta * scale)``), then at most one
-    relu with alpha 0, or clip, as the last post-op: scaling to destination units and rounding are
-    monotone, so bounding after them by the scaled and rounded bounds gives the same bits, for
-    every ``dst_dtype``. (A floating destination is not rounded and keeps its bounds real.)
-
-    That relu or clip must have scale 1. ``s * relu(x)`` is ``relu(s * x)`` for s > 0 only, and
-    an upper bound for s < 0: write ``eltwise_linear:s`` before the relu, which folds.
-    """
-    to_dtype("torchq.foldable: dst_dtype", dst_dtype)
-    post_ops._check_sums(dst_dtype)
-    last = len(post_ops) - 1
-    return all(_affine(op) or (i == last and _bounding(op)) for i, op in enumerate(post_ops))
-
-
-def _affine(op: PostOp) -> bool:
-    if isinstance(op, Binary):
-        return op.alg in ("add", "mul") and op.mask in CHANNEL_MASKS
-    return isinstance(op, Sum) or (isinstance(op, Eltwise) and op.alg == "linear")
-
-
-def _bounding(op: PostOp) -> bool:
-    if not isinstance(op, Eltwise) or op.scale != 1:
-        return False
-    return op.alg == "clip" or (op.alg == "relu" and op.alpha == 0)
 
 
 def is_full(op: PostOp) -> TypeGuard[Binary | PReLU]:
