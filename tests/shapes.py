@@ -358,6 +358,15 @@ CONV_DEPTHWISE = [
     depthwise("dw_wide", 20, (3, 131), padding=1),
     depthwise("dw_wide_s2", 20, (4, 259), stride=2, padding=1),
     depthwise("dw_wide_5x5", 68, (3, 77), kernel=5, padding=2),
+    # 5 x 5 in pairs of rows: which share theirs or not, at borders, with padding in whole quads.
+    *(depthwise("dw_5x5_rows", 70, (h, 4), kernel=5, padding=2) for h in (1, 2, 3, 6)),
+    depthwise("dw_5x5_images", 24, (3, 5), kernel=5, padding=2, batch=4),
+    depthwise("dw_5x5_inside", 40, (9, 12), kernel=5),
+    depthwise("dw_5x5_wide_padding", 72, (3, 4), kernel=5, padding=9),
+    depthwise("dw_5x5_asymmetric", 16, (6, 9), kernel=5, padding=(0, 1), padding_end=(3, 4)),
+    depthwise("dw_5x5_s2x1", 72, (9, 8), kernel=5, stride=(2, 1), padding=2),
+    depthwise("dw_5x5_dilated_rows", 33, (9, 8), kernel=5, padding=(4, 2), dilation=(2, 1)),
+    depthwise("dw_5x5_stretches", 34, (4, 140), kernel=5, padding=3),
     # Windows: strides and dilations with few shared columns, bands of kernel rows, odd padding.
     depthwise("dw_s3", 70, (10, 11), stride=3, padding=1),
     depthwise("dw_s4", 24, (11, 14), stride=4, padding=1),

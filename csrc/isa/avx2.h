@@ -325,10 +325,21 @@ struct Avx2 {
   }
   /// quads[j].lo / .hi = vectors 2 j, 2 j + 1; vector i, lane L, element e: byte 16 L + 4 i + e.
   static TORCHQ_INLINE void interleave(const Bytes (&t)[4], Int (&quads)[2]) {
-    const __m256i lo01 = _mm256_unpacklo_epi8(t[0], t[1]), hi01 = _mm256_unpackhi_epi8(t[0], t[1]);
-    const __m256i lo23 = _mm256_unpacklo_epi8(t[2], t[3]), hi23 = _mm256_unpackhi_epi8(t[2], t[3]);
-    quads[0] = {_mm256_unpacklo_epi16(lo01, lo23), _mm256_unpackhi_epi16(lo01, lo23)};
-    quads[1] = {_mm256_unpacklo_epi16(hi01, hi23), _mm256_unpackhi_epi16(hi01, hi23)};
+    Bytes first[2], second[2];
+    pair_bytes(t[0], t[1], first);
+    pair_bytes(t[2], t[3], second);
+    interleave_pairs(first, second, quads);
+  }
+  /// The two steps of `interleave`: taps 0 and 1, or 2 and 3; then both.
+  static TORCHQ_INLINE void pair_bytes(Bytes a, Bytes b, Bytes (&pairs)[2]) {
+    pairs[0] = _mm256_unpacklo_epi8(a, b);
+    pairs[1] = _mm256_unpackhi_epi8(a, b);
+  }
+  static TORCHQ_INLINE void interleave_pairs(const Bytes (&a)[2], const Bytes (&b)[2],
+                                             Int (&quads)[2]) {
+    for (int i = 0; i < 2; ++i) {
+      quads[i] = {_mm256_unpacklo_epi16(a[i], b[i]), _mm256_unpackhi_epi16(a[i], b[i])};
+    }
   }
   /// Vector kHalf of `interleave`.
   template <int kHalf>
@@ -373,9 +384,6 @@ struct Avx2 {
             _mm256_permute2x128_si256(a.lo, b.lo, 0x31)};
     v[1] = {_mm256_permute2x128_si256(a.hi, b.hi, 0x20),
             _mm256_permute2x128_si256(a.hi, b.hi, 0x31)};
-  }
-  static TORCHQ_INLINE Int next_tap(Int quads) {
-    return {_mm256_slli_epi32(quads.lo, 8), _mm256_slli_epi32(quads.hi, 8)};
   }
   static TORCHQ_INLINE Int flip_sign(Int v) { return {flip_sign(v.lo), flip_sign(v.hi)}; }
   template <int kStep>

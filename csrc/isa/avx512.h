@@ -258,12 +258,22 @@ struct Avx512 {
   }
   /// quads[j], 128-bit lane L, element e: the four taps of byte 16 L + 4 j + e.
   static TORCHQ_INLINE void interleave(const Bytes (&t)[4], Int (&quads)[4]) {
-    const Int lo01 = _mm512_unpacklo_epi8(t[0], t[1]), hi01 = _mm512_unpackhi_epi8(t[0], t[1]);
-    const Int lo23 = _mm512_unpacklo_epi8(t[2], t[3]), hi23 = _mm512_unpackhi_epi8(t[2], t[3]);
-    quads[0] = _mm512_unpacklo_epi16(lo01, lo23);
-    quads[1] = _mm512_unpackhi_epi16(lo01, lo23);
-    quads[2] = _mm512_unpacklo_epi16(hi01, hi23);
-    quads[3] = _mm512_unpackhi_epi16(hi01, hi23);
+    Bytes first[2], second[2];
+    pair_bytes(t[0], t[1], first);
+    pair_bytes(t[2], t[3], second);
+    interleave_pairs(first, second, quads);
+  }
+  /// The two steps of `interleave`: taps 0 and 1, or 2 and 3; then both.
+  static TORCHQ_INLINE void pair_bytes(Bytes a, Bytes b, Bytes (&pairs)[2]) {
+    pairs[0] = _mm512_unpacklo_epi8(a, b);
+    pairs[1] = _mm512_unpackhi_epi8(a, b);
+  }
+  static TORCHQ_INLINE void interleave_pairs(const Bytes (&a)[2], const Bytes (&b)[2],
+                                             Int (&quads)[4]) {
+    TORCHQ_UNROLL for (int i = 0; i < 2; ++i) {
+      quads[2 * i] = _mm512_unpacklo_epi16(a[i], b[i]);
+      quads[2 * i + 1] = _mm512_unpackhi_epi16(a[i], b[i]);
+    }
   }
   /// Vectors 2 kHalf and 2 kHalf + 1 of `interleave`.
   template <int kHalf>
@@ -318,8 +328,6 @@ struct Avx512 {
   }
   /// Its inverse, which is the same transposition.
   static TORCHQ_INLINE void lane_order(Int (&v)[4]) { natural_order(v); }
-  /// Each quad's taps one place further, 0 in the first.
-  static TORCHQ_INLINE Int next_tap(Int quads) { return _mm512_slli_epi32(quads, 8); }
 
   // whole vectors of bytes
   static constexpr int kByteLanes = 64;

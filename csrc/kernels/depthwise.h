@@ -21,20 +21,52 @@
 //
 // The last two are for the channels that would leave a vector half empty; the last chunk of a kind
 // overlaps the one before. With 2 or 3 kernel rows and stride 1, two destination rows share
-// columns, since their source rows are four at most.
+// columns, since their source rows are four at most; with 5 x 5, since the fifth and sixth row fill
+// quads of two columns.
 #pragma once
 
 #include "depthwise_slide.h"
 
 namespace {
 
-/// Vector `v` of `kPixels` accumulators: kWidth columns of four rows, kStride apart, held in
-/// registers while pixels share them, then the other quads one by one. kWidth 0: all one by one.
-template <class Isa, int kPixels, int kWidth, int kStride>
+/// kWidth columns, kTapStep apart, of kPixels destinations, kStride apart: columns are held in
+/// registers while destinations share them, weights all along where they are not widened.
+template <class Isa, int kPixels, int kWidth, int kStride, int kTapStep>
+TORCHQ_INLINE void accumulate_shared(const uint8_t* stash, const int8_t* weight,
+                                     typename Isa::Int (&acc)[kPixels]) {
+  using Int = typename Isa::Int;
+  constexpr int kSteps = Isa::kSteps, kColumn = kStashColumn<Isa>;
+  constexpr int64_t kQuadBytes = Isa::kDepthwiseVectors * kSteps * 64;
+  const auto load = [](const void* p) { return Isa::load_int(static_cast<const int32_t*>(p)); };
+  Int kept[kSteps == 1 ? kWidth : 1];
+  if constexpr (kSteps == 1) {
+    TORCHQ_UNROLL for (int j = 0; j < kWidth; ++j) {
+      kept[j] = Isa::load_weight(weight + j * kQuadBytes);
+    }
+  }
+  TORCHQ_UNROLL for (int c = 0; c <= (kPixels - 1) * kStride + (kWidth - 1) * kTapStep; ++c) {
+    const Int column = load(stash + c * kColumn);
+    TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) {
+      const int tap = c - b * kStride, j = tap / kTapStep;
+      if (tap < 0 || j >= kWidth || tap % kTapStep != 0) continue;
+      if constexpr (kSteps == 1) {
+        Isa::dot(acc[b], column, kept[j]);
+      } else {
+        const int8_t* w = weight + j * kQuadBytes;
+        Isa::dot(acc[b], Isa::template split_src<0>(column), load(w));
+        Isa::dot(acc[b], Isa::template split_src<1>(column), load(w + 64));
+      }
+    }
+  }
+}
+
+/// Vector `v` of `kPixels` accumulators: the quads of kWidth columns of four rows, then those of
+/// kTail times two columns of two rows, then the others one by one.
+template <class Isa, int kPixels, int kWidth, int kStride, int kTail>
 TORCHQ_INLINE void accumulate(const DepthwiseChunk<Isa>& chunk, const uint8_t* stash,
                               const int8_t* weight, int v, typename Isa::Int (&acc)[kPixels]) {
   using Int = typename Isa::Int;
-  constexpr int kSteps = Isa::kSteps, kColumn = kStashColumn<Isa>;
+  constexpr int kSteps = Isa::kSteps;
   constexpr int64_t kQuadBytes = Isa::kDepthwiseVectors * kSteps * 64;
   const Int init = Isa::load_int(chunk.acc_init[v]);
   TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) acc[b] = init;
@@ -42,28 +74,13 @@ TORCHQ_INLINE void accumulate(const DepthwiseChunk<Isa>& chunk, const uint8_t* s
   weight += v * kSteps * 64;
   const auto load = [](const void* p) { return Isa::load_int(static_cast<const int32_t*>(p)); };
   if constexpr (kWidth > 0) {
-    Int kept[kSteps == 1 ? kWidth : 1];
-    if constexpr (kSteps == 1) {
-      TORCHQ_UNROLL for (int j = 0; j < kWidth; ++j) {
-        kept[j] = Isa::load_weight(weight + j * kQuadBytes);
-      }
-    }
-    TORCHQ_UNROLL for (int c = 0; c < (kPixels - 1) * kStride + kWidth; ++c) {
-      const Int column = load(stash + c * kColumn);
-      TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) {
-        const int j = c - b * kStride;
-        if (j < 0 || j >= kWidth) continue;
-        if constexpr (kSteps == 1) {
-          Isa::dot(acc[b], column, kept[j]);
-        } else {
-          const int8_t* w = weight + j * kQuadBytes;
-          Isa::dot(acc[b], Isa::template split_src<0>(column), load(w));
-          Isa::dot(acc[b], Isa::template split_src<1>(column), load(w + 64));
-        }
-      }
-    }
+    accumulate_shared<Isa, kPixels, kWidth, kStride, 1>(stash, weight, acc);
   }
-  for (int q = kWidth; q < chunk.quads; ++q) {
+  if constexpr (kTail > 0) {
+    accumulate_shared<Isa, kPixels, kTail, kStride, 2>(stash + chunk.quad_offset[kWidth],
+                                                       weight + kWidth * kQuadBytes, acc);
+  }
+  for (int q = kWidth + kTail; q < chunk.quads; ++q) {
     const uint8_t* columns = stash + chunk.quad_offset[q];
     const int8_t* w = weight + q * kQuadBytes;
     const Int even = Isa::load_weight(w);
@@ -77,7 +94,7 @@ TORCHQ_INLINE void accumulate(const DepthwiseChunk<Isa>& chunk, const uint8_t* s
 
 /// kPixels neighboring destinations of `split` rows; kFold: the folded 8-bit epilogue, in lane
 /// order.
-template <class Isa, bool kFold, int kPixels, int kWidth, int kStride>
+template <class Isa, bool kFold, int kPixels, int kWidth, int kStride, int kTail>
 TORCHQ_NOINLINE void dot_pixels(const DepthwiseChunk<Isa>& chunk, const uint8_t* stash,
                                 const int8_t* weight, const Epilogue& e, const DepthwiseDst& dst) {
   using Int = typename Isa::Int;
@@ -88,7 +105,7 @@ TORCHQ_NOINLINE void dot_pixels(const DepthwiseChunk<Isa>& chunk, const uint8_t*
       Int y[kParts][kPixels];
       TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
         const int v = half * kParts + p;
-        accumulate<Isa, kPixels, kWidth, kStride>(chunk, stash, weight, v, y[p]);
+        accumulate<Isa, kPixels, kWidth, kStride, kTail>(chunk, stash, weight, v, y[p]);
         const auto multiplier = Isa::load(chunk.multiplier[v]), offset = Isa::load(chunk.offset[v]);
         TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) {
           y[p][b] = Isa::to_int(Isa::fma(Isa::to_float(y[p][b]), multiplier, offset));
@@ -108,7 +125,7 @@ TORCHQ_NOINLINE void dot_pixels(const DepthwiseChunk<Isa>& chunk, const uint8_t*
     alignas(64) int32_t tile[kPixels][kVectors][kPanel];
     TORCHQ_UNROLL for (int v = 0; v < kVectors; ++v) {
       Int acc[kPixels];
-      accumulate<Isa, kPixels, kWidth, kStride>(chunk, stash, weight, v, acc);
+      accumulate<Isa, kPixels, kWidth, kStride, kTail>(chunk, stash, weight, v, acc);
       TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) Isa::store_int(tile[b][v], acc[b]);
     }
     int64_t dst_offset[4 * kPixels];
@@ -139,12 +156,12 @@ struct DotFns {
 
 template <class Isa, bool kFold, int kPixels = Isa::kDepthwisePixels>
 void fill_dot_fns(DotFns<Isa>* fns) {
-  fns->of[kPixels] = &dot_pixels<Isa, kFold, kPixels, 0, 1>;
+  fns->of[kPixels] = &dot_pixels<Isa, kFold, kPixels, 0, 1, 0>;
   if constexpr (kPixels > 1) fill_dot_fns<Isa, kFold, kPixels - 1>(fns);
 }
 
 template <class Isa>
-DotFns<Isa> dot_fns(const DepthwiseLayer& d, bool fold, bool gathered) {
+DotFns<Isa> dot_fns(const DepthwiseLayer& d, const StashPlan& plan, bool fold) {
   constexpr int kPixels = Isa::kDepthwisePixels;
   DotFns<Isa> fns;
   if (!fold) {
@@ -152,10 +169,11 @@ DotFns<Isa> dot_fns(const DepthwiseLayer& d, bool fold, bool gathered) {
     return fns;
   }
   fill_dot_fns<Isa, true>(&fns);
-  if (gathered || d.kernel_rows < 2 || d.dilation != 1) return fns;
+  if (plan.gathered || d.kernel_rows < 2 || d.dilation != 1) return fns;
   DotFn<Isa>& full = fns.of[kPixels];
-  if (d.width == 5 && d.stride == 1) full = &dot_pixels<Isa, true, kPixels, 5, 1>;
-  if (d.width == 5 && d.stride == 2) full = &dot_pixels<Isa, true, kPixels, 5, 2>;
+  if (d.width == 5 && d.stride == 1) full = &dot_pixels<Isa, true, kPixels, 5, 1, 0>;
+  if (d.width == 5 && d.stride == 2) full = &dot_pixels<Isa, true, kPixels, 5, 2, 0>;
+  if (plan.tail) full = &dot_pixels<Isa, true, kPixels, kTailWidth, 1, kTailQuads>;
   return fns;
 }
 
@@ -168,8 +186,8 @@ struct DepthwiseRun {
   const StashPlan plan;
   const DotFns<Isa> dots;
   DepthwiseChunk<Isa>& chunk;
-  StashFn stash[2], stash_checked;  // of one destination row, of two
-  SlideFn<Isa> slide[2];            // null where the stash is used
+  StashFn stash[2], stash_checked, stash_tail;  // the first: of one destination row, of two
+  SlideFn<Isa> slide[2];                        // null where the stash is used
 };
 
 /// Whether the source rows of destination rows y and y + 1 are one row apart.
@@ -214,8 +232,8 @@ void depthwise_rows(const DepthwiseRun<Isa>& run, const int* y, bool pairs) {
     }
     for (int band = 0; band < plan.bands; ++band) {
       if (plan.bands > 1) find_sources(band);
-      stash_band<Isa>(run.stash[pairs], run.stash_checked, d, plan, band, x, pixels, sources,
-                      chunk);
+      const StashFn inner = band > 0 && plan.tail ? run.stash_tail : run.stash[pairs];
+      stash_band<Isa>(inner, run.stash_checked, d, plan, band, x, pixels, sources, chunk);
     }
     for (int second = 0; second <= pairs; ++second) {
       const int8_t* weight = chunk.weight + second * chunk.weight_bytes;
@@ -256,8 +274,8 @@ void depthwise_chunk(const DepthwiseRun<Isa>& run) {
 template <class Isa>
 int64_t depthwise_bytes(const DepthwiseLayer& d) {
   const StashPlan plan = stash_plan<Isa>(d);
-  return 2 * chunk_weight_bytes<Isa>(d) + plan.bands * plan.columns * kStashColumn<Isa> +
-         int64_t{d.quads} * static_cast<int64_t>(sizeof(int64_t));
+  return 2 * chunk_weight_bytes<Isa>(plan) + plan.bands * plan.columns * kStashColumn<Isa> +
+         int64_t{plan.quads} * static_cast<int64_t>(sizeof(int64_t));
 }
 
 template <class Isa>
@@ -268,8 +286,8 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
                     e.num_sums == 0 && e.lo == nullptr;
   DepthwiseChunk<Isa> chunk;
   const StashPlan plan = stash_plan<Isa>(d);
-  DepthwiseRun<Isa> run{d,     rows, e,       plan, dot_fns<Isa>(d, fold, plan.gathered),
-                        chunk, {},   nullptr, {}};
+  DepthwiseRun<Isa> run{d,     rows, e,       plan,    dot_fns<Isa>(d, plan, fold),
+                        chunk, {},   nullptr, nullptr, {}};
   init_chunk<Isa>(d, plan, scratch, &chunk);
   for (int channel = 0; channel < d.channels;) {
     const int left = d.channels - channel;
@@ -282,9 +300,14 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
     const int width = chunk.width = kChannels / chunk.split;
     chunk.channel = left < width && d.channels >= width ? d.channels - width : channel;
     chunk.count = min_int(d.channels - chunk.channel, width);
-    fill_chunk<Isa>(d, e, fold, &chunk);
+    if (chunk.count == width && chunk.channel % kPanel == 0) {
+      fill_chunk<Isa, true>(d, e, fold, &chunk);
+    } else {
+      fill_chunk<Isa, false>(d, e, fold, &chunk);
+    }
     run.stash[0] = stash_fn<Isa>(chunk.split, d.flip, d.kernel_rows == 3 ? kThreeRows : kFourRows);
     run.stash[1] = stash_fn<Isa>(chunk.split, d.flip, kFourRows);
+    run.stash_tail = stash_fn<Isa>(chunk.split, d.flip, kTail);
     run.stash_checked = stash_fn<Isa>(chunk.split, d.flip, kChecked);
     if (fold && slides(d)) {
       run.slide[0] = slide_fn<Isa>(chunk.split, d.flip, d.stride, false);
