@@ -27,8 +27,8 @@ class Plan:
     Attributes:
         block_seconds: at least this long a block lasts; one block is one sample.
         rounds: turns each competitor gets.
-        blocks: samples a turn. One block before them is not counted: it brings back the
-            competitor's data and threads.
+        blocks: samples a turn. Blocks of at least ``_WARM_UP`` executions before them are not
+            counted: they bring back the competitor's data and threads.
         pause_seconds: between turns. OpenMP threads spin for up to 8 ms after their last work.
     """
 
@@ -37,6 +37,12 @@ class Plan:
     blocks: int
     pause_seconds: float
 
+
+# A turn finds its data where the turns before left them: beyond the caches if another process has
+# just packed 16 MB of weights. With those, the first executions of a turn take 1.6, 1.4, 0.86 and
+# 0.80 ms, the later ones 0.80; native oneDNN's 1.4, 0.90, 0.86 and 0.84, then 0.85. One execution
+# that is not counted left torchq's kernel, whose turn follows oneDNN's, 1.15 times too slow.
+_WARM_UP = 4
 
 FULL = Plan(block_seconds=3e-3, rounds=9, blocks=3, pause_seconds=0.015)
 QUICK = Plan(block_seconds=3e-4, rounds=2, blocks=2, pause_seconds=0)
@@ -100,8 +106,8 @@ def interleave(competitors: dict[str, Blocks], plan: Plan) -> dict[str, Samples]
     for _ in range(plan.rounds):
         for name, blocks in competitors.items():
             time.sleep(plan.pause_seconds)
-            _warm_up, *counted = blocks(iterations[name], 1 + plan.blocks)
-            seconds[name] += counted
+            uncounted = math.ceil(_WARM_UP / iterations[name])
+            seconds[name] += blocks(iterations[name], uncounted + plan.blocks)[uncounted:]
     return {name: Samples([1e6 * s for s in values]) for name, values in seconds.items()}
 
 

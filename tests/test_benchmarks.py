@@ -142,6 +142,20 @@ def test_competitors_take_turns() -> None:
     assert samples["b"].median == pytest.approx(1000)
 
 
+@pytest.mark.parametrize("block_seconds", [1e-3, 3e-3, 9e-3], ids="{}".format)
+def test_cold_caches_are_not_counted(block_seconds: float) -> None:
+    """The first executions of each turn wait for memory that other turns have displaced."""
+
+    def blocks(iterations: int, count: int) -> list[float]:
+        executions = [4e-3, 3e-3, 2e-3] + [1e-3] * (iterations * count)
+        starts = range(0, iterations * count, iterations)
+        return [sum(executions[at : at + iterations]) / iterations for at in starts]
+
+    plan = timing.Plan(block_seconds=block_seconds, rounds=2, blocks=2, pause_seconds=0)
+    samples = timing.interleave({"a": blocks}, plan)
+    assert samples["a"].values == pytest.approx([1000] * 4)
+
+
 def test_ratios_compare_like_with_like() -> None:
     """Native oneDNN with the time inside C++, torch's op with the time of the call."""
     us = {name: timing.Samples([value]) for name, value in (("onednn", 6), ("torch", 20))}
