@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds torchq's one shared library: ops against torch, and one torch-free object per ISA."""
+"""Builds torchq's library, ops against torch and one torch-free object per ISA, and torchq._C."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ class BuildTorchq(BuildExtension):
         super().finalize_options()
         self.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}")
 
+    def get_ext_filename(self, ext_name: str) -> str:
+        """Only torchq._C belongs to one Python, and says so in its name."""
+        self.no_python_abi_suffix = ext_name.endswith("libtorchq")
+        return str(super().get_ext_filename(ext_name))
+
     def build_extensions(self) -> None:
         """Builds everything; says in one sentence when that cannot work."""
         if torch_release() < (2, 13):
@@ -87,24 +92,27 @@ class BuildTorchq(BuildExtension):
         return str(target)
 
 
-def extension() -> Extension:
-    """The one shared library: no Python symbols, so a C++ program can load the same file."""
-    sources = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*.cpp"))
-    sources += sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/ops/*.cpp"))
+def extension(name: str, folders: list[str], libraries: list[str], link: list[str]) -> Extension:
+    """A shared library of the C++ files in these folders."""
+    sources = sorted(str(p.relative_to(ROOT)) for d in folders for p in ROOT.glob(f"{d}/*.cpp"))
     system = [flag for path in include_paths() for flag in ("-isystem", path)]
     return Extension(
-        "torchq.libtorchq",
+        f"torchq.{name}",
         sources,
         depends=[str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")],
         library_dirs=library_paths(),
-        libraries=["c10", "torch", "torch_cpu"],
+        libraries=["c10", "torch", "torch_cpu", *libraries],
         extra_compile_args=[*COMMON, *WARNINGS, "-fopenmp", *system],
-        extra_link_args=["-fopenmp", "-Wl,--no-undefined", "-Wl,-O1", "-s"],
+        extra_link_args=["-fopenmp", "-Wl,-O1", "-s", *link],
         language="c++",
     )
 
 
 setup(
-    ext_modules=[extension()],
-    cmdclass={"build_ext": BuildTorchq.with_options(no_python_abi_suffix=True, use_ninja=True)},
+    # The library has no Python symbols, so a C++ program can load the same file.
+    ext_modules=[
+        extension("libtorchq", ["csrc", "csrc/ops"], [], ["-Wl,--no-undefined"]),
+        extension("_C", ["csrc/python"], ["torch_python"], []),
+    ],
+    cmdclass={"build_ext": BuildTorchq.with_options(use_ninja=True)},
 )

@@ -63,6 +63,14 @@ def test_a_library_that_does_not_load(package: Path):
     assert "Rebuild it with `pip install --no-build-isolation -e .`" in message
 
 
+def test_a_missing_binding(package: Path):
+    """As where the tree was built for another Python: its file has that one's name."""
+    shutil.copy(LIBRARY_PATH, package)
+    message = import_error(package)
+    assert message.startswith("ImportError: torchq: torchq._C does not load: it was built for ")
+    assert "Rebuild it with `pip install --no-build-isolation -e .`" in message
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A copy of what the build reads."""

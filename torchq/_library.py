@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +32,8 @@ def dtype_code(dtype: torch.dtype, op: str = "") -> int:
     return _CODES[dtype]
 
 
-def _load() -> None:
+def _load() -> Callable[[str, Any], Any]:
+    """Loads the ops; returns what shortens calls of them."""
     if not LIBRARY_PATH.exists():
         raise ImportError(
             f"torchq: {LIBRARY_PATH} does not exist: the extension was not built. Run "
@@ -44,9 +47,31 @@ def _load() -> None:
             "probably built for another torch release. Rebuild it with "
             f"`pip install --no-build-isolation -e .` ({error})"
         ) from error
+    try:
+        shortcut: Callable[[str, Any], Any] = import_module("torchq._C").shortcut
+    except ImportError as error:
+        raise ImportError(
+            "torchq: torchq._C does not load: it was built for another Python or torch, or not at "
+            f"all. Rebuild it with `pip install --no-build-isolation -e .` ({error})"
+        ) from error
+    return shortcut
 
 
-_load()
+_shortcut = _load()
+
+
+def shorten_calls(name: str) -> None:
+    """Lets calls of ``torch.ops.torchq.<name>`` take the short way of ``csrc/python/call.cpp``.
+
+    The op remains the object that torch knows: only what its two callables run in the end is
+    replaced, and TorchScript is told that it is the same op.
+    """
+    packet = getattr(torch.ops.torchq, name)
+    for op in (packet, packet.default):
+        short = _shortcut(f"torchq::{name}", op._op)
+        short.__module__ = op._op.__module__
+        op._op = short
+    torch.jit._builtins._register_builtin(packet._op, f"torchq::{name}")
 
 
 def channels_last_strides(sizes: Sequence[int]) -> list[int]:

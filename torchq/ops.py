@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the shared library and gives every op its fake kernel.
+"""Loads the shared library, gives every op its fake kernel and the short way of calling it.
 
 The ops themselves are ``torch.ops.torchq.*`` (schemas: ``csrc/library.cpp``). A fake kernel states
 shape, strides and dtype without data, which is what ``torch.compile`` and ``torch.export`` trace
@@ -23,6 +23,7 @@ from torchq._library import (
     channels_last_strides,
     dtype_code,
     empty_channels_last,
+    shorten_calls,
     window_output,
 )
 from torchq._post_op_sources import CHANNEL_MASKS
@@ -41,7 +42,8 @@ _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
 
 def fake(name: str) -> Callable[[_Kernel], _Kernel]:
-    """Registers a function as the fake kernel of ``torchq::<name>``."""
+    """Registers a function as the fake kernel of ``torchq::<name>``; shortens calls of the op."""
+    shorten_calls(name)
     register: Callable[[_Kernel], _Kernel] = torch.library.register_fake(f"torchq::{name}")
     return register
 
