@@ -200,6 +200,23 @@ def test_concat_along_any_dimension(isa: str, dim: int, dst: torch.dtype):
     check_concat([*last[:2], *srcs[2:]], dim, dst, label="mixed")
 
 
+@pytest.mark.parametrize("pixels", [1, 5, 130])
+def test_concat_of_narrow_and_wide_rows(isa: str, pixels: int):
+    """Rows of channels, as they are and converted; 5000 are more than are converted at a time."""
+    widths = [1, 15, 16, 17, 32, 33, 64, 257, 300, 5000]
+    srcs = [random_q((2, width, pixels, 1), (U8, S8)[i % 2], i) for i, width in enumerate(widths)]
+    srcs = [src.contiguous(memory_format=torch.channels_last) for src in srcs]
+    check_concat(srcs, 1, U8)
+    n = len(srcs)
+    check_concat(srcs, 1, S8, [0.3] * (n + 1), [ZERO[src.dtype] for src in srcs] + [ZERO[S8]])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        check_concat(srcs, 1, U8)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_concat_copies_where_nothing_changes(isa: str):
     srcs = [random_q((2, 3), U8, i) for i in range(3)]
     got = check_concat(srcs, 1, U8, [0.3] * 4, [7] * 4)

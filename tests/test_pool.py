@@ -371,3 +371,5 @@ def test_the_quick_division_is_the_division():
         inverse = 1 / divisor
         q = x * inverse
         assert torch.equal(fma32(fma32(q, -divisor, x), inverse, q), x / divisor), n
+        if n % 2 == 1 or n & (n - 1) == 0:  # the product alone, rounded
+            assert torch.equal(q.round(), (x / divisor).round()), n

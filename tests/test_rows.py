@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import reference_primitives as reference
@@ -68,6 +69,41 @@ def test_layer_norm(isa: str, width: int):
     real = params[0][0] * (src.float() - params[0][1])
     got = TF.layer_norm(src, [5, width], attr=attr_of(src=params[0]))
     torch.testing.assert_close(got, F.layer_norm(real, [5, width]), rtol=1e-4, atol=1e-4)
+
+
+def test_layer_norm_of_long_rows(isa: str):
+    """Sums and sums of squares beyond int32, and a tail."""
+    n = 600_011
+    for dtype, value in ((U8, 255), (S8, -128)):
+        src = torch.full((2, n), value, dtype=dtype)
+        src[0, ::1000] = 0
+        got = TF.layer_norm(src, [n], eps=1e-3)
+        plain = (torch.ones(n), torch.zeros(n), 1e-3, [(1.0, 0), (1.0, 0)], F32)
+        assert_same(got, reference.normalize(src, *plain))
+
+
+@pytest.mark.parametrize("dtype", [U8, S8])
+def test_what_is_no_integer_saturates(isa: str, dtype: torch.dtype):
+    """NaN becomes the zero point, beside values beyond int32 and ordinary ones."""
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 1e30, -1e30, 2.0**31, -(2.0**31), 3e9])
+    for at in (0, 63, 130, 191):
+        bias = torch.linspace(-3, 3, 200)
+        bias[at : at + 8] = odd
+        params = [PARAMS[U8], DST[dtype]]
+        src, weight = random_q((3, 200), U8, at), torch.ones(200)
+        got = TF.layer_norm(
+            src, [200], weight, bias, 1e-3, attr_of(src=params[0], dst=params[1]), dtype
+        )
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        zero = params[1][1]
+        limits = torch.tensor([zero, high, low, high, low, high, low, high], dtype=dtype)
+        assert_same(got[:, at : at + 8], limits.expand(3, 8))
+        safe = bias.clone()
+        safe[at : at + 8] = 0
+        expected = reference.normalize(src, weight, safe, 1e-3, params, dtype)
+        rest = torch.ones(200, dtype=torch.bool)
+        rest[at : at + 8] = False
+        assert_same(got[:, rest], expected[:, rest])
 
 
 @pytest.mark.parametrize("groups", [1, 2, 6])
@@ -141,6 +177,8 @@ def test_reduction_to_int32_is_exact(isa: str):
         ((1, 4, 3, 4, 5), [5, 4, 2]),
         ((1, 2, 1, 8), [5, 1]),
         ((0, 2, 3), [5]),
+        ((1, 100, 4, 400), [7, 399]),  # several stretches of a line
+        ((1, 17000, 3), [5]),
     ],
     ids=str,
 )

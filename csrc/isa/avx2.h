@@ -227,15 +227,28 @@ struct Avx2 {
   static TORCHQ_INLINE void store_panel(uint8_t* p, Int v, bool is_signed) {
     store_bytes(p, v, kPanel, is_signed);
   }
+  /// 32 channels in natural order.
+  static TORCHQ_INLINE __m256i pack_row(const Int (&v)[2], bool is_signed) {
+    const __m256i first = _mm256_packs_epi32(v[0].lo, v[0].hi);
+    const __m256i second = _mm256_packs_epi32(v[1].lo, v[1].hi);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    return _mm256_permutevar8x32_epi32(
+        is_signed ? _mm256_packs_epi16(first, second) : _mm256_packus_epi16(first, second), order);
+  }
+  /// Whether a lane is what conversion makes of NaN and of floats beyond int32.
+  static TORCHQ_INLINE bool any_invalid(const Int (&v)[2]) {
+    const __m256i least =
+        _mm256_min_epi32(_mm256_min_epi32(v[0].lo, v[0].hi), _mm256_min_epi32(v[1].lo, v[1].hi));
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi32(least, _mm256_set1_epi32(INT32_MIN))) != 0;
+  }
+  static TORCHQ_INLINE void store_row(uint8_t* p, const Int (&v)[2], bool is_signed) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pack_row(v, is_signed));
+  }
   /// Panels to as many places in one go.
   static constexpr int kStoredPanels = 2;
   static TORCHQ_INLINE void store_panels(uint8_t* const (&p)[2], const Int (&v)[2],
                                          bool is_signed) {
-    const __m256i first = _mm256_packs_epi32(v[0].lo, v[0].hi);
-    const __m256i second = _mm256_packs_epi32(v[1].lo, v[1].hi);
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // back to natural order
-    const __m256i bytes = _mm256_permutevar8x32_epi32(
-        is_signed ? _mm256_packs_epi16(first, second) : _mm256_packus_epi16(first, second), order);
+    const __m256i bytes = pack_row(v, is_signed);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p[0]), _mm256_castsi256_si128(bytes));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p[1]), _mm256_extracti128_si256(bytes, 1));
   }
@@ -416,7 +429,34 @@ struct Avx2 {
     const __m128i a = _mm256_castsi256_si128(v), b = _mm256_extracti128_si256(v, 1);
     return largest_byte(is_signed ? _mm_max_epi8(a, b) : _mm_max_epu8(a, b), is_signed);
   }
+  /// Sums of bytes, as words: of `all`, which may wrap, and of the odd ones only.
+  static TORCHQ_INLINE void add_words(Bytes& all, Bytes& odd, Bytes v) {
+    all = _mm256_add_epi16(all, v);
+    odd = _mm256_add_epi16(odd, _mm256_srli_epi16(v, 8));
+  }
+  /// Adds them to integers: vector j has byte j of each dword.
+  static TORCHQ_INLINE void split_words(Bytes all, Bytes odd, Int (&v)[2]) {
+    const Bytes even = _mm256_sub_epi16(all, _mm256_slli_epi16(odd, 8));
+    const __m256i low = _mm256_set1_epi32(0xffff);
+    v[0] = add(v[0], Int{_mm256_and_si256(even, low), _mm256_and_si256(odd, low)});
+    v[1] = add(v[1], Int{_mm256_srli_epi32(even, 16), _mm256_srli_epi32(odd, 16)});
+  }
+  /// The inverse: dwords of four bytes, saturated.
+  static TORCHQ_INLINE Bytes join_bytes(const Int (&v)[2], bool is_signed) {
+    const Bytes lanes = pack_bytes(pack_words(v[0], v[0]), pack_words(v[1], v[1]), is_signed);
+    return _mm256_shuffle_epi8(lanes, _mm256_broadcastsi128_si256(_mm_setr_epi8(
+                                          0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+  }
   static TORCHQ_INLINE Bytes or_bytes(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
+  /// Adds bytes and their squares to integers, each lane those of some of them.
+  static TORCHQ_INLINE void add_moments(Int& sums, Int& squares, Bytes v) {
+    const __m256i even = _mm256_and_si256(v, _mm256_set1_epi16(0xff));
+    const __m256i odd = _mm256_srli_epi16(v, 8);
+    sums.lo = _mm256_add_epi32(sums.lo, _mm256_sad_epu8(v, _mm256_setzero_si256()));
+    squares.lo = _mm256_add_epi32(squares.lo, _mm256_madd_epi16(even, even));
+    squares.hi = _mm256_add_epi32(squares.hi, _mm256_madd_epi16(odd, odd));
+  }
+  static TORCHQ_INLINE Bytes xor_bytes(Bytes a, Bytes b) { return _mm256_xor_si256(a, b); }
   static TORCHQ_INLINE Bytes set_bytes(int x) { return _mm256_set1_epi8(static_cast<char>(x)); }
   static TORCHQ_INLINE Bytes load_lane(const uint8_t* p) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -155,6 +155,11 @@ struct Avx512 {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, bytes);
   }
+  /// Whether a lane is what conversion makes of NaN and of floats beyond int32.
+  static TORCHQ_INLINE bool any_invalid(const Int (&v)[4]) {
+    const Int least = _mm512_min_epi32(_mm512_min_epi32(v[0], v[1]), _mm512_min_epi32(v[2], v[3]));
+    return _mm512_cmpeq_epi32_mask(least, _mm512_set1_epi32(INT32_MIN)) != 0;
+  }
   static TORCHQ_INLINE void store_row(uint8_t* p, const Int (&v)[4], bool is_signed) {
     _mm512_storeu_si512(p, pack_row(v, is_signed));
   }
@@ -350,7 +355,35 @@ struct Avx512 {
     const __m128i a = _mm256_castsi256_si128(best), b = _mm256_extracti128_si256(best, 1);
     return largest_byte(is_signed ? _mm_max_epi8(a, b) : _mm_max_epu8(a, b), is_signed);
   }
+  /// Sums of bytes, as words: of `all`, which may wrap, and of the odd ones only.
+  static TORCHQ_INLINE void add_words(Bytes& all, Bytes& odd, Bytes v) {
+    all = _mm512_add_epi16(all, v);
+    odd = _mm512_add_epi16(odd, _mm512_srli_epi16(v, 8));
+  }
+  /// Adds them to integers: v[j] has byte j of each dword.
+  static TORCHQ_INLINE void split_words(Bytes all, Bytes odd, Int (&v)[4]) {
+    const Bytes even = _mm512_sub_epi16(all, _mm512_slli_epi16(odd, 8));
+    const Int low = _mm512_set1_epi32(0xffff);
+    v[0] = _mm512_add_epi32(v[0], _mm512_and_si512(even, low));
+    v[1] = _mm512_add_epi32(v[1], _mm512_and_si512(odd, low));
+    v[2] = _mm512_add_epi32(v[2], _mm512_srli_epi32(even, 16));
+    v[3] = _mm512_add_epi32(v[3], _mm512_srli_epi32(odd, 16));
+  }
+  /// The inverse: dwords of the four bytes v[0..3], saturated.
+  static TORCHQ_INLINE Bytes join_bytes(const Int (&v)[4], bool is_signed) {
+    const Bytes lanes = pack_bytes(pack_words(v[0], v[1]), pack_words(v[2], v[3]), is_signed);
+    return _mm512_shuffle_epi8(lanes, _mm512_broadcast_i32x4(_mm_setr_epi8(
+                                          0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+  }
   static TORCHQ_INLINE Bytes or_bytes(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
+  /// Adds bytes and their squares to integers, each lane those of some of them.
+  static TORCHQ_INLINE void add_moments(Int& sums, Int& squares, Bytes v) {
+    const Int even = _mm512_and_si512(v, _mm512_set1_epi16(0xff)), odd = _mm512_srli_epi16(v, 8);
+    sums = _mm512_add_epi32(sums, _mm512_sad_epu8(v, _mm512_setzero_si512()));
+    squares = _mm512_add_epi32(squares, _mm512_madd_epi16(even, even));
+    squares = _mm512_add_epi32(squares, _mm512_madd_epi16(odd, odd));
+  }
+  static TORCHQ_INLINE Bytes xor_bytes(Bytes a, Bytes b) { return _mm512_xor_si512(a, b); }
   static TORCHQ_INLINE Bytes set_bytes(int x) { return _mm512_set1_epi8(static_cast<char>(x)); }
   /// 16 bytes in every 128-bit lane.
   static TORCHQ_INLINE Bytes load_lane(const uint8_t* p) {

@@ -13,15 +13,23 @@ TORCHQ_INLINE void convert_row(const ConvertRow& c) {
   const auto zero_point = [&](const int32_t* p, int64_t step, int64_t i, auto m) {
     return kPerElement && step != 0 ? Isa::load_int(p + i, m) : Isa::set_int(*p);
   };
-  for_each_row_panel<Isa>(c.size, [&](int64_t i, auto m) {
+  const auto value = [&](int64_t i, auto m) {
     const auto factor =
         kPerElement && c.factor_step != 0 ? Isa::load(c.factor + i, m) : Isa::set(*c.factor);
     const auto src_zero = zero_point(c.src_zero_point, c.src_zero_point_step, i, m);
-    const auto dst_zero = Isa::to_float(zero_point(c.dst_zero_point, c.dst_zero_point_step, i, m));
     const auto x = load_as_float<Isa>(c.src, kSrc, i, src_zero, m);
     // f32 has no zero point, and adding 0 would lose the sign of -0
-    const auto y = kDst == DType::f32 ? Isa::mul(x, factor) : Isa::fma(x, factor, dst_zero);
-    store_as<Isa, kDst>(c.dst, i, y, dst_zero, m);
+    if constexpr (kDst == DType::f32) return Isa::mul(x, factor);
+    return Isa::fma(x, factor,
+                    Isa::to_float(zero_point(c.dst_zero_point, c.dst_zero_point_step, i, m)));
+  };
+  if constexpr (!kPerElement) {
+    const auto dst_zero = Isa::to_float(Isa::set_int(*c.dst_zero_point));
+    return store_row_as<Isa, kDst>(c.dst, c.size, dst_zero, value);
+  }
+  for_each_row_panel<Isa>(c.size, [&](int64_t i, auto m) {
+    const auto dst_zero = zero_point(c.dst_zero_point, c.dst_zero_point_step, i, m);
+    store_as<Isa, kDst>(c.dst, i, value(i, m), Isa::to_float(dst_zero), m);
   });
 }
 
@@ -60,10 +68,10 @@ TORCHQ_INLINE void binary_row(const BinaryRow& b, Combine combine) {
   with_sign(b.dtype0, [&](auto dtype0) {
     with_sign(b.dtype1, [&](auto dtype1) {
       with_dtype(b.dst_dtype, [&](auto dst) {
-        for_each_row_panel<Isa>(b.size, [&](int64_t i, auto m) {
-          const auto y = combine(load_operand<Isa, decltype(dtype0)::value>(b.src0, b.step0, i, m),
-                                 load_operand<Isa, decltype(dtype1)::value>(b.src1, b.step1, i, m));
-          store_as<Isa, decltype(dst)::value>(b.dst, i, Isa::max(lo, y), lo, m);
+        store_row_as<Isa, decltype(dst)::value>(b.dst, b.size, lo, [&](int64_t i, auto m) {
+          return Isa::max(
+              lo, combine(load_operand<Isa, decltype(dtype0)::value>(b.src0, b.step0, i, m),
+                          load_operand<Isa, decltype(dtype1)::value>(b.src1, b.step1, i, m)));
         });
       });
     });

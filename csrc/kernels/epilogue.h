@@ -47,6 +47,24 @@ TORCHQ_INLINE void store_as(void* base, int64_t index, typename Isa::Float y,
   }
 }
 
+/// The same of Isa::kStoredPanels adjacent panels. To 8 bits it clamps and looks for NaN only where
+/// a value is beyond int32, since packing saturates.
+template <class Isa, DType kDtype>
+TORCHQ_INLINE void store_panels_as(void* base, int64_t index,
+                                   const typename Isa::Float (&y)[Isa::kStoredPanels],
+                                   typename Isa::Float zero_point) {
+  if constexpr (kDtype == DType::u8 || kDtype == DType::s8) {
+    typename Isa::Int q[Isa::kStoredPanels];
+    TORCHQ_UNROLL for (int v = 0; v < Isa::kStoredPanels; ++v) q[v] = Isa::to_int(y[v]);
+    if (__builtin_expect(!Isa::any_invalid(q), 1)) {
+      return Isa::store_row(static_cast<uint8_t*>(base) + index, q, kDtype == DType::s8);
+    }
+  }
+  TORCHQ_UNROLL for (int v = 0; v < Isa::kStoredPanels; ++v) {
+    store_as<Isa, kDtype>(base, index + v * kPanel, y[v], zero_point, Isa::mask(kPanel));
+  }
+}
+
 /// use(tag), whose `value` is dtype: asked once, in front of a loop.
 template <DType kDtype>
 struct DTypeTag {
@@ -80,6 +98,25 @@ TORCHQ_INLINE void for_each_row_panel(int64_t size, Body body) {
   int64_t i = 0;
   for (; i + kPanel <= size; i += kPanel) body(i, Isa::mask(kPanel));
   if (i < size) body(i, Isa::mask(static_cast<int>(size - i)));
+}
+
+/// Stores y(i, lanes that are valid) for each panel of a row.
+template <class Isa, DType kDtype, class Value>
+TORCHQ_INLINE void store_row_as(void* base, int64_t size, typename Isa::Float zero_point,
+                                Value value) {
+  constexpr int kTogether = Isa::kStoredPanels * kPanel;
+  int64_t i = 0;
+  for (; i + kTogether <= size; i += kTogether) {
+    typename Isa::Float y[Isa::kStoredPanels];
+    TORCHQ_UNROLL for (int v = 0; v < Isa::kStoredPanels; ++v) {
+      y[v] = value(i + v * kPanel, Isa::mask(kPanel));
+    }
+    store_panels_as<Isa, kDtype>(base, i, y, zero_point);
+  }
+  for (; i < size; i += kPanel) {
+    const auto m = Isa::mask(min_int(size - i, kPanel));
+    store_as<Isa, kDtype>(base, i, value(i, m), zero_point, m);
+  }
 }
 
 /// True when finish_in_registers can take the accumulators as they are.
@@ -297,12 +334,10 @@ void finish_row(float* x, int64_t size, const Epilogue& e) {
   const auto zero_point = Isa::set(e.zero_point);
   with_dtype(e.dst_dtype, [&](auto tag) {
     constexpr DType kDtype = decltype(tag)::value;
-    for_each_row_panel<Isa>(size, [&](int64_t i, auto m) {
-      auto y = Isa::load(x + i);
-      if constexpr (kDtype != DType::f32) {
-        y = Isa::fma(y, Isa::load(e.inv_scale + i, m), zero_point);
-      }
-      store_as<Isa, kDtype>(e.dst, i, y, zero_point, m);
+    store_row_as<Isa, kDtype>(e.dst, size, zero_point, [&](int64_t i, auto m) {
+      const auto y = Isa::load(x + i);
+      if constexpr (kDtype == DType::f32) return y;
+      return Isa::fma(y, Isa::load(e.inv_scale + i, m), zero_point);
     });
   });
 }

@@ -43,6 +43,7 @@ constexpr Kernels make_kernels() {
   k.finish_row = &finish_row<Isa>;
   k.softmax = &softmax<Isa>;
   k.moments = &moments<Isa>;
+  k.row_moments = &row_moments<Isa>;
   k.affine = &affine<Isa>;
   k.blend = &blend<Isa>;
   k.reduce = &reduce<Isa>;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One destination pixel of a pooling window; channels are lanes (contract: PoolRow in table.h).
+// Adjacent windows of a pool; channels are lanes (contract: PoolRow in table.h).
 #pragma once
 
 #include "epilogue.h"
@@ -10,52 +10,116 @@ template <class Isa>
 void max_pool(const PoolRow& p) {
   for (int64_t c = 0; c < p.channels; c += Isa::kByteLanes) {
     const int count = min_int(p.channels - c, Isa::kByteLanes);
-    auto best = Isa::load_channels(p.taps[0] + c, count);
-    for (int t = 1; t < p.num_taps; ++t) {
-      best = Isa::max_bytes(best, Isa::load_channels(p.taps[t] + c, count), p.is_signed);
+    for (int64_t x = 0; x < p.windows; ++x) {
+      const int64_t at = x * p.step + c;
+      auto best = Isa::load_channels(p.taps[0] + at, count);
+      for (int t = 1; t < p.num_taps; ++t) {
+        best = Isa::max_bytes(best, Isa::load_channels(p.taps[t] + at, count), p.is_signed);
+      }
+      Isa::store_channels(static_cast<uint8_t*>(p.dst) + x * p.channels + c, best, count);
     }
-    Isa::store_channels(static_cast<uint8_t*>(p.dst) + c, best, count);
   }
 }
 
-/// kQuick: multiplies by the reciprocal and corrects, q + (x - q n) / n, which is what the division
-/// gives for every sum of n <= kQuickDivisor bytes (tests/test_pool.py tries them all).
-template <class Isa, bool kSigned, DType kDst, bool kQuick>
-TORCHQ_INLINE void avg_pool_row(const PoolRow& p) {
-  const auto divisor = Isa::set(p.divisor), zero = Isa::set(0.0f);
-  const auto negative = Isa::set(-p.divisor), reciprocal = Isa::set(1.0f / p.divisor);
-  for_each_row_panel<Isa>(p.channels, [&](int64_t c, auto m) {
-    auto sum = Isa::set_int(p.bias);
-    for (int t = 0; t < p.num_taps; ++t) {
-      sum =
-          Isa::add(sum, kSigned ? Isa::load_s8(p.taps[t] + c, m) : Isa::load_u8(p.taps[t] + c, m));
-    }
-    const auto x = Isa::to_float(sum);
-    auto y = zero;
-    if constexpr (kQuick) {
-      const auto q = Isa::mul(x, reciprocal);
-      y = Isa::fma(Isa::fma(q, negative, x), reciprocal, q);
-    } else {
-      y = Isa::div(x, divisor);
-    }
-    store_as<Isa, kDst>(p.dst, c, y, zero, m);
-  });
+/// How a sum x of at most 256 bytes is divided by n <= 256, so that rounding to an integer gives
+/// what it makes of the quotient (tests/test_pool.py tries all of them).
+enum class Division {
+  /// x (1/n): n is a power of two, or odd. Then no quotient is half of an odd number, and the
+  /// product is nearer to it than such a number can be.
+  kProduct,
+  /// q + (x - q n) (1/n), q = x (1/n): the quotient itself.
+  kCorrected,
+  kQuotient
+};
+constexpr int kQuickDivisor = 256;
+
+inline Division division_of(const PoolRow& p) {
+  if (p.divisor > kQuickDivisor || p.num_taps > kQuickDivisor) return Division::kQuotient;
+  const int n = static_cast<int>(p.divisor);
+  return n % 2 == 1 || (n & (n - 1)) == 0 ? Division::kProduct : Division::kCorrected;
 }
 
-constexpr float kQuickDivisor = 256;
+template <class Isa, Division kDivision>
+struct Divide {
+  using Float = typename Isa::Float;
+  explicit TORCHQ_INLINE Divide(float n)
+      : divisor(Isa::set(n)), negative(Isa::set(-n)), reciprocal(Isa::set(1.0f / n)) {}
+  TORCHQ_INLINE Float operator()(Float x) const {
+    if constexpr (kDivision == Division::kQuotient) return Isa::div(x, divisor);
+    const Float q = Isa::mul(x, reciprocal);
+    if constexpr (kDivision == Division::kProduct) return q;
+    return Isa::fma(Isa::fma(q, negative, x), reciprocal, q);
+  }
+  Float divisor, negative, reciprocal;
+};
+
+/// To bytes. Words hold the sums of as many as 257 of them.
+template <class Isa, bool kSigned, Division kDivision>
+void average_bytes(const PoolRow& p) {
+  constexpr int kVectors = Isa::kStoredPanels, kTaps = 256;
+  const Divide<Isa, kDivision> divide(p.divisor);
+  // modulo 2^32, as the sum
+  const uint32_t shift = kSigned ? 128 * static_cast<uint32_t>(p.num_taps) : 0;
+  const auto bias = Isa::set_int(static_cast<int32_t>(static_cast<uint32_t>(p.bias) - shift));
+  const auto sign = Isa::set_bytes(0x80);
+  for (int64_t c = 0; c < p.channels; c += Isa::kByteLanes) {
+    const int count = min_int(p.channels - c, Isa::kByteLanes);
+    for (int64_t x = 0; x < p.windows; ++x) {
+      const int64_t at = x * p.step + c;
+      typename Isa::Int sums[kVectors];
+      TORCHQ_UNROLL for (int v = 0; v < kVectors; ++v) sums[v] = bias;
+      for (int first = 0; first < p.num_taps; first += kTaps) {
+        const int end = min_int(p.num_taps, first + kTaps);
+        auto all = Isa::set_bytes(0), odd = all;
+        for (int t = first; t < end; ++t) {
+          auto v = Isa::load_channels(p.taps[t] + at, count);
+          if constexpr (kSigned) v = Isa::xor_bytes(v, sign);
+          Isa::add_words(all, odd, v);
+        }
+        Isa::split_words(all, odd, sums);
+      }
+      TORCHQ_UNROLL for (int v = 0; v < kVectors; ++v) {
+        sums[v] = Isa::to_int(divide(Isa::to_float(sums[v])));
+      }
+      Isa::store_channels(static_cast<uint8_t*>(p.dst) + x * p.channels + c,
+                          Isa::join_bytes(sums, kSigned), count);
+    }
+  }
+}
+
+/// To float32.
+template <class Isa>
+void average_floats(const PoolRow& p) {
+  const auto divisor = Isa::set(p.divisor);
+  for (int64_t x = 0; x < p.windows; ++x) {
+    float* dst = static_cast<float*>(p.dst) + x * p.channels;
+    for_each_row_panel<Isa>(p.channels, [&](int64_t c, auto m) {
+      auto sum = Isa::set_int(p.bias);
+      for (int t = 0; t < p.num_taps; ++t) {
+        const uint8_t* tap = p.taps[t] + x * p.step + c;
+        sum = Isa::add(sum, p.is_signed ? Isa::load_s8(tap, m) : Isa::load_u8(tap, m));
+      }
+      Isa::store(dst + c, Isa::div(Isa::to_float(sum), divisor), m);
+    });
+  }
+}
+
+template <class Isa, bool kSigned>
+TORCHQ_INLINE void average_with(const PoolRow& p) {
+  switch (division_of(p)) {
+    case Division::kProduct:
+      return average_bytes<Isa, kSigned, Division::kProduct>(p);
+    case Division::kCorrected:
+      return average_bytes<Isa, kSigned, Division::kCorrected>(p);
+    case Division::kQuotient:
+      return average_bytes<Isa, kSigned, Division::kQuotient>(p);
+  }
+}
 
 template <class Isa>
 void avg_pool(const PoolRow& p) {
-  const bool quick = p.divisor <= kQuickDivisor && p.num_taps <= kQuickDivisor;
-  const auto run = [&](auto dst) {
-    constexpr DType kDst = decltype(dst)::value;
-    constexpr bool kSigned = kDst == DType::s8;
-    quick ? avg_pool_row<Isa, kSigned, kDst, true>(p) : avg_pool_row<Isa, kSigned, kDst, false>(p);
-  };
-  if (p.dst_dtype == DType::u8) return run(DTypeTag<DType::u8>{});
-  if (p.dst_dtype == DType::s8) return run(DTypeTag<DType::s8>{});
-  p.is_signed ? avg_pool_row<Isa, true, DType::f32, false>(p)
-              : avg_pool_row<Isa, false, DType::f32, false>(p);
+  if (p.dst_dtype == DType::f32) return average_floats<Isa>(p);
+  p.is_signed ? average_with<Isa, true>(p) : average_with<Isa, false>(p);
 }
 
 }  // namespace

@@ -51,6 +51,15 @@ void moments(const MomentsRows& m) {
   }
 }
 
+void row_moments(const uint8_t* src, int64_t size, bool is_signed, int64_t* sum, int64_t* squares) {
+  *sum = *squares = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    const int32_t q = integer_at(src, is_signed, i);
+    *sum += q;
+    *squares += q * q;
+  }
+}
+
 void affine(const AffineRow& a) {
   for (int64_t i = 0; i < a.size; ++i) {
     const int64_t p = i * a.step;
@@ -64,7 +73,7 @@ void blend(const BlendRow& b) {
   for (int64_t c = 0; c < b.size; ++c) {
     float sum = 0;
     for (int k = 0; k < b.num_taps; ++k) {
-      const float v = static_cast<float>(integer_at(b.taps[k], b.is_signed, c) - b.zero_point);
+      const float v = b.taps[k][c];
       sum = k == 0 ? b.weight[k] * v : fmaf(b.weight[k], v, sum);
     }
     b.dst[c] = b.scale * sum;

@@ -95,6 +95,38 @@ void moments(const MomentsRows& m) {
   }
 }
 
+/// s8 values as u8 ones, q + 128, which is undone in the end. A lane adds at most 2^15 of 255^2.
+template <class Isa>
+void row_moments(const uint8_t* src, int64_t size, bool is_signed, int64_t* sum, int64_t* squares) {
+  constexpr int64_t kLanes = Isa::kByteLanes, kBlock = kLanes << 13;
+  const auto sign = Isa::set_bytes(is_signed ? 0x80 : 0);
+  int64_t s = 0, s2 = 0;
+  for (int64_t first = 0; first < size; first += kBlock) {
+    const int64_t end = size - first < kBlock ? size : first + kBlock;
+    auto sums = Isa::zero(), products = Isa::zero();
+    int64_t i = first;
+    for (; i + kLanes <= end; i += kLanes) {
+      Isa::add_moments(sums, products, Isa::xor_bytes(Isa::load_channels(src + i, kLanes), sign));
+    }
+    if (i < end) {
+      // zeros behind the last value, also after the flip
+      uint8_t bytes[kLanes];
+      memset(bytes, is_signed ? 0x80 : 0, sizeof bytes);
+      memcpy(bytes, src + i, static_cast<size_t>(end - i));
+      Isa::add_moments(sums, products, Isa::xor_bytes(Isa::load_channels(bytes, kLanes), sign));
+    }
+    int32_t lanes[2][kPanel];
+    Isa::store_int(lanes[0], sums);
+    Isa::store_int(lanes[1], products);
+    for (int j = 0; j < kPanel; ++j) {
+      s += lanes[0][j];
+      s2 += lanes[1][j];
+    }
+  }
+  *sum = is_signed ? s - 128 * size : s;
+  *squares = is_signed ? s2 - 256 * s + 16384 * size : s2;
+}
+
 template <class Isa, bool kPerValue, bool kWeighted>
 TORCHQ_INLINE void affine_row(const AffineRow& a) {
   const auto center = Isa::set_int(*a.center);
@@ -129,15 +161,29 @@ void affine(const AffineRow& a) {
 
 template <class Isa>
 void blend(const BlendRow& b) {
-  const auto zero_point = Isa::set_int(b.zero_point);
-  const auto scale = Isa::set(b.scale);
-  for (int64_t c = 0; c < b.size; c += kPanel) {
+  using Float = typename Isa::Float;
+  constexpr int kTogether = 4;  // panels
+  const Float scale = Isa::set(b.scale);
+  int64_t c = 0;
+  for (; c + kTogether * kPanel <= b.size; c += kTogether * kPanel) {
+    Float sum[kTogether];
+    for (int k = 0; k < b.num_taps; ++k) {
+      const Float weight = Isa::set(b.weight[k]);
+      TORCHQ_UNROLL for (int v = 0; v < kTogether; ++v) {
+        const Float x = Isa::load(b.taps[k] + c + v * kPanel);
+        sum[v] = k == 0 ? Isa::mul(weight, x) : Isa::fma(weight, x, sum[v]);
+      }
+    }
+    TORCHQ_UNROLL for (int v = 0; v < kTogether; ++v) {
+      Isa::store(b.dst + c + v * kPanel, Isa::mul(scale, sum[v]));
+    }
+  }
+  for (; c < b.size; c += kPanel) {
     const auto m = Isa::mask(min_int(b.size - c, kPanel));
-    const auto value = [&](int k) {
-      return Isa::to_float(Isa::sub(load_q<Isa>(b.taps[k] + c, b.is_signed, m), zero_point));
-    };
-    auto sum = Isa::mul(Isa::set(b.weight[0]), value(0));
-    for (int k = 1; k < b.num_taps; ++k) sum = Isa::fma(Isa::set(b.weight[k]), value(k), sum);
+    Float sum = Isa::mul(Isa::set(b.weight[0]), Isa::load(b.taps[0] + c, m));
+    for (int k = 1; k < b.num_taps; ++k) {
+      sum = Isa::fma(Isa::set(b.weight[k]), Isa::load(b.taps[k] + c, m), sum);
+    }
     Isa::store(b.dst + c, Isa::mul(scale, sum));
   }
 }

@@ -79,9 +79,11 @@ struct DepthwiseRows {
   const int64_t* dst_offset;  // [count] elements
 };
 
+/// Adjacent windows of one shape; their destination pixels follow one another.
 struct PoolRow {
-  const uint8_t* const* taps;  // [num_taps] valid source pixels (channels contiguous)
+  const uint8_t* const* taps;  // [num_taps] source pixels of the first (channels contiguous)
   int num_taps;
+  int64_t windows, step;  // bytes from a window to the next in src
   int64_t channels;
   void* dst;
   int32_t bias;   // average: added to the sum (padding counted as zero_point)
@@ -252,14 +254,12 @@ struct AffineRow {
   float* dst;           // with room for whole panels
 };
 
-/// dst[c] = scale * s[c], s = weight[0] * v_0[c], then s = fma(weight[k], v_k[c], s) for each
-/// further k, v_k = float(taps[k] - zero_point).
+/// dst[c] = scale * s[c], s = weight[0] * taps[0][c], then s = fma(weight[k], taps[k][c], s) for
+/// each further k.
 struct BlendRow {
-  const uint8_t* const* taps;  // [num_taps]
+  const float* const* taps;  // [num_taps]
   const float* weight;
   int num_taps;
-  bool is_signed;
-  int32_t zero_point;
   float scale;
   int64_t size;
   float* dst;  // with room for whole panels
@@ -329,6 +329,9 @@ struct Kernels {
   void (*finish_row)(float* x, int64_t size, const Epilogue& e);
   void (*softmax)(const SoftmaxRow&);
   void (*moments)(const MomentsRows&);
+  /// The sums of adjacent values, and of their squares.
+  void (*row_moments)(const uint8_t* src, int64_t size, bool is_signed, int64_t* sum,
+                      int64_t* squares);
   void (*affine)(const AffineRow&);
   void (*blend)(const BlendRow&);
   void (*reduce)(const ReduceRows&);

@@ -2,14 +2,17 @@
 // add, mul and concat of quantized tensors, each with its own scale and zero point.
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorIterator.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <numeric>
 
 #include "../checks.h"
+#include "../kernels/common.h"
 #include "../parallel.h"
 #include "elementwise.h"
 
@@ -145,8 +148,8 @@ at::Tensor mul(const at::Tensor& src0, const at::Tensor& src1, const at::Tensor&
   return binary("mul", trace, tier.mul, src0, src1, row);
 }
 
-/// A dense tensor whose dimensions lie in memory in the same order as those of `like`.
-at::Tensor empty_in_order_of(const at::Tensor& like, c10::IntArrayRef sizes, at::ScalarType dtype) {
+/// Strides of a dense tensor whose dimensions lie in memory in the same order as those of `like`.
+c10::SmallVector<int64_t, 5> strides_in_order_of(const at::Tensor& like, c10::IntArrayRef sizes) {
   c10::SmallVector<int64_t, 5> order(sizes.size()), strides(sizes.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
@@ -156,7 +159,127 @@ at::Tensor empty_in_order_of(const at::Tensor& like, c10::IntArrayRef sizes, at:
     strides[static_cast<size_t>(order[i])] = stride;
     stride *= std::max<int64_t>(sizes[static_cast<size_t>(order[i])], 1);
   }
-  return at::detail::empty_strided_cpu(sizes, strides, dtype);
+  return strides;
+}
+
+/// `rows` rows of `width` bytes each, to `stride` bytes apart. Narrow rows, such as DenseNet's 32
+/// channels, inline: calling memcpy for each would cost more than the copy.
+void copy_rows(const uint8_t* src, int64_t rows, int64_t width, uint8_t* dst, int64_t stride) {
+  constexpr int64_t kChunk = 16, kInline = 256;
+  const size_t bytes = static_cast<size_t>(width);
+  for (int64_t r = 0; r < rows; ++r, src += width, dst += stride) {
+    if (width < kChunk || width > kInline) {
+      std::memcpy(dst, src, bytes);
+      continue;
+    }
+    for (int64_t i = 0; i + kChunk < width; i += kChunk) std::memcpy(dst + i, src + i, kChunk);
+    std::memcpy(dst + width - kChunk, src + width - kChunk, kChunk);  // may overlap the last one
+  }
+}
+
+/// A source of a concat, whose rows, of `width` bytes, become parts of the destination's.
+struct ConcatSource {
+  const uint8_t* data;
+  int64_t width;
+  bool copies;
+  ConvertRow convert;  // but for src, dst and size
+};
+
+/// Rows of a destination whose rows have `stride` bytes. Where several are converted at a time they
+/// pass through L1.
+void concat_rows(const Kernels& tier, c10::ArrayRef<ConcatSource> sources, const Range& range,
+                 uint8_t* dst, int64_t stride) {
+  constexpr int64_t kBlock = 4096, kRows = 64;
+  alignas(64) uint8_t block[kBlock];
+  for (int64_t r = range.begin; r < range.end; r += kRows) {
+    const int64_t rows = std::min(range.end - r, kRows);
+    uint8_t* to = dst + r * stride;
+    for (const ConcatSource& source : sources) {
+      const uint8_t* src = source.data + r * source.width;
+      const int64_t together = source.copies ? rows : std::max(kBlock / source.width, int64_t{1});
+      for (int64_t i = 0; i < rows; i += together) {
+        const int64_t count = std::min(together, rows - i);
+        const uint8_t* from = src + i * source.width;
+        uint8_t* part = to + i * stride;
+        if (source.copies) {
+          copy_rows(from, count, source.width, part, stride);
+          continue;
+        }
+        ConvertRow row = source.convert;
+        row.src = from;
+        row.dst = count > 1 ? block : part;
+        row.size = count * source.width;
+        tier.convert(row);
+        if (count > 1) copy_rows(block, count, source.width, part, stride);
+      }
+      to += source.width;
+    }
+  }
+}
+
+/// Whether `src` lies in memory as dense tensors of the order of `like` do.
+bool lies_like(const at::Tensor& src, const at::Tensor& like) {
+  const auto strides = strides_in_order_of(like, src.sizes());
+  for (int64_t d = 0; d < src.dim(); ++d) {
+    if (src.size(d) > 1 && src.stride(d) != strides[static_cast<size_t>(d)]) return false;
+  }
+  return true;
+}
+
+/// A row goes from the start of `dim` through the dimensions inside it. Sources in another memory
+/// order, destinations of 32 bits, and long rows that are too few for the threads, go tensor by
+/// tensor.
+void concat_into(const Kernels& tier, const at::Tensor& dst, at::TensorList srcs, const Params& p,
+                 int64_t dim) {
+  const size_t last = srcs.size();
+  const DType dst_dtype = dtype_of("concat", "dst", dst);
+  const int64_t inner = dst.stride(dim);
+  c10::SmallVector<float, 32> factors;
+  c10::SmallVector<ConcatSource, 32> sources;
+  factors.reserve(last);
+  bool in_rows = element_size(dst_dtype) == 1;
+  for (size_t i = 0; i < last; ++i) {
+    const at::Tensor& src = srcs[i];
+    factors.push_back(static_cast<float>(double{p.scale[i]} / p.scale[last]));
+    TORCH_CHECK_VALUE(std::isfinite(factors[i]), "torchq.concat: the ratio of the scales at index ",
+                      i, " is not a finite float32 (", factors[i],
+                      "). Check the calibration that produced them.");
+    if (src.numel() == 0) continue;
+    const bool same = src.scalar_type() == dst.scalar_type() && p.scale[i] == p.scale[last] &&
+                      p.zero_point[i] == p.zero_point[last];
+    in_rows = in_rows && lies_like(src, dst);
+    ConvertRow row{};
+    row.src_dtype = dtype_of("concat", "src", src);
+    row.dst_dtype = dst_dtype;
+    row.factor = &factors[i];
+    row.src_zero_point = p.zero_point + i;
+    row.dst_zero_point = p.zero_point + last;
+    sources.push_back(
+        {static_cast<const uint8_t*>(src.const_data_ptr()), src.size(dim) * inner, same, row});
+  }
+  const int64_t stride = dst.size(dim) * inner, rows = dst.numel() / stride;
+  const int parts = threads_for(dst.numel(), kGrain);
+  if (in_rows && rows >= parts) {
+    uint8_t* to = static_cast<uint8_t*>(dst.mutable_data_ptr());
+    return parallel_parts(parts, [&](int part) {
+      concat_rows(tier, sources, part_of(rows, parts, part), to, stride);
+    });
+  }
+  int64_t begin = 0;
+  size_t next = 0;
+  for (size_t i = 0; i < last; ++i) {
+    const at::Tensor part = dst.narrow(dim, begin, srcs[i].size(dim));
+    begin += srcs[i].size(dim);
+    if (srcs[i].numel() == 0) continue;
+    const ConcatSource& source = sources[next++];
+    if (source.copies) {
+      part.copy_(srcs[i]);
+    } else {
+      convert_into(tier, part, srcs[i], at::scalar_tensor(factors[i]),
+                   at::scalar_tensor(p.zero_point[i], at::kInt),
+                   at::scalar_tensor(p.zero_point[last], at::kInt));
+    }
+  }
 }
 
 at::Tensor concat(at::TensorList srcs, const at::Tensor& scales, const at::Tensor& zero_points,
@@ -183,23 +306,10 @@ at::Tensor concat(at::TensorList srcs, const at::Tensor& scales, const at::Tenso
                       srcs[0].sizes(), " and ", src.sizes(), ".");
     sizes[static_cast<size_t>(dim)] += src.size(dim);
   }
-  at::Tensor dst = empty_in_order_of(srcs[0], sizes, scalar_type(dst_type));
+  at::Tensor dst = at::detail::empty_strided_cpu(sizes, strides_in_order_of(srcs[0], sizes),
+                                                 scalar_type(dst_type));
   trace.describe([&] { return describe_call(srcs, dst); });
-  const int64_t last = static_cast<int64_t>(srcs.size());
-  int64_t begin = 0;
-  for (int64_t i = 0; i < last; ++i) {
-    const at::Tensor& src = srcs[static_cast<size_t>(i)];
-    const at::Tensor part = dst.narrow(dim, begin, src.size(dim));
-    begin += src.size(dim);
-    const bool same = src.scalar_type() == dst.scalar_type() && p.scale[i] == p.scale[last] &&
-                      p.zero_point[i] == p.zero_point[last];
-    if (same) {
-      part.copy_(src);
-    } else {
-      const at::Tensor factor = scale_ratio("concat", scales.select(0, i), scales.select(0, last));
-      convert_into(tier, part, src, factor, zero_points.select(0, i), zero_points.select(0, last));
-    }
-  }
+  if (dst.numel() > 0) concat_into(tier, dst, srcs, p, dim);
   return dst;
 }
 

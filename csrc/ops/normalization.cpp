@@ -88,23 +88,6 @@ struct Statistics {
   }
 };
 
-/// Adds n adjacent values: as rows of 64, and the rest.
-void add_row(const Kernels& tier, const uint8_t* src, bool is_signed, int64_t n, Statistics& s) {
-  constexpr int64_t kColumns = 64, kRows = 256;
-  int32_t sums[kColumns], squares[kColumns];
-  s.n += n;
-  while (n > 0) {
-    const int64_t columns = std::min(n, kColumns), rows = std::min(n / columns, kRows);
-    tier.moments({src, is_signed, rows, columns, columns, sums, squares});
-    for (int64_t i = 0; i < columns; ++i) {
-      s.sum += sums[i];
-      s.squares += squares[i];
-    }
-    src += rows * columns;
-    n -= rows * columns;
-  }
-}
-
 at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<at::Tensor>& weight,
                       const std::optional<at::Tensor>& bias, double eps, const at::Tensor& scales,
                       const at::Tensor& zero_points, int64_t dst_dtype, c10::string_view post_ops,
@@ -129,8 +112,8 @@ at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<a
   const uint8_t* data = bytes_of(dense);
   const bool is_signed = params[0].dtype == DType::s8;
   store_rows(out, src.numel() / n, n, [&](int64_t r, float* x) {
-    Statistics s;
-    add_row(tier, data + r * n, is_signed, n, s);
+    Statistics s{.n = n};
+    tier.row_moments(data + r * n, n, is_signed, &s.sum, &s.squares);
     s.finish(params[0].scale, eps);
     tier.affine({data + r * n, is_signed, n, &s.center, &s.factor, &s.shift, 0, affine.weight,
                  affine.bias, x});

@@ -76,6 +76,32 @@ Spans adaptive_spans(int64_t input, int64_t output) {
   return spans;
 }
 
+/// Adjacent destination positions whose windows have one shape, `step` source positions apart.
+struct Run {
+  int64_t first, count, step;
+};
+using Runs = c10::SmallVector<Run, 8>;
+
+Runs runs_of(const Spans& spans) {
+  Runs runs;
+  for (size_t o = 0; o < spans.size(); ++o) {
+    const Span& s = spans[o];
+    if (!runs.empty()) {
+      Run& run = runs.back();
+      const Span& before = spans[o - 1];
+      const int64_t step = s.begin - before.begin;
+      if (span_size(s) == span_size(before) && s.counted == before.counted &&
+          (run.count == 1 || step == run.step)) {
+        run.step = step;
+        ++run.count;
+        continue;
+      }
+    }
+    runs.push_back({static_cast<int64_t>(o), 1, 0});
+  }
+  return runs;
+}
+
 at::Tensor make_dst(const ChannelsLast& src, const int64_t (&output)[3],
                     const c10::SmallVector<Real, 4>& params) {
   const size_t dims = static_cast<size_t>(src.spatial_dims);
@@ -84,30 +110,32 @@ at::Tensor make_dst(const ChannelsLast& src, const int64_t (&output)[3],
       params.empty() ? src.tensor.scalar_type() : scalar_type(params[1].dtype));
 }
 
-/// One destination pixel in real units: scale * (max - zero_point), or scale * (float(sum of q -
+/// Destination pixels in real units: scale * (max - zero_point), or scale * (float(sum of q -
 /// zero_point) / float(n)), then the post-ops.
-void finish_pixel(const Kernels& tier, PoolRow row, bool average, const Real& from,
-                  const RealOutput& out, int64_t first) {
+void finish_windows(const Kernels& tier, PoolRow row, bool average, const Real& from,
+                    const RealOutput& out, int64_t first) {
   alignas(64) float x[kRealBlock];
   alignas(64) uint8_t best[kRealBlock];
-  c10::SmallVector<const uint8_t*, 64> taps(row.taps, row.taps + row.num_taps);
-  const int64_t channels = row.channels;
+  c10::SmallVector<const uint8_t*, 64> taps(static_cast<size_t>(row.num_taps));
+  const PoolRow all = row;
   row.taps = taps.data();
-  for (int64_t c = 0; c < channels; c += kRealBlock) {
-    row.channels = std::min<int64_t>(kRealBlock, channels - c);
+  row.windows = 1;
+  for (int64_t i = 0; i < all.windows * all.channels; i += row.channels) {
+    const int64_t window = i / all.channels, c = i % all.channels;
+    for (size_t t = 0; t < taps.size(); ++t) taps[t] = all.taps[t] + window * all.step + c;
+    row.channels = std::min<int64_t>(kRealBlock, all.channels - c);
     if (average) {
       row.bias = -row.num_taps * from.zero_point;
       row.dst = x;
       row.dst_dtype = DType::f32;
       tier.avg_pool(row);
-      for (int64_t i = 0; i < row.channels; ++i) x[i] *= from.scale;
+      for (int64_t k = 0; k < row.channels; ++k) x[k] *= from.scale;
     } else {
       row.dst = best;
       tier.max_pool(row);
       load_real(tier, from, best, 1, row.channels, x);
     }
-    out.store(x, row.channels, first + c);
-    for (const uint8_t*& tap : taps) tap += kRealBlock;
+    out.store(x, row.channels, first + i);
   }
 }
 
@@ -135,7 +163,8 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
   const bool is_signed = src.tensor.scalar_type() == at::kChar;
   const uint8_t* data = static_cast<const uint8_t*>(src.tensor.const_data_ptr());
   uint8_t* result = static_cast<uint8_t*>(dst.mutable_data_ptr());
-  const auto run = pooling.average ? tier.avg_pool : tier.max_pool;
+  const auto kernel = pooling.average ? tier.avg_pool : tier.max_pool;
+  const Runs runs = runs_of(spans[2]);
   const int64_t c = src.channels, rows = src.batch * output[0] * output[1];
   const int parts =
       static_cast<int>(std::min<int64_t>(threads_for(dst.numel() * window, 100'000), rows));
@@ -146,24 +175,25 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
       const int64_t n = r / (output[0] * output[1]);
       const Span& d = spans[0][static_cast<size_t>(r / output[1] % output[0])];
       const Span& h = spans[1][static_cast<size_t>(r % output[1])];
-      for (int64_t ox = 0; ox < output[2]; ++ox) {
-        const Span& x = spans[2][static_cast<size_t>(ox)];
+      for (const Run& run : runs) {
+        const Span& x = spans[2][static_cast<size_t>(run.first)];
         taps.clear();
         for (int64_t id = d.begin; id < d.end; id += d.step) {
           for (int64_t ih = h.begin; ih < h.end; ih += h.step) {
-            for (int64_t ix = x.begin; ix < x.end; ix += x.step) {
-              taps.push_back(data +
-                             (((n * src.size[0] + id) * src.size[1] + ih) * src.size[2] + ix) * c);
-            }
+            const int64_t line = ((n * src.size[0] + id) * src.size[1] + ih) * src.size[2];
+            for (int64_t ix = x.begin; ix < x.end; ix += x.step)
+              taps.push_back(data + (line + ix) * c);
           }
         }
         const int64_t valid = static_cast<int64_t>(taps.size());
         int64_t counted = pooling.count_include_pad ? d.counted * h.counted * x.counted : valid;
         const int64_t padding = counted - valid;
         if (pooling.divisor_override != 0) counted = pooling.divisor_override;
-        const int64_t first = (r * output[2] + ox) * c;
+        const int64_t first = (r * output[2] + run.first) * c;
         const PoolRow row{taps.data(),
                           static_cast<int>(valid),
+                          run.count,
+                          run.step * c,
                           c,
                           result + first,
                           static_cast<int32_t>(padding * pooling.zero_point),
@@ -171,9 +201,9 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
                           is_signed,
                           is_signed ? DType::s8 : DType::u8};
         if (out.has_value()) {
-          finish_pixel(tier, row, pooling.average, params[0], *out, first);
+          finish_windows(tier, row, pooling.average, params[0], *out, first);
         } else {
-          run(row);
+          kernel(row);
         }
       }
     }

@@ -44,7 +44,7 @@ c10::SmallVector<Real, 4> read_params(const char* op, const at::Tensor& scales,
                                       DType dst_dtype, bool any_sign = false);
 
 /// x[i] = real value of the i-th of n <= kRealBlock values that are `stride`
-/// bytes apart.
+/// bytes apart, or of any number of adjacent ones.
 void load_real(const Kernels& tier, const Real& src, const void* data, int64_t stride, int64_t n,
                float* x);
 

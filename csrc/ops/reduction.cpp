@@ -1,17 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reductions and resampling of 8-bit tensors (Note [Real units] in real.h).
+// Reductions of 8-bit tensors (Note [Real units] in real.h).
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <cstring>
 #include <limits>
-#include <vector>
 
 #include "../checks.h"
-#include "geometry.h"
 #include "real.h"
 
 namespace torchq {
@@ -235,131 +231,7 @@ at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntA
   return dst;
 }
 
-/// Where one destination index reads along one dimension: (1 - w) src[left] + w
-/// src[right].
-struct Tap {
-  int64_t index[2];
-  double weight[2];
-};
-
-/// oneDNN's coordinates, in float32: s = (o + 0.5) * input / output - 0.5.
-Tap tap_of(int64_t o, int64_t output, int64_t input, bool linear) {
-  const float s =
-      (static_cast<float>(o) + 0.5f) * static_cast<float>(input) / static_cast<float>(output) -
-      0.5f;
-  const float last = static_cast<float>(input - 1);
-  if (!linear) {
-    const int64_t nearest = static_cast<int64_t>(std::clamp(std::round(s), 0.0f, last));
-    return {{nearest, nearest}, {1, 0}};
-  }
-  const float inside = std::clamp(s, 0.0f, last);
-  const float left = std::floor(inside);
-  const float weight = inside - left;
-  const int64_t index = static_cast<int64_t>(left);
-  return {{index, std::min(index + 1, input - 1)}, {1.0 - weight, weight}};
-}
-
-/// Whether writing what was read gives the same byte: rne(fma(s d, 1 / s, z)) = d + z, as long as
-/// s d does not overflow.
-bool keeps_bytes(const Real& from, const Real& to) {
-  return from.dtype == to.dtype && from.scale == to.scale && from.zero_point == to.zero_point &&
-         from.scale < 1e30f;
-}
-
-void copy_nearest(const ChannelsLast& src, const std::array<std::vector<Tap>, 3>& taps,
-                  const int64_t (&output)[3], uint8_t* dst) {
-  const uint8_t* data = static_cast<const uint8_t*>(src.tensor.const_data_ptr());
-  const int64_t c = src.channels, rows = src.batch * output[0] * output[1];
-  const size_t bytes = static_cast<size_t>(c);
-  const int parts =
-      static_cast<int>(std::min<int64_t>(threads_for(rows * output[2] * c, 300'000), rows));
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(rows, parts, part);
-    for (int64_t r = range.begin; r < range.end; ++r) {
-      const int64_t n = r / (output[0] * output[1]);
-      const int64_t d = taps[0][static_cast<size_t>(r / output[1] % output[0])].index[0];
-      const int64_t h = taps[1][static_cast<size_t>(r % output[1])].index[0];
-      const uint8_t* row = data + ((n * src.size[0] + d) * src.size[1] + h) * src.size[2] * c;
-      uint8_t* to = dst + r * output[2] * c;
-      for (int64_t x = 0; x < output[2]; ++x)
-        std::memcpy(to + x * c, row + taps[2][static_cast<size_t>(x)].index[0] * c, bytes);
-    }
-  });
-}
-
-at::Tensor resampling(const at::Tensor& src_arg, c10::string_view alg, c10::IntArrayRef size,
-                      const at::Tensor& scales, const at::Tensor& zero_points, int64_t dst_dtype,
-                      c10::string_view post_ops, std::optional<at::TensorList> post_op_srcs) {
-  OpTrace trace("resampling");
-  const Kernels& tier = kernels();
-  trace.ran(tier, "resampling");
-  check_src("resampling", "src", src_arg);
-  TORCH_CHECK_VALUE(alg == "nearest" || alg == "linear",
-                    "torchq.resampling: alg must be nearest or linear, got '", alg, "'.");
-  const auto params = read_params("resampling", scales, zero_points, {src_arg},
-                                  dst_dtype_of("resampling", dst_dtype));
-  const ChannelsLast src = to_channels_last("resampling", src_arg);
-  const int64_t dims = src.spatial_dims;
-  int64_t output[3] = {1, 1, 1}, pixels = 1;
-  TORCH_CHECK_VALUE(static_cast<int64_t>(size.size()) == dims, "torchq.resampling: size must have ",
-                    dims, " values for src ", src_arg.sizes(), ", got ", size, ".");
-  for (int64_t d = 0; d < dims; ++d) {
-    const int64_t wanted = size[static_cast<size_t>(d)];
-    TORCH_CHECK_VALUE(wanted >= 1 && wanted <= (1 << 24) && src_arg.size(d + 2) >= 1 &&
-                          src_arg.size(d + 2) <= (1 << 24),
-                      "torchq.resampling: sizes must lie in [1, 2^24], got src ", src_arg.sizes(),
-                      " and size ", size, ".");
-    output[d + 3 - dims] = wanted;
-    pixels *= wanted;
-    TORCH_CHECK_VALUE(pixels < (int64_t{1} << 31),
-                      "torchq.resampling: dst must have fewer than 2^31 positions, got size ", size,
-                      ".");
-  }
-  const at::Tensor dst =
-      empty_channels_last(src.batch, src.channels, size, scalar_type(params[1].dtype));
-  const RealOutput out({"resampling", tier, params[1], post_ops, post_op_srcs}, dst);
-  trace.describe([&] { return describe_call({src_arg}, dst, c10::str("alg:", alg), post_ops); });
-  if (dst.numel() == 0) return dst;
-  std::array<std::vector<Tap>, 3> taps;
-  for (int d = 0; d < 3; ++d) {
-    for (int64_t o = 0; o < output[d]; ++o)
-      taps[static_cast<size_t>(d)].push_back(
-          tap_of(o, output[d], src.size[d], alg == "linear" && src.size[d] != output[d]));
-  }
-  const uint8_t* data = static_cast<const uint8_t*>(src.tensor.const_data_ptr());
-  const int64_t c = src.channels;
-  if (alg == "nearest" && post_ops.empty() && keeps_bytes(params[0], params[1])) {
-    copy_nearest(src, taps, output, static_cast<uint8_t*>(dst.mutable_data_ptr()));
-    return dst;
-  }
-  store_rows(out, src.batch * pixels, c, [&](int64_t r, float* x) {
-    const Tap& w = taps[2][static_cast<size_t>(r % output[2])];
-    const Tap& h = taps[1][static_cast<size_t>(r / output[2] % output[1])];
-    const Tap& d = taps[0][static_cast<size_t>(r / (output[2] * output[1]) % output[0])];
-    const int64_t n = r / pixels;
-    const uint8_t* corners[8];
-    float weights[8];
-    int count = 0;
-    for (int corner = 0; corner < 8; ++corner) {
-      const int k = corner >> 2, j = corner >> 1 & 1, i = corner & 1;
-      const double weight = d.weight[k] * h.weight[j] * w.weight[i];
-      if (weight == 0) continue;
-      weights[count] = static_cast<float>(weight);
-      corners[count++] =
-          data +
-          (((n * src.size[0] + d.index[k]) * src.size[1] + h.index[j]) * src.size[2] + w.index[i]) *
-              c;
-    }
-    tier.blend({corners, weights, count, params[0].dtype == DType::s8, params[0].zero_point,
-                params[0].scale, c, x});
-  });
-  return dst;
-}
-
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) {
-  m.impl("reduction", &torchq::reduction);
-  m.impl("resampling", &torchq::resampling);
-}
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("reduction", &torchq::reduction); }
