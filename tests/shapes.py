@@ -261,6 +261,7 @@ CONV_1D = [
     conv("1d_grouped", (32, 48), (29,), 5, 2, 2, groups=4, batch=2),
     conv("1d_pointwise", (70, 70), (11,), 1),
     depthwise("1d_depthwise", 40, (37,), kernel=15, padding=7),
+    depthwise("1d_depthwise_s2", 40, (37,), kernel=15, stride=2, padding=7),
 ]
 CONV_3D = [
     conv("3d", (8, 16), (5, 6, 7), 3, 1, 1),

@@ -31,63 +31,73 @@ namespace {
 
 /// kWidth columns, kTapStep apart, of kPixels destinations, kStride apart: columns are held in
 /// registers while destinations share them, weights all along where they are not widened.
-template <class Isa, int kPixels, int kWidth, int kStride, int kTapStep>
+template <class Isa, int kParts, int kPixels, int kWidth, int kStride, int kTapStep>
 TORCHQ_INLINE void accumulate_shared(const uint8_t* stash, const int8_t* weight,
-                                     typename Isa::Int (&acc)[kPixels]) {
+                                     typename Isa::Int (&acc)[kParts][kPixels]) {
   using Int = typename Isa::Int;
   constexpr int kSteps = Isa::kSteps, kColumn = kStashColumn<Isa>;
   constexpr int64_t kQuadBytes = Isa::kDepthwiseVectors * kSteps * 64;
   const auto load = [](const void* p) { return Isa::load_int(static_cast<const int32_t*>(p)); };
-  Int kept[kSteps == 1 ? kWidth : 1];
+  Int kept[kParts][kSteps == 1 ? kWidth : 1];
   if constexpr (kSteps == 1) {
-    TORCHQ_UNROLL for (int j = 0; j < kWidth; ++j) {
-      kept[j] = Isa::load_weight(weight + j * kQuadBytes);
+    TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
+      TORCHQ_UNROLL for (int j = 0; j < kWidth; ++j) {
+        kept[p][j] = Isa::load_weight(weight + j * kQuadBytes + p * 64);
+      }
     }
   }
   TORCHQ_UNROLL for (int c = 0; c <= (kPixels - 1) * kStride + (kWidth - 1) * kTapStep; ++c) {
-    const Int column = load(stash + c * kColumn);
-    TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) {
-      const int tap = c - b * kStride, j = tap / kTapStep;
-      if (tap < 0 || j >= kWidth || tap % kTapStep != 0) continue;
-      if constexpr (kSteps == 1) {
-        Isa::dot(acc[b], column, kept[j]);
-      } else {
-        const int8_t* w = weight + j * kQuadBytes;
-        Isa::dot(acc[b], Isa::template split_src<0>(column), load(w));
-        Isa::dot(acc[b], Isa::template split_src<1>(column), load(w + 64));
+    TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
+      const Int column = load(stash + c * kColumn + p * 64);
+      TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) {
+        const int tap = c - b * kStride, j = tap / kTapStep;
+        if (tap < 0 || j >= kWidth || tap % kTapStep != 0) continue;
+        if constexpr (kSteps == 1) {
+          Isa::dot(acc[p][b], column, kept[p][j]);
+        } else {
+          const int8_t* w = weight + j * kQuadBytes + p * 128;
+          Isa::dot(acc[p][b], Isa::template split_src<0>(column), load(w));
+          Isa::dot(acc[p][b], Isa::template split_src<1>(column), load(w + 64));
+        }
       }
     }
   }
 }
 
-/// Vector `v` of `kPixels` accumulators: the quads of kWidth columns of four rows, then those of
-/// kTail times two columns of two rows, then the others one by one.
-template <class Isa, int kPixels, int kWidth, int kStride, int kTail>
+/// kParts vectors of kPixels accumulators, from vector v on: the quads of kWidth columns of four
+/// rows, then those of kTail times two columns of two rows, then the others one by one.
+template <class Isa, int kParts, int kPixels, int kWidth, int kStride, int kTail>
 TORCHQ_INLINE void accumulate(const DepthwiseChunk<Isa>& chunk, const uint8_t* stash,
-                              const int8_t* weight, int v, typename Isa::Int (&acc)[kPixels]) {
+                              const int8_t* weight, int v,
+                              typename Isa::Int (&acc)[kParts][kPixels]) {
   using Int = typename Isa::Int;
   constexpr int kSteps = Isa::kSteps;
   constexpr int64_t kQuadBytes = Isa::kDepthwiseVectors * kSteps * 64;
-  const Int init = Isa::load_int(chunk.acc_init[v]);
-  TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) acc[b] = init;
+  TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
+    const Int init = Isa::load_int(chunk.acc_init[v + p]);
+    TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) acc[p][b] = init;
+  }
   stash += v * 64;
   weight += v * kSteps * 64;
   const auto load = [](const void* p) { return Isa::load_int(static_cast<const int32_t*>(p)); };
   if constexpr (kWidth > 0) {
-    accumulate_shared<Isa, kPixels, kWidth, kStride, 1>(stash, weight, acc);
+    accumulate_shared<Isa, kParts, kPixels, kWidth, kStride, 1>(stash, weight, acc);
   }
   if constexpr (kTail > 0) {
-    accumulate_shared<Isa, kPixels, kTail, kStride, 2>(stash + chunk.quad_offset[kWidth],
-                                                       weight + kWidth * kQuadBytes, acc);
+    accumulate_shared<Isa, kParts, kPixels, kTail, kStride, 2>(stash + chunk.quad_offset[kWidth],
+                                                               weight + kWidth * kQuadBytes, acc);
   }
   for (int q = kWidth + kTail; q < chunk.quads; ++q) {
     const uint8_t* columns = stash + chunk.quad_offset[q];
-    const int8_t* w = weight + q * kQuadBytes;
-    const Int even = Isa::load_weight(w);
-    TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) {
-      const Int column = load(columns + b * chunk.pixel_step);
-      Isa::dot(acc[b], Isa::template split_src<0>(column), even);
-      if constexpr (kSteps == 2) Isa::dot(acc[b], Isa::template split_src<1>(column), load(w + 64));
+    TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
+      const int8_t* w = weight + q * kQuadBytes + p * kSteps * 64;
+      const Int even = Isa::load_weight(w);
+      TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) {
+        const Int column = load(columns + b * chunk.pixel_step + p * 64);
+        Isa::dot(acc[p][b], Isa::template split_src<0>(column), even);
+        if constexpr (kSteps == 2)
+          Isa::dot(acc[p][b], Isa::template split_src<1>(column), load(w + 64));
+      }
     }
   }
 }
@@ -103,9 +113,10 @@ TORCHQ_NOINLINE void dot_pixels(const DepthwiseChunk<Isa>& chunk, const uint8_t*
     typename Isa::Bytes words[2][kPixels];
     TORCHQ_UNROLL for (int half = 0; half < 2; ++half) {
       Int y[kParts][kPixels];
+      accumulate<Isa, kParts, kPixels, kWidth, kStride, kTail>(chunk, stash, weight, half * kParts,
+                                                               y);
       TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
         const int v = half * kParts + p;
-        accumulate<Isa, kPixels, kWidth, kStride, kTail>(chunk, stash, weight, v, y[p]);
         const auto multiplier = Isa::load(chunk.multiplier[v]), offset = Isa::load(chunk.offset[v]);
         TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) {
           y[p][b] = Isa::to_int(Isa::fma(Isa::to_float(y[p][b]), multiplier, offset));
@@ -124,9 +135,9 @@ TORCHQ_NOINLINE void dot_pixels(const DepthwiseChunk<Isa>& chunk, const uint8_t*
   } else {
     alignas(64) int32_t tile[kPixels][kVectors][kPanel];
     TORCHQ_UNROLL for (int v = 0; v < kVectors; ++v) {
-      Int acc[kPixels];
-      accumulate<Isa, kPixels, kWidth, kStride, kTail>(chunk, stash, weight, v, acc);
-      TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) Isa::store_int(tile[b][v], acc[b]);
+      Int acc[1][kPixels];
+      accumulate<Isa, 1, kPixels, kWidth, kStride, kTail>(chunk, stash, weight, v, acc);
+      TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) Isa::store_int(tile[b][v], acc[0][b]);
     }
     int64_t dst_offset[4 * kPixels];
     for (int b = 0; b < kPixels; ++b) {
@@ -186,8 +197,9 @@ struct DepthwiseRun {
   const StashPlan plan;
   const DotFns<Isa> dots;
   DepthwiseChunk<Isa>& chunk;
-  StashFn stash[2], stash_checked, stash_tail;  // the first: of one destination row, of two
-  SlideFn<Isa> slide[2];                        // null where the stash is used
+  StashFn stash[2];  // of one destination row, of two
+  StashFn stash_checked, stash_pairs;
+  SlideFn<Isa> slide[2];  // null where the stash is used
 };
 
 /// Whether the source rows of destination rows y and y + 1 are one row apart.
@@ -232,8 +244,8 @@ void depthwise_rows(const DepthwiseRun<Isa>& run, const int* y, bool pairs) {
     }
     for (int band = 0; band < plan.bands; ++band) {
       if (plan.bands > 1) find_sources(band);
-      const StashFn inner = band > 0 && plan.tail ? run.stash_tail : run.stash[pairs];
-      stash_band<Isa>(inner, run.stash_checked, d, plan, band, x, pixels, sources, chunk);
+      stash_band<Isa>(run.stash[pairs], run.stash_checked, run.stash_pairs, d, plan, band, x,
+                      pixels, sources, chunk);
     }
     for (int second = 0; second <= pairs; ++second) {
       const int8_t* weight = chunk.weight + second * chunk.weight_bytes;
@@ -307,7 +319,7 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
     }
     run.stash[0] = stash_fn<Isa>(chunk.split, d.flip, d.kernel_rows == 3 ? kThreeRows : kFourRows);
     run.stash[1] = stash_fn<Isa>(chunk.split, d.flip, kFourRows);
-    run.stash_tail = stash_fn<Isa>(chunk.split, d.flip, kTail);
+    run.stash_pairs = stash_fn<Isa>(chunk.split, d.flip, kPairs);
     run.stash_checked = stash_fn<Isa>(chunk.split, d.flip, kChecked);
     if (fold && slides(d)) {
       run.slide[0] = slide_fn<Isa>(chunk.split, d.flip, d.stride, false);

@@ -46,7 +46,7 @@ StashPlan stash_plan(const DepthwiseLayer& d) {
     const int64_t own = pixels * d.width;
     plan.pixels = pixels;
     plan.gathered = own < shared;
-    plan.columns = plan.gathered ? own : shared + plan.tail;  // the tail begins one earlier
+    plan.columns = plan.gathered ? own : shared;
     return plan.bands * plan.columns * kStashColumn<Isa> <= limit;
   };
   if (fits(d.dst_pixels, kStashBytes)) return plan;
@@ -245,8 +245,8 @@ using StashFn = void (*)(const DepthwiseLayer&, const StashRows&, const StashSpa
                          int count);
 
 /// Which pixels a span may have: all of them inside the row (of a fourth row that repeats the
-/// third, or not), or any, zero points standing for those outside; or they begin a tail's quads.
-enum StashKind : int { kThreeRows, kFourRows, kChecked, kTail };
+/// third, or not), or any, zero points standing for those outside; kPairs: see stash_pairs.
+enum StashKind : int { kThreeRows, kFourRows, kChecked, kPairs };
 
 template <class Isa, bool kFlip, StashKind kKind, int kSplit>
 TORCHQ_NOINLINE void stash_columns(const DepthwiseLayer& d, const StashRows& rows,
@@ -280,50 +280,48 @@ TORCHQ_NOINLINE void stash_columns(const DepthwiseLayer& d, const StashRows& row
   }
 }
 
-/// Quads of two rows, the first of `rows`, and two columns: from span.pixel and the n - 1 pixels
-/// behind it, all inside the row, and from the one before, whose quad has the first of them.
+/// A quad of two pairs: the byte of row 0 at pixel, that of row 1 at pixel + shift, then the same
+/// span.pixel_step further, where the next quad begins. Zero points stand for pixels outside.
 template <class Isa, bool kFlip, int kSplit>
-TORCHQ_NOINLINE void stash_tail(const DepthwiseLayer& d, const StashRows& rows,
-                                const StashSpan& span, int channel, int count) {
+TORCHQ_NOINLINE void stash_pairs(const DepthwiseLayer& d, const StashRows& rows,
+                                 const StashSpan& span, int channel, int count) {
   using Bytes = typename Isa::Bytes;
   const StashRows row = rows;
-  const int64_t src_step = d.channels, out_step = span.out_step;
-  uint8_t* out = span.out - out_step;
-  Bytes pairs[2], next[2];
-  const auto load = [&](int64_t pixel, bool inside, Bytes(&pair)[2]) {
+  const int64_t src_step = d.channels, src_pixels = d.src_pixels, shift = span.shift,
+                pixel_step = span.pixel_step, out_step = span.out_step;
+  const uint8_t* const padding = d.padding + channel;
+  const auto load = [&](int64_t pixel, Bytes(&pair)[2]) {
     Bytes bytes[2];
     TORCHQ_UNROLL for (int r = 0; r < 2; ++r) {
       const uint8_t* src[kSplit];
+      const int64_t p = pixel + r * shift;
+      const bool inside = static_cast<uint64_t>(p) < static_cast<uint64_t>(src_pixels);
       TORCHQ_UNROLL for (int s = 0; s < kSplit; ++s) {
-        src[s] = inside ? row.row[s][r] + pixel * src_step : d.padding + channel;
+        src[s] = inside ? row.row[s][r] + p * src_step : padding;
       }
       bytes[r] = Isa::load_rows(src, count);
       if constexpr (kFlip) bytes[r] = Isa::flip_sign(bytes[r]);
     }
     Isa::pair_bytes(bytes[0], bytes[1], pair);
   };
-  const auto store = [&] {
+  Bytes pairs[2], next[2];
+  uint8_t* out = span.out;
+  int64_t pixel = span.pixel;
+  load(pixel, pairs);
+  for (int64_t i = span.n; i > 0; --i, out += out_step) {
+    load(pixel += pixel_step, next);
     typename Isa::Int quads[Isa::kDepthwiseVectors];
     Isa::interleave_pairs(pairs, next, quads);
     TORCHQ_UNROLL for (int v = 0; v < Isa::kDepthwiseVectors; ++v) {
       Isa::store_int(reinterpret_cast<int32_t*>(out) + v * kPanel, quads[v]);
     }
-    out += out_step;
-    TORCHQ_UNROLL for (int i = 0; i < 2; ++i) pairs[i] = next[i];
-  };
-  const int64_t before = span.pixel - 1;
-  load(before, static_cast<uint64_t>(before) < static_cast<uint64_t>(d.src_pixels), pairs);
-  for (int64_t pixel = span.pixel; pixel < span.pixel + span.n; ++pixel) {
-    load(pixel, true, next);
-    store();
+    TORCHQ_UNROLL for (int half = 0; half < 2; ++half) pairs[half] = next[half];
   }
-  load(0, false, next);
-  store();
 }
 
 template <class Isa, bool kFlip, int kSplit>
 StashFn stash_fn(StashKind kind) {
-  if (kind == kTail) return &stash_tail<Isa, kFlip, kSplit>;
+  if (kind == kPairs) return &stash_pairs<Isa, kFlip, kSplit>;
   if (kind == kThreeRows) return &stash_columns<Isa, kFlip, kThreeRows, kSplit>;
   if (kind == kFourRows) return &stash_columns<Isa, kFlip, kFourRows, kSplit>;
   return &stash_columns<Isa, kFlip, kChecked, kSplit>;
@@ -340,11 +338,11 @@ StashFn stash_fn(int split, bool flip, StashKind kind) {
 
 /// Fills one band's columns for the destinations x .. x + pixels - 1.
 template <class Isa>
-void stash_band(StashFn inner, StashFn checked, const DepthwiseLayer& d, const StashPlan& plan,
-                int band, int64_t x, int64_t pixels, const StashRows& rows,
+void stash_band(StashFn inner, StashFn checked, StashFn pairs, const DepthwiseLayer& d,
+                const StashPlan& plan, int band, int64_t x, int64_t pixels, const StashRows& rows,
                 const DepthwiseChunk<Isa>& chunk) {
   constexpr int64_t kColumn = kStashColumn<Isa>;
-  const bool run = d.kernel_rows - band * kQuad == 1 && !plan.tail;
+  const bool run = d.kernel_rows - band * kQuad == 1;
   uint8_t* out = chunk.stash + band * plan.columns * kColumn;
   const int64_t first = x * d.stride - d.pad_begin;
   const int64_t shift = run ? d.dilation : 0;
@@ -358,8 +356,18 @@ void stash_band(StashFn inner, StashFn checked, const DepthwiseLayer& d, const S
     }
     return;
   }
+  if (run && plan.tail) {
+    pairs(d, rows, {first, 1, 0, pixels + kTailWidth - 1, out, kColumn}, chunk.channel,
+          chunk.count);
+    return;
+  }
   const int64_t columns = (pixels - 1) * d.stride + (quads - 1) * tap_step * d.dilation + 1;
   if (run) {
+    if (d.stride == 2 && d.dilation == 1) {
+      pairs(d, rows, {first, 2, 1, (columns - 1) / 2 + 1, out, 2 * kColumn}, chunk.channel,
+            chunk.count);
+      return;
+    }
     const int64_t step = quads == 1 || tap_step * d.dilation % d.stride == 0 ? d.stride : 1;
     checked(d, rows, {first, step, shift, (columns - 1) / step + 1, out, step * kColumn},
             chunk.channel, chunk.count);
