@@ -16,6 +16,7 @@ import models
 import pytest
 import repository_computed  # noqa: F401
 import repository_sequences  # noqa: F401
+import repository_styles  # noqa: F401
 import torch
 from repository import MODELS
 from repository_models import Options, Output
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 import torchq
 
 # What torch itself cannot do with such a model.
-NOT_SCRIPTED = {"exchange"}  # it assigns to slices
+NOT_SCRIPTED: set[str] = set()
 
 
 def call(model: nn.Module, inputs: Any) -> list[Tensor]:
@@ -111,6 +112,59 @@ def test_results_keep_their_class(converted: Any, tmp_path: Path) -> None:
     torch.save(state, tmp_path / "other")
     with pytest.raises(ValueError, match=r"returns a subprocess.Popen, a tuple, dict or dataclass"):
         torchq.load(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"mask": torch.zeros(2, 8)}, "was None, got a tensor"),
+        ({"mode": "mean"}, "was sum, got mean"),
+        ({"t": 0.25}, "was 0.5, got 0.25"),
+    ],
+)
+def test_arguments_that_the_graph_does_not_look_at(
+    changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """A mask that is given after all must not be ignored."""
+
+    class Options(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 2)
+
+        def forward(
+            self, x: Tensor, mask: Tensor | None = None, mode: str = "mean", t: float = 1.0
+        ) -> Tensor:
+            y = self.a(x)
+            y = self.b(y if mask is None else y * mask) * t
+            return y.sum(1) if mode == "sum" else y.mean(1)
+
+    inputs = {"x": torch.randn(2, 8), "mask": None, "mode": "sum", "t": 0.5}
+    model = Options().eval()
+    quantized = torchq.quantize(model, [inputs], inputs)
+    torchq.save(quantized, tmp_path / "model")
+    loaded = torchq.load(tmp_path / "model")
+    with torch.no_grad():
+        assert sqnr(model(**inputs), quantized(**inputs)) > 24
+    for other in (quantized, loaded, torch.jit.script(quantized), torch.jit.script(loaded)):
+        assert torch.equal(other(**inputs), quantized(**inputs))
+        with pytest.raises((RuntimeError, torch.jit.Error), match=message):
+            other(**(inputs | changed))
+
+
+def test_a_part_that_torchscript_compiled() -> None:
+    """It stays float; its convolutions are counted."""
+    se = nn.Sequential(nn.Conv2d(8, 4, 1), nn.ReLU(), nn.Conv2d(4, 8, 1))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), torch.jit.script(se), nn.Conv2d(8, 4, 1)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    quantized = torchq.quantize(model, [x], x)
+    rows = {row.name: row for row in torchq.explain(quantized).rows if row.is_matmul}
+    assert [name for name, row in rows.items() if not row.quantized] == ["1.0", "1.2"]
+    assert rows["1.2"].kind == "Conv2d" and "TorchScript compiled it" in rows["1.2"].reason
+    with torch.no_grad():
+        assert sqnr(model(x), quantized(x)) > 30
+    with pytest.raises(RuntimeError, match=r"1\.0: it is a part of 1: TorchScript compiled it"):
+        torchq.quantize(model, [x], x, strict=True)
 
 
 def test_sizes_that_a_condition_was_true_for() -> None:

@@ -30,7 +30,14 @@ from torchq.observed import ObservedLayer, ObservedPool
 from torchq.planning import Plan
 from torchq.qparams import QParams
 from torchq.recording import record
-from torchq.running import Inputs, batches, call, split_inputs, working_copy
+from torchq.running import (
+    Inputs,
+    batches,
+    call,
+    split_inputs,
+    without_gradients,
+    working_copy,
+)
 from torchq.standalone import RECURRENT, STANDALONE, converted
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
@@ -166,7 +173,7 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
             replacements[name] = converted(module, name)
     result = _with_modules(prepared, replacements)
     result.torchq_report = rows  # type: ignore[assignment]
-    return result.eval().requires_grad_(False)
+    return without_gradients(result.eval())
 
 
 def quantize(

@@ -21,7 +21,7 @@ from torchq.nn.quantize import DeQuantStub, QuantStub
 from torchq.recording import PASSING_MODULES, Call, Recording
 
 MATMUL = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 POOLS = (
     nn.MaxPool1d,
     nn.MaxPool2d,

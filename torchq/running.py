@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 
-__all__ = ["Inputs", "batches", "call", "split_inputs", "working_copy"]
+__all__ = ["Inputs", "batches", "call", "split_inputs", "without_gradients", "working_copy"]
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 """One input of a model, a sequence of its inputs, or a mapping of keyword arguments."""
@@ -43,6 +43,16 @@ def working_copy(model: nn.Module) -> nn.Module:
             elif isinstance(hook, SpectralNorm):
                 remove_spectral_norm(module, hook.name)
     return copied
+
+
+def without_gradients(model: nn.Module) -> nn.Module:
+    """The model; its parameters do not require grad any more."""
+    for parameter in model.parameters():
+        if parameter.is_leaf:
+            parameter.requires_grad_(False)
+        else:  # as copies of modules that TorchScript compiled
+            parameter.detach_()
+    return model
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from torchq.fx.factories import traced_factories
-from torchq.fx.guards import expect
+from torchq.fx.guards import GUARDS, expect
 from torchq.fx.tracer import Tracer, short
 
 __all__ = ["CaptureError", "Captured", "Meta", "capture"]
@@ -138,7 +138,7 @@ def _meta(value: Any) -> Meta:
 def _remove_unused(graph: fx.Graph) -> None:
     """Nodes without readers that neither check nor write nor are inputs."""
     for node in reversed(list(graph.nodes)):
-        idle = node.op not in ("placeholder", "output") and node.target is not expect
+        idle = node.op not in ("placeholder", "output") and node.target not in GUARDS
         if idle and not node.users and not node.meta["writes"]:
             graph.erase_node(node)
 

@@ -25,7 +25,8 @@ _LOCK = threading.RLock()
 def traced_factories(tracer: Tracer) -> Iterator[None]:
     """Makes torch.zeros(n) and the like nodes where n is one: torch does not dispatch on sizes.
 
-    And functions that ask for the class or dtype of a tensor take a node for its value.
+    And functions that ask for the class or dtype of a tensor take a node for its value; functions
+    that TorchScript compiled take nodes as the Python functions that they were.
     Other threads see the originals do their work; those that trace as well wait.
     """
 
@@ -44,12 +45,23 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
 
         return looks
 
+    def uncompile(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+            nodes = any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs)))
+            python = getattr(function, "_torchdynamo_inline", None)
+            if tracer.running or not nodes or python is None:
+                return original(function, *args, **kwargs)
+            return python(*args, **kwargs)
+
+        return call
+
     with _LOCK:
-        factories = [(torch, name, wrap) for name in _FACTORIES]
-        looking = [(torch, "is_tensor", look), (F, "_none_or_dtype", look)]
-        originals = [(place, name, getattr(place, name)) for place, name, _ in factories + looking]
+        patches: list[tuple[Any, str, Any]] = [(torch, name, wrap) for name in _FACTORIES]
+        patches += [(torch, "is_tensor", look), (F, "_none_or_dtype", look)]
+        patches += [(torch.jit.ScriptFunction, "__call__", uncompile)]
+        originals = [(place, name, getattr(place, name)) for place, name, _ in patches]
         try:
-            for place, name, replaced in factories + looking:
+            for place, name, replaced in patches:
                 setattr(place, name, replaced(getattr(place, name)))
             yield
         finally:

@@ -3,12 +3,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-__all__ = ["expect", "with_item"]
+__all__ = [
+    "GUARDS",
+    "OPTIONAL",
+    "expect",
+    "expect_none",
+    "expect_number",
+    "expect_text",
+    "with_item",
+]
 
 
 @torch.fx.wrap
@@ -27,6 +35,52 @@ def expect(value: int, expected: int) -> None:
             f"{value}, and its Python code acted on it. Trace it with example_inputs of such "
             "sizes, or use torchq.eager."
         )
+
+
+@torch.fx.wrap
+def expect_number(value: float, expected: float) -> None:
+    """The same of a float argument, which the graph holds as it was in example_inputs.
+
+    Raises:
+        RuntimeError: naming both.
+    """
+    if value != expected:
+        _raise_other(f"{expected}", f"{value}")
+
+
+@torch.fx.wrap
+def expect_text(value: str, expected: str) -> None:
+    """The same of a str argument.
+
+    Raises:
+        RuntimeError: naming both.
+    """
+    if value != expected:
+        _raise_other(f"{expected}", f"{value}")
+
+
+@torch.fx.wrap
+def expect_none(value: Tensor | None) -> None:
+    """The same of an argument that was None.
+
+    Raises:
+        RuntimeError: it is a tensor, which the graph would not look at.
+    """
+    if value is not None:
+        _raise_other("None", "a tensor")
+
+
+def _raise_other(expected: str, got: str) -> None:
+    raise RuntimeError(
+        f"torchq.fx: the model was traced with an argument that was {expected}, got {got}, and the "
+        "converted model knows no other. Pass example_inputs with the argument as it will be."
+    )
+
+
+OPTIONAL: Any = Optional[Tensor]  # noqa: UP045 - torch.fx cannot write ``Tensor | None``
+"""The type of an argument that expect_none checks."""
+
+GUARDS = (expect, expect_number, expect_text, expect_none)
 
 
 @torch.fx.wrap

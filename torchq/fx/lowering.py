@@ -13,12 +13,12 @@ from torch import fx, nn
 
 from torchq._post_ops import PostOps
 from torchq.affine import combined
-from torchq.fx.guards import expect
+from torchq.fx.guards import GUARDS, with_item
 from torchq.fx.layers import Layer
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.ops import Op, Role
 from torchq.fx.prepared import Prepared
-from torchq.fx.scripting import respell
+from torchq.fx.scripting import respell, write
 from torchq.fx.sequences import SequenceTracer
 from torchq.fx.sharing import shared_qparams
 from torchq.lowering import append_clip, matmul_from_float, pool_from_float, post_op_chain
@@ -59,7 +59,7 @@ class Lowering:
                 self._layer(layer)
             elif (
                 node.op in ("placeholder", "output")
-                or node.target is expect
+                or node.target in GUARDS
                 or (node not in self.plan.inside and op is not None and not self._is_lazy(op))
             ):
                 self._float[node] = self._copy(node)
@@ -171,6 +171,8 @@ class Lowering:
 
     def _copy(self, node: fx.Node, form: Any = None) -> fx.Node:
         """The node as it is in the float model."""
+        if node.target is with_item:
+            return write(self.graph, node, form or self.float_of)
         copied = self.graph.node_copy(node, form or self.float_of)
         if node.op == "get_attr":
             value = operator.attrgetter(str(node.target))(self.plan.captured.model)

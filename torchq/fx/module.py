@@ -14,6 +14,7 @@ from torchq.explain import Row
 from torchq.fx.direct import eager_and_scripted
 from torchq.fx.names import BY_NAME, NAMES
 from torchq.fx.sequences import SequenceTracer
+from torchq.running import without_gradients
 
 __all__ = ["QuantizedGraph"]
 
@@ -32,7 +33,7 @@ class QuantizedGraph(fx.GraphModule):
         """As a GraphModule; in eval mode, without gradients."""
         super().__init__(root, graph, class_name)
         self.torchq_report = getattr(root, "torchq_report", None)
-        self.eval().requires_grad_(False)
+        without_gradients(self.eval())
 
     def recompile(self) -> fx.graph.PythonCode:
         """As a GraphModule; in eager mode the code finds its modules faster."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from torchq.fake_quantize import FakeQuantize
+from torchq.fuse import BATCH_NORM
 from torchq.fx import matmuls, moves
 from torchq.fx.fake import why_not_fixed
 from torchq.fx.ops import Arguments, Made, Pattern, Pointwise, Role
@@ -195,7 +196,7 @@ PATTERNS: list[Pattern] = [
     Pattern(Role.PRODUCT, (), (torch.matmul, torch.bmm, torch.mm, operator.matmul, "matmul", "bmm",
             "mm"), "input other", matmuls.product),
     Pattern(Role.MATMUL, (), (torch.addmm,), "input mat1 mat2 beta=1 alpha=1", matmuls.add_product),
-    Pattern(Role.NORM, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), (F.batch_norm,),
+    Pattern(Role.NORM, BATCH_NORM, (F.batch_norm,),
             "input running_mean running_var weight=None bias=None training=False momentum=0.1 "
             "eps=1e-05", matmuls.batch_norm, matmuls.check_norm),
     # several tensors

@@ -15,7 +15,7 @@ from torchq.fake_quantize import FakeQuantize
 from torchq.folding import MAX_SHIFTED_REDUCTION
 from torchq.fx.capture import Captured
 from torchq.fx.fake import composed, fake_quantizer, is_watcher, why_not_fixed
-from torchq.fx.guards import expect
+from torchq.fx.guards import GUARDS
 from torchq.fx.ops import Arguments, Made, Op, Pattern, Role, is_float, parse_signature
 from torchq.fx.patterns import PATTERNS
 from torchq.nn.binary import Add, Mul
@@ -36,7 +36,7 @@ def recognize(captured: Captured, keep_float: Callable[[str, str], bool]) -> dic
     calls: Counter[str] = Counter()
     pinned, ops = rewritten(captured.graph), dict[fx.Node, Op]()
     for node in captured.graph.nodes:
-        if not node.op.startswith("call_") or node.target is expect:
+        if not node.op.startswith("call_") or node.target in GUARDS:
             continue
         if not node.meta["varying"]:
             node.meta["fake"] = _fake_constant(node, captured)
@@ -143,6 +143,8 @@ def _module_made(node: fx.Node, module: nn.Module, captured: Captured) -> Made:
         module = fake
     elif is_watcher(module):
         return Made(Role.PASS, None, [n for n in node.args[:1] if isinstance(n, fx.Node)])
+    if isinstance(module, torch.jit.ScriptModule):
+        return _opaque("TorchScript compiled it; torchq converts the Python module")
     row = next((_BY_MODULE[c] for c in type(module).__mro__ if c in _BY_MODULE), None)
     if row is None:
         return _opaque(f"{type(module).__name__} has no int8 form")

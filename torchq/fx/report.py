@@ -14,6 +14,7 @@ from torchq.fx.fake import is_watcher
 from torchq.fx.layers import Layer
 from torchq.fx.ops import Op, Role
 from torchq.fx.planning import Plan
+from torchq.nn.rnn_observed import CELLS, NETWORKS
 from torchq.standalone import FOREIGN, RECURRENT, is_foreign
 
 __all__ = ["report_rows"]
@@ -22,6 +23,7 @@ _MATMULS = (
     *(*MATMUL, *RECURRENT),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
+_MATMUL_NAMES = [cls.__name__ for cls in (*_MATMULS, *NETWORKS, *CELLS)]
 
 
 def report_rows(plan: Plan, inside: dict[str, list[Row]]) -> list[Row]:
@@ -110,7 +112,9 @@ def _not_called(plan: Plan, known: dict[str, Row]) -> list[Row]:
         if (name in plan.captured.entered and not foreign) or name.startswith(watchers):
             continue
         host = next((other for other in known if name.startswith(f"{other}.")), None)
+        compiled = getattr(module, "original_name", "")  # by TorchScript: the class it was
         is_matmul = foreign or (isinstance(module, _MATMULS) and name not in used)
+        is_matmul |= compiled in _MATMUL_NAMES
         requested = plan.config(name) is None
         if name in plan.captured.called and name not in used and host is None:
             is_matmul, reason = False, "nothing uses its result"
@@ -125,6 +129,6 @@ def _not_called(plan: Plan, known: dict[str, Row]) -> list[Row]:
         else:
             reason = f"it is a part of {host}: {known[host].reason}"
             requested |= known[host].requested
-        kind = type(module).__name__
+        kind = compiled or type(module).__name__
         rows.append(Row(name, kind, False, reason, name, is_matmul, requested))
     return rows

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["respell"]
+__all__ = ["respell", "write"]
 
 
 def respell(copied: fx.Node, original: fx.Node) -> None:
@@ -35,6 +35,38 @@ def respell(copied: fx.Node, original: fx.Node) -> None:
         known = {k: _as_float(v) if k in floats else v for k, v in given.items()}
         copied.args = tuple(known.pop(name) for name in names[: len(copied.args)])
         copied.kwargs = known
+
+
+def write(graph: fx.Graph, node: fx.Node, form: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """``with_item`` as TorchScript takes it, where that is possible: through a view of a copy."""
+    index, value = node.args[1:]
+    parts = index if isinstance(index, tuple) else (index,)
+    gathers = any(_dtype(part) is not None for part in parts)
+    each = all(_dtype(part) is not None or type(part) is int for part in parts)
+    number = isinstance(value, bool | int | float)
+    same = number or _dtype(value) == _dtype(node)
+    if not (number or _dtype(value)) or (gathers and not (each and same)):
+        return graph.node_copy(node, form)
+    src, index, value = fx.node.map_arg(node.args, form)
+    if gathers:
+        indices = [
+            form(p) if isinstance(p, fx.Node) else graph.call_function(torch.full, ([1], p))
+            for p in parts
+        ]
+        value = graph.call_method("new_full", (src, [1], value)) if number else value
+        return graph.call_function(torch.index_put, (src, indices, value))
+    copied = graph.call_method("clone", (src,))
+    view = graph.call_function(operator.getitem, (copied, index))
+    graph.call_method("fill_" if number else "copy_", (view, value))
+    return copied
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    """Of a node that is a tensor."""
+    if not isinstance(value, fx.Node) or value.meta["value"].shape is None:
+        return None
+    dtype: torch.dtype | None = value.meta["value"].dtype
+    return dtype
 
 
 def _as_float(value: Any) -> Any:

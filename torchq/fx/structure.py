@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from torchq.fx.guards import OPTIONAL
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.names import BY_NAME, NAMES
 from torchq.fx.sequences import SequenceTracer
@@ -23,7 +24,9 @@ GRAPH_KEY = "torchq_graph"
 """Name of the tensor that holds the text in a saved state."""
 
 _VERSION = 1
-_TYPES = {str(kind): kind for kind in (bool, int, float, str, list[Tensor], dict[str, Tensor])}
+_TYPES: dict[str, Any] = {
+    str(kind): kind for kind in (bool, int, float, str, list[Tensor], dict[str, Tensor])
+} | {"Optional[Tensor]": OPTIONAL}  # its str is another one in later Pythons
 _CONSTANTS = {
     str(value): value
     for value in vars(torch).values()
@@ -48,8 +51,8 @@ def encode(model: fx.GraphModule) -> Tensor:
             entry.append(None if quantized else node.meta.get("source", node.target))
             if not quantized and (plain := _encode_module(module, node)) is not None:
                 entry.append(plain)
-        elif node.op == "placeholder" and str(node.type) in _TYPES:
-            entry.append(str(node.type))
+        elif node.op == "placeholder":
+            entry.extend(text for text, kind in _TYPES.items() if kind == node.type)
         nodes.append(entry)
     fields = {"version": _VERSION, "name": type(model).__name__, "nodes": nodes}
     text = json.dumps(fields, separators=(",", ":"))

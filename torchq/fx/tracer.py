@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.fx.attention import attention
 from torchq.fx.fake import fake_quantizer, is_watcher
-from torchq.fx.guards import expect, with_item
+from torchq.fx.guards import OPTIONAL, expect, expect_none, expect_number, expect_text
+from torchq.fx.proxy import CONSTANT_METHODS, SHAPE_METHODS, Proxy
 from torchq.fx.sequences import SequenceTracer
 
 __all__ = ["Tracer", "short"]
@@ -26,64 +27,10 @@ __all__ = ["Tracer", "short"]
 # Modules of torch that are one operation although they have children or look like several.
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _WHOLE = (nn.RNNBase, nn.RNNCellBase)
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_CONSTANT_METHODS = _words(
-    "dim ndimension is_floating_point is_complex element_size get_device is_inference"
+_HINTS = (
+    (nn.TransformerEncoder, "is_causal", 3),
+    (nn.TransformerDecoder, "tgt_is_causal", 6),
 )
-_CONSTANT_ATTRIBUTES = _words(
-    "dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_quantized "
-    "is_mkldnn is_nested itemsize grad_fn grad is_leaf names"
-)
-_SHAPE_METHODS = _words("size shape numel nelement stride storage_offset is_contiguous")
-
-
-class _Proxy(fx.Proxy):
-    """A node that knows its value on the example inputs."""
-
-    tracer: Tracer
-
-    def __getattr__(self, name: str) -> Any:
-        value = self.tracer.values[self.node]
-        found = getattr(value, name)  # AttributeError as the value would raise it
-        if isinstance(value, Tensor) and name in _CONSTANT_ATTRIBUTES:
-            self.tracer.asked_rank |= name == "ndim"
-            return found
-        if callable(found):
-            return fx.proxy.Attribute(self, name)
-        return self.tracer.create_proxy("call_function", getattr, (self, name), {})
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """From here on, this is another node: what was written to."""
-        if not isinstance(self.tracer.values[self.node], Tensor):
-            raise fx.proxy.TraceError("its Python code writes to what is no tensor")
-        written = self.tracer.create_proxy("call_function", with_item, (self, index, value), {})
-        self.tracer.replace(self, written)
-
-    def __len__(self) -> int:
-        value = self.tracer.values[self.node]
-        if isinstance(value, Tensor):
-            return int(self.tracer.known(self.size(0)))
-        self.tracer.asked_rank = True
-        return len(value)
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self.tracer.known(self)
-
-    def __index__(self) -> int:
-        return int(self.tracer.known(self))
-
-    __int__ = __index__
-
-    def __float__(self) -> float:
-        return float(self.tracer.known(self))
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 class Tracer(SequenceTracer):
@@ -157,13 +104,13 @@ class Tracer(SequenceTracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """A node that knows its value."""
-        return _Proxy(node, self)
+        return Proxy(node, self)
 
     def create_proxy(
         self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
     ) -> Any:
         """A node, computed at once; a constant where it is known to be one."""
-        if kind == "call_method" and target in _CONSTANT_METHODS and isinstance(args[0], fx.Proxy):
+        if kind == "call_method" and target in CONSTANT_METHODS and isinstance(args[0], fx.Proxy):
             value = self.values[args[0].node]
             if isinstance(value, Tensor):
                 self.asked_rank |= "dim" in target
@@ -208,8 +155,8 @@ class Tracer(SequenceTracer):
             n for n, version in zip(sources, versions, strict=True)
             if self.values[n]._version != version
         ]  # fmt: skip
-        asks = node.target in _SHAPE_METHODS or (
-            node.target is getattr and node.args[1] in _SHAPE_METHODS
+        asks = node.target in SHAPE_METHODS or (
+            node.target is getattr and node.args[1] in SHAPE_METHODS
         )
         static = all(n.meta["static"] for n in node.all_input_nodes)
         node.meta["static"] = node.op != "get_attr" and (asks or static)
@@ -224,10 +171,13 @@ class Tracer(SequenceTracer):
         if isinstance(value, Tensor) or not node.meta["static"]:
             raise fx.proxy.TraceError(f"its Python code acts on values in a tensor ({node.name})")
         if isinstance(value, (bool, int)) and node.meta["varying"]:
-            guard = self.create_node("call_function", expect, (node, value), {})
-            guard.meta.update(scope="", varying=False, writes=[], static=True)
-            self.values[guard] = None
+            self._guard(expect, node, value)
         return value
+
+    def _guard(self, check: Callable[..., None], *args: Any) -> None:
+        guard = self.create_node("call_function", check, args, {})
+        guard.meta.update(scope="", varying=False, writes=[], static=True)
+        self.values[guard] = None
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Which way an `if` goes."""
@@ -272,8 +222,9 @@ class Tracer(SequenceTracer):
         """Traces into a module, or records one opaque call where that fails."""
         if self.running:
             return forward(*args, **kwargs)
-        if isinstance(m, nn.TransformerEncoder) and len(args) < 4 and not kwargs.get("is_causal"):
-            kwargs = {**kwargs, "is_causal": False}  # a hint, which it else looks for in the mask
+        for cls, hint, position in _HINTS:
+            if isinstance(m, cls) and len(args) <= position and kwargs.get(hint) is None:
+                kwargs = {**kwargs, hint: False}  # else it looks for it in the mask's values
         if m not in self._known:  # made on the way, as by `self.layers[:2]`: its parts may be known
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
@@ -352,9 +303,15 @@ class Tracer(SequenceTracer):
             proxy.node.type = _collection(value)
             return proxy
         proxy.node.type = type(value) if isinstance(value, (bool, int, float, str)) else None
-        if isinstance(value, (bool, int)):
+        if isinstance(value, (bool, int, float, str)) or value is None:
             proxy.node.meta["varying"] = True
+        if isinstance(value, (bool, int)):
             return self.known(proxy)
+        if isinstance(value, float | str):
+            self._guard(expect_text if isinstance(value, str) else expect_number, proxy.node, value)
+        elif value is None:
+            proxy.node.type = OPTIONAL
+            self._guard(expect_none, proxy.node)
         return value
 
 
