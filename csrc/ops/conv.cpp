@@ -2,6 +2,7 @@
 // torchq::conv, 1 to 3 dimensions: dense and grouped as a gemm over gathered rows, depthwise by its
 // own kernel.
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/full_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -279,6 +280,35 @@ at::Tensor sum_rows(const Conv& c, const ChannelsLast& src, int64_t groups) {
   return sum_windows(c.tier, rows, src, axes);
 }
 
+/// The same for depthwise, where each channel has sums of its own: the layer with weights of 1.
+at::Tensor sum_depthwise(const Conv& c, const Source& s, int spatial_dims, OpTrace& trace) {
+  const at::Tensor sums = empty_channels_last(
+      s.batch, s.channels, {c.output + 3 - spatial_dims, static_cast<size_t>(spatial_dims)},
+      at::kInt);
+  if (sums.numel() == 0) return sums;
+  const at::Tensor ones = at::detail::empty_cpu(c.weight.sizes(), at::kChar);
+  int8_t* weight = ones.mutable_data_ptr<int8_t>();
+  const auto order = depthwise_taps({c.window.kernel, 3});
+  for (int64_t panel = 0; panel < ones.size(0); ++panel) {
+    for (size_t quad = 0; quad < order.size(); quad += kQuad) {
+      for (int i = 0; i < kPanel * kQuad; ++i) *weight++ = order[quad + i % kQuad] >= 0;
+    }
+  }
+  const at::Tensor taps = at::full_like(c.compensation, c.window.taps());
+  Epilogue raw{};
+  raw.mode = Epilogue::kRaw;
+  raw.dst_dtype = DType::s32;
+  raw.dst = sums.mutable_data_ptr();
+  raw.channels = static_cast<int>(s.channels);
+  raw.group_channels = 1;
+  const std::optional<at::Tensor> no_bias;
+  Conv layer{c.tier,  c.packing,    c.window,    ones,     taps,
+             no_bias, c.zero_point, c.is_signed, c.narrow, {}};
+  std::copy(c.output, c.output + 3, layer.output);
+  run_depthwise(layer, s, raw, trace);
+  return sums;
+}
+
 at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::Tensor& compensation,
                 const at::Tensor& pair_bound, const at::Tensor& multiplier,
                 const at::Tensor& offset, const std::optional<at::Tensor>& acc_bias,
@@ -331,9 +361,19 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   at::Tensor dst = empty_channels_last(
       src.batch, channels, {c.output + 3 - src.spatial_dims, static_cast<size_t>(src.spatial_dims)},
       scalar_type(dst_dtype_of(kOp, dst_dtype)));
-  const at::Tensor sums = row_sums.has_value()            ? *row_sums
-                          : weight_zero_point.has_value() ? sum_rows(c, src, groups)
-                                                          : at::Tensor();
+  Source s{static_cast<const uint8_t*>(src.tensor.const_data_ptr()),
+           src.batch,
+           src.channels,
+           {},
+           window};
+  std::copy(src.size, src.size + 3, s.size);
+  const bool depthwise = packing.form == ConvPacking::kDepthwise;
+  at::Tensor sums;
+  if (row_sums.has_value()) {
+    sums = *row_sums;
+  } else if (weight_zero_point.has_value()) {
+    sums = depthwise ? sum_depthwise(c, s, src.spatial_dims, trace) : sum_rows(c, src, groups);
+  }
   const EpilogueBuilder::Args args{kOp,
                                    channels,
                                    multiplier,
@@ -351,13 +391,7 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   trace.describe(
       [&] { return describe_layer(args, src_arg, src_zero_point.has_value(), dst, geometry); });
   if (explains() && groups > 1) explain_grouping(c, groups);
-  Source s{static_cast<const uint8_t*>(src.tensor.const_data_ptr()),
-           src.batch,
-           src.channels,
-           {},
-           window};
-  std::copy(src.size, src.size + 3, s.size);
-  if (packing.form == ConvPacking::kDepthwise) {
+  if (depthwise) {
     run_depthwise(c, s, epilogue.get(), trace);
   } else {
     run_dense(c, s, epilogue.get(), trace);
