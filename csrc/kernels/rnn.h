@@ -78,15 +78,15 @@ void rnn_input(const RnnInput& in) {
 template <class Isa>
 TORCHQ_INLINE void rnn_emit(const RnnStep& s, int64_t row, int64_t unit, typename Isa::Float h) {
   using Float = typename Isa::Float;
-  const auto m = Isa::mask(min_int(s.units - unit, kPanel));
   typename Isa::Int q{};
+  uint8_t* quantized = nullptr;
   if (s.quantized != nullptr) {
     const Float zero_point = Isa::set(s.zero_point);
     Float y = Isa::fma(h, Isa::set(s.inverse_scale), zero_point);
     y = Isa::replace_nan(y, zero_point);
     q = Isa::to_int(Isa::min(Isa::max(y, Isa::set(s.lo)), Isa::set(s.hi)));
-    uint8_t* p = s.quantized + row * s.quantized_stride + unit;
-    Isa::store_panel(p, Isa::add(q, Isa::set_int(s.flip)), false);
+    quantized = s.quantized + row * s.quantized_stride + unit;
+    Isa::store_panel(quantized, s.flip == 0 ? q : Isa::add(q, Isa::set_int(s.flip)), false);
     if (s.requantized) {
       h = Isa::mul(Isa::set(s.real_scale), Isa::sub(Isa::to_float(q), zero_point));
     }
@@ -94,38 +94,40 @@ TORCHQ_INLINE void rnn_emit(const RnnStep& s, int64_t row, int64_t unit, typenam
   if (s.state != nullptr) Isa::store(s.state + row * s.unit_stride + unit, h);
   if (s.dst == nullptr) return;
   void* dst = element(s.dst, s.dst_dtype, row * s.dst_stride + unit);
+  const int64_t count = s.units - unit;
   if (s.dst_dtype == DType::f32) {
-    Isa::store(static_cast<float*>(dst), h, m);
+    Isa::store(static_cast<float*>(dst), h, Isa::mask(min_int(count, kPanel)));
+  } else if (s.flip == 0 && count >= kPanel) {
+    memcpy(dst, quantized, kPanel);
   } else if (s.dst_dtype == DType::s8) {
-    Isa::store_s8(dst, q, m);
+    Isa::store_s8(dst, q, Isa::mask(min_int(count, kPanel)));
   } else {
-    Isa::store_u8(dst, q, m);
+    Isa::store_u8(dst, q, Isa::mask(min_int(count, kPanel)));
   }
 }
 
-/// What a cell begins with: its sums and its input, both [gates][16].
+/// What a cell begins with: its sums and its input, both [gates][16]; and where its other buffers'
+/// and parameters' parts are.
 struct RnnSums {
   int32_t* acc;
   const float* input;
-  int group;
-  int64_t row;
+  int64_t row, unit, at;  // at: in buffers of units
+  const float* multiplier;
 };
 
-/// V::kCells cells, of other rows or groups. Those of an LSTM or GRU have two stages, the first of
-/// which ends with c, or with the new gate's argument: all of a block's cells take it before any
-/// takes the second. Each has fewer instructions in a row that wait for others (whole layers of
-/// 512 units: 1 to 3 % faster with vectors, up to 4 % on AMX).
+/// As many cells as V has, of other rows or groups. Those of an LSTM or GRU have two stages, the
+/// first of which ends with c, or with the new gate's argument: all of a block's cells take it
+/// before any takes the second. Each has fewer instructions in a row that wait for others (whole
+/// layers of 512 units: 1 to 3 % faster with vectors, up to 4 % on AMX).
 template <class Isa, class V, RnnCell kCell, int kStage>
 TORCHQ_INLINE void rnn_finish(const RnnStep& s, const RnnSums* sums) {
   using Float = typename V::Float;
   using Cell = RnnFormula<V>;
-  const auto unit = [&](int i) { return int64_t{sums[i].group} * kPanel; };
-  const auto at = [&](int i) { return sums[i].row * s.unit_stride + unit(i); };
   const auto gate = [&](int g, Float x) {
-    Float factor = V::each([&](int i) {
-      const auto m = Isa::load(s.multiplier + sums[i].group * s.param_stride + g * kPanel);
-      return s.scale == nullptr ? m : Isa::mul(m, Isa::set(s.scale[sums[i].row]));
-    });
+    Float factor = V::each([&](int i) { return Isa::load(sums[i].multiplier + g * kPanel); });
+    if (s.scale != nullptr) {
+      factor = V::mul(factor, V::each([&](int i) { return Isa::set(s.scale[sums[i].row]); }));
+    }
     const Float sum =
         V::each([&](int i) { return Isa::to_float(Isa::load_int(sums[i].acc + g * kPanel)); });
     return V::fma(sum, factor, x);
@@ -133,16 +135,17 @@ TORCHQ_INLINE void rnn_finish(const RnnStep& s, const RnnSums* sums) {
   const auto in = [&](int g) {
     return V::each([&](int i) { return Isa::load(sums[i].input + g * kPanel); });
   };
-  const auto old = [&] { return V::each([&](int i) { return Isa::load(s.old + at(i)); }); };
+  const auto old = [&] { return V::each([&](int i) { return Isa::load(s.old + sums[i].at); }); };
   const auto extra = [&](int vector) {
-    return V::each([&](int i) { return Isa::load(s.extra + vector * s.extra_stride + unit(i)); });
+    return V::each(
+        [&](int i) { return Isa::load(s.extra + vector * s.extra_stride + sums[i].unit); });
   };
   const auto store = [&](float* to, Float value) {
-    V::for_each(value, [&](int i, auto each) { Isa::store(to + at(i), each); });
+    V::for_each(value, [&](int i, auto each) { Isa::store(to + sums[i].at, each); });
   };
   Float h;
   if constexpr (kCell == RnnCell::kLstm) {
-    Float c = V::each([&](int i) { return Isa::load(s.cell_state + at(i)); });
+    Float c = V::each([&](int i) { return Isa::load(s.cell_state + sums[i].at); });
     const auto peephole = [&](int vector, Float a) {
       return s.extra == nullptr ? a : V::fma(extra(vector), c, a);
     };
@@ -164,7 +167,7 @@ TORCHQ_INLINE void rnn_finish(const RnnStep& s, const RnnSums* sums) {
     store(s.update, Cell::logistic(gate(1, in(1))));
     h = V::mul(old(), Cell::logistic(gate(0, in(0))));
   } else if constexpr (kCell == RnnCell::kGruNew) {
-    const Float z = V::each([&](int i) { return Isa::load(s.update + at(i)); });
+    const Float z = V::each([&](int i) { return Isa::load(s.update + sums[i].at); });
     h = Cell::mix(z, old(), Cell::tanh(gate(0, in(0))));
   } else if constexpr (kCell == RnnCell::kTanh) {
     h = Cell::tanh(gate(0, in(0)));
@@ -173,7 +176,7 @@ TORCHQ_INLINE void rnn_finish(const RnnStep& s, const RnnSums* sums) {
   } else {
     h = gate(0, V::set(0.0f));
   }
-  V::for_each(h, [&](int i, auto each) { rnn_emit<Isa>(s, sums[i].row, unit(i), each); });
+  V::for_each(h, [&](int i, auto each) { rnn_emit<Isa>(s, sums[i].row, sums[i].unit, each); });
 }
 
 /// A tile of sums and inputs, where those of its first row and group are.
@@ -186,29 +189,52 @@ struct RnnBlock {
   int64_t first_row;
   int rows;
 
-  RnnSums sums(int cell) const {
-    const int group = cell / rows, row = cell % rows;
+  RnnSums sums(const RnnStep& s, int group, int row) const {
+    const int64_t unit = int64_t{first_group + group} * kPanel;
     return {acc + group * acc_group_stride + row * acc_row_stride,
-            input + group * input_group_stride + row * input_row_stride, first_group + group,
-            first_row + row};
+            input + group * input_group_stride + row * input_row_stride,
+            first_row + row,
+            unit,
+            (first_row + row) * s.unit_stride + unit,
+            s.multiplier + (first_group + group) * s.param_stride};
   }
+};
+
+/// Walks over the cells of a block, group by group.
+class RnnWalk {
+ public:
+  RnnWalk(const RnnStep& s, const RnnBlock& block) : s_(s), block_(block) {}
+
+  template <int N>
+  bool take(RnnSums (&sums)[N]) {
+    if (left() < N) return false;
+    TORCHQ_UNROLL for (int i = 0; i < N; ++i) {
+      sums[i] = block_.sums(s_, group_, row_);
+      if (++row_ == block_.rows) {
+        row_ = 0;
+        ++group_;
+      }
+    }
+    return true;
+  }
+
+ private:
+  int left() const { return (block_.groups - group_) * block_.rows - row_; }
+
+  const RnnStep& s_;
+  const RnnBlock& block_;
+  int group_ = 0, row_ = 0;
 };
 
 template <class Isa, RnnCell kCell, int kStage>
 TORCHQ_INLINE void rnn_finish_stage(const RnnStep& s, const RnnBlock& block) {
-  constexpr bool kPairs = Isa::kMaxPanels > 1;  // 32 registers
-  const int cells = block.groups * block.rows;
-  int cell = 0;
-  if constexpr (kPairs) {
-    for (; cell + 2 <= cells; cell += 2) {
-      const RnnSums sums[2] = {block.sums(cell), block.sums(cell + 1)};
-      rnn_finish<Isa, TwoCells<Isa>, kCell, kStage>(s, sums);
-    }
+  RnnWalk walk(s, block);
+  if constexpr (Isa::kMaxPanels > 1) {  // 32 registers
+    RnnSums two[2];
+    while (walk.take(two)) rnn_finish<Isa, Cells<Isa, 2>, kCell, kStage>(s, two);
   }
-  for (; cell < cells; ++cell) {
-    const RnnSums sums = block.sums(cell);
-    rnn_finish<Isa, OneCell<Isa>, kCell, kStage>(s, &sums);
-  }
+  RnnSums one[1];
+  while (walk.take(one)) rnn_finish<Isa, Cells<Isa, 1>, kCell, kStage>(s, one);
 }
 
 template <class Isa, RnnCell kCell>

@@ -3,7 +3,7 @@
 //
 // The gates share one exponential and few divisions: logistic(a) = 1 / (1 + e^-a), and
 // tanh(a) = (1 - e^-2a) / (1 + e^-2a), so that a product of two gates is one quotient. Absolute
-// error of each below 5e-7 (tests/test_rnn_kernels.py). exp_gate is shorter than Math<V>::exp,
+// error of each below 5e-7 (tests/test_rnn_kernels.py). exp_gates is shorter than Math<V>::exp,
 // which counts five times a unit: it has the range that gates need, and not more.
 #pragma once
 
@@ -29,41 +29,58 @@ template <class V>
 struct RnnFormula {
   using Float = typename V::Float;
 
-  /// e^(factor * x), with the exponent clamped to [-20, 20]: beyond, 1 + e and 1 - e are what they
-  /// are at infinity, up to 3e-9. Relative error below 3e-7; NaN stays NaN.
-  static TORCHQ_INLINE Float exp_gate(Float x, float factor) {
-    const Float limit = V::set(28.8539009f);  // 20 log2(e)
-    const Float magic = V::set(12582912.0f);  // 1.5 * 2^23: the low bits of y + magic are rne(y)
-    Float y = V::mul(x, V::set(factor * 1.44269504f));
-    y = V::min(limit, V::max(V::sub(V::set(0.0f), limit), y));
-    const Float shifted = V::add(y, magic);
-    const Float f = V::sub(y, V::sub(shifted, magic));  // exact
+  /// x[i] = e^(factor[i] * x[i]), with the exponent clamped to [-20, 20]: beyond, 1 + e and 1 - e
+  /// are what they are at infinity, up to 3e-9. Relative error below 3e-7; NaN stays NaN. All take
+  /// a step before any takes the next one, since a chain of 15 steps waits for its own results.
+  template <int N>
+  static TORCHQ_INLINE void exp_gates(Float (&x)[N], const float (&factor)[N]) {
     constexpr float c[] = {1.0f,          0.693147004f,   0.240222424f,
                            0.0555073358f, 0.00967151299f, 0.00132647273f};
-    const Float p = Math<V>::polynomial(c, f);  // 2^f
-    return V::from_bits(V::add(V::bits(p), V::template shift_left<23>(V::bits(shifted))));
+    const Float magic = V::set(12582912.0f);  // 1.5 * 2^23: the low bits of y + magic are rne(y)
+    Float shifted[N], p[N];
+    const auto limit = [&](int i) { return 20.0f / (factor[i] < 0.0f ? -factor[i] : factor[i]); };
+    const auto base = [&](int i) { return V::set(factor[i] * 1.44269504f); };
+    TORCHQ_UNROLL for (int i = 0; i < N; ++i) x[i] = V::max(V::set(-limit(i)), x[i]);
+    TORCHQ_UNROLL for (int i = 0; i < N; ++i) x[i] = V::min(V::set(limit(i)), x[i]);
+    TORCHQ_UNROLL for (int i = 0; i < N; ++i) shifted[i] = V::fma(x[i], base(i), magic);
+    TORCHQ_UNROLL for (int i = 0; i < N; ++i) p[i] = V::sub(magic, shifted[i]);
+    TORCHQ_UNROLL for (int i = 0; i < N; ++i) x[i] = V::fma(x[i], base(i), p[i]);
+    TORCHQ_UNROLL for (int i = 0; i < N; ++i) p[i] = V::fma(V::set(c[5]), x[i], V::set(c[4]));
+    TORCHQ_UNROLL for (int k = 3; k >= 0; --k) {
+      TORCHQ_UNROLL for (int i = 0; i < N; ++i) p[i] = V::fma(p[i], x[i], V::set(c[k]));
+    }
+    TORCHQ_UNROLL for (int i = 0; i < N; ++i) {
+      x[i] = V::from_bits(V::add(V::bits(p[i]), V::template shift_left<23>(V::bits(shifted[i]))));
+    }
   }
 
   static TORCHQ_INLINE Float one_plus(Float e) { return V::add(V::set(1.0f), e); }
   static TORCHQ_INLINE Float one_minus(Float e) { return V::sub(V::set(1.0f), e); }
 
   static TORCHQ_INLINE Float logistic(Float a) {
-    return V::div(V::set(1.0f), one_plus(exp_gate(a, -1.0f)));
+    Float e[] = {a};
+    exp_gates(e, {-1.0f});
+    return V::div(V::set(1.0f), one_plus(e[0]));
   }
   static TORCHQ_INLINE Float tanh(Float a) {
-    const Float e = exp_gate(a, -2.0f);
-    return V::div(one_minus(e), one_plus(e));
+    Float e[] = {a};
+    exp_gates(e, {-2.0f});
+    return V::div(one_minus(e[0]), one_plus(e[0]));
   }
   /// logistic(a) * tanh(b)
   static TORCHQ_INLINE Float logistic_tanh(Float a, Float b) {
-    const Float e = exp_gate(a, -1.0f), d = exp_gate(b, -2.0f);
-    return V::div(one_minus(d), V::mul(one_plus(e), one_plus(d)));
+    Float e[] = {a, b};
+    exp_gates(e, {-1.0f, -2.0f});
+    return V::div(one_minus(e[1]), V::mul(one_plus(e[0]), one_plus(e[1])));
   }
 
   /// An LSTM's next c: logistic(f) * c + logistic(i) * tanh(g). Its h is logistic_tanh(o, c).
   static TORCHQ_INLINE Float next_cell(Float i, Float f, Float g, Float c) {
-    const Float forget = V::div(c, one_plus(exp_gate(f, -1.0f)));
-    return V::add(forget, logistic_tanh(i, g));
+    Float e[] = {i, f, g};
+    exp_gates(e, {-1.0f, -1.0f, -2.0f});
+    const Float forget = V::div(c, one_plus(e[1]));
+    const Float input = V::div(one_minus(e[2]), V::mul(one_plus(e[0]), one_plus(e[2])));
+    return V::add(forget, input);
   }
 
   /// A GRU's h, n being tanh of its argument: z * old + (1 - z) * n
