@@ -30,7 +30,8 @@ struct GatherRows {
 /// Between `begin` and `end`, on one thread, `multiply` does what `gemm` does on any number of
 /// rows, without `flip`. Each kUnitRows of them lie `src_stride` bytes apart, and all of those are
 /// read, whether they are rows or not. A run has a multiple of 16 quads; a single one may have less
-/// than 16, or be what `gather` writes. `begin` takes the quads of a run.
+/// than 16, or be what `gather` writes. `begin` takes the quads of a run. Rows whose `dst_offset`
+/// is negative are not stored.
 struct MatrixUnit {
   const char* isa;
   void (*gather)(const GatherRows&);
