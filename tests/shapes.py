@@ -242,7 +242,8 @@ CONV_BORDERS = [
     conv("no_batch", (4, 8), (6, 6), 3, 1, 1, batch=0),
     conv("longest_reduction", (3133, 5), (3, 7), (3, 7)),
 ]
-# Four panels or more: a matrix unit reads along rows of 16 pixels or more, and gathers others.
+# Four panels or more: a matrix unit reads along rows or whole planes, and gathers where that takes
+# fewer tiles.
 CONV_UNITS = [
     conv("unit_along", (64, 64), (5, 16), 3, 1, 1, batch=2),
     conv("unit_along_overlap", (64, 80), (4, 21), 3, 1, 1),
@@ -250,7 +251,11 @@ CONV_UNITS = [
     conv("unit_along_dilation", (128, 64), (7, 24), 3, 1, 2, dilation=2),
     conv("unit_along_groups", (128, 256), (6, 19), 3, 1, 1, groups=2),
     conv("unit_along_bare", (64, 64), (4, 20), 3),
-    conv("unit_gathered", (64, 70), (7, 7), 3, 1, 1, batch=2),
+    conv("unit_planes", (64, 70), (7, 7), 3, 1, 1, batch=2),
+    conv("unit_planes_wide", (64, 64), (6, 31), 3, 1, 1, batch=2),
+    conv("unit_planes_narrow", (64, 64), (21, 3), 3, 1, 1),
+    conv("unit_planes_3d", (64, 64), (3, 6, 5), 3, 1, 1),
+    conv("unit_gathered", (64, 70), (17, 17), 3, 2, 1),
     conv("unit_gathered_tail", (36, 65), (9, 8), 3, 1, 1),
     conv("unit_gathered_groups", (96, 160), (6, 7), 3, 1, 1, groups=2),
 ]

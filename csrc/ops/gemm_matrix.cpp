@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A gemm on a matrix unit: some rows at a time meet the weights block by block. Rows are gathered
-// side by side, or read where they are if they lie evenly spaced: all of them as in a linear layer
-// or a 1x1 convolution, or 16 after 16 along a destination row.
+// side by side, or read where they are, 16 after 16 along lines of evenly spaced ones.
 #include <algorithm>
 
 #include "../kernels/matrix_unit.h"
@@ -18,6 +17,8 @@ constexpr int64_t kMinRows = 8;
 /// Measured on Emerald Rapids, against VPDPBUSD: 3x3 of 64 to 64 channels, 576 quads, 2.0x; 7x7 of
 /// 3 to 64, 168, 0.9x; 1x1 of 144 to 32, 72, 0.7x.
 constexpr int64_t kMinGatherQuads = 256;
+/// As many panels could multiply a row in the time that it takes to gather it.
+constexpr int64_t kGatherPanels = 8;
 /// Rows gathered at a time: little enough for L1 where the weights stay in L2 anyway, else enough
 /// to use each block of weights for long.
 constexpr int64_t kFewBytes = 32 * 1024, kManyBytes = 256 * 1024;
@@ -53,20 +54,52 @@ int64_t row_step(const GemmClass& c) {
   return step;
 }
 
-enum class Reading { kGathered, kEvenly, kAlongRows };
+int64_t units_of(int64_t rows) { return (rows + kUnitRows - 1) / kUnitRows; }
 
-Reading reading_of(const GemmProblem& p, const GemmClass& c) {
-  const bool whole_chunks = std::all_of(c.runs.begin(), c.runs.end(), [](const GemmRun& run) {
-    return run.quads % kChunkQuads == 0;
-  });
-  if (p.flip || c.runs.empty()) return Reading::kGathered;
-  if (c.runs.size() == 1 && (whole_chunks || c.runs[0].quads < kChunkQuads) && row_step(c) > 0) {
-    return Reading::kEvenly;
-  }
-  return whole_chunks && c.size[3] >= kUnitRows ? Reading::kAlongRows : Reading::kGathered;
+/// Positions `step` bytes apart, of every `pitch` of which the first `width` are rows. The last 16
+/// of a line end with it: no byte behind it is read.
+struct Lines {
+  int64_t count = 0;  // 0: rows are to be gathered
+  int64_t length, pitch, width, step;
+
+  int64_t units() const { return count * units_of(length); }
+};
+
+/// Whether tiles can be loaded from the source as it is.
+bool has_whole_chunks(const GemmProblem& p, const GemmClass& c) {
+  if (p.flip || c.runs.empty()) return false;
+  if (c.runs.size() == 1 && c.runs[0].quads < kChunkQuads) return true;
+  return std::all_of(c.runs.begin(), c.runs.end(),
+                     [](const GemmRun& run) { return run.quads % kChunkQuads == 0; });
 }
 
-int64_t tiles_of(int64_t rows) { return (rows + kTwoUnits - 1) / kTwoUnits; }
+/// All rows as one line, as in a linear layer or a 1x1 convolution; else one for each image or
+/// volume's plane, over what lies between the ends of its rows; else one for each of those.
+Lines lines_of(const GemmProblem& p, const GemmClass& c) {
+  if (!has_whole_chunks(p, c)) return {};
+  const int64_t rows = c.rows(), width = c.size[3], planes = c.size[0] * c.size[1];
+  if (const int64_t step = row_step(c); step > 0 && rows >= kUnitRows) {
+    return {1, rows, rows, rows, step};
+  }
+  Lines best;
+  const auto consider = [&](const Lines& lines) {
+    if (lines.length < kUnitRows) return;
+    if (best.count == 0 || lines.units() < best.units()) best = lines;
+  };
+  const int64_t step = c.src_stride[3], pitch = step > 0 ? c.src_stride[2] / step : 0;
+  consider({planes * c.size[2], width, width, width, step});
+  if (pitch >= width && pitch * step == c.src_stride[2]) {
+    consider({planes, (c.size[2] - 1) * pitch + width, pitch, width, step});
+  }
+  const int64_t panels = p.panels_per_group;
+  return best.units() * panels <= units_of(rows) * (panels + kGatherPanels) ? best : Lines{};
+}
+
+/// Work is shared in steps of two units.
+int64_t tiles_of(int64_t units) { return (units + 1) / 2; }
+int64_t tiles_of(const Lines& lines, const GemmClass& c) {
+  return tiles_of(lines.count > 0 ? lines.units() : units_of(c.rows()));
+}
 
 /// Rows that meet the weights together: where they start, and where their results go.
 struct Batch {
@@ -74,6 +107,60 @@ struct Batch {
   const int64_t *src_offset, *dst_offset;
   int64_t rows, stride;
   c10::ArrayRef<GemmRun> runs;
+};
+
+/// Steps through the units of lines in order.
+class LineCursor {
+ public:
+  LineCursor(const GemmClass& c, const Lines& lines, int64_t unit)
+      : class_(c),
+        lines_(lines),
+        line_(unit / units_of(lines.length)),
+        position_(unit % units_of(lines.length) * kUnitRows),
+        rows_(c, first_row()),
+        line_start_(start_of_line()) {}
+
+  /// Where the positions of the next unit start, and where those that are rows, and no row of the
+  /// unit before, have their results; -1 for others.
+  void next(int64_t* src_offset, int64_t* dst_offset) {
+    const int64_t start = std::min(position_, lines_.length - kUnitRows);
+    const int64_t end = start + kUnitRows;
+    for (int i = 0; i < kUnitRows; ++i) {
+      src_offset[i] = line_start_ + (start + i) * lines_.step;
+      dst_offset[i] = -1;
+    }
+    while (position_ < end) {
+      const int64_t x = position_ % lines_.pitch;
+      const int64_t count =
+          std::min(end - position_, (x < lines_.width ? lines_.width : lines_.pitch) - x);
+      int64_t same_src[kUnitRows];
+      if (x < lines_.width) rows_.next(count, same_src, dst_offset + position_ - start);
+      position_ += count;
+    }
+    if (position_ == lines_.length) {
+      position_ = 0;
+      ++line_;
+      line_start_ = start_of_line();
+    }
+  }
+
+ private:
+  int64_t rows_of_line() const { return class_.rows() / lines_.count; }
+  int64_t first_row() const {
+    return line_ * rows_of_line() + position_ / lines_.pitch * lines_.width +
+           std::min(position_ % lines_.pitch, lines_.width);
+  }
+  int64_t start_of_line() const {
+    int64_t src_offset, dst_offset;
+    RowCursor(class_, line_ * rows_of_line()).next(1, &src_offset, &dst_offset);
+    return src_offset;
+  }
+
+  const GemmClass& class_;
+  const Lines& lines_;
+  int64_t line_, position_;
+  RowCursor rows_;
+  int64_t line_start_;
 };
 
 /// One thread's share: tiles x panels, counted through all classes and groups.
@@ -85,64 +172,36 @@ class MatrixWorker {
   void run(Range tiles, Range panels) {
     int64_t first = 0;  // first tile of the class
     for (const GemmClass& c : problem_.classes) {
-      const int64_t rows = c.rows(), count = tiles_of(rows);
+      const Lines lines = lines_of(problem_, c);
+      const int64_t count = tiles_of(lines, c);
       const int64_t begin = std::max(tiles.begin - first, int64_t{0});
       const int64_t end = std::min(tiles.end - first, count);
-      if (begin < end) {
-        run_class(c, {begin * kTwoUnits, std::min(end * kTwoUnits, rows)}, panels);
-      }
       first += count;
+      if (begin >= end) continue;
+      if (lines.count > 0) {
+        in_place(c, lines, {2 * begin, std::min(2 * end, lines.units())}, panels);
+      } else {
+        gathered(c, {begin * kTwoUnits, std::min(end * kTwoUnits, c.rows())}, panels);
+      }
     }
   }
 
  private:
-  void run_class(const GemmClass& c, Range rows, Range panels) {
-    const Reading reading = reading_of(problem_, c);
-    if (reading == Reading::kAlongRows) return along_rows(c, rows, panels);
-    const int64_t even = reading == Reading::kEvenly ? (rows.end - rows.begin) / kUnitRows : 0;
-    const int64_t split = rows.begin + even * kUnitRows;
-    if (even > 0) evenly(c, {rows.begin, split}, panels);
-    if (split < rows.end) gathered(c, {split, rows.end}, panels);
-  }
-
-  /// A multiple of kUnitRows rows: the tiles of others might read behind the source.
-  void evenly(const GemmClass& c, Range rows, Range panels) {
+  void in_place(const GemmClass& c, const Lines& lines, Range units, Range panels) {
     ScratchFrame frame;
-    const int64_t most = std::min(kPlacedRows, rows.end - rows.begin);
-    int64_t* src_offset = frame.take<int64_t>(most);
-    int64_t* dst_offset = frame.take<int64_t>(most);
-    unit_.begin(c.runs[0].quads);
-    for (int64_t row = rows.begin; row < rows.end; row += most) {
-      const int64_t count = std::min(most, rows.end - row);
-      RowCursor(c, row).next(count, src_offset, dst_offset);
-      multiply(c, {problem_.src + c.src_base, src_offset, dst_offset, count, row_step(c), c.runs},
-               panels);
-    }
-    unit_.end();
-  }
-
-  /// 16 pixels after 16 along each destination row, the last 16 of which end with it: what two of
-  /// them share is computed twice.
-  void along_rows(const GemmClass& c, Range rows, Range panels) {
-    ScratchFrame frame;
-    const int64_t width = c.size[3], per_row = (width + kUnitRows - 1) / kUnitRows;
-    // Threads share whole rows.
-    const auto row_of = [&](int64_t row) { return row / width; };
-    const int64_t end = row_of(rows.end);
-    const int64_t most = std::max<int64_t>(kPlacedRows / (per_row * kUnitRows), 1);
-    int64_t* src_offset = frame.take<int64_t>(most * per_row * kUnitRows);
-    int64_t* dst_offset = frame.take<int64_t>(most * per_row * kUnitRows);
-    unit_.begin(kChunkQuads);
-    for (int64_t row = row_of(rows.begin); row < end; row += most) {
-      int64_t count = 0;
-      for (int64_t r = row; r < std::min(row + most, end); ++r) {
-        for (int64_t i = 0; i < per_row; ++i, count += kUnitRows) {
-          const int64_t x = std::min(i * kUnitRows, width - kUnitRows);
-          RowCursor(c, r * width + x).next(kUnitRows, src_offset + count, dst_offset + count);
-        }
+    const int64_t most = std::min(kPlacedRows / kUnitRows, units.end - units.begin);
+    int64_t* src_offset = frame.take<int64_t>(most * kUnitRows);
+    int64_t* dst_offset = frame.take<int64_t>(most * kUnitRows);
+    unit_.begin(std::min(c.runs[0].quads, kChunkQuads));
+    LineCursor cursor(c, lines, units.begin);
+    for (int64_t unit = units.begin; unit < units.end; unit += most) {
+      const int64_t count = std::min(most, units.end - unit);
+      for (int64_t i = 0; i < count; ++i) {
+        cursor.next(src_offset + i * kUnitRows, dst_offset + i * kUnitRows);
       }
       multiply(c,
-               {problem_.src + c.src_base, src_offset, dst_offset, count, c.src_stride[3], c.runs},
+               {problem_.src + c.src_base, src_offset, dst_offset, count * kUnitRows, lines.step,
+                c.runs},
                panels);
     }
     unit_.end();
@@ -156,7 +215,7 @@ class MatrixWorker {
         (panels.end - panels.begin) * problem_.panel_bytes <= kResidentWeightBytes;
     const int64_t tiles = std::clamp<int64_t>(
         (resident ? kFewBytes : kManyBytes) / stride / kTwoUnits, resident ? 2 : 1,
-        std::max<int64_t>(tiles_of(rows.end - rows.begin), 2));
+        std::max<int64_t>(tiles_of(units_of(rows.end - rows.begin)), 2));
     const int64_t most = tiles * kTwoUnits;
     uint8_t* data = frame.take<uint8_t>(most * stride);
     int64_t* src_offset = frame.take<int64_t>(most);
@@ -244,7 +303,8 @@ const char* why_not_matrix_unit(const GemmProblem& p, const Kernels& tier) {
   if (p.panel_bytes == 0) return "there is nothing to sum";
   if (p.rows() < kMinRows) return "fewer than 8 rows wait for the weights' way through memory";
   const bool pays = std::all_of(p.classes.begin(), p.classes.end(), [&](const GemmClass& c) {
-    return reading_of(p, c) != Reading::kGathered || gathering_pays(p, c);
+    const bool is_even = has_whole_chunks(p, c) && row_step(c) > 0;
+    return is_even || lines_of(p, c).count > 0 || gathering_pays(p, c);
   });
   return pays ? nullptr : "a row would be gathered for fewer than 256 quads of weights";
 }
@@ -256,7 +316,7 @@ bool uses_matrix_unit(const GemmProblem& p, const Kernels& tier) {
 void run_on_matrix_unit(const GemmProblem& p, const Epilogue& epilogue, const MatrixUnit& unit) {
   int64_t tiles = 0, row_quads = 0;
   for (const GemmClass& c : p.classes) {
-    tiles += tiles_of(c.rows());
+    tiles += tiles_of(lines_of(p, c), c);
     row_quads += c.rows() * c.quads();
   }
   const int64_t panels = int64_t{p.groups} * p.panels_per_group;
