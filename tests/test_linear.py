@@ -39,6 +39,14 @@ def test_shapes(shape: LinearShape, src: torch.dtype):
     sampled(shape, src, U8, narrow=True).check("narrow")
 
 
+@pytest.mark.parametrize("rows", (1, 7, 8, 9, 13, 15, 16, 17))
+def test_few_rows_take_all_panels(rows: int):
+    """Tiles of three panels with up to 8 rows, where they save a pass over the weights."""
+    for channels, reduction in ((149, 37), (160, 24), (272, 4100)):  # the last: beyond 1 MB
+        for src in (U8, S8):
+            sampled(LinearShape(rows, channels, reduction), src).check((channels, src))
+
+
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain or "none")
 @pytest.mark.parametrize("dst", DTYPES, ids=str)
 def test_post_ops(chain: str, dst: torch.dtype):

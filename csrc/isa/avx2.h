@@ -34,6 +34,7 @@ struct Avx2 {
   static constexpr const char* kName = "avx2";
   static constexpr int kMaxPanels = 1;
   static constexpr int kTallRows = kTileRows;
+  static constexpr bool kPrefetches = false;
   static constexpr int kSteps = 2;
   static constexpr bool kHasNarrow = true;
 

@@ -30,6 +30,7 @@ struct Avx512 {
   static constexpr int kMaxPanels = 4;
   /// Rows of the tallest tile of one panel or two.
   static constexpr int kTallRows = kTileRows;
+  static constexpr bool kPrefetches = false;
   /// Weight vectors per quad: 2 where a quad is processed as two pairs of 16-bit values.
   static constexpr int kSteps = 2;
   static constexpr bool kHasNarrow = true;
@@ -401,6 +402,15 @@ struct Avx512Vnni : Avx512 {
   static constexpr const char* kName = "avx512_vnni";
   /// With their addresses they fit the general registers.
   static constexpr int kTallRows = 10;
+  static constexpr bool kPrefetches = true;
+  /// How far ahead, in bytes, a tile asks for its weights. Measured on Emerald Rapids, in turns
+  /// with 0: 1.05 to 1.13 times as fast from L2 and L3 with 4 to 16 rows, 1.03 to 1.07 with 128 and
+  /// more while the core's other thread is busy, else equal. On Zen 4 it gains nothing from L2 and
+  /// loses up to a quarter from L3: there the line is asked for that the tile is about to read.
+  static TORCHQ_INLINE int64_t weights_ahead() { return __builtin_cpu_is("intel") ? 512 : 0; }
+  static TORCHQ_INLINE void prefetch(const int8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+  }
   static constexpr int kSteps = 1;
   static constexpr bool kHasNarrow = false;
 

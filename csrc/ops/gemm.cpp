@@ -173,9 +173,16 @@ void run_on_vectors(const GemmProblem& p, const Epilogue& epilogue, const Kernel
   const int group_panels = std::max(p.group_quads * kQuad / kPanel, 1);
   const bool split_blocks =
       threads > 1 && p.group_quads * kQuad % kPanel == 0 && (large_weights || tiles < 4 * threads);
-  const bool blocks_outer = large_weights || (tier.widen != nullptr && !is_narrow(p, tier));
+  const bool widens = tier.widen != nullptr && !is_narrow(p, tier);
+  // The kernel takes few rows through all panels itself; what a call costs is 5 % of 1x768->768.
+  const bool few_rows = p.rows() <= kFewRows && !widens;
+  const bool blocks_outer = widens || (large_weights && !few_rows);
   Blocking blocking{};
   blocking.block_panels = blocks_outer || split_blocks ? kBlockPanels : p.panels_per_group;
+  if (split_blocks && few_rows) {  // one block a thread
+    const int64_t tile_columns = (panels + kBlockPanels - 1) / kBlockPanels;
+    blocking.block_panels = static_cast<int>((tile_columns + threads - 1) / threads) * kBlockPanels;
+  }
   if (split_blocks && panels < int64_t{threads} * kBlockPanels) {
     blocking.block_panels =
         std::max(static_cast<int>(panels) / threads / group_panels, 1) * group_panels;
