@@ -118,6 +118,18 @@ def test_broadcasts(isa: str, shape0: tuple[int, ...], shape1: tuple[int, ...]):
         assert dst.shape == torch.broadcast_shapes(shape0, shape1)
 
 
+@pytest.mark.parametrize("channels", [1, 5, 32, 100, 1500, 3000])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_one_value_per_channel(isa: str, channels: int, batch: int):
+    """Rows of channels, joined as long as they are narrow."""
+    last = torch.channels_last
+    src = random_q((2, channels, 9, 7), U8, 1).contiguous(memory_format=last)
+    other = random_q((batch, channels, 1, 1), S8, 2)
+    for op, dst in itertools.product(OPS, (U8, F32)):
+        check(op, src, other, dst)
+        check(op, other, src, dst)
+
+
 def test_layouts(isa: str):
     """Values do not depend on strides; dst is laid out like the operand with its shape."""
     x, y = random_q((2, 5, 3, 7), U8, 1), random_q((2, 5, 3, 7), S8, 2)

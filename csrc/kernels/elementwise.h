@@ -98,6 +98,9 @@ void mul_row(const BinaryRow& b) {
 /// Sixteen in-lane shuffles, one per row of 16 table entries, selected by the high nibble.
 template <class Isa>
 void lookup(const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size) {
+  if constexpr (requires { Isa::lookup_vbmi; }) {
+    if (Isa::has_vbmi()) return Isa::lookup_vbmi(src, table, dst, size);
+  }
   for (int64_t i = 0; i < size; i += Isa::kByteLanes) {
     const int count = min_int(size - i, Isa::kByteLanes);
     const auto v = Isa::load_channels(src + i, count);

@@ -132,8 +132,7 @@ TORCHQ_INLINE void affine_row(const AffineRow& a) {
   const auto center = Isa::set_int(*a.center);
   const auto factor = Isa::set(*a.factor), shift = Isa::set(*a.shift);
   const auto one = Isa::set(1.0f), zero = Isa::set(0.0f);
-  for (int64_t i = 0; i < a.size; i += kPanel) {
-    const auto m = Isa::mask(min_int(a.size - i, kPanel));
+  for_each_row_panel<Isa>(a.size, [&](int64_t i, auto m) {
     const auto q = load_q<Isa>(a.src + i, a.is_signed, m);
     const auto x = Isa::to_float(Isa::sub(q, kPerValue ? Isa::load_int(a.center + i, m) : center));
     auto y = Isa::fma(x, kPerValue ? Isa::load(a.factor + i, m) : factor,
@@ -145,7 +144,7 @@ TORCHQ_INLINE void affine_row(const AffineRow& a) {
       y = Isa::add(y, zero);  // as the fma with 1 and 0
     }
     Isa::store(a.dst + i, y);
-  }
+  });
 }
 
 template <class Isa>

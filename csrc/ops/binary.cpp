@@ -20,6 +20,8 @@ namespace torchq {
 namespace {
 
 constexpr int64_t kGrain = 32768;
+/// Bytes of an operand that broadcasts over rows, repeated so that narrow rows fill vectors.
+constexpr int64_t kRepeated = 2048;
 
 /// Scale and zero point of each operand, then of the destination.
 struct Params {
@@ -58,6 +60,41 @@ struct Params {
 
 using RowFn = void (*)(const BinaryRow&);
 
+/// Which source, 1 or 2, has one row for all rows of the other, which are dense as those of dst
+/// are; else 0. Strides are those of dst, src0 and src1 along a row of n values, then between rows.
+size_t repeated_source(const BinaryRow& row, const int64_t* strides, int64_t n) {
+  const int64_t size = element_size(row.dst_dtype);
+  if (strides[0] != size || strides[1] != 1 || strides[2] != 1 || strides[3] != n * size) return 0;
+  if (strides[4] == n && strides[5] == 0) return 2;
+  return strides[4] == 0 && strides[5] == n ? 1 : 0;
+}
+
+/// `rows` rows of n values of dst, src0 and src1, which begin at `data`.
+void run_rows(RowFn run, BinaryRow row, char** data, const int64_t* strides, int64_t n,
+              int64_t rows) {
+  const size_t source = repeated_source(row, strides, n);
+  const int64_t joined = source == 0 ? 1 : std::min(rows, std::max<int64_t>(kRepeated / n, 1));
+  alignas(64) char repeated[kRepeated];
+  for (int64_t i = 0; joined > 1 && i < joined; ++i)
+    std::memcpy(repeated + i * n, data[source], static_cast<size_t>(n));
+  const auto unit = [](int64_t step) { return step == 0 || step == 1; };
+  const bool whole =
+      strides[0] == element_size(row.dst_dtype) && unit(strides[1]) && unit(strides[2]);
+  row.step0 = strides[1];
+  row.step1 = strides[2];
+  for (int64_t r = 0; r < rows; r += joined) {
+    char* at[3] = {data[0] + r * strides[3], data[1] + r * strides[4], data[2] + r * strides[5]};
+    if (joined > 1) at[source] = repeated;
+    row.size = whole ? std::min(joined, rows - r) * n : 1;
+    for (int64_t i = 0; i < (whole ? 1 : n); ++i) {  // any other strides: value by value
+      row.dst = at[0] + i * strides[0];
+      row.src0 = at[1] + i * strides[1];
+      row.src1 = at[2] + i * strides[2];
+      run(row);
+    }
+  }
+}
+
 at::Tensor binary(const char* op, OpTrace& trace, RowFn run, const at::Tensor& src0,
                   const at::Tensor& src1, BinaryRow row) {
   for (const float f : {row.m0, row.m1, row.c}) {
@@ -82,25 +119,9 @@ at::Tensor binary(const char* op, OpTrace& trace, RowFn run, const at::Tensor& s
                                 .add_const_input(src1)
                                 .build();
   iter.for_each(
-      [&](char** data, const int64_t* strides, int64_t n) {
+      [&](char** data, const int64_t* strides, int64_t n, int64_t rows) {
         const FloatMode mode;
-        BinaryRow part = row;
-        part.dst = data[0];
-        part.src0 = data[1];
-        part.src1 = data[2];
-        part.step0 = strides[1];
-        part.step1 = strides[2];
-        part.size = n;
-        const auto unit = [](int64_t step) { return step == 0 || step == 1; };
-        if (strides[0] == dst.element_size() && unit(strides[1]) && unit(strides[2]))
-          return run(part);
-        part.size = 1;
-        for (int64_t i = 0; i < n; ++i) {
-          part.dst = data[0] + i * strides[0];
-          part.src0 = data[1] + i * strides[1];
-          part.src1 = data[2] + i * strides[2];
-          run(part);
-        }
+        run_rows(run, row, data, strides, n, rows);
       },
       kGrain);
   return dst;
