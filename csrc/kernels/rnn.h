@@ -23,10 +23,19 @@ struct RnnRows {
   int64_t first(int64_t i) const { return rows * i / count; }
 };
 
+/// The panel that tile i brings into L2, counted from its own first one: the tiles share those of
+/// the next group, which begin `step` panels from here (0: there is none). Weights beyond L2 are
+/// read once a step, and the CPU's own prefetcher stops at every page. LSTM with vectors, one
+/// thread of Emerald Rapids: 512 units 2 % (64 rows) and 3 to 5 % (16) faster, 1024 units 8 to 12 %
+/// (16).
+TORCHQ_INLINE int64_t rnn_ahead(int step, int64_t i) {
+  return step == 0 ? 0 : step + min_int(i, (step < 0 ? -step : step) - 1);
+}
+
 /// One tile of an input: `count` groups from `group` on, to dst [rows][count][gates][16].
 template <class Tiles>
 TORCHQ_INLINE void rnn_input_tile(const RnnInput& in, int group, int count, int64_t first, int rows,
-                                  float* dst) {
+                                  float* dst, int64_t ahead) {
   using Isa = typename Tiles::Isa;
   const int panel = group * in.gates, panels = count * in.gates;
   RnnTile t{};
@@ -38,6 +47,7 @@ TORCHQ_INLINE void rnn_input_tile(const RnnInput& in, int group, int count, int6
   t.init = in.init + panel * kPanel;
   t.acc = reinterpret_cast<int32_t*>(dst);
   t.acc_stride = panels * kPanel;
+  t.ahead = ahead * t.panel_stride;
   t.multiplier = in.multiplier + panel * kPanel;
   t.bias = in.bias + panel * kPanel;
   if (in.scale == nullptr) {
@@ -65,10 +75,12 @@ void rnn_input(const RnnInput& in) {
   Tiles::begin();
   for (int group = 0; group < in.groups; ++group) {
     float* dst = in.dst + group * in.dst_group_stride;
+    const int step = group + 1 == in.groups ? 0 : in.gates;
     for (int64_t i = 0; i < tiles.count; ++i) {
       const int64_t first = tiles.first(i);
       const int rows = static_cast<int>(tiles.first(i + 1) - first);
-      rnn_input_tile<Tiles>(in, group, 1, first, rows, dst + first * in.gates * kPanel);
+      rnn_input_tile<Tiles>(in, group, 1, first, rows, dst + first * in.gates * kPanel,
+                            rnn_ahead(step, i));
     }
   }
   Tiles::end();
@@ -281,11 +293,15 @@ TORCHQ_NOINLINE void rnn_run(const RnnStep& s) {
     block.acc_row_stride = t.acc_stride = block.groups * kGates * kPanel;
     t.weight = s.weight + group * s.group_stride * widening;
     t.init = s.init + group * s.param_stride;
+    const int step = b + 1 == blocks ? 0 : s.descending ? -most * kGates : most * kGates;
     for (int64_t i = 0; i < tiles.count; ++i) {
+      const int64_t ahead = rnn_ahead(step, i);
+      t.ahead = ahead * t.panel_stride;
       block.first_row = tiles.first(i);
       block.rows = static_cast<int>(tiles.first(i + 1) - block.first_row);
       if (s.source != nullptr) {
-        rnn_input_tile<Tiles>(*s.source, group, block.groups, block.first_row, block.rows, input);
+        rnn_input_tile<Tiles>(*s.source, group, block.groups, block.first_row, block.rows, input,
+                              ahead);
         block.input = input;
         block.input_group_stride = block.acc_group_stride;
         block.input_row_stride = block.acc_row_stride;

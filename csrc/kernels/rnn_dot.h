@@ -18,6 +18,8 @@ struct RnnTile {
   int32_t* acc;
   int64_t acc_stride;  // between rows
   const float *multiplier, *bias;
+  /// Bytes from the tile's first panel to the one that is brought into L2 meanwhile; 0: none.
+  int64_t ahead;
 };
 
 /// acc[row][p] = init[p] + sum over k of src[row][k] * weight[p][k] for NP panels from `panel` on;
@@ -34,12 +36,14 @@ TORCHQ_NOINLINE void rnn_tile(const RnnTile& t, int panel) {
     TORCHQ_UNROLL for (int r = 0; r < MR; ++r) acc[r][p] = init;
   }
   const int64_t panel_stride = t.panel_stride;
+  const int64_t ahead = t.ahead;
   const uint8_t* src = t.src;
   const uint8_t* const end = src + t.quads * kQuad;
   const int8_t* weight = t.weight + panel * panel_stride;
   while (src != end) {
     const auto quad = [&](int r) { return Isa::broadcast(src + row[r]); };
     if constexpr (kSteps == 1) {
+      if constexpr (MR > 3 && NP > 2) __builtin_prefetch(weight + ahead, 0, 2);
       dot_step<Isa, MR, NP, kNarrow>(acc, weight, panel_stride, quad);
     } else {
       dot_step<Isa, MR, NP, kNarrow>(acc, weight, panel_stride,
