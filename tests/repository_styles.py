@@ -141,3 +141,17 @@ class Translation(nn.Module):
 model("synced", image(3, 16), 3)(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(
     nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU6(True), nn.Conv2d(8, 8, 3, groups=8),
     nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1))))  # fmt: skip
+
+
+@model("keypoints", image(3, 8), 2)
+class Keypoints(nn.Module):
+    """Relative to a size, as a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, w = x.shape[-2:]
+        points = self.b(F.relu(self.a(x))).flatten(2).transpose(1, 2)
+        return points / torch.tensor([w, h], device=x.device)

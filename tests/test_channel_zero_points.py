@@ -104,10 +104,27 @@ def test_chains_that_do_not_fold_are_refused(chain: str):
         TF.linear(src, weight, attr=attr, dst_dtype=U8, post_op_srcs=[torch.zeros(4, 3)] * 9)
 
 
+@pytest.mark.parametrize(
+    ("attr", "other"),
+    [
+        (Attr().set_scales("src", 1, [0.1, 0.2, 0.3, 0.4]), "scales of src per row"),
+        (Attr().set_scales("weights", 1, [0.1, 0.2], groups=(4, 1)), "per group of k"),
+    ],
+    ids=str,
+)
+def test_matmul_names_what_was_asked_for(attr: Attr, other: str):
+    """Not the chain that rows and groups become."""
+    attr = attr.set_zero_points("dst", 2, [1, 2, 3])
+    src, weight = cases.random_q((4, 8), U8), cases.random_q((8, 3), S8)
+    with pytest.raises(NotImplementedError, match=f"must come without .*{other}") as error:
+        TF.matmul(src, weight, attr=attr, dst_dtype=U8)
+    assert "post_ops" not in str(error.value)
+
+
 def test_op_errors():
     one, zero = torch.ones(1), torch.tensor([1, 2, 3], dtype=S32)
     fold = torch.ops.torchq.fold
-    for text in ("eltwise_tanh", "eltwise_relu", "sum:1:0:f32"):
+    for text in ("eltwise_tanh", "eltwise_relu", "sum:1:0:f32", "sum"):
         with pytest.raises(NotImplementedError, match="per channel must come with post_ops that"):
             fold(one, one, None, one, zero, 3, 0, text, [])
     with pytest.raises(ValueError, match=r"must lie in \[0, 255\].*got 256 at index 2"):

@@ -152,6 +152,27 @@ def test_arguments_that_the_graph_does_not_look_at(
             other(**(inputs | changed))
 
 
+def test_sizes_that_values_decide_about() -> None:
+    """What the code does with the number of pixels above zero holds for one image only."""
+
+    class Selects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 8, 3), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            found = y.permute(0, 2, 3, 1)[y.mean(1) > 0]
+            return y.new_zeros(1, 2) if found.shape[0] < 9 else self.b(found)
+
+    model, data = Selects().eval(), [torch.randn(2, 3, 8, 8) for _ in range(3)]
+    with pytest.warns(UserWarning, match="its Python code acts on values in a tensor"):
+        quantized = torchq.quantize(model, data, data[0])
+    assert all(row.quantized for row in torchq.explain(quantized).rows if row.is_matmul)
+    for x in data:
+        quantized(x)  # none of them raises
+
+
 def test_a_part_that_torchscript_compiled() -> None:
     """It stays float; its convolutions are counted."""
     se = nn.Sequential(nn.Conv2d(8, 4, 1), nn.ReLU(), nn.Conv2d(4, 8, 1))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -96,7 +97,7 @@ def fold(
     _check(op, attr, weight, dst_dtype)
     weight_zero_point = _weight_zero_point(op, attr, weight)
     _check_bias(op, bias, weight, _range(weight_zero_point))
-    chain = _bounded(attr) if attr.mask("dst", "zero_points") else attr.post_ops
+    chain = _bounded(attr, dst_dtype) if attr.mask("dst", "zero_points") else attr.post_ops
     _check_channel_zero_points(op, attr, chain, dst_dtype)
     text, values = str(chain), attr.post_ops.channel_values
     acc_bias = bias.contiguous() if bias is not None and bias.dtype == torch.int32 else None
@@ -177,9 +178,15 @@ def _check(op: str, attr: Attr, weight: PackedWeight, dst_dtype: torch.dtype) ->
             to_int(where, int(value), limits.min, limits.max)
 
 
-def _bounded(attr: Attr) -> PostOps:
-    """The chain with a clip for a relu at its end: bounds per channel are those of a clip."""
-    ops = list(attr.post_ops)
+def _bounded(attr: Attr, dst_dtype: torch.dtype) -> PostOps:
+    """The chain with a clip for a relu at its end: bounds per channel are those of a clip.
+
+    Its sums name dst's dtype where they left it out, which the op checks.
+    """
+    ops = [
+        replace(step, dtype=dst_dtype) if isinstance(step, Sum) and step.dtype is None else step
+        for step in attr.post_ops
+    ]
     if ops and ops[-1] == Eltwise("relu"):
         ops[-1] = Eltwise("clip", 0.0, torch.finfo(torch.float32).max)
     return post_ops_of(ops)

@@ -195,12 +195,13 @@ void set_dst_zero_points(Problem* p, const std::optional<at::Tensor>& given) {
   }
   bool in_offsets = p->chain.folds && !p->chain.ends_in(Eltwise::kRelu);
   for (const PostOp& post_op : p->chain.ops) {
-    in_offsets = in_offsets && (post_op.kind != PostOp::kSum || post_op.dtype != DType::f32);
+    const bool integers = post_op.dtype.has_value() && post_op.dtype != DType::f32;
+    in_offsets = in_offsets && (post_op.kind != PostOp::kSum || integers);
   }
   TORCH_CHECK_NOT_IMPLEMENTED(in_offsets, "torchq.", p->op, ": dst_zero_point per channel must ",
-                              "come with post_ops that fold, end in no relu and have no float32 ",
-                              "sum. The nearest supported form is one zero point, or ",
-                              "eltwise_clip:0:3.4028235e38 for a relu.");
+                              "come with post_ops that fold, end in no relu and whose sums name ",
+                              "an integer dtype. The nearest supported form is one zero point, or ",
+                              "eltwise_clip:0:3.4028235e38 for a relu, or sum:1:0:u8.");
   p->dst_zero_points.assign(values, values + p->channels);
 }
 

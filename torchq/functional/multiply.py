@@ -95,6 +95,7 @@ def matmul(
         return [*batch, src.shape[-2], n]
 
     chain = attr.post_ops
+    _check_dst_zero_points(attr, src, groups, dst_dtype)
     if _scaled_by_row(attr, src):
         chain, bias = _by_rows(attr, src, bias, sizes())
     folded = _fold(attr, chain, src, weight, groups, bias, dst_dtype)
@@ -152,6 +153,19 @@ def _check_masks(attr: Attr, src: Tensor, weight: Tensor) -> None:
         raise NotImplementedError(
             f"torchq.matmul: scales of src must be per row or per group of k, got both: {attr}. "
             f"The nearest supported are groups {row} (one per row) and mask {k} (per k)."
+        )
+
+
+def _check_dst_zero_points(attr: Attr, src: Tensor, groups: int, dst_dtype: torch.dtype) -> None:
+    """Per column they are part of the offset, which neither rows nor groups of k have."""
+    if not attr.mask("dst", "zero_points") or dst_dtype == torch.float32:
+        return
+    by_row = _scaled_by_row(attr, src)
+    if by_row or groups > 1:
+        other = "scales of src per row" if by_row else "scales or zero points per group of k"
+        raise NotImplementedError(
+            f"torchq.matmul: zero points of dst per column must come without {other}, got {attr}. "
+            "The nearest supported is one zero point of dst, mask 0."
         )
 
 

@@ -17,7 +17,7 @@ from torchq.fx.tracer import Tracer
 
 __all__ = ["traced_factories"]
 
-_FACTORIES = ("zeros", "ones", "full", "empty", "arange", "eye", "linspace")
+_FACTORIES = ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor")
 _LOCK = threading.RLock()
 
 

@@ -40,7 +40,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
                 found[f"{prefix}.{name}"] = function
     for name in torch.functional.__all__:  # of torch, too, but written in Python
         found[f"torch.{name}"] = getattr(torch.functional, name)
-    for name in ("zeros", "ones", "full", "empty", "arange", "eye", "linspace"):
+    for name in ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor"):
         found[f"torch.{name}"] = getattr(torch, name)
     return found
 

@@ -27,6 +27,7 @@ __all__ = ["Tracer", "short"]
 # Modules of torch that are one operation although they have children or look like several.
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _WHOLE = (nn.RNNBase, nn.RNNCellBase)
+_COUNTING = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
 _HINTS = (
     (nn.TransformerEncoder, "is_causal", 3),
     (nn.TransformerDecoder, "tgt_is_causal", 6),
@@ -159,7 +160,9 @@ class Tracer(SequenceTracer):
             node.target is getattr and node.args[1] in SHAPE_METHODS
         )
         static = all(n.meta["static"] for n in node.all_input_nodes)
-        node.meta["static"] = node.op != "get_attr" and (asks or static)
+        counted = [n for n in node.all_input_nodes if n.meta.get("counted")]
+        node.meta["counted"] = bool(counted) or _counts(node, args)
+        node.meta["static"] = node.op != "get_attr" and ((asks and not counted) or static)
 
     def known(self, proxy: fx.Proxy) -> Any:
         """The value of a size or of a condition on sizes, guarded.
@@ -333,6 +336,15 @@ def _compute(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
+
+
+def _counts(node: fx.Node, args: Any) -> bool:
+    """Whether the values in a tensor decide about the size of the result."""
+    if node.target is operator.getitem:
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8) for p in parts)
+    name = getattr(node.target, "__name__", node.target)
+    return name in _COUNTING or (name == "where" and len(args) == 1)
 
 
 def _shallow(value: Any) -> Any:
