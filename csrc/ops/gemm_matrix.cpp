@@ -21,7 +21,7 @@ constexpr int64_t kMinGatherQuads = 256;
 constexpr int64_t kGatherPanels = 8;
 /// Rows gathered at a time: little enough for L1 where the weights stay in L2 anyway, else enough
 /// to use each block of weights for long.
-constexpr int64_t kFewBytes = 32 * 1024, kManyBytes = 256 * 1024;
+constexpr int64_t kFewBytes = 32 * 1024, kManyBytes = 512 * 1024;
 /// Rows read in place at a time.
 constexpr int64_t kPlacedRows = 1024;
 constexpr int64_t kTwoUnits = 2 * kUnitRows;
