@@ -95,7 +95,8 @@ void moments(const MomentsRows& m) {
   }
 }
 
-/// s8 values as u8 ones, q + 128, which is undone in the end. A lane adds at most 2^15 of 255^2.
+/// s8 values as u8 ones, q + 128, which is undone in the end; the last vector is filled up with
+/// q = 0. A lane adds at most 2^15 of 255^2.
 template <class Isa>
 void row_moments(const uint8_t* src, int64_t size, bool is_signed, int64_t* sum, int64_t* squares) {
   constexpr int64_t kLanes = Isa::kByteLanes, kBlock = kLanes << 13;
@@ -104,16 +105,9 @@ void row_moments(const uint8_t* src, int64_t size, bool is_signed, int64_t* sum,
   for (int64_t first = 0; first < size; first += kBlock) {
     const int64_t end = size - first < kBlock ? size : first + kBlock;
     auto sums = Isa::zero(), products = Isa::zero();
-    int64_t i = first;
-    for (; i + kLanes <= end; i += kLanes) {
-      Isa::add_moments(sums, products, Isa::xor_bytes(Isa::load_channels(src + i, kLanes), sign));
-    }
-    if (i < end) {
-      // zeros behind the last value, also after the flip
-      uint8_t bytes[kLanes];
-      memset(bytes, is_signed ? 0x80 : 0, sizeof bytes);
-      memcpy(bytes, src + i, static_cast<size_t>(end - i));
-      Isa::add_moments(sums, products, Isa::xor_bytes(Isa::load_channels(bytes, kLanes), sign));
+    for (int64_t i = first; i < end; i += kLanes) {
+      const auto v = Isa::load_channels(src + i, min_int(end - i, kLanes));
+      Isa::add_moments(sums, products, Isa::xor_bytes(v, sign));
     }
     int32_t lanes[2][kPanel];
     Isa::store_int(lanes[0], sums);
@@ -123,8 +117,9 @@ void row_moments(const uint8_t* src, int64_t size, bool is_signed, int64_t* sum,
       s2 += lanes[1][j];
     }
   }
-  *sum = is_signed ? s - 128 * size : s;
-  *squares = is_signed ? s2 - 256 * s + 16384 * size : s2;
+  const int64_t filled = (size + kLanes - 1) / kLanes * kLanes;
+  *sum = is_signed ? s - 128 * filled : s;
+  *squares = is_signed ? s2 - 256 * s + 16384 * filled : s2;
 }
 
 template <class Isa, bool kPerValue, bool kWeighted>

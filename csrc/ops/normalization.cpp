@@ -28,9 +28,10 @@ at::Tensor softmax(const at::Tensor& src, int64_t dim, bool logarithmic, const a
       read_params("softmax", scales, zero_points, {src}, dst_dtype_of("softmax", dst_dtype));
   TORCH_CHECK_VALUE(dim >= -src.dim() && dim < src.dim(), "torchq.softmax: dim must lie in [",
                     -src.dim(), ", ", src.dim() - 1, "] for src ", src.sizes(), ", got ", dim, ".");
-  const at::Tensor rows = src.movedim(dim, -1).contiguous();
+  const bool is_last = dim == -1 || dim == src.dim() - 1;  // moving it would cost 1 us
+  const at::Tensor rows = (is_last ? src : src.movedim(dim, -1)).contiguous();
   const at::Tensor dense = at::detail::empty_cpu(rows.sizes(), scalar_type(params[1].dtype));
-  const at::Tensor dst = dense.movedim(-1, dim);
+  const at::Tensor dst = is_last ? dense : dense.movedim(-1, dim);
   const RealOutput out({"softmax", tier, params[1], post_ops, post_op_srcs}, dst);
   trace.describe([&] { return describe_call({src}, dst, "", post_ops); });
   if (dst.numel() == 0) return dst;
@@ -76,10 +77,15 @@ struct Statistics {
   int32_t center = 0;
   float factor = 0, shift = 0;
 
+  /// Rounded once; in 64 bits where both products have at most 62.
+  double spread() const {
+    if (n <= int64_t{1} << 23) return static_cast<double>(n * squares - sum * sum);
+    return static_cast<double>(static_cast<__int128>(n) * squares -
+                               static_cast<__int128>(sum) * sum);
+  }
   void finish(double scale, double eps) {
     const double count = static_cast<double>(n), mean = static_cast<double>(sum) / count;
-    const __int128 spread = static_cast<__int128>(n) * squares - static_cast<__int128>(sum) * sum;
-    const double variance = static_cast<double>(spread) / (count * count);
+    const double variance = spread() / (count * count);
     const double g = scale / std::sqrt(scale * scale * variance + eps);
     const double whole = std::nearbyint(mean);
     center = static_cast<int32_t>(whole);
