@@ -114,7 +114,9 @@ class Finish {
   Finish(const GemmTile& tile, const Epilogue& epilogue)
       : tile_(tile),
         epilogue_(epilogue),
-        is_plain_(epilogue.num_sums == 0 && !epilogue.clamp && epilogue.lo == nullptr) {}
+        is_plain_(!epilogue.clamp && epilogue.lo == nullptr &&
+                  (epilogue.num_sums == 0 ||
+                   (epilogue.num_sums == 1 && epilogue.sums[0].dtype == DType::u8))) {}
 
   /// The next groups are of the 2 * 16 rows from `first` on.
   void begin_rows(int first) {
@@ -232,16 +234,25 @@ class Finish {
     while (w.row < w.end) finish_rows<1, NP>(w);
   }
 
-  /// finish_rows of rows that are only scaled: their parameters stay in registers.
+  /// finish_rows of rows that are only scaled, and at most added to one u8 source: their parameters
+  /// stay in registers.
   TORCHQ_INLINE void finish_plain(int count) {
+    epilogue_.num_sums == 0 ? finish_plain_rows<false>(count) : finish_plain_rows<true>(count);
+  }
+
+  template <bool kSum>
+  TORCHQ_INLINE void finish_plain_rows(int count) {
     const int channel = tile_.channel + waiting_.panel * kPanel;
     typename Isa::Int initial[kFinishPanels];
-    typename Isa::Float multiplier[kFinishPanels], offset[kFinishPanels];
+    typename Isa::Float multiplier[kFinishPanels], offset[kFinishPanels], factor[kFinishPanels];
     TORCHQ_UNROLL for (int p = 0; p < kFinishPanels; ++p) {
       initial[p] = init(waiting_.panel + p);
       multiplier[p] = Isa::load(epilogue_.multiplier + channel + p * kPanel);
       offset[p] = Isa::load(epilogue_.offset + channel + p * kPanel);
+      if constexpr (kSum) factor[p] = Isa::load(epilogue_.sums[0].scale + channel + p * kPanel);
     }
+    const uint8_t* old = nullptr;
+    if constexpr (kSum) old = static_cast<const uint8_t*>(epilogue_.sums[0].data) + channel;
     uint8_t* dst = static_cast<uint8_t*>(epilogue_.dst) + channel;
     const bool is_signed = epilogue_.dst_dtype == DType::s8;
     const int32_t* sums = waiting_.sums;
@@ -252,7 +263,12 @@ class Finish {
       typename Isa::Int acc[kFinishPanels];
       TORCHQ_UNROLL for (int p = 0; p < kFinishPanels; ++p) {
         const auto sum = Isa::add(Isa::load_int(sums + at[r] + p * kPanel), initial[p]);
-        acc[p] = Isa::to_int(Isa::fma(Isa::to_float(sum), multiplier[p], offset[p]));
+        auto y = Isa::fma(Isa::to_float(sum), multiplier[p], offset[p]);
+        if constexpr (kSum) {
+          const auto q = Isa::load_u8(old + dst_offset[r] + p * kPanel);
+          y = Isa::fma(Isa::to_float(q), factor[p], y);
+        }
+        acc[p] = Isa::to_int(y);
       }
       Isa::store_row(dst + dst_offset[r], acc, is_signed);
     }
