@@ -14,13 +14,20 @@ namespace {
 /// Panels of one row's sums, 4 KB of L1.
 constexpr int kRnnBlock = 64;
 
-/// Rows come in tiles whose sizes differ by at most one: rows [first(i), first(i + 1)).
+/// Rows come in as few tiles as can be, of sizes that differ little; tile i has rows
+/// [first(i), first(i + 1)), kUnit at least where there are two tiles, and begins with a whole unit
+/// of kUnit rows where it can: what begins elsewhere is computed twice. (On AMX 16 and 32 rows take
+/// about 0.95 of the time of 24 and 24.)
 template <class Tiles>
 struct RnnRows {
   int64_t rows, count;
 
   explicit RnnRows(int64_t all) : rows(all), count((all + Tiles::kRows - 1) / Tiles::kRows) {}
-  int64_t first(int64_t i) const { return rows * i / count; }
+  int64_t first(int64_t i) const {
+    const int64_t even = rows * i / count / Tiles::kUnit * Tiles::kUnit;
+    const int64_t least = rows - Tiles::kRows * (count - i);  // the rest must fit its tiles
+    return even > least ? even : least;
+  }
 };
 
 /// The panel that tile i brings into L2, counted from its own first one: the tiles share those of

@@ -114,7 +114,7 @@ TORCHQ_INLINE void rnn_dot(const RnnTile& t, int rows, int panels, bool descendi
 template <class T>
 struct VectorTiles {
   using Isa = T;
-  static constexpr int kRows = kTileRows, kPanels = Isa::kMaxPanels;
+  static constexpr int kRows = kTileRows, kUnit = 1, kPanels = Isa::kMaxPanels;
 
   static void begin() {}
   static void end() {}

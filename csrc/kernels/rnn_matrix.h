@@ -49,7 +49,7 @@ TORCHQ_NOINLINE void rnn_multiply(const RnnTile& t, int panel, int below) {
 template <class T>
 struct MatrixTiles {
   using Isa = T;
-  static constexpr int kRows = 2 * kUnitRows, kPanels = 4;
+  static constexpr int kRows = 2 * kUnitRows, kUnit = kUnitRows, kPanels = 4;
 
   static void begin() { begin_tiles(kTileQuads); }
   static void end() { end_tiles(); }
