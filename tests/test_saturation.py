@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -360,6 +361,8 @@ def test_a_model_that_saturates_is_reported() -> None:
     explained = torchq.explain(qmodel)
     assert explained.seven_bits == seven_bits(qmodel)
     assert "without VNNI 7 bits would matter in conv, fc (torchq.saturation" in str(explained)
+    many = replace(explained, seven_bits=dict.fromkeys("abcdefg", "why"))
+    assert "would matter in a, b, c, d and 3 more (torchq.saturation" in str(many)
     assert "weight_bits=7 or activation_bits=7 rules it out" in seven_bits(qmodel)["conv"]
 
 

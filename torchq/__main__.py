@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from torchq._text import float_text
 from torchq.fx.structure import GRAPH_KEY
 from torchq.nn.module import read_spec
 from torchq.ops import LIBRARY_PATH
@@ -125,7 +126,10 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def _few(value: Tensor) -> str:
-    return f"  {value.flatten().tolist()}" if 0 < value.numel() <= 4 else ""
+    if not 0 < value.numel() <= 4:
+        return ""
+    number = float_text if value.dtype == torch.float32 else str
+    return f"  [{', '.join(number(v) for v in value.flatten().tolist())}]"
 
 
 def load_model(spec: str) -> tuple[nn.Module, Sequence[Inputs]]:

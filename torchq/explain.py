@@ -74,9 +74,11 @@ class Explanation:
             for cell in cells
         ]
         if self.seven_bits:
+            names = list(self.seven_bits)
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             lines.append(
                 "exact here; under oneDNN's rules without VNNI 7 bits would matter in "
-                f"{', '.join(self.seven_bits)} (torchq.saturation.seven_bits says why)"
+                f"{', '.join(names[:4])}{more} (torchq.saturation.seven_bits says why)"
             )
         layers = [row for row in self.rows if row.is_matmul]
         quantized = sum(row.quantized for row in layers)
