@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import threading
 import time
@@ -75,6 +76,22 @@ def test_every_op_has_it():
     for name in names:
         for op in (getattr(ops, name), getattr(ops, name).default):
             assert op._op.__name__ == "call" and op._op.__module__ == "torch._ops.torchq", name
+
+
+@pytest.mark.parametrize("private", ["torch.jit._builtins._register_builtin", "op._op"])
+def test_a_torch_without_what_it_needs(private: str):
+    """Calls stay as they are, and torchq imports."""
+    program = f"""
+import torch
+import torchq._library as library
+torch.ops.torchq.add, torch.ops.torchq.add.default
+op = torch.ops.torchq.add.default
+ordinary = torch.ops.torchq.add._op
+del {private}
+library.shorten_calls("add")
+assert torch.ops.torchq.add._op is ordinary
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_results():

@@ -64,14 +64,21 @@ def shorten_calls(name: str) -> None:
     """Lets calls of ``torch.ops.torchq.<name>`` take the short way of ``csrc/python/call.cpp``.
 
     The op remains the object that torch knows: only what its two callables run in the end is
-    replaced, and TorchScript is told that it is the same op.
+    replaced, and TorchScript is told that it is the same op. (Its hash changes with them: an op
+    that was a key before torchq was imported is not found any more.) In a torch release without
+    these names, which are private, calls stay as they are.
     """
     packet = getattr(torch.ops.torchq, name)
-    for op in (packet, packet.default):
-        short = _shortcut(f"torchq::{name}", op._op)
-        short.__module__ = op._op.__module__
+    register = getattr(torch.jit._builtins, "_register_builtin", None)
+    callables = [getattr(op, "_op", None) for op in (packet, packet.default)]
+    if register is None or None in callables:
+        return
+    for op, ordinary in zip((packet, packet.default), callables, strict=True):
+        short = _shortcut(f"torchq::{name}", ordinary)
+        short.__module__ = ordinary.__module__
+        if op is packet:
+            register(short, f"torchq::{name}")
         op._op = short
-    torch.jit._builtins._register_builtin(packet._op, f"torchq::{name}")
 
 
 def channels_last_strides(sizes: Sequence[int]) -> list[int]:

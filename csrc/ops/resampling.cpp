@@ -162,23 +162,39 @@ void blend_stretch(const Stretch& s, const Range& range, const Kernels& tier, co
   }
 }
 
-/// In stretches that read at most kFloats of a line, so that four lines stay in L2.
+/// Stretches that read at most kFloats of a line, so that four lines stay in L2.
+std::vector<Stretch> stretches_of(const ChannelsLast& src, const Taps& taps,
+                                  const int64_t (&output)[3]) {
+  constexpr int64_t kFloats = 16384;
+  std::vector<Stretch> stretches;
+  for (Stretch s{src, taps, output, 0, 1}; s.begin < output[2]; s.begin = s.end++) {
+    while (s.end < output[2]) {
+      ++s.end;
+      if (s.pixels() * src.channels <= kFloats) continue;
+      --s.end;
+      break;
+    }
+    stretches.push_back(s);
+  }
+  return stretches;
+}
+
+/// Threads share the lines of each stretch; an image of few lines has many stretches if it is large.
 void blend_lines(const ChannelsLast& src, const Taps& taps, const int64_t (&output)[3],
                  const Kernels& tier, const Real& from, const RealOutput& out) {
-  constexpr int64_t kFloats = 16384;
+  const std::vector<Stretch> stretches = stretches_of(src, taps, output);
   const int64_t lines = src.batch * output[0] * output[1];
+  const int64_t units = static_cast<int64_t>(stretches.size()) * lines;
   const int parts = static_cast<int>(
-      std::min<int64_t>(threads_for(lines * output[2] * src.channels, 40'000), lines));
+      std::min<int64_t>(threads_for(lines * output[2] * src.channels, 40'000), units));
   parallel_parts(parts, [&](int part) {
-    Stretch s{src, taps, output, 0, 1};
-    for (; s.begin < output[2]; s.begin = s.end++) {
-      while (s.end < output[2]) {
-        ++s.end;
-        if (s.pixels() * src.channels <= kFloats) continue;
-        --s.end;
-        break;
-      }
-      blend_stretch(s, part_of(lines, parts, part), tier, from, out);
+    const Range range = part_of(units, parts, part);
+    for (int64_t unit = range.begin; unit < range.end;) {
+      const int64_t stretch = unit / lines, base = stretch * lines;
+      const int64_t end = std::min(range.end, base + lines);
+      blend_stretch(stretches[static_cast<size_t>(stretch)], {unit - base, end - base}, tier, from,
+                    out);
+      unit = end;
     }
   });
 }
