@@ -172,3 +172,20 @@ def test_report_names_every_layer_and_needs_nothing_else(flow, tmp_path: Path) -
     assert not re.search(r"https?://|src=|@import|\$[a-z]", text)
     accuracy = torchq.compare(prepared, qmodel, data)
     assert f"{accuracy.output:.1f} dB" in text
+
+
+def test_functions_of_the_float_model_have_no_time() -> None:
+    """There is no module to time: int8 is not said to be slower."""
+    import models
+
+    model = models.Wired(
+        lambda m, x: m.c(m.a(x) + m.b(x) * m.b(x)),
+        a=models.conv(),
+        b=models.conv(),
+        c=models.conv(),
+    ).eval()
+    x = torch.randn(models.IMAGE)
+    times = torchq.profile(model, torchq.quantize(model, [x], x), x, rounds=3)
+    unknown = [layer.name for layer in times.layers if math.isnan(layer.float_ms)]
+    assert unknown and not {layer.name for layer in times.losing} & set(unknown)
+    assert "nan ms float" in str(times)

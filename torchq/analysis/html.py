@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ def _badge(row: Row) -> str:
 
 
 def _number(value: float | None, form: str, bad: bool = False) -> str:
-    if value is None:
+    if value is None or math.isnan(value):
         return '<td class="num" data-v="">&nbsp;</td>'
     kind = "num bad" if bad else "num"
     return f'<td class="{kind}" data-v="{value!r}">{form.format(value)}</td>'

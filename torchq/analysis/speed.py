@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -27,7 +28,8 @@ class LayerTime:
     Attributes:
         name: of the module that computes in the quantized model.
         modules: what it replaces in the float model.
-        float_ms: of all of these together.
+        float_ms: of all of these together; NaN for functions, as in ``a + b``, which have no module
+            to be timed at.
         int8_ms: of the quantized module.
     """
 
@@ -103,13 +105,17 @@ def profile(
         LayerTime(
             site,
             tuple(parts[site]),
-            sum(before.median(name) for name in parts[site] if name in watched),
+            _together([before.median(name) for name in parts[site] if name in watched]),
             after.median(site),
         )
         for site in sites
         if after.times[site]
     ]
     return Profile(whole["float"], whole["int8"], tuple(layers))
+
+
+def _together(times: list[float]) -> float:
+    return sum(times) if times else math.nan
 
 
 class _Watch:
