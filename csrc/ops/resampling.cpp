@@ -179,7 +179,8 @@ std::vector<Stretch> stretches_of(const ChannelsLast& src, const Taps& taps,
   return stretches;
 }
 
-/// Threads share the lines of each stretch; an image of few lines has many stretches if it is large.
+/// Threads share the lines of each stretch; an image of few lines has many stretches if it is
+/// large.
 void blend_lines(const ChannelsLast& src, const Taps& taps, const int64_t (&output)[3],
                  const Kernels& tier, const Real& from, const RealOutput& out) {
   const std::vector<Stretch> stretches = stretches_of(src, taps, output);
