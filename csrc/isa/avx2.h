@@ -2,9 +2,8 @@
 // 16 lanes of AVX2: two ymm registers where AVX-512 has one zmm. The interface is that of avx512.h.
 #pragma once
 
-#include <immintrin.h>
-
-#include "lanes.h"
+#include "avx2_lanes.h"
+#include "last_bytes.h"
 
 namespace {
 
@@ -22,178 +21,13 @@ constexpr Dwords8 kSignBits = fill(0x80808080u);
 constexpr Dwords8 kEvenBytes = fill(0x00ff00ffu);
 constexpr Dwords8 kOnes = fill(0x00010001u);
 
-struct Avx2 {
-  struct Int {
-    __m256i lo, hi;
-  };
-  struct Float {
-    __m256 lo, hi;
-  };
-  using Mask = int;  // number of valid lanes
-
+struct Avx2 : Avx2Lanes {
   static constexpr const char* kName = "avx2";
   static constexpr int kMaxPanels = 1;
   static constexpr int kTallRows = kTileRows;
   static constexpr bool kPrefetches = false;
   static constexpr int kSteps = 2;
   static constexpr bool kHasNarrow = true;
-
-  static TORCHQ_INLINE Mask mask(int count) { return count; }
-  /// All ones in the first `count` lanes; vpmaskmov loads never touch the others.
-  static TORCHQ_INLINE Int lane_mask(Mask count) {
-    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256i limit = _mm256_set1_epi32(count);
-    return {_mm256_cmpgt_epi32(limit, lanes),
-            _mm256_cmpgt_epi32(limit, _mm256_add_epi32(lanes, _mm256_set1_epi32(8)))};
-  }
-
-  // int32 and float lanes
-  static TORCHQ_INLINE Int zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  static TORCHQ_INLINE Int set_int(int32_t x) {
-    return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)};
-  }
-  static TORCHQ_INLINE Int load_int(const int32_t* p) {
-    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
-  }
-  static TORCHQ_INLINE Int load_int(const int32_t* p, Mask count) {
-    const Int m = lane_mask(count);
-    return {_mm256_maskload_epi32(p, m.lo), _mm256_maskload_epi32(p + 8, m.hi)};
-  }
-  static TORCHQ_INLINE void store_int(int32_t* p, Int v) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v.lo);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), v.hi);
-  }
-  /// Through memory: vpmaskmov stores are microcoded on AMD.
-  static TORCHQ_INLINE void store_int(int32_t* p, Int v, Mask count) {
-    if (count >= 16) return store_int(p, v);
-    int32_t lanes[16];
-    store_int(lanes, v);
-    memcpy(p, lanes, static_cast<size_t>(count) * 4);
-  }
-  static TORCHQ_INLINE Int add(Int a, Int b) {
-    return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
-  }
-  static TORCHQ_INLINE Int sub(Int a, Int b) {
-    return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)};
-  }
-  static TORCHQ_INLINE Int mul(Int a, Int b) {
-    return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
-  }
-  static TORCHQ_INLINE Float set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-  static TORCHQ_INLINE Float load(const float* p) {
-    return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
-  }
-  static TORCHQ_INLINE Float load(const float* p, Mask count) {
-    const Int m = lane_mask(count);
-    return {_mm256_maskload_ps(p, m.lo), _mm256_maskload_ps(p + 8, m.hi)};
-  }
-  static TORCHQ_INLINE void store(float* p, Float v) {
-    _mm256_storeu_ps(p, v.lo);
-    _mm256_storeu_ps(p + 8, v.hi);
-  }
-  static TORCHQ_INLINE void store(float* p, Float v, Mask count) {
-    if (count >= 16) return store(p, v);
-    float lanes[16];
-    store(lanes, v);
-    memcpy(p, lanes, static_cast<size_t>(count) * 4);
-  }
-  static TORCHQ_INLINE Float add(Float a, Float b) {
-    return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};
-  }
-  static TORCHQ_INLINE Float mul(Float a, Float b) {
-    return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)};
-  }
-  static TORCHQ_INLINE Float div(Float a, Float b) {
-    return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)};
-  }
-  static TORCHQ_INLINE Float fma(Float a, Float b, Float c) {
-    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
-  }
-  static TORCHQ_INLINE Float max(Float a, Float b) {
-    return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};
-  }
-  static TORCHQ_INLINE Float min(Float a, Float b) {
-    return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)};
-  }
-  static TORCHQ_INLINE Float where_positive(Float x, Float a, Float b) {
-    const __m256 zero = _mm256_setzero_ps();
-    return {_mm256_blendv_ps(b.lo, a.lo, _mm256_cmp_ps(x.lo, zero, _CMP_GT_OQ)),
-            _mm256_blendv_ps(b.hi, a.hi, _mm256_cmp_ps(x.hi, zero, _CMP_GT_OQ))};
-  }
-  static TORCHQ_INLINE Float replace_nan(Float x, Float value) {
-    return {_mm256_blendv_ps(x.lo, value.lo, _mm256_cmp_ps(x.lo, x.lo, _CMP_UNORD_Q)),
-            _mm256_blendv_ps(x.hi, value.hi, _mm256_cmp_ps(x.hi, x.hi, _CMP_UNORD_Q))};
-  }
-  static TORCHQ_INLINE Float to_float(Int v) {
-    return {_mm256_cvtepi32_ps(v.lo), _mm256_cvtepi32_ps(v.hi)};
-  }
-  /// float(a - b), which may need 33 bits: through double, rounded once.
-  static TORCHQ_INLINE __m256 difference(__m256i a, __m256i b) {
-    const auto half = [](__m128i x, __m128i y) {
-      return _mm256_cvtpd_ps(_mm256_sub_pd(_mm256_cvtepi32_pd(x), _mm256_cvtepi32_pd(y)));
-    };
-    const __m128 low = half(_mm256_castsi256_si128(a), _mm256_castsi256_si128(b));
-    return _mm256_set_m128(half(_mm256_extracti128_si256(a, 1), _mm256_extracti128_si256(b, 1)),
-                           low);
-  }
-  static TORCHQ_INLINE Float difference(Int a, Int b) {
-    return {difference(a.lo, b.lo), difference(a.hi, b.hi)};
-  }
-  static TORCHQ_INLINE Int to_int(Float v) {
-    return {_mm256_cvtps_epi32(v.lo), _mm256_cvtps_epi32(v.hi)};
-  }
-  static TORCHQ_INLINE __m256i to_int_saturated(__m256 v) {
-    const __m256 high = _mm256_cmp_ps(v, _mm256_set1_ps(2147483648.0f), _CMP_GE_OQ);
-    return _mm256_blendv_epi8(_mm256_cvtps_epi32(v), _mm256_set1_epi32(INT32_MAX),
-                              _mm256_castps_si256(high));
-  }
-  static TORCHQ_INLINE Int to_int_saturated(Float v) {
-    return {to_int_saturated(v.lo), to_int_saturated(v.hi)};
-  }
-
-  // comparisons, bits and rounding (kernels/math.h); a comparison with NaN is false
-  using Lanes = Float;
-  static TORCHQ_INLINE Lanes less(Float a, Float b) {
-    return {_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)};
-  }
-  static TORCHQ_INLINE Lanes less_equal(Float a, Float b) {
-    return {_mm256_cmp_ps(a.lo, b.lo, _CMP_LE_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LE_OQ)};
-  }
-  static TORCHQ_INLINE Lanes equal(Float a, Float b) {
-    return {_mm256_cmp_ps(a.lo, b.lo, _CMP_EQ_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_EQ_OQ)};
-  }
-  static TORCHQ_INLINE Float select(Lanes m, Float a, Float b) {
-    return {_mm256_blendv_ps(b.lo, a.lo, m.lo), _mm256_blendv_ps(b.hi, a.hi, m.hi)};
-  }
-  static TORCHQ_INLINE Float sub(Float a, Float b) {
-    return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)};
-  }
-  static TORCHQ_INLINE Float sqrt(Float x) { return {_mm256_sqrt_ps(x.lo), _mm256_sqrt_ps(x.hi)}; }
-  static TORCHQ_INLINE Float round(Float x) {
-    constexpr int kMode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    return {_mm256_round_ps(x.lo, kMode), _mm256_round_ps(x.hi, kMode)};
-  }
-  static TORCHQ_INLINE Int bits(Float x) {
-    return {_mm256_castps_si256(x.lo), _mm256_castps_si256(x.hi)};
-  }
-  static TORCHQ_INLINE Float from_bits(Int x) {
-    return {_mm256_castsi256_ps(x.lo), _mm256_castsi256_ps(x.hi)};
-  }
-  static TORCHQ_INLINE Int bit_and(Int a, Int b) {
-    return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)};
-  }
-  static TORCHQ_INLINE Int bit_or(Int a, Int b) {
-    return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)};
-  }
-  template <int kBits>
-  static TORCHQ_INLINE Int shift_left(Int a) {
-    return {_mm256_slli_epi32(a.lo, kBits), _mm256_slli_epi32(a.hi, kBits)};
-  }
-  template <int kBits>
-  static TORCHQ_INLINE Int shift_right(Int a) {
-    return {_mm256_srai_epi32(a.lo, kBits), _mm256_srai_epi32(a.hi, kBits)};
-  }
 
   // bytes
   static TORCHQ_INLINE __m128i load_bytes(const void* p, Mask count) {
