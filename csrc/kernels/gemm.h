@@ -179,10 +179,7 @@ TORCHQ_INLINE bool takes_three_panels(const GemmTile& t) {
   return fewer_tiles && t.panels > 8 && (t.rows <= kTall || bytes > int64_t{1} << 20);
 }
 
-/// Few rows stay in L1 while all weights pass: panels outermost. `run_gemm` hands over all panels
-/// of so few rows in one call.
-constexpr int kFewRows = 16;
-
+/// Up to kFewRows rows: panels outermost.
 template <class Isa, bool kNarrow>
 void gemm_few_rows(const GemmTile& t, const Epilogue& e) {
   constexpr int kMost = Isa::kMaxPanels;

@@ -17,6 +17,9 @@ constexpr int kTileRows = 6;
 /// Rows that `Kernels::gemm` is called with at most: several tiles, so that what a call costs is
 /// shared by them.
 constexpr int kGemmRows = 8 * kTileRows;
+/// Up to so many rows stay in L1 while all weights pass: `Kernels::gemm` takes them through all of
+/// its panels, panels outermost, and `run_gemm` hands it all panels in one call.
+constexpr int kFewRows = 16;
 
 enum class DType : int { u8, s8, s32, f32 };
 

@@ -10,8 +10,6 @@ namespace torchq {
 
 /// Weights up to half a core's L2 stay there while tiles stream past.
 constexpr int64_t kResidentWeightBytes = 512 * 1024;
-/// Rows that `Kernels::gemm` takes through all panels itself (kernels/gemm.h).
-constexpr int64_t kFewRows = 16;
 
 /// Why `run_gemm` does not take the tier's matrix unit; null where it does.
 const char* why_not_matrix_unit(const GemmProblem& problem, const Kernels& tier);
