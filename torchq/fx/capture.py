@@ -43,6 +43,7 @@ class Meta:
         is_sequence: whether it is a tuple or list that holds tensors.
         length: of a sequence.
         is_number: whether it is an int, a float or a bool.
+        is_int: whether it is an int, and no bool.
     """
 
     shape: tuple[int, ...] | None = None
@@ -51,6 +52,7 @@ class Meta:
     is_sequence: bool = False
     length: int = 0
     is_number: bool = False
+    is_int: bool = False
 
 
 @dataclass
@@ -132,7 +134,7 @@ def _meta(value: Any) -> Meta:
     if isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value):
         tensors = [v for v in value if isinstance(v, Tensor)]
         return Meta(None, tensors[0].dtype, _meta(tensors[0]).storage, True, len(value))
-    return Meta(is_number=isinstance(value, (bool, int, float)))
+    return Meta(is_number=isinstance(value, (bool, int, float)), is_int=type(value) is int)
 
 
 def _remove_unused(graph: fx.Graph) -> None:

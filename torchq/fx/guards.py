@@ -15,7 +15,10 @@ __all__ = [
     "expect_none",
     "expect_number",
     "expect_text",
+    "with_indices",
     "with_item",
+    "with_view",
+    "with_view_filled",
 ]
 
 
@@ -89,3 +92,38 @@ def with_item(src: Tensor, index: Any, value: Any) -> Tensor:
     result = src.clone()
     result[index] = value
     return result
+
+
+# The same as TorchScript takes it. What is written is read: nothing removes it as unused.
+
+
+@torch.fx.wrap
+def with_view(whole: Tensor, view: Tensor, value: Tensor) -> Tensor:
+    """``whole`` after ``view[...] = value``, in place."""
+    view.copy_(_fitted(value, view.dim()))
+    return whole
+
+
+@torch.fx.wrap
+def with_view_filled(whole: Tensor, filled: Tensor) -> Tensor:
+    """``whole`` after a view of it was filled."""
+    return whole
+
+
+@torch.fx.wrap
+def with_indices(src: Tensor, indices: list[Tensor], value: Tensor) -> Tensor:
+    """``with_item`` for tensors of indices and masks of one dim and more, from the first dim on."""
+    gathered, left = 0, src.dim()
+    for index in indices:
+        is_mask = index.dtype == torch.bool or index.dtype == torch.uint8
+        gathered = max(gathered, 1 if is_mask else index.dim())
+        left -= index.dim() if is_mask else 1
+    value = _fitted(value, gathered + left)
+    return torch.index_put(src, indices, value)  # type: ignore[arg-type]
+
+
+def _fitted(value: Tensor, rank: int) -> Tensor:
+    """Without leading dims of 1 beyond ``rank``, which an assignment ignores."""
+    while value.dim() > rank and value.size(0) == 1:
+        value = value.squeeze(0)
+    return value

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchq.fx.guards import with_indices, with_view, with_view_filled
+
 __all__ = ["respell", "write"]
 
 
@@ -41,24 +43,43 @@ def write(graph: fx.Graph, node: fx.Node, form: Callable[[fx.Node], fx.Node]) ->
     """``with_item`` as TorchScript takes it, where that is possible: through a view of a copy."""
     index, value = node.args[1:]
     parts = index if isinstance(index, tuple) else (index,)
-    gathers = any(_dtype(part) is not None for part in parts)
-    each = all(_dtype(part) is not None or type(part) is int for part in parts)
+    views = all(_is_view(part) for part in parts)
+    gathers = all(_gathers(part) or type(part) is int for part in parts)
     number = isinstance(value, bool | int | float)
-    same = number or _dtype(value) == _dtype(node)
-    if not (number or _dtype(value)) or (gathers and not (each and same)):
+    if not (number or _dtype(value)) or not (views or gathers):
+        return graph.node_copy(node, form)
+    if not (views or number or _dtype(value) == _dtype(node)):
         return graph.node_copy(node, form)
     src, index, value = fx.node.map_arg(node.args, form)
-    if gathers:
+    if not views:
         indices = [
             form(p) if isinstance(p, fx.Node) else graph.call_function(torch.full, ([1], p))
             for p in parts
         ]
         value = graph.call_method("new_full", (src, [1], value)) if number else value
-        return graph.call_function(torch.index_put, (src, indices, value))
+        return graph.call_function(with_indices, (src, indices, value))
     copied = graph.call_method("clone", (src,))
     view = graph.call_function(operator.getitem, (copied, index))
-    graph.call_method("fill_" if number else "copy_", (view, value))
-    return copied
+    if number:
+        filled = graph.call_method("fill_", (view, value))
+        return graph.call_function(with_view_filled, (copied, filled))
+    return graph.call_function(with_view, (copied, view, value))
+
+
+def _is_view(part: Any) -> bool:
+    """Whether this index gives a view: a list, a range or a bool gathers, too."""
+    if isinstance(part, fx.Node):
+        is_int: bool = part.meta["value"].is_int
+        return is_int
+    return type(part) in (int, slice) or part is None or part is ...
+
+
+def _gathers(part: Any) -> bool:
+    """Whether it is a tensor of indices, or a mask of one dim or more."""
+    if (dtype := _dtype(part)) is None:
+        return False
+    mask = dtype in (torch.bool, torch.uint8)
+    return not (mask and part.meta["value"].shape == ())
 
 
 def _dtype(value: Any) -> torch.dtype | None:

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model writes to parts of a tensor, for every kind of index: eager, scripted, exported."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import Wired
+from torch import Tensor, fx, nn
+
+import torchq
+
+# Each writes to z, (4, 6, 8) of float32, and reads y, the same before.
+WRITES: dict[str, Callable[[Any, Any], None]] = {}
+UNSCRIPTED = {  # neither a view nor all tensors and ints; or no TorchScript, as `x[...]`
+    "list", "tuple", "range", "true", "false", "mask_list", "slice_list", "scalar_mask",
+    "list_value", "slice_tensor", "size_value", "empty", "everything",
+}  # fmt: skip
+
+
+def write(function: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    WRITES[function.__name__] = function
+    return function
+
+
+def assigns(name: str, index: Any, value: Any) -> None:
+    """``value`` may be a function of y."""
+
+    def function(z: Any, y: Any) -> None:
+        z[index] = value(y) if callable(value) else value
+
+    function.__name__ = name
+    write(function)
+
+
+assigns("list", [0, 2], 5.0)
+assigns("list_value", [0, 2], lambda y: y[1:3])
+assigns("tuple", ((0, 1),), 5.0)
+assigns("range", range(2), 5.0)
+assigns("true", True, 5.0)
+assigns("false", False, 5.0)
+assigns("mask_list", [True, False, True, False], 5.0)
+assigns("slice_list", (slice(None), [0, 2]), 5.0)
+assigns("empty", (), 5.0)
+assigns("int", 0, 5.0)
+assigns("int_bool", 0, True)
+assigns("negative", -1, 3)
+assigns("ints", (0, 1, 2), 5.0)
+assigns("ints_value", (0, 1, 2), lambda y: y[1, 1, 1])
+assigns("slice", (slice(None), slice(1, None, 2)), lambda y: y[:, ::2])
+assigns("ellipsis", (..., 0), lambda y: y[..., 1])
+assigns("everything", ..., lambda y: y * 2)
+assigns("none", (None, 0), 7.0)
+assigns("broadcast", slice(1, 3), lambda y: y[0])
+assigns("mean", (slice(None), slice(-1, None)), lambda y: y.mean(1, keepdim=True))
+assigns("leading", 0, lambda y: y[1:2])
+assigns("leading_two", (0, 1), lambda y: y[1:2, 2:3])
+assigns("leading_scalar", (0, 1, 2), lambda y: y[1:2, 1:2, 1])
+assigns("leading_slice", slice(0, 2), lambda y: y[None, None, 1:3])
+assigns("integers", 0, lambda y: (y[0] * 3).long())
+
+
+@write
+def tensor(z: Any, y: Any) -> None:
+    z[torch.tensor([0, 2])] = y[1:3]
+
+
+@write
+def tensor_leading(z: Any, y: Any) -> None:
+    z[torch.tensor([0, 2])] = y[None, 1:3]
+
+
+@write
+def tensor_number(z: Any, y: Any) -> None:
+    z[torch.tensor([[0, 2], [1, 3]])] = 5
+
+
+@write
+def tensor_int(z: Any, y: Any) -> None:
+    z[torch.tensor([0, 2]), 1] = y[1:3, 2]
+
+
+@write
+def int_tensor(z: Any, y: Any) -> None:
+    z[0, torch.tensor([0, 2]), 1] = y[1:2, 1, 3:5]
+
+
+@write
+def scalar_tensor(z: Any, y: Any) -> None:
+    z[torch.tensor(2)] = y[:1]
+
+
+@write
+def slice_tensor(z: Any, y: Any) -> None:
+    z[:, torch.tensor([0, 2])] = y[:, [1, 3]]
+
+
+@write
+def mask(z: Any, y: Any) -> None:
+    z[y > 0.1] = 5.0
+
+
+@write
+def mask_value(z: Any, y: Any) -> None:
+    z[y > 0.1] = y[y > 0.1] * 2
+
+
+@write
+def mask_rows(z: Any, y: Any) -> None:
+    z[torch.arange(4) % 2 == 0] = y[:1]
+
+
+@write
+def mask_leading(z: Any, y: Any) -> None:
+    z[torch.arange(4) % 2 == 0, 1] = y[None, None, 0, 1:2]
+
+
+@write
+def scalar_mask(z: Any, y: Any) -> None:
+    z[torch.tensor(True)] = 5.0
+
+
+@write
+def size(z: Any, y: Any) -> None:
+    z[y.shape[0] - 1, : y.shape[1] // 2] = 5.0
+
+
+@write
+def size_value(z: Any, y: Any) -> None:
+    z[0] = y.shape[0]
+
+
+@pytest.fixture(scope="module", params=WRITES)
+def case(request: pytest.FixtureRequest) -> tuple[str, nn.Module, Tensor, Tensor]:
+    """Name, converted model, input and what the writes make of the converted layer's result."""
+    torch.manual_seed(0)
+    function, x = WRITES[request.param], torch.randn(4, 6, 8)
+
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = m.a(x)
+        z = y * 1.0
+        function(z, y)
+        return y, z
+
+    model = Wired(forward, a=nn.Linear(8, 8)).eval()
+    converted = torchq.quantize(model, [x], x)
+    assert isinstance(converted, fx.GraphModule)
+    y, found = converted(x)
+    expected = y * 1.0
+    function(expected, y)
+    assert torch.equal(found, expected) and not (torch.equal(y, found) and request.param != "false")
+    return request.param, converted, x, expected
+
+
+def test_every_write_is_as_in_torch(case: tuple[str, nn.Module, Tensor, Tensor]) -> None:
+    _, converted, x, expected = case
+    assert torch.equal(pickle.loads(pickle.dumps(converted))(x)[1], expected)
+    y, found = converted(x[:, :4])
+    with torch.no_grad():
+        again = y * 1.0
+        WRITES[case[0]](again, y)
+    assert torch.equal(found, again)
+
+
+def test_no_write_is_removed_as_unused(case: tuple[str, nn.Module, Tensor, Tensor]) -> None:
+    _, converted, x, expected = case
+    cleaned = pickle.loads(pickle.dumps(converted))
+    cleaned.graph.eliminate_dead_code()
+    cleaned.recompile()
+    assert torch.equal(cleaned(x)[1], expected)
+
+
+def test_writes_script(case: tuple[str, nn.Module, Tensor, Tensor]) -> None:
+    name, converted, x, expected = case
+    if name in UNSCRIPTED:
+        with pytest.raises(RuntimeError):
+            torch.jit.script(converted)
+        return
+    scripted, buffer = torch.jit.script(converted), io.BytesIO()
+    torch.jit.save(scripted, buffer)
+    buffer.seek(0)
+    for module in (scripted, torch.jit.load(buffer), torch.jit.freeze(scripted)):
+        assert torch.equal(module(x)[1], expected)
+
+
+def test_writes_export(case: tuple[str, nn.Module, Tensor, Tensor]) -> None:
+    name, converted, x, expected = case
+    if name == "scalar_mask":  # torch asks what is in the mask
+        return
+    exported = torch.export.export(converted, (x,)).module()
+    assert torch.equal(exported(x)[1], expected)
