@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Optional
 
 import torch
@@ -12,8 +13,10 @@ __all__ = [
     "GUARDS",
     "OPTIONAL",
     "expect",
+    "expect_nan",
     "expect_none",
     "expect_number",
+    "expect_same",
     "expect_text",
     "with_indices",
     "with_item",
@@ -52,6 +55,28 @@ def expect_number(value: float, expected: float) -> None:
 
 
 @torch.fx.wrap
+def expect_nan(value: float) -> None:
+    """The same of a float argument that was NaN: TorchScript knows no literal of it.
+
+    Raises:
+        RuntimeError: naming both.
+    """
+    if not math.isnan(value):
+        _raise_other("nan", f"{value}")
+
+
+@torch.fx.wrap
+def expect_same(value: Any, expected: Any) -> None:
+    """The same of an argument of another class, as a tuple or a dtype, which TorchScript refuses.
+
+    Raises:
+        RuntimeError: naming both.
+    """
+    if value != expected:
+        _raise_other(f"{expected}", f"{value}")
+
+
+@torch.fx.wrap
 def expect_text(value: str, expected: str) -> None:
     """The same of a str argument.
 
@@ -67,10 +92,10 @@ def expect_none(value: Tensor | None) -> None:
     """The same of an argument that was None.
 
     Raises:
-        RuntimeError: it is a tensor, which the graph would not look at.
+        RuntimeError: it is something else, which the graph would not look at.
     """
     if value is not None:
-        _raise_other("None", "a tensor")
+        _raise_other("None", "a tensor" if isinstance(value, Tensor) else f"{value}")
 
 
 def _raise_other(expected: str, got: str) -> None:
@@ -83,7 +108,7 @@ def _raise_other(expected: str, got: str) -> None:
 OPTIONAL: Any = Optional[Tensor]  # noqa: UP045 - torch.fx cannot write ``Tensor | None``
 """The type of an argument that expect_none checks."""
 
-GUARDS = (expect, expect_number, expect_text, expect_none)
+GUARDS = (expect, expect_number, expect_nan, expect_text, expect_none, expect_same)
 
 
 @torch.fx.wrap

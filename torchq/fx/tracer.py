@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.fx.attention import attention
 from torchq.fx.fake import fake_quantizer, is_watcher
-from torchq.fx.guards import OPTIONAL, expect, expect_none, expect_number, expect_text
+from torchq.fx.guards import (
+    OPTIONAL,
+    expect,
+    expect_nan,
+    expect_none,
+    expect_number,
+    expect_same,
+    expect_text,
+)
 from torchq.fx.proxy import CONSTANT_METHODS, SHAPE_METHODS, Proxy
 from torchq.fx.sequences import SequenceTracer
 
@@ -290,16 +299,24 @@ class Tracer(SequenceTracer):
             elif kind is inspect.Parameter.VAR_KEYWORD:
                 values.append({key: self._argument(key, v) for key, v in value.items()})
             else:
-                values.append(self._argument(name, value))
+                values.append(self._argument(name, value, signature.parameters[name].default))
+        required = False
+        for node in reversed(self.graph.find_nodes(op="placeholder")):
+            required = required or not node.args
+            if required:  # Python takes no such argument behind one with a default
+                node.args = ()
         for name, value in zip(list(bound.arguments)[1:], values, strict=True):
             bound.arguments[name] = value
         called = bound.args[1:], bound.kwargs
         return (lambda: root_fn(self.root, *called[0], **called[1])), ()
 
-    def _argument(self, name: str, value: Any) -> Any:
+    def _argument(self, name: str, value: Any, default: Any = inspect.Parameter.empty) -> Any:
+        """Has the model's default, where that is of the example's type, as TorchScript wants it."""
         tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-        default = () if tensors else (value,)
-        proxy = super().create_proxy("placeholder", name, default, {})
+        if type(value) is float and type(default) is int:
+            default = float(default)
+        known = (default,) if type(default) is type(value) and not tensors else ()
+        proxy = super().create_proxy("placeholder", name, known, {})
         proxy.node.meta.update(scope="", varying=tensors, writes=[], static=not tensors)
         self.values[proxy.node] = value
         if tensors:
@@ -310,11 +327,15 @@ class Tracer(SequenceTracer):
             proxy.node.meta["varying"] = True
         if isinstance(value, (bool, int)):
             return self.known(proxy)
-        if isinstance(value, float | str):
+        if isinstance(value, float) and math.isnan(value):
+            self._guard(expect_nan, proxy.node)
+        elif isinstance(value, float | str):
             self._guard(expect_text if isinstance(value, str) else expect_number, proxy.node, value)
         elif value is None:
             proxy.node.type = OPTIONAL
             self._guard(expect_none, proxy.node)
+        else:
+            self._guard(expect_same, proxy.node, self.create_arg(value))
         return value
 
 

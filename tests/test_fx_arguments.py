@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments that are no tensors: the graph knows one value of each, and refuses others."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+
+
+class Model(nn.Module):
+    """Scales, signs and shifts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(
+        self, x: Tensor, t: float = 1, k: int = 1, mode: str = "a", mask: Tensor | None = None
+    ) -> Tensor:
+        y = self.a(x) * (1.0 if t != t else t) * k
+        if mask is not None:
+            y = y + mask
+        return y if mode == "a" else -y
+
+
+ERRORS = (RuntimeError, TypeError, torch.jit.Error)
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def convert(model: nn.Module, *args: Any) -> tuple[nn.Module, list[nn.Module]]:
+    """The model, and its conversion: as it is, pickled, scripted."""
+    model = model.eval()
+    converted = torchq.quantize(model, [(X, *args)], (X, *args))
+    assert isinstance(converted, torch.fx.GraphModule)
+    scripted = torch.jit.script(copy.deepcopy(converted))
+    return model, [converted, pickle.loads(pickle.dumps(converted)), scripted]
+
+
+def check(model: nn.Module, found: nn.Module, *args: Any) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(found(X, *args), model(X, *args), atol=0.1, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [((2.0,), "was 2.*, got 1"), ((1.0, 3), "condition was 3, got 1"),
+     ((1.0, 1, "b"), "was b, got a"), ((math.nan,), "was nan, got 1")],
+)  # fmt: skip
+def test_a_default_stays_the_models_own(args: tuple[Any, ...], message: str) -> None:
+    model, converted = convert(Model(), *args)
+    for found in converted:
+        check(model, found, *args)
+        for fewer in range(len(args)):
+            with pytest.raises(ERRORS, match=message):
+                found(X, *args[:fewer])
+
+
+def test_defaults_that_are_the_examples() -> None:
+    model, converted = convert(Model(), 1.0, 1, "a", None)
+    for found in converted:
+        for args in ((), (1.0,), (1.0, 1), (1.0, 1, "a"), (1.0, 1, "a", None)):
+            check(model, found, *args)
+
+
+def test_a_tensor_behind_defaults() -> None:
+    """A tensor that had a default is asked for, and so is what stands before it."""
+    model, converted = convert(Model(), 1.0, 1, "a", X)
+    for found in converted:
+        check(model, found, 1.0, 1, "a", X)
+        for args in ((), (1.0, 1, "a")):
+            with pytest.raises(ERRORS, match=r"missing .*mask"):
+                found(X, *args)
+        with pytest.raises(ERRORS, match=r"was 1.*, got 2"):
+            found(X, 2.0, 1, "a", X)
+
+
+def test_a_default_of_another_type_has_to_be_given() -> None:
+    class Optionally(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, scale: float | None = None, *, k: int = 1) -> Tensor:
+            return self.a(x) * (1.0 if scale is None else scale)
+
+    model, converted = convert(Optionally(), 2.0)
+    for found in converted:
+        check(model, found, 2.0)
+        with pytest.raises(ERRORS, match=r"missing .*scale"):
+            found(X)
+
+
+def test_nan_is_nan() -> None:
+    model, converted = convert(Model(), math.nan)
+    for found in converted:
+        check(model, found, math.nan)
+        check(model, found, -math.nan)
+        with pytest.raises(ERRORS, match="was nan, got 2"):
+            found(X, 2.0)
+    _, converted = convert(Model(), 2.0)
+    for found in converted:
+        with pytest.raises(ERRORS, match=r"was 2.*, got nan"):
+            found(X, math.nan)
+
+
+def test_infinity_is_infinity() -> None:
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, low: float = -math.inf) -> Tensor:
+            return self.a(x).clamp(min=low)
+
+    model, converted = convert(Clamped(), -math.inf)
+    for found in converted:
+        check(model, found)
+        with pytest.raises(ERRORS, match="was -inf, got inf"):
+            found(X, math.inf)
+
+
+def test_none_says_what_it_got() -> None:
+    _, (found, loaded, scripted) = convert(Model(), 1.0, 1, "a", None)
+    for module in (found, loaded):
+        for value, name in ((X, "a tensor"), (3.0, "3.0"), ("b", "b")):
+            with pytest.raises(ERRORS, match=f"was None, got {name}, and"):
+                module(X, 1.0, 1, "a", value)
+    with pytest.raises(ERRORS, match="was None, got a tensor, and"):
+        scripted(X, 1.0, 1, "a", X)
+    with pytest.raises(ERRORS, match="argument 'mask' but instead found type 'float'"):
+        scripted(X, 1.0, 1, "a", 3.0)
+
+
+def test_other_constants_are_guarded() -> None:
+    class Shaped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, size: Any = (8, 4), dtype: Any = torch.float32) -> Tensor:
+            return self.a(x).reshape(size).to(dtype)
+
+    model = Shaped().eval()
+    converted = torchq.quantize(model, [(X, (2, 16), torch.float64)], (X, (2, 16), torch.float64))
+    assert isinstance(converted, torch.fx.GraphModule)
+    for found in (converted, pickle.loads(pickle.dumps(converted))):
+        check(model, found, (2, 16), torch.float64)
+        for args in ((), ((2, 16),), ((4, 8), torch.float64)):
+            with pytest.raises(ERRORS, match=r"was .*, got .*knows no other"):
+                found(X, *args)
+    with pytest.raises(RuntimeError):  # rather than a scripted model that does not check
+        torch.jit.script(converted)
