@@ -189,8 +189,15 @@ def test_graph_that_differs_is_refused() -> None:
         return m.b(y if type(y) is Tensor else y * 2)
 
     model = models.Wired(forward, a=models.conv(), b=models.conv()).eval()
-    with pytest.raises(CaptureError, match="computes something else"):
+    with pytest.raises(CaptureError, match=r"something else .*`type\(x\) is torch.Tensor`"):
         prepare_graph(model, torch.randn(models.IMAGE))
+
+    def counts(m: Any, x: Tensor) -> Tensor:
+        m.calls = getattr(m, "calls", 0) + 1
+        return m.a(x) * m.calls
+
+    with pytest.raises(CaptureError, match="what a call keeps on the module"):
+        prepare_graph(models.Wired(counts, a=models.conv()).eval(), torch.randn(models.IMAGE))
 
 
 def test_reasons_of_submodules() -> None:

@@ -175,8 +175,8 @@ def _check_same(traced: nn.Module, model: nn.Module, tracer: Tracer) -> None:
             results.append(tree_leaves(run(*inputs[0], **inputs[1])))
     if len(results[0]) != len(results[1]) or not all(map(_same, *results)):
         raise CaptureError(
-            "its graph computes something else than the model (perhaps its code asks "
-            "`isinstance(x, torch.Tensor)`)"
+            "its graph computes something else than the model (perhaps its code asks `type(x) is "
+            "torch.Tensor`, writes to a view, or reads what a call keeps on the module)"
         )
 
 
