@@ -98,6 +98,16 @@ def test_a_default_of_another_type_has_to_be_given() -> None:
             found(X)
 
 
+def test_no_guard_is_removed_as_unused() -> None:
+    for args in ((2.0,), (1.0, 3), (1.0, 1, "b"), (math.nan,)):
+        _, (found, _, _) = convert(Model(), *args)
+        assert isinstance(found, torch.fx.GraphModule)
+        found.graph.eliminate_dead_code()
+        found.recompile()
+        with pytest.raises(RuntimeError, match=r"was .*, got"):
+            found(X)
+
+
 def test_nan_is_nan() -> None:
     model, converted = convert(Model(), math.nan)
     for found in converted:

@@ -109,6 +109,8 @@ OPTIONAL: Any = Optional[Tensor]  # noqa: UP045 - torch.fx cannot write ``Tensor
 """The type of an argument that expect_none checks."""
 
 GUARDS = (expect, expect_number, expect_nan, expect_text, expect_none, expect_same)
+for _guard in GUARDS:
+    torch.fx.node.has_side_effect(_guard)  # or eliminate_dead_code takes it for unused
 
 
 @torch.fx.wrap
