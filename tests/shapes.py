@@ -242,8 +242,8 @@ CONV_BORDERS = [
     conv("no_batch", (4, 8), (6, 6), 3, 1, 1, batch=0),
     conv("longest_reduction", (3133, 5), (3, 7), (3, 7)),
 ]
-# Four panels or more: a matrix unit reads along rows or whole planes, and gathers where that takes
-# fewer tiles.
+# Four panels or more: a matrix unit reads along rows or whole planes, and gathers where that is less
+# work.
 CONV_UNITS = [
     conv("unit_along", (64, 64), (5, 16), 3, 1, 1, batch=2),
     conv("unit_along_overlap", (64, 80), (4, 21), 3, 1, 1),
@@ -255,7 +255,8 @@ CONV_UNITS = [
     conv("unit_planes_wide", (64, 64), (6, 31), 3, 1, 1, batch=2),
     conv("unit_planes_narrow", (64, 64), (21, 3), 3, 1, 1),
     conv("unit_planes_3d", (64, 64), (3, 6, 5), 3, 1, 1),
-    conv("unit_gathered", (64, 70), (17, 17), 3, 2, 1),
+    conv("unit_planes_stride", (64, 70), (17, 17), 3, 2, 1),
+    conv("unit_gathered", (64, 160), (17, 17), 3, 2, 1),
     conv("unit_gathered_tail", (36, 65), (9, 8), 3, 1, 1),
     conv("unit_gathered_groups", (96, 160), (6, 7), 3, 1, 1, groups=2),
 ]

@@ -51,7 +51,9 @@ TAILS = [
     LinearShape(7, 64, 16, "linear_whole"),
     LinearShape(6, 16, 13, "linear_k"),
     LinearShape(1, 1, 1, "linear_1"),
+    LinearShape(37, 70, 64, "linear_unit"),
     cases.conv("dense", (4, 17), (4, 5), 3, 1, 1, batch=2),
+    cases.conv("dense_unit", (64, 70), (6, 9), 3),
     cases.conv("dense_tail", (7, 33), (3, 4), 1),
     cases.conv("dilated_tail", (3, 5), (7, 8), 3, 1, 2, dilation=2),
     cases.conv("padded_copy", (8, 16), (3, 3), 3, 1, 1),
@@ -254,6 +256,8 @@ def written_shapes() -> Iterator[Shape]:
         yield LinearShape(1, n, 4)
         yield cases.conv("conv", (4, n), (2, 2), 2, 1, 1)
         yield cases.depthwise("dw", n, (3,), kernel=2)
+        yield LinearShape(17, n, 64)
+        yield cases.conv("conv_unit", (64, n), (4, 20), 3)
 
 
 WRITE_EVERYTHING = """

@@ -264,20 +264,6 @@ struct Avx512 : Avx512Lanes {
   static TORCHQ_INLINE Bytes min_bytes(Bytes a, Bytes b, bool is_signed) {
     return is_signed ? _mm512_min_epi8(a, b) : _mm512_min_epu8(a, b);
   }
-  /// dst = table[src], of 256 entries, with permutations of 128 of them.
-  __attribute__((target("avx512vbmi"))) static TORCHQ_NOINLINE void lookup_vbmi(
-      const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size) {
-    Bytes part[4];
-    TORCHQ_UNROLL for (int i = 0; i < 4; ++i) part[i] = _mm512_loadu_si512(table + 64 * i);
-    for (int64_t i = 0; i < size; i += 64) {
-      const int count = min_int(size - i, 64);
-      const Bytes v = load_channels(src + i, count);
-      const Bytes low = _mm512_permutex2var_epi8(part[0], v, part[1]);
-      const Bytes high = _mm512_permutex2var_epi8(part[2], v, part[3]);
-      store_channels(dst + i, _mm512_mask_blend_epi8(_mm512_movepi8_mask(v), low, high), count);
-    }
-  }
-  static TORCHQ_INLINE bool has_vbmi() { return __builtin_cpu_supports("avx512vbmi"); }
   static TORCHQ_INLINE int32_t largest(Bytes v, bool is_signed) {
     const __m256i low = _mm512_castsi512_si256(v), high = _mm512_extracti64x4_epi64(v, 1);
     const __m256i best = is_signed ? _mm256_max_epi8(low, high) : _mm256_max_epu8(low, high);
@@ -354,6 +340,21 @@ struct Avx512Vnni : Avx512 {
   static TORCHQ_INLINE void dot(Int& acc, Int src, Int weight) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(src), "v"(weight));
   }
+
+  /// dst = table[src], of 256 entries, with permutations of 128 of them.
+  __attribute__((target("avx512vbmi"))) static TORCHQ_NOINLINE void lookup_vbmi(
+      const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size) {
+    Bytes part[4];
+    TORCHQ_UNROLL for (int i = 0; i < 4; ++i) part[i] = _mm512_loadu_si512(table + 64 * i);
+    for (int64_t i = 0; i < size; i += 64) {
+      const int count = min_int(size - i, 64);
+      const Bytes v = load_channels(src + i, count);
+      const Bytes low = _mm512_permutex2var_epi8(part[0], v, part[1]);
+      const Bytes high = _mm512_permutex2var_epi8(part[2], v, part[3]);
+      store_channels(dst + i, _mm512_mask_blend_epi8(_mm512_movepi8_mask(v), low, high), count);
+    }
+  }
+  static TORCHQ_INLINE bool has_vbmi() { return __builtin_cpu_supports("avx512vbmi"); }
 };
 #endif
 

@@ -18,7 +18,7 @@ struct RnnTile {
   int32_t* acc;
   int64_t acc_stride;  // between rows
   const float *multiplier, *bias;
-  /// Bytes from the tile's first panel to the one that is brought into L2 meanwhile; 0: none.
+  /// Bytes from the tile's first panel to the one that vectors bring into L2 meanwhile; 0: its own.
   int64_t ahead;
 };
 

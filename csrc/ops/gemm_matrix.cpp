@@ -60,7 +60,7 @@ int64_t units_of(int64_t rows) { return (rows + kUnitRows - 1) / kUnitRows; }
 /// of a line end with it: no byte behind it is read.
 struct Lines {
   int64_t count = 0;  // 0: rows are to be gathered
-  int64_t length, pitch, width, step;
+  int64_t length = 0, pitch = 0, width = 0, step = 0;
 
   int64_t units() const { return count * units_of(length); }
 };
