@@ -63,9 +63,10 @@ def test_a_library_that_does_not_load(package: Path):
     assert "Rebuild it with `pip install --no-build-isolation -e .`" in message
 
 
-def test_a_missing_binding(package: Path):
-    """As where the tree was built for another Python: its file has that one's name."""
+def test_a_binding_that_does_not_load(package: Path):
+    """No file at all would not do: an editable install then finds that of its own tree."""
     shutil.copy(LIBRARY_PATH, package)
+    (package / Path(torchq._C.__file__).name).write_bytes(b"\x7fELF, but no library")
     message = import_error(package)
     assert message.startswith("ImportError: torchq: torchq._C does not load: it was built for ")
     assert "Rebuild it with `pip install --no-build-isolation -e .`" in message
