@@ -242,8 +242,8 @@ CONV_BORDERS = [
     conv("no_batch", (4, 8), (6, 6), 3, 1, 1, batch=0),
     conv("longest_reduction", (3133, 5), (3, 7), (3, 7)),
 ]
-# Four panels or more: a matrix unit reads along rows or whole planes, and gathers where that is less
-# work.
+# Four panels or more: a matrix unit reads along rows or whole planes, and gathers where that is
+# less work.
 CONV_UNITS = [
     conv("unit_along", (64, 64), (5, 16), 3, 1, 1, batch=2),
     conv("unit_along_overlap", (64, 80), (4, 21), 3, 1, 1),
