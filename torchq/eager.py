@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The eager flow: swap modules, leave the model's own Python code as it is.
 
-:func:`prepare` runs the model once and records who consumes what. A module will emit int8 only if
+:func:`prepare` runs the model and records who consumes what. A module will emit int8 only if
 every reader of its result is a quantized module too (through views, pools and dropout), else
 float32; plain torch operations in between therefore see float tensors and mean what they always
 meant. A reader takes the scale of the layer it reads from.
 
 What was recorded must hold in every later run: a converted model must call the same modules in the
-same order, whatever its input. Where it does not, a module raises if it is given a dtype that it
-was not made for; code that looks into a uint8 tensor by itself cannot be stopped.
+same order, whatever its input. Where a second call does not, for what the model keeps between
+calls, no layer emits int8. Where another input leads another way, a module raises if it is given a
+dtype that it was not made for; code that looks into a uint8 tensor by itself cannot be stopped.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_map
 
 from torchq.config import Overrides, QConfig
 from torchq.explain import Row, check_strict, report_rows
@@ -29,7 +31,7 @@ from torchq.nn.module import QModule
 from torchq.observed import ObservedLayer, ObservedPool
 from torchq.planning import Plan
 from torchq.qparams import QParams
-from torchq.recording import record
+from torchq.recording import Recording, record
 from torchq.running import (
     Inputs,
     batches,
@@ -39,6 +41,7 @@ from torchq.running import (
     working_copy,
 )
 from torchq.standalone import RECURRENT, STANDALONE, converted
+from torchq.state import as_before
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
 
@@ -78,22 +81,45 @@ def prepare_call(
     config: QConfig,
     overrides: Overrides | None,
     prefix: str = "",
+    keeps_state: bool = False,
 ) -> nn.Module:
     """:func:`prepare` for ``model(*args, **kwargs)``.
 
     With a ``prefix``, the model is a submodule of another one: names in overrides, messages and
-    the report begin with it, and patterns are not checked.
+    the report begin with it, and patterns are not checked. Where what it keeps decides what its
+    later calls do (``keeps_state``), no layer relies on who reads its destination: it is float.
     """
     model = working_copy(model)
     _settle_weights(model)
-    source = copy.deepcopy(model)  # the run may change its state
-    plan = Plan(record(source, args, kwargs), config, overrides, prefix)
+    recordings = _recordings(copy.deepcopy(model), args, kwargs)
+    plan, *later = (Plan(run, config, overrides, prefix) for run in recordings)
     if not prefix:
         plan.check_patterns(model)
+    if keeps_state or not later or plan.differing(*later):
+        overrides = {**(overrides or {}), "*.dst": None}
+        plan, *later = (Plan(run, config, overrides, prefix) for run in recordings)
+        for other in later:
+            plan.leave_float(plan.differing(other))
     prepared = _with_modules(model, plan.replacements()).eval()
     _leave_fast_paths(prepared)
     prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
     return prepared
+
+
+def _recordings(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Recording]:
+    """Of two calls, for a model may keep something that leads the second another way."""
+
+    def copied(leaf: Any) -> Any:
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+    again = tree_map(copied, (tuple(args), dict(kwargs)))
+    first = record(model, args, kwargs)
+    try:
+        return [first, record(model, *again)]
+    except Exception:  # of the model's own code
+        return [first]
 
 
 def _settle_weights(model: nn.Module) -> None:
@@ -121,13 +147,16 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
         progress: show a progress bar (needs tqdm); None shows one where tqdm is installed and the
             output is a terminal.
 
+    What the model itself keeps between calls, as a memory of earlier frames, is afterwards what it
+    was: the converted model begins as the float one.
+
     Raises:
         TypeError: ``data`` is one tensor or dict instead of batches of them.
         ValueError: ``data`` has no batches, a batch contains NaN or inf (the message names the
             module), or ``prepared`` is in training mode.
     """
     check_mode("calibrate", prepared)
-    with torch.inference_mode():
+    with as_before(prepared), torch.inference_mode():
         for batch in batches("calibrate", data, progress):
             call(prepared, batch)
     return prepared

@@ -16,7 +16,7 @@ from torchq.eager import calibrate
 from torchq.fx import flow as graph
 from torchq.fx.capture import CaptureError
 from torchq.fx.prepared import Prepared
-from torchq.running import Inputs, batches
+from torchq.running import Inputs, batches, split_inputs
 from torchq.standalone import stands_alone
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
@@ -53,13 +53,15 @@ def prepare(
     try:
         return graph.prepare(model, example_inputs, config, overrides)
     except CaptureError as error:
-        reason = f"{type(model).__name__} cannot be traced: {error}"
+        reason, keeps = f"{type(model).__name__} cannot be traced: {error}", error.keeps_state
     warnings.warn(
         f"torchq.prepare: {reason}. Its modules are swapped instead; functions and operators stay "
         "float.",
         stacklevel=2,
     )
-    prepared = eager.prepare(model, example_inputs, config, overrides)
+    prepared = eager.prepare_call(
+        model, *split_inputs(example_inputs), config or QConfig(), overrides, keeps_state=keeps
+    )
     prepared.torchq_note = f"modules were swapped: {reason}"  # type: ignore[assignment]
     return prepared
 

@@ -8,6 +8,8 @@ layer that reads one quantizes it with an observer of its own.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -72,6 +74,27 @@ class Plan:
                 f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
                 f"The quantizable modules are {sorted({*layers, *self.standalone})}."
             )
+
+    def differing(self, other: Plan) -> list[str]:
+        """Layers that the plan of another run would make something else of."""
+        mine, others = self._decisions(), other._decisions()
+        return [name for name in mine if name in others and mine[name] != others[name]]
+
+    def leave_float(self, names: list[str]) -> None:
+        """Keeps these layers float; only where nothing else reads their destinations as int8."""
+        for name in names:
+            self.reasons[name] = "a second call of the model does something else with it"
+
+    def _decisions(self) -> dict[str, tuple[Any, ...]]:
+        found: dict[str, tuple[Any, ...]] = {}
+        for layer in self.layers:
+            sources = [self.producer(value) for value in layer.reads]
+            found[layer.name] = (
+                layer.site, layer.absorbed, list(layer.activations), layer.clip, layer.called_once,
+                [source and source.name for source in sources],
+                self.producer(layer.dst) is layer, self.reasons[layer.name],
+            )  # fmt: skip
+        return found
 
     def replacements(self) -> dict[str, nn.Module]:
         """Qualified name -> the module to put there."""

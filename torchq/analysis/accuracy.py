@@ -22,6 +22,7 @@ from torchq.nn.fused import Absorbed, FusedClip, ResidualFirst
 from torchq.nn.module import QModule
 from torchq.observer_base import Observer
 from torchq.running import Inputs, batches, call, with_progress
+from torchq.state import as_before
 
 __all__ = ["Accuracy", "LayerAccuracy", "Sensitivity", "compare", "sensitivity", "sqnr"]
 
@@ -162,7 +163,7 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
         )
     output = Noise()
     try:
-        with torch.inference_mode():
+        with as_before(qmodel), torch.inference_mode():
             for batch in batches("compare", data):
                 for pair in _pairs(call(original, batch), call(qmodel, batch)):
                     output = output.add(*pair)
@@ -277,7 +278,7 @@ def sensitivity(
     """
     config, overrides = QConfig() if config is None else config, dict(overrides or {})
     data = list(data)
-    with torch.inference_mode():
+    with as_before(model), torch.inference_mode():
         expected = [call(model, batch) for batch in data]
 
     def output(chosen: Overrides) -> float:

@@ -17,6 +17,7 @@ from torch import nn
 from torchq.explain import explain
 from torchq.nn.module import QModule
 from torchq.running import Inputs, call
+from torchq.state import as_before
 
 __all__ = ["LayerTime", "Profile", "milliseconds", "profile"]
 
@@ -93,7 +94,7 @@ def profile(
             parts[row.site].append(row.name)
     floats, int8s = dict(model.named_modules()), dict(qmodel.named_modules())
     sites = [s for s in parts if isinstance(int8s.get(s), QModule)]
-    with torch.inference_mode():
+    with as_before(model), as_before(qmodel), torch.inference_mode():
         whole = milliseconds({"float": model, "int8": qmodel}, example_inputs, rounds)
         watched = {name: floats[name] for site in sites for name in parts[site] if name in floats}
         before, after = _Watch(watched), _Watch({site: int8s[site] for site in sites})

@@ -6,13 +6,13 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchq import eager
 from torchq.config import Overrides, QConfig
 from torchq.explain import Row, check_strict
 from torchq.fuse import QUANTIZABLE
-from torchq.fx.capture import Captured, CaptureError, capture
+from torchq.fx.capture import Captured, CaptureError, capture, with_constants
 from torchq.fx.fake import freeze_observers
 from torchq.fx.lowering import Lowering
 from torchq.fx.module import QuantizedGraph
@@ -45,10 +45,9 @@ def prepare(
         raise CaptureError("it is a single module, which a graph would look into; swap it")
     model = working_copy(model)
     freeze_observers(model)
-    source = copy.deepcopy(model)  # tracing runs it, which may change its state
     args, kwargs = split_inputs(example_inputs)
-    captured = capture(source, args, kwargs)
-    captured.model = _with_constants(model, source)
+    captured = capture(copy.deepcopy(model), args, kwargs)  # its code may write to parameters
+    captured.model = with_constants(model, captured.model)
     plan = Plan(captured, config, overrides)
     plan.check_patterns()
     opaque, rows = _prepare_opaque(captured, config, overrides)
@@ -57,17 +56,6 @@ def prepare(
         assert own is not None
         opaque[name] = observed(captured.model.get_submodule(name), own, name)
     return Prepared(plan, opaque, report_rows(plan, rows)).eval()
-
-
-def _with_constants(model: nn.Module, traced: nn.Module) -> nn.Module:
-    """The model as it was before tracing, with the constants that tracing added."""
-    for name, value in vars(traced).items():
-        if name.startswith("_tensor_constant") and isinstance(value, Tensor):
-            setattr(model, name, value)
-    for name, buffer in traced.named_buffers(recurse=False):
-        if name.startswith("_tensor_constant"):
-            model.register_buffer(name, buffer)
-    return model
 
 
 def _prepare_opaque(
@@ -81,7 +69,10 @@ def _prepare_opaque(
         if any(isinstance(m, QUANTIZABLE) for m in module.modules()):
             args, kwargs = captured.examples[name]
             try:
-                result = eager.prepare_call(module, args, kwargs, config, overrides, f"{name}.")
+                keeps = name in captured.keeping
+                result = eager.prepare_call(
+                    module, args, kwargs, config, overrides, f"{name}.", keeps
+                )
             except Exception as error:  # of the model's own code, in a run of its own
                 captured.untraceable[name] = f"{why}; nor by itself: {error}"
                 continue

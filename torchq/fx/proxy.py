@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import gc
+from collections import deque
+from collections.abc import Mapping
+from types import CellType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.fx.guards import with_item
 
 if TYPE_CHECKING:
     from torchq.fx.tracer import Tracer
 
-__all__ = ["CONSTANT_METHODS", "SHAPE_METHODS", "Proxy"]
+__all__ = ["CONSTANT_METHODS", "SHAPE_METHODS", "Proxy", "release"]
 
 
 def _words(text: str) -> frozenset[str]:
@@ -83,7 +88,35 @@ class Proxy(fx.Proxy):
         return float(self.tracer.known(self))
 
     def __hash__(self) -> int:
-        """By identity."""
-        if isinstance(self.tracer.values[self.node], torch.Size):  # a key of somebody's cache
+        """By identity; of a number, as of another node of that number, but not as the number's.
+
+        So a cache has what was kept for the same size in this call, but not in another one.
+        """
+        value = self.tracer.values[self.node]
+        if isinstance(value, torch.Size):  # a key of somebody's cache
             raise TypeError("unhashable: a size that is traced")
-        return id(self)
+        return hash(("node", value)) if type(value) is int else id(self)
+
+
+def release(left: list[Proxy], values: Mapping[fx.Node, Any]) -> None:
+    """Puts values where nodes are kept: in lists, dicts, attributes and closures of anyone.
+
+    A call with tensors would have left those; the nodes would spoil the next one.
+    """
+
+    def settle(leaf: Any) -> Any:
+        return values.get(leaf.node, leaf) if type(leaf) is Proxy else leaf
+
+    holders = gc.get_referrers(*left) if left else []
+    tuples = [holder for holder in holders if type(holder) is tuple]
+    for holder in holders + (gc.get_referrers(*tuples) if tuples else []):
+        items: Any = ()
+        if type(holder) is dict:
+            items = list(holder.items())
+        elif type(holder) in (list, deque) and holder is not left and holder is not tuples:
+            items = list(enumerate(holder))
+        elif type(holder) is CellType and type(holder.cell_contents) in (Proxy, tuple):
+            holder.cell_contents = tree_map(settle, holder.cell_contents)
+        for key, value in items:
+            if type(value) in (Proxy, tuple) and any(type(v) is Proxy for v in tree_leaves(value)):
+                holder[key] = tree_map(settle, value)

@@ -8,6 +8,7 @@ import inspect
 import math
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -28,8 +29,9 @@ from torchq.fx.guards import (
     expect_same,
     expect_text,
 )
-from torchq.fx.proxy import CONSTANT_METHODS, SHAPE_METHODS, Proxy
+from torchq.fx.proxy import CONSTANT_METHODS, SHAPE_METHODS, Proxy, release
 from torchq.fx.sequences import SequenceTracer
+from torchq.state import put_back, state_of
 
 __all__ = ["Tracer", "short"]
 
@@ -46,8 +48,14 @@ _HINTS = (
 class Tracer(SequenceTracer):
     """See the module."""
 
-    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """To trace ``model(*args, **kwargs)``."""
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        opaque: Mapping[str, str],
+    ) -> None:
+        """To trace ``model(*args, **kwargs)``, but not into ``opaque`` (name -> why)."""
         super().__init__()
         self.proxy_buffer_attributes = True
         self.values: dict[fx.Node, Any] = {}
@@ -61,24 +69,13 @@ class Tracer(SequenceTracer):
         # Inference tensors have no version counter, which tells who writes in place.
         self.inputs = tree_map(_normal, (tuple(args), dict(kwargs)))
         self.called_with = copy.deepcopy(self.inputs)
-        self._state = [
-            (tensor, tensor.clone()) for tensor in model.state_dict(keep_vars=True).values()
-            if isinstance(tensor, Tensor)
-        ]  # fmt: skip
-        self._known = {
-            module: {key: _shallow(value) for key, value in vars(module).items()}
-            for module in model.modules()
-        }
+        self._opaque, self._state, self._known = opaque, state_of(model), set(model.modules())
+        self._proxies: list[weakref.ref[Proxy]] = []
 
-    def restore(self) -> None:
-        """Takes nodes out of modules that keep what they computed, as in ``self.mask = mask``."""
-        for module, before in self._known.items():
-            for name, value in list(vars(module).items()):
-                if not any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(value)):
-                    continue
-                del vars(module)[name]
-                if name in before:
-                    vars(module)[name] = _shallow(before[name])
+    def release(self) -> None:
+        """Puts values where the code that was traced left nodes, beside its modules."""
+        self._cache.clear()
+        release([proxy for ref in self._proxies if (proxy := ref()) is not None], self.values)
 
     @property
     def running(self) -> bool:
@@ -114,7 +111,9 @@ class Tracer(SequenceTracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """A node that knows its value."""
-        return Proxy(node, self)
+        proxy = Proxy(node, self)
+        self._proxies.append(weakref.ref(proxy))
+        return proxy
 
     def create_proxy(
         self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
@@ -246,15 +245,17 @@ class Tracer(SequenceTracer):
         else:
             self.called.add(name)
         try:
+            if name in self._opaque:
+                raise fx.proxy.TraceError(self._opaque[name])
             return super().call_module(m, forward, args, kwargs)
         except Exception as error:
             if self.is_leaf_module(m, name):
                 raise
             self._roll_back(mark)
-            self.restore()
+            put_back(self.root, self._state, name)
             self.module_stack.clear()
             self.module_stack.update(stack)
-            self.untraceable.setdefault(name, short(error))
+            self.untraceable.setdefault(name, self._opaque.get(name) or short(error))
             self.entered.discard(name)
         inside = [other for other in self.untraceable if other.startswith(f"{name}.")]
         for other in inside:
@@ -366,11 +367,6 @@ def _counts(node: fx.Node, args: Any) -> bool:
         return any(isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8) for p in parts)
     name = getattr(node.target, "__name__", node.target)
     return name in _COUNTING or (name == "where" and len(args) == 1)
-
-
-def _shallow(value: Any) -> Any:
-    """A copy of a list or dict, which a module may add to."""
-    return copy.copy(value) if type(value) in (list, dict) else value
 
 
 def _normal(leaf: Any) -> Any:

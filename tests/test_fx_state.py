@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What models keep between calls: what depends on it is as in the model, call for call.
+
+A graph keeps nothing. What depends on earlier calls is therefore swapped, not traced; caches of
+what shapes decide, and what nobody reads, are traced as ever.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import Wired
+from test_eager import sqnr
+from torch import Tensor, fx, nn
+
+import torchq
+
+Forward = Callable[[Any, Tensor], Tensor]
+KEPT: dict[str, tuple[Forward, Callable[[nn.Module], None]]] = {}
+TRACED: dict[str, tuple[Forward, Callable[[nn.Module], None]]] = {}
+
+
+def keeps(cases: dict[str, Any], **attributes: Callable[[], Any]) -> Any:
+    """A forward of a model with layers a and b and these attributes; tensors become buffers."""
+
+    def start(model: nn.Module) -> None:
+        for key, make in attributes.items():
+            if key.startswith("buffer"):
+                model.register_buffer(key, make())
+            else:
+                setattr(model, key, make())
+
+    def add(forward: Forward) -> Forward:
+        cases[forward.__name__] = forward, start
+        return forward
+
+    return add
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    forward, start = {**KEPT, **TRACED}[name]
+    model = Wired(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    start(model)
+    return model.eval()
+
+
+# Results that depend on earlier calls
+
+
+@keeps(KEPT, cache=lambda: None)
+def attribute(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x) if m.cache is None else m.a(x) + m.cache
+    m.cache = y
+    return m.b(y)
+
+
+@keeps(KEPT, cache=lambda: None)
+def first_call(m: Any, x: Tensor) -> Tensor:
+    """As an activation norm that looks at its first batch."""
+    y = m.a(x)
+    if m.cache is None:
+        m.cache = y.mean(0)
+    return m.b(y - m.cache)
+
+
+@keeps(KEPT, cache=lambda: torch.zeros(4, 8))
+def tensor(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x) + m.cache
+    m.cache = y * 0.5
+    return m.b(y)
+
+
+@keeps(KEPT, cache=lambda: torch.zeros(8, 8))
+def slice_of_a_tensor(m: Any, x: Tensor) -> Tensor:
+    m.cache[:4] += m.a(x)
+    return m.b(m.cache[:4])
+
+
+@keeps(KEPT, buffer=lambda: torch.zeros(4, 8))
+def buffer_in_place(m: Any, x: Tensor) -> Tensor:
+    before = m.buffer.clone()
+    m.buffer.add_(m.a(x))
+    return m.b(m.buffer - before * 0.5)
+
+
+@keeps(KEPT, buffer=lambda: torch.zeros(4, 8))
+def buffer_read_then_written(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x) + m.buffer
+    m.buffer.copy_(y)
+    return m.b(y)
+
+
+@keeps(KEPT, buffer=lambda: torch.zeros(4, 8))
+def buffer_assigned(m: Any, x: Tensor) -> Tensor:
+    m.buffer = m.buffer * 0.5 + m.a(x)
+    return m.b(m.buffer)
+
+
+@keeps(KEPT, buffer=lambda: torch.zeros(8, 8))
+def buffer_slice(m: Any, x: Tensor) -> Tensor:
+    m.buffer[:4] = m.a(x) + m.buffer[:4]
+    return m.b(m.buffer[:4])
+
+
+@keeps(KEPT, buffer=lambda: torch.zeros(()))
+def buffer_count(m: Any, x: Tensor) -> Tensor:
+    m.buffer += 1
+    return m.b(m.a(x) * m.buffer)
+
+
+@keeps(KEPT, count=lambda: 0)
+def count(m: Any, x: Tensor) -> Tensor:
+    m.count += 1
+    return m.b(m.a(x)) * m.count
+
+
+@keeps(KEPT, count=lambda: 0)
+def count_beyond(m: Any, x: Tensor) -> Tensor:
+    """Two calls do not show it."""
+    m.count += 1
+    y = m.a(x)
+    return m.b(y) if m.count <= 3 else m.b(y * 2) + 1
+
+
+@keeps(KEPT, odd=lambda: False)
+def every_other(m: Any, x: Tensor) -> Tensor:
+    m.odd = not m.odd
+    y = m.a(x)
+    return m.b(y if m.odd else -y)
+
+
+@keeps(KEPT, history=list)
+def history(m: Any, x: Tensor) -> Tensor:
+    m.history.append(m.a(x))
+    return m.b(torch.stack(m.history[-2:]).mean(0))
+
+
+@keeps(KEPT, frames=list)
+def window(m: Any, x: Tensor) -> Tensor:
+    """Another way from the fourth call on."""
+    y = m.a(x)
+    m.frames = [*m.frames[-3:], y]
+    return m.b(y) if len(m.frames) < 4 else m.b(torch.stack(m.frames).sum(0))
+
+
+@keeps(KEPT, frames=lambda: deque(maxlen=2))
+def frames(m: Any, x: Tensor) -> Tensor:
+    m.frames.append(m.a(x))
+    return m.b(sum(m.frames))
+
+
+@keeps(KEPT, cache=dict)
+def dictionary(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x)
+    if x.shape[0] in m.cache:
+        y = y + m.cache[x.shape[0]]
+    m.cache[x.shape[0]] = y
+    return m.b(y)
+
+
+@keeps(KEPT, cache=lambda: SimpleNamespace(last=None))
+def inside_an_object(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x) if m.cache.last is None else m.a(x) + m.cache.last
+    m.cache.last = y
+    return m.b(y)
+
+
+# Caches of what shapes decide, and what nobody reads
+
+
+@keeps(TRACED, cache=dict)
+def grid_by_shape(m: Any, x: Tensor) -> Tensor:
+    if x.shape[0] not in m.cache:
+        m.cache[x.shape[0]] = torch.arange(x.shape[0])[:, None] / x.shape[0]
+    return m.b(m.a(x) + m.cache[x.shape[0]])
+
+
+@keeps(TRACED, length=lambda: None, cosines=lambda: None)
+def rotary(m: Any, x: Tensor) -> Tensor:
+    if x.shape[0] != m.length:
+        m.length = x.shape[0]
+        m.cosines = torch.outer(torch.arange(x.shape[0]).type_as(x), torch.ones(8) * 0.3).cos()
+    return m.b(m.a(x) * m.cosines)
+
+
+@functools.lru_cache
+def grid(rows: int) -> Tensor:
+    return torch.arange(rows * 8).view(rows, 8) / (rows * 8)
+
+
+@keeps(TRACED)
+def cached_function(m: Any, x: Tensor) -> Tensor:
+    return m.b(m.a(x) + grid(x.shape[0]))
+
+
+@keeps(TRACED, last=lambda: None, seen=list, calls=lambda: 0)
+def for_others_to_see(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x)
+    m.last, m.calls = y.softmax(-1), m.calls + 1
+    m.seen.append(y)
+    if not m.calls:
+        return y
+    return m.b(y)
+
+
+@keeps(TRACED, buffer=lambda: torch.zeros(()))
+def buffer_for_others(m: Any, x: Tensor) -> Tensor:
+    m.buffer += 1
+    return m.b(m.a(x))
+
+
+@keeps(TRACED, y=lambda: None)
+def on_the_way(m: Any, x: Tensor) -> Tensor:
+    m.y = m.a(x)
+    return m.b(m.y.relu())
+
+
+def batches() -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(4, 8) for _ in range(6)]
+
+
+def follows(model: nn.Module, converted: nn.Module, data: list[Tensor]) -> list[Tensor]:
+    """Call for call; both begin where they are. Gives the results."""
+    found = []
+    with torch.no_grad():
+        for i, x in enumerate(data):
+            found.append(converted(x).clone())
+            assert sqnr(model(x), found[-1]) > 25, i
+    return found
+
+
+def quantized(model: nn.Module, data: list[Tensor]) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torchq.prepare: Wired cannot be traced: its results")
+        return torchq.quantize(model, data, data[0])
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_results_of_earlier_calls_count(name: str) -> None:
+    model, data = build(name), batches()
+    with pytest.warns(UserWarning, match="its results depend on what earlier calls left in '"):
+        converted = torchq.quantize(model, data, data[0])
+    assert "2 of 2 convolutions and linears run in int8" in str(torchq.explain(converted))
+    another = copy.deepcopy(converted)
+    found = follows(model, converted, data)
+    assert all(torch.equal(another(x), y) for x, y in zip(data, found, strict=True))
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_what_shapes_decide_is_traced(name: str) -> None:
+    model, data = build(name), batches()
+    converted = torchq.quantize(model, data, data[0])
+    assert isinstance(converted, fx.GraphModule)
+    follows(model, converted, data)
+    follows(model, converted, [data[0][:3]])
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_only_the_submodule_that_keeps_something_is_swapped(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), build(name), nn.ReLU(), nn.Linear(8, 4))
+    data = batches()
+    prepared = torchq.calibrate(torchq.prepare(model.eval(), data[0]), data)
+    first, second = torchq.convert(prepared), torchq.convert(prepared)
+    assert isinstance(first, fx.GraphModule)
+    rows = {row.name: row for row in torchq.explain(first).rows}
+    assert all(rows[key].quantized for key in ("0", "2.a", "2.b", "4"))
+    follows(copy.deepcopy(model), first, data)  # and leaves the second where it is
+    follows(model, second, data)
+
+
+def test_a_leaf_without_layers_stays_float_with_its_reason() -> None:
+    class Smooth(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x if self.last is None else 0.5 * (x + self.last)
+            return self.last
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Smooth(), nn.Linear(8, 4)).eval()
+    converted = torchq.quantize(model, batches(), strict=True)
+    (row,) = (row for row in torchq.explain(converted).rows if row.name == "1")
+    assert not row.quantized
+    assert "what earlier calls left in 'last', which a graph does not keep" in row.reason
+    follows(model, converted, batches())
+
+
+OUTSIDE: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("kind", ["dict", "closure"])
+def test_state_outside_of_the_modules(kind: str) -> None:
+    """Neither copied nor put back, but never lost; and no node is left in it."""
+    OUTSIDE["last"] = None
+    last: Tensor | None = None
+
+    def in_closure(m: Any, x: Tensor) -> Tensor:
+        nonlocal last
+        y = m.a(x)
+        before, last = last, y
+        return m.b(y if before is None else y + before)
+
+    def in_dict(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x)
+        before, OUTSIDE["last"] = OUTSIDE["last"], y
+        return m.b(y if before is None else y + before)
+
+    torch.manual_seed(0)
+    forward = in_dict if kind == "dict" else in_closure
+    model, data = Wired(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval(), batches()
+    with pytest.warns(UserWarning, match="what earlier calls left outside of its modules"):
+        prepared = torchq.prepare(model, data[0])
+    assert type(OUTSIDE["last"] if kind == "dict" else last) is Tensor
+    converted = torchq.convert(torchq.calibrate(prepared, data))
+
+    def run(network: nn.Module) -> list[Tensor]:
+        nonlocal last
+        OUTSIDE["last"] = last = None
+        with torch.no_grad():
+            return [network(x) for x in data]
+
+    assert all(sqnr(a, b) > 25 for a, b in zip(run(model), run(converted), strict=True))
+
+
+def test_modules_that_are_swapped_on_request() -> None:
+    """The second call reads as float what the first one passed from layer to layer."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x)
+        m.calls += 1
+        return m.b(y if m.calls == 1 else y * 2)
+
+    torch.manual_seed(0)
+    model, data = Wired(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval(), batches()
+    model.calls = 0
+    follows(model, torchq.eager.quantize(model, data, data[0]), data)
+
+
+def test_nothing_moves_on_in_the_models_that_are_looked_at() -> None:
+    model, data = build("attribute"), batches()
+    prepared = torchq.calibrate(torchq.prepare(build("count"), data[0]), data)
+    assert prepared.count == 0
+    torchq.analysis.sensitivity(model, data[:1], data[0])
+    assert model.cache is None
+    converted = quantized(model, data)
+    torchq.analysis.profile(model, converted, data[0], rounds=1)
+    assert model.cache is None and converted.cache is None

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a graph computes what the model does, call after call: it keeps nothing in between.
+
+Model and graph are called with other values first and then with the example inputs. A cache of what
+depends on shapes only gives the same either way; one of values, a counter or a history does not.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torchq.state import State, changed, put_back, state_of, twin
+
+__all__ = ["DIFFERS", "why_other"]
+
+DIFFERS = (
+    "its graph computes something else than the model (perhaps its code asks `type(x) is "
+    "torch.Tensor`, or writes to a view)"
+)
+_OUTSIDE = "its results depend on what earlier calls left outside of its modules"
+_KEEPS = "its results depend on what earlier calls left in {}, which a graph does not keep"
+
+
+def why_other(
+    model: nn.Module, owner: nn.Module, graph: fx.Graph, inputs: Any, opaque: Iterable[str]
+) -> dict[str, str]:
+    """Name of a module that a graph cannot stand for -> why; "" is the model, nothing is well.
+
+    Args:
+        model: as it is before a call; copies of it are run.
+        owner: of what the graph refers to, in the same state.
+        graph: of the model.
+        inputs: what it was traced with: positional and keyword arguments.
+        opaque: modules that the graph calls as they are, so that they keep what they keep.
+    """
+    if written := _written(graph):
+        return written
+    for others in (_turned(inputs, True), _turned(inputs, False), inputs):
+        try:
+            results, states = _run(twin(model), (others, inputs))
+            break
+        except Exception:  # of the model's own code, which may want sorted values
+            continue
+    else:
+        return {"": "a second call of it raises an error"}
+    try:
+        found, _ = _run(fx.GraphModule(twin(owner), graph), (others, inputs))
+    except Exception as error:
+        return {"": f"its graph raises {type(error).__name__}, where the model does not: {error}"}
+    if not _same(results, found):
+        return _culprits(model, others, inputs)
+    inside = tuple(f"{name}." for name in opaque)
+    moved = {n: keys for n, keys in changed(*states).items() if not f"{n}.".startswith(inside)}
+    poisoned = {name: _poisoned(states[1], {name: keys}) for name, keys in moved.items()}
+    guilty = [n for n, state in poisoned.items() if not _agrees(model, n, state, inputs, found[1])]
+    return _reasons({name: moved[name] for name in guilty})
+
+
+def _written(graph: fx.Graph) -> dict[str, str]:
+    """Buffers that the graph writes to in place, and that something reads."""
+    kept = {
+        node.meta["value"].storage: node
+        for node in graph.find_nodes(op="get_attr")
+        if not str(node.target).startswith("_tensor_constant")
+    }
+    written = {
+        source.meta["value"].storage
+        for node in graph.nodes
+        for source in node.meta.get("writes", ())
+    } & (kept.keys() - {0})
+    found: dict[str, list[str]] = {}
+    for storage in written:
+        readers = [
+            user
+            for node in graph.nodes if node.meta["value"].storage == storage
+            for user in node.users if user.users or user.op == "output"
+        ]  # fmt: skip
+        if readers:
+            name, _, key = str(kept[storage].target).rpartition(".")
+            found.setdefault(name, []).append(key)
+    return _reasons(found)
+
+
+def _reasons(kept: dict[str, list[str]]) -> dict[str, str]:
+    return {name: _KEEPS.format(", ".join(f"'{key}'" for key in keys))
+            for name, keys in kept.items()}  # fmt: skip
+
+
+def _run(model: nn.Module, calls: Iterable[Any]) -> tuple[list[Any], list[State]]:
+    """Tensors that each call returns, and the state after it."""
+    results, states = [], []
+    for given in calls:
+        args, kwargs = copy.deepcopy(given)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            # what it returns may be what it keeps
+            results.append(copy.deepcopy(tree_leaves(model(*args, **kwargs))))
+        states.append(state_of(model))
+    return results, states
+
+
+def _turned(inputs: Any, ints: bool) -> Any:
+    """Other values of the same shapes and kinds."""
+
+    def turn(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.dtype == torch.bool:
+            return leaf
+        if leaf.is_floating_point():
+            return leaf.flip(-1) * 0.75
+        return leaf.flip(-1) if ints and not leaf.is_complex() else leaf
+
+    return tree_map(turn, inputs)
+
+
+def _culprits(model: nn.Module, others: Any, inputs: Any) -> dict[str, str]:
+    """Modules whose state after a call with other values changes the result of the next one."""
+    (first,), (after,) = _run(twin(model), [inputs])
+    (_, second), states = _run(twin(model), (others, inputs))
+    suspects = changed(states[0], after)
+    for name, keys in changed(*states).items():
+        suspects[name] = list(dict.fromkeys([*suspects.get(name, ()), *keys]))
+    guilty = [n for n in suspects if not _agrees(model, n, states[0], inputs, first)]
+    if guilty:
+        return _reasons({name: suspects[name] for name in guilty})
+    if _same(first, second):
+        return {"": DIFFERS}
+    return _reasons(suspects) or {"": _OUTSIDE}
+
+
+def _agrees(model: nn.Module, name: str, state: State, inputs: Any, expected: Any) -> bool:
+    """Whether the model gives the expected result with the state of one module another one."""
+    copied = twin(model)
+    put_back(copied, {name: state[name]}, name)
+    try:
+        (result,), _ = _run(copied, [inputs])
+    except Exception:
+        return False
+    return _same(result, expected)
+
+
+def _poisoned(state: State, moved: dict[str, list[str]]) -> State:
+    """The state of one module as after many calls: counters further on, histories longer."""
+    ((name, keys),) = moved.items()
+    result = dict(copy.deepcopy(state[name]))
+    for key in keys:
+        value: Any = result.get(key)
+        if type(value) in (int, float):
+            result[key] = value + 1009
+        elif isinstance(value, list | deque) and value:
+            value.extend([value[-1]] * 8)
+    return {name: result}
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Of results: the same structure, and values as near as other orders of additions give."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        same_kind = a.shape == b.shape and a.dtype == b.dtype
+        return same_kind and torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return type(a) is type(b) or not isinstance(a, Tensor)
