@@ -74,15 +74,21 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
-def _chain(data: Operands) -> str:
+def _chain(layer: Layer, data: Operands) -> str:
     """The post-ops, in the text that torchq and the peer share."""
-    return "eltwise_relu" if data.residual is None else f"sum:{_RESIDUAL_SCALE}+eltwise_relu"
+    last = f"eltwise_clip:0:{_six(data)}" if layer.relu6 else "eltwise_relu"
+    return last if data.residual is None else f"sum:{_RESIDUAL_SCALE}+{last}"
+
+
+def _six(data: Operands) -> float:
+    """The bound of ReLU6, which is the end of the destination's range in a calibrated network."""
+    return 255 * data.dst_scale
 
 
 def torchq_call(layer: Layer, data: Operands) -> tuple[Callable[..., Tensor], list[Any]]:
     """torchq's op and its arguments, packed and folded."""
     attr = Attr().set_scales("src", 0, _SRC_SCALE).set_scales("dst", 0, data.dst_scale)
-    attr.set_post_ops(PostOps.parse(_chain(data)))
+    attr.set_post_ops(PostOps.parse(_chain(layer, data)))
     ops = torch.ops.torchq
     if isinstance(layer, Linear):
         op, packed = ops.linear.default, pack_linear(data.weight)
@@ -109,7 +115,7 @@ def onednn_competitor(layer: Layer, data: Operands, peer: Peer) -> Competitor:
         "dst_scale": data.dst_scale,
     }
     common: dict[str, Any] = {
-        "post_ops": _chain(data),
+        "post_ops": _chain(layer, data),
         "dst": data.residual,
         "dst_dtype": torch.uint8,
         **scales,
@@ -146,7 +152,8 @@ def torch_competitor(layer: Layer, data: Operands) -> Competitor:
     )
     head = (data.src, _SRC_SCALE, 0, packed, data.weight_scale, zero_points)
     if data.residual is None:
-        tail = (data.bias, *window, *dst, "relu", [], "")
+        last = ("hardtanh", [0.0, _six(data)]) if layer.relu6 else ("relu", [])
+        tail = (data.bias, *window, *dst, *last, "")
         return _torch_calls(ops.qconv_pointwise.default, (*head, *tail))
     binary = ops.qconv2d_pointwise.binary
     tail = (data.bias, *window, *dst, _RESIDUAL_SCALE, 0, "sum", 1.0, "relu", [], "")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers that are timed: named shapes, each with its number of occurrences in its network.
 
-Networks are at 224 x 224 and batch 1, BERT-base at 128 tokens. Every layer has a ReLU and a uint8
-destination, also where its network has neither, so that layers of one suite compare.
+Networks are at 224 x 224 and batch 1, BERT-base at 128 tokens. Every layer has a ReLU, or the ReLU6
+of MobileNet-V2, and a uint8 destination, also where its network has neither, so that layers of one
+suite compare.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["SUITES", "Conv", "Layer", "Linear", "Suite", "total_macs"]
 
@@ -23,6 +24,7 @@ class Linear:
     inputs: int
     outputs: int
     residual = False
+    relu6 = False
 
     @property
     def name(self) -> str:
@@ -59,6 +61,7 @@ class Conv:
     stride: int = 1
     groups: int = 1
     residual: bool = False
+    relu6: bool = False  # in place of the ReLU
 
     @property
     def depthwise(self) -> bool:
@@ -126,7 +129,7 @@ def _resnet50() -> Iterator[Layer]:
             yield Conv(size, width, channels, residual=True)
 
 
-def _mobilenet_v2() -> Iterator[Layer]:
+def _mobilenet_v2() -> Iterator[Conv]:
     """The convolutions; the shortcuts' additions are left out."""
     yield Conv(224, 3, 32, kernel=3, stride=2)
     size, channels = 112, 32
@@ -146,7 +149,7 @@ def _mobilenet_v2() -> Iterator[Layer]:
     yield Conv(size, channels, 1280)
 
 
-def _efficientnet_b0_depthwise() -> Iterator[Layer]:
+def _efficientnet_b0_depthwise() -> Iterator[Conv]:
     size, channels = 112, 32
     stages = (
         *((1, 16, 1, 3, 1), (6, 24, 2, 3, 2), (6, 40, 2, 5, 2), (6, 80, 3, 3, 2)),
@@ -160,9 +163,9 @@ def _efficientnet_b0_depthwise() -> Iterator[Layer]:
 
 
 def _depthwise_suite() -> Suite:
-    """The depthwise layers of MobileNet-V2 and EfficientNet-B0, by kernel and stride."""
+    """The depthwise layers of MobileNet-V2 and EfficientNet-B0, by kernel and stride, with ReLU."""
     layers = [*_mobilenet_v2(), *_efficientnet_b0_depthwise()]
-    depthwise = [layer for layer in layers if isinstance(layer, Conv) and layer.depthwise]
+    depthwise = [layer for layer in layers if layer.depthwise]
     depthwise.sort(key=lambda layer: (layer.kernel, layer.stride))
     return Counter[Layer](depthwise)
 
@@ -194,7 +197,7 @@ def _small() -> Iterator[Layer]:
 
 SUITES: dict[str, Suite] = {
     "resnet50": Counter(_resnet50()),
-    "mobilenet_v2": Counter(_mobilenet_v2()),
+    "mobilenet_v2": Counter(replace(layer, relu6=True) for layer in _mobilenet_v2()),
     "bert_base": Counter(
         {Linear(128, 768, 768): 48, Linear(128, 768, 3072): 12, Linear(128, 3072, 768): 12}
     ),

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -39,6 +40,10 @@ float max_abs(const float* x, int64_t n) {
   for (; i < n; ++i) largest = std::max(largest, std::bit_cast<int32_t>(x[i]) >> 16 & 0x7fff);
   const float value = std::bit_cast<float>(largest << 16 | 0xffff);
   return value <= std::numeric_limits<float>::max() ? value : kInf;
+}
+
+bool is_uniform(const float* x, int64_t n) {
+  return n > 0 && std::memcmp(x, x + 1, (n - 1) * sizeof(float)) == 0;
 }
 
 using Sizes = c10::SmallVector<int64_t, 5>;
@@ -208,14 +213,28 @@ void EpilogueBuilder::read_folded(const Args& args, const Chain& chain, const fl
     params += args.channels;
   }
   if (chain.ends_in(Eltwise::kClip)) {
-    e.lo = params;
-    e.hi = params + args.channels;
+    read_bounds(params, params + args.channels, args.channels);
   } else if (chain.ends_in(Eltwise::kRelu)) {
     // The conversion to 8 bits clamps at the type's own minimum.
     e.clamp = !(e.dst_dtype == DType::u8 && e.zero_point == 0);
     e.lo_scalar = e.zero_point;
     e.hi_scalar = kInf;
   }
+}
+
+/// ReLU6 has the same bounds in all channels, and often those of 8 bits: fewer loads, and none of
+/// the kernels that finish in registers or bytes needs to step aside.
+void EpilogueBuilder::read_bounds(const float* lo, const float* hi, int64_t channels) {
+  Epilogue& e = epilogue_;
+  if (!is_uniform(lo, channels) || !is_uniform(hi, channels)) {
+    e.lo = lo;
+    e.hi = hi;
+    return;
+  }
+  e.lo_scalar = *lo;
+  e.hi_scalar = *hi;
+  const auto [least, most] = zero_point_range(e.dst_dtype);
+  e.clamp = !(is_int8(e.dst_dtype) && *lo <= least && *hi >= most);
 }
 
 void EpilogueBuilder::read_chain(const Args& args, const Chain& chain, const float* params) {
@@ -255,7 +274,10 @@ bool EpilogueBuilder::needs_guard(const Args& args) const {
   if (e.lo != nullptr) {
     bound += double{max_abs(e.lo, args.channels)} + double{max_abs(e.hi, args.channels)};
   }
-  if (e.clamp) bound += double{max_abs(&e.lo_scalar, 1)};
+  if (e.clamp) {
+    bound += std::fabs(double{e.lo_scalar});
+    if (e.hi_scalar != kInf) bound += std::fabs(double{e.hi_scalar});
+  }
   return !(bound < kLimit);  // also where bound is NaN
 }
 

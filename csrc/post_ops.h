@@ -117,6 +117,7 @@ class EpilogueBuilder {
   void add_source(const Args& args, const at::Tensor& dst, DType expected, c10::IntArrayRef sizes,
                   float scale, int32_t zero_point);
   void read_folded(const Args& args, const Chain& chain, const float* params);
+  void read_bounds(const float* lo, const float* hi, int64_t channels);
   void read_chain(const Args& args, const Chain& chain, const float* params);
   void add_weight_zero_point(const Args& args, const at::Tensor& dst);
   bool needs_guard(const Args& args) const;

@@ -88,6 +88,20 @@ def test_depthwise(shape: ConvShape, src: torch.dtype):
         sampled(shape, src, dst).check(dst)
 
 
+@pytest.mark.parametrize("shape", cases.CONV_DEPTHWISE, ids=str)
+def test_bounds_of_depthwise(shape: ConvShape):
+    """The same in all channels, which finish in bytes, and one by one."""
+    for (src, dst), (low, high) in itertools.product(
+        ((U8, U8), (U8, S8), (S8, U8)), ((0, 6), (-1.5, 0.5), (-100, 100))
+    ):
+        chain = f"eltwise_clip:{low}:{high}"
+        call = sampled(shape, src, dst, chain)
+        if high < 100:
+            assert call.expected.unique().numel() <= round((high - low) / 0.08) + 1
+        call.check((src, dst, chain))
+        sampled(shape, src, dst, chain, per_channel_dst=True).check((src, dst, chain, "channels"))
+
+
 @pytest.mark.parametrize("dims", (1, 2, 3))
 def test_random_geometries(dims: int):
     for i, shape in enumerate(cases.random_conv_shapes(40, seed=dims, dims=dims)):
