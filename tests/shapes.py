@@ -257,8 +257,13 @@ CONV_UNITS = [
     conv("unit_planes_3d", (64, 64), (3, 6, 5), 3, 1, 1),
     conv("unit_planes_stride", (64, 70), (17, 17), 3, 2, 1),
     conv("unit_gathered", (64, 160), (17, 17), 3, 2, 1),
-    conv("unit_gathered_tail", (36, 65), (9, 8), 3, 1, 1),
-    conv("unit_gathered_groups", (96, 160), (6, 7), 3, 1, 1, groups=2),
+    conv("unit_gathered_tail", (36, 65), (3, 3), 3, 1, 1, batch=3),
+    conv("unit_tail", (36, 65), (9, 8), 3, 1, 1),
+    conv("unit_tail_pointwise", (70, 90), (5, 9), 1),
+    conv("unit_tail_stride", (68, 64), (9, 37), (1, 7), (1, 2), (0, 3)),
+    conv("unit_tail_groups", (136, 160), (6, 7), 3, 1, 1, groups=2),
+    conv("unit_short", (12, 100), (6, 19), (5, 3), 1, 1),
+    conv("unit_short_groups", (96, 160), (6, 7), 3, 1, 1, groups=2),
 ]
 CONV_1D = [
     conv("1d", (16, 32), (50,), 3, 1, 1),

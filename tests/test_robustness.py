@@ -54,6 +54,8 @@ TAILS = [
     LinearShape(37, 70, 64, "linear_unit"),
     cases.conv("dense", (4, 17), (4, 5), 3, 1, 1, batch=2),
     cases.conv("dense_unit", (64, 70), (6, 9), 3),
+    cases.conv("dense_unit_tail", (36, 70), (6, 9), 3),
+    cases.conv("pointwise_unit_tail", (70, 33), (3, 7), 1),
     cases.conv("dense_tail", (7, 33), (3, 4), 1),
     cases.conv("dilated_tail", (3, 5), (7, 8), 3, 1, 2, dilation=2),
     cases.conv("padded_copy", (8, 16), (3, 3), 3, 1, 1),
@@ -258,6 +260,7 @@ def written_shapes() -> Iterator[Shape]:
         yield cases.depthwise("dw", n, (3,), kernel=2)
         yield LinearShape(17, n, 64)
         yield cases.conv("conv_unit", (64, n), (4, 20), 3)
+        yield cases.conv("conv_tail", (36, n), (4, 20), 3)
 
 
 WRITE_EVERYTHING = """

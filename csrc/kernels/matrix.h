@@ -15,6 +15,7 @@
 namespace {
 
 constexpr int kTileQuads = 16;
+constexpr int kTileBytes = kTileQuads * kPanel * kQuad;
 /// Panels whose sums are finished together: a whole vector of destination bytes.
 constexpr int kFinishPanels = 4;
 
@@ -305,7 +306,7 @@ class Finish {
 /// Weights do not pass through L1, where they would displace the rows that meet all of them
 /// (measured at K = 1024: 104 cycles for 4 products, without 72).
 template <class Isa, int kUnits, int NP>
-TORCHQ_NOINLINE void multiply_tile(const GemmTile& t, int row, int64_t src_stride, int panel,
+TORCHQ_NOINLINE void multiply_tile(const GemmTile& t, const UnitRows& rows, int row, int panel,
                                    int pair, int panels, Finish<Isa>& finish) {
   int32_t* held = finish.held();
   constexpr int64_t kBytes = kFinishPanels * kPanel * sizeof(int32_t);
@@ -318,14 +319,14 @@ TORCHQ_NOINLINE void multiply_tile(const GemmTile& t, int row, int64_t src_strid
     const int8_t* weight = t.weight + (panel + pair) * t.panel_stride + run.weight_offset;
     const int8_t* next = weight + t.panel_stride;
     for (int64_t left = run.quads;;) {
-      _tile_loadd(4, src, src_stride);
+      _tile_loadd(4, src, rows.stride);
       _tile_stream_loadd(6, weight, kPanel * kQuad);
       if (first) {
         _tile_stored(0, held, kBytes);
         _tile_zero(0);
       }
       _tile_dpbusd(0, 4, 6);
-      if constexpr (kUnits > 1) _tile_loadd(5, below, src_stride);
+      if constexpr (kUnits > 1) _tile_loadd(5, below, rows.stride);
       if (first) {
         _tile_stored(2, held_below, kBytes);
         if constexpr (kUnits > 1) _tile_zero(2);
@@ -347,18 +348,24 @@ TORCHQ_NOINLINE void multiply_tile(const GemmTile& t, int row, int64_t src_strid
       finish.step();
       left -= kTileQuads;
       if (left <= 0) break;
-      // The last chunk ends where the panel does.
-      const int64_t step = min_int(left, kTileQuads) * kPanel * kQuad;
-      src += kTileQuads * kQuad;
-      below += kTileQuads * kQuad;
-      weight += step;
-      next += step;
+      const int64_t step = min_int(left, kTileQuads) * kQuad;
+      if (left < kTileQuads && rows.tails != nullptr) {
+        src += step;
+        below += step;
+        weight = rows.tails + ((panel + pair) * t.num_runs + i) * kTileBytes;
+        next = weight + t.num_runs * kTileBytes;
+      } else {  // the last chunk ends where the panel does
+        src += kTileQuads * kQuad;
+        below += kTileQuads * kQuad;
+        weight += step * kPanel;
+        next += step * kPanel;
+      }
     }
   }
 }
 
 template <class Isa, int kUnits>
-TORCHQ_INLINE void multiply_units(const GemmTile& t, int64_t src_stride, int first,
+TORCHQ_INLINE void multiply_units(const GemmTile& t, const UnitRows& rows, int first,
                                   Finish<Isa>& finish) {
   finish.begin_rows(first);
   for (int panel = 0; panel < t.panels; panel += kFinishPanels) {
@@ -366,22 +373,22 @@ TORCHQ_INLINE void multiply_units(const GemmTile& t, int64_t src_stride, int fir
     for (int pair = 0; pair < panels; pair += 2) {
       const int group = pair + 2 >= panels ? panels : 0;
       if (panels - pair > 1) {
-        multiply_tile<Isa, kUnits, 2>(t, first, src_stride, panel, pair, group, finish);
+        multiply_tile<Isa, kUnits, 2>(t, rows, first, panel, pair, group, finish);
       } else {
-        multiply_tile<Isa, kUnits, 1>(t, first, src_stride, panel, pair, group, finish);
+        multiply_tile<Isa, kUnits, 1>(t, rows, first, panel, pair, group, finish);
       }
     }
   }
 }
 
 template <class Isa>
-void multiply_rows(const GemmTile& t, int64_t src_stride, const Epilogue& e) {
+void multiply_rows(const GemmTile& t, const UnitRows& rows, const Epilogue& e) {
   Finish<Isa> finish(t, e);
   for (int first = 0; first < t.rows; first += 2 * kUnitRows) {
     if (t.rows - first > kUnitRows) {
-      multiply_units<Isa, 2>(t, src_stride, first, finish);
+      multiply_units<Isa, 2>(t, rows, first, finish);
     } else {
-      multiply_units<Isa, 1>(t, src_stride, first, finish);
+      multiply_units<Isa, 1>(t, rows, first, finish);
     }
   }
   finish.end();

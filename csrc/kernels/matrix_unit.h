@@ -25,18 +25,26 @@ struct GatherRows {
   int64_t dst_stride;  // bytes
 };
 
+/// How `MatrixUnit::multiply` reads the rows of a GemmTile.
+struct UnitRows {
+  int64_t stride;  // bytes from each of kUnitRows rows to the next
+  /// The last chunk of a run ends where the run does, and may overlap the one before it. Null: the
+  /// rows are what `gather` writes, with zeros there. Else the weights that meet the last chunk of
+  /// each run, zeros where it overlaps, if it does: [panels][runs] of 16 quads.
+  const int8_t* tails;
+};
+
 /// A unit that multiplies tiles of 16 rows by 64 bytes of K.
 ///
 /// Between `begin` and `end`, on one thread, `multiply` does what `gemm` does on any number of
-/// rows, without `flip`. Each kUnitRows of them lie `src_stride` bytes apart, and all of those are
-/// read, whether they are rows or not. A run has a multiple of 16 quads; a single one may have less
-/// than 16, or be what `gather` writes. `begin` takes the quads of a run. Rows whose `dst_offset`
-/// is negative are not stored.
+/// rows, without `flip`. Of each kUnitRows rows all are read, whether they are rows or not. Runs
+/// have the same number of quads, which `begin` takes. Rows whose `dst_offset` is negative are not
+/// stored.
 struct MatrixUnit {
   const char* isa;
   void (*gather)(const GatherRows&);
   void (*begin)(int64_t quads);
-  void (*multiply)(const GemmTile&, int64_t src_stride, const Epilogue&);
+  void (*multiply)(const GemmTile&, const UnitRows&, const Epilogue&);
   void (*end)();
   /// The kernels of recurrent cells, outside of `begin` and `end`. Quads come in chunks of 16, rows
   /// are evenly spaced, and kUnitRows of them are read where there are fewer.

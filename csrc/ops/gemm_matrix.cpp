@@ -2,6 +2,7 @@
 // A gemm on a matrix unit: some rows at a time meet the weights block by block. Rows are gathered
 // side by side, or read where they are, 16 after 16 along lines of evenly spaced ones.
 #include <algorithm>
+#include <cstring>
 
 #include "../kernels/matrix_unit.h"
 #include "../parallel.h"
@@ -19,6 +20,12 @@ constexpr int64_t kMinRows = 8;
 constexpr int64_t kMinGatherQuads = 256;
 /// As many panels could multiply a row in the time that it takes to gather it.
 constexpr int64_t kGatherPanels = 8;
+/// In the time of a chunk VPDPBUSD does so many quads, and so many more while a unit's sums pass
+/// through memory. Measured there: 7x7 of 3 to 64 channels, 42 quads in 7 chunks, 1.6x; 3x3 of 3 to
+/// 32, 9 in 3, 0.9x.
+constexpr int64_t kQuadsPerChunk = 2, kQuadsPerUnit = 10;
+/// As many units of 16 rows could meet a chunk of a panel in the time that it takes to copy it.
+constexpr int64_t kTailUnits = 3;
 /// Rows gathered at a time: little enough for L1 where the weights stay in L2 anyway, else enough
 /// to use each block of weights for long.
 constexpr int64_t kFewBytes = 32 * 1024, kManyBytes = 512 * 1024;
@@ -65,34 +72,38 @@ struct Lines {
   int64_t units() const { return count * units_of(length); }
 };
 
-/// Whether tiles can be loaded from the source as it is.
-bool has_whole_chunks(const GemmProblem& p, const GemmClass& c) {
-  if (p.flip || c.runs.empty()) return false;
-  if (c.runs.size() == 1 && c.runs[0].quads < kChunkQuads) return true;
-  return std::all_of(c.runs.begin(), c.runs.end(),
-                     [](const GemmRun& run) { return run.quads % kChunkQuads == 0; });
+int64_t chunks_of(int64_t quads) { return (quads + kChunkQuads - 1) / kChunkQuads; }
+
+/// Whether the last chunk of a run overlaps the one before it.
+bool has_tails(const GemmClass& c) {
+  return c.runs[0].quads > kChunkQuads && c.runs[0].quads % kChunkQuads != 0;
 }
 
 /// All rows as one line, as in a linear layer or a 1x1 convolution; else one for each image or
 /// volume's plane, over what lies between the ends of its rows; else one for each of those.
 Lines lines_of(const GemmProblem& p, const GemmClass& c) {
-  if (!has_whole_chunks(p, c)) return {};
+  if (p.flip || c.runs.empty()) return {};
+  const auto is_alike = [&](const GemmRun& run) { return run.quads == c.runs[0].quads; };
+  if (!std::all_of(c.runs.begin(), c.runs.end(), is_alike)) return {};
   const int64_t rows = c.rows(), width = c.size[3], planes = c.size[0] * c.size[1];
-  if (const int64_t step = row_step(c); step > 0 && rows >= kUnitRows) {
-    return {1, rows, rows, rows, step};
-  }
   Lines best;
   const auto consider = [&](const Lines& lines) {
     if (lines.length < kUnitRows) return;
     if (best.count == 0 || lines.units() < best.units()) best = lines;
   };
+  if (const int64_t even = row_step(c); even > 0) consider({1, rows, rows, rows, even});
   const int64_t step = c.src_stride[3], pitch = step > 0 ? c.src_stride[2] / step : 0;
   consider({planes * c.size[2], width, width, width, step});
   if (pitch >= width && pitch * step == c.src_stride[2]) {
     consider({planes, (c.size[2] - 1) * pitch + width, pitch, width, step});
   }
-  const int64_t panels = p.panels_per_group;
-  return best.units() * panels <= units_of(rows) * (panels + kGatherPanels) ? best : Lines{};
+  const int64_t panels = p.panels_per_group, runs = static_cast<int64_t>(c.runs.size());
+  const int64_t chunks = runs * chunks_of(c.runs[0].quads);
+  if (runs > 1 && c.quads() < kQuadsPerChunk * chunks + kQuadsPerUnit) return {};
+  const int64_t tails = has_tails(c) ? kTailUnits * panels * runs : 0;
+  const int64_t in_place = best.units() * panels * chunks + tails;
+  const int64_t gathered = units_of(rows) * (panels + kGatherPanels) * chunks_of(span_of(c).quads);
+  return in_place <= gathered ? best : Lines{};
 }
 
 /// Work is shared in steps of two units.
@@ -107,6 +118,7 @@ struct Batch {
   const int64_t *src_offset, *dst_offset;
   int64_t rows, stride;
   c10::ArrayRef<GemmRun> runs;
+  const int8_t* tails;  // UnitRows, of the worker's panels
 };
 
 /// Steps through the units of lines in order.
@@ -192,7 +204,8 @@ class MatrixWorker {
     const int64_t most = std::min(kPlacedRows / kUnitRows, units.end - units.begin);
     int64_t* src_offset = frame.take<int64_t>(most * kUnitRows);
     int64_t* dst_offset = frame.take<int64_t>(most * kUnitRows);
-    unit_.begin(std::min(c.runs[0].quads, kChunkQuads));
+    const int8_t* tails = has_tails(c) ? copy_tails(frame, c.runs, panels) : nullptr;
+    unit_.begin(c.runs[0].quads);
     LineCursor cursor(c, lines, units.begin);
     for (int64_t unit = units.begin; unit < units.end; unit += most) {
       const int64_t count = std::min(most, units.end - unit);
@@ -201,7 +214,7 @@ class MatrixWorker {
       }
       multiply(c,
                {problem_.src + c.src_base, src_offset, dst_offset, count * kUnitRows, lines.step,
-                c.runs},
+                c.runs, tails},
                panels);
     }
     unit_.end();
@@ -231,10 +244,31 @@ class MatrixWorker {
                       static_cast<int>(count), problem_.flip, c.runs.data(),
                       static_cast<int>(c.runs.size()), span.weight_offset / (kPanel * kQuad),
                       span.quads, data, stride});
-        multiply_group(c, {data, data_offset, dst_offset, count, stride, span}, group, part);
+        multiply_group(c, {data, data_offset, dst_offset, count, stride, span, nullptr}, group,
+                       part);
       });
     }
     unit_.end();
+  }
+
+  /// UnitRows::tails of these panels.
+  const int8_t* copy_tails(ScratchFrame& frame, c10::ArrayRef<GemmRun> runs, Range panels) {
+    constexpr int64_t kQuadBytes = kPanel * kQuad;
+    const int64_t quads = runs[0].quads, rest = quads % kChunkQuads;
+    const int64_t count = (panels.end - panels.begin) * static_cast<int64_t>(runs.size());
+    int8_t* tails = frame.take<int8_t>(count * kChunkQuads * kQuadBytes);
+    int8_t* dst = tails;
+    for (int64_t p = panels.begin; p < panels.end; ++p) {
+      for (const GemmRun& run : runs) {
+        const int8_t* src = problem_.weight + p * problem_.panel_bytes + run.weight_offset;
+        const int64_t overlap = (kChunkQuads - rest) * kQuadBytes;
+        std::memset(dst, 0, static_cast<size_t>(overlap));
+        std::memcpy(dst + overlap, src + (quads - rest) * kQuadBytes,
+                    static_cast<size_t>(rest * kQuadBytes));
+        dst += kChunkQuads * kQuadBytes;
+      }
+    }
+    return tails;
   }
 
   /// body(group, its panels) for panels counted through all groups.
@@ -254,7 +288,12 @@ class MatrixWorker {
     for_each_group(panels, [&](int group, Range part) {
       batch.src = src + group * problem_.src_group_stride;
       multiply_group(c, batch, group, part);
+      if (batch.tails != nullptr) batch.tails += (part.end - part.begin) * tail_bytes(c);
     });
+  }
+
+  static int64_t tail_bytes(const GemmClass& c) {
+    return static_cast<int64_t>(c.runs.size()) * kChunkQuads * kPanel * kQuad;
   }
 
   /// Block after block of panels that fit L2.
@@ -278,7 +317,9 @@ class MatrixWorker {
       tile.channel = group * problem_.group_channels + channel;
       tile.channels = std::min(problem_.group_channels - channel, tile.panels * kPanel);
       tile.acc_init = c.acc_init + packed * kPanel;
-      unit_.multiply(tile, batch.stride, epilogue_);
+      const int8_t* tails = batch.tails;
+      if (tails != nullptr) tails += (panel - panels.begin) * tail_bytes(c);
+      unit_.multiply(tile, {batch.stride, tails}, epilogue_);
     }
   }
 
@@ -286,6 +327,12 @@ class MatrixWorker {
   const Epilogue& epilogue_;
   const MatrixUnit& unit_;
 };
+
+/// Gathering few even rows is cheap.
+bool is_even(const GemmProblem& p, const GemmClass& c) {
+  return !p.flip && c.runs.size() == 1 && row_step(c) > 0 &&
+         (c.runs[0].quads < kChunkQuads || c.runs[0].quads % kChunkQuads == 0);
+}
 
 bool gathering_pays(const GemmProblem& p, const GemmClass& c) {
   return p.panels_per_group * c.quads() >= kMinGatherQuads;
@@ -303,8 +350,7 @@ const char* why_not_matrix_unit(const GemmProblem& p, const Kernels& tier) {
   if (p.panel_bytes == 0) return "there is nothing to sum";
   if (p.rows() < kMinRows) return "fewer than 8 rows wait for the weights' way through memory";
   const bool pays = std::all_of(p.classes.begin(), p.classes.end(), [&](const GemmClass& c) {
-    const bool is_even = has_whole_chunks(p, c) && row_step(c) > 0;
-    return is_even || lines_of(p, c).count > 0 || gathering_pays(p, c);
+    return is_even(p, c) || lines_of(p, c).count > 0 || gathering_pays(p, c);
   });
   return pays ? nullptr : "a row would be gathered for fewer than 256 quads of weights";
 }
