@@ -11,6 +11,7 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "float_mode.h"
@@ -44,6 +45,13 @@ struct Range {
 };
 inline Range part_of(int64_t size, int parts, int i) {
   return {size * i / parts, size * (i + 1) / parts};
+}
+
+/// body(range) for the pieces of [0, size), one for each of up to `threads` threads.
+template <class Body>
+void parallel_ranges(int64_t size, int threads, const Body& body) {
+  const int parts = static_cast<int>(std::min<int64_t>(threads, size));
+  parallel_parts(parts, [&](int part) { body(part_of(size, parts, part)); });
 }
 
 }  // namespace torchq

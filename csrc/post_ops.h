@@ -83,6 +83,11 @@ void check_post_op_src(const char* op, c10::string_view post_ops, size_t i, cons
                        DType expected, c10::IntArrayRef sizes, const at::Tensor& dst,
                        int32_t zero_point);
 
+/// The tensor, or null.
+inline const at::Tensor* pointer_to(const std::optional<at::Tensor>& t) {
+  return t.has_value() ? &*t : nullptr;
+}
+
 /// Validated epilogue of one op call. Keeps pointers into the tensors it was given.
 class EpilogueBuilder {
  public:

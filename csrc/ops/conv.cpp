@@ -21,10 +21,6 @@ namespace torchq {
 namespace {
 
 constexpr const char* kOp = "conv";
-/// With more classes of valid taps than this, or fewer rows per class, a source padded in memory is
-/// faster.
-constexpr size_t kMaxClasses = 64;
-constexpr int64_t kMinRowsPerClass = 3;
 
 struct Conv {
   const Kernels& tier;
@@ -81,15 +77,14 @@ using Intervals = c10::SmallVector<Interval, 8>;
 /// Why the source cannot be read where it is; null where it can.
 const char* why_padded_copy(const Conv& c, const Source& s, const Intervals (&classes)[3]) {
   if (c.packing.form == ConvPacking::kRowRuns) return "a row of the kernel is read in one go";
-  const size_t count = classes[0].size() * classes[1].size() * classes[2].size();
+  const int64_t count =
+      static_cast<int64_t>(classes[0].size() * classes[1].size() * classes[2].size());
   const int64_t rows = s.batch * c.output[0] * c.output[1] * c.output[2];
   const int64_t group_quads = c.packing.taps * c.packing.quads * c.packing.panels_per_group();
   if (count == 1) return nullptr;
   if (count > kMaxClasses) return "pixels meet more than 64 sets of valid taps";
   if (prefers_one_class(c.tier, rows, group_quads)) return "a matrix unit wants whole tiles";
-  return rows < kMinRowsPerClass * static_cast<int64_t>(count)
-             ? "fewer than 3 pixels meet the same valid taps"
-             : nullptr;
+  return rows < kMinRowsPerClass * count ? "fewer than 3 pixels meet the same valid taps" : nullptr;
 }
 
 /// Of dense packings, and of small groups.
@@ -198,7 +193,7 @@ DepthwiseLayer depthwise_layer(const Conv& c, const Source& s, c10::ArrayRef<int
   layer.zero_point = static_cast<uint8_t>(c.zero_point);
   layer.acc_init =
       make_acc_init(scratch, c.tier, c.compensation, all_taps, c.acc_bias, c.effective_zero_point(),
-                    1, layer.channels, (layer.channels + kPanel - 1) / kPanel);
+                    1, layer.channels, static_cast<int>(panels_of(layer.channels)));
   const int64_t padding_bytes = std::max<int64_t>(s.size[2], 1) * s.channels;
   uint8_t* padding = scratch.take<uint8_t>(padding_bytes);
   std::memset(padding, layer.zero_point, static_cast<size_t>(padding_bytes));
@@ -232,9 +227,7 @@ void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpT
   const int64_t row_bytes = std::max<int64_t>(s.window.stride[1] * s.pitch(1), 1);
   const int64_t block = std::max(kDepthwiseBytes / row_bytes, kMinDepthwiseRows);
   const int threads = threads_for(rows * c.output[2] * s.channels * layer.quads * kQuad);
-  const int parts = static_cast<int>(std::min<int64_t>(threads, rows));
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(rows, parts, part);
+  parallel_ranges(rows, threads, [&](Range range) {
     const int64_t size = std::min(block, range.end - range.begin);
     ScratchFrame frame;
     const uint8_t** src = frame.take<const uint8_t*>(size * layer.kernel_rows);
@@ -251,22 +244,6 @@ void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpT
   });
 }
 
-void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation,
-                  const ConvPacking& p, c10::IntArrayRef geometry, int64_t taps, int64_t most) {
-  check_param(kOp, "weight", weight, at::kChar);
-  check_param(kOp, "compensation", compensation, at::kInt);
-  const int64_t comp_taps = p.form == ConvPacking::kDepthwise ? 1 : p.taps;
-  TORCH_CHECK_VALUE(
-      weight.sizes() == c10::IntArrayRef(p.packed_sizes()) && compensation.size(0) == comp_taps,
-      "torchq.conv: src has ", src.size(1), " channels and geometry ", geometry,
-      ", which needs weight ", c10::IntArrayRef(p.packed_sizes()), " with compensation [",
-      comp_taps, ", ", compensation.size(1), "]; got ", weight.sizes(), " and ",
-      compensation.sizes(), ". Pack it with torchq.ops.pack_conv for these groups and dilation.");
-  TORCH_CHECK_VALUE(p.group_inputs / p.merged * taps <= most, "torchq.conv: weight ",
-                    weight.sizes(), " sums more than ", most,
-                    " products, which could overflow int32. Split the layer along its inputs.");
-}
-
 /// The sums over the source that weights with zero points are multiplied by.
 at::Tensor sum_rows(const Conv& c, const ChannelsLast& src, int64_t groups) {
   SumAxis axes[3];
@@ -281,10 +258,8 @@ at::Tensor sum_rows(const Conv& c, const ChannelsLast& src, int64_t groups) {
 }
 
 /// The same for depthwise, where each channel has sums of its own: the layer with weights of 1.
-at::Tensor sum_depthwise(const Conv& c, const Source& s, int spatial_dims, OpTrace& trace) {
-  const at::Tensor sums = empty_channels_last(
-      s.batch, s.channels, {c.output + 3 - spatial_dims, static_cast<size_t>(spatial_dims)},
-      at::kInt);
+at::Tensor sum_depthwise(const Conv& c, const ChannelsLast& src, OpTrace& trace) {
+  const at::Tensor sums = empty_channels_last(src, src.channels, c.output, at::kInt);
   if (sums.numel() == 0) return sums;
   const at::Tensor ones = at::detail::empty_cpu(c.weight.sizes(), at::kChar);
   int8_t* weight = ones.mutable_data_ptr<int8_t>();
@@ -299,13 +274,13 @@ at::Tensor sum_depthwise(const Conv& c, const Source& s, int spatial_dims, OpTra
   raw.mode = Epilogue::kRaw;
   raw.dst_dtype = DType::s32;
   raw.dst = sums.mutable_data_ptr();
-  raw.channels = static_cast<int>(s.channels);
+  raw.channels = static_cast<int>(src.channels);
   raw.group_channels = 1;
   const std::optional<at::Tensor> no_bias;
   Conv layer{c.tier,  c.packing,    c.window,    ones,     taps,
              no_bias, c.zero_point, c.is_signed, c.narrow, {}};
   std::copy(c.output, c.output + 3, layer.output);
-  run_depthwise(layer, s, raw, trace);
+  run_depthwise(layer, source_of(src, c.window), raw, trace);
   return sums;
 }
 
@@ -325,22 +300,17 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   TORCH_CHECK_VALUE(src.channels == geometry.back(), "torchq.conv: src must have ", geometry.back(),
                     " channels, the in_channels of geometry ", geometry, ", got ", src.channels,
                     " in src ", src_arg.sizes(), ". Check the layer's in_channels.");
-  check_param(kOp, "compensation", compensation, at::kInt);
-  TORCH_CHECK_VALUE(compensation.dim() == 2 && groups >= 1 && src.channels % groups == 0 &&
-                        compensation.size(1) % groups == 0,
-                    "torchq.conv: groups must divide the ", src.channels,
-                    " channels of src and the ",
-                    "output channels of compensation [taps, OC], got groups=", groups,
-                    " and compensation ", compensation.sizes(), ".");
+  check_groups(kOp, src.channels, groups, compensation);
   const int64_t channels = compensation.size(1);
   const ConvPacking packing = conv_packing(channels, src.channels / groups, groups,
                                            {window.kernel, 3}, {window.dilation, 3});
-  check_weight(src_arg, weight, compensation, packing, geometry, window.taps(),
-               weight_zero_point.has_value() ? kMaxReductionWithZeroPoint : kMaxReduction);
-  if (acc_bias.has_value()) {
-    check_param(kOp, "acc_bias", *acc_bias, at::kInt);
-    check_numel(kOp, "acc_bias", *acc_bias, channels);
-  }
+  check_packed(kOp, packing, src_arg, weight, compensation, geometry,
+               "Pack it with torchq.ops.pack_conv for these groups and dilation.");
+  const int64_t most = max_reduction(weight_zero_point.has_value());
+  TORCH_CHECK_VALUE(src.channels / groups * window.taps() <= most, "torchq.conv: weight ",
+                    weight.sizes(), " sums more than ", most,
+                    " products, which could overflow int32. Split the layer along its inputs.");
+  check_acc_bias(kOp, acc_bias, channels);
 
   Conv c{tier,
          packing,
@@ -358,21 +328,13 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
                       " is smaller than the kernel ", "with geometry ", geometry,
                       ". Enlarge the input or its padding.");
   }
-  at::Tensor dst = empty_channels_last(
-      src.batch, channels, {c.output + 3 - src.spatial_dims, static_cast<size_t>(src.spatial_dims)},
-      scalar_type(dst_dtype_of(kOp, dst_dtype)));
-  Source s{static_cast<const uint8_t*>(src.tensor.const_data_ptr()),
-           src.batch,
-           src.channels,
-           {},
-           window};
-  std::copy(src.size, src.size + 3, s.size);
+  at::Tensor dst =
+      empty_channels_last(src, channels, c.output, scalar_type(dst_dtype_of(kOp, dst_dtype)));
+  const Source s = source_of(src, window);
   const bool depthwise = packing.form == ConvPacking::kDepthwise;
-  at::Tensor sums;
-  if (row_sums.has_value()) {
-    sums = *row_sums;
-  } else if (weight_zero_point.has_value()) {
-    sums = depthwise ? sum_depthwise(c, s, src.spatial_dims, trace) : sum_rows(c, src, groups);
+  std::optional<at::Tensor> sums = row_sums;
+  if (weight_zero_point.has_value() && !sums.has_value()) {
+    sums = depthwise ? sum_depthwise(c, src, trace) : sum_rows(c, src, groups);
   }
   const EpilogueBuilder::Args args{kOp,
                                    channels,
@@ -383,8 +345,8 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
                                    post_op_srcs,
                                    max_accumulator(src.channels / groups * window.taps(), acc_bias),
                                    false,
-                                   weight_zero_point.has_value() ? &*weight_zero_point : nullptr,
-                                   sums.defined() ? &sums : nullptr,
+                                   pointer_to(weight_zero_point),
+                                   pointer_to(sums),
                                    groups};
   const EpilogueBuilder epilogue(args, dst);
   if (dst.numel() == 0) return dst;

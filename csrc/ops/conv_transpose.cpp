@@ -20,10 +20,6 @@ namespace torchq {
 namespace {
 
 constexpr const char* kOp = "conv_transpose";
-/// With more classes of valid taps than this, or fewer rows per class, a source padded in memory is
-/// faster.
-constexpr int64_t kMaxClasses = 64;
-constexpr int64_t kMinRowsPerClass = 3;
 /// Strides multiply to this many phases, each a convolution of its own.
 constexpr int64_t kMaxPhases = 1 << 14;
 constexpr int64_t kMaxValues = int64_t{1} << 46;
@@ -272,17 +268,6 @@ void fill_axes(c10::IntArrayRef geometry, const ChannelsLast& src, const Window&
   }
 }
 
-void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation,
-                  const ConvPacking& p, c10::IntArrayRef geometry) {
-  check_param(kOp, "weight", weight, at::kChar);
-  TORCH_CHECK_VALUE(
-      weight.sizes() == c10::IntArrayRef(p.packed_sizes()) && compensation.size(0) == p.taps,
-      "torchq.conv_transpose: src has ", src.size(1), " channels and geometry ", geometry,
-      ", which needs weight ", c10::IntArrayRef(p.packed_sizes()), " with compensation [", p.taps,
-      ", ", compensation.size(1), "]; got ", weight.sizes(), " and ", compensation.sizes(),
-      ". Pack it with torchq.ops.pack_conv_transpose for these groups, stride and dilation.");
-}
-
 Window checked_window(c10::IntArrayRef geometry, const ChannelsLast& src) {
   const int64_t dims = src.spatial_dims;
   TORCH_CHECK_VALUE(static_cast<int64_t>(geometry.size()) == 6 * dims + 2,
@@ -322,19 +307,13 @@ at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
   const ChannelsLast src = to_channels_last(kOp, src_arg);
   const Window window = checked_window(geometry, src);
   const int64_t groups = geometry[geometry.size() - 2];
-  check_param(kOp, "compensation", compensation, at::kInt);
-  TORCH_CHECK_VALUE(compensation.dim() == 2 && groups >= 1 && src.channels % groups == 0 &&
-                        compensation.size(1) % groups == 0,
-                    "torchq.conv_transpose: groups must divide the ", src.channels,
-                    " channels of src and the output channels of compensation [taps, OC], got ",
-                    "groups=", groups, " and compensation ", compensation.sizes(), ".");
+  check_groups(kOp, src.channels, groups, compensation);
   const int64_t channels = compensation.size(1), group_inputs = src.channels / groups;
   const ConvPacking packing = dense_packing(channels, group_inputs, groups, {window.kernel, 3});
-  check_weight(src_arg, weight, compensation, packing, geometry);
-  if (acc_bias.has_value()) {
-    check_param(kOp, "acc_bias", *acc_bias, at::kInt);
-    check_numel(kOp, "acc_bias", *acc_bias, channels);
-  }
+  check_packed(kOp, packing, src_arg, weight, compensation, geometry,
+               "Pack it with torchq.ops.pack_conv_transpose for these groups, stride and "
+               "dilation.");
+  check_acc_bias(kOp, acc_bias, channels);
   Layer layer{tier,
               packing,
               weight,
@@ -351,15 +330,14 @@ at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
     met *= taps_per_phase(window.kernel[d], window.stride[d], window.dilation[d]);
     output[d] = layer.axes[d].dst_size;
   }
-  const int64_t most = weight_zero_point.has_value() ? kMaxReductionWithZeroPoint : kMaxReduction;
+  const int64_t most = max_reduction(weight_zero_point.has_value());
   TORCH_CHECK_VALUE(group_inputs == 0 || met <= most / group_inputs,
                     "torchq.conv_transpose: weight ", weight.sizes(), " sums more than ", most,
                     " products, which could overflow int32. Split the layer along its inputs.");
-  at::Tensor dst = empty_channels_last(
-      src.batch, channels, {output + 3 - src.spatial_dims, static_cast<size_t>(src.spatial_dims)},
-      scalar_type(dst_dtype_of(kOp, dst_dtype)));
-  const at::Tensor sums =
-      weight_zero_point.has_value() ? sum_rows(layer, src, groups) : at::Tensor();
+  at::Tensor dst =
+      empty_channels_last(src, channels, output, scalar_type(dst_dtype_of(kOp, dst_dtype)));
+  std::optional<at::Tensor> sums;
+  if (weight_zero_point.has_value()) sums = sum_rows(layer, src, groups);
   const EpilogueBuilder::Args args{kOp,
                                    channels,
                                    multiplier,
@@ -369,20 +347,14 @@ at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
                                    post_op_srcs,
                                    max_accumulator(group_inputs * met, acc_bias),
                                    false,
-                                   weight_zero_point.has_value() ? &*weight_zero_point : nullptr,
-                                   sums.defined() ? &sums : nullptr,
+                                   pointer_to(weight_zero_point),
+                                   pointer_to(sums),
                                    groups};
   const EpilogueBuilder epilogue(args, dst);
   if (dst.numel() == 0) return dst;
   trace.describe(
       [&] { return describe_layer(args, src_arg, src_zero_point.has_value(), dst, geometry); });
-  Source s{static_cast<const uint8_t*>(src.tensor.const_data_ptr()),
-           src.batch,
-           src.channels,
-           {},
-           window};
-  std::copy(src.size, src.size + 3, s.size);
-  run(layer, s, epilogue.get(), trace);
+  run(layer, source_of(src, window), epilogue.get(), trace);
   return dst;
 }
 

@@ -11,6 +11,7 @@
 #include "../checks.h"
 #include "../parallel.h"
 #include "gemm.h"
+#include "packing.h"
 
 namespace torchq {
 namespace {
@@ -74,9 +75,7 @@ struct Problem {
 /// Ranges of all rows; ValueError for what is not finite.
 RowRange* ranges(ScratchFrame& scratch, const Problem& p) {
   RowRange* result = scratch.take<RowRange>(p.m);
-  const int parts = static_cast<int>(std::min<int64_t>(threads_for(p.m * p.k, 1 << 17), p.m));
-  parallel_parts(parts, [&](int part) {
-    const Range rows = part_of(p.m, parts, part);
+  parallel_ranges(p.m, threads_for(p.m * p.k, 1 << 17), [&](Range rows) {
     for (int64_t r = rows.begin; r < rows.end; ++r) result[r] = range_of(p.src + r * p.k, p.k);
   });
   for (int64_t r = 0; r < p.m; ++r) {
@@ -91,9 +90,7 @@ RowRange* ranges(ScratchFrame& scratch, const Problem& p) {
 const uint8_t* quantize_rows(ScratchFrame& scratch, const Problem& p, const Params* params,
                              int64_t step) {
   uint8_t* q = scratch.take<uint8_t>(p.m * p.k);
-  const int parts = static_cast<int>(std::min<int64_t>(threads_for(p.m * p.k, 1 << 17), p.m));
-  parallel_parts(parts, [&](int part) {
-    const Range rows = part_of(p.m, parts, part);
+  parallel_ranges(p.m, threads_for(p.m * p.k, 1 << 17), [&](Range rows) {
     const int32_t zero = 0;
     for (int64_t r = rows.begin; r < rows.end; ++r) {
       const Params& own = params[r * step];
@@ -106,9 +103,7 @@ const uint8_t* quantize_rows(ScratchFrame& scratch, const Problem& p, const Para
 
 /// dst[r] = dst[r] * scale of row r + bias
 void scale_rows(const Problem& p, const Params* params) {
-  const int parts = static_cast<int>(std::min<int64_t>(threads_for(p.m * p.n, 1 << 17), p.m));
-  parallel_parts(parts, [&](int part) {
-    const Range rows = part_of(p.m, parts, part);
+  parallel_ranges(p.m, threads_for(p.m * p.n, 1 << 17), [&](Range rows) {
     for (int64_t r = rows.begin; r < rows.end; ++r) {
       float* row = p.dst + r * p.n;
       const float scale = params[r].scale;
@@ -192,14 +187,14 @@ void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Ten
   TORCH_CHECK_VALUE(src.dim() >= 1 && src.size(-1) == in_features,
                     "torchq.dynamic_linear: src must be (*, ", in_features, "), got ", src.sizes(),
                     ". Check the layer's in_features.");
-  TORCH_CHECK_VALUE(
-      weight.dim() == 5 && weight.size(1) == 1 && weight.size(3) == kPanel &&
-          weight.size(4) == kQuad && compensation.dim() == 2 && compensation.size(0) == 1 &&
-          weight.size(0) == (compensation.size(1) + kPanel - 1) / kPanel &&
-          weight.size(2) == (in_features + kQuad - 1) / kQuad && in_features <= kMaxReduction,
-      "torchq.dynamic_linear: weight must be [ceil(N/16), 1, ceil(K/4), 16, 4] with ",
-      "compensation [1, N] for K = ", in_features, ", got ", weight.sizes(), " and ",
-      compensation.sizes(), ". Pack it with torchq.ops.pack_linear.");
+  TORCH_CHECK_VALUE(weight.dim() == 5 && weight.size(1) == 1 && weight.size(3) == kPanel &&
+                        weight.size(4) == kQuad && compensation.dim() == 2 &&
+                        compensation.size(0) == 1 &&
+                        weight.size(0) == panels_of(compensation.size(1)) &&
+                        weight.size(2) == quads_of(in_features) && in_features <= kMaxReduction,
+                    "torchq.dynamic_linear: weight must be [ceil(N/16), 1, ceil(K/4), 16, 4] with ",
+                    "compensation [1, N] for K = ", in_features, ", got ", weight.sizes(), " and ",
+                    compensation.sizes(), ". Pack it with torchq.ops.pack_linear.");
 }
 
 at::Tensor dynamic_linear(const at::Tensor& src_arg, const at::Tensor& weight,

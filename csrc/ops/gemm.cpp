@@ -244,6 +244,12 @@ const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,
   return init;
 }
 
+void check_acc_bias(const char* op, const std::optional<at::Tensor>& acc_bias, int64_t channels) {
+  if (!acc_bias.has_value()) return;
+  check_param(op, "acc_bias", *acc_bias, at::kInt);
+  check_numel(op, "acc_bias", *acc_bias, channels);
+}
+
 double max_accumulator(int64_t reduction, const std::optional<at::Tensor>& acc_bias) {
   return acc_bias.has_value() ? 2147483648.0 : 255.0 * 128.0 * static_cast<double>(reduction);
 }

@@ -34,6 +34,10 @@ constexpr int64_t kMaxReduction = 65793;
 /// 255 * 255 * 33025 < 2^31: the same where weights have a zero point.
 constexpr int64_t kMaxReductionWithZeroPoint = 33025;
 
+constexpr int64_t max_reduction(bool weight_zero_point) {
+  return weight_zero_point ? kMaxReductionWithZeroPoint : kMaxReduction;
+}
+
 /// Rows that share their valid taps: a rectangle (n, d, h, w) of destination pixels.
 struct GemmClass {
   int64_t size[4];
@@ -95,6 +99,9 @@ const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,
                              const at::Tensor& compensation, c10::ArrayRef<int32_t> taps,
                              const std::optional<at::Tensor>& acc_bias, int32_t zero_point,
                              int groups, int group_channels, int panels_per_group);
+
+/// An int32 bias, if there is one, has a value per channel.
+void check_acc_bias(const char* op, const std::optional<at::Tensor>& acc_bias, int64_t channels);
 
 /// Bound on |accumulator| over `reduction` products.
 double max_accumulator(int64_t reduction, const std::optional<at::Tensor>& acc_bias);

@@ -42,9 +42,7 @@ int32_t finish_scaled(const Finish& f, double acc, double c, double co) {
 
 /// In place over the accumulators [m, n].
 void finish(const Finish& f, int32_t* dst, int64_t m, int64_t n) {
-  const int parts = static_cast<int>(std::min<int64_t>(threads_for(m * n, 1 << 18), m));
-  parallel_parts(parts, [&](int part) {
-    const Range rows = part_of(m, parts, part);
+  parallel_ranges(m, threads_for(m * n, 1 << 18), [&](Range rows) {
     for (int64_t r = rows.begin; r < rows.end; ++r) {
       int32_t* row = dst + r * n;
       const int32_t* c = f.c == nullptr ? nullptr : f.c + r * n;
@@ -97,7 +95,7 @@ at::Tensor gemm(const at::Tensor& a, const at::Tensor& b, const std::optional<at
   TORCH_CHECK_VALUE(right.size(0) == k,
                     "torchq.gemm: op(a) must have as many columns as op(b) has ", "rows, got ",
                     left.sizes(), " and ", right.sizes(), ". Check trans_a and trans_b.");
-  const int64_t longest = bo == 0 ? kMaxReduction : kMaxReductionWithZeroPoint;
+  const int64_t longest = max_reduction(bo != 0);
   TORCH_CHECK_VALUE(k <= longest, "torchq.gemm: K must be at most ", longest,
                     bo == 0 ? "" : " with bo", ", got ", k,
                     "; longer sums could overflow int32. Split it and add with beta = 1.");

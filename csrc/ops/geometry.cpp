@@ -93,6 +93,12 @@ at::Tensor empty_channels_last(int64_t batch, int64_t channels, c10::IntArrayRef
   return at::detail::empty_strided_cpu(sizes, channels_last_strides(channels, spatial), dtype);
 }
 
+at::Tensor empty_channels_last(const ChannelsLast& src, int64_t channels,
+                               const int64_t (&spatial)[3], at::ScalarType dtype) {
+  const size_t dims = static_cast<size_t>(src.spatial_dims);
+  return empty_channels_last(src.batch, channels, {spatial + 3 - dims, dims}, dtype);
+}
+
 c10::SmallVector<Interval, 8> intervals(const Window& w, int d, int64_t input, int64_t output) {
   c10::SmallVector<Interval, 8> result;
   const int64_t kernel = w.kernel[d], dilation = w.dilation[d];

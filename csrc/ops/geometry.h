@@ -41,6 +41,10 @@ ChannelsLast to_channels_last(const char* op, const at::Tensor& src);
 at::Tensor empty_channels_last(int64_t batch, int64_t channels, c10::IntArrayRef spatial,
                                at::ScalarType dtype);
 
+/// The same with the batch and as many spatial dimensions as `src` has.
+at::Tensor empty_channels_last(const ChannelsLast& src, int64_t channels,
+                               const int64_t (&spatial)[3], at::ScalarType dtype);
+
 /// Destination positions [begin, end) along one dimension that meet the same kernel taps
 /// [tap_begin, tap_end).
 struct Interval {

@@ -67,9 +67,7 @@ void interleave_channels(const uint8_t* src, uint8_t* dst, int64_t images, int64
                          int64_t pixels) {
   const int64_t image = channels * pixels;
   const int64_t blocks = std::max<int64_t>((pixels + kPixels - 1) / kPixels, 1);
-  const int parts = static_cast<int>(std::min<int64_t>(threads_for(images * image), blocks));
-  parallel_parts(parts, [&](int part) {
-    const Range share = part_of(blocks, parts, part);
+  parallel_ranges(blocks, threads_for(images * image), [&](Range share) {
     const Range range{share.begin * kPixels, std::min(share.end * kPixels, pixels)};
     const auto run = channels <= 4 ? interleave<4> : interleave<16>;
     for (int64_t n = 0; n < images; ++n) {

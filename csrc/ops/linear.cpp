@@ -9,6 +9,7 @@
 #include "../checks.h"
 #include "../explain.h"
 #include "gemm.h"
+#include "packing.h"
 #include "row_sums.h"
 
 namespace torchq {
@@ -26,7 +27,7 @@ void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Ten
   TORCH_CHECK_VALUE(weight.dim() == 5 && weight.size(1) == 1 && weight.size(3) == kPanel &&
                         weight.size(4) == kQuad && compensation.dim() == 2 &&
                         compensation.size(0) == 1 &&
-                        weight.size(0) == (compensation.size(1) + kPanel - 1) / kPanel,
+                        weight.size(0) == panels_of(compensation.size(1)),
                     "torchq.linear: weight must be [ceil(N/16), 1, ceil(K/4), 16, 4] with ",
                     "compensation [1, N], got ", weight.sizes(), " and ", compensation.sizes(),
                     ". Pack it with torchq.ops.pack_linear.");
@@ -35,7 +36,7 @@ void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Ten
                     ". Check the layer's in_features.");
   TORCH_CHECK_VALUE(k <= most, "torchq.linear: weight sums ", k, " products, more than ", most,
                     ", which could overflow int32. Split the layer along its inputs.");
-  TORCH_CHECK_VALUE(weight.size(2) == (k + kQuad - 1) / kQuad, "torchq.linear: src has ", k,
+  TORCH_CHECK_VALUE(weight.size(2) == quads_of(k), "torchq.linear: src has ", k,
                     " features but weight was packed for ",
                     std::max<int64_t>(weight.size(2) * kQuad - 3, 0), " to ",
                     weight.size(2) * kQuad, "; got src ", src.sizes(), ", weight ", weight.sizes(),
@@ -65,22 +66,19 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
   const Kernels& tier = kernels();
   const DType src_dtype = check_src(kOp, "src", src_arg);
   check_weight(src_arg, weight, compensation, in_features,
-               weight_zero_point.has_value() ? kMaxReductionWithZeroPoint : kMaxReduction);
+               max_reduction(weight_zero_point.has_value()));
   const int32_t zero_point = zero_point_of(kOp, "src_zero_point", src_zero_point, src_dtype);
   const DType dst_type = dst_dtype_of(kOp, dst_dtype);
   const int64_t n = compensation.size(1), k = src_arg.size(-1);
-  if (acc_bias.has_value()) {
-    check_param(kOp, "acc_bias", *acc_bias, at::kInt);
-    check_numel(kOp, "acc_bias", *acc_bias, n);
-  }
+  check_acc_bias(kOp, acc_bias, n);
   const at::Tensor src = src_arg.contiguous();
   c10::SmallVector<int64_t, 5> sizes(src.sizes().begin(), src.sizes().end());
   sizes.back() = n;
   at::Tensor dst = at::detail::empty_cpu(sizes, scalar_type(dst_type));
-  const at::Tensor sums = row_sums.has_value() ? *row_sums
-                          : weight_zero_point.has_value()
-                              ? sum_rows(tier, src, zero_point, src_dtype == DType::s8)
-                              : at::Tensor();
+  std::optional<at::Tensor> sums = row_sums;
+  if (weight_zero_point.has_value() && !sums.has_value()) {
+    sums = sum_rows(tier, src, zero_point, src_dtype == DType::s8);
+  }
   const EpilogueBuilder::Args args{kOp,
                                    n,
                                    multiplier,
@@ -90,8 +88,8 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
                                    post_op_srcs,
                                    max_accumulator(k, acc_bias),
                                    true,
-                                   weight_zero_point.has_value() ? &*weight_zero_point : nullptr,
-                                   sums.defined() ? &sums : nullptr};
+                                   pointer_to(weight_zero_point),
+                                   pointer_to(sums)};
   const EpilogueBuilder epilogue(args, dst);
   const bool narrow = pairs_fit(kOp, pair_bound, weight.size(0));
   if (dst.numel() == 0) return dst;

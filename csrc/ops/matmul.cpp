@@ -20,14 +20,13 @@
 #include "../parallel.h"
 #include "../post_ops.h"
 #include "gemm.h"
+#include "packing.h"
 
 namespace torchq {
 namespace {
 
 constexpr const char* kOp = "matmul";
 constexpr c10::string_view kGroupSum = "sum:1:0:f32";
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// One of the last two strides is 1, or the tensor is copied.
 at::Tensor with_unit_stride(const at::Tensor& t, bool either) {
@@ -55,8 +54,8 @@ struct Matmul {
   int32_t* row_terms = nullptr;  // [groups][rows], with weight zero points
 
   int64_t group_k() const { return k / groups; }
-  int64_t panels() const { return ceil_div(n, kPanel); }
-  int64_t quads() const { return ceil_div(group_k(), kQuad); }
+  int64_t panels() const { return panels_of(n); }
+  int64_t quads() const { return quads_of(group_k()); }
   int64_t panel_bytes() const { return groups * quads() * kPanel * kQuad; }
 };
 
@@ -71,10 +70,7 @@ PackedMatrix pack(ScratchFrame& scratch, const Matmul& mm, const uint8_t* weight
   const PackedMatrix packed{scratch.take<int8_t>(mm.panels() * mm.panel_bytes()),
                             scratch.take<int32_t>(mm.groups * mm.panels() * kPanel)};
   const int64_t group_bytes = mm.quads() * kPanel * kQuad;
-  const int threads = threads_for(mm.k * mm.n, 1 << 18);
-  const int parts = static_cast<int>(std::min<int64_t>(threads, mm.panels()));
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(mm.panels(), parts, part);
+  parallel_ranges(mm.panels(), threads_for(mm.k * mm.n, 1 << 18), [&](Range range) {
     for (int64_t p = range.begin; p < range.end; ++p) {
       for (int64_t g = 0; g < mm.groups; ++g) {
         mm.tier.pack_panel(
@@ -206,9 +202,7 @@ void run_batched(const Matmul& mm, const at::Tensor& src, const at::Tensor& weig
   const int64_t count = static_cast<int64_t>(srcs.size());
   const int threads = threads_for(count * mm.m * mm.n * std::max<int64_t>(mm.k, 1));
   // Fewer matrices than threads: each is shared among the threads instead.
-  const int parts = count < threads ? 1 : static_cast<int>(std::min<int64_t>(threads, count));
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(count, parts, part);
+  parallel_ranges(count, count < threads ? 1 : threads, [&](Range range) {
     int64_t b = range.begin;
     while (b < range.end) {
       ScratchFrame scratch;
@@ -331,10 +325,7 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
   const DType weight_dtype = check_src(kOp, "weight", weight_arg);
   check_shapes(src_arg, weight_arg);
   const int64_t m = src_arg.size(-2), k = src_arg.size(-1), n = weight_arg.size(-1);
-  if (acc_bias.has_value()) {
-    check_param(kOp, "acc_bias", *acc_bias, at::kInt);
-    check_numel(kOp, "acc_bias", *acc_bias, n);
-  }
+  check_acc_bias(kOp, acc_bias, n);
   check_param(kOp, "multiplier", multiplier, at::kFloat);
   ScratchFrame scratch;
   const int64_t groups = groups_of(multiplier, k, post_ops);
@@ -348,8 +339,7 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
             src_zero_points_of(scratch, src_zero_point, src_dtype, groups),
             weight_zero_points_of(scratch, weight_zero_point, weight_dtype, groups, n),
             acc_bias};
-  const int64_t longest =
-      mm.weight_zero_points == nullptr ? kMaxReduction : kMaxReductionWithZeroPoint;
+  const int64_t longest = max_reduction(mm.weight_zero_points != nullptr);
   TORCH_CHECK_VALUE(mm.group_k() <= longest, "torchq.matmul: K must be at most ", longest,
                     mm.weight_zero_points == nullptr ? "" : " for weights with a zero point",
                     ", got ", mm.group_k(), " in src ", src_arg.sizes(),

@@ -146,10 +146,8 @@ std::vector<Statistics> group_statistics(const Kernels& tier, const uint8_t* dat
   constexpr int64_t kRows = 256, kColumns = 512;
   std::vector<Statistics> result(static_cast<size_t>(batch * groups));
   const int64_t channels = groups * width;
-  const int parts = static_cast<int>(
-      std::min<int64_t>(threads_for(batch * pixels * channels, 40'000), batch * groups));
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(batch * groups, parts, part);
+  const int threads = threads_for(batch * pixels * channels, 40'000);
+  parallel_ranges(batch * groups, threads, [&](Range range) {
     int32_t sums[kColumns], squares[kColumns];
     for (int64_t b = range.begin / groups; b * groups < range.end; ++b) {
       // the channels of this part's groups in image b

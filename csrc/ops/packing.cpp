@@ -14,8 +14,6 @@
 namespace torchq {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t product(c10::IntArrayRef values) {
   int64_t result = 1;
   for (int64_t v : values) result *= v;
@@ -122,7 +120,7 @@ void check_weight(const char* op, const at::Tensor& weight, int64_t min_dim, int
 }
 
 ConvPacking linear_packing(int64_t outputs, int64_t inputs) {
-  return {ConvPacking::kDense, 1, outputs, inputs, 1, 1, ceil_div(inputs, kQuad)};
+  return {ConvPacking::kDense, 1, outputs, inputs, 1, 1, quads_of(inputs)};
 }
 
 Packed pack_linear(const at::Tensor& weight) {
@@ -177,11 +175,34 @@ at::Tensor unpack_conv(const at::Tensor& packed, c10::IntArrayRef weight_shape, 
 
 }  // namespace
 
+void check_groups(const char* op, int64_t channels, int64_t groups,
+                  const at::Tensor& compensation) {
+  check_param(op, "compensation", compensation, at::kInt);
+  TORCH_CHECK_VALUE(compensation.dim() == 2 && groups >= 1 && channels % groups == 0 &&
+                        compensation.size(1) % groups == 0,
+                    "torchq.", op, ": groups must divide the ", channels,
+                    " channels of src and the output channels of compensation [taps, OC], got ",
+                    "groups=", groups, " and compensation ", compensation.sizes(), ".");
+}
+
+void check_packed(const char* op, const ConvPacking& p, const at::Tensor& src,
+                  const at::Tensor& weight, const at::Tensor& compensation,
+                  c10::IntArrayRef geometry, const char* remedy) {
+  check_param(op, "weight", weight, at::kChar);
+  const auto sizes = p.packed_sizes();
+  const int64_t taps = p.compensation_taps();
+  TORCH_CHECK_VALUE(weight.sizes() == c10::IntArrayRef(sizes) && compensation.size(0) == taps,
+                    "torchq.", op, ": src has ", src.size(1), " channels and geometry ", geometry,
+                    ", which needs weight ", c10::IntArrayRef(sizes), " with compensation [", taps,
+                    ", ", compensation.size(1), "]; got ", weight.sizes(), " and ",
+                    compensation.sizes(), ". ", remedy);
+}
+
 Packed pack_weights(const ConvPacking& p, const at::Tensor& weight, c10::IntArrayRef kernel) {
   const int64_t inputs = weight.size(1), taps = product(kernel);
   at::Tensor packed = at::detail::empty_cpu(p.packed_sizes(), at::kChar);
   packed.zero_();
-  const int64_t comp_taps = p.form == ConvPacking::kDepthwise ? 1 : p.taps;
+  const int64_t comp_taps = p.compensation_taps();
   at::Tensor compensation = at::detail::empty_cpu({comp_taps, p.outputs()}, at::kInt);
   compensation.zero_();
   const at::Tensor dense = weight.contiguous();
@@ -217,7 +238,7 @@ at::Tensor unpack_weights(const char* op, const ConvPacking& p, const at::Tensor
 }
 
 c10::SmallVector<int64_t, 5> ConvPacking::packed_sizes() const {
-  if (form == kDepthwise) return {ceil_div(outputs(), kPanel), quads, kPanel, kQuad};
+  if (form == kDepthwise) return {panels_of(outputs()), quads, kPanel, kQuad};
   return {panels(), taps, quads, kPanel, kQuad};
 }
 
@@ -235,7 +256,7 @@ ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t grou
             inputs_per_group,
             1,
             taps / width,
-            ceil_div(width * inputs_per_group, kQuad)};
+            quads_of(width * inputs_per_group)};
   }
   const int64_t merged = inputs_per_group == 2 && groups % 2 == 0 ? 2 : 1;
   const int64_t size = merged * inputs_per_group;
@@ -259,7 +280,7 @@ ConvPacking dense_packing(int64_t outputs, int64_t inputs_per_group, int64_t gro
           merged * inputs_per_group,
           merged,
           product(kernel),
-          ceil_div(merged * inputs_per_group, kQuad)};
+          quads_of(merged * inputs_per_group)};
 }
 
 c10::SmallVector<int32_t, 64> depthwise_taps(c10::IntArrayRef kernel) {

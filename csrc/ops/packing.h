@@ -11,6 +11,10 @@
 
 namespace torchq {
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t panels_of(int64_t channels) { return ceil_div(channels, kPanel); }
+inline int64_t quads_of(int64_t k) { return ceil_div(k, kQuad); }
+
 /// Note [Conv packings]
 // clang-format off
 /// dense      [G' * ceil(OC'/16)][taps][ceil(IC'/4)][16][4]. Groups with few channels are merged
@@ -33,12 +37,14 @@ struct ConvPacking {
   int64_t merged;                               // original groups per merged group
   int64_t taps, quads;                          // as in the packed shape
 
-  int64_t panels_per_group() const { return (group_outputs + kPanel - 1) / kPanel; }
+  int64_t panels_per_group() const { return panels_of(group_outputs); }
   int64_t panels() const {
-    return form == kSmallGroups ? (outputs() + kPanel - 1) / kPanel : groups * panels_per_group();
+    return form == kSmallGroups ? panels_of(outputs()) : groups * panels_per_group();
   }
   int64_t outputs() const { return groups * group_outputs; }
   c10::SmallVector<int64_t, 5> packed_sizes() const;
+  /// Rows of the compensation: one per tap, or one for all.
+  int64_t compensation_taps() const { return form == kDepthwise ? 1 : taps; }
 };
 
 /// `kernel` and `dilation` have one entry per spatial dimension.
@@ -48,6 +54,14 @@ ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t grou
 /// The dense form, whatever the shapes.
 ConvPacking dense_packing(int64_t outputs, int64_t inputs_per_group, int64_t groups,
                           c10::IntArrayRef kernel);
+
+/// Groups divide the channels of src and those of compensation [taps, OC].
+void check_groups(const char* op, int64_t channels, int64_t groups, const at::Tensor& compensation);
+
+/// weight and compensation are those of `p`; `remedy` says how to pack.
+void check_packed(const char* op, const ConvPacking& p, const at::Tensor& src,
+                  const at::Tensor& weight, const at::Tensor& compensation,
+                  c10::IntArrayRef geometry, const char* remedy);
 
 /// weight, compensation and pair bounds.
 using Packed = std::tuple<at::Tensor, at::Tensor, at::Tensor>;

@@ -12,6 +12,14 @@ constexpr int64_t kMaxPaddedBytes = int64_t{1} << 40;
 
 }  // namespace
 
+Source source_of(const ChannelsLast& src, const Window& window) {
+  return {static_cast<const uint8_t*>(src.tensor.const_data_ptr()),
+          src.batch,
+          src.channels,
+          {src.size[0], src.size[1], src.size[2]},
+          window};
+}
+
 Source pad(const char* op, ScratchFrame& scratch, const Source& s, int32_t zero_point) {
   Source padded = s;
   for (int d = 0; d < 3; ++d) {

@@ -22,6 +22,13 @@ struct Source {
   int64_t image_bytes() const { return channels * size[0] * size[1] * size[2]; }
 };
 
+Source source_of(const ChannelsLast& src, const Window& window);
+
+/// With more classes of valid taps than this, or fewer rows per class, a copy with padding is
+/// faster.
+constexpr int64_t kMaxClasses = 64;
+constexpr int64_t kMinRowsPerClass = 3;
+
 /// A copy with the zero point around it, as wide as the paddings of its window.
 Source pad(const char* op, ScratchFrame& scratch, const Source& s, int32_t zero_point);
 

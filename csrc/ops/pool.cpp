@@ -104,9 +104,8 @@ Runs runs_of(const Spans& spans) {
 
 at::Tensor make_dst(const ChannelsLast& src, const int64_t (&output)[3],
                     const c10::SmallVector<Real, 4>& params) {
-  const size_t dims = static_cast<size_t>(src.spatial_dims);
   return empty_channels_last(
-      src.batch, src.channels, {output + 3 - dims, dims},
+      src, src.channels, output,
       params.empty() ? src.tensor.scalar_type() : scalar_type(params[1].dtype));
 }
 
@@ -166,10 +165,7 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
   const auto kernel = pooling.average ? tier.avg_pool : tier.max_pool;
   const Runs runs = runs_of(spans[2]);
   const int64_t c = src.channels, rows = src.batch * output[0] * output[1];
-  const int parts =
-      static_cast<int>(std::min<int64_t>(threads_for(dst.numel() * window, 100'000), rows));
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(rows, parts, part);
+  parallel_ranges(rows, threads_for(dst.numel() * window, 100'000), [&](Range range) {
     c10::SmallVector<const uint8_t*, 64> taps;
     for (int64_t r = range.begin; r < range.end; ++r) {
       const int64_t n = r / (output[0] * output[1]);

@@ -98,9 +98,7 @@ class RealOutput {
 /// are rows 0, 1, ... one after the other.
 template <class Row>
 void store_rows(const RealOutput& out, int64_t rows, int64_t n, const Row& row) {
-  const int parts = static_cast<int>(std::min(int64_t{threads_for(rows * n, 40'000)}, rows));
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(rows, parts, part);
+  parallel_ranges(rows, threads_for(rows * n, 40'000), [&](Range range) {
     const int64_t group = std::max<int64_t>(1, kRealBlock / n);  // rows that fill a block
     ScratchFrame frame;
     float* x = frame.take<float>(group * n + kPanel);

@@ -219,9 +219,7 @@ at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntA
   const bool exact = to.dtype == DType::s32 && from.scale == 1 && to.scale == 1 &&
                      alg != Alg::mean && alg != Alg::mul && post_ops.empty();
   const int64_t count = dst.numel();
-  const int parts = static_cast<int>(std::min<int64_t>(threads_for(count * n, 100'000), count));
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(count, parts, part);
+  parallel_ranges(count, threads_for(count * n, 100'000), [&](Range range) {
     if (exact) {
       store_exact(blocks, from, to, range, dst.mutable_data_ptr<int32_t>());
     } else {

@@ -53,10 +53,7 @@ void copy_nearest(const ChannelsLast& src, const Taps& taps, const int64_t (&out
   const uint8_t* data = static_cast<const uint8_t*>(src.tensor.const_data_ptr());
   const int64_t c = src.channels, rows = src.batch * output[0] * output[1];
   const size_t bytes = static_cast<size_t>(c);
-  const int parts =
-      static_cast<int>(std::min<int64_t>(threads_for(rows * output[2] * c, 300'000), rows));
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(rows, parts, part);
+  parallel_ranges(rows, threads_for(rows * output[2] * c, 300'000), [&](Range range) {
     for (int64_t r = range.begin; r < range.end; ++r) {
       const int64_t n = r / (output[0] * output[1]);
       const int64_t d = taps[0][static_cast<size_t>(r / output[1] % output[0])].index[0];
@@ -186,10 +183,8 @@ void blend_lines(const ChannelsLast& src, const Taps& taps, const int64_t (&outp
   const std::vector<Stretch> stretches = stretches_of(src, taps, output);
   const int64_t lines = src.batch * output[0] * output[1];
   const int64_t units = static_cast<int64_t>(stretches.size()) * lines;
-  const int parts = static_cast<int>(
-      std::min<int64_t>(threads_for(lines * output[2] * src.channels, 40'000), units));
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(units, parts, part);
+  const int threads = threads_for(lines * output[2] * src.channels, 40'000);
+  parallel_ranges(units, threads, [&](Range range) {
     for (int64_t unit = range.begin; unit < range.end;) {
       const int64_t stretch = unit / lines, base = stretch * lines;
       const int64_t end = std::min(range.end, base + lines);

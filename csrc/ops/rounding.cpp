@@ -98,9 +98,7 @@ at::Tensor reorder_rounded(const at::Tensor& src, const at::Tensor& scales,
   char* result = static_cast<char*>(dst.mutable_data_ptr());
   const int64_t out = dst.element_size();
   const Real whole{dtype, 1, 0};
-  const int parts = static_cast<int>(std::min<int64_t>(threads_for(count, 20'000), count));
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(count, parts, part);
+  parallel_ranges(count, threads_for(count, 20'000), [&](Range range) {
     alignas(64) float x[kRealBlock];
     for (int64_t first = range.begin; first < range.end; first += kRealBlock) {
       const int64_t n = std::min<int64_t>(kRealBlock, range.end - first);

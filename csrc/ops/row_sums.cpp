@@ -52,9 +52,7 @@ void sum_groups(const Kernels& tier, const RowSource& src, int64_t pixels, int32
   const int64_t count = pixels * src.groups, inputs = src.group_inputs;
   const int32_t flip = src.is_signed ? 0x80 : 0;
   const int32_t shift = static_cast<int32_t>(inputs) * (src.zero_point + flip);
-  const int parts = threads_for(count * std::max<int64_t>(inputs, 1));
-  parallel_parts(parts, [&](int part) {
-    const Range range = part_of(count, parts, part);
+  parallel_ranges(count, threads_for(count * std::max<int64_t>(inputs, 1)), [&](Range range) {
     const uint8_t* q = src.data + range.begin * inputs;
     for (int64_t i = range.begin; i < range.end; ++i, q += inputs) {
       int32_t sum = -shift;
@@ -71,9 +69,7 @@ void sum_groups(const Kernels& tier, const RowSource& src, int64_t pixels, int32
 at::Tensor sum_windows(const Kernels& tier, const RowSource& src, const ChannelsLast& shape,
                        const SumAxis (&axes)[3]) {
   const int64_t sizes[3] = {axes[0].dst_size, axes[1].dst_size, axes[2].dst_size};
-  const size_t dims = static_cast<size_t>(shape.spatial_dims);
-  const at::Tensor result =
-      empty_channels_last(shape.batch, src.groups, {sizes + 3 - dims, dims}, at::kInt);
+  const at::Tensor result = empty_channels_last(shape, src.groups, sizes, at::kInt);
   ScratchFrame scratch;
   const bool depthwise = src.group_inputs == 1;  // each channel is its own sum
   int32_t* sums = depthwise ? nullptr : scratch.take<int32_t>(shape.pixels() * src.groups);
@@ -84,11 +80,9 @@ at::Tensor sum_windows(const Kernels& tier, const RowSource& src, const Channels
   // A window's sum is separable: source rows into one, then along it.
   const int64_t taps = axes[0].kernel * axes[1].kernel;
   const int threads = threads_for(rows * (src_row * taps + dst_row * axes[2].kernel));
-  const int parts = static_cast<int>(std::min<int64_t>(threads, std::max<int64_t>(rows, 1)));
-  parallel_parts(parts, [&](int part) {
+  parallel_ranges(rows, threads, [&](Range range) {
     ScratchFrame frame;
     int32_t* row = frame.take<int32_t>(src_row);
-    const Range range = part_of(rows, parts, part);
     for (int64_t r = range.begin; r < range.end; ++r) {
       const int64_t n = r / (sizes[0] * sizes[1]);
       std::fill(row, row + src_row, 0);
