@@ -7,6 +7,7 @@ Folding costs O(channels) a call; modules in :mod:`torchq.nn` fold once.
 """
 
 from torchq.functional.arguments import conv_geometry
+from torchq.functional.conv import conv1d, conv2d, conv3d
 from torchq.functional.deconv import (
     conv_transpose1d,
     conv_transpose2d,
@@ -17,8 +18,8 @@ from torchq.functional.dynamic import dynamic_linear, requantize_dynamic
 from torchq.functional.elementwise import add, concat, lookup, lookup_table, mul, pad
 from torchq.functional.eltwise import binary, eltwise, prelu, shuffle, sum
 from torchq.functional.gemm import gemm_s8s8s32, gemm_u8s8s32
-from torchq.functional.matmul import conv1d, conv2d, conv3d, linear
-from torchq.functional.multiply import matmul
+from torchq.functional.linear import linear
+from torchq.functional.matmul import matmul
 from torchq.functional.normalization import (
     batch_norm,
     group_norm,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that several functions take: numbers, windows, 8-bit sources."""
+"""Arguments that several functions take: numbers, windows, 8-bit sources, packed weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import INT32, to_float32, to_int
+from torchq._text import Sum
 from torchq.attr import Attr
-from torchq.folding import check_attr
+from torchq.folding import Folded, check_attr
+from torchq.packing import PackedWeight
 
 Ints: TypeAlias = int | Sequence[int]
 Floats: TypeAlias = float | Tensor
@@ -108,3 +110,46 @@ def conv_geometry(
     end = begin if padding_end is None else spread(op, "padding_end", padding_end, dims)
     step, gap = spread(op, "stride", stride, dims), spread(op, "dilation", dilation, dims)
     return [*kernel, *step, *begin, *end, *gap, *channels]
+
+
+def check_source(op: str, src: Tensor, attr: Attr) -> None:
+    """Raises TypeError unless ``src`` is uint8 or int8; ValueError for float with output scales."""
+    if src.is_floating_point() and attr.mask("dst", "output_scales") is not None:
+        raise ValueError(
+            f"torchq.{op}: src must be torch.uint8 or torch.int8 with output_scales, which are "
+            f"only for integer computation, got {src.dtype} with {attr}. Quantize src, or drop "
+            "the output scales and multiply the result."
+        )
+    check_8bit(op, "src", src)
+
+
+def post_op_sources(
+    op: str,
+    attr: Attr,
+    dst_dtype: torch.dtype,
+    srcs: Sequence[Tensor],
+    dst_sizes: Callable[[], Sequence[int]],
+) -> list[Tensor]:
+    """The sources of the chain, in its order; those of sums are checked for their dtype."""
+    sources = attr.post_ops.sources(op, dst_sizes, srcs)
+    for index, (post_op, src) in enumerate(zip(attr.post_ops.source_owners, sources, strict=True)):
+        expected = (post_op.dtype or dst_dtype) if isinstance(post_op, Sum) else src.dtype
+        if src.dtype != expected:
+            raise TypeError(
+                f"torchq.{op}: post_op_srcs[{index}] must be {expected}, the dtype of its sum (by "
+                f"default that of dst), got {src.dtype}. Give append_sum its dtype."
+            )
+    return sources
+
+
+def packed_arguments(packed: PackedWeight, folded: Folded) -> tuple[Tensor | None, ...]:
+    """The arguments between src and the geometry or dst_dtype, in the order of the ops."""
+    return (
+        packed.weight,
+        packed.compensation,
+        packed.pair_bound,
+        folded.multiplier,
+        folded.offset,
+        folded.acc_bias,
+        folded.src_zero_point,
+    )

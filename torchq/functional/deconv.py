@@ -11,8 +11,14 @@ from torch import Tensor
 
 from torchq.attr import Attr
 from torchq.folding import fold
-from torchq.functional.arguments import Ints, conv_geometry, spread
-from torchq.functional.matmul import check_source, packed_arguments, post_op_sources
+from torchq.functional.arguments import (
+    Ints,
+    check_source,
+    conv_geometry,
+    packed_arguments,
+    post_op_sources,
+    spread,
+)
 from torchq.ops import conv_transpose_sizes, dtype_code
 from torchq.packing import PackedWeight, pack_conv_transpose
 
@@ -61,17 +67,17 @@ def conv_transpose2d(
         src: uint8 or int8 ``(N, C, H, W)``; channels-last is read in place, others are copied.
         weight: int8 or uint8 ``(C, OC/groups, kh, kw)`` as torch has it, or packed by
             :func:`~torchq.packing.pack_conv_transpose`.
-        bias: ``[OC]``; float32 or int32 as in :func:`linear`.
+        bias: ``[OC]``; float32 or int32 as in :func:`~torchq.functional.linear`.
         stride: one number or one per spatial dimension; so are the others.
         padding: cut off before, and after unless ``padding_end`` is given.
         output_padding: added after; below ``stride`` or ``dilation``.
         groups: divides both channel counts.
         dilation: distance between taps; 1 is dense.
-        attr: as in :func:`linear`. Weight masks index oneDNN's logical dims (OC, C, kh, kw), not
-            torch's order: mask 1 is per output channel; with groups (G, OC/G, C/G, kh, kw): mask 3
-            per group and channel, mask 2 is OC/G values shared by the groups. dst is
-            (N, OC, OH, OW), mask 2 per channel.
-        dst_dtype: torch.uint8, int8, int32 or float32, as in :func:`linear`.
+        attr: as in :func:`~torchq.functional.linear`. Weight masks index oneDNN's logical dims
+            (OC, C, kh, kw), not torch's order: mask 1 is per output channel; with groups
+            (G, OC/G, C/G, kh, kw): mask 3 per group and channel, mask 2 is OC/G values shared by
+            the groups. dst is (N, OC, OH, OW), mask 2 per channel.
+        dst_dtype: torch.uint8, int8, int32 or float32, as in :func:`~torchq.functional.linear`.
         post_op_srcs: for each ``sum``, a tensor of dst's shape and the sum's dtype.
         padding_end: padding after, where it differs.
 

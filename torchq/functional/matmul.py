@@ -1,285 +1,307 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear and convolution: an exact int32 sum, then scales, bias and post-ops."""
+"""Matrix products of two operands that are both given at run time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from torchq._text import Sum
+from torchq._post_ops import PostOps, post_ops_of
 from torchq.attr import Attr
-from torchq.folding import Folded, fold
-from torchq.functional.arguments import Ints, check_8bit, conv_geometry, spread
-from torchq.functional.depthwise import padding_end, split_at_dw_conv
-from torchq.ops import conv_sizes, dtype_code
-from torchq.packing import PackedWeight, pack_conv, pack_linear
+from torchq.folding import Folded, check_attr, check_int32_bias, fold
+from torchq.functional.arguments import check_8bit, check_source, post_op_sources
+from torchq.ops import dtype_code
+from torchq.packing import PackedWeight
+
+__all__ = ["matmul"]
 
 
-def linear(
+def matmul(
     src: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: Tensor,
     bias: Tensor | None = None,
     attr: Attr | None = None,
     dst_dtype: torch.dtype = torch.float32,
     post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Quantizes ``post_ops(src_scale * weight_scale * (src - src_zero_point) @ weight.T + bias)``.
+    """Quantizes ``post_ops(src_scale * weight_scale * (src - z_src) @ (weight - z_w) + bias)``.
+
+    The sum over k is exact. With scales or zero points per group of k, each group's exact sum is
+    scaled on its own, and float32 adds them in order of k::
+
+        t = fma(float(acc_0), s_0, 0);  t = t + fma(float(acc_g), s_g, 0);
+        x = fma(float(acc_last), s_last, bias) + t
+
+    With scales of ``src`` per row, rows and bias are post-ops in front of all others::
+
+        x = fma(float(acc), weight_scale, 0) [+ t];  x = x * src_scale[row];  x = x + bias
+
+    A float32 ``src`` multiplies the dequantized weight instead (weight-only int8):
+    ``src @ (weight_scale * float(weight - z_w)) + bias`` by torch's own float32 matmul, whose
+    order of summation, and so its last bits, are torch's. It takes no post-ops and a float32 dst,
+    and any masks and groups of ``weights``.
 
     Args:
-        src: uint8 or int8 ``(*, in_features)``.
-        weight: int8 or uint8 ``(out_features, in_features)``, or packed by
-            :func:`~torchq.packing.pack_linear` (do that once where the weight is constant).
-        bias: ``[out_features]``; float32 in real units, added after scaling, or int32 in
-            accumulator units, added before. With output scales any bias is added before.
-        attr: scales of ``src`` (mask 0), ``weights`` (0, or 1: per output channel) and ``dst``
-            (0, or 2: per channel, the last dim of dst), zero points of ``src`` (mask 0),
-            ``weights`` (0 or 1) and ``dst`` (0; or 2 where the post-ops fold and no sum is
-            float32), or output scales (0 or 2); post-ops. What is not set is 1 (zero points: 0).
-        dst_dtype: torch.uint8, int8, int32 or float32. Without scales, int32 gives the exact
-            accumulators. A float32 dst has neither scale nor zero point.
-        post_op_srcs: in the order of the chain, a tensor of dst's shape and the sum's dtype for
-            each ``sum``; for each binary or prelu with another mask than 0 and 2 and without values
-            its operand, of dst's shape with 1 where the mask has no bit; the condition of each
-            select.
+        src: uint8 or int8 ``(..., M, K)``; columns that are not adjacent are copied.
+        weight: uint8 or int8 ``(..., K, N)``, contiguous or transposed (``x.mT`` costs nothing).
+            Batch dimensions broadcast.
+        bias: ``[N]``; float32 in real units or int32 in accumulator units.
+        attr: masks index the dims of each argument; K, M and N name the bits of its last two.
+            Scales of ``src``: mask 0; K with groups ``(1, k)``, per group of k columns; or any
+            mask without K, or groups ``(1, K)``, per row. Scales and zero points of ``weights``: 0,
+            K, N or both, in groups. Zero points of ``src``: 0, or K with groups. Scales and zero
+            points of ``dst``, and output scales: 0 or N. Post-ops' masks index (rows, columns) as
+            those of :func:`torchq.functional.linear`: 1 per row, 2 per column.
+        dst_dtype: torch.uint8, int8, int32 or float32. Without scales, and zero points per group,
+            int32 gives the exact accumulators.
+        post_op_srcs: as of :func:`torchq.functional.linear`.
 
     Returns:
-        ``(*, out_features)``.
+        ``(..., M, N)``.
 
     Raises:
         TypeError: a dtype other than these.
-        ValueError: shapes, numbers of values, zero points or scales that do not fit, or output
-            scales with a float32 source.
+        ValueError: shapes, numbers of values, zero points or scales that do not fit, or K above
+            65793 (33025 with weight zero points), per group.
         NotImplementedError: masks or post-ops without a kernel.
     """
     attr = Attr() if attr is None else attr
-    check_source("linear", src, attr)
-    packed = weight if isinstance(weight, PackedWeight) else pack_linear(weight)
-    if packed.dilation or src.dim() == 0 or src.shape[-1] != packed.shape[1]:
-        raise ValueError(
-            f"torchq.linear: src must be (*, {packed.shape[1]}) for weight {list(packed.shape)}, "
-            f"a matrix, got {list(src.shape)}. Check the layer's in_features."
+    _check_shapes(src, weight)
+    if src.dtype == torch.float32:
+        return _weight_only(src, weight, bias, attr, dst_dtype)
+    if src.dtype in (torch.bfloat16, torch.float16, torch.float64):
+        raise TypeError(
+            f"torchq.matmul: a floating src must be torch.float32, got {src.dtype}. Convert it "
+            "with .float(), or quantize it."
         )
-    folded = fold("linear", attr, packed, bias, dst_dtype)
-    result: Tensor = torch.ops.torchq.linear(
+    check_source("matmul", src, attr)
+    check_8bit("matmul", "weight", weight)
+    n, k = weight.shape[-1], weight.shape[-2]
+    _check_masks(attr, src, weight)
+    groups = _groups(attr, src, weight)
+    zeros = attr.values("weights", "zero_points")
+    if bias is not None and bias.dtype == torch.int32:
+        plain = zeros is None and weight.dtype == torch.int8
+        check_int32_bias("matmul", bias, k if plain else 2 * k)
+
+    def sizes() -> list[int]:
+        batch = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+            src.shape[:-2], weight.shape[:-2]
+        )
+        return [*batch, src.shape[-2], n]
+
+    chain = attr.post_ops
+    _check_dst_zero_points(attr, src, groups, dst_dtype)
+    if _scaled_by_row(attr, src):
+        chain, bias = _by_rows(attr, src, bias, sizes())
+    folded = _fold(attr, chain, src, weight, groups, bias, dst_dtype)
+    result: Tensor = torch.ops.torchq.matmul(
         src,
-        *packed_arguments(packed, folded),
-        packed.in_channels,
-        dtype_code(dst_dtype),
-        folded.post_ops,
-        folded.post_op_params,
-        post_op_sources(
-            "linear", attr, dst_dtype, post_op_srcs, lambda: (*src.shape[:-1], packed.channels)
-        ),
-        folded.weight_zero_point,
-    )
-    return result
-
-
-def conv1d(
-    src: Tensor,
-    weight: Tensor | PackedWeight,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints = 0,
-    dilation: Ints = 1,
-    groups: int = 1,
-    attr: Attr | None = None,
-    dst_dtype: torch.dtype = torch.float32,
-    post_op_srcs: Sequence[Tensor] = (),
-    padding_end: Ints | None = None,
-) -> Tensor:
-    """As :func:`conv2d` for ``src`` (N, C, L) and ``weight`` (OC, C/groups, k)."""
-    window = _Window(stride, padding, padding_end, dilation, groups)
-    return _conv(1, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
-
-
-def conv2d(
-    src: Tensor,
-    weight: Tensor | PackedWeight,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints = 0,
-    dilation: Ints = 1,
-    groups: int = 1,
-    attr: Attr | None = None,
-    dst_dtype: torch.dtype = torch.float32,
-    post_op_srcs: Sequence[Tensor] = (),
-    padding_end: Ints | None = None,
-) -> Tensor:
-    """Quantizes ``post_ops(src_scale * weight_scale * conv(src - src_zero_point) + bias)``.
-
-    Padding is real zero: it contributes nothing, whatever the zero point.
-
-    Args:
-        src: uint8 or int8 ``(N, C, H, W)``; channels-last is read in place, others are copied.
-        weight: int8 or uint8 ``(OC, C/groups, kh, kw)``, or packed by
-            :func:`~torchq.packing.pack_conv`.
-        bias: ``[OC]``; float32 or int32 as in :func:`linear`.
-        stride: one number or one per spatial dimension; so are ``padding`` and ``dilation``.
-        padding: added before, and after unless ``padding_end`` is given.
-        dilation: distance between taps; 1 is dense.
-        groups: divides both channel counts; weight masks then index (G, OC/G, C/G, kh, kw): mask
-            3 is per group and channel, mask 2 is OC/G values shared by the groups.
-        attr: as in :func:`linear`; dst is (N, OC, OH, OW), mask 2 per channel. With a ``dw_conv``
-            in the chain, scale (mask 0) and zero point of ``dst`` are those of the result in front
-            of it; scales and zero points of ``dw_weights`` and ``dw_dst`` and ``dst_dtype`` those
-            of the depthwise convolution: see :meth:`torchq.PostOps.append_dw_conv`.
-        dst_dtype: torch.uint8, int8, int32 or float32, as in :func:`linear`.
-        post_op_srcs: in the order of the chain, a tensor of dst's shape and the sum's dtype for
-            each ``sum``; for each binary or prelu with another mask than 0 and 2 and without values
-            its operand, of dst's shape with 1 where the mask has no bit; the condition of each
-            select.
-        padding_end: padding after, where it differs.
-
-    Returns:
-        ``(N, OC, OH, OW)``, channels-last.
-
-    Raises:
-        TypeError: a dtype other than these.
-        ValueError: shapes, numbers of values, zero points or scales that do not fit, or output
-            scales with a float32 source.
-        NotImplementedError: masks or post-ops without a kernel.
-    """
-    window = _Window(stride, padding, padding_end, dilation, groups)
-    return _conv(2, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
-
-
-def conv3d(
-    src: Tensor,
-    weight: Tensor | PackedWeight,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints = 0,
-    dilation: Ints = 1,
-    groups: int = 1,
-    attr: Attr | None = None,
-    dst_dtype: torch.dtype = torch.float32,
-    post_op_srcs: Sequence[Tensor] = (),
-    padding_end: Ints | None = None,
-) -> Tensor:
-    """As :func:`conv2d` for ``src`` (N, C, D, H, W) and ``weight`` (OC, C/groups, kd, kh, kw)."""
-    window = _Window(stride, padding, padding_end, dilation, groups)
-    return _conv(3, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
-
-
-class _Window(NamedTuple):
-    stride: Ints
-    padding: Ints
-    padding_end: Ints | None
-    dilation: Ints
-    groups: int
-
-
-def _conv(
-    dims: int,
-    src: Tensor,
-    weight: Tensor | PackedWeight,
-    bias: Tensor | None,
-    window: _Window,
-    attr: Attr | None,
-    dst_dtype: torch.dtype,
-    post_op_srcs: Sequence[Tensor],
-) -> Tensor:
-    op = f"conv{dims}d"
-    attr = Attr() if attr is None else attr
-    if (parts := split_at_dw_conv(op, attr)) is not None:
-        first, dw, filters, second = parts
-        count = first.post_ops.num_srcs
-        mid = _conv(dims, src, weight, bias, window, first, dw.dtype, post_op_srcs[:count])
-        inner = _Window(dw.stride, dw.padding, padding_end(op, dw, mid), 1, mid.shape[1])
-        srcs = post_op_srcs[count:]
-        return _conv(dims, mid, filters, dw.bias, inner, second, dst_dtype, srcs)
-    check_source(op, src, attr)
-    packed = _packed(op, dims, weight, window)
-    if src.dim() != dims + 2 or src.shape[1] != packed.in_channels:
-        raise ValueError(
-            f"torchq.{op}: src must be (N, {packed.in_channels}, spatial...) with "
-            f"{dims + 2} dims for weight {list(packed.shape)} and groups={packed.groups}, got "
-            f"{list(src.shape)}. Add a batch dimension with unsqueeze(0) if it is missing."
-        )
-    geometry = conv_geometry(op, packed.shape[2:], *window, packed.in_channels)
-    folded = fold(op, attr, packed, bias, dst_dtype)
-
-    def dst_sizes() -> list[int]:
-        return conv_sizes(src.shape, packed.channels, geometry)
-
-    result: Tensor = torch.ops.torchq.conv(
-        src,
-        *packed_arguments(packed, folded),
-        geometry,
-        dtype_code(dst_dtype),
-        folded.post_ops,
-        folded.post_op_params,
-        post_op_sources(op, attr, dst_dtype, post_op_srcs, dst_sizes),
-        folded.weight_zero_point,
-    )
-    return result
-
-
-def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) -> PackedWeight:
-    dilation = tuple(spread(op, "dilation", window.dilation, dims))
-    shape = tuple(weight.shape)
-    if len(shape) != dims + 2:
-        raise ValueError(
-            f"torchq.{op}: weight must be (OC, C/groups, kernel...) with {dims + 2} dims, got "
-            f"{list(shape)}. Use conv1d, conv2d, conv3d or linear by its number of dims."
-        )
-    if not isinstance(weight, PackedWeight):
-        return pack_conv(weight, window.groups, dilation)
-    if weight.stride:
-        raise ValueError(
-            f"torchq.{op}: weight must be packed by pack_conv, got the packed weight of a "
-            "transposed convolution. Use conv_transpose1d, 2d or 3d."
-        )
-    if (weight.groups, weight.dilation) != (window.groups, dilation):
-        raise ValueError(
-            f"torchq.{op}: weight must be packed for groups={window.groups}, dilation={dilation}, "
-            f"got groups={weight.groups}, dilation={weight.dilation}. Call pack_conv with these."
-        )
-    return weight
-
-
-def check_source(op: str, src: Tensor, attr: Attr) -> None:
-    """Raises TypeError unless ``src`` is uint8 or int8; ValueError for float with output scales."""
-    if src.is_floating_point() and attr.mask("dst", "output_scales") is not None:
-        raise ValueError(
-            f"torchq.{op}: src must be torch.uint8 or torch.int8 with output_scales, which are "
-            f"only for integer computation, got {src.dtype} with {attr}. Quantize src, or drop "
-            "the output scales and multiply the result."
-        )
-    check_8bit(op, "src", src)
-
-
-def post_op_sources(
-    op: str,
-    attr: Attr,
-    dst_dtype: torch.dtype,
-    srcs: Sequence[Tensor],
-    dst_sizes: Callable[[], Sequence[int]],
-) -> list[Tensor]:
-    """The sources of the chain, in its order; those of sums are checked for their dtype."""
-    sources = attr.post_ops.sources(op, dst_sizes, srcs)
-    for index, (post_op, src) in enumerate(zip(attr.post_ops.source_owners, sources, strict=True)):
-        expected = (post_op.dtype or dst_dtype) if isinstance(post_op, Sum) else src.dtype
-        if src.dtype != expected:
-            raise TypeError(
-                f"torchq.{op}: post_op_srcs[{index}] must be {expected}, the dtype of its sum (by "
-                f"default that of dst), got {src.dtype}. Give append_sum its dtype."
-            )
-    return sources
-
-
-def packed_arguments(packed: PackedWeight, folded: Folded) -> tuple[Tensor | None, ...]:
-    """The arguments between src and the geometry or dst_dtype, in the order of the ops."""
-    return (
-        packed.weight,
-        packed.compensation,
-        packed.pair_bound,
+        weight,
         folded.multiplier,
         folded.offset,
         folded.acc_bias,
-        folded.src_zero_point,
+        _zero_points(attr, "src", src, groups),
+        _zero_points(attr, "weights", weight, groups),
+        dtype_code(dst_dtype),
+        folded.post_ops,
+        folded.post_op_params,
+        post_op_sources("matmul", Attr().set_post_ops(chain), dst_dtype, post_op_srcs, sizes),
     )
+    return result
+
+
+def _check_shapes(src: Tensor, weight: Tensor) -> None:
+    if src.dim() < 2 or weight.dim() < 2 or src.shape[-1] != weight.shape[-2]:
+        raise ValueError(
+            "torchq.matmul: src and weight must be (..., M, K) and (..., K, N), got "
+            f"{list(src.shape)} and {list(weight.shape)}. Transpose with .mT, or add the missing "
+            "dimension with unsqueeze."
+        )
+
+
+def _bits(t: Tensor) -> tuple[int, int]:
+    """Mask bits of the last two dims."""
+    return 1 << (t.dim() - 2), 1 << (t.dim() - 1)
+
+
+def _check_masks(attr: Attr, src: Tensor, weight: Tensor) -> None:
+    (_, k), (weight_k, weight_n) = _bits(src), _bits(weight)
+    n = 1 << (max(src.dim(), weight.dim()) - 1)
+    weights = (0, weight_k, weight_k | weight_n, weight_n)
+    check_attr(
+        "matmul",
+        attr,
+        {
+            ("scales", "src"): None,
+            ("scales", "weights"): weights,
+            ("scales", "dst"): (0, n),
+            ("zero_points", "src"): (0, k),
+            ("zero_points", "weights"): weights,
+            ("zero_points", "dst"): (0, n),
+            ("output_scales", "dst"): (0, n),
+        },
+    )
+    attr.check("src", src.shape)
+    attr.check("weights", weight.shape)
+    param, row = attr._params.get(("scales", "src")), (1, src.shape[-1])
+    if param is not None and param.mask & k and param.mask & (k - 1) and param.groups != row:
+        raise NotImplementedError(
+            f"torchq.matmul: scales of src must be per row or per group of k, got both: {attr}. "
+            f"The nearest supported are groups {row} (one per row) and mask {k} (per k)."
+        )
+
+
+def _check_dst_zero_points(attr: Attr, src: Tensor, groups: int, dst_dtype: torch.dtype) -> None:
+    """Per column they are part of the offset, which neither rows nor groups of k have."""
+    if not attr.mask("dst", "zero_points") or dst_dtype == torch.float32:
+        return
+    by_row = _scaled_by_row(attr, src)
+    if by_row or groups > 1:
+        other = "scales of src per row" if by_row else "scales or zero points per group of k"
+        raise NotImplementedError(
+            f"torchq.matmul: zero points of dst per column must come without {other}, got {attr}. "
+            "The nearest supported is one zero point of dst, mask 0."
+        )
+
+
+def _scaled_by_row(attr: Attr, src: Tensor) -> bool:
+    return bool((attr.mask("src") or 0) & (_bits(src)[1] - 1))
+
+
+def _groups(attr: Attr, src: Tensor, weight: Tensor) -> int:
+    """Groups of k with a scale or zero point of their own: what all of them divide into."""
+    k = src.shape[-1]
+    common = k
+    for arg, bit, position in (("src", _bits(src)[1], 1), ("weights", _bits(weight)[0], 0)):
+        for kind in ("scales", "zero_points"):
+            param = attr._params.get((kind, arg))
+            if param is not None and param.mask & bit:
+                common = math.gcd(common, param.groups[position] if param.groups else 1)
+    return k // common if k else 1
+
+
+def _by_group(attr: Attr, arg: str, t: Tensor, groups: int, kind: str = "scales") -> Tensor:
+    """Values ``[groups, 1 or N]`` of src per k, or of weights."""
+    values = attr.resolve(arg, t.shape, kind)
+    if arg == "src":
+        values = values.mT
+    k, n = values.shape[-2:]
+    values = values.reshape(k, n)
+    if k == 0:
+        return torch.ones((groups, n), dtype=values.dtype)
+    return values.expand(groups, n) if k == 1 else values[:: k // groups]
+
+
+def _zero_points(attr: Attr, arg: str, t: Tensor, groups: int) -> Tensor | None:
+    """One, ``[N]``, or ``[groups, 1 or N]``."""
+    values = attr.values(arg, "zero_points")
+    if values is None or groups == 1:
+        return None if values is None else values.contiguous()
+    return _by_group(attr, arg, t, groups, "zero_points").contiguous()
+
+
+def _by_rows(
+    attr: Attr, src: Tensor, bias: Tensor | None, dims: list[int]
+) -> tuple[PostOps, Tensor | None]:
+    """The post-ops that apply scales per row and a float bias; the bias that is left."""
+    scales = attr.resolve("src", src.shape)[..., :1]
+    chain = PostOps().append_binary("mul", scales.expand(*dims[:-1], 1).reshape(-1), 1)
+    if bias is not None and bias.dtype == torch.float32 and bias.shape == (dims[-1],):
+        chain, bias = chain.append_binary("add", bias.detach(), 2), None
+    return post_ops_of([*chain, *attr.post_ops]), bias
+
+
+def _fold(
+    attr: Attr,
+    chain: PostOps,
+    src: Tensor,
+    weight: Tensor,
+    groups: int,
+    bias: Tensor | None,
+    dst_dtype: torch.dtype,
+) -> Folded:
+    """Folds as for a linear layer of the same scales, once per group of k."""
+    n, k = weight.shape[-1], weight.shape[-2]
+    empty = torch.empty(0)
+    layer = PackedWeight(empty, empty, empty, (n, k), 1, ())
+    by_row = _scaled_by_row(attr, src) or attr.mask("src") is None
+    src_scales = None if by_row else _by_group(attr, "src", src, groups)
+    weight_scales = None
+    if attr.mask("weights") is not None:
+        weight_scales = _by_group(attr, "weights", weight, groups)
+
+    def scales(group: int) -> Attr:
+        part = Attr()
+        if src_scales is not None:
+            part.set_scales("src", 0, src_scales[group])
+        if weight_scales is not None:
+            values = weight_scales[group]
+            part.set_scales("weights", 0 if values.numel() == 1 else 1, values)
+        return part
+
+    if groups == 1:
+        last = _with_destination(attr, scales(0)).set_post_ops(chain)
+        return fold("matmul", last, layer, bias, dst_dtype)
+    multipliers = [
+        fold("matmul", scales(g), layer, None, torch.float32).multiplier for g in range(groups - 1)
+    ]
+    text = "+".join(filter(None, ["sum:1:0:f32", str(chain)]))
+    last = _with_destination(attr, scales(groups - 1))
+    last.set_post_ops(post_ops_of([*PostOps.parse("sum:1:0:f32"), *chain]))
+    folded = fold("matmul", last, layer, bias, dst_dtype)
+    multiplier = torch.stack([*multipliers, folded.multiplier])
+    return folded._replace(multiplier=multiplier, post_ops=text)
+
+
+def _with_destination(attr: Attr, result: Attr) -> Attr:
+    """Adds what ``attr`` says of dst, with the masks of a linear layer, whose dst is (M, N)."""
+    for kind in ("scales", "zero_points", "output_scales"):
+        values = attr.values("dst", kind)
+        if values is None:
+            continue
+        mask = 2 if attr.mask("dst", kind) else 0
+        if kind == "scales":
+            result.set_scales("dst", mask, values)
+        elif kind == "zero_points":
+            result.set_zero_points("dst", mask, values)
+        else:
+            result.set_output_scales(mask, values)
+    return result
+
+
+def _weight_only(
+    src: Tensor, weight: Tensor, bias: Tensor | None, attr: Attr, dst_dtype: torch.dtype
+) -> Tensor:
+    """Float source, int8 weight."""
+    check_8bit("matmul", "weight", weight)
+    check_attr("matmul", attr, {("scales", "weights"): None, ("zero_points", "weights"): None})
+    if dst_dtype != torch.float32 or attr.post_ops:
+        raise NotImplementedError(
+            "torchq.matmul: a float32 src must have a float32 dst and no post-ops, got "
+            f"{dst_dtype} and '{attr.post_ops}'. Apply them to the result with torch's operators."
+        )
+    if src.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "torchq.matmul: src requires grad, but torchq's ops have no backward. Run them under "
+            "torch.no_grad() or torch.inference_mode(), or pass src.detach()."
+        )
+    n = weight.shape[-1]
+    if bias is not None and bias.dtype != torch.float32:
+        raise TypeError(
+            f"torchq.matmul: bias must be float32 with a float32 src, got {bias.dtype}: there are "
+            "no accumulators. Convert it with .float()."
+        )
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(
+            f"torchq.matmul: bias must have shape [{n}], one value per output channel, got "
+            f"{list(bias.shape)}. Add others to the result."
+        )
+    scale = attr.resolve("weights", weight.shape)
+    zero_point = attr.resolve("weights", weight.shape, "zero_points")
+    real: Tensor = torch.ops.torchq.dequantize(weight, scale, zero_point)
+    dst = torch.matmul(src, real)
+    return dst if bias is None else dst + bias

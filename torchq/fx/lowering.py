@@ -23,8 +23,8 @@ from torchq.fx.sequences import SequenceTracer
 from torchq.fx.sharing import shared_qparams
 from torchq.lowering import append_clip, matmul_from_float, pool_from_float, post_op_chain
 from torchq.nn.binary import Add, Cat, QAdd, QCat, QMul
+from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
-from torchq.nn.multiply import QMatMul
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.qparams import QParams
 

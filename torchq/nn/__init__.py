@@ -7,8 +7,8 @@ from torchq.nn.deconv import QConvTranspose1d, QConvTranspose2d, QConvTranspose3
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.fused import Absorbed, FusedClip, ResidualFirst
 from torchq.nn.linear import QLinear
+from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
-from torchq.nn.multiply import QMatMul
 from torchq.nn.normalization import QGroupNorm, QLayerNorm, QSoftmax
 from torchq.nn.pooling import (
     QAdaptiveAvgPool1d,
