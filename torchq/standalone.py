@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torchq.config import QConfig
-from torchq.fuse import EXPOSED, MAX_REDUCTION
+from torchq.kinds import EXPOSED, MAX_REDUCTION
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.module import QModule
 from torchq.nn.rnn_observed import CELLS, NETWORKS, ObservedRNN, ObservedRNNCell

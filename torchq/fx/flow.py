@@ -11,7 +11,6 @@ from torch import nn
 from torchq import eager
 from torchq.config import Overrides, QConfig
 from torchq.explain import Row, check_strict
-from torchq.fuse import QUANTIZABLE
 from torchq.fx.capture import Captured, CaptureError, capture, with_constants
 from torchq.fx.fake import freeze_observers
 from torchq.fx.lowering import Lowering
@@ -19,6 +18,7 @@ from torchq.fx.module import QuantizedGraph
 from torchq.fx.planning import Plan
 from torchq.fx.prepared import Prepared
 from torchq.fx.report import report_rows
+from torchq.kinds import QUANTIZABLE
 from torchq.running import Inputs, split_inputs, working_copy
 from torchq.standalone import STANDALONE, converted, observed, stands_alone
 

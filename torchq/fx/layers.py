@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 from torchq.affine import TRANSPOSED, Affine, combined, fold_affines, norm_affine
 from torchq.fake_quantize import FakeQuantize
-from torchq.fuse import BATCH_NORM
 from torchq.fx.ops import Op, Role, clip_bounds
+from torchq.kinds import BATCH_NORM
 from torchq.nn.binary import Add, Cat, Mul
 
 __all__ = ["Layer", "find_layers"]

@@ -17,12 +17,12 @@ from torch import fx
 
 from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
 from torchq.fake_quantize import FakeQuantize
-from torchq.fuse import NO_DYNAMIC_FORM
 from torchq.fx.capture import Captured
 from torchq.fx.fake import Fixed, fixed_qparams, same
 from torchq.fx.layers import Layer, find_layers
 from torchq.fx.ops import Op, Role, clip_bounds
 from torchq.fx.recognize import recognize
+from torchq.kinds import NO_DYNAMIC_FORM
 from torchq.nn.binary import Cat
 from torchq.standalone import stands_alone, why_float
 

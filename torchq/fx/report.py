@@ -9,11 +9,11 @@ from dataclasses import replace
 from torch import nn
 
 from torchq.explain import Row
-from torchq.fuse import MATMUL
 from torchq.fx.fake import is_watcher
 from torchq.fx.layers import Layer
 from torchq.fx.ops import Op, Role
 from torchq.fx.planning import Plan
+from torchq.kinds import MATMUL
 from torchq.nn.rnn_observed import CELLS, NETWORKS
 from torchq.standalone import FOREIGN, RECURRENT, is_foreign
 

@@ -16,44 +16,17 @@ import torch
 from torch import nn
 
 from torchq.config import QConfig
-from torchq.nn.binary import Add, Cat, Mul
-from torchq.nn.quantize import DeQuantStub, QuantStub
-from torchq.recording import PASSING_MODULES, Call, Recording
-
-MATMUL = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-POOLS = (
-    nn.MaxPool1d,
-    nn.MaxPool2d,
-    nn.MaxPool3d,
-    nn.AvgPool1d,
-    nn.AvgPool2d,
-    nn.AvgPool3d,
-    nn.AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d,
+from torchq.eager.recording import PASSING_MODULES, Call, Recording
+from torchq.kinds import (
+    BATCH_NORM,
+    EXPOSED,
+    MATMUL,
+    MAX_REDUCTION,
+    NO_DYNAMIC_FORM,
+    POOLS,
+    QUANTIZABLE,
 )
-COMBINE = (Add, Mul, Cat)
-UNARY = (
-    nn.ReLU,
-    nn.ReLU6,
-    nn.Hardtanh,
-    nn.Sigmoid,
-    nn.Tanh,
-    nn.SiLU,
-    nn.Mish,
-    nn.GELU,
-    nn.ELU,
-    nn.LeakyReLU,
-    nn.Hardswish,
-    nn.Hardsigmoid,
-    nn.Softplus,
-)
-STUBS = (QuantStub, DeQuantStub)
-QUANTIZABLE = (*MATMUL, *COMBINE, *UNARY, *POOLS, *STUBS)
-MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
-EXPOSED = "its parameters are used outside of it too"
-NO_DYNAMIC_FORM = "only linear and recurrent modules have a dynamic form"
+from torchq.nn.binary import Add, Mul
 
 
 @dataclass(eq=False)

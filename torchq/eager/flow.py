@@ -1,16 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eager flow: swap modules, leave the model's own Python code as it is.
-
-:func:`prepare` runs the model and records who consumes what. A module will emit int8 only if
-every reader of its result is a quantized module too (through views, pools and dropout), else
-float32; plain torch operations in between therefore see float tensors and mean what they always
-meant. A reader takes the scale of the layer it reads from.
-
-What was recorded must hold in every later run: a converted model must call the same modules in the
-same order, whatever its input. Where a second call does not, for what the model keeps between
-calls, no layer emits int8. Where another input leads another way, a module raises if it is given a
-dtype that it was not made for; code that looks into a uint8 tensor by itself cannot be stopped.
-"""
+"""The eager flow: prepare, calibrate and convert."""
 
 from __future__ import annotations
 
@@ -24,14 +13,15 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
 
 from torchq.config import Overrides, QConfig
-from torchq.explain import Row, check_strict, report_rows
-from torchq.fuse import QUANTIZABLE
-from torchq.lowering import quantized_layer, quantized_pool
+from torchq.eager.lowering import quantized_layer, quantized_pool
+from torchq.eager.observed import ObservedLayer, ObservedPool
+from torchq.eager.planning import Plan
+from torchq.eager.recording import Recording, record
+from torchq.eager.report import report_rows
+from torchq.explain import Row, check_strict
+from torchq.kinds import QUANTIZABLE
 from torchq.nn.module import QModule
-from torchq.observed import ObservedLayer, ObservedPool
-from torchq.planning import Plan
 from torchq.qparams import QParams
-from torchq.recording import Recording, record
 from torchq.running import (
     Inputs,
     batches,

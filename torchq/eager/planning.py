@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
-from torchq.fuse import COMBINE, POOLS, UNARY, Layer, clip_bounds, find_layers
+from torchq.eager.fuse import Layer, clip_bounds, find_layers
+from torchq.eager.observed import ObservedLayer, ObservedPool
+from torchq.eager.recording import Call, Recording
+from torchq.kinds import COMBINE, POOLS, UNARY
 from torchq.nn.fused import Absorbed, FusedClip
 from torchq.nn.quantize import DeQuantStub, QuantStub
-from torchq.observed import ObservedLayer, ObservedPool
-from torchq.recording import Call, Recording
 from torchq.standalone import observed, stands_alone, why_float
 
 

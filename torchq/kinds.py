@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float modules that both flows know, by what becomes of them; why one may have to stay float."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torchq.nn.binary import Add, Cat, Mul
+from torchq.nn.quantize import DeQuantStub, QuantStub
+
+MATMUL = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+POOLS = (
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.MaxPool3d,
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d,
+)
+COMBINE = (Add, Mul, Cat)
+UNARY = (
+    nn.ReLU,
+    nn.ReLU6,
+    nn.Hardtanh,
+    nn.Sigmoid,
+    nn.Tanh,
+    nn.SiLU,
+    nn.Mish,
+    nn.GELU,
+    nn.ELU,
+    nn.LeakyReLU,
+    nn.Hardswish,
+    nn.Hardsigmoid,
+    nn.Softplus,
+)
+STUBS = (QuantStub, DeQuantStub)
+QUANTIZABLE = (*MATMUL, *COMBINE, *UNARY, *POOLS, *STUBS)
+MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
+EXPOSED = "its parameters are used outside of it too"
+NO_DYNAMIC_FORM = "only linear and recurrent modules have a dynamic form"
