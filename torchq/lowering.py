@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from torchq._post_ops import PostOps
@@ -108,7 +109,7 @@ def append_clip(chain: PostOps, clip: tuple[float, float]) -> PostOps:
     if clip == (0.0, math.inf):
         chain.append_eltwise("relu")
     else:
-        largest = 3.4028234663852886e38  # of float32: a clip has no infinite bounds
+        largest = torch.finfo(torch.float32).max  # a clip has no infinite bounds
         low, high = (min(max(bound, -largest), largest) for bound in clip)
         chain.append_eltwise("clip", low, high)
     return chain

@@ -259,7 +259,7 @@ class PercentileObserver(_BinnedObserver):
 class HistogramObserver(_BinnedObserver):
     """The range with the least expected squared quantization error. Merges exactly.
 
-    See :func:`torchq.histogram.squared_error` for the error. Never worse, on the histogram, than
+    See :func:`torchq.clipping.squared_error` for the error. Never worse, on the histogram, than
     the range from minimum to maximum.
 
     Args:
@@ -280,7 +280,7 @@ class HistogramObserver(_BinnedObserver):
 class EntropyObserver(_BinnedObserver):
     """The range whose levels tell most about the distribution (KL divergence). Merges exactly.
 
-    See :func:`torchq.histogram.divergence` for what is minimised.
+    See :func:`torchq.clipping.divergence` for what is minimised.
 
     Args:
         bins: number of histogram bins.

@@ -7,6 +7,7 @@ import gc
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,20 +174,6 @@ def _describe(tensor: Tensor) -> Value:
     return Value(tuple(tensor.shape), tensor.dtype, storage, contiguous)
 
 
-class _Hooks:
-    """Removes hooks on leaving."""
-
-    def __init__(self, handles: list[Any]) -> None:
-        self._handles = handles
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
 class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -205,13 +192,16 @@ class _Recorder(TorchFunctionMode):
         self._versions: list[list[int]] = []  # of the sources of the calls in progress
         self.depth = 0  # of leaf modules and functions
 
-    def hooks(self) -> _Hooks:
-        handles = []
+    def hooks(self) -> ExitStack:
+        """Registers hooks, which leaving removes."""
+        stack = ExitStack()
         for name, leaf in self._leaves.items():
-            handles.append(leaf.register_forward_pre_hook(self._enter, with_kwargs=True))
+            before = leaf.register_forward_pre_hook(self._enter, with_kwargs=True)
+            stack.callback(before.remove)
             hook = self._leave(name)
-            handles.append(leaf.register_forward_hook(hook, with_kwargs=True, always_call=True))
-        return _Hooks(handles)
+            after = leaf.register_forward_hook(hook, with_kwargs=True, always_call=True)
+            stack.callback(after.remove)
+        return stack
 
     def read(self, tensor: Tensor) -> int:
         """The value of a tensor that someone reads."""

@@ -13,7 +13,6 @@ from torchq.attr import Attr
 from torchq.functional import conv_geometry
 from torchq.functional.depthwise import join_at_dw_conv
 from torchq.nn.layer import QLayer, quantized_weight, sources_of
-from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_conv
 from torchq.qparams import QParams
 
@@ -234,9 +233,7 @@ class QConv(QLayer):
     ) -> Tensor:
         """Applies the convolution."""
         if src.dtype != self.src_dtype:
-            src = quantize_boundary(
-                src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
-            )
+            src = self._quantized_src(src)
         srcs = sources_of(residual, post_op_srcs) if self.dw is None else []
         weight, compensation, bound, multiplier, offset, zero_point, params, shift = self._hot()
         dst: Tensor = _conv(

@@ -11,7 +11,6 @@ from typing_extensions import Self
 from torchq._post_ops import PostOps
 from torchq.functional import conv_transpose_geometry
 from torchq.nn.layer import QLayer, quantized_weight, sources_of
-from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_conv_transpose
 from torchq.qparams import QParams
 
@@ -152,9 +151,7 @@ class QConvTranspose(QLayer):
     ) -> Tensor:
         """Applies the transposed convolution."""
         if src.dtype != self.src_dtype:
-            src = quantize_boundary(
-                src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
-            )
+            src = self._quantized_src(src)
         srcs = sources_of(residual, post_op_srcs)
         weight, compensation, bound, multiplier, offset, zero_point, params, shift = self._hot()
         dst: Tensor = _conv_transpose(

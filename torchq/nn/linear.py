@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from torchq._post_ops import PostOps
 from torchq.nn.layer import QLayer, quantized_weight, sources_of
-from torchq.nn.module import quantize_boundary
 from torchq.packing import PackedWeight, pack_linear
 from torchq.qparams import QParams
 
@@ -91,9 +90,7 @@ class QLinear(QLayer):
     ) -> Tensor:
         """Applies the layer."""
         if src.dtype != self.src_dtype:
-            src = quantize_boundary(
-                src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
-            )
+            src = self._quantized_src(src)
         srcs = sources_of(residual, post_op_srcs)
         weight, compensation, bound, multiplier, offset, zero_point, params, shift = self._hot()
         dst: Tensor = _linear(

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchq._arguments import DTYPE_NAMES
 from torchq.ops import dtype_code
 from torchq.qparams import QParams
 
 LAYOUT_VERSION = 1
 """Of the packed weights and the spec; a state of another version does not load."""
 
-_NAMES = {torch.uint8: "u8", torch.int8: "s8", torch.int32: "s32", torch.float32: "f32"}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """``u8``, ``s8``, ``s32`` or ``f32``."""
-    return _NAMES[dtype]
+    return DTYPE_NAMES[dtype]
 
 
 def dtype_from_name(name: str) -> torch.dtype:
@@ -127,11 +127,19 @@ class QModule(nn.Module):
         self.register_buffer(f"{name}_zero_point", qparams.zero_point.reshape(-1).clone())
 
     def _add_src(self, src: QParams) -> None:
-        """What :func:`quantize_boundary` needs."""
+        """What :meth:`_quantized_src` needs."""
         self._add_qparams("src", src)
         self.src_dtype = src.dtype
         self.src_code = dtype_code(src.dtype)
         self.src_low, self.src_high = src.integers
+
+    def _quantized_src(self, src: Tensor) -> Tensor:
+        """The source in its quantized dtype; float32 is quantized, all else a TypeError."""
+        if src.dtype == self.src_dtype:
+            return src
+        return quantize_boundary(
+            src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
+        )
 
 
 def read_spec(spec: Tensor) -> dict[str, Any]:

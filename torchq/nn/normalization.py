@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torchq._post_ops import PostOps
-from torchq.nn.module import QModule, dtype_name, placeholder_qparams, quantize_boundary
+from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.ops import dtype_code
 from torchq.qparams import QParams
 
@@ -66,13 +66,6 @@ class _QNorm(QModule):
         src = placeholder_qparams(spec["src"], spec["src_bits"])
         return cls(src, dst, post_ops=PostOps.parse(spec["post_ops"]), **spec["arguments"])
 
-    def _quantized(self, src: Tensor) -> Tensor:
-        if src.dtype == self.src_dtype:
-            return src
-        return quantize_boundary(
-            src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
-        )
-
     def _limited(self, dst: Tensor) -> Tensor:
         return torch.clamp(dst, self.dst_low, self.dst_high) if self.limited else dst
 
@@ -127,7 +120,7 @@ class QSoftmax(_QNorm):
     def forward(self, src: Tensor) -> Tensor:
         """Applies it."""
         dst: Tensor = torch.ops.torchq.softmax(
-            self._quantized(src),
+            self._quantized_src(src),
             self.dim,
             self.logarithmic,
             self.scales,
@@ -223,7 +216,7 @@ class QLayerNorm(_QAffineNorm):
                 f"{list(src.shape)}. Check the layer's normalized_shape."
             )
         dst: Tensor = torch.ops.torchq.layer_norm(
-            self._quantized(src),
+            self._quantized_src(src),
             self.dims,
             self.weight,
             self.bias,
@@ -285,7 +278,7 @@ class QGroupNorm(_QAffineNorm):
                 f"{list(src.shape)}. Check the layer's num_channels."
             )
         dst: Tensor = torch.ops.torchq.group_norm(
-            self._quantized(src),
+            self._quantized_src(src),
             self.num_groups,
             self.weight,
             self.bias,

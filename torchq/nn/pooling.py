@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torchq.functional import conv_geometry
-from torchq.nn.module import QModule, dtype_name, placeholder_qparams, quantize_boundary
+from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.qparams import QParams
 
 Ints = int | Sequence[int]
@@ -40,13 +40,6 @@ class _QPool(QModule):
     def from_spec(cls, spec: dict[str, Any]) -> Self:
         """See the base class."""
         return cls(placeholder_qparams(spec["src"], spec["src_bits"]), **spec["arguments"])
-
-    def _quantized(self, src: Tensor) -> Tensor:
-        if src.dtype == self.src_dtype:
-            return src
-        return quantize_boundary(
-            src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
-        )
 
     def extra_repr(self) -> str:
         """The window."""
@@ -101,7 +94,9 @@ class QMaxPool(_QPool):
 
     def forward(self, src: Tensor) -> Tensor:
         """Pools."""
-        dst: Tensor = torch.ops.torchq.max_pool(self._quantized(src), self.geometry, self.ceil_mode)
+        dst: Tensor = torch.ops.torchq.max_pool(
+            self._quantized_src(src), self.geometry, self.ceil_mode
+        )
         return dst.contiguous() if self.contiguous else dst
 
 
@@ -160,7 +155,7 @@ class QAvgPool(_QPool):
         else:
             zero_point = self._buffers["src_zero_point"]  # type: ignore[assignment]
         dst: Tensor = torch.ops.torchq.avg_pool(
-            self._quantized(src),
+            self._quantized_src(src),
             zero_point,
             self.geometry,
             self.ceil_mode,
@@ -200,7 +195,7 @@ class QAdaptiveAvgPool(_QPool):
     def forward(self, src: Tensor) -> Tensor:
         """Pools."""
         size = [src.size(i + 2) if n == 0 else n for i, n in enumerate(self.output_size)]
-        dst: Tensor = torch.ops.torchq.adaptive_avg_pool(self._quantized(src), size)
+        dst: Tensor = torch.ops.torchq.adaptive_avg_pool(self._quantized_src(src), size)
         return dst.contiguous() if self.contiguous else dst
 
 

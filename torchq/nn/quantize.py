@@ -174,8 +174,6 @@ class QLookup(QModule):
     def forward(self, src: Tensor) -> Tensor:
         """Looks every value up."""
         if src.dtype != self.src_dtype:
-            src = quantize_boundary(
-                src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
-            )
+            src = self._quantized_src(src)
         dst: Tensor = torch.ops.torchq.lookup(src, self.table)
         return dst

@@ -53,7 +53,7 @@ class QResample(_QPool):
             target = self.size
         else:
             target = [src.size(i + 2) * f for i, f in enumerate(self.factor)]
-        q = self._quantized(src)
+        q = self._quantized_src(src)
         scales = torch.cat([self.src_scale, self.src_scale])
         zero_points = torch.cat([self.src_zero_point, self.src_zero_point])
         dst: Tensor = torch.ops.torchq.resampling(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.nn.module import QModule, dtype_name, placeholder_qparams, quantize_boundary
+from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.ops import dtype_code
 from torchq.packing import pack_linear
 from torchq.qparams import QParams
@@ -304,9 +304,7 @@ class QRecurrentLayer(QModule):
                     " Dequantize it, or use a static layer."
                 )
         elif src.dtype != self.src_dtype:
-            src = quantize_boundary(
-                src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
-            )
+            src = self._quantized_src(src)
         pair_bounds = [self.pair_bound_src, self.pair_bound_state]
         projection = self.pair_bound_projection
         if projection is not None:

@@ -16,7 +16,8 @@ from torchq.nn.conv import QConv
 from torchq.nn.deconv import QConvTranspose
 from torchq.nn.layer import QLayer, sources_of
 from torchq.nn.linear import QLinear
-from torchq.nn.module import QModule, quantize_boundary
+from torchq.nn.module import QModule
+from torchq.running import split_inputs
 from torchq.saturation.pairs import (
     Sums,
     emulate_conv,
@@ -156,7 +157,7 @@ def emulate(
     batches = 0
     with torch.no_grad():
         for batch in data:
-            args, kwargs = _arguments(batch)
+            args, kwargs = split_inputs(batch)
             with _hooked(modules, weights, report, replace=False):
                 exact = _outputs(model(*args, **kwargs))
             with _hooked(modules, weights, report, replace=True):
@@ -222,11 +223,7 @@ def emulate_module(
 def _module_sums(
     module: QConv | QConvTranspose | QLinear, src: Tensor, float_weight: Tensor | None
 ) -> Sums:
-    if src.dtype != module.src_dtype:
-        low, high = module.src_low, module.src_high
-        src = quantize_boundary(
-            src, module.src_scale, module.src_zero_point, module.src_code, low, high
-        )
+    src = module._quantized_src(src)
     packed, zero = module.packed(), int(module.src_zero_point)
     weight, groups = packed.unpack(), packed.groups
     if isinstance(module, QLinear):
@@ -298,12 +295,6 @@ def _layout(dst: Tensor) -> torch.memory_format:
     if dst.dim() == 4 and not dst.is_contiguous():
         return torch.channels_last
     return torch.preserve_format
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return ((batch,) if isinstance(batch, Tensor) else tuple(batch)), {}
 
 
 def _outputs(result: Any) -> list[Tensor]:
