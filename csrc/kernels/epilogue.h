@@ -119,10 +119,14 @@ TORCHQ_INLINE void store_row_as(void* base, int64_t size, typename Isa::Float ze
   }
 }
 
+/// A folded chain to 8 bits, where the conversion alone saturates: what nearly every layer has.
+TORCHQ_INLINE bool finishes_to_bytes(const Epilogue& e) {
+  return e.mode == Epilogue::kFolded && element_size(e.dst_dtype) == 1 && !e.guard;
+}
+
 /// True when finish_in_registers can take the accumulators as they are.
 TORCHQ_INLINE bool finishes_in_registers(const Epilogue& e, int channels, int panels) {
-  return e.mode == Epilogue::kFolded && element_size(e.dst_dtype) == 1 && !e.guard &&
-         channels == panels * kPanel;
+  return finishes_to_bytes(e) && channels == panels * kPanel;
 }
 
 /// One panel of all rows: its parameters are loaded once (with 24 accumulators live, loading them
@@ -276,10 +280,45 @@ TORCHQ_NOINLINE void subtract_row_terms(const FinishTile& t, const Epilogue& e) 
   }
 }
 
+/// Where finishes_to_bytes; channels that do not fill their panels come here. Beside the general
+/// form: 1x1 of 96 to 24 channels 1.1 times as fast, of 72 to 24 with a sum 1.2 times.
+template <class Isa>
+TORCHQ_NOINLINE void finish_bytes(const FinishTile& t, const Epilogue& e) {
+  using Float = typename Isa::Float;
+  const bool is_signed = e.dst_dtype == DType::s8;
+  for (int p = 0; p * kPanel < t.channels; ++p) {
+    const int n = t.channel + p * kPanel;
+    const auto m = Isa::mask(t.channels - p * kPanel);
+    const Float multiplier = Isa::load(e.multiplier + n, m), offset = Isa::load(e.offset + n, m);
+    const bool per_channel = e.lo != nullptr, clamp = per_channel || e.clamp;
+    const Float lo = per_channel ? Isa::load(e.lo + n, m) : Isa::set(e.lo_scalar);
+    const Float hi = per_channel ? Isa::load(e.hi + n, m) : Isa::set(e.hi_scalar);
+    for (int r = 0; r < t.rows; ++r) {
+      const int32_t* tile = t.tile + (r * t.panels + p) * kPanel;
+      const int64_t index = t.dst_offset[r] + n;
+      Float y = Isa::fma(Isa::to_float(Isa::load_int(tile)), multiplier, offset);
+      for (int s = 0; s < e.num_sums; ++s) {
+        const SumSrc& sum = e.sums[s];
+        const uint8_t* data = static_cast<const uint8_t*>(sum.data) + index;
+        const auto old = sum.dtype == DType::u8 ? Isa::load_u8(data, m) : Isa::load_s8(data, m);
+        y = Isa::fma(Isa::to_float(old), Isa::load(sum.scale + n, m), y);
+      }
+      if (clamp) y = Isa::min(Isa::max(y, lo), hi);
+      uint8_t* dst = static_cast<uint8_t*>(e.dst) + index;
+      if (is_signed) {
+        Isa::store_s8(dst, Isa::to_int(y), m);
+      } else {
+        Isa::store_u8(dst, Isa::to_int(y), m);
+      }
+    }
+  }
+}
+
 template <class Isa>
 TORCHQ_NOINLINE void finish_tile(const FinishTile& t, const Epilogue& e) {
   using Float = typename Isa::Float;
   using Mask = typename Isa::Mask;
+  if (finishes_to_bytes(e)) return finish_bytes<Isa>(t, e);
   if (e.row_terms != nullptr) subtract_row_terms<Isa>(t, e);
   if (e.mode == Epilogue::kRaw) {
     for_each_panel<Isa>(t, [&](int r, int n, int32_t* tile, Mask m) {
