@@ -63,14 +63,14 @@ def disassemble(path: Path) -> dict[str, list[tuple[int, str]]]:
 
 
 @needs_objdump
-@pytest.mark.parametrize("isa", TIERS)
-def test_accumulators_stay_in_registers(isa: str) -> None:
+@pytest.mark.parametrize("tier", TIERS)
+def test_accumulators_stay_in_registers(tier: str) -> None:
     names = "(gemm|rnn|small_group)_tile<"
-    if not isa.startswith("avx2"):  # its 16 registers cannot hold a window of columns
+    if not tier.startswith("avx2"):  # its 16 registers cannot hold a window of columns
         names += "|Slide<.*half<|dot_pixels<"
     tiles = {
         name: k_loop(body)
-        for name, body in disassemble(OBJECTS[isa]).items()
+        for name, body in disassemble(OBJECTS[tier]).items()
         if re.search(names, name)
     }
     assert len(tiles) >= 12, "the tiles were not found"
@@ -79,7 +79,7 @@ def test_accumulators_stay_in_registers(isa: str) -> None:
     stores = {
         name: sum(bool(STORE_TO_STACK.search(i)) for i in lines) for name, lines in found.items()
     }
-    assert all(count <= ALLOWED.get(isa, 0) for count in stores.values()), found
+    assert all(count <= ALLOWED.get(tier, 0) for count in stores.values()), found
 
 
 @needs_objdump
