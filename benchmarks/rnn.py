@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """LSTM and GRU layers beside native oneDNN int8, torch.ao's dynamic LSTM and float torch.
 
-Sequences of 32 steps, as many inputs as units, random data. The static layers take and emit uint8
-with oneDNN's scale 127 and shift 128; the GRU is torch's, beside oneDNN's vanilla one. Results must
-have the bits of torchq's reference tier. oneDNN is compared with torchq's time inside C++, what is
-called from Python with torchq's calls of the dynamic layer.
+Sequences of 32 steps, as many inputs as units, random data. Both cells of a size take turns with
+their peers. The static layers take and emit uint8 with oneDNN's scale 127 and shift 128; the GRU is
+torch's, beside oneDNN's vanilla one. Results must have the bits of torchq's reference tier. oneDNN
+is compared with torchq's time inside C++, what is called from Python with torchq's calls of the
+dynamic layer.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torchq.qparams import QParams
 __all__ = ["add_arguments", "run"]
 
 STEPS = 32
+CELLS = ("lstm", "gru")
 SHAPES = [(256, 1), (512, 1), (1024, 1), (512, 16), (512, 64)]
 DATA = QParams.per_tensor(1 / 127, 128)
 
@@ -79,10 +81,8 @@ def torch_ao(layer: nn.RNNBase) -> Callable[[Tensor], Any]:
     return module
 
 
-def measured(
-    cell: str, hidden: int, batch: int, peer: Peer, args: argparse.Namespace
-) -> dict[str, Samples]:
-    """Verifies one layer, then times it beside its peers."""
+def competitors(cell: str, hidden: int, batch: int, peer: Peer) -> dict[str, Blocks]:
+    """torchq's layer, verified, and its peers."""
     layer = (nn.LSTM if cell == "lstm" else nn.GRU)(hidden, hidden).eval()
     cls: Any = QLSTM if cell == "lstm" else QGRU
     static = cls.from_float(layer, DATA, DATA, dst_dtype=torch.uint8)
@@ -91,18 +91,26 @@ def measured(
     real = (src.float() - 128) / 127
     with torchq.use_isa("reference"):
         expected = static(src[:2])[0], dynamic(real[:2])[0]
-    with torchq.use_isa(args.isa):
-        got = static(src[:2])[0], dynamic(real[:2])[0]
-        if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
-            raise RuntimeError(f"{cell} {hidden}: torchq differs from its reference tier.")
-        blocks = {
-            "kernel": op_blocks(static, (src,)),
-            "onednn": onednn_blocks(cell, layer, src, peer),
-            "dynamic": call_blocks(dynamic, (real,)),
-            "torch.ao": call_blocks(torch_ao(layer), (real,)),
-            "float": call_blocks(layer, (real,)),
-        }
-        return interleave(blocks, QUICK if args.quick else FULL)
+    got = static(src[:2])[0], dynamic(real[:2])[0]
+    if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
+        raise RuntimeError(f"{cell} {hidden}: torchq differs from its reference tier.")
+    return {
+        "kernel": op_blocks(static, (src,)),
+        "onednn": onednn_blocks(cell, layer, src, peer),
+        "dynamic": call_blocks(dynamic, (real,)),
+        "torch.ao": call_blocks(torch_ao(layer), (real,)),
+        "float": call_blocks(layer, (real,)),
+    }
+
+
+def measured(
+    hidden: int, batch: int, peer: Peer, args: argparse.Namespace
+) -> dict[str, dict[str, Samples]]:
+    """Times of both cells, which take turns like their peers: they are compared, too."""
+    cells = {cell: competitors(cell, hidden, batch, peer) for cell in CELLS}
+    turns = {f"{cell} {name}": cells[cell][name] for name in cells["lstm"] for cell in CELLS}
+    times = interleave(turns, QUICK if args.quick else FULL)
+    return {cell: {name: times[f"{cell} {name}"] for name in cells[cell]} for cell in CELLS}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,16 +121,18 @@ def run(args: argparse.Namespace) -> int:
         peak.check_quiet()
     print(f"sequence {STEPS}, {args.threads} thread(s), {args.isa}; peak {peak.tier_gops:.0f} GOPS")
     print(
-        "us: medians; x: torchq's time by the peer's, static beside onednn, dynamic beside others"
+        "us: medians; x: torchq's time by the peer's, static beside onednn, dynamic beside others; "
+        "/lstm: by that of the LSTM"
     )
-    columns = f"{'static':>9}{'% peak':>8}{'onednn':>9}{'x':>6}{'dynamic':>9}"
+    columns = f"{'static':>9}{'/lstm':>6}{'% peak':>8}{'onednn':>9}{'x':>6}{'dynamic':>9}"
     print(f"{'layer':<18}{columns}{'torch.ao':>10}{'x':>6}{'float':>9}{'x':>6}")
     rows = []
-    with Peer(args.threads) as peer, torch.inference_mode():
-        for cell in ("lstm", "gru"):
-            for hidden, batch in [(64, 2)] if args.quick else SHAPES:
-                times = measured(cell, hidden, batch, peer, args)
-                rows.append(_row(cell, hidden, batch, times, args, peak.tier_gops))
+    with Peer(args.threads) as peer, torch.inference_mode(), torchq.use_isa(args.isa):
+        for hidden, batch in [(64, 2)] if args.quick else SHAPES:
+            times = measured(hidden, batch, peer, args)
+            lstm_us = times["lstm"]["kernel"].median
+            for cell in CELLS:
+                rows.append(_row(cell, hidden, batch, times[cell], lstm_us, args, peak.tier_gops))
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
     return 0
@@ -133,6 +143,7 @@ def _row(
     hidden: int,
     batch: int,
     times: dict[str, Samples],
+    lstm_us: float,
     args: argparse.Namespace,
     peak: float,
 ) -> dict[str, Any]:
@@ -140,9 +151,8 @@ def _row(
     ops = 2 * STEPS * batch * (4 if cell == "lstm" else 3) * hidden * 2 * hidden
     share = ops / us["kernel"] / 1e3 / peak
     name = f"{cell} H={hidden} N={batch}"
-    own = (
-        f"{us['kernel']:>9.1f}{share:>8.1%}{us['onednn']:>9.1f}{us['kernel'] / us['onednn']:>6.2f}"
-    )
+    own = f"{us['kernel']:>9.1f}{us['kernel'] / lstm_us:>6.2f}{share:>8.1%}"
+    own += f"{us['onednn']:>9.1f}{us['kernel'] / us['onednn']:>6.2f}"
     ao = f"{us['torch.ao']:>10.1f}{us['dynamic'] / us['torch.ao']:>6.2f}"
     real = f"{us['float']:>9.1f}{us['dynamic'] / us['float']:>6.2f}"
     print(f"{name:<18}{own}{us['dynamic']:>9.1f}{ao}{real}", flush=True)
