@@ -27,8 +27,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _same_start() -> Iterator[None]:
+    """Every test has the same random numbers, and may set the number of threads."""
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.hookimpl(trylast=True)

@@ -171,13 +171,9 @@ def test_floating_point_mode_of_the_caller_changes_nothing(isa: str, mode):
 
 def test_two_threads_return_the_same_bits(isa: str):
     src0, src1 = random_q((4, 33, 1031), U8, 1), random_q((33, 1), S8, 2)
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        for op in OPS:
-            check(op, src0, src1)
-    finally:
-        torch.set_num_threads(before)
+    for op in OPS:
+        check(op, src0, src1)
 
 
 def check_concat(
@@ -221,12 +217,8 @@ def test_concat_of_narrow_and_wide_rows(isa: str, pixels: int):
     check_concat(srcs, 1, U8)
     n = len(srcs)
     check_concat(srcs, 1, S8, [0.3] * (n + 1), [ZERO[src.dtype] for src in srcs] + [ZERO[S8]])
-    threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        check_concat(srcs, 1, U8)
-    finally:
-        torch.set_num_threads(threads)
+    check_concat(srcs, 1, U8)
 
 
 def test_concat_copies_where_nothing_changes(isa: str):

@@ -18,11 +18,8 @@ from torchq import QConfig, eager
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
+def _one_thread() -> None:
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tensors(result: Any) -> list[Tensor]:

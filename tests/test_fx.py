@@ -30,11 +30,8 @@ COUNTS = {"exposed": (2, 2), "keyword_layer": (1, 1), "forward_directly": (2, 2)
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
+def _one_thread() -> None:
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(name: str) -> tuple[nn.Module, list[Tensor]]:

@@ -252,15 +252,11 @@ def test_contiguous_sources_become_channels_last(isa: str, pixels: int):
 
 
 def test_contiguous_sources_on_several_threads(isa: str):
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            for shape in ((2, 3, 401, 307), (1, 40, 129, 151), (5, 130, 33, 35)):
-                src = random_q(shape, U8, 3)
-                assert torch.equal(max_pool(src, 1, 1), src)
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for shape in ((2, 3, 401, 307), (1, 40, 129, 151), (5, 130, 33, 35)):
+            src = random_q(shape, U8, 3)
+            assert torch.equal(max_pool(src, 1, 1), src)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 5), (2, 0, 5), (0, 3, 5, 4), (2, 0, 4, 4)], ids=str)
@@ -286,15 +282,11 @@ def test_floating_point_mode_of_the_caller_changes_nothing(isa: str, mode: Calla
 
 def test_any_number_of_threads(isa: str):
     src = random_q((3, 130, 21, 23), S8, 6)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            max_pool(src, 3, 1, 1)
-            avg_pool(src, 3, 1, 1)
-            adaptive(src, [7, 7])
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        max_pool(src, 3, 1, 1)
+        avg_pool(src, 3, 1, 1)
+        adaptive(src, [7, 7])
 
 
 def loud_or_right(call: Callable[[], Tensor], expected: int) -> None:

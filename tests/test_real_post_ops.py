@@ -201,14 +201,12 @@ def test_threads_and_long_rows(isa: str) -> None:
         )
     ]
     x = oracle.finish(q.float(), str(attr.post_ops), operands, (1.0, 0), F32)[1]
-    before = torch.get_num_threads()
     for threads in (1, 3):
         torch.set_num_threads(threads)
         for src in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
             assert_same(TF.eltwise(src, "linear", 1.0, attr=attr, dst_dtype=F32), x)
             got = TF.reduction(src.unsqueeze(-1), "sum", -1, attr=attr, dst_dtype=F32)
             assert_same(got, x)
-    torch.set_num_threads(before)
 
 
 def test_pools_without_post_ops_are_real_ones(isa: str) -> None:

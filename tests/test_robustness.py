@@ -105,24 +105,17 @@ def in_place(call: Call) -> dict[str, Any]:
 # Threads
 
 
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("shape", LARGE, ids=str)
-def test_number_of_threads(isa: str, shape: Shape, threads: Callable[[int], None]):
+def test_number_of_threads(isa: str, shape: Shape):
     call = sampled(shape, S8, U8, "sum:0.03+eltwise_relu")
     for count in (1, 2, 3):
-        threads(count)
+        torch.set_num_threads(count)
         call.check(count)
         sampled(shape, narrow=True).check((count, "narrow"))
 
 
-def test_concurrent_threads_with_their_own_isa(threads: Callable[[int], None]):
-    threads(1)
+def test_concurrent_threads_with_their_own_isa():
+    torch.set_num_threads(1)
     shapes = [LARGE[0], LARGE[4], LARGE[8], TAILS[0], TAILS[8], TAILS[12]]
     work = [sampled(shape, S8, U8, "sum:0.03+eltwise_relu") for shape in shapes]
     isas = torchq.supported_isas()
@@ -181,11 +174,9 @@ def test_floating_point_mode(isa: str, mode: Callable[[], Any], chain: str):
 
 
 @pytest.mark.parametrize("mode", (rounding_upward, flushing_denormals))
-def test_floating_point_mode_of_workers(
-    isa: str, mode: Callable[[], Any], threads: Callable[[int], None]
-):
+def test_floating_point_mode_of_workers(isa: str, mode: Callable[[], Any]):
     """Worker threads have a mode of their own, and the calling one takes its share of the work."""
-    threads(2)
+    torch.set_num_threads(2)
     for shape in (LARGE[0], LARGE[4], LARGE[8]):
         args = cases.sample(shape, U8, F32)
         args["src_scale"] = torch.tensor(1e-39)

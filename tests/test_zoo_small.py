@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,12 +34,9 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_thread() -> None:
     """Narrow layers gain nothing from a second thread, and lose where it has to wait."""
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_full_networks_have_the_published_size(name: str) -> None:
@@ -75,14 +71,10 @@ def test_narrow_networks_convert(name: str) -> None:
 
 def test_weights_and_inputs_are_the_same_in_every_run() -> None:
     network = NETWORKS["mobilenet_v2"]
-    threads = torch.get_num_threads()
     first, inputs = network.build(small=True).state_dict(), network.inputs(4)
     torch.manual_seed(1234)
-    try:
-        torch.set_num_threads(2)
-        second = network.build(small=True).state_dict()
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(2)
+    second = network.build(small=True).state_dict()
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert torch.equal(inputs, network.inputs(4))
     assert not torch.equal(inputs, network.calibration()[0])
