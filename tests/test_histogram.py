@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchq.clipping import best_range, divergence, percentile_range, squared_error
-from torchq.histogram import Histogram, bin_exponent, first_bin, rebin
 from torchq.observers import HistogramObserver
+from torchq.observers.clipping import best_range, divergence, percentile_range, squared_error
+from torchq.observers.histogram import Histogram, bin_exponent, first_bin, rebin
 from torchq.qparams import activation_range
 from torchq.ranges import solve_qparams
 

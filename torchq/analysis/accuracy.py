@@ -20,7 +20,7 @@ from torchq.flow import prepare, quantize
 from torchq.fx.prepared import Prepared
 from torchq.nn.fused import Absorbed, FusedClip, ResidualFirst
 from torchq.nn.module import QModule
-from torchq.observer_base import Observer
+from torchq.observers import Observer
 from torchq.running import Inputs, batches, call, with_progress
 from torchq.state import as_before
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from torchq.observer_base import Observer
+from torchq.observers import Observer
 
 __all__ = ["load_calibration", "save_calibration"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchq.affine import fold_batch_norms
 from torchq.config import QConfig
 from torchq.eager.fuse import Layer
-from torchq.observer_base import Observer
+from torchq.observers import Observer
 from torchq.qparams import QParams
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torchq.explain import Row
 from torchq.fx.ops import Role
 from torchq.fx.planning import Plan
-from torchq.observer_base import Observer
+from torchq.observers import Observer
 from torchq.qparams import QParams
 
 __all__ = ["Prepared"]

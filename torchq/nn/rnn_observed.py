@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 from torchq.config import QConfig
 from torchq.nn.rnn import QGRU, QLSTM, QRNN
 from torchq.nn.rnn_cell import QGRUCell, QLSTMCell, QRNNCell
-from torchq.observer_base import Observer
+from torchq.observers import Observer
 from torchq.qparams import QParams
 
 NETWORKS: dict[type[nn.Module], Any] = {nn.LSTM: QLSTM, nn.GRU: QGRU, nn.RNN: QRNN}

@@ -1,155 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observers: modules that watch activations during calibration and choose their QParams.
-
-Memory is bounded: no observer stores activations. All state lives in buffers, so ``state_dict``,
-``deepcopy`` and pickle carry it, and ``merge`` joins what several processes have seen. Observers
-look at values, so graph captures must keep them as leaf modules.
-"""
+"""Observers that keep a histogram and search it for a range."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from torchq.clipping import best_range, percentile_range
-from torchq.histogram import SMALLEST_EXPONENT, Histogram, bin_exponent, first_bin, rebin
-from torchq.observer_base import Observer
+from torchq.observers.base import Observer
+from torchq.observers.clipping import best_range, percentile_range
+from torchq.observers.histogram import (
+    SMALLEST_EXPONENT,
+    Histogram,
+    bin_exponent,
+    first_bin,
+    rebin,
+)
 
-__all__ = [
-    "EntropyObserver",
-    "HistogramObserver",
-    "MinMaxObserver",
-    "MovingAverageObserver",
-    "Observer",
-    "PerChannelMinMaxObserver",
-    "PercentileObserver",
-]
+__all__ = ["EntropyObserver", "HistogramObserver", "PercentileObserver"]
 
 # Values are binned in pieces that stay in the L2 cache.
 _PIECE = 1 << 16
 
 
-class MinMaxObserver(Observer):
-    """The smallest and largest value ever seen. Merging is exact."""
-
-    def _record(self, values: Tensor) -> None:
-        self._widen(*self._min_max(values))
-
-    def _merge(self, other: Self) -> None:
-        self._widen(other.min_value, other.max_value)
-
-
-class MovingAverageObserver(Observer):
-    """Moving averages of each batch's minimum and maximum.
-
-    ``average = average + momentum * (batch - average)``, started with the first batch.
-
-    Args:
-        momentum: weight of the newest batch, in (0, 1], as in ``nn.BatchNorm2d``.
-
-    Raises:
-        ValueError: ``momentum`` is out of range.
-    """
-
-    def __init__(self, momentum: float = 0.1) -> None:
-        """Starts without data."""
-        super().__init__()
-        if not 0 < momentum <= 1:
-            raise ValueError(
-                f"torchq.MovingAverageObserver: momentum must be in (0, 1], got {momentum}. "
-                "It is the weight of the newest batch; 0.1 is usual."
-            )
-        self.momentum = momentum
-
-    def merge(self, other: Observer) -> Self:
-        """Always refuses: the average depends on the order of the batches.
-
-        Raises:
-            RuntimeError: always.
-        """
-        problem = "merge is impossible, a moving average depends on the order of the batches"
-        remedy = 'Use activation_observer="histogram" or "minmax", which merge exactly.'
-        raise RuntimeError(self._text(problem, remedy))
-
-    def extra_repr(self) -> str:
-        """Settings."""
-        return f"momentum={self.momentum}"
-
-    def _record(self, values: Tensor) -> None:
-        low, high = self._min_max(values)
-        if self.calibrated:
-            low = torch.lerp(self.min_value, low, self.momentum)
-            high = torch.lerp(self.max_value, high, self.momentum)
-        self.min_value.copy_(low)
-        self.max_value.copy_(high)
-
-
-class PerChannelMinMaxObserver(Observer):
-    """The smallest and largest value of each channel. Merging is exact.
-
-    The buffers are empty until the first value arrives, then ``[C]``.
-
-    Args:
-        axis: the channel dimension; negative counts from the end.
-    """
-
-    def __init__(self, axis: int = 1) -> None:
-        """Starts without data."""
-        super().__init__()
-        self.axis = axis
-        self._resize(0)
-
-    def extra_repr(self) -> str:
-        """Settings."""
-        return f"axis={self.axis}"
-
-    @property
-    def _channel_axis(self) -> int | None:
-        return self.axis
-
-    def _resize(self, channels: int) -> None:
-        self._set_buffer("min_value", lambda: torch.full((channels,), torch.inf))
-        self._set_buffer("max_value", lambda: torch.full((channels,), -torch.inf))
-
-    def _match(self, channels: int) -> None:
-        if self.min_value.numel() == 0:
-            self._resize(channels)
-        elif self.min_value.numel() != channels:
-            problem = (
-                f"axis {self.axis} must have {self.min_value.numel()} channels, got {channels}"
-            )
-            raise ValueError(self._text(problem, "Observe one kind of tensor per observer."))
-
-    def _record(self, values: Tensor) -> None:
-        if not -values.ndim <= self.axis < values.ndim:
-            problem = f"src must have dimension {self.axis}, got shape {list(values.shape)}"
-            raise ValueError(self._text(problem, "Pass the channel dimension as axis."))
-        axis = self.axis % values.ndim
-        others = tuple(dim for dim in range(values.ndim) if dim != axis)
-        # torch takes an empty tuple of dimensions for all of them.
-        low, high = (values.amin(others), values.amax(others)) if others else (values, values)
-        self._check_finite(values, low, high)
-        self._match(values.shape[axis])
-        self._widen(low + 0.0, high + 0.0)
-
-    def _merge(self, other: Self) -> None:
-        self._match(other.min_value.numel())
-        self._widen(other.min_value, other.max_value)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        saved = state_dict.get(prefix + "min_value")
-        if isinstance(saved, Tensor) and saved.ndim == 1 and saved.shape != self.min_value.shape:
-            self._resize(saved.numel())
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
 class _BinnedObserver(Observer):
-    """Base of the observers that keep a histogram; see ``torchq.histogram`` for its bins.
+    """Base of the observers that keep a histogram; see ``torchq.observers.histogram``.
 
     Buffers:
         counts: int64 ``[bins]``.
@@ -259,8 +134,8 @@ class PercentileObserver(_BinnedObserver):
 class HistogramObserver(_BinnedObserver):
     """The range with the least expected squared quantization error. Merges exactly.
 
-    See :func:`torchq.clipping.squared_error` for the error. Never worse, on the histogram, than
-    the range from minimum to maximum.
+    See :func:`torchq.observers.clipping.squared_error` for the error. Never worse, on the
+    histogram, than the range from minimum to maximum.
 
     Args:
         bins: number of histogram bins.
@@ -280,7 +155,7 @@ class HistogramObserver(_BinnedObserver):
 class EntropyObserver(_BinnedObserver):
     """The range whose levels tell most about the distribution (KL divergence). Merges exactly.
 
-    See :func:`torchq.clipping.divergence` for what is minimised.
+    See :func:`torchq.observers.clipping.divergence` for what is minimised.
 
     Args:
         bins: number of histogram bins.

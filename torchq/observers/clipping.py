@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from torchq.histogram import Floats, Histogram, Ints
+from torchq.observers.histogram import Floats, Histogram, Ints
 from torchq.ranges import solve_qparams
 
 Cost = Callable[[Histogram, Floats, Floats, tuple[int, int], bool], Floats]
