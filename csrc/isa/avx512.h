@@ -78,11 +78,15 @@ struct Avx512 : Avx512Lanes {
   static TORCHQ_INLINE void store_row(uint8_t* p, const Int (&v)[4], bool is_signed) {
     _mm512_storeu_si512(p, pack_row(v, is_signed));
   }
-  /// Panels to as many places in one go: a quarter of the shuffles of four store_panel.
+  /// Panels to as many places in one go: a quarter of the shuffles of four store_panel, and one
+  /// store where they follow one another, as do those of layers with 32 channels.
   static constexpr int kStoredPanels = 4;
   static TORCHQ_INLINE void store_panels(uint8_t* const (&p)[4], const Int (&v)[4],
                                          bool is_signed) {
     const __m512i bytes = pack_row(v, is_signed);
+    if (p[1] == p[0] + kPanel && p[2] == p[1] + kPanel && p[3] == p[2] + kPanel) {
+      return _mm512_storeu_si512(p[0], bytes);
+    }
     const auto store = [](uint8_t* to, __m128i x) {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x);
     };

@@ -159,7 +159,7 @@ class Finish {
     if (is_plain_) {
       finish_plain(kRows);
     } else {
-      finish_rows<kRows, kFinishPanels>(waiting_);
+      finish_rows<kRows, kFinishPanels>();
     }
   }
 
@@ -168,7 +168,7 @@ class Finish {
     if (is_plain_) {
       finish_plain(waiting_.end - waiting_.row);
     } else {
-      finish_all<kFinishPanels>(waiting_);
+      finish_all<kFinishPanels>();
     }
   }
 
@@ -204,7 +204,6 @@ class Finish {
   TORCHQ_NOINLINE void take() {
     const int channel = held_.panel * kPanel, rows = held_.rows->count;
     const int channels = min_int(tile_.channels - channel, held_.panels * kPanel);
-    Waiting group = {held_.group, held_.rows, held_.panel, 0, rows};
     if (!finishes_in_registers(epilogue_, channels, held_.panels)) {
       int32_t* end = held_.group;  // rows side by side
       for (int r = 0; r < rows; ++r) {
@@ -217,22 +216,21 @@ class Finish {
                                tile_.channel + channel, channels},
                               epilogue_);
     }
-    switch (held_.panels) {
-      case 1:
-        return finish_all<1>(group);
-      case 2:
-        return finish_all<2>(group);
-      case 3:
-        return finish_all<3>(group);
-      default:
-        waiting_ = group;
-    }
+    // One by one: as a whole they would be read back before they are written.
+    waiting_.sums = held_.group;
+    waiting_.rows = held_.rows;
+    waiting_.panel = held_.panel;
+    waiting_.row = 0;
+    waiting_.end = rows;
+    if (held_.panels == 1) finish_all<1>();
+    if (held_.panels == 2) finish_all<2>();
+    if (held_.panels == 3) finish_all<3>();
   }
 
   template <int NP>
-  void finish_all(Waiting& w) {
-    while (w.row + kRows <= w.end) finish_rows<kRows, NP>(w);
-    while (w.row < w.end) finish_rows<1, NP>(w);
+  void finish_all() {
+    while (waiting_.row + kRows <= waiting_.end) finish_rows<kRows, NP>();
+    while (waiting_.row < waiting_.end) finish_rows<1, NP>();
   }
 
   /// finish_rows of rows that are only scaled, and at most added to one u8 source: their parameters
@@ -276,17 +274,18 @@ class Finish {
   }
 
   template <int MR, int NP>
-  TORCHQ_NOINLINE void finish_rows(Waiting& w) {
+  TORCHQ_NOINLINE void finish_rows() {
     typename Isa::Int acc[MR][NP];
     TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-      const int32_t* sums = w.sums + w.rows->at[w.row + r];
+      const int32_t* sums = waiting_.sums + waiting_.rows->at[waiting_.row + r];
       TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-        acc[r][p] = Isa::add(Isa::load_int(sums + p * kPanel), init(w.panel + p));
+        acc[r][p] = Isa::add(Isa::load_int(sums + p * kPanel), init(waiting_.panel + p));
       }
     }
-    const int channel = tile_.channel + w.panel * kPanel;
-    finish_in_registers<Isa, MR, NP>(epilogue_, acc, w.rows->dst_offset + w.row, channel);
-    w.row += MR;
+    const int channel = tile_.channel + waiting_.panel * kPanel;
+    finish_in_registers<Isa, MR, NP>(epilogue_, acc, waiting_.rows->dst_offset + waiting_.row,
+                                     channel);
+    waiting_.row += MR;
   }
 
   const GemmTile& tile_;

@@ -23,9 +23,8 @@ struct Blocking {
   int per_group;     // blocks in a group
   int block_panels;  // panels of a full block
 
-  Block block(const GemmProblem& p, int64_t i) const {
-    const int group = static_cast<int>(i / per_group);
-    const int panel = static_cast<int>(i % per_group) * block_panels;
+  Block block(const GemmProblem& p, int i) const {
+    const int group = i / per_group, panel = i % per_group * block_panels;
     return {group, panel, std::min(block_panels, p.panels_per_group - panel)};
   }
 };
@@ -81,6 +80,11 @@ class Worker {
     if (widen_ != nullptr) {
       widened_ = scratch_.take<int8_t>(blocking.block_panels * problem.panel_bytes * widening_);
     }
+    tile_.row_offset = src_offset_;
+    tile_.dst_offset = dst_offset_;
+    tile_.flip = problem.flip;
+    tile_.panel_stride = problem.panel_bytes;
+    tile_.group_quads = problem.group_quads;
   }
 
   /// Blocks outermost where the weights of one block are worth keeping (they are large, or were
@@ -97,18 +101,22 @@ class Worker {
 
  private:
   void for_each_tile(Range tiles, Range blocks) {
-    if (widen_ != nullptr) widen(blocking_.block(problem_, blocks.begin));
+    if (widen_ != nullptr) widen(blocking_.block(problem_, static_cast<int>(blocks.begin)));
     int64_t first = 0;  // first tile of the class
     for (const GemmClass& c : problem_.classes) {
       const int64_t count = c.tiles(), rows = c.rows();
       const int64_t begin = std::max(tiles.begin - first, int64_t{0});
       const int64_t end = std::min(tiles.end - first, count);
       if (begin < end) {
-        RowCursor cursor(c, rows * begin / count);
+        tile_.runs = c.runs.data();
+        tile_.num_runs = static_cast<int>(c.runs.size());
+        int64_t row = rows * begin / count;
+        RowCursor cursor(c, row);
         for (int64_t t = begin; t < end;) {
-          const int64_t next = std::min(t + kGemmRows / kTileRows, end);
-          run_rows(c, cursor, static_cast<int>(rows * next / count - rows * t / count), blocks);
-          t = next;
+          t = std::min(t + kGemmRows / kTileRows, end);
+          const int64_t next = rows * t / count;
+          run_rows(c, cursor, static_cast<int>(next - row), blocks);
+          row = next;
         }
       }
       first += count;
@@ -116,19 +124,11 @@ class Worker {
   }
 
   void run_rows(const GemmClass& c, RowCursor& cursor, int rows, Range blocks) {
-    int64_t src_offset[kGemmRows], dst_offset[kGemmRows];
-    cursor.next(rows, src_offset, dst_offset);
-    GemmTile tile{};
-    tile.row_offset = src_offset;
-    tile.dst_offset = dst_offset;
+    cursor.next(rows, src_offset_, dst_offset_);
+    GemmTile& tile = tile_;
     tile.rows = rows;
-    tile.flip = problem_.flip;
-    tile.runs = c.runs.data();
-    tile.num_runs = static_cast<int>(c.runs.size());
-    tile.panel_stride = problem_.panel_bytes;
-    tile.group_quads = problem_.group_quads;
     for (int64_t i = blocks.begin; i < blocks.end; ++i) {
-      const Block b = blocking_.block(problem_, i);
+      const Block b = blocking_.block(problem_, static_cast<int>(i));
       const int channel = b.panel * kPanel;
       tile.src = problem_.src + c.src_base + b.group * problem_.src_group_stride;
       if (tile.group_quads > 0) tile.src += channel;
@@ -157,6 +157,9 @@ class Worker {
   int widening_;
   int8_t* widened_ = nullptr;
   ScratchFrame scratch_;
+  /// What is the same for all rows and blocks is written once.
+  GemmTile tile_{};
+  int64_t src_offset_[kGemmRows], dst_offset_[kGemmRows];
 };
 
 void run_on_vectors(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier) {

@@ -30,12 +30,8 @@ class RowCursor {
   void next(int64_t rows, int64_t* src_offset, int64_t* dst_offset) {
     while (rows > 0) {
       const int64_t count = std::min(rows, class_.size[3] - index_[3]);
-      const int64_t src_stride = class_.src_stride[3], dst_stride = class_.dst_stride[3];
-      const int64_t src = src_, dst = class_.dst_base + dst_;
-      for (int64_t i = 0; i < count; ++i) {
-        src_offset[i] = src + i * src_stride;
-        dst_offset[i] = dst + i * dst_stride;
-      }
+      fill(src_offset, count, src_, class_.src_stride[3]);
+      fill(dst_offset, count, class_.dst_base + dst_, class_.dst_stride[3]);
       advance(count);
       src_offset += count;
       dst_offset += count;
@@ -44,6 +40,10 @@ class RowCursor {
   }
 
  private:
+  /// first, first + step, ...
+  static void fill(int64_t* values, int64_t count, int64_t first, int64_t step) {
+    for (int64_t i = 0; i < count; ++i, first += step) values[i] = first;
+  }
   /// `count` steps along the last dimension, which end there or before.
   void advance(int64_t count) {
     for (int d = 3; d >= 0; --d, count = 1) {
