@@ -25,6 +25,9 @@ struct GatherRows {
   int64_t dst_stride;  // bytes
 };
 
+/// Rows that all meet some panels before the next ones come from beyond L2.
+constexpr int kFetchRows = 256;
+
 /// How `MatrixUnit::multiply` reads the rows of a GemmTile.
 struct UnitRows {
   int64_t stride;  // bytes from each of kUnitRows rows to the next
@@ -32,6 +35,9 @@ struct UnitRows {
   /// rows are what `gather` writes, with zeros there. Else the weights that meet the last chunk of
   /// each run, zeros where it overlaps, if it does: [panels][runs] of 16 quads.
   const int8_t* tails;
+  /// Panels from the tile's first on whose weights wait beyond L2, to be fetched ahead; 0: they are
+  /// near, or read too often for that to matter. Up to kFetchRows rows.
+  int64_t far_panels;
 };
 
 /// A unit that multiplies tiles of 16 rows by 64 bytes of K.

@@ -301,6 +301,7 @@ class MatrixWorker {
     const int64_t fitting =
         kResidentWeightBytes / problem_.panel_bytes / kSharePanels * kSharePanels;
     const int64_t block = std::max<int64_t>(fitting, kSharePanels);
+    const bool is_far = panels.end - panels.begin > fitting && batch.rows <= kFetchRows;
     for (int64_t panel = panels.begin; panel < panels.end; panel += block) {
       const int64_t packed = int64_t{group} * problem_.panels_per_group + panel;
       const int channel = static_cast<int>(panel) * kPanel;
@@ -319,7 +320,7 @@ class MatrixWorker {
       tile.acc_init = c.acc_init + packed * kPanel;
       const int8_t* tails = batch.tails;
       if (tails != nullptr) tails += (panel - panels.begin) * tail_bytes(c);
-      unit_.multiply(tile, {batch.stride, tails}, epilogue_);
+      unit_.multiply(tile, {batch.stride, tails, is_far ? panels.end - panel : 0}, epilogue_);
     }
   }
 
