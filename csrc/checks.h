@@ -74,6 +74,11 @@ inline DType dst_dtype_of(const char* op, int64_t dst_dtype) {
   }
 }
 
+/// The bytes of a quantized tensor.
+inline const uint8_t* bytes_of(const at::Tensor& t) {
+  return static_cast<const uint8_t*>(t.const_data_ptr());
+}
+
 inline bool is_int8(DType dtype) { return dtype == DType::u8 || dtype == DType::s8; }
 
 inline void check_cpu(const char* op, const char* arg, const at::Tensor& t) {

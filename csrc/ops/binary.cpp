@@ -102,13 +102,7 @@ at::Tensor binary(const char* op, OpTrace& trace, RowFn run, const at::Tensor& s
                       ": the ratio of the scales is not a finite float32 (", f,
                       "). Check the calibration that produced them.");
   }
-  bool fits = true;
-  for (int64_t d = 1; d <= std::min(src0.dim(), src1.dim()); ++d) {
-    fits = fits && (src0.size(-d) == src1.size(-d) || src0.size(-d) == 1 || src1.size(-d) == 1);
-  }
-  TORCH_CHECK_VALUE(fits, "torchq.", op, ": src0 and src1 must broadcast, got ", src0.sizes(),
-                    " and ", src1.sizes(), ". Reshape one of them.");
-  at::Tensor dst = empty_broadcast(src0, src1, scalar_type(row.dst_dtype));
+  at::Tensor dst = empty_broadcast(op, src0, src1, scalar_type(row.dst_dtype));
   trace.describe([&] { return describe_call({src0, src1}, dst); });
   if (dst.numel() == 0) return dst;
   at::TensorIterator iter = at::TensorIteratorConfig()
@@ -275,8 +269,7 @@ void concat_into(const Kernels& tier, const at::Tensor& dst, at::TensorList srcs
     row.factor = &factors[i];
     row.src_zero_point = p.zero_point + i;
     row.dst_zero_point = p.zero_point + last;
-    sources.push_back(
-        {static_cast<const uint8_t*>(src.const_data_ptr()), src.size(dim) * inner, same, row});
+    sources.push_back({bytes_of(src), src.size(dim) * inner, same, row});
   }
   const int64_t stride = dst.size(dim) * inner, rows = dst.numel() / stride;
   const int parts = threads_for(dst.numel(), kGrain);

@@ -252,8 +252,8 @@ at::Tensor sum_rows(const Conv& c, const ChannelsLast& src, int64_t groups) {
     axes[d] = {w.kernel[d], w.stride[d], w.dilation[d], w.pad_begin[d],
                src.size[d], c.output[d], false};
   }
-  const RowSource rows{static_cast<const uint8_t*>(src.tensor.const_data_ptr()), groups,
-                       src.channels / groups, c.is_signed, c.zero_point};
+  const RowSource rows{bytes_of(src.tensor), groups, src.channels / groups, c.is_signed,
+                       c.zero_point};
   return sum_windows(c.tier, rows, src, axes);
 }
 

@@ -288,8 +288,8 @@ at::Tensor sum_rows(const Layer& l, const ChannelsLast& src, int64_t groups) {
     const Axis& a = l.axes[d];
     axes[d] = {a.kernel, a.stride, a.dilation, a.padding, a.src_size, a.dst_size, true};
   }
-  const RowSource rows{static_cast<const uint8_t*>(src.tensor.const_data_ptr()), groups,
-                       src.channels / groups, l.is_signed, l.zero_point};
+  const RowSource rows{bytes_of(src.tensor), groups, src.channels / groups, l.is_signed,
+                       l.zero_point};
   return sum_windows(l.tier, rows, src, axes);
 }
 

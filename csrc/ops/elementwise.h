@@ -31,8 +31,9 @@ void lookup_into(const Kernels& tier, const at::Tensor& dst, const at::Tensor& s
 /// than 0.
 at::Tensor scale_ratio(const char* op, const at::Tensor& numerator, const at::Tensor& denominator);
 
-/// The tensor with the larger shape decides the layout of a broadcast result: like whichever
-/// operand already has the result's shape, else contiguous.
-at::Tensor empty_broadcast(const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype);
+/// The destination of a binary op, laid out like whichever source has its shape already, else
+/// contiguous; ValueError unless the sources broadcast.
+at::Tensor empty_broadcast(const char* op, const at::Tensor& src0, const at::Tensor& src1,
+                           at::ScalarType dtype);
 
 }  // namespace torchq

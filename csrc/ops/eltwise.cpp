@@ -106,12 +106,7 @@ at::Tensor binary(const at::Tensor& src0, const at::Tensor& src1,
   TORCH_CHECK_VALUE((kind == Binary::select) == condition.has_value(),
                     "torchq.binary: condition must be given for select and only then, got ",
                     condition.has_value() ? "one" : "none", " with '", alg, "'.");
-  bool fits = true;
-  for (int64_t d = 1; d <= std::min(src0.dim(), src1.dim()); ++d)
-    fits = fits && (src0.size(-d) == src1.size(-d) || src0.size(-d) == 1 || src1.size(-d) == 1);
-  TORCH_CHECK_VALUE(fits, "torchq.binary: src0 and src1 must broadcast, got ", src0.sizes(),
-                    " and ", src1.sizes(), ". Reshape one of them.");
-  at::Tensor dst = empty_broadcast(src0, src1, scalar_type(params[2].dtype));
+  at::Tensor dst = empty_broadcast("binary", src0, src1, scalar_type(params[2].dtype));
   c10::SmallVector<at::Tensor, 3> srcs{src0, src1};
   if (condition.has_value()) {
     TORCH_CHECK_TYPE(condition->scalar_type() == at::kByte || condition->scalar_type() == at::kChar,

@@ -7,9 +7,8 @@
 // output channel:
 //   sum over k of (q - z) * w  =  sum of q' * w  -  z' * sum of w,    z' = z, or z + 128 for s8,
 // where the sum of w runs over the taps that meet the source. The sums per tap are packed with the
-// weights
-// (`compensation`); rows are grouped by their set of valid taps, so padding costs nothing and stays
-// exact.
+// weights (`compensation`); rows are grouped by their set of valid taps, so padding costs nothing
+// and stays exact.
 //
 // Note [Weight zero points]
 // Weights with a zero point z_w, or u8 ones, which are packed as w - 128 and z_w - 128, need the

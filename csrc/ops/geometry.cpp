@@ -76,9 +76,8 @@ ChannelsLast to_channels_last(const char* op, const at::Tensor& src) {
   if (!same && src.numel() > 0) {
     result.tensor = empty_channels_last(src.size(0), src.size(1), spatial, src.scalar_type());
     if (src.element_size() == 1 && src.is_contiguous()) {  // 10 times as fast as copy_
-      interleave_channels(static_cast<const uint8_t*>(src.const_data_ptr()),
-                          static_cast<uint8_t*>(result.tensor.mutable_data_ptr()), result.batch,
-                          result.channels, result.pixels() / result.batch);
+      interleave_channels(bytes_of(src), static_cast<uint8_t*>(result.tensor.mutable_data_ptr()),
+                          result.batch, result.channels, result.pixels() / result.batch);
     } else {
       result.tensor.copy_(src);
     }

@@ -49,8 +49,8 @@ at::Tensor sum_rows(const Kernels& tier, const at::Tensor& src, int32_t zero_poi
   c10::SmallVector<int64_t, 5> sizes(src.sizes().begin(), src.sizes().end());
   const int64_t k = std::exchange(sizes.back(), 1);
   at::Tensor sums = at::detail::empty_cpu(sizes, at::kInt);
-  sum_groups(tier, {static_cast<const uint8_t*>(src.const_data_ptr()), 1, k, is_signed, zero_point},
-             sums.numel(), sums.mutable_data_ptr<int32_t>());
+  sum_groups(tier, {bytes_of(src), 1, k, is_signed, zero_point}, sums.numel(),
+             sums.mutable_data_ptr<int32_t>());
   return sums;
 }
 
@@ -97,7 +97,7 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
 
   const int64_t m = dst.numel() / n;
   ScratchFrame scratch;
-  const uint8_t* data = static_cast<const uint8_t*>(src.const_data_ptr());
+  const uint8_t* data = bytes_of(src);
   if (k % kQuad != 0) {  // the last quad of the last row may be read in full
     uint8_t* copy = scratch.take<uint8_t>(m * k);
     std::memcpy(copy, data, static_cast<size_t>(m * k));

@@ -197,8 +197,8 @@ void run_batched(const Matmul& mm, const at::Tensor& src, const at::Tensor& weig
                  c10::IntArrayRef batch, const GroupSums& sums, const Epilogue& last) {
   const std::vector<int64_t> srcs = batch_offsets(src, batch),
                              weights = batch_offsets(weight, batch);
-  const uint8_t* src_data = static_cast<const uint8_t*>(src.const_data_ptr());
-  const uint8_t* weight_data = static_cast<const uint8_t*>(weight.const_data_ptr());
+  const uint8_t* src_data = bytes_of(src);
+  const uint8_t* weight_data = bytes_of(weight);
   const int64_t count = static_cast<int64_t>(srcs.size());
   const int threads = threads_for(count * mm.m * mm.n * std::max<int64_t>(mm.k, 1));
   // Fewer matrices than threads: each is shared among the threads instead.
@@ -224,10 +224,8 @@ void run_shared(const Matmul& mm, const at::Tensor& src, const at::Tensor& weigh
       {c10::multiply_integers(src.sizes().slice(0, src.sizes().size() - 2)), mm.m, mm.k});
   ScratchFrame scratch;
   const PackedMatrix packed =
-      pack(scratch, mm, static_cast<const uint8_t*>(weight.const_data_ptr()), weight.stride(-2),
-           weight.stride(-1));
-  const Rows rows{static_cast<const uint8_t*>(flat.const_data_ptr()), flat.size(0), flat.stride(0),
-                  flat.stride(1)};
+      pack(scratch, mm, bytes_of(weight), weight.stride(-2), weight.stride(-1));
+  const Rows rows{bytes_of(flat), flat.size(0), flat.stride(0), flat.stride(1)};
   multiply(mm, rows, packed, 0, sums, last);
 }
 

@@ -13,10 +13,6 @@
 namespace torchq {
 namespace {
 
-const uint8_t* bytes_of(const at::Tensor& t) {
-  return static_cast<const uint8_t*>(t.const_data_ptr());
-}
-
 at::Tensor softmax(const at::Tensor& src, int64_t dim, bool logarithmic, const at::Tensor& scales,
                    const at::Tensor& zero_points, int64_t dst_dtype, c10::string_view post_ops,
                    std::optional<at::TensorList> post_op_srcs) {

@@ -5,6 +5,8 @@
 
 #include <cstring>
 
+#include "../checks.h"
+
 namespace torchq {
 namespace {
 
@@ -13,7 +15,7 @@ constexpr int64_t kMaxPaddedBytes = int64_t{1} << 40;
 }  // namespace
 
 Source source_of(const ChannelsLast& src, const Window& window) {
-  return {static_cast<const uint8_t*>(src.tensor.const_data_ptr()),
+  return {bytes_of(src.tensor),
           src.batch,
           src.channels,
           {src.size[0], src.size[1], src.size[2]},

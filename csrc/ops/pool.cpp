@@ -160,7 +160,7 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
                     kMaxTaps, " positions, got ", window, " on src ", src.tensor.sizes(),
                     ". Pool in two steps.");
   const bool is_signed = src.tensor.scalar_type() == at::kChar;
-  const uint8_t* data = static_cast<const uint8_t*>(src.tensor.const_data_ptr());
+  const uint8_t* data = bytes_of(src.tensor);
   uint8_t* result = static_cast<uint8_t*>(dst.mutable_data_ptr());
   const auto kernel = pooling.average ? tier.avg_pool : tier.max_pool;
   const Runs runs = runs_of(spans[2]);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading, computing and writing blocks in real units (Note [Real units] in
-// real.h).
+// Reading, computing and writing blocks in real units (Note [Real units] in real.h).
 #include "real.h"
 
 #include <ATen/ops/empty.h>

@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ops in real units: blocks of float32 that the tier's own conversions read and
-// write.
+// Ops in real units: blocks of float32 that the tier's own conversions read and write.
 //
 // Note [Real units]
-// An op that is no matmul reads x = scale * float(q - zero_point), computes in
-// float32, applies its post-ops as the float chain of Note [Folded and float
-// chains] does, and writes q = clamp(rne(fma(x, 1 / scale, zero_point))). Reading
-// is the tier's `convert`, post-ops and writing its `finish_row`. What lies
-// between is a kernel whose sums are of integers or run in an order that
-// kernels/table.h states, or code that all tiers share. So every tier and every
-// thread count gives the same bits.
+// An op that is no matmul reads x = scale * float(q - zero_point), computes in float32, applies its
+// post-ops as the float chain of Note [Folded and float chains] does, and writes q =
+// clamp(rne(fma(x, 1 / scale, zero_point))). Reading is the tier's `convert`, post-ops and writing
+// its `finish_row`. What lies between is a kernel whose sums are of integers or run in an order
+// that kernels/table.h states, or code that all tiers share. So every tier and every thread count
+// gives the same bits.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,16 +33,15 @@ struct Real {
   int32_t zero_point;
 };
 
-/// The parameters of the sources and, last, of the destination, from scales and
-/// zero_points with one value each. A scale is finite and greater than 0
-/// (`any_sign`: a source's may be any finite number), and 1 for a float32
-/// destination; a zero point lies in the range of its tensor.
+/// The parameters of the sources and, last, of the destination, from scales and zero_points with
+/// one value each. A scale is finite and greater than 0 (`any_sign`: a source's may be any finite
+/// number), and 1 for a float32 destination; a zero point lies in the range of its tensor.
 c10::SmallVector<Real, 4> read_params(const char* op, const at::Tensor& scales,
                                       const at::Tensor& zero_points, at::TensorList srcs,
                                       DType dst_dtype, bool any_sign = false);
 
-/// x[i] = real value of the i-th of n <= kRealBlock values that are `stride`
-/// bytes apart, or of any number of adjacent ones.
+/// x[i] = real value of the i-th of n <= kRealBlock values that are `stride` bytes apart, or of any
+/// number of adjacent ones.
 void load_real(const Kernels& tier, const Real& src, const void* data, int64_t stride, int64_t n,
                float* x);
 

@@ -22,8 +22,7 @@ Alg reduce_alg(c10::string_view name) {
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, "torchq.reduction: alg must be sum, mean, max, min or mul, got '", name,
-      "'. The nearest to a norm is a sum of torchq.functional.eltwise "
-      "'square'.");
+      "'. The nearest to a norm is a sum of torchq.functional.eltwise 'square'.");
 }
 
 /// A dense [outer][count][inner] source; the middle is reduced.
@@ -130,12 +129,7 @@ Blocks blocks_of(const Kernels& tier, Alg alg, const at::Tensor& src, at::Tensor
     }
     dense = src.permute(order).contiguous();
   }
-  return {tier,
-          alg,
-          src.scalar_type() == at::kChar,
-          static_cast<const uint8_t*>(dense.const_data_ptr()),
-          count,
-          inner};
+  return {tier, alg, src.scalar_type() == at::kChar, bytes_of(dense), count, inner};
 }
 
 /// clamp(result - zero points): an int32 destination without scales, in integers only.

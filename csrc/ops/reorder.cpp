@@ -6,6 +6,7 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -164,7 +165,7 @@ at::Tensor lookup(const at::Tensor& src, const at::Tensor& table) {
                     "got ", table.sizes(), ".");
   // Byte order: an int8 source's values -128..127 are the bytes 128..255, 0..127.
   alignas(64) uint8_t bytes[256];
-  const uint8_t* values = static_cast<const uint8_t*>(table.const_data_ptr());
+  const uint8_t* values = bytes_of(table);
   for (int q = 0; q < 256; ++q) bytes[src.scalar_type() == at::kChar ? q ^ 0x80 : q] = values[q];
   at::Tensor dst = at::empty_like(src, src.options().dtype(table.scalar_type()));
   trace.describe([&] { return describe_call({src}, dst); });
@@ -255,11 +256,18 @@ at::Tensor scale_ratio(const char* op, const at::Tensor& numerator, const at::Te
   return ratio;
 }
 
-at::Tensor empty_broadcast(const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype) {
-  const auto sizes = at::infer_size_dimvector(a.sizes(), b.sizes());
+at::Tensor empty_broadcast(const char* op, const at::Tensor& src0, const at::Tensor& src1,
+                           at::ScalarType dtype) {
+  bool fits = true;
+  for (int64_t d = 1; d <= std::min(src0.dim(), src1.dim()); ++d) {
+    fits = fits && (src0.size(-d) == src1.size(-d) || src0.size(-d) == 1 || src1.size(-d) == 1);
+  }
+  TORCH_CHECK_VALUE(fits, "torchq.", op, ": src0 and src1 must broadcast, got ", src0.sizes(),
+                    " and ", src1.sizes(), ". Reshape one of them.");
+  const auto sizes = at::infer_size_dimvector(src0.sizes(), src1.sizes());
   const c10::IntArrayRef shape(sizes.data(), sizes.size());
-  if (a.sizes() == shape) return at::empty_like(a, a.options().dtype(dtype));
-  if (b.sizes() == shape) return at::empty_like(b, b.options().dtype(dtype));
+  if (src0.sizes() == shape) return at::empty_like(src0, src0.options().dtype(dtype));
+  if (src1.sizes() == shape) return at::empty_like(src1, src1.options().dtype(dtype));
   return at::detail::empty_cpu(shape, dtype);
 }
 

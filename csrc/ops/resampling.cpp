@@ -15,8 +15,7 @@
 namespace torchq {
 namespace {
 
-/// Where one destination index reads along one dimension: (1 - w) src[left] + w
-/// src[right].
+/// Where one destination index reads along one dimension: (1 - w) src[left] + w src[right].
 struct Tap {
   int64_t index[2];
   double weight[2];
@@ -50,7 +49,7 @@ bool keeps_bytes(const Real& from, const Real& to) {
 
 void copy_nearest(const ChannelsLast& src, const Taps& taps, const int64_t (&output)[3],
                   uint8_t* dst) {
-  const uint8_t* data = static_cast<const uint8_t*>(src.tensor.const_data_ptr());
+  const uint8_t* data = bytes_of(src.tensor);
   const int64_t c = src.channels, rows = src.batch * output[0] * output[1];
   const size_t bytes = static_cast<size_t>(c);
   parallel_ranges(rows, threads_for(rows * output[2] * c, 300'000), [&](Range range) {
@@ -85,8 +84,7 @@ class FloatLines {
     float* line = memory_ + slot * values_;
     if (held_[slot] == index) return line;
     held_[slot] = index;
-    const uint8_t* data = static_cast<const uint8_t*>(src_.tensor.const_data_ptr()) +
-                          (index * src_.size[2] + begin_) * src_.channels;
+    const uint8_t* data = bytes_of(src_.tensor) + (index * src_.size[2] + begin_) * src_.channels;
     load_real(tier_, unscaled_, data, 1, values_, line);
     return line;
   }
