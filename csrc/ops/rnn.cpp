@@ -12,6 +12,7 @@
 
 #include "../checks.h"
 #include "gemm.h"
+#include "packing.h"
 
 namespace torchq {
 namespace {
@@ -47,9 +48,20 @@ struct Geometry {
                                                                     : 1;
   }
   int64_t state_units() const { return projection > 0 ? projection : hidden; }
-};
+  /// Panels of the gates of all directions.
+  int64_t panels() const { return directions * panels_of(hidden) * gates; }
 
-int64_t groups_of(int64_t units) { return (units + kPanel - 1) / kPanel; }
+  void fill(RnnLayer& l) const {
+    l.cell = cell;
+    l.directions = static_cast<int>(directions);
+    l.inputs = inputs;
+    l.hidden = hidden;
+    l.projection = projection;
+    l.gates = gates;
+    l.lo = static_cast<float>(lo);
+    l.hi = static_cast<float>(hi);
+  }
+};
 
 void check_size(const char* arg, const at::Tensor& t, c10::IntArrayRef sizes) {
   TORCH_CHECK_VALUE(t.sizes() == sizes, "torchq.rnn: ", arg, " must have shape ", sizes, ", got ",
@@ -60,7 +72,7 @@ RnnWeight weight_of(const char* arg, const at::Tensor& packed, const at::Tensor&
                     const at::Tensor& multiplier, const at::Tensor& pair_bound, int64_t panels,
                     int64_t k) {
   check_param(kOp, arg, packed, at::kChar);
-  check_size(arg, packed, {panels, 1, (k + kQuad - 1) / kQuad, kPanel, kQuad});
+  check_size(arg, packed, {panels, 1, quads_of(k), kPanel, kQuad});
   check_param(kOp, "compensation", compensation, at::kInt);
   check_numel(kOp, "compensation", compensation, panels * kPanel);
   check_param(kOp, "multiplier", multiplier, at::kFloat);
@@ -127,7 +139,7 @@ struct Source {
     const bool even =
         src.dim() == 2 || sequences.batch == 1 || src.stride(0) == sequences.batch * src.stride(1);
     const bool as_it_is = dtype == DType::u8 && k % kQuad == 0 && (even || tier.matrix == nullptr);
-    const int64_t stride = (k + kQuad - 1) / kQuad * kQuad;
+    const int64_t stride = quads_of(k) * kQuad;
     uint8_t* copy = as_it_is ? nullptr : scratch.take<uint8_t>(rows * stride);
     const char* bytes = static_cast<const char*>(src.const_data_ptr());
     data = as_it_is ? reinterpret_cast<const uint8_t*>(bytes) : copy;
@@ -197,6 +209,83 @@ RnnScale scale_of(const at::Tensor& scales, const at::Tensor& zero_points, int64
   return s;
 }
 
+/// What src is, and what the destination and the states are stored as.
+void read_dtypes(RnnLayer& l, DType src_dtype, int64_t dst_dtype, int64_t state_dtype,
+                 int64_t h_n_dtype) {
+  l.dynamic = src_dtype == DType::f32;
+  l.state_dtype = l.dynamic ? DType::u8 : dst_dtype_of(kOp, state_dtype);
+  l.dst_dtype = dst_dtype_of(kOp, dst_dtype);
+  l.h_n_dtype = dst_dtype_of(kOp, h_n_dtype);
+  for (const DType dtype : {l.dst_dtype, l.h_n_dtype}) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        is_int8(l.state_dtype) && (dtype == DType::f32 || (dtype == l.state_dtype && !l.dynamic)),
+        "torchq.rnn: dst_dtype and h_n_dtype must be 6 (float32) or, for static layers, the "
+        "state's ",
+        "own type (uint8 or int8), got ", dst_dtype, " and ", h_n_dtype, " with state_dtype ",
+        state_dtype, ". The nearest supported form is float32.");
+  }
+}
+
+/// The op's arguments that belong to the weights.
+struct Weights {
+  const at::Tensor &src, &compensation_src, &multiplier_src;
+  const at::Tensor &state, &compensation_state, &multiplier_state;
+  const at::Tensor& bias;
+  const std::optional<at::Tensor>& extra;
+  const std::optional<at::Tensor>&projection, &compensation_projection, &multiplier_projection;
+  at::TensorList pair_bounds;
+};
+
+void read_weights(RnnLayer& l, const Geometry& g, const Weights& w) {
+  const int64_t panels = g.panels();
+  TORCH_CHECK_VALUE(w.pair_bounds.size() == (g.projection > 0 ? 3 : 2),
+                    "torchq.rnn: pair_bounds must ", "have one tensor per weight, got ",
+                    w.pair_bounds.size(), ".");
+  l.input = weight_of("weight_src", w.src, w.compensation_src, w.multiplier_src, w.pair_bounds[0],
+                      panels, g.inputs);
+  l.recurrent = weight_of("weight_state", w.state, w.compensation_state, w.multiplier_state,
+                          w.pair_bounds[1], panels, g.state_units());
+  TORCH_CHECK_VALUE((g.projection > 0) == w.projection.has_value() &&
+                        (g.projection > 0) == w.compensation_projection.has_value() &&
+                        (g.projection > 0) == w.multiplier_projection.has_value(),
+                    "torchq.rnn: weight_projection must come with a projection, its compensation ",
+                    "and its multiplier, or not at all.");
+  if (g.projection > 0) {
+    l.projected = weight_of("weight_projection", *w.projection, *w.compensation_projection,
+                            *w.multiplier_projection, w.pair_bounds[2],
+                            g.directions * panels_of(g.projection), g.hidden);
+  }
+  check_param(kOp, "bias", w.bias, at::kFloat);
+  check_numel(kOp, "bias", w.bias, panels * kPanel);
+  l.bias = w.bias.const_data_ptr<float>();
+  TORCH_CHECK_VALUE(g.cell == RnnCell::kGru ? w.extra.has_value()
+                                            : g.cell == RnnCell::kLstm || !w.extra.has_value(),
+                    "torchq.rnn: extra must be the bias of the new gate's state for a GRU, the ",
+                    "peephole weights or None for an LSTM, and None for other cells.");
+  if (w.extra.has_value()) {
+    check_param(kOp, "extra", *w.extra, at::kFloat);
+    check_numel(kOp, "extra", *w.extra,
+                g.directions * panels_of(g.hidden) * kPanel * (g.cell == RnnCell::kLstm ? 3 : 1));
+    l.extra = w.extra->const_data_ptr<float>();
+  }
+}
+
+void read_scales(RnnLayer& l, DType src_dtype, const at::Tensor& scales,
+                 const at::Tensor& zero_points) {
+  check_param(kOp, "scales", scales, at::kFloat);
+  check_numel(kOp, "scales", scales, 2);
+  check_param(kOp, "zero_points", zero_points, at::kInt);
+  check_numel(kOp, "zero_points", zero_points, 3);
+  l.state_scale = scale_of(scales, zero_points, 0, l.state_dtype);
+  l.hidden_scale = scale_of(scales, zero_points, 1, l.state_dtype);
+  const int32_t src_zero_point = *zero_points.const_data_ptr<int32_t>();
+  const auto [zero_lo, zero_hi] = zero_point_range(src_dtype);
+  TORCH_CHECK_VALUE(src_zero_point >= zero_lo && src_zero_point <= zero_hi,
+                    "torchq.rnn: zero_points must lie in [", zero_lo, ", ", zero_hi,
+                    "], the range of src, got ", src_zero_point, ".");
+  l.src_zero_point = src_zero_point + (src_dtype == DType::s8 ? 128 : 0);
+}
+
 using Results = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 Results rnn(const at::Tensor& src_arg, const std::optional<at::Tensor>& batch_sizes,
@@ -220,71 +309,22 @@ Results rnn(const at::Tensor& src_arg, const std::optional<at::Tensor>& batch_si
   check_cpu(kOp, "src", src_arg);
   check_no_grad(kOp, "src", src_arg);
   RnnLayer l{};
-  l.dynamic = src_dtype == DType::f32;
-  l.state_dtype = l.dynamic ? DType::u8 : dst_dtype_of(kOp, state_dtype);
-  l.dst_dtype = dst_dtype_of(kOp, dst_dtype);
-  l.h_n_dtype = dst_dtype_of(kOp, h_n_dtype);
-  for (const DType dtype : {l.dst_dtype, l.h_n_dtype}) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        is_int8(l.state_dtype) && (dtype == DType::f32 || (dtype == l.state_dtype && !l.dynamic)),
-        "torchq.rnn: dst_dtype and h_n_dtype must be 6 (float32) or, for static layers, the "
-        "state's ",
-        "own type (uint8 or int8), got ", dst_dtype, " and ", h_n_dtype, " with state_dtype ",
-        state_dtype, ". The nearest supported form is float32.");
-  }
+  g.fill(l);
+  read_dtypes(l, src_dtype, dst_dtype, state_dtype, h_n_dtype);
   ScratchFrame scratch;
   const Sequences sequences(src_arg, batch_sizes, scratch);
   TORCH_CHECK_VALUE(src_arg.size(-1) == g.inputs, "torchq.rnn: src must have ", g.inputs,
                     " features, got ", src_arg.size(-1), " in src ", src_arg.sizes(),
                     ". Check the layer's input_size.");
-  const int64_t groups = groups_of(g.hidden), units = g.state_units();
-  const int64_t panels = g.directions * groups * g.gates;
-  TORCH_CHECK_VALUE(pair_bounds.size() == (g.projection > 0 ? 3 : 2),
-                    "torchq.rnn: pair_bounds must ", "have one tensor per weight, got ",
-                    pair_bounds.size(), ".");
-  l.input = weight_of("weight_src", weight_src, compensation_src, multiplier_src, pair_bounds[0],
-                      panels, g.inputs);
-  l.recurrent = weight_of("weight_state", weight_state, compensation_state, multiplier_state,
-                          pair_bounds[1], panels, units);
-  TORCH_CHECK_VALUE((g.projection > 0) == weight_projection.has_value() &&
-                        (g.projection > 0) == compensation_projection.has_value() &&
-                        (g.projection > 0) == multiplier_projection.has_value(),
-                    "torchq.rnn: weight_projection must come with a projection, its compensation ",
-                    "and its multiplier, or not at all.");
-  if (g.projection > 0) {
-    l.projected = weight_of("weight_projection", *weight_projection, *compensation_projection,
-                            *multiplier_projection, pair_bounds[2],
-                            g.directions * groups_of(g.projection), g.hidden);
-  }
-  check_param(kOp, "bias", bias, at::kFloat);
-  check_numel(kOp, "bias", bias, panels * kPanel);
-  l.bias = bias.const_data_ptr<float>();
-  TORCH_CHECK_VALUE(
-      g.cell == RnnCell::kGru ? extra.has_value() : g.cell == RnnCell::kLstm || !extra.has_value(),
-      "torchq.rnn: extra must be the bias of the new gate's state for a GRU, the ",
-      "peephole weights or None for an LSTM, and None for other cells.");
-  if (extra.has_value()) {
-    check_param(kOp, "extra", *extra, at::kFloat);
-    check_numel(kOp, "extra", *extra,
-                g.directions * groups * kPanel * (g.cell == RnnCell::kLstm ? 3 : 1));
-    l.extra = extra->const_data_ptr<float>();
-  }
-  check_param(kOp, "scales", scales, at::kFloat);
-  check_numel(kOp, "scales", scales, 2);
-  check_param(kOp, "zero_points", zero_points, at::kInt);
-  check_numel(kOp, "zero_points", zero_points, 3);
-  l.state_scale = scale_of(scales, zero_points, 0, l.state_dtype);
-  l.hidden_scale = scale_of(scales, zero_points, 1, l.state_dtype);
-  const int32_t src_zero_point = *zero_points.const_data_ptr<int32_t>();
-  const auto [zero_lo, zero_hi] = zero_point_range(src_dtype);
-  TORCH_CHECK_VALUE(src_zero_point >= zero_lo && src_zero_point <= zero_hi,
-                    "torchq.rnn: zero_points must lie in [", zero_lo, ", ", zero_hi,
-                    "], the range of src, got ", src_zero_point, ".");
-  l.src_zero_point = src_zero_point + (src_dtype == DType::s8 ? 128 : 0);
+  read_weights(l, g,
+               {weight_src, compensation_src, multiplier_src, weight_state, compensation_state,
+                multiplier_state, bias, extra, weight_projection, compensation_projection,
+                multiplier_projection, pair_bounds});
+  read_scales(l, src_dtype, scales, zero_points);
 
   const at::ScalarType quantized = l.dynamic ? at::kFloat : scalar_type(l.state_dtype);
   at::Tensor h_kept, c_kept;
-  const std::array<int64_t, 3> h_sizes = {g.directions, sequences.batch, units};
+  const std::array<int64_t, 3> h_sizes = {g.directions, sequences.batch, g.state_units()};
   const std::array<int64_t, 3> c_sizes = {g.directions, sequences.batch, g.hidden};
   l.h0 = initial_state("h_0", h_0, h_sizes, true, quantized, h_kept);
   if (l.h0 != nullptr) l.h0_dtype = dtype_of(kOp, "h_0", h_kept);
@@ -292,7 +332,7 @@ Results rnn(const at::Tensor& src_arg, const std::optional<at::Tensor>& batch_si
   l.c0 = static_cast<const float*>(initial_state("c_0", c_0, c_sizes, is_lstm, at::kFloat, c_kept));
 
   c10::SmallVector<int64_t, 3> sizes(src_arg.sizes().begin(), src_arg.sizes().end());
-  sizes.back() = g.directions * units;
+  sizes.back() = g.directions * g.state_units();
   at::Tensor dst = at::detail::empty_cpu(sizes, scalar_type(l.dst_dtype));
   at::Tensor h_n = at::detail::empty_cpu(h_sizes, scalar_type(l.h_n_dtype));
   at::Tensor c_n =
@@ -303,12 +343,6 @@ Results rnn(const at::Tensor& src_arg, const std::optional<at::Tensor>& batch_si
   if (l.dynamic) check_finite("src", src_arg);
   const at::Tensor src = src_arg.stride(-1) == 1 ? src_arg : src_arg.contiguous();
   const Source source(src, src_dtype, sequences, tier, scratch);
-  l.cell = g.cell;
-  l.directions = static_cast<int>(g.directions);
-  l.inputs = g.inputs;
-  l.hidden = g.hidden;
-  l.projection = g.projection;
-  l.gates = g.gates;
   l.src = source.data;
   l.row_offset = source.row_offset;
   l.row_scale = source.scale;
@@ -317,8 +351,6 @@ Results rnn(const at::Tensor& src_arg, const std::optional<at::Tensor>& batch_si
   l.batch = sequences.batch;
   l.rows = sequences.rows;
   l.first = sequences.first;
-  l.lo = static_cast<float>(g.lo);
-  l.hi = static_cast<float>(g.hi);
   l.dst = dst.mutable_data_ptr();
   l.h_n = h_n.mutable_data_ptr();
   l.c_n = is_lstm ? c_n.mutable_data_ptr<float>() : nullptr;

@@ -19,7 +19,7 @@ constexpr int64_t kChunkBytes = 512 * 1024;
 /// vectors and 13 % with a matrix unit, 32 rows 3 % with that one; 16 rows are slower.
 constexpr int64_t kMinRowsInSteps = 32;
 
-int64_t whole_groups(int64_t units) { return ceil_div(units, kPanel) * kPanel; }
+int64_t whole_groups(int64_t units) { return panels_of(units) * kPanel; }
 
 void convert_row(const Kernels& tier, const void* src, DType src_dtype, void* dst, DType dst_dtype,
                  int64_t size, float factor, int32_t zero_point) {

@@ -6,11 +6,10 @@
 #include <algorithm>
 
 #include "../team.h"
+#include "packing.h"
 #include "rnn.h"
 
 namespace torchq {
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// What all parts of one direction share.
 class RnnDirection {

@@ -19,7 +19,7 @@ int parts_per_direction(const RnnLayer& l) {
   const int64_t cost = rows * gates * (l.inputs + l.state_units()) * l.directions;
   const int threads = threads_for(cost);
   if (threads < l.directions || threads == 1) return 0;
-  const int64_t most = std::min(step / kStepCost, ceil_div(l.state_units(), kPanel));
+  const int64_t most = std::min(step / kStepCost, panels_of(l.state_units()));
   return static_cast<int>(std::clamp<int64_t>(most, 1, threads / l.directions));
 }
 
