@@ -3,25 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import models
 import torch
 import torch.nn.functional as F
-from models import Wired, conv
+from models import Case, Wired, conv, register
 from torch import Tensor, nn
 
-Case = tuple[Callable[[], nn.Module], tuple[int, ...], int, int]
-CASES: dict[str, Case] = {}  # name -> network, input shape, int8 matmuls, all matmuls
-
-
-def case(name: str, shape: tuple[int, ...], int8: int, total: int | None = None) -> Any:
-    def add(make: Callable[[], nn.Module]) -> Any:
-        CASES[name] = make, shape, int8, int8 if total is None else total
-        return make
-
-    return add
+CASES: dict[str, Case] = {}
+case = partial(register, CASES)
 
 
 class Basic(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,23 @@ from torch import Tensor, nn
 import torchq.nn as tnn
 
 Case = tuple[Callable[[], nn.Module], tuple[int, ...], int, int]
-CASES: dict[str, Case] = {}  # name -> network, input shape, int8 matmuls, all matmuls
+"""A network, its input's shape, how many of its matmuls run in int8, and how many it has."""
 
 
-def case(name: str, shape: tuple[int, ...], int8: int, total: int | None = None) -> Any:
+def register(
+    cases: dict[str, Case], name: str, shape: tuple[int, ...], int8: int, total: int | None = None
+) -> Any:
+    """Decorates a network, or what makes one."""
+
     def add(make: Callable[[], nn.Module]) -> Any:
-        CASES[name] = make, shape, int8, int8 if total is None else total
+        cases[name] = make, shape, int8, int8 if total is None else total
         return make
 
     return add
+
+
+CASES: dict[str, Case] = {}
+case = partial(register, CASES)
 
 
 def randomize(model: nn.Module) -> nn.Module:

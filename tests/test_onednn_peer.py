@@ -8,26 +8,18 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from peers import start_onednn
 from torch import Tensor
 
-from benchmarks.onednn import Peer, RefusedError, Timing, WheelsUnavailableError
+from benchmarks.onednn import Peer, RefusedError, Timing
 
 CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 @pytest.fixture(scope="module")
 def peer() -> Iterator[Peer]:
-    try:
-        started = Peer(threads=1)
-    except WheelsUnavailableError as error:
-        pytest.skip(str(error))
-    with started:
+    with start_onednn() as started:
         yield started
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def random_q(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -257,10 +249,7 @@ def test_timing(peer: Peer) -> None:
 
 
 def test_a_dead_process_is_reported() -> None:
-    try:
-        peer = Peer()
-    except WheelsUnavailableError as error:
-        pytest.skip(str(error))
+    peer = start_onednn()
     peer._process.kill()
     with pytest.raises(RuntimeError, match="ended with status -9 on: reorder"):
         peer.reorder(torch.zeros(4, 4))

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import reference_rnn as oracle
 import torch
+from peers import start_onednn
 from torch import Tensor
 
-from benchmarks.onednn import Peer, WheelsUnavailableError
+from benchmarks.onednn import Peer
 from torchq.nn import QRecurrentLayer, RecurrentWeight
 from torchq.qparams import QParams
 
@@ -78,11 +79,7 @@ def generated(seed: int) -> Network:
 
 @pytest.fixture(scope="module")
 def peer() -> Iterator[Peer]:
-    try:
-        started = Peer(threads=1)
-    except WheelsUnavailableError as error:
-        pytest.skip(str(error))
-    with started:
+    with start_onednn() as started:
         yield started
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from peers import start_onednn
 from torch import Tensor
 
-from benchmarks.onednn import Peer, WheelsUnavailableError
+from benchmarks.onednn import Peer
 from torchq.saturation import Sums, emulate_conv, emulate_conv_transpose, emulate_linear
 
 U8, S8, S32 = torch.uint8, torch.int8, torch.int32
@@ -22,10 +23,7 @@ def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
     """A oneDNN without VNNI (on a CPU without AVX-512 both are AVX2)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONEDNN_MAX_CPU_ISA", request.param)
-        try:
-            started = Peer(threads=1)
-        except WheelsUnavailableError as error:
-            pytest.skip(str(error))
+        started = start_onednn()
     with started:
         yield started
 

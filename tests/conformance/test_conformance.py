@@ -14,10 +14,11 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from peers import start_onednn
 from run import PRIMITIVES, run_primitive
 
 import torchq.functional as TF
-from benchmarks.onednn import Peer, WheelsUnavailableError
+from benchmarks.onednn import WheelsUnavailableError
 from torchq import Attr, PostOps
 
 CASES = int(os.environ.get("TORCHQ_CONFORMANCE_CASES", "22"))
@@ -33,13 +34,6 @@ def test_conforms(primitive: str) -> None:
     assert tally.refused_by_torchq == 0, tally.reasons
     assert tally.refused_by_onednn <= 0.3 * CASES, tally.reasons
     assert tally.compared > 0
-
-
-def started(**options: str) -> Peer:
-    try:
-        return Peer(threads=1, **options)
-    except WheelsUnavailableError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +63,7 @@ def test_a_deconvolution_of_onednn_is_wrong(
     )
     assert torch.equal(dst.double(), expected)
     given = {"post_ops": post_ops, "dst": olds[0]} if olds else {"dst_dtype": dst_dtype}
-    with started(max_isa="AVX512_CORE_VNNI") as peer:
+    with start_onednn(max_isa="AVX512_CORE_VNNI") as peer:
         theirs = peer.deconvolution(src, weight, stride=3, src_scale=1e-3, **given)
         assert peer.implementation.startswith("jit_")
     assert (theirs.double() - expected).abs().max() > 5
@@ -84,7 +78,7 @@ def test_an_int32_bias_is_in_accumulator_units() -> None:
     acc = src.double() @ weight.double().T
     attr = Attr().set_scales("src", 0, 1 / 512)
     assert torch.equal(TF.linear(src, weight, bias, attr).double(), (acc + bias) / 512)
-    with started() as peer:
+    with start_onednn() as peer:
         theirs = peer.inner_product(src, weight, bias, src_scale=1 / 512, dst_dtype=torch.float32)
     assert torch.equal(theirs.double(), acc / 512 + bias)
 
@@ -96,7 +90,7 @@ def test_a_comparison_behind_an_average_of_onednn_is_wrong() -> None:
     expected = (F.avg_pool2d(src.double(), 2) > 100).to(torch.uint8)
     assert torch.equal(TF.avg_pool(src, 2, 2, 0, attr=attr), expected)
     asked = {"post_ops": "binary_gt:0", "post_op_tensors": [torch.tensor([100.0])]}
-    with started(max_isa="AVX512_CORE_VNNI") as peer:
+    with start_onednn(max_isa="AVX512_CORE_VNNI") as peer:
         theirs = peer.pooling(src, "avg_include_padding", 2, **asked)
         assert peer.implementation.startswith("jit_int")
     right = theirs == expected
@@ -109,7 +103,7 @@ def test_a_sum_behind_an_eltwise_of_onednn_is_left_out() -> None:
     old = torch.randint(1, 100, src.shape, dtype=torch.uint8)
     attr = Attr().set_post_ops(PostOps.parse("sum"))
     assert torch.equal(TF.eltwise(src, "relu", attr=attr, post_op_srcs=[old]), src + old)
-    with started() as peer:
+    with start_onednn() as peer:
         assert torch.equal(peer.eltwise(src, "relu", post_ops="sum", dst=old), src)
 
 
@@ -120,7 +114,7 @@ def test_an_operand_behind_a_resampling_of_onednn_is_misplaced() -> None:
     attr = Attr().set_post_ops(PostOps.parse("binary_add:15").with_values([operand.flatten()]))
     assert torch.equal(TF.resampling(src, (4, 5), attr=attr).float(), operand)
     asked = {"post_ops": "binary_add:15", "post_op_tensors": [operand]}
-    with started() as peer:
+    with start_onednn() as peer:
         assert torch.equal(
             peer.resampling(src, "nearest", (4, 5), layout="abcd", **asked).float(), operand
         )
