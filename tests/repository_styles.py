@@ -155,3 +155,19 @@ class Keypoints(nn.Module):
         h, w = x.shape[-2:]
         points = self.b(F.relu(self.a(x))).flatten(2).transpose(1, 2)
         return points / torch.tensor([w, h], device=x.device)
+
+
+@model("powers", image(3, 8), 2)
+class Powers(nn.Module):
+    """Functions that take a number or a tensor in the same place; sizes given to a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.pow(self.a(x), 2)
+        x = torch.where(x > 4, 4.0, x) - torch.remainder(x, 3.0)
+        x = x.mean((2, 3)) * torch.linspace(0.5, 1, 8).expand(x.shape[0], -1)
+        ramp = torch.linspace(0, 1, 6)
+        return self.b(x) + ramp.new_ones(x.shape[0], 1) * ramp[x.argmin(-1, keepdim=True) % 6]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import builtins
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,14 +12,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from torchq.fx.proxy import Proxy
 from torchq.fx.tracer import Tracer
 
 __all__ = ["traced_factories"]
 
 _FACTORIES = ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor")
+_METHODS = ("expand", "new_zeros", "new_ones", "new_empty", "roll", "__getitem__")
 _LOCK = threading.RLock()
 
 
@@ -25,8 +29,11 @@ _LOCK = threading.RLock()
 def traced_factories(tracer: Tracer) -> Iterator[None]:
     """Makes torch.zeros(n) and the like nodes where n is one: torch does not dispatch on sizes.
 
-    And functions that ask for the class or dtype of a tensor take a node for its value; functions
-    that TorchScript compiled take nodes as the Python functions that they were.
+    Nor do methods of a tensor that is no node, where sizes are given as separate arguments, and
+    indices are taken for sequences.
+    And functions that ask for the class or dtype of a tensor, isinstance among them, take a node
+    for its value; functions that TorchScript compiled take nodes as the Python functions that they
+    were.
     Other threads see the originals do their work; those that trace as well wait.
     """
 
@@ -39,11 +46,30 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
 
         return factory
 
+    def wrap_method(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            leaves = tree_leaves((args, kwargs))
+            if tracer.running or not any(isinstance(leaf, fx.Proxy) for leaf in leaves):
+                return original(*args, **kwargs)
+            if original.__name__ == "__getitem__":
+                return tracer.create_proxy("call_function", operator.getitem, args, kwargs)
+            return tracer.create_proxy("call_method", original.__name__, args, kwargs)
+
+        return method
+
     def look(original: Callable[..., Any]) -> Callable[..., Any]:
         def looks(value: Any) -> Any:
             return original(tracer.values[value.node] if isinstance(value, fx.Proxy) else value)
 
         return looks
+
+    def look_at_class(original: Callable[..., bool]) -> Callable[..., bool]:
+        def is_instance(value: Any, classes: Any) -> bool:
+            if type(value) is Proxy and not original(value, classes):
+                return issubclass(value.looks_like(), classes)
+            return original(value, classes)
+
+        return is_instance
 
     def uncompile(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,13 +83,18 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
 
     with _LOCK:
         patches: list[tuple[Any, str, Any]] = [(torch, name, wrap) for name in _FACTORIES]
+        patches += [(Tensor, name, wrap_method) for name in _METHODS]
         patches += [(torch, "is_tensor", look), (F, "_none_or_dtype", look)]
+        patches += [(builtins, "isinstance", look_at_class)]
         patches += [(torch.jit.ScriptFunction, "__call__", uncompile)]
-        originals = [(place, name, getattr(place, name)) for place, name, _ in patches]
+        own = [(place, name, vars(place).get(name)) for place, name, _ in patches]
         try:
             for place, name, replaced in patches:
                 setattr(place, name, replaced(getattr(place, name)))
             yield
         finally:
-            for place, name, original in originals:
-                setattr(place, name, original)
+            for place, name, original in own:
+                if original is None:  # inherited
+                    delattr(place, name)
+                else:
+                    setattr(place, name, original)

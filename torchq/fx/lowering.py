@@ -45,6 +45,7 @@ class Lowering:
         self.graph = fx.Graph(tracer_cls=SequenceTracer)  # that of unpickling
         self.modules: dict[str, Any] = {}
         self._opaque, self._names = opaque, dict[str, str]()
+        self._attributes: dict[int, str] = {}  # id of a tensor -> name in the converted model
         self._float: dict[fx.Node, fx.Node] = {}
         self._int8: dict[fx.Node, fx.Node] = {}
         self._qparams = shared_qparams(prepared)
@@ -177,7 +178,9 @@ class Lowering:
         if node.op == "get_attr":
             value = operator.attrgetter(str(node.target))(self.plan.captured.model)
             # not the original name: its module may be a quantized one, with a weight of its own
-            copied.target = self._free(str(node.target).replace(".", "_"))
+            if id(value) not in self._attributes:  # files hold a tensor under one name
+                self._attributes[id(value)] = self._free(str(node.target).replace(".", "_"))
+            copied.target = self._attributes[id(value)]
             self.modules[copied.target] = value
         if node.op == "call_module":
             copied.meta["source"] = str(node.target)

@@ -40,9 +40,12 @@ class Proxy(fx.Proxy):
 
     tracer: Tracer
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """What ``isinstance`` says in the model's code: a tensor, tuple, list or dict is one."""
+    def looks_like(self) -> type:
+        """What ``isinstance`` says in the model's code: a tensor, tuple, list or dict is one.
+
+        Not as ``__class__``: C++ that asks the same, as overloads with a number in the place of a
+        tensor do, would take the node's memory for a tensor's.
+        """
         value = self.tracer.values.get(self.node)
         containers = (Tensor, tuple, list, dict)
         return next((cls for cls in containers if isinstance(value, cls)), Proxy)
