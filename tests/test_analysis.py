@@ -97,6 +97,16 @@ def test_sensitivity_finds_the_layer_that_hurts() -> None:
         assert worst.kept == pytest.approx(torchq.sqnr(model(data[0]), kept(data[0])))
 
 
+def test_sensitivity_prints_a_table() -> None:
+    data = [torch.randn(4, 3, 8, 8)]
+    found = torchq.sensitivity(network(), data, data[0], progress=False)
+    head, *lines = str(found).splitlines()
+    assert head == f"output with all of these in int8 {found[0].all_quantized:.1f} dB"
+    assert [line.split()[-1] for line in lines] == [entry.name for entry in found]
+    assert f"{found[0].alone:.1f} dB alone in int8" in lines[0]
+    assert str(type(found)()) == "no layers"
+
+
 def test_sensitivity_leaves_out_what_stays_float() -> None:
     data = [torch.randn(4, 3, 8, 8)]
     found = torchq.sensitivity(network(), data, data[0], overrides={"0": None}, progress=False)

@@ -255,3 +255,75 @@ def test_overrides_of_a_module_hold_for_what_it_computes() -> None:
     found = torchq.quantize(model, [x], x, overrides=bits)
     assert found.get_submodule("a.linear").packed().unpack().abs().max() == 63
     assert found.get_submodule("a.linear_1").packed().unpack().abs().max() == 127
+
+
+# Matrix products by other names, and loops
+
+
+PRODUCTS: dict[str, Any] = {
+    "mm": lambda m, y: torch.mm(y, m.w),
+    "mm_method": lambda m, y: y.mm(m.w),
+    "at": lambda m, y: y @ m.w,
+    "matmul": lambda m, y: torch.linalg.matmul(y, m.w),
+    "addmm": lambda m, y: torch.addmm(m.w[0], y, m.w),
+    "inner": lambda m, y: torch.inner(y, m.w),
+    "einsum": lambda m, y: torch.einsum("bi,io->bo", y, m.w),
+    "einsum_transposed": lambda m, y: torch.einsum("...i, oi -> ...o", y, m.w),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_with_a_constant_counts_as_a_linear(name: str) -> None:
+    torch.manual_seed(0)
+    model = Wired(lambda m, x: PRODUCTS[name](m, m.a(x)), a=nn.Linear(8, 8)).eval()
+    model.w = nn.Parameter(torch.randn(8, 8))
+    x = torch.randn(16, 8)
+    converted = torchq.quantize(model, [x], x, strict=True)
+    with torch.no_grad():
+        assert sqnr(model(x), converted(x)) > 30
+    assert "2 of 2 convolutions and linears run in int8" in str(torchq.explain(converted))
+
+
+FLOAT_PRODUCTS: dict[str, tuple[Any, str]] = {
+    "bilinear": (lambda m, y: F.bilinear(y, y, m.b), "its weight multiplies two tensors"),
+    "addmm": (lambda m, y: torch.addmm(y, y, m.w), "its input is computed at run time"),
+    "mm": (lambda m, y: torch.mm(m.w, y), ""),
+    "einsum": (lambda m, y: torch.einsum("bi,ib->bi", y, m.w), "an einsum that is no linear"),
+    "inner": (lambda m, y: torch.inner(y, y), "an inner product without a constant matrix"),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT_PRODUCTS)
+def test_other_products_say_why_they_are_none(name: str) -> None:
+    torch.manual_seed(0)
+    forward, reason = FLOAT_PRODUCTS[name]
+    model = Wired(lambda m, x: forward(m, m.a(x)), a=nn.Linear(8, 8)).eval()
+    model.w, model.b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8, 8))
+    x = torch.randn(8, 8)
+    converted = torchq.quantize(model, [x], x)
+    row = torchq.explain(converted).rows[-1]
+    assert row.reason.startswith(reason) and (row.quantized or reason)
+    counted = "1 of 2" if name in ("bilinear", "addmm") else "1 of 1"
+    assert f"{counted} convolutions and linears" in str(torchq.explain(converted))
+    with torch.no_grad():
+        assert sqnr(model(x), converted(x)) > 25
+
+
+def test_calls_in_a_loop_are_one_line() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = m.act(m.a(x)) + torch.sigmoid(x)
+        return torch.sigmoid(m.b(x))
+
+    x = torch.randn(4, 8)
+    model = Wired(forward, a=nn.Linear(8, 8), act=nn.GELU(), b=nn.Linear(8, 8)).eval()
+    explanation = torchq.explain(torchq.quantize(model, [x], x))
+    lines = [line.split("  ") for line in str(explanation).splitlines()]
+    cells = [[cell.strip() for cell in line if cell.strip()][:3] for line in lines[1:]]
+    assert ["a", "Linear x3", "int8"] in cells and ["act", "GELU x3", "int8"] in cells
+    assert ["sigmoid .. sigmoid_2", "sigmoid x3", "int8"] in cells
+    assert [row.calls for row in explanation.rows if row.name == "a"] == [3]
+    named = [cell[0] for cell in cells]
+    assert "sigmoid_3" in named and "sigmoid_1" not in named
+    rows = torchq.explain(torchq.eager.quantize(model, [x], x)).rows
+    assert {row.name: row.calls for row in rows} == {"a": 3, "act": 3, "b": 1}

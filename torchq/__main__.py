@@ -71,11 +71,7 @@ def analyze(args: argparse.Namespace) -> int:
     print(torchq.compare(prepared, qmodel, data), end="\n\n")
     print(torchq.profile(model, qmodel, data[0]))
     if args.sensitivity:
-        for layer in torchq.sensitivity(model, data, data[0]):
-            print(
-                f"{layer.name}: {layer.alone:.1f} dB alone in int8, {layer.kept:.1f} dB with only "
-                f"it in float, {layer.all_quantized:.1f} dB as it is"
-            )
+        print(f"\n{torchq.sensitivity(model, data, data[0])}")
     if args.html:
         torchq.write_report(args.html, model, prepared, qmodel, data, args.model)
     if args.save:

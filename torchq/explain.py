@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -26,6 +28,9 @@ class Row:
         site: name of the module that now computes it.
         is_matmul: whether it is a convolution, linear or recurrent module.
         requested: whether an override kept it float.
+        calls: how often the model calls the module.
+        first: of a function that one line of code calls again and again, the name of the first row
+            of it; "" otherwise.
     """
 
     name: str
@@ -35,6 +40,8 @@ class Row:
     site: str
     is_matmul: bool
     requested: bool
+    calls: int = 1
+    first: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,12 +61,18 @@ class Explanation:
     note: str = ""
 
     def __str__(self) -> str:
-        """One line per module: name, class, int8 or float, and the scales or the reason."""
+        """One line per module: name, class, int8 or float, and the scales or the reason.
+
+        Calls in a loop are one line, with the scales of the first.
+        """
         cells = [("module", "class", "runs in", "attributes, or why it is float")]
-        for row in self.rows:
+        for rows in self._alike():
+            row, calls = rows[0], sum(row.calls for row in rows)
             detail = row.reason or self.details.get(row.site, "")
-            name = row.name or "(the model)"
-            cells.append((name, row.kind, "int8" if row.quantized else "float", detail))
+            name = f"{row.name} .. {rows[-1].name}" if len(rows) > 1 else row.name
+            kind = f"{row.kind} x{calls}" if calls > 1 else row.kind
+            place = "int8" if row.quantized else "float"
+            cells.append((name or "(the model)", kind, place, detail))
         widths = [max(len(cell[i]) for cell in cells) for i in range(3)]
         lines = [
             "  ".join(text.ljust(width) for text, width in zip(cell, [*widths, 0], strict=True))
@@ -84,6 +97,15 @@ class Explanation:
         )
         lines.append(f"{quantized} of {len(layers)} {kinds} run in int8")
         return "\n".join(line.rstrip() for line in lines)
+
+    def _alike(self) -> list[list[Row]]:
+        """Rows of one line of code that share their fate."""
+        found: dict[Any, list[Row]] = {}
+        for row in self.rows:
+            reason = re.sub(r"_\d+\b", "", row.reason)  # of what it was fused into
+            alike = row.first or row.name, row.quantized, reason
+            found.setdefault(alike, []).append(row)
+        return list(found.values())
 
 
 def explain(model: nn.Module) -> Explanation:

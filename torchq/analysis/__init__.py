@@ -12,6 +12,7 @@ torchq.write_report("report.html", model, prepared, qmodel, data)
 from torchq.analysis.accuracy import (
     Accuracy,
     LayerAccuracy,
+    Sensitivities,
     Sensitivity,
     compare,
     sensitivity,
@@ -26,6 +27,7 @@ __all__ = [
     "LayerAccuracy",
     "LayerTime",
     "Profile",
+    "Sensitivities",
     "Sensitivity",
     "compare",
     "load_calibration",

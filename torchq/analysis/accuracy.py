@@ -24,7 +24,15 @@ from torchq.observers import Observer
 from torchq.running import Inputs, batches, call, with_progress
 from torchq.state import as_before
 
-__all__ = ["Accuracy", "LayerAccuracy", "Sensitivity", "compare", "sensitivity", "sqnr"]
+__all__ = [
+    "Accuracy",
+    "LayerAccuracy",
+    "Sensitivities",
+    "Sensitivity",
+    "compare",
+    "sensitivity",
+    "sqnr",
+]
 
 
 _NO_WORK = (Absorbed, FusedClip)
@@ -252,6 +260,23 @@ class Sensitivity:
     all_quantized: float
 
 
+class Sensitivities(list[Sensitivity]):
+    """The entries, and a table of them as ``str``."""
+
+    def __str__(self) -> str:
+        """One line per layer, the most harmful first."""
+        if not self:
+            return "no layers"
+        together = self[0].all_quantized
+        lines = [f"output with all of these in int8 {together:.1f} dB"]
+        lines += [
+            f"{entry.alone:6.1f} dB alone in int8  {entry.kept:6.1f} dB alone in float "
+            f"({entry.kept - together:+.1f})  {entry.name}"
+            for entry in self
+        ]
+        return "\n".join(lines)
+
+
 def sensitivity(
     model: nn.Module,
     data: Sequence[Inputs],
@@ -259,7 +284,7 @@ def sensitivity(
     config: QConfig | None = None,
     overrides: Overrides | None = None,
     progress: bool | None = None,
-) -> list[Sensitivity]:
+) -> Sensitivities:
     """Quantizes the model twice per layer: with that layer alone in int8, and alone in float.
 
     Args:
@@ -271,7 +296,8 @@ def sensitivity(
         progress: show a bar; takes two calibrations per layer.
 
     Returns:
-        One entry per convolution and linear that runs in int8, the most harmful first.
+        One entry per convolution and linear that runs in int8, the most harmful first; a list that
+        prints as a table.
 
     Raises:
         ValueError: nothing of the model runs in int8; and as :func:`torchq.quantize`.
@@ -300,4 +326,4 @@ def sensitivity(
         own = resolve(overrides, row.name, config)
         alone, kept = output({"*": None, name: own}), output({**overrides, name: None})
         found.append(Sensitivity(row.name, alone, kept, together))
-    return sorted(found, key=lambda entry: entry.alone)
+    return Sensitivities(sorted(found, key=lambda entry: entry.alone))

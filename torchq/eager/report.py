@@ -53,8 +53,10 @@ class _Reporter:
             quantized, reason = self._without_layer(name, module)
         requested = self.plan.config(name) is None
         is_matmul = isinstance(module, (*MATMUL, *RECURRENT))
+        own = name
         name, site = (f"{self.plan.prefix}{other}".rstrip(".") for other in (name, site))
-        return Row(name, type(module).__name__, quantized, reason, site, is_matmul, requested)
+        kind, calls = type(module).__name__, max(len(self.calls.get(own, [])), 1)
+        return Row(name, kind, quantized, reason, site, is_matmul, requested, calls)
 
     def _without_layer(self, name: str, module: nn.Module) -> tuple[bool, str]:
         calls = self.calls.get(name, [])

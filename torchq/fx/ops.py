@@ -126,6 +126,7 @@ class Pattern:
         make: from the functions' Arguments to what it is, or to the reason why it is nothing.
         check: from a module to the reason why it has no int8 form, or "".
         adapt: changes what was made of a module, where its settings decide.
+        is_matmul: of what has no int8 form, whether it is a linear layer all the same.
     """
 
     role: Role
@@ -135,6 +136,7 @@ class Pattern:
     make: Callable[[Arguments], Made | str] | None = None
     check: Callable[[Any], str] = lambda module: ""
     adapt: Callable[[Made], None] = lambda made: None
+    is_matmul: bool = False
 
 
 def parse_signature(text: str) -> dict[str, Any]:

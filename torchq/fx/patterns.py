@@ -168,13 +168,14 @@ _BOTH = tuple(getattr(torch, name) for name in _MOVING if hasattr(torch, name))
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout)
 
 
-def _float(reason: str, *spellings: Any) -> Pattern:
+def _float(reason: str, *spellings: Any, is_matmul: bool = False) -> Pattern:
     """A row of what has no int8 form."""
     modules = tuple(s for s in spellings if isinstance(s, type))
     functions = tuple(s for s in spellings if not isinstance(s, type))
     return Pattern(
-        Role.OPAQUE, modules, functions, "input *", lambda a: reason, lambda module: reason
-    )
+        Role.OPAQUE, modules, functions, "input *", lambda a: reason, lambda module: reason,
+        is_matmul=is_matmul,
+    )  # fmt: skip
 
 
 PATTERNS: list[Pattern] = [
@@ -193,9 +194,13 @@ PATTERNS: list[Pattern] = [
             matmuls.conv(nn.ConvTranspose2d), matmuls.check_matmul),
     Pattern(Role.MATMUL, (nn.ConvTranspose3d,), (F.conv_transpose3d,), matmuls.DECONV,
             matmuls.conv(nn.ConvTranspose3d), matmuls.check_matmul),
-    Pattern(Role.PRODUCT, (), (torch.matmul, torch.bmm, torch.mm, operator.matmul, "matmul", "bmm",
-            "mm"), "input other", matmuls.product),
-    Pattern(Role.MATMUL, (), (torch.addmm,), "input mat1 mat2 beta=1 alpha=1", matmuls.add_product),
+    Pattern(Role.PRODUCT, (), (torch.matmul, torch.bmm, torch.mm, torch.linalg.matmul,
+            operator.matmul, "matmul", "bmm", "mm"), "input other", matmuls.product),
+    Pattern(Role.MATMUL, (), (torch.addmm, "addmm"), "input mat1 mat2 beta=1 alpha=1",
+            matmuls.add_product),
+    Pattern(Role.PRODUCT, (), (torch.inner, "inner"), "input other", matmuls.inner),
+    Pattern(Role.PRODUCT, (), (torch.einsum,), "equation input other", matmuls.contraction),
+    _float("its weight multiplies two tensors", nn.Bilinear, F.bilinear, is_matmul=True),
     Pattern(Role.NORM, BATCH_NORM, (F.batch_norm,),
             "input running_mean running_var weight=None bias=None training=False momentum=0.1 "
             "eps=1e-05", matmuls.batch_norm, matmuls.check_norm),

@@ -131,7 +131,7 @@ def _made(node: fx.Node, captured: Captured) -> tuple[Made, nn.Module | None]:
     if not isinstance(made, str) and not all(isinstance(src, fx.Node) for src in made.srcs):
         made = "its source is a constant"
     made = _opaque(made) if isinstance(made, str) else made
-    made.is_matmul = row.role is Role.MATMUL
+    made.is_matmul = Role.MATMUL in (row.role, made.role) or row.is_matmul
     return made, None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -20,7 +21,7 @@ from torchq.standalone import FOREIGN, RECURRENT, is_foreign
 __all__ = ["report_rows"]
 
 _MATMULS = (
-    *(*MATMUL, *RECURRENT),
+    *(*MATMUL, *RECURRENT, nn.Bilinear),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 _MATMUL_NAMES = [cls.__name__ for cls in (*_MATMULS, *NETWORKS, *CELLS)]
@@ -34,6 +35,7 @@ def report_rows(plan: Plan, inside: dict[str, list[Row]]) -> list[Row]:
         inside: rows of submodules that cannot be traced and were prepared by themselves.
     """
     layer_of = {part: layer for layer in plan.layers for part in layer.parts}
+    first: dict[Any, str] = {}  # where a function is called -> the name of the first call
     rows: dict[str, list[Row]] = defaultdict(list)
     for op in plan.ops.values():
         if isinstance(op.node.target, type):  # the class of what the model returns
@@ -47,7 +49,10 @@ def report_rows(plan: Plan, inside: dict[str, list[Row]]) -> list[Row]:
         if name in inside:
             rows[name] = [*inside[name]]
         else:
-            rows[name].append(_row(plan, op, layer_of.get(op), name))
+            row, place = _row(plan, op, layer_of.get(op), name), op.node.meta.get("place")
+            if op.owner is None and place is not None:
+                row = replace(row, first=first.setdefault((place, op.kind), name))
+            rows[name].append(row)
     result = [_together(several) for name, several in rows.items() if name not in inside]
     for name, several in rows.items():
         if name in inside:
@@ -57,6 +62,7 @@ def report_rows(plan: Plan, inside: dict[str, list[Row]]) -> list[Row]:
 
 def _together(rows: list[Row]) -> Row:
     """One row for all calls of a module."""
+    rows = [replace(row, calls=len(rows)) for row in rows]
     quantized = [row for row in rows if row.quantized]
     if not quantized or len(quantized) == len(rows):
         reasons = dict.fromkeys(row.reason for row in rows)

@@ -7,6 +7,7 @@ import copy
 import inspect
 import math
 import operator
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -159,6 +160,7 @@ class Tracer(SequenceTracer):
         finally:
             self._running = before
         node.meta["scope"] = self.scope.module_path
+        node.meta["place"] = (self.scope.module_path, *_place())
         node.meta["varying"] = any(n.meta["varying"] for n in node.all_input_nodes)
         node.meta["writes"] = [
             n for n, version in zip(sources, versions, strict=True)
@@ -367,6 +369,20 @@ def _counts(node: fx.Node, args: Any) -> bool:
         return any(isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8) for p in parts)
     name = getattr(node.target, "__name__", node.target)
     return name in _COUNTING or (name == "where" and len(args) == 1)
+
+
+def _place() -> tuple[str, int, int]:
+    """File, function and instruction of the model's code that is traced."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__"))
+        calls = name == "torch.nn.modules.module"
+        if not name.startswith(("torch.", "torchq.")) or (
+            name.startswith("torch.nn.modules.") and not calls
+        ):
+            break
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti
 
 
 def _normal(leaf: Any) -> Any:
