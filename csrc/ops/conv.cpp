@@ -12,6 +12,7 @@
 #include "../explain.h"
 #include "../parallel.h"
 #include "gemm.h"
+#include "gemm_matrix.h"
 #include "geometry.h"
 #include "packing.h"
 #include "padding.h"

@@ -7,7 +7,7 @@
 #include "../checks.h"
 #include "../explain.h"
 #include "../parallel.h"
-#include "gemm_rows.h"
+#include "gemm_matrix.h"
 
 namespace torchq {
 namespace {
@@ -206,11 +206,12 @@ void run_on_vectors(const GemmProblem& p, const Epilogue& epilogue, const Kernel
 }  // namespace
 
 void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier, OpTrace& trace) {
-  const bool matrix = uses_matrix_unit(p, tier);
+  const char* why_not = why_not_matrix_unit(p, tier);
+  const bool matrix = why_not == nullptr;
   const int joined = matrix ? 0 : joined_quads(p, tier);
   trace.ran(tier, matrix ? "gemm_matrix" : joined > 0 ? "gemm_groups" : name_of(p, tier));
   if (explains()) {
-    rejects("gemm_matrix", why_not_matrix_unit(p, tier));
+    rejects("gemm_matrix", why_not);
     if (tier.widening > 1 && !p.narrow) {
       rejects("gemm_narrow", "adjacent weights of one sign add up to more than 128");
     }
@@ -224,7 +225,7 @@ void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tie
 }
 
 void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier) {
-  if (uses_matrix_unit(p, tier)) return run_on_matrix_unit(p, epilogue, *tier.matrix);
+  if (why_not_matrix_unit(p, tier) == nullptr) return run_on_matrix_unit(p, epilogue, *tier.matrix);
   run_on_vectors(p, epilogue, tier);
 }
 

@@ -20,11 +20,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/SmallVector.h>
 
 #include "../dispatch.h"
-#include "../kernels/table.h"
 #include "../scratch.h"
+#include "gemm_problem.h"
 
 namespace torchq {
 
@@ -37,61 +36,10 @@ constexpr int64_t max_reduction(bool weight_zero_point) {
   return weight_zero_point ? kMaxReductionWithZeroPoint : kMaxReduction;
 }
 
-/// Rows that share their valid taps: a rectangle (n, d, h, w) of destination pixels.
-struct GemmClass {
-  int64_t size[4];
-  int64_t src_stride[4];  // bytes
-  int64_t dst_stride[4];  // elements
-  int64_t src_base, dst_base;
-  c10::ArrayRef<GemmRun> runs;
-  const int32_t* acc_init;  // [groups][panels_per_group * 16]
-
-  int64_t rows() const { return size[0] * size[1] * size[2] * size[3]; }
-  int64_t tiles() const { return (rows() + kTileRows - 1) / kTileRows; }
-  int64_t quads() const {
-    int64_t sum = 0;
-    for (const GemmRun& run : runs) sum += run.quads;
-    return sum;
-  }
-};
-
-struct GemmProblem {
-  const uint8_t* src;
-  bool flip;
-  const int8_t* weight;
-  int64_t panel_bytes;
-  int groups;
-  int64_t src_group_stride;  // bytes
-  int group_channels;
-  int panels_per_group;
-  /// Every pair of adjacent weights keeps 16-bit sums exact.
-  bool narrow;
-  /// Of groups that share tiles (GemmTile), and are one group here; else 0.
-  int group_quads;
-  c10::SmallVector<GemmClass, 9> classes;
-
-  int64_t rows() const {
-    int64_t sum = 0;
-    for (const GemmClass& c : classes) sum += c.rows();
-    return sum;
-  }
-};
-
-/// Whether `run_gemm` takes the tier's matrix unit.
-bool uses_matrix_unit(const GemmProblem& problem, const Kernels& tier);
-/// Whether it would rather have one class than many: what padding adds to the work is less than
-/// what small classes leave empty in a matrix unit's tiles. `group_quads` are those of all panels
-/// of a group.
-bool prefers_one_class(const Kernels& tier, int64_t rows, int64_t group_quads);
-
 void run_gemm(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier);
 /// The same, and notes which kernel it runs.
 void run_gemm(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier,
               OpTrace& trace);
-
-/// run_gemm where `uses_matrix_unit` says so.
-void run_on_matrix_unit(const GemmProblem& problem, const Epilogue& epilogue,
-                        const MatrixUnit& unit);
 
 /// acc_init for one class: [groups][panels_per_group * 16], tails zero.
 const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // A gemm on a matrix unit: some rows at a time meet the weights block by block. Rows are gathered
 // side by side, or read where they are, 16 after 16 along lines of evenly spaced ones.
+#include "gemm_matrix.h"
+
 #include <algorithm>
 #include <cstring>
 
-#include "../kernels/matrix_unit.h"
 #include "../parallel.h"
-#include "gemm.h"
-#include "gemm_rows.h"
+#include "../scratch.h"
 
 namespace torchq {
 namespace {
@@ -354,10 +354,6 @@ const char* why_not_matrix_unit(const GemmProblem& p, const Kernels& tier) {
     return is_even(p, c) || lines_of(p, c).count > 0 || gathering_pays(p, c);
   });
   return pays ? nullptr : "a row would be gathered for fewer than 256 quads of weights";
-}
-
-bool uses_matrix_unit(const GemmProblem& p, const Kernels& tier) {
-  return why_not_matrix_unit(p, tier) == nullptr;
 }
 
 void run_on_matrix_unit(const GemmProblem& p, const Epilogue& epilogue, const MatrixUnit& unit) {

@@ -1,18 +1,58 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the two ways to run a gemm walk its rows and keep its weights.
+// A gemm, and what both ways to run it know: how to walk its rows and keep its weights.
 #pragma once
+
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 
-#include "gemm.h"
+#include "../kernels/table.h"
 
 namespace torchq {
 
+/// Rows that share their valid taps: a rectangle (n, d, h, w) of destination pixels.
+struct GemmClass {
+  int64_t size[4];
+  int64_t src_stride[4];  // bytes
+  int64_t dst_stride[4];  // elements
+  int64_t src_base, dst_base;
+  c10::ArrayRef<GemmRun> runs;
+  const int32_t* acc_init;  // [groups][panels_per_group * 16]
+
+  int64_t rows() const { return size[0] * size[1] * size[2] * size[3]; }
+  int64_t tiles() const { return (rows() + kTileRows - 1) / kTileRows; }
+  int64_t quads() const {
+    int64_t sum = 0;
+    for (const GemmRun& run : runs) sum += run.quads;
+    return sum;
+  }
+};
+
+struct GemmProblem {
+  const uint8_t* src;
+  bool flip;
+  const int8_t* weight;
+  int64_t panel_bytes;
+  int groups;
+  int64_t src_group_stride;  // bytes
+  int group_channels;
+  int panels_per_group;
+  /// Every pair of adjacent weights keeps 16-bit sums exact.
+  bool narrow;
+  /// Of groups that share tiles (GemmTile), and are one group here; else 0.
+  int group_quads;
+  c10::SmallVector<GemmClass, 9> classes;
+
+  int64_t rows() const {
+    int64_t sum = 0;
+    for (const GemmClass& c : classes) sum += c.rows();
+    return sum;
+  }
+};
+
 /// Weights up to half a core's L2 stay there while tiles stream past.
 constexpr int64_t kResidentWeightBytes = 512 * 1024;
-
-/// Why `run_gemm` does not take the tier's matrix unit; null where it does.
-const char* why_not_matrix_unit(const GemmProblem& problem, const Kernels& tier);
 
 /// Steps through a class's rows in order.
 class RowCursor {
