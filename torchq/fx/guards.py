@@ -18,6 +18,7 @@ __all__ = [
     "expect_number",
     "expect_same",
     "expect_text",
+    "with_condition",
     "with_indices",
     "with_item",
     "with_view",
@@ -147,6 +148,12 @@ def with_indices(src: Tensor, indices: list[Tensor], value: Tensor) -> Tensor:
         left -= index.dim() if is_mask else 1
     value = _fitted(value, gathered + left)
     return torch.index_put(src, indices, value)  # type: ignore[arg-type]
+
+
+@torch.fx.wrap
+def with_condition(src: Tensor, condition: Tensor, value: Tensor) -> Tensor:
+    """``with_item`` for a mask without dims."""
+    return torch.where(condition, _fitted(value, src.dim()), src)
 
 
 def _fitted(value: Tensor, rank: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchq.fx.guards import with_indices, with_view, with_view_filled
+from torchq.fx.guards import with_condition, with_indices, with_view, with_view_filled
 
 __all__ = ["respell", "write"]
 
@@ -44,13 +44,17 @@ def write(graph: fx.Graph, node: fx.Node, form: Callable[[fx.Node], fx.Node]) ->
     index, value = node.args[1:]
     parts = index if isinstance(index, tuple) else (index,)
     views = all(_is_view(part) for part in parts)
-    gathers = all(_gathers(part) or type(part) is int for part in parts)
+    condition = len(parts) == 1 and _is_condition(parts[0])
+    gathers = condition or all(_gathers(part) or type(part) is int for part in parts)
     number = isinstance(value, bool | int | float)
     if not (number or _dtype(value)) or not (views or gathers):
         return graph.node_copy(node, form)
     if not (views or number or _dtype(value) == _dtype(node)):
         return graph.node_copy(node, form)
     src, index, value = fx.node.map_arg(node.args, form)
+    if condition:
+        value = graph.call_method("new_full", (src, [1], value)) if number else value
+        return graph.call_function(with_condition, (src, index, value))
     if not views:
         indices = [
             form(p) if isinstance(p, fx.Node) else graph.call_function(torch.full, ([1], p))
@@ -59,7 +63,8 @@ def write(graph: fx.Graph, node: fx.Node, form: Callable[[fx.Node], fx.Node]) ->
         value = graph.call_method("new_full", (src, [1], value)) if number else value
         return graph.call_function(with_indices, (src, indices, value))
     copied = graph.call_method("clone", (src,))
-    view = graph.call_function(operator.getitem, (copied, index))
+    whole = parts in ((), (...,))
+    view = copied if whole else graph.call_function(operator.getitem, (copied, index))
     if number:
         filled = graph.call_method("fill_", (view, value))
         return graph.call_function(with_view_filled, (copied, filled))
@@ -80,6 +85,11 @@ def _gathers(part: Any) -> bool:
         return False
     mask = dtype in (torch.bool, torch.uint8)
     return not (mask and part.meta["value"].shape == ())
+
+
+def _is_condition(part: Any) -> bool:
+    """Whether it is a mask without dims, which writes everything or nothing."""
+    return _dtype(part) == torch.bool and part.meta["value"].shape == ()
 
 
 def _dtype(value: Any) -> torch.dtype | None:
