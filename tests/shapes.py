@@ -380,6 +380,10 @@ CONV_DEPTHWISE = [
     depthwise("dw_5x5_dilated_rows", 33, (9, 8), kernel=5, padding=(4, 2), dilation=(2, 1)),
     depthwise("dw_5x5_stretches", 34, (4, 140), kernel=5, padding=3),
     # Windows: strides and dilations with few shared columns, bands of kernel rows, odd padding.
+    depthwise("dw_5x5_s2_stretches", 34, (4, 140), kernel=5, stride=2, padding=3),
+    depthwise("dw_5x5_s2_wide_padding", 72, (3, 4), kernel=5, stride=2, padding=9),
+    depthwise("dw_5x5_s1x2", 83, (6, 9), kernel=5, stride=(1, 2), padding=(2, 0)),
+    depthwise("dw_2x3_s2", 100, (6, 9), kernel=(2, 3), stride=2, padding=(0, 4)),
     depthwise("dw_s3", 70, (10, 11), stride=3, padding=1),
     depthwise("dw_s4", 24, (11, 14), stride=4, padding=1),
     depthwise("dw_s1x2", 72, (6, 9), stride=(1, 2), padding=1),

@@ -67,7 +67,7 @@ def disassemble(path: Path) -> dict[str, list[tuple[int, str]]]:
 def test_accumulators_stay_in_registers(tier: str) -> None:
     names = "(gemm|rnn|small_group)_tile<"
     if not tier.startswith("avx2"):  # its 16 registers cannot hold a window of columns
-        names += "|Slide<.*half<|dot_pixels<"
+        names += "|Slide(Five)?<.*half<|SlidePairs<.*::run|dot_pixels<"
     tiles = {
         name: k_loop(body)
         for name, body in disassemble(OBJECTS[tier]).items()

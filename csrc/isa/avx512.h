@@ -199,15 +199,19 @@ struct Avx512 : Avx512Lanes {
       quads[2 * i + 1] = _mm512_unpackhi_epi16(a[i], b[i]);
     }
   }
-  /// Vectors 2 kHalf and 2 kHalf + 1 of `interleave`.
+  /// Vector kHalf of `pair_bytes`, and what two of those make: vectors 2 kHalf and 2 kHalf + 1 of
+  /// `interleave`.
+  template <int kHalf>
+  static TORCHQ_INLINE Bytes pair_half(Bytes a, Bytes b) {
+    return kHalf == 0 ? _mm512_unpacklo_epi8(a, b) : _mm512_unpackhi_epi8(a, b);
+  }
+  static TORCHQ_INLINE void interleave_half(Bytes a, Bytes b, Int (&quads)[2]) {
+    quads[0] = _mm512_unpacklo_epi16(a, b);
+    quads[1] = _mm512_unpackhi_epi16(a, b);
+  }
   template <int kHalf>
   static TORCHQ_INLINE void interleave_half(const Bytes (&t)[4], Int (&quads)[2]) {
-    const auto unpack = [](Bytes a, Bytes b) {
-      return kHalf == 0 ? _mm512_unpacklo_epi8(a, b) : _mm512_unpackhi_epi8(a, b);
-    };
-    const Int words01 = unpack(t[0], t[1]), words23 = unpack(t[2], t[3]);
-    quads[0] = _mm512_unpacklo_epi16(words01, words23);
-    quads[1] = _mm512_unpackhi_epi16(words01, words23);
+    interleave_half(pair_half<kHalf>(t[0], t[1]), pair_half<kHalf>(t[2], t[3]), quads);
   }
   /// Two vectors in the lane order of `interleave` to words; two of those to bytes in natural
   /// order: packing undoes it.

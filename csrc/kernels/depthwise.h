@@ -7,7 +7,8 @@
 //
 // clang-format off
 //   slide  windows 3 wide and 2 or 3 high, stride 1 or 2, no dilation along the row, a folded
-//          8-bit epilogue: the columns under the window stay in registers (depthwise_slide.h)
+//          8-bit epilogue: the columns under the window stay in registers (depthwise_slide.h; where
+//          32 of them have 16 lanes each, stride 2 is depthwise_slide_two.h, windows of 5 x 5 too)
 //   stash  everything else: the columns of a stretch of the row are stored in L1, then up to
 //          kDepthwisePixels destinations at a time meet the weights (depthwise_stash.h)
 //
@@ -25,7 +26,7 @@
 // quads of two columns.
 #pragma once
 
-#include "depthwise_slide.h"
+#include "depthwise_slide_two.h"
 
 namespace {
 
@@ -184,8 +185,50 @@ DotFns<Isa> dot_fns(const DepthwiseLayer& d, const StashPlan& plan, bool fold) {
   DotFn<Isa>& full = fns.of[kPixels];
   if (d.width == 5 && d.stride == 1) full = &dot_pixels<Isa, true, kPixels, 5, 1, 0>;
   if (d.width == 5 && d.stride == 2) full = &dot_pixels<Isa, true, kPixels, 5, 2, 0>;
-  if (plan.tail) full = &dot_pixels<Isa, true, kPixels, kTailWidth, 1, kTailQuads>;
+  if (plan.tail) full = &dot_pixels<Isa, true, kPixels, kFive, 1, kTailQuads>;
   return fns;
+}
+
+template <class Isa>
+using SlideFn = void (*)(const DepthwiseLayer&, const DepthwiseChunk<Isa>&, const StashRows&,
+                         int64_t x, int64_t pixels, const Epilogue&, const DepthwiseDst*);
+
+/// Whether 32 registers hold what SlidePairs and SlideFive keep there.
+template <class Isa>
+constexpr bool kSlidesTwo = Isa::kSteps == 1 && Isa::kDepthwiseVectors == 4;
+
+template <class Isa>
+bool slides(const DepthwiseLayer& d) {
+  if (d.dilation != 1 || d.stride > 2) return false;
+  if (d.width == kSlideWidth) return d.kernel_rows == 2 || d.kernel_rows == 3;
+  return kSlidesTwo<Isa> && d.stride == 2 && d.width == kFive && d.kernel_rows == kFive;
+}
+
+template <class Isa, bool kFlip, int kSplit>
+SlideFn<Isa> slide_fn(const DepthwiseLayer& d, bool pairs) {
+  if constexpr (kSlidesTwo<Isa>) {
+    if (d.stride == 2) {
+      return d.width == kFive ? &SlideFive<Isa, kFlip, kSplit>::run
+                              : &SlidePairs<Isa, kFlip, kSplit>::run;
+    }
+  } else if (d.stride == 2) {
+    return &Slide<Isa, kFlip, kSplit, 2, false>::run;
+  }
+  return pairs ? &Slide<Isa, kFlip, kSplit, 1, true>::run
+               : &Slide<Isa, kFlip, kSplit, 1, false>::run;
+}
+
+template <class Isa>
+SlideFn<Isa> slide_fn(const DepthwiseLayer& d, int split, bool pairs) {
+  if (split == 1) {
+    return d.flip ? slide_fn<Isa, true, 1>(d, pairs) : slide_fn<Isa, false, 1>(d, pairs);
+  }
+  if constexpr (Isa::kDepthwiseSplits >= 4) {
+    if (split == 4) {
+      return d.flip ? slide_fn<Isa, true, 4>(d, pairs) : slide_fn<Isa, false, 4>(d, pairs);
+    }
+  }
+  return d.flip ? slide_fn<Isa, true, 2>(d, pairs) : slide_fn<Isa, false, 2>(d, pairs);
 }
 
 /// What one call of `depthwise` works with.
@@ -221,7 +264,7 @@ void depthwise_rows(const DepthwiseRun<Isa>& run, const int* y, bool pairs) {
   const auto find_sources = [&](int band) {
     for (int s = 0; s < chunk.split; ++s) {
       const uint8_t* const* src = run.rows.src + int64_t{y[s]} * d.kernel_rows;
-      for (int i = 0; i < kQuad; ++i) {
+      for (int i = 0; i <= kQuad; ++i) {
         const int row = band * kQuad + i, last = d.kernel_rows - 1;
         const uint8_t* pixel = row <= last ? src[row] : pairs ? src[2 * last + 1] : src[last];
         sources.row[s][i] = pixel + chunk.channel;
@@ -296,8 +339,10 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
   constexpr int kChannels = Isa::kDepthwiseChannels;
   const bool fold = e.mode == Epilogue::kFolded && element_size(e.dst_dtype) == 1 && !e.guard &&
                     e.num_sums == 0 && e.lo == nullptr;
+  const bool slide = fold && slides<Isa>(d);
   DepthwiseChunk<Isa> chunk;
   const StashPlan plan = stash_plan<Isa>(d);
+  chunk.joined = slide && kSlidesTwo<Isa> && d.stride == 2;
   DepthwiseRun<Isa> run{d,     rows, e,       plan,    dot_fns<Isa>(d, plan, fold),
                         chunk, {},   nullptr, nullptr, {}};
   init_chunk<Isa>(d, plan, scratch, &chunk);
@@ -321,9 +366,9 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
     run.stash[1] = stash_fn<Isa>(chunk.split, d.flip, kFourRows);
     run.stash_pairs = stash_fn<Isa>(chunk.split, d.flip, kPairs);
     run.stash_checked = stash_fn<Isa>(chunk.split, d.flip, kChecked);
-    if (fold && slides(d)) {
-      run.slide[0] = slide_fn<Isa>(chunk.split, d.flip, d.stride, false);
-      run.slide[1] = slide_fn<Isa>(chunk.split, d.flip, d.stride, true);
+    if (slide) {
+      run.slide[0] = slide_fn<Isa>(d, chunk.split, false);
+      run.slide[1] = slide_fn<Isa>(d, chunk.split, true);
     }
     depthwise_chunk<Isa>(run);
     channel = chunk.channel + chunk.count;

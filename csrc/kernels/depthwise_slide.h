@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Windows of three columns and up to three rows, without a stash: the columns under the window stay
 // in registers while it passes along the row. One half of the vectors at a time, so that the
-// weights and parameters stay there too; all of them with stride 2, where 32 registers hold the
-// weights (contract: DepthwiseLayer in table.h).
+// weights and parameters stay there too (contract: DepthwiseLayer in table.h).
 #pragma once
 
 #include "depthwise_stash.h"
@@ -48,14 +47,10 @@ TORCHQ_INLINE void finish_words(const ByteFinish& f, uint8_t* pixel, const int64
 template <class Isa, bool kFlip, int kSplit, int kStride, bool kPairs>
 struct Slide {
   static constexpr int kSteps = Isa::kSteps;
-  /// All vectors at a time, where each source row would be loaded twice for one destination (8 to
-  /// 10 % faster where loads cross cache lines), else half of them.
-  static constexpr bool kWhole =
-      kSteps == 1 && Isa::kDepthwiseVectors == 4 && kStride == 2 && kSplit <= 2;
   /// Whether row pointers are read where they are used. Those of two parts or four do not fit
   /// registers, and where the compiler kept and spilled them a row took 4 to 12 % longer.
   static constexpr bool kReread = Isa::kDepthwiseVectors == 4 && kStride == 1 && kSplit > 1;
-  static constexpr int kParts = Isa::kDepthwiseVectors / (kWhole ? 1 : 2);
+  static constexpr int kParts = Isa::kDepthwiseVectors / 2;
   static constexpr int kRows = kPairs ? 4 : 3, kDst = kPairs ? 2 : 1;
   static constexpr int kNew = kSlideWidth - kStride;  // first of the columns that a pixel adds
   static constexpr int64_t kQuadBytes = int64_t{Isa::kDepthwiseVectors} * kSteps * 64;
@@ -83,39 +78,33 @@ struct Slide {
       if constexpr (kFlip) bytes[r] = Isa::flip_sign(bytes[r]);
     }
     if constexpr (kRows < kQuad) bytes[kRows] = bytes[kRows - 1];
-    if constexpr (kWhole) {
-      Isa::interleave(bytes, column);
-    } else {
-      Isa::template interleave_half<kHalf>(bytes, column);
-    }
+    Isa::template interleave_half<kHalf>(bytes, column);
   }
 
   /// Half the words of destination row r's pixel.
   static TORCHQ_INLINE Bytes dot_columns(const Columns& columns, const Columns& kept,
-                                         const int8_t* weight, const Params& params, int first) {
-    constexpr int kWord = Isa::kDepthwiseVectors / 2;
-    Int acc[kWord];
-    TORCHQ_UNROLL for (int i = 0; i < kWord; ++i) {
-      const int p = first + i;
-      acc[i] = params.init[p];
+                                         const int8_t* weight, const Params& params) {
+    Int acc[kParts];
+    TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
+      acc[p] = params.init[p];
       TORCHQ_UNROLL for (int j = 0; j < kSlideWidth; ++j) {
         if constexpr (kSteps == 1) {
-          Isa::dot(acc[i], columns[j][p], kept[j][p]);
+          Isa::dot(acc[p], columns[j][p], kept[j][p]);
         } else {
           const auto* w = reinterpret_cast<const int32_t*>(weight + j * kQuadBytes + p * 128);
-          Isa::dot(acc[i], Isa::template split_src<0>(columns[j][p]), Isa::load_int(w));
-          Isa::dot(acc[i], Isa::template split_src<1>(columns[j][p]), Isa::load_int(w + 16));
+          Isa::dot(acc[p], Isa::template split_src<0>(columns[j][p]), Isa::load_int(w));
+          Isa::dot(acc[p], Isa::template split_src<1>(columns[j][p]), Isa::load_int(w + 16));
         }
       }
-      acc[i] = Isa::to_int(Isa::fma(Isa::to_float(acc[i]), params.multiplier[p], params.offset[p]));
+      acc[p] = Isa::to_int(Isa::fma(Isa::to_float(acc[p]), params.multiplier[p], params.offset[p]));
     }
-    return Isa::pack_words(acc[0], acc[kWord - 1]);
+    return Isa::pack_words(acc[0], acc[kParts - 1]);
   }
 
   static void run(const DepthwiseLayer& d, const DepthwiseChunk<Isa>& chunk, const StashRows& rows,
                   int64_t x, int64_t pixels, const Epilogue& e, const DepthwiseDst* dst) {
     half<0>(d, chunk, rows, x, pixels, e, dst);
-    if constexpr (!kWhole) half<1>(d, chunk, rows, x, pixels, e, dst);
+    half<1>(d, chunk, rows, x, pixels, e, dst);
   }
 
   /// The words of half 0 wait in the stash for those of half 1.
@@ -136,15 +125,10 @@ struct Slide {
     const int8_t* const weight = chunk.weight + kHalf * kParts * kSteps * 64;
     Columns kept[kDst];
     Params params;
-    const auto load_params = [&] {
-      TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
-        params.init[p] = Isa::load_int(chunk.acc_init[kHalf * kParts + p]);
-        params.multiplier[p] = Isa::load(chunk.multiplier[kHalf * kParts + p]);
-        params.offset[p] = Isa::load(chunk.offset[kHalf * kParts + p]);
-      }
-    };
-    load_params();
     TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
+      params.init[p] = Isa::load_int(chunk.acc_init[kHalf * kParts + p]);
+      params.multiplier[p] = Isa::load(chunk.multiplier[kHalf * kParts + p]);
+      params.offset[p] = Isa::load(chunk.offset[kHalf * kParts + p]);
       if constexpr (kSteps == 1) {
         TORCHQ_UNROLL for (int r = 0; r < kDst; ++r) {
           TORCHQ_UNROLL for (int j = 0; j < kSlideWidth; ++j) {
@@ -162,7 +146,6 @@ struct Slide {
       load_column<kHalf>(rows, padding, src_step, count, next, inside, columns[j]);
     }
     for (int64_t i = 0; i < pixels; ++i, pixel += src_step) {
-      if constexpr (kWhole) load_params();  // no registers are left to keep them in
       if constexpr (kReread) asm volatile("" ::: "memory");
       TORCHQ_UNROLL for (int j = kNew; j < kSlideWidth; ++j, ++next) {
         const bool inside = static_cast<uint64_t>(next) < static_cast<uint64_t>(src_pixels);
@@ -170,11 +153,8 @@ struct Slide {
       }
       TORCHQ_UNROLL for (int r = 0; r < kDst; ++r, words += sizeof(Bytes)) {
         const int8_t* row_weight = weight + r * chunk.weight_bytes;
-        const Bytes word = dot_columns(columns, kept[r], row_weight, params, 0);
-        if constexpr (kWhole) {
-          const Bytes high = dot_columns(columns, kept[r], row_weight, params, kParts / 2);
-          finish_words<Isa>(finish, pixel, offset[r], kSplit, word, high);
-        } else if constexpr (kHalf == 0) {
+        const Bytes word = dot_columns(columns, kept[r], row_weight, params);
+        if constexpr (kHalf == 0) {
           Isa::store_channels(words, word, sizeof(Bytes));
         } else {
           finish_words<Isa>(finish, pixel, offset[r], kSplit,
@@ -187,34 +167,5 @@ struct Slide {
     }
   }
 };
-
-template <class Isa>
-using SlideFn = void (*)(const DepthwiseLayer&, const DepthwiseChunk<Isa>&, const StashRows&,
-                         int64_t x, int64_t pixels, const Epilogue&, const DepthwiseDst*);
-
-inline bool slides(const DepthwiseLayer& d) {
-  return d.width == kSlideWidth && d.dilation == 1 && d.stride <= 2 && d.kernel_rows >= 2 &&
-         d.kernel_rows <= 3;
-}
-
-template <class Isa, bool kFlip, int kSplit>
-SlideFn<Isa> slide_fn(int64_t stride, bool pairs) {
-  if (stride == 2) return &Slide<Isa, kFlip, kSplit, 2, false>::run;
-  return pairs ? &Slide<Isa, kFlip, kSplit, 1, true>::run
-               : &Slide<Isa, kFlip, kSplit, 1, false>::run;
-}
-
-template <class Isa>
-SlideFn<Isa> slide_fn(int split, bool flip, int64_t stride, bool pairs) {
-  if (split == 1) {
-    return flip ? slide_fn<Isa, true, 1>(stride, pairs) : slide_fn<Isa, false, 1>(stride, pairs);
-  }
-  if constexpr (Isa::kDepthwiseSplits >= 4) {
-    if (split == 4) {
-      return flip ? slide_fn<Isa, true, 4>(stride, pairs) : slide_fn<Isa, false, 4>(stride, pairs);
-    }
-  }
-  return flip ? slide_fn<Isa, true, 2>(stride, pairs) : slide_fn<Isa, false, 2>(stride, pairs);
-}
 
 }  // namespace
