@@ -264,6 +264,7 @@ CONV_UNITS = [
     conv("unit_tail_groups", (136, 160), (6, 7), 3, 1, 1, groups=2),
     conv("unit_short", (12, 100), (6, 19), (5, 3), 1, 1),
     conv("unit_short_groups", (96, 160), (6, 7), 3, 1, 1, groups=2),
+    conv("unit_groups_of_32", (96, 144), (7, 6), 3, 1, 1, groups=3, batch=2),
 ]
 CONV_1D = [
     conv("1d", (16, 32), (50,), 3, 1, 1),

@@ -84,7 +84,11 @@ const char* why_padded_copy(const Conv& c, const Source& s, const Intervals (&cl
   const int64_t group_quads = c.packing.taps * c.packing.quads * c.packing.panels_per_group();
   if (count == 1) return nullptr;
   if (count > kMaxClasses) return "pixels meet more than 64 sets of valid taps";
-  if (prefers_one_class(c.tier, rows, group_quads)) return "a matrix unit wants whole tiles";
+  const int64_t* stride = s.window.stride;
+  const bool adjacent = !c.is_signed && stride[0] * stride[1] * stride[2] == 1;
+  if (prefers_one_class(c.tier, rows, group_quads, adjacent)) {
+    return "a matrix unit wants whole tiles";
+  }
   return rows < kMinRowsPerClass * count ? "fewer than 3 pixels meet the same valid taps" : nullptr;
 }
 

@@ -11,8 +11,8 @@ namespace torchq {
 const char* why_not_matrix_unit(const GemmProblem& problem, const Kernels& tier);
 /// Whether the tier would rather have one class of rows than many: what padding adds to the work is
 /// less than what small classes leave empty in a matrix unit's tiles. `group_quads` are those of
-/// all panels of a group.
-bool prefers_one_class(const Kernels& tier, int64_t rows, int64_t group_quads);
+/// all panels of a group; `adjacent`: rows start at adjacent pixels, and can be read in place.
+bool prefers_one_class(const Kernels& tier, int64_t rows, int64_t group_quads, bool adjacent);
 
 void run_on_matrix_unit(const GemmProblem& problem, const Epilogue& epilogue,
                         const MatrixUnit& unit);
