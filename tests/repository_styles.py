@@ -171,3 +171,39 @@ class Powers(nn.Module):
         x = x.mean((2, 3)) * torch.linspace(0.5, 1, 8).expand(x.shape[0], -1)
         ramp = torch.linspace(0, 1, 6)
         return self.b(x) + ramp.new_ones(x.shape[0], 1) * ramp[x.argmin(-1, keepdim=True) % 6]
+
+
+# Functions that know their own backward pass
+
+
+class _Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, beta: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.beta = beta
+        return x * torch.sigmoid(beta * x)
+
+
+class _Clamp(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clamp(0, 1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output)
+
+
+@model("autograd", image(3, 8), 3)
+class Autograd(nn.Module):
+    """And tensors that are made tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _Swish.apply(self.a(x), 1.5)
+        y = torch.as_tensor(y) + torch.as_tensor(_Clamp.apply(self.b(y)), dtype=torch.float32)
+        sizes = torch.as_tensor([y.shape[2], y.shape[3]])
+        return self.c(y) + torch.full_like(y, y.amax()) / torch.asarray(sizes).prod()

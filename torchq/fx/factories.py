@@ -20,9 +20,25 @@ from torchq.fx.tracer import Tracer
 
 __all__ = ["traced_factories"]
 
-_FACTORIES = ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor")
+_FACTORIES = (
+    *("zeros", "ones", "full", "full_like", "empty", "arange", "eye", "linspace", "tensor"),
+    "scalar_tensor",
+)
 _METHODS = ("expand", "new_zeros", "new_ones", "new_empty", "roll", "__getitem__")
 _LOCK = threading.RLock()
+
+
+class _Context:
+    """What an autograd function keeps for its backward pass: nothing."""
+
+    def __init__(self, inputs: int) -> None:
+        self.needs_input_grad = (False,) * inputs
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Nothing."""
+
+    save_for_forward = mark_dirty = mark_non_differentiable = save_for_backward
+    set_materialize_grads = save_for_backward
 
 
 @contextmanager
@@ -33,7 +49,7 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
     indices are taken for sequences.
     And functions that ask for the class or dtype of a tensor, isinstance among them, take a node
     for its value; functions that TorchScript compiled take nodes as the Python functions that they
-    were.
+    were, and so do those with a backward pass of their own.
     Other threads see the originals do their work; those that trace as well wait.
     """
 
@@ -81,12 +97,37 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
 
         return call
 
+    def keep(original: Callable[..., Any]) -> Callable[..., Any]:
+        def as_tensor(data: Any, dtype: Any = None, device: Any = None, **more: Any) -> Any:
+            options = {"dtype": dtype, "device": device}
+            if tracer.running or not any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(data)):
+                return original(data, **options, **more)
+            if not (isinstance(data, fx.Proxy) and isinstance(tracer.values[data.node], Tensor)):
+                return torch.tensor(data, **options)
+            given = {name: option for name, option in options.items() if option is not None}
+            return data.to(**given) if given else data
+
+        return as_tensor
+
+    def forward(original: Any) -> Any:
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            nodes = any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs)))
+            if tracer.running or not nodes:
+                return original.__func__(cls, *args, **kwargs)
+            if cls.setup_context is torch.autograd.Function.setup_context:
+                args = (_Context(len(args)), *args)
+            return cls.forward(*args, **kwargs)
+
+        return classmethod(apply)
+
     with _LOCK:
         patches: list[tuple[Any, str, Any]] = [(torch, name, wrap) for name in _FACTORIES]
         patches += [(Tensor, name, wrap_method) for name in _METHODS]
         patches += [(torch, "is_tensor", look), (F, "_none_or_dtype", look)]
+        patches += [(torch, "as_tensor", keep), (torch, "asarray", keep)]
         patches += [(builtins, "isinstance", look_at_class)]
         patches += [(torch.jit.ScriptFunction, "__call__", uncompile)]
+        patches += [(torch.autograd.Function, "apply", forward)]
         own = [(place, name, vars(place).get(name)) for place, name, _ in patches]
         try:
             for place, name, replaced in patches:

@@ -16,6 +16,7 @@ __all__ = [
     "expect_nan",
     "expect_none",
     "expect_number",
+    "expect_real",
     "expect_same",
     "expect_text",
     "with_condition",
@@ -37,11 +38,29 @@ def expect(value: int, expected: int) -> None:
     if not scripting and torch._C._get_tracing_state():
         return  # a trace makes constants of conditions
     if value != expected:
-        raise RuntimeError(
-            f"torchq.fx: the model was traced where a size or condition was {expected}, got "
-            f"{value}, and its Python code acted on it. Trace it with example_inputs of such "
-            "sizes, or use torchq.eager."
-        )
+        _raise_size(f"{expected}", f"{value}")
+
+
+@torch.fx.wrap
+def expect_real(value: float, expected: float) -> None:
+    """The same of a float that was computed from sizes.
+
+    Raises:
+        RuntimeError: naming both.
+    """
+    scripting = torch.jit.is_scripting()  # type: ignore[attr-defined]
+    if not scripting and torch._C._get_tracing_state():
+        return
+    if value != expected:
+        _raise_size(f"{expected}", f"{value}")
+
+
+def _raise_size(expected: str, got: str) -> None:
+    raise RuntimeError(
+        f"torchq.fx: the model was traced where a size or condition was {expected}, got {got}, and "
+        "its Python code acted on it. Trace it with example_inputs of such sizes, or use "
+        "torchq.eager."
+    )
 
 
 @torch.fx.wrap
@@ -109,7 +128,7 @@ def _raise_other(expected: str, got: str) -> None:
 OPTIONAL: Any = Optional[Tensor]  # noqa: UP045 - torch.fx cannot write ``Tensor | None``
 """The type of an argument that expect_none checks."""
 
-GUARDS = (expect, expect_number, expect_nan, expect_text, expect_none, expect_same)
+GUARDS = (expect, expect_real, expect_number, expect_nan, expect_text, expect_none, expect_same)
 for _guard in GUARDS:
     torch.fx.node.has_side_effect(_guard)  # or eliminate_dead_code takes it for unused
 

@@ -84,7 +84,10 @@ class Proxy(fx.Proxy):
         """Guarded."""
         return int(self.tracer.known(self))
 
-    __int__ = __index__
+    def __int__(self) -> int:
+        """Guarded."""
+        whole = self.tracer.create_proxy("call_function", int, (self,), {})
+        return int(self.tracer.known(whole))
 
     def __float__(self) -> float:
         """Guarded."""

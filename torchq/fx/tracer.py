@@ -27,6 +27,7 @@ from torchq.fx.guards import (
     expect_nan,
     expect_none,
     expect_number,
+    expect_real,
     expect_same,
     expect_text,
 )
@@ -40,6 +41,7 @@ __all__ = ["Tracer", "short"]
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _WHOLE = (nn.RNNBase, nn.RNNCellBase)
 _COUNTING = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
+_UNSCRIPTED = (math.log2, math.isqrt, math.hypot)  # of sizes, which TorchScript does not know
 _HINTS = (
     (nn.TransformerEncoder, "is_causal", 3),
     (nn.TransformerDecoder, "tgt_is_causal", 6),
@@ -138,6 +140,10 @@ class Tracer(SequenceTracer):
             for source in proxy.node.meta["writes"]:
                 if self.values[source] is self.values[proxy.node]:
                     self._written[source] = proxy.node
+        if target in _UNSCRIPTED:
+            for source in proxy.node.all_input_nodes:
+                self.known(self.proxy(source))
+            proxy.node.meta["varying"] = False
         return proxy
 
     def create_node(
@@ -183,8 +189,8 @@ class Tracer(SequenceTracer):
         value, node = self.values[proxy.node], proxy.node
         if isinstance(value, Tensor) or not node.meta["static"]:
             raise fx.proxy.TraceError(f"its Python code acts on values in a tensor ({node.name})")
-        if isinstance(value, (bool, int)) and node.meta["varying"]:
-            self._guard(expect, node, value)
+        if isinstance(value, (bool, int, float)) and node.meta["varying"]:
+            self._guard(expect_real if isinstance(value, float) else expect, node, value)
         return value
 
     def _guard(self, check: Callable[..., None], *args: Any) -> None:
