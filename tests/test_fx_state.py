@@ -358,3 +358,23 @@ def test_nothing_moves_on_in_the_models_that_are_looked_at() -> None:
     converted = quantized(model, data)
     torchq.analysis.profile(model, converted, data[0], rounds=1)
     assert model.cache is None and converted.cache is None
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta", "quantized"])
+def test_tensors_of_every_kind_may_be_kept(kind: str) -> None:
+    """A graph's adjacency matrix, say; what cannot be compared does not stop a conversion."""
+    graph = {
+        "sparse": lambda: torch.eye(4).to_sparse(),
+        "meta": lambda: torch.empty(4, 4, device="meta"),
+        "quantized": lambda: torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.quint8),
+    }[kind]
+    torch.manual_seed(0)
+    model = Wired(
+        lambda m, x: m.b(torch.sparse.mm(m.graph, m.a(x)) if kind == "sparse" else m.a(x)),
+        a=nn.Linear(8, 8), b=nn.Linear(8, 8),
+    ).eval()  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about what is in beta or goes away
+        model.graph = graph()
+        converted = torchq.quantize(model, batches())
+        follows(model, converted, batches())
