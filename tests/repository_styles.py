@@ -207,3 +207,22 @@ class Autograd(nn.Module):
         y = torch.as_tensor(y) + torch.as_tensor(_Clamp.apply(self.b(y)), dtype=torch.float32)
         sizes = torch.as_tensor([y.shape[2], y.shape[3]])
         return self.c(y) + torch.full_like(y, y.amax()) / torch.asarray(sizes).prod()
+
+
+@model("einsum_attention", lambda: torch.randn(2, 7, 16), 5)
+class EinsumAttention(nn.Module):
+    """Products as einsum writes them: of heads, with a weight of two dims and of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Parameter(torch.randn(4, 4, 16) / 4)
+        self.mix, self.graph = nn.Parameter(torch.randn(16, 16) / 4), torch.rand(3, 7, 7)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).unbind(2)
+        weights = torch.softmax(torch.einsum("blhe,bshe->bhls", q, k) / 2, -1)
+        heads = torch.einsum("b h l s, b s h d -> b l h d", weights, v)
+        x = x + torch.einsum("blhd,hde->ble", heads, self.out)
+        x = x + torch.einsum("oi,...i->...o", self.mix, F.gelu(x))
+        return self.head(torch.einsum("kvw,bwc->bkvc", self.graph, x).mean(1))

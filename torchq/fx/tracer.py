@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.fx.attention import attention
+from torchq.fx.einsum import einsum
 from torchq.fx.fake import fake_quantizer, is_watcher
 from torchq.fx.guards import (
     OPTIONAL,
@@ -134,6 +135,10 @@ class Tracer(SequenceTracer):
             whole = attention(args, kwargs, rank)
             if whole is not None:
                 return whole
+        if target is torch.einsum and not self.running:
+            whole = self._product(args)
+            if whole is not None:
+                return whole
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         if kind not in ("placeholder", "get_attr"):
             self._run(proxy.node)
@@ -145,6 +150,21 @@ class Tracer(SequenceTracer):
                 self.known(self.proxy(source))
             proxy.node.meta["varying"] = False
         return proxy
+
+    def _product(self, args: Any) -> Any:
+        """``torch.einsum`` as a matmul, a weight behind what it is for; None where it is none."""
+        operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
+        if len(operands) != 2 or not isinstance(args[0], str):
+            return None
+        nodes = [x.node if isinstance(x, fx.Proxy) else None for x in operands]
+        values = [self.values[n] if n else x for n, x in zip(nodes, operands, strict=True)]
+        ranks, equation = [value.dim() for value in values], args[0]
+        if not (nodes[0] and nodes[0].meta["varying"]) and equation.count(",") == 1:
+            sources, arrow, result = equation.partition("->")
+            first, _, second = sources.partition(",")
+            equation = f"{second},{first}{arrow}{result}"
+            operands, ranks = operands[::-1], ranks[::-1]
+        return einsum((equation, *operands), ranks)
 
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
