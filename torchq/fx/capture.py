@@ -22,11 +22,11 @@ from torch import Tensor, fx, nn
 
 from torchq.fx.factories import traced_factories
 from torchq.fx.guards import GUARDS, expect
-from torchq.fx.memory import DIFFERS, why_other
+from torchq.fx.memory import DIFFERS, why_other, with_constants
 from torchq.fx.tracer import Tracer, short
 from torchq.state import twin
 
-__all__ = ["CaptureError", "Captured", "Meta", "capture", "with_constants"]
+__all__ = ["CaptureError", "Captured", "Meta", "capture"]
 
 
 class CaptureError(ValueError):
@@ -146,17 +146,6 @@ def _trace(
         tracer.entered, tracer.called,
     )  # fmt: skip
     return captured, tracer.called_with
-
-
-def with_constants(model: nn.Module, traced: nn.Module) -> nn.Module:
-    """The model, with the constants that tracing added to its twin."""
-    for name, value in vars(traced).items():
-        if name.startswith("_tensor_constant") and isinstance(value, Tensor):
-            setattr(model, name, value)
-    for name, buffer in traced.named_buffers(recurse=False):
-        if name.startswith("_tensor_constant"):
-            model.register_buffer(name, buffer)
-    return model
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from torch import nn
 from torchq import eager
 from torchq.config import Overrides, QConfig
 from torchq.explain import Row, check_strict
-from torchq.fx.capture import Captured, CaptureError, capture, with_constants
+from torchq.fx.capture import Captured, CaptureError, capture
 from torchq.fx.fake import freeze_observers
 from torchq.fx.lowering import Lowering
+from torchq.fx.memory import with_constants
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.planning import Plan
 from torchq.fx.prepared import Prepared

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.state import State, changed, put_back, state_of, twin
 
-__all__ = ["DIFFERS", "why_other"]
+__all__ = ["DIFFERS", "why_other", "with_constants"]
 
 DIFFERS = (
     "its graph computes something else than the model (perhaps its code asks `type(x) is "
@@ -29,13 +29,13 @@ _KEEPS = "its results depend on what earlier calls left in {}, which a graph doe
 
 
 def why_other(
-    model: nn.Module, owner: nn.Module, graph: fx.Graph, inputs: Any, opaque: Iterable[str]
+    model: nn.Module, traced: nn.Module, graph: fx.Graph, inputs: Any, opaque: Iterable[str]
 ) -> dict[str, str]:
     """Name of a module that a graph cannot stand for -> why; "" is the model, nothing is well.
 
     Args:
         model: as it is before a call; copies of it are run.
-        owner: of what the graph refers to, in the same state.
+        traced: has the constants that tracing added.
         graph: of the model.
         inputs: what it was traced with: positional and keyword arguments.
         opaque: modules that the graph calls as they are, so that they keep what they keep.
@@ -51,7 +51,9 @@ def why_other(
     else:
         return {"": "a second call of it raises an error"}
     try:
-        found, _ = _run(fx.GraphModule(twin(owner), graph), (others, inputs))
+        found, _ = _run(
+            fx.GraphModule(with_constants(twin(model), traced), graph), (others, inputs)
+        )
     except Exception as error:
         return {"": f"its graph raises {type(error).__name__}, where the model does not: {error}"}
     if not _same(results, found):
@@ -61,6 +63,17 @@ def why_other(
     poisoned = {name: _poisoned(states[1], {name: keys}) for name, keys in moved.items()}
     guilty = [n for n, state in poisoned.items() if not _agrees(model, n, state, inputs, found[1])]
     return _reasons({name: moved[name] for name in guilty})
+
+
+def with_constants(model: nn.Module, traced: nn.Module) -> nn.Module:
+    """The model, with the constants that tracing added to its twin."""
+    for name, value in vars(traced).items():
+        if name.startswith("_tensor_constant") and isinstance(value, Tensor):
+            setattr(model, name, value.clone())
+    for name, buffer in traced.named_buffers(recurse=False):
+        if name.startswith("_tensor_constant"):
+            model.register_buffer(name, buffer.clone())
+    return model
 
 
 def _written(graph: fx.Graph) -> dict[str, str]:
