@@ -226,3 +226,20 @@ class EinsumAttention(nn.Module):
         x = x + torch.einsum("blhd,hde->ble", heads, self.out)
         x = x + torch.einsum("oi,...i->...o", self.mix, F.gelu(x))
         return self.head(torch.einsum("kvw,bwc->bkvc", self.graph, x).mean(1))
+
+
+@model("attempts", lambda: torch.randn(2, 7, 16), 2)
+class Attempts(nn.Module):
+    """Layers that are given more than some of them take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            try:
+                x = layer(x, lengths=None)
+            except TypeError:
+                x = layer(x)
+        return x

@@ -141,7 +141,11 @@ class Tracer(SequenceTracer):
                 return whole
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         if kind not in ("placeholder", "get_attr"):
-            self._run(proxy.node)
+            try:
+                self._run(proxy.node)
+            except Exception:  # which the model's code may catch
+                self.graph.erase_node(proxy.node)
+                raise
             for source in proxy.node.meta["writes"]:
                 if self.values[source] is self.values[proxy.node]:
                     self._written[source] = proxy.node
