@@ -140,9 +140,9 @@ def test_explain_table() -> None:
     text = str(torchq.explain(converted))
     lines = text.splitlines()
     assert " ".join(lines[0].split()) == "module class runs in attributes, or why it is float"
-    assert lines[1].startswith("0       Conv2d  int8     [8, 8, 1, 1], u8 -> u8, scales:src:0+")
+    assert lines[1].startswith("0       Conv2d    int8     [8, 8, 1, 1], u8 -> u8, scales:src:0+")
     assert lines[1].endswith("post_ops:eltwise_clip:0:6")
-    assert lines[2] == "1       ReLU6   int8     fused into 0, 2"
+    assert lines[2] == "1       ReLU6 x2  int8     fused into 0, 2"
     assert lines[-1] == "3 of 3 convolutions and linears run in int8"
 
 
