@@ -72,7 +72,8 @@ class Network:
     def inputs(self, count: int, seed: int = _EVALUATION, small: bool = False) -> Tensor:
         """A batch of inputs; the default seed is that of the evaluation."""
         source = self.small_source if small else self.source
-        return source(count, Generator().manual_seed(seed))
+        with _one_thread():
+            return source(count, Generator().manual_seed(seed))
 
     def calibration(self, small: bool = False) -> list[Tensor]:
         """Sixteen inputs, in batches of 4."""
