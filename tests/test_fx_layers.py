@@ -266,6 +266,7 @@ PRODUCTS: dict[str, Any] = {
     "at": lambda m, y: y @ m.w,
     "matmul": lambda m, y: torch.linalg.matmul(y, m.w),
     "addmm": lambda m, y: torch.addmm(m.w[0], y, m.w),
+    "addmm_of_a_row": lambda m, y: torch.addmm(m.w[:1], y, m.w),
     "inner": lambda m, y: torch.inner(y, m.w),
     "einsum": lambda m, y: torch.einsum("bi,io->bo", y, m.w),
     "einsum_transposed": lambda m, y: torch.einsum("...i, oi -> ...o", y, m.w),

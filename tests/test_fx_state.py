@@ -335,6 +335,52 @@ def test_state_outside_of_the_modules(kind: str) -> None:
     assert all(sqnr(a, b) > 25 for a, b in zip(run(model), run(converted), strict=True))
 
 
+class Kept:
+    """Somebody's object."""
+
+
+class Slots:
+    __slots__ = ("grid",)
+
+
+@pytest.mark.parametrize("kind", ["class", "object", "slots"])
+def test_no_node_stays_in_what_a_trace_fills_once(kind: str) -> None:
+    """A grid of the input's size, made in the first call; a class is read through a cache."""
+    holder: Any = {"class": type("Kept", (), {}), "object": Kept(), "slots": Slots()}[kind]
+    holder.grid = None
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if holder.grid is None:
+            holder.grid = torch.arange(x.shape[0]).float()[:, None] / 8
+        y = m.a(x)
+        for _ in range(20):
+            y = y + holder.grid
+        return y
+
+    torch.manual_seed(0)
+    model, data = Wired(forward, a=nn.Linear(8, 8)).eval(), batches()
+    prepared = torchq.prepare(model, data[0])
+    assert type(holder.grid) is Tensor
+    follows(model, torchq.convert(torchq.calibrate(prepared, data)), data)
+
+
+@functools.lru_cache
+def grid_of(size: int) -> Tensor:
+    return torch.arange(size).float()[:, None] / 8
+
+
+def test_functions_cached_by_size_are_traced_again_and_again() -> None:
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}
+    model = Wired(lambda m, x: m.b(m.a(x) + grid_of(x.shape[0])), **layers).eval()
+    data = batches()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            follows(model, torchq.quantize(model, data, data[0]), data)
+        torchq.analysis.sensitivity(model, data[:1], data[0])
+
+
 def test_modules_that_are_swapped_on_request() -> None:
     """The second call reads as float what the first one passed from layer to layer."""
 

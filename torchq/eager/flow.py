@@ -47,7 +47,7 @@ def prepare(
     Args:
         model: float32, in eval mode.
         example_inputs: one input, a tuple of them, or a dict of keyword arguments; a copy of the
-            model is run on them once. They must take the way through the model that later inputs
+            model is run on them twice. They must take the way through the model that later inputs
             take.
         config: how to quantize; the default is QConfig().
         overrides: ``fnmatch`` patterns on qualified module names -> a QConfig, or None to keep

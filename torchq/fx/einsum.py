@@ -4,37 +4,55 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["einsum"]
 
 
-def einsum(args: Sequence[Any], ranks: Sequence[int]) -> Any:
+def einsum(args: Sequence[Any], known: Callable[[Any], tuple[Tensor, bool]]) -> Any:
     """``torch.einsum(*args)`` as permutations around one ``torch.matmul``, to be traced.
 
     Args:
         args: the equation and two operands, nodes among them.
-        ranks: of the operands.
+        known: value of an operand, and whether it varies from call to call. What does not, a
+            weight, comes second in the matmul.
 
     Returns:
         None where it is no matrix product: with another number of operands, an index that occurs
-        twice in one of them or is summed in one only, no index that is summed in both, or
-        without ``->``.
+        twice in one of them, is summed in one only or has two sizes there, no index that is summed
+        in both, or without ``->``.
     """
-    a, b = args[1], args[2]
-    labels = _labels(args[0], ranks)
+    equation, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    if len(operands) != 2 or not isinstance(equation, str) or equation.count(",") != 1:
+        return None
+    values = [known(operand) for operand in operands]
+    if not values[0][1]:
+        sources, arrow, result = equation.partition("->")
+        first, _, second = sources.partition(",")
+        equation = f"{second},{first}{arrow}{result}"
+        operands, values = operands[::-1], values[::-1]
+    return _matmul(equation, operands, [value.shape for value, _ in values])
+
+
+def _matmul(equation: str, operands: Sequence[Any], shapes: Sequence[torch.Size]) -> Any:
+    labels = _labels(equation, [len(shape) for shape in shapes])
     if labels is None:
         return None
-    of_a, of_b, result = labels
+    (a, b), (of_a, of_b, result) = operands, labels
     batch = [c for c in of_a if c in of_b and c in result]
     summed = [c for c in of_a if c in of_b and c not in result]
     rows = [c for c in of_a if c not in of_b]
     columns = [c for c in of_b if c not in of_a]
     if not summed or any(c not in result for c in (*rows, *columns)):
         return None
+    if any(shapes[0][of_a.index(c)] != shapes[1][of_b.index(c)] for c in summed):
+        return None  # one of them is broadcast
     many_rows = [a.size(of_a.index(c)) for c in rows]
     many_columns = [b.size(of_b.index(c)) for c in columns]
     a, b = _permuted(a, of_a, batch + rows + summed), _permuted(b, of_b, batch + summed + columns)
@@ -50,9 +68,9 @@ def einsum(args: Sequence[Any], ranks: Sequence[int]) -> Any:
     return _permuted(whole, batch + rows + columns, list(result))
 
 
-def _labels(equation: Any, ranks: Sequence[int]) -> tuple[str, str, str] | None:
+def _labels(equation: str, ranks: Sequence[int]) -> tuple[str, str, str] | None:
     """The letters of two operands and of the result, with letters in the place of ``...``."""
-    if not isinstance(equation, str) or equation.count("->") != 1 or equation.count(",") != 1:
+    if equation.count("->") != 1:
         return None
     sources, result = equation.replace(" ", "").split("->")
     named = [text.replace("...", "") for text in sources.split(",")]

@@ -120,9 +120,9 @@ def add_product(a: Arguments) -> Made | str:
     if not isinstance(a.mat1, fx.Node):
         return "its matrix is a constant"
     bias = a.input * a.beta
-    if bias.numel() not in (1, a.mat2.shape[1]) or bias.shape[-1:] != bias.reshape(-1).shape:
+    if bias.numel() not in (1, a.mat2.shape[1]) or bias.shape[-1:].numel() != bias.numel():
         return "what it adds differs from row to row"
-    return linear_of(a.mat1, a.mat2.t() * a.alpha, bias.expand(a.mat2.shape[1]))
+    return linear_of(a.mat1, a.mat2.t() * a.alpha, bias.reshape(-1).expand(a.mat2.shape[1]))
 
 
 def linear_of(src: fx.Node, weight: Tensor, bias: Tensor | None) -> Made:

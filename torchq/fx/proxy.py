@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import gc
 from collections import deque
 from collections.abc import Mapping
@@ -103,6 +104,12 @@ class Proxy(fx.Proxy):
             raise TypeError("unhashable: a size that is traced")
         return hash(("node", value)) if type(value) is int else id(self)
 
+    def __eq__(self, other: object) -> Any:
+        """A node, but of what another trace left in somebody's cache: that is something else."""
+        if type(other) is Proxy and other.tracer is not self.tracer:
+            return False
+        return super().__eq__(other)
+
 
 def release(left: list[Proxy], values: Mapping[fx.Node, Any]) -> None:
     """Puts values where nodes are kept: in lists, dicts, attributes and closures of anyone.
@@ -116,13 +123,34 @@ def release(left: list[Proxy], values: Mapping[fx.Node, Any]) -> None:
     holders = gc.get_referrers(*left) if left else []
     tuples = [holder for holder in holders if type(holder) is tuple]
     for holder in holders + (gc.get_referrers(*tuples) if tuples else []):
-        items: Any = ()
-        if type(holder) is dict:
-            items = list(holder.items())
-        elif type(holder) in (list, deque) and holder is not left and holder is not tuples:
-            items = list(enumerate(holder))
-        elif type(holder) is CellType and type(holder.cell_contents) in (Proxy, tuple):
-            holder.cell_contents = tree_map(settle, holder.cell_contents)
-        for key, value in items:
+        if holder is left or holder is tuples:
+            continue
+        for key, value in _kept(holder):
             if type(value) in (Proxy, tuple) and any(type(v) is Proxy for v in tree_leaves(value)):
-                holder[key] = tree_map(settle, value)
+                _keep(holder, key, tree_map(settle, value))
+
+
+def _kept(holder: Any) -> list[tuple[Any, Any]]:
+    """Keys and values of a container, a closure's variable or somebody's object."""
+    if type(holder) is dict:
+        return list(holder.items())
+    if type(holder) in (list, deque):
+        return list(enumerate(holder))
+    if type(holder) is CellType:
+        return [("cell_contents", holder.cell_contents)]
+    cls = type(holder)
+    if not hasattr(cls, "__module__") or cls.__module__.startswith(("torch.fx", "torchq.")):
+        return []
+    names = [*getattr(holder, "__dict__", ()), *copyreg._slotnames(cls)]  # type: ignore[attr-defined]
+    return [(name, getattr(holder, name)) for name in names if hasattr(holder, name)]
+
+
+def _keep(holder: Any, key: Any, value: Any) -> None:
+    if type(holder) in (list, deque):
+        holder[key] = value
+    elif type(holder) is dict:
+        # The type cache would go on with what a class had: a node, after its end.
+        owner = next((o for o in gc.get_referrers(holder) if isinstance(o, type)), None)
+        holder.__setitem__(key, value) if owner is None else setattr(owner, key, value)
+    else:
+        object.__setattr__(holder, key, value)

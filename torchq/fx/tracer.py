@@ -136,7 +136,7 @@ class Tracer(SequenceTracer):
             if whole is not None:
                 return whole
         if target is torch.einsum and not self.running:
-            whole = self._product(args)
+            whole = einsum(args, self._known_operand)
             if whole is not None:
                 return whole
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
@@ -155,20 +155,8 @@ class Tracer(SequenceTracer):
             proxy.node.meta["varying"] = False
         return proxy
 
-    def _product(self, args: Any) -> Any:
-        """``torch.einsum`` as a matmul, a weight behind what it is for; None where it is none."""
-        operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
-        if len(operands) != 2 or not isinstance(args[0], str):
-            return None
-        nodes = [x.node if isinstance(x, fx.Proxy) else None for x in operands]
-        values = [self.values[n] if n else x for n, x in zip(nodes, operands, strict=True)]
-        ranks, equation = [value.dim() for value in values], args[0]
-        if not (nodes[0] and nodes[0].meta["varying"]) and equation.count(",") == 1:
-            sources, arrow, result = equation.partition("->")
-            first, _, second = sources.partition(",")
-            equation = f"{second},{first}{arrow}{result}"
-            operands, ranks = operands[::-1], ranks[::-1]
-        return einsum((equation, *operands), ranks)
+    def _known_operand(self, x: Any) -> tuple[Tensor, bool]:
+        return (self.values[x.node], x.node.meta["varying"]) if type(x) is Proxy else (x, False)
 
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
