@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,6 +127,28 @@ def test_profile_times_fused_layers_together(flow) -> None:
     assert not model[0]._forward_hooks and not qmodel.get_submodule("0")._forward_hooks
     with pytest.raises(ValueError, match=r"rounds must be positive, got 0"):
         torchq.profile(model, qmodel, data[0], rounds=0)
+
+
+@pytest.mark.parametrize("keep", ["attribute", "object", "buffer"])
+def test_what_a_model_kept_in_grad_mode(keep: str) -> None:
+    class Keeps(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self[0](x)
+            if keep == "object":
+                self.seen = SimpleNamespace(last=[y])
+            else:
+                self.last = y
+            return super().forward(x)
+
+    model = Keeps(*network())
+    if keep == "buffer":
+        model.register_buffer("last", torch.zeros(()))
+    x = torch.randn(4, 3, 8, 8)
+    qmodel = torchq.quantize(model.eval(), [x])
+    model(x)
+    assert torchq.quantize(model, [x])(x).shape == (4, 5)
+    assert torchq.profile(model, qmodel, x, rounds=1).float_ms > 0
+    assert len(torchq.sensitivity(model, [x], x)) == 3
 
 
 def calibrated(data: list[Tensor], config: torchq.QConfig | None = None) -> nn.Module:

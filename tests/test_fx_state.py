@@ -12,6 +12,7 @@ import functools
 import warnings
 from collections import deque
 from collections.abc import Callable
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from test_eager import sqnr
 from torch import Tensor, fx, nn
 
 import torchq
+from torchq.state import changed
 
 Forward = Callable[[Any, Tensor], Tensor]
 KEPT: dict[str, tuple[Forward, Callable[[nn.Module], None]]] = {}
@@ -404,6 +406,91 @@ def test_nothing_moves_on_in_the_models_that_are_looked_at() -> None:
     converted = quantized(model, data)
     torchq.analysis.profile(model, converted, data[0], rounds=1)
     assert model.cache is None and converted.cache is None
+
+
+class Slotted:
+    """Without a __dict__."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last: Any = None
+
+
+class Writes(nn.Module):
+    """Leaves what it computes for another module."""
+
+    def __init__(self, shared: Any) -> None:
+        super().__init__()
+        self.layer, self.shared = nn.Linear(8, 8), shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        before, self.shared.last = self.shared.last, y
+        return y if before is None else y + before
+
+
+class Reads(Writes):
+    """Computes something else, without an error, where there is nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self.shared.last
+        return self.layer(x) + (0 if last is None or bool(last.sum() == 0) else last)
+
+
+@pytest.mark.parametrize("kind", [Slotted, lambda: SimpleNamespace(last=None)])
+@pytest.mark.parametrize("flow", [torchq, torchq.eager])
+def test_modules_that_share_what_they_keep(flow: Any, kind: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    shared, data = kind(), batches()
+    model = nn.Sequential(Writes(shared), Reads(shared)).eval()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepared = flow.calibrate(flow.prepare(model, data[0]), data)
+    assert prepared[0].shared is prepared[1].shared is not shared
+    assert prepared[0].shared.last is None
+    converted = flow.convert(prepared)
+    assert converted[0].shared is converted[1].shared
+    follows(model, converted, data)
+    if flow is torchq:
+        why = "what its submodule '0' changes when it is called is shared with another one"
+        assert why in str(caught[0].message)
+
+
+def test_modules_that_share_what_nobody_changes_are_prepared_one_by_one() -> None:
+    torch.manual_seed(0)
+    settings, data = SimpleNamespace(last=torch.ones(8), sizes=[8]), batches()
+    model = nn.Sequential(Reads(settings), nn.Linear(8, 8), Reads(settings)).eval()
+    converted = torchq.quantize(model, data, data[0])
+    assert isinstance(converted, fx.GraphModule)
+    follows(model, converted, data)
+
+
+def test_an_object_that_changes_still_refers_to_the_module() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.state.calls += 1
+        return m.b(m.state.layer(x) * (1 + m.state.calls % 2))
+
+    torch.manual_seed(0)
+    model, data = Wired(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval(), batches()
+    model.state = SimpleNamespace(layer=model.a, calls=0)
+    converted = quantized(model, data)
+    assert converted.state.layer is converted.a
+    follows(model, converted, data)
+
+
+def test_objects_are_compared_by_what_a_copy_is_made_of() -> None:
+    def state(value: Any) -> Any:
+        slots = Slotted()
+        slots.last = [value]
+        return {"": {"kept": slots, "same": b"bytes", "part": functools.partial(max, 1)}}
+
+    assert changed(state(1), state(1)) == {}
+    assert changed(state(1), state(2)) == {"": ["kept"]}
+    twice = [1000]
+    one, other = {"": {"kept": [twice, twice]}}, {"": {"kept": [[1000], [1001]]}}
+    assert changed(one, other) == {"": ["kept"]} == changed(other, one)
+    assert changed({"": {"lock": Lock()}}, {"": {"lock": Lock()}}) == {"": ["lock"]}
 
 
 @pytest.mark.parametrize("kind", ["sparse", "meta", "quantized"])

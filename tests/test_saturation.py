@@ -366,6 +366,20 @@ def test_a_model_that_saturates_is_reported() -> None:
     assert "weight_bits=7 or activation_bits=7 rules it out" in seven_bits(qmodel)["conv"]
 
 
+def test_each_way_to_run_a_model_has_what_that_one_kept() -> None:
+    class Counts(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().forward(x) * self.calls
+
+    torch.manual_seed(0)
+    data = [torch.rand(4, 8, 10, 10)] * 2
+    seven = QConfig(activation_dtype=U8, activation_symmetric=False, weight_bits=7)
+    qmodel = torchq.eager.quantize(Counts().eval(), data, data[0], seven)
+    assert saturation.emulate(qmodel, data).sqnr > 120  # floats, added in another order
+    assert not hasattr(qmodel, "calls")
+
+
 @pytest.mark.parametrize("bits", [{"weight_bits": 7}, {"activation_bits": 7}], ids=str)
 def test_seven_bits_rule_it_out(bits: dict[str, int]) -> None:
     qmodel, data = converted(QConfig(activation_dtype=U8, activation_symmetric=False, **bits))

@@ -4,14 +4,24 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 
-__all__ = ["Inputs", "batches", "call", "split_inputs", "without_gradients", "working_copy"]
+__all__ = [
+    "Inputs",
+    "batches",
+    "call",
+    "detached",
+    "split_inputs",
+    "without_gradients",
+    "working_copy",
+]
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 """One input of a model, a sequence of its inputs, or a mapping of keyword arguments."""
@@ -27,15 +37,9 @@ def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def working_copy(model: nn.Module) -> nn.Module:
     """A deep copy; weights that hooks compute before each call are computed once and for all.
 
-    These are of ``torch.nn.utils.weight_norm`` and ``spectral_norm``: what they compute is no leaf,
-    which ``deepcopy`` refuses.
+    These are of ``torch.nn.utils.weight_norm`` and ``spectral_norm``.
     """
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                memo[id(value)] = value.detach().clone()
-    copied = copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, detached(model))
     for module in copied.modules():
         for hook in list(module._forward_pre_hooks.values()):
             if isinstance(hook, WeightNorm):
@@ -43,6 +47,26 @@ def working_copy(model: nn.Module) -> nn.Module:
             elif isinstance(hook, SpectralNorm):
                 remove_spectral_norm(module, hook.name)
     return copied
+
+
+def detached(model: nn.Module) -> dict[int, Any]:
+    """For ``deepcopy``, which refuses what is no leaf: the copies of such tensors in modules."""
+    copies, seen, left = {}, set[int](), [model]
+    while left:
+        value: Any = left.pop()
+        if id(value) in seen or isinstance(value, ModuleType):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if value.grad_fn is not None:
+                copies[id(value)] = value.detach().clone()
+        elif isinstance(value, dict):
+            left.extend(value.values())
+        elif isinstance(value, list | tuple | deque):
+            left.extend(value)
+        elif isinstance(getattr(value, "__dict__", None), dict):
+            left.append(value.__dict__)
+    return copies
 
 
 def without_gradients(model: nn.Module) -> nn.Module:

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["State", "as_before", "changed", "put_back", "state_of", "twin"]
+from torchq.running import detached
+
+__all__ = ["State", "as_before", "changed", "changes", "put_back", "state_of", "twin"]
 
 State = dict[str, dict[str, Any]]
 """Qualified name of a module -> its buffers and plain attributes, by name."""
@@ -29,13 +31,17 @@ def twin(model: nn.Module) -> nn.Module:
 
 def state_of(model: nn.Module) -> State:
     """A copy of what the modules of others keep."""
-    memo: dict[int, Any] = {id(x): x for x in (*model.modules(), *model.parameters())}
     found = {
         name: _kept(module)
         for name, module in model.named_modules()
         if not type(module).__module__.startswith(_LIBRARIES)
     }
-    return copy.deepcopy(found, memo)
+    return copy.deepcopy(found, detached(model) | _skeleton(model))
+
+
+def _skeleton(model: nn.Module) -> dict[int, Any]:
+    """For ``deepcopy``: what stays itself, as what a model keeps refers to it."""
+    return {id(x): x for x in (*model.modules(), *model.parameters())}
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:
@@ -62,13 +68,18 @@ def put_back(model: nn.Module, before: State, prefix: str = "") -> None:
         for name in before
         if name == prefix or name.startswith(under)
     }
-    for name, keys in changed(before, {n: _kept(m) for n, m in modules.items()}).items():
+    found = changed(before, {n: _kept(m) for n, m in modules.items()})
+    old = {
+        n: {key: before[n][key] for key in keys if key in before[n]} for n, keys in found.items()
+    }
+    old = copy.deepcopy(old, _skeleton(model))  # at once: modules may share what they keep
+    for name, keys in found.items():
         module = modules[name]
         for key in keys:
             owner = module._buffers if key in module._buffers else vars(module)
             owner.pop(key, None)
-            if key in before[name]:
-                owner[key] = copy.deepcopy(before[name][key])
+            if key in old[name]:
+                owner[key] = old[name][key]
 
 
 @contextmanager
@@ -81,16 +92,47 @@ def as_before(model: nn.Module) -> Iterator[None]:
         put_back(model, before)
 
 
+def changes(model: nn.Module, modules: Iterable[str], run: Callable[[str], Any]) -> list[str]:
+    """Which of these modules change what others of them can reach, too, when they run.
+
+    Args:
+        model: owns the modules.
+        modules: qualified names.
+        run: calls a module; what it raises is left for later.
+    """
+    skeleton = _skeleton(model)
+    reached = {name: _reached(model.get_submodule(name), skeleton) for name in modules}
+    owners = Counter(key for found in reached.values() for key in found)
+    shared = {n: [x for key, x in f.items() if owners[key] > 1] for n, f in reached.items()}
+    guilty = []
+    for name, values in shared.items():
+        if values:
+            before = copy.deepcopy(values, dict(skeleton))
+            with suppress(Exception):
+                run(name)
+            if not _same(before, values, {}):
+                guilty.append(name)
+    return guilty
+
+
+def _reached(module: nn.Module, skeleton: dict[int, Any]) -> dict[int, Any]:
+    """By id, what ``deepcopy`` of a module copies, but for modules and parameters."""
+    memo = dict(skeleton)
+    for part in module.modules():
+        copy.deepcopy(vars(part), memo)
+    return {id(x): x for x in memo[id(memo)]}  # where deepcopy keeps the originals alive
+
+
 _MISSING = object()
 
 
 def _equal(old: dict[str, Any], new: dict[str, Any], key: str) -> bool:
-    return _same(old.get(key, _MISSING), new.get(key, _MISSING), set())
+    return _same(old.get(key, _MISSING), new.get(key, _MISSING), {})
 
 
-def _same(a: Any, b: Any, seen: set[int]) -> bool:
-    """Whether values, or what is in them, are equal; of unknown classes, their attributes."""
-    if a is b or id(a) in seen:
+def _same(a: Any, b: Any, seen: dict[tuple[int, int], Any]) -> bool:
+    """Whether values, or what is in them, are equal; of unknown classes, what a copy is made of."""
+    if a is b or (id(a), id(b)) in seen:
         return True
     if type(a) is not type(b):
         return False
@@ -100,16 +142,19 @@ def _same(a: Any, b: Any, seen: set[int]) -> bool:
         return np.array_equal(a, b)
     if isinstance(a, float):
         return a == b or (a != a and b != b)
-    seen.add(id(a))
+    seen[id(a), id(b)] = a, b  # alive, or other objects may get their ids
     if isinstance(a, list | tuple | deque):
         return len(a) == len(b) and all(_same(x, y, seen) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key], seen) for key in a)
-    if isinstance(a, int | str | set):
+    if isinstance(a, int | str | bytes | complex | set | frozenset):
         return bool(a == b)
-    if isinstance(a, nn.Module) or not hasattr(a, "__dict__"):
+    if isinstance(a, nn.Module):
         return True
-    return _same(vars(a), vars(b), seen)
+    try:
+        return _same(a.__reduce_ex__(4), b.__reduce_ex__(4), seen)
+    except Exception:  # nothing is known about it
+        return False
 
 
 def _same_tensor(a: Tensor, b: Tensor) -> bool:

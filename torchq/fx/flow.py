@@ -22,6 +22,7 @@ from torchq.fx.report import report_rows
 from torchq.kinds import QUANTIZABLE
 from torchq.running import Inputs, split_inputs, working_copy
 from torchq.standalone import STANDALONE, converted, observed, stands_alone
+from torchq.state import changes
 
 __all__ = ["convert", "prepare"]
 
@@ -38,7 +39,7 @@ def prepare(
     Arguments and errors are those of :func:`torchq.prepare`.
 
     Raises:
-        CaptureError: the model's forward cannot be traced.
+        CaptureError: the model's forward cannot be traced, nor its parts be swapped one by one.
     """
     config = QConfig() if config is None else config
     eager.check_model(model)
@@ -62,7 +63,17 @@ def prepare(
 def _prepare_opaque(
     captured: Captured, config: QConfig, overrides: Overrides | None
 ) -> tuple[dict[str, nn.Module], dict[str, list[Row]]]:
-    """Submodules that cannot be traced, prepared by swapping their modules."""
+    """Submodules that cannot be traced, prepared by swapping their modules.
+
+    Raises:
+        CaptureError: they share what they keep, which each would have for itself.
+    """
+    if guilty := _sharing(captured):
+        raise CaptureError(
+            f"what its submodule '{guilty[0]}' changes when it is called is shared with another "
+            "one that cannot be traced either",
+            keeps_state=True,
+        )
     prepared: dict[str, nn.Module] = {}
     rows: dict[str, list[Row]] = {}
     for name, why in captured.untraceable.items():
@@ -80,6 +91,19 @@ def _prepare_opaque(
             prepared[name] = result
             rows[name] = list(result.torchq_report)  # type: ignore[arg-type]
     return prepared, rows
+
+
+def _sharing(captured: Captured) -> list[str]:
+    """Submodules that cannot be traced and that change what others of them read."""
+    if len(captured.untraceable) < 2:
+        return []
+    model = copy.deepcopy(captured.model)
+
+    def run(name: str) -> None:
+        args, kwargs = copy.deepcopy(captured.examples[name])
+        model.get_submodule(name)(*args, **kwargs)
+
+    return changes(model, captured.untraceable, run)
 
 
 def convert(prepared: Prepared, strict: bool = False) -> QuantizedGraph:

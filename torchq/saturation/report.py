@@ -27,6 +27,7 @@ from torchq.saturation.pairs import (
 )
 from torchq.saturation.proof import EMULATED, Proof, prove_module
 from torchq.saturation.results import dequantized, real_result, stored
+from torchq.state import as_before, twin
 
 PAIRING = (
     "Pairs are consecutive k within a tap, (0, 1), (2, 3), ...; a layout that pairs otherwise "
@@ -155,13 +156,15 @@ def emulate(
     report = Report(not_emulated=_not_emulated(model))
     weights = dict(float_weights or {})
     batches = 0
-    with torch.no_grad():
+    second = twin(model)  # what a model keeps between calls is of one way to run it
+    copies = {name: second.get_submodule(name) for name in modules}
+    with as_before(model), torch.no_grad():
         for batch in data:
             args, kwargs = split_inputs(batch)
             with _hooked(modules, weights, report, replace=False):
                 exact = _outputs(model(*args, **kwargs))
-            with _hooked(modules, weights, report, replace=True):
-                changed = _outputs(model(*args, **kwargs))
+            with _hooked(copies, weights, report, replace=True):
+                changed = _outputs(second(*args, **kwargs))
             for one, other in zip(exact, changed, strict=True):
                 report.signal += float(one.double().square().sum())
                 report.noise += float((other.double() - one.double()).square().sum())
