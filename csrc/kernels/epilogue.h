@@ -2,10 +2,11 @@
 // From int32 accumulators to the destination, shared by gemm and depthwise (contract: Epilogue in
 // table.h).
 //
-// Two forms. `finish_in_registers` works on the accumulators where they are, in registers, and
-// covers what nearly every layer needs: a folded chain to 8 bits. `finish_tile` works on a tile in
-// L1 and covers everything else, the float chain interpreter included (measured cost of the detour:
-// 4 % at K = 64, 1 % at K = 512).
+// Three forms. `finish_in_registers` works on the accumulators where they are, in registers, and
+// covers what nearly every layer needs: a folded chain to 8 bits, of whole panels. The other two
+// work on a tile in L1: `finish_bytes` where channels do not fill their panels, and `finish_tile`
+// for everything else, the float chain interpreter included (measured cost of that detour: 4 % at
+// K = 64, 1 % at K = 512).
 #pragma once
 
 #include "eltwise.h"
