@@ -192,6 +192,12 @@ LINEAR_UNITS = [
     LinearShape(150, 260, 2048, "unit_blocks"),
     LinearShape(9, 17, MAX_TAPS_K, "unit_longest_k"),
 ]
+# Sums of few quads, which are written out: around tiles of 6, 8 and 12 rows and of 1 to 4 panels.
+LINEAR_SHORT = [
+    *(LinearShape(m, 112, 16, "short_m") for m in (17, 37, 48, 59, 97)),
+    *(LinearShape(37, n, 24, "short_n") for n in (8, 16, 24, 32, 40, 48, 56, 64, 72, 128)),
+    *(LinearShape(50, 80, k, "short_k") for k in (12, 13, 16, 20, 24, 28, 29, 32, 36)),
+]
 LINEAR_LIMITS = [
     LinearShape(0, 16, 8, "no_rows"),
     LinearShape(3, 0, 8, "no_channels"),
@@ -200,7 +206,7 @@ LINEAR_LIMITS = [
     LinearShape(400, 20, 70, "many_rows"),
     LinearShape(3, 5000, 36, "many_channels"),
 ]
-LINEAR = LINEAR_NETWORKS + LINEAR_TAILS + LINEAR_UNITS + LINEAR_LIMITS
+LINEAR = LINEAR_NETWORKS + LINEAR_TAILS + LINEAR_UNITS + LINEAR_SHORT + LINEAR_LIMITS
 
 CONV_NETWORKS = [
     conv("resnet50.conv1", (3, 64), (224, 224), 7, 2, 3),
@@ -220,6 +226,9 @@ CONV_NETWORKS = [
     conv("mobilenet_v2.last", (320, 1280), (7, 7), 1),
 ]
 CONV_BORDERS = [
+    *(conv("short_stem", (3, n), (21, 23), 3, 2, 1) for n in (8, 16, 24, 40, 48, 64, 72)),
+    conv("short_not_first_tap", (16, 32), (1, 60), (3, 1), 1, (1, 0)),
+    conv("short_not_first_taps", (12, 32), (3, 60), (5, 1), 1, (2, 0)),
     conv("1x1_padded", (5, 7), (4, 5), 1, 1, 1),
     conv("asymmetric", (8, 17), (9, 10), 3, 1, (0, 1), (1, 2)),
     conv("asymmetric_stride", (16, 16), (10, 9), 3, 2, (0, 0), (1, 1)),

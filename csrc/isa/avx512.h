@@ -26,6 +26,8 @@ struct Avx512 : Avx512Lanes {
   /// Rows of the tallest tile of one panel or two.
   static constexpr int kTallRows = kTileRows;
   static constexpr bool kPrefetches = false;
+  /// Whether masks make results of panels that are not full cheap to store.
+  static constexpr bool kFinishesTails = true;
   /// Weight vectors per quad: 2 where a quad is processed as two pairs of 16-bit values.
   static constexpr int kSteps = 2;
   static constexpr bool kHasNarrow = true;

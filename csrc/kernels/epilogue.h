@@ -2,11 +2,12 @@
 // From int32 accumulators to the destination, shared by gemm and depthwise (contract: Epilogue in
 // table.h).
 //
-// Three forms. `finish_in_registers` works on the accumulators where they are, in registers, and
-// covers what nearly every layer needs: a folded chain to 8 bits, of whole panels. The other two
-// work on a tile in L1: `finish_bytes` where channels do not fill their panels, and `finish_tile`
-// for everything else, the float chain interpreter included (measured cost of that detour: 4 % at
-// K = 64, 1 % at K = 512).
+// Three forms. `finish_in_registers` (finish_in_registers.h) works on the accumulators where they
+// are, in registers, and covers what nearly every layer needs: a folded chain to 8 bits; of whole
+// panels, or with masks of others, too. The other two work on a tile in L1: `finish_bytes` where
+// channels do not fill their panels and masks cost too much, and `finish_tile` for everything else,
+// the float chain interpreter included (measured cost of that detour: 4 % at K = 64, 1 % at K =
+// 512).
 #pragma once
 
 #include "eltwise.h"
@@ -123,76 +124,6 @@ TORCHQ_INLINE void store_row_as(void* base, int64_t size, typename Isa::Float ze
 /// A folded chain to 8 bits, where the conversion alone saturates: what nearly every layer has.
 TORCHQ_INLINE bool finishes_to_bytes(const Epilogue& e) {
   return e.mode == Epilogue::kFolded && element_size(e.dst_dtype) == 1 && !e.guard;
-}
-
-/// True when finish_in_registers can take the accumulators as they are.
-TORCHQ_INLINE bool finishes_in_registers(const Epilogue& e, int channels, int panels) {
-  return finishes_to_bytes(e) && channels == panels * kPanel;
-}
-
-/// One panel of all rows: its parameters are loaded once (with 24 accumulators live, loading them
-/// again for every row was the bottleneck at K = 64).
-template <class Isa, int MR, int NP>
-TORCHQ_INLINE void finish_panel(const Epilogue& e, typename Isa::Int (&acc)[MR][NP], int p,
-                                const int64_t* dst_offset, int channel) {
-  using Float = typename Isa::Float;
-  const int n = channel + p * kPanel;
-  const Float multiplier = Isa::load(e.multiplier + n), offset = Isa::load(e.offset + n);
-  Float y[MR];
-  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-    y[r] = Isa::fma(Isa::to_float(acc[r][p]), multiplier, offset);
-  }
-  for (int s = 0; s < e.num_sums; ++s) {
-    const Float factor = Isa::load(e.sums[s].scale + n);
-    const uint8_t* old = static_cast<const uint8_t*>(e.sums[s].data) + n;
-    // Sums of other types never get here: they need the guard.
-    if (e.sums[s].dtype == DType::u8) {
-      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-        y[r] = Isa::fma(Isa::to_float(Isa::load_u8(old + dst_offset[r])), factor, y[r]);
-      }
-    } else {
-      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-        y[r] = Isa::fma(Isa::to_float(Isa::load_s8(old + dst_offset[r])), factor, y[r]);
-      }
-    }
-  }
-  if (e.lo != nullptr || e.clamp) {
-    const Float lo = e.lo != nullptr ? Isa::load(e.lo + n) : Isa::set(e.lo_scalar);
-    const Float hi = e.lo != nullptr ? Isa::load(e.hi + n) : Isa::set(e.hi_scalar);
-    TORCHQ_UNROLL for (int r = 0; r < MR; ++r) y[r] = Isa::min(Isa::max(y[r], lo), hi);
-  }
-  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) acc[r][p] = Isa::to_int(y[r]);
-}
-
-/// Overwrites the accumulators. `channel` is the first of full panels.
-template <class Isa, int MR, int NP>
-TORCHQ_INLINE void finish_in_registers(const Epilogue& e, typename Isa::Int (&acc)[MR][NP],
-                                       const int64_t* dst_offset, int channel) {
-  TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-    finish_panel<Isa, MR, NP>(e, acc, p, dst_offset, channel);
-  }
-  uint8_t* dst = static_cast<uint8_t*>(e.dst) + channel;
-  const bool is_signed = e.dst_dtype == DType::s8;
-  if constexpr (NP == Isa::kMaxPanels && NP > 1) {
-    TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-      Isa::store_row(dst + dst_offset[r], acc[r], is_signed);
-    }
-    return;
-  }
-  constexpr int kGroup = Isa::kStoredPanels, kGrouped = MR * NP / kGroup * kGroup;
-  const auto place = [&](int i) { return dst + dst_offset[i / NP] + i % NP * kPanel; };
-  TORCHQ_UNROLL for (int first = 0; first < kGrouped; first += kGroup) {
-    typename Isa::Int panels[kGroup];
-    uint8_t* places[kGroup];
-    TORCHQ_UNROLL for (int i = 0; i < kGroup; ++i) {
-      panels[i] = acc[(first + i) / NP][(first + i) % NP];
-      places[i] = place(first + i);
-    }
-    Isa::store_panels(places, panels, is_signed);
-  }
-  TORCHQ_UNROLL for (int i = kGrouped; i < MR * NP; ++i) {
-    Isa::store_panel(place(i), acc[i / NP][i % NP], is_signed);
-  }
 }
 
 /// Rows x panels of accumulators in memory; row r starts at tile + r * panels * 16. Overwritten

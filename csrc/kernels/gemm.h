@@ -2,7 +2,7 @@
 // The one microkernel of linear and of every dense convolution (contract: GemmTile in table.h).
 #pragma once
 
-#include "epilogue.h"
+#include "gemm_short.h"
 
 namespace {
 
@@ -117,8 +117,18 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
   const int channel = panel * kPanel, channels = min_int(t.channels - channel, NP * kPanel);
   const int64_t* const dst_offset = t.dst_offset + first;
   if (finishes_in_registers(e, channels, NP)) {
-    finish_in_registers<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel);
+    if (NP < Isa::kMaxPanels && is_plain(e)) {
+      finish_in_registers<Isa, MR, NP, true>(e, acc, dst_offset, t.channel + channel);
+    } else {
+      finish_in_registers<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel);
+    }
     return;
+  }
+  if constexpr (Isa::kFinishesTails && NP < Isa::kMaxPanels) {
+    if (finishes_to_bytes(e)) {
+      finish_tail_in_registers<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel, channels);
+      return;
+    }
   }
   alignas(64) int32_t tile[MR * NP * kPanel];
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
@@ -160,17 +170,26 @@ TORCHQ_INLINE void for_each_tile(int rows, int most, const Body& body) {
   }
 }
 
-/// All rows x NP panels from `panel` on.
+/// The rows from `begin` on x NP panels from `panel` on.
 template <class Isa, int NP, bool kNarrow, int kGroupPanels = 0>
-TORCHQ_INLINE void gemm_panels(const GemmTile& t, const Epilogue& e, int panel) {
+TORCHQ_INLINE void gemm_panels(const GemmTile& t, const Epilogue& e, int panel, int begin = 0) {
   const auto& tiles = kTiles<Isa, NP, kNarrow, kGroupPanels>.fn[t.flip];
-  for_each_tile(t.rows, kMostRows<Isa, NP>,
-                [&](int first, int rows) { tiles[rows - 1](t, e, first, panel); });
+  for_each_tile(t.rows - begin, kMostRows<Isa, NP>,
+                [&](int first, int rows) { tiles[rows - 1](t, e, begin + first, panel); });
 }
+
+/// Whether the last panel is not full.
+TORCHQ_INLINE bool has_tail(const GemmTile& t) { return t.channels % kPanel != 0; }
 
 /// The panels from `panel` on, of which there are at most NP.
 template <class Isa, int NP, bool kNarrow>
 TORCHQ_INLINE void gemm_rest(const GemmTile& t, const Epilogue& e, int panel) {
+  if constexpr (Isa::kFinishesTails && NP == Isa::kMaxPanels) {
+    if (t.panels - panel == NP && has_tail(t)) {  // the widest tiles leave tails to memory
+      gemm_panels<Isa, NP - 1, kNarrow>(t, e, panel);
+      return gemm_panels<Isa, 1, kNarrow>(t, e, panel + NP - 1);
+    }
+  }
   if (t.panels - panel == NP) return gemm_panels<Isa, NP, kNarrow>(t, e, panel);
   if constexpr (NP > 1) gemm_rest<Isa, NP - 1, kNarrow>(t, e, panel);
 }
@@ -210,17 +229,51 @@ void gemm_few_rows(const GemmTile& t, const Epilogue& e) {
   if (panel < t.panels) gemm_rest<Isa, kMost, kNarrow>(t, e, panel);
 }
 
+/// NP full panels from `panel` on.
+template <class Isa, int NP, int kRuns, int kQuads>
+TORCHQ_INLINE void gemm_short_panels(const GemmTile& t, const Epilogue& e, int panel) {
+  const int done = gemm_short<Isa, NP, kRuns, kQuads>(t, e, panel);
+  if (done < t.rows) gemm_panels<Isa, NP, false>(t, e, panel, done);
+}
+
+/// The full panels; returns how many it has done.
+template <class Isa, int kRuns, int kQuads>
+int gemm_short_rows(const GemmTile& t, const Epilogue& e) {
+  const int whole = t.channels / kPanel;
+  int panel = 0;
+  for (; panel + 4 <= whole; panel += 4) gemm_short_panels<Isa, 4, kRuns, kQuads>(t, e, panel);
+  if (whole - panel == 3) gemm_short_panels<Isa, 3, kRuns, kQuads>(t, e, panel);
+  if (whole - panel == 2) gemm_short_panels<Isa, 2, kRuns, kQuads>(t, e, panel);
+  if (whole - panel != 1) return whole;
+  if constexpr (kRuns > 1) return panel;  // 12 rows of three runs each are too many addresses
+  gemm_short_panels<Isa, 1, kRuns, kQuads>(t, e, panel);
+  return whole;
+}
+
+/// The panels that `gemm_short` has a tile for; returns how many these are.
+template <class Isa>
+TORCHQ_INLINE int gemm_if_short(const GemmTile& t, const Epilogue& e) {
+  if (t.flip || !finishes_to_bytes(e) || !is_plain(e)) return 0;
+  if (has_runs<1, 4>(t)) return gemm_short_rows<Isa, 1, 4>(t, e);
+  if (has_runs<1, 6>(t)) return gemm_short_rows<Isa, 1, 6>(t, e);
+  if (has_runs<1, 8>(t)) return gemm_short_rows<Isa, 1, 8>(t, e);
+  if (has_runs<3, 3>(t)) return gemm_short_rows<Isa, 3, 3>(t, e);
+  return 0;
+}
+
 /// All panels of the tile, as wide as the registers allow; the last chunk takes what is left.
 template <class Isa, bool kNarrow>
 void gemm(const GemmTile& t, const Epilogue& e) {
   if (t.rows <= kFewRows) return gemm_few_rows<Isa, kNarrow>(t, e);
   constexpr int kMost = Isa::kMaxPanels;
   int panel = 0;
-  if (t.panels > kMost) {
+  if constexpr (kHasWide<Isa>) panel = gemm_if_short<Isa>(t, e);
+  if (t.panels - panel > kMost) {
     const auto& tiles = kTiles<Isa, kMost, kNarrow, 0>.fn[t.flip];
-    const int end = t.panels / kMost * kMost;
+    const int whole = Isa::kFinishesTails ? t.channels / kPanel : t.panels;
+    const int begin = panel, end = begin + (whole - begin) / kMost * kMost;
     for_each_tile(t.rows, kMostRows<Isa, kMost>, [&](int first, int rows) {
-      for (panel = 0; panel < end; panel += kMost) tiles[rows - 1](t, e, first, panel);
+      for (panel = begin; panel < end; panel += kMost) tiles[rows - 1](t, e, first, panel);
     });
   }
   if (panel < t.panels) gemm_rest<Isa, kMost, kNarrow>(t, e, panel);

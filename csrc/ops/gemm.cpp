@@ -65,6 +65,14 @@ GemmProblem join_groups(GemmProblem p, int group_quads) {
   return p;
 }
 
+/// The next rows of `left`: full tiles, whatever their height, but the last ones not far fewer than
+/// those before.
+int64_t rows_at_once(int64_t left) {
+  static_assert(kGemmRows % 12 == 0 && kGemmRows % 8 == 0 && kGemmRows % kTileRows == 0);
+  if (left >= 2 * kGemmRows || left <= kGemmRows) return std::min<int64_t>(left, kGemmRows);
+  return (left / 2 + kTileRows - 1) / kTileRows * kTileRows;
+}
+
 /// One thread's share: tiles x blocks.
 class Worker {
  public:
@@ -111,12 +119,12 @@ class Worker {
         tile_.runs = c.runs.data();
         tile_.num_runs = static_cast<int>(c.runs.size());
         int64_t row = rows * begin / count;
+        const int64_t last = rows * end / count;
         RowCursor cursor(c, row);
-        for (int64_t t = begin; t < end;) {
-          t = std::min(t + kGemmRows / kTileRows, end);
-          const int64_t next = rows * t / count;
-          run_rows(c, cursor, static_cast<int>(next - row), blocks);
-          row = next;
+        while (row < last) {
+          const int64_t size = rows_at_once(last - row);
+          run_rows(c, cursor, static_cast<int>(size), blocks);
+          row += size;
         }
       }
       first += count;
