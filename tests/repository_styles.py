@@ -243,3 +243,39 @@ class Attempts(nn.Module):
             except TypeError:
                 x = layer(x)
         return x
+
+
+@model("state_space", lambda: torch.randn(2, 12, 16), 3)
+class StateSpace(nn.Module):
+    """A causal depthwise convolution with as many groups as there are channels, and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(16, 24), nn.Linear(24, 5)
+        self.taps, self.bias = nn.Parameter(torch.randn(24, 4) / 2), nn.Parameter(torch.randn(24))
+        self.positions = torch.randn(1, 24, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inside(x).transpose(1, 2)
+        channels, length = x.shape[1:]
+        y = F.conv1d(x, self.taps.unsqueeze(1), self.bias, padding=3, groups=channels)
+        y = F.silu(y[..., :length]) + self.positions[:, :, 64 - length :]
+        return self.out(y.transpose(1, 2))
+
+
+def _value(x: Any, *args: Any) -> Any:
+    return x(*args) if callable(x) else x
+
+
+@model("callables", lambda: torch.randn(2, 9, 16), 3)
+class Callables(nn.Module):
+    """Asks what it may call; makes numbers of sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _value(self.b, _value(self.a(x)).relu())
+        half = int(x.shape[1] / 2)
+        return self.c(x[:, :half] + x[:, -half:])

@@ -202,6 +202,8 @@ def test_reasons_of_submodules() -> None:
     assert "it cannot be traced: TraceError" in rows["f"].reason
     rows = {row.name: row for row in torchq.explain(convert("swapped_inside")).rows}
     assert rows["inner.lin1"].quantized and rows["inner.lin2"].quantized
+    assert "it cannot be traced: TraceError" in rows["inner"].reason
+    assert "its modules were swapped" in rows["inner"].reason and not rows["inner"].is_matmul
 
 
 @pytest.mark.parametrize(

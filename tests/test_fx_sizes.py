@@ -50,3 +50,72 @@ def test_numbers_of_sizes(name: str) -> None:
             assert found(same).shape == model(same).shape
         with pytest.raises((RuntimeError, torch.jit.Error), match="size or condition was"):
             found(torch.randn(2, 3, 24, 24))
+
+
+class Cached(nn.Module):
+    """Keeps what it made for the last shape; expands to the batch what is the same in all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.shape, self.ramp = nn.Linear(8, 4), None, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length = x.shape[:2]
+        positions = torch.arange(length).unsqueeze(0)
+        if positions.shape[0] != batch:
+            positions = positions.expand(batch, -1)
+        y = self.a(x) + positions.unsqueeze(-1)
+        if self.shape != y.shape:
+            self.shape, self.ramp = y.shape, torch.linspace(0, 1, length)[:, None]
+        return y + self.ramp
+
+
+@pytest.mark.parametrize(("called", "example"), [(0, 2), (2, 2), (3, 2), (1, 1), (2, 1), (1, 4)])
+def test_batches_that_code_asks_for_in_vain(called: int, example: int) -> None:
+    """The batch may be another one, that of an earlier call of the float model too."""
+    model, x = Cached().eval(), torch.randn(example, 7, 8)
+    if called:
+        model(torch.randn(called, 7, 8))
+    prepared = torchq.prepare(model, x)
+    quantized = torchq.convert(torchq.calibrate(prepared, [x]))
+    scripted = torch.jit.script(quantized)
+    for batch in {1, 2, 3, 6, called, example} - {0}:
+        x = torch.randn(batch, 7, 8)
+        assert torch.equal(prepared(x), model(x))
+        assert torch.equal(scripted(x), quantized(x))
+    x = torch.randn(example, 9, 8)
+    if called == example:  # so the graph has what was kept for 7
+        with pytest.raises(RuntimeError, match="size or condition was 7, got 9"):
+            quantized(x)
+    else:
+        assert torch.equal(prepared(x), model(x))
+
+
+class Asks(nn.Module):
+    """Acts on a number made of sizes."""
+
+    def __init__(self, question: Callable[[Any], bool], factor: int) -> None:
+        super().__init__()
+        self.a, self.question, self.factor = nn.Linear(8, 4), [question], factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * (self.factor if self.question[0](x.shape) else 1)
+
+
+@pytest.mark.parametrize(
+    ("question", "factor"),
+    [
+        (lambda s: s[0] == 1, 2),
+        (lambda s: s[0] > 2, 2),
+        (lambda s: s[0] * s[1] == 14, 2),
+        (lambda s: s[0] * s[1] == 14, 1),  # which other lengths may make one
+    ],
+)
+def test_batches_that_make_a_difference(question: Callable[[Any], bool], factor: int) -> None:
+    """Never another result than the model's."""
+    model, x = Asks(question, factor).eval(), torch.randn(2, 7, 8)
+    prepared = torchq.prepare(model, x)
+    assert torch.equal(prepared(x), model(x))
+    with pytest.raises(RuntimeError, match="size or condition was"):
+        for batch in (1, 3):
+            prepared(torch.randn(batch, 7, 8))

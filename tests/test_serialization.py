@@ -239,3 +239,32 @@ def test_exporting_does_not_disturb_loading(tmp_path: Path) -> None:
     torchq.save(module, tmp_path / "file")
     loaded = torchq.load(tmp_path / "file", nn.Linear(8, 4))
     assert type(loaded) is tnn.QLinear
+
+
+class Given(nn.Module):
+    """Acts on values, so that it is not traced, and is given a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        return x if x.sum() > 1e9 else self.a(x) + layer(x)
+
+
+class Giver(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.given, self.layer, self.head = Given(), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[1] / 2
+        return self.head(self.given(x, self.layer) if half.is_integer() else x)
+
+
+def test_modules_as_arguments_and_methods_of_numbers(file_format: str, tmp_path: Path) -> None:
+    model, x = Giver().eval(), torch.randn(2, 6, 8)
+    converted = torchq.quantize(model, [x], x)
+    assert isinstance(converted, torch.fx.GraphModule)
+    torchq.save(converted, tmp_path / "model")
+    assert torch.equal(torchq.load(tmp_path / "model", Giver())(x), converted(x))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from torchq.fx.batches import free_batch
 from torchq.fx.factories import traced_factories
 from torchq.fx.guards import GUARDS, expect
 from torchq.fx.memory import DIFFERS, why_other, with_constants
@@ -111,6 +112,8 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 raise CaptureError(short(error)) from error
             found = why_other(model, captured.model, captured.graph, inputs, captured.untraceable)
             if not found:
+                free_batch(model, captured.model, captured.graph, inputs)
+                _remove_unused(captured.graph)
                 captured.keeping = set(opaque) & set(captured.untraceable)
                 return captured
             if "" in found or found.keys() <= opaque.keys():

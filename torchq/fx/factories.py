@@ -47,9 +47,9 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
 
     Nor do methods of a tensor that is no node, where sizes are given as separate arguments, and
     indices are taken for sequences.
-    And functions that ask for the class or dtype of a tensor, isinstance among them, take a node
-    for its value; functions that TorchScript compiled take nodes as the Python functions that they
-    were, and so do those with a backward pass of their own.
+    And functions that ask for the class or dtype of a tensor, isinstance and callable among them,
+    take a node for its value; functions that TorchScript compiled take nodes as the Python
+    functions that they were, and so do those with a backward pass of their own.
     Other threads see the originals do their work; those that trace as well wait.
     """
 
@@ -64,7 +64,7 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
 
     def wrap_method(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:
-            leaves = tree_leaves((args, kwargs))
+            leaves = [part for leaf in tree_leaves((args, kwargs)) for part in _parts(leaf)]
             if tracer.running or not any(isinstance(leaf, fx.Proxy) for leaf in leaves):
                 return original(*args, **kwargs)
             if original.__name__ == "__getitem__":
@@ -78,6 +78,12 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
             return original(tracer.values[value.node] if isinstance(value, fx.Proxy) else value)
 
         return looks
+
+    def look_at_call(original: Callable[..., bool]) -> Callable[..., bool]:
+        def is_callable(value: Any) -> bool:
+            return original(tracer.values[value.node] if type(value) is Proxy else value)
+
+        return is_callable
 
     def look_at_class(original: Callable[..., bool]) -> Callable[..., bool]:
         def is_instance(value: Any, classes: Any) -> bool:
@@ -124,6 +130,7 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
         patches: list[tuple[Any, str, Any]] = [(torch, name, wrap) for name in _FACTORIES]
         patches += [(Tensor, name, wrap_method) for name in _METHODS]
         patches += [(torch, "is_tensor", look), (F, "_none_or_dtype", look)]
+        patches += [(builtins, "callable", look_at_call)]
         patches += [(torch, "as_tensor", keep), (torch, "asarray", keep)]
         patches += [(builtins, "isinstance", look_at_class)]
         patches += [(torch.jit.ScriptFunction, "__call__", uncompile)]
@@ -139,3 +146,8 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
                     delattr(place, name)
                 else:
                     setattr(place, name, original)
+
+
+def _parts(leaf: Any) -> tuple[Any, ...]:
+    """A slice's numbers."""
+    return (leaf.start, leaf.stop, leaf.step) if type(leaf) is slice else (leaf,)

@@ -182,6 +182,8 @@ class Lowering:
                 self._attributes[id(value)] = self._free(str(node.target).replace(".", "_"))
             copied.target = self._attributes[id(value)]
             self.modules[copied.target] = value
+            if isinstance(value, nn.Module):  # an argument of a module that was not traced
+                copied.meta["source"] = str(node.target)
         if node.op == "call_module":
             copied.meta["source"] = str(node.target)
             copied.target = self._float_module(str(node.target))

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.state import State, changed, put_back, state_of, twin
 
-__all__ = ["DIFFERS", "why_other", "with_constants"]
+__all__ = ["DIFFERS", "agree", "why_other", "with_constants"]
 
 DIFFERS = (
     "its graph computes something else than the model (perhaps its code asks `type(x) is "
@@ -63,6 +63,16 @@ def why_other(
     poisoned = {name: _poisoned(states[1], {name: keys}) for name, keys in moved.items()}
     guilty = [n for n, state in poisoned.items() if not _agrees(model, n, state, inputs, found[1])]
     return _reasons({name: moved[name] for name in guilty})
+
+
+def agree(a: nn.Module, b: nn.Module, inputs: Any) -> bool:
+    """Whether both compute the same; not if one of them raises."""
+    try:
+        (first,), _ = _run(a, [inputs])
+        (second,), _ = _run(b, [inputs])
+    except Exception:  # of the model's own code
+        return False
+    return _same(first, second)
 
 
 def with_constants(model: nn.Module, traced: nn.Module) -> nn.Module:

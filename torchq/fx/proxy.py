@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 import gc
+import operator
 from collections import deque
 from collections.abc import Mapping
 from types import CellType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -19,7 +21,7 @@ from torchq.fx.guards import with_item
 if TYPE_CHECKING:
     from torchq.fx.tracer import Tracer
 
-__all__ = ["CONSTANT_METHODS", "SHAPE_METHODS", "Proxy", "release"]
+__all__ = ["CONSTANT_METHODS", "SHAPE_METHODS", "Proxy", "compared", "release"]
 
 
 def _words(text: str) -> frozenset[str]:
@@ -109,6 +111,29 @@ class Proxy(fx.Proxy):
         if type(other) is Proxy and other.tracer is not self.tracer:
             return False
         return super().__eq__(other)
+
+
+def compared(proxy: fx.Proxy) -> list[tuple[fx.Proxy, int | bool]] | None:
+    """What must stay as it is if a shape is to compare with a constant one as now, and how it is.
+
+    That is each size of equal shapes, and whether there is another one in shapes that differ.
+    TorchScript compares no shape with a tuple. None if this is no such comparison.
+    """
+    node, tracer = proxy.node, cast("Tracer", proxy.tracer)
+    if node.target not in (operator.eq, operator.ne):
+        return None
+    known = [x for x in node.args if type(x) in (tuple, torch.Size)]
+    shapes = [x for x in node.args if isinstance(x, fx.Node)]
+    if len(known) != 1 or type(tracer.values[shapes[0]]) is not torch.Size:
+        return None
+    tracer.asked_rank = True
+    expected: Any = known[0]
+    sizes: Any = tracer.proxy(shapes[0])
+    if len(expected) != len(tracer.values[shapes[0]]):
+        return []
+    if tracer.values[shapes[0]] == expected:
+        return [(sizes[i], size) for i, size in enumerate(expected)]
+    return [(functools.reduce(operator.or_, [sizes[i] != n for i, n in enumerate(expected)]), True)]
 
 
 def release(left: list[Proxy], values: Mapping[fx.Node, Any]) -> None:

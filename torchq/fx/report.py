@@ -47,7 +47,9 @@ def report_rows(plan: Plan, inside: dict[str, list[Row]]) -> list[Row]:
             continue
         name = str(op.node.target) if op.owner is not None else op.name
         if name in inside:
-            rows[name] = [*inside[name]]
+            why = f"{op.reason}; its modules were swapped, its functions and operators stay float"
+            whole = replace(_row(plan, op, None, name), reason=why)
+            rows[name] = [whole, *(row for row in inside[name] if row.name != name)]
         else:
             row, place = _row(plan, op, layer_of.get(op), name), op.node.meta.get("place")
             if op.owner is None and place is not None:

@@ -45,8 +45,8 @@ def encode(model: fx.GraphModule) -> Tensor:
     for node in model.graph.nodes:
         args, kwargs = _encode(list(node.args), node), _encode(dict(node.kwargs), node)
         entry = [node.op, node.name, _encode_target(node), args, kwargs]
-        if node.op == "call_module":
-            module = model.get_submodule(str(node.target))
+        module = _owned(model, node)
+        if module is not None:
             quantized = isinstance(module, QModule)
             entry.append(None if quantized else node.meta.get("source", node.target))
             if not quantized and (plain := _encode_module(module, node)) is not None:
@@ -90,9 +90,9 @@ def decode(
         dict[str, Any](),
     )
     for op, name, target, args, kwargs, *more in entries:
-        if op == "call_module":
+        if op == "call_module" or (op == "get_attr" and more):
             owned[target] = owned.get(target) or modules(target, *more)
-        if op == "get_attr":
+        elif op == "get_attr":
             owned[target] = tensors[target]
         resolved = _decode_target(op, target)
         values = tuple(_decode(args, nodes)), _decode(kwargs, nodes)
@@ -133,6 +133,14 @@ def plain_module(plain: dict[str, Any], state: Mapping[str, Tensor]) -> nn.Modul
 _INTERNAL = frozenset(vars(nn.Module()))
 
 
+def _owned(model: nn.Module, node: fx.Node) -> nn.Module | None:
+    """The module that a node calls or, as another one's argument, is."""
+    if node.op == "call_module":
+        return model.get_submodule(str(node.target))
+    found = getattr(model, str(node.target), None) if node.op == "get_attr" else None
+    return found if isinstance(found, nn.Module) else None
+
+
 def _encode_module(module: nn.Module, node: fx.Node) -> dict[str, Any] | None:
     """What :func:`plain_module` takes; None for what is no plain module of torch.nn."""
     name = type(module).__name__
@@ -158,7 +166,7 @@ def _encode_module(module: nn.Module, node: fx.Node) -> dict[str, Any] | None:
 def _encode_target(node: fx.Node) -> str:
     if node.op != "call_function":
         return str(node.target)
-    if isinstance(node.target, type):
+    if isinstance(node.target, type) and id(node.target) not in NAMES:
         return f"class:{node.target.__module__}:{node.target.__qualname__}"
     if id(node.target) not in NAMES:
         raise NotImplementedError(
@@ -192,7 +200,8 @@ def _decode_target(op: str, target: str) -> Any:
             "Was it written by torchq.save?"
         )
     method = op == "call_method"
-    if method and (target.startswith("_") or not hasattr(Tensor, target)):
+    known = hasattr(Tensor, target) or hasattr(float, target)
+    if method and (target.startswith("_") or not known):
         raise ValueError(
             f"torchq.load: the file's graph must call methods of tensors only, got '{target}'. "
             "Was it written by torchq.save?"

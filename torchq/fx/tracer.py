@@ -32,7 +32,7 @@ from torchq.fx.guards import (
     expect_same,
     expect_text,
 )
-from torchq.fx.proxy import CONSTANT_METHODS, SHAPE_METHODS, Proxy, release
+from torchq.fx.proxy import CONSTANT_METHODS, SHAPE_METHODS, Proxy, compared, release
 from torchq.fx.sequences import SequenceTracer
 from torchq.state import put_back, state_of
 
@@ -128,6 +128,8 @@ class Tracer(SequenceTracer):
             if isinstance(value, Tensor):
                 self.asked_rank |= "dim" in target
                 return getattr(value, target)()
+        if target in (operator.eq, operator.ne) and any(x is None for x in args):
+            return target(*(self.values[x.node] if type(x) is Proxy else x for x in args))
         if target in (torch.is_floating_point, torch.is_complex):
             return target(self.values[args[0].node])
         if target is F.multi_head_attention_forward and not self.running:
@@ -202,6 +204,10 @@ class Tracer(SequenceTracer):
         if isinstance(value, Tensor) or not node.meta["static"]:
             raise fx.proxy.TraceError(f"its Python code acts on values in a tensor ({node.name})")
         if isinstance(value, (bool, int, float)) and node.meta["varying"]:
+            if (parts := compared(proxy)) is not None:
+                for part, expected in parts:
+                    self._guard(expect, part.node, expected)
+                return value
             self._guard(expect_real if isinstance(value, float) else expect, node, value)
         return value
 
