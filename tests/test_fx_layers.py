@@ -93,6 +93,17 @@ def test_clip_of_a_lone_batch_norm(clip: nn.Module) -> None:
     assert names(convert(model)) == ["QConv2d", "QCat", "QConv2d", "QConv2d"]
 
 
+def test_an_empty_sequential_passes_on() -> None:
+    """As shortcuts of many residual networks: the sum is fused, and int8."""
+    model = Wired(
+        lambda m, x: m.c(torch.relu(m.b(y := torch.relu(m.a(x))) + m.shortcut(y))),
+        a=conv(), b=conv(), c=conv(), shortcut=nn.Sequential(),
+    )  # fmt: skip
+    converted = convert(model)
+    assert names(converted) == ["QConv2d"] * 3
+    assert "u8" in str(converted.b.post_ops)
+
+
 def prelu(channels: int) -> nn.PReLU:
     module = nn.PReLU(channels)
     nn.init.normal_(module.weight)
@@ -328,3 +339,49 @@ def test_calls_in_a_loop_are_one_line() -> None:
     assert "sigmoid_3" in named and "sigmoid_1" not in named
     rows = torchq.explain(torchq.eager.quantize(model, [x], x)).rows
     assert {row.name: row.calls for row in rows} == {"a": 3, "act": 3, "b": 1}
+
+
+# Means
+
+
+MEANS = [
+    lambda y: F.adaptive_avg_pool2d(y, 1).flatten(1),
+    lambda y: y.mean((2, 3)),
+    lambda y: y.mean([-1, -2], keepdim=True)[:, :, 0, 0],
+    lambda y: F.avg_pool2d(y, 9).flatten(1),
+]
+
+
+@pytest.mark.parametrize("mean", MEANS)
+def test_means_have_parameters_of_their_own(mean: Any) -> None:
+    """A mean of 81 values covers less than they do: on their levels it would lose 3 bits."""
+    model = Wired(lambda m, x: m.fc(mean(m.conv(x))), conv=conv(), fc=nn.Linear(8, 5))
+    converted = convert(model, bound=33)
+    _, pool, linear = converted.children()
+    assert "AvgPool2d" in type(pool).__name__ and isinstance(linear, tnn.QLinear)
+    assert float(pool.dst_scale) * 5 < float(pool.src_scale)
+    assert torch.equal(pool.dst_scale, linear.src_scale)
+    assert pool(torch.zeros(1, 8, 9, 9, dtype=torch.uint8)).dtype == torch.uint8
+
+
+def test_means_that_nobody_reads_as_int8() -> None:
+    """They are float32, of int8 where that is there anyway."""
+    model = Wired(
+        lambda m, x: (m.b(y := m.a(x)), y.mean((2, 3))), a=conv(), b=conv()
+    )  # fmt: skip
+    x = torch.randn(X)
+    converted = torchq.quantize(randomize(model), [x, 2 * x], x)
+    assert names(converted) == ["QConv2d", "QConv2d", "QAdaptiveAvgPool2d"]
+    (_, want), (_, got) = model(x), converted(x)
+    assert got.dtype == torch.float32 and sqnr(want, got) > 35
+
+    model = Wired(lambda m, x: m.a(x).mean((2, 3)), a=conv())
+    converted = torchq.quantize(randomize(model), [x], x)
+    assert names(converted) == ["QConv2d"]  # float32 already: nothing else reads it
+
+
+def test_means_of_one_position_change_nothing() -> None:
+    model = Wired(lambda m, x: m.b(F.adaptive_avg_pool2d(m.a(x), 1)), a=conv(), b=conv(k=1))
+    converted = convert(model, 2, 8, 1, 1)
+    pool = converted.get_submodule("adaptive_avg_pool2d")
+    assert pool.scales is None and "dst_scale" not in pool.state_dict()

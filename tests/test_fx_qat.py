@@ -204,6 +204,23 @@ def test_parametrized_weight() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "pool", [lambda x: x.mean((2, 3), keepdim=True), lambda x: F.avg_pool2d(x, 12)]
+)
+def test_means(pool: Any) -> None:
+    """On the levels of the fake quantizer behind them, or else of the one in front."""
+    for behind in ([], [u8(0.5, 3)]):
+        model = Wired(
+            lambda m, x: m.last(m.conv(m.behind(pool(m.src(x))))),
+            src=u8(6, 128), behind=nn.Sequential(*behind), conv=Weighted(8, 4, 1), last=u8(1, 128),
+        )  # fmt: skip
+        x = torch.randn(X)
+        converted = check(model, x, step=1 / 255) if behind else convert(model, x)
+        (mean,) = (m for m in converted.modules() if "Pool" in type(m).__name__)
+        scale = 0.5 / 255 if behind else 6 / 255
+        torch.testing.assert_close(mean.dst_scale, torch.tensor([scale]))
+
+
 def test_requantization_and_branches() -> None:
     """Fake quantizers of int8 values with other scales, and results that are read as float32."""
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import torchq
 import torchq.nn as tnn
 from torchq import PostOps, QConfig, QParams
+from torchq.ranges import activation_range
 
 U8 = QParams.per_tensor(0.021, 117)
 S8 = QParams.per_tensor(0.034, -9, torch.int8)
@@ -50,7 +51,14 @@ def oracle(module: nn.Module, srcs: list[Tensor]) -> Tensor:
     arguments = spec["arguments"]
     arguments.pop("contiguous", None)
     if "output_size" in arguments:
-        return reference.adaptive_avg_pool(srcs[0], arguments["output_size"])
+        size = arguments["output_size"]
+        if module.scales is None:
+            return reference.adaptive_avg_pool(srcs[0], size)
+        means = reference.adaptive_avg_pool((srcs[0].int() - module.src_zero_point).float(), size)
+        dst = reference.quantize(
+            means * module.src_scale, module.dst_scale, module.dst_zero_point, module.dst_dtype
+        )  # fmt: skip
+        return dst.clamp(*activation_range(module.dst_dtype, spec["dst_bits"]))
     padding = (arguments.pop("padding"),) * 2
     kernel, stride = arguments.pop("kernel_size"), arguments.pop("stride")
     if "dilation" in arguments:
@@ -204,13 +212,13 @@ def every_module() -> dict[str, tnn.QModule]:
         tnn.QMaxPool1d(seven, 3, 2, 1, 1, True),
         tnn.QMaxPool2d(U8, (2, 3)),
         tnn.QMaxPool3d(U8, 2),
-        tnn.QAvgPool1d(S8, 2),
+        tnn.QAvgPool1d(S8, 2, dst="f32"),
         tnn.QAvgPool2d(U8, 3, 1, 1, False, False),
         tnn.QAvgPool3d(U8, 2),
         tnn.QAdaptiveAvgPool1d(U8, 2),
         tnn.QResample(U8, size=[4, 6]),
         tnn.QAdaptiveAvgPool2d(U8, (None, 3)),
-        tnn.QAdaptiveAvgPool3d(U8, 1),
+        tnn.QAdaptiveAvgPool3d(U8, 1, dst=seven),
         tnn.QLookup(torch.tanh, seven, S8),
         tnn.Quantize(seven),
         tnn.Dequantize(U8),
@@ -282,6 +290,32 @@ def test_other_spec_is_refused() -> None:
     other = nn.ModuleDict({"fc": tnn.QLinear.from_float(nn.Linear(5, 3), S8)})
     with pytest.raises(RuntimeError, match=r"'fc' has spec .*\"src\":\"u8\".*this module is"):
         other.load_state_dict({f"fc.{key}": value for key, value in state.items()})
+
+
+@pytest.mark.parametrize("bits", [8, 7])
+@pytest.mark.parametrize("dst", ["u8", "s8", "f32"])
+@pytest.mark.parametrize("src", [U8, S8])
+def test_averages_with_parameters_of_their_own(src: QParams, dst: str, bits: int) -> None:
+    """scale * mean(q - zero_point), quantized once: the levels of the source do not matter."""
+    own: Any = "f32"
+    if dst != "f32":
+        dtype = torch.uint8 if dst == "u8" else torch.int8
+        own = QParams(torch.tensor(0.004), torch.tensor(3, dtype=torch.int32), dtype, None, bits)
+    q = random_q((2, 5, 6, 7), src)
+    real = reference.adaptive_avg_pool((q.int() - src.zero_point).float(), [1, 1]) * src.scale
+    window = nn.AvgPool2d((6, 7))
+    for cls, given in ((tnn.QAdaptiveAvgPool2d, nn.AdaptiveAvgPool2d(1)), (tnn.QAvgPool2d, window)):
+        module = cls.from_float(given, src, dst=own)
+        expected = real
+        if dst != "f32":
+            expected = reference.quantize(real, own.scale, own.zero_point, own.dtype)
+            expected = expected.clamp(*own.integers)
+        for pool in (module, torch.jit.script(module), cls.from_spec(module.read_spec())):
+            if isinstance(pool, tnn.QModule):
+                pool.load_state_dict(module.state_dict())
+            assert torch.equal(pool(q), expected)
+            assert pool(q).dtype == expected.dtype
+        assert (dst == "f32") == (module.dst_dtype == torch.float32)
 
 
 def test_refold_after_a_change() -> None:

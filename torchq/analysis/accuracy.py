@@ -212,7 +212,7 @@ def real(module: nn.Module, dst: Tensor) -> Tensor:
     if dst.is_floating_point():
         return dst
     state: Any = module.layer if isinstance(module, ResidualFirst) else module
-    if hasattr(state, "scales"):  # of the sources, then of the destination
+    if getattr(state, "scales", None) is not None:  # of the sources, then of the destination
         scale, zero_point = state.scales[-1:], state.zero_points[-1:]
     elif hasattr(state, "dst_scale"):
         scale, zero_point = state.dst_scale, state.dst_zero_point

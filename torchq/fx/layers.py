@@ -105,6 +105,8 @@ class _Finder:
                 layers.append(self._matmul(op))
             elif op.role is Role.PRODUCT:
                 layers.append(self._other(op))
+            elif op.role is Role.MEAN:
+                layers.append(self._start(op))
         layers.extend(self._expressions())
         for op in self.ops.values():
             if op not in self.taken and (self._is_alone(op) or op.role is Role.COMBINE):

@@ -133,7 +133,7 @@ class Lowering:
             assert op.module is not None
             size = [] if op.size is None else [fx.node.map_arg(op.size, self.any_of)]
             dst = self._call(op.name, pool_from_float(op.module, qparams), src, *size)
-            return self.graph.call_method("flatten", (dst, 1)) if op.flatten else dst
+            return self._flat(op, dst)
         if op.role is Role.PAD:
             zero = float(qparams.zero_point)  # as TorchScript wants it
             return self.graph.call_function(F.pad, (src, self._padding(op), "constant", zero))
@@ -142,6 +142,9 @@ class Lowering:
             src = self.graph.call_method("view", (src, torch.uint8))
         dst = self._copy(op.node, lambda n: src if n is op.srcs[0] else self.any_of(n))
         return self.graph.call_method("view", (dst, torch.int8)) if signed else dst
+
+    def _flat(self, op: Op, dst: fx.Node) -> fx.Node:
+        return self.graph.call_method("flatten", (dst, 1)) if op.flatten else dst
 
     def _padding(self, op: Op) -> Any:
         """Numbers or nodes, of a PAD."""
@@ -222,7 +225,8 @@ class Lowering:
                 f"pass overrides={{'{base}': None}}."
             ) from error
         form = self._int8 if self.plan.emits_int8(layer) else self._float
-        form[layer.dst] = self._call(layer.name, module, *args)
+        dst = self._call(layer.name, module, *args)
+        form[layer.dst] = self._flat(layer.op, dst)
 
     def _quantized(self, layer: Layer) -> tuple[QModule, list[Any]]:
         dst = self.qparams(layer.dst) if self.plan.emits_int8(layer) else None
@@ -236,6 +240,9 @@ class Lowering:
             assert dst is not None and layer.function is not None
             label = "+".join(part.kind for part in layer.parts if part.role is not Role.PASS)
             return QLookup(layer.function, srcs[0], dst, label), args
+        if layer.role is Role.MEAN:
+            assert layer.op.module is not None
+            return pool_from_float(layer.op.module, srcs[0], dst=dst or "f32"), args
         relu = layer.clip is not None
         if isinstance(layer.op.module, Cat):
             return QCat(srcs, dst, layer.op.module.dim), [args]

@@ -25,6 +25,7 @@ class Role(enum.Enum):
     COMBINE = "several tensors in, requantized: add, mul, cat"
     SLOPES = "a leaky relu with one slope per channel: a post-op of a MATMUL"
     UNARY = "a function of each element: a post-op, or a table between two int8 tensors"
+    MEAN = "an average over all positions: finer than its source, so with parameters of its own"
     POOL = "keeps scale and zero point, in a kernel of its own"
     MOVE = "moves elements: torch's own operation on int8"
     PAD = "moves elements, and puts real zeros around them"

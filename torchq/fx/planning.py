@@ -3,7 +3,8 @@
 
 Nodes that are joined by what merely moves elements, or pools them, form a group: one scale and
 zero point. So do the sources of a concatenation that nobody else reads, with its result; of its
-other sources :mod:`torchq.fx.sharing` decides when the ranges are known. A group is int8 if a
+other sources :mod:`torchq.fx.sharing` decides when the ranges are known. An average over all
+positions begins a group of its own: means lie closer together than values. A group is int8 if a
 matmul reads it, or if a layer emits it as int8 and another can read that, or if the model rounds it
 to levels itself: with a fake quantizer, which then says what the scale and zero point are. Where an
 int8 value is read as float32, the converted graph dequantizes it there.
@@ -66,7 +67,7 @@ class Plan:
             if op.role is Role.FAKE:
                 self._fake(op, absorbed=op in in_layers)
         for layer in self.layers:
-            self._clip_of_fixed(layer)
+            self._follow_fixed(layer)
         self._join_concatenations()
         self._int8: set[fx.Node] = set()
         while not self._decide():
@@ -230,11 +231,17 @@ class Plan:
             self.fakes[op.node] = fixed
         self._fixed[self.root(op.node)] = fixed
 
-    def _clip_of_fixed(self, layer: Layer) -> None:
-        """A clip of what a fake quantizer gave is on the same levels."""
+    def _follow_fixed(self, layer: Layer) -> None:
+        """A clip of what a fake quantizer gave is on the same levels; a mean is put on them.
+
+        A mean that is fake-quantized only behind was trained on float values.
+        """
         clips = [clip_bounds(p.module) for p in layer.parts if p.role is not Role.PASS]
-        source = self.fixed(layer.srcs[0]) if layer.role is Role.UNARY else None
-        if source is not None and self.fixed(layer.dst) is None and None not in clips:
+        follows = layer.role is Role.MEAN or (layer.role is Role.UNARY and None not in clips)
+        source = self.fixed(layer.srcs[0]) if follows else None
+        if layer.role is Role.MEAN and source is None and self.fixed(layer.dst) is not None:
+            self.reasons[layer] = "the model has a fake quantizer behind it, and none in front"
+        if source is not None and self.fixed(layer.dst) is None:
             kept = Fixed(source.dequantize, source.dequantize)
             self._fixed[self.root(layer.dst)] = kept
 

@@ -68,13 +68,10 @@ class Prepared(nn.Module):
 
     def _result_nodes(self) -> list[tuple[str, fx.Node]]:
         """Where the converted model will have a quantized module, and the node of its result."""
-        layers = [(layer.name, node) for node, layer in self.plan.layer_at.items()]
-        pools = [
-            (op.name, op.node)
-            for op in self.plan.ops.values()
-            if op.role is Role.POOL and self.plan.is_int8(op.node) and not op.flatten
-        ]
-        return layers + pools
+        pools = [op for op in self.plan.ops.values() if op.role is Role.POOL]
+        int8 = [(op, op.node) for op in pools if self.plan.is_int8(op.node)]
+        layers = [(layer.op, node) for node, layer in self.plan.layer_at.items()]
+        return [(op.name, node) for op, node in layers + int8 if not op.flatten]
 
     def results(self) -> dict[str, nn.Module]:
         """Name of a quantized module to be -> a module here that passes on its float result."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,10 @@ __all__ = ["recognize", "rewritten"]
 _BY_FUNCTION: dict[Any, Pattern] = {f: row for row in PATTERNS for f in row.functions}
 _BY_MODULE: dict[type[nn.Module], Pattern] = {cls: row for row in PATTERNS for cls in row.modules}
 _SIGNATURES = {id(row): parse_signature(row.signature) for row in PATTERNS}
+_AVERAGES = (
+    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+)
 
 
 def recognize(captured: Captured, keep_float: Callable[[str, str], bool]) -> dict[fx.Node, Op]:
@@ -57,6 +62,8 @@ def recognize(captured: Captured, keep_float: Callable[[str, str], bool]) -> dic
         op.reason = _why_float(op, not pinned.isdisjoint([node, *op.srcs]))
         if op.reason:
             op.role = Role.OPAQUE
+        elif _is_mean(op):
+            op.role = Role.MEAN
         ops[node] = _dequantization(op, ops)
     return ops
 
@@ -223,6 +230,14 @@ def _why_float(op: Op, pinned: bool) -> str:
     if value.dtype != torch.float32:
         return f"its result is {value.dtype}, not torch.float32"
     return ""
+
+
+def _is_mean(op: Op) -> bool:
+    """Whether a pool averages all of several positions."""
+    if op.role is not Role.POOL or not isinstance(op.module, _AVERAGES):
+        return False
+    before, after = (math.prod(n.meta["value"].shape[2:]) for n in (op.srcs[0], op.node))
+    return bool(after == 1 < before)
 
 
 def _reduction(op: Op) -> int:

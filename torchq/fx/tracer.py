@@ -252,6 +252,8 @@ class Tracer(SequenceTracer):
         mode = getattr(m, "padding_mode", "zeros")
         if mode != "zeros" and isinstance(m, _CONVS) and not m._forward_hooks:
             return False  # a pad, and a convolution without
+        if isinstance(m, nn.Sequential):  # an empty one is a shortcut that changes nothing
+            return False
         library = type(m).__module__.startswith(("torch.nn.", "torchq."))
         return library and (isinstance(m, _WHOLE) or next(m.children(), None) is None)
 

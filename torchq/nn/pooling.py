@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pooling on quantized tensors: scale and zero point pass through."""
+"""Pooling on quantized tensors: scale and zero point pass through; an average may have its own."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from torchq.functional import conv_geometry
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
+from torchq.ops import dtype_code
 from torchq.qparams import QParams
 
 Ints = int | Sequence[int]
@@ -19,27 +20,67 @@ def _spread(value: Ints, dims: int) -> list[int]:
     return [value] * dims if isinstance(value, int) else list(value)
 
 
+Dst = QParams | Literal["f32"] | None
+"""Of a pool: parameters of its own, float32, or those of the source."""
+
+
 class _QPool(QModule):
     """The parameters of what flows through; float32 sources are quantized with them first.
 
     Shapes:
         src: ``(N, C, spatial...)``, channels-last memory is read in place.
-        dst: the same dtype, channels-last unless ``contiguous``.
+        dst: the same dtype, or that of ``dst``; channels-last unless ``contiguous``.
     """
 
     dims: ClassVar[int] = 0
+    dst_scale: Tensor
+    dst_zero_point: Tensor
+    scales: Tensor | None
+    zero_points: Tensor | None
 
-    def __init__(self, src: QParams, contiguous: bool, **spec: object) -> None:
+    def __init__(self, src: QParams, contiguous: bool, dst: Dst = None, **spec: object) -> None:
         super().__init__()
         self._add_src(src)
         self.contiguous = contiguous
         layout = {"contiguous": True} if contiguous else {}
-        self._set_spec(src=dtype_name(src.dtype), src_bits=src.bits, arguments={**spec, **layout})
+        own: dict[str, object] = {}
+        self.dst_low = self.dst_high = 0
+        self.dst_code: int | None = None
+        if dst is not None:
+            real = QParams.per_tensor(1.0) if dst == "f32" else dst
+            self._add_qparams("dst", real)
+            self.dst_dtype = torch.float32 if dst == "f32" else real.dtype
+            self.dst_code = dtype_code(self.dst_dtype)
+            if real.bits != 8:
+                self.dst_low, self.dst_high = real.integers
+            own = {"dst": dtype_name(self.dst_dtype), "dst_bits": real.bits}
+        # of the source and of the destination; None where that has the source's
+        self.register_buffer("scales", None, persistent=False)
+        self.register_buffer("zero_points", None, persistent=False)
+        arguments = {**spec, **layout}
+        self._set_spec(src=dtype_name(src.dtype), src_bits=src.bits, **own, arguments=arguments)
+        self.refold()
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> Self:
         """See the base class."""
-        return cls(placeholder_qparams(spec["src"], spec["src_bits"]), **spec["arguments"])
+        own: dict[str, Any] = {}
+        if "dst" in spec:
+            is_float = spec["dst"] == "f32"
+            own["dst"] = "f32" if is_float else placeholder_qparams(spec["dst"], spec["dst_bits"])
+        return cls(placeholder_qparams(spec["src"], spec["src_bits"]), **own, **spec["arguments"])
+
+    def refold(self) -> None:
+        """See the base class."""
+        if self.dst_code is not None:
+            self.scales = torch.cat([self.src_scale, self.dst_scale])
+            self.zero_points = torch.cat([self.src_zero_point, self.dst_zero_point])
+
+    def _finished(self, dst: Tensor) -> Tensor:
+        """Clamped to 7 bits where the destination has only 7, and contiguous where wanted."""
+        if self.dst_high > 0:
+            dst = torch.clamp(dst, self.dst_low, self.dst_high)
+        return dst.contiguous() if self.contiguous else dst
 
     def extra_repr(self) -> str:
         """The window."""
@@ -67,7 +108,7 @@ class QMaxPool(_QPool):
             "padding": _spread(padding, self.dims),
             "dilation": _spread(dilation, self.dims),
         }
-        super().__init__(src, contiguous, **window, ceil_mode=ceil_mode)
+        super().__init__(src, contiguous, None, **window, ceil_mode=ceil_mode)
         self.ceil_mode = ceil_mode
         self.geometry = conv_geometry(
             "max_pool", kernel, window["stride"], window["padding"], None, window["dilation"]
@@ -101,7 +142,10 @@ class QMaxPool(_QPool):
 
 
 class QAvgPool(_QPool):
-    """``rne(float(sum) / float(count))`` over windows. Arguments as in ``torch.nn.AvgPool2d``."""
+    """``rne(float(sum) / float(count))`` over windows. Arguments as in ``torch.nn.AvgPool2d``.
+
+    With ``dst``, in real units: see :mod:`torchq.functional.pooling`.
+    """
 
     def __init__(
         self,
@@ -112,8 +156,9 @@ class QAvgPool(_QPool):
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         contiguous: bool = False,
+        dst: Dst = None,
     ) -> None:
-        """``src``: parameters of source and destination."""
+        """``src``: parameters of the source, and of the destination where ``dst`` is None."""
         kernel = _spread(kernel_size, self.dims)
         window = {
             "kernel_size": kernel,
@@ -121,7 +166,7 @@ class QAvgPool(_QPool):
             "padding": _spread(padding, self.dims),
         }
         modes = {"ceil_mode": ceil_mode, "count_include_pad": count_include_pad}
-        super().__init__(src, contiguous, **window, **modes)
+        super().__init__(src, contiguous, dst, **window, **modes)
         self.ceil_mode, self.count_include_pad = ceil_mode, count_include_pad
         self.geometry = conv_geometry(
             "avg_pool", kernel, window["stride"], window["padding"], None, 1
@@ -133,6 +178,7 @@ class QAvgPool(_QPool):
         module: nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d,
         src: QParams,
         contiguous: bool = False,
+        dst: Dst = None,
     ) -> Self:
         """Takes the window over.
 
@@ -146,14 +192,17 @@ class QAvgPool(_QPool):
             )
         m = module
         modes = m.ceil_mode, m.count_include_pad
-        return cls(src, m.kernel_size, m.stride, m.padding, *modes, contiguous)
+        return cls(src, m.kernel_size, m.stride, m.padding, *modes, contiguous, dst)
 
     def forward(self, src: Tensor) -> Tensor:
         """Pools."""
+        # avg_pool takes the zero point from the parameters in real units, if there are any
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            zero_point = self.src_zero_point
+            zero_point, scales, zero_points = self.src_zero_point, self.scales, self.zero_points
         else:
-            zero_point = self._buffers["src_zero_point"]  # type: ignore[assignment]
+            b = self._buffers
+            zero_point = b["src_zero_point"]  # type: ignore[assignment]
+            scales, zero_points = b["scales"], b["zero_points"]
         dst: Tensor = torch.ops.torchq.avg_pool(
             self._quantized_src(src),
             zero_point,
@@ -161,24 +210,31 @@ class QAvgPool(_QPool):
             self.ceil_mode,
             self.count_include_pad,
             None,
+            scales,
+            zero_points,
+            self.dst_code,
         )
-        return dst.contiguous() if self.contiguous else dst
+        return self._finished(dst)
 
 
 class QAdaptiveAvgPool(_QPool):
-    """Average over ``output_size`` windows a dimension; an entry None keeps the source's size."""
+    """Average over ``output_size`` windows a dimension; an entry None keeps the source's size.
+
+    With ``dst``, in real units: see :mod:`torchq.functional.pooling`.
+    """
 
     def __init__(
         self,
         src: QParams,
         output_size: int | Sequence[int | None] | None,
         contiguous: bool = False,
+        dst: Dst = None,
     ) -> None:
-        """``src``: parameters of source and destination."""
+        """``src``: parameters of the source, and of the destination where ``dst`` is None."""
         if output_size is None or isinstance(output_size, int):
             output_size = [output_size] * self.dims
         sizes = list(output_size)
-        super().__init__(src, contiguous, output_size=sizes)
+        super().__init__(src, contiguous, dst, output_size=sizes)
         # 0 stands for None: TorchScript has no list of optional ints
         self.output_size = [0 if size is None else int(size) for size in sizes]
 
@@ -188,15 +244,18 @@ class QAdaptiveAvgPool(_QPool):
         module: nn.AdaptiveAvgPool1d | nn.AdaptiveAvgPool2d | nn.AdaptiveAvgPool3d,
         src: QParams,
         contiguous: bool = False,
+        dst: Dst = None,
     ) -> Self:
         """Takes the output size over."""
-        return cls(src, module.output_size, contiguous)
+        return cls(src, module.output_size, contiguous, dst)
 
     def forward(self, src: Tensor) -> Tensor:
         """Pools."""
         size = [src.size(i + 2) if n == 0 else n for i, n in enumerate(self.output_size)]
-        dst: Tensor = torch.ops.torchq.adaptive_avg_pool(self._quantized_src(src), size)
-        return dst.contiguous() if self.contiguous else dst
+        dst: Tensor = torch.ops.torchq.adaptive_avg_pool(
+            self._quantized_src(src), size, self.scales, self.zero_points, self.dst_code
+        )
+        return self._finished(dst)
 
 
 class QMaxPool1d(QMaxPool):
