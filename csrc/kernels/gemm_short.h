@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows that sum few quads: the first layers of networks, and 1x1 convolutions of 16 to 32 channels.
+// Rows that sum few quads: the first layers of networks, and 1x1 convolutions of 16 to 48 channels.
 #pragma once
 
 #include "finish_in_registers.h"
 
 namespace {
 
-/// Rows of a tile of NP panels.
-template <int NP>
-constexpr int kShortRows = NP == 4   ? kTileRows
-                           : NP == 3 ? 8
-                                     : 12;
+/// Rows of a tile of NP panels: more than 8 with three runs each are too many addresses for one.
+template <int NP, int kRuns>
+constexpr int kShortRows = NP == 4                              ? kTileRows
+                           : NP == 3 || (NP == 1 && kRuns == 3) ? 8
+                                                                : 12;
 
 /// Whether the runs are kRuns of kQuads, whose weights follow one another.
 template <int kRuns, int kQuads>
@@ -27,10 +27,10 @@ TORCHQ_INLINE bool has_runs(const GemmTile& t) {
 /// so few, a loop takes as long as they do, and so do a call and what it sets up. Returns how many
 /// rows that were. The epilogue `finishes_to_bytes` and `is_plain`. Measured on Emerald Rapids,
 /// beside `gemm_tile`: 3x3 s2 of 3 to 32 channels takes 0.80 of the time, 1x1 of 32 to 16 0.82, of
-/// 16 to 96 0.83, of 24 to 144 0.88, of 32 to 192 0.90.
+/// 16 to 96 0.83, of 24 to 144 0.88, of 32 to 192 0.90, of 40 to 240 0.92.
 template <class Isa, int NP, int kRuns, int kQuads>
 TORCHQ_NOINLINE int gemm_short(const GemmTile& t, const Epilogue& e, int panel) {
-  constexpr int MR = kShortRows<NP>;
+  constexpr int MR = kShortRows<NP, kRuns>;
   using Int = typename Isa::Int;
   const uint8_t* const src = t.src + t.runs[0].src_offset;
   int64_t run_offset[kRuns];
