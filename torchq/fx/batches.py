@@ -104,7 +104,7 @@ class _Run(fx.Interpreter):
             if not isinstance(result, Tensor):
                 self.watched.sizes[n.name] = result
             return result
-        (value, expected), _ = self.fetch_args_kwargs_from_env(n)
+        (value, expected, *_), _ = self.fetch_args_kwargs_from_env(n)
         if value != expected:
             self.watched.failed.add(n.name)
         return None
@@ -132,7 +132,7 @@ def _asks_batch(guard: fx.Node, runs: dict[int, _Watched], size: int, n: int) ->
 
 def _let_pass(graph: fx.Graph, guard: fx.Node, sizes: list[int]) -> None:
     """The guard lets batches of these sizes pass, too."""
-    condition, expected = guard.args
+    condition, expected, *where = guard.args
     inputs = graph.find_nodes(op="placeholder")
     source = next((node for node in inputs if node.meta["value"].shape), None)
     if source is None:
@@ -146,7 +146,7 @@ def _let_pass(graph: fx.Graph, guard: fx.Node, sizes: list[int]) -> None:
         for other in passes[1:]:
             either = graph.call_function(operator.or_, (either, other))
             made.append(either)
-        relaxed = graph.call_function(expect, (either, True))
+        relaxed = graph.call_function(expect, (either, True, *where))
     assert isinstance(condition, fx.Node)
     for node in made:
         node.meta.update(condition.meta)

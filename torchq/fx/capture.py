@@ -191,9 +191,10 @@ def _check_ranks(graph: fx.Graph, tracer: Tracer) -> None:
             value = tracer.values[node]
             if isinstance(value, Tensor):
                 rank = graph.call_method("dim", (node,))
+                where = f" (the number of dims of '{node.name}')"
                 known = {"scope": "", "writes": [], "static": True}
                 rank.meta.update(known, varying=True)
                 tracer.values[rank] = value.dim()
                 with graph.inserting_after(rank):
-                    guard = graph.call_function(expect, (rank, value.dim()))
+                    guard = graph.call_function(expect, (rank, value.dim(), where))
                     guard.meta.update(known, varying=False)

@@ -28,8 +28,10 @@ __all__ = [
 
 
 @torch.fx.wrap
-def expect(value: int, expected: int) -> None:
+def expect(value: int, expected: int, where: str = "") -> None:
     """Raises where a size or truth value that the model's Python code acted on is another one.
+
+    ``where`` is that code.
 
     Raises:
         RuntimeError: naming both.
@@ -38,11 +40,11 @@ def expect(value: int, expected: int) -> None:
     if not scripting and torch._C._get_tracing_state():
         return  # a trace makes constants of conditions
     if value != expected:
-        _raise_size(f"{expected}", f"{value}")
+        _raise_size(f"{expected}", f"{value}", where)
 
 
 @torch.fx.wrap
-def expect_real(value: float, expected: float) -> None:
+def expect_real(value: float, expected: float, where: str = "") -> None:
     """The same of a float that was computed from sizes.
 
     Raises:
@@ -52,13 +54,13 @@ def expect_real(value: float, expected: float) -> None:
     if not scripting and torch._C._get_tracing_state():
         return
     if value != expected:
-        _raise_size(f"{expected}", f"{value}")
+        _raise_size(f"{expected}", f"{value}", where)
 
 
-def _raise_size(expected: str, got: str) -> None:
+def _raise_size(expected: str, got: str, where: str) -> None:
     raise RuntimeError(
         f"torchq.fx: the model was traced where a size or condition was {expected}, got {got}, and "
-        "its Python code acted on it. Trace it with example_inputs of such sizes, or use "
+        f"its Python code acted on it{where}. Trace it with example_inputs of such sizes, or use "
         "torchq.eager."
     )
 

@@ -7,7 +7,6 @@ import copy
 import inspect
 import math
 import operator
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from torchq.fx.guards import (
     expect_same,
     expect_text,
 )
+from torchq.fx.place import line, place
 from torchq.fx.proxy import CONSTANT_METHODS, SHAPE_METHODS, Proxy, compared, release
 from torchq.fx.sequences import SequenceTracer
 from torchq.state import put_back, state_of
@@ -180,7 +180,7 @@ class Tracer(SequenceTracer):
         finally:
             self._running = before
         node.meta["scope"] = self.scope.module_path
-        node.meta["place"] = (self.scope.module_path, *_place())
+        node.meta["place"] = (self.scope.module_path, *place())
         node.meta["varying"] = any(n.meta["varying"] for n in node.all_input_nodes)
         node.meta["writes"] = [
             n for n, version in zip(sources, versions, strict=True)
@@ -212,6 +212,9 @@ class Tracer(SequenceTracer):
         return value
 
     def _guard(self, check: Callable[..., None], *args: Any) -> None:
+        if check in (expect, expect_real):
+            inside = self.scope.module_path
+            args = (*args, f" ({line()}, in '{inside}')" if inside else f" ({line()})")
         guard = self.create_node("call_function", check, args, {})
         guard.meta.update(scope="", varying=False, writes=[], static=True)
         self.values[guard] = None
@@ -395,20 +398,6 @@ def _counts(node: fx.Node, args: Any) -> bool:
         return any(isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8) for p in parts)
     name = getattr(node.target, "__name__", node.target)
     return name in _COUNTING or (name == "where" and len(args) == 1)
-
-
-def _place() -> tuple[str, int, int]:
-    """File, function and instruction of the model's code that is traced."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        name = str(frame.f_globals.get("__name__"))
-        calls = name == "torch.nn.modules.module"
-        if not name.startswith(("torch.", "torchq.")) or (
-            name.startswith("torch.nn.modules.") and not calls
-        ):
-            break
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti
 
 
 def _normal(leaf: Any) -> Any:
