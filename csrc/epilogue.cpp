@@ -107,7 +107,6 @@ void EpilogueBuilder::add_weight_zero_point(const Args& args, const at::Tensor& 
                     ": row_sums must come with a weight_zero_point, got row_sums alone. Leave them "
                     "out: the op computes them.");
   const at::Tensor& zero_point = *args.weight_zero_point;
-  const at::Tensor& sums = *args.row_sums;
   check_param(op, "weight_zero_point", zero_point, at::kInt);
   check_numel(op, "weight_zero_point", zero_point, args.channels);
   const int32_t* points = zero_point.const_data_ptr<int32_t>();
@@ -117,6 +116,8 @@ void EpilogueBuilder::add_weight_zero_point(const Args& args, const at::Tensor& 
         ": weight_zero_point must lie in [-128, 127], the range of packed weights, got ", points[n],
         " at index ", n, ". Subtract 128 from those of uint8 weights.");
   }
+  if (args.row_sums == nullptr) return;  // the op has taken them off its weights
+  const at::Tensor& sums = *args.row_sums;
   TORCH_CHECK_TYPE(sums.scalar_type() == at::kInt, "torchq.", op, ": row_sums must be int32, got ",
                    dtype_name(sums.scalar_type()),
                    ". Pass the raw sums of the op with weights of 1.");

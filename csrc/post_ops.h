@@ -103,8 +103,8 @@ class EpilogueBuilder {
     double max_acc;
     /// Whether masks index (rows, channels), dst being (rows..., channels), rather than dst's dims.
     bool rows = false;
-    /// Of weights that have zero points: int32, one per channel; and what they are multiplied by,
-    /// sum of (q - z) per row and group, int32 of dst's shape but for `groups` channels.
+    /// Of weights that have zero points: int32, one per channel; and what they are multiplied by:
+    /// sum of (q - z), int32 of dst's shape but for `groups` channels. Null: they are in `acc`.
     const at::Tensor* weight_zero_point = nullptr;
     const at::Tensor* row_sums = nullptr;
     int64_t groups = 1;

@@ -23,6 +23,9 @@ def attr(post_ops="", values=(), dst=1.0, zero=None):
         a.set_zero_points("src", 0, zero)
     return a.set_post_ops(PostOps.parse(post_ops).with_values(values))
 
+def weights_from(zero):
+    return attr().set_zero_points("weights", 0, zero)
+
 def conv(src, weight, dtype=torch.uint8, a=None, srcs=(), fill=0, src_dtype=torch.uint8, **window):
     x, w = torch.zeros(src, dtype=src_dtype), torch.full(weight, fill, dtype=torch.int8)
     f = getattr(TF, f"conv{len(src) - 2}d")
@@ -80,6 +83,7 @@ CHAIN = (
     "folded epilogue,the post-ops are more than sums, linears, adds and muls and one relu or clip"
 )
 PADDED = "in place,"
+SLIDE = "depthwise slide,"
 # call -> what avx2 says about it
 REASONS = {
     "conv((1, 8, 9, 9), (8, 8, 1, 1))": [NO_UNIT],
@@ -114,6 +118,21 @@ REASONS = {
         NO_UNIT,
     ],
     "conv((1, 16, 9, 9), (16, 1, 3, 3), groups=16)": [],
+    "conv((1, 16, 9, 9), (16, 1, 2, 3), stride=2, groups=16)": [],
+    "conv((1, 16, 9, 9), (16, 1, 5, 5), groups=16)": [SLIDE + "the kernel is not 3x3 or 2x3"],
+    "conv((1, 16, 9, 9), (16, 1, 3, 3), stride=3, groups=16)": [
+        SLIDE + "the stride along a row is more than 2"
+    ],
+    "conv((1, 16, 9, 9), (16, 1, 3, 3), dilation=2, groups=16)": [
+        SLIDE + "taps of a row are not neighbors"
+    ],
+    "conv((1, 16, 9, 9), (16, 1, 3, 3), torch.int32, Attr(), groups=16)": [
+        SLIDE + "dst has more than 8 bits"
+    ],
+    "conv((1, 16, 9, 9), (16, 1, 3, 3), groups=16, a=weights_from(-100), fill=27)": [],
+    "conv((1, 16, 9, 9), (16, 1, 3, 3), groups=16, a=weights_from(-100), fill=28)": [
+        SLIDE + "weights have more than 8 bits without their zero points"
+    ],
 }
 # call -> what amx says more
 UNIT_REASONS = {
@@ -130,6 +149,10 @@ UNIT_REASONS = {
     ],
     "conv((1, 64, 9, 9), (64, 64, 3, 3), padding=1)": [PADDED + "a matrix unit wants whole tiles"],
     "conv((1, 0, 9, 9), (64, 0, 1, 1))": ["gemm_matrix,there is nothing to sum"],
+    "conv((1, 16, 9, 9), (16, 1, 5, 5), stride=2, groups=16)": [],
+    "conv((1, 16, 9, 9), (16, 1, 5, 5), groups=16)": [
+        SLIDE + "the kernel is not 3x3 or 2x3, nor 5x5 with stride 2"
+    ],
 }
 
 

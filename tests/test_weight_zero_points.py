@@ -126,6 +126,22 @@ def test_exact_sums_and_chains(shape, isa: str):
     assert_same(run(args, attr, shape, U8, post_op_srcs=[old]), expected(args, zero, shape))
 
 
+@pytest.mark.parametrize("shape", [s for s in CONV if "depthwise" in str(s)], ids=str)
+@pytest.mark.parametrize("zeros", [(-128, 127), (-127, 3), (0,)], ids=str)
+def test_depthwise_weights_of_one_to_three_parts(shape, zeros: tuple[int, ...], isa: str):
+    """w - z_w of 255 = 127 + 127 + 1, of 254 = 127 + 127, and of 8 bits."""
+    for src_dtype in (U8, S8):
+        args, _ = arguments(shape, S32, S8, True)
+        limits = torch.iinfo(src_dtype)
+        args |= {"src": random_q(shape.src, src_dtype), "src_zero_point": limits.max}
+        args |= {"weight": 127 - 255 * random_q(shape.weight, U8).gt(127).to(S8)}
+        args |= {"weight_scale": None, "dst_scale": None, "bias": None}
+        zero = torch.tensor(zeros, dtype=S32)[torch.arange(shape.channels) % len(zeros)]
+        attr = Attr().set_zero_points("src", 0, args["src_zero_point"])
+        attr.set_zero_points("weights", 3, zero)
+        assert_same(run(args, attr, shape, S32), expected(args, zero, shape), (shape, zeros))
+
+
 def test_uint8_weights_without_zero_points_and_at_128():
     shape = LINEAR[0]
     args, _ = arguments(shape, U8, U8, False)

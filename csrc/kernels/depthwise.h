@@ -27,6 +27,7 @@
 #pragma once
 
 #include "depthwise_slide_two.h"
+#include "depthwise_way.h"
 
 namespace {
 
@@ -197,13 +198,6 @@ using SlideFn = void (*)(const DepthwiseLayer&, const DepthwiseChunk<Isa>&, cons
 template <class Isa>
 constexpr bool kSlidesTwo = Isa::kSteps == 1 && Isa::kDepthwiseVectors == 4;
 
-template <class Isa>
-bool slides(const DepthwiseLayer& d) {
-  if (d.dilation != 1 || d.stride > 2) return false;
-  if (d.width == kSlideWidth) return d.kernel_rows == 2 || d.kernel_rows == 3;
-  return kSlidesTwo<Isa> && d.stride == 2 && d.width == kFive && d.kernel_rows == kFive;
-}
-
 template <class Isa, bool kFlip, int kSplit>
 SlideFn<Isa> slide_fn(const DepthwiseLayer& d, bool pairs) {
   if constexpr (kSlidesTwo<Isa>) {
@@ -337,9 +331,8 @@ template <class Isa>
 void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogue& e,
                void* scratch) {
   constexpr int kChannels = Isa::kDepthwiseChannels;
-  const bool fold = e.mode == Epilogue::kFolded && element_size(e.dst_dtype) == 1 && !e.guard &&
-                    e.num_sums == 0 && e.lo == nullptr;
-  const bool slide = fold && slides<Isa>(d);
+  const bool fold = why_no_bytes(e) == nullptr;
+  const bool slide = fold && why_no_slide(d, kSlidesTwo<Isa>) == nullptr;
   DepthwiseChunk<Isa> chunk;
   const StashPlan plan = stash_plan<Isa>(d);
   chunk.joined = slide && kSlidesTwo<Isa> && d.stride == 2;

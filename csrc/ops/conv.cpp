@@ -2,7 +2,6 @@
 // torchq::conv, 1 to 3 dimensions: dense and grouped as a gemm over gathered rows, depthwise by its
 // own kernel.
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/full_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -10,7 +9,9 @@
 
 #include "../checks.h"
 #include "../explain.h"
+#include "../kernels/depthwise_way.h"
 #include "../parallel.h"
+#include "depthwise_weights.h"
 #include "gemm.h"
 #include "gemm_matrix.h"
 #include "geometry.h"
@@ -32,6 +33,7 @@ struct Conv {
   int32_t zero_point;  // of src as it is stored
   bool is_signed;
   bool narrow;
+  const int32_t* weight_zero_point;  // of depthwise weights, to be taken off; or null
   int64_t output[3];
 
   /// The term of Note [Compensation].
@@ -178,16 +180,16 @@ constexpr int64_t kDepthwiseBytes = 256 * 1024;
 constexpr int64_t kMinDepthwiseRows = 8;
 
 /// Taps in the padding read zero points, so one compensation serves every pixel.
-DepthwiseLayer depthwise_layer(const Conv& c, const Source& s, c10::ArrayRef<int32_t> taps,
+DepthwiseLayer depthwise_layer(const Conv& c, const Source& s, const DepthwiseWeights& weights,
                                ScratchFrame& scratch) {
   const Window& w = s.window;
   const int32_t all_taps = 0;
   DepthwiseLayer layer{};
-  layer.packed = c.weight.const_data_ptr<int8_t>();
-  layer.taps = taps.data();
+  layer.packed = weights.packed;
+  layer.taps = weights.taps.data();
   layer.channels = static_cast<int>(s.channels);
-  layer.quads = static_cast<int>(c.packing.quads);
-  layer.kernel_rows = static_cast<int>(w.kernel[0] * w.kernel[1]);
+  layer.quads = static_cast<int>(weights.taps.size() / kQuad);
+  layer.kernel_rows = static_cast<int>(weights.parts * w.kernel[0] * w.kernel[1]);
   layer.width = w.kernel[2];
   layer.stride = w.stride[2];
   layer.dilation = w.dilation[2];
@@ -199,6 +201,16 @@ DepthwiseLayer depthwise_layer(const Conv& c, const Source& s, c10::ArrayRef<int
   layer.acc_init =
       make_acc_init(scratch, c.tier, c.compensation, all_taps, c.acc_bias, c.effective_zero_point(),
                     1, layer.channels, static_cast<int>(panels_of(layer.channels)));
+  if (c.weight_zero_point != nullptr) {
+    int32_t* init = scratch.take<int32_t>(panels_of(s.channels) * kPanel);
+    // Wraps as the sums do.
+    const uint32_t shift = static_cast<uint32_t>(w.taps() * c.effective_zero_point());
+    for (int64_t n = 0; n < s.channels; ++n) {
+      init[n] = static_cast<int32_t>(static_cast<uint32_t>(layer.acc_init[n]) +
+                                     shift * static_cast<uint32_t>(c.weight_zero_point[n]));
+    }
+    layer.acc_init = init;
+  }
   const int64_t padding_bytes = std::max<int64_t>(s.size[2], 1) * s.channels;
   uint8_t* padding = scratch.take<uint8_t>(padding_bytes);
   std::memset(padding, layer.zero_point, static_cast<size_t>(padding_bytes));
@@ -210,6 +222,7 @@ DepthwiseLayer depthwise_layer(const Conv& c, const Source& s, c10::ArrayRef<int
 void depthwise_sources(const Conv& c, const Source& s, const DepthwiseLayer& layer, int64_t r,
                        const uint8_t** src) {
   const Window& w = s.window;
+  const uint8_t** const begin = src;
   const int64_t n = r / (c.output[0] * c.output[1]);
   const int64_t d0 = r / c.output[1] % c.output[0] * w.stride[0] - w.pad_begin[0];
   const int64_t h0 = r % c.output[1] * w.stride[1] - w.pad_begin[1];
@@ -221,13 +234,32 @@ void depthwise_sources(const Conv& c, const Source& s, const DepthwiseLayer& lay
           inside ? s.data + n * s.image_bytes() + d * s.pitch(0) + h * s.pitch(1) : layer.padding;
     }
   }
+  // The parts of weights, see DepthwiseWeights.
+  const int64_t rows = src - begin;
+  for (; src < begin + layer.kernel_rows; ++src) *src = src[-rows];
+}
+
+/// Why the fastest way along a row is not taken.
+void explain_depthwise(const Conv& c, const DepthwiseLayer& layer, int64_t parts,
+                       const Epilogue& epilogue) {
+  const std::string_view isa = c.tier.isa;
+  if (isa == "reference") return;
+  const char* why = why_no_bytes(epilogue);
+  if (why == nullptr) {
+    why = parts > 1 ? "weights have more than 8 bits without their zero points"
+                    : why_no_slide(layer, isa == "avx512_vnni" || isa == "amx");
+  }
+  rejects("depthwise slide", why);
 }
 
 void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpTrace& trace) {
   trace.ran(c.tier, "depthwise");
   ScratchFrame scratch;
-  const auto taps = depthwise_taps({s.window.kernel, 3});
-  const DepthwiseLayer layer = depthwise_layer(c, s, taps, scratch);
+  const DepthwiseWeights weights =
+      depthwise_weights(scratch, c.weight.const_data_ptr<int8_t>(), s.channels,
+                        {s.window.kernel, 3}, c.weight_zero_point);
+  const DepthwiseLayer layer = depthwise_layer(c, s, weights, scratch);
+  if (explains()) explain_depthwise(c, layer, weights.parts, epilogue);
   const int64_t rows = s.batch * c.output[0] * c.output[1];
   const int64_t row_bytes = std::max<int64_t>(s.window.stride[1] * s.pitch(1), 1);
   const int64_t block = std::max(kDepthwiseBytes / row_bytes, kMinDepthwiseRows);
@@ -260,33 +292,6 @@ at::Tensor sum_rows(const Conv& c, const ChannelsLast& src, int64_t groups) {
   const RowSource rows{bytes_of(src.tensor), groups, src.channels / groups, c.is_signed,
                        c.zero_point};
   return sum_windows(c.tier, rows, src, axes);
-}
-
-/// The same for depthwise, where each channel has sums of its own: the layer with weights of 1.
-at::Tensor sum_depthwise(const Conv& c, const ChannelsLast& src, OpTrace& trace) {
-  const at::Tensor sums = empty_channels_last(src, src.channels, c.output, at::kInt);
-  if (sums.numel() == 0) return sums;
-  const at::Tensor ones = at::detail::empty_cpu(c.weight.sizes(), at::kChar);
-  int8_t* weight = ones.mutable_data_ptr<int8_t>();
-  const auto order = depthwise_taps({c.window.kernel, 3});
-  for (int64_t panel = 0; panel < ones.size(0); ++panel) {
-    for (size_t quad = 0; quad < order.size(); quad += kQuad) {
-      for (int i = 0; i < kPanel * kQuad; ++i) *weight++ = order[quad + i % kQuad] >= 0;
-    }
-  }
-  const at::Tensor taps = at::full_like(c.compensation, c.window.taps());
-  Epilogue raw{};
-  raw.mode = Epilogue::kRaw;
-  raw.dst_dtype = DType::s32;
-  raw.dst = sums.mutable_data_ptr();
-  raw.channels = static_cast<int>(src.channels);
-  raw.group_channels = 1;
-  const std::optional<at::Tensor> no_bias;
-  Conv layer{c.tier,  c.packing,    c.window,    ones,     taps,
-             no_bias, c.zero_point, c.is_signed, c.narrow, {}};
-  std::copy(c.output, c.output + 3, layer.output);
-  run_depthwise(layer, source_of(src, c.window), raw, trace);
-  return sums;
 }
 
 at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::Tensor& compensation,
@@ -326,6 +331,7 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
          zero_point_of(kOp, "src_zero_point", src_zero_point, src_dtype),
          src_dtype == DType::s8,
          pairs_fit(kOp, pair_bound, weight.size(0)),
+         nullptr,
          {}};
   for (int d = 0; d < 3; ++d) {
     c.output[d] = window.output(d, src.size[d]);
@@ -338,9 +344,10 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   const Source s = source_of(src, window);
   const bool depthwise = packing.form == ConvPacking::kDepthwise;
   std::optional<at::Tensor> sums = row_sums;
-  if (weight_zero_point.has_value() && !sums.has_value()) {
-    sums = depthwise ? sum_depthwise(c, src, trace) : sum_rows(c, src, groups);
-  }
+  const bool shifts = weight_zero_point.has_value() && !sums.has_value();
+  if (shifts && !depthwise) sums = sum_rows(c, src, groups);
+  // Differences of two s8 have twice their range.
+  const int64_t reduction = src.channels / groups * window.taps() * (shifts ? 2 : 1);
   const EpilogueBuilder::Args args{kOp,
                                    channels,
                                    multiplier,
@@ -348,13 +355,14 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
                                    post_ops,
                                    post_op_params,
                                    post_op_srcs,
-                                   max_accumulator(src.channels / groups * window.taps(), acc_bias),
+                                   max_accumulator(reduction, acc_bias),
                                    false,
                                    pointer_to(weight_zero_point),
                                    pointer_to(sums),
                                    groups};
   const EpilogueBuilder epilogue(args, dst);
   if (dst.numel() == 0) return dst;
+  if (shifts && depthwise) c.weight_zero_point = weight_zero_point->const_data_ptr<int32_t>();
   trace.describe(
       [&] { return describe_layer(args, src_arg, src_zero_point.has_value(), dst, geometry); });
   if (explains() && groups > 1) explain_grouping(c, groups);
