@@ -385,3 +385,28 @@ def test_means_of_one_position_change_nothing() -> None:
     converted = convert(model, 2, 8, 1, 1)
     pool = converted.get_submodule("adaptive_avg_pool2d")
     assert pool.scales is None and "dst_scale" not in pool.state_dict()
+
+
+# Functions behind
+
+
+def test_a_range_before_a_function_is_chosen_by_its_results() -> None:
+    """hardswish needs no levels below -3; a sum that reads the same values does."""
+    alone = Wired(lambda m, x: m.b(F.hardswish(m.a(x))), a=conv(), b=conv())
+    total = Wired(lambda m, x: m.b(F.hardswish(y := m.a(x)) + y), a=conv(), b=conv())
+    both = Wired(
+        lambda m, x: m.b(F.hardswish(y := m.a(x))) + m.c(y), a=conv(), b=conv(), c=conv()
+    )  # fmt: skip
+    x, lows = torch.randn(X), []
+    for model in (alone, total, both):
+        randomize(model).a.weight.data.mul_(8)
+        converted = torchq.quantize(model, [x], x)
+        lows.append(-float(converted.a.dst_scale) * int(converted.a.dst_zero_point))
+        assert float(model.a(x).min()) < -6
+    assert -3.2 < lows[0] < -2.9
+    assert all(low < -6 for low in lows[1:])
+
+
+def test_a_range_before_a_prelu_of_one_slope() -> None:
+    """Its parameter requires a gradient, which the search does not follow."""
+    convert(Wired(lambda m, x: m.b(m.p(m.a(x))), a=conv(), p=nn.PReLU(), b=conv()))

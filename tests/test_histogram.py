@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -166,6 +167,45 @@ def test_mse_beats_min_max_and_equals_an_exhaustive_search(make, integers, symme
         largest = np.abs(values).max()
         grid = [actual_error(values, -f * largest, f * largest, *SYMMETRIC) for f in fractions]
     assert error <= min(grid) * 1.02
+
+
+FUNCTIONS = {
+    "hardswish": (F.hardswish, 2.0),
+    "gelu": (F.gelu, 2.0),
+    "sigmoid": (torch.sigmoid, 3.0),
+    "relu6": (F.relu6, 3.0),
+    "neg": (torch.neg, 0.0),  # what it gains at least, in decibels
+}
+
+
+@pytest.mark.parametrize("integers, symmetric", [AFFINE, SYMMETRIC])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_range_by_the_results_of_a_function(name, integers, symmetric):
+    """No worse on the data than an exhaustive search, and better than the range of the source."""
+    function, gain = FUNCTIONS[name]
+    values = np.random.default_rng(0).normal(0, 4, 40_000).astype(np.float32)
+    wanted = function(torch.from_numpy(values)).double().numpy()
+
+    def error(low, high):
+        scale, zero_point = solve_qparams(low, high, integers, symmetric)
+        q = np.clip(np.rint(values.astype(np.float64) / scale) + zero_point, *integers)
+        levels = ((q - zero_point) * np.float64(scale)).astype(np.float32)
+        return np.mean((function(torch.from_numpy(levels)).double().numpy() - wanted) ** 2)
+
+    h = histogram_of(values)
+    found = error(*best_range(h, "mse", integers, symmetric, function))
+    grid = np.linspace(0, 1, 21)
+    lows = grid[-1:] if symmetric else grid
+    least = min(error(a * values.min(), b * values.max()) for a in lows for b in grid[1:])
+    assert found < 1.02 * least
+    if not symmetric:
+        plain = error(*best_range(h, "mse", integers, symmetric))
+        assert found <= 1.01 * plain / 10 ** (gain / 10)
+
+
+def test_functions_that_are_not_finite_are_ignored():
+    h = histogram_of(heavy_tailed())
+    assert best_range(h, "mse", *AFFINE, torch.rsqrt) == best_range(h, "mse", *AFFINE)
 
 
 def test_mse_keeps_min_max_where_it_is_exact():

@@ -13,8 +13,9 @@ int8 value is read as float32, the converted graph dequantizes it there.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
-from torch import fx
+from torch import Tensor, fx
 
 from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
 from torchq.fake_quantize import FakeQuantize
@@ -283,6 +284,15 @@ class Plan:
                 if user not in self._joined and not (op and op.role is Role.SHAPE):
                     found[self.root(node)].add(user)
         return found
+
+    def function_behind(self, root: fx.Node) -> Callable[[Tensor], Tensor] | None:
+        """The function that alone reads the values of a group, if it becomes a table."""
+        users = self.users()[root]
+        for layer in self._active():
+            if layer.role is Role.UNARY and self.root(layer.srcs[0]) is root:
+                alone = users <= {part.node for part in layer.parts}
+                return layer.function if alone else None
+        return None
 
     def _join_concatenations(self) -> None:
         """Gives the sources of a concatenation its scale, where nobody else reads them."""

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torchq.explain import Row
 from torchq.fx.ops import Role
 from torchq.fx.planning import Plan
-from torchq.observers import Observer
+from torchq.observers import HistogramObserver, Observer
 from torchq.qparams import QParams
 
 __all__ = ["Prepared"]
@@ -100,7 +100,11 @@ class Prepared(nn.Module):
         observer = self.observers[i]
         assert isinstance(observer, Observer)
         _, config = self.plan.group_config(self.plan.groups()[root])
-        return observer.qparams(config.activation_dtype, config.activation_bits, config.symmetric)
+        options = config.activation_dtype, config.activation_bits, config.symmetric
+        function = self.plan.function_behind(root)
+        if function is not None and isinstance(observer, HistogramObserver):
+            return observer.qparams_before(function, *options)
+        return observer.qparams(*options)
 
     def constant(self, node: fx.Node) -> Tensor:
         """The value of a node that does not depend on the inputs."""

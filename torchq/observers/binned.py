@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from typing_extensions import Self
@@ -16,6 +18,7 @@ from torchq.observers.histogram import (
     first_bin,
     rebin,
 )
+from torchq.qparams import QParams, activation_range, choose_qparams
 
 __all__ = ["EntropyObserver", "HistogramObserver", "PercentileObserver"]
 
@@ -147,6 +150,24 @@ class HistogramObserver(_BinnedObserver):
     def __init__(self, bins: int = 2048) -> None:
         """Starts without data."""
         super().__init__(bins)
+
+    def qparams_before(
+        self,
+        function: Callable[[Tensor], Tensor],
+        dtype: torch.dtype = torch.uint8,
+        bits: int = 8,
+        symmetric: bool = False,
+    ) -> QParams:
+        """As :meth:`qparams`, for values that only ``function`` reads, which maps each element.
+
+        The range is the one with the least error of the function's results: see
+        :func:`torchq.observers.clipping.error_behind`.
+        """
+        if not self.calibrated:
+            return self.qparams(dtype, bits, symmetric)  # raises
+        integers = activation_range(dtype, bits)
+        low, high = best_range(self.histogram(), "mse", integers, symmetric, function)
+        return choose_qparams(low, high, dtype, bits, symmetric)
 
     def _range(self, integers: tuple[int, int], symmetric: bool) -> tuple[float, float]:
         return best_range(self.histogram(), "mse", integers, symmetric)
