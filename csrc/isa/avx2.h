@@ -24,7 +24,7 @@ constexpr Dwords8 kOnes = fill(0x00010001u);
 struct Avx2 : Avx2Lanes {
   static constexpr const char* kName = "avx2";
   static constexpr int kMaxPanels = 1;
-  static constexpr int kTallRows = kTileRows;
+  static constexpr int kTallRows = kTileRows, kTallestRows = kTileRows;
   static constexpr bool kPrefetches = false;
   static constexpr bool kFinishesTails = false;
   static constexpr int kSteps = 2;

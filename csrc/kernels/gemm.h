@@ -16,7 +16,8 @@ constexpr bool kHasWide = Isa::kMaxPanels == 4 && Isa::kSteps == 1;
 /// Where that is so, tiles of three panels have 8 rows: as many sums as 6 rows of four.
 /// Wide tiles have one row or two.
 template <class Isa, int NP>
-constexpr int kMostRows = NP <= 2                                 ? Isa::kTallRows
+constexpr int kMostRows = NP == 1                                 ? Isa::kTallestRows
+                          : NP == 2                               ? Isa::kTallRows
                           : NP == 3 && Isa::kTallRows > kTileRows ? 8
                           : NP == kWidePanels                     ? 2
                                                                   : kTileRows;
