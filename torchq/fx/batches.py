@@ -24,8 +24,6 @@ from torchq.state import twin
 
 __all__ = ["free_batch"]
 
-_MOST = 256
-
 
 def free_batch(model: nn.Module, traced: nn.Module, graph: fx.Graph, inputs: Any) -> None:
     """Removes guards from a graph, or lets them pass single sizes, where it computes the same.
@@ -41,13 +39,20 @@ def free_batch(model: nn.Module, traced: nn.Module, graph: fx.Graph, inputs: Any
     if not guards or len({x.size(0) for x in tensors}) != 1 or not tensors[0].size(0):
         return
     size = tensors[0].size(0)
-    special = sorted({1, *_compared(graph)} - {size})
-    usual = next(n for n in itertools.count(size + 1) if n not in special)
     runs: dict[int, _Watched] = {}  # of the batch sizes for which the graph is right
-    for n in (size, usual, *special):
+
+    def run(n: int) -> bool:
         watched = _Watched(fx.GraphModule(with_constants(twin(model), traced), graph))
         if agree(twin(model), watched, _resized(inputs, n)):
             runs[n] = watched
+        return n in runs
+
+    if not run(size):
+        return
+    special = sorted({1, *_compared(graph, runs[size], size)} - {size})
+    usual = next(n for n in itertools.count(size + 1) if n not in special)
+    for n in (usual, *special):
+        run(n)
     for guard in guards:
         failing = [n for n, run in runs.items() if guard.name in run.failed]
         if not failing or not all(_asks_batch(guard, runs, size, n) for n in failing):
@@ -58,10 +63,14 @@ def free_batch(model: nn.Module, traced: nn.Module, graph: fx.Graph, inputs: Any
             graph.erase_node(guard)
 
 
-def _compared(graph: fx.Graph) -> set[int]:
-    """Numbers that sizes are compared with, but no large ones: these are batches to run."""
-    comparisons = [n for n in graph.nodes if n.target in (operator.eq, operator.ne)]
-    return {x for n in comparisons for x in n.args if type(x) is int and 0 < x <= _MOST}
+def _compared(graph: fx.Graph, run: _Watched, size: int) -> set[int]:
+    """Numbers that the batch size is compared with."""
+    found = set()
+    for node in graph.nodes:
+        if node.target in (operator.eq, operator.ne):
+            sizes = [run.sizes.get(x.name) for x in node.all_input_nodes]
+            found |= {x for x in node.args if type(x) is int and x > 0 and sizes == [size]}
+    return found
 
 
 def _resized(inputs: Any, n: int) -> Any:

@@ -81,7 +81,8 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
 
     def look_at_call(original: Callable[..., bool]) -> Callable[..., bool]:
         def is_callable(value: Any) -> bool:
-            return original(tracer.values[value.node] if type(value) is Proxy else value)
+            known = type(value) is Proxy and value.tracer is tracer
+            return original(tracer.values[value.node] if known else value)
 
         return is_callable
 
