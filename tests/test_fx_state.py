@@ -511,3 +511,29 @@ def test_tensors_of_every_kind_may_be_kept(kind: str) -> None:
         model.graph = graph()
         converted = torchq.quantize(model, batches())
         follows(model, converted, batches())
+
+
+def test_how_often_a_model_runs() -> None:
+    """A large model takes minutes a run."""
+    runs = []
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last: Any = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x + 0.5 * self.last
+            return self.last
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        runs.append(x)
+        return m.b(m.keeps(m.a(x)))
+
+    model = Wired(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8), keeps=nn.Identity()).eval()
+    torchq.prepare(model, torch.randn(2, 8))
+    assert len(runs) == 3
+    runs.clear()
+    model.keeps = Keeps().eval()
+    torchq.prepare(model, torch.randn(2, 8))
+    assert len(runs) == 6  # 1 + 2, 1 and 1 without what it keeps, and 1 to be traced around that

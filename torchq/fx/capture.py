@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torchq.fx.batches import free_batch
 from torchq.fx.factories import traced_factories
 from torchq.fx.guards import GUARDS, expect
-from torchq.fx.memory import DIFFERS, why_other, with_constants
+from torchq.fx.memory import DIFFERS, Calls, why_other, with_constants
 from torchq.fx.tracer import Tracer, short
 from torchq.state import twin
 
@@ -103,6 +103,7 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if type(model).forward is nn.Module.forward or isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(f"{type(model).__name__} has no forward to trace")
     opaque: dict[str, str] = {}
+    calls = Calls(model)
     with torch.inference_mode(False), torch.no_grad(), _slow_paths():
         while True:
             captured, inputs = _trace(model, args, kwargs, opaque)
@@ -110,7 +111,7 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 fx.GraphModule(captured.model, captured.graph)
             except Exception as error:  # a submodule's name may be no name in Python code
                 raise CaptureError(short(error)) from error
-            found = why_other(model, captured.model, captured.graph, inputs, captured.untraceable)
+            found = why_other(calls, captured.model, captured.graph, inputs, captured.untraceable)
             if not found:
                 free_batch(model, captured.model, captured.graph, inputs)
                 _remove_unused(captured.graph)

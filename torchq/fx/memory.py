@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.state import State, changed, put_back, state_of, twin
 
-__all__ = ["DIFFERS", "agree", "why_other", "with_constants"]
+__all__ = ["DIFFERS", "Calls", "agree", "why_other", "with_constants"]
 
 DIFFERS = (
     "its graph computes something else than the model (perhaps its code asks `type(x) is "
@@ -28,13 +28,43 @@ _OUTSIDE = "its results depend on what earlier calls left outside of its modules
 _KEEPS = "its results depend on what earlier calls left in {}, which a graph does not keep"
 
 
+class Calls:
+    """What a model gives in two calls, the first one with other values; it runs only once.
+
+    Attributes:
+        model: as it is before a call; copies of it are run.
+        others: what the first call gets.
+        results: of both calls.
+        states: behind both calls.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Nothing runs yet."""
+        self.model, self.others = model, None
+        self.results: list[Any] = []
+        self.states: list[State] = []
+
+    def run(self, inputs: Any) -> bool:
+        """Whether there are such calls; ``inputs`` are what the second one gets."""
+        if self.results:
+            return True
+        for others in (_turned(inputs, True), _turned(inputs, False), inputs):
+            try:
+                self.results, self.states = _run(twin(self.model), (others, inputs))
+            except Exception:  # of the model's own code, which may want sorted values
+                continue
+            self.others = others
+            return True
+        return False
+
+
 def why_other(
-    model: nn.Module, traced: nn.Module, graph: fx.Graph, inputs: Any, opaque: Iterable[str]
+    calls: Calls, traced: nn.Module, graph: fx.Graph, inputs: Any, opaque: Iterable[str]
 ) -> dict[str, str]:
     """Name of a module that a graph cannot stand for -> why; "" is the model, nothing is well.
 
     Args:
-        model: as it is before a call; copies of it are run.
+        calls: of the model.
         traced: has the constants that tracing added.
         graph: of the model.
         inputs: what it was traced with: positional and keyword arguments.
@@ -42,22 +72,16 @@ def why_other(
     """
     if written := _written(graph):
         return written
-    for others in (_turned(inputs, True), _turned(inputs, False), inputs):
-        try:
-            results, states = _run(twin(model), (others, inputs))
-            break
-        except Exception:  # of the model's own code, which may want sorted values
-            continue
-    else:
+    if not calls.run(inputs):
         return {"": "a second call of it raises an error"}
+    model, states = calls.model, calls.states
     try:
-        found, _ = _run(
-            fx.GraphModule(with_constants(twin(model), traced), graph), (others, inputs)
-        )
+        graph_module = fx.GraphModule(with_constants(twin(model), traced), graph)
+        found, _ = _run(graph_module, (calls.others, inputs))
     except Exception as error:
         return {"": f"its graph raises {type(error).__name__}, where the model does not: {error}"}
-    if not _same(results, found):
-        return _culprits(model, others, inputs)
+    if not _same(calls.results, found):
+        return _culprits(calls, inputs)
     inside = tuple(f"{name}." for name in opaque)
     moved = {n: keys for n, keys in changed(*states).items() if not f"{n}.".startswith(inside)}
     poisoned = {name: _poisoned(states[1], {name: keys}) for name, keys in moved.items()}
@@ -142,10 +166,10 @@ def _turned(inputs: Any, ints: bool) -> Any:
     return tree_map(turn, inputs)
 
 
-def _culprits(model: nn.Module, others: Any, inputs: Any) -> dict[str, str]:
+def _culprits(calls: Calls, inputs: Any) -> dict[str, str]:
     """Modules whose state after a call with other values changes the result of the next one."""
+    model, second, states = calls.model, calls.results[1], calls.states
     (first,), (after,) = _run(twin(model), [inputs])
-    (_, second), states = _run(twin(model), (others, inputs))
     suspects = changed(states[0], after)
     for name, keys in changed(*states).items():
         suspects[name] = list(dict.fromkeys([*suspects.get(name, ()), *keys]))
