@@ -274,6 +274,12 @@ CONV_UNITS = [
     conv("unit_short", (12, 100), (6, 19), (5, 3), 1, 1),
     conv("unit_short_groups", (96, 160), (6, 7), 3, 1, 1, groups=2),
     conv("unit_groups_of_32", (96, 144), (7, 6), 3, 1, 1, groups=3, batch=2),
+    conv("unit_apart", (48, 60), (7, 6), 3, 1, 1, groups=3, batch=2),
+    conv("unit_apart_stride", (64, 128), (17, 35), 3, 2, 1, groups=2),
+    conv("unit_apart_chunks", (80, 90), (6, 7), (2, 5), 1, (0, 2), groups=2),
+    conv("unit_apart_tail", (64, 96), (8, 9), (2, 5), 1, (0, 2), groups=2, batch=2),
+    conv("unit_apart_3d", (72, 40), (3, 5, 6), 3, 1, 1, groups=2),
+    conv("unit_apart_bare", (64, 48), (8, 20), 3, dilation=(2, 1), groups=2),
 ]
 CONV_1D = [
     conv("1d", (16, 32), (50,), 3, 1, 1),

@@ -258,10 +258,10 @@ def test_kernel(shape: ConvShape, isa: str):
         name, has_narrow = "depthwise", False
     elif shape.name.startswith("groups_of"):
         name = "small_groups"
+    elif isa == "amx" and shape.name in ("dense", "joined_groups_of_16"):
+        name = "gemm_matrix"
     elif shape.name.startswith("joined") and isa in ("avx512_vnni", "amx"):
         name = "gemm_groups"
-    elif shape.name == "dense" and isa == "amx":
-        name = "gemm_matrix"
     sampled(shape).run()
     assert torchq.last_kernel() == f"{name}:{isa}"
     sampled(shape, narrow=True).run()

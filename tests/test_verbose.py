@@ -148,6 +148,11 @@ UNIT_REASONS = {
         "gemm_matrix,groups of 4 or 8 channels have a kernel of their own",
     ],
     "conv((1, 64, 9, 9), (64, 64, 3, 3), padding=1)": [PADDED + "a matrix unit wants whole tiles"],
+    "conv((1, 64, 9, 9), (64, 32, 3, 3), groups=2)": [
+        DEPTHWISE,
+        "small_groups,groups do not have 2, 4 or 8 channels",
+        PADDED + "a matrix unit wants groups with few channels apart",
+    ],
     "conv((1, 0, 9, 9), (64, 0, 1, 1))": ["gemm_matrix,there is nothing to sum"],
     "conv((1, 16, 9, 9), (16, 1, 5, 5), stride=2, groups=16)": [],
     "conv((1, 16, 9, 9), (16, 1, 5, 5), groups=16)": [

@@ -31,6 +31,7 @@ constexpr int kFetchRows = 256;
 /// How `MatrixUnit::multiply` reads the rows of a GemmTile.
 struct UnitRows {
   int64_t stride;  // bytes from each of kUnitRows rows to the next
+  int chunk_quads;
   /// The last chunk of a run ends where the run does, and may overlap the one before it. Null: the
   /// rows are what `gather` writes, with zeros there. Else the weights that meet the last chunk of
   /// each run, zeros where it overlaps, if it does: [panels][runs] of 16 quads.
@@ -44,12 +45,12 @@ struct UnitRows {
 ///
 /// Between `begin` and `end`, on one thread, `multiply` does what `gemm` does on any number of
 /// rows, without `flip`. Of each kUnitRows rows all are read, whether they are rows or not. Runs
-/// have the same number of quads, which `begin` takes. Rows whose `dst_offset` is negative are not
-/// stored.
+/// have the same number of quads, and are read in chunks of up to 16, whose size `begin` takes.
+/// Rows whose `dst_offset` is negative are not stored.
 struct MatrixUnit {
   const char* isa;
   void (*gather)(const GatherRows&);
-  void (*begin)(int64_t quads);
+  void (*begin)(int64_t chunk_quads);
   void (*multiply)(const GemmTile&, const UnitRows&, const Epilogue&);
   void (*end)();
   /// The kernels of recurrent cells, outside of `begin` and `end`. Quads come in chunks of 16, rows

@@ -52,7 +52,8 @@ TapSet make_taps(const Conv& c, const Source& s, const Interval (&valid)[3]) {
   const int64_t tap_bytes = c.packing.quads * kPanel * kQuad;
   const bool row_runs = c.packing.form == ConvPacking::kRowRuns;
   // Adjacent taps of a row are adjacent in the source and in the panel: one run.
-  const bool merge = c.packing.groups == 1 && s.channels % kQuad == 0 && w.dilation[2] == 1;
+  const bool merge =
+      c.packing.group_inputs == s.channels && s.channels % kQuad == 0 && w.dilation[2] == 1;
   const int64_t width = valid[2].tap_end - valid[2].tap_begin;
   for (int64_t kd = valid[0].tap_begin; kd < valid[0].tap_end; ++kd) {
     for (int64_t kh = valid[1].tap_begin; kh < valid[1].tap_end; ++kh) {
@@ -77,9 +78,18 @@ TapSet make_taps(const Conv& c, const Source& s, const Interval (&valid)[3]) {
 
 using Intervals = c10::SmallVector<Interval, 8>;
 
+/// Whether to copy the channels of each group side by side.
+bool copies_groups_apart(const Conv& c, const Source& s) {
+  const ConvPacking& p = c.packing;
+  return p.form == ConvPacking::kDense && p.groups > 1 && p.group_inputs % kQuad == 0 &&
+         s.window.dilation[2] == 1 &&
+         prefers_groups_apart(c.tier, c.output[1] * c.output[2], s.window.kernel[2], p.quads);
+}
+
 /// Why the source cannot be read where it is; null where it can.
 const char* why_padded_copy(const Conv& c, const Source& s, const Intervals (&classes)[3]) {
   if (c.packing.form == ConvPacking::kRowRuns) return "a row of the kernel is read in one go";
+  if (copies_groups_apart(c, s)) return "a matrix unit wants groups with few channels apart";
   const int64_t count =
       static_cast<int64_t>(classes[0].size() * classes[1].size() * classes[2].size());
   const int64_t rows = s.batch * c.output[0] * c.output[1] * c.output[2];
@@ -87,7 +97,7 @@ const char* why_padded_copy(const Conv& c, const Source& s, const Intervals (&cl
   if (count == 1) return nullptr;
   if (count > kMaxClasses) return "pixels meet more than 64 sets of valid taps";
   const int64_t* stride = s.window.stride;
-  const bool adjacent = !c.is_signed && stride[0] * stride[1] * stride[2] == 1;
+  const bool adjacent = stride[0] * stride[1] * stride[2] == 1;
   if (prefers_one_class(c.tier, rows, group_quads, adjacent)) {
     return "a matrix unit wants whole tiles";
   }
@@ -117,7 +127,8 @@ void run_dense(const Conv& c, Source s, const Epilogue& epilogue, OpTrace& trace
   const char* padded_copy = why_padded_copy(c, s, classes);
   rejects("in place", padded_copy);
   if (padded_copy != nullptr) {
-    s = pad(kOp, scratch, s, c.zero_point);
+    const int64_t groups = copies_groups_apart(c, s) ? c.packing.groups : 1;
+    s = pad(kOp, scratch, s, {static_cast<uint8_t>(c.effective_zero_point()), c.is_signed, groups});
     split();
   } else if (c.packing.group_inputs % kQuad != 0) {  // the last quad may be read in full
     s = copy_for_overread(scratch, s);
@@ -125,7 +136,7 @@ void run_dense(const Conv& c, Source s, const Epilogue& epilogue, OpTrace& trace
 
   GemmProblem problem{};
   problem.src = s.data;
-  problem.flip = c.is_signed;
+  problem.flip = c.is_signed && padded_copy == nullptr;
   problem.weight = c.weight.const_data_ptr<int8_t>();
   problem.panel_bytes = c.packing.taps * c.packing.quads * kPanel * kQuad;
   const int64_t channels = c.packing.outputs();
@@ -136,7 +147,8 @@ void run_dense(const Conv& c, Source s, const Epilogue& epilogue, OpTrace& trace
     problem.group_quads = static_cast<int>(c.packing.quads);
   } else {
     problem.groups = static_cast<int>(c.packing.groups);
-    problem.src_group_stride = c.packing.group_inputs;
+    const bool apart = s.channels == c.packing.group_inputs;
+    problem.src_group_stride = apart ? s.batch * s.image_bytes() : c.packing.group_inputs;
     problem.group_channels = static_cast<int>(c.packing.group_outputs);
     problem.panels_per_group = static_cast<int>(c.packing.panels_per_group());
   }

@@ -156,7 +156,7 @@ Source pad_for_taps(ScratchFrame& scratch, Layer& l, Source s) {
   for (int d = 0; d < 3; ++d) {
     std::tie(s.window.pad_begin[d], s.window.pad_end[d]) = l.axes[d].overhang();
   }
-  return pad(kOp, scratch, s, l.zero_point);
+  return pad(kOp, scratch, s, {static_cast<uint8_t>(l.zero_point), false, 1});
 }
 
 GemmClass make_class(const Layer& l, const Source& s, const Stretch (&at)[3],

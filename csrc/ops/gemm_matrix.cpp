@@ -33,6 +33,9 @@ constexpr int64_t kTailUnits = 3;
 /// Rows gathered at a time: little enough for L1 where the weights stay in L2 anyway, else enough
 /// to use each block of weights for long.
 constexpr int64_t kFewBytes = 32 * 1024, kManyBytes = 512 * 1024;
+/// So many weights wait beyond L2 even where the layer before was the same. For one tile of rows
+/// they are not fetched ahead, since they come as fast as they can: 16x768->768 9.2 us, with 12.4.
+constexpr int64_t kFarWeightBytes = 1024 * 1024;
 /// Rows read in place at a time.
 constexpr int64_t kPlacedRows = 1024;
 constexpr int64_t kTwoUnits = 2 * kUnitRows;
@@ -78,10 +81,14 @@ struct Lines {
 
 int64_t chunks_of(int64_t quads) { return (quads + kChunkQuads - 1) / kChunkQuads; }
 
-/// Whether the last chunk of a run overlaps the one before it.
-bool has_tails(const GemmClass& c) {
-  return c.runs[0].quads > kChunkQuads && c.runs[0].quads % kChunkQuads != 0;
+/// As few chunks as possible, of one size where that goes.
+int chunk_quads(int64_t quads) {
+  const int64_t chunks = chunks_of(quads);
+  return static_cast<int>(quads % chunks == 0 ? quads / chunks : kChunkQuads);
 }
+
+/// Whether the last chunk of a run overlaps the one before it.
+bool has_tails(const GemmClass& c) { return c.runs[0].quads % chunk_quads(c.runs[0].quads) != 0; }
 
 /// All rows as one line, as in a linear layer or a 1x1 convolution; else one for each image or
 /// volume's plane, over what lies between the ends of its rows; else one for each of those.
@@ -122,6 +129,7 @@ struct Batch {
   const int64_t *src_offset, *dst_offset;
   int64_t rows, stride;
   c10::ArrayRef<GemmRun> runs;
+  int chunk_quads;
   const int8_t* tails;  // UnitRows, of the worker's panels
 };
 
@@ -209,7 +217,8 @@ class MatrixWorker {
     int64_t* src_offset = frame.take<int64_t>(most * kUnitRows);
     int64_t* dst_offset = frame.take<int64_t>(most * kUnitRows);
     const int8_t* tails = has_tails(c) ? copy_tails(frame, c.runs, panels) : nullptr;
-    unit_.begin(c.runs[0].quads);
+    const int chunk = chunk_quads(c.runs[0].quads);
+    unit_.begin(chunk);
     LineCursor cursor(c, lines, units.begin);
     for (int64_t unit = units.begin; unit < units.end; unit += most) {
       const int64_t count = std::min(most, units.end - unit);
@@ -218,7 +227,7 @@ class MatrixWorker {
       }
       multiply(c,
                {problem_.src + c.src_base, src_offset, dst_offset, count * kUnitRows, lines.step,
-                c.runs, tails},
+                c.runs, chunk, tails},
                panels);
     }
     unit_.end();
@@ -239,7 +248,8 @@ class MatrixWorker {
     int64_t* dst_offset = frame.take<int64_t>(most);
     int64_t* data_offset = frame.take<int64_t>(most);
     for (int64_t i = 0; i < most; ++i) data_offset[i] = i * stride;
-    unit_.begin(span.quads);
+    const int chunk = static_cast<int>(std::min(span.quads, kChunkQuads));
+    unit_.begin(chunk);
     for (int64_t row = rows.begin; row < rows.end; row += most) {
       const int64_t count = std::min(most, rows.end - row);
       RowCursor(c, row).next(count, src_offset, dst_offset);
@@ -248,8 +258,8 @@ class MatrixWorker {
                       static_cast<int>(count), problem_.flip, c.runs.data(),
                       static_cast<int>(c.runs.size()), span.weight_offset / (kPanel * kQuad),
                       span.quads, data, stride});
-        multiply_group(c, {data, data_offset, dst_offset, count, stride, span, nullptr}, group,
-                       part);
+        multiply_group(c, {data, data_offset, dst_offset, count, stride, span, chunk, nullptr},
+                       group, part);
       });
     }
     unit_.end();
@@ -305,7 +315,8 @@ class MatrixWorker {
     const int64_t fitting =
         kResidentWeightBytes / problem_.panel_bytes / kSharePanels * kSharePanels;
     const int64_t block = std::max<int64_t>(fitting, kSharePanels);
-    const bool is_far = panels.end - panels.begin > fitting && batch.rows <= kFetchRows;
+    const bool is_far = (panels.end - panels.begin) * problem_.panel_bytes >= kFarWeightBytes &&
+                        batch.rows > kTwoUnits && batch.rows <= kFetchRows;
     for (int64_t panel = panels.begin; panel < panels.end; panel += block) {
       const int64_t packed = int64_t{group} * problem_.panels_per_group + panel;
       const int channel = static_cast<int>(panel) * kPanel;
@@ -324,7 +335,9 @@ class MatrixWorker {
       tile.acc_init = c.acc_init + packed * kPanel;
       const int8_t* tails = batch.tails;
       if (tails != nullptr) tails += (panel - panels.begin) * tail_bytes(c);
-      unit_.multiply(tile, {batch.stride, tails, is_far ? panels.end - panel : 0}, epilogue_);
+      unit_.multiply(tile,
+                     {batch.stride, batch.chunk_quads, tails, is_far ? panels.end - panel : 0},
+                     epilogue_);
     }
   }
 
@@ -344,6 +357,11 @@ bool gathering_pays(const GemmProblem& p, const GemmClass& c) {
 }
 
 }  // namespace
+
+bool prefers_groups_apart(const Kernels& tier, int64_t rows, int64_t taps, int64_t tap_quads) {
+  return tier.matrix != nullptr && rows >= kUnitRows &&
+         chunks_of(taps * tap_quads) < taps * chunks_of(tap_quads);
+}
 
 bool prefers_one_class(const Kernels& tier, int64_t rows, int64_t group_quads, bool adjacent) {
   const int64_t least = adjacent ? kMinAdjacentQuads : kMinGatherQuads;

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "../checks.h"
 
@@ -11,6 +12,24 @@ namespace torchq {
 namespace {
 
 constexpr int64_t kMaxPaddedBytes = int64_t{1} << 40;
+
+/// dst = `bytes` of each pixel, side by side. A size that is known saves a call.
+void copy_pixels(uint8_t* dst, const uint8_t* src, int64_t pixels, int64_t bytes, int64_t pitch) {
+  const auto copy = [&](auto size) {
+    for (int64_t x = 0; x < pixels; ++x, dst += bytes, src += pitch) {
+      std::memcpy(dst, src, static_cast<size_t>(size));
+    }
+  };
+  if (bytes == pitch) {
+    std::memcpy(dst, src, static_cast<size_t>(pixels * bytes));
+  } else if (bytes == 16) {
+    copy(std::integral_constant<size_t, 16>{});
+  } else if (bytes == 32) {
+    copy(std::integral_constant<size_t, 32>{});
+  } else {
+    copy(bytes);
+  }
+}
 
 }  // namespace
 
@@ -22,7 +41,7 @@ Source source_of(const ChannelsLast& src, const Window& window) {
           window};
 }
 
-Source pad(const char* op, ScratchFrame& scratch, const Source& s, int32_t zero_point) {
+Source pad(const char* op, ScratchFrame& scratch, const Source& s, const PadOptions& options) {
   Source padded = s;
   for (int d = 0; d < 3; ++d) {
     padded.size[d] += s.window.pad_begin[d] + s.window.pad_end[d];
@@ -37,26 +56,38 @@ Source pad(const char* op, ScratchFrame& scratch, const Source& s, int32_t zero_
     bytes *= factor;
   }
   uint8_t* data = scratch.take<uint8_t>(bytes);
+  padded.channels = s.channels / options.groups;
+  const int64_t group_bytes = bytes / options.groups;
   const Window& w = s.window;
-  uint8_t* dst = data;
   const uint8_t* src = s.data;
-  int64_t gap = 0;  // zero points before the next row of src
+  int64_t at = 0, gap = 0;  // zero points before the next row of src
   const auto fill_gap = [&] {
-    std::memset(dst, static_cast<uint8_t>(zero_point), static_cast<size_t>(gap));
-    dst += gap;
+    for (int64_t g = 0; g < options.groups; ++g) {
+      std::memset(data + g * group_bytes + at, options.zero_point, static_cast<size_t>(gap));
+    }
+    at += gap;
     gap = 0;
+  };
+  const int64_t row_bytes = s.size[2] * padded.channels;
+  const auto copy_row = [&] {
+    for (int64_t g = 0; g < options.groups; ++g) {
+      uint8_t* dst = data + g * group_bytes + at;
+      copy_pixels(dst, src + g * padded.channels, s.size[2], padded.channels, s.channels);
+      if (!options.flip) continue;
+      for (int64_t i = 0; i < row_bytes; ++i) dst[i] ^= 0x80;
+    }
+    at += row_bytes;
+    src += s.pitch(1);
   };
   for (int64_t n = 0; n < s.batch; ++n) {
     gap += w.pad_begin[0] * padded.pitch(0);
     for (int64_t d = 0; d < s.size[0]; ++d) {
       gap += w.pad_begin[1] * padded.pitch(1);
       for (int64_t h = 0; h < s.size[1]; ++h) {
-        gap += w.pad_begin[2] * s.channels;
+        gap += w.pad_begin[2] * padded.channels;
         fill_gap();
-        std::memcpy(dst, src, static_cast<size_t>(s.pitch(1)));
-        dst += s.pitch(1);
-        src += s.pitch(1);
-        gap += w.pad_end[2] * s.channels;
+        copy_row();
+        gap += w.pad_end[2] * padded.channels;
       }
       gap += w.pad_end[1] * padded.pitch(1);
     }

@@ -7,7 +7,7 @@
 
 namespace torchq {
 
-/// Bytes of channels-last pixels.
+/// Bytes of channels-last pixels; of a copy with groups apart, those of the first group.
 struct Source {
   const uint8_t* data;
   int64_t batch, channels, size[3];
@@ -29,8 +29,15 @@ Source source_of(const ChannelsLast& src, const Window& window);
 constexpr int64_t kMaxClasses = 64;
 constexpr int64_t kMinRowsPerClass = 3;
 
+/// What a copy with padding is besides.
+struct PadOptions {
+  uint8_t zero_point;  // as it is stored in the copy
+  bool flip;           // s8 becomes u8
+  int64_t groups;      // images of each group's channels one after the other
+};
+
 /// A copy with the zero point around it, as wide as the paddings of its window.
-Source pad(const char* op, ScratchFrame& scratch, const Source& s, int32_t zero_point);
+Source pad(const char* op, ScratchFrame& scratch, const Source& s, const PadOptions& options);
 
 /// A copy behind which may be read: for runs whose last quad is read in full.
 Source copy_for_overread(ScratchFrame& scratch, const Source& s);
