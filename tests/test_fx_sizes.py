@@ -119,3 +119,27 @@ def test_batches_that_make_a_difference(question: Callable[[Any], bool], factor:
     with pytest.raises(RuntimeError, match="size or condition was"):
         for batch in (1, 3):
             prepared(torch.randn(batch, 7, 8))
+
+
+class Flattened(nn.Module):
+    """Functions of torch that look at their sizes before they see that they are traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.reshape(x, (x.shape[0] * x.shape[1], x.shape[2]))
+        y = F.pad(self.a(y), (x.shape[0], 0)).narrow(1, x.shape[0], 4)
+        y = torch.tile(y, (x.shape[1], 1))
+        return y * [1, 2][x.shape[1] - 3]
+
+
+def test_functions_that_are_given_sizes() -> None:
+    model, x = Flattened().eval(), torch.randn(2, 3, 8)
+    prepared = torchq.prepare(model, x)
+    for batch in (1, 2, 5):
+        x = torch.randn(batch, 3, 8)
+        torch.testing.assert_close(prepared(x), model(x))
+    with pytest.raises(RuntimeError, match="was 0, got 1"):  # which Python acts on
+        prepared(torch.randn(2, 4, 8))

@@ -7,6 +7,7 @@ import copyreg
 import functools
 import gc
 import operator
+import sys
 from collections import deque
 from collections.abc import Mapping
 from types import CellType
@@ -84,8 +85,29 @@ class Proxy(fx.Proxy):
         return item in self.tracer.known(self)
 
     def __index__(self) -> int:
-        """Guarded."""
-        return int(self.tracer.known(self))
+        """Guarded, unless it is torch that asks whether this is a number, and then dispatches."""
+        last = len(self.tracer.graph.nodes)
+        value = int(self.tracer.known(self))
+        guards = list(self.tracer.graph.nodes)[last:]
+        frame = sys._getframe(1)
+        self.tracer.asked.append((frame, frame.f_lasti, guards))
+        return value
+
+    @classmethod
+    def __torch_function__(
+        cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None
+    ) -> Any:
+        """A node. Guards that this very call made on its way here are for nothing."""
+        frame = sys._getframe(1)
+        tracers = {x.tracer for x in tree_leaves((args, kwargs)) if type(x) is Proxy}
+        for tracer in tracers:
+            for asking, instruction, guards in tracer.asked:
+                if asking is frame and instruction == frame.f_lasti:
+                    for guard in guards:
+                        tracer.graph.erase_node(guard)
+                        del tracer.values[guard]
+            tracer.asked.clear()
+        return super().__torch_function__(orig_method, types, args, kwargs)
 
     def __int__(self) -> int:
         """Guarded."""

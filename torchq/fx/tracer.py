@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class Tracer(SequenceTracer):
         self.examples: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.entered, self.called = set[str](), set[str]()
         self.asked_rank = False
+        self.asked: list[tuple[FrameType, int, list[fx.Node]]] = []  # see Proxy.__index__
         self._running, self._thread = False, threading.get_ident()
         self._cache: dict[str, fx.Proxy] = {}
         self._written: dict[fx.Node, fx.Node] = {}
@@ -79,6 +81,7 @@ class Tracer(SequenceTracer):
     def release(self) -> None:
         """Puts values where the code that was traced left nodes, beside its modules."""
         self._cache.clear()
+        self.asked.clear()
         release([proxy for ref in self._proxies if (proxy := ref()) is not None], self.values)
 
     @property
