@@ -143,3 +143,24 @@ def test_functions_that_are_given_sizes() -> None:
         torch.testing.assert_close(prepared(x), model(x))
     with pytest.raises(RuntimeError, match="was 0, got 1"):  # which Python acts on
         prepared(torch.randn(2, 4, 8))
+
+
+def test_a_shape_compared_with_sizes_of_another_tensor() -> None:
+    """As in nn.LSTM, which checks its state: any batch passes that fits, and no other one."""
+
+    class Checks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, state: Tensor) -> Tensor:
+            if state.size() != (x.size(0), 8):
+                raise RuntimeError("sizes do not fit")
+            return self.fc(x) + state
+
+    model = Checks().eval()
+    batches = [(torch.randn(n, 8), torch.randn(n, 8)) for n in (2, 5)]
+    converted = torchq.quantize(model, batches[:1])
+    assert converted(*batches[1]).shape == (5, 8)
+    with pytest.raises(RuntimeError, match="the model was traced where"):
+        converted(batches[1][0], batches[0][1])

@@ -144,17 +144,21 @@ def compared(proxy: fx.Proxy) -> list[tuple[fx.Proxy, int | bool]] | None:
     node, tracer = proxy.node, cast("Tracer", proxy.tracer)
     if node.target not in (operator.eq, operator.ne):
         return None
-    known = [x for x in node.args if type(x) in (tuple, torch.Size)]
+    known: list[Any] = [x for x in node.args if type(x) in (tuple, torch.Size)]
     shapes = [x for x in node.args if isinstance(x, fx.Node)]
     if len(known) != 1 or type(tracer.values[shapes[0]]) is not torch.Size:
         return None
     tracer.asked_rank = True
-    expected: Any = known[0]
+    expected: Any = [tracer.proxy(n) if isinstance(n, fx.Node) else n for n in known[0]]
+    values = [tracer.values[n] if isinstance(n, fx.Node) else n for n in known[0]]
     sizes: Any = tracer.proxy(shapes[0])
     if len(expected) != len(tracer.values[shapes[0]]):
         return []
-    if tracer.values[shapes[0]] == expected:
-        return [(sizes[i], size) for i, size in enumerate(expected)]
+    if tracer.values[shapes[0]] == tuple(values):
+        return [
+            (sizes[i] != size, False) if isinstance(size, fx.Proxy) else (sizes[i], size)
+            for i, size in enumerate(expected)
+        ]
     return [(functools.reduce(operator.or_, [sizes[i] != n for i, n in enumerate(expected)]), True)]
 
 
