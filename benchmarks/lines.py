@@ -35,7 +35,10 @@ _DTYPES = {"uint8": torch.uint8, "int8": torch.int8, "int32": torch.int32, "floa
 _NAMES = {"uint8": "u8", "int8": "s8", "int32": "s32", "float32": "f32"}
 _LINE = re.compile(r"torchq,exec,(?P<op>\w+),(?P<tensors>.*? -> \w+\[[\d, ]*\]) ?(?P<rest>.*)")
 _TENSOR = re.compile(r"(\w+)\[([\d, ]*)\]")
-_REST = re.compile(r"(?:geometry:\[(?P<geometry>[\d, ]+)\] ?)?(?P<attr>[^,]*),\w+:\w+,[\d.e+-]+")
+_REST = re.compile(
+    r"(?:geometry:\[(?P<geometry>[\d, ]+)\] ?)?(?:table:(?P<table>\w+) ?)?"
+    r"(?P<attr>[^,]*),\w+:\w+,[\d.e+-]+"
+)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -50,6 +53,7 @@ class LoggedLayer:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     geometry: tuple[int, ...]
     attr: str
+    table: str = ""  # dtype of the values that dst's are replaced by
 
     @classmethod
     def parse(cls, line: str) -> LoggedLayer:
@@ -72,7 +76,7 @@ class LoggedLayer:
             )
         tensors = tuple((dtype, _numbers(n)) for dtype, n in _TENSOR.findall(found["tensors"]))
         geometry = _numbers(rest["geometry"] or "")
-        layer = cls(found["op"], tensors, geometry, rest["attr"].strip())
+        layer = cls(found["op"], tensors, geometry, rest["attr"].strip(), rest["table"] or "")
         if not layer._fits():
             raise RuntimeError(f"--line: shapes, dtypes or geometry do not fit in {line!r}.")
         try:
@@ -84,6 +88,8 @@ class LoggedLayer:
     def _fits(self) -> bool:
         """Whether this is a layer at all; the op checks the rest."""
         if len(self.tensors) < 2 or any(dtype not in _DTYPES for dtype, _ in self.tensors):
+            return False
+        if self.table not in ("", "uint8", "int8"):
             return False
         (_, src), (_, dst) = self._ends
         if self.op == "linear":
@@ -159,6 +165,8 @@ class LoggedCall:
             if getattr(op, "mask", None) in CHANNEL_MASKS
         ]
         self.values = values
+        entries = self._random(_DTYPES[layer.table or "uint8"], (1, 256)).reshape(256)
+        self.table = entries if layer.table else None
         chain = declared.post_ops.with_channel_values(values)
         self.attr = declared.set_post_ops(chain).with_values(
             scales={} if self.raw else self.scales, zero_points=self.zero_points
@@ -193,11 +201,14 @@ class LoggedCall:
             *(folded.multiplier, folded.offset, folded.acc_bias, folded.src_zero_point),
             *(extent, dtype_code(self.dst_dtype), folded.post_ops, folded.post_op_params),
             *(self.post_op_srcs, folded.weight_zero_point),
+            *(None, self.table),
         ]
 
     def onednn(self, peer: Peer) -> Competitor:
         """The native primitive; a sum is in place there."""
         layer, text = self.layer, str(self.attr.post_ops)
+        if layer.table:
+            raise RefusedError("a table of 256 values")
         sums = [op for op in self.attr.post_ops if op.name == "sum"]
         if len(sums) > 1 or len(self.post_op_srcs) > len(sums):
             raise RefusedError("more than a sum among the post-ops' sources")

@@ -28,6 +28,9 @@ std::string describe_layer(const EpilogueBuilder::Args& args, const at::Tensor& 
   const char* weights = args.groups > 1 ? "weights:3" : "weights:1";  // their mask
   const bool has_weight_zero_point = args.weight_zero_point != nullptr;
   std::string text = geometry.empty() ? "" : c10::str(" geometry:", geometry);
+  if (args.table != nullptr) {
+    text += c10::str(" table:", dtype_name(args.table->scalar_type()));
+  }
   if (args.multiplier.numel() > 0) {
     const char* to = dst.scalar_type() == at::kFloat ? "" : "+dst:0";
     text += c10::str(" scales:src:0+", weights, to);

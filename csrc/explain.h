@@ -14,8 +14,9 @@ bool explains();
 /// The line of the op that runs comes behind those of its kernels.
 void rejects(const char* kernel, const char* why);
 
-/// The text of a verbose line: src and the post-ops' sources, dst, `geometry` if the op has one,
-/// and attributes as torchq.Attr writes them. `benchmarks ops --line` reads it.
+/// The text of a verbose line: src and the post-ops' sources, dst as it is before a table,
+/// `geometry` if the op has one, what the table holds, and attributes as torchq.Attr writes them.
+/// `benchmarks ops --line` reads it.
 std::string describe_layer(const EpilogueBuilder::Args& args, const at::Tensor& src,
                            bool has_src_zero_point, const at::Tensor& dst,
                            c10::IntArrayRef geometry = {});

@@ -40,13 +40,13 @@ TORCH_LIBRARY(torchq, m) {
       "Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int in_features, int dst_dtype, "
       "str post_ops, "
       "Tensor post_op_params, Tensor[] post_op_srcs, Tensor? weight_zero_point=None, "
-      "Tensor? row_sums=None) -> Tensor",
+      "Tensor? row_sums=None, Tensor? table=None) -> Tensor",
       tags);
   m.def(
       "conv(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor multiplier, "
       "Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, int dst_dtype, "
       "str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, "
-      "Tensor? weight_zero_point=None, Tensor? row_sums=None) -> Tensor",
+      "Tensor? weight_zero_point=None, Tensor? row_sums=None, Tensor? table=None) -> Tensor",
       tags);
 
   m.def(
@@ -61,7 +61,7 @@ TORCH_LIBRARY(torchq, m) {
       "conv_transpose(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor "
       "multiplier, Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, int "
       "dst_dtype, str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, Tensor? "
-      "weight_zero_point=None) -> Tensor",
+      "weight_zero_point=None, Tensor? table=None) -> Tensor",
       tags);
 
   m.def(

@@ -108,6 +108,8 @@ class EpilogueBuilder {
     const at::Tensor* weight_zero_point = nullptr;
     const at::Tensor* row_sums = nullptr;
     int64_t groups = 1;
+    /// What dst passes through last (ops/byte_table.h); the epilogue ends before it.
+    const at::Tensor* table = nullptr;
   };
   EpilogueBuilder(const Args& args, const at::Tensor& dst);
   const Epilogue& get() const { return epilogue_; }

@@ -105,9 +105,8 @@ CONV = "QConv2d"
 GRAPHS = {
     "resnet": [CONV, "QMaxPool2d", *[CONV] * 5, "QAdaptiveAvgPool2d", "size", "reshape", "QLinear"],
     "mobilenet_v2": [*[CONV] * 7, "QAdaptiveAvgPool2d", "flatten", "QLinear"],
-    "hswish_se": [CONV, "QLookup", CONV, "QAdaptiveAvgPool2d", CONV, "QLookup", CONV, "QLookup",
-                  "QMul", "QLookup", CONV],
-    "causal": ["QConv1d", "QLookup", "QConv1d", "QConv1d", "QConv1d", "getitem"],
+    "hswish_se": [CONV, CONV, "QAdaptiveAvgPool2d", CONV, CONV, "QMul", "QLookup", CONV],
+    "causal": [*["QConv1d"] * 4, "getitem"],
     "eager_add_both": ["Quantize", CONV, CONV, CONV],
     "eager_called_twice": [CONV, CONV, CONV],
     "eager_stubs": ["Quantize", CONV, CONV, "sin"],

@@ -77,6 +77,44 @@ def test_relu_of_a_sum_and_a_product() -> None:
             assert next(m for m in found.modules() if isinstance(m, tnn.QMul)).relu
 
 
+# Tables
+
+
+def test_a_function_behind_a_matmul_is_its_table() -> None:
+    """The bits are those of the layer and its table one after the other."""
+    model = Wired(
+        lambda m, x: m.d(F.hardswish(m.c(m.n(m.b(F.silu(m.a(x))))))),
+        a=conv(), b=nn.Conv2d(8, 8, 3, groups=8), n=nn.BatchNorm2d(8),
+        c=nn.ConvTranspose2d(8, 8, 2), d=conv(),
+    )  # fmt: skip
+    found = convert(model, bound=25)
+    assert names(found) == ["QConv2d", "QConv2d", "QConvTranspose2d", "QConv2d"]
+    rows = {row.name: row for row in torchq.explain(found).rows}
+    assert rows["silu"].reason == "fused into a" and rows["hardswish"].reason == "fused into c"
+    x = torch.randn(X)
+    expected = found(x)
+    for layer in (found.a, found.c):
+        lookup, layer.lookup = layer.lookup, None
+        layer.register_forward_hook(lambda module, args, dst, lookup=lookup: lookup(dst))
+    assert torch.equal(found(x), expected)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m.b(F.silu(y := m.a(x))) + m.c(y),
+        lambda m, x: m.b(F.silu(y := m.a(x))).mean() + y,
+        lambda m, x: m.b(F.silu(m.p(m.a(x)))),
+        lambda m, x: m.b(F.silu(m.a(x) * m.c(x))),
+    ],
+    ids=["second layer", "read as float", "moved first", "product"],
+)
+def test_functions_that_stay_lookups(forward: Any) -> None:
+    model = Wired(forward, a=conv(), b=conv(), c=conv(), p=nn.MaxPool2d(2))
+    found = convert(model, bound=20)
+    assert all(getattr(module, "lookup", None) is None for module in found.modules())
+
+
 # Slopes per channel
 
 

@@ -26,11 +26,11 @@ Tensor[] post_op_values) -> (Tensor multiplier, Tensor offset, Tensor post_op_pa
 linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor multiplier, \
 Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int in_features, int dst_dtype, \
 str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, \
-Tensor? weight_zero_point=None, Tensor? row_sums=None) -> Tensor
+Tensor? weight_zero_point=None, Tensor? row_sums=None, Tensor? table=None) -> Tensor
 conv(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor multiplier, \
 Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, int dst_dtype, \
 str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, \
-Tensor? weight_zero_point=None, Tensor? row_sums=None) -> Tensor
+Tensor? weight_zero_point=None, Tensor? row_sums=None, Tensor? table=None) -> Tensor
 quantize(Tensor src, Tensor scale, Tensor zero_point, int dst_dtype) -> Tensor
 dequantize(Tensor src, Tensor scale, Tensor zero_point) -> Tensor
 requantize(Tensor src, Tensor src_scale, Tensor src_zero_point, Tensor dst_scale, \
@@ -63,7 +63,7 @@ int[] dilation) -> Tensor
 conv_transpose(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, \
 Tensor multiplier, Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, \
 int dst_dtype, str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, \
-Tensor? weight_zero_point=None) -> Tensor
+Tensor? weight_zero_point=None, Tensor? table=None) -> Tensor
 rnn(Tensor src, Tensor? batch_sizes, Tensor? h_0, Tensor? c_0, Tensor weight_src, \
 Tensor compensation_src, Tensor multiplier_src, Tensor weight_state, Tensor compensation_state, \
 Tensor multiplier_state, Tensor bias, Tensor? extra, Tensor? weight_projection, \

@@ -40,6 +40,10 @@ with torchq.use_isa("reference"):
     conv((1, 8, 6, 6), (8, 8, 1, 1), torch.int32, Attr())
     TF.linear(x.flatten(1), torch.zeros(4, 288, dtype=torch.uint8), None,
               Attr().set_zero_points("weights", 0, 100))
+    layer = torch.nn.Conv2d(8, 8, 1)
+    src, dst = torchq.QParams.per_tensor(0.1, 3), torchq.QParams.per_tensor(0.1, 3, torch.int8)
+    layer = torchq.nn.QConv2d.from_float(layer, src, src)
+    layer.with_lookup(torchq.nn.QLookup(torch.tanh, src, dst))(x)
     TF.max_pool(x, 2)
     TF.add(x, x, Attr())
 """
@@ -53,6 +57,10 @@ LINES = (
     "gemm:reference,",
     "linear,uint8[1, 288] -> float32[1, 4] scales:src:0+weights:1 zero_points:weights:1,"
     "gemm:reference,",
+    "quantize,float32[1, 8, 8, 1, 1] -> int8[1, 8, 8, 1, 1],convert:reference,",
+    "quantize,float32[256] -> int8[256],convert:reference,",
+    "conv,uint8[1, 8, 6, 6] -> uint8[1, 8, 6, 6] geometry:[1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 8] "
+    "table:int8 scales:src:0+weights:1+dst:0 zero_points:src:0,gemm:reference,",
     "max_pool,uint8[1, 8, 6, 6] -> uint8[1, 8, 3, 3],max_pool:reference,",
     "add,uint8[1, 8, 6, 6] uint8[1, 8, 6, 6] -> uint8[1, 8, 6, 6],add:reference,",
 )

@@ -135,6 +135,10 @@ fake("fold")(_fake_fold)
 fake("fold_output_scales")(_fake_fold)
 
 
+def _result_dtype(dst_dtype: int, table: Tensor | None) -> torch.dtype:
+    return DTYPES[dst_dtype] if table is None else table.dtype
+
+
 @fake("linear")
 def _(
     src: Tensor,
@@ -152,8 +156,10 @@ def _(
     post_op_srcs: Sequence[Tensor],
     weight_zero_point: Tensor | None = None,
     row_sums: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
-    return src.new_empty([*src.shape[:-1], compensation.shape[1]], dtype=DTYPES[dst_dtype])
+    sizes = [*src.shape[:-1], compensation.shape[1]]
+    return src.new_empty(sizes, dtype=_result_dtype(dst_dtype, table))
 
 
 def conv_sizes(src: Sequence[int], channels: int, geometry: Sequence[int]) -> list[int]:
@@ -180,9 +186,10 @@ def _(
     post_op_srcs: Sequence[Tensor],
     weight_zero_point: Tensor | None = None,
     row_sums: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     sizes = conv_sizes(src.shape, compensation.shape[1], geometry)
-    return empty_channels_last(src, sizes, DTYPES[dst_dtype])
+    return empty_channels_last(src, sizes, _result_dtype(dst_dtype, table))
 
 
 @fake("pack_conv_transpose")
@@ -236,9 +243,10 @@ def _(
     post_op_params: Tensor,
     post_op_srcs: Sequence[Tensor],
     weight_zero_point: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> Tensor:
     sizes = conv_transpose_sizes(src.shape, compensation.shape[1], geometry)
-    return empty_channels_last(src, sizes, DTYPES[dst_dtype])
+    return empty_channels_last(src, sizes, _result_dtype(dst_dtype, table))
 
 
 @fake("matmul")

@@ -35,6 +35,7 @@ struct Conv {
   bool narrow;
   const int32_t* weight_zero_point;  // of depthwise weights, to be taken off; or null
   int64_t output[3];
+  LastStep last_step;
 
   /// The term of Note [Compensation].
   int32_t effective_zero_point() const { return zero_point + (is_signed ? 128 : 0); }
@@ -153,6 +154,7 @@ void run_dense(const Conv& c, Source s, const Epilogue& epilogue, OpTrace& trace
     problem.panels_per_group = static_cast<int>(c.packing.panels_per_group());
   }
   problem.narrow = c.narrow;
+  problem.last_step = c.last_step;
   const Window& w = s.window;
   c10::SmallVector<TapSet, 9> tap_sets;
   tap_sets.reserve(classes[0].size() * classes[1].size() *
@@ -289,6 +291,8 @@ void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpT
         dst_offset[i] = (begin + i) * c.output[2] * s.channels;
       }
       c.tier.depthwise(layer, {count, src, dst_offset}, epilogue, work);
+      const int64_t dst_row = c.output[2] * s.channels;
+      c.last_step.apply(static_cast<uint8_t*>(epilogue.dst) + begin * dst_row, count * dst_row);
     }
   });
 }
@@ -312,7 +316,7 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
                 const std::optional<at::Tensor>& src_zero_point, c10::IntArrayRef geometry,
                 int64_t dst_dtype, c10::string_view post_ops, const at::Tensor& post_op_params,
                 at::TensorList post_op_srcs, const std::optional<at::Tensor>& weight_zero_point,
-                const std::optional<at::Tensor>& row_sums) {
+                const std::optional<at::Tensor>& row_sums, const std::optional<at::Tensor>& table) {
   OpTrace trace(kOp);
   const Kernels& tier = kernels();
   const DType src_dtype = check_src(kOp, "src", src_arg);
@@ -334,6 +338,7 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
                     " products, which could overflow int32. Split the layer along its inputs.");
   check_acc_bias(kOp, acc_bias, channels);
 
+  const ByteTable bytes(kOp, table, dst_dtype_of(kOp, dst_dtype));
   Conv c{tier,
          packing,
          window,
@@ -344,15 +349,15 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
          src_dtype == DType::s8,
          pairs_fit(kOp, pair_bound, weight.size(0)),
          nullptr,
-         {}};
+         {},
+         bytes.last_step(tier)};
   for (int d = 0; d < 3; ++d) {
     c.output[d] = window.output(d, src.size[d]);
     TORCH_CHECK_VALUE(c.output[d] > 0, "torchq.conv: src ", src_arg.sizes(),
                       " is smaller than the kernel ", "with geometry ", geometry,
                       ". Enlarge the input or its padding.");
   }
-  at::Tensor dst =
-      empty_channels_last(src, channels, c.output, scalar_type(dst_dtype_of(kOp, dst_dtype)));
+  at::Tensor dst = empty_channels_last(src, channels, c.output, bytes.dst_type());
   const Source s = source_of(src, window);
   const bool depthwise = packing.form == ConvPacking::kDepthwise;
   std::optional<at::Tensor> sums = row_sums;
@@ -371,12 +376,14 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
                                    false,
                                    pointer_to(weight_zero_point),
                                    pointer_to(sums),
-                                   groups};
-  const EpilogueBuilder epilogue(args, dst);
+                                   groups,
+                                   pointer_to(table)};
+  const EpilogueBuilder epilogue(args, bytes.before(dst));
   if (dst.numel() == 0) return dst;
   if (shifts && depthwise) c.weight_zero_point = weight_zero_point->const_data_ptr<int32_t>();
-  trace.describe(
-      [&] { return describe_layer(args, src_arg, src_zero_point.has_value(), dst, geometry); });
+  trace.describe([&] {
+    return describe_layer(args, src_arg, src_zero_point.has_value(), bytes.before(dst), geometry);
+  });
   if (explains() && groups > 1) explain_grouping(c, groups);
   if (depthwise) {
     run_depthwise(c, s, epilogue.get(), trace);

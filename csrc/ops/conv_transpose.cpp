@@ -98,6 +98,7 @@ struct Layer {
   int32_t zero_point;  // of src as it is stored
   bool is_signed, narrow;
   Axis axes[3];
+  LastStep last_step;
 
   /// The term of Note [Compensation].
   int32_t effective_zero_point() const { return zero_point + (is_signed ? 128 : 0); }
@@ -205,6 +206,7 @@ void run(Layer& l, Source s, const Epilogue& epilogue, OpTrace& trace) {
   problem.group_channels = static_cast<int>(l.packing.group_outputs);
   problem.panels_per_group = static_cast<int>(l.packing.panels_per_group());
   problem.narrow = l.narrow;
+  problem.last_step = l.last_step;
   const int32_t* bias_only = nullptr;  // of destinations that meet no tap
   for (const Stretch& d : classes[0]) {
     for (const Stretch& h : classes[1]) {
@@ -300,7 +302,8 @@ at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
                           const std::optional<at::Tensor>& src_zero_point,
                           c10::IntArrayRef geometry, int64_t dst_dtype, c10::string_view post_ops,
                           const at::Tensor& post_op_params, at::TensorList post_op_srcs,
-                          const std::optional<at::Tensor>& weight_zero_point) {
+                          const std::optional<at::Tensor>& weight_zero_point,
+                          const std::optional<at::Tensor>& table) {
   OpTrace trace(kOp);
   const Kernels& tier = kernels();
   const DType src_dtype = check_src(kOp, "src", src_arg);
@@ -314,6 +317,7 @@ at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
                "Pack it with torchq.ops.pack_conv_transpose for these groups, stride and "
                "dilation.");
   check_acc_bias(kOp, acc_bias, channels);
+  const ByteTable bytes(kOp, table, dst_dtype_of(kOp, dst_dtype));
   Layer layer{tier,
               packing,
               weight,
@@ -322,7 +326,8 @@ at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
               zero_point_of(kOp, "src_zero_point", src_zero_point, src_dtype),
               src_dtype == DType::s8,
               pairs_fit(kOp, pair_bound, weight.size(0)),
-              {}};
+              {},
+              bytes.last_step(tier)};
   fill_axes(geometry, src, window, &layer);
   int64_t met = 1;
   int64_t output[3];
@@ -334,8 +339,7 @@ at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
   TORCH_CHECK_VALUE(group_inputs == 0 || met <= most / group_inputs,
                     "torchq.conv_transpose: weight ", weight.sizes(), " sums more than ", most,
                     " products, which could overflow int32. Split the layer along its inputs.");
-  at::Tensor dst =
-      empty_channels_last(src, channels, output, scalar_type(dst_dtype_of(kOp, dst_dtype)));
+  at::Tensor dst = empty_channels_last(src, channels, output, bytes.dst_type());
   std::optional<at::Tensor> sums;
   if (weight_zero_point.has_value()) sums = sum_rows(layer, src, groups);
   const EpilogueBuilder::Args args{kOp,
@@ -349,11 +353,13 @@ at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
                                    false,
                                    pointer_to(weight_zero_point),
                                    pointer_to(sums),
-                                   groups};
-  const EpilogueBuilder epilogue(args, dst);
+                                   groups,
+                                   pointer_to(table)};
+  const EpilogueBuilder epilogue(args, bytes.before(dst));
   if (dst.numel() == 0) return dst;
-  trace.describe(
-      [&] { return describe_layer(args, src_arg, src_zero_point.has_value(), dst, geometry); });
+  trace.describe([&] {
+    return describe_layer(args, src_arg, src_zero_point.has_value(), bytes.before(dst), geometry);
+  });
   run(layer, source_of(src, window), epilogue.get(), trace);
   return dst;
 }

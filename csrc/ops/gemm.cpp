@@ -148,6 +148,22 @@ class Worker {
       tile.acc_init = c.acc_init + first;
       gemm_(tile, epilogue_);
     }
+    finish_rows(rows, blocks);
+  }
+
+  /// The last step of the rows' results in these blocks.
+  void finish_rows(int rows, Range blocks) {
+    if (problem_.last_step.table == nullptr || blocks.begin == blocks.end) return;
+    const auto channel_of = [&](const Block& b) {
+      return int64_t{b.group} * problem_.group_channels + b.panel * kPanel;
+    };
+    const int64_t end = tile_.channel + tile_.channels;
+    int64_t first = channel_of(blocking_.block(problem_, static_cast<int>(blocks.begin)));
+    // A panel of small groups that is not full has the channels before it once more.
+    const int group = tile_.group_quads * kQuad;
+    if (group > 0 && group < kPanel) first = std::min(first, end - kPanel);
+    problem_.last_step.apply(static_cast<uint8_t*>(epilogue_.dst) + first, dst_offset_, rows,
+                             end - first);
   }
 
   const int8_t* packed(const Block& b) const {

@@ -338,6 +338,8 @@ class MatrixWorker {
       unit_.multiply(tile,
                      {batch.stride, batch.chunk_quads, tails, is_far ? panels.end - panel : 0},
                      epilogue_);
+      problem_.last_step.apply(static_cast<uint8_t*>(epilogue_.dst) + tile.channel,
+                               batch.dst_offset, batch.rows, tile.channels);
     }
   }
 

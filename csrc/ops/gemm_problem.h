@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "../kernels/table.h"
+#include "byte_table.h"
 
 namespace torchq {
 
@@ -42,6 +42,7 @@ struct GemmProblem {
   bool narrow;
   /// Of groups that share tiles (GemmTile), and are one group here; else 0.
   int group_quads;
+  LastStep last_step;
   c10::SmallVector<GemmClass, 9> classes;
 
   int64_t rows() const {

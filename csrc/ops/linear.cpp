@@ -61,7 +61,8 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
                   const std::optional<at::Tensor>& src_zero_point, int64_t in_features,
                   int64_t dst_dtype, c10::string_view post_ops, const at::Tensor& post_op_params,
                   at::TensorList post_op_srcs, const std::optional<at::Tensor>& weight_zero_point,
-                  const std::optional<at::Tensor>& row_sums) {
+                  const std::optional<at::Tensor>& row_sums,
+                  const std::optional<at::Tensor>& table) {
   OpTrace trace(kOp);
   const Kernels& tier = kernels();
   const DType src_dtype = check_src(kOp, "src", src_arg);
@@ -69,12 +70,13 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
                max_reduction(weight_zero_point.has_value()));
   const int32_t zero_point = zero_point_of(kOp, "src_zero_point", src_zero_point, src_dtype);
   const DType dst_type = dst_dtype_of(kOp, dst_dtype);
+  const ByteTable bytes(kOp, table, dst_type);
   const int64_t n = compensation.size(1), k = src_arg.size(-1);
   check_acc_bias(kOp, acc_bias, n);
   const at::Tensor src = src_arg.contiguous();
   c10::SmallVector<int64_t, 5> sizes(src.sizes().begin(), src.sizes().end());
   sizes.back() = n;
-  at::Tensor dst = at::detail::empty_cpu(sizes, scalar_type(dst_type));
+  at::Tensor dst = at::detail::empty_cpu(sizes, bytes.dst_type());
   std::optional<at::Tensor> sums = row_sums;
   if (weight_zero_point.has_value() && !sums.has_value()) {
     sums = sum_rows(tier, src, zero_point, src_dtype == DType::s8);
@@ -89,11 +91,14 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
                                    max_accumulator(k, acc_bias),
                                    true,
                                    pointer_to(weight_zero_point),
-                                   pointer_to(sums)};
-  const EpilogueBuilder epilogue(args, dst);
+                                   pointer_to(sums),
+                                   1,
+                                   pointer_to(table)};
+  const EpilogueBuilder epilogue(args, bytes.before(dst));
   const bool narrow = pairs_fit(kOp, pair_bound, weight.size(0));
   if (dst.numel() == 0) return dst;
-  trace.describe([&] { return describe_layer(args, src, src_zero_point.has_value(), dst); });
+  trace.describe(
+      [&] { return describe_layer(args, src, src_zero_point.has_value(), bytes.before(dst)); });
 
   const int64_t m = dst.numel() / n;
   ScratchFrame scratch;
@@ -115,6 +120,7 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
   problem.group_channels = static_cast<int>(n);
   problem.panels_per_group = panels;
   problem.narrow = narrow;
+  problem.last_step = bytes.last_step(tier);
   problem.classes.push_back(
       {{1, 1, 1, m},
        {0, 0, 0, k},

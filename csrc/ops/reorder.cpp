@@ -12,6 +12,7 @@
 
 #include "../checks.h"
 #include "../parallel.h"
+#include "byte_table.h"
 #include "elementwise.h"
 
 namespace torchq {
@@ -157,19 +158,10 @@ at::Tensor lookup(const at::Tensor& src, const at::Tensor& table) {
   OpTrace trace("lookup");
   const Kernels& tier = kernels();
   trace.ran(tier, "lookup");
-  check_src("lookup", "src", src);
-  check_src("lookup", "table", table);
-  TORCH_CHECK_VALUE(table.dim() == 1 && table.numel() == 256 && table.is_contiguous(),
-                    "torchq.lookup: table must be 256 contiguous values, one per source value in "
-                    "ascending order, ",
-                    "got ", table.sizes(), ".");
-  // Byte order: an int8 source's values -128..127 are the bytes 128..255, 0..127.
-  alignas(64) uint8_t bytes[256];
-  const uint8_t* values = bytes_of(table);
-  for (int q = 0; q < 256; ++q) bytes[src.scalar_type() == at::kChar ? q ^ 0x80 : q] = values[q];
+  const ByteTable bytes("lookup", table, check_src("lookup", "src", src));
   at::Tensor dst = at::empty_like(src, src.options().dtype(table.scalar_type()));
   trace.describe([&] { return describe_call({src}, dst); });
-  lookup_into(tier, dst, src, bytes);
+  lookup_into(tier, dst, src, bytes.bytes());
   return dst;
 }
 

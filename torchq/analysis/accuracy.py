@@ -207,11 +207,18 @@ def without_observers(prepared: nn.Module) -> nn.Module:
     return copied
 
 
+def _last_step(module: nn.Module) -> nn.Module:
+    """The module whose destination it is."""
+    state = module.layer if isinstance(module, ResidualFirst) else module
+    lookup = getattr(state, "lookup", None)
+    return state if lookup is None else lookup
+
+
 def real(module: nn.Module, dst: Tensor) -> Tensor:
     """What the destination of a quantized module stands for: ``scale * (q - zero_point)``."""
     if dst.is_floating_point():
         return dst
-    state: Any = module.layer if isinstance(module, ResidualFirst) else module
+    state: Any = _last_step(module)
     if getattr(state, "scales", None) is not None:  # of the sources, then of the destination
         scale, zero_point = state.scales[-1:], state.zero_points[-1:]
     elif hasattr(state, "dst_scale"):
@@ -225,8 +232,7 @@ def real(module: nn.Module, dst: Tensor) -> Tensor:
 
 def covered(module: nn.Module) -> tuple[float, float] | None:
     """The real values of the smallest and the largest destination; None for float32."""
-    state = module.layer if isinstance(module, ResidualFirst) else module
-    dtype = getattr(state, "dst_dtype", None)
+    dtype = getattr(_last_step(module), "dst_dtype", None)
     if dtype not in (torch.uint8, torch.int8):
         return None
     limits = torch.iinfo(dtype)

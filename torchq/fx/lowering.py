@@ -217,6 +217,11 @@ class Lowering:
 
     def _layer(self, layer: Layer) -> None:
         base = layer.op.base
+        host = self.plan.table_hosts.get(layer)
+        if host is not None:
+            node = self._int8[layer.dst] = self._int8[host.dst]
+            self.modules[str(node.target)].with_lookup(self._lookup(layer))
+            return
         try:
             module, args = self._quantized(layer)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -237,9 +242,7 @@ class Lowering:
             return self._matmul(layer, srcs[0], dst)
         args = [self._src(src) for src in layer.srcs]
         if layer.role is Role.UNARY:
-            assert dst is not None and layer.function is not None
-            label = "+".join(part.kind for part in layer.parts if part.role is not Role.PASS)
-            return QLookup(layer.function, srcs[0], dst, label), args
+            return self._lookup(layer), args
         if layer.role is Role.MEAN:
             assert layer.op.module is not None
             return pool_from_float(layer.op.module, srcs[0], dst=dst or "f32"), args
@@ -250,6 +253,14 @@ class Lowering:
             return QMatMul(srcs, dst, self._factor(layer)), args
         cls = QAdd if isinstance(layer.op.module, Add) else QMul
         return cls(srcs, dst, relu), args
+
+    def _lookup(self, layer: Layer) -> QLookup:
+        assert layer.function is not None
+        src, dst = self.qparams(layer.srcs[0]), self.qparams(layer.dst)
+        if layer.fake is not None:
+            dst = self.plan.fakes[layer.dst].quantize
+        label = "+".join(part.kind for part in layer.parts if part.role is not Role.PASS)
+        return QLookup(layer.function, src, dst, label)
 
     def _matmul(self, layer: Layer, src: QParams, dst: QParams | None) -> tuple[QModule, list[Any]]:
         args = [self._src(layer.srcs[0])]

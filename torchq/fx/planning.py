@@ -46,6 +46,8 @@ class Plan:
         reasons: layer -> why it stays float; "" where it is quantized.
         fakes: node of a fake quantizer -> what it says; those that change nothing are not in.
         standalone: modules that are quantized by themselves.
+        table_hosts: layer that is a function of each element -> the matmul in front that applies
+            its table.
     """
 
     def __init__(self, captured: Captured, config: QConfig, overrides: Overrides | None) -> None:
@@ -79,6 +81,8 @@ class Plan:
         self.layer_at = {layer.dst: layer for layer in self._active()}
         self.inside = {part.node for layer in self._active() for part in layer.parts}
         self.inside -= set(self.layer_at)
+        found = {layer: self._table_host(layer) for layer in self._active()}
+        self.table_hosts = {layer: host for layer, host in found.items() if host is not None}
 
     def config(self, name: str) -> QConfig | None:
         """How to quantize a module, or its destination ``<name>.dst``; None keeps it float.
@@ -137,6 +141,15 @@ class Plan:
         """Whether a quantized layer's destination is int8."""
         wanted = layer.fake is not None or self._may_emit_int8(layer)
         return self.is_int8(layer.dst) and wanted
+
+    def _table_host(self, layer: Layer) -> Layer | None:
+        """The matmul whose int8 destination only this function reads."""
+        host = self.layer_at.get(layer.srcs[0]) if layer.role is Role.UNARY else None
+        if host is None or host.role is not Role.MATMUL or not self.emits_int8(host):
+            return None
+        alone = set(host.dst.users) <= {part.node for part in layer.parts}
+        fake = self.fakes.get(host.dst)
+        return host if alone and (fake is None or same(fake.quantize, fake.dequantize)) else None
 
     def groups(self) -> dict[fx.Node, list[fx.Node]]:
         """Root -> the nodes that bring values into the group, for int8 groups to be observed."""

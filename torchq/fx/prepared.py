@@ -70,7 +70,9 @@ class Prepared(nn.Module):
         """Where the converted model will have a quantized module, and the node of its result."""
         pools = [op for op in self.plan.ops.values() if op.role is Role.POOL]
         int8 = [(op, op.node) for op in pools if self.plan.is_int8(op.node)]
-        layers = [(layer.op, node) for node, layer in self.plan.layer_at.items()]
+        # of a function whose table is a matmul's, the matmul's name again: the later one counts
+        hosts = self.plan.table_hosts
+        layers = [(hosts.get(v, v).op, node) for node, v in self.plan.layer_at.items()]
         return [(op.name, node) for op, node in layers + int8 if not op.flatten]
 
     def results(self) -> dict[str, nn.Module]:

@@ -86,8 +86,9 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
         quantized = not reason
         if quantized:
             reason = layer.note
-        if quantized and op is not layer.op:
-            reason, site = f"fused into {layer.name}", layer.name
+        host = plan.table_hosts.get(layer, layer)
+        if quantized and op is not host.op:
+            reason, site = f"fused into {host.name}", host.name
     elif op.role in (Role.MOVE, Role.PASS, Role.POOL, Role.PAD):
         quantized = plan.is_int8(op.node)
         reason = "passes values on as they are" if op.role is Role.PASS else ""

@@ -235,7 +235,7 @@ class QConv(QLayer):
         if src.dtype != self.src_dtype:
             src = self._quantized_src(src)
         srcs = sources_of(residual, post_op_srcs) if self.dw is None else []
-        weight, compensation, bound, multiplier, offset, zero_point, params, shift = self._hot()
+        weight, compensation, bound, multiplier, offset, zero, params, shift, table = self._hot()
         dst: Tensor = _conv(
             src,
             weight,
@@ -244,13 +244,15 @@ class QConv(QLayer):
             multiplier,
             offset,
             None,
-            zero_point,
+            zero,
             self.geometry,
             self.dst_code,
             self.post_ops,
             params,
             srcs,
             shift,
+            None,
+            table,
         )
         if self.dw is not None:
             dst = self.dw(dst, residual, post_op_srcs)

@@ -153,7 +153,7 @@ class QConvTranspose(QLayer):
         if src.dtype != self.src_dtype:
             src = self._quantized_src(src)
         srcs = sources_of(residual, post_op_srcs)
-        weight, compensation, bound, multiplier, offset, zero_point, params, shift = self._hot()
+        weight, compensation, bound, multiplier, offset, zero, params, shift, table = self._hot()
         dst: Tensor = _conv_transpose(
             src,
             weight,
@@ -162,13 +162,14 @@ class QConvTranspose(QLayer):
             multiplier,
             offset,
             None,
-            zero_point,
+            zero,
             self.geometry,
             self.dst_code,
             self.post_ops,
             params,
             srcs,
             shift,
+            table,
         )
         return dst.contiguous() if self.contiguous else dst
 

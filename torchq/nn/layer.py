@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from torchq._post_op_sources import CHANNEL_MASKS
 from torchq._post_ops import PostOps, post_ops_of
@@ -14,6 +15,7 @@ from torchq.attr import Attr
 from torchq.folding import fold
 from torchq.functional import quantize
 from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
+from torchq.nn.quantize import QLookup
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_conv, pack_conv_transpose, pack_linear
 from torchq.qparams import QParams, choose_qparams, output_channel_rows, weight_qparams
@@ -170,6 +172,8 @@ class QLayer(QModule):
         post_op_values: float32, the values of the binary post-ops one after another; operands with
             other masks than 0 and 2 come with each call.
         multiplier, offset, post_op_params: folded from these, not saved.
+
+    ``lookup`` is None or the table that :meth:`with_lookup` added.
     """
 
     weight: Tensor
@@ -237,14 +241,49 @@ class QLayer(QModule):
             post_op_values=[value.numel() for value in chain.channel_values],
             **spec,
         )
+        self.lookup: QLookup | None = None  # a plain None costs no look-up through nn.Module
         for name in ("multiplier", "offset", "post_op_params"):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.register_buffer("weight_shift", None, persistent=False)
         self.refold()
 
+    def with_lookup(self, lookup: QLookup) -> Self:
+        """Applies a table to the destination, in the same op; returns the module.
+
+        The bits are those of the module and ``lookup`` one after the other. The destination is that
+        of ``lookup``, the module's own scale and zero point those of what goes into the table.
+
+        Raises:
+            ValueError: ``lookup`` takes another source than this module's destination.
+            NotImplementedError: the module has ``dw``, or a table already.
+        """
+        name = f"torchq.nn.{type(self).__name__}"
+        if self.lookup is not None or getattr(self, "dw", None) is not None:
+            raise NotImplementedError(
+                f"{name}: a layer must have neither a table nor dw to get a table, got "
+                f"{self.extra_repr()}. Call the QLookup behind it."
+            )
+        same = self.dst_dtype == lookup.src_dtype and torch.equal(self.dst_scale, lookup.src_scale)
+        if not same or not torch.equal(self.dst_zero_point, lookup.src_zero_point):
+            raise ValueError(
+                f"{name}: lookup must take what this module gives, {self.dst_dtype} with scale "
+                f"{self.dst_scale.tolist()[:1]} and zero point {self.dst_zero_point.tolist()}, got "
+                f"{lookup.src_dtype} with {lookup.src_scale.tolist()} and "
+                f"{lookup.src_zero_point.tolist()}. Make lookup with this module's dst as its src."
+            )
+        self.lookup = lookup
+        return self
+
+    def _table(self) -> Tensor | None:
+        if self.lookup is not None:
+            return self.lookup.table
+        return None
+
     def _hot(
         self,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[
+        Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None
+    ]:
         """What each call passes on; nn.Module.__getattr__ would cost 5 us."""
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return (
@@ -256,6 +295,7 @@ class QLayer(QModule):
                 self.src_zero_point,
                 self.post_op_params,
                 self.weight_shift,
+                self._table(),
             )
         b = self._buffers
         return (  # type: ignore[return-value]
@@ -267,6 +307,7 @@ class QLayer(QModule):
             b["src_zero_point"],
             b["post_op_params"],
             b["weight_shift"],
+            None if self.lookup is None else self.lookup._buffers["table"],
         )
 
     def packed(self) -> PackedWeight:

@@ -92,7 +92,7 @@ class QLinear(QLayer):
         if src.dtype != self.src_dtype:
             src = self._quantized_src(src)
         srcs = sources_of(residual, post_op_srcs)
-        weight, compensation, bound, multiplier, offset, zero_point, params, shift = self._hot()
+        weight, compensation, bound, multiplier, offset, zero, params, shift, table = self._hot()
         dst: Tensor = _linear(
             src,
             weight,
@@ -101,12 +101,14 @@ class QLinear(QLayer):
             multiplier,
             offset,
             None,
-            zero_point,
+            zero,
             self.in_features,
             self.dst_code,
             self.post_ops,
             params,
             srcs,
             shift,
+            None,
+            table,
         )
         return dst

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchq._text import Binary, Eltwise, PostOp, PReLU, Sum
 from torchq.nn.layer import QLayer
+from torchq.nn.quantize import QLookup
 
 Function = Callable[[Tensor, float, float], Tensor]
 
@@ -83,7 +84,8 @@ def stored(module: QLayer, x: Tensor, axis: int) -> Tensor:
     limits = torch.iinfo(module.dst_dtype)
     scale, zero = module.dst_scale.double(), module.dst_zero_point.double()
     q = torch.round(x / scale.reshape(shape) + zero.reshape(shape))
-    return q.clamp(limits.min, limits.max).to(module.dst_dtype)
+    dst = q.clamp(limits.min, limits.max).to(module.dst_dtype)
+    return dst if module.lookup is None else module.lookup(dst)
 
 
 def dequantized(module: QLayer, dst: Tensor, axis: int) -> Tensor:
@@ -92,8 +94,9 @@ def dequantized(module: QLayer, dst: Tensor, axis: int) -> Tensor:
         return dst.double()
     shape = [1] * dst.dim()
     shape[axis] = -1
-    zero = module.dst_zero_point.double().reshape(shape)
-    return (dst.double() - zero) * module.dst_scale.double().reshape(shape)
+    last: QLayer | QLookup = module.lookup or module
+    zero = last.dst_zero_point.double().reshape(shape)
+    return (dst.double() - zero) * last.dst_scale.double().reshape(shape)
 
 
 def _apply(op: PostOp, x: Tensor, shape: list[int], srcs: Iterator[Tensor]) -> Tensor:
