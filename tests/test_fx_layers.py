@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -448,3 +449,36 @@ def test_a_range_before_a_function_is_chosen_by_its_results() -> None:
 def test_a_range_before_a_prelu_of_one_slope() -> None:
     """Its parameter requires a gradient, which the search does not follow."""
     convert(Wired(lambda m, x: m.b(m.p(m.a(x))), a=conv(), p=nn.PReLU(), b=conv()))
+
+
+class Steps(nn.Module):
+    """Dilations are numbers of numpy; ``flag`` is read as Python reads it."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads, self.dilations = reads, np.array([1, 2], dtype=np.int32)
+        self.register_buffer("weight", torch.randn(4, 4, 3))
+        self.register_buffer("flag", torch.tensor(True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reads and not self.flag:
+            return x
+        weight = self.get_buffer("weight")
+        return sum((F.conv1d(x, weight, dilation=d)[..., :8] for d in self.dilations), x[..., :8])
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_module_that_is_not_traced_counts_with_its_products(reads: bool) -> None:
+    model = nn.Sequential(nn.Conv1d(4, 4, 1), Steps(reads), nn.Flatten(), nn.Linear(32, 4)).eval()
+    x = torch.randn(2, 4, 16)
+    text = str(torchq.explain(torchq.prepare(model, x)))
+    expected = "2 of 3" if reads else "4 of 4"
+    assert text.endswith(f"{expected} convolutions and linears run in int8"), text
+
+
+def test_what_is_not_called_does_not_count() -> None:
+    model = Wired(lambda m, x: m.a(x), a=nn.Linear(4, 4), b=nn.Linear(4, 4)).eval()
+    text = str(torchq.explain(torchq.prepare(model, torch.randn(2, 4))))
+    assert text.endswith(
+        "1 of 1 convolutions and linears run in int8; 1 more are not called with example_inputs"
+    )

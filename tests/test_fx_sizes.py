@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Wired
 from torch import Tensor, nn
 
 import torchq
@@ -164,3 +166,77 @@ def test_a_shape_compared_with_sizes_of_another_tensor() -> None:
     assert converted(*batches[1]).shape == (5, 8)
     with pytest.raises(RuntimeError, match="the model was traced where"):
         converted(batches[1][0], batches[0][1])
+
+
+FREE: dict[str, Callable[[Any], Any]] = {
+    "round": lambda shape: round(shape[2] / 3),
+    "round_half": lambda shape: round(shape[2] / 2) + round(shape[3]),
+    "divmod": lambda shape: divmod(shape[2], 3)[0] + divmod(shape[2], 5)[1],
+    "divmod_by": lambda shape: divmod(100, shape[2])[0] + divmod(100, shape[2])[1],
+    "trunc": lambda shape: math.trunc(shape[2] / 3),
+    "abs": lambda shape: abs(3 - shape[2]),
+    "ceil": lambda shape: math.ceil(shape[2] / 3),
+    "prod": lambda shape: math.prod(shape[1:]) + math.prod(shape[2:], start=2) + math.prod(()),
+    "numel": lambda shape: shape[2:].numel(),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_numbers_of_sizes_that_are_nodes(name: str, tmp_path: Path) -> None:
+    """They are right for every size, scripted and saved too."""
+
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return m.a(x), torch.ones(1) * FREE[name](x.shape)
+
+    model, x = Wired(forward, a=nn.Conv2d(3, 8, 3)).eval(), torch.randn(2, 3, 16, 16)
+    quantized = torchq.quantize(model, [x], x)
+    assert isinstance(quantized, torch.fx.GraphModule)
+    torchq.save(quantized, tmp_path / "m")
+    for found in (quantized, torch.jit.script(quantized), torchq.load(tmp_path / "m")):
+        for n in (15, 16, 17, 24):
+            y = torch.randn(2, 3, n, n)
+            assert torch.equal(found(y)[1], model(y)[1])
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """As near as 8 bits are."""
+    assert float((found - expected).detach().norm()) <= 0.1 * float(expected.detach().norm())
+
+
+@pytest.mark.parametrize("name", ["isqrt", "log2", "comb"])
+def test_functions_that_torchscript_lacks(name: str) -> None:
+    """Their sizes are guarded, and so are rounded digits."""
+    functions: dict[str, Callable[[Any], Any]] = {
+        "isqrt": math.isqrt, "log2": math.log2, "comb": lambda n: math.comb(n, 2)
+    }  # fmt: skip
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        z: Tensor = m.a(x)
+        return z * functions[name](x.shape[2]) * round(x.shape[2] / 3, 1)
+
+    model, x = Wired(forward, a=nn.Conv2d(3, 8, 3)).eval(), torch.randn(2, 3, 16, 16)
+    quantized = torchq.quantize(model, [x], x)
+    for found in (quantized, torch.jit.script(quantized)):
+        assert_close(found(x[:1]), model(x[:1]))
+        with pytest.raises((RuntimeError, torch.jit.Error), match="size or condition was"):
+            found(torch.randn(2, 3, 24, 24))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_filter_repeated_for_each_channel_is_a_weight(transposed: bool) -> None:
+    """Its number of channels is guarded; those of the batch and of positions are not."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        z = m.a(x)
+        weight = m.filter.expand(z.shape[1], -1, -1)
+        if transposed:
+            return F.conv_transpose1d(z, weight, stride=2, groups=z.size(1))
+        return F.conv1d(z, weight, padding=1, groups=weight.size(0))
+
+    model = Wired(forward, a=nn.Conv1d(3, 8, 3)).eval()
+    model.register_buffer("filter", torch.tensor([[[0.25, 0.5, 0.25]]]))
+    x = torch.randn(4, 3, 16)
+    quantized = torchq.quantize(model, [x], x, strict=True)
+    for found in (quantized, torch.jit.script(quantized)):
+        for y in (x, x[:1], torch.cat([x, x[..., :9]], 2)):
+            assert_close(found(y), model(y))

@@ -148,6 +148,40 @@ def size_value(z: Any, y: Any) -> None:
     z[0] = y.shape[0]
 
 
+@write
+def operator(z: Any, y: Any) -> None:
+    z *= 2
+    z += y[0]
+
+
+@write
+def operator_of_a_view(z: Any, y: Any) -> None:
+    part = z[:, 1:3]
+    part -= y[:, 3:5]
+    part //= 0.25
+
+
+@write
+def operator_behind_a_view(z: Any, y: Any) -> None:
+    part, rows = z[:, 1:3], z.view(24, 8)
+    z /= 2
+    rows **= 2
+    z[:, 3:5] = part
+
+
+@write
+def operator_of_another_dtype(z: Any, y: Any) -> None:
+    z += y.double()
+
+
+@write
+def operator_of_bits(z: Any, y: Any) -> None:
+    chosen = y > 0
+    same = chosen
+    chosen &= y < 0.5
+    z[same] = 5.0
+
+
 @pytest.fixture(scope="module", params=WRITES)
 def case(request: pytest.FixtureRequest) -> tuple[str, nn.Module, Tensor, Tensor]:
     """Name, converted model, input and what the writes make of the converted layer's result."""

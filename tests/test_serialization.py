@@ -268,3 +268,14 @@ def test_modules_as_arguments_and_methods_of_numbers(file_format: str, tmp_path:
     assert isinstance(converted, torch.fx.GraphModule)
     torchq.save(converted, tmp_path / "model")
     assert torch.equal(torchq.load(tmp_path / "model", Giver())(x), converted(x))
+
+
+def test_complex_numbers_in_the_graph(tmp_path: Path) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        wave = torch.exp(m.a(x) * 1j) * (0.5 - 2j)
+        return wave.real + wave.imag
+
+    model, x = models.Wired(forward, a=nn.Linear(8, 4)).eval(), torch.rand(4, 8)
+    quantized = torchq.quantize(model, [x], x)
+    torchq.save(quantized, tmp_path / "m")
+    assert torch.equal(torchq.load(tmp_path / "m")(x), quantized(x))

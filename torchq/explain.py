@@ -15,6 +15,9 @@ from torchq.saturation import seven_bits
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 
+NOT_CALLED = "not called with example_inputs"
+"""The reason of what did not run when the model was prepared."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -95,7 +98,9 @@ class Explanation:
             if recurrent
             else "convolutions and linears"
         )
-        lines.append(f"{quantized} of {len(layers)} {kinds} run in int8")
+        idle = sum(row.reason == NOT_CALLED for row in layers)
+        more = f"; {idle} more are {NOT_CALLED}" if idle else ""
+        lines.append(f"{quantized} of {len(layers) - idle} {kinds} run in int8{more}")
         return "\n".join(line.rstrip() for line in lines)
 
     def _alike(self) -> list[list[Row]]:

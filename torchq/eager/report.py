@@ -8,7 +8,7 @@ from torch import nn
 from torchq.eager.fuse import Layer
 from torchq.eager.planning import Plan
 from torchq.eager.recording import is_leaf
-from torchq.explain import Row
+from torchq.explain import NOT_CALLED, Row
 from torchq.kinds import MATMUL, QUANTIZABLE
 from torchq.standalone import FOREIGN, RECURRENT, is_foreign
 
@@ -67,7 +67,7 @@ class _Reporter:
         if not calls and name in self.plan.recording.exposed:
             return False, "its parameters are used outside of it, and it is not called"
         if not calls:
-            return False, "not called with example_inputs"
+            return False, NOT_CALLED
         if all(call.moves for call in calls):
             passes = [self.plan.producer(call.inputs[0]) is not None for call in calls]
             return all(passes), "passes values on as they are"

@@ -24,7 +24,8 @@ from torchq.fx.batches import free_batch
 from torchq.fx.factories import traced_factories
 from torchq.fx.guards import GUARDS, expect
 from torchq.fx.memory import DIFFERS, Calls, why_other, with_constants
-from torchq.fx.tracer import Tracer, short
+from torchq.fx.nodes import short
+from torchq.fx.tracer import Tracer
 from torchq.state import twin
 
 __all__ = ["CaptureError", "Captured", "Meta", "capture"]

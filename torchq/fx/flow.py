@@ -50,9 +50,9 @@ def prepare(
     args, kwargs = split_inputs(example_inputs)
     captured = capture(copy.deepcopy(model), args, kwargs)  # its code may write to parameters
     captured.model = with_constants(model, captured.model)
+    opaque, rows = _prepare_opaque(captured, config, overrides)  # may add to the reasons
     plan = Plan(captured, config, overrides)
     plan.check_patterns()
-    opaque, rows = _prepare_opaque(captured, config, overrides)
     for name in plan.standalone:
         own = plan.config(name)
         assert own is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of a traced graph: what it checks at run time, and writing without side effects."""
+"""Functions of a traced graph: what it checks at run time, and what TorchScript has no name for."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = [
     "expect_real",
     "expect_same",
     "expect_text",
+    "rounded",
     "with_condition",
     "with_indices",
     "with_item",
@@ -133,6 +134,12 @@ OPTIONAL: Any = Optional[Tensor]  # noqa: UP045 - torch.fx cannot write ``Tensor
 GUARDS = (expect, expect_real, expect_number, expect_nan, expect_text, expect_none, expect_same)
 for _guard in GUARDS:
     torch.fx.node.has_side_effect(_guard)  # or eliminate_dead_code takes it for unused
+
+
+@torch.fx.wrap
+def rounded(value: float) -> int:
+    """``round(value)``, which is a float in TorchScript."""
+    return int(round(value))  # noqa: RUF046 - there it is one
 
 
 @torch.fx.wrap

@@ -139,9 +139,6 @@ def conv(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
     transposed = issubclass(cls, TRANSPOSED)
 
     def make(a: Arguments) -> Made | str:
-        if isinstance(a.groups, fx.Node) and isinstance(a.weight, Tensor) and not transposed:
-            # which every source must have
-            a["groups"] = shape_of(a.input)[1 - a.weight.dim()] // a.weight.shape[1]
         if a.varying("input"):
             return f"its {a.varying('input')[0]} is computed at run time"
         first, second, *kernel = a.weight.shape

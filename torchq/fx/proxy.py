@@ -9,7 +9,7 @@ import gc
 import operator
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import CellType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchq.fx.guards import with_item
+from torchq.fx.guards import rounded, with_item
 
 if TYPE_CHECKING:
     from torchq.fx.tracer import Tracer
@@ -118,6 +118,23 @@ class Proxy(fx.Proxy):
         """Guarded."""
         return float(self.tracer.known(self))
 
+    def __round__(self, digits: int | None = None) -> Any:
+        """A node; with digits guarded, as TorchScript knows no such function."""
+        value = self.tracer.values[self.node]
+        if digits is not None or not isinstance(value, int | float):
+            return round(self.tracer.known(self), digits)
+        if isinstance(value, int):
+            return self
+        return self.tracer.create_proxy("call_function", rounded, (self,), {})
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        """Two nodes."""
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+        """The same."""
+        return other // self, other % self
+
     def __hash__(self) -> int:
         """By identity; of a number, as of another node of that number, but not as the number's.
 
@@ -160,6 +177,41 @@ def compared(proxy: fx.Proxy) -> list[tuple[fx.Proxy, int | bool]] | None:
             for i, size in enumerate(expected)
         ]
     return [(functools.reduce(operator.or_, [sizes[i] != n for i, n in enumerate(expected)]), True)]
+
+
+def _in_place(function: Callable[[Any, Any], Any], method: str) -> Callable[[Proxy, Any], Any]:
+    """An operator such as ``+=``: whoever has the tensor, under another name too, gets the result.
+
+    It is a new tensor where nobody sees the difference: that is what layers can be fused with.
+    """
+
+    def operate(self: Proxy, other: Any) -> Any:
+        tracer = self.tracer
+        value = tracer.values[self.node]
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        if tracer.has_views(self) or _dtype(value, other) != value.dtype:
+            return getattr(self, method)(other)
+        result = function(self, other)
+        tracer.replace(self, result)
+        return result
+
+    return operate
+
+
+def _dtype(value: Tensor, other: Any) -> torch.dtype:
+    """Of the result of a new tensor."""
+    known = other.tracer.values[other.node] if isinstance(other, Proxy) else other
+    return torch.result_type(value, known)
+
+
+for _name, _method in (
+    ("add", "add_"), ("sub", "sub_"), ("mul", "mul_"), ("truediv", "div_"), ("pow", "pow_"),
+    ("floordiv", "floor_divide_"), ("mod", "remainder_"), ("and", "bitwise_and_"),
+    ("or", "bitwise_or_"), ("xor", "bitwise_xor_"),
+):  # fmt: skip
+    _function = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
+    setattr(Proxy, f"__i{_name}__", _in_place(_function, _method))
 
 
 def release(left: list[Proxy], values: Mapping[fx.Node, Any]) -> None:

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from torchq.explain import Row
+from torchq.explain import NOT_CALLED, Row
+from torchq.fx.capture import Captured
 from torchq.fx.fake import is_watcher
 from torchq.fx.layers import Layer
 from torchq.fx.ops import Op, Role
@@ -48,7 +51,7 @@ def report_rows(plan: Plan, inside: dict[str, list[Row]]) -> list[Row]:
         name = str(op.node.target) if op.owner is not None else op.name
         if name in inside:
             why = f"{op.reason}; its modules were swapped, its functions and operators stay float"
-            whole = replace(_row(plan, op, None, name), reason=why)
+            whole = replace(_row(plan, op, None, name), reason=why, is_matmul=False)
             rows[name] = [whole, *(row for row in inside[name] if row.name != name)]
         else:
             row, place = _row(plan, op, layer_of.get(op), name), op.node.meta.get("place")
@@ -101,7 +104,22 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     elif op.role is Role.NORM:
         reason = "it stands alone on rows of features"
     is_matmul = isinstance(op.owner, _MATMULS) or op.is_matmul
+    if op.owner is not None and name in plan.captured.untraceable:
+        is_matmul = is_matmul or _multiplies(plan.captured, name)
     return Row(name, op.kind, quantized, reason, site, is_matmul, op.requested)
+
+
+def _multiplies(captured: Captured, name: str) -> bool:
+    """Whether a module that was not traced computes a convolution or a matrix product."""
+    module, (args, kwargs) = copy.deepcopy(
+        (captured.model.get_submodule(name), captured.examples[name])
+    )
+    try:
+        with FlopCounterMode(display=False) as counter:
+            module(*args, **kwargs)
+    except Exception:  # of the model's own code: who knows what it would compute
+        return True
+    return bool(counter.get_total_flops())
 
 
 def _not_called(plan: Plan, known: dict[str, Row]) -> list[Row]:
@@ -132,7 +150,7 @@ def _not_called(plan: Plan, known: dict[str, Row]) -> list[Row]:
         elif name in used:
             reason = "its parameters are used outside of it"
         elif host is None:
-            reason = "not called with example_inputs"
+            reason = NOT_CALLED
         elif not is_matmul:
             continue
         else:

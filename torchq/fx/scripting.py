@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -22,15 +23,18 @@ def respell(copied: fx.Node, original: fx.Node) -> None:
 
     - ``view`` refuses what a converted convolution returns: channels-last. ``reshape`` copies then.
       (Where somebody writes to a view that others see, everything keeps the layout it had.)
-    - ``abs(x)`` is no function of TorchScript, ``torch.abs`` is.
+    - ``operator.abs`` is no function of TorchScript, ``torch.abs`` is, and ``abs`` of a number; nor
+      is ``math.trunc``, which is ``int``.
     - An int for a float argument, as in ``F.interpolate(x, scale_factor=2)``, becomes a float.
     """
     values = [*copied.args, *copied.kwargs.values()]
     if copied.op == "call_method" and copied.target == "view":
         if not any(isinstance(value, torch.dtype) for value in values):
             copied.target, copied.args, copied.kwargs = "reshape", tuple(values), {}
-    elif copied.target is operator.abs and original.meta["value"].shape is not None:
-        copied.target = torch.abs
+    elif copied.target is operator.abs:
+        copied.target = abs if original.meta["value"].shape is None else torch.abs
+    elif copied.target is math.trunc:
+        copied.target = int
     elif inspect.isfunction(copied.target) and (floats := _floats(copied.target)):
         names = list(inspect.signature(copied.target).parameters)
         given = dict(zip(names, copied.args, strict=False)) | copied.kwargs

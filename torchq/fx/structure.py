@@ -222,6 +222,8 @@ def _encode(value: Any, node: fx.Node) -> Any:
         return {"dict": {key: _encode(item, node) for key, item in value.items()}}
     if isinstance(value, slice):
         return {"slice": [_encode(item, node) for item in (value.start, value.stop, value.step)]}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
     if value is ...:
         return {"constant": "..."}
     if str(value) in _CONSTANTS:
@@ -248,6 +250,8 @@ def _decode(value: Any, nodes: dict[str, fx.Node]) -> Any:
         return {key: _decode(item, nodes) for key, item in content.items()}
     if kind == "slice":
         return slice(*_decode(content, nodes))
+    if kind == "complex":
+        return complex(*content)
     if kind == "device":
         return torch.device(content)
     return ... if content == "..." else _CONSTANTS[content]

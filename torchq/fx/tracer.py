@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +13,11 @@ from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchq.fx.attention import attention
-from torchq.fx.einsum import einsum
 from torchq.fx.fake import fake_quantizer, is_watcher
 from torchq.fx.guards import (
     OPTIONAL,
@@ -32,18 +29,18 @@ from torchq.fx.guards import (
     expect_same,
     expect_text,
 )
+from torchq.fx.nodes import compute, counts, short
 from torchq.fx.place import line, place
-from torchq.fx.proxy import CONSTANT_METHODS, SHAPE_METHODS, Proxy, compared, release
+from torchq.fx.proxy import SHAPE_METHODS, Proxy, compared, release
+from torchq.fx.respelled import UNSCRIPTED, instead, settle_filter
 from torchq.fx.sequences import SequenceTracer
 from torchq.state import put_back, state_of
 
-__all__ = ["Tracer", "short"]
+__all__ = ["Tracer"]
 
 # Modules of torch that are one operation although they have children or look like several.
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _WHOLE = (nn.RNNBase, nn.RNNCellBase)
-_COUNTING = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
-_UNSCRIPTED = (math.log2, math.isqrt, math.hypot)  # of sizes, which TorchScript does not know
 _HINTS = (
     (nn.TransformerEncoder, "is_causal", 3),
     (nn.TransformerDecoder, "tgt_is_causal", 6),
@@ -98,6 +95,8 @@ class Tracer(SequenceTracer):
         """
         if isinstance(a, fx.Proxy):
             return self._latest(a.node)
+        if isinstance(a, np.generic):
+            return a.item()
         if isinstance(a, tuple) and hasattr(a, "_fields"):
             return self.create_proxy("call_function", type(a), tuple(a), {}).node
         if is_dataclass(a) and not isinstance(a, type):
@@ -116,6 +115,17 @@ class Tracer(SequenceTracer):
         """Whoever reads ``old`` from here on gets ``new``."""
         self._written[self._latest(old.node)] = new.node
 
+    def has_views(self, proxy: fx.Proxy) -> bool:
+        """Whether another node that somebody may read has the same memory."""
+        latest = self._latest(proxy.node)
+        storage = self.values[latest].untyped_storage().data_ptr()
+        return any(
+            isinstance(value, Tensor)
+            and value.untyped_storage().data_ptr() == storage
+            and self._latest(node) is not latest
+            for node, value in self.values.items()
+        )
+
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """A node that knows its value."""
         proxy = Proxy(node, self)
@@ -126,24 +136,10 @@ class Tracer(SequenceTracer):
         self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
     ) -> Any:
         """A node, computed at once; a constant where it is known to be one."""
-        if kind == "call_method" and target in CONSTANT_METHODS and isinstance(args[0], fx.Proxy):
-            value = self.values[args[0].node]
-            if isinstance(value, Tensor):
-                self.asked_rank |= "dim" in target
-                return getattr(value, target)()
-        if target in (operator.eq, operator.ne) and any(x is None for x in args):
-            return target(*(self.values[x.node] if type(x) is Proxy else x for x in args))
-        if target in (torch.is_floating_point, torch.is_complex):
-            return target(self.values[args[0].node])
-        if target is F.multi_head_attention_forward and not self.running:
-            rank = self.values[args[0].node].dim() if isinstance(args[0], fx.Proxy) else 0
-            whole = attention(args, kwargs, rank)
-            if whole is not None:
-                return whole
-        if target is torch.einsum and not self.running:
-            whole = einsum(args, self._known_operand)
-            if whole is not None:
-                return whole
+        whole = instead(self, kind, target, args, kwargs)
+        if whole is not None:
+            return whole
+        args, kwargs = settle_filter(self, target, args, kwargs)
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         if kind not in ("placeholder", "get_attr"):
             try:
@@ -154,14 +150,11 @@ class Tracer(SequenceTracer):
             for source in proxy.node.meta["writes"]:
                 if self.values[source] is self.values[proxy.node]:
                     self._written[source] = proxy.node
-        if target in _UNSCRIPTED:
+        if target in UNSCRIPTED:
             for source in proxy.node.all_input_nodes:
                 self.known(self.proxy(source))
             proxy.node.meta["varying"] = False
         return proxy
-
-    def _known_operand(self, x: Any) -> tuple[Tensor, bool]:
-        return (self.values[x.node], x.node.meta["varying"]) if type(x) is Proxy else (x, False)
 
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
@@ -179,7 +172,7 @@ class Tracer(SequenceTracer):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n])
         before, self._running = self._running, True
         try:
-            self.values[node] = _compute(self.root, node, args, kwargs)
+            self.values[node] = compute(self.root, node, args, kwargs)
         finally:
             self._running = before
         node.meta["scope"] = self.scope.module_path
@@ -194,7 +187,7 @@ class Tracer(SequenceTracer):
         )
         static = all(n.meta["static"] for n in node.all_input_nodes)
         counted = [n for n in node.all_input_nodes if n.meta.get("counted")]
-        node.meta["counted"] = bool(counted) or _counts(node, args)
+        node.meta["counted"] = bool(counted) or counts(node, args)
         node.meta["static"] = node.op != "get_attr" and ((asks and not counted) or static)
 
     def known(self, proxy: fx.Proxy) -> Any:
@@ -383,31 +376,5 @@ def _collection(value: Any) -> Any:
     return None
 
 
-def _compute(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    if node.op == "call_module":
-        return root.get_submodule(str(node.target))(*args, **kwargs)
-    if node.op == "get_attr":
-        return operator.attrgetter(str(node.target))(root)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
-
-
-def _counts(node: fx.Node, args: Any) -> bool:
-    """Whether the values in a tensor decide about the size of the result."""
-    if node.target is operator.getitem:
-        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8) for p in parts)
-    name = getattr(node.target, "__name__", node.target)
-    return name in _COUNTING or (name == "where" and len(args) == 1)
-
-
 def _normal(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def short(error: Exception) -> str:
-    """Class and text, on one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a node of a traced graph computes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+__all__ = ["compute", "counts", "short"]
+
+_COUNTING = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
+
+
+def compute(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Its value for these arguments."""
+    if node.op == "call_module":
+        return root.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "get_attr":
+        return operator.attrgetter(str(node.target))(root)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def counts(node: fx.Node, args: Any) -> bool:
+    """Whether the values in a tensor decide about the size of the result."""
+    if node.target is operator.getitem:
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8) for p in parts)
+    name = getattr(node.target, "__name__", node.target)
+    return name in _COUNTING or (name == "where" and len(args) == 1)
+
+
+def short(error: Exception) -> str:
+    """Class and text, on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
