@@ -199,8 +199,12 @@ def test_report_names_every_layer_and_needs_nothing_else(flow, tmp_path: Path) -
     torchq.write_report(path, model, prepared, qmodel, data, title="a <b> & c")
     text = path.read_text()
     assert "a &lt;b&gt; &amp; c in int8" in text
-    assert text.count("<tr><td") == len(torchq.explain(qmodel).rows) == 7
+    body = text[text.rindex("<tbody>") : text.rindex("</tbody>")]
+    assert body.count("<tr") == len(torchq.explain(qmodel).rows) == 7
     assert "3 of 3" in text and "fused into 0" in text
+    for heading in ("Least accurate", "Most of the time", "What stays float, and why"):
+        assert f"<h2>{heading}</h2>" in text
+    assert re.search(r"[\d.]+ times (faster|slower) and [\d.]+ times smaller than float", text)
     assert text.count("<svg") == 4
     assert not re.search(r"https?://|src=|@import|\$[a-z]", text)
     accuracy = torchq.compare(prepared, qmodel, data)

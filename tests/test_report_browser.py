@@ -16,7 +16,7 @@ import torchq
 
 pytestmark = pytest.mark.report
 
-CLICK = "<script>document.querySelectorAll('th')[3].click();</script></body>"
+CLICK = "<script>document.querySelectorAll('#layers th')[2].click();</script></body>"
 
 
 def chromium(*arguments: str) -> str:
@@ -44,9 +44,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_screenshot(page: Path) -> None:
     shot = page.with_suffix(".png")
-    chromium(f"--screenshot={shot}", "--window-size=1400,700", page.as_uri())
+    chromium(f"--screenshot={shot}", "--window-size=1400,1100", page.as_uri())
     image = matplotlib.image.imread(shot)[..., :3]
-    assert image.shape[:2] == (700, 1400)
+    assert image.shape[:2] == (1100, 1400)
     background = image[-1, -1]
     marked = (abs(image - background).max(-1) > 0.2).mean(axis=1) > 0
     assert marked[:400].mean() > 0.3, "text, figures and histograms cover the upper part"
@@ -54,13 +54,22 @@ def test_screenshot(page: Path) -> None:
     assert bars > 300, "the histograms are drawn"
 
 
+@pytest.mark.parametrize("width", [500, 800, 1400])
+def test_nothing_is_wider_than_the_window(page: Path, width: int) -> None:
+    measured = page.with_name("measured.html")
+    script = "<script>document.title = document.documentElement.scrollWidth;</script></body>"
+    measured.write_text(page.read_text().replace("</body>", script))
+    document = chromium("--dump-dom", f"--window-size={width},800", measured.as_uri())
+    assert int(document.split("<title>")[1].split("<")[0]) <= width
+
+
 def test_a_click_on_a_heading_sorts(page: Path) -> None:
     clicked = page.with_name("clicked.html")
     clicked.write_text(page.read_text().replace("</body>", CLICK))
     document = chromium("--dump-dom", clicked.as_uri())
     assert 'aria-sort="ascending"' in document
-    body = document[document.index("<tbody>") : document.index("</tbody>")]
-    values = [row.split('data-v="')[1].split('"')[0] for row in body.split("<tr>")[1:]]
+    body = document[document.rindex("<tbody>") : document.rindex("</tbody>")]
+    values = [row.split('data-v="')[1].split('"')[0] for row in body.split("<tr")[1:]]
     figures = [float(value) for value in values if value]
     assert len(figures) == 3 and figures == sorted(figures)
     assert values[-1] == "", "rows without a figure come last"

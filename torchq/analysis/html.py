@@ -16,17 +16,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from torchq.analysis.accuracy import compare, covered, float_layers, without_observers
-from torchq.analysis.speed import profile
-from torchq.explain import Row, explain
+from torchq.analysis.accuracy import (
+    Accuracy,
+    LayerAccuracy,
+    compare,
+    covered,
+    float_layers,
+    without_observers,
+)
+from torchq.analysis.speed import LayerTime, Profile, profile
+from torchq.explain import NOT_CALLED, Row, explain
 from torchq.isa import cpu_info, isa
 from torchq.nn.module import QModule
 from torchq.running import Inputs, call
 
 __all__ = ["write_report"]
 
-_BINS = 48
+_BINS, _MOST = 48, 6
 
 
 def write_report(
@@ -37,7 +45,7 @@ def write_report(
     data: Sequence[Inputs],
     title: str | None = None,
 ) -> None:
-    """Writes an HTML page: every layer with its reason, accuracy, range, time and size.
+    """Writes an HTML page: what was won and lost, and every layer with its reason and figures.
 
     Args:
         path: of the file.
@@ -53,11 +61,10 @@ def write_report(
     data = list(data)
     accuracy = compare(prepared, qmodel, data)
     times = profile(model, qmodel, data[0])
+    shapes = _histograms(prepared, qmodel, data[0])
+    rows, details = explain(qmodel).rows, explain(qmodel).details
     noise = {layer.name: layer for layer in accuracy.layers}
     timed = {layer.name: layer for layer in times.layers}
-    shapes = _histograms(prepared, qmodel, data[0])
-    rows = explain(qmodel).rows
-    details = explain(qmodel).details
     body = []
     first: dict[str, str] = {}  # where the figures of a fused group stand
     for row in sorted(rows, key=lambda row: not row.is_matmul):
@@ -66,48 +73,156 @@ def write_report(
     for row in rows:
         own = first.get(row.site) == row.name
         layer, spent = (noise.get(row.site), timed.get(row.site)) if own else (None, None)
-        cells = [
-            _text(row.name or "(the model)", "name"),
-            _text(row.kind),
-            _badge(row),
-            _number(layer.sqnr if layer else None, "{:.1f}"),
-            _number(layer.worst if layer else None, "{:.3g}"),
-            _number(100 * layer.clipped if layer else None, "{:.2f}"),
-            _number(spent.float_ms if spent else None, "{:.3f}"),
-            _number(spent.int8_ms if spent else None, "{:.3f}", bad=bool(spent and spent.loses)),
-            _number(spent.float_ms / spent.int8_ms if spent else None, "{:.1f}"),
-            f'<td class="plot">{shapes.get(row.site, "") if own else ""}</td>',
-            _text(row.reason or details.get(row.site, ""), "why"),
-        ]
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    matmuls = [row for row in rows if row.is_matmul]
-    quantized = sum(row.quantized for row in matmuls)
-    before, after = _bytes(model), _bytes(qmodel)
-    facts = [
-        ("convolutions and linears in int8", f"{quantized} of {len(matmuls)}"),
-        ("SQNR of the output", f"{accuracy.output:.1f} dB"),
-        ("float", f"{times.float_ms:.2f} ms"),
-        ("int8", f"{times.int8_ms:.2f} ms"),
-        ("faster", f"{times.float_ms / times.int8_ms:.1f}x"),
-        ("size", f"{before / 1e6:.2f} to {after / 1e6:.2f} MB"),
-    ]
+        plot = shapes.get(row.site, "") if own else ""
+        body.append(_line(row, details.get(row.site, ""), layer, spent, plot))
+    worst = sorted(accuracy.layers, key=lambda layer: layer.sqnr)[:_MOST]
+    losing = sorted(times.losing, key=lambda layer: layer.float_ms - layer.int8_ms)
+    slowest = sorted(times.layers, key=lambda layer: -layer.int8_ms)[:_MOST]
     page = Template(resources.files("torchq.analysis").joinpath("report.html").read_text("utf-8"))
     Path(path).write_text(
         page.substitute(
             title=escape(title or type(model).__name__),
-            facts="".join(f"<div><b>{escape(v)}</b>{escape(k)}</div>" for k, v in facts),
+            **_headline(rows, accuracy, times, _bytes(model), _bytes(qmodel)),
+            machine=escape(f"{_machine()}; times of {_batch(data[0])}"),
+            floats=_floats(rows),
+            losing=_table(
+                ("layer", "float ms", "int8 ms"),
+                [(x.name, _ms(x.float_ms), _ms(x.int8_ms)) for x in losing[:_MOST]],
+                len(losing[_MOST:]),
+            ),
+            worst=_table(
+                ("layer", "SQNR dB", "clipped %"),
+                [(x.name, f"{x.sqnr:.1f}", f"{100 * x.clipped:.2f}") for x in worst],
+            ),
+            slowest=_table(
+                ("layer", "int8 ms", "% of all"),
+                [
+                    (x.name, _ms(x.int8_ms), f"{100 * x.int8_ms / times.int8_ms:.0f}")
+                    for x in slowest
+                ],
+            ),
+            fused=_switch(sum(_is_fused(row) for row in rows)),
             rows="\n".join(body),
-            losing=escape(", ".join(layer.name for layer in times.losing)) or "none",
-            machine=escape(_machine()),
         ),
         encoding="utf-8",
     )
 
 
+def _headline(
+    rows: Sequence[Row], accuracy: Accuracy, times: Profile, before: int, after: int
+) -> dict[str, str]:
+    """The sentence on top, and the figures below it."""
+    matmuls = [row for row in rows if row.is_matmul and row.reason != NOT_CALLED]
+    quantized = sum(row.quantized for row in matmuls)
+    faster, smaller = times.float_ms / times.int8_ms, before / max(after, 1)
+    share = 100 * 10 ** (-accuracy.output / 20)
+    lead = (
+        f"{_ratio(faster, 'faster', 'slower')} and {_ratio(smaller, 'smaller', 'larger')} than "
+        f"float; the results differ by {share:.2g} % of their size. "
+        f"{quantized} of {len(matmuls)} convolutions, linear and recurrent layers run in int8."
+    )
+    facts = [
+        (f"{faster:.1f}x", f"faster: {_ms(times.float_ms)} to {_ms(times.int8_ms)} ms"),
+        (f"{smaller:.1f}x", f"smaller: {before / 1e6:.2f} to {after / 1e6:.2f} MB"),
+        (f"{accuracy.output:.1f} dB", "SQNR of the output"),
+        (f"{quantized} of {len(matmuls)}", "convolutions and linears in int8"),
+    ]
+    boxes = "".join(f"<div><b>{escape(v)}</b>{escape(k)}</div>" for v, k in facts)
+    return {"lead": escape(lead), "facts": boxes}
+
+
+def _ratio(value: float, more: str, less: str) -> str:
+    return f"{value:.1f} times {more}" if value >= 1 else f"{1 / value:.1f} times {less}"
+
+
+def _floats(rows: Sequence[Row]) -> str:
+    """Rows that stay float, by reason; convolutions and linears first."""
+    reasons: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: not row.is_matmul):
+        if not row.quantized:
+            reasons.setdefault(row.reason or "it has no int8 form", []).append(row)
+    if not reasons:
+        return "<p>Nothing: everything runs in int8.</p>"
+    items = []
+    for reason, alike in sorted(
+        reasons.items(), key=lambda item: (not item[1][0].is_matmul, -len(item[1]))
+    ):
+        names = ", ".join(row.name or "(the model)" for row in alike[:3])
+        more = f" and {len(alike) - 3} more" if len(alike) > 3 else ""
+        kinds = ", ".join(dict.fromkeys(row.kind for row in alike))
+        mark = '<span class="badge float">float</span> ' if alike[0].is_matmul else ""
+        text = reason if reason.startswith(kinds) else f"{kinds}: {reason}"
+        items.append(f"<li>{mark}{escape(text)}<br>{_name(names)}{more}</li>")
+    return f"<ul>{''.join(items)}</ul>"
+
+
+def _name(name: str) -> str:
+    """A long one breaks behind its dots."""
+    return f"<code>{escape(name).replace('.', '.<wbr>')}</code>"
+
+
+def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], more: int = 0) -> str:
+    """Of layers' names and numbers; ``more`` are left out."""
+    if not lines:
+        return "<p>Nowhere.</p>"
+    numbers = "".join(f'<th class="num">{escape(head)}</th>' for head in heads[1:])
+    body = "".join(
+        f'<tr><td class="name">{_name(name)}</td>'
+        + "".join(f'<td class="num">{escape(value)}</td>' for value in values)
+        + "</tr>"
+        for name, *values in lines
+    )
+    rest = f"<p>and {more} more</p>" if more else ""
+    return f"<table><tr><th>{escape(heads[0])}</th>{numbers}</tr>{body}</table>{rest}"
+
+
+def _line(
+    row: Row, details: str, layer: LayerAccuracy | None, spent: LayerTime | None, plot: str
+) -> str:
+    """A row of the table of all layers."""
+    kind = f"{row.kind} x{row.calls}" if row.calls > 1 else row.kind
+    about = row.reason or details
+    if not about.startswith(kind):  # a table of values says what it is
+        about = f"{kind} · {about}" if about else kind
+    name = f"{_name(row.name or '(the model)')}<small>{escape(about)}</small>"
+    faster = spent.float_ms / spent.int8_ms if spent and spent.int8_ms else None
+    cells = [
+        f'<td class="name">{name}</td>',
+        _badge(row),
+        _number("SQNR", layer.sqnr if layer else None, "{:.1f}"),
+        _number("error", layer.worst if layer else None, "{:.3g}"),
+        _number("clipped", 100 * layer.clipped if layer else None, "{:.2f}"),
+        _number("float", spent.float_ms if spent else None),
+        _number("int8", spent.int8_ms if spent else None, bad=bool(spent and spent.loses)),
+        _number("faster", faster, "{:.1f}"),
+        f"<td>{plot}</td>",
+    ]
+    kind = ' class="fused"' if _is_fused(row) else ""
+    return f"<tr{kind}>{''.join(cells)}</tr>"
+
+
+def _switch(fused: int) -> str:
+    """Shows rows that are part of other layers."""
+    label = f"also {fused} row{'s' * (fused != 1)} of what is part of other layers"
+    switch = f'<input type="checkbox" id="fused"> <label for="fused">{label}</label>'
+    return switch if fused else ""
+
+
+def _is_fused(row: Row) -> bool:
+    return row.quantized and not row.is_matmul and row.reason.startswith("fused into ")
+
+
+def _batch(inputs: Inputs) -> str:
+    """Shapes of a call's inputs."""
+    shapes = [list(x.shape) for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+    return f"one call with {', '.join(map(str, shapes))}"
+
+
 def _machine() -> str:
+    threads = torch.get_num_threads()
     return (
-        f"{cpu_info().get('model', 'CPU')}, kernels {isa()}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}"
+        f"{cpu_info().get('model', 'CPU')}, kernels {isa()}, "
+        f"{threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
     )
 
 
@@ -116,20 +231,24 @@ def _bytes(model: nn.Module) -> int:
     return sum(x.numel() * x.element_size() for x in model.state_dict().values() if x is not None)
 
 
-def _text(text: str, kind: str = "") -> str:
-    return f'<td class="{kind}">{escape(text)}</td>'
-
-
 def _badge(row: Row) -> str:
     kind = "int8" if row.quantized else "asked" if row.requested else "float"
     return f'<td><span class="badge {kind}">{"int8" if row.quantized else "float"}</span></td>'
 
 
-def _number(value: float | None, form: str, bad: bool = False) -> str:
+def _number(key: str, value: float | None, form: str = "", bad: bool = False) -> str:
+    """A cell; ``form`` is for milliseconds where it is empty."""
     if value is None or math.isnan(value):
-        return '<td class="num" data-v="">&nbsp;</td>'
+        return '<td class="num" data-v=""></td>'
     kind = "num bad" if bad else "num"
-    return f'<td class="{kind}" data-v="{value!r}">{form.format(value)}</td>'
+    text = form.format(value) if form else _ms(value)
+    return f'<td class="{kind}" data-k="{key}" data-v="{value!r}">{text}</td>'
+
+
+def _ms(value: float) -> str:
+    """With three digits or so."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:.{digits}f}"
 
 
 @dataclass(frozen=True)
