@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
+import io
 import pickle
+import re
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import torchq
 from torchq.config import OBSERVERS, QConfig, resolve, unmatched_patterns
 from torchq.observers import HistogramObserver, MinMaxObserver, PercentileObserver
 
@@ -113,3 +118,29 @@ def test_unmatched_patterns():
 def test_override_errors(overrides, message):
     with pytest.raises(TypeError, match=message):
         resolve(overrides, "conv", QConfig())
+
+
+X = torch.randn(2, 4)
+MISTAKES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
+    "model": (lambda m: torchq.prepare(len, X), TypeError,
+              "prepare: model must be an nn.Module, got builtin_function_or_method"),
+    "config": (lambda m: torchq.prepare(m, X, {"bits": 7}), TypeError,
+               "prepare: config must be a QConfig or None, got dict"),
+    "dtype": (lambda m: torchq.prepare(nn.Linear(4, 4).half().eval(), X), TypeError,
+              "prepare: model must be float32, got torch.float16 in the model"),
+    "data": (lambda m: torchq.quantize(m, 5), TypeError,
+             "quantize: data must be batches, got one int"),
+    "none": (lambda m: torchq.calibrate(torchq.prepare(m, X), None), TypeError,
+             "calibrate: data must be batches, got one NoneType"),
+    "calibrate": (lambda m: torchq.calibrate(m, [X]), ValueError,
+                  "calibrate: prepared must come from torchq.prepare, got Sequential"),
+    "path": (lambda m: torchq.save(torchq.quantize(m, [X]), io.BytesIO()), TypeError,
+             "save: path must be a str or a Path, got BytesIO"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_said_in_a_sentence(name: str) -> None:
+    call, kind, message = MISTAKES[name]
+    with pytest.raises(kind, match=f"^torchq.{re.escape(message)}.*[.] [A-Z].*[.]$"):
+        call(nn.Sequential(nn.Linear(4, 4)).eval())

@@ -46,8 +46,13 @@ def prepare(
 
     Raises:
         ValueError: the model is in training mode or prepared already, or a pattern matches nothing.
-        TypeError: the model is not float32.
+        TypeError: the model is no nn.Module or not float32, or ``config`` is no QConfig.
     """
+    if config is not None and not isinstance(config, QConfig):
+        raise TypeError(
+            f"torchq.prepare: config must be a QConfig or None, got {type(config).__name__}. "
+            "Write torchq.QConfig(activation_bits=7), say."
+        )
     if stands_alone(model, config):  # a graph would look into it
         return eager.prepare(model, example_inputs, config, overrides)
     try:

@@ -95,11 +95,12 @@ def batches(op: str, data: Iterable[Inputs], progress: bool | None = None) -> It
             is a terminal.
 
     Raises:
-        TypeError: ``data`` is one tensor or dict instead of batches of them.
+        TypeError: ``data`` is one tensor or dict, or no iterable, instead of batches.
         ValueError: ``data`` has no batches; raised when it was used up.
         ImportError: ``progress`` is True without tqdm.
     """
-    if isinstance(data, Tensor | Mapping):
+    gives = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
+    if isinstance(data, Tensor | Mapping) or not gives:
         raise TypeError(
             f"torchq.{op}: data must be batches, got one {type(data).__name__}. Pass a list "
             "of them, such as [batch], or a DataLoader."

@@ -39,7 +39,13 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         NotImplementedError: its graph calls functions that are not of torch.
+        TypeError: ``path`` is no path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"torchq.save: path must be a str or a Path, got {type(path).__name__}. For a buffer, "
+            "torch.save(model, buffer) keeps the whole model."
+        )
     state = _state(model)
     report = getattr(model, "torchq_report", None)
     if report is not None:

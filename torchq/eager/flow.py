@@ -143,8 +143,13 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
     Raises:
         TypeError: ``data`` is one tensor or dict instead of batches of them.
         ValueError: ``data`` has no batches, a batch contains NaN or inf (the message names the
-            module), or ``prepared`` is in training mode.
+            module), or ``prepared`` is in training mode or no prepared model.
     """
+    if not hasattr(prepared, "torchq_report"):
+        raise ValueError(
+            "torchq.calibrate: prepared must come from torchq.prepare, got "
+            f"{type(prepared).__name__} without observers. Call torchq.prepare first."
+        )
     check_mode("calibrate", prepared)
     with as_before(prepared), torch.inference_mode():
         for batch in batches("calibrate", data, progress):
@@ -245,6 +250,11 @@ def check_mode(op: str, model: nn.Module) -> None:
 
 def check_model(model: nn.Module) -> None:
     """Raises what :func:`prepare` promises."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"torchq.prepare: model must be an nn.Module, got {type(model).__name__}. A function "
+            "can be called in the forward of one."
+        )
     check_mode("prepare", model)
     for name, module in model.named_modules():
         if isinstance(module, (ObservedLayer, ObservedPool, QModule, *STANDALONE)):
@@ -255,6 +265,6 @@ def check_model(model: nn.Module) -> None:
         dtypes = {p.dtype for p in module.parameters(recurse=False)} - {torch.float32}
         if isinstance(module, (*QUANTIZABLE, *RECURRENT)) and dtypes:
             raise TypeError(
-                f"torchq.prepare: model must be float32, got {dtypes.pop()} in '{name}'. Call "
-                "model.float() first."
+                f"torchq.prepare: model must be float32, got {dtypes.pop()} in "
+                f"{repr(name) if name else 'the model'}. Call model.float() first."
             )
