@@ -64,6 +64,8 @@ def test_bench(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     "arguments,message",
     [
         (["bench", "nothing"], "MODEL must be file.py:function, got 'nothing'"),
+        (["bench", "no.module:f"], "MODEL must be file.py:function or module:function, got"),
+        (["inspect", __file__], "path must be a file written by torchq.save, got"),
         (["bench", "missing.py:make"], "must name a file that exists, got 'missing.py'"),
         (["inspect", "missing.torchq"], "missing.torchq does not exist"),
     ],

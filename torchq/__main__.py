@@ -146,7 +146,15 @@ def load_model(spec: str) -> tuple[nn.Module, Sequence[Inputs]]:
         found.loader.exec_module(module)
     else:
         sys.path.insert(0, "")
-        module = importlib.import_module(place)
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise  # from inside of it
+            raise ValueError(
+                f"torchq: MODEL must be file.py:function or module:function, got '{spec}', and "
+                f"there is no module {error.name}."
+            ) from None
     make = getattr(module, name, None)
     result = make() if callable(make) else None
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):

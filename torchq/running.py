@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
@@ -135,3 +136,10 @@ def with_progress(op: str, items: Iterable[Any], progress: bool | None) -> Itera
     # disable=None means: only on a terminal
     bar: Iterable[Any] = tqdm(items, desc=op, disable=None if progress is None else False)
     return bar
+
+
+def decibels(signal: float, noise: float) -> float:
+    """``10 log10(signal / noise)`` of sums of squares."""
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf

@@ -214,9 +214,16 @@ def read_state(path: Path) -> dict[str, Tensor]:
         state: dict[str, Tensor] = torch.load(path, weights_only=True)
         return state
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
     except ImportError:
         raise ImportError(
             f"torchq.load: {path} is a safetensors file. Run `pip install safetensors`."
         ) from None
-    return load_file(path)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(
+            f"torchq.load: path must be a file written by torchq.save, got {path}, which is not "
+            f"one: {error}. Save the converted model with torchq.save."
+        ) from None

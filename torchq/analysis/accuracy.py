@@ -21,7 +21,7 @@ from torchq.fx.prepared import Prepared
 from torchq.nn.fused import Absorbed, FusedClip, ResidualFirst
 from torchq.nn.module import QModule
 from torchq.observers import Observer
-from torchq.running import Inputs, batches, call, with_progress
+from torchq.running import Inputs, batches, call, decibels, with_progress
 from torchq.state import as_before
 
 __all__ = [
@@ -61,10 +61,7 @@ class Noise:
 
     @property
     def decibels(self) -> float:
-        if self.noise == 0:
-            return float("inf")
-        ratio = torch.tensor(self.signal / self.noise, dtype=torch.float64)
-        return float(10 * torch.log10(ratio))
+        return decibels(self.signal, self.noise)
 
 
 def sqnr(expected: Any, got: Any) -> float:

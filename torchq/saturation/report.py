@@ -17,7 +17,7 @@ from torchq.nn.deconv import QConvTranspose
 from torchq.nn.layer import QLayer, sources_of
 from torchq.nn.linear import QLinear
 from torchq.nn.module import QModule
-from torchq.running import split_inputs
+from torchq.running import decibels, split_inputs
 from torchq.saturation.pairs import (
     Sums,
     emulate_conv,
@@ -66,7 +66,7 @@ class LayerReport:
     @property
     def sqnr(self) -> float:
         """Signal to noise in dB; infinite without noise."""
-        return _decibels(self.signal, self.noise)
+        return decibels(self.signal, self.noise)
 
     def add(self, sums: Sums, exact: Tensor, changed: Tensor, differs: int) -> None:
         """Counts one call: its sums, real results exact and changed, and how many differ."""
@@ -99,7 +99,7 @@ class Report:
     @property
     def sqnr(self) -> float:
         """Of the model's outputs, in dB; infinite without noise."""
-        return _decibels(self.signal, self.noise)
+        return decibels(self.signal, self.noise)
 
     def __str__(self) -> str:
         """A table, and how pairs are formed."""
@@ -319,12 +319,6 @@ def _not_emulated(model: nn.Module) -> list[str]:
         and not isinstance(module, EMULATED)
         and any(key.startswith("weight") for key, _ in module.named_buffers(recurse=False))
     ]
-
-
-def _decibels(signal: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
 def _percent(count: int, total: int) -> str:
