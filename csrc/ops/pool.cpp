@@ -113,29 +113,23 @@ at::Tensor make_dst(const ChannelsLast& src, const int64_t (&output)[3],
 /// zero_point) / float(n)), then the post-ops.
 void finish_windows(const Kernels& tier, PoolRow row, bool average, const Real& from,
                     const RealOutput& out, int64_t first) {
-  alignas(64) float x[kRealBlock];
-  alignas(64) uint8_t best[kRealBlock];
-  c10::SmallVector<const uint8_t*, 64> taps(static_cast<size_t>(row.num_taps));
-  const PoolRow all = row;
-  row.taps = taps.data();
-  row.windows = 1;
-  for (int64_t i = 0; i < all.windows * all.channels; i += row.channels) {
-    const int64_t window = i / all.channels, c = i % all.channels;
-    for (size_t t = 0; t < taps.size(); ++t) taps[t] = all.taps[t] + window * all.step + c;
-    row.channels = std::min<int64_t>(kRealBlock, all.channels - c);
-    if (average) {
-      row.bias = -row.num_taps * from.zero_point;
-      row.dst = x;
-      row.dst_dtype = DType::f32;
-      tier.avg_pool(row);
-      for (int64_t k = 0; k < row.channels; ++k) x[k] *= from.scale;
-    } else {
-      row.dst = best;
-      tier.max_pool(row);
-      load_real(tier, from, best, 1, row.channels, x);
-    }
-    out.store(x, row.channels, first + i);
+  const int64_t n = row.windows * row.channels;
+  ScratchFrame frame;
+  float* x = frame.take<float>(n + kPanel);
+  if (average) {
+    row.bias = -row.num_taps * from.zero_point;
+    row.dst = x;
+    row.dst_dtype = DType::f32;
+    tier.avg_pool(row);
+    for (int64_t i = 0; i < n; ++i) x[i] *= from.scale;
+  } else {
+    uint8_t* best = frame.take<uint8_t>(n);
+    row.dst = best;
+    tier.max_pool(row);
+    load_real(tier, from, best, 1, n, x);
   }
+  for (int64_t i = 0; i < n; i += kRealBlock)
+    out.store(x + i, std::min<int64_t>(kRealBlock, n - i), first + i);
 }
 
 void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Spans (&spans)[3],
@@ -166,27 +160,27 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
   const Runs runs = runs_of(spans[2]);
   const int64_t c = src.channels, rows = src.batch * output[0] * output[1];
   parallel_ranges(rows, threads_for(dst.numel() * window, 100'000), [&](Range range) {
-    c10::SmallVector<const uint8_t*, 64> taps;
+    ScratchFrame frame;
+    const uint8_t** taps = frame.take<const uint8_t*>(window);
     for (int64_t r = range.begin; r < range.end; ++r) {
       const int64_t n = r / (output[0] * output[1]);
       const Span& d = spans[0][static_cast<size_t>(r / output[1] % output[0])];
       const Span& h = spans[1][static_cast<size_t>(r % output[1])];
       for (const Run& run : runs) {
         const Span& x = spans[2][static_cast<size_t>(run.first)];
-        taps.clear();
+        int64_t valid = 0;
         for (int64_t id = d.begin; id < d.end; id += d.step) {
           for (int64_t ih = h.begin; ih < h.end; ih += h.step) {
             const int64_t line = ((n * src.size[0] + id) * src.size[1] + ih) * src.size[2];
             for (int64_t ix = x.begin; ix < x.end; ix += x.step)
-              taps.push_back(data + (line + ix) * c);
+              taps[valid++] = data + (line + ix) * c;
           }
         }
-        const int64_t valid = static_cast<int64_t>(taps.size());
         int64_t counted = pooling.count_include_pad ? d.counted * h.counted * x.counted : valid;
         const int64_t padding = counted - valid;
         if (pooling.divisor_override != 0) counted = pooling.divisor_override;
         const int64_t first = (r * output[2] + run.first) * c;
-        const PoolRow row{taps.data(),
+        const PoolRow row{taps,
                           static_cast<int>(valid),
                           run.count,
                           run.step * c,
