@@ -446,6 +446,14 @@ def test_a_range_before_a_function_is_chosen_by_its_results() -> None:
     assert all(low < -6 for low in lows[1:])
 
 
+@pytest.mark.parametrize("between", [nn.AvgPool2d(3), nn.Upsample(scale_factor=2, mode="bilinear")])
+def test_averages_in_front_of_a_function_see_all_values(between: nn.Module) -> None:
+    """What a function makes of averages says nothing of the values that they are made of."""
+    model = Wired(lambda m, x: m.b(F.relu6(m.p(m.a(x)))), a=conv(), b=conv(), p=between)
+    nn.init.normal_(model.a.weight)
+    convert(model, bound=28)
+
+
 def test_a_range_before_a_prelu_of_one_slope() -> None:
     """Its parameter requires a gradient, which the search does not follow."""
     convert(Wired(lambda m, x: m.b(m.p(m.a(x))), a=conv(), p=nn.PReLU(), b=conv()))

@@ -72,25 +72,90 @@ class Cached(nn.Module):
         return y + self.ramp
 
 
-@pytest.mark.parametrize(("called", "example"), [(0, 2), (2, 2), (3, 2), (1, 1), (2, 1), (1, 4)])
-def test_batches_that_code_asks_for_in_vain(called: int, example: int) -> None:
-    """The batch may be another one, that of an earlier call of the float model too."""
+@pytest.mark.parametrize(
+    ("called", "example", "right"),
+    [(0, 2, {1, 2, 3, 4, 6}), (3, 2, {1, 2, 3, 4, 6}), (1, 4, {1, 2, 3, 4, 6}), (2, 2, {1, 2}),
+     (1, 1, {1}), (2, 1, {1, 2})],
+)  # fmt: skip
+def test_batches_that_code_asks_for_in_vain(called: int, example: int, right: set[int]) -> None:
+    """Single batches for which the graph is right pass; whoever takes another path raises."""
     model, x = Cached().eval(), torch.randn(example, 7, 8)
     if called:
         model(torch.randn(called, 7, 8))
     prepared = torchq.prepare(model, x)
     quantized = torchq.convert(torchq.calibrate(prepared, [x]))
     scripted = torch.jit.script(quantized)
-    for batch in {1, 2, 3, 6, called, example} - {0}:
+    for batch in (1, 2, 3, 4, 6):
         x = torch.randn(batch, 7, 8)
-        assert torch.equal(prepared(x), model(x))
-        assert torch.equal(scripted(x), quantized(x))
+        if batch in right:
+            assert torch.equal(prepared(x), model(x))
+            assert torch.equal(scripted(x), quantized(x))
+        else:
+            for refusing in (prepared, quantized, scripted):
+                with pytest.raises((RuntimeError, torch.jit.Error), match="size or condition was"):
+                    refusing(x)
     x = torch.randn(example, 9, 8)
     if called == example:  # so the graph has what was kept for 7
         with pytest.raises(RuntimeError, match=r"was 7, got 9, .*\(test_fx_sizes.py:\d+\)"):
             quantized(x)
     else:
         assert torch.equal(prepared(x), model(x))
+
+
+def in_chunks(fc: Any, x: Tensor) -> Tensor:
+    return torch.cat([fc(x[:8]), *[fc(x[i : i + 8]) * 2 for i in range(8, len(x), 8)]])
+
+
+def by_rows(fc: Any, x: Tensor) -> Tensor:
+    y = fc(x)
+    return y.flip(0) if len(y) != 1 else y
+
+
+def not_taken(fc: Any, x: Tensor) -> Tensor:
+    y = fc(x)
+    if x.shape[0] == 2:
+        return y
+    return y * 2 if x.shape[0] > 8 else y
+
+
+def other_size(fc: Any, x: Tensor) -> Tensor:
+    return fc(x)[:, :2] if x.shape[0] != x.shape[1] else fc(x)
+
+
+def longer(fc: Any, x: Tensor) -> Tensor:
+    return fc(x)[:, :7] if x.shape[0] == 1 else fc(x)
+
+
+class Applies(nn.Module):
+    """A function of a layer and the input."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.function = nn.Linear(8, 4), [function]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function[0](self.fc, x)
+
+
+@pytest.mark.parametrize("example", [(1, 7), (2, 7), (2, 2), (4, 7)])
+@pytest.mark.parametrize("function", [in_chunks, by_rows, not_taken, other_size, longer])
+def test_batches_never_take_the_wrong_path(function: Any, example: tuple[int, int]) -> None:
+    """A graph raises or gives what the model gives, for every batch and length."""
+    model = Applies(function).eval()
+    prepared = torchq.prepare(model, torch.randn(*example, 8))
+    assert hasattr(prepared, "graph_module")  # traced
+    passed = 0
+    for batch in range(1, 18):
+        for length in (2, 3, 7, 9):
+            x = torch.randn(batch, length, 8)
+            try:
+                got = prepared(x)
+            except RuntimeError as error:
+                assert "size or condition was" in str(error)
+                continue
+            assert torch.equal(got, model(x)), x.shape
+            passed += 1
+    assert passed
 
 
 class Asks(nn.Module):

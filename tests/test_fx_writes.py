@@ -24,7 +24,9 @@ UNSCRIPTED = {  # neither a view nor all tensors and ints
 
 # Methods in place, whose result nobody reads: torch.fx takes every method for one without effect,
 # and so its eliminate_dead_code removes them. Nothing in torchq calls that.
-METHODS = {"operator_of_a_view", "operator_behind_a_view"}
+METHODS = {
+    "operator_of_a_view", "operator_behind_a_view", "operator_of_an_item_that_is_kept",
+}  # fmt: skip
 
 
 def write(function: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
@@ -171,6 +173,22 @@ def operator_behind_a_view(z: Any, y: Any) -> None:
     z /= 2
     rows **= 2
     z[:, 3:4] = part[:, :1]
+
+
+@write
+def operator_of_an_item(z: Any, y: Any) -> None:
+    z[:, 1:3] += y[:, 3:5]
+    z[:2] *= 3
+
+
+@write
+def operator_of_an_item_that_is_kept(z: Any, y: Any) -> None:
+    parts = [z[:, 1:3], z[:, 3:5]]
+    parts[0] += y[:, 3:5]
+    part = z[:, :1]
+    parts[1][:, 1:] -= part
+    part *= 2
+    z[:, 5:6] = part + parts[0][:, :1]
 
 
 @write

@@ -31,7 +31,8 @@ def oracle(module: nn.Module, srcs: list[Tensor]) -> Tensor:
     if isinstance(module, tnn.ResidualFirst):
         return oracle(module.layer, srcs[::-1])
     if isinstance(module, tnn.QLinear | tnn.QConv1d | tnn.QConv2d | tnn.QConv3d):
-        return _oracle_matmul(module, srcs)
+        result = _oracle_matmul(module, srcs)
+        return result if module.lookup is None else reference.lookup(result, module.lookup.table)
     spec = module.read_spec()
     if isinstance(module, tnn.QLookup):
         return reference.lookup(srcs[0], module.table)
@@ -127,9 +128,9 @@ def _bits(module: Any) -> int:
 
 
 NETWORKS = {
-    "resnet": ("resnet", 12, QConfig()),
-    "resnet-u7": ("resnet", 12, QConfig(activation_bits=7, weight_bits=7)),
-    "resnet-s8": ("resnet", 12, QConfig(activation_dtype=torch.int8)),
+    "resnet": ("resnet", 11, QConfig()),
+    "resnet-u7": ("resnet", 11, QConfig(activation_bits=7, weight_bits=7)),
+    "resnet-s8": ("resnet", 11, QConfig(activation_dtype=torch.int8)),
     "volumes": ("volumes", 3, QConfig()),
     "geometry": ("geometry", 5, QConfig()),
 }

@@ -124,7 +124,7 @@ OTHERS = {
     "tensor as int": (with_arg(8, torch.tensor(10)), True),
     "too few": (ARGS[:-1], False),
     "none": ([], False),
-    "too many": ([*ARGS, None, None, None], False),
+    "too many": ([*ARGS, None, None, None, None], False),
     "None": (with_arg(1, None), False),
     "number": (with_arg(1, 3), False),
     "text": (with_arg(0, "src"), False),

@@ -28,7 +28,8 @@ ByteTable::ByteTable(const char* op, const std::optional<at::Tensor>& table, DTy
                     op,
                     ": table must be 256 contiguous values, one per source value in ascending "
                     "order, got ",
-                    table->sizes(), ".");
+                    table->sizes(), " with strides ", table->strides(),
+                    ". Make them with torchq.functional.lookup_table, or call .contiguous().");
   // An int8 source's values -128..127 are the bytes 128..255, 0..127.
   const uint8_t* values = bytes_of(*table);
   const int flip = src == DType::s8 ? 0x80 : 0;

@@ -84,7 +84,8 @@ bool copies_groups_apart(const Conv& c, const Source& s) {
   const ConvPacking& p = c.packing;
   return p.form == ConvPacking::kDense && p.groups > 1 && p.group_inputs % kQuad == 0 &&
          s.window.dilation[2] == 1 &&
-         prefers_groups_apart(c.tier, c.output[1] * c.output[2], s.window.kernel[2], p.quads);
+         prefers_groups_apart(c.tier, c.output[1] * c.output[2],
+                              s.window.kernel[0] * s.window.kernel[1], s.window.kernel[2], p.quads);
 }
 
 /// Why the source cannot be read where it is; null where it can.
@@ -260,8 +261,12 @@ void explain_depthwise(const Conv& c, const DepthwiseLayer& layer, int64_t parts
   if (isa == "reference") return;
   const char* why = why_no_bytes(epilogue);
   if (why == nullptr) {
-    why = parts > 1 ? "weights have more than 8 bits without their zero points"
-                    : why_no_slide(layer, isa == "avx512_vnni" || isa == "amx");
+    const bool two = isa == "avx512_vnni" || isa == "amx";
+    DepthwiseLayer one = layer;
+    one.kernel_rows /= static_cast<int>(parts);
+    why = why_no_slide(layer, two);
+    if (why != nullptr && why_no_slide(one, two) == nullptr)
+      why = "weights have more than 8 bits without their zero points";
   }
   rejects("depthwise slide", why);
 }

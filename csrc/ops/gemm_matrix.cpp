@@ -90,6 +90,11 @@ int chunk_quads(int64_t quads) {
 /// Whether the last chunk of a run overlaps the one before it.
 bool has_tails(const GemmClass& c) { return c.runs[0].quads % chunk_quads(c.runs[0].quads) != 0; }
 
+/// Whether runs have too few quads for the chunks that they take.
+bool are_short(int64_t runs, int64_t quads) {
+  return runs > 1 && runs * quads < kQuadsPerChunk * runs * chunks_of(quads) + kQuadsPerUnit;
+}
+
 /// All rows as one line, as in a linear layer or a 1x1 convolution; else one for each image or
 /// volume's plane, over what lies between the ends of its rows; else one for each of those.
 Lines lines_of(const GemmProblem& p, const GemmClass& c) {
@@ -110,7 +115,7 @@ Lines lines_of(const GemmProblem& p, const GemmClass& c) {
   }
   const int64_t panels = p.panels_per_group, runs = static_cast<int64_t>(c.runs.size());
   const int64_t chunks = runs * chunks_of(c.runs[0].quads);
-  if (runs > 1 && c.quads() < kQuadsPerChunk * chunks + kQuadsPerUnit) return {};
+  if (are_short(runs, c.runs[0].quads)) return {};
   const int64_t tails = has_tails(c) ? kTailUnits * panels * runs : 0;
   const int64_t in_place = best.units() * panels * chunks + tails;
   const int64_t gathered = units_of(rows) * (panels + kGatherPanels) * chunks_of(span_of(c).quads);
@@ -360,8 +365,9 @@ bool gathering_pays(const GemmProblem& p, const GemmClass& c) {
 
 }  // namespace
 
-bool prefers_groups_apart(const Kernels& tier, int64_t rows, int64_t taps, int64_t tap_quads) {
-  return tier.matrix != nullptr && rows >= kUnitRows &&
+bool prefers_groups_apart(const Kernels& tier, int64_t rows, int64_t runs, int64_t taps,
+                          int64_t tap_quads) {
+  return tier.matrix != nullptr && rows >= kUnitRows && !are_short(runs, taps * tap_quads) &&
          chunks_of(taps * tap_quads) < taps * chunks_of(tap_quads);
 }
 

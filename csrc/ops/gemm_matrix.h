@@ -15,8 +15,9 @@ const char* why_not_matrix_unit(const GemmProblem& problem, const Kernels& tier)
 bool prefers_one_class(const Kernels& tier, int64_t rows, int64_t group_quads, bool adjacent);
 
 /// Whether the tier would rather have the channels of each group side by side, so that `taps`
-/// adjacent taps are one run; `rows` of an image.
-bool prefers_groups_apart(const Kernels& tier, int64_t rows, int64_t taps, int64_t tap_quads);
+/// adjacent taps are one of `runs` runs; `rows` of an image.
+bool prefers_groups_apart(const Kernels& tier, int64_t rows, int64_t runs, int64_t taps,
+                          int64_t tap_quads);
 
 void run_on_matrix_unit(const GemmProblem& problem, const Epilogue& epilogue,
                         const MatrixUnit& unit);

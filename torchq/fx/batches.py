@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions on the batch size that make no difference: a graph need not check them.
+"""Conditions on the batch size that single batches may miss, as the graph is right for them.
 
 Code asks ``if positions.shape[0] != batch: positions = positions.expand(batch, -1)``, or whether a
-cache has the sizes of this call. Model and graph are called with other batches: of 1, of sizes that
-the code compares with, and of one that nothing is compared with. Where they agree although a guard
-would have raised, the guard says too much.
+cache has the sizes of this call. A graph traced with a batch of 2 would refuse a batch of 1, for
+which it is right all the same: model and graph are called with it, and with sizes that the code
+compares the batch with. Where they agree, inputs of these very shapes pass the guards; what the
+code would do with others has not been seen.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import operator
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchq.fx.guards import expect
+from torchq.fx.guards import expect, have_shapes
 from torchq.fx.memory import agree, with_constants
 from torchq.state import twin
 
@@ -26,7 +26,7 @@ __all__ = ["free_batch"]
 
 
 def free_batch(model: nn.Module, traced: nn.Module, graph: fx.Graph, inputs: Any) -> None:
-    """Removes guards from a graph, or lets them pass single sizes, where it computes the same.
+    """Lets batches of single sizes pass guards that refuse them, where the graph is right.
 
     Args:
         model: that the graph computes; copies of it are run.
@@ -34,33 +34,29 @@ def free_batch(model: nn.Module, traced: nn.Module, graph: fx.Graph, inputs: Any
         graph: of the model.
         inputs: what it was traced with: positional and keyword arguments.
     """
-    guards = [node for node in graph.nodes if node.target is expect]
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
-    if not guards or len({x.size(0) for x in tensors}) != 1 or not tensors[0].size(0):
+    asks = graph.find_nodes(op="call_function", target=expect)
+    if not asks or len({x.size(0) for x in tensors}) != 1 or not tensors[0].size(0):
         return
     size = tensors[0].size(0)
-    runs: dict[int, _Watched] = {}  # of the batch sizes for which the graph is right
-
-    def run(n: int) -> bool:
-        watched = _Watched(fx.GraphModule(with_constants(twin(model), traced), graph))
-        if agree(twin(model), watched, _resized(inputs, n)):
-            runs[n] = watched
-        return n in runs
-
-    if not run(size):
+    sources = [node for node in graph.find_nodes(op="placeholder") if node.meta["value"].shape]
+    if len(sources) != len(tensors):  # some are in lists or dicts
         return
-    special = sorted({1, *_compared(graph, runs[size], size)} - {size})
-    usual = next(n for n in itertools.count(size + 1) if n not in special)
-    for n in (usual, *special):
-        run(n)
-    for guard in guards:
-        failing = [n for n, run in runs.items() if guard.name in run.failed]
-        if not failing or not all(_asks_batch(guard, runs, size, n) for n in failing):
-            continue
-        if usual not in failing:
-            _let_pass(graph, guard, failing)
-        elif failing == [usual, *special]:
-            graph.erase_node(guard)
+
+    def run(n: int) -> _Watched | None:
+        watched = _Watched(fx.GraphModule(with_constants(twin(model), traced), graph))
+        return watched if agree(twin(model), watched, _resized(inputs, n)) else None
+
+    example = run(size)
+    if example is None:
+        return
+    # large ones may not fit in memory
+    compared = {n for n in _compared(graph, example, size) if n <= max(16, 4 * size)}
+    for n in sorted({1, *compared} - {size}):
+        found = run(n)
+        for guard in graph.find_nodes(op="call_function", target=expect):
+            if found is not None and guard.name in found.failed:
+                _let_pass(graph, guard, n)
 
 
 def _compared(graph: fx.Graph, run: _Watched, size: int) -> set[int]:
@@ -74,11 +70,13 @@ def _compared(graph: fx.Graph, run: _Watched, size: int) -> set[int]:
 
 
 def _resized(inputs: Any, n: int) -> Any:
-    """The same with another batch size."""
+    """The same with another batch size; what is repeated is rolled along the last dim."""
 
     def resize(leaf: Any) -> Any:
-        batched = isinstance(leaf, Tensor) and leaf.dim()
-        return leaf[torch.arange(n) % leaf.size(0)] if batched else leaf
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        times = -(-n // leaf.size(0))
+        return torch.cat([leaf.roll(i, -1) if leaf.dim() > 1 else leaf for i in range(times)])[:n]
 
     return tree_map(resize, inputs)
 
@@ -119,44 +117,17 @@ class _Run(fx.Interpreter):
         return None
 
 
-def _asks_batch(guard: fx.Node, runs: dict[int, _Watched], size: int, n: int) -> bool:
-    """Whether its condition compares the batch size, and no number made of it and other sizes."""
-    condition = guard.args[0]
-    todo, seen = [condition], set[fx.Node]()
-    while todo:
-        node = todo.pop()
-        assert isinstance(node, fx.Node)
-        if node in seen or node.name not in runs[size].sizes:
-            continue
-        seen.add(node)
-        before, after = (runs[k].sizes[node.name] for k in (size, n))
-        if before != after and not isinstance(before, bool):
-            sequence = isinstance(before, tuple)
-            taken = all(user.target is operator.getitem for user in node.users if user in seen)
-            if not (taken if sequence else (before, after) == (size, n)):
-                return False
-        todo.extend(node.all_input_nodes)
-    return True
-
-
-def _let_pass(graph: fx.Graph, guard: fx.Node, sizes: list[int]) -> None:
-    """The guard lets batches of these sizes pass, too."""
+def _let_pass(graph: fx.Graph, guard: fx.Node, n: int) -> None:
+    """The guard lets inputs of the example's shapes with a batch of ``n`` pass, too."""
     condition, expected, *where = guard.args
-    inputs = graph.find_nodes(op="placeholder")
-    source = next((node for node in inputs if node.meta["value"].shape), None)
-    if source is None:
-        return
-    with graph.inserting_before(guard):
-        batch = graph.call_method("size", (source, 0))
-        passes = [graph.call_function(operator.eq, (batch, n)) for n in sizes]
-        passes.append(graph.call_function(operator.eq, (condition, expected)))
-        made = [batch, *passes]
-        either = passes[0]
-        for other in passes[1:]:
-            either = graph.call_function(operator.or_, (either, other))
-            made.append(either)
-        relaxed = graph.call_function(expect, (either, True, *where))
     assert isinstance(condition, fx.Node)
+    sources = [node for node in graph.find_nodes(op="placeholder") if node.meta["value"].shape]
+    with graph.inserting_before(guard):
+        made = [graph.call_function(operator.eq, (condition, expected))]
+        shapes = [[n, *source.meta["value"].shape[1:]] for source in sources]
+        made.append(graph.call_function(have_shapes, (sources, shapes)))
+        made.append(graph.call_function(operator.or_, (made[0], made[1])))
+        relaxed = graph.call_function(expect, (made[2], True, *where))
     for node in made:
         node.meta.update(condition.meta)
     relaxed.meta.update(guard.meta)

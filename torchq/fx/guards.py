@@ -19,6 +19,7 @@ __all__ = [
     "expect_real",
     "expect_same",
     "expect_text",
+    "have_shapes",
     "rounded",
     "with_condition",
     "with_indices",
@@ -56,6 +57,18 @@ def expect_real(value: float, expected: float, where: str = "") -> None:
         return
     if value != expected:
         _raise_size(f"{expected}", f"{value}", where)
+
+
+@torch.fx.wrap
+def have_shapes(tensors: list[Tensor], shapes: list[list[int]]) -> bool:
+    """Whether every tensor has its shape."""
+    for tensor, shape in zip(tensors, shapes):  # noqa: B905  TorchScript knows no strict
+        if tensor.dim() != len(shape):
+            return False
+        for i, size in enumerate(shape):
+            if tensor.size(i) != size:
+                return False
+    return True
 
 
 def _raise_size(expected: str, got: str, where: str) -> None:

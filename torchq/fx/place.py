@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 from types import FrameType
 
-__all__ = ["line", "place"]
+__all__ = ["assigns_item", "line", "place"]
 
 
 def _frame() -> FrameType:
@@ -34,3 +35,11 @@ def line() -> str:
     """The same as people say it."""
     frame = _frame()
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def assigns_item(frame: FrameType) -> bool:
+    """Whether the operator at work in ``frame`` is that of ``a[i] += b``."""
+    following = (i for i in dis.get_instructions(frame.f_code) if i.offset > frame.f_lasti)
+    moves = ("SWAP", "ROT_THREE")
+    name = next((i.opname for i in following if i.opname not in moves), "")
+    return name in ("STORE_SUBSCR", "STORE_SLICE")

@@ -267,14 +267,18 @@ class Plan:
         for node in self.captured.graph.nodes:
             if self.root(node) is not root:
                 continue
-            here = self.ops.get(node)
-            pools = here is not None and here.role is Role.POOL
-            if here is not None and pools and "Max" not in type(here.module).__name__:
+            if self._averages(node):
                 return False
             for op in (self.ops.get(user) for user in node.users):
                 if op is None or not (op.node in self._joined or self._is_same(op, fixed)):
                     return False
         return True
+
+    def _averages(self, node: fx.Node) -> bool:
+        """Whether its values are others than those it reads."""
+        op = self.ops.get(node)
+        pools = op is not None and op.role is Role.POOL
+        return op is not None and pools and "Max" not in type(op.module).__name__
 
     def _is_same(self, op: Op, fixed: Fixed) -> bool:
         """Whether an operation is a fake quantizer of these parameters, or asks for sizes."""
@@ -299,8 +303,13 @@ class Plan:
         return found
 
     def function_behind(self, root: fx.Node) -> Callable[[Tensor], Tensor] | None:
-        """The function that alone reads the values of a group, if it becomes a table."""
+        """The function that alone reads the values of a group, if it becomes a table.
+
+        None where averages lie between: what it makes of them says little of what they are made of.
+        """
         users = self.users()[root]
+        if any(self.root(node) is root and self._averages(node) for node in self._joined):
+            return None
         for layer in self._active():
             if layer.role is Role.UNARY and self.root(layer.srcs[0]) is root:
                 alone = users <= {part.node for part in layer.parts}

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.fx.guards import rounded, with_item
+from torchq.fx.place import assigns_item
 
 if TYPE_CHECKING:
     from torchq.fx.tracer import Tracer
@@ -179,6 +180,10 @@ def compared(proxy: fx.Proxy) -> list[tuple[fx.Proxy, int | bool]] | None:
     return [(functools.reduce(operator.or_, [sizes[i] != n for i, n in enumerate(expected)]), True)]
 
 
+# References to an operator's operand that nobody has: the interpreter's, two of the call.
+_PASSING = 3
+
+
 def _in_place(function: Callable[[Any, Any], Any], method: str) -> Callable[[Proxy, Any], Any]:
     """An operator such as ``+=``: whoever has the tensor, under another name too, gets the result.
 
@@ -190,7 +195,9 @@ def _in_place(function: Callable[[Any, Any], Any], method: str) -> Callable[[Pro
         value = tracer.values[self.node]
         if not isinstance(value, Tensor):
             return NotImplemented
-        if tracer.has_views(self) or _dtype(value, other) != value.dtype:
+        # of a[i] += b, where nobody else has a[i], which __setitem__ is about to write
+        passing = sys.getrefcount(self) <= _PASSING and assigns_item(sys._getframe(1))
+        if _dtype(value, other) != value.dtype or (not passing and tracer.has_views(self)):
             return getattr(self, method)(other)
         result = function(self, other)
         tracer.replace(self, result)
