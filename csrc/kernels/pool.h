@@ -53,44 +53,45 @@ struct Divide {
   Float divisor, negative, reciprocal;
 };
 
-/// Adds up `count` channels of a window from byte `at` on: sums[] as Isa::split_words has them.
-/// Words hold the sums of as many as 257 bytes.
-template <class Isa, bool kSigned>
-TORCHQ_INLINE void sum_taps(const PoolRow& p, int64_t at, int count,
-                            typename Isa::Int (&sums)[Isa::kStoredPanels]) {
+/// finish(dst element, channels, sums) for the sums of every window, by as many channels as a
+/// vector has bytes: as Isa::split_words has them. Words hold the sums of as many as 257 bytes.
+template <class Isa, bool kSigned, class Finish>
+TORCHQ_INLINE void for_each_sum(const PoolRow& p, Finish finish) {
   constexpr int kTaps = 256;
   // modulo 2^32, as the sum
   const uint32_t shift = kSigned ? 128 * static_cast<uint32_t>(p.num_taps) : 0;
   const auto bias = Isa::set_int(static_cast<int32_t>(static_cast<uint32_t>(p.bias) - shift));
   const auto sign = Isa::set_bytes(0x80);
-  TORCHQ_UNROLL for (int v = 0; v < Isa::kStoredPanels; ++v) sums[v] = bias;
-  for (int first = 0; first < p.num_taps; first += kTaps) {
-    const int end = min_int(p.num_taps, first + kTaps);
-    auto all = Isa::set_bytes(0), odd = all;
-    for (int t = first; t < end; ++t) {
-      auto v = Isa::load_channels(p.taps[t] + at, count);
-      if constexpr (kSigned) v = Isa::xor_bytes(v, sign);
-      Isa::add_words(all, odd, v);
+  for (int64_t c = 0; c < p.channels; c += Isa::kByteLanes) {
+    const int count = min_int(p.channels - c, Isa::kByteLanes);
+    for (int64_t x = 0; x < p.windows; ++x) {
+      const int64_t at = x * p.step + c;
+      typename Isa::Int sums[Isa::kStoredPanels];
+      TORCHQ_UNROLL for (int v = 0; v < Isa::kStoredPanels; ++v) sums[v] = bias;
+      for (int first = 0; first < p.num_taps; first += kTaps) {
+        const int end = min_int(p.num_taps, first + kTaps);
+        auto all = Isa::set_bytes(0), odd = all;
+        for (int t = first; t < end; ++t) {
+          auto v = Isa::load_channels(p.taps[t] + at, count);
+          if constexpr (kSigned) v = Isa::xor_bytes(v, sign);
+          Isa::add_words(all, odd, v);
+        }
+        Isa::split_words(all, odd, sums);
+      }
+      finish(x * p.channels + c, count, sums);
     }
-    Isa::split_words(all, odd, sums);
   }
 }
 
 template <class Isa, bool kSigned, Division kDivision>
 void average_bytes(const PoolRow& p) {
   const Divide<Isa, kDivision> divide(p.divisor);
-  for (int64_t c = 0; c < p.channels; c += Isa::kByteLanes) {
-    const int count = min_int(p.channels - c, Isa::kByteLanes);
-    for (int64_t x = 0; x < p.windows; ++x) {
-      typename Isa::Int sums[Isa::kStoredPanels];
-      sum_taps<Isa, kSigned>(p, x * p.step + c, count, sums);
-      TORCHQ_UNROLL for (int v = 0; v < Isa::kStoredPanels; ++v) {
-        sums[v] = Isa::to_int(divide(Isa::to_float(sums[v])));
-      }
-      Isa::store_channels(static_cast<uint8_t*>(p.dst) + x * p.channels + c,
-                          Isa::join_bytes(sums, kSigned), count);
+  for_each_sum<Isa, kSigned>(p, [&](int64_t i, int count, auto& sums) {
+    TORCHQ_UNROLL for (int v = 0; v < Isa::kStoredPanels; ++v) {
+      sums[v] = Isa::to_int(divide(Isa::to_float(sums[v])));
     }
-  }
+    Isa::store_channels(static_cast<uint8_t*>(p.dst) + i, Isa::join_bytes(sums, kSigned), count);
+  });
 }
 
 template <class Isa, bool kSigned>
@@ -98,18 +99,13 @@ void average_floats(const PoolRow& p) {
   constexpr int kDwords = Isa::kByteLanes / 4;
   const auto divisor = Isa::set(p.divisor);
   alignas(64) float lanes[Isa::kByteLanes];  // those of the bytes 0 of the dwords, of bytes 1, ...
-  for (int64_t c = 0; c < p.channels; c += Isa::kByteLanes) {
-    const int count = min_int(p.channels - c, Isa::kByteLanes);
-    for (int64_t x = 0; x < p.windows; ++x) {
-      typename Isa::Int sums[Isa::kStoredPanels];
-      sum_taps<Isa, kSigned>(p, x * p.step + c, count, sums);
-      TORCHQ_UNROLL for (int v = 0; v < Isa::kStoredPanels; ++v) {
-        Isa::store(lanes + v * kPanel, Isa::div(Isa::to_float(sums[v]), divisor));
-      }
-      float* dst = static_cast<float*>(p.dst) + x * p.channels + c;
-      for (int k = 0; k < count; ++k) dst[k] = lanes[k % 4 * kDwords + k / 4];
+  for_each_sum<Isa, kSigned>(p, [&](int64_t i, int count, auto& sums) {
+    TORCHQ_UNROLL for (int v = 0; v < Isa::kStoredPanels; ++v) {
+      Isa::store(lanes + v * kPanel, Isa::div(Isa::to_float(sums[v]), divisor));
     }
-  }
+    float* dst = static_cast<float*>(p.dst) + i;
+    for (int k = 0; k < count; ++k) dst[k] = lanes[k % 4 * kDwords + k / 4];
+  });
 }
 
 template <class Isa, bool kSigned>
