@@ -5,6 +5,7 @@ import pickle
 import re
 from collections.abc import Callable
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -120,6 +121,11 @@ def test_override_errors(overrides, message):
         resolve(overrides, "conv", QConfig())
 
 
+def holding(model: nn.Module, value: Any) -> nn.Module:
+    model[0].held = value
+    return model
+
+
 X = torch.randn(2, 4)
 MISTAKES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "model": (lambda m: torchq.prepare(len, X), TypeError,
@@ -128,6 +134,8 @@ MISTAKES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
                "prepare: config must be a QConfig or None, got dict"),
     "dtype": (lambda m: torchq.prepare(nn.Linear(4, 4).half().eval(), X), TypeError,
               "prepare: model must be float32, got torch.float16 in the model"),
+    "copy": (lambda m: torchq.prepare(holding(m, Lock()), X), TypeError,
+             "prepare: model must allow copy.deepcopy, got lock in '0.held': cannot pickle"),
     "data": (lambda m: torchq.quantize(m, 5), TypeError,
              "quantize: data must be batches, got one int"),
     "none": (lambda m: torchq.calibrate(torchq.prepare(m, X), None), TypeError,

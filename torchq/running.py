@@ -39,8 +39,17 @@ def working_copy(model: nn.Module) -> nn.Module:
     """A deep copy; weights that hooks compute before each call are computed once and for all.
 
     These are of ``torch.nn.utils.weight_norm`` and ``spectral_norm``.
+
+    Raises:
+        TypeError: something in the model refuses to be copied; the message names it.
     """
-    copied = copy.deepcopy(model, detached(model))
+    try:
+        copied = copy.deepcopy(model, detached(model))
+    except Exception as error:
+        raise TypeError(
+            f"torchq.prepare: model must allow copy.deepcopy, got {_uncopied(model)}: {error}. "
+            "Give its class a __deepcopy__, or take it out of the model first."
+        ) from error
     for module in copied.modules():
         for hook in list(module._forward_pre_hooks.values()):
             if isinstance(hook, WeightNorm):
@@ -48,6 +57,18 @@ def working_copy(model: nn.Module) -> nn.Module:
             elif isinstance(hook, SpectralNorm):
                 remove_spectral_norm(module, hook.name)
     return copied
+
+
+def _uncopied(model: nn.Module) -> str:
+    """What in the model refuses to be copied."""
+    modules = {id(module): module for module in model.modules()}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            try:
+                copy.deepcopy(value, detached(model) | modules)
+            except Exception:
+                return f"{type(value).__name__} in '{f'{name}.{key}'.lstrip('.')}'"
+    return "one that does not"
 
 
 def detached(model: nn.Module) -> dict[int, Any]:
