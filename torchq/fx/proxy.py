@@ -195,9 +195,10 @@ def _in_place(function: Callable[[Any, Any], Any], method: str) -> Callable[[Pro
         value = tracer.values[self.node]
         if not isinstance(value, Tensor):
             return NotImplemented
-        # of a[i] += b, where nobody else has a[i], which __setitem__ is about to write
+        # of a[i] += b, where nobody else has a[i], which __setitem__ is about to write to a
         passing = sys.getrefcount(self) <= _PASSING and assigns_item(sys._getframe(1))
-        if _dtype(value, other) != value.dtype or (not passing and tracer.has_views(self)):
+        written = self.node.all_input_nodes[:1] if passing else ()
+        if _dtype(value, other) != value.dtype or tracer.has_views(self, written):
             return getattr(self, method)(other)
         result = function(self, other)
         tracer.replace(self, result)

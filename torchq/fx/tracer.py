@@ -115,14 +115,14 @@ class Tracer(SequenceTracer):
         """Whoever reads ``old`` from here on gets ``new``."""
         self._written[self._latest(old.node)] = new.node
 
-    def has_views(self, proxy: fx.Proxy) -> bool:
+    def has_views(self, proxy: fx.Proxy, besides: Sequence[fx.Node] = ()) -> bool:
         """Whether another node that somebody may read has the same memory."""
-        latest = self._latest(proxy.node)
-        storage = self.values[latest].untyped_storage().data_ptr()
+        known = {self._latest(node) for node in (proxy.node, *besides)}
+        storage = self.values[self._latest(proxy.node)].untyped_storage().data_ptr()
         return any(
             isinstance(value, Tensor)
             and value.untyped_storage().data_ptr() == storage
-            and self._latest(node) is not latest
+            and self._latest(node) not in known
             for node, value in self.values.items()
         )
 
