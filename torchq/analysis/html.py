@@ -62,7 +62,8 @@ def write_report(
     accuracy = compare(prepared, qmodel, data)
     times = profile(model, qmodel, data[0])
     shapes = _histograms(prepared, qmodel, data[0])
-    rows, details = explain(qmodel).rows, explain(qmodel).details
+    explained = explain(qmodel)
+    rows, details = explained.rows, explained.details
     noise = {layer.name: layer for layer in accuracy.layers}
     timed = {layer.name: layer for layer in times.layers}
     body = []

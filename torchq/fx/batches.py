@@ -56,7 +56,7 @@ def free_batch(model: nn.Module, traced: nn.Module, graph: fx.Graph, inputs: Any
         found = run(n)
         for guard in graph.find_nodes(op="call_function", target=expect):
             if found is not None and guard.name in found.failed:
-                _let_pass(graph, guard, n)
+                _let_pass(graph, guard, sources, n)
 
 
 def _compared(graph: fx.Graph, run: _Watched, size: int) -> set[int]:
@@ -117,11 +117,10 @@ class _Run(fx.Interpreter):
         return None
 
 
-def _let_pass(graph: fx.Graph, guard: fx.Node, n: int) -> None:
-    """The guard lets inputs of the example's shapes with a batch of ``n`` pass, too."""
+def _let_pass(graph: fx.Graph, guard: fx.Node, sources: list[fx.Node], n: int) -> None:
+    """The guard lets sources of the example's shapes with a batch of ``n`` pass, too."""
     condition, expected, *where = guard.args
     assert isinstance(condition, fx.Node)
-    sources = [node for node in graph.find_nodes(op="placeholder") if node.meta["value"].shape]
     with graph.inserting_before(guard):
         made = [graph.call_function(operator.eq, (condition, expected))]
         shapes = [[n, *source.meta["value"].shape[1:]] for source in sources]

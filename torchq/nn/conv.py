@@ -113,9 +113,7 @@ class QConv(QLayer):
                 f"torchq.nn.{type(self).__name__}: post_ops in front of dw must have no sum and no "
                 f"operand at run time, got '{self.post_ops}'. torchq.functional.conv2d takes them."
             )
-        same = self.dst_dtype == dw.src_dtype and channels == outputs
-        same = same and torch.equal(self.dst_scale, dw.src_scale)
-        if not same or not torch.equal(self.dst_zero_point, dw.src_zero_point):
+        if channels != outputs or not self._is_source_of(dw):
             raise ValueError(
                 f"torchq.nn.{type(self).__name__}: dw must take what this module gives, {outputs} "
                 f"channels of {self.dst_dtype} with scale {self.dst_scale.tolist()[:1]} and zero "

@@ -263,8 +263,7 @@ class QLayer(QModule):
                 f"{name}: a layer must have neither a table nor dw to get a table, got "
                 f"{self.extra_repr()}. Call the QLookup behind it."
             )
-        same = self.dst_dtype == lookup.src_dtype and torch.equal(self.dst_scale, lookup.src_scale)
-        if not same or not torch.equal(self.dst_zero_point, lookup.src_zero_point):
+        if not self._is_source_of(lookup):
             raise ValueError(
                 f"{name}: lookup must take what this module gives, {self.dst_dtype} with scale "
                 f"{self.dst_scale.tolist()[:1]} and zero point {self.dst_zero_point.tolist()}, got "
@@ -273,6 +272,12 @@ class QLayer(QModule):
             )
         self.lookup = lookup
         return self
+
+    def _is_source_of(self, reader: Any) -> bool:
+        """Whether a module takes this one's destination as it is."""
+        same = self.dst_dtype == reader.src_dtype
+        same = same and torch.equal(self.dst_scale, reader.src_scale)
+        return same and torch.equal(self.dst_zero_point, reader.src_zero_point)
 
     def _table(self) -> Tensor | None:
         if self.lookup is not None:
