@@ -275,7 +275,7 @@ class Plan:
         return True
 
     def _averages(self, node: fx.Node) -> bool:
-        """Whether its values are others than those it reads."""
+        """Whether it is a pool that may give others than the values it reads."""
         op = self.ops.get(node)
         pools = op is not None and op.role is Role.POOL
         return op is not None and pools and "Max" not in type(op.module).__name__
