@@ -33,7 +33,7 @@ from benchmarks.competitors import (
 )
 from benchmarks.lines import LoggedCall, LoggedLayer, read_lines
 from benchmarks.onednn import Peer, RefusedError, WheelsUnavailableError
-from benchmarks.peak import BusyMachineError, Peak, measure
+from benchmarks.peak import PATIENT, BusyMachineError, Peak, measure
 from benchmarks.primitives import ELEMENTWISE, Primitive
 from benchmarks.suites import SUITES, Layer
 from benchmarks.timing import FULL, QUICK, Plan, call_blocks, interleave, op_blocks
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     layers = read_lines(args.line) if args.line else LAYERS[args.suite]
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    peak = measure(args.threads, args.isa)
+    peak = measure(args.threads, args.isa, 1 if args.quick else PATIENT)
     if not args.quick:
         peak.check_quiet()
     with _started(names, args.threads) as peer, torch.inference_mode():

@@ -27,7 +27,7 @@ from benchmarks.timing import FULL, QUICK, Plan, call_blocks, interleave
 from torchq.nn import QLinear
 from torchq.qparams import QParams
 
-__all__ = ["BusyMachineError", "Peak", "add_arguments", "measure", "run"]
+__all__ = ["PATIENT", "BusyMachineError", "Peak", "add_arguments", "measure", "run"]
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _LIBRARY = Path(__file__).resolve().parents[1] / "build" / "peak" / "libpeak.so"
@@ -39,6 +39,9 @@ _TIER_LOOPS = {
     "avx2": "avx2",
     "reference": "clock",
 }
+
+PATIENT = 20
+"""Tries before a run is refused: a neighbour's seconds on the same cores are waited for."""
 
 REQUIRED_FRACTION = 0.98
 """Of the peak the VNNI loop must reach, or something else runs on the machine."""
@@ -53,7 +56,7 @@ class Peak:
     """Limits of a number of threads.
 
     Attributes:
-        clock_ghz: measured with dependent additions.
+        clock_ghz: measured with dependent additions, between those of the VNNI loop.
         vnni_gops: 2 x 64 MAC x clock, times the VNNI units a core has; None without VNNI.
         measured_vnni_gops: what the vpdpbusd loop reached in half a second.
         tier_gops: of the tier: ``vnni_gops`` for avx512_vnni; measured for amx (tdpbusd), avx2_vnni
@@ -67,47 +70,68 @@ class Peak:
     measured_vnni_gops: float | None
     tier_gops: float
 
+    @property
+    def fraction(self) -> float:
+        """What the VNNI loop reaches of what the clock allows; 1 where there is no VNNI."""
+        return (self.measured_vnni_gops or 1.0) / (self.vnni_gops or 1.0)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no other job takes a share of the machine."""
+        return self.fraction >= REQUIRED_FRACTION
+
     def check_quiet(self) -> None:
         """Raises BusyMachineError if another job takes a share of the machine."""
-        if self.vnni_gops is None or self.measured_vnni_gops is None:
-            return
-        fraction = self.measured_vnni_gops / self.vnni_gops
-        if fraction < REQUIRED_FRACTION:
+        if not self.quiet:
             raise BusyMachineError(
                 f"the machine is busy: its VNNI loop reaches {self.measured_vnni_gops:.0f} GOPS on "
-                f"{self.threads} thread(s), {fraction:.1%} of the {self.vnni_gops:.0f} that its "
-                f"clock of {self.clock_ghz:.2f} GHz allows; below {REQUIRED_FRACTION:.0%} times "
-                "mean nothing. Stop what else runs (see top) and start again."
+                f"{self.threads} thread(s), {self.fraction:.1%} of the {self.vnni_gops:.0f} that "
+                f"its clock of {self.clock_ghz:.2f} GHz allows; below {REQUIRED_FRACTION:.0%} "
+                "times mean nothing. Stop what else runs (see top) and start again."
             )
 
 
-def measure(threads: int, isa: str) -> Peak:
-    """Measures clock and peak on ``threads`` threads, up to three times until the machine is quiet.
+def measure(threads: int, isa: str, tries: int = 3) -> Peak:
+    """Measures clock and peak on ``threads`` threads, up to ``tries`` times until it is quiet.
+
+    A try takes half a second.
 
     Raises:
         RuntimeError: there is no compiler, or the CPU is no x86-64.
     """
-    for _ in range(3):
+    for _ in range(tries):
         peak = _measure(threads, isa)
-        vnni, measured = peak.vnni_gops, peak.measured_vnni_gops
-        if vnni is None or measured is None or measured >= REQUIRED_FRACTION * vnni:
+        if peak.quiet:
             break
     return peak
 
 
 def _measure(threads: int, isa: str) -> Peak:
-    clock = max(rates("clock", threads)) / threads  # the fastest window: the undisturbed clock
     measured = vnni = None
-    # The mean of half a second: a median of short windows does not see another job's time slices.
-    if windows := rates("vnni", threads, seconds=25e-3):
-        measured = 2e-9 * statistics.fmean(windows)
-        units = max(1, round(measured / (2e-9 * 64 * clock * threads)))
-        vnni = 2e-9 * 64 * units * clock * threads
+    if found := vnni_rates(threads):
+        macs, cycles = found
+        clock = cycles / threads
+        units = max(1, round(macs / (64 * cycles)))
+        measured, vnni = 2e-9 * macs, 2e-9 * 64 * units * cycles
+    else:
+        clock = max(rates("clock", threads)) / threads  # the fastest window, undisturbed
     tier = vnni
     if isa in _TIER_LOOPS or tier is None:
         loop = _TIER_LOOPS.get(isa, "clock")
         tier = 2e-9 * statistics.median(rates(loop, threads) or rates("clock", threads))
     return Peak(threads, 1e-9 * clock, vnni, measured, tier)
+
+
+def vnni_rates(threads: int) -> tuple[float, float] | None:
+    """MACs a second of the VNNI loop and clock meanwhile, of all threads together; None without.
+
+    The means of half a second: a median of short windows does not see another job's time slices.
+    """
+    windows, seconds = 20, 20e-3
+    macs, clock = ((ctypes.c_double * (threads * windows))() for _ in range(2))
+    if _library().torchq_vnni(threads, seconds, windows, macs, clock):
+        return None
+    return sum(macs) / windows, sum(clock) / windows
 
 
 def rates(loop: str, threads: int, data_bytes: int = 0, seconds: float = 1e-3) -> list[float]:
@@ -130,6 +154,10 @@ def _library() -> ctypes.CDLL:
     library.torchq_rates.argtypes = [
         *(ctypes.c_char_p, ctypes.c_int, ctypes.c_double, ctypes.c_int, ctypes.c_long),
         ctypes.POINTER(ctypes.c_double),
+    ]
+    library.torchq_vnni.argtypes = [
+        *(ctypes.c_int, ctypes.c_double, ctypes.c_int),
+        *(ctypes.POINTER(ctypes.c_double),) * 2,
     ]
     return library
 
@@ -192,8 +220,7 @@ def run(args: argparse.Namespace) -> int:
         print("this CPU has no AVX512-VNNI: no vpdpbusd peak")
     else:
         _row("vpdpbusd, GOPS", [f"{peak.measured_vnni_gops:.0f}" for peak in peaks])
-        shares = [(peak.measured_vnni_gops or 0) / (peak.vnni_gops or 1) for peak in peaks]
-        _row("  of 64 MAC x units x clock", [f"{share:.1%}" for share in shares])
+        _row("  of 64 MAC x units x clock", [f"{peak.fraction:.1%}" for peak in peaks])
     if "avx2" in torchq.supported_isas():
         _row("vpmaddwd + vpaddd, AVX2, GOPS", [f"{peak.tier_gops:.0f}" for peak in peaks])
         _print_bandwidth(peaks)

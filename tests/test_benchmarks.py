@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import torchq
-from benchmarks import ops, report, timing
+from benchmarks import ops, report, rnn, timing
+from benchmarks import peak as peak_module
 from benchmarks.competitors import Competitor
 from benchmarks.lines import read_lines
 from benchmarks.peak import BusyMachineError, Peak
@@ -113,6 +114,45 @@ def test_a_busy_machine_is_refused() -> None:
     peak(0.981 * 473.6).check_quiet()
     with pytest.raises(BusyMachineError, match=r"is busy.* 97.5% of the 474 .*Stop what else runs"):
         peak(0.975 * 473.6).check_quiet()
+
+
+def test_a_peak_is_measured_until_it_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [Peak(2, 3.7, 100.0, measured, 100.0) for measured in (90.0, 97.9, 98.0, 99.0)]
+    left = iter(found)
+    monkeypatch.setattr(peak_module, "_measure", lambda *_: next(left))
+    assert peak_module.measure(2, "avx2", 2) is found[1]
+    assert peak_module.measure(2, "avx2", 2) is found[2]
+
+
+@pytest.mark.parametrize(
+    ("fractions", "kept", "worse"),
+    [
+        ([0.99, 0.98], 0, 0.98),
+        ([0.99, 0.5, 0.99, 0.99], 1, 0.99),  # busy after the first
+        ([0.5, 0.9, 0.8, 0.7, 0.6, 0.9], 1, 0.7),  # never quiet: the best of three
+    ],
+)
+def test_rnn_times_are_those_of_a_quiet_machine(
+    fractions: list[float], kept: int, worse: float
+) -> None:
+    rates = iter(fractions)
+    plan = timing.Plan(block_seconds=1e-9, rounds=1, blocks=1, pause_seconds=0)
+    tries = 0
+
+    def peak() -> Peak:
+        nonlocal tries
+        tries += 1
+        return Peak(1, 3.7, 100.0, 100 * next(rates), 100.0)
+
+    def blocks(iterations: int, count: int) -> list[float]:
+        return [1e-6 * (1 + (tries - 1) // 2)] * count
+
+    cells = {"lstm": {"kernel": blocks}, "gru": {"kernel": blocks}}
+    found = rnn.measured(cells, plan, peak, 3)
+    assert next(rates, None) is None
+    assert found.peak.fraction == pytest.approx(worse)
+    for cell in cells:
+        assert found.times[cell]["kernel"].median == pytest.approx(kept + 1)
 
 
 @pytest.mark.parametrize("wrong", ["bits", "peer"])

@@ -83,8 +83,7 @@ def _measured(name: str, peers: list[str], args: argparse.Namespace) -> list[dic
 
 def _share_of_peak(threads: int) -> float:
     """What the VNNI loop reaches of what the clock allows; 1 where there is no VNNI."""
-    found = peak.measure(threads, torchq.isa())
-    return (found.measured_vnni_gops or 1.0) / (found.vnni_gops or 1.0)
+    return peak.measure(threads, torchq.isa()).fraction
 
 
 def _in_process(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
