@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversions, add, mul and table lookup over contiguous rows (contracts: ConvertRow, BinaryRow in
-// table.h).
+// Conversions, add, mul and table lookup over contiguous rows (contracts: ConvertRow, BinaryRows
+// in table.h).
 #pragma once
 
 #include "epilogue.h"
@@ -62,37 +62,53 @@ TORCHQ_INLINE void with_sign(DType dtype, Use use) {
   dtype == DType::u8 ? use(DTypeTag<DType::u8>{}) : use(DTypeTag<DType::s8>{});
 }
 
-template <class Isa, class Combine>
-TORCHQ_INLINE void binary_row(const BinaryRow& b, Combine combine) {
+/// combine(q0, shared(q1)) of each pair of values.
+template <class Isa, class Shared, class Combine>
+TORCHQ_INLINE void binary_rows(const BinaryRows& b, Shared shared, Combine combine) {
   const auto lo = Isa::set(b.lo);
   with_sign(b.dtype0, [&](auto dtype0) {
     with_sign(b.dtype1, [&](auto dtype1) {
       with_dtype(b.dst_dtype, [&](auto dst) {
-        store_row_as<Isa, decltype(dst)::value>(b.dst, b.size, lo, [&](int64_t i, auto m) {
-          return Isa::max(
-              lo, combine(load_operand<Isa, decltype(dtype0)::value>(b.src0, b.step0, i, m),
-                          load_operand<Isa, decltype(dtype1)::value>(b.src1, b.step1, i, m)));
-        });
+        constexpr DType kDtype0 = decltype(dtype0)::value, kDtype1 = decltype(dtype1)::value;
+        store_rows_as<Isa, decltype(dst)::value>(
+            b.dst, b.size, b.rows, lo,
+            [&](int64_t i, auto m) {
+              return shared(load_operand<Isa, kDtype1>(b.src1, b.step1, i, m));
+            },
+            [&](int64_t i, auto s, auto m) {
+              return Isa::max(lo, combine(load_operand<Isa, kDtype0>(b.src0, b.step0, i, m), s));
+            });
       });
     });
   });
 }
 
 template <class Isa>
-void add_row(const BinaryRow& b) {
+void add_rows(const BinaryRows& b) {
   const auto m0 = Isa::set(b.m0), m1 = Isa::set(b.m1), c = Isa::set(b.c);
-  binary_row<Isa>(b, [&](auto q0, auto q1) {
-    return Isa::fma(Isa::to_float(q0), m0, Isa::fma(Isa::to_float(q1), m1, c));
-  });
+  binary_rows<Isa>(
+      b, [&](auto q1) { return Isa::fma(Isa::to_float(q1), m1, c); },
+      [&](auto q0, auto shared) { return Isa::fma(Isa::to_float(q0), m0, shared); });
 }
 
+/// The product is exact in floats, too, whichever way it is taken apart: it has 16 bits.
 template <class Isa>
-void mul_row(const BinaryRow& b) {
+void mul_rows(const BinaryRows& b) {
   const auto m0 = Isa::set(b.m0), c = Isa::set(b.c);
-  const auto z0 = Isa::set_int(b.z0), z1 = Isa::set_int(b.z1);
-  binary_row<Isa>(b, [&](auto q0, auto q1) {
-    return Isa::fma(Isa::to_float(Isa::mul(Isa::sub(q0, z0), Isa::sub(q1, z1))), m0, c);
-  });
+  const auto minus_z0 = Isa::set(-static_cast<float>(b.z0));
+  const auto z1 = Isa::set_int(b.z1);
+  struct Factor {
+    typename Isa::Float factor, at_zero;  // q1 - z1; (0 - z0) * (q1 - z1)
+  };
+  binary_rows<Isa>(
+      b,
+      [&](auto q1) {
+        const auto factor = Isa::to_float(Isa::sub(q1, z1));
+        return Factor{factor, Isa::mul(factor, minus_z0)};
+      },
+      [&](auto q0, Factor f) {
+        return Isa::fma(Isa::fma(Isa::to_float(q0), f.factor, f.at_zero), m0, c);
+      });
 }
 
 /// Sixteen in-lane shuffles, one per row of 16 table entries, selected by the high nibble.

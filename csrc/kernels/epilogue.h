@@ -102,23 +102,39 @@ TORCHQ_INLINE void for_each_row_panel(int64_t size, Body body) {
   if (i < size) body(i, Isa::mask(static_cast<int>(size - i)));
 }
 
-/// Stores y(i, lanes that are valid) for each panel of a row.
-template <class Isa, DType kDtype, class Value>
-TORCHQ_INLINE void store_row_as(void* base, int64_t size, typename Isa::Float zero_point,
-                                Value value) {
-  constexpr int kTogether = Isa::kStoredPanels * kPanel;
+/// Stores value(row * size + i, shared(i, lanes), lanes that are valid) for each panel i of rows
+/// side by side; what the rows share is asked for once.
+template <class Isa, DType kDtype, class Shared, class Value>
+TORCHQ_INLINE void store_rows_as(void* base, int64_t size, int64_t rows,
+                                 typename Isa::Float zero_point, Shared shared, Value value) {
+  constexpr int kVectors = Isa::kStoredPanels;
+  const auto all = Isa::mask(kPanel);
   int64_t i = 0;
-  for (; i + kTogether <= size; i += kTogether) {
-    typename Isa::Float y[Isa::kStoredPanels];
-    TORCHQ_UNROLL for (int v = 0; v < Isa::kStoredPanels; ++v) {
-      y[v] = value(i + v * kPanel, Isa::mask(kPanel));
+  for (; i + kVectors * kPanel <= size; i += kVectors * kPanel) {
+    decltype(shared(i, all)) s[kVectors];
+    TORCHQ_UNROLL for (int v = 0; v < kVectors; ++v) s[v] = shared(i + v * kPanel, all);
+    for (int64_t at = i; at < rows * size; at += size) {
+      typename Isa::Float y[kVectors];
+      TORCHQ_UNROLL for (int v = 0; v < kVectors; ++v) y[v] = value(at + v * kPanel, s[v], all);
+      store_panels_as<Isa, kDtype>(base, at, y, zero_point);
     }
-    store_panels_as<Isa, kDtype>(base, i, y, zero_point);
   }
   for (; i < size; i += kPanel) {
     const auto m = Isa::mask(min_int(size - i, kPanel));
-    store_as<Isa, kDtype>(base, i, value(i, m), zero_point, m);
+    const auto s = shared(i, m);
+    for (int64_t at = i; at < rows * size; at += size)
+      store_as<Isa, kDtype>(base, at, value(at, s, m), zero_point, m);
   }
+}
+
+/// Stores value(i, lanes that are valid) for each panel i of a row.
+template <class Isa, DType kDtype, class Value>
+TORCHQ_INLINE void store_row_as(void* base, int64_t size, typename Isa::Float zero_point,
+                                Value value) {
+  struct Nothing {};
+  store_rows_as<Isa, kDtype>(
+      base, size, 1, zero_point, [](int64_t, auto) { return Nothing{}; },
+      [&](int64_t i, Nothing, auto m) { return value(i, m); });
 }
 
 /// A folded chain to 8 bits, where the conversion alone saturates: what nearly every layer has.

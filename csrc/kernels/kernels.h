@@ -34,8 +34,8 @@ constexpr Kernels make_kernels() {
   k.max_pool = &max_pool<Isa>;
   k.avg_pool = &avg_pool<Isa>;
   k.convert = &convert<Isa>;
-  k.add = &add_row<Isa>;
-  k.mul = &mul_row<Isa>;
+  k.add = &add_rows<Isa>;
+  k.mul = &mul_rows<Isa>;
   k.lookup = &lookup<Isa>;
   k.rnn_input = &rnn_input<VectorTiles<Isa>>;
   k.rnn_step = &rnn_step<VectorTiles<Isa>>;

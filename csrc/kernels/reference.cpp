@@ -243,22 +243,25 @@ int32_t load_operand(const void* src, DType dtype, int64_t index) {
                             : static_cast<const int8_t*>(src)[index];
 }
 
-void add(const BinaryRow& b) {
-  for (int64_t i = 0; i < b.size; ++i) {
-    const float q0 = static_cast<float>(load_operand(b.src0, b.dtype0, i * b.step0));
-    const float q1 = static_cast<float>(load_operand(b.src1, b.dtype1, i * b.step1));
-    const float y = fmaf(q0, b.m0, fmaf(q1, b.m1, b.c));
+template <class Value>
+void binary_rows(const BinaryRows& b, Value value) {
+  for (int64_t i = 0; i < b.size * b.rows; ++i) {
+    const float y = value(load_operand(b.src0, b.dtype0, i * b.step0),
+                          load_operand(b.src1, b.dtype1, i % b.size * b.step1));
     store_value(b.dst, b.dst_dtype, i, max_float(b.lo, y), b.lo);
   }
 }
 
-void mul(const BinaryRow& b) {
-  for (int64_t i = 0; i < b.size; ++i) {
-    const int32_t q0 = load_operand(b.src0, b.dtype0, i * b.step0) - b.z0;
-    const int32_t q1 = load_operand(b.src1, b.dtype1, i * b.step1) - b.z1;
-    const float y = fmaf(static_cast<float>(q0 * q1), b.m0, b.c);
-    store_value(b.dst, b.dst_dtype, i, max_float(b.lo, y), b.lo);
-  }
+void add(const BinaryRows& b) {
+  binary_rows(b, [&](int32_t q0, int32_t q1) {
+    return fmaf(static_cast<float>(q0), b.m0, fmaf(static_cast<float>(q1), b.m1, b.c));
+  });
+}
+
+void mul(const BinaryRows& b) {
+  binary_rows(b, [&](int32_t q0, int32_t q1) {
+    return fmaf(static_cast<float>((q0 - b.z0) * (q1 - b.z1)), b.m0, b.c);
+  });
 }
 
 void lookup(const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size) {

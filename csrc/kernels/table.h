@@ -111,13 +111,14 @@ struct ConvertRow {
 
 /// add: dst = convert(max(lo, fma(float(q0), m0, fma(float(q1), m1, c))))
 /// mul: dst = convert(max(lo, fma(float((q0 - z0) * (q1 - z1)), m0, c)))
-struct BinaryRow {
+/// Row after row of src0 and dst lie side by side; src1 has one row for all of them.
+struct BinaryRows {
   const void *src0, *src1;
   DType dtype0, dtype1;
   int64_t step0, step1;  // elements between values; 0: one value for the whole row
   void* dst;
   DType dst_dtype;
-  int64_t size;
+  int64_t size, rows;
   float m0, m1, c, lo;
   int32_t z0, z1;
 };
@@ -317,8 +318,8 @@ struct Kernels {
   void (*max_pool)(const PoolRow&);
   void (*avg_pool)(const PoolRow&);
   void (*convert)(const ConvertRow&);
-  void (*add)(const BinaryRow&);
-  void (*mul)(const BinaryRow&);
+  void (*add)(const BinaryRows&);
+  void (*mul)(const BinaryRows&);
   void (*lookup)(const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size);
   void (*rnn_input)(const RnnInput&);
   void (*rnn_step)(const RnnStep&);

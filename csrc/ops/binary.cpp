@@ -21,7 +21,9 @@ namespace {
 
 constexpr int64_t kGrain = 32768;
 /// Bytes of an operand that broadcasts over rows, repeated so that narrow rows fill vectors.
-constexpr int64_t kRepeated = 2048;
+constexpr int64_t kRepeated = 1024;
+/// Values of a row's operand that a kernel goes through several times.
+constexpr int64_t kInL1 = 16384;
 
 /// Scale and zero point of each operand, then of the destination.
 struct Params {
@@ -58,45 +60,60 @@ struct Params {
   const int32_t* zero_point;
 };
 
-using RowFn = void (*)(const BinaryRow&);
+using RowFn = void (*)(const BinaryRows&);
 
-/// Which source, 1 or 2, has one row for all rows of the other, which are dense as those of dst
-/// are; else 0. Strides are those of dst, src0 and src1 along a row of n values, then between rows.
-size_t repeated_source(const BinaryRow& row, const int64_t* strides, int64_t n) {
+/// Whether the rows of src0 and dst, of n values, lie side by side and src1 has one row for all.
+/// Strides are those of dst, src0 and src1 along a row, then between rows.
+bool shares_row(const BinaryRows& row, const int64_t* strides, int64_t n) {
   const int64_t size = element_size(row.dst_dtype);
-  if (strides[0] != size || strides[1] != 1 || strides[2] != 1 || strides[3] != n * size) return 0;
-  if (strides[4] == n && strides[5] == 0) return 2;
-  return strides[4] == 0 && strides[5] == n ? 1 : 0;
+  return strides[0] == size && strides[1] == 1 && strides[2] == 1 && strides[3] == n * size &&
+         strides[4] == n && strides[5] == 0;
+}
+
+/// Rows that share one of src1: joined where they are narrow, so that they fill vectors, and as
+/// many in a call as stay in L1 while panel after panel goes through them.
+void run_shared(RowFn run, BinaryRows row, char** data, int64_t n, int64_t rows) {
+  alignas(64) char repeated[kRepeated];
+  const int64_t joined = std::clamp<int64_t>(kRepeated / n, 1, rows);
+  for (int64_t i = 0; joined > 1 && i < joined; ++i)
+    std::memcpy(repeated + i * n, data[2], static_cast<size_t>(n));
+  row.src1 = joined > 1 ? repeated : data[2];
+  const int64_t together = joined * std::max<int64_t>(kInL1 / (joined * n), 1);
+  for (int64_t r = 0; r < rows;) {
+    const int64_t count = std::min(rows - r, together);
+    row.rows = std::max<int64_t>(count / joined, 1);
+    row.size = std::min(count, joined) * n;
+    row.dst = data[0] + r * n * element_size(row.dst_dtype);
+    row.src0 = data[1] + r * n;
+    run(row);
+    r += row.rows * row.size / n;
+  }
 }
 
 /// `rows` rows of n values of dst, src0 and src1, which begin at `data`.
-void run_rows(RowFn run, BinaryRow row, char** data, const int64_t* strides, int64_t n,
+void run_rows(RowFn run, BinaryRows row, char** data, const int64_t* strides, int64_t n,
               int64_t rows) {
-  const size_t source = repeated_source(row, strides, n);
-  const int64_t joined = source == 0 ? 1 : std::min(rows, std::max<int64_t>(kRepeated / n, 1));
-  alignas(64) char repeated[kRepeated];
-  for (int64_t i = 0; joined > 1 && i < joined; ++i)
-    std::memcpy(repeated + i * n, data[source], static_cast<size_t>(n));
+  row.step0 = strides[1];
+  row.step1 = strides[2];
+  if (shares_row(row, strides, n)) return run_shared(run, row, data, n, rows);
   const auto unit = [](int64_t step) { return step == 0 || step == 1; };
   const bool whole =
       strides[0] == element_size(row.dst_dtype) && unit(strides[1]) && unit(strides[2]);
-  row.step0 = strides[1];
-  row.step1 = strides[2];
-  for (int64_t r = 0; r < rows; r += joined) {
-    char* at[3] = {data[0] + r * strides[3], data[1] + r * strides[4], data[2] + r * strides[5]};
-    if (joined > 1) at[source] = repeated;
-    row.size = whole ? std::min(joined, rows - r) * n : 1;
-    for (int64_t i = 0; i < (whole ? 1 : n); ++i) {  // any other strides: value by value
-      row.dst = at[0] + i * strides[0];
-      row.src0 = at[1] + i * strides[1];
-      row.src1 = at[2] + i * strides[2];
+  row.rows = 1;
+  row.size = whole ? n : 1;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < n; i += row.size) {  // other strides: value by value
+      row.dst = data[0] + r * strides[3] + i * strides[0];
+      row.src0 = data[1] + r * strides[4] + i * strides[1];
+      row.src1 = data[2] + r * strides[5] + i * strides[2];
       run(row);
     }
   }
 }
 
+/// `swaps`: the smaller source may come second, where its rows are shared.
 at::Tensor binary(const char* op, OpTrace& trace, RowFn run, const at::Tensor& src0,
-                  const at::Tensor& src1, BinaryRow row) {
+                  const at::Tensor& src1, BinaryRows row, bool swaps) {
   for (const float f : {row.m0, row.m1, row.c}) {
     TORCH_CHECK_VALUE(std::isfinite(f), "torchq.", op,
                       ": the ratio of the scales is not a finite float32 (", f,
@@ -105,12 +122,17 @@ at::Tensor binary(const char* op, OpTrace& trace, RowFn run, const at::Tensor& s
   at::Tensor dst = empty_broadcast(op, src0, src1, scalar_type(row.dst_dtype));
   trace.describe([&] { return describe_call({src0, src1}, dst); });
   if (dst.numel() == 0) return dst;
+  const bool swap = swaps && src0.numel() < src1.numel();
+  if (swap) {
+    std::swap(row.dtype0, row.dtype1);
+    std::swap(row.z0, row.z1);
+  }
   at::TensorIterator iter = at::TensorIteratorConfig()
                                 .check_all_same_dtype(false)
                                 .resize_outputs(false)
                                 .add_output(dst)
-                                .add_const_input(src0)
-                                .add_const_input(src1)
+                                .add_const_input(swap ? src1 : src0)
+                                .add_const_input(swap ? src0 : src1)
                                 .build();
   iter.for_each(
       [&](char** data, const int64_t* strides, int64_t n, int64_t rows) {
@@ -121,9 +143,9 @@ at::Tensor binary(const char* op, OpTrace& trace, RowFn run, const at::Tensor& s
   return dst;
 }
 
-BinaryRow make_row(const char* op, const at::Tensor& src0, const at::Tensor& src1, const Params& p,
-                   DType dst, bool relu) {
-  BinaryRow row{};
+BinaryRows make_row(const char* op, const at::Tensor& src0, const at::Tensor& src1, const Params& p,
+                    DType dst, bool relu) {
+  BinaryRows row{};
   row.dtype0 = check_src(op, "src0", src0);
   row.dtype1 = check_src(op, "src1", src1);
   row.dst_dtype = dst;
@@ -141,12 +163,12 @@ at::Tensor add(const at::Tensor& src0, const at::Tensor& src1, const at::Tensor&
   const DType dst = dst_dtype_of("add", dst_dtype);
   const at::Tensor srcs[] = {src0, src1};
   const Params p("add", scales, zero_points, srcs, dst);
-  BinaryRow row = make_row("add", src0, src1, p, dst, relu);
+  BinaryRows row = make_row("add", src0, src1, p, dst, relu);
   const double m0 = double{p.scale[0]} / p.scale[2], m1 = double{p.scale[1]} / p.scale[2];
   row.m0 = static_cast<float>(m0);
   row.m1 = static_cast<float>(m1);
   row.c = static_cast<float>(p.zero_point[2] - p.zero_point[0] * m0 - p.zero_point[1] * m1);
-  return binary("add", trace, tier.add, src0, src1, row);
+  return binary("add", trace, tier.add, src0, src1, row, false);
 }
 
 at::Tensor mul(const at::Tensor& src0, const at::Tensor& src1, const at::Tensor& scales,
@@ -157,10 +179,10 @@ at::Tensor mul(const at::Tensor& src0, const at::Tensor& src1, const at::Tensor&
   const DType dst = dst_dtype_of("mul", dst_dtype);
   const at::Tensor srcs[] = {src0, src1};
   const Params p("mul", scales, zero_points, srcs, dst);
-  BinaryRow row = make_row("mul", src0, src1, p, dst, relu);
+  BinaryRows row = make_row("mul", src0, src1, p, dst, relu);
   row.m0 = static_cast<float>(double{p.scale[0]} * p.scale[1] / p.scale[2]);
   row.c = static_cast<float>(p.zero_point[2]);
-  return binary("mul", trace, tier.mul, src0, src1, row);
+  return binary("mul", trace, tier.mul, src0, src1, row, true);
 }
 
 /// Strides of a dense tensor whose dimensions lie in memory in the same order as those of `like`.
