@@ -9,7 +9,9 @@ import pickle
 import subprocess
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,73 @@ def test_script_save_load(name: str, tmp_path: Path) -> None:
     assert torch.equal(traced(x), expected)
     larger = torch.cat([x, x])
     assert torch.equal(traced(larger), model(larger)) and torch.equal(loaded(larger), model(larger))
+
+
+@dataclass
+class Head:
+    scores: Tensor
+    size: int = 0
+
+
+@dataclass
+class Found:
+    """As libraries return: some fields are None, others are tuples or dataclasses."""
+
+    scores: Tensor
+    loss: Tensor | None = None
+    features: tuple[Tensor, ...] | None = None
+    head: Head | None = None
+    levels: list[Tensor] | None = None
+
+
+class ByName(OrderedDict[str, Tensor]):
+    """A dict of somebody's own."""
+
+
+class Finds(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.kind = nn.Linear(8, 8), nn.Linear(8, 4), kind
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.b(y)
+        if self.kind == "dict":
+            return ByName(scores=z, features=y)
+        if self.kind == "plain":
+            return Found(z)
+        return Found(z, features=(y, x), head=Head(z + 1, 4), levels=[x, y])
+
+
+def tensors(result: Any) -> list[Tensor]:
+    """Of results of all these kinds, in the order of their fields."""
+    if isinstance(result, Tensor):
+        return [result]
+    if hasattr(result, "__dataclass_fields__"):
+        result = list(vars(result).values())
+    parts = result.values() if isinstance(result, dict) else result
+    return [t for part in parts if not isinstance(part, int | None) for t in tensors(part)]
+
+
+@pytest.mark.parametrize("kind", ["full", "plain", "dict", "full"])
+def test_scripts_results_with_names(kind: str, tmp_path: Path) -> None:
+    """Named tuples of the fields, or a dict, are what scripts return for classes of results."""
+    model, x = Finds(kind).eval(), torch.randn(3, 8)
+    converted = torchq.quantize(model, [x, 2 * x], x)
+    expected = converted(x)
+    assert isinstance(expected, ByName if kind == "dict" else Found)
+    scripted = torch.jit.script(converted)
+    scripted.save(tmp_path / "model.pt")
+    loaded = torch.jit.load(tmp_path / "model.pt")
+    for found in (scripted(x), loaded(x), torch.jit.freeze(loaded.eval())(x)):
+        pairs = zip(tensors(found), tensors(expected), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+        if kind == "dict":
+            assert torch.equal(found["features"], expected["features"])
+            continue
+        assert torch.equal(found.scores, expected.scores) and found.loss is None
+        if kind == "full":
+            assert torch.equal(found.head.scores, expected.head.scores) and found.head.size == 4
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -75,10 +75,10 @@ class Cached(nn.Module):
 @pytest.mark.parametrize(
     ("called", "example", "right"),
     [(0, 2, {1, 2, 3, 4, 6}), (3, 2, {1, 2, 3, 4, 6}), (1, 4, {1, 2, 3, 4, 6}), (2, 2, {1, 2}),
-     (1, 1, {1}), (2, 1, {1, 2})],
+     (1, 1, {1}), (2, 1, {1, 2, 3, 4, 6}), (0, 1, {1, 2, 3, 4, 6})],
 )  # fmt: skip
 def test_batches_that_code_asks_for_in_vain(called: int, example: int, right: set[int]) -> None:
-    """Single batches for which the graph is right pass; whoever takes another path raises."""
+    """Batches for which the graph is right pass, of any length; another path raises."""
     model, x = Cached().eval(), torch.randn(example, 7, 8)
     if called:
         model(torch.randn(called, 7, 8))
@@ -94,12 +94,14 @@ def test_batches_that_code_asks_for_in_vain(called: int, example: int, right: se
             for refusing in (prepared, quantized, scripted):
                 with pytest.raises((RuntimeError, torch.jit.Error), match="size or condition was"):
                     refusing(x)
-    x = torch.randn(example, 9, 8)
     if called == example:  # so the graph has what was kept for 7
         with pytest.raises(RuntimeError, match=r"was 7, got 9, .*\(test_fx_sizes.py:\d+\)"):
-            quantized(x)
-    else:
+            quantized(torch.randn(example, 9, 8))
+        return
+    for batch in right - {called}:  # the graph was seen to be right for that one with 7
+        x = torch.randn(batch, 9, 8)
         assert torch.equal(prepared(x), model(x))
+        assert torch.equal(scripted(x), quantized(x))
 
 
 def in_chunks(fc: Any, x: Tensor) -> Tensor:
@@ -126,6 +128,26 @@ def longer(fc: Any, x: Tensor) -> Tensor:
     return fc(x)[:, :7] if x.shape[0] == 1 else fc(x)
 
 
+def others_longer(fc: Any, x: Tensor) -> Tensor:
+    return fc(x)[:, :7] if x.shape[0] != 1 else fc(x)
+
+
+def halves(fc: Any, x: Tensor) -> Tensor:
+    return fc(x)[:2] if x.shape[0] != 1 else fc(x)
+
+
+def two_ways(fc: Any, x: Tensor) -> Tensor:
+    """Only where both conditions hold, or none, it is what some examples give."""
+    alone, seven = x.shape[0] == 1, x.shape[0] * x.shape[1] == 7
+    return fc(x) * (1 if bool(alone) == bool(seven) else 2)
+
+
+def asks_more(fc: Any, x: Tensor) -> Tensor:
+    if x.shape[0] != 2:
+        return fc(x)[:, :7] if x.shape[1] == 9 else fc(x)
+    return fc(x)
+
+
 class Applies(nn.Module):
     """A function of a layer and the input."""
 
@@ -138,7 +160,9 @@ class Applies(nn.Module):
 
 
 @pytest.mark.parametrize("example", [(1, 7), (2, 7), (2, 2), (4, 7)])
-@pytest.mark.parametrize("function", [in_chunks, by_rows, not_taken, other_size, longer])
+@pytest.mark.parametrize("function", [
+    in_chunks, by_rows, not_taken, other_size, longer, others_longer, halves, asks_more, two_ways,
+])  # fmt: skip
 def test_batches_never_take_the_wrong_path(function: Any, example: tuple[int, int]) -> None:
     """A graph raises or gives what the model gives, for every batch and length."""
     model = Applies(function).eval()
@@ -175,7 +199,6 @@ class Asks(nn.Module):
         (lambda s: s[0] == 1, 2),
         (lambda s: s[0] > 2, 2),
         (lambda s: s[0] * s[1] == 14, 2),
-        (lambda s: s[0] * s[1] == 14, 1),  # which other lengths may make one
     ],
 )
 def test_batches_that_make_a_difference(question: Callable[[Any], bool], factor: int) -> None:
@@ -186,6 +209,16 @@ def test_batches_that_make_a_difference(question: Callable[[Any], bool], factor:
     with pytest.raises(RuntimeError, match="size or condition was"):
         for batch in (1, 3):
             prepared(torch.randn(batch, 7, 8))
+
+
+def test_a_batch_that_makes_no_difference() -> None:
+    """Whichever way the code goes, it computes the same: nothing is refused."""
+    prepared = torchq.prepare(
+        model := Asks(lambda s: s[0] * s[1] == 14, 1).eval(), torch.randn(2, 7, 8)
+    )
+    for shape in ((2, 7, 8), (1, 14, 8), (3, 5, 8)):
+        x = torch.randn(shape)
+        assert torch.equal(prepared(x), model(x))
 
 
 class Flattened(nn.Module):
