@@ -21,6 +21,7 @@ import torchq.nn as tnn
 from torchq import QConfig
 from torchq.fx import CaptureError
 from torchq.fx import prepare as prepare_graph
+from torchq.fx.guards import expect_float
 
 CASES = {f"eager_{name}": case for name, case in models.CASES.items()} | fx_models.CASES
 # What tracing sees more of (functions, keywords), or less (a stash), than swapping modules does.
@@ -96,7 +97,7 @@ def calls(converted: nn.Module) -> list[str]:
     for node in converted.graph.nodes:
         if node.op == "call_module":
             found.append(type(converted.get_submodule(node.target)).__name__)
-        elif node.op in ("call_function", "call_method"):
+        elif node.op in ("call_function", "call_method") and node.target is not expect_float:
             found.append(str(getattr(node.target, "__name__", node.target)))
     return found
 

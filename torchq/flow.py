@@ -16,7 +16,7 @@ from torchq.eager import calibrate
 from torchq.fx import flow as graph
 from torchq.fx.capture import CaptureError
 from torchq.fx.prepared import Prepared
-from torchq.running import Inputs, batches, split_inputs
+from torchq.running import Inputs, batches, check_fit, split_inputs
 from torchq.standalone import stands_alone
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
@@ -46,26 +46,30 @@ def prepare(
 
     Raises:
         ValueError: the model is in training mode or prepared already, or a pattern matches nothing.
-        TypeError: the model is no nn.Module or not float32, or ``config`` is no QConfig.
+        TypeError: the model is no nn.Module or not float32, ``example_inputs`` are not those of its
+            forward, or ``config`` is no QConfig.
     """
     if config is not None and not isinstance(config, QConfig):
         raise TypeError(
             f"torchq.prepare: config must be a QConfig or None, got {type(config).__name__}. "
             "Write torchq.QConfig(activation_bits=7), say."
         )
+    eager.check_model(model)
+    args, kwargs = split_inputs(example_inputs)
+    check_fit(model, args, kwargs)
     if stands_alone(model, config):  # a graph would look into it
         return eager.prepare(model, example_inputs, config, overrides)
     try:
         return graph.prepare(model, example_inputs, config, overrides)
     except CaptureError as error:
         reason, keeps = f"{type(model).__name__} cannot be traced: {error}", error.keeps_state
+    prepared = eager.prepare_call(
+        model, args, kwargs, config or QConfig(), overrides, keeps_state=keeps
+    )  # where the model itself fails on these inputs, this raises what it says
     warnings.warn(
         f"torchq.prepare: {reason}. Its modules are swapped instead; functions and operators stay "
         "float.",
         stacklevel=2,
-    )
-    prepared = eager.prepare_call(
-        model, *split_inputs(example_inputs), config or QConfig(), overrides, keeps_state=keeps
     )
     prepared.torchq_note = f"modules were swapped: {reason}"  # type: ignore[assignment]
     return prepared

@@ -4,21 +4,28 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "Inputs",
     "batches",
     "call",
+    "check_fit",
     "detached",
+    "float_tensors",
     "split_inputs",
     "without_gradients",
     "working_copy",
@@ -29,10 +36,22 @@ Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
 def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of one call."""
+    """Positional and keyword arguments of one call.
+
+    Raises:
+        TypeError: ``inputs`` is neither a tensor nor a tuple, list or dict.
+    """
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
-    return ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
+    if isinstance(inputs, Tensor | PackedSequence):
+        return (inputs,), {}
+    if isinstance(inputs, np.ndarray | str) or not isinstance(inputs, Iterable):
+        raise TypeError(
+            "torchq: inputs of a model must be a tensor, a tuple or list of its positional inputs "
+            f"or a dict of its keywords, got {type(inputs).__name__}. Convert arrays with "
+            "torch.from_numpy, and wrap what is no tensor: (input,)."
+        )
+    return tuple(inputs), {}
 
 
 def working_copy(model: nn.Module) -> nn.Module:
@@ -102,9 +121,47 @@ def without_gradients(model: nn.Module) -> nn.Module:
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """The model's result."""
+    """The model's result.
+
+    Raises:
+        TypeError: the inputs are not those of the model's forward.
+    """
     args, kwargs = split_inputs(inputs)
-    return model(*args, **kwargs)
+    try:
+        return model(*args, **kwargs)
+    except TypeError:
+        check_fit(model, args, kwargs)
+        raise
+
+
+def check_fit(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises TypeError if the forward of ``model`` does not take such a call."""
+    try:
+        signature = inspect.signature(getattr(model, "graph_module", model).forward)
+    except ValueError:  # of what is not written in Python
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        got = f"{len(args)} positional" + "".join(f", {name}=" for name in kwargs)
+        raise TypeError(
+            f"torchq: inputs must be those of the model's forward{signature}, got {got}: {error}. "
+            "A batch that is a tuple or list holds the positional inputs: leave labels out, as in "
+            "[x for x, label in data]."
+        ) from None
+
+
+def float_tensors(result: Any) -> list[Tensor]:
+    """The floating-point tensors in what a model returns, in order."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor):
+            found.extend([leaf] if leaf.is_floating_point() else [])
+        elif isinstance(leaf, Mapping):
+            found.extend(float_tensors(list(leaf.values())))
+        elif is_dataclass(leaf):
+            found.extend(float_tensors([getattr(leaf, field.name) for field in fields(leaf)]))
+    return found
 
 
 def batches(op: str, data: Iterable[Inputs], progress: bool | None = None) -> Iterable[Inputs]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
 import zlib
 from dataclasses import astuple
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor, fx, nn
 from torchq.explain import Row
 from torchq.fx.structure import GRAPH_KEY, decode, encode, plain_module
 from torchq.nn.module import QModule, read_spec
+from torchq.observers import Observer
 
 __all__ = ["load", "save"]
 
@@ -40,14 +42,22 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         NotImplementedError: its graph calls functions that are not of torch.
         TypeError: ``path`` is no path.
+        ValueError: ``model`` was not converted.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             f"torchq.save: path must be a str or a Path, got {type(path).__name__}. For a buffer, "
             "torch.save(model, buffer) keeps the whole model."
         )
-    state = _state(model)
     report = getattr(model, "torchq_report", None)
+    parts = list(model.modules()) if isinstance(model, nn.Module) else []
+    converted = report is not None or any(isinstance(m, QModule) for m in parts)
+    if not converted or any(isinstance(m, Observer) for m in parts):
+        raise ValueError(
+            f"torchq.save: model must come from torchq.convert, got {type(model).__name__}, which "
+            "has observers or nothing quantized. torchq.save_calibration is for prepared models."
+        )
+    state = _state(model)
     if report is not None:
         fields = {"rows": [astuple(row) for row in report], "note": getattr(model, _NOTE, "")}
         text = zlib.compress(json.dumps(fields, separators=(",", ":")).encode())
@@ -74,8 +84,8 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a spec in the file is not one of torchq, or names an unknown module class; or
-            ``model`` is needed.
+        ValueError: the file is not of torchq.save, a spec in it is not one of torchq or names an
+            unknown module class; or ``model`` is needed.
         RuntimeError: the file and the model do not fit together; names what is missing or left
             over.
     """
@@ -211,8 +221,15 @@ def read_state(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
         is_zip = file.read(2) == b"PK"
     if is_zip:
-        state: dict[str, Tensor] = torch.load(path, weights_only=True)
-        return state
+        try:
+            state: Any = torch.load(path, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            raise _not_ours(path, str(error).splitlines()[0]) from None
+        known = GRAPH_KEY, REPORT_KEY
+        ours = isinstance(state, dict) and all(isinstance(v, Tensor) for v in state.values())
+        if not ours or not any(key in known or f".{key}".endswith(".spec") for key in state):
+            raise _not_ours(path, "it holds no quantized module")
+        return dict(state)
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -223,7 +240,11 @@ def read_state(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise ValueError(
-            f"torchq.load: path must be a file written by torchq.save, got {path}, which is not "
-            f"one: {error}. Save the converted model with torchq.save."
-        ) from None
+        raise _not_ours(path, str(error)) from None
+
+
+def _not_ours(path: Path, why: str) -> ValueError:
+    return ValueError(
+        f"torchq.load: path must be a file written by torchq.save, got {path}, which is not one: "
+        f"{why}. Save the converted model with torchq.save."
+    )

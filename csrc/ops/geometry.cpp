@@ -36,6 +36,11 @@ int64_t Window::output(int d, int64_t input, bool ceil_mode) const {
 
 Window parse_window(const char* op, c10::IntArrayRef geometry, int64_t spatial_dims,
                     int64_t extra) {
+  const int64_t values = static_cast<int64_t>(geometry.size()) - extra, dims = values / 5;
+  const bool fits = dims == spatial_dims || values % 5 != 0 || dims < 1 || dims > 3;
+  TORCH_CHECK_VALUE(fits, "torchq.", op, ": src must have ", dims + 2, " dims, [N, C, ...] with ",
+                    dims, " spatial ones as in geometry ", geometry, ", got ", spatial_dims + 2,
+                    ". Add a batch of one with src.unsqueeze(0), or remove it.");
   TORCH_CHECK_VALUE(static_cast<int64_t>(geometry.size()) == 5 * spatial_dims + extra, "torchq.",
                     op, ": geometry must be [kernel, stride, padding_begin, padding_end, dilation",
                     extra > 0 ? ", groups, in_channels" : "", "], ", 5 * spatial_dims + extra,

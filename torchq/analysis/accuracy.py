@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,16 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from torchq.config import Overrides, QConfig, resolve
+from torchq.eager.flow import check_prepared
 from torchq.explain import explain
 from torchq.flow import prepare, quantize
 from torchq.fx.prepared import Prepared
 from torchq.nn.fused import Absorbed, FusedClip, ResidualFirst
 from torchq.nn.module import QModule
 from torchq.observers import Observer
-from torchq.running import Inputs, batches, call, decibels, with_progress
+from torchq.running import Inputs, batches, call, decibels, float_tensors, with_progress
 from torchq.state import as_before
 
 __all__ = [
@@ -61,15 +62,16 @@ class Noise:
 
     @property
     def decibels(self) -> float:
-        return decibels(self.signal, self.noise)
+        return decibels(self.signal, self.noise) if self.values else math.nan
 
 
 def sqnr(expected: Any, got: Any) -> float:
     """Signal-to-quantization-noise ratio: ``10 log10(sum(expected^2) / sum((expected - got)^2))``.
 
     Args:
-        expected: float tensors: one, or nested lists, tuples and dicts of them.
-        got: of the same structure. Six dB are about one bit; equal values give infinity.
+        expected: float tensors: one, or nested lists, tuples, dicts and dataclasses of them.
+        got: of the same structure. Six dB are about one bit; equal values give infinity, and no
+            values NaN.
 
     Raises:
         ValueError: the structures or shapes differ.
@@ -81,7 +83,7 @@ def sqnr(expected: Any, got: Any) -> float:
 
 
 def _pairs(expected: Any, got: Any) -> list[tuple[Tensor, Tensor]]:
-    ones, others = _floats(expected), _floats(got)
+    ones, others = float_tensors(expected), float_tensors(got)
     shapes = [tuple(x.shape) for x in ones], [tuple(x.shape) for x in others]
     if shapes[0] != shapes[1]:
         raise ValueError(
@@ -89,11 +91,6 @@ def _pairs(expected: Any, got: Any) -> list[tuple[Tensor, Tensor]]:
             f"{shapes[1]}. Compare results of the same input."
         )
     return list(zip(ones, others, strict=True))
-
-
-def _floats(result: Any) -> list[Tensor]:
-    leaves = tree_leaves(result)
-    return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 @dataclass(frozen=True)
@@ -140,8 +137,10 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
         data: batches as for :func:`torchq.calibrate`.
 
     Raises:
-        ValueError: ``data`` is empty, or the two models have no layer in common.
+        ValueError: ``data`` is empty, ``prepared`` is no prepared model, or the two models have no
+            layer in common.
     """
+    check_prepared("compare", prepared)
     original = without_observers(prepared)
     floats = float_layers(original)
     kept: dict[str, list[Any]] = {}  # of each call

@@ -84,10 +84,17 @@ def profile(
         rounds: calls of each model; the two take turns, and each figure is a median.
 
     Raises:
-        ValueError: ``qmodel`` was not converted, or ``rounds`` is not positive.
+        ValueError: ``model`` is not the float model, ``qmodel`` was not converted, or ``rounds`` is
+            not positive.
     """
     if rounds < 1:
         raise ValueError(f"torchq.profile: rounds must be positive, got {rounds}. Use 11.")
+    if hasattr(model, "torchq_report") or not hasattr(qmodel, "torchq_report"):
+        raise ValueError(
+            "torchq.profile: model must be the float model and qmodel what torchq.convert made of "
+            f"it, got {type(model).__name__} and {type(qmodel).__name__}, of which the first comes "
+            "from torchq or the second does not. Write torchq.profile(model, qmodel, inputs)."
+        )
     parts: dict[str, list[str]] = defaultdict(list)
     for row in explain(qmodel).rows:
         if row.quantized:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from pathlib import Path
 
 import torch
@@ -58,7 +59,10 @@ def load_calibration(
             f"torchq.load_calibration: path must be a file written by save_calibration, got "
             f"'{path}', which does not exist."
         )
-    content = torch.load(path, weights_only=True)
+    try:
+        content = torch.load(path, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError):  # what it raises of other files
+        content = None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(
             f"torchq.load_calibration: path must be a file written by save_calibration, got "

@@ -20,7 +20,9 @@ from torchq.eager.recording import Recording, record
 from torchq.eager.report import report_rows
 from torchq.explain import Row, check_strict
 from torchq.kinds import QUANTIZABLE
+from torchq.nn.fused import Absorbed, FusedClip
 from torchq.nn.module import QModule
+from torchq.observers import Observer
 from torchq.qparams import QParams
 from torchq.running import (
     Inputs,
@@ -56,7 +58,7 @@ def prepare(
 
     Raises:
         ValueError: the model is in training mode or prepared already, or a pattern matches nothing.
-        TypeError: the model is not float32.
+        TypeError: the model is no nn.Module in Python, or not float32.
     """
     config = QConfig() if config is None else config
     check_model(model)
@@ -64,6 +66,7 @@ def prepare(
     return prepare_call(model, args, kwargs, config, overrides)
 
 
+@torch.inference_mode(False)
 def prepare_call(
     model: nn.Module,
     args: Sequence[Any],
@@ -145,11 +148,7 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
         ValueError: ``data`` has no batches, a batch contains NaN or inf (the message names the
             module), or ``prepared`` is in training mode or no prepared model.
     """
-    if not hasattr(prepared, "torchq_report"):
-        raise ValueError(
-            "torchq.calibrate: prepared must come from torchq.prepare, got "
-            f"{type(prepared).__name__} without observers. Call torchq.prepare first."
-        )
+    check_prepared("calibrate", prepared)
     check_mode("calibrate", prepared)
     with as_before(prepared), torch.inference_mode():
         for batch in batches("calibrate", data, progress):
@@ -157,6 +156,7 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
     return prepared
 
 
+@torch.inference_mode(False)
 def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
     """The quantized model; the prepared one stays as it is.
 
@@ -173,14 +173,9 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         RuntimeError: a module was never calibrated (the message names it), or ``strict`` and
             something stays float.
     """
+    check_prepared("convert", prepared)
     layers = {n: m for n, m in prepared.named_modules() if isinstance(m, ObservedLayer)}
     pools = {n: m for n, m in prepared.named_modules() if isinstance(m, ObservedPool)}
-    if not hasattr(prepared, "torchq_report") or isinstance(prepared, QModule):
-        raise ValueError(
-            "torchq.convert: prepared must come from torchq.prepare, got "
-            f"{type(prepared).__name__} without observers. Call torchq.prepare and "
-            "torchq.calibrate first."
-        )
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     if strict:
         check_strict(rows)
@@ -238,6 +233,18 @@ def _leave_fast_paths(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
+def check_prepared(op: str, prepared: nn.Module) -> None:
+    """Raises ValueError unless a model comes from :func:`prepare`, and was not converted since."""
+    parts = [type(module) for module in prepared.modules()]
+    converted = any(issubclass(cls, QModule) and cls not in (Absorbed, FusedClip) for cls in parts)
+    if converted or not hasattr(prepared, "torchq_report"):
+        state = ", which is converted" if converted else " without observers"
+        raise ValueError(
+            f"torchq.{op}: prepared must come from torchq.prepare, got {type(prepared).__name__}"
+            f"{state}. Call torchq.prepare on the float model first, and keep what it returns."
+        )
+
+
 def check_mode(op: str, model: nn.Module) -> None:
     """Raises ValueError if a module is in training mode."""
     training = [name or "the model" for name, m in model.named_modules() if m.training]
@@ -255,16 +262,27 @@ def check_model(model: nn.Module) -> None:
             f"torchq.prepare: model must be an nn.Module, got {type(model).__name__}. A function "
             "can be called in the forward of one."
         )
+    if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
+        raise TypeError(
+            f"torchq.prepare: model must be the Python module, got a {type(model).__name__}, which "
+            "is compiled. Prepare the module that it was made from, and compile the converted one."
+        )
     check_mode("prepare", model)
     for name, module in model.named_modules():
-        if isinstance(module, (ObservedLayer, ObservedPool, QModule, *STANDALONE)):
+        if isinstance(module, (Observer, ObservedLayer, ObservedPool, QModule, *STANDALONE)):
             raise ValueError(
                 f"torchq.prepare: model must be a float model, got a {type(module).__name__} in "
                 f"'{name}'. Prepare the model that it was made from."
             )
-        dtypes = {p.dtype for p in module.parameters(recurse=False)} - {torch.float32}
+        own, place = list(module.parameters(recurse=False)), repr(name) if name else "the model"
+        dtypes = {p.dtype for p in own} - {torch.float32}
         if isinstance(module, (*QUANTIZABLE, *RECURRENT)) and dtypes:
             raise TypeError(
-                f"torchq.prepare: model must be float32, got {dtypes.pop()} in "
-                f"{repr(name) if name else 'the model'}. Call model.float() first."
+                f"torchq.prepare: model must be float32, got {dtypes.pop()} in {place}. Call "
+                "model.float() first."
+            )
+        if devices := {p.device.type for p in own} - {"cpu"}:
+            raise ValueError(
+                f"torchq.prepare: model must be on the CPU, got {devices.pop()} in {place}. Call "
+                "model.cpu() first, and give it tensors on the CPU."
             )

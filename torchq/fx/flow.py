@@ -27,6 +27,7 @@ from torchq.state import changes
 __all__ = ["convert", "prepare"]
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def prepare(
     model: nn.Module,
@@ -106,6 +107,7 @@ def _sharing(captured: Captured) -> list[str]:
     return changes(model, captured.untraceable, run)
 
 
+@torch.inference_mode(False)
 def convert(prepared: Prepared, strict: bool = False) -> QuantizedGraph:
     """The quantized model as a graph; see :func:`torchq.convert`."""
     if strict:

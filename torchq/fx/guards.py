@@ -13,6 +13,7 @@ __all__ = [
     "GUARDS",
     "OPTIONAL",
     "expect",
+    "expect_float",
     "expect_nan",
     "expect_none",
     "expect_number",
@@ -80,6 +81,22 @@ def _raise_size(expected: str, got: str, where: str) -> None:
 
 
 @torch.fx.wrap
+def expect_float(value: Tensor) -> None:
+    """Raises where an input that int8 modules quantize is no float32 tensor.
+
+    They would take uint8, as images come in, for values that are quantized already.
+
+    Raises:
+        TypeError: naming what it is.
+    """
+    if value.dtype != torch.float32:
+        raise TypeError(
+            f"torchq.fx: the model's input must be torch.float32, as in example_inputs, got "
+            f"{value.dtype}. Give it what the float model takes, such as input.float()."
+        )
+
+
+@torch.fx.wrap
 def expect_number(value: float, expected: float) -> None:
     """The same of a float argument, which the graph holds as it was in example_inputs.
 
@@ -144,7 +161,10 @@ def _raise_other(expected: str, got: str) -> None:
 OPTIONAL: Any = Optional[Tensor]  # noqa: UP045 - torch.fx cannot write ``Tensor | None``
 """The type of an argument that expect_none checks."""
 
-GUARDS = (expect, expect_real, expect_number, expect_nan, expect_text, expect_none, expect_same)
+GUARDS = (
+    *(expect, expect_real, expect_number, expect_nan, expect_text, expect_none, expect_same),
+    expect_float,
+)
 for _guard in GUARDS:
     torch.fx.node.has_side_effect(_guard)  # or eliminate_dead_code takes it for unused
 

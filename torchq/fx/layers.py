@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torchq.affine import TRANSPOSED, Affine, combined, fold_affines, norm_affine
 from torchq.fake_quantize import FakeQuantize
 from torchq.fx.ops import Op, Role, clip_bounds
-from torchq.kinds import BATCH_NORM
+from torchq.kinds import BATCH_NORM, MATMUL
 from torchq.nn.binary import Add, Cat, Mul
 
 __all__ = ["Layer", "find_layers"]
@@ -156,7 +156,14 @@ class _Finder:
         shape = op.node.meta["value"].shape
         same = bool(op.srcs) and op.srcs[0].meta["value"].shape == shape
         fits = op.role is Role.NORM and 2 < len(shape) < 6 and same
-        return fits and _channel_affine(op, 1) is not None
+        return fits and not self._follows_kept(op) and _channel_affine(op, 1) is not None
+
+    def _follows_kept(self, op: Op) -> bool:
+        """Whether it belongs to a matmul that an override keeps float: int8 would only round."""
+        before = self.ops.get(op.srcs[0])
+        if before is None or not before.requested or list(before.node.users) != [op.node]:
+            return False
+        return before.is_matmul or isinstance(before.owner, (*MATMUL, *TRANSPOSED))
 
     def _other(self, op: Op) -> Layer:
         layer = self._start(op)

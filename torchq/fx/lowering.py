@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from torchq._post_ops import PostOps
 from torchq.affine import combined
-from torchq.fx.guards import GUARDS, with_item
+from torchq.fx.guards import GUARDS, expect_float, with_item
 from torchq.fx.layers import Layer
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.ops import Op, Role
@@ -119,9 +119,8 @@ class Lowering:
                 self._int8[node] = self._constant(node)
             else:
                 quantize = Quantize(self.qparams(node))
-                self._int8[node] = self._call(
-                    f"{node.name}_quantize", quantize, self.float_of(node)
-                )
+                name = f"{node.name}_quantize"
+                self._int8[node] = self._call(name, quantize, self._checked(node))
         return self._int8[node]
 
     def _moved(self, op: Op) -> fx.Node:
@@ -305,7 +304,16 @@ class Lowering:
         alone = self._readers[self.plan.root(node)] == 1
         made = self.plan.is_joined(node) or node in self.plan.fakes or "constant" in node.meta
         made |= node in self._int8
-        return self.float_of(node) if alone and not made else self.int8_of(node)
+        if made or not alone:
+            return self.int8_of(node)
+        return self._checked(node)
+
+    def _checked(self, node: fx.Node) -> fx.Node:
+        """The float32 form, for a quantized module: an input of the model may be of any dtype."""
+        src = self.float_of(node)
+        if node.op == "placeholder":
+            self.graph.call_function(expect_float, (src,))
+        return src
 
 
 def _is_resampling(op: Op) -> bool:

@@ -113,13 +113,19 @@ class QModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         for name, own in self._buffers.items():
-            if own is not None and fn(own[:0]).dtype != own.dtype:
+            dtype = None if own is None else fn(own.reshape(-1)[:0]).dtype
+            if own is not None and dtype != own.dtype:
                 raise TypeError(
                     f"torchq.nn.{type(self).__name__}: '{name}' must stay {own.dtype}, got a "
-                    f"conversion to {fn(own[:0]).dtype}. Convert the float modules of the model "
+                    f"conversion to {dtype}. Convert the float modules of the model "
                     "one by one instead, with float32 where they meet quantized ones."
                 )
-        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+        def flat(own: Tensor) -> Tensor:
+            """Packed weights are of 4 and 5 dims, but no images: a memory format is not theirs."""
+            return fn(own.reshape(-1)).view(own.shape) if own.dim() > 3 else fn(own)
+
+        return super()._apply(flat, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def _add_qparams(self, name: str, qparams: QParams) -> None:
         """Buffers ``<name>_scale`` [1 or C] and ``<name>_zero_point`` [1]."""

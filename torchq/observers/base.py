@@ -44,9 +44,8 @@ class Observer(nn.Module):
         """
         if not isinstance(x, Tensor) or not x.is_floating_point():
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(
-                self._text(f"src must be a floating-point tensor, got {got}", self._keep)
-            )
+            remedy = f"Give the model what it computes with, such as batch.float(). {self._keep}"
+            raise TypeError(self._text(f"src must be a floating-point tensor, got {got}", remedy))
         if x.numel():
             with torch.no_grad():
                 self._record(x.detach().to(torch.float32))

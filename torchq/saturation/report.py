@@ -17,7 +17,7 @@ from torchq.nn.deconv import QConvTranspose
 from torchq.nn.layer import QLayer, sources_of
 from torchq.nn.linear import QLinear
 from torchq.nn.module import QModule
-from torchq.running import decibels, split_inputs
+from torchq.running import batches, call, decibels, float_tensors
 from torchq.saturation.pairs import (
     Sums,
     emulate_conv,
@@ -155,25 +155,17 @@ def emulate(
         )
     report = Report(not_emulated=_not_emulated(model))
     weights = dict(float_weights or {})
-    batches = 0
     second = twin(model)  # what a model keeps between calls is of one way to run it
     copies = {name: second.get_submodule(name) for name in modules}
     with as_before(model), torch.no_grad():
-        for batch in data:
-            args, kwargs = split_inputs(batch)
+        for batch in batches("saturation.emulate", data, progress=False):
             with _hooked(modules, weights, report, replace=False):
-                exact = _outputs(model(*args, **kwargs))
+                exact = float_tensors(call(model, batch))
             with _hooked(copies, weights, report, replace=True):
-                changed = _outputs(second(*args, **kwargs))
+                changed = float_tensors(call(second, batch))
             for one, other in zip(exact, changed, strict=True):
                 report.signal += float(one.double().square().sum())
                 report.noise += float((other.double() - one.double()).square().sum())
-            batches += 1
-    if batches == 0:
-        raise ValueError(
-            "torchq.saturation.emulate: data must have at least one batch, got none. Pass a list "
-            "of them, such as [batch]."
-        )
     return report
 
 
@@ -298,17 +290,6 @@ def _layout(dst: Tensor) -> torch.memory_format:
     if dst.dim() == 4 and not dst.is_contiguous():
         return torch.channels_last
     return torch.preserve_format
-
-
-def _outputs(result: Any) -> list[Tensor]:
-    """The floating-point tensors in it, in order."""
-    if isinstance(result, Tensor):
-        return [result] if result.is_floating_point() else []
-    if isinstance(result, Mapping):
-        result = list(result.values())
-    return (
-        [t for part in result for t in _outputs(part)] if isinstance(result, list | tuple) else []
-    )
 
 
 def _not_emulated(model: nn.Module) -> list[str]:

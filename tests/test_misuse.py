@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users do by mistake: each gets an error that says so, and no result that is wrong."""
+
+import copy
+from collections import namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import torchq
+
+torch.manual_seed(0)
+MODEL = nn.Sequential(
+    nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
+).eval()
+DATA = [torch.randn(4, 3, 8, 8) for _ in range(3)]
+
+
+@pytest.fixture(scope="module")
+def prepared():
+    return torchq.calibrate(torchq.prepare(MODEL, DATA[0]), DATA)
+
+
+@pytest.fixture(scope="module")
+def qmodel(prepared):
+    return torchq.convert(prepared)
+
+
+def test_batches_with_labels(prepared, qmodel):
+    data, told = [(x, torch.zeros(4)) for x in DATA], "leave labels out"
+    with pytest.raises(TypeError, match=r"forward\(input\), got 2 positional.*" + told):
+        torchq.calibrate(torchq.prepare(MODEL, DATA[0]), data)
+    with pytest.raises(TypeError, match=told):
+        torchq.compare(prepared, qmodel, data)
+    with pytest.raises(TypeError, match=told):
+        torchq.quantize(MODEL, data)
+    with pytest.raises(TypeError, match=r"got 0 positional, x=: missing"):
+        torchq.quantize(MODEL, [{"x": x} for x in DATA], DATA[0])
+
+
+@pytest.mark.filterwarnings("error")  # that it was swapped would send the user the wrong way
+def test_inputs_that_the_model_refuses():
+    with pytest.raises(RuntimeError, match="double"):
+        torchq.prepare(MODEL, DATA[0].double())
+    with pytest.raises(TypeError, match=r"got ndarray. Convert arrays with torch.from_numpy"):
+        torchq.quantize(MODEL, [x.numpy() for x in DATA], DATA[0])
+    with pytest.raises(TypeError, match="got int"):
+        torchq.prepare(MODEL, 5)
+    with pytest.raises(TypeError, match=r"got torch.uint8. Give the model .* batch.float\(\)"):
+        torchq.quantize(MODEL, [x.to(torch.uint8) for x in DATA], DATA[0])
+
+
+def test_packed_sequences_are_one_input():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 4)
+
+        def forward(self, x):
+            return self.head(pad_packed_sequence(self.rnn(x)[0], batch_first=True)[0])
+
+    lengths = torch.tensor([5, 3, 2])
+    data = [pack_padded_sequence(torch.randn(3, 5, 8), lengths, batch_first=True) for _ in range(2)]
+    model = Net().eval()
+    quantized = torchq.quantize(model, data, strict=True)
+    assert torchq.sqnr(model(data[0]), quantized(data[0])) > 30
+
+
+def test_prepared_and_converted_are_told_apart(prepared, qmodel):
+    eager = torchq.eager.prepare(MODEL, DATA[0])
+    for one in (prepared, eager):
+        with pytest.raises(ValueError, match="prepare: model must be a float model"):
+            torchq.prepare(one, DATA[0])
+    swapped = torchq.convert(torchq.calibrate(eager, DATA))
+    for one in (qmodel, swapped):
+        with pytest.raises(ValueError, match=r"convert: prepared must .*, which is converted"):
+            torchq.convert(one)
+        with pytest.raises(ValueError, match=r"calibrate: prepared must .*, which is converted"):
+            torchq.calibrate(one, DATA)
+    with pytest.raises(ValueError, match=r"compare: prepared must come from torchq.prepare"):
+        torchq.compare(MODEL, qmodel, DATA)
+    for pair in ((prepared, qmodel), (qmodel, MODEL), (MODEL, MODEL)):
+        with pytest.raises(ValueError, match="profile: model must be the float model and qmodel"):
+            torchq.profile(*pair, DATA[0])
+    with pytest.raises(
+        TypeError, match=r"saturation.emulate: data must be batches, got one Tensor"
+    ):
+        torchq.saturation.emulate(qmodel, DATA[0])
+
+
+def test_models_that_are_compiled_or_elsewhere():
+    for compiled in (torch.jit.script(MODEL), torch.compile(MODEL, backend="eager")):
+        with pytest.raises(TypeError, match=r"model must be the Python module, got a .* compiled"):
+            torchq.prepare(compiled, DATA[0])
+    with pytest.raises(ValueError, match=r"must be on the CPU, got meta in '0'. Call model.cpu"):
+        torchq.prepare(copy.deepcopy(MODEL).to("meta"), DATA[0])
+
+
+def test_files_of_something_else(prepared, qmodel, tmp_path):
+    other, text = tmp_path / "other", tmp_path / "text"
+    text.write_text("no model")
+    with pytest.raises(ValueError, match="load_calibration: path must be a file written by"):
+        torchq.load_calibration(prepared, text)
+    for content in (MODEL, MODEL.state_dict(), {"format": "another"}):
+        torch.save(content, other)
+        with pytest.raises(ValueError, match=r"load: path must be a file written by torchq.save"):
+            torchq.load(other, MODEL)
+    for refused in (MODEL, prepared, MODEL.state_dict()):
+        with pytest.raises(ValueError, match=r"save: model must come from torchq.convert"):
+            torchq.save(refused, other)
+
+
+def test_uint8_images_are_not_quantized_values(qmodel, tmp_path):
+    class Moved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x.permute(0, 3, 1, 2))
+
+    image = torch.randint(0, 256, (2, 8, 8, 3), dtype=torch.uint8)
+    moved = torchq.quantize(Moved().eval(), [image.float()])
+    torchq.save(qmodel, tmp_path / "file")
+    channels = image.permute(0, 3, 1, 2)
+    for model, src in (
+        (moved, image),
+        (qmodel, channels),
+        (torchq.load(tmp_path / "file"), channels),
+    ):
+        model(src.float())
+        for run in (model, torch.jit.script(model)):
+            with pytest.raises(Exception, match=r"input must be torch.float32.* input.float\(\)"):
+                run(src)
+
+
+def test_missing_batch_dimension(qmodel):
+    with pytest.raises(ValueError, match=r"conv: src must have 4 dims.* got 3. .*unsqueeze\(0\)"):
+        qmodel(DATA[0][0])
+
+
+def test_memory_format_is_for_images():
+    deep = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
+    quantized = torchq.quantize(deep, [torch.randn(2, 8, 9, 9)])
+    x = torch.randn(2, 8, 9, 9)
+    expected, state = quantized(x), copy.deepcopy(quantized.state_dict())
+    quantized.to(memory_format=torch.channels_last)
+    assert torch.equal(quantized(x), expected)
+    for name, value in quantized.state_dict().items():
+        assert torch.equal(value, state[name]) and value.stride() == state[name].stride()
+
+
+def test_inference_mode_leaves_usable_models():
+    with torch.inference_mode():
+        prepared = torchq.prepare(MODEL, DATA[0])
+        swapped = torchq.eager.prepare(MODEL, DATA[0])
+        torchq.calibrate(prepared, DATA)
+        torchq.calibrate(swapped, DATA)
+        converted = torchq.convert(prepared), torchq.convert(swapped)
+    for one in (prepared, swapped):
+        one(DATA[0]).sum().backward()  # its parameters are no tensors of inference mode
+    for one in converted:
+        one.load_state_dict(copy.deepcopy(one.state_dict()))
+
+
+def test_layer_that_stays_float_keeps_its_batch_norm():
+    report = {r.name: r for r in torchq.sensitivity(MODEL, DATA, DATA[0])}
+    assert report["0"].kept > report["0"].all_quantized
+    quantized = torchq.quantize(MODEL, DATA, overrides={"0": None})
+    assert [r.quantized for r in torchq.explain(quantized).rows] == [False] * 3 + [True] * 2
+    before = nn.Sequential(MODEL[0], MODEL[1], MODEL[2])(DATA[0])
+    got = DATA[0]
+    for name in "012":
+        got = quantized.get_submodule(name)(got)
+    assert torch.equal(got, before)
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Result:
+    value: Tensor
+    parts: list
+
+
+@pytest.mark.parametrize("wrap", [Result, Pair, lambda a, b: {"a": (a, [b])}])
+def test_results_that_hold_tensors(wrap):
+    x, y = torch.ones(4), torch.zeros(2)
+    assert torchq.sqnr(wrap(x, [y]), wrap(1.1 * x, [y])) == pytest.approx(20, abs=1e-3)
+
+
+def test_nothing_to_compare_is_no_perfect_result():
+    assert np.isnan(torchq.sqnr([], []))
+    assert np.isnan(torchq.sqnr(torch.zeros(2, dtype=torch.int64), torch.ones(2).long()))
