@@ -45,8 +45,8 @@ from torchq._arguments import (
     to_float32,
     to_mask,
 )
-from torchq._post_ops import PostOps
-from torchq._text import ATTR_GRAMMAR, WITH_ARG, float_text, read_attr
+from torchq._post_ops import PostOps, read_post_ops
+from torchq._text import at_position, float_text, read_fields, split_at
 
 ROUNDING_MODES = ("nearest", "environment", "stochastic")
 KINDS = ("output_scales", "scales", "zero_points", "rnn_weights", "rnn_weights_projection")
@@ -56,6 +56,17 @@ _ARG_OF = {
     "rnn_weights": "weights",
     "rnn_weights_projection": "weights_projection",
 }
+# The sections of the text, in order: the setter, and its fields after <arg> (if it has one).
+_GRAMMAR = {
+    "output_scales": ("set_output_scales", ("mask",)),
+    "scales": ("set_scales", ("mask", "groups")),
+    "zero_points": ("set_zero_points", ("mask", "groups")),
+    "rounding": ("set_rounding", ("mode",)),
+    "rnn_data": ("set_rnn_data_qparams", ("scale", "shift")),
+    "rnn_weights": ("set_rnn_weights_qparams", ("mask",)),
+    "rnn_weights_projection": ("set_rnn_weights_projection_qparams", ("mask",)),
+}
+_WITH_ARG = ("scales", "zero_points", "rounding")
 
 
 class Attr:
@@ -238,7 +249,7 @@ class Attr:
             if param is None:
                 raise ValueError(
                     f"torchq.Attr.with_values: {kind} of {arg} must be declared with a mask first, "
-                    f"got only values. Call {ATTR_GRAMMAR[kind][0]}."
+                    f"got only values. Call {_GRAMMAR[kind][0]}."
                 )
             result._set("with_values", kind, arg, param.mask, values, param.groups)
         if post_ops is not None:
@@ -249,7 +260,7 @@ class Attr:
     def parse(cls, text: str, **values: Any) -> Attr:
         """The inverse of ``str(attr)``; ``values`` are the keywords of `with_values`."""
         attr = cls()
-        read_attr(attr, attr.post_ops, text)
+        _read(attr, text)
         return attr.with_values(**values) if values else attr
 
     def _set(
@@ -262,7 +273,7 @@ class Attr:
         groups: Sequence[int] | None = None,
     ) -> Attr:
         where = f"torchq.Attr.{op}"
-        if kind in WITH_ARG:
+        if kind in _WITH_ARG:
             check_arg(where, arg)
         mask, label = to_mask(where, mask), f"{where}: {kind} of {arg}"
         checked = None
@@ -277,7 +288,7 @@ class Attr:
     def _get(self, op: str, arg: str, kind: str) -> MaskedValues | None:
         check_choice(f"torchq.Attr.{op}: kind", kind, KINDS)
         check_choice(f"torchq.Attr.{op}: arg of {kind}", arg, [_ARG_OF.get(kind, arg)])
-        if kind in WITH_ARG:
+        if kind in _WITH_ARG:
             check_arg(f"torchq.Attr.{op}", arg)
         return self._params.get((kind, arg))
 
@@ -295,7 +306,7 @@ class Attr:
         if name == "rnn_data":
             return ":".join(map(float_text, self._rnn_data or ()))
         params = {arg: param for (kind, arg), param in self._params.items() if kind == name}
-        if name not in WITH_ARG:
+        if name not in _WITH_ARG:
             return "".join(param.text() for param in params.values())
         return "+".join(f"{arg}:{params[arg].text()}" for arg in sort_args(params))
 
@@ -305,7 +316,7 @@ class Attr:
 
     def __str__(self) -> str:
         """The one-line text, without values."""
-        sections = {name: self._section(name) for name in ATTR_GRAMMAR}
+        sections = {name: self._section(name) for name in _GRAMMAR}
         sections["post_ops"] = str(self._post_ops)
         return " ".join(f"{name}:{text}" for name, text in sections.items() if text)
 
@@ -318,3 +329,35 @@ class Attr:
     def __hash__(self) -> int:
         """Of text and values."""
         return hash(self._key())
+
+
+def _read(attr: Attr, text: str) -> None:
+    """Calls the setters, and the append methods of the chain, that ``text`` asks for."""
+    op, seen = "Attr.parse", set[str]()
+    for position, token in split_at(text, " ") if text else ():
+        name, _, body = token.partition(":")
+        with at_position(op, position, token):
+            check_choice("section", name, [*_GRAMMAR, "post_ops"])
+            if name in seen or not body:
+                raise ValueError(f"must have {name}:<text> once")
+        seen.add(name)
+        if name == "post_ops":
+            read_post_ops(attr.post_ops, body, position + len("post_ops:"), op)
+        else:
+            _read_section(attr, name, position, token)
+
+
+def _read_section(attr: Attr, name: str, position: int, token: str) -> None:
+    op, seen = "Attr.parse", set[str]()
+    setter, names = _GRAMMAR[name]
+    head = len(name) + 1
+    with_arg = name in _WITH_ARG
+    items = split_at(token[head:], "+", position + head) if with_arg else [(position, token)]
+    for start, item in items:
+        args = [item.partition(":")[0]] if with_arg else []
+        fields = read_fields(op, start, item, names, len(names) - ("groups" in names))
+        with at_position(op, start, item):
+            if not seen.isdisjoint(args):
+                raise ValueError(f"{name} must have {args[0]} once")
+            getattr(attr, setter)(*args, **fields)
+        seen.update(args)

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from torchq._arguments import Values, check_choice, to_dtype
 from torchq._composer import Composer, Refused, State, collapse
-from torchq._post_ops import PostOps
-from torchq._text import Binary, Eltwise, PostOp, PReLU, Sum
+from torchq._post_ops import Binary, Eltwise, PostOp, PostOps, PReLU, Sum
 from torchq.attr import Attr
 from torchq.fake_quantize import FakeQuantize
 

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import to_int
-from torchq._post_op_sources import CHANNEL_MASKS
-from torchq._post_ops import PostOps, foldable, post_ops_of
-from torchq._text import Eltwise, Sum
+from torchq._post_ops import CHANNEL_MASKS, Eltwise, PostOps, Sum, foldable, post_ops_of
 from torchq.attr import Attr
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight

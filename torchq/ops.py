@@ -26,9 +26,7 @@ from torchq._library import (
     shorten_calls,
     window_output,
 )
-from torchq._post_op_sources import CHANNEL_MASKS
-from torchq._post_ops import PostOps, foldable
-from torchq._text import Binary, PReLU
+from torchq._post_ops import CHANNEL_MASKS, Binary, PostOps, PReLU, foldable
 
 __all__ = [
     "LIBRARY_PATH",

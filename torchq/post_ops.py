@@ -28,9 +28,21 @@ The text joins post-ops with ``+`` and their fields with ``:``, and omits traili
 It holds structure, masks and scalars. The values of binary, prelu and dw_conv travel beside it.
 """
 
-from torchq._post_op_sources import CHANNEL_MASKS
-from torchq._post_ops import MAX_POST_OPS, PostOps, foldable, post_ops_of
-from torchq._text import BINARY_ALGS, ELTWISE_ALGS, Binary, DwConv, Eltwise, PostOp, PReLU, Sum
+from torchq._post_ops import (
+    BINARY_ALGS,
+    CHANNEL_MASKS,
+    ELTWISE_ALGS,
+    MAX_POST_OPS,
+    Binary,
+    DwConv,
+    Eltwise,
+    PostOp,
+    PostOps,
+    PReLU,
+    Sum,
+    foldable,
+    post_ops_of,
+)
 from torchq.compose import compose
 
 __all__ = [

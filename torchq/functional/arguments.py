@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import INT32, to_float32, to_int
-from torchq._text import Sum
+from torchq._post_ops import Sum
 from torchq.attr import Attr
 from torchq.folding import Folded, check_attr
 from torchq.packing import PackedWeight

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchq._post_ops import PostOps
-from torchq._text import DwConv
+from torchq._post_ops import DwConv, PostOps
 from torchq.attr import Attr
 from torchq.folding import check_attr
 

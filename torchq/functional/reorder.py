@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchq._text import Sum
+from torchq._post_ops import Sum
 from torchq.attr import Attr
 from torchq.folding import check_attr
 from torchq.functional.arguments import Floats, Zeros, to_scale, to_zero_point

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from torchq._post_op_sources import CHANNEL_MASKS
-from torchq._post_ops import PostOps, post_ops_of
-from torchq._text import Binary, Eltwise, PReLU
+from torchq._post_ops import CHANNEL_MASKS, Binary, Eltwise, PostOps, PReLU, post_ops_of
 from torchq.attr import Attr
 from torchq.folding import fold
 from torchq.functional import quantize

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import INT32, Values, check_single, float_values, to_dtype, to_int
-from torchq._text import DwConv
+from torchq._post_ops.types import DwConv
 
 __all__ = ["check_zero_point", "make_dw_conv", "operand_values", "with_dw_values"]
 

@@ -21,19 +21,19 @@ from torchq._arguments import (
     to_int,
     to_mask,
 )
-from torchq._post_op_arguments import (
+from torchq._post_ops.arguments import (
     check_zero_point,
     make_dw_conv,
     operand_values,
     with_dw_values,
 )
-from torchq._post_op_sources import (
+from torchq._post_ops.sources import (
     CHANNEL_MASKS,
     has_full_values,
     merged_sources,
     owners_of,
 )
-from torchq._text import (
+from torchq._post_ops.types import (
     BINARY_ALGS,
     ELTWISE_ALGS,
     Binary,

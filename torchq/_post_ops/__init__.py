@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains of post-ops; :mod:`torchq.post_ops` has the formulas and the text."""
+
+from torchq._post_ops.chain import MAX_POST_OPS, PostOps, foldable, post_ops_of
+from torchq._post_ops.sources import CHANNEL_MASKS
+from torchq._post_ops.types import (
+    BINARY_ALGS,
+    ELTWISE_ALGS,
+    Binary,
+    DwConv,
+    Eltwise,
+    PostOp,
+    PReLU,
+    Sum,
+    read_post_ops,
+)
+
+__all__ = [
+    "BINARY_ALGS",
+    "CHANNEL_MASKS",
+    "ELTWISE_ALGS",
+    "MAX_POST_OPS",
+    "Binary",
+    "DwConv",
+    "Eltwise",
+    "PReLU",
+    "PostOp",
+    "PostOps",
+    "Sum",
+    "foldable",
+    "post_ops_of",
+    "read_post_ops",
+]
