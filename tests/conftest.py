@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `isa` fixture: every test that asks for it runs on all tiers that this CPU has."""
+"""Fixtures: every test that asks for `isa` runs on all tiers that this CPU has."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from peers import start_onednn
 
 import torchq
+from benchmarks.onednn import Peer
 
 ISAS = ("reference", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx")
 # Tiers that must run here: CI sets it, so that a runner without them fails instead of skipping.
@@ -33,6 +35,19 @@ def _same_start() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def one_thread() -> None:
+    """Narrow layers gain nothing from a second thread, and lose where it has to wait."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[Peer]:
+    """oneDNN, in a process of its own."""
+    with start_onednn() as started:
+        yield started
 
 
 @pytest.hookimpl(trylast=True)

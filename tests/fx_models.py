@@ -9,7 +9,7 @@ from typing import Any
 import models
 import torch
 import torch.nn.functional as F
-from models import Case, Wired, conv, register
+from models import Case, conv, register, register_wired
 from torch import Tensor, nn
 
 CASES: dict[str, Case] = {}
@@ -163,13 +163,7 @@ def _split(m: Any, x: Tensor) -> Any:
     return {"out": (m.b(y) - 1).abs(), "parts": [first.relu(), m.c(second)]}
 
 
-def wired(name: str, shape: tuple[int, ...], int8: int, forward: Any, **modules: Any) -> None:
-    total = modules.pop("total", None)
-    case(name, shape, int8, total)(
-        lambda: Wired(forward, **{key: make() for key, make in modules.items()})
-    )
-
-
+wired = partial(register_wired, CASES)
 IMAGE = models.IMAGE
 TWO = {"a": conv, "b": conv}
 wired("hswish_se", IMAGE, 5, _hswish, **TWO, se=lambda: SqueezeExcite(8), c=conv)

@@ -65,16 +65,22 @@ def conv(c_in: int = 8, c_out: int = 8, k: int = 3, **kwargs: Any) -> nn.Conv2d:
     return nn.Conv2d(c_in, c_out, k, **kwargs)
 
 
-def wired(
-    name: str, shape: tuple[int, ...], int8: int, forward: Callable[..., Any], **modules: Any
+def register_wired(
+    cases: dict[str, Case],
+    name: str,
+    shape: tuple[int, ...],
+    int8: int,
+    forward: Callable[..., Any],
+    total: int | None = None,
+    **modules: Callable[[], Any],
 ) -> None:
     """``modules`` are functions that make them, so that every test has fresh ones."""
-    total = modules.pop("total", None)
-    case(name, shape, int8, total)(
+    register(cases, name, shape, int8, total)(
         lambda: Wired(forward, **{key: make() for key, make in modules.items()})
     )
 
 
+wired = partial(register_wired, CASES)
 IMAGE = (2, 8, 10, 10)
 TWO = {"a": conv, "b": conv}
 

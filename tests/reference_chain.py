@@ -112,6 +112,11 @@ def result(made: Composed, acc: Tensor, srcs: Sequence[Tensor]) -> Tensor:
     return x / made.dst_scale + made.dst_zero_point
 
 
+def rules(made: Composed) -> list[str]:
+    """Of each decision, in order."""
+    return [reason.split(": ")[1] for reason in made.reasons if reason.startswith("step")]
+
+
 def check(
     steps: Sequence[Step],
     *,

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from reference import finish, pad
 from reference_epilogue import Number, f64
+from shapes import Sizes, spread
 from torch import Tensor
 
 
@@ -99,9 +100,6 @@ class DeconvShape:
         return {name: getattr(self, name) for name in names} | {"padding": padding}
 
 
-Sizes = int | tuple[int, ...]
-
-
 def deconv(
     name: str,
     channels: tuple[int, int],
@@ -115,12 +113,9 @@ def deconv(
     groups: int = 1,
     batch: int = 1,
 ) -> DeconvShape:
-    def each(value: Sizes) -> tuple[int, ...]:
-        return (value,) * len(size) if isinstance(value, int) else value
-
     end = padding if padding_end is None else padding_end
-    parts = (kernel, stride, padding, end, dilation, output_padding)
-    return DeconvShape(name, *channels, size, *map(each, parts), groups, batch)
+    window = spread(len(size), kernel, stride, padding, end, dilation, output_padding)
+    return DeconvShape(name, *channels, size, *window, groups, batch)
 
 
 SHAPES = [

@@ -127,6 +127,11 @@ class ConvShape:
 Sizes = int | tuple[int, ...]
 
 
+def spread(dims: int, *sizes: Sizes) -> list[tuple[int, ...]]:
+    """Each with one entry per spatial dimension."""
+    return [(size,) * dims if isinstance(size, int) else size for size in sizes]
+
+
 def conv(
     name: str,
     channels: tuple[int, int],
@@ -139,22 +144,9 @@ def conv(
     groups: int = 1,
     batch: int = 1,
 ) -> ConvShape:
-    def each(value: Sizes) -> tuple[int, ...]:
-        return (value,) * len(size) if isinstance(value, int) else value
-
     end = padding if padding_end is None else padding_end
-    return ConvShape(
-        batch,
-        *channels,
-        size,
-        each(kernel),
-        each(stride),
-        each(padding),
-        each(end),
-        each(dilation),
-        groups,
-        name,
-    )
+    window = spread(len(size), kernel, stride, padding, end, dilation)
+    return ConvShape(batch, *channels, size, *window, groups, name)
 
 
 def depthwise(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference_chain import F32, S8, U8, N, chain, check, convert
+from reference_chain import F32, S8, U8, N, chain, check, convert, rules
 
 import torchq
 import torchq.functional as TF
@@ -19,10 +19,6 @@ UNSIGNED = FakeQuantize(0.0, 6.0, 0.0, 255.0)
 SIGNED = FakeQuantize(-128 / 20, 127 / 20, -128.0, 127.0)
 AFFINE = FakeQuantize(-51 / 32, 204 / 32, 0.0, 255.0)
 RESIDUAL = Sum(0.05, 3, S8)
-
-
-def rules(made: Any) -> list[str]:
-    return [reason.split(": ")[1] for reason in made.reasons if reason.startswith("step")]
 
 
 @CONVENTIONS

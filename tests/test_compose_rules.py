@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference_chain import F32, S8, S32, U8, N, check
+from reference_chain import F32, S8, S32, U8, N, check, rules
 from torch import Tensor
 
 import torchq
@@ -37,10 +37,6 @@ def sum_s8(scale: float = 0.5, zero_point: int = 0) -> Sum:
 def ratio(made: Any, other: Any) -> Tensor:
     """By how much the scales differ from those without the step under test."""
     return (made.scales / other.scales).expand(N)
-
-
-def rules(made: Any) -> list[str]:
-    return [reason.split(": ")[1] for reason in made.reasons if reason.startswith("step")]
 
 
 @CONVENTIONS

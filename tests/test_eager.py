@@ -5,84 +5,43 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import flows
 import models
 import pytest
 import torch
+from flows import CONFIGS, sqnr, tensors
 from torch import Tensor, nn
 
 import torchq
 import torchq.nn as tnn
 from torchq import QConfig, eager
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def tensors(result: Any) -> list[Tensor]:
-    if isinstance(result, models.Output):
-        result = [result.hidden, result.out]
-    leaves = torch.utils._pytree.tree_leaves(result)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def sqnr(float_result: Tensor, result: Tensor) -> float:
-    assert result.dtype == float_result.dtype and result.shape == float_result.shape
-    noise = (float_result - result).square().sum()
-    return float(10 * torch.log10(float_result.square().sum() / noise)) if noise > 0 else 200.0
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(name: str) -> tuple[nn.Module, list[Tensor]]:
-    """A network with fixed weights, and batches for it."""
-    make, shape, _, _ = models.CASES[name]
-    model = models.randomize(make())
-    return model, [torch.randn(shape) for _ in range(4)]
+    return flows.build(models.CASES[name])
 
 
-def check(name: str, config: QConfig | None = None, bound: float = 25.0) -> nn.Module:
-    """Prepared equals float, converted is near it, and the report counts what it should."""
-    model, data = build(name)
-    expected = copy.deepcopy(model)
-    prepared = eager.prepare(model, data[0], config)
-    with torch.no_grad():
-        want = tensors(expected(data[1]))
-        for a, b in zip(want, tensors(prepared(data[1])), strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-5, atol=2e-5)
-        for a, b in zip(want, tensors(model(data[1])), strict=True):
-            assert torch.equal(a, b), "prepare changed the model it was given"
-    converted = eager.convert(eager.calibrate(prepared, data))
-    for a, b in zip(want, tensors(converted(data[1])), strict=True):
-        assert sqnr(a, b) > bound, name
-    rows = [row for row in torchq.explain(converted).rows if row.is_matmul]
-    assert (sum(row.quantized for row in rows), len(rows)) == models.CASES[name][2:], name
-    return converted
+def check(case: models.Case, config: QConfig | None = None, bound: float = 25.0) -> nn.Module:
+    return flows.check(case, eager.prepare, eager.convert, config, bound)
 
 
 @pytest.mark.parametrize("name", models.CASES)
 def test_networks(name: str) -> None:
-    check(name, bound=20.0 if name in ("lookups", "exposed") else 25.0)
-
-
-CONFIGS = {
-    "u7": QConfig(activation_bits=7),
-    "s7": QConfig(activation_bits=7, activation_dtype=torch.int8),
-    "s8": QConfig(activation_dtype=torch.int8),
-    "s8-affine": QConfig(activation_dtype=torch.int8, activation_symmetric=False),
-    "u8-symmetric": QConfig(activation_symmetric=True),
-    "per-tensor": QConfig(weight_granularity="per_tensor"),
-    "w7": QConfig(weight_bits=7),
-    "minmax": QConfig(activation_observer="minmax"),
-}
+    check(models.CASES[name], bound=20.0 if name in ("lookups", "exposed") else 25.0)
 
 
 @pytest.mark.parametrize("name", ["resnet", "lenet", "mul_gate", "add_both", "clip_bounds"])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_configurations(name: str, config: str) -> None:
     chosen = CONFIGS[config]
-    converted = check(name, chosen, bound=13.0 if config in ("s7", "u8-symmetric") else 18.0)
+    converted = check(
+        models.CASES[name], chosen, bound=13.0 if config in ("s7", "u8-symmetric") else 18.0
+    )
     ranges: dict[torch.dtype, list[int]] = {}
 
     def look(module: nn.Module, args: Any, result: Tensor) -> None:
@@ -103,11 +62,7 @@ def test_s8_fused_relu_shared_with_plain_relu() -> None:
     """relu on the integers of an affine int8 tensor would be wrong."""
     relu = nn.ReLU()
     model = nn.Sequential(nn.Conv2d(3, 8, 1), relu, nn.Conv2d(8, 8, 1), relu, nn.Conv2d(8, 4, 1))
-    models.CASES["_shared"] = lambda: model, (2, 3, 6, 6), 3, 3
-    try:
-        check("_shared", CONFIGS["s8-affine"])
-    finally:
-        del models.CASES["_shared"]
+    check((lambda: model, (2, 3, 6, 6), 3, 3), CONFIGS["s8-affine"])
 
 
 def int8_sites(converted: nn.Module) -> dict[str, str]:
@@ -182,14 +137,8 @@ def test_stash_is_float() -> None:
     with torch.no_grad():
         model(data[0]), converted(data[0])
     assert sqnr(model.last, converted.last) > 30
-    models.CASES["_opaque"] = (
-        lambda: models.Wired(models._opaque, a=models.conv(), b=models.conv()),
-        *(models.IMAGE, 2, 2),
-    )
-    try:
-        check("_opaque")
-    finally:
-        del models.CASES["_opaque"]
+    opaque = partial(models.Wired, models._opaque, a=models.conv(), b=models.conv())
+    check((opaque, models.IMAGE, 2, 2))
 
 
 # Overrides

@@ -8,12 +8,13 @@ import pickle
 import warnings
 from typing import Any
 
+import flows
 import fx_models
 import models
 import pytest
 import torch
 import torch.nn.functional as F
-from test_eager import CONFIGS, sqnr, tensors
+from flows import CONFIGS, sqnr, tensors
 from torch import Tensor, nn
 
 import torchq
@@ -23,6 +24,8 @@ from torchq.fx import CaptureError
 from torchq.fx import prepare as prepare_graph
 from torchq.fx.guards import expect_float
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CASES = {f"eager_{name}": case for name, case in models.CASES.items()} | fx_models.CASES
 # What tracing sees more of (functions, keywords), or less (a stash), than swapping modules does.
 COUNTS = {"exposed": (2, 2), "keyword_layer": (1, 1), "forward_directly": (2, 2),
@@ -30,34 +33,16 @@ COUNTS = {"exposed": (2, 2), "keyword_layer": (1, 1), "forward_directly": (2, 2)
           "reflect": (2, 2)}  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def build(name: str) -> tuple[nn.Module, list[Tensor]]:
-    make, shape, _, _ = CASES[name]
-    return models.randomize(make()), [torch.randn(shape) for _ in range(4)]
+    return flows.build(CASES[name])
 
 
 def check(name: str, config: QConfig | None = None, bound: float = 25.0) -> nn.Module:
-    """Prepared equals float, converted is near it, and the report counts what it should."""
-    model, data = build(name)
-    expected = copy.deepcopy(model)
-    prepared = prepare_graph(model, data[0], config)
-    with torch.no_grad():
-        want = tensors(expected(data[1]))
-        for a, b in zip(want, tensors(prepared(data[1])), strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-5, atol=2e-5)
-        for a, b in zip(want, tensors(model(data[1])), strict=True):
-            assert torch.equal(a, b), "prepare changed the model it was given"
-    converted = torchq.convert(torchq.calibrate(prepared, data))
+    make, shape, *counts = CASES[name]
+    int8, total = COUNTS.get(name.removeprefix("eager_"), counts)
+    case = make, shape, int8, total
+    converted = flows.check(case, prepare_graph, torchq.convert, config, bound)
     assert isinstance(converted, torch.fx.GraphModule)
-    for a, b in zip(want, tensors(converted(data[1])), strict=True):
-        assert sqnr(a, b) > bound, name
-    rows = [row for row in torchq.explain(converted).rows if row.is_matmul]
-    count = COUNTS.get(name.removeprefix("eager_"), CASES[name][2:])
-    assert (sum(row.quantized for row in rows), len(rows)) == count, name
     return converted
 
 

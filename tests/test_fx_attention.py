@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from flows import names, sqnr, tensors
 from models import Wired
-from test_eager import sqnr, tensors
 from torch import Tensor, nn
 
 import torchq
@@ -31,11 +31,6 @@ def convert(model: nn.Module, *inputs: Tensor, bound: float = 30) -> nn.Module:
             for a, b in zip(want, got, strict=True):
                 assert sqnr(a, b) > bound
     return converted
-
-
-def names(converted: Any) -> list[str]:
-    calls = [n for n in converted.graph.nodes if n.op == "call_module"]
-    return [type(converted.get_submodule(n.target)).__name__ for n in calls]
 
 
 def reasons(converted: nn.Module) -> dict[str, str]:

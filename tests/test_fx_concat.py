@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from flows import sqnr
 from models import Wired, randomize
-from test_eager import sqnr
 from torch import Tensor, nn
 
 import torchq

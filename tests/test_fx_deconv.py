@@ -10,8 +10,8 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
+from flows import sqnr
 from models import Wired
-from test_eager import sqnr
 from torch import Tensor, nn
 
 import torchq

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from flows import names, sqnr
 from models import Wired, conv, randomize
-from test_eager import sqnr
 from torch import Tensor, nn
 
 import torchq
@@ -28,11 +28,6 @@ def convert(model: nn.Module, *shape: int, bound: float = 30) -> nn.Module:
     again = torch.jit.script(converted)
     assert torch.equal(again(x), converted(x))
     return converted
-
-
-def names(converted: Any) -> list[str]:
-    calls = [n for n in converted.graph.nodes if n.op == "call_module"]
-    return [type(converted.get_submodule(n.target)).__name__ for n in calls]
 
 
 # Factors and shifts per channel

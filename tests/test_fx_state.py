@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from flows import sqnr
 from models import Wired
 from state_cases import KEPT, TRACED, build
-from test_eager import sqnr
 from torch import Tensor, fx, nn
 
 import torchq

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from flows import names, sqnr
 from models import Wired, conv, randomize
-from test_eager import sqnr
-from test_fx_layers import X, convert, names
+from test_fx_layers import X, convert
 from torch import nn
 
 import torchq

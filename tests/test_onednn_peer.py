@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,12 +14,6 @@ from torch import Tensor
 from benchmarks.onednn import Peer, RefusedError, Timing
 
 CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-
-
-@pytest.fixture(scope="module")
-def peer() -> Iterator[Peer]:
-    with start_onednn() as started:
-        yield started
 
 
 def random_q(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -18,10 +18,10 @@ import repository_computed  # noqa: F401
 import repository_sequences  # noqa: F401
 import repository_styles  # noqa: F401
 import torch
+from flows import sqnr, tensors
 from repository import MODELS
 from repository_models import Options, Output
 from repository_vision import Swish
-from test_eager import sqnr, tensors
 from torch import Tensor, nn
 
 import torchq

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import reference_rnn as oracle
 import torch
-from peers import start_onednn
 from torch import Tensor
 
 from benchmarks.onednn import Peer
@@ -75,12 +73,6 @@ def generated(seed: int) -> Network:
         *r.choice([(127.0, 128), (100.0, 120), (64.0, 128)]),
         r.random() < 0.7,
     )
-
-
-@pytest.fixture(scope="module")
-def peer() -> Iterator[Peer]:
-    with start_onednn() as started:
-        yield started
 
 
 def weights(n: Network, *shape: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peers import start_onednn
+from test_saturation import random
 from torch import Tensor
 
 from benchmarks.onednn import Peer
@@ -26,11 +27,6 @@ def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
         started = start_onednn()
     with started:
         yield started
-
-
-def random(dtype: torch.dtype, *shape: int) -> Tensor:
-    limits = torch.iinfo(dtype)
-    return torch.randint(limits.min, limits.max + 1, shape, dtype=dtype)
 
 
 def check(peer: Peer, got: Tensor, sums: Sums) -> None:
@@ -58,8 +54,8 @@ CONVOLUTIONS = [
 def test_convolution(peer: Peer, case: Any, dtype: torch.dtype) -> None:
     channels, outputs, size, kernel, zero, window = case
     zero = zero - 128 if zero and dtype == S8 else zero
-    src = random(dtype, 2, channels, *size)
-    weight = random(S8, outputs, channels // window.get("groups", 1), *kernel)
+    src = random((2, channels, *size), dtype)
+    weight = random((outputs, channels // window.get("groups", 1), *kernel), S8)
     attributes = {"src_zero_point": zero} if zero else {}
     got = peer.convolution(src, weight, dst_dtype=S32, **window, **attributes)
     sums = emulate_conv(src, weight, **window, src_zero_point=zero)
@@ -80,7 +76,7 @@ TRANSPOSED = [
 @pytest.mark.parametrize("case", TRANSPOSED, ids=str)
 def test_deconvolution(peer: Peer, case: Any, dtype: torch.dtype) -> None:
     channels, outputs, size, kernel, window = case
-    src, weight = random(dtype, 2, channels, *size), random(S8, channels, outputs, *kernel)
+    src, weight = random((2, channels, *size), dtype), random((channels, outputs, *kernel), S8)
     got = peer.deconvolution(src, weight, dst_dtype=S32, **window)
     sums = emulate_conv_transpose(src, weight, **window)
     check(peer, got, sums)
@@ -92,7 +88,7 @@ def test_deconvolution(peer: Peer, case: Any, dtype: torch.dtype) -> None:
 def test_inner_product_and_matmul(
     peer: Peer, features: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    src, weight = random(dtype, 6, features[0]), random(S8, features[1], features[0])
+    src, weight = random((6, features[0]), dtype), random((features[1], features[0]), S8)
     sums = emulate_linear(src, weight)
     check(peer, peer.inner_product(src, weight, dst_dtype=S32), sums)
     check(peer, peer.matmul(src, weight.t().contiguous(), dst_dtype=S32), sums)

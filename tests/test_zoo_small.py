@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INT8_SHARE = {"unet": 0.95, "vit_b_16": 0.41}
 INT8_SHARE["bert_base"] = 0.99  # its pooler has no part in the result, so the graph drops it
 # Where narrow variants differ from ordinary: few channels average less noise away.
+pytestmark = pytest.mark.usefixtures("one_thread")
 SQNR_DB = {"mobilenet_v3": 16, "inception_v3": 18, "detector": 15, "efficientnet_b0": 15}
 
 
@@ -31,12 +32,6 @@ def name(request: pytest.FixtureRequest) -> str:
     if not NETWORKS[chosen].available:
         pytest.skip(f"{chosen} needs {NETWORKS[chosen].requires}")
     return chosen
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Narrow layers gain nothing from a second thread, and lose where it has to wait."""
-    torch.set_num_threads(1)
 
 
 def test_full_networks_have_the_published_size(name: str) -> None:

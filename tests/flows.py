@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of both flows share: how a converted network is held against the float one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import models
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq import QConfig
+
+CONFIGS = {
+    "u7": QConfig(activation_bits=7),
+    "s7": QConfig(activation_bits=7, activation_dtype=torch.int8),
+    "s8": QConfig(activation_dtype=torch.int8),
+    "s8-affine": QConfig(activation_dtype=torch.int8, activation_symmetric=False),
+    "u8-symmetric": QConfig(activation_symmetric=True),
+    "per-tensor": QConfig(weight_granularity="per_tensor"),
+    "w7": QConfig(weight_bits=7),
+    "minmax": QConfig(activation_observer="minmax"),
+}
+
+
+def tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, models.Output):
+        result = [result.hidden, result.out]
+    leaves = torch.utils._pytree.tree_leaves(result)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def sqnr(float_result: Tensor, result: Tensor) -> float:
+    assert result.dtype == float_result.dtype and result.shape == float_result.shape
+    noise = (float_result - result).square().sum()
+    return float(10 * torch.log10(float_result.square().sum() / noise)) if noise > 0 else 200.0
+
+
+def check(
+    case: models.Case,
+    prepare: Callable[..., nn.Module],
+    convert: Callable[[nn.Module], nn.Module],
+    config: QConfig | None = None,
+    bound: float = 25.0,
+) -> nn.Module:
+    """Prepared equals float, converted is near it, and the report counts what it should."""
+    model, data = build(case)
+    expected = copy.deepcopy(model)
+    prepared = prepare(model, data[0], config)
+    with torch.no_grad():
+        want = tensors(expected(data[1]))
+        for a, b in zip(want, tensors(prepared(data[1])), strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-5, atol=2e-5)
+        for a, b in zip(want, tensors(model(data[1])), strict=True):
+            assert torch.equal(a, b), "prepare changed the model it was given"
+    converted = convert(torchq.calibrate(prepared, data))
+    for a, b in zip(want, tensors(converted(data[1])), strict=True):
+        assert sqnr(a, b) > bound
+    rows = [row for row in torchq.explain(converted).rows if row.is_matmul]
+    assert (sum(row.quantized for row in rows), len(rows)) == case[2:]
+    return converted
+
+
+def build(case: models.Case) -> tuple[nn.Module, list[Tensor]]:
+    """A network with fixed weights, and batches for it."""
+    make, shape, _, _ = case
+    return models.randomize(make()), [torch.randn(shape) for _ in range(4)]
+
+
+def names(converted: Any) -> list[str]:
+    calls = [n for n in converted.graph.nodes if n.op == "call_module"]
+    return [type(converted.get_submodule(n.target)).__name__ for n in calls]
