@@ -81,15 +81,20 @@ def _dense_packing(
     return [panels, taps, -(-merged * inputs_per_group // 4), 16, 4], taps
 
 
+def _fake_packed(
+    weight: Tensor, outputs: int, sizes: Sequence[int], rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        weight.new_empty(sizes),
+        weight.new_empty([rows, outputs], dtype=torch.int32),
+        weight.new_empty([sizes[0]], dtype=torch.int32),
+    )
+
+
 @fake("pack_linear")
 def _(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     n, k = weight.shape
-    panels = -(-n // 16)
-    return (
-        weight.new_empty([panels, 1, -(-k // 4), 16, 4]),
-        weight.new_empty([1, n], dtype=torch.int32),
-        weight.new_empty([panels], dtype=torch.int32),
-    )
+    return _fake_packed(weight, n, *_dense_packing(n, k, 1, 1))
 
 
 @fake("unpack_linear")
@@ -100,17 +105,16 @@ def _(packed: Tensor, out_features: int, in_features: int) -> Tensor:
 @fake("pack_conv")
 def _(weight: Tensor, groups: int, dilation: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     outputs, inputs = weight.shape[:2]
-    sizes, rows = _conv_packing(outputs, inputs, groups, weight.shape[2:], dilation)
-    return (
-        weight.new_empty(sizes),
-        weight.new_empty([rows, outputs], dtype=torch.int32),
-        weight.new_empty([sizes[0]], dtype=torch.int32),
-    )
+    packing = _conv_packing(outputs, inputs, groups, weight.shape[2:], dilation)
+    return _fake_packed(weight, outputs, *packing)
 
 
-@fake("unpack_conv")
-def _(packed: Tensor, weight_shape: Sequence[int], groups: int, dilation: Sequence[int]) -> Tensor:
+def _fake_unpack(packed: Tensor, weight_shape: Sequence[int], *window: Any) -> Tensor:
     return packed.new_empty(weight_shape)
+
+
+fake("unpack_conv")(_fake_unpack)
+fake("unpack_conv_transpose")(_fake_unpack)
 
 
 def _fake_fold(like: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,23 +199,8 @@ def _(
     weight: Tensor, groups: int, stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs, outputs = weight.shape[0] // groups, weight.shape[1] * groups
-    sizes, rows = _dense_packing(outputs, inputs, groups, math.prod(weight.shape[2:]))
-    return (
-        weight.new_empty(sizes),
-        weight.new_empty([rows, outputs], dtype=torch.int32),
-        weight.new_empty([sizes[0]], dtype=torch.int32),
-    )
-
-
-@fake("unpack_conv_transpose")
-def _(
-    packed: Tensor,
-    weight_shape: Sequence[int],
-    groups: int,
-    stride: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
-    return packed.new_empty(weight_shape)
+    packing = _dense_packing(outputs, inputs, groups, math.prod(weight.shape[2:]))
+    return _fake_packed(weight, outputs, *packing)
 
 
 def conv_transpose_sizes(src: Sequence[int], channels: int, geometry: Sequence[int]) -> list[int]:

@@ -40,7 +40,7 @@ def conv_transpose1d(
     padding_end: Ints | None = None,
 ) -> Tensor:
     """As :func:`conv_transpose2d` for ``src`` (N, C, L) and ``weight`` (C, OC/groups, k)."""
-    window = _Window(stride, padding, padding_end, output_padding, groups, dilation)
+    window = _Window(stride, padding, padding_end, dilation, output_padding, groups)
     return _conv_transpose(1, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
 
 
@@ -91,7 +91,7 @@ def conv_transpose2d(
             scales with a float32 source.
         NotImplementedError: masks or post-ops without a kernel.
     """
-    window = _Window(stride, padding, padding_end, output_padding, groups, dilation)
+    window = _Window(stride, padding, padding_end, dilation, output_padding, groups)
     return _conv_transpose(2, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
 
 
@@ -110,7 +110,7 @@ def conv_transpose3d(
     padding_end: Ints | None = None,
 ) -> Tensor:
     """As :func:`conv_transpose2d` for (N, C, D, H, W) and ``weight`` (C, OC/groups, kd, kh, kw)."""
-    window = _Window(stride, padding, padding_end, output_padding, groups, dilation)
+    window = _Window(stride, padding, padding_end, dilation, output_padding, groups)
     return _conv_transpose(3, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
 
 
@@ -135,9 +135,9 @@ class _Window(NamedTuple):
     stride: Ints
     padding: Ints
     padding_end: Ints | None
+    dilation: Ints
     output_padding: Ints
     groups: int
-    dilation: Ints
 
 
 def _conv_transpose(
@@ -161,17 +161,7 @@ def _conv_transpose(
             f"groups={packed.groups}, got {list(src.shape)}. Add a batch dimension with "
             "unsqueeze(0) if it is missing."
         )
-    geometry = conv_transpose_geometry(
-        op,
-        packed.shape[2:],
-        window.stride,
-        window.padding,
-        window.padding_end,
-        window.dilation,
-        window.output_padding,
-        packed.groups,
-        packed.in_channels,
-    )
+    geometry = conv_transpose_geometry(op, packed.shape[2:], *window, packed.in_channels)
 
     def sizes() -> list[int]:
         return conv_transpose_sizes(src.shape, packed.channels, geometry)
