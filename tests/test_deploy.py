@@ -18,6 +18,7 @@ from typing import Any
 import models
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
@@ -26,6 +27,7 @@ from torchq.ops import LIBRARY_PATH
 pytestmark = pytest.mark.filterwarnings(
     "error",
     "ignore:.*torch.jit.*deprecated:DeprecationWarning",
+    "ignore:torch.meshgrid:UserWarning",
     "ignore:Using padding='same' with even kernel lengths:UserWarning",
     "ignore:.*is deprecated.*:DeprecationWarning:torch.*",
 )
@@ -136,6 +138,46 @@ def test_scripts_results_with_names(kind: str, tmp_path: Path) -> None:
         assert torch.equal(found.scores, expected.scores) and found.loss is None
         if kind == "full":
             assert torch.equal(found.head.scores, expected.head.scores) and found.head.size == 4
+
+
+PICKED = torch.tensor([3, 0, 3])
+SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "axis": lambda y: y - y.mean(axis=-1, keepdims=True) + torch.sum(y, axis=1, keepdims=True),
+    "ellipsis": lambda y: y[..., PICKED] + y[..., [1], :1] + y[None, ..., PICKED[:1]][0],
+    "ellipsis_mask": lambda y: y[..., PICKED > 0, :],
+    "meshgrid": lambda y: y[0] + torch.meshgrid(y[0, :, 0], y[0, 0], indexing=None)[1],
+    "attention": lambda y: F.scaled_dot_product_attention(y, y, y, dropout_p=0, scale=2),
+    "attention_in_order": lambda y: F.scaled_dot_product_attention(y, y, y, None, 0, False),
+    "is_integer": lambda y: y * 2 if (y.shape[0] / 2).is_integer() else y,
+    "bool": lambda y: y * (y > 0).float().bool(),
+    "tuples": lambda y: y + torch.tensor([(y.shape[1], 1, 2, 3), (y.shape[2], 4, 5, 6)])[1],
+    "check": lambda y: checked(y),
+}
+
+
+def checked(y: Tensor) -> Tensor:
+    torch._check(y.shape[1] * y.shape[2] == y[0].numel(), lambda: "sizes do not fit")
+    return y + 1
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_scripts_spellings_of_python(spelling: str) -> None:
+    """What TorchScript knows under another name, or in another form only."""
+
+    class Spelled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return SPELLINGS[spelling](self.fc(x))
+
+    model, x = Spelled().eval(), torch.randn(2, 3, 8)
+    prepared = torchq.prepare(model, x)
+    assert torch.equal(prepared(x), model(x))
+    converted = torchq.convert(torchq.calibrate(prepared, [x]))
+    assert torchq.explain(converted).rows[0].quantized
+    assert torch.equal(torch.jit.script(converted)(x), converted(x))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,42 @@ def test_batches_that_code_asks_for_in_vain(called: int, example: int, right: se
         x = torch.randn(batch, 9, 8)
         assert torch.equal(prepared(x), model(x))
         assert torch.equal(scripted(x), quantized(x))
+
+
+class Remembers(nn.Module):
+    """Keeps tables by shape, for good: in a cache of Python's, or in a dict."""
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019 - as libraries have it
+    def table(self, shape: torch.Size) -> Tensor:
+        return torch.arange(shape[1]).cumsum(0) * self.scale
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale, self.tables = nn.Linear(8, 4), 0.5, dict[Any, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x) + self.table(x.shape)[:, None]
+        key = y.shape
+        if key not in self.tables:
+            self.tables[key] = torch.linspace(0, 1, x.shape[1])
+        return y * self.tables[key][:, None] + self.table(x.shape)[:, None]
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_caches_by_shape(called: bool) -> None:
+    """They are filled and asked in every call: a graph computes what they would hold."""
+    model, x = Remembers().eval(), torch.randn(2, 7, 8)
+    if called:
+        model(x)
+    prepared = torchq.prepare(model, x)
+    quantized = torchq.convert(torchq.calibrate(prepared, [x]))
+    assert not getattr(quantized, "torchq_note", "")
+    scripted = torch.jit.script(quantized)
+    for shape in ((2, 7, 8), (3, 5, 8), (1, 9, 8)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(prepared(x), model(x))
+        assert torch.equal(scripted(x), quantized(x))
+    assert all(type(t) is Tensor for t in model.tables.values())
 
 
 def in_chunks(fc: Any, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torchq
 WRITES: dict[str, Callable[[Any, Any], None]] = {}
 UNSCRIPTED = {  # neither a view nor all tensors and ints
     "list", "tuple", "range", "true", "false", "mask_list", "slice_list", "list_value",
-    "slice_tensor", "size_value",
+    "size_value",
 }  # fmt: skip
 
 # Methods in place, whose result nobody reads: torch.fx takes every method for one without effect,
@@ -52,6 +52,12 @@ assigns("true", True, 5.0)
 assigns("false", False, 5.0)
 assigns("mask_list", [True, False, True, False], 5.0)
 assigns("slice_list", (slice(None), [0, 2]), 5.0)
+assigns("slices_tensor", (slice(None), slice(None), torch.tensor([1, 5])), lambda y: y[0, :, :2])
+assigns("slice_tensors", (slice(None), torch.tensor([1, 3]), torch.tensor([2, 0])), 5.0)
+assigns("slice_int_tensor", (slice(None), 3, torch.tensor([2, 0])), lambda y: y[1, 0, :2])
+assigns("slice_mask", (slice(None), slice(None), torch.arange(8) > 2), 5.0)
+assigns("tensor_slice", (torch.tensor([1, 3]), slice(None)), 5.0)
+assigns("slice_tensor_slice", (slice(None), torch.tensor([1, 3]), slice(None)), lambda y: y[:, :2])
 assigns("empty", (), 5.0)
 assigns("int", 0, 5.0)
 assigns("int_bool", 0, True)

@@ -49,7 +49,8 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
     indices are taken for sequences.
     And functions that ask for the class or dtype of a tensor, isinstance and callable among them,
     take a node for its value; functions that TorchScript compiled take nodes as the Python
-    functions that they were, and so do those with a backward pass of their own.
+    functions that they were, and so do those with a backward pass of their own. Checks of
+    conditions on sizes guard them.
     Other threads see the originals do their work; those that trace as well wait.
     """
 
@@ -127,11 +128,17 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
 
         return classmethod(apply)
 
+    def decide(original: Callable[..., None]) -> Callable[..., None]:
+        def check(error: Any, condition: Any, message: Any) -> None:
+            original(error, bool(condition) if type(condition) is Proxy else condition, message)
+
+        return check
+
     with _LOCK:
         patches: list[tuple[Any, str, Any]] = [(torch, name, wrap) for name in _FACTORIES]
         patches += [(Tensor, name, wrap_method) for name in _METHODS]
         patches += [(torch, "is_tensor", look), (F, "_none_or_dtype", look)]
-        patches += [(builtins, "callable", look_at_call)]
+        patches += [(builtins, "callable", look_at_call), (torch, "_check_with", decide)]
         patches += [(torch, "as_tensor", keep), (torch, "asarray", keep)]
         patches += [(builtins, "isinstance", look_at_class)]
         patches += [(torch.jit.ScriptFunction, "__call__", uncompile)]

@@ -200,15 +200,22 @@ def with_view_filled(whole: Tensor, filled: Tensor) -> Tensor:
 
 
 @torch.fx.wrap
-def with_indices(src: Tensor, indices: list[Tensor], value: Tensor) -> Tensor:
-    """``with_item`` for tensors of indices and masks of one dim and more, from the first dim on."""
+def with_indices(src: Tensor, indices: list[Tensor], value: Tensor, first: int = 0) -> Tensor:
+    """``with_item`` for tensors of indices and masks of one dim and more, from dim ``first`` on."""
+    whole: list[Optional[Tensor]] = []  # noqa: UP045 - as TorchScript takes it
+    for _ in range(first):
+        whole.append(None)
+    for index in indices:
+        whole.append(index)
     gathered, left = 0, src.dim()
     for index in indices:
         is_mask = index.dtype == torch.bool or index.dtype == torch.uint8
         gathered = max(gathered, 1 if is_mask else index.dim())
         left -= index.dim() if is_mask else 1
     value = _fitted(value, gathered + left)
-    return torch.index_put(src, indices, value)  # type: ignore[arg-type]
+    # torch.index_put takes no None in Python
+    result: Tensor = torch.ops.aten.index_put(src, whole, value)
+    return result
 
 
 @torch.fx.wrap

@@ -142,8 +142,6 @@ class Proxy(fx.Proxy):
         So a cache has what was kept for the same size in this call, but not in another one.
         """
         value = self.tracer.values[self.node]
-        if isinstance(value, torch.Size):  # a key of somebody's cache
-            raise TypeError("unhashable: a size that is traced")
         return hash(("node", value)) if type(value) is int else id(self)
 
     def __eq__(self, other: object) -> Any:

@@ -46,6 +46,8 @@ def instead(tracer: Tracer, kind: str, target: Any, args: Sequence[Any], kwargs:
         return getattr(source, target)()
     if kind == "call_method" and isinstance(source, torch.Size) and target == "numel":
         return functools.reduce(operator.mul, args[0], 1)
+    if kind == "call_method" and target == "is_integer" and isinstance(source, int | float):
+        return args[0] % 1 == 0
     if target in (torch.is_floating_point, torch.is_complex) and isinstance(source, Tensor):
         return target(source)
     if target in (operator.eq, operator.ne) and any(x is None for x in args):

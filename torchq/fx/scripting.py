@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from torchq.fx.guards import with_condition, with_indices, with_view, with_view_filled
@@ -26,15 +27,31 @@ def respell(copied: fx.Node, original: fx.Node) -> None:
     - ``operator.abs`` is no function of TorchScript, ``torch.abs`` is, and ``abs`` of a number; nor
       is ``math.trunc``, which is ``int``.
     - An int for a float argument, as in ``F.interpolate(x, scale_factor=2)``, becomes a float.
+    - ``axis`` and ``keepdims``, as numpy has them, are ``dim`` and ``keepdim`` there; ``...`` with
+      a tensor of indices is the dims that it stands for; ``indexing=None`` is nothing; ``bool()``
+      is ``to``; tuples that ``torch.tensor`` gets are lists.
     """
     values = [*copied.args, *copied.kwargs.values()]
     if copied.op == "call_method" and copied.target == "view":
         if not any(isinstance(value, torch.dtype) for value in values):
             copied.target, copied.args, copied.kwargs = "reshape", tuple(values), {}
+    elif copied.op == "call_method" and copied.target == "bool" and len(values) == 1:
+        copied.target, copied.args = "to", (copied.args[0], torch.bool)
+    elif copied.target is torch.tensor and copied.args:
+        copied.args = (_as_lists(copied.args[0]), *copied.args[1:])
+    elif copied.target is operator.getitem:
+        copied.args = _without_ellipsis(copied, original)
     elif copied.target is operator.abs:
         copied.target = abs if original.meta["value"].shape is None else torch.abs
     elif copied.target is math.trunc:
         copied.target = int
+    elif copied.target is torch.functional.meshgrid and copied.kwargs.get("indexing", "") is None:
+        copied.kwargs = {}
+    elif copied.target is F.scaled_dot_product_attention:  # no signature says so
+        copied.args = tuple(_as_float(v) for v in copied.args)
+        copied.kwargs = {k: _as_float(v) for k, v in copied.kwargs.items()}
+    elif copied.kwargs.keys() & _NUMPY.keys() and _takes_dim(copied.target):
+        copied.kwargs = {_NUMPY.get(k, k): v for k, v in copied.kwargs.items()}
     elif inspect.isfunction(copied.target) and (floats := _floats(copied.target)):
         names = list(inspect.signature(copied.target).parameters)
         given = dict(zip(names, copied.args, strict=False)) | copied.kwargs
@@ -49,7 +66,8 @@ def write(graph: fx.Graph, node: fx.Node, form: Callable[[fx.Node], fx.Node]) ->
     parts = index if isinstance(index, tuple) else (index,)
     views = all(_is_view(part) for part in parts)
     condition = len(parts) == 1 and _is_condition(parts[0])
-    gathers = condition or all(_gathers(part) or type(part) is int for part in parts)
+    first, indexed = _between_slices(parts)
+    gathers = condition or all(_gathers(part) or type(part) is int for part in indexed)
     number = isinstance(value, bool | int | float)
     if not (number or _dtype(value)) or not (views or gathers):
         return graph.node_copy(node, form)
@@ -62,10 +80,10 @@ def write(graph: fx.Graph, node: fx.Node, form: Callable[[fx.Node], fx.Node]) ->
     if not views:
         indices = [
             form(p) if isinstance(p, fx.Node) else graph.call_function(torch.full, ([1], p))
-            for p in parts
+            for p in indexed
         ]
         value = graph.call_method("new_full", (src, [1], value)) if number else value
-        return graph.call_function(with_indices, (src, indices, value))
+        return graph.call_function(with_indices, (src, indices, value, first))
     copied = graph.call_method("clone", (src,))
     whole = parts in ((), (...,))
     view = copied if whole else graph.call_function(operator.getitem, (copied, index))
@@ -73,6 +91,38 @@ def write(graph: fx.Graph, node: fx.Node, form: Callable[[fx.Node], fx.Node]) ->
         filled = graph.call_method("fill_", (view, value))
         return graph.call_function(with_view_filled, (copied, filled))
     return graph.call_function(with_view, (copied, view, value))
+
+
+_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
+
+
+@functools.cache
+def _takes_dim(target: Any) -> bool:
+    """Whether a method, or function of torch, has ``dim`` where Python may say ``axis``."""
+    packet = getattr(torch.ops.aten, target if isinstance(target, str) else target.__name__, None)
+    schemas = [getattr(packet, name)._schema for name in packet.overloads()] if packet else []
+    names = {argument.name for schema in schemas for argument in schema.arguments}
+    return "dim" in names and "axis" not in names
+
+
+def _without_ellipsis(copied: fx.Node, original: fx.Node) -> tuple[Any, ...]:
+    """Arguments of an index, with slices for ``...`` if something gathers."""
+    src, index = original.args
+    shape = src.meta["value"].shape if isinstance(src, fx.Node) else None
+    parts = index if isinstance(index, tuple) else ()
+    if shape is None or not any(p is ... for p in parts) or all(_is_view(p) for p in parts):
+        return copied.args
+    masks = [p.meta["value"] for p in parts if _dtype(p) == torch.bool and isinstance(p, fx.Node)]
+    others = [p for p in parts if p is not None and p is not ... and _dtype(p) != torch.bool]
+    left = len(shape) - len(others) - sum(len(mask.shape) for mask in masks)
+    at, written = parts.index(...), tuple(copied.args[1])  # type: ignore[arg-type]
+    return copied.args[0], (*written[:at], *[slice(None)] * left, *written[at + 1 :])
+
+
+def _between_slices(parts: tuple[Any, ...]) -> tuple[int, tuple[Any, ...]]:
+    """How many dims an index leaves whole before those that it names, and the parts for these."""
+    named = [i for i, part in enumerate(parts) if part != slice(None)] or [0]
+    return named[0], parts[named[0] : named[-1] + 1]
 
 
 def _is_view(part: Any) -> bool:
@@ -108,6 +158,10 @@ def _as_float(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_float(v) for v in value]
     return float(value) if type(value) is int else value
+
+
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 @functools.cache
