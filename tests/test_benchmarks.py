@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 import torchq
 from benchmarks import ops, report, rnn, timing
 from benchmarks import peak as peak_module
+from benchmarks.__main__ import main
 from benchmarks.competitors import Competitor
 from benchmarks.lines import read_lines
 from benchmarks.peak import BusyMachineError, Peak
@@ -28,9 +31,26 @@ FIELDS = [
 ]
 
 
-def benchmarks(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks", *args]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+@dataclass(frozen=True)
+class Result:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """``python -m benchmarks ...``, but here: a process of its own would import torch anew."""
+
+    def run(*args: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *args])
+        status = main()
+        return Result(status, *capsys.readouterr())
+
+    return run
 
 
 @pytest.mark.parametrize("network,gmacs", [("resnet50", 4.09), ("mobilenet_v2", 0.30)])
@@ -65,7 +85,7 @@ def test_resnet50_names_its_fused_sums() -> None:
 
 
 @pytest.mark.parametrize("src", ["u8", "s8"])
-def test_ops_writes_rows_and_a_chart(src: str, tmp_path: Path) -> None:
+def test_ops_writes_rows_and_a_chart(benchmarks: Command, src: str, tmp_path: Path) -> None:
     table, chart = tmp_path / "rows.json", tmp_path / "ratios.png"
     outputs = ("--json", str(table), "--plot", str(chart))
     result = benchmarks("ops", "--suite", "small", "--quick", "--src", src, *outputs)
@@ -84,7 +104,7 @@ def test_ops_writes_rows_and_a_chart(src: str, tmp_path: Path) -> None:
     assert "geometric mean" in result.stdout
 
 
-def test_elementwise_writes_rows(tmp_path: Path) -> None:
+def test_elementwise_writes_rows(benchmarks: Command, tmp_path: Path) -> None:
     table = tmp_path / "rows.json"
     result = benchmarks("ops", "--suite", "elementwise", "--quick", "--json", str(table))
     assert result.returncode == 0, result.stderr
@@ -95,12 +115,13 @@ def test_elementwise_writes_rows(tmp_path: Path) -> None:
 
 
 def test_peak_runs() -> None:
-    result = benchmarks("peak", "--quick", "--threads", "1")
+    command = [sys.executable, "-m", "benchmarks", "peak", "--quick", "--threads", "1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "clock, GHz" in result.stdout and "linear 4x64->64, module" in result.stdout
 
 
-def test_an_unknown_peer_is_named() -> None:
+def test_an_unknown_peer_is_named(benchmarks: Command) -> None:
     result = benchmarks("ops", "--suite", "small", "--peers", "fbgemm")
     assert result.returncode == 1
     assert result.stderr == "benchmarks: --peers must be of onednn, torch, got fbgemm.\n"
@@ -205,7 +226,7 @@ def test_ratios_compare_like_with_like() -> None:
     assert row.gops == pytest.approx(32768 / 4e3)
 
 
-def test_rnn_command(tmp_path: Path) -> None:
+def test_rnn_command(benchmarks: Command, tmp_path: Path) -> None:
     path = tmp_path / "rnn.json"
     run = benchmarks("rnn", "--quick", "--json", str(path))
     if "cannot download" in run.stderr:
@@ -243,7 +264,7 @@ TF.max_pool(u8(1, 8, 6, 6), 2)
 """
 
 
-def test_lines_are_repeated(tmp_path: Path) -> None:
+def test_lines_are_repeated(benchmarks: Command, tmp_path: Path) -> None:
     """What TORCHQ_VERBOSE prints is a layer again: the same line comes out of the repetition."""
     environment = {**os.environ, "TORCHQ_VERBOSE": "1"}
     command = [sys.executable, "-c", LOGGED]
@@ -280,7 +301,7 @@ for line in sys.stdin:
     assert [line.rsplit(",", 1)[0] for line in again] == described
 
 
-def test_line_from_the_command_line() -> None:
+def test_line_from_the_command_line(benchmarks: Command) -> None:
     line = (
         "torchq,exec,linear,uint8[4, 64] -> uint8[4, 64] scales:src:0+weights:1+dst:0 "
         "post_ops:eltwise_relu,gemm:avx2,0.01"
