@@ -322,3 +322,48 @@ def test_parametrized_weights_are_computed_once() -> None:
     with torch.no_grad():
         assert sqnr(model(data[0]), converted(data[0])) > 30
     assert nn.utils.parametrize.is_parametrized(model[0])
+
+
+def test_empty_sequential_passes_int8_on() -> None:
+    """As shortcuts are written: ``down = nn.Sequential()``."""
+    model = models.Wired(
+        lambda m, x: m.c(m.down(m.a(x))), a=models.conv(), down=nn.Sequential(), c=models.conv()
+    ).eval()
+    converted = eager.quantize(model, [torch.randn(2, 8, 6, 6)], torch.randn(2, 8, 6, 6))
+    assert converted.a.dst_dtype == torch.uint8
+    assert {r.name: r.quantized for r in torchq.explain(converted).rows}["down"]
+
+
+@pytest.mark.parametrize("last", [nn.Linear(8, 4), nn.Identity()])
+def test_means_have_a_scale_of_their_own(last: nn.Module) -> None:
+    """They lie closer together than values; a model that returns one gets it in float32."""
+    model = nn.Sequential(models.conv(), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last)
+    data = [torch.randn(4, 8, 10, 10) for _ in range(4)]
+    converted = eager.quantize(model.eval(), data, data[0])
+    pool = converted[2]
+    assert isinstance(pool, tnn.QAdaptiveAvgPool2d)
+    if isinstance(last, nn.Linear):
+        assert float(pool.dst_scale) < float(pool.src_scale) / 2
+        assert torch.equal(pool.dst_scale, converted[4].src_scale)
+    else:
+        assert pool.dst_dtype == torch.float32
+    with torch.no_grad():
+        assert torchq.sqnr(model(data[0]), converted(data[0])) > 40
+
+
+@pytest.mark.parametrize("flow", [torchq, eager])
+def test_ranges_are_chosen_by_what_a_table_makes_of_them(flow: Any) -> None:
+    """A hardswish of what lies below -3 is 0: no level is spent there."""
+    first, second = models.conv(), models.conv()
+    nn.init.constant_(first.bias, -4.0)
+    first.weight.data *= 8
+    model = nn.Sequential(first, nn.Hardswish(), nn.MaxPool2d(2), second).eval()
+    data = [torch.randn(4, 8, 10, 10) for _ in range(4)]
+    observer = torchq.observers.HistogramObserver()
+    with torch.no_grad():
+        for x in data:
+            observer(first(x))
+    converted = flow.quantize(model, data, data[0])
+    want = observer.qparams_before(nn.Hardswish())
+    torch.testing.assert_close(converted.get_submodule("0").dst_scale, want.scale.reshape(1))
+    assert float(want.scale) < 0.8 * float(observer.qparams().scale)

@@ -221,6 +221,16 @@ def test_means(pool: Any) -> None:
         torch.testing.assert_close(mean.dst_scale, torch.tensor([scale]))
 
 
+def test_mean_before_few_levels_is_rounded_once() -> None:
+    """Not to the levels in front first; 16 levels are no 8-bit tensor of their own."""
+    few = FakeQuantize.from_affine(0.07, 4, 0, 15)
+    model = Wired(
+        lambda m, x: m.last(m.conv(m.few(m.src(x).mean((2, 3), keepdim=True)))),
+        src=u8(6, 128), few=few, conv=Weighted(8, 4, 1), last=u8(1, 128),
+    )  # fmt: skip
+    check(model, torch.randn(64, 8, 12, 12), step=1 / 255)
+
+
 def test_requantization_and_branches() -> None:
     """Fake quantizers of int8 values with other scales, and results that are read as float32."""
 

@@ -14,6 +14,7 @@ import torch
 from calls import F32, S8, S32, U8, Call, assert_same, sampled
 from cases import ConvShape, LinearShape
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import torchq
 import torchq.nn as tnn
@@ -131,6 +132,14 @@ def test_errors(op: str):
         message = rf"torchq.{op}: dst_dtype must be 0 \(uint8\) or 1 \(int8\) with a table .*{got}"
         with pytest.raises(ValueError, match=message):
             run(dst, table)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # or it fails at its first call
+        for bad in (table[:255], torch.zeros(512, dtype=U8)[::2]):
+            with pytest.raises(ValueError, match=rf"torchq.{op}: table must be 256 contiguous"):
+                run(U8, bad)
+        with pytest.raises(TypeError, match=rf"torchq.{op}: table must be uint8 or int8"):
+            run(U8, table.float())
+        with pytest.raises(ValueError, match=rf"torchq.{op}: dst_dtype must be 0 .* with a table"):
+            run(F32, table)
 
 
 # Modules

@@ -10,10 +10,7 @@ from torchq.nn.quantize import DeQuantStub, QuantStub
 
 MATMUL = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-POOLS = (
-    nn.MaxPool1d,
-    nn.MaxPool2d,
-    nn.MaxPool3d,
+AVERAGES = (
     nn.AvgPool1d,
     nn.AvgPool2d,
     nn.AvgPool3d,
@@ -21,6 +18,7 @@ POOLS = (
     nn.AdaptiveAvgPool2d,
     nn.AdaptiveAvgPool3d,
 )
+POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, *AVERAGES)
 COMBINE = (Add, Mul, Cat)
 UNARY = (
     nn.ReLU,

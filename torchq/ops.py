@@ -137,8 +137,28 @@ fake("fold")(_fake_fold)
 fake("fold_output_scales")(_fake_fold)
 
 
-def _result_dtype(dst_dtype: int, table: Tensor | None) -> torch.dtype:
-    return DTYPES[dst_dtype] if table is None else table.dtype
+def _result_dtype(op: str, dst_dtype: int, table: Tensor | None) -> torch.dtype:
+    """That of the table, which is checked as the op will: a traced program must not fail later."""
+    if table is None:
+        return DTYPES[dst_dtype]
+    small = (torch.uint8, torch.int8)
+    if DTYPES[dst_dtype] not in small:
+        raise ValueError(
+            f"torchq.{op}: dst_dtype must be 0 (uint8) or 1 (int8) with a table of 256 values, got "
+            f"{DTYPES[dst_dtype]}. Leave the table out."
+        )
+    if table.dtype not in small:
+        raise TypeError(
+            f"torchq.{op}: table must be uint8 or int8, got {table.dtype}. Make it with "
+            "torchq.functional.lookup_table."
+        )
+    if tuple(table.shape) != (256,) or not table.is_contiguous():
+        raise ValueError(
+            f"torchq.{op}: table must be 256 contiguous values, one per source value in ascending "
+            f"order, got {list(table.shape)} with strides {list(table.stride())}. Make them with "
+            "torchq.functional.lookup_table, or call .contiguous()."
+        )
+    return table.dtype
 
 
 @fake("linear")
@@ -161,7 +181,7 @@ def _(
     table: Tensor | None = None,
 ) -> Tensor:
     sizes = [*src.shape[:-1], compensation.shape[1]]
-    return src.new_empty(sizes, dtype=_result_dtype(dst_dtype, table))
+    return src.new_empty(sizes, dtype=_result_dtype("linear", dst_dtype, table))
 
 
 def conv_sizes(src: Sequence[int], channels: int, geometry: Sequence[int]) -> list[int]:
@@ -191,7 +211,7 @@ def _(
     table: Tensor | None = None,
 ) -> Tensor:
     sizes = conv_sizes(src.shape, compensation.shape[1], geometry)
-    return empty_channels_last(src, sizes, _result_dtype(dst_dtype, table))
+    return empty_channels_last(src, sizes, _result_dtype("conv", dst_dtype, table))
 
 
 @fake("pack_conv_transpose")
@@ -233,7 +253,7 @@ def _(
     table: Tensor | None = None,
 ) -> Tensor:
     sizes = conv_transpose_sizes(src.shape, compensation.shape[1], geometry)
-    return empty_channels_last(src, sizes, _result_dtype(dst_dtype, table))
+    return empty_channels_last(src, sizes, _result_dtype("conv_transpose", dst_dtype, table))
 
 
 @fake("matmul")

@@ -18,6 +18,7 @@ from torch import nn
 from torchq.config import QConfig
 from torchq.eager.recording import PASSING_MODULES, Call, Recording
 from torchq.kinds import (
+    AVERAGES,
     BATCH_NORM,
     EXPOSED,
     MATMUL,
@@ -48,6 +49,8 @@ class Layer:
         activations: fused activation modules, which other calls may share.
         parts: the recorded calls it consists of.
         called_once: if not, it fuses nothing, and reads and writes float32.
+        is_mean: whether it is a pool that averages all positions: means lie closer together than
+            values, so they get parameters of their own.
     """
 
     name: str
@@ -64,6 +67,12 @@ class Layer:
     absorbed: list[str] = field(default_factory=list)
     activations: dict[str, nn.Module] = field(default_factory=dict)
     called_once: bool = True
+    is_mean: bool = False
+
+    @property
+    def keeps_scale(self) -> bool:
+        """Whether it is a pool whose destination has the parameters of its source."""
+        return isinstance(self.module, POOLS) and not self.is_mean
 
     @property
     def reads(self) -> list[int]:
@@ -120,12 +129,20 @@ class _Finder:
             call.name, call.module, call.name, call.inputs, call.outputs[0], list(calls)
         )  # fmt: skip
         layer.called_once = len(calls) == 1
+        layer.is_mean = self._is_mean(call)
         layer.reason = self._why_float(calls)
         self.taken.update(calls)
         if layer.called_once and not layer.reason:
             self._absorb(layer)
             self.taken.update(layer.parts)
         return layer
+
+    def _is_mean(self, call: Call) -> bool:
+        if not isinstance(call.module, AVERAGES) or not call.inputs:
+            return False
+        sizes = (self.recording.values[v].shape[2:] for v in (call.inputs[0], call.outputs[0]))
+        before, after = map(math.prod, sizes)
+        return after == 1 < before
 
     def _why_float(self, calls: list[Call]) -> str:
         name, m = calls[0].name, calls[0].module

@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import nn
 
 from torchq.eager.observed import ObservedLayer, ObservedPool
+from torchq.kinds import AVERAGES
 from torchq.lowering import matmul_from_float, pool_from_float, post_op_chain
 from torchq.nn import binary, quantize
 from torchq.nn.fused import ResidualFirst
@@ -58,6 +59,8 @@ def _quantized_layer(
         return binary.QCat(sources, dst, module.dim)
     if isinstance(module, quantize.DeQuantStub):
         return quantize.Dequantize(sources[0])
+    if isinstance(module, AVERAGES):
+        return pool_from_float(module, sources[0], layer.contiguous, dst=dst or "f32")
     assert dst is not None
     if isinstance(module, quantize.QuantStub):
         return quantize.Quantize(dst)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchq.affine import fold_batch_norms
 from torchq.config import QConfig
 from torchq.eager.fuse import Layer
-from torchq.observers import Observer
+from torchq.observers import HistogramObserver, Observer
 from torchq.qparams import QParams
 
 
@@ -25,6 +25,7 @@ class ObservedLayer(nn.Module):
             source is float and has an observer here. A residual comes last.
         dst_config: how to quantize the destination; None if some reader takes it as float32.
         contiguous: whether the destination's strides must be those of the float model.
+        function: that alone reads the destination, as a table: it decides about the range.
     """
 
     def __init__(
@@ -34,9 +35,11 @@ class ObservedLayer(nn.Module):
         src_from: list[str | None],
         dst_config: QConfig | None,
         contiguous: bool,
+        function: nn.Module | None = None,
     ) -> None:
         """``src_from`` has one entry per value that ``layer`` reads."""
         super().__init__()
+        self.function = (function,)  # in a tuple: it is no submodule
         self.module = fold_batch_norms(layer.module, layer.norms)
         self.layer_name = layer.name
         self.config = config
@@ -67,7 +70,13 @@ class ObservedLayer(nn.Module):
 
     def dst_qparams(self) -> QParams | None:
         """Parameters of the destination; None if it is float32. See :meth:`src_qparams`."""
-        return None if self.dst_config is None else _qparams(self.dst_observer, self.dst_config)
+        config, observer, function = self.dst_config, self.dst_observer, self.function[0]
+        if config is None:
+            return None
+        if function is not None and isinstance(observer, HistogramObserver):
+            options = config.activation_dtype, config.activation_bits, config.symmetric
+            return observer.qparams_before(function, *options)
+        return _qparams(observer, config)
 
     def forward(self, *args: Any) -> Tensor:
         """Runs the float layer as fused, and records."""

@@ -17,7 +17,7 @@ from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
 from torchq.eager.fuse import Layer, clip_bounds, find_layers
 from torchq.eager.observed import ObservedLayer, ObservedPool
 from torchq.eager.recording import Call, Recording
-from torchq.kinds import COMBINE, POOLS, UNARY
+from torchq.kinds import AVERAGES, COMBINE, POOLS, UNARY
 from torchq.nn.fused import Absorbed, FusedClip
 from torchq.nn.quantize import DeQuantStub, QuantStub
 from torchq.standalone import observed, stands_alone, why_float
@@ -139,13 +139,31 @@ class Plan:
         assert config is not None
         sources = [self.producer(value) for value in layer.reads]
         contiguous = layer.dst in self._contiguous
-        if isinstance(layer.module, POOLS):
+        if layer.keeps_scale:
             assert sources[0] is not None
             return ObservedPool(layer.module, layer.name, sources[0].site, contiguous)
         src_from = [None if source is None else source.site for source in sources]
         emits_int8 = self.producer(layer.dst) is layer
         dst_config = self._dst_config(layer) if emits_int8 else None
-        return ObservedLayer(layer, config, src_from, dst_config, contiguous)
+        return ObservedLayer(
+            layer, config, src_from, dst_config, contiguous, self._function_behind(layer)
+        )
+
+    def _function_behind(self, layer: Layer) -> nn.Module | None:
+        """The function that alone reads an int8 destination, and becomes a table.
+
+        None where averages lie between: what it makes of them says little of what they are made of.
+        """
+        root = self._root(layer.dst)
+        readers = [
+            other
+            for other in self.layers
+            if not self.reasons[other.name] and any(self._root(v) == root for v in other.reads)
+        ]
+        alone = [other for other in readers if not other.keeps_scale]
+        averages = any(isinstance(other.module, AVERAGES) for other in readers)
+        single = len(alone) == 1 and isinstance(alone[0].module, UNARY) and not averages
+        return alone[0].module if single else None
 
     def _root(self, value: int) -> int:
         while self._parent.get(value, value) != value:
@@ -154,11 +172,7 @@ class Plan:
 
     def _join_moved_values(self) -> set[Call]:
         """Joins the sources and destinations of what keeps scale and zero point."""
-        pools = {
-            layer.parts[0]
-            for layer in self.layers
-            if isinstance(layer.module, POOLS) and not layer.reason
-        }
+        pools = {layer.parts[0] for layer in self.layers if layer.keeps_scale and not layer.reason}
         moving = {call for call in self.recording.calls if call.moves or call in pools}
         for call in self.recording.calls:
             if call in moving:
@@ -189,12 +203,12 @@ class Plan:
 
     def _can_read_int8(self, layer: Layer) -> bool:
         usable = layer.called_once and not layer.reason and layer not in self._no_lookup
-        return usable and not isinstance(layer.module, (QuantStub, *POOLS))
+        return usable and not isinstance(layer.module, QuantStub) and not layer.keeps_scale
 
     def _can_emit_int8(self, layer: Layer) -> bool:
         if self.reasons[layer.name] or not layer.called_once:
             return False
-        if isinstance(layer.module, (DeQuantStub, *POOLS)):
+        if isinstance(layer.module, DeQuantStub) or layer.keeps_scale:
             return False
         return self._dst_config(layer) is not None
 

@@ -29,7 +29,10 @@ MOVING_FUNCTIONS = _words(
     "dropout dropout1d dropout2d dropout3d feature_dropout alias"
 )
 # Modules that return the elements of their source as they are, in its shape.
-PASSING_MODULES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+PASSING_MODULES = (
+    *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    nn.Sequential,  # a call of one is recorded only where it is empty
+)
 MOVING_MODULES = (*PASSING_MODULES, nn.Flatten, nn.Unflatten)
 
 # What can be asked about a tensor without looking at its values. Its dtype is not among it: code

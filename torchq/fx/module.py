@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchq.fx.names import BY_NAME, NAMES
 from torchq.fx.sequences import SequenceTracer
 from torchq.running import without_gradients
 
-__all__ = ["QuantizedGraph"]
+__all__ = ["QuantizedGraph", "graph_of", "plain_nodes"]
 
 
 class QuantizedGraph(fx.GraphModule):
@@ -64,15 +64,7 @@ class QuantizedGraph(fx.GraphModule):
         A GraphModule pickles its code, which torch.fx would trace anew: without example values, so
         that code that acts on sizes fails.
         """
-
-        def named(value: Any) -> Any:
-            return _Ref(value.name) if isinstance(value, fx.Node) else value
-
-        nodes = []
-        for n in self.graph.nodes:
-            args, kwargs = (fx.node.map_aggregate(a, named) for a in (n.args, n.kwargs))
-            target = _Ref(NAMES[id(n.target)]) if id(n.target) in NAMES else n.target
-            nodes.append((n.op, n.name, target, args, kwargs, n.meta.get("source"), n.type))
+        nodes = plain_nodes(self.graph, ("source",))
         owned = {
             str(n.target): operator.attrgetter(str(n.target))(self)
             for n in self.graph.nodes
@@ -88,19 +80,41 @@ class _Ref:
     name: str
 
 
-def _rebuild(
-    plain: list[tuple[Any, ...]], owned: dict[str, Any], name: str, rows: list[Row] | None
-) -> QuantizedGraph:
+def plain_nodes(graph: fx.Graph, keys: Collection[str]) -> list[tuple[Any, ...]]:
+    """A graph as data that pickle takes, with these entries of its nodes' ``meta``."""
+
+    def named(value: Any) -> Any:
+        return _Ref(value.name) if isinstance(value, fx.Node) else value
+
+    nodes = []
+    for n in graph.nodes:
+        meta = {key: n.meta[key] for key in keys if key in n.meta}
+        args, kwargs, meta = (fx.node.map_aggregate(a, named) for a in (n.args, n.kwargs, meta))
+        target = _Ref(NAMES[id(n.target)]) if id(n.target) in NAMES else n.target
+        nodes.append((n.op, n.name, target, args, kwargs, dict(meta), n.type))
+    return nodes
+
+
+def graph_of(plain: list[tuple[Any, ...]]) -> fx.Graph:
+    """The inverse of :func:`plain_nodes`."""
     graph, nodes = fx.Graph(tracer_cls=SequenceTracer), dict[str, fx.Node]()
 
     def resolve(value: Any) -> Any:
         return nodes[value.name] if isinstance(value, _Ref) else value
 
-    for op, node_name, target, args, kwargs, source, kind in plain:
+    for op, node_name, target, args, kwargs, meta, kind in plain:
         args, kwargs = (fx.node.map_aggregate(a, resolve) for a in (args, kwargs))
         target = BY_NAME[target.name] if isinstance(target, _Ref) else target
         node = graph.create_node(op, target, args, kwargs, name=node_name, type_expr=kind)
         nodes[node_name] = node
-        if source is not None:
-            node.meta["source"] = source
-    return QuantizedGraph(owned, graph, name).with_report(rows)
+        if isinstance(meta, str):  # of torchq before it had other entries
+            meta = {"source": meta}
+        for key, value in (meta or {}).items():
+            node.meta[key] = fx.node.map_aggregate(value, resolve)
+    return graph
+
+
+def _rebuild(
+    plain: list[tuple[Any, ...]], owned: dict[str, Any], name: str, rows: list[Row] | None
+) -> QuantizedGraph:
+    return QuantizedGraph(owned, graph_of(plain), name).with_report(rows)

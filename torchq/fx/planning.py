@@ -248,13 +248,16 @@ class Plan:
     def _follow_fixed(self, layer: Layer) -> None:
         """A clip of what a fake quantizer gave is on the same levels; a mean is put on them.
 
-        A mean that is fake-quantized only behind was trained on float values.
+        Not where fake quantizers alone read it: each rounds the float mean, once. A mean that is
+        fake-quantized only behind was trained on float values.
         """
         clips = [clip_bounds(p.module) for p in layer.parts if p.role is not Role.PASS]
         follows = layer.role is Role.MEAN or (layer.role is Role.UNARY and None not in clips)
         source = self.fixed(layer.srcs[0]) if follows else None
         if layer.role is Role.MEAN and source is None and self.fixed(layer.dst) is not None:
             self.reasons[layer] = "the model has a fake quantizer behind it, and none in front"
+        if layer.role is Role.MEAN and all(user in self.fakes for user in layer.dst.users):
+            return
         if source is not None and self.fixed(layer.dst) is None:
             kept = Fixed(source.dequantize, source.dequantize)
             self._fixed[self.root(layer.dst)] = kept

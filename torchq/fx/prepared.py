@@ -4,17 +4,23 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx, nn
 
+from torchq.config import Overrides, QConfig
 from torchq.explain import Row
+from torchq.fx.capture import Captured
+from torchq.fx.module import graph_of, plain_nodes
 from torchq.fx.ops import Role
 from torchq.fx.planning import Plan
 from torchq.observers import HistogramObserver, Observer
 from torchq.qparams import QParams
 
 __all__ = ["Prepared"]
+
+_META = ("value", "scope", "writes", "varying", "static", "constant", "counted", "place")
 
 
 class Prepared(nn.Module):
@@ -66,6 +72,14 @@ class Prepared(nn.Module):
         other.__dict__ = copy.deepcopy(self.__dict__, memo)
         return other
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles what the plan was made of, and makes it again: it holds functions of its own."""
+        captured, plan = self.plan.captured, self.plan
+        nodes = plain_nodes(captured.graph, _META)
+        opaque = {name: self.graph_module.get_submodule(name) for name in self.opaque_names}
+        parts = replace(captured, graph=None), plan._config, plan._overrides  # type: ignore[arg-type]
+        return _rebuild, (nodes, *parts, opaque, self.torchq_report, list(self.observers))
+
     def _result_nodes(self) -> list[tuple[str, fx.Node]]:
         """Where the converted model will have a quantized module, and the node of its result."""
         pools = [op for op in self.plan.ops.values() if op.role is Role.POOL]
@@ -113,3 +127,20 @@ class Prepared(nn.Module):
         value = node.meta["constant"]
         assert isinstance(value, Tensor)
         return value
+
+
+def _rebuild(
+    nodes: list[tuple[Any, ...]],
+    captured: Captured,
+    config: QConfig,
+    overrides: Overrides | None,
+    opaque: dict[str, nn.Module],
+    rows: list[Row],
+    observers: list[nn.Module],
+) -> Prepared:
+    plan = Plan(replace(captured, graph=graph_of(nodes)), config, overrides)
+    prepared = Prepared(plan, opaque, rows)
+    for i, observer in enumerate(observers):
+        prepared.observers[i] = observer
+        prepared.graph_module.set_submodule(f"torchq_observer_{i}", observer)
+    return prepared.eval()

@@ -19,6 +19,7 @@ from torchq.fx.fake import composed, fake_quantizer, is_watcher, why_not_fixed
 from torchq.fx.guards import GUARDS
 from torchq.fx.ops import Arguments, Made, Op, Pattern, Role, is_float, parse_signature
 from torchq.fx.patterns import PATTERNS
+from torchq.kinds import AVERAGES
 from torchq.nn.binary import Add, Mul
 
 __all__ = ["recognize", "rewritten"]
@@ -26,10 +27,6 @@ __all__ = ["recognize", "rewritten"]
 _BY_FUNCTION: dict[Any, Pattern] = {f: row for row in PATTERNS for f in row.functions}
 _BY_MODULE: dict[type[nn.Module], Pattern] = {cls: row for row in PATTERNS for cls in row.modules}
 _SIGNATURES = {id(row): parse_signature(row.signature) for row in PATTERNS}
-_AVERAGES = (
-    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-)
 
 
 def recognize(captured: Captured, keep_float: Callable[[str, str], bool]) -> dict[fx.Node, Op]:
@@ -234,7 +231,7 @@ def _why_float(op: Op, pinned: bool) -> str:
 
 def _is_mean(op: Op) -> bool:
     """Whether a pool averages all of several positions."""
-    if op.role is not Role.POOL or not isinstance(op.module, _AVERAGES):
+    if op.role is not Role.POOL or not isinstance(op.module, AVERAGES):
         return False
     before, after = (math.prod(n.meta["value"].shape[2:]) for n in (op.srcs[0], op.node))
     return bool(after == 1 < before)
