@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ def dtype_code(dtype: torch.dtype, op: str = "") -> int:
     return _CODES[dtype]
 
 
-def _load() -> Callable[[str, Any], Any]:
-    """Loads the ops; returns what shortens calls of them."""
+def _load() -> ModuleType:
+    """Loads the ops; returns the module ``_C``, which shortens calls of them."""
     if not LIBRARY_PATH.exists():
         raise ImportError(
             f"torchq: {LIBRARY_PATH} does not exist: the extension was not built. Run "
@@ -48,16 +49,18 @@ def _load() -> Callable[[str, Any], Any]:
             f"`pip install --no-build-isolation -e .` ({error})"
         ) from error
     try:
-        shortcut: Callable[[str, Any], Any] = import_module("torchq._C").shortcut
+        return import_module("torchq._C")
     except ImportError as error:
         raise ImportError(
             "torchq: torchq._C does not load: it was built for another Python or torch, or not at "
             f"all. Rebuild it with `pip install --no-build-isolation -e .` ({error})"
         ) from error
-    return shortcut
 
 
-_shortcut = _load()
+_calls = _load()
+_shortcut: Callable[[str, Any], Any] = _calls.shortcut
+new_site: Callable[[], Callable[..., Any]] = _calls.site
+"""A place where modules are called, ``site(module, *args)``, or their ops without them."""
 
 
 def shorten_calls(name: str) -> None:

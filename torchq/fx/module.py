@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from torchq.explain import Row
-from torchq.fx.direct import eager_and_scripted
+from torchq.fx.direct import forms_of
 from torchq.fx.names import BY_NAME, NAMES
 from torchq.fx.sequences import SequenceTracer
 from torchq.running import without_gradients
@@ -36,12 +36,12 @@ class QuantizedGraph(fx.GraphModule):
         without_gradients(self.eval())
 
     def recompile(self) -> fx.graph.PythonCode:
-        """As a GraphModule; in eager mode the code finds its modules faster."""
+        """As a GraphModule; in eager mode the code calls its modules faster."""
         code, cls = super().recompile(), type(self)
         called = {str(node.target) for node in self.graph.find_nodes(op="call_module")}
         given = [str(node.target) for node in self.graph.find_nodes(op="placeholder")]
-        direct, cls.forward = eager_and_scripted(code.src, code.globals, called, given)
-        cls._direct = direct  # type: ignore[attr-defined]
+        for name, function in forms_of(code.src, code.globals, called, given).items():
+            setattr(cls, name, function)
         return code
 
     def with_report(self, rows: list[Row] | None) -> QuantizedGraph:

@@ -111,6 +111,8 @@ class _QCombine(QModule):
 class QAdd(_QCombine):
     """``quantize(real(src0) + real(src1))``, optionally with relu; shapes broadcast."""
 
+    _direct = ("add", "<src_signed> <src_signed> scales zero_points dst_code relu", "dst_high")
+
     def __init__(self, srcs: list[QParams], dst: QParams | None, relu: bool = False) -> None:
         """``srcs`` has two; ``dst`` None means float32."""
         super().__init__(srcs, dst, relu=relu)
@@ -134,6 +136,8 @@ class QAdd(_QCombine):
 class QMul(_QCombine):
     """``quantize(real(src0) * real(src1))``, optionally with relu; shapes broadcast."""
 
+    _direct = ("mul", "<src_signed> <src_signed> scales zero_points dst_code relu", "dst_high")
+
     def __init__(self, srcs: list[QParams], dst: QParams | None, relu: bool = False) -> None:
         """``srcs`` has two; ``dst`` None means float32."""
         super().__init__(srcs, dst, relu=relu)
@@ -156,6 +160,8 @@ class QMul(_QCombine):
 
 class QCat(_QCombine):
     """Concatenation; a source with other parameters than the destination's is requantized."""
+
+    _direct = ("concat", "[src_signed] scales zero_points dim dst_code", "dst_high")
 
     def __init__(self, srcs: list[QParams], dst: QParams | None, dim: int = 1) -> None:
         """``dim`` as in torch.cat; ``dst`` None means float32."""

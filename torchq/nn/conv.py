@@ -12,7 +12,7 @@ from torchq._post_ops import PostOps
 from torchq.attr import Attr
 from torchq.functional import conv_geometry
 from torchq.functional.depthwise import join_at_dw_conv
-from torchq.nn.layer import QLayer, quantized_weight, sources_of
+from torchq.nn.layer import DIRECT, QLayer, quantized_weight, sources_of
 from torchq.packing import PackedWeight, pack_conv
 from torchq.qparams import QParams
 
@@ -40,6 +40,7 @@ class QConv(QLayer):
     """
 
     dims: ClassVar[int] = 0
+    _direct = ("conv", f"{DIRECT[0]} geometry {DIRECT[1]} - lookup.table", "dw contiguous")
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from torchq._post_ops import PostOps
 from torchq.functional import conv_transpose_geometry
-from torchq.nn.layer import QLayer, quantized_weight, sources_of
+from torchq.nn.layer import DIRECT, QLayer, quantized_weight, sources_of
 from torchq.packing import PackedWeight, pack_conv_transpose
 from torchq.qparams import QParams
 
@@ -34,6 +34,7 @@ class QConvTranspose(QLayer):
     """
 
     dims: ClassVar[int] = 0
+    _direct = ("conv_transpose", f"{DIRECT[0]} geometry {DIRECT[1]} lookup.table", "contiguous")
 
     def __init__(
         self,

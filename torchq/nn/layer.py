@@ -158,6 +158,13 @@ def sources_of(residual: Tensor | None, post_op_srcs: list[Tensor] | None) -> li
     return srcs if post_op_srcs is None else srcs + list(post_op_srcs)
 
 
+DIRECT = (
+    "<src_dtype> weight compensation pair_bound multiplier offset - src_zero_point",
+    "dst_code post_ops post_op_params ... weight_shift",
+)
+"""The arguments that the layers' ops share, for ``QModule._direct``."""
+
+
 class QLayer(QModule):
     """Packed weight, scales and post-ops of a linear layer or convolution.
 

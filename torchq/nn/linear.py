@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq._post_ops import PostOps
-from torchq.nn.layer import QLayer, quantized_weight, sources_of
+from torchq.nn.layer import DIRECT, QLayer, quantized_weight, sources_of
 from torchq.packing import PackedWeight, pack_linear
 from torchq.qparams import QParams
 
@@ -29,6 +29,8 @@ class QLinear(QLayer):
         TypeError: ``src`` has another dtype.
         ValueError: the last dimension of ``src`` is not ``in_features``.
     """
+
+    _direct = ("linear", f"{DIRECT[0]} in_features {DIRECT[1]} - lookup.table", "")
 
     def __init__(
         self,

@@ -60,13 +60,24 @@ class QModule(nn.Module):
     registry: ClassVar[dict[str, type["QModule"]]] = {}
     """Every subclass by name, for :func:`torchq.load`."""
 
+    _direct: ClassVar[tuple[str, str, str] | None] = None
+    """How a converted model calls the op without the module, where ``forward`` comes to one op: the
+    op's name, its arguments, and the attributes that must be None, False or 0 for that.
+
+    An argument is the name of what the module holds, ``-`` for None, ``<dtype>`` for a source of
+    the dtype that this attribute tells, ``[dtype]`` for a list of them, ``...`` for a list of all
+    other sources. ``csrc/python/site.cpp`` reads it.
+    """
+
     spec: Tensor
     src_scale: Tensor
     src_zero_point: Tensor
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Registers the subclass."""
+        """Registers the subclass; ``_direct`` holds for the forward of its own class only."""
         super().__init_subclass__(**kwargs)
+        if "_direct" not in vars(next(base for base in cls.__mro__ if "forward" in vars(base))):
+            cls._direct = None
         # The first of a name: torch.export makes subclasses of its own with the same names.
         QModule.registry.setdefault(cls.__name__, cls)
 

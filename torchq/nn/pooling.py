@@ -90,6 +90,8 @@ class _QPool(QModule):
 class QMaxPool(_QPool):
     """Maximum over windows; padding is never picked. Arguments as in ``torch.nn.MaxPool2d``."""
 
+    _direct = ("max_pool", "<src_dtype> geometry ceil_mode", "contiguous")
+
     def __init__(
         self,
         src: QParams,
@@ -146,6 +148,13 @@ class QAvgPool(_QPool):
 
     With ``dst``, in real units: see :mod:`torchq.functional.pooling`.
     """
+
+    _direct = (
+        "avg_pool",
+        "<src_dtype> src_zero_point geometry ceil_mode count_include_pad - scales zero_points "
+        "dst_code",
+        "dst_high contiguous",
+    )
 
     def __init__(
         self,

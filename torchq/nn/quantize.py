@@ -136,6 +136,8 @@ class QLookup(QModule):
     float32 sources are quantized first.
     """
 
+    _direct = ("lookup", "<src_dtype> table", "")
+
     table: Tensor
     dst_scale: Tensor
     dst_zero_point: Tensor
