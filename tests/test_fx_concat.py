@@ -100,3 +100,17 @@ def test_fake_quantizers_keep_their_scale() -> None:
     (cat,) = concatenations(torchq.quantize(randomize(model), [x], x))
     assert float(cat.scales[0]) == 1 / 32
     assert float(cat.scales[2]) != 1 / 32
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_what_passes_several_values_on(kind: type) -> None:
+    """An nn.Identity in the place of a neck gets all levels, and returns them."""
+    model = Wired(
+        lambda m, x: (torch.cat(levels := m.neck(kind((m.a(x), m.b(x)))), 1), levels[1]),
+        a=nn.Conv2d(8, 2, 1), b=nn.Conv2d(8, 3, 1), neck=nn.Identity(),
+    )  # fmt: skip
+    x = torch.randn(4, *X[1:])
+    converted = torchq.quantize(randomize(model), [x], x)
+    assert all(isinstance(m, torchq.nn.QConv2d) for m in (converted.a, converted.b))
+    with torch.no_grad():
+        assert all(sqnr(a, b) > 30 for a, b in zip(model(x), converted(x), strict=True))

@@ -157,6 +157,8 @@ def _module_made(node: fx.Node, module: nn.Module, captured: Captured) -> Made:
     bound = inspect.signature(type(module).forward).bind(module, *node.args, **node.kwargs)
     nodes: list[fx.Node] = []
     fx.node.map_arg(tuple(bound.arguments.values())[1:], nodes.append)
+    if row.role is Role.PASS and not isinstance(list(bound.arguments.values())[1], fx.Node):
+        return _opaque("it passes on no single value")
     made = Made(row.role, module, nodes, reason=row.check(module))
     if row.role is Role.MATMUL and len(bound.arguments) > 2:
         more = list(bound.arguments)[2]
