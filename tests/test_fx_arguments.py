@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from models import Wired
+from torch import Tensor, fx, nn
 
 import torchq
 
@@ -168,3 +169,26 @@ def test_other_constants_are_guarded() -> None:
                 found(X, *args)
     with pytest.raises(RuntimeError):  # rather than a scripted model that does not check
         torch.jit.script(converted)
+
+
+def test_what_returns_none_is_none() -> None:
+    """As an nn.Identity in the place of a norm that another block has."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        memory = m.norm(None)
+        assert m.nothing(x) is None
+        return m.b(x if memory is None else memory) + m.a(x)
+
+    class Nothing(nn.Module):
+        def forward(self, x: Tensor) -> None:
+            return None
+
+    model = Wired(
+        forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8), norm=nn.Identity(), nothing=Nothing()
+    ).eval()
+    x = torch.randn(3, 8)
+    converted = torchq.quantize(model, [x], x)
+    assert all(row.quantized for row in torchq.explain(converted).rows if row.is_matmul)
+    assert isinstance(converted, fx.GraphModule)
+    torch.testing.assert_close(converted(x), model(x), atol=0.1, rtol=0)
+    assert torch.equal(torch.jit.script(converted)(x), converted(x))

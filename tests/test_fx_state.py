@@ -313,6 +313,28 @@ def test_tensors_of_every_kind_may_be_kept(kind: str) -> None:
         follows(model, converted, batches())
 
 
+class Codes(nn.Module):
+    """Has a coder that no copy can have, which copies of it make anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b, self.coder, self.last = nn.Linear(8, 8), [Lock()], [0.0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "coder": [None]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x)
+
+
+def test_what_cannot_be_copied_stays_itself() -> None:
+    torch.manual_seed(0)
+    model = Wired(lambda m, x: m.codes(m.a(x)), a=nn.Linear(8, 8), codes=Codes()).eval()
+    converted = torchq.quantize(model, batches())
+    assert isinstance(converted.codes.b, torchq.nn.QLinear)
+    follows(model, converted, batches())
+
+
 def test_how_often_a_model_runs() -> None:
     """A large model takes minutes a run."""
     runs = []

@@ -36,7 +36,20 @@ def state_of(model: nn.Module) -> State:
         for name, module in model.named_modules()
         if not type(module).__module__.startswith(_LIBRARIES)
     }
-    return copy.deepcopy(found, detached(model) | _skeleton(model))
+    memo = detached(model) | _skeleton(model)
+    try:
+        return copy.deepcopy(found, {**memo})
+    except Exception:  # of an object that its module leaves out of copies of itself
+        kept = [value for values in found.values() for value in values.values()]
+        return copy.deepcopy(found, memo | {id(x): x for x in kept if not _copies(x, memo)})
+
+
+def _copies(value: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, {**memo})
+    except Exception:
+        return False
+    return True
 
 
 def _skeleton(model: nn.Module) -> dict[int, Any]:

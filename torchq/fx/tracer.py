@@ -150,6 +150,8 @@ class Tracer(SequenceTracer):
             for source in proxy.node.meta["writes"]:
                 if self.values[source] is self.values[proxy.node]:
                     self._written[source] = proxy.node
+            if self.values[proxy.node] is None:  # code asks `is None`, which no node answers
+                return None
         if target in UNSCRIPTED:
             for source in proxy.node.all_input_nodes:
                 self.known(self.proxy(source))
