@@ -12,7 +12,8 @@ from torchq._post_ops import PostOps
 from torchq.attr import Attr
 from torchq.functional import conv_geometry
 from torchq.functional.depthwise import join_at_dw_conv
-from torchq.nn.layer import DIRECT, QLayer, quantized_weight, sources_of
+from torchq.nn.layer import DIRECT, QLayer, sources_of
+from torchq.nn.weight import quantized_weight
 from torchq.packing import PackedWeight, pack_conv
 from torchq.qparams import QParams
 

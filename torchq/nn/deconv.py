@@ -10,7 +10,8 @@ from typing_extensions import Self
 
 from torchq._post_ops import PostOps
 from torchq.functional import conv_transpose_geometry
-from torchq.nn.layer import DIRECT, QLayer, quantized_weight, sources_of
+from torchq.nn.layer import DIRECT, QLayer, sources_of
+from torchq.nn.weight import quantized_weight
 from torchq.packing import PackedWeight, pack_conv_transpose
 from torchq.qparams import QParams
 

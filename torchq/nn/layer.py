@@ -11,12 +11,11 @@ from typing_extensions import Self
 from torchq._post_ops import CHANNEL_MASKS, Binary, Eltwise, PostOps, PReLU, post_ops_of
 from torchq.attr import Attr
 from torchq.folding import fold
-from torchq.functional import quantize
 from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.nn.quantize import QLookup
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_conv, pack_conv_transpose, pack_linear
-from torchq.qparams import QParams, choose_qparams, output_channel_rows, weight_qparams
+from torchq.qparams import QParams
 
 
 def with_destination_range(post_ops: PostOps, dst: QParams | None) -> PostOps:
@@ -47,73 +46,6 @@ def with_destination_range(post_ops: PostOps, dst: QParams | None) -> PostOps:
             low = max(low, 0.0)  # high is not negative: zero is always in the range
             ops.pop()
     return post_ops_of(ops).append_eltwise("clip", low, high)
-
-
-def quantized_weight(
-    weight: Tensor,
-    granularity: str,
-    bits: int,
-    scale: Tensor | None = None,
-    axis: int = 0,
-    groups: int = 1,
-    affine: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``clamp(rne(weight / scale))`` as int8, and its scales, one or one per output channel.
-
-    With ``affine`` the weight is uint8 and has zero points, which come third: `choose_qparams` of
-    its range. Otherwise there are none.
-
-    Given scales are kept, unless a channel's weights would go beyond them: a factor below zero
-    turns -128 steps into 128. Then it gets one that they fit.
-
-    Args:
-        weight: float32.
-        granularity: of scales that are chosen.
-        bits: 8 or 7, where scales are chosen.
-        scale: float32 ``[1]`` or ``[OC]``; None chooses.
-        axis: of the output channels, inside of ``groups`` that split dimension 0 if it is 1.
-        groups: see there.
-        affine: not with given scales.
-    """
-    if affine:
-        if scale is not None:
-            raise ValueError(
-                "torchq.nn: weight_scale must be None for an affine weight, whose zero points are "
-                "chosen with the scales, got scales. Pack the weight yourself, and give "
-                "weight_zero_point."
-            )
-        return _affine_weight(weight, granularity, bits, axis, groups)
-    limit = 2 ** (bits - 1) - 1
-    if scale is None:
-        scale = weight_qparams(weight, granularity, bits, axis, groups).scale.reshape(-1)
-    else:
-        limit = 128  # of torch's fake quantizers; int8 saturates at the other end
-        rows = output_channel_rows(weight, axis, groups)
-        rows = rows.reshape(1, -1) if scale.numel() == 1 else rows
-        largest = rows.amax(1) if rows.shape[1] else torch.zeros_like(scale)
-        scale = torch.where(largest > 127.5 * scale, largest / 127, scale)
-    split = groups if axis else 1
-    grouped = weight.reshape(split, -1, *weight.shape[1:])
-    shape = [split, 1, -1] if axis else [1, -1, 1]
-    along = scale if scale.numel() == 1 else scale.reshape(*shape, *[1] * (weight.dim() - 2))
-    quantized = quantize(grouped, along, 0, torch.int8).clamp_(-limit, limit - (limit == 128))
-    return quantized.reshape(weight.shape), scale, None
-
-
-def _affine_weight(
-    weight: Tensor, granularity: str, bits: int, axis: int, groups: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = output_channel_rows(weight, axis, groups)
-    rows = rows.reshape(1, -1) if granularity == "per_tensor" else rows
-    ends = (rows.amin(1), rows.amax(1)) if rows.shape[1] else (rows.new_zeros(len(rows)),) * 2
-    params = choose_qparams(*ends, torch.uint8, bits, axis=0)
-    split = groups if axis else 1
-    shape = [split, 1, -1] if axis else [1, -1, 1]
-    shape = [*shape, *[1] * (weight.dim() - 2)] if len(rows) > 1 else [1]
-    grouped = weight.reshape(split, -1, *weight.shape[1:])
-    scale, zero_point = params.scale.reshape(shape), params.zero_point.reshape(shape)
-    quantized = quantize(grouped, scale, zero_point, torch.uint8).clamp_(*params.integers)
-    return quantized.reshape(weight.shape), params.scale, params.zero_point
 
 
 def _placeholder_weight(spec: dict[str, Any]) -> PackedWeight:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from torchq._post_ops import PostOps
-from torchq.nn.layer import DIRECT, QLayer, quantized_weight, sources_of
+from torchq.nn.layer import DIRECT, QLayer, sources_of
+from torchq.nn.weight import quantized_weight
 from torchq.packing import PackedWeight, pack_linear
 from torchq.qparams import QParams
 

@@ -147,10 +147,6 @@ class HistogramObserver(_BinnedObserver):
         ValueError: ``bins`` is too small.
     """
 
-    def __init__(self, bins: int = 2048) -> None:
-        """Starts without data."""
-        super().__init__(bins)
-
     def qparams_before(
         self,
         function: Callable[[Tensor], Tensor],
@@ -184,10 +180,6 @@ class EntropyObserver(_BinnedObserver):
     Raises:
         ValueError: ``bins`` is too small.
     """
-
-    def __init__(self, bins: int = 2048) -> None:
-        """Starts without data."""
-        super().__init__(bins)
 
     def _range(self, integers: tuple[int, int], symmetric: bool) -> tuple[float, float]:
         return best_range(self.histogram(), "kl", integers, symmetric)
