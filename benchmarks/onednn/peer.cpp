@@ -104,20 +104,7 @@ Job recurrent(const Request& r, const Operation&... operation) {
   const auto [projection_mask, projection] = weight_factors(r, "projection");
   if (!projection.empty()) attr.set_rnn_weights_projection_qparams(projection_mask, projection);
   const typename Primitive::primitive_desc chosen(cpu(), operation..., attr);
-  Arguments arguments;
-  for (const auto& [name, tensor] : r.tensors()) {
-    if (name.find(':') != std::string::npos) continue;
-    const int number = argument(name);
-    const memory::desc wanted = chosen.query_md(dnnl::query::exec_arg_md, number);
-    memory given = tensor;
-    memory& bound = arguments[number] = given;
-    if (wanted == given.get_desc()) continue;
-    bound = memory(wanted, cpu());
-    const dnnl::reorder::primitive_desc packs(cpu(), given.get_desc(), cpu(), wanted, attr);
-    dnnl::reorder(packs).execute(stream(), given, bound);
-    stream().wait();
-  }
-  return {Primitive(chosen), std::move(arguments), chosen.impl_info_str()};
+  return bind_arguments<Primitive>(r, chosen, {}, attr);
 }
 
 memory::desc packed_weights(const Request& r, const std::string& name) {

@@ -262,10 +262,11 @@ struct Job {
   std::string implementation;
 };
 
-/// Binds every tensor named after an argument, in the layout that the primitive chose for it.
+/// Binds every tensor named after an argument, in the layout that the primitive chose for it;
+/// `packing` are attributes of the reorders to these layouts.
 template <class Primitive>
 Job bind_arguments(const Request& request, const typename Primitive::primitive_desc& chosen,
-                   Arguments arguments) {
+                   Arguments arguments, const dnnl::primitive_attr& packing = {}) {
   for (const auto& [name, tensor] : request.tensors()) {
     if (name.find(':') != std::string::npos) continue;  // an attribute, bound already
     const int number = argument(name);
@@ -274,7 +275,8 @@ Job bind_arguments(const Request& request, const typename Primitive::primitive_d
     memory& bound = arguments[number] = given;
     if (wanted == given.get_desc()) continue;
     bound = memory(wanted, cpu());
-    dnnl::reorder(given, bound).execute(stream(), given, bound);
+    const dnnl::reorder::primitive_desc packs(cpu(), given.get_desc(), cpu(), wanted, packing);
+    dnnl::reorder(packs).execute(stream(), given, bound);
     stream().wait();
   }
   return {Primitive(chosen), std::move(arguments), chosen.impl_info_str()};
