@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -48,6 +50,21 @@ def peer() -> Iterator[Peer]:
     """oneDNN, in a process of its own."""
     with start_onednn() as started:
         yield started
+
+
+@pytest.fixture
+def benchmarks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``python -m benchmarks ...``, but here: a process of its own would import torch anew."""
+    from benchmarks.__main__ import main
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *args])
+        status = main()
+        return subprocess.CompletedProcess(args, status, *capsys.readouterr())
+
+    return run
 
 
 @pytest.hookimpl(trylast=True)

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ import torch
 import torchq
 from benchmarks import ops, report, rnn, timing
 from benchmarks import peak as peak_module
-from benchmarks.__main__ import main
 from benchmarks.competitors import Competitor
 from benchmarks.lines import read_lines
 from benchmarks.peak import BusyMachineError, Peak
@@ -31,26 +29,7 @@ FIELDS = [
 ]
 
 
-@dataclass(frozen=True)
-class Result:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Command = Callable[..., Result]
-
-
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """``python -m benchmarks ...``, but here: a process of its own would import torch anew."""
-
-    def run(*args: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["benchmarks", *args])
-        status = main()
-        return Result(status, *capsys.readouterr())
-
-    return run
+Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.parametrize("network,gmacs", [("resnet50", 4.09), ("mobilenet_v2", 0.30)])

@@ -26,12 +26,6 @@ from torchq.fx.guards import expect_float
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CASES = {f"eager_{name}": case for name, case in models.CASES.items()} | fx_models.CASES
 # What tracing sees more of (functions, keywords), or less (a stash), than swapping modules does.
 COUNTS = {"exposed": (2, 2), "keyword_layer": (1, 1), "forward_directly": (2, 2),

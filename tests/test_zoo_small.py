@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +16,12 @@ from benchmarks.inference import markdown, measure, quality
 from benchmarks.inference.runtimes import Runtime
 from benchmarks.models import NETWORKS
 
-ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Multiply-adds of convolutions, linears and LSTMs that must run in int8, where it is not all.
 INT8_SHARE = {"unet": 0.95, "vit_b_16": 0.41}
 INT8_SHARE["bert_base"] = 0.99  # its pooler has no part in the result, so the graph drops it
 # Where narrow variants differ from ordinary: few channels average less noise away.
-pytestmark = pytest.mark.usefixtures("one_thread")
 SQNR_DB = {"mobilenet_v3": 16, "inception_v3": 18, "detector": 15, "efficientnet_b0": 15}
 
 
@@ -89,16 +88,11 @@ def test_multiply_adds(module: nn.Module, shape: tuple[int, ...], expected: int)
     assert quality.macs(nn.Sequential(module), torch.zeros(shape)) == {"0": expected}
 
 
-def benchmarks(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks", "models", *args]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-
-
-def test_the_command_writes_times_and_tables(tmp_path: Path) -> None:
+def test_the_command_writes_times_and_tables(benchmarks: Any, tmp_path: Path) -> None:
     rows, page = tmp_path / "rows.json", tmp_path / "page.md"
     peers = [peer for peer in measure.PEERS if measure.installed(peer)]
     options = ("--quick", "--small", "--json", str(rows), "--markdown", str(page))
-    result = benchmarks("--model", "shufflenet_v2", "--threads", "1", *options)
+    result = benchmarks("models", "--model", "shufflenet_v2", "--threads", "1", *options)
     assert result.returncode == 0, result.stderr
     assert "shufflenet_v2: 0.000 GMAC, 100.0% in int8" in result.stdout
     row = json.loads(rows.read_text())
@@ -111,8 +105,8 @@ def test_the_command_writes_times_and_tables(tmp_path: Path) -> None:
     assert "Time on 1 thread, ms" in text and "| shufflenet_v2 | " in text
 
 
-def test_unknown_peers_are_named() -> None:
-    result = benchmarks("--model", "unet", "--peers", "tensorrt")
+def test_unknown_peers_are_named(benchmarks: Any) -> None:
+    result = benchmarks("models", "--model", "unet", "--peers", "tensorrt")
     assert result.returncode == 1
     assert "--peers must be of torch_ao, torch_ao_jit, onnxruntime, openvino, got tensorrt" in (
         result.stderr
