@@ -375,6 +375,12 @@ CONV_DEPTHWISE = [
     # Rows: fewer than a chunk holds, odd numbers of them, of two images, of several stretches.
     *(depthwise("dw_rows", 83, (h, 3), padding=1) for h in (1, 2, 3, 6, 7)),
     depthwise("dw_images", 56, (3, 5), padding=1, batch=5),
+    # More rows than pass at a time; images that end between the rows of a pair.
+    *(
+        depthwise("dw_tall", 88, (37, 14), kernel=k, stride=s, padding=k // 2, batch=2)
+        for k, s in ((3, 1), (3, 2), (5, 2))
+    ),
+    depthwise("dw_tall_images", 40, (5, 6), padding=1, batch=9),
     depthwise("dw_wide", 20, (3, 131), padding=1),
     depthwise("dw_wide_s2", 20, (4, 259), stride=2, padding=1),
     depthwise("dw_wide_5x5", 68, (3, 77), kernel=5, padding=2),

@@ -104,6 +104,12 @@ TORCHQ_INLINE void accumulate(const DepthwiseChunk<Isa>& chunk, const uint8_t* s
   }
 }
 
+/// Where destinations go: the lanes of a vector belong to `split` rows.
+struct DepthwiseDst {
+  int64_t offset[4];  // elements, of each row's first pixel and the chunk's first channel
+  int64_t step;       // elements between pixels
+};
+
 /// kPixels neighboring destinations of `split` rows; kFold: the folded 8-bit epilogue, in lane
 /// order.
 template <class Isa, bool kFold, int kPixels, int kWidth, int kStride, int kTail>
@@ -191,8 +197,8 @@ DotFns<Isa> dot_fns(const DepthwiseLayer& d, const StashPlan& plan, bool fold) {
 }
 
 template <class Isa>
-using SlideFn = void (*)(const DepthwiseLayer&, const DepthwiseChunk<Isa>&, const StashRows&,
-                         int64_t x, int64_t pixels, const Epilogue&, const DepthwiseDst*);
+using SlideFn = void (*)(const DepthwiseLayer&, const DepthwiseChunk<Isa>&, const SlideRows&,
+                         int64_t x, int64_t pixels, const Epilogue&);
 
 /// Whether 32 registers hold what SlidePairs and SlideFive keep there.
 template <class Isa>
@@ -275,10 +281,6 @@ void depthwise_rows(const DepthwiseRun<Isa>& run, const int* y, bool pairs) {
         dst[second].offset[s] = run.rows.dst_offset[y[s] + second] + x * d.channels + chunk.channel;
       }
     }
-    if (run.slide[pairs] != nullptr) {
-      run.slide[pairs](d, chunk, sources, x, pixels, run.epilogue, dst);
-      continue;
-    }
     for (int band = 0; band < plan.bands; ++band) {
       if (plan.bands > 1) find_sources(band);
       stash_band<Isa>(run.stash[pairs], run.stash_checked, run.stash_pairs, d, plan, band, x,
@@ -295,6 +297,30 @@ void depthwise_rows(const DepthwiseRun<Isa>& run, const int* y, bool pairs) {
       }
     }
   }
+}
+
+/// Groups of destination rows from y on, as many as stay in L1; returns how many.
+template <class Isa>
+int slide_rows(const DepthwiseRun<Isa>& run, int y, bool pairs) {
+  const DepthwiseLayer& d = run.layer;
+  const int split = run.chunk.split, count = run.rows.count, rows = pairs ? 2 * split : split;
+  const int64_t stretch = d.dst_pixels < kSlidePixels ? d.dst_pixels : kSlidePixels;
+  const int64_t pixels_of_group = rows * stretch * (d.stride * d.stride + 2);  // src; words, dst
+  // Rows that do not share are one image's last and the next one's first: pairs go on behind them.
+  const int64_t most = pairs == run.chunk.paired ? kSlideBytes / (pixels_of_group * 64) : 1;
+  const auto share = [&](int first) {
+    for (int s = 0; pairs && s < split; ++s) {
+      if (!shares_rows(d, run.rows, first + 2 * s)) return false;
+    }
+    return true;
+  };
+  int groups = 1;
+  while (groups < most && y + (groups + 1) * rows <= count && share(y + groups * rows)) ++groups;
+  for (int64_t x = 0; x < d.dst_pixels; x += stretch) {
+    const int64_t pixels = d.dst_pixels - x < stretch ? d.dst_pixels - x : stretch;
+    run.slide[pairs](d, run.chunk, {run.rows, d.kernel_rows, y, groups}, x, pixels, run.epilogue);
+  }
+  return groups;
 }
 
 template <class Isa>
@@ -315,15 +341,20 @@ void depthwise_chunk(const DepthwiseRun<Isa>& run) {
       const int begin = left < split && count >= split ? count - split : y;
       for (int s = 0; s < split; ++s) first[s] = min_int(begin + s, count - 1);
     }
-    depthwise_rows<Isa>(run, first, pairs);
-    y += pairs ? 2 * split : split;
+    int groups = 1;
+    if (run.slide[pairs] != nullptr) {
+      groups = slide_rows<Isa>(run, first[0], pairs);
+    } else {
+      depthwise_rows<Isa>(run, first, pairs);
+    }
+    y += groups * (pairs ? 2 * split : split);
   }
 }
 
 template <class Isa>
 int64_t depthwise_bytes(const DepthwiseLayer& d) {
   const StashPlan plan = stash_plan<Isa>(d);
-  return 2 * chunk_weight_bytes<Isa>(plan) + plan.bands * plan.columns * kStashColumn<Isa> +
+  return 2 * chunk_weight_bytes<Isa>(plan) + stash_bytes<Isa>(plan) +
          int64_t{plan.quads} * static_cast<int64_t>(sizeof(int64_t));
 }
 
@@ -345,7 +376,7 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
     while (chunk.split < Isa::kDepthwiseSplits && left <= kChannels / chunk.split / 2) {
       chunk.split *= 2;
     }
-    if (chunk.split == 1 && Isa::kDepthwiseSplits == 4 && left <= kChannels * 3 / 4)
+    if (chunk.split == 1 && Isa::kDepthwiseSplits == 4 && left <= kChannels * 3 / 4 && !slide)
       chunk.split = 2;
     const int width = chunk.width = kChannels / chunk.split;
     chunk.channel = left < width && d.channels >= width ? d.channels - width : channel;

@@ -12,6 +12,10 @@ template <class Isa>
 constexpr int kStashColumn = Isa::kDepthwiseVectors * 64;
 /// Half of the smallest L1; the rows it is made of need the other half.
 constexpr int64_t kStashBytes = 16 * 1024;
+/// Destinations of a row that a slide passes at a time: the words of two rows fit the stash.
+constexpr int64_t kSlidePixels = kStashBytes / (2 * 64);
+/// What a slide's groups of rows may touch, for the second half of the vectors to find it in L1.
+constexpr int64_t kSlideBytes = 28 * 1024;
 /// Beyond it a stretch is a single pixel.
 constexpr int64_t kMaxStashBytes = 1024 * 1024;
 
@@ -57,6 +61,13 @@ StashPlan stash_plan(const DepthwiseLayer& d) {
   return plan;
 }
 
+/// Slides keep no columns there, but the first words of up to this many bytes.
+template <class Isa>
+int64_t stash_bytes(const StashPlan& plan) {
+  const int64_t columns = plan.bands * plan.columns * kStashColumn<Isa>;
+  return columns < kStashBytes ? kStashBytes : columns;
+}
+
 template <class Isa>
 struct DepthwiseChunk {
   static constexpr int kVectors = Isa::kDepthwiseVectors;
@@ -96,8 +107,7 @@ void init_chunk(const DepthwiseLayer& d, const StashPlan& plan, void* scratch,
   chunk->weight = static_cast<int8_t*>(scratch);
   chunk->weight_bytes = chunk_weight_bytes<Isa>(plan);
   chunk->stash = static_cast<uint8_t*>(scratch) + 2 * chunk->weight_bytes;
-  chunk->quad_offset =
-      reinterpret_cast<int64_t*>(chunk->stash + plan.bands * plan.columns * kColumn);
+  chunk->quad_offset = reinterpret_cast<int64_t*>(chunk->stash + stash_bytes<Isa>(plan));
   chunk->pixel_step = (plan.gathered ? d.width : d.stride) * kColumn;
   int64_t* offset = chunk->quad_offset;
   for (int band = 0; band < plan.bands; ++band) {

@@ -11,10 +11,35 @@ namespace {
 
 constexpr int kSlideWidth = 3;
 
-/// Where destinations go: the lanes of a vector belong to `split` rows.
-struct DepthwiseDst {
-  int64_t offset[4];  // elements, of each row's first pixel and the chunk's first channel
-  int64_t step;       // elements between pixels
+// A lambda that is called twice would be a function with its state in memory.
+#define TORCHQ_INLINE_LAMBDA __attribute__((always_inline))
+
+/// Destination rows of a slide: `groups` times one vector's, which are `split` rows or as many
+/// pairs of neighbors, from row y on.
+struct SlideRows {
+  const DepthwiseRows& rows;
+  int kernel_rows, y, groups;
+};
+
+/// The source rows that group g meets, and where its destinations go. Behind the last row of the
+/// kernel are those that only the second row of a pair meets, or that row again.
+template <int kSplit, int kRows, int kDst, int kStride>
+struct SlideGroup {
+  const uint8_t* row[kSplit][kRows];
+  int64_t offset[kDst][kSplit];  // elements, of each row's first pixel
+
+  TORCHQ_INLINE SlideGroup(const SlideRows& s, int g) {
+    const int last = s.kernel_rows - 1;
+    TORCHQ_UNROLL for (int p = 0; p < kSplit; ++p) {
+      const int y = min_int(s.y + (g * kSplit + p) * kDst, s.rows.count - kDst);
+      const uint8_t* const* src = s.rows.src + int64_t{y} * s.kernel_rows;
+      TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) {
+        const int behind = kDst == 1 ? last : min_int(r + s.kernel_rows - kStride, 2 * last + 1);
+        row[p][r] = src[r <= last ? r : behind];
+      }
+      TORCHQ_UNROLL for (int r = 0; r < kDst; ++r) offset[r][p] = s.rows.dst_offset[y + r];
+    }
+  }
 };
 
 /// How words become the bytes of a folded epilogue. Held by value, since stores of bytes could
@@ -58,6 +83,7 @@ struct Slide {
   using Float = typename Isa::Float;
   using Bytes = typename Isa::Bytes;
   using Columns = Int[kSlideWidth][kParts];
+  using Group = SlideGroup<kSplit, kRows, kDst, kStride>;
   struct Params {
     Int init[kParts];
     Float multiplier[kParts], offset[kParts];
@@ -65,14 +91,14 @@ struct Slide {
 
   /// Half kHalf of the column at pixel p, or of a column of zero points.
   template <int kHalf>
-  static TORCHQ_INLINE void load_column(const StashRows& rows, const uint8_t* padding,
-                                        int64_t src_step, int count, int64_t p, bool inside,
+  static TORCHQ_INLINE void load_column(const Group& rows, const uint8_t* padding, int64_t src_step,
+                                        int channel, int count, int64_t p, bool inside,
                                         Int (&column)[kParts]) {
     Bytes bytes[kQuad];
     TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) {
       const uint8_t* src[kSplit];
       TORCHQ_UNROLL for (int s = 0; s < kSplit; ++s) {
-        src[s] = inside ? rows.row[s][r] + p * src_step : padding;
+        src[s] = inside ? rows.row[s][r] + channel + p * src_step : padding;
       }
       bytes[r] = Isa::load_rows(src, count);
       if constexpr (kFlip) bytes[r] = Isa::flip_sign(bytes[r]);
@@ -101,27 +127,25 @@ struct Slide {
     return Isa::pack_words(acc[0], acc[kParts - 1]);
   }
 
-  static void run(const DepthwiseLayer& d, const DepthwiseChunk<Isa>& chunk, const StashRows& rows,
-                  int64_t x, int64_t pixels, const Epilogue& e, const DepthwiseDst* dst) {
-    half<0>(d, chunk, rows, x, pixels, e, dst);
-    half<1>(d, chunk, rows, x, pixels, e, dst);
+  static void run(const DepthwiseLayer& d, const DepthwiseChunk<Isa>& chunk, const SlideRows& rows,
+                  int64_t x, int64_t pixels, const Epilogue& e) {
+    half<0>(d, chunk, rows, x, pixels, e);
+    half<1>(d, chunk, rows, x, pixels, e);
   }
 
   /// The words of half 0 wait in the stash for those of half 1.
   template <int kHalf>
   static TORCHQ_NOINLINE void half(const DepthwiseLayer& d, const DepthwiseChunk<Isa>& chunk,
-                                   const StashRows& rows, int64_t x, int64_t pixels,
-                                   const Epilogue& e, const DepthwiseDst* dst) {
+                                   const SlideRows& rows, int64_t x, int64_t pixels,
+                                   const Epilogue& e) {
     // Stores could alias what is behind the references.
     const int64_t src_step = d.channels, src_pixels = d.src_pixels;
     const uint8_t* const padding = d.padding + chunk.channel;
     const int count = chunk.count;
     const ByteFinish finish = byte_finish(chunk, e);
-    int64_t offset[kDst][kSplit];
-    TORCHQ_UNROLL for (int r = 0; r < kDst; ++r) {
-      TORCHQ_UNROLL for (int s = 0; s < kSplit; ++s) offset[r][s] = dst[r].offset[s];
-    }
-    uint8_t* pixel = static_cast<uint8_t*>(e.dst);
+    uint8_t* const first_pixel = static_cast<uint8_t*>(e.dst) + x * src_step + chunk.channel;
+    const int64_t first = x * kStride - d.pad_begin;  // the first column's pixel
+    const int groups = rows.groups, channel = chunk.channel;
     const int8_t* const weight = chunk.weight + kHalf * kParts * kSteps * 64;
     Columns kept[kDst];
     Params params;
@@ -139,30 +163,34 @@ struct Slide {
       }
     }
     uint8_t* words = chunk.stash;
-    Columns columns;
-    int64_t next = x * kStride - d.pad_begin;  // the next column's pixel
-    TORCHQ_UNROLL for (int j = 0; j < kNew; ++j, ++next) {
-      const bool inside = static_cast<uint64_t>(next) < static_cast<uint64_t>(src_pixels);
-      load_column<kHalf>(rows, padding, src_step, count, next, inside, columns[j]);
-    }
-    for (int64_t i = 0; i < pixels; ++i, pixel += src_step) {
-      if constexpr (kReread) asm volatile("" ::: "memory");
-      TORCHQ_UNROLL for (int j = kNew; j < kSlideWidth; ++j, ++next) {
+    for (int g = 0; g < groups; ++g) {
+      const Group group(rows, g);
+      const Group* from = &group;
+      uint8_t* pixel = first_pixel;
+      Columns columns;
+      int64_t next = first;  // the next column's pixel
+      const auto load = [&](Int(&column)[kParts]) TORCHQ_INLINE_LAMBDA {
         const bool inside = static_cast<uint64_t>(next) < static_cast<uint64_t>(src_pixels);
-        load_column<kHalf>(rows, padding, src_step, count, next, inside, columns[j]);
-      }
-      TORCHQ_UNROLL for (int r = 0; r < kDst; ++r, words += sizeof(Bytes)) {
-        const int8_t* row_weight = weight + r * chunk.weight_bytes;
-        const Bytes word = dot_columns(columns, kept[r], row_weight, params);
-        if constexpr (kHalf == 0) {
-          Isa::store_channels(words, word, sizeof(Bytes));
-        } else {
-          finish_words<Isa>(finish, pixel, offset[r], kSplit,
-                            Isa::load_channels(words, sizeof(Bytes)), word);
+        load_column<kHalf>(*from, padding, src_step, channel, count, next, inside, column);
+        ++next;
+      };
+      TORCHQ_UNROLL for (int j = 0; j < kNew; ++j) load(columns[j]);
+      for (int64_t i = 0; i < pixels; ++i, pixel += src_step) {
+        if constexpr (kReread) asm volatile("" : "+r"(from)::"memory");
+        TORCHQ_UNROLL for (int j = kNew; j < kSlideWidth; ++j) load(columns[j]);
+        TORCHQ_UNROLL for (int r = 0; r < kDst; ++r, words += sizeof(Bytes)) {
+          const int8_t* row_weight = weight + r * chunk.weight_bytes;
+          const Bytes word = dot_columns(columns, kept[r], row_weight, params);
+          if constexpr (kHalf == 0) {
+            Isa::store_channels(words, word, sizeof(Bytes));
+          } else {
+            finish_words<Isa>(finish, pixel, from->offset[r], kSplit,
+                              Isa::load_channels(words, sizeof(Bytes)), word);
+          }
         }
-      }
-      TORCHQ_UNROLL for (int j = 0; j < kNew; ++j) {
-        TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) columns[j][p] = columns[j + kStride][p];
+        TORCHQ_UNROLL for (int j = 0; j < kNew; ++j) {
+          TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) columns[j][p] = columns[j + kStride][p];
+        }
       }
     }
   }

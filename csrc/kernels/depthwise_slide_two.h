@@ -7,17 +7,18 @@
 
 namespace {
 
-// A lambda that is called twice would be a function with its state in memory.
-#define TORCHQ_INLINE_LAMBDA __attribute__((always_inline))
-
 /// Where a row's pixels are read. Held by value, since stores of bytes could alias it.
 struct SlideSrc {
   const uint8_t* padding;  // a pixel of zero points
   int64_t step, pixels;    // elements between pixels; of a row
-  int count;               // channels that exist
+  int channel, count;      // the first one; that exist
 
-  SlideSrc(const DepthwiseLayer& d, int channel, int channels)
-      : padding(d.padding + channel), step(d.channels), pixels(d.src_pixels), count(channels) {}
+  SlideSrc(const DepthwiseLayer& d, int first, int channels)
+      : padding(d.padding + first),
+        step(d.channels),
+        pixels(d.src_pixels),
+        channel(first),
+        count(channels) {}
 };
 
 /// Whether a pixel may be outside the row.
@@ -28,8 +29,8 @@ struct Checked {
 
 /// The bytes of one source row of each part, `offset` from its first pixel, or zero points for a
 /// pixel outside.
-template <class Isa, bool kFlip, int kSplit, class Check>
-TORCHQ_INLINE typename Isa::Bytes load_pixel(const StashRows& rows, int r, const SlideSrc& src,
+template <class Isa, bool kFlip, int kSplit, class Check, class Group>
+TORCHQ_INLINE typename Isa::Bytes load_pixel(const Group& rows, int r, const SlideSrc& src,
                                              int64_t offset, bool inside) {
   const uint8_t* pixel[kSplit];
   TORCHQ_UNROLL for (int s = 0; s < kSplit; ++s) {
@@ -75,6 +76,7 @@ struct SlidePairs {
   static constexpr int kVectors = Isa::kDepthwiseVectors, kParts = kVectors / 2;
   using Int = typename Isa::Int;
   using Bytes = typename Isa::Bytes;
+  using Group = SlideGroup<kSplit, 3, 1, 2>;
   /// What is left of the pixels before the next: the last quads of two rows, whose upper half is
   /// the pixel x, and the pairs of the third row that end with it.
   struct Before {
@@ -108,13 +110,12 @@ struct SlidePairs {
   }
 
   static TORCHQ_NOINLINE void run(const DepthwiseLayer& d, const DepthwiseChunk<Isa>& chunk,
-                                  const StashRows& rows, int64_t x, int64_t pixels,
-                                  const Epilogue& e, const DepthwiseDst* dst) {
+                                  const SlideRows& rows, int64_t x, int64_t pixels,
+                                  const Epilogue& e) {
     const SlideSrc src(d, chunk.channel, chunk.count);
     const ByteFinish finish = byte_finish(chunk, e);
-    int64_t dst_offset[kSplit];
-    TORCHQ_UNROLL for (int s = 0; s < kSplit; ++s) dst_offset[s] = dst->offset[s];
-    uint8_t* pixel = static_cast<uint8_t*>(e.dst);
+    uint8_t* const first_pixel = static_cast<uint8_t*>(e.dst) + x * src.step + src.channel;
+    const int groups = rows.groups;
     Int weight[3][kVectors];
     TORCHQ_UNROLL for (int q = 0; q < 3; ++q) {
       TORCHQ_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -122,33 +123,37 @@ struct SlidePairs {
       }
     }
     const int64_t first = x * 2 - d.pad_begin;  // the first column's pixel
-    int64_t offset = first * src.step;
-    const StashRows* from = &rows;
-    Bytes a[3], b[3];
-    const auto load = [&](auto check, int64_t p, Bytes(&bytes)[3]) {
-      const bool inside = static_cast<uint64_t>(p) < static_cast<uint64_t>(src.pixels);
-      TORCHQ_UNROLL for (int r = 0; r < 3; ++r) {
-        bytes[r] = load_pixel<Isa, kFlip, kSplit, decltype(check)>(*from, r, src, offset, inside);
-      }
-      next_pixel(src, offset);
-    };
-    load(Checked<true>{}, first, b);
-    Before before;
-    Bytes pairs[2];
-    Isa::pair_bytes(b[0], b[1], pairs);
-    Isa::interleave_pairs(pairs, pairs, before.quads);
-    Isa::pair_bytes(b[2], b[2], before.pair);
-    for_each_pixel(first + 1, src.pixels, pixels,
-                   [&](auto check, int64_t next) TORCHQ_INLINE_LAMBDA {
-                     if constexpr (kSplit > 1)
-                       asm("" : "+r"(from));  // read its pointers again, see Slide::kReread
-                     load(check, next, a);
-                     load(check, next + 1, b);
-                     const Bytes low = dot_half<0>(chunk, a, b, weight, before);
-                     const Bytes high = dot_half<1>(chunk, a, b, weight, before);
-                     finish_words<Isa>(finish, pixel, dst_offset, kSplit, low, high);
-                     pixel += src.step;
-                   });
+    for (int g = 0; g < groups; ++g) {
+      const Group group(rows, g);
+      const Group* from = &group;
+      uint8_t* pixel = first_pixel;
+      int64_t offset = first * src.step + src.channel;
+      Bytes a[3], b[3];
+      const auto load = [&](auto check, int64_t p, Bytes(&bytes)[3]) {
+        const bool inside = static_cast<uint64_t>(p) < static_cast<uint64_t>(src.pixels);
+        TORCHQ_UNROLL for (int r = 0; r < 3; ++r) {
+          bytes[r] = load_pixel<Isa, kFlip, kSplit, decltype(check)>(*from, r, src, offset, inside);
+        }
+        next_pixel(src, offset);
+      };
+      load(Checked<true>{}, first, b);
+      Before before;
+      Bytes pairs[2];
+      Isa::pair_bytes(b[0], b[1], pairs);
+      Isa::interleave_pairs(pairs, pairs, before.quads);
+      Isa::pair_bytes(b[2], b[2], before.pair);
+      for_each_pixel(first + 1, src.pixels, pixels,
+                     [&](auto check, int64_t next) TORCHQ_INLINE_LAMBDA {
+                       if constexpr (kSplit > 1)
+                         asm("" : "+r"(from));  // read its pointers again, see Slide::kReread
+                       load(check, next, a);
+                       load(check, next + 1, b);
+                       const Bytes low = dot_half<0>(chunk, a, b, weight, before);
+                       const Bytes high = dot_half<1>(chunk, a, b, weight, before);
+                       finish_words<Isa>(finish, pixel, group.offset[0], kSplit, low, high);
+                       pixel += src.step;
+                     });
+    }
   }
 };
 
@@ -163,11 +168,12 @@ struct SlideFive {
   using Int = typename Isa::Int;
   using Bytes = typename Isa::Bytes;
   using Half = Int[kParts];
+  using Group = SlideGroup<kSplit, kFive, 1, 2>;
 
   /// Half kHalf of the column at pixel p; returns the fifth row's bytes. On to the next.
   template <int kHalf, class Check>
-  static TORCHQ_INLINE Bytes load_column(const StashRows& rows, const SlideSrc& src, Check,
-                                         int64_t p, int64_t& offset, Half& column) {
+  static TORCHQ_INLINE Bytes load_column(const Group& rows, const SlideSrc& src, Check, int64_t p,
+                                         int64_t& offset, Half& column) {
     const bool inside = static_cast<uint64_t>(p) < static_cast<uint64_t>(src.pixels);
     Bytes bytes[kFive];
     TORCHQ_UNROLL for (int r = 0; r < kFive; ++r) {
@@ -179,22 +185,26 @@ struct SlideFive {
     return bytes[kFive - 1];
   }
 
-  static void run(const DepthwiseLayer& d, const DepthwiseChunk<Isa>& chunk, const StashRows& rows,
-                  int64_t x, int64_t pixels, const Epilogue& e, const DepthwiseDst* dst) {
-    half<0>(d, chunk, rows, x, pixels, e, dst);
-    half<1>(d, chunk, rows, x, pixels, e, dst);
+  /// A group at a time: in one function, those of four parts would leave no register for a row.
+  static void run(const DepthwiseLayer& d, const DepthwiseChunk<Isa>& chunk, const SlideRows& rows,
+                  int64_t x, int64_t pixels, const Epilogue& e) {
+    for (int g = 0; g < rows.groups; ++g) {
+      const Group group(rows, g);
+      half<0>(d, chunk, group, x, pixels, e);
+      half<1>(d, chunk, group, x, pixels, e);
+    }
   }
 
   /// The words of half 0 wait in the stash for those of half 1.
   template <int kHalf>
   static TORCHQ_NOINLINE void half(const DepthwiseLayer& d, const DepthwiseChunk<Isa>& chunk,
-                                   const StashRows& rows, int64_t x, int64_t pixels,
-                                   const Epilogue& e, const DepthwiseDst* dst) {
+                                   const Group& rows, int64_t x, int64_t pixels,
+                                   const Epilogue& e) {
     const SlideSrc src(d, chunk.channel, chunk.count);
     const ByteFinish finish = byte_finish(chunk, e);
     int64_t dst_offset[kSplit];
-    TORCHQ_UNROLL for (int s = 0; s < kSplit; ++s) dst_offset[s] = dst->offset[s];
-    uint8_t* pixel = static_cast<uint8_t*>(e.dst);
+    TORCHQ_UNROLL for (int s = 0; s < kSplit; ++s) dst_offset[s] = rows.offset[0][s];
+    uint8_t* pixel = static_cast<uint8_t*>(e.dst) + x * src.step + src.channel;
     const auto weight_of = [&](int q, int p) {
       return chunk.weight + q * kQuadBytes + (kHalf * kParts + p) * 64;
     };
@@ -206,8 +216,8 @@ struct SlideFive {
     }
     uint8_t* words = chunk.stash;
     const int64_t first = x * 2 - d.pad_begin;  // the first column's pixel
-    int64_t offset = first * src.step;
-    const StashRows* from = &rows;
+    int64_t offset = first * src.step + src.channel;
+    const Group* from = &rows;
     Half columns[kFive];
     Half before, run;         // quads of the fifth row: pixels x - 1 .. x + 2, x + 1 .. x + 4
     Bytes last[kFive], pair;  // its bytes; those of pixels x + 1 and x + 2
