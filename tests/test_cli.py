@@ -23,6 +23,15 @@ def wrong():
     return 3
 """
 
+LABELS = """
+def make():
+    model, data = own()
+    return model, [(x, None) for x in data]
+
+def fails():
+    raise TypeError("my own")
+"""
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
@@ -83,3 +92,16 @@ def test_a_function_must_return_a_model(model: str, capsys: pytest.CaptureFixtur
     assert "which gave int" in capsys.readouterr().err
     assert main(["bench", model.replace("make", "absent")]) == 2
     assert "which is no function" in capsys.readouterr().err
+
+
+def test_type_errors_of_torchq_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the model's own code keep their traceback."""
+    path = tmp_path / "definition.py"
+    path.write_text(DEFINITION.replace("def make", "def own") + LABELS)
+    assert main(["analyze", f"{path}:make"]) == 2
+    err = capsys.readouterr().err
+    assert "leave labels out" in err and err.count("\n") == 1
+    with pytest.raises(TypeError, match="my own"):
+        main(["analyze", f"{path}:fails"])

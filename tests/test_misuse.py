@@ -197,3 +197,8 @@ def test_results_that_hold_tensors(wrap):
 def test_nothing_to_compare_is_no_perfect_result():
     assert np.isnan(torchq.sqnr([], []))
     assert np.isnan(torchq.sqnr(torch.zeros(2, dtype=torch.int64), torch.ones(2).long()))
+
+
+def test_state_of_the_float_model(qmodel):
+    with pytest.raises(RuntimeError, match=r"'0.weight' of the state .* of the float model"):
+        copy.deepcopy(qmodel).load_state_dict(MODEL.state_dict())

@@ -189,7 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with torchq.use_isa(getattr(args, "isa", None) or torchq.isa()):
             return COMMANDS[args.command][1](args)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        if isinstance(error, TypeError) and not str(error).startswith("torchq"):
+            raise  # of the model's own code
         print(error, file=sys.stderr)
         return 2
 

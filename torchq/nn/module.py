@@ -114,8 +114,9 @@ class QModule(nn.Module):
             if own is not None and given is not None and given.dtype != own.dtype:
                 raise RuntimeError(
                     f"torchq.nn.{type(self).__name__}: '{prefix}{name}' of the state must be "
-                    f"{own.dtype}, got {given.dtype}. Was the state converted with half() or the "
-                    "like? Save it as it is."
+                    f"{own.dtype}, got {given.dtype}. Is it of the float model, or was it "
+                    "converted with half() or the like? Give it what state_dict() of the converted "
+                    "model returned."
                 )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         error_msgs: list[str] = args[-1] if args else kwargs["error_msgs"]
