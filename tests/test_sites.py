@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import itertools
 import pickle
 import sys
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,6 +90,10 @@ LONG: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
 }
 
 
+def new_site() -> Callable[..., Any]:
+    return _C.site(QModule)
+
+
 @contextmanager
 def python_calls() -> Iterator[list[str]]:
     """The names of Python functions that run meanwhile."""
@@ -113,7 +122,7 @@ def took_short_way(site: Callable[..., Any], *args: Any) -> bool:
 @pytest.mark.parametrize("name", SHORT)
 def test_what_goes_to_the_op(name: str):
     module, args = SHORT[name]
-    site = _C.site()
+    site = new_site()
     for _ in range(3):
         assert took_short_way(site, module, *args)
 
@@ -121,7 +130,7 @@ def test_what_goes_to_the_op(name: str):
 @pytest.mark.parametrize("name", LONG)
 def test_what_goes_to_the_module(name: str):
     module, args = LONG[name]
-    site = _C.site()
+    site = new_site()
     for _ in range(2):
         site(module, *args)
         if isinstance(module, nn.Module):
@@ -130,7 +139,7 @@ def test_what_goes_to_the_module(name: str):
 
 def test_a_dw_convolution_goes_to_the_module():
     depthwise = tnn.QConv2d.from_float(nn.Conv2d(8, 8, 3, 1, 1, groups=8), U8, U8)
-    assert not took_short_way(_C.site(), conv(dw=depthwise), IMAGE)
+    assert not took_short_way(new_site(), conv(dw=depthwise), IMAGE)
 
 
 def replace_buffer(m: Any) -> None:
@@ -169,10 +178,18 @@ def in_place(m: Any) -> None:
     m.offset.add_(1)
 
 
-SITE = _C.site()
+def stride_in_place(m: Any) -> None:
+    m.geometry[2:4] = [2, 2]
+
+
+def swap(m: Any) -> None:
+    torch.utils.swap_tensors(m.offset, m.offset + 1)
+
+
+SITE = new_site()
 CHANGES = [
     replace_buffer, write_to_buffers, rescale, load_state, add_table, replace_table, other_stride,
-    in_place,
+    in_place, stride_in_place, swap,
 ]  # fmt: skip
 
 
@@ -188,7 +205,7 @@ def test_changes_of_the_module_count(change: Callable[[Any], None]):
 
 def test_modules_in_one_place():
     """As when a user replaces a submodule, by one of another class, too."""
-    site = _C.site()
+    site = new_site()
     for module in (conv(), conv(dst=S8), table(), copy.deepcopy(conv()), tnn.QMaxPool2d(U8, 2)):
         assert took_short_way(site, module, IMAGE)
     assert not took_short_way(site, nn.Identity(), IMAGE)
@@ -196,7 +213,7 @@ def test_modules_in_one_place():
 
 
 def test_hooks_and_other_forwards_run():
-    module, site = conv(), _C.site()
+    module, site = conv(), new_site()
     expected = site(module, IMAGE)
     seen: list[str] = []
     registrations = [
@@ -237,11 +254,56 @@ def test_a_subclass_keeps_its_forward():
         inherited, mixed = type("Inherited", (own,), {}), type("Mixed", (Twice, tnn.QConv2d), {})
     for cls in (own, inherited, mixed):
         module = cls.from_float(nn.Conv2d(6, 8, 3), U8, U8)
-        assert not took_short_way(_C.site(), module, IMAGE) and module(IMAGE).is_floating_point()
+        assert not took_short_way(new_site(), module, IMAGE) and module(IMAGE).is_floating_point()
+
+
+def test_what_was_patched_before_the_first_call():
+    module = conv()
+    for target, name in (
+        (tnn.QConv2d, "forward"),
+        (nn.Module, "__call__"),
+        (nn.Module, "_call_impl"),
+    ):
+        site = new_site()
+        with mock.patch.object(target, name, lambda self, src: src):
+            assert site(module, IMAGE) is IMAGE, name
+        assert took_short_way(site, module, IMAGE), name
+
+
+@pytest.mark.parametrize("direct", [("no op", "", ""), "text", lambda self: 3, 7])
+def test_a_float_module_may_have_the_same_name(direct: Any):
+    module = type("Leaf", (nn.Module,), {"_direct": direct, "forward": lambda self, x: x})()
+    site = new_site()
+    assert site(module, IMAGE) is IMAGE and site(module, IMAGE) is IMAGE
+
+
+def test_threads_change_what_others_call():
+    """Giving a tensor back lets other threads run, into the same site."""
+    kinds = [conv(), conv(dst=S8), tnn.QMaxPool2d(U8, 2), table()]
+    expected = [module(IMAGE) for module in kinds]
+    site, wrong, stop = new_site(), [], threading.Event()
+
+    def call() -> None:
+        for i in itertools.cycle(range(len(kinds))):
+            if stop.is_set():
+                return
+            if not torch.equal(site(kinds[i], IMAGE), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        kinds[0].offset = kinds[0].offset.clone()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def test_errors_are_the_modules():
-    site, module = _C.site(), conv()
+    site, module = new_site(), conv()
     site(module, IMAGE)
     wrong: list[tuple[Any, ...]] = [(IMAGE[:, :5],), (IMAGE.int(),), (), (IMAGE, RESIDUAL), (3,)]
     for args in wrong:
@@ -255,7 +317,7 @@ def test_errors_are_the_modules():
 
 
 def test_modes_see_the_call():
-    site, module = _C.site(), conv()
+    site, module = new_site(), conv()
     site(module, IMAGE)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = site(module, mode.from_tensor(IMAGE))
@@ -311,7 +373,7 @@ def test_a_converted_model_calls_no_module():
 
 def test_nothing_is_kept_alive():
     """Neither by calls nor by a model that is gone."""
-    module, site = conv(), _C.site()
+    module, site = conv(), new_site()
     site(module, IMAGE)
     counts = [sys.getrefcount(b) for b in (module.weight, module.geometry, IMAGE)]
     for _ in range(100):
@@ -323,11 +385,11 @@ def test_nothing_is_kept_alive():
 
     src = torch.randn(1, 3, 12, 12)
     model = torchq.quantize(network(), [src], src)
+    inner = model.get_submodule("1.a")
+    inner.owner = [model]
+    inner.register_forward_hook(functools.partial(lambda owner, *_: None, model))
     model(src)
-    alive = torch.tensor(0)
-    model.get_submodule("1.a").probe = alive
-    count = sys.getrefcount(alive)
-    model(src)
-    del model
+    gone = weakref.ref(model)
+    del model, inner
     gc.collect()
-    assert sys.getrefcount(alive) < count
+    assert gone() is None

@@ -59,8 +59,9 @@ def _load() -> ModuleType:
 
 _calls = _load()
 _shortcut: Callable[[str, Any], Any] = _calls.shortcut
-new_site: Callable[[], Callable[..., Any]] = _calls.site
-"""A place where modules are called, ``site(module, *args)``, or their ops without them."""
+new_site: Callable[[type], Callable[..., Any]] = _calls.site
+"""A place where modules are called, ``site(module, *args)``, or their ops without them, where the
+modules' class is a subclass of the one given."""
 
 
 def shorten_calls(name: str) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.explain import Row
+from torchq.fake_quantize import FakeQuantize
 from torchq.fx.structure import GRAPH_KEY, decode, encode, plain_module
 from torchq.nn.module import QModule, read_spec
 from torchq.observers import Observer
@@ -36,7 +37,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes the state of a converted model.
 
     Args:
-        model: from :func:`torchq.convert`; its float modules are saved too.
+        model: from :func:`torchq.convert`, or with FakeQuantize modules; its float modules are
+            saved too.
         path: of the file.
 
     Raises:
@@ -51,7 +53,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         )
     report = getattr(model, "torchq_report", None)
     parts = list(model.modules()) if isinstance(model, nn.Module) else []
-    converted = report is not None or any(isinstance(m, QModule) for m in parts)
+    kinds = (QModule, FakeQuantize)
+    converted = report is not None or any(isinstance(m, kinds) for m in parts)
     if not converted or any(isinstance(m, Observer) for m in parts):
         raise ValueError(
             f"torchq.save: model must come from torchq.convert, got {type(model).__name__}, which "

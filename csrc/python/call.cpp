@@ -51,7 +51,7 @@ PyObject* shortcut(PyObject*, PyObject* args) {
 }
 
 PyMethodDef kMethods[] = {
-    {"shortcut", &shortcut, METH_VARARGS, nullptr}, {"site", &new_site, METH_NOARGS, nullptr}, {}};
+    {"shortcut", &shortcut, METH_VARARGS, nullptr}, {"site", &new_site, METH_O, nullptr}, {}};
 PyModuleDef kModule = {
     PyModuleDef_HEAD_INIT, "_C", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
 

@@ -4,17 +4,18 @@
 // site(module, *args) is module(*args). A layer's forward comes to one op, most of whose arguments
 // lie in the module. On its way there nn.Module touches dozens of objects, which have left the
 // caches while a network's weights went through them: 6 us a layer in MobileNet-V2. A site keeps
-// the arguments, converted, and only looks whether the module still holds what it held. Anything
-// out of the ordinary goes to the module: hooks, another forward, float sources, tracing,
-// subclasses of Tensor, options that `_direct` excludes. What `_direct` says: torchq/nn/module.py.
+// the arguments and only looks whether the module still holds the same. Anything out of the
+// ordinary goes to the module: hooks, another forward, float sources, tracing, subclasses of
+// Tensor, options that `_direct` excludes. What `_direct` says: torchq/nn/module.py.
 #include "site.h"
 
 #include <torch/csrc/Dtype.h>
 
 #include <algorithm>
+#include <array>
 #include <iterator>
 #include <sstream>
-#include <tuple>
+#include <unordered_map>
 
 #include "op.h"
 
@@ -25,21 +26,24 @@ py::object interned(const std::string& name) {
   return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name.c_str()));
 }
 
-/// What nn.Module's call looks at before it comes to forward.
+/// nn.Module's call as torch has it, and the names of what that looks at before it comes to
+/// forward.
 struct ModuleCall {
   ModuleCall() {
     const py::module_ module = py::module_::import("torch.nn.modules.module");
-    call = module.attr("Module").attr("__call__");
+    for (const char* name : {"__call__", "_call_impl"}) {
+      call_names.push_back(interned(name));
+      calls.push_back(module.attr("Module").attr(name));
+    }
     for (const char* when :
          {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}) {
       hooks.push_back(interned(when));
       global_hooks.push_back(module.attr((std::string("_global") + when).c_str()));
     }
   }
-  py::object call, call_name = interned("__call__"), forward_name = interned("forward");
-  py::object compiled = interned("_compiled_call_impl");
+  py::object forward = interned("forward"), compiled = interned("_compiled_call_impl");
   py::object buffers = interned("_buffers"), modules = interned("_modules");
-  std::vector<py::object> hooks, global_hooks;
+  std::vector<py::object> call_names, calls, hooks, global_hooks;
 };
 
 /// Never freed: Python may be gone when static objects are.
@@ -54,40 +58,18 @@ bool is_empty(PyObject* dict) {
   return dict != nullptr && PyDict_Check(dict) && PyDict_GET_SIZE(dict) == 0;
 }
 
-py::object dict_of(PyObject* object) {
-  PyObject* const dict = PyObject_GenericGetDict(object, nullptr);
-  if (dict == nullptr) PyErr_Clear();
-  return py::reinterpret_steal<py::object>(dict);
+/// None, False or 0, without running anyone's code.
+bool is_unset(PyObject* value) {
+  return value == Py_None || value == Py_False ||
+         (value != nullptr && PyLong_CheckExact(value) && PyLong_AsLong(value) == 0);
 }
 
-/// All that a dict held at one moment.
-class Contents {
- public:
-  explicit Contents(py::object dict) : dict_(std::move(dict)) {
-    Py_ssize_t at = 0;
-    PyObject *key = nullptr, *value = nullptr;
-    while (PyDict_Next(dict_.ptr(), &at, &key, &value)) {
-      items_.emplace_back(py::reinterpret_borrow<py::object>(key),
-                          py::reinterpret_borrow<py::object>(value));
-    }
-  }
-
-  bool are_those_of(const py::object& dict) const { return dict.is(dict_); }
-
-  bool are_unchanged() const {
-    Py_ssize_t at = 0;
-    PyObject *key = nullptr, *value = nullptr;
-    if (PyDict_GET_SIZE(dict_.ptr()) != static_cast<Py_ssize_t>(items_.size())) return false;
-    return std::all_of(items_.begin(), items_.end(), [&](const auto& known) {
-      return PyDict_Next(dict_.ptr(), &at, &key, &value) && key == known.first.ptr() &&
-             value == known.second.ptr();
-    });
-  }
-
- private:
-  py::object dict_;
-  std::vector<std::pair<py::object, py::object>> items_;
-};
+bool is_attribute(const py::object& object, const py::object& name, const py::object& expected) {
+  PyObject* const found = PyObject_GetAttr(object.ptr(), name.ptr());
+  Py_XDECREF(found);  // `expected` has it, if it is that
+  if (found == nullptr) PyErr_Clear();
+  return found == expected.ptr();
+}
 
 /// An argument as `_direct` writes it: "-", "<dtype>", "[dtype]", "..." or "state".
 struct Argument {
@@ -125,151 +107,261 @@ bool has_dtype(const at::Tensor& src, PyObject* wanted, size_t index) {
   return src.scalar_type() == (is_signed == Py_True ? at::kChar : at::kByte);
 }
 
-class Site {
+/// What a dict holds, for comparing only. It owns nothing, so that a model with hooks that know it
+/// can be collected: whoever reads a value owns that.
+class Contents {
  public:
-  /// The op's arguments; false where the module has to be called.
-  bool push_all(PyObject* module, PyObject* const* args, size_t count, Stack& stack) {
-    const py::handle type(reinterpret_cast<PyObject*>(Py_TYPE(module)));
-    if (!type.is(type_)) learn(type);
-    if (!op_ || !py::getattr(type, module_call().forward_name).is(forward_) ||
-        !py::getattr(type, module_call().call_name).is(module_call().call)) {
-      return false;
-    }
-    if (!is_current(module)) read(module);
-    if (values_.empty() || !std::all_of(hooks_.begin(), hooks_.end(), &is_empty)) return false;
-    stack = constants_;
-    return push_sources(args, count, stack);
+  explicit Contents(PyObject* dict) {
+    Py_ssize_t at = 0;
+    PyObject *key = nullptr, *value = nullptr;
+    while (dict != nullptr && PyDict_Next(dict, &at, &key, &value)) items_.emplace_back(key, value);
   }
 
-  PyObject* run(Stack&& stack) const { return op_->run(std::move(stack)); }
+  bool are_those_of(PyObject* dict) const {
+    Py_ssize_t at = 0;
+    PyObject *key = nullptr, *value = nullptr;
+    if (dict == nullptr) return items_.empty();
+    if (PyDict_GET_SIZE(dict) != static_cast<Py_ssize_t>(items_.size())) return false;
+    return std::all_of(items_.begin(), items_.end(), [&](const auto& known) {
+      return PyDict_Next(dict, &at, &key, &value) && key == known.first && value == known.second;
+    });
+  }
 
  private:
-  /// What `type._direct` says, if there is such a thing.
-  void learn(py::handle type) {
-    type_ = py::reinterpret_borrow<py::object>(type);
-    op_.reset();
-    held_.clear();
-    const py::object direct = py::getattr(type, "_direct", py::none());
-    if (direct.is_none()) return;
-    const auto [name, arguments, excluded] =
-        direct.cast<std::tuple<std::string, std::string, std::string>>();
-    const auto parse = [](const std::string& text) {
-      std::istringstream words(text);
+  std::vector<std::pair<PyObject*, PyObject*>> items_;
+};
+
+/// The dicts in which nn.Module looks a name up: its own, and what that holds as buffers and
+/// modules; borrowed, null where there is none.
+struct Scope {
+  explicit Scope(PyObject* module) {
+    PyObject* const own = PyObject_GenericGetDict(module, nullptr);
+    if (own == nullptr) {
+      PyErr_Clear();
+      return;
+    }
+    dicts = {own, part(own, module_call().buffers), part(own, module_call().modules)};
+    Py_DECREF(own);  // the module has it
+  }
+
+  /// Borrowed; null for nothing.
+  PyObject* find(const py::object& name) const {
+    for (PyObject* dict : dicts) {
+      if (PyObject* value = dict == nullptr ? nullptr : item(dict, name)) return value;
+    }
+    return nullptr;
+  }
+
+  static PyObject* part(PyObject* own, const py::object& name) {
+    PyObject* const found = item(own, name);
+    return found != nullptr && PyDict_Check(found) ? found : nullptr;
+  }
+
+  std::array<PyObject*, 3> dicts{};
+};
+
+/// A value that was read. Code may replace the items of a list.
+struct Value {
+  explicit Value(PyObject* value) : object(py::reinterpret_borrow<py::object>(value)) {
+    for (Py_ssize_t i = 0; PyList_Check(value) && i < PyList_GET_SIZE(value); ++i) {
+      items.push_back(py::reinterpret_borrow<py::object>(PyList_GET_ITEM(value, i)));
+    }
+  }
+
+  bool is_unchanged() const {
+    PyObject* const list = object.ptr();
+    if (!PyList_Check(list)) return true;
+    if (PyList_GET_SIZE(list) != static_cast<Py_ssize_t>(items.size())) return false;
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i)) != items[i].ptr()) return false;
+    }
+    return true;
+  }
+
+  py::object object;
+  std::vector<py::object> items;
+};
+
+/// Ops by name, never freed: a call may run while nobody else knows its op any more.
+const Op& op_of(const std::string& name) {
+  static auto* const ops = new std::unordered_map<std::string, std::unique_ptr<const Op>>;
+  std::unique_ptr<const Op>& op = (*ops)[name];
+  if (op == nullptr) op = std::make_unique<const Op>(("torchq::" + name).c_str());
+  return *op;
+}
+
+/// What `_direct` of a type says.
+struct Recipe {
+  explicit Recipe(const py::tuple& direct) : op(op_of(direct[0].cast<std::string>())) {
+    const auto parse = [](const py::handle& text) {
+      std::istringstream words(text.cast<std::string>());
       return std::vector<Argument>(std::istream_iterator<std::string>(words), {});
     };
-    arguments_ = parse(arguments);
-    excluded_ = parse(excluded);
-    auto op = std::make_unique<Op>(("torchq::" + name).c_str());
-    if (!op->served || arguments_.size() > op->parameters.size()) return;
-    forward_ = py::getattr(type, module_call().forward_name);
-    op_ = std::move(op);
+    arguments = parse(direct[1]);
+    excluded = parse(direct[2]);
+    forward = direct[3];
   }
 
-  bool is_current(PyObject* module) const {
-    return !held_.empty() && held_[0].are_those_of(dict_of(module)) &&
-           std::all_of(held_.begin(), held_.end(),
-                       [](const Contents& contents) { return contents.are_unchanged(); });
-  }
+  const Op& op;
+  std::vector<Argument> arguments, excluded;
+  py::object forward;
+};
 
-  /// Takes the constants from the module; leaves `values_` empty where it has to be called.
-  void read(PyObject* module) {
-    held_.clear();
-    hooks_.clear();
-    values_.clear();
-    constants_.clear();
-    const py::object dict = dict_of(module);
-    if (!dict) return;
-    hold(dict);
-    for (const py::object& hooks : module_call().hooks) hooks_.push_back(item(dict.ptr(), hooks));
+/// A module as it was at one moment, and the call of its op. Nothing changes it: dropping a
+/// reference may let other threads run, into the same site.
+class State {
+ public:
+  State(PyObject* module, PyTypeObject* base)
+      : type_(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(module)))) {
+    if (!PyType_IsSubtype(Py_TYPE(module), base)) return;
+    const py::object direct = py::getattr(type_, "_direct", py::none());
+    if (!PyTuple_CheckExact(direct.ptr())) return;
+    recipe_.emplace(py::reinterpret_borrow<py::tuple>(direct));
+    const Scope scope(module);
+    if (scope.dicts[0] == nullptr) return;
+    hold(nullptr, scope);
+    for (const py::object& hooks : module_call().hooks)
+      hooks_.push_back(item(scope.dicts[0], hooks));
     for (const py::object& hooks : module_call().global_hooks) hooks_.push_back(hooks.ptr());
-    PyObject* const compiled = item(dict.ptr(), module_call().compiled);
-    if (compiled != nullptr && compiled != Py_None) return;
-    if (item(dict.ptr(), module_call().forward_name) != nullptr) return;
-    for (const Argument& option : excluded_) {
-      PyObject* const value = find(dict, option);
-      if (value == nullptr || PyObject_IsTrue(value) != 0) return PyErr_Clear();
+    suits_ = only_forwards(scope.dicts[0]) && read(scope);
+  }
+
+  bool is_of(PyObject* module) const {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(module)) != type_.ptr()) return false;
+    if (!recipe_) return true;
+    // a module inside is alive if the one around it still holds it
+    for (const auto& [inner, contents] : held_) {
+      const Scope scope(inner == nullptr ? module : inner);
+      for (size_t i = 0; i < contents.size(); ++i) {
+        if (!contents[i].are_those_of(scope.dicts[i])) return false;
+      }
     }
-    std::vector<PyObject*> values;
-    for (size_t i = 0; i < arguments_.size(); ++i) {
-      const Argument& argument = arguments_[i];
-      values.push_back(argument.path.empty() ? Py_None : find(dict, argument));
-      if (values.back() == nullptr) return;
-      if (argument.kind != Argument::kState) {
+    return std::all_of(values_.begin(), values_.end(),
+                       [](const Value& value) { return value.is_unchanged(); });
+  }
+
+  /// The op's arguments; false where the module has to be called.
+  bool push_all(PyObject* const* args, size_t count, Stack& stack) const {
+    if (!suits_ || !is_attribute(type_, module_call().forward, recipe_->forward)) return false;
+    for (size_t i = 0; i < module_call().calls.size(); ++i) {
+      if (!is_attribute(type_, module_call().call_names[i], module_call().calls[i])) return false;
+    }
+    if (!std::all_of(hooks_.begin(), hooks_.end(), &is_empty)) return false;
+    stack = constants_;
+    return push_tensors(args, count, stack);
+  }
+
+  PyObject* run(Stack&& stack) const { return recipe_->op.run(std::move(stack)); }
+
+ private:
+  void hold(PyObject* inner, const Scope& scope) {
+    const auto& [own, buffers, modules] = scope.dicts;
+    held_.push_back({inner, {Contents(own), Contents(buffers), Contents(modules)}});
+  }
+
+  static bool only_forwards(PyObject* own) {
+    PyObject* const compiled = item(own, module_call().compiled);
+    return (compiled == nullptr || compiled == Py_None) &&
+           item(own, module_call().forward) == nullptr &&
+           item(own, module_call().call_names[1]) == nullptr;
+  }
+
+  bool read(const Scope& scope) {
+    const Op& op = recipe_->op;
+    const std::vector<Argument>& arguments = recipe_->arguments;
+    if (!op.served || arguments.size() > op.parameters.size()) return false;
+    for (const Argument& option : recipe_->excluded) {
+      if (!is_unset(find(scope, option))) return false;
+    }
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      PyObject* const value = arguments[i].path.empty() ? Py_None : find(scope, arguments[i]);
+      if (value == nullptr) return false;
+      values_.emplace_back(value);
+      if (arguments[i].kind != Argument::kState || THPVariable_CheckExact(value)) {
         constants_.emplace_back();
-      } else if (!op_->push(i, values.back(), constants_)) {
-        return;
+      } else if (!op.push(i, value, constants_)) {
+        return false;
       }
     }
-    for (size_t i = arguments_.size(); i < op_->parameters.size(); ++i) {
-      if (!op_->parameters[i].default_value) return;
-      constants_.push_back(*op_->parameters[i].default_value);
+    for (size_t i = arguments.size(); i < op.parameters.size(); ++i) {
+      if (!op.parameters[i].default_value) return false;
+      constants_.push_back(*op.parameters[i].default_value);
     }
-    values_ = std::move(values);
+    return true;
   }
 
-  /// All that nn.Module looks a name up in.
-  void hold(const py::object& dict) {
-    held_.emplace_back(dict);
-    for (const py::object* part : {&module_call().buffers, &module_call().modules}) {
-      PyObject* const parts = item(dict.ptr(), *part);
-      if (parts != nullptr && PyDict_Check(parts)) {
-        held_.emplace_back(py::reinterpret_borrow<py::object>(parts));
-      }
-    }
-  }
-
-  /// The attribute, None where a module on the way is None, or null; borrowed from what is held.
-  PyObject* find(py::object dict, const Argument& argument) {
-    PyObject* value = nullptr;
-    for (size_t i = 0; i < argument.path.size() && value != Py_None; ++i) {
-      if (i > 0) hold(dict = dict_of(value));
-      value = item(dict.ptr(), argument.path[i]);
-      for (const py::object* part : {&module_call().buffers, &module_call().modules}) {
-        PyObject* const parts = value == nullptr ? item(dict.ptr(), *part) : nullptr;
-        if (parts != nullptr && PyDict_Check(parts)) value = item(parts, argument.path[i]);
-      }
-      if (value == nullptr) break;
+  /// The attribute, None where a module on the way is None, or null; borrowed.
+  PyObject* find(const Scope& scope, const Argument& argument) {
+    PyObject* value = scope.find(argument.path[0]);
+    for (size_t i = 1; i < argument.path.size() && value != nullptr && value != Py_None; ++i) {
+      const Scope inner(value);
+      hold(value, inner);
+      value = inner.find(argument.path[i]);
     }
     return value;
   }
 
-  bool push_sources(PyObject* const* args, size_t count, Stack& stack) const {
+  bool push_tensors(PyObject* const* args, size_t count, Stack& stack) const {
     size_t next = 0;
-    for (size_t i = 0; i < arguments_.size(); ++i) {
-      if (arguments_[i].kind == Argument::kSource) {
-        at::Tensor src;
-        if (next == count || !take(args[next], src)) return false;
-        if (!has_dtype(src, values_[i], next++)) return false;
-        stack[i] = std::move(src);
-      } else if (arguments_[i].kind == Argument::kSources) {
-        c10::List<at::Tensor> srcs;
-        if (next == count || !take(args[next++], srcs)) return false;
-        for (size_t s = 0; s < srcs.size(); ++s) {
-          if (!has_dtype(srcs.get(s), values_[i], s)) return false;
-        }
-        stack[i] = std::move(srcs);
-      } else if (arguments_[i].kind == Argument::kOthers) {
-        c10::List<at::Tensor> others;
-        for (; next < count; ++next) {
-          at::Tensor other;
-          if (args[next] == Py_None) continue;
-          if (!take(args[next], other)) return false;
-          others.push_back(std::move(other));
-        }
-        stack[i] = std::move(others);
+    for (size_t i = 0; i < values_.size(); ++i) {
+      PyObject* const value = values_[i].object.ptr();
+      at::Tensor tensor;
+      switch (recipe_->arguments[i].kind) {
+        case Argument::kNone:
+          break;
+        case Argument::kState:
+          if (take(value, tensor)) stack[i] = std::move(tensor);
+          break;
+        case Argument::kSource:
+          if (next == count || !take(args[next], tensor)) return false;
+          if (!has_dtype(tensor, value, next++)) return false;
+          stack[i] = std::move(tensor);
+          break;
+        case Argument::kSources:
+          if (next == count || !push_list(args[next++], value, stack[i])) return false;
+          break;
+        case Argument::kOthers:
+          if (!push_others(args + next, args + count, stack[i])) return false;
+          next = count;
       }
     }
     return next == count;
   }
 
-  // Of the modules' type; without an op the module is always called.
-  py::object type_, forward_;
-  std::unique_ptr<Op> op_;
-  std::vector<Argument> arguments_, excluded_;
-  // Of the module that was called last.
-  std::vector<Contents> held_;
-  std::vector<PyObject*> hooks_, values_;  // of its arguments; what is held owns them
-  Stack constants_;                        // the arguments, empty where sources belong
+  static bool push_list(PyObject* list, PyObject* dtypes, c10::IValue& to) {
+    c10::List<at::Tensor> srcs;
+    if (!take(list, srcs)) return false;
+    for (size_t i = 0; i < srcs.size(); ++i) {
+      if (!has_dtype(srcs.get(i), dtypes, i)) return false;
+    }
+    to = std::move(srcs);
+    return true;
+  }
+
+  static bool push_others(PyObject* const* begin, PyObject* const* end, c10::IValue& to) {
+    c10::List<at::Tensor> others;
+    for (at::Tensor tensor; begin != end; ++begin) {
+      if (*begin == Py_None) continue;
+      if (!take(*begin, tensor)) return false;
+      others.push_back(tensor);
+    }
+    to = std::move(others);
+    return true;
+  }
+
+  py::object type_;
+  std::optional<Recipe> recipe_;  // without one the module is always called
+  std::vector<std::pair<PyObject*, std::vector<Contents>>>
+      held_;                      // of modules, first null: its own
+  std::vector<PyObject*> hooks_;  // in the module's dict, as long as its contents are unchanged
+  std::vector<Value> values_;     // one for each of the recipe's arguments
+  Stack constants_;               // the op's arguments, empty for tensors
+  bool suits_ = false;
+};
+
+struct Site {
+  py::object base;  // of the classes whose `_direct` counts
+  std::shared_ptr<const State> state;
 };
 
 PyObject* call_site(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
@@ -279,10 +371,17 @@ PyObject* call_site(PyObject* self, PyObject* const* args, Py_ssize_t count, PyO
     return nullptr;
   }
   try {
-    Stack stack;
-    if (keywords == nullptr && !is_observed() &&
-        site.push_all(args[0], args + 1, static_cast<size_t>(count - 1), stack)) {
-      return site.run(std::move(stack));
+    if (keywords == nullptr && !is_observed()) {
+      std::shared_ptr<const State> state = site.state, before;
+      if (state == nullptr || !state->is_of(args[0])) {
+        state = std::make_shared<const State>(args[0],
+                                              reinterpret_cast<PyTypeObject*>(site.base.ptr()));
+        before = std::exchange(site.state, state);
+      }
+      Stack stack;
+      if (state->push_all(args + 1, static_cast<size_t>(count - 1), stack)) {
+        return state->run(std::move(stack));
+      }
     }
   } catch (py::error_already_set& error) {
     error.restore();
@@ -299,9 +398,19 @@ PyMethodDef kCallSite = {"site", reinterpret_cast<PyCFunction>(reinterpret_cast<
 
 }  // namespace
 
-PyObject* new_site(PyObject*, PyObject*) {
-  const py::capsule owner(new Site, [](void* pointer) { delete static_cast<Site*>(pointer); });
-  return PyCFunction_NewEx(&kCallSite, owner.ptr(), nullptr);
+PyObject* new_site(PyObject*, PyObject* base) {
+  try {
+    module_call();  // as torch has it now, not as someone patches it later
+    if (!PyType_Check(base)) throw py::type_error("torchq: the base of a site must be a class.");
+    const py::capsule owner(new Site{py::reinterpret_borrow<py::object>(base), nullptr},
+                            [](void* pointer) { delete static_cast<Site*>(pointer); });
+    return PyCFunction_NewEx(&kCallSite, owner.ptr(), nullptr);
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+  return nullptr;
 }
 
 }  // namespace torchq

@@ -5,7 +5,7 @@
 
 namespace torchq {
 
-/// torchq._C.site(): see site.cpp.
+/// torchq._C.site(base): see site.cpp; `base` is that of the classes whose `_direct` counts.
 PyObject* new_site(PyObject*, PyObject*);
 
 }  // namespace torchq

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from torchq._library import new_site
+from torchq.nn.module import QModule
 
 __all__ = ["forms_of"]
 
@@ -87,7 +88,7 @@ class _Sites(ast.NodeTransformer):
                 modules = ast.Attribute(module, "_modules", ast.Load())
                 module = ast.Subscript(modules, ast.Constant(name), ast.Load())
             site = f"_torchq_site_{len(self.made)}"
-            self.made[site] = new_site()
+            self.made[site] = new_site(QModule)
             node.func, node.args = ast.Name(site, ast.Load()), [module, *node.args]
         return self.generic_visit(node)
 

@@ -60,13 +60,14 @@ class QModule(nn.Module):
     registry: ClassVar[dict[str, type["QModule"]]] = {}
     """Every subclass by name, for :func:`torchq.load`."""
 
-    _direct: ClassVar[tuple[str, str, str] | None] = None
+    _direct: ClassVar[tuple[str, str, str] | tuple[str, str, str, Any] | None] = None
     """How a converted model calls the op without the module, where ``forward`` comes to one op: the
     op's name, its arguments, and the attributes that must be None, False or 0 for that.
 
     An argument is the name of what the module holds, ``-`` for None, ``<dtype>`` for a source of
     the dtype that this attribute tells, ``[dtype]`` for a list of them, ``...`` for a list of all
-    other sources. ``csrc/python/site.cpp`` reads it.
+    other sources. ``csrc/python/site.cpp`` reads it; a fourth entry, the forward that it stands
+    for, comes by itself.
     """
 
     spec: Tensor
@@ -76,8 +77,9 @@ class QModule(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Registers the subclass; ``_direct`` holds for the forward of its own class only."""
         super().__init_subclass__(**kwargs)
-        if "_direct" not in vars(next(base for base in cls.__mro__ if "forward" in vars(base))):
-            cls._direct = None
+        own = vars(next(base for base in cls.__mro__ if "forward" in vars(base)))
+        direct = own.get("_direct")
+        cls._direct = None if direct is None else (*direct[:3], own["forward"])
         # The first of a name: torch.export makes subclasses of its own with the same names.
         QModule.registry.setdefault(cls.__name__, cls)
 
