@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from threading import Lock
@@ -333,6 +334,28 @@ def test_what_cannot_be_copied_stays_itself() -> None:
     converted = torchq.quantize(model, batches())
     assert isinstance(converted.codes.b, torchq.nn.QLinear)
     follows(model, converted, batches())
+
+
+class Counts(nn.Module):
+    """What it keeps in one list with a file decides what later calls do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b, self.bag = nn.Linear(8, 8), [sys.stdout, 0]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Counts:
+        copied = Counts()
+        copied.b, copied.bag = copy.deepcopy(self.b, memo), list(self.bag)
+        return copied.train(self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bag[1] += 1
+        return self.b(x) if self.bag[1] < 50 else self.b(x).relu()
+
+
+def test_what_changes_beside_a_file_is_seen() -> None:
+    with pytest.raises(TypeError, match="cannot pickle"):
+        torchq.quantize(Counts().eval(), batches())
 
 
 def test_how_often_a_model_runs() -> None:

@@ -7,6 +7,7 @@ import copy
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import IOBase
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,36 @@ def state_of(model: nn.Module) -> State:
         for name, module in model.named_modules()
         if not type(module).__module__.startswith(_LIBRARIES)
     }
-    memo = detached(model) | _skeleton(model)
+    return _copied(found, detached(model) | _skeleton(model))
+
+
+def _copied(found: State, memo: dict[int, Any]) -> State:
+    """A copy; handles such as files and locks, which modules leave out of their copies, stay."""
     try:
         return copy.deepcopy(found, {**memo})
-    except Exception:  # of an object that its module leaves out of copies of itself
-        kept = [value for values in found.values() for value in values.values()]
-        return copy.deepcopy(found, memo | {id(x): x for x in kept if not _copies(x, memo)})
+    except Exception:
+        return copy.deepcopy(found, memo | _handles(found, memo))
+
+
+def _handles(value: Any, memo: dict[int, Any]) -> dict[int, Any]:
+    """By id, what in a value cannot be copied and holds nothing that Python code can change."""
+    found, seen, left = {}, set[int](), [value]
+    while left:
+        x = left.pop()
+        if id(x) in seen or _copies(x, memo):
+            continue
+        seen.add(id(x))
+        if isinstance(x, dict):
+            left.extend((*x, *x.values()))
+        elif isinstance(x, list | tuple | deque | set | frozenset):
+            left.extend(x)
+        elif isinstance(x, IOBase):
+            found[id(x)] = x
+        elif hasattr(x, "__dict__"):
+            left.extend(vars(x).values())
+        elif not isinstance(x, Iterator | torch.Generator) and not hasattr(x, "__slots__"):
+            found[id(x)] = x
+    return found
 
 
 def _copies(value: Any, memo: dict[int, Any]) -> bool:
@@ -85,7 +110,7 @@ def put_back(model: nn.Module, before: State, prefix: str = "") -> None:
     old = {
         n: {key: before[n][key] for key in keys if key in before[n]} for n, keys in found.items()
     }
-    old = copy.deepcopy(old, _skeleton(model))  # at once: modules may share what they keep
+    old = _copied(old, _skeleton(model))  # at once: modules may share what they keep
     for name, keys in found.items():
         module = modules[name]
         for key in keys:
