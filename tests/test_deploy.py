@@ -144,6 +144,7 @@ PICKED = torch.tensor([3, 0, 3])
 SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "axis": lambda y: y - y.mean(axis=-1, keepdims=True) + torch.sum(y, axis=1, keepdims=True),
     "ellipsis": lambda y: y[..., PICKED] + y[..., [1], :1] + y[None, ..., PICKED[:1]][0],
+    "ellipsis_beside_new_dims": lambda y: y[..., None, PICKED],
     "ellipsis_mask": lambda y: y[..., PICKED > 0, :],
     "meshgrid": lambda y: y[0] + torch.meshgrid(y[0, :, 0], y[0, 0], indexing=None)[1],
     "attention": lambda y: F.scaled_dot_product_attention(y, y, y, dropout_p=0, scale=2),
@@ -178,6 +179,21 @@ def test_scripts_spellings_of_python(spelling: str) -> None:
     converted = torchq.convert(torchq.calibrate(prepared, [x]))
     assert torchq.explain(converted).rows[0].quantized
     assert torch.equal(torch.jit.script(converted)(x), converted(x))
+
+
+@pytest.mark.parametrize("index", [(..., True), (..., True, [0, 1]), (..., [True, False] * 4)])
+def test_indices_that_stay_as_they_are(index: Any) -> None:
+    class Indexed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x)[index]
+
+    model, x = Indexed().eval(), torch.randn(2, 4, 8)
+    converted = torchq.quantize(model, [x], x)
+    torch.testing.assert_close(converted(x), model(x), atol=0.1, rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)

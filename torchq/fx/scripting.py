@@ -106,17 +106,30 @@ def _takes_dim(target: Any) -> bool:
 
 
 def _without_ellipsis(copied: fx.Node, original: fx.Node) -> tuple[Any, ...]:
-    """Arguments of an index, with slices for ``...`` if something gathers."""
+    """Arguments of an index, with slices for ``...`` if tensors or lists of ints gather."""
     src, index = original.args
     shape = src.meta["value"].shape if isinstance(src, fx.Node) else None
     parts = index if isinstance(index, tuple) else ()
-    if shape is None or not any(p is ... for p in parts) or all(_is_view(p) for p in parts):
+    ellipses = sum(part is ... for part in parts)
+    if shape is None or ellipses != 1 or all(_is_view(part) for part in parts):
         return copied.args
-    masks = [p.meta["value"] for p in parts if _dtype(p) == torch.bool and isinstance(p, fx.Node)]
-    others = [p for p in parts if p is not None and p is not ... and _dtype(p) != torch.bool]
-    left = len(shape) - len(others) - sum(len(mask.shape) for mask in masks)
+    dims = [_dims(part) for part in parts]
+    left = len(shape) - sum(n or 0 for n in dims)
+    if None in dims or left < 0:
+        return copied.args
     at, written = parts.index(...), tuple(copied.args[1])  # type: ignore[arg-type]
     return copied.args[0], (*written[:at], *[slice(None)] * left, *written[at + 1 :])
+
+
+def _dims(part: Any) -> int | None:
+    """How many dims of a tensor this part of an index stands for; None if that is not clear."""
+    if part is None or part is ...:
+        return 0
+    if dtype := _dtype(part):
+        mask = dtype in (torch.bool, torch.uint8)
+        return len(part.meta["value"].shape) if mask else 1
+    ints = isinstance(part, list) and all(type(p) is int for p in part)
+    return 1 if ints or _is_view(part) else None
 
 
 def _between_slices(parts: tuple[Any, ...]) -> tuple[int, tuple[Any, ...]]:
