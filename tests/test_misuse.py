@@ -2,6 +2,7 @@
 """What users do by mistake: each gets an error that says so, and no result that is wrong."""
 
 import copy
+import functools
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -136,6 +137,60 @@ def test_uint8_images_are_not_quantized_values(qmodel, tmp_path):
         for run in (model, torch.jit.script(model)):
             with pytest.raises(Exception, match=r"input must be torch.float32.* input.float\(\)"):
                 run(src)
+
+
+@pytest.mark.parametrize("where", ["dict", "list", "part", "rolled"])
+def test_uint8_in_what_holds_inputs_is_not_quantized_values(where):
+    def held(x):
+        return {"dict": {"x": x}, "list": [x]}.get(where, x)
+
+    class Held(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, given: dict[str, Tensor]) -> Tensor:
+            if where == "rolled":
+                return self.fc(torch.roll(given, 1, 0))
+            return self.fc(given["x"] if where == "dict" else given[0])
+
+    image = torch.randint(0, 256, (2, 3, 8), dtype=torch.uint8)
+    float_input = (held(image.float()),)
+    model = torchq.quantize(Held().eval(), [float_input])
+    model(*float_input)
+    with pytest.raises(TypeError, match="input must be torch.float32"):
+        model(held(image))
+
+
+class Adapted(nn.Linear):
+    """Its hooks, or what wraps its forward, make of the arguments what the forward takes."""
+
+    def __init__(self, how):
+        super().__init__(8, 8)
+        if how == "first":
+            self.register_forward_pre_hook(lambda module, args: args[:1])
+        elif how == "renamed":
+            self.register_forward_pre_hook(
+                lambda module, args, kwargs: ((kwargs["y"],), {}), with_kwargs=True
+            )
+        else:
+            forward = self.forward
+            self.forward = functools.wraps(forward)(lambda x, *labels: forward(x))
+
+
+@pytest.mark.parametrize("how", ["first", "renamed", "wrapped"])
+@pytest.mark.filterwarnings("ignore:torchq.prepare")
+def test_inputs_that_are_changed_on_the_way(how):
+    x = torch.randn(2, 8)
+    given = {"y": x} if how == "renamed" else (x, x)
+    torchq.prepare(Adapted(how).eval(), given)
+
+
+def test_inputs_in_a_generator_or_a_set():
+    model = torchq.quantize(MODEL, [(x for x in DATA[:1])])
+    torch.testing.assert_close(model(DATA[0]), MODEL(DATA[0]), atol=0.1, rtol=0.1)
+    with pytest.raises(TypeError, match=r"a tuple or list of its positional inputs.* got set"):
+        torchq.prepare(MODEL, {DATA[0]})
 
 
 def test_missing_batch_dimension(qmodel):

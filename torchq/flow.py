@@ -56,11 +56,24 @@ def prepare(
         )
     eager.check_model(model)
     args, kwargs = split_inputs(example_inputs)
-    check_fit(model, args, kwargs)
-    if stands_alone(model, config):  # a graph would look into it
-        return eager.prepare(model, example_inputs, config, overrides)
     try:
-        return graph.prepare(model, example_inputs, config, overrides)
+        return _prepared(model, args, kwargs, config, overrides)
+    except TypeError:
+        check_fit(model, args, kwargs)
+        raise
+
+
+def _prepared(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    config: QConfig | None,
+    overrides: Overrides | None,
+) -> nn.Module:
+    if stands_alone(model, config):  # a graph would look into it
+        return eager.prepare(model, kwargs or args, config, overrides)
+    try:
+        return graph.prepare(model, kwargs or args, config, overrides)
     except CaptureError as error:
         reason, keeps = f"{type(model).__name__} cannot be traced: {error}", error.keeps_state
     prepared = eager.prepare_call(
@@ -69,7 +82,7 @@ def prepare(
     warnings.warn(
         f"torchq.prepare: {reason}. Its modules are swapped instead; functions and operators stay "
         "float.",
-        stacklevel=2,
+        stacklevel=3,
     )
     prepared.torchq_note = f"modules were swapped: {reason}"  # type: ignore[assignment]
     return prepared
@@ -110,7 +123,8 @@ def quantize(
     """
     if example_inputs is None:
         rest = iter(batches("quantize", data, progress=False))
-        example_inputs = next(rest)
+        args, kwargs = split_inputs(next(rest))
+        example_inputs = kwargs or args
         data = itertools.chain([example_inputs], rest)
     prepared = prepare(model, example_inputs, config, overrides)
     return convert(calibrate(prepared, data), strict)

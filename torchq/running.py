@@ -7,13 +7,13 @@ import copy
 import inspect
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
@@ -45,7 +45,7 @@ def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(inputs)
     if isinstance(inputs, Tensor | PackedSequence):
         return (inputs,), {}
-    if isinstance(inputs, np.ndarray | str) or not isinstance(inputs, Iterable):
+    if isinstance(inputs, np.ndarray | str | Set) or not isinstance(inputs, Iterable):
         raise TypeError(
             "torchq: inputs of a model must be a tensor, a tuple or list of its positional inputs "
             f"or a dict of its keywords, got {type(inputs).__name__}. Convert arrays with "
@@ -135,9 +135,17 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def check_fit(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises TypeError if the forward of ``model`` does not take such a call."""
+    """Raises TypeError if the forward of ``model`` does not take such a call.
+
+    For a call that failed: what changes the arguments on the way, as hooks do, is not looked at.
+    """
+    if type(model).__module__.startswith("torchq."):
+        model = getattr(model, "graph_module", model)
+    own = type(model).__call__ is not nn.Module.__call__ and not isinstance(model, fx.GraphModule)
+    if own or model._forward_pre_hooks:
+        return
     try:
-        signature = inspect.signature(getattr(model, "graph_module", model).forward)
+        signature = inspect.signature(model.forward, follow_wrapped=False)
     except ValueError:  # of what is not written in Python
         return
     try:
