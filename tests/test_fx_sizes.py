@@ -375,3 +375,14 @@ def test_a_filter_repeated_for_each_channel_is_a_weight(transposed: bool) -> Non
     for found in (quantized, torch.jit.script(quantized)):
         for y in (x, x[:1], torch.cat([x, x[..., :9]], 2)):
             assert_close(found(y), model(y))
+
+
+def test_a_failed_check_names_the_line_of_the_model() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        torch._check(x.shape[1] == 7)
+        return m.a(x)
+
+    model = Wired(forward, a=nn.Linear(8, 8)).eval()
+    converted = torchq.quantize(model, [torch.randn(2, 7, 8)])
+    with pytest.raises(RuntimeError, match=r"\(test_fx_sizes.py:\d+\)"):
+        converted(torch.randn(2, 9, 8))

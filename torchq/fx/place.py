@@ -17,7 +17,7 @@ def _frame() -> FrameType:
     while frame.f_back is not None:
         name = str(frame.f_globals.get("__name__"))
         calls = name == "torch.nn.modules.module"
-        if not name.startswith(("torch.", "torchq.")) or (
+        if not f"{name}.".startswith(("torch.", "torchq.")) or (
             name.startswith("torch.nn.modules.") and not calls
         ):
             break
