@@ -7,7 +7,9 @@ finds it among the modules: four times a layer in a nested model. The call then 
 the op of a small layer (csrc/python/site.cpp).
 
 TorchScript knows no class of results, such as a dataclass with a field ``logits``: what is scripted
-returns a named tuple of the same name and fields, or the dict itself of a class of dicts.
+returns a named tuple, or the dict itself of a class of dicts. The tuple has the class's name, with
+a number behind it where another has that name, and the fields that its ``__init__`` takes: what
+``__post_init__`` adds or changes is not in it.
 """
 
 from __future__ import annotations
