@@ -139,7 +139,7 @@ def test_uint8_images_are_not_quantized_values(qmodel, tmp_path):
                 run(src)
 
 
-@pytest.mark.parametrize("where", ["dict", "list", "part", "rolled"])
+@pytest.mark.parametrize("where", ["dict", "list", "part", "rolled", "twice", "chosen"])
 def test_uint8_in_what_holds_inputs_is_not_quantized_values(where):
     def held(x):
         return {"dict": {"x": x}, "list": [x]}.get(where, x)
@@ -152,13 +152,17 @@ def test_uint8_in_what_holds_inputs_is_not_quantized_values(where):
         def forward(self, given: dict[str, Tensor]) -> Tensor:
             if where == "rolled":
                 return self.fc(torch.roll(given, 1, 0))
+            if where == "twice":
+                return self.fc(given + given)
+            if where == "chosen":
+                return self.fc(torch.where(torch.eye(3, 8) > 0, given, given.relu()))
             return self.fc(given["x"] if where == "dict" else given[0])
 
     image = torch.randint(0, 256, (2, 3, 8), dtype=torch.uint8)
     float_input = (held(image.float()),)
     model = torchq.quantize(Held().eval(), [float_input])
     model(*float_input)
-    with pytest.raises(TypeError, match="input must be torch.float32"):
+    with pytest.raises(TypeError, match=r"input must be torch.float32"):
         model(held(image))
 
 

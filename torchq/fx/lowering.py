@@ -311,26 +311,24 @@ class Lowering:
     def _checked(self, node: fx.Node) -> fx.Node:
         """The float32 form, for a quantized module: an input of the model may be of any dtype."""
         src = self.float_of(node)
-        if _is_given(src):
+        if _may_be_given(src, self.modules):
             self.graph.call_function(expect_float, (src,))
         return src
 
 
-def _is_given(node: fx.Node) -> bool:
-    """Whether it is an input of the model, in a dict or list maybe, or elements of one."""
-    while isinstance(node, fx.Node) and node.op != "placeholder":
-        name = getattr(node.target, "__name__", node.target)
-        if node.op not in ("call_function", "call_method") or name not in _MOVING or not node.args:
-            return False
-        node = node.args[0]  # type: ignore[assignment]
-    return isinstance(node, fx.Node)
-
-
-# What has the dtype of its first argument, or of what that holds.
-_MOVING = frozenset(
-    "getitem get view reshape flatten unflatten permute transpose movedim swapaxes squeeze "
-    "unsqueeze contiguous detach clone chunk split narrow select expand unbind flip roll".split()
-)
+def _may_be_given(src: fx.Node, modules: dict[str, Any]) -> bool:
+    """Whether it may have the dtype of an input of the model: what functions make of one may."""
+    seen, left = set[fx.Node](), [src]
+    while left:
+        node = left.pop()
+        if node.op == "placeholder":
+            return True
+        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        if node in seen or isinstance(module, Dequantize | QModule):
+            continue
+        seen.add(node)
+        left.extend(node.all_input_nodes[: 3 if node.target is torch.where else 1])
+    return False
 
 
 def _is_resampling(op: Op) -> bool:
