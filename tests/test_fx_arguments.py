@@ -192,3 +192,44 @@ def test_what_returns_none_is_none() -> None:
     assert isinstance(converted, fx.GraphModule)
     torch.testing.assert_close(converted(x), model(x), atol=0.1, rtol=0)
     assert torch.equal(torch.jit.script(converted)(x), converted(x))
+
+
+class Pads(nn.Module):
+    """Not to be traced: gives a mask only where something is padded."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return (x, x.eq(0)) if bool(x.eq(0).any()) else (x, None)
+
+
+def test_none_of_an_opaque_module_is_no_constant() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x, mask = m.pads(x)
+        y = m.a(x)
+        return y if mask is None else y.masked_fill(mask, 9.0)
+
+    model, x = Wired(forward, a=nn.Linear(8, 8), pads=Pads()).eval(), torch.randn(3, 8)
+    prepared = torchq.prepare(model, x)
+    assert torch.equal(prepared(x), model(x))
+    assert torch.equal(prepared(x.relu()), model(x.relu()))
+
+
+@pytest.mark.parametrize("kind", ["pair", "list", "dict", "get"])
+def test_none_in_a_container_is_guarded(kind: str) -> None:
+    def forward(m: Any, batch: Any) -> Tensor:
+        if isinstance(batch, dict):
+            x, mask = batch["x"], batch.get("mask")
+        else:
+            x, mask = batch
+        y = m.a(x)
+        return y if mask is None else y * mask
+
+    def batch(x: Tensor, mask: Tensor | None) -> Any:
+        if kind == "get" and mask is None:
+            return {"x": x}
+        return {"pair": (x, mask), "list": [x, mask]}.get(kind, {"x": x, "mask": mask})
+
+    model, x = Wired(forward, a=nn.Linear(8, 8)).eval(), torch.randn(3, 8)
+    prepared = torchq.prepare(model, (batch(x, None),))
+    assert torch.equal(prepared(batch(x, None)), model(batch(x, None)))
+    with pytest.raises(RuntimeError, match="argument that was None, got a tensor"):
+        prepared(batch(x, torch.zeros(8)))

@@ -105,14 +105,6 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         raise CaptureError(f"{type(model).__name__} has no forward to trace")
     opaque: dict[str, str] = {}
     calls = Calls(model)
-
-    def trace(others: Any) -> tuple[nn.Module, fx.Graph] | None:
-        try:
-            found, _ = _trace(model, others[0], others[1], opaque)
-        except CaptureError:
-            return None
-        return found.model, found.graph
-
     with torch.inference_mode(False), torch.no_grad(), _slow_paths():
         while True:
             captured, inputs = _trace(model, args, kwargs, opaque)
@@ -122,7 +114,7 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 raise CaptureError(short(error)) from error
             found = why_other(calls, captured.model, captured.graph, inputs, captured.untraceable)
             if not found:
-                free_batch(model, captured.model, captured.graph, inputs, trace)
+                free_batch(model, captured.model, captured.graph, inputs)
                 _remove_unused(captured.graph)
                 captured.keeping = set(opaque) & set(captured.untraceable)
                 return captured

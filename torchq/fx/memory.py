@@ -8,10 +8,13 @@ depends on shapes only gives the same either way; one of values, a counter or a 
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -89,11 +92,11 @@ def why_other(
     return _reasons({name: moved[name] for name in guilty})
 
 
-def agree(a: nn.Module, b: nn.Module, inputs: Any) -> bool:
-    """Whether both compute the same; not if one of them raises."""
+def agree(a: nn.Module, b: nn.Module, calls: list[Any]) -> bool:
+    """Whether both compute the same, call after call; not if one of them raises."""
     try:
-        (first,), _ = _run(a, [inputs])
-        (second,), _ = _run(b, [inputs])
+        first, _ = _run(a, calls)
+        second, _ = _run(b, calls)
     except Exception:  # of the model's own code
         return False
     return _same(first, second)
@@ -148,9 +151,29 @@ def _run(model: nn.Module, calls: Iterable[Any]) -> tuple[list[Any], list[State]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             # what it returns may be what it keeps
-            results.append(copy.deepcopy(tree_leaves(model(*args, **kwargs))))
+            results.append(copy.deepcopy(_leaves(model(*args, **kwargs), set())))
         states.append(state_of(model))
     return results, states
+
+
+def _leaves(result: Any, above: set[int]) -> list[Any]:
+    """What is in a result: in containers and dataclasses, and objects of unknown classes, too."""
+    found: list[Any] = []
+    for leaf in tree_leaves(result):
+        inside: list[Any] | None = None
+        if isinstance(leaf, Mapping):
+            inside = [*leaf.keys(), *leaf.values()]
+        elif isinstance(leaf, tuple | list | deque):
+            inside = list(leaf)
+        elif not isinstance(leaf, (Tensor, nn.Module, type)) and getattr(leaf, "__dict__", None):
+            inside = [value for _, value in sorted(vars(leaf).items())]
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            inside = [getattr(leaf, field.name, None) for field in fields(leaf)]
+        if inside is None:
+            found.append(leaf)
+        elif id(leaf) not in above:
+            found += [len(inside), *_leaves(inside, above | {id(leaf)})]
+    return found
 
 
 def _turned(inputs: Any, ints: bool) -> Any:
@@ -212,4 +235,13 @@ def _same(a: Any, b: Any) -> bool:
         return same_kind and torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
     if isinstance(a, list):
         return len(a) == len(b) and all(map(_same, a, b))
-    return type(a) is type(b) or not isinstance(a, Tensor)
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.shape == b.shape and a.dtype == b.dtype and (
+            np.array_equal(a, b) if a.dtype.kind not in "fc"
+            else np.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+        )  # fmt: skip
+    if isinstance(a, float) and isinstance(b, float):
+        return (a != a and b != b) or math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5)
+    if a is None or isinstance(a, bool | int | float | complex | str | bytes | set | frozenset):
+        return bool(a == b)
+    return type(a) is type(b)

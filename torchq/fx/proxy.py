@@ -139,10 +139,16 @@ class Proxy(fx.Proxy):
     def __hash__(self) -> int:
         """By identity; of a number, as of another node of that number, but not as the number's.
 
-        So a cache has what was kept for the same size in this call, but not in another one.
+        So a cache has what was kept for the same size in this call, but not in another one. The
+        number is guarded: who does not find it compares it with nothing.
         """
         value = self.tracer.values[self.node]
-        return hash(("node", value)) if type(value) is int else id(self)
+        if isinstance(value, tuple):  # such as a shape, a key of somebody's cache
+            raise TypeError("unhashable: a size that is traced")
+        if isinstance(value, int | float):
+            known = value if self.tracer.released else self.tracer.known(self)
+            return hash(("node", known))
+        return id(self)
 
     def __eq__(self, other: object) -> Any:
         """A node, but of what another trace left in somebody's cache: that is something else."""

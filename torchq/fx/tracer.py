@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,6 +67,7 @@ class Tracer(SequenceTracer):
         self.entered, self.called = set[str](), set[str]()
         self.asked_rank = False
         self.asked: list[tuple[FrameType, int, list[fx.Node]]] = []  # see Proxy.__index__
+        self.released = False
         self._running, self._thread = False, threading.get_ident()
         self._cache: dict[str, fx.Proxy] = {}
         self._written: dict[fx.Node, fx.Node] = {}
@@ -79,6 +81,7 @@ class Tracer(SequenceTracer):
         """Puts values where the code that was traced left nodes, beside its modules."""
         self._cache.clear()
         self.asked.clear()
+        self.released = True
         release([proxy for ref in self._proxies if (proxy := ref()) is not None], self.values)
 
     @property
@@ -101,6 +104,10 @@ class Tracer(SequenceTracer):
             return self.create_proxy("call_function", type(a), tuple(a), {}).node
         if is_dataclass(a) and not isinstance(a, type):
             given = {f.name: getattr(a, f.name) for f in fields(a) if f.init}
+            if not _is_like(type(a)(**given), a):
+                raise fx.proxy.TraceError(
+                    f"its {type(a).__name__} has more than what it is made of, or changes that"
+                )
             return self.create_proxy("call_function", type(a), (), given).node
         if isinstance(a, dict) and type(a) is not dict:
             return self.create_proxy("call_function", type(a), (dict(a),), {}).node
@@ -150,13 +157,25 @@ class Tracer(SequenceTracer):
             for source in proxy.node.meta["writes"]:
                 if self.values[source] is self.values[proxy.node]:
                     self._written[source] = proxy.node
-            if self.values[proxy.node] is None:  # code asks `is None`, which no node answers
-                return None
+            if self.values[proxy.node] is None and self._stays_none(proxy.node):
+                return None  # code asks `is None`, which no node answers
         if target in UNSCRIPTED:
             for source in proxy.node.all_input_nodes:
                 self.known(self.proxy(source))
             proxy.node.meta["varying"] = False
         return proxy
+
+    def _stays_none(self, node: fx.Node) -> bool:
+        """Whether nothing else comes of other inputs; parts of inputs are guarded."""
+        if not node.all_input_nodes:
+            return node.target not in self.untraceable
+        source = node
+        while source.target in (operator.getitem, "get") and isinstance(source.args[0], fx.Node):
+            source = source.args[0]
+        if source.op != "placeholder" or len(node.all_input_nodes) != 1:
+            return False
+        self._guard(expect_none, node)
+        return True
 
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
@@ -367,6 +386,30 @@ class Tracer(SequenceTracer):
         else:
             self._guard(expect_same, proxy.node, self.create_arg(value))
         return value
+
+
+def _is_like(made: Any, a: Any) -> bool:
+    """Whether two objects of a class have the same nodes and values."""
+    if vars(made).keys() != vars(a).keys():
+        return False
+    pairs = [(value, vars(a)[key]) for key, value in vars(made).items()]
+    if isinstance(a, dict):
+        if list(made) != list(a):
+            return False
+        pairs += [(value, a[key]) for key, value in made.items()]
+    return all(_is_same(x, y) for x, y in pairs)
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    if type(x) is not type(y) or type(x) is Proxy or type(x) is Tensor:
+        return False
+    if type(x) in (list, tuple):
+        return len(x) == len(y) and all(map(_is_same, x, y))
+    if type(x) is dict:
+        return list(x) == list(y) and all(_is_same(x[key], y[key]) for key in x)
+    return bool(x == y)
 
 
 def _collection(value: Any) -> Any:
