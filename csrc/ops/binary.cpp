@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t kGrain = 32768;
 /// Bytes of an operand that broadcasts over rows, repeated so that narrow rows fill vectors.
 constexpr int64_t kRepeated = 1024;
-/// Values of a row's operand that a kernel goes through several times.
+/// Values of src0 in a call of rows that share src1: each panel goes through all of them.
 constexpr int64_t kInL1 = 16384;
 
 /// Scale and zero point of each operand, then of the destination.

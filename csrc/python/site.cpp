@@ -17,58 +17,16 @@
 #include <sstream>
 #include <unordered_map>
 
+#include "module_state.h"
 #include "op.h"
 
 namespace torchq {
 namespace {
 
-py::object interned(const std::string& name) {
-  return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name.c_str()));
-}
-
-/// nn.Module's call as torch has it, and the names of what that looks at before it comes to
-/// forward.
-struct ModuleCall {
-  ModuleCall() {
-    const py::module_ module = py::module_::import("torch.nn.modules.module");
-    for (const char* name : {"__call__", "_call_impl"}) {
-      call_names.push_back(interned(name));
-      calls.push_back(module.attr("Module").attr(name));
-    }
-    for (const char* when :
-         {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}) {
-      hooks.push_back(interned(when));
-      global_hooks.push_back(module.attr((std::string("_global") + when).c_str()));
-    }
-  }
-  py::object forward = interned("forward"), compiled = interned("_compiled_call_impl");
-  py::object buffers = interned("_buffers"), modules = interned("_modules");
-  std::vector<py::object> call_names, calls, hooks, global_hooks;
-};
-
-/// Never freed: Python may be gone when static objects are.
-const ModuleCall& module_call() {
-  static const ModuleCall* const found = new ModuleCall;
-  return *found;
-}
-
-PyObject* item(PyObject* dict, const py::object& name) { return PyDict_GetItem(dict, name.ptr()); }
-
-bool is_empty(PyObject* dict) {
-  return dict != nullptr && PyDict_Check(dict) && PyDict_GET_SIZE(dict) == 0;
-}
-
 /// None, False or 0, without running anyone's code.
 bool is_unset(PyObject* value) {
   return value == Py_None || value == Py_False ||
          (value != nullptr && PyLong_CheckExact(value) && PyLong_AsLong(value) == 0);
-}
-
-bool is_attribute(const py::object& object, const py::object& name, const py::object& expected) {
-  PyObject* const found = PyObject_GetAttr(object.ptr(), name.ptr());
-  Py_XDECREF(found);  // `expected` has it, if it is that
-  if (found == nullptr) PyErr_Clear();
-  return found == expected.ptr();
 }
 
 /// An argument as `_direct` writes it: "-", "<dtype>", "[dtype]", "..." or "state".
@@ -106,59 +64,6 @@ bool has_dtype(const at::Tensor& src, PyObject* wanted, size_t index) {
   PyObject* const is_signed = PyList_GET_ITEM(wanted, static_cast<Py_ssize_t>(index));
   return src.scalar_type() == (is_signed == Py_True ? at::kChar : at::kByte);
 }
-
-/// What a dict holds, for comparing only. It owns nothing, so that a model with hooks that know it
-/// can be collected: whoever reads a value owns that.
-class Contents {
- public:
-  explicit Contents(PyObject* dict) {
-    Py_ssize_t at = 0;
-    PyObject *key = nullptr, *value = nullptr;
-    while (dict != nullptr && PyDict_Next(dict, &at, &key, &value)) items_.emplace_back(key, value);
-  }
-
-  bool are_those_of(PyObject* dict) const {
-    Py_ssize_t at = 0;
-    PyObject *key = nullptr, *value = nullptr;
-    if (dict == nullptr) return items_.empty();
-    if (PyDict_GET_SIZE(dict) != static_cast<Py_ssize_t>(items_.size())) return false;
-    return std::all_of(items_.begin(), items_.end(), [&](const auto& known) {
-      return PyDict_Next(dict, &at, &key, &value) && key == known.first && value == known.second;
-    });
-  }
-
- private:
-  std::vector<std::pair<PyObject*, PyObject*>> items_;
-};
-
-/// The dicts in which nn.Module looks a name up: its own, and what that holds as buffers and
-/// modules; borrowed, null where there is none.
-struct Scope {
-  explicit Scope(PyObject* module) {
-    PyObject* const own = PyObject_GenericGetDict(module, nullptr);
-    if (own == nullptr) {
-      PyErr_Clear();
-      return;
-    }
-    dicts = {own, part(own, module_call().buffers), part(own, module_call().modules)};
-    Py_DECREF(own);  // the module has it
-  }
-
-  /// Borrowed; null for nothing.
-  PyObject* find(const py::object& name) const {
-    for (PyObject* dict : dicts) {
-      if (PyObject* value = dict == nullptr ? nullptr : item(dict, name)) return value;
-    }
-    return nullptr;
-  }
-
-  static PyObject* part(PyObject* own, const py::object& name) {
-    PyObject* const found = item(own, name);
-    return found != nullptr && PyDict_Check(found) ? found : nullptr;
-  }
-
-  std::array<PyObject*, 3> dicts{};
-};
 
 /// A value that was read. Code may replace the items of a list.
 struct Value {
@@ -351,8 +256,11 @@ class State {
 
   py::object type_;
   std::optional<Recipe> recipe_;  // without one the module is always called
-  std::vector<std::pair<PyObject*, std::vector<Contents>>>
-      held_;                      // of modules, first null: its own
+  struct Held {
+    PyObject* module;  // inside the one that is called; null for that
+    std::array<Contents, 3> contents;
+  };
+  std::vector<Held> held_;
   std::vector<PyObject*> hooks_;  // in the module's dict, as long as its contents are unchanged
   std::vector<Value> values_;     // one for each of the recipe's arguments
   Stack constants_;               // the op's arguments, empty for tensors

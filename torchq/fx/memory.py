@@ -236,10 +236,8 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, list):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return a.shape == b.shape and a.dtype == b.dtype and (
-            np.array_equal(a, b) if a.dtype.kind not in "fc"
-            else np.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
-        )  # fmt: skip
+        same_kind = a.shape == b.shape and a.dtype == b.dtype
+        return same_kind and _same(a.ravel().tolist(), b.ravel().tolist())
     if isinstance(a, float) and isinstance(b, float):
         return (a != a and b != b) or math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5)
     if a is None or isinstance(a, bool | int | float | complex | str | bytes | set | frozenset):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from torchq.explain import Row
-from torchq.fx.direct import forms_of
+from torchq.fx.direct import direct_and_forward
 from torchq.fx.names import BY_NAME, NAMES
 from torchq.fx.sequences import SequenceTracer
 from torchq.running import without_gradients
@@ -40,8 +40,9 @@ class QuantizedGraph(fx.GraphModule):
         code, cls = super().recompile(), type(self)
         called = {str(node.target) for node in self.graph.find_nodes(op="call_module")}
         given = [str(node.target) for node in self.graph.find_nodes(op="placeholder")]
-        for name, function in forms_of(code.src, code.globals, called, given).items():
-            setattr(cls, name, function)
+        cls._plain = cls.forward  # type: ignore[attr-defined]
+        direct, cls.forward = direct_and_forward(code.src, code.globals, called, given)
+        cls._direct = direct  # type: ignore[attr-defined]
         return code
 
     def with_report(self, rows: list[Row] | None) -> QuantizedGraph:
@@ -107,9 +108,7 @@ def graph_of(plain: list[tuple[Any, ...]]) -> fx.Graph:
         target = BY_NAME[target.name] if isinstance(target, _Ref) else target
         node = graph.create_node(op, target, args, kwargs, name=node_name, type_expr=kind)
         nodes[node_name] = node
-        if isinstance(meta, str):  # of torchq before it had other entries
-            meta = {"source": meta}
-        for key, value in (meta or {}).items():
+        for key, value in meta.items():
             node.meta[key] = fx.node.map_aggregate(value, resolve)
     return graph
 

@@ -34,6 +34,7 @@ from torchq.fx.nodes import compute, counts, short
 from torchq.fx.place import line, place
 from torchq.fx.proxy import SHAPE_METHODS, Proxy, compared, release
 from torchq.fx.respelled import UNSCRIPTED, instead, settle_filter
+from torchq.fx.results import is_like
 from torchq.fx.sequences import SequenceTracer
 from torchq.state import put_back, state_of
 
@@ -104,7 +105,7 @@ class Tracer(SequenceTracer):
             return self.create_proxy("call_function", type(a), tuple(a), {}).node
         if is_dataclass(a) and not isinstance(a, type):
             given = {f.name: getattr(a, f.name) for f in fields(a) if f.init}
-            if not _is_like(type(a)(**given), a):
+            if not is_like(type(a)(**given), a):
                 raise fx.proxy.TraceError(
                     f"its {type(a).__name__} has more than what it is made of, or changes that"
                 )
@@ -386,30 +387,6 @@ class Tracer(SequenceTracer):
         else:
             self._guard(expect_same, proxy.node, self.create_arg(value))
         return value
-
-
-def _is_like(made: Any, a: Any) -> bool:
-    """Whether two objects of a class have the same nodes and values."""
-    if vars(made).keys() != vars(a).keys():
-        return False
-    pairs = [(value, vars(a)[key]) for key, value in vars(made).items()]
-    if isinstance(a, dict):
-        if list(made) != list(a):
-            return False
-        pairs += [(value, a[key]) for key, value in made.items()]
-    return all(_is_same(x, y) for x, y in pairs)
-
-
-def _is_same(x: Any, y: Any) -> bool:
-    if x is y:
-        return True
-    if type(x) is not type(y) or type(x) is Proxy or type(x) is Tensor:
-        return False
-    if type(x) in (list, tuple):
-        return len(x) == len(y) and all(map(_is_same, x, y))
-    if type(x) is dict:
-        return list(x) == list(y) and all(_is_same(x[key], y[key]) for key in x)
-    return bool(x == y)
 
 
 def _collection(value: Any) -> Any:
