@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import copyreg
-import functools
 import gc
 import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import CellType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -19,31 +18,21 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.fx.guards import rounded, with_item
 from torchq.fx.place import assigns_item
+from torchq.fx.recorder import Recorder
 
-if TYPE_CHECKING:
-    from torchq.fx.tracer import Tracer
+__all__ = ["Proxy", "release"]
 
-__all__ = ["CONSTANT_METHODS", "SHAPE_METHODS", "Proxy", "compared", "release"]
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-CONSTANT_METHODS = _words(
-    "dim ndimension is_floating_point is_complex element_size get_device is_inference"
-)
-_CONSTANT_ATTRIBUTES = _words(
-    "dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_quantized "
-    "is_mkldnn is_nested itemsize grad_fn grad is_leaf names"
-)
-SHAPE_METHODS = _words("size shape numel nelement stride storage_offset is_contiguous")
+_CONSTANTS = frozenset({
+    "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "is_meta",
+    "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "itemsize", "grad_fn", "grad",
+    "is_leaf", "names",
+})  # fmt: skip
 
 
 class Proxy(fx.Proxy):
     """A node that knows its value on the example inputs."""
 
-    tracer: Tracer
+    tracer: Recorder
 
     def looks_like(self) -> type:
         """What ``isinstance`` says in the model's code: a tensor, tuple, list or dict is one.
@@ -59,7 +48,7 @@ class Proxy(fx.Proxy):
         """As of its value; a tensor's dtype and the like are constants."""
         value = self.tracer.values[self.node]
         found = getattr(value, name)  # AttributeError as the value would raise it
-        if isinstance(value, Tensor) and name in _CONSTANT_ATTRIBUTES:
+        if isinstance(value, Tensor) and name in _CONSTANTS:
             self.tracer.asked_rank |= name == "ndim"
             return found
         if callable(found):
@@ -155,33 +144,6 @@ class Proxy(fx.Proxy):
         if type(other) is Proxy and other.tracer is not self.tracer:
             return False
         return super().__eq__(other)
-
-
-def compared(proxy: fx.Proxy) -> list[tuple[fx.Proxy, int | bool]] | None:
-    """What must stay as it is if a shape is to compare with a constant one as now, and how it is.
-
-    That is each size of equal shapes, and whether there is another one in shapes that differ.
-    TorchScript compares no shape with a tuple. None if this is no such comparison.
-    """
-    node, tracer = proxy.node, cast("Tracer", proxy.tracer)
-    if node.target not in (operator.eq, operator.ne):
-        return None
-    known: list[Any] = [x for x in node.args if type(x) in (tuple, torch.Size)]
-    shapes = [x for x in node.args if isinstance(x, fx.Node)]
-    if len(known) != 1 or type(tracer.values[shapes[0]]) is not torch.Size:
-        return None
-    tracer.asked_rank = True
-    expected: Any = [tracer.proxy(n) if isinstance(n, fx.Node) else n for n in known[0]]
-    values = [tracer.values[n] if isinstance(n, fx.Node) else n for n in known[0]]
-    sizes: Any = tracer.proxy(shapes[0])
-    if len(expected) != len(tracer.values[shapes[0]]):
-        return []
-    if tracer.values[shapes[0]] == tuple(values):
-        return [
-            (sizes[i] != size, False) if isinstance(size, fx.Proxy) else (sizes[i], size)
-            for i, size in enumerate(expected)
-        ]
-    return [(functools.reduce(operator.or_, [sizes[i] != n for i, n in enumerate(expected)]), True)]
 
 
 # References to an operator's operand that nobody has: the interpreter's, two of the call.

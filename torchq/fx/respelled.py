@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,8 @@ from torch import Tensor, fx
 
 from torchq.fx.attention import attention
 from torchq.fx.einsum import einsum
-from torchq.fx.proxy import CONSTANT_METHODS, Proxy
-
-if TYPE_CHECKING:
-    from torchq.fx.tracer import Tracer
+from torchq.fx.proxy import Proxy
+from torchq.fx.recorder import Recorder
 
 __all__ = ["UNSCRIPTED", "instead", "settle_filter"]
 
@@ -31,6 +29,12 @@ UNSCRIPTED = tuple(
 )  # fmt: skip
 """Functions of sizes that TorchScript does not know, or that have other bits there."""
 
+_CONSTANTS = frozenset({
+    "dim", "ndimension", "is_floating_point", "is_complex", "element_size", "get_device",
+    "is_inference",
+})  # fmt: skip
+"""Methods of a tensor that do not depend on the inputs."""
+
 _PRODUCT = math.prod  # torch.fx replaces the name while it traces
 _CONVOLUTIONS = (
     *(F.conv1d, F.conv2d, F.conv3d),
@@ -38,10 +42,10 @@ _CONVOLUTIONS = (
 )
 
 
-def instead(tracer: Tracer, kind: str, target: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def instead(tracer: Recorder, kind: str, target: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """What stands for the call; None for the call itself."""
     source = tracer.values.get(args[0].node) if args and isinstance(args[0], fx.Proxy) else None
-    if kind == "call_method" and isinstance(source, Tensor) and target in CONSTANT_METHODS:
+    if kind == "call_method" and isinstance(source, Tensor) and target in _CONSTANTS:
         tracer.asked_rank |= "dim" in target
         return getattr(source, target)()
     if kind == "call_method" and isinstance(source, torch.Size) and target == "numel":
@@ -63,13 +67,13 @@ def instead(tracer: Tracer, kind: str, target: Any, args: Sequence[Any], kwargs:
     return None
 
 
-def _known(tracer: Tracer, x: Any) -> tuple[Tensor, bool]:
+def _known(tracer: Recorder, x: Any) -> tuple[Tensor, bool]:
     """The value of an operand, and whether it varies from call to call."""
     return (tracer.values[x.node], x.node.meta["varying"]) if type(x) is Proxy else (x, False)
 
 
 def settle_filter(
-    tracer: Tracer, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    tracer: Recorder, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """Arguments of a convolution whose numbers are known, as torch has asked for them anyway.
 
@@ -87,7 +91,7 @@ def settle_filter(
     return tuple(map(known, args)), {name: known(x) for name, x in kwargs.items()}
 
 
-def _settle(tracer: Tracer, weight: Any) -> None:
+def _settle(tracer: Recorder, weight: Any) -> None:
     if type(weight) is not Proxy:
         return
     sizes, made, left = set[fx.Node](), set[fx.Node](), [weight.node]

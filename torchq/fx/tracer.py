@@ -7,11 +7,9 @@ import copy
 import inspect
 import math
 import operator
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -22,20 +20,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchq.fx.fake import fake_quantizer, is_watcher
 from torchq.fx.guards import (
     OPTIONAL,
-    expect,
     expect_nan,
     expect_none,
     expect_number,
-    expect_real,
     expect_same,
     expect_text,
 )
-from torchq.fx.nodes import compute, counts, short
-from torchq.fx.place import line, place
-from torchq.fx.proxy import SHAPE_METHODS, Proxy, compared, release
+from torchq.fx.nodes import short
+from torchq.fx.proxy import Proxy, release
+from torchq.fx.recorder import Recorder
 from torchq.fx.respelled import UNSCRIPTED, instead, settle_filter
 from torchq.fx.results import is_like
-from torchq.fx.sequences import SequenceTracer
 from torchq.state import put_back, state_of
 
 __all__ = ["Tracer"]
@@ -49,7 +44,7 @@ _HINTS = (
 )
 
 
-class Tracer(SequenceTracer):
+class Tracer(Recorder):
     """See the module."""
 
     def __init__(
@@ -62,16 +57,10 @@ class Tracer(SequenceTracer):
         """To trace ``model(*args, **kwargs)``, but not into ``opaque`` (name -> why)."""
         super().__init__()
         self.proxy_buffer_attributes = True
-        self.values: dict[fx.Node, Any] = {}
         self.untraceable: dict[str, str] = {}
         self.examples: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.entered, self.called = set[str](), set[str]()
-        self.asked_rank = False
-        self.asked: list[tuple[FrameType, int, list[fx.Node]]] = []  # see Proxy.__index__
-        self.released = False
-        self._running, self._thread = False, threading.get_ident()
         self._cache: dict[str, fx.Proxy] = {}
-        self._written: dict[fx.Node, fx.Node] = {}
         # Inference tensors have no version counter, which tells who writes in place.
         self.inputs = tree_map(_normal, (tuple(args), dict(kwargs)))
         self.called_with = copy.deepcopy(self.inputs)
@@ -84,11 +73,6 @@ class Tracer(SequenceTracer):
         self.asked.clear()
         self.released = True
         release([proxy for ref in self._proxies if (proxy := ref()) is not None], self.values)
-
-    @property
-    def running(self) -> bool:
-        """Whether calls are to be computed, not recorded: other threads' always."""
-        return self._running or threading.get_ident() != self._thread
 
     # Values
 
@@ -113,26 +97,6 @@ class Tracer(SequenceTracer):
         if isinstance(a, dict) and type(a) is not dict:
             return self.create_proxy("call_function", type(a), (dict(a),), {}).node
         return super().create_arg(a)
-
-    def _latest(self, node: fx.Node) -> fx.Node:
-        while node in self._written:
-            node = self._written[node]
-        return node
-
-    def replace(self, old: fx.Proxy, new: fx.Proxy) -> None:
-        """Whoever reads ``old`` from here on gets ``new``."""
-        self._written[self._latest(old.node)] = new.node
-
-    def has_views(self, proxy: fx.Proxy, besides: Sequence[fx.Node] = ()) -> bool:
-        """Whether another node that somebody may read has the same memory."""
-        known = {self._latest(node) for node in (proxy.node, *besides)}
-        storage = self.values[self._latest(proxy.node)].untyped_storage().data_ptr()
-        return any(
-            isinstance(value, Tensor)
-            and value.untyped_storage().data_ptr() == storage
-            and self._latest(node) not in known
-            for node, value in self.values.items()
-        )
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """A node that knows its value."""
@@ -177,84 +141,6 @@ class Tracer(SequenceTracer):
             return False
         self._guard(expect_none, node)
         return True
-
-    def create_node(
-        self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
-    ) -> fx.Node:
-        """A node; attributes are computed here."""
-        node = super().create_node(kind, target, args, kwargs, *rest, **more)
-        if kind == "get_attr":  # of a tensor constant, too, which has no proxy
-            self._run(node)
-        return node
-
-    def _run(self, node: fx.Node) -> None:
-        """Computes a node, and notes what it depends on and writes to."""
-        sources = [n for n in node.all_input_nodes if isinstance(self.values[n], Tensor)]
-        versions = [self.values[n]._version for n in sources]
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n])
-        before, self._running = self._running, True
-        try:
-            self.values[node] = compute(self.root, node, args, kwargs)
-        finally:
-            self._running = before
-        node.meta["scope"] = self.scope.module_path
-        node.meta["place"] = (self.scope.module_path, *place())
-        node.meta["varying"] = any(n.meta["varying"] for n in node.all_input_nodes)
-        node.meta["writes"] = [
-            n for n, version in zip(sources, versions, strict=True)
-            if self.values[n]._version != version
-        ]  # fmt: skip
-        asks = node.target in SHAPE_METHODS or (
-            node.target is getattr and node.args[1] in SHAPE_METHODS
-        )
-        static = all(n.meta["static"] for n in node.all_input_nodes)
-        counted = [n for n in node.all_input_nodes if n.meta.get("counted")]
-        node.meta["counted"] = bool(counted) or counts(node, args)
-        node.meta["static"] = node.op != "get_attr" and ((asks and not counted) or static)
-
-    def known(self, proxy: fx.Proxy) -> Any:
-        """The value of a size or of a condition on sizes, guarded.
-
-        Raises:
-            TraceError: it depends on the values in a tensor.
-        """
-        value, node = self.values[proxy.node], proxy.node
-        if isinstance(value, Tensor) or not node.meta["static"]:
-            raise fx.proxy.TraceError(f"its Python code acts on values in a tensor ({node.name})")
-        if isinstance(value, (bool, int, float)) and node.meta["varying"]:
-            if (parts := compared(proxy)) is not None:
-                for part, expected in parts:
-                    self._guard(expect, part.node, expected)
-                return value
-            self._guard(expect_real if isinstance(value, float) else expect, node, value)
-        return value
-
-    def _guard(self, check: Callable[..., None], *args: Any) -> None:
-        if check in (expect, expect_real):
-            inside = self.scope.module_path
-            args = (*args, f" ({line()}, in '{inside}')" if inside else f" ({line()})")
-        guard = self.create_node("call_function", check, args, {})
-        guard.meta.update(scope="", varying=False, writes=[], static=True)
-        self.values[guard] = None
-
-    def to_bool(self, obj: fx.Proxy) -> bool:
-        """Which way an `if` goes."""
-        value = self.values[obj.node]
-        return bool(value if isinstance(value, (tuple, list, dict, str)) else self.known(obj))
-
-    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Over what has a length."""
-        value = self.values[obj.node]
-        if isinstance(value, (dict, set)):
-            return iter(value)
-        if not isinstance(value, (tuple, list, Tensor)):
-            raise fx.proxy.TraceError(f"its Python code iterates over a {type(value).__name__}")
-        indexable: Any = obj
-        return (indexable[i] for i in range(len(indexable)))
-
-    def keys(self, obj: fx.Proxy) -> Any:
-        """Of a dict."""
-        return self.values[obj.node].keys()
 
     # Modules
 
@@ -318,12 +204,7 @@ class Tracer(SequenceTracer):
         return proxy
 
     def _roll_back(self, mark: int) -> None:
-        nodes = list(self.graph.nodes)
-        for node in reversed(nodes[mark:]):
-            self.graph.erase_node(node)
-            del self.values[node]
-        gone = set(nodes[mark:])
-        self._written = {a: b for a, b in self._written.items() if not gone & {a, b}}
+        gone = self._forget(mark)
         for name in [n for n, proxy in self._cache.items() if proxy.node in gone]:
             del self._cache[name]
 

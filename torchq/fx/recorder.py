@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A graph whose nodes are computed while they are recorded: their values, and guards on sizes."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchq.fx.guards import expect, expect_real
+from torchq.fx.nodes import compute, counts
+from torchq.fx.place import line, place
+from torchq.fx.sequences import SequenceTracer
+
+__all__ = ["Recorder"]
+
+_ASKS_SHAPE = frozenset({
+    "size", "shape", "numel", "nelement", "stride", "storage_offset", "is_contiguous",
+})  # fmt: skip
+
+
+class Recorder(SequenceTracer):
+    """What a traced call knows of its nodes; :class:`torchq.fx.tracer.Tracer` makes them.
+
+    Attributes:
+        values: what each node is on the example inputs.
+        asked_rank: the code has asked for a number of dimensions.
+        asked: guards of numbers that may have been asked for in vain, see ``Proxy.__index__``.
+        released: the call is over, and nothing more is guarded.
+
+    In ``meta``, nodes have
+        scope, place: where in the model's code they come from.
+        varying: whether they depend on the inputs.
+        static: whether they depend on sizes and numbers only, not on values in a tensor.
+        counted: whether values in a tensor decide about their size.
+        writes: the sources that they write to in place.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is recorded yet; other threads than this one compute as usual."""
+        super().__init__()
+        self.values: dict[fx.Node, Any] = {}
+        self.asked_rank = False
+        self.asked: list[tuple[FrameType, int, list[fx.Node]]] = []
+        self.released = False
+        self._running, self._thread = False, threading.get_ident()
+        self._written: dict[fx.Node, fx.Node] = {}
+
+    @property
+    def running(self) -> bool:
+        """Whether calls are to be computed, not recorded: other threads' always."""
+        return self._running or threading.get_ident() != self._thread
+
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any
+    ) -> fx.Node:
+        """A node; attributes are computed here."""
+        node = super().create_node(kind, target, args, kwargs, *rest, **more)
+        if kind == "get_attr":  # of a tensor constant, too, which has no proxy
+            self._run(node)
+        return node
+
+    def _run(self, node: fx.Node) -> None:
+        """Computes a node, and notes what it depends on and writes to."""
+        sources = [n for n in node.all_input_nodes if isinstance(self.values[n], Tensor)]
+        versions = [self.values[n]._version for n in sources]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n])
+        before, self._running = self._running, True
+        try:
+            self.values[node] = compute(self.root, node, args, kwargs)
+        finally:
+            self._running = before
+        node.meta["scope"] = self.scope.module_path
+        node.meta["place"] = (self.scope.module_path, *place())
+        node.meta["varying"] = any(n.meta["varying"] for n in node.all_input_nodes)
+        node.meta["writes"] = [
+            n for n, version in zip(sources, versions, strict=True)
+            if self.values[n]._version != version
+        ]  # fmt: skip
+        asks = node.target in _ASKS_SHAPE or (
+            node.target is getattr and node.args[1] in _ASKS_SHAPE
+        )
+        static = all(n.meta["static"] for n in node.all_input_nodes)
+        counted = [n for n in node.all_input_nodes if n.meta.get("counted")]
+        node.meta["counted"] = bool(counted) or counts(node, args)
+        node.meta["static"] = node.op != "get_attr" and ((asks and not counted) or static)
+
+    def _latest(self, node: fx.Node) -> fx.Node:
+        while node in self._written:
+            node = self._written[node]
+        return node
+
+    def replace(self, old: fx.Proxy, new: fx.Proxy) -> None:
+        """Whoever reads ``old`` from here on gets ``new``."""
+        self._written[self._latest(old.node)] = new.node
+
+    def has_views(self, proxy: fx.Proxy, besides: Sequence[fx.Node] = ()) -> bool:
+        """Whether another node that somebody may read has the same memory."""
+        known = {self._latest(node) for node in (proxy.node, *besides)}
+        storage = self.values[self._latest(proxy.node)].untyped_storage().data_ptr()
+        return any(
+            isinstance(value, Tensor)
+            and value.untyped_storage().data_ptr() == storage
+            and self._latest(node) not in known
+            for node, value in self.values.items()
+        )
+
+    def _forget(self, mark: int) -> set[fx.Node]:
+        """Takes back all nodes but the first ``mark`` ones."""
+        nodes = list(self.graph.nodes)[mark:]
+        for node in reversed(nodes):
+            self.graph.erase_node(node)
+            del self.values[node]
+        gone = set(nodes)
+        self._written = {a: b for a, b in self._written.items() if not gone & {a, b}}
+        return gone
+
+    def known(self, proxy: fx.Proxy) -> Any:
+        """The value of a size or of a condition on sizes, guarded.
+
+        Raises:
+            TraceError: it depends on the values in a tensor.
+        """
+        value, node = self.values[proxy.node], proxy.node
+        if isinstance(value, Tensor) or not node.meta["static"]:
+            raise fx.proxy.TraceError(f"its Python code acts on values in a tensor ({node.name})")
+        if isinstance(value, (bool, int, float)) and node.meta["varying"]:
+            if (parts := _compared(self, node)) is not None:
+                for part, expected in parts:
+                    self._guard(expect, part.node, expected)
+                return value
+            self._guard(expect_real if isinstance(value, float) else expect, node, value)
+        return value
+
+    def _guard(self, check: Callable[..., None], *args: Any) -> None:
+        if check in (expect, expect_real):
+            inside = self.scope.module_path
+            args = (*args, f" ({line()}, in '{inside}')" if inside else f" ({line()})")
+        guard = self.create_node("call_function", check, args, {})
+        guard.meta.update(scope="", varying=False, writes=[], static=True)
+        self.values[guard] = None
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Which way an `if` goes."""
+        value = self.values[obj.node]
+        return bool(value if isinstance(value, (tuple, list, dict, str)) else self.known(obj))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Over what has a length."""
+        value = self.values[obj.node]
+        if isinstance(value, (dict, set)):
+            return iter(value)
+        if not isinstance(value, (tuple, list, Tensor)):
+            raise fx.proxy.TraceError(f"its Python code iterates over a {type(value).__name__}")
+        indexable: Any = obj
+        return (indexable[i] for i in range(len(indexable)))
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        """Of a dict."""
+        return self.values[obj.node].keys()
+
+
+def _compared(tracer: Recorder, node: fx.Node) -> list[tuple[fx.Proxy, int | bool]] | None:
+    """What must stay as it is if a shape is to compare with a constant one as now, and how it is.
+
+    That is each size of equal shapes, and whether there is another one in shapes that differ.
+    TorchScript compares no shape with a tuple. None if this is no such comparison.
+    """
+    if node.target not in (operator.eq, operator.ne):
+        return None
+    known: list[Any] = [x for x in node.args if type(x) in (tuple, torch.Size)]
+    shapes = [x for x in node.args if isinstance(x, fx.Node)]
+    if len(known) != 1 or type(tracer.values[shapes[0]]) is not torch.Size:
+        return None
+    tracer.asked_rank = True
+    expected: Any = [tracer.proxy(n) if isinstance(n, fx.Node) else n for n in known[0]]
+    values = [tracer.values[n] if isinstance(n, fx.Node) else n for n in known[0]]
+    sizes: Any = tracer.proxy(shapes[0])
+    if len(expected) != len(tracer.values[shapes[0]]):
+        return []
+    if tracer.values[shapes[0]] == tuple(values):
+        return [
+            (sizes[i] != size, False) if isinstance(size, fx.Proxy) else (sizes[i], size)
+            for i, size in enumerate(expected)
+        ]
+    return [(functools.reduce(operator.or_, [sizes[i] != n for i, n in enumerate(expected)]), True)]
