@@ -242,6 +242,7 @@ def test_every_class_is_tried() -> None:
         "QAvgPool",
         "QAdaptiveAvgPool",
         "_QCombine",
+        "_QBinary",
     }
     recurrent = {name for name in tnn.QModule.registry if "LSTM" in name or "GRU" in name}
     recurrent |= {"QRNN", "QRNNCell", "QRecurrentLayer", "_QCell", "_QRecurrent"}  # test_nn_rnn.py

@@ -123,16 +123,26 @@ at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<a
   return dst;
 }
 
-/// The source with its channels last, and an empty destination laid out alike.
+/// What group and batch norm begin with: checked arguments, the source with its channels last, and
+/// an empty destination laid out alike.
 struct ByChannel {
-  ByChannel(const char* op, const at::Tensor& src, DType dst_dtype) {
+  ByChannel(const char* op, const at::Tensor& src, const at::Tensor& scales,
+            const at::Tensor& zero_points, int64_t dst_dtype, double eps) {
+    check_src(op, "src", src);
+    params = read_params(op, scales, zero_points, {src}, dst_dtype_of(op, dst_dtype));
+    check_eps(op, eps);
     TORCH_CHECK_VALUE(src.dim() >= 2, "torchq.", op, ": src must be (N, C, ...), got ", src.sizes(),
                       ". Add a batch dimension with unsqueeze(0).");
     dense = src.movedim(1, -1).contiguous();
-    result = at::detail::empty_cpu(dense.sizes(), scalar_type(dst_dtype));
-    dst = result.movedim(-1, 1);
+    const at::Tensor last = at::detail::empty_cpu(dense.sizes(), scalar_type(params[1].dtype));
+    dst = last.movedim(-1, 1);
+    data = bytes_of(dense);
+    is_signed = params[0].dtype == DType::s8;
   }
-  at::Tensor dense, result, dst;
+  c10::SmallVector<Real, 4> params;  // of src and dst
+  at::Tensor dense, dst;
+  const uint8_t* data;
+  bool is_signed;
 };
 
 /// The statistics of each group of each image: dense is [batch, pixels, groups * width].
@@ -176,39 +186,33 @@ at::Tensor group_norm(const at::Tensor& src, int64_t groups,
   OpTrace trace("group_norm");
   const Kernels& tier = kernels();
   trace.ran(tier, "group_norm");
-  check_src("group_norm", "src", src);
-  const auto params =
-      read_params("group_norm", scales, zero_points, {src}, dst_dtype_of("group_norm", dst_dtype));
-  check_eps("group_norm", eps);
-  const ByChannel views("group_norm", src, params[1].dtype);
+  const ByChannel call("group_norm", src, scales, zero_points, dst_dtype, eps);
   const int64_t batch = src.size(0), channels = src.size(1);
   TORCH_CHECK_VALUE(groups >= 1 && channels % groups == 0,
                     "torchq.group_norm: groups must divide the channels, ", channels, ", got ",
                     groups, ".");
   const Affine affine("group_norm", weight, bias, channels);
-  const RealOutput out({"group_norm", tier, params[1], post_ops, post_op_srcs}, views.dst);
-  trace.describe([&] { return describe_call({src}, views.dst, "", post_ops); });
-  if (views.dst.numel() == 0) return views.dst;
-  const uint8_t* data = bytes_of(views.dense);
-  const bool is_signed = params[0].dtype == DType::s8;
+  const RealOutput out({"group_norm", tier, call.params[1], post_ops, post_op_srcs}, call.dst);
+  trace.describe([&] { return describe_call({src}, call.dst, "", post_ops); });
+  if (call.dst.numel() == 0) return call.dst;
   const int64_t pixels = src.numel() / (batch * channels), width = channels / groups;
-  auto statistics = group_statistics(tier, data, is_signed, batch, pixels, groups, width);
+  auto statistics = group_statistics(tier, call.data, call.is_signed, batch, pixels, groups, width);
   const size_t count = static_cast<size_t>(batch * channels);
   std::vector<int32_t> center(count);
   std::vector<float> factor(count), shift(count);
   for (size_t i = 0; i < count; ++i) {  // by image and channel
     Statistics& s = statistics[i / static_cast<size_t>(width)];
-    if (i % static_cast<size_t>(width) == 0) s.finish(params[0].scale, eps);
+    if (i % static_cast<size_t>(width) == 0) s.finish(call.params[0].scale, eps);
     center[i] = s.center;
     factor[i] = s.factor;
     shift[i] = s.shift;
   }
   store_rows(out, batch * pixels, channels, [&](int64_t r, float* x) {
     const int64_t first = r / pixels * channels;
-    tier.affine({data + r * channels, is_signed, channels, center.data() + first,
+    tier.affine({call.data + r * channels, call.is_signed, channels, center.data() + first,
                  factor.data() + first, shift.data() + first, 1, affine.weight, affine.bias, x});
   });
-  return views.dst;
+  return call.dst;
 }
 
 at::Tensor batch_norm(const at::Tensor& src, const at::Tensor& mean, const at::Tensor& variance,
@@ -219,17 +223,13 @@ at::Tensor batch_norm(const at::Tensor& src, const at::Tensor& mean, const at::T
   OpTrace trace("batch_norm");
   const Kernels& tier = kernels();
   trace.ran(tier, "batch_norm");
-  check_src("batch_norm", "src", src);
-  const auto params =
-      read_params("batch_norm", scales, zero_points, {src}, dst_dtype_of("batch_norm", dst_dtype));
-  check_eps("batch_norm", eps);
-  const ByChannel views("batch_norm", src, params[1].dtype);
+  const ByChannel call("batch_norm", src, scales, zero_points, dst_dtype, eps);
   const int64_t channels = src.size(1);
   const Affine affine("batch_norm", weight, bias, channels);
   const float* means = Affine::read("batch_norm", "mean", mean, channels);
   const float* variances = Affine::read("batch_norm", "variance", variance, channels);
   const size_t count = static_cast<size_t>(channels);
-  const std::vector<int32_t> center(count, params[0].zero_point);
+  const std::vector<int32_t> center(count, call.params[0].zero_point);
   std::vector<float> factor(count), shift(count);
   for (size_t c = 0; c < count; ++c) {
     TORCH_CHECK_VALUE(std::isfinite(variances[c]) && variances[c] >= 0,
@@ -237,19 +237,17 @@ at::Tensor batch_norm(const at::Tensor& src, const at::Tensor& mean, const at::T
                       variances[c], " of channel ", c, ". Pass the running variance.");
     const double w = affine.weight != nullptr ? affine.weight[c] : 1.0;
     const double g = w / std::sqrt(double{variances[c]} + eps);
-    factor[c] = static_cast<float>(params[0].scale * g);
+    factor[c] = static_cast<float>(call.params[0].scale * g);
     shift[c] = static_cast<float>((affine.bias != nullptr ? affine.bias[c] : 0.0) - means[c] * g);
   }
-  const RealOutput out({"batch_norm", tier, params[1], post_ops, post_op_srcs}, views.dst);
-  trace.describe([&] { return describe_call({src}, views.dst, "", post_ops); });
-  if (views.dst.numel() == 0) return views.dst;
-  const uint8_t* data = bytes_of(views.dense);
-  const bool is_signed = params[0].dtype == DType::s8;
+  const RealOutput out({"batch_norm", tier, call.params[1], post_ops, post_op_srcs}, call.dst);
+  trace.describe([&] { return describe_call({src}, call.dst, "", post_ops); });
+  if (call.dst.numel() == 0) return call.dst;
   store_rows(out, src.numel() / channels, channels, [&](int64_t r, float* x) {
-    tier.affine({data + r * channels, is_signed, channels, center.data(), factor.data(),
+    tier.affine({call.data + r * channels, call.is_signed, channels, center.data(), factor.data(),
                  shift.data(), 1, nullptr, nullptr, x});
   });
-  return views.dst;
+  return call.dst;
 }
 
 }  // namespace

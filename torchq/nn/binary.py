@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams, quantize_boundary
 from torchq.ops import dtype_code
@@ -64,7 +65,7 @@ class _QCombine(QModule):
         self.register_buffer("zero_points", torch.stack([q.zero_point.reshape(()) for q in every]))
         self.dst_dtype = torch.float32 if dst is None else dst.dtype
         self.dst_code = dtype_code(self.dst_dtype)
-        self.dst_low, self.dst_high = (0, 0) if dst is None or dst.bits == 8 else dst.integers
+        self._add_limits(dst)
         # not a list of dtypes: TorchScript cannot hold one
         self.src_signed = [q.dtype == torch.int8 for q in srcs]
         self.src_codes = [dtype_code(q.dtype) for q in srcs]
@@ -98,20 +99,14 @@ class _QCombine(QModule):
         code, low, high = self.src_codes[i], self.src_lows[i], self.src_highs[i]
         return quantize_boundary(src, self.scales[i], self.zero_points[i], code, low, high)
 
-    def _limited(self, dst: Tensor) -> Tensor:
-        """Clamped to 7 bits where the destination has only 7."""
-        return torch.clamp(dst, self.dst_low, self.dst_high) if self.dst_high > 0 else dst
-
     def extra_repr(self) -> str:
         """Dtypes, scales and zero points."""
         scales = ", ".join(f"{s:.4g}" for s in self.scales.tolist())
         return f"scales=[{scales}], zero_points={self.zero_points.tolist()}"
 
 
-class QAdd(_QCombine):
-    """``quantize(real(src0) + real(src1))``, optionally with relu; shapes broadcast."""
-
-    _direct = ("add", "<src_signed> <src_signed> scales zero_points dst_code relu", "dst_high")
+class _QBinary(_QCombine):
+    """Of two sources whose shapes broadcast, optionally with relu."""
 
     def __init__(self, srcs: list[QParams], dst: QParams | None, relu: bool = False) -> None:
         """``srcs`` has two; ``dst`` None means float32."""
@@ -119,9 +114,15 @@ class QAdd(_QCombine):
         self.relu = relu
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "QAdd":
+    def from_spec(cls, spec: dict[str, Any]) -> Self:
         """See the base class."""
         return cls(**cls._arguments_from_spec(spec), relu=spec["relu"])
+
+
+class QAdd(_QBinary):
+    """``quantize(real(src0) + real(src1))``, optionally with relu; shapes broadcast."""
+
+    _direct = ("add", "<src_signed> <src_signed> scales zero_points dst_code relu", "dst_high")
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
         """Adds."""
@@ -133,20 +134,10 @@ class QAdd(_QCombine):
         return self._limited(dst)
 
 
-class QMul(_QCombine):
+class QMul(_QBinary):
     """``quantize(real(src0) * real(src1))``, optionally with relu; shapes broadcast."""
 
     _direct = ("mul", "<src_signed> <src_signed> scales zero_points dst_code relu", "dst_high")
-
-    def __init__(self, srcs: list[QParams], dst: QParams | None, relu: bool = False) -> None:
-        """``srcs`` has two; ``dst`` None means float32."""
-        super().__init__(srcs, dst, relu=relu)
-        self.relu = relu
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> "QMul":
-        """See the base class."""
-        return cls(**cls._arguments_from_spec(spec), relu=spec["relu"])
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
         """Multiplies."""

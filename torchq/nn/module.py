@@ -153,6 +153,15 @@ class QModule(nn.Module):
         self.src_code = dtype_code(src.dtype)
         self.src_low, self.src_high = src.integers
 
+    def _add_limits(self, dst: QParams | None) -> None:
+        """What :meth:`_limited` needs; None for a float destination."""
+        # 0 where nothing is to be clamped: that is what `_direct` can ask for
+        self.dst_low, self.dst_high = (0, 0) if dst is None or dst.bits == 8 else dst.integers
+
+    def _limited(self, dst: Tensor) -> Tensor:
+        """Clamped to 7 bits where the destination has only 7."""
+        return torch.clamp(dst, self.dst_low, self.dst_high) if self.dst_high > 0 else dst
+
     def _quantized_src(self, src: Tensor) -> Tensor:
         """The source in its quantized dtype; float32 is quantized, all else a TypeError."""
         if src.dtype == self.src_dtype:

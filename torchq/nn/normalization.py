@@ -45,8 +45,7 @@ class _QNorm(QModule):
         self._add_src(src)
         self.dst_dtype = torch.float32 if dst is None else dst.dtype
         self.dst_code = dtype_code(self.dst_dtype)
-        self.limited = dst is not None and dst.bits < 8
-        self.dst_low, self.dst_high = (0, 255) if dst is None else dst.integers
+        self._add_limits(dst)
         one = QParams.per_tensor(1.0) if dst is None else dst
         self.register_buffer("scales", torch.stack([src.scale, one.scale]))
         self.register_buffer("zero_points", torch.stack([src.zero_point, one.zero_point]))
@@ -65,9 +64,6 @@ class _QNorm(QModule):
         dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"], spec["dst_bits"])
         src = placeholder_qparams(spec["src"], spec["src_bits"])
         return cls(src, dst, post_ops=PostOps.parse(spec["post_ops"]), **spec["arguments"])
-
-    def _limited(self, dst: Tensor) -> Tensor:
-        return torch.clamp(dst, self.dst_low, self.dst_high) if self.limited else dst
 
     def extra_repr(self) -> str:
         """Arguments, dtypes and post-ops."""

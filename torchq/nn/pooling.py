@@ -44,15 +44,13 @@ class _QPool(QModule):
         self.contiguous = contiguous
         layout = {"contiguous": True} if contiguous else {}
         own: dict[str, object] = {}
-        self.dst_low = self.dst_high = 0
+        self._add_limits(None if dst == "f32" else dst)
         self.dst_code: int | None = None
         if dst is not None:
             real = QParams.per_tensor(1.0) if dst == "f32" else dst
             self._add_qparams("dst", real)
             self.dst_dtype = torch.float32 if dst == "f32" else real.dtype
             self.dst_code = dtype_code(self.dst_dtype)
-            if real.bits != 8:
-                self.dst_low, self.dst_high = real.integers
             own = {"dst": dtype_name(self.dst_dtype), "dst_bits": real.bits}
         # of the source and of the destination; None where that has the source's
         self.register_buffer("scales", None, persistent=False)
@@ -78,8 +76,7 @@ class _QPool(QModule):
 
     def _finished(self, dst: Tensor) -> Tensor:
         """Clamped to 7 bits where the destination has only 7, and contiguous where wanted."""
-        if self.dst_high > 0:
-            dst = torch.clamp(dst, self.dst_low, self.dst_high)
+        dst = self._limited(dst)
         return dst.contiguous() if self.contiguous else dst
 
     def extra_repr(self) -> str:

@@ -163,10 +163,8 @@ class QLookup(QModule):
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QLookup":
         """See the base class."""
-        src, dst = (
-            placeholder_qparams(spec["src"], spec["src_bits"]),
-            placeholder_qparams(spec["dst"]),
-        )
+        src = placeholder_qparams(spec["src"], spec["src_bits"])
+        dst = placeholder_qparams(spec["dst"])
         return cls(torch.zeros_like, src, dst, spec["function"])
 
     def extra_repr(self) -> str:
