@@ -14,6 +14,7 @@ import pytest
 import torch
 from flows import CONFIGS, sqnr, tensors
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import torchq
 import torchq.nn as tnn
@@ -322,6 +323,20 @@ def test_parametrized_weights_are_computed_once() -> None:
     with torch.no_grad():
         assert sqnr(model(data[0]), converted(data[0])) > 30
     assert nn.utils.parametrize.is_parametrized(model[0])
+
+
+@pytest.mark.parametrize("flow", [torchq, eager])
+def test_pruned_weights_are_computed_once(flow) -> None:
+    """``prune`` multiplies weights by masks in a hook of each call."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    for amount in (0.5, 0.2):  # the second of two on a tensor puts both in a container
+        for layer in (model[0], model[2]):
+            prune.random_unstructured(layer, "weight", amount)
+    prune.l1_unstructured(model[2], "bias", 0.5)
+    data = [torch.randn(2, 3, 9, 9) for _ in range(3)]
+    converted = flow.quantize(model, data, data[0], strict=True)
+    assert sqnr(model(data[0]), converted(data[0])) > 30
+    assert prune.is_pruned(model)
 
 
 def test_empty_sequential_passes_int8_on() -> None:

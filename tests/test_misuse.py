@@ -261,3 +261,23 @@ def test_nothing_to_compare_is_no_perfect_result():
 def test_state_of_the_float_model(qmodel):
     with pytest.raises(RuntimeError, match=r"'0.weight' of the state .* of the float model"):
         copy.deepcopy(qmodel).load_state_dict(MODEL.state_dict())
+
+
+def test_parameters_that_are_not_there_yet():
+    """A copy would get weights of its own."""
+    model = nn.Sequential(nn.LazyConv2d(8, 3), nn.ReLU()).eval()
+    for prepare in (torchq.prepare, torchq.eager.prepare):
+        with pytest.raises(ValueError, match=r"none yet in '0', a LazyConv2d. Run the model on"):
+            prepare(model, DATA[0])
+    model(DATA[0])
+    assert torchq.quantize(model, DATA).get_submodule("0").weight_scale.numel() == 8
+
+
+@pytest.mark.parametrize("flow", [torchq, torchq.eager])
+def test_autocast_changes_nothing(flow):
+    """Every layer stayed float, since its source was bfloat16."""
+    expected = flow.quantize(MODEL, DATA, DATA[0])(DATA[0])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        converted = flow.quantize(MODEL, DATA, DATA[0], strict=True)
+        assert torch.equal(converted(DATA[0]), expected)
+    assert torch.equal(converted(DATA[0]), expected)

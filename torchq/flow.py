@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchq import eager
@@ -57,7 +58,8 @@ def prepare(
     eager.check_model(model)
     args, kwargs = split_inputs(example_inputs)
     try:
-        return _prepared(model, args, kwargs, config, overrides)
+        with torch.autocast("cpu", enabled=False):
+            return _prepared(model, args, kwargs, config, overrides)
     except TypeError:
         check_fit(model, args, kwargs)
         raise

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, fx, nn
+from torch.nn.utils import prune
 from torch.nn.utils.rnn import PackedSequence
 from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
@@ -57,7 +58,7 @@ def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def working_copy(model: nn.Module) -> nn.Module:
     """A deep copy; weights that hooks compute before each call are computed once and for all.
 
-    These are of ``torch.nn.utils.weight_norm`` and ``spectral_norm``.
+    These are of ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune``.
 
     Raises:
         TypeError: something in the model refuses to be copied; the message names it.
@@ -75,6 +76,8 @@ def working_copy(model: nn.Module) -> nn.Module:
                 remove_weight_norm(module, hook.name)
             elif isinstance(hook, SpectralNorm):
                 remove_spectral_norm(module, hook.name)
+            elif isinstance(hook, prune.BasePruningMethod):
+                prune.remove(module, hook._tensor_name)  # type: ignore[no-untyped-call]
     return copied
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
 
@@ -63,7 +64,8 @@ def prepare(
     config = QConfig() if config is None else config
     check_model(model)
     args, kwargs = split_inputs(example_inputs)
-    return prepare_call(model, args, kwargs, config, overrides)
+    with torch.autocast("cpu", enabled=False):
+        return prepare_call(model, args, kwargs, config, overrides)
 
 
 @torch.inference_mode(False)
@@ -150,7 +152,7 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
     """
     check_prepared("calibrate", prepared)
     check_mode("calibrate", prepared)
-    with as_before(prepared), torch.inference_mode():
+    with as_before(prepared), torch.inference_mode(), torch.autocast("cpu", enabled=False):
         for batch in batches("calibrate", data, progress):
             call(prepared, batch)
     return prepared
@@ -275,6 +277,11 @@ def check_model(model: nn.Module) -> None:
                 f"'{name}'. Prepare the model that it was made from."
             )
         own, place = list(module.parameters(recurse=False)), repr(name) if name else "the model"
+        if any(map(is_lazy, own)):
+            raise ValueError(
+                f"torchq.prepare: model must have its parameters, got none yet in {place}, a "
+                f"{type(module).__name__}. Run the model on one input first."
+            )
         dtypes = {p.dtype for p in own} - {torch.float32}
         if isinstance(module, (*QUANTIZABLE, *RECURRENT)) and dtypes:
             raise TypeError(
