@@ -6,7 +6,7 @@ from __future__ import annotations
 import builtins
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,96 +53,19 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
     conditions on sizes guard them.
     Other threads see the originals do their work; those that trace as well wait.
     """
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def factory(*args: Any, **kwargs: Any) -> Any:
-            leaves = tree_leaves((args, kwargs))
-            if tracer.running or not any(isinstance(leaf, fx.Proxy) for leaf in leaves):
-                return original(*args, **kwargs)
-            return tracer.create_proxy("call_function", original, args, kwargs)
-
-        return factory
-
-    def wrap_method(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(*args: Any, **kwargs: Any) -> Any:
-            leaves = [part for leaf in tree_leaves((args, kwargs)) for part in _parts(leaf)]
-            if tracer.running or not any(isinstance(leaf, fx.Proxy) for leaf in leaves):
-                return original(*args, **kwargs)
-            if original.__name__ == "__getitem__":
-                return tracer.create_proxy("call_function", operator.getitem, args, kwargs)
-            return tracer.create_proxy("call_method", original.__name__, args, kwargs)
-
-        return method
-
-    def look(original: Callable[..., Any]) -> Callable[..., Any]:
-        def looks(value: Any) -> Any:
-            return original(tracer.values[value.node] if isinstance(value, fx.Proxy) else value)
-
-        return looks
-
-    def look_at_call(original: Callable[..., bool]) -> Callable[..., bool]:
-        def is_callable(value: Any) -> bool:
-            known = type(value) is Proxy and value.tracer is tracer
-            return original(tracer.values[value.node] if known else value)
-
-        return is_callable
-
-    def look_at_class(original: Callable[..., bool]) -> Callable[..., bool]:
-        def is_instance(value: Any, classes: Any) -> bool:
-            if type(value) is Proxy and not original(value, classes):
-                return issubclass(value.looks_like(), classes)
-            return original(value, classes)
-
-        return is_instance
-
-    def uncompile(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-            nodes = any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs)))
-            python = getattr(function, "_torchdynamo_inline", None)
-            if tracer.running or not nodes or python is None:
-                return original(function, *args, **kwargs)
-            return python(*args, **kwargs)
-
-        return call
-
-    def keep(original: Callable[..., Any]) -> Callable[..., Any]:
-        def as_tensor(data: Any, dtype: Any = None, device: Any = None, **more: Any) -> Any:
-            options = {"dtype": dtype, "device": device}
-            if tracer.running or not any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(data)):
-                return original(data, **options, **more)
-            if not (isinstance(data, fx.Proxy) and isinstance(tracer.values[data.node], Tensor)):
-                return torch.tensor(data, **options)
-            given = {name: option for name, option in options.items() if option is not None}
-            return data.to(**given) if given else data
-
-        return as_tensor
-
-    def forward(original: Any) -> Any:
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            nodes = any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs)))
-            if tracer.running or not nodes:
-                return original.__func__(cls, *args, **kwargs)
-            if cls.setup_context is torch.autograd.Function.setup_context:
-                args = (_Context(len(args)), *args)
-            return cls.forward(*args, **kwargs)
-
-        return classmethod(apply)
-
-    def decide(original: Callable[..., None]) -> Callable[..., None]:
-        def check(error: Any, condition: Any, message: Any) -> None:
-            original(error, bool(condition) if type(condition) is Proxy else condition, message)
-
-        return check
-
+    traced = _Traced(tracer)
+    patches: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        *((torch, name, traced.factory) for name in _FACTORIES),
+        *((Tensor, name, traced.method) for name in _METHODS),
+        *((torch, name, traced.as_tensor) for name in ("as_tensor", "asarray")),
+        *((torch, "is_tensor", traced.of_value), (F, "_none_or_dtype", traced.of_value)),
+        (builtins, "callable", traced.is_callable),
+        (builtins, "isinstance", traced.is_instance),
+        (torch.jit.ScriptFunction, "__call__", traced.uncompiled),
+        (torch.autograd.Function, "apply", traced.forward),
+        (torch, "_check_with", traced.check),
+    ]
     with _LOCK:
-        patches: list[tuple[Any, str, Any]] = [(torch, name, wrap) for name in _FACTORIES]
-        patches += [(Tensor, name, wrap_method) for name in _METHODS]
-        patches += [(torch, "is_tensor", look), (F, "_none_or_dtype", look)]
-        patches += [(builtins, "callable", look_at_call), (torch, "_check_with", decide)]
-        patches += [(torch, "as_tensor", keep), (torch, "asarray", keep)]
-        patches += [(builtins, "isinstance", look_at_class)]
-        patches += [(torch.jit.ScriptFunction, "__call__", uncompile)]
-        patches += [(torch.autograd.Function, "apply", forward)]
         own = [(place, name, vars(place).get(name)) for place, name, _ in patches]
         try:
             for place, name, replaced in patches:
@@ -154,6 +77,95 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
                     delattr(place, name)
                 else:
                     setattr(place, name, original)
+
+
+class _Traced:
+    """From functions as torch and Python have them to ones that take nodes."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def _records(self, leaves: Iterable[Any]) -> bool:
+        """Whether a call with these arguments is to become a node."""
+        return not self._tracer.running and any(isinstance(leaf, fx.Proxy) for leaf in leaves)
+
+    def _value(self, x: Any) -> Any:
+        return self._tracer.values[x.node] if isinstance(x, fx.Proxy) else x
+
+    def factory(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if not self._records(tree_leaves((args, kwargs))):
+                return original(*args, **kwargs)
+            return self._tracer.create_proxy("call_function", original, args, kwargs)
+
+        return make
+
+    def method(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._records(
+                part for leaf in tree_leaves((args, kwargs)) for part in _parts(leaf)
+            ):
+                return original(*args, **kwargs)
+            if original.__name__ == "__getitem__":
+                return self._tracer.create_proxy("call_function", operator.getitem, args, kwargs)
+            return self._tracer.create_proxy("call_method", original.__name__, args, kwargs)
+
+        return call
+
+    def as_tensor(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def keep(data: Any, dtype: Any = None, device: Any = None, **more: Any) -> Any:
+            options = {"dtype": dtype, "device": device}
+            if not self._records(tree_leaves(data)):
+                return original(data, **options, **more)
+            if not isinstance(self._value(data), Tensor):
+                return torch.tensor(data, **options)
+            given = {name: option for name, option in options.items() if option is not None}
+            return data.to(**given) if given else data
+
+        return keep
+
+    def of_value(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x: original(self._value(x))
+
+    def is_callable(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        def look(x: Any) -> bool:
+            known = type(x) is Proxy and x.tracer is self._tracer
+            return original(self._value(x) if known else x)
+
+        return look
+
+    def is_instance(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        def look(x: Any, classes: Any) -> bool:
+            if type(x) is Proxy and not original(x, classes):
+                return issubclass(x.looks_like(), classes)
+            return original(x, classes)
+
+        return look
+
+    def uncompiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+            python = getattr(function, "_torchdynamo_inline", None)
+            if python is None or not self._records(tree_leaves((args, kwargs))):
+                return original(function, *args, **kwargs)
+            return python(*args, **kwargs)
+
+        return call
+
+    def forward(self, original: Any) -> Any:
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._records(tree_leaves((args, kwargs))):
+                return original.__func__(cls, *args, **kwargs)
+            if cls.setup_context is torch.autograd.Function.setup_context:
+                args = (_Context(len(args)), *args)
+            return cls.forward(*args, **kwargs)
+
+        return classmethod(apply)
+
+    def check(self, original: Callable[..., None]) -> Callable[..., None]:
+        def decide(error: Any, condition: Any, message: Any) -> None:
+            original(error, bool(condition) if type(condition) is Proxy else condition, message)
+
+        return decide
 
 
 def _parts(leaf: Any) -> tuple[Any, ...]:
