@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchq::matmul and torchq::gemm on every tier against the oracle, bit for bit."""
+"""torchq::matmul on every tier against the oracle, bit for bit."""
 
 from __future__ import annotations
 
@@ -180,125 +180,6 @@ def test_per_column_destination_scales(isa: str):
     assert_same(TF.matmul(src, weight, args["bias"], attr, U8), expected)
 
 
-@pytest.mark.parametrize("dst", DTYPES, ids=str)
-@pytest.mark.parametrize("group", (2, 8, 16, 24))
-def test_scales_per_group_of_k(isa: str, group: int, dst: torch.dtype):
-    for batch, chain in (((), ()), ""), (((2,), (2,)), "eltwise_relu:0.1"):
-        src, weight = operands((9, 48, 21), S8, S8, batch)
-        args = parameters(48, 21, dst)
-        scales = 0.002 + 0.008 * torch.rand(48 // group, 21)
-        expected = reference_matmul.matmul_by_groups(
-            src, weight, args["bias"], args["src_scale"], scales, -3, 6, args.get("dst_scale"),
-            args.get("dst_zero_point", 0), dst, chain,
-        )  # fmt: skip
-        dims = weight.dim()
-        attr = attributes(args, (dims, dims), {"src": -3, "weights": 6}, chain)
-        attr.set_scales("weights", 3 << (dims - 2), scales.reshape(-1), (group, 1))
-        assert_same(TF.matmul(src, weight, args["bias"], attr, dst), expected, (batch, chain))
-
-
-@pytest.mark.parametrize("dst", DTYPES, ids=str)
-@pytest.mark.parametrize("batch", (((), ()), ((2,), (2,)), ((3, 2), ())), ids=str)
-def test_source_scales_per_row(isa: str, dst: torch.dtype, batch: Any):
-    """A post-op in front of the bias; (M, K) in groups (1, K) is the same as M."""
-    src, weight = operands((6, 33, 18), S8, U8, batch)
-    args = parameters(33, 18, dst) | {"src_scale": None, "weight_zero_point": 7}
-    for name in ("bias", "int32", "none"):
-        bias = {"bias": args["bias"], "int32": torch.arange(18, dtype=S32), "none": None}[name]
-        for all_rows in (True, False):
-            rows = 0.01 + 0.03 * torch.rand((*src.shape[:-1], 1) if all_rows else (6, 1))
-            real = name == "bias"
-            values = [args["bias"], torch.rand(18)] if real else [torch.rand(18)]
-            more = "eltwise_relu:0.1+binary_mul:2"
-            dims = torch.broadcast_shapes(src.shape[:-1], (*weight.shape[:-2], 1))
-            expected = reference_matmul.matmul(
-                src, weight, **args | {"bias": None if real else bias}, src_zero_point=-3,
-                dst_dtype=dst, post_ops=f"binary_mul:1+{'binary_add:2+' * real}{more}",
-                post_op_values=values, post_op_srcs=[rows.expand(*dims, 1)],
-            )  # fmt: skip
-            attr = attributes(args | {"src_scale": 1.0}, (weight.dim(), expected.dim()))
-            attr.set_zero_points("src", 0, -3).set_zero_points("weights", 0, 7)
-            attr.set_post_ops(PostOps.parse(more, values[-1:]))
-            mask = (1 << (src.dim() - 1)) - 1 if all_rows else 1 << (src.dim() - 2)
-            for groups in (None, (1, 33)):
-                given = mask if groups is None else mask | 1 << (src.dim() - 1)
-                attr.set_scales("src", given, rows.reshape(-1), groups)
-                got = TF.matmul(src, weight, bias, attr, dst)
-                assert_same(got, expected, (name, all_rows, groups))
-
-
-@pytest.mark.parametrize("dst", DTYPES, ids=str)
-def test_everything_per_group_of_k(isa: str, dst: torch.dtype):
-    """Scales and zero points of both operands, each in groups of its own size."""
-    k, n = 48, 20
-    for batch, weight_dtype in (((), ()), S8), (((2,), (2,)), U8):
-        src, weight = operands((7, k, n), U8, weight_dtype, batch)
-        args = parameters(k, n, dst)
-        per_k = {"scales": (8, 12), "zeros": (24, 16), "columns": 4}
-        draw = torch.Generator().manual_seed(5)
-        src_scale = 0.01 + 0.02 * torch.rand(k // 8, generator=draw)
-        weight_scale = 0.002 + 0.008 * torch.rand(k // 12, n // 4, generator=draw)
-        src_zero = torch.randint(0, 256, (k // 24,), generator=draw).int()
-        limits = torch.iinfo(weight_dtype)
-        weight_zero = torch.randint(limits.min, limits.max + 1, (k // 16, n), generator=draw).int()
-        size = 4  # gcd(8, 12, 24, 16)
-        expected = reference_matmul.matmul_by_groups(
-            src, weight, args["bias"], src_scale.repeat_interleave(8)[::size],
-            weight_scale.repeat_interleave(12, 0).repeat_interleave(4, 1)[::size],
-            src_zero.repeat_interleave(24)[::size],
-            weight_zero.repeat_interleave(16, 0)[::size],
-            args.get("dst_scale"), args.get("dst_zero_point", 0), dst, "eltwise_relu",
-        )  # fmt: skip
-        column, both = 1 << (src.dim() - 1), 3 << (weight.dim() - 2)
-        attr = attributes(args, (weight.dim(), expected.dim()), text="eltwise_relu")
-        attr.set_scales("src", column, src_scale, (1, 8))
-        attr.set_scales("weights", both, weight_scale.reshape(-1), (12, 4))
-        attr.set_zero_points("src", column, src_zero, (1, 24))
-        attr.set_zero_points("weights", both, weight_zero.reshape(-1), (16, 1))
-        assert str(attr) == str(Attr.parse(str(attr)))
-        assert_same(TF.matmul(src, weight, args["bias"], attr, dst), expected, per_k)
-
-
-def test_one_scale_per_k_and_only_per_k(isa: str):
-    """Masks without groups; weights that share a group's scale among all columns."""
-    src, weight = operands((3, 6, 18), S8, S8)
-    src_scale, weight_scale = torch.rand(6) + 0.5, torch.rand(2) + 0.5
-    attr = Attr().set_scales("src", 2, src_scale).set_scales("weights", 1, weight_scale, (3, 1))
-    expected = reference_matmul.matmul_by_groups(
-        src, weight, None, src_scale, weight_scale.repeat_interleave(3)[:, None].expand(6, 18),
-        0, 0, None, 0, F32, "",
-    )  # fmt: skip
-    assert_same(TF.matmul(src, weight, None, attr), expected)
-    empty = TF.matmul(src[:, :0], weight[:0], None, Attr().set_scales("src", 2, torch.ones(0)))
-    assert_same(empty, torch.zeros(3, 18))
-
-
-def test_scales_per_row_and_per_group_of_k(isa: str):
-    src, weight = operands((5, 12, 17), U8, S8, ((2,), ()))
-    rows, bias = torch.rand(5) + 0.1, torch.randn(17)
-    scales = torch.rand(3, 17) + 0.1
-    expected = reference_matmul.matmul_by_groups(
-        src, weight, None, torch.tensor(1.0), scales, 0, 0, None, 0, F32,
-        "binary_mul:1+binary_add:2", [bias], [rows.reshape(1, 5, 1).expand(2, 5, 1)],
-    )  # fmt: skip
-    attr = Attr().set_scales("src", 2, rows).set_scales("weights", 3, scales.reshape(-1), (4, 1))
-    assert_same(TF.matmul(src, weight, bias, attr), expected)
-
-
-@pytest.mark.parametrize("batch", ((), (2,), (2, 3)), ids=str)
-def test_masks_of_post_ops_index_rows_and_columns(batch: tuple[int, ...]):
-    src, weight = operands((4, 5, 6), U8, S8, (batch, batch))
-    acc = TF.matmul(src, weight)
-    for mask, shape in ((0, (1,)), (1, (*batch, 4, 1)), (2, (6,)), (3, (*batch, 4, 6))):
-        operand = torch.randn(shape)
-        given = PostOps().append_binary("add", operand.reshape(-1), mask)
-        assert_same(TF.matmul(src, weight, attr=Attr().set_post_ops(given)), acc + operand, mask)
-        if mask in (1, 3):
-            later = Attr().set_post_ops(PostOps.parse(f"binary_add:{mask}"))
-            got = TF.matmul(src, weight, attr=later, post_op_srcs=[operand])
-            assert_same(got, acc + operand, mask)
-
-
 @pytest.mark.parametrize("pair", cases.EXTREME_PAIRS, ids=str)
 def test_extreme_pairs(isa: str, pair: tuple[int, int]):
     """Every product the same; zero points at the ends of the range double its size."""
@@ -382,61 +263,11 @@ def test_opcheck_and_fakes():
         src, weight = operands((3, 4, 5), S8, U8, batch)
         none = torch.empty(0)
         check_fake(ops.matmul, (src, weight, none, none, None, None, None, 3, "", none, []))
-    a, b = operands((5, 8, 10))
-    c, co = torch.ones(5, 10, dtype=S32), torch.ones(1, dtype=S32)
-    opcheck(ops.gemm.default, (a, b, c, False, False, 0.5, 2.0, 1, 2, "F", co))
-    check_fake(ops.gemm, (a.t(), b.t(), None, True, True, 1.0, 0.0, 0, 0, "F", co))
 
 
 def test_kernel(isa: str):
     raw(*operands(SIZES[0]))
     assert torchq.last_kernel() == f"gemm:{isa}"
-
-
-# Gemm
-
-
-@pytest.mark.parametrize("trans", list(itertools.product((False, True), repeat=2)), ids=str)
-def test_gemm(isa: str, trans: tuple[bool, bool]):
-    generator = torch.Generator().manual_seed(3)
-    for (m, k, n), dtype in itertools.product(((7, 33, 20), (6, 16, 32), (3, 0, 5)), (U8, S8)):
-        a, b = operands((m, k, n), dtype)
-        c = torch.randint(-(2**31), 2**31, (m, n), generator=generator).to(S32)
-        call = TF.gemm_u8s8s32 if dtype == U8 else TF.gemm_s8s8s32
-        left, right = a.t().contiguous() if trans[0] else a, b.t().contiguous() if trans[1] else b
-        shapes = {"F": (1,), "C": (m, 1), "R": (n,)}
-        for (alpha, beta), (mode, shape) in itertools.product(
-            ((1.0, 0.0), (1.0, 1.0), (0.5, 0.0), (2.5, -0.75), (1.0, 2.0), (0.0, 1.0)),
-            shapes.items(),
-        ):
-            co = torch.randint(-(2**31), 2**31, shape, generator=generator).to(S32)
-            got = call(
-                left, right, c, co.reshape(-1), trans_a=trans[0], trans_b=trans[1], offsetc=mode,
-                alpha=alpha, beta=beta, ao=5, bo=-7,
-            )  # fmt: skip
-            expected = reference_matmul.gemm(a, b, c, co, alpha, beta, 5, -7)
-            assert_same(got, expected, (m, k, n, alpha, beta, mode))
-
-
-def test_gemm_saturates_instead_of_wrapping(isa: str):
-    a, b = torch.full((2, 4), 255, dtype=U8), torch.full((4, 3), 127, dtype=S8)
-    c = torch.full((2, 3), 2**31 - 1, dtype=S32)
-    assert (TF.gemm_u8s8s32(a, b, c, beta=1.0) == 2**31 - 1).all()
-    assert (TF.gemm_u8s8s32(a, -b, -c, beta=1.0, co=-5) == -(2**31)).all()
-    assert (TF.gemm_u8s8s32(a, b, c, alpha=1e9, beta=-1.0) == 2**31 - 1).all()
-
-
-def test_gemm_is_exact_above_2_to_24(isa: str):
-    """A float32 on the way would lose the last bits."""
-    a, b = torch.full((1, 5000), 255, dtype=U8), torch.full((5000, 1), 127, dtype=S8)
-    assert TF.gemm_u8s8s32(a, b, co=1).item() == 255 * 127 * 5000 + 1
-
-
-def test_gemm_without_k_is_that_of_blas(isa: str):
-    a, b = torch.empty(2, 0, dtype=S8), torch.empty(0, 3, dtype=S8)
-    c = torch.arange(6, dtype=S32).reshape(2, 3)
-    assert_same(TF.gemm_s8s8s32(a, b, c, beta=3.0, co=1), 3 * c + 1)
-    assert TF.gemm_s8s8s32(a[:0], b, None).shape == (0, 3)
 
 
 # Errors
@@ -501,18 +332,6 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
         NotImplementedError,
         "a float32 src must have a float32 dst and no post-ops",
     ),
-    (lambda: TF.gemm_u8s8s32(A.to(S8), B), TypeError, "a must be torch.uint8"),
-    (lambda: TF.gemm_s8s8s32(A, B), TypeError, "a must be torch.int8"),
-    (lambda: TF.gemm_u8s8s32(A, B.to(U8)), TypeError, "b must be int8"),
-    (lambda: TF.gemm_u8s8s32(A, B, trans_b=True), ValueError, "Check trans_a and trans_b"),
-    (lambda: TF.gemm_u8s8s32(A, B, beta=1.0), ValueError, "beta must be 0 without c"),
-    (lambda: TF.gemm_u8s8s32(A, B, A), TypeError, "c must be int32"),
-    (lambda: TF.gemm_u8s8s32(A, B, torch.ones(1, 1, dtype=S32)), ValueError, "c must be [4, 5]"),
-    (lambda: TF.gemm_u8s8s32(A, B, offsetc="X"), ValueError, "offsetc must be F"),
-    (lambda: TF.gemm_u8s8s32(A, B, offsetc="C"), ValueError, "co must have 4 values"),
-    (lambda: TF.gemm_u8s8s32(A, B, ao=256), ValueError, "ao must lie in [0, 255]"),
-    (lambda: TF.gemm_u8s8s32(A, B, bo=128), ValueError, "bo must lie in [-128, 127]"),
-    (lambda: TF.gemm_u8s8s32(A, B, alpha=float("nan")), ValueError, "must be finite"),
 ]
 
 
