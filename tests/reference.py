@@ -3,7 +3,8 @@
 
     real = scale * (q - zero_point)
 
-Accumulators are exact integers; what happens to them afterwards is in reference_epilogue.py.
+Accumulators are exact integers; what happens to them afterwards is in reference_epilogue.py, with
+its post-ops in reference_post_ops.py.
 Tensors are plain and unpacked, with any strides: activations (N, C, ...) or (..., K). A parameter
 is a number or a tensor that broadcasts; numbers are rounded to float32, as torchq receives them.
 """
@@ -15,26 +16,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from reference_epilogue import (
-    RANGE,
-    Folded,
-    Number,
-    PostOps,
-    bind,
-    epilogue,
-    f32,
-    f64,
-    float_step,
-    fma32,
-    fold,
-    fold_output_scales,
-    foldable,
-    parse,
-    real_units,
-    rne,
-    scaled_units,
-    store,
-)
+from reference_arithmetic import RANGE, Number, f32, f64, fma32, rne, store
+from reference_epilogue import Folded, epilogue, fold, fold_output_scales, real_units, scaled_units
+from reference_post_ops import PostOps, bind, float_step, foldable, parse
 from torch import Tensor
 
 __all__ = [

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from reference import finish
-from reference_epilogue import RANGE, Number, bind, epilogue, f32, f64, fma32, real_units, store
+from reference_arithmetic import RANGE, Number, f32, f64, fma32, store
+from reference_epilogue import epilogue, real_units
+from reference_post_ops import bind
 from torch import Tensor
 
 

@@ -11,18 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from reference_epilogue import BINARY as CHAIN_BINARY
-from reference_epilogue import (
-    RANGE,
-    TRANSCENDENTAL,
-    bind,
-    bounded_step,
-    f32,
-    f64,
-    fma32,
-    parse,
-    store,
-)
+from reference_arithmetic import RANGE, f32, f64, fma32, store
+from reference_post_ops import BINARY as CHAIN_BINARY
+from reference_post_ops import TRANSCENDENTAL, bind, bounded_step, parse
 from torch import Tensor
 
 Params = tuple[float, int]  # scale, zero point

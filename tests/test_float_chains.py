@@ -13,7 +13,7 @@ import reference
 import torch
 from calls import F32, S8, S32, U8, assert_same, fold, make_call
 from cases import ConvShape, LinearShape, random_q
-from reference_epilogue import TRANSCENDENTAL
+from reference_post_ops import TRANSCENDENTAL
 from torch import Tensor
 
 import torchq

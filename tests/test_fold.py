@@ -12,7 +12,7 @@ import reference
 import torch
 from calls import F32, S8, S32, U8, assert_same
 from cases import LinearShape
-from reference_epilogue import bind, foldable
+from reference_post_ops import bind, foldable
 from torch import Tensor
 
 from torchq.ops import dtype_code

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from calls import S8, S32, U8, assert_same
 from cases import random_q
 from memory import before_guard_page, flushing_denormals, rounding_upward
-from reference_epilogue import fma32
+from reference_arithmetic import fma32
 from torch import Tensor
 
 ops = torch.ops.torchq

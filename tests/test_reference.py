@@ -14,7 +14,8 @@ import reference
 import torch
 import torch.nn.functional as F
 from reference import f32, fma32
-from reference_epilogue import bind, real_units
+from reference_epilogue import real_units
+from reference_post_ops import bind
 
 U8, S8, S32, FP = torch.uint8, torch.int8, torch.int32, torch.float32
 
