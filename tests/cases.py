@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+from geometries import ConvShape, LinearShape, conv, depthwise
 from shapes import (
     CONV,
     CONV_1D,
@@ -26,10 +27,6 @@ from shapes import (
     LINEAR_TAILS,
     LINEAR_UNITS,
     MAX_TAPS_K,
-    ConvShape,
-    LinearShape,
-    conv,
-    depthwise,
     random_conv_shapes,
     random_linear_shapes,
 )

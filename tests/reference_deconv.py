@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from geometries import Sizes, spread
 from reference import finish, pad
 from reference_arithmetic import Number, f64
-from shapes import Sizes, spread
 from torch import Tensor
 
 
