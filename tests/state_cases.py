@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that keep something between calls."""
+"""Models that keep something between calls, and how their conversions are compared."""
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from flows import sqnr
 from models import Wired
 from torch import Tensor, nn
+
+import torchq
 
 Forward = Callable[[Any, Tensor], Tensor]
 KEPT: dict[str, tuple[Forward, Callable[[nn.Module], None]]] = {}
@@ -212,3 +216,24 @@ def buffer_for_others(m: Any, x: Tensor) -> Tensor:
 def on_the_way(m: Any, x: Tensor) -> Tensor:
     m.y = m.a(x)
     return m.b(m.y.relu())
+
+
+def batches() -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(4, 8) for _ in range(6)]
+
+
+def follows(model: nn.Module, converted: nn.Module, data: list[Tensor]) -> list[Tensor]:
+    """Call for call; both begin where they are. Gives the results."""
+    found = []
+    with torch.no_grad():
+        for i, x in enumerate(data):
+            found.append(converted(x).clone())
+            assert sqnr(model(x), found[-1]) > 25, i
+    return found
+
+
+def quantized(model: nn.Module, data: list[Tensor]) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torchq.prepare: Wired cannot be traced: its results")
+        return torchq.quantize(model, data, data[0])

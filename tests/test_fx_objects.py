@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects in which models keep something: shared, compared, copied or left alone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from threading import Lock
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import Wired
+from state_cases import batches, follows, quantized
+from torch import Tensor, fx, nn
+
+import torchq
+from torchq.state import changed
+
+
+class Slotted:
+    """Without a __dict__."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last: Any = None
+
+
+class Writes(nn.Module):
+    """Leaves what it computes for another module."""
+
+    def __init__(self, shared: Any) -> None:
+        super().__init__()
+        self.layer, self.shared = nn.Linear(8, 8), shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        before, self.shared.last = self.shared.last, y
+        return y if before is None else y + before
+
+
+class Reads(Writes):
+    """Computes something else, without an error, where there is nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self.shared.last
+        return self.layer(x) + (0 if last is None or bool(last.sum() == 0) else last)
+
+
+@pytest.mark.parametrize("kind", [Slotted, lambda: SimpleNamespace(last=None)])
+@pytest.mark.parametrize("flow", [torchq, torchq.eager])
+def test_modules_that_share_what_they_keep(flow: Any, kind: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    shared, data = kind(), batches()
+    model = nn.Sequential(Writes(shared), Reads(shared)).eval()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepared = flow.calibrate(flow.prepare(model, data[0]), data)
+    assert prepared[0].shared is prepared[1].shared is not shared
+    assert prepared[0].shared.last is None
+    converted = flow.convert(prepared)
+    assert converted[0].shared is converted[1].shared
+    follows(model, converted, data)
+    if flow is torchq:
+        why = "what its submodule '0' changes when it is called is shared with another one"
+        assert why in str(caught[0].message)
+
+
+def test_modules_that_share_what_nobody_changes_are_prepared_one_by_one() -> None:
+    torch.manual_seed(0)
+    settings, data = SimpleNamespace(last=torch.ones(8), sizes=[8]), batches()
+    model = nn.Sequential(Reads(settings), nn.Linear(8, 8), Reads(settings)).eval()
+    converted = torchq.quantize(model, data, data[0])
+    assert isinstance(converted, fx.GraphModule)
+    follows(model, converted, data)
+
+
+def test_an_object_that_changes_still_refers_to_the_module() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.state.calls += 1
+        return m.b(m.state.layer(x) * (1 + m.state.calls % 2))
+
+    torch.manual_seed(0)
+    model, data = Wired(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval(), batches()
+    model.state = SimpleNamespace(layer=model.a, calls=0)
+    converted = quantized(model, data)
+    assert converted.state.layer is converted.a
+    follows(model, converted, data)
+
+
+def test_objects_are_compared_by_what_a_copy_is_made_of() -> None:
+    def state(value: Any) -> Any:
+        slots = Slotted()
+        slots.last = [value]
+        return {"": {"kept": slots, "same": b"bytes", "part": functools.partial(max, 1)}}
+
+    assert changed(state(1), state(1)) == {}
+    assert changed(state(1), state(2)) == {"": ["kept"]}
+    twice = [1000]
+    one, other = {"": {"kept": [twice, twice]}}, {"": {"kept": [[1000], [1001]]}}
+    assert changed(one, other) == {"": ["kept"]} == changed(other, one)
+    assert changed({"": {"lock": Lock()}}, {"": {"lock": Lock()}}) == {"": ["lock"]}
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta", "quantized"])
+def test_tensors_of_every_kind_may_be_kept(kind: str) -> None:
+    """A graph's adjacency matrix, say; what cannot be compared does not stop a conversion."""
+    graph = {
+        "sparse": lambda: torch.eye(4).to_sparse(),
+        "meta": lambda: torch.empty(4, 4, device="meta"),
+        "quantized": lambda: torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.quint8),
+    }[kind]
+    torch.manual_seed(0)
+    model = Wired(
+        lambda m, x: m.b(torch.sparse.mm(m.graph, m.a(x)) if kind == "sparse" else m.a(x)),
+        a=nn.Linear(8, 8), b=nn.Linear(8, 8),
+    ).eval()  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about what is in beta or goes away
+        model.graph = graph()
+        converted = torchq.quantize(model, batches())
+        follows(model, converted, batches())
+
+
+class Codes(nn.Module):
+    """Has a coder that no copy can have, which copies of it make anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b, self.coder, self.last = nn.Linear(8, 8), [Lock()], [0.0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "coder": [None]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x)
+
+
+def test_what_cannot_be_copied_stays_itself() -> None:
+    torch.manual_seed(0)
+    model = Wired(lambda m, x: m.codes(m.a(x)), a=nn.Linear(8, 8), codes=Codes()).eval()
+    converted = torchq.quantize(model, batches())
+    assert isinstance(converted.codes.b, torchq.nn.QLinear)
+    follows(model, converted, batches())
+
+
+class Counts(nn.Module):
+    """What it keeps in one list with a file decides what later calls do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b, self.bag = nn.Linear(8, 8), [sys.stdout, 0]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Counts:
+        copied = Counts()
+        copied.b, copied.bag = copy.deepcopy(self.b, memo), list(self.bag)
+        return copied.train(self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bag[1] += 1
+        return self.b(x) if self.bag[1] < 50 else self.b(x).relu()
+
+
+def test_what_changes_beside_a_file_is_seen() -> None:
+    with pytest.raises(TypeError, match="cannot pickle"):
+        torchq.quantize(Counts().eval(), batches())
