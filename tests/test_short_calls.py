@@ -277,7 +277,9 @@ def test_references_and_memory():
     counts, uses = before
     assert [a._use_count() for a in watched[:6]] == uses
     drift = [abs(sys.getrefcount(a) - b) for a, b in zip(watched, counts, strict=True)]
-    assert max(drift) < 100, drift  # None and small numbers are shared with everybody
+    # A call that keeps or drops a reference shifts it by 10,000; None and small numbers are also
+    # in what other tests have left, which is freed at any time.
+    assert max(drift) < 5_000, drift
     assert resident_bytes() - resident < 4 << 20
 
 
