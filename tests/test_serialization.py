@@ -197,7 +197,8 @@ def test_custom_modules_are_reported() -> None:
             return src * torch.sigmoid(src)
 
     class MyLinear(nn.Linear):
-        pass
+        def forward(self, src: torch.Tensor) -> torch.Tensor:
+            return super().forward(src) * 2
 
     model = nn.Sequential(nn.Linear(4, 4), Swish(), MyLinear(4, 4)).eval()
     x = torch.randn(2, 4)

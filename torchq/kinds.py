@@ -40,3 +40,8 @@ QUANTIZABLE = (*MATMUL, *COMBINE, *UNARY, *POOLS, *STUBS)
 MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
 EXPOSED = "its parameters are used outside of it too"
 NO_DYNAMIC_FORM = "only linear and recurrent modules have a dynamic form"
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether an object has a forward of its own, which its class does not know."""
+    return not vars(module).keys().isdisjoint(("forward", "_conv_forward"))

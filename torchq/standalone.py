@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torchq.config import QConfig
-from torchq.kinds import EXPOSED, MAX_REDUCTION
+from torchq.kinds import EXPOSED, MAX_REDUCTION, is_patched
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.module import QModule
 from torchq.nn.rnn_observed import CELLS, NETWORKS, ObservedRNN, ObservedRNNCell
@@ -47,8 +47,9 @@ STANDALONE = (ObservedRNN, ObservedRNNCell, DynamicLinear)
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """Whether it is a subclass of a recurrent module, which may compute anything."""
-    return isinstance(module, RECURRENT) and type(module) not in (*NETWORKS, *CELLS)
+    """Whether it is a recurrent module with a forward of its own, which may compute anything."""
+    known = type(module) in (*NETWORKS, *CELLS) and not is_patched(module)
+    return isinstance(module, RECURRENT) and not known
 
 
 def stands_alone(module: nn.Module | None, config: QConfig | None) -> bool:

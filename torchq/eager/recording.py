@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchq.eager.leaves import stand_in
+
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -52,7 +54,7 @@ class Call:
 
     Attributes:
         name: qualified name of the module, or name of the function.
-        module: None for a function.
+        module: None for a function; else the layer it stands for (:func:`stand_in`).
         inputs: values it reads. Values are numbers: a tensor written in place is a new value.
         outputs: values it produces.
         index: its position among all calls.
@@ -86,6 +88,7 @@ class Recording:
     """All calls in order, and how else the model treats its values and modules.
 
     Attributes:
+        leaves: modules whose calls are recorded, by name, as the layers that they stand for.
         calls: in order.
         values: number -> shape and dtype.
         inputs: values the model was given.
@@ -97,6 +100,7 @@ class Recording:
         writes: (index of the call, storage) for each write in place.
     """
 
+    leaves: dict[str, nn.Module] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     values: dict[int, Value] = field(default_factory=dict)
     inputs: set[int] = field(default_factory=set)
@@ -137,12 +141,6 @@ class Recording:
         return any(first.index < i < last.index and storage == s for i, s in self.writes)
 
 
-def is_leaf(module: nn.Module) -> bool:
-    """Modules of torch and torchq without children are recorded as one call."""
-    library = type(module).__module__.startswith(("torch.nn.", "torchq."))
-    return library and next(module.children(), None) is None
-
-
 def record(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Recording:
@@ -181,7 +179,9 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.recording = Recording()
-        self._leaves = {n: m for n, m in model.named_modules() if is_leaf(m)}
+        found = [(n, m, stand_in(m)) for n, m in model.named_modules()]
+        self._leaves = {n: m for n, m, layer in found if layer is not None}
+        self.recording.leaves = {n: layer for n, _, layer in found if layer is not None}
         self._owners: dict[int, list[str]] = defaultdict(list)  # id(parameter) -> leaf modules
         for name, leaf in self._leaves.items():
             for tensor in (*leaf.parameters(), *leaf.buffers()):
@@ -201,7 +201,7 @@ class _Recorder(TorchFunctionMode):
         for name, leaf in self._leaves.items():
             before = leaf.register_forward_pre_hook(self._enter, with_kwargs=True)
             stack.callback(before.remove)
-            hook = self._leave(name)
+            hook = self._leave(name, self.recording.leaves[name])
             after = leaf.register_forward_hook(hook, with_kwargs=True, always_call=True)
             stack.callback(after.remove)
         return stack
@@ -286,14 +286,14 @@ class _Recorder(TorchFunctionMode):
         self.depth += 1
         self._versions.append([t._version for t in _tensors((args, kwargs))])
 
-    def _leave(self, name: str) -> Callable[..., Any]:
+    def _leave(self, name: str, layer: nn.Module) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
             versions, sources = self._versions.pop(), _tensors((args, kwargs))
             if self.depth == 1:
                 written = _written(sources, versions)
                 if any(t is result for t in sources):
                     result = result.detach()  # another object: who reads which one is then seen
-                call = self.add(name, module, sources, result)
+                call = self.add(name, layer, sources, result)
                 call.keywords = bool(kwargs)
                 if isinstance(module, nn.Unflatten):
                     self.recording.strided.update(call.inputs)

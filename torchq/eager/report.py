@@ -7,7 +7,6 @@ from torch import nn
 
 from torchq.eager.fuse import Layer
 from torchq.eager.planning import Plan
-from torchq.eager.recording import is_leaf
 from torchq.explain import NOT_CALLED, Row
 from torchq.kinds import MATMUL, QUANTIZABLE
 from torchq.standalone import FOREIGN, RECURRENT, is_foreign
@@ -52,7 +51,8 @@ class _Reporter:
         elif layer is None and name not in self.plan.standalone:
             quantized, reason = self._without_layer(name, module)
         requested = self.plan.config(name) is None
-        is_matmul = isinstance(module, (*MATMUL, *RECURRENT))
+        made = self.plan.recording.leaves.get(name, module)
+        is_matmul = isinstance(made, (*MATMUL, *RECURRENT))
         own = name
         name, site = (f"{self.plan.prefix}{other}".rstrip(".") for other in (name, site))
         kind, calls = type(module).__name__, max(len(self.calls.get(own, [])), 1)
@@ -62,7 +62,7 @@ class _Reporter:
         calls = self.calls.get(name, [])
         if is_foreign(module):
             return False, FOREIGN
-        if not is_leaf(module):
+        if name not in self.plan.recording.leaves:
             return False, "only leaf modules of torch.nn and torchq.nn have an int8 form"
         if not calls and name in self.plan.recording.exposed:
             return False, "its parameters are used outside of it, and it is not called"

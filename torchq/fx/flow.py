@@ -10,6 +10,7 @@ from torch import nn
 
 from torchq import eager
 from torchq.config import Overrides, QConfig
+from torchq.eager.leaves import stand_in
 from torchq.explain import Row, check_strict
 from torchq.fx.capture import Captured, CaptureError, capture
 from torchq.fx.fake import freeze_observers
@@ -79,7 +80,7 @@ def _prepare_opaque(
     rows: dict[str, list[Row]] = {}
     for name, why in captured.untraceable.items():
         module = captured.model.get_submodule(name)
-        if any(isinstance(m, QUANTIZABLE) for m in module.modules()):
+        if any(isinstance(stand_in(m), QUANTIZABLE) for m in module.modules()):
             args, kwargs = captured.examples[name]
             try:
                 keeps = name in captured.keeping

@@ -31,6 +31,7 @@ from torchq.fx.proxy import Proxy, release
 from torchq.fx.recorder import Recorder
 from torchq.fx.respelled import UNSCRIPTED, instead, settle_filter
 from torchq.fx.results import is_like
+from torchq.kinds import is_patched
 from torchq.state import put_back, state_of
 
 __all__ = ["Tracer"]
@@ -161,7 +162,7 @@ class Tracer(Recorder):
             return False  # a pad, and a convolution without
         if isinstance(m, nn.Sequential):  # an empty one is a shortcut that changes nothing
             return False
-        library = type(m).__module__.startswith(("torch.nn.", "torchq."))
+        library = type(m).__module__.startswith(("torch.nn.", "torchq.")) and not is_patched(m)
         return library and (isinstance(m, _WHOLE) or next(m.children(), None) is None)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
