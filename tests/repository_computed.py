@@ -194,3 +194,29 @@ class Speech(nn.Module):
         x = x + self.pw2(F.silu(self.dw(gated))).transpose(1, 2)
         padding = torch.arange(t)[None] >= lengths[:, None]
         return self.ctc(F.normalize(x, p=2, dim=-1)).masked_fill(padding[..., None], 0.0)
+
+
+# Language: tokens sorted by their expert, all experts in one grouped product, a router
+
+
+@model("experts", lambda: torch.randint(0, 20, (2, 9)), 3, 5)
+class Experts(nn.Module):
+    def __init__(self, d: int = 16, experts: int = 4, top: int = 2) -> None:
+        super().__init__()
+        self.embed, self.router, self.norm = nn.Embedding(20, d), nn.Linear(d, 4), nn.LayerNorm(d)
+        self.up = nn.Parameter(torch.randn(experts, 2 * d, d) * 0.2)
+        self.down = nn.Parameter(torch.randn(experts, d, d) * 0.2)
+        self.before, self.head, self.top = nn.Linear(d, d), nn.Linear(d, 20), top
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.before(self.embed(ids)).flatten(0, 1)
+        weights, chosen = self.router(x).softmax(-1).topk(self.top, -1)
+        order = torch.argsort(chosen.reshape(-1), stable=True)
+        rows = torch.div(order, self.top, rounding_mode="floor")
+        count = torch.histc(chosen.reshape(-1).float(), bins=len(self.up), min=0, max=3)
+        ends = torch.cumsum(count, 0, dtype=torch.int32)
+        gate, value = F.grouped_mm(x[rows], self.up.mT, offs=ends).chunk(2, -1)
+        y = F.grouped_mm(F.silu(gate) * value, self.down.mT, offs=ends)
+        y = y * weights.reshape(-1)[order, None]
+        x = torch.zeros_like(x).index_add(0, rows, y) + x
+        return self.head(self.norm(x)).unflatten(0, ids.shape)

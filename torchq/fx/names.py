@@ -42,6 +42,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         found[f"torch.{name}"] = getattr(torch.functional, name)
     for name in ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor"):
         found[f"torch.{name}"] = getattr(torch, name)
+    found["torch._grouped_mm"] = torch._grouped_mm  # what F.grouped_mm calls
     return found
 
 

@@ -201,6 +201,8 @@ PATTERNS: list[Pattern] = [
     Pattern(Role.PRODUCT, (), (torch.inner, "inner"), "input other", matmuls.inner),
     Pattern(Role.PRODUCT, (), (torch.einsum,), "equation input other", matmuls.contraction),
     _float("its weight multiplies two tensors", nn.Bilinear, F.bilinear, is_matmul=True),
+    _float("which of its matrices a row is multiplied by is known at run time only",
+           torch._grouped_mm, is_matmul=True),
     Pattern(Role.NORM, BATCH_NORM, (F.batch_norm,),
             "input running_mean running_var weight=None bias=None training=False momentum=0.1 "
             "eps=1e-05", matmuls.batch_norm, matmuls.check_norm),
