@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,3 +234,67 @@ def test_none_in_a_container_is_guarded(kind: str) -> None:
     assert torch.equal(prepared(batch(x, None)), model(batch(x, None)))
     with pytest.raises(RuntimeError, match="argument that was None, got a tensor"):
         prepared(batch(x, torch.zeros(8)))
+
+
+def _scaled(y: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+    y = y if scale is None else y * scale
+    return y if shift is None else y + shift
+
+
+ASKS: dict[str, Any] = {
+    "in": lambda y, d: _scaled(y * d["scale"], shift=d["shift"]) if "shift" in d else y,
+    "not in": lambda y, d: y * d["scale"] if "shift" not in d else y,
+    "iterated": lambda y, d: torch.stack([y * d[key] for key in d]).sum(0),
+    "keys": lambda y, d: torch.stack([y * d[key] for key in d.keys()]).sum(0),  # noqa: SIM118
+    "values": lambda y, d: torch.stack([y * v for v in d.values()]).sum(0),
+    "items": lambda y, d: torch.stack([y + v if k == "shift" else y * v for k, v in d.items()]),
+    "expanded": lambda y, d: _scaled(y, **d),
+    "length": lambda y, d: y * len(d) + d["scale"],
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_keys_that_code_asks_for_are_guarded(name: str, tmp_path: Path) -> None:
+    """A dict with more in it is refused, not looked at as if it had no more."""
+    model = Wired(lambda m, x, d: ASKS[name](m.a(x), d), a=nn.Linear(8, 8))
+    small = {"scale": torch.rand(4, 8)}
+    large = small | {"shift": torch.rand(4, 8)}
+    for example, other in ((small, large), (large, small)):
+        model, found = convert(model, example)
+        torchq.save(found[0], tmp_path / "model")
+        for converted in (*found, torchq.load(tmp_path / "model")):
+            check(model, converted, example)
+            with pytest.raises((RuntimeError, torch.jit.Error), match="was a dict"):
+                converted(X, other)
+
+
+@pytest.mark.parametrize("container", [list, tuple])
+@pytest.mark.parametrize("asks", [
+    lambda y, given: torch.stack([y * x for x in given]).sum(0),
+    lambda y, given: torch.cat([y, *given], 1),
+    lambda y, given: y * len(given) + given[0],
+    lambda y, given: y + sum(x for x in given[1:]),
+    lambda y, given: y * given[-1] if given else y,
+])  # fmt: skip
+def test_numbers_of_tensors_are_guarded(asks: Any, container: Any) -> None:
+    model = Wired(lambda m, x, given: asks(m.a(x), given), a=nn.Linear(8, 8)).eval()
+    made = [torch.rand(4, 8) for _ in range(3)]
+    example = container(made[:2])
+    converted = torchq.quantize(model, [(X, example)], (X, example))
+    forms = [converted, torch.jit.script(copy.deepcopy(converted))]
+    for found in forms if container is list else forms[:1]:  # a list of tensors, for TorchScript
+        check(model, found, example)
+        for n in (1, 3):
+            with pytest.raises((RuntimeError, torch.jit.Error), match=r"size or condition was"):
+                found(X, container(made[:n]))
+
+
+def test_the_name_of_a_dtype_is_known() -> None:
+    """``x.type()``, as old code asks for half precision."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.a(x).half() if "Half" in x.type() else m.a(x)
+
+    model, found = convert(Wired(forward, a=nn.Linear(8, 8)))
+    for converted in found:
+        check(model, converted)

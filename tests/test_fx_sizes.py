@@ -214,6 +214,24 @@ def refuses(fc: Any, x: Tensor) -> Tensor:
     return fc(x)
 
 
+def in_windows(fc: Any, x: Tensor) -> Tensor:
+    return torch.stack([fc(part).mean(1) for part in x.split(2, 1)]).sum(0)
+
+
+def by_frames(fc: Any, x: Tensor) -> Tensor:
+    y = fc(x).unbind(1)
+    return y[0] + sum(frame * i for i, frame in enumerate(y[1:], 1))
+
+
+def by_samples(fc: Any, x: Tensor) -> Tensor:
+    return torch.stack([fc(sample) for sample in torch.unbind(x)])
+
+
+def in_at_most(fc: Any, x: Tensor) -> Tensor:
+    parts = torch.chunk(x, 4, dim=1)
+    return torch.stack([fc(part).mean(1) / len(parts) for part in parts]).sum(0)
+
+
 class Applies(nn.Module):
     """A function of a layer and the input."""
 
@@ -228,7 +246,8 @@ class Applies(nn.Module):
 @pytest.mark.parametrize("example", [(1, 7), (2, 7), (2, 2), (4, 7)])
 @pytest.mark.parametrize("function", [
     in_chunks, by_rows, not_taken, other_size, longer, others_longer, halves, asks_more, two_ways,
-    either, products, expands, in_a_set, in_a_dict, alike,
+    either, products, expands, in_a_set, in_a_dict, alike, in_windows, by_frames, by_samples,
+    in_at_most,
 ])  # fmt: skip
 def test_batches_never_take_the_wrong_path(function: Any, example: tuple[int, int]) -> None:
     """A graph raises or gives what the model gives, for every batch and length."""

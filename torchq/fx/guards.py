@@ -14,6 +14,8 @@ __all__ = [
     "OPTIONAL",
     "expect",
     "expect_float",
+    "expect_key",
+    "expect_keys",
     "expect_nan",
     "expect_none",
     "expect_number",
@@ -151,6 +153,30 @@ def expect_none(value: Tensor | None) -> None:
         _raise_other("None", "a tensor" if isinstance(value, Tensor) else f"{value}")
 
 
+@torch.fx.wrap
+def expect_keys(values: dict[str, Tensor], expected: list[str]) -> None:
+    """The same of the keys of a dict that the model's Python code went through, in their order.
+
+    Raises:
+        RuntimeError: naming both.
+    """
+    keys = list(values.keys())
+    if keys != expected:
+        _raise_other(f"a dict of {expected}", f"one of {keys}")
+
+
+@torch.fx.wrap
+def expect_key(values: dict[str, Tensor], key: str, present: bool) -> None:
+    """The same of one key that the code asked for.
+
+    Raises:
+        RuntimeError: naming it.
+    """
+    if (key in values) != present:
+        known = "with" if present else "without"
+        _raise_other(f"a dict {known} '{key}'", f"one of {list(values.keys())}")
+
+
 def _raise_other(expected: str, got: str) -> None:
     raise RuntimeError(
         f"torchq.fx: the model was traced with an argument that was {expected}, got {got}, and the "
@@ -163,7 +189,7 @@ OPTIONAL: Any = Optional[Tensor]  # noqa: UP045 - torch.fx cannot write ``Tensor
 
 GUARDS = (
     *(expect, expect_real, expect_number, expect_nan, expect_text, expect_none, expect_same),
-    expect_float,
+    *(expect_float, expect_keys, expect_key),
 )
 for _guard in GUARDS:
     torch.fx.node.has_side_effect(_guard)  # or eliminate_dead_code takes it for unused

@@ -31,7 +31,7 @@ _REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem")
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {"getattr": getattr, "int": int, "abs": abs}
+    found: dict[str, Callable[..., Any]] = {"getattr": getattr, "int": int, "abs": abs, "len": len}
     for prefix, namespace in _NAMESPACES.items():
         for name in dir(namespace):
             function = getattr(namespace, name)

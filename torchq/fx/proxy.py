@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 import gc
 import operator
 import sys
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchq.fx import containers
 from torchq.fx.guards import rounded, with_item
 from torchq.fx.place import assigns_item
 from torchq.fx.recorder import Recorder
@@ -51,6 +53,8 @@ class Proxy(fx.Proxy):
         if isinstance(value, Tensor) and name in _CONSTANTS:
             self.tracer.asked_rank |= name == "ndim"
             return found
+        if isinstance(value, dict) and name in ("items", "values"):
+            return functools.partial(self._entries, name == "items")
         if callable(found):
             return fx.proxy.Attribute(self, name)
         return self.tracer.create_proxy("call_function", getattr, (self, name), {})
@@ -63,16 +67,22 @@ class Proxy(fx.Proxy):
         self.tracer.replace(self, written)
 
     def __len__(self) -> int:
-        """Guarded, of a tensor."""
-        value = self.tracer.values[self.node]
-        if isinstance(value, Tensor):
+        """Guarded where it may be another one."""
+        if isinstance(self.tracer.values[self.node], Tensor):
             return int(self.tracer.known(self.size(0)))
-        self.tracer.asked_rank = True
-        return len(value)
+        return containers.length(self.tracer, self)
 
     def __contains__(self, item: Any) -> bool:
         """Guarded."""
+        if isinstance(self.tracer.values[self.node], dict):
+            return containers.has_key(self.tracer, self.node, item)
         return item in self.tracer.known(self)
+
+    def _entries(self, with_keys: bool) -> list[Any]:
+        """What ``items()`` or ``values()`` of a dict goes through."""
+        indexable: Any = self
+        entries = [(key, indexable[key]) for key in self.tracer.keys(self)]
+        return entries if with_keys else [value for _, value in entries]
 
     def __index__(self) -> int:
         """Guarded, unless it is torch that asks whether this is a number, and then dispatches."""

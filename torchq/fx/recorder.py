@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torchq.fx import containers
 from torchq.fx.guards import expect, expect_real
 from torchq.fx.nodes import compute, counts
 from torchq.fx.place import line, place
@@ -30,6 +31,7 @@ class Recorder(SequenceTracer):
 
     Attributes:
         values: what each node is on the example inputs.
+        untraceable: names of modules that are one opaque call each -> why.
         asked_rank: the code has asked for a number of dimensions.
         asked: guards of numbers that may have been asked for in vain, see ``Proxy.__index__``.
         released: the call is over, and nothing more is guarded.
@@ -46,6 +48,7 @@ class Recorder(SequenceTracer):
         """Nothing is recorded yet; other threads than this one compute as usual."""
         super().__init__()
         self.values: dict[fx.Node, Any] = {}
+        self.untraceable: dict[str, str] = {}
         self.asked_rank = False
         self.asked: list[tuple[FrameType, int, list[fx.Node]]] = []
         self.released = False
@@ -83,8 +86,10 @@ class Recorder(SequenceTracer):
             n for n, version in zip(sources, versions, strict=True)
             if self.values[n]._version != version
         ]  # fmt: skip
-        asks = node.target in _ASKS_SHAPE or (
-            node.target is getattr and node.args[1] in _ASKS_SHAPE
+        asks = (
+            node.target in _ASKS_SHAPE
+            or node.target is len
+            or (node.target is getattr and node.args[1] in _ASKS_SHAPE)
         )
         static = all(n.meta["static"] for n in node.all_input_nodes)
         counted = [n for n in node.all_input_nodes if n.meta.get("counted")]
@@ -133,12 +138,13 @@ class Recorder(SequenceTracer):
         if isinstance(value, (bool, int, float)) and node.meta["varying"]:
             if (parts := _compared(self, node)) is not None:
                 for part, expected in parts:
-                    self._guard(expect, part.node, expected)
+                    self.guard(expect, part.node, expected)
                 return value
-            self._guard(expect_real if isinstance(value, float) else expect, node, value)
+            self.guard(expect_real if isinstance(value, float) else expect, node, value)
         return value
 
-    def _guard(self, check: Callable[..., None], *args: Any) -> None:
+    def guard(self, check: Callable[..., None], *args: Any) -> None:
+        """Adds a call of one of the guards."""
         if check in (expect, expect_real):
             inside = self.scope.module_path
             args = (*args, f" ({line()}, in '{inside}')" if inside else f" ({line()})")
@@ -149,21 +155,24 @@ class Recorder(SequenceTracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Which way an `if` goes."""
         value = self.values[obj.node]
-        return bool(value if isinstance(value, (tuple, list, dict, str)) else self.known(obj))
+        if isinstance(value, (tuple, list, dict)):
+            return containers.length(self, obj) > 0
+        return bool(value if isinstance(value, str) else self.known(obj))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         """Over what has a length."""
         value = self.values[obj.node]
         if isinstance(value, (dict, set)):
-            return iter(value)
+            return iter(self.keys(obj) if isinstance(value, dict) else value)
         if not isinstance(value, (tuple, list, Tensor)):
             raise fx.proxy.TraceError(f"its Python code iterates over a {type(value).__name__}")
         indexable: Any = obj
-        return (indexable[i] for i in range(len(indexable)))
+        items = len(indexable) if isinstance(value, Tensor) else containers.length(self, obj, True)
+        return (indexable[i] for i in range(items))
 
     def keys(self, obj: fx.Proxy) -> Any:
-        """Of a dict."""
-        return self.values[obj.node].keys()
+        """Of a dict; guarded."""
+        return containers.keys(self, obj.node)
 
 
 def _compared(tracer: Recorder, node: fx.Node) -> list[tuple[fx.Proxy, int | bool]] | None:

@@ -54,6 +54,8 @@ def instead(tracer: Recorder, kind: str, target: Any, args: Sequence[Any], kwarg
         return args[0] % 1 == 0
     if target in (torch.is_floating_point, torch.is_complex) and isinstance(source, Tensor):
         return target(source)
+    if kind == "call_method" and target == "type" and isinstance(source, Tensor) and not args[1:]:
+        return source.type()  # the name of its dtype, as of torch's old classes
     if target in (operator.eq, operator.ne) and any(x is None for x in args):
         return target(*(tracer.values[x.node] if type(x) is Proxy else x for x in args))
     if tracer.running:

@@ -58,7 +58,6 @@ class Tracer(Recorder):
         """To trace ``model(*args, **kwargs)``, but not into ``opaque`` (name -> why)."""
         super().__init__()
         self.proxy_buffer_attributes = True
-        self.untraceable: dict[str, str] = {}
         self.examples: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.entered, self.called = set[str](), set[str]()
         self._cache: dict[str, fx.Proxy] = {}
@@ -140,7 +139,7 @@ class Tracer(Recorder):
             source = source.args[0]
         if source.op != "placeholder" or len(node.all_input_nodes) != 1:
             return False
-        self._guard(expect_none, node)
+        self.guard(expect_none, node)
         return True
 
     # Modules
@@ -260,14 +259,14 @@ class Tracer(Recorder):
         if isinstance(value, (bool, int)):
             return self.known(proxy)
         if isinstance(value, float) and math.isnan(value):
-            self._guard(expect_nan, proxy.node)
+            self.guard(expect_nan, proxy.node)
         elif isinstance(value, float | str):
-            self._guard(expect_text if isinstance(value, str) else expect_number, proxy.node, value)
+            self.guard(expect_text if isinstance(value, str) else expect_number, proxy.node, value)
         elif value is None:
             proxy.node.type = OPTIONAL
-            self._guard(expect_none, proxy.node)
+            self.guard(expect_none, proxy.node)
         else:
-            self._guard(expect_same, proxy.node, self.create_arg(value))
+            self.guard(expect_same, proxy.node, self.create_arg(value))
         return value
 
 
