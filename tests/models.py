@@ -273,7 +273,7 @@ wired("linear_bn_3d", (2, 6, 8), 1, lambda m, x: m.bn(m.lin(x)), lin=lambda: nn.
       bn=lambda: nn.BatchNorm1d(6))  # fmt: skip
 wired("unbatched", (8, 10, 10), 0, lambda m, x: m.p(m.b(m.a(x))), **TWO,
       p=lambda: nn.MaxPool2d(2), total=2)  # fmt: skip
-wired("keyword_layer", (4, 8), 0, lambda m, x: m.lin(input=x), lin=lambda: nn.Linear(8, 8), total=1)
+wired("keyword_layer", (4, 8), 1, lambda m, x: m.lin(input=x), lin=lambda: nn.Linear(8, 8))
 wired("never_called", IMAGE, 1, lambda m, x: m.a(x), **TWO, total=2)
 wired("forward_directly", IMAGE, 1, lambda m, x: m.b(m.a.forward(x)), **TWO, total=2)
 wired("clip_bounds", IMAGE, 3, lambda m, x: m.c(m.h(m.b(m.t(m.a(x))))), **TWO, c=conv,
@@ -311,7 +311,7 @@ case("geometry", (2, 8, 13, 11), 5)(
         *(nn.Conv2d(6, 4, 1, bias=False), nn.AvgPool2d(2, padding=1), nn.MaxPool2d(2)),
     )
 )
-case("reflect", IMAGE, 1, 2)(
+case("reflect", IMAGE, 2)(
     lambda: nn.Sequential(conv(), nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"))
 )
 case("volumes", (2, 3, 6, 7, 8), 2)(

@@ -158,7 +158,7 @@ def test_code_that_is_one_layer(name, tmp_path) -> None:
     torch.manual_seed(0)
     model, data = Swapped(make()).eval(), [source() for _ in range(3)]
     result = converted(torchq, model, data, strict=True)
-    assert type(result.part) is cls and type(model.part) is not cls
+    assert type(result.part.layer) is cls and type(model.part) is not cls
     (row,) = torchq.explain(result).rows
     assert row.quantized and row.is_matmul and row.kind == type(model.part).__name__
     torchq.save(result, tmp_path / "model")
@@ -203,7 +203,20 @@ def test_weights_that_others_read() -> None:
 
     torch.manual_seed(0)
     result = converted(torchq, Tied().eval(), [rows() for _ in range(3)])
-    assert type(result.a) is Transposed and type(result.b) is tnn.QLinear
+    assert type(result.a) is Transposed and type(result.b.layer) is tnn.QLinear
+
+
+def test_arguments_by_name() -> None:
+    """The quantized layer's is called as that of torch.nn."""
+
+    class Named(Swapped):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.part(x=x)
+            return y * 2 if float(y.sum()) > 1e9 else y
+
+    result = converted(torchq, Named(Plain(8, 5)).eval(), [rows() for _ in range(3)])
+    assert type(result.part) is Plain
+    assert torchq.explain(result).rows[0].reason == "called with keyword arguments"
 
 
 @pytest.mark.parametrize("flow", [torchq, eager])

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from torchq.nn.fused import ResidualFirst
 from torchq.nn.module import QModule
+from torchq.nn.swapped import Swapped
 from torchq.saturation import seven_bits
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
@@ -127,7 +127,7 @@ def explain(model: nn.Module) -> Explanation:
             "torchq.save wrote."
         )
     details = {
-        name: (module.layer if isinstance(module, ResidualFirst) else module).extra_repr()
+        name: str((module.layer if isinstance(module, Swapped) else module).extra_repr())
         for name, module in model.named_modules()
         if isinstance(module, QModule)
     }

@@ -77,10 +77,9 @@ def _prepared(
     try:
         return graph.prepare(model, kwargs or args, config, overrides)
     except CaptureError as error:
-        reason, keeps = f"{type(model).__name__} cannot be traced: {error}", error.keeps_state
-    prepared = eager.prepare_call(
-        model, args, kwargs, config or QConfig(), overrides, keeps_state=keeps
-    )  # where the model itself fails on these inputs, this raises what it says
+        reason = f"{type(model).__name__} cannot be traced: {error}"
+    # where the model itself fails on these inputs, this raises what it says
+    prepared = eager.prepare_call(model, args, kwargs, config or QConfig(), overrides)
     warnings.warn(
         f"torchq.prepare: {reason}. Its modules are swapped instead; functions and operators stay "
         "float.",

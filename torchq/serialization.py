@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from torchq.explain import Row
 from torchq.fake_quantize import FakeQuantize
+from torchq.fx.module import QuantizedGraph
 from torchq.fx.structure import GRAPH_KEY, decode, encode, plain_module
 from torchq.nn.module import QModule, read_spec
 from torchq.observers import Observer
@@ -65,8 +66,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         fields = {"rows": [astuple(row) for row in report], "note": getattr(model, _NOTE, "")}
         text = zlib.compress(json.dumps(fields, separators=(",", ":")).encode())
         state[REPORT_KEY] = torch.tensor(list(text), dtype=torch.uint8)
-    if isinstance(model, fx.GraphModule):
-        state[GRAPH_KEY] = encode(model)
+    for name, part in model.named_modules():
+        if isinstance(part, QuantizedGraph):
+            state[f"{name}.{GRAPH_KEY}".lstrip(".")] = encode(part)
     try:
         from safetensors.torch import save as dump
     except ImportError:
@@ -95,6 +97,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     state = read_state(Path(path))
     text, report = state.pop(GRAPH_KEY, None), state.pop(REPORT_KEY, None)
     loaded = _swapped(model, state, path) if text is None else _traced(text, model, state, path)
+    state = {name: value for name, value in state.items() if not name.endswith(GRAPH_KEY)}
     missing, unexpected = loaded.load_state_dict(state, strict=False)
     left = [name for name in missing if name not in _aliases(loaded, state)]
     if left or unexpected:
@@ -129,7 +132,13 @@ def _swapped(
             "was not traced: model must be given. Pass a float model of the architecture the file "
             "was saved from."
         )
-    modules = _quantized(state)
+    modules: dict[str, nn.Module] = {}
+    for key in sorted(key for key in state if key.endswith(f".{GRAPH_KEY}")):
+        name = key.removesuffix(f".{GRAPH_KEY}")
+        own = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
+        modules[name] = _traced(own.pop(GRAPH_KEY), _submodule(model, name, path), own, path)
+    inside = tuple(f"{name}." for name in modules)
+    modules |= _quantized({k: v for k, v in state.items() if not k.startswith(inside)})
     memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in modules.items()}
     swapped: nn.Module = copy.deepcopy(model, memo)
     return swapped
@@ -162,11 +171,11 @@ def _quantized(state: dict[str, Tensor]) -> dict[str, nn.Module]:
         if last == "spec":
             name = name[1:]
             module = build(read_spec(state[key]))
-            outer = next((n for n in modules if name.startswith(f"{n}.")), None)
+            outer = next((n for n in modules if name.startswith(f"{n}." if n else n)), None)
             if outer is None:
                 modules[name] = module
             else:
-                parent, _, own = name[len(outer) + 1 :].rpartition(".")
+                parent, _, own = name[len(outer) + bool(outer) :].rpartition(".")
                 setattr(modules[outer].get_submodule(parent), own, module)
     return modules
 

@@ -19,7 +19,6 @@ from torchq.eager.flow import check_prepared
 from torchq.explain import explain
 from torchq.flow import prepare, quantize
 from torchq.fx.prepared import Prepared
-from torchq.nn.fused import Absorbed, FusedClip, ResidualFirst
 from torchq.nn.module import QModule
 from torchq.observers import Observer
 from torchq.running import Inputs, batches, call, decibels, float_tensors, with_progress
@@ -34,9 +33,6 @@ __all__ = [
     "sensitivity",
     "sqnr",
 ]
-
-
-_NO_WORK = (Absorbed, FusedClip)
 
 
 @dataclass(frozen=True)
@@ -157,7 +153,7 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
 
     handles = []
     for name, module in qmodel.named_modules():
-        if isinstance(module, QModule) and not isinstance(module, _NO_WORK) and name in floats:
+        if isinstance(module, QModule) and name in floats:
             handles.append(floats[name].register_forward_hook(partial(keep, name)))
             handles.append(module.register_forward_hook(partial(against, name)))
     if not handles:
@@ -190,7 +186,12 @@ def _first(dst: Any) -> Any:
 
 def float_layers(prepared: nn.Module) -> dict[str, nn.Module]:
     """Name of a module of the converted model -> a module that returns its float destination."""
-    return prepared.results() if isinstance(prepared, Prepared) else dict(prepared.named_modules())
+    found = {} if isinstance(prepared, Prepared) else dict(prepared.named_modules())
+    for name, module in prepared.named_modules():
+        if isinstance(module, Prepared):
+            prefix = f"{name}." if name else ""
+            found |= {f"{prefix}{own}": result for own, result in module.results().items()}
+    return found
 
 
 def without_observers(prepared: nn.Module) -> nn.Module:
@@ -205,9 +206,8 @@ def without_observers(prepared: nn.Module) -> nn.Module:
 
 def _last_step(module: nn.Module) -> nn.Module:
     """The module whose destination it is."""
-    state = module.layer if isinstance(module, ResidualFirst) else module
-    lookup = getattr(state, "lookup", None)
-    return state if lookup is None else lookup
+    lookup = getattr(module, "lookup", None)
+    return module if lookup is None else lookup
 
 
 def real(module: nn.Module, dst: Tensor) -> Tensor:

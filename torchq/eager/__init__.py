@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The eager flow: swap modules, leave the model's own Python code as it is.
 
-:func:`prepare` runs the model and records who consumes what. A module will emit int8 only if
-every reader of its result is a quantized module too (through views, pools and dropout), else
-float32; plain torch operations in between therefore see float tensors and mean what they always
-meant. A reader takes the scale of the layer it reads from.
+Nothing is known about that code, so nothing is assumed: a convolution or linear layer that it calls
+takes float32 and gives float32, whatever way later inputs go and whatever reads the result.
+int8 values go from layer to layer, and batch norms and activations into them, only where all code
+in between is torch's: in an ``nn.Sequential`` of modules of torch.nn. If the model calls it as a
+whole, and none of its parts elsewhere, :mod:`torchq.fx` makes it a graph; a part of that cannot be
+called by itself any more.
 
-What was recorded must hold in every later run: a converted model must call the same modules in the
-same order, whatever its input. Where a second call does not, for what the model keeps between
-calls, no layer emits int8. Where another input leads another way, a module raises if it is given a
-dtype that it was not made for; code that looks into a uint8 tensor by itself cannot be stopped.
-
-recording -> fuse -> planning -> observed -> lowering; report says what became of each module.
+recording -> planning -> observed; report says what became of each module.
 """
 
 from torchq.eager.flow import calibrate, check_model, convert, prepare, prepare_call, quantize

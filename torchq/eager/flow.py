@@ -8,23 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_map
 
 from torchq.config import Overrides, QConfig
-from torchq.eager.lowering import quantized_layer, quantized_pool
-from torchq.eager.observed import ObservedLayer, ObservedPool
-from torchq.eager.planning import Plan
-from torchq.eager.recording import Recording, record
+from torchq.eager.observed import ObservedLayer
+from torchq.eager.planning import Plan, inside
+from torchq.eager.recording import record
 from torchq.eager.report import report_rows
 from torchq.explain import Row, check_strict
 from torchq.kinds import QUANTIZABLE
-from torchq.nn.fused import Absorbed, FusedClip
 from torchq.nn.module import QModule
 from torchq.observers import Observer
-from torchq.qparams import QParams
 from torchq.running import (
     Inputs,
     batches,
@@ -45,17 +41,16 @@ def prepare(
     config: QConfig | None = None,
     overrides: Overrides | None = None,
 ) -> nn.Module:
-    """A copy of ``model`` with batch norms folded, layers fused and observers in place.
+    """A copy of ``model`` with observers in place.
 
     Args:
         model: float32, in eval mode.
         example_inputs: one input, a tuple of them, or a dict of keyword arguments; a copy of the
-            model is run on them twice. They must take the way through the model that later inputs
-            take.
+            model is run on them twice. What they do not reach stays float.
         config: how to quantize; the default is QConfig().
         overrides: ``fnmatch`` patterns on qualified module names -> a QConfig, or None to keep
-            float. With ``.dst`` appended, a pattern means only the module's destination. Later
-            patterns win.
+            float. With ``.dst`` appended, a pattern means only a module's destination in a
+            sequence. Later patterns win.
 
     Raises:
         ValueError: the model is in training mode or prepared already, or a pattern matches nothing.
@@ -76,45 +71,52 @@ def prepare_call(
     config: QConfig,
     overrides: Overrides | None,
     prefix: str = "",
-    keeps_state: bool = False,
 ) -> nn.Module:
     """:func:`prepare` for ``model(*args, **kwargs)``.
 
     With a ``prefix``, the model is a submodule of another one: names in overrides, messages and
-    the report begin with it, and patterns are not checked. Where what it keeps decides what its
-    later calls do (``keeps_state``), no layer relies on who reads its destination: it is float.
+    the report begin with it, and patterns are not checked.
     """
     model = working_copy(model)
     _settle_weights(model)
-    recordings = _recordings(copy.deepcopy(model), args, kwargs)
-    plan, *later = (Plan(run, config, overrides, prefix) for run in recordings)
+    run = copy.deepcopy(model)  # its code may write to parameters
+    plan = Plan(run, record(run, args, kwargs), config, overrides, prefix)
     if not prefix:
-        plan.check_patterns(model)
-    if keeps_state or not later or plan.differing(*later):
-        overrides = {**(overrides or {}), "*.dst": None}
-        plan, *later = (Plan(run, config, overrides, prefix) for run in recordings)
-        for other in later:
-            plan.leave_float(plan.differing(other))
-    prepared = _with_modules(model, plan.replacements()).eval()
+        plan.check_patterns()
+    graphs = _graphs(model, plan, config, overrides)
+    replacements = {
+        name: module
+        for name, module in plan.replacements().items()
+        if not name.startswith(tuple(map(inside, graphs)))
+    }
+    prepared = _with_modules(model, {**replacements, **graphs}).eval()
     _leave_fast_paths(prepared)
-    prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
+    rows = {name: list(graph.torchq_report) for name, graph in graphs.items()}  # type: ignore[arg-type]
+    prepared.torchq_report = report_rows(model, plan, rows)  # type: ignore[assignment]
     return prepared
 
 
-def _recordings(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Recording]:
-    """Of two calls, for a model may keep something that leads the second another way."""
+def _graphs(
+    model: nn.Module, plan: Plan, config: QConfig, overrides: Overrides | None
+) -> dict[str, nn.Module]:
+    """Sequences whose every operation is known, by name, prepared as graphs."""
+    from torchq.fx import flow as graph  # which swaps the modules of what it cannot trace
+    from torchq.fx.capture import CaptureError
 
-    def copied(leaf: Any) -> Any:
-        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-    again = tree_map(copied, (tuple(args), dict(kwargs)))
-    first = record(model, args, kwargs)
-    try:
-        return [first, record(model, *again)]
-    except Exception:  # of the model's own code
-        return [first]
+    result: dict[str, nn.Module] = {}
+    for name, calls in plan.sequences.items():
+        if name.startswith(tuple(map(inside, result))):
+            continue
+        try:
+            prepared = graph.prepare_call(
+                model.get_submodule(name), (calls[0].source,), {}, config, overrides,
+                inside(f"{plan.prefix}{name}".rstrip(".")), plan.is_strided(calls),
+            )  # fmt: skip
+        except CaptureError:
+            continue
+        if any(row.quantized and row.is_matmul for row in prepared.torchq_report):
+            result[name] = prepared
+    return result
 
 
 def _settle_weights(model: nn.Module) -> None:
@@ -175,22 +177,20 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         RuntimeError: a module was never calibrated (the message names it), or ``strict`` and
             something stays float.
     """
+    from torchq.fx import flow as graph
+    from torchq.fx.prepared import Prepared
+
     check_prepared("convert", prepared)
-    layers = {n: m for n, m in prepared.named_modules() if isinstance(m, ObservedLayer)}
-    pools = {n: m for n, m in prepared.named_modules() if isinstance(m, ObservedPool)}
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     if strict:
         check_strict(rows)
-    dst = {site: layer.dst_qparams() for site, layer in layers.items()}
-    replacements: dict[str, nn.Module] = {
-        site: quantized_layer(layer, _srcs(layer, dst), dst[site]) for site, layer in layers.items()
-    }
-    for name, pool in pools.items():
-        qparams = dst[pool.src_from]
-        assert qparams is not None
-        replacements[name] = quantized_pool(pool, qparams)
+    replacements: dict[str, nn.Module] = {}
     for name, module in prepared.named_modules():
-        if isinstance(module, STANDALONE):
+        if isinstance(module, Prepared):
+            replacements[name] = graph.convert(module)
+        elif isinstance(module, ObservedLayer):
+            replacements[name] = module.convert()
+        elif isinstance(module, STANDALONE):
             replacements[name] = converted(module, name)
     result = _with_modules(prepared, replacements)
     result.torchq_report = rows  # type: ignore[assignment]
@@ -219,13 +219,6 @@ def _with_modules(model: nn.Module, modules: dict[str, nn.Module]) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _srcs(layer: ObservedLayer, dst: dict[str, QParams | None]) -> list[QParams | None]:
-    """Parameters of what a layer reads; None for a float residual."""
-    return [
-        layer.src_qparams(i) if site is None else dst[site] for i, site in enumerate(layer.src_from)
-    ]
-
-
 def _leave_fast_paths(model: nn.Module) -> None:
     """Makes transformer encoders call their linears instead of reading their weights."""
     for module in model.modules():
@@ -238,7 +231,7 @@ def _leave_fast_paths(model: nn.Module) -> None:
 def check_prepared(op: str, prepared: nn.Module) -> None:
     """Raises ValueError unless a model comes from :func:`prepare`, and was not converted since."""
     parts = [type(module) for module in prepared.modules()]
-    converted = any(issubclass(cls, QModule) and cls not in (Absorbed, FusedClip) for cls in parts)
+    converted = any(issubclass(cls, QModule) for cls in parts)
     if converted or not hasattr(prepared, "torchq_report"):
         state = ", which is converted" if converted else " without observers"
         raise ValueError(
@@ -271,7 +264,7 @@ def check_model(model: nn.Module) -> None:
         )
     check_mode("prepare", model)
     for name, module in model.named_modules():
-        if isinstance(module, (Observer, ObservedLayer, ObservedPool, QModule, *STANDALONE)):
+        if isinstance(module, (Observer, ObservedLayer, QModule, *STANDALONE)):
             raise ValueError(
                 f"torchq.prepare: model must be a float model, got a {type(module).__name__} in "
                 f"'{name}'. Prepare the model that it was made from."

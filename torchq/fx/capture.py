@@ -32,16 +32,7 @@ __all__ = ["CaptureError", "Captured", "Meta", "capture"]
 
 
 class CaptureError(ValueError):
-    """The model as a whole cannot be traced; the message says why.
-
-    Attributes:
-        keeps_state: whether that is because its results depend on earlier calls.
-    """
-
-    def __init__(self, message: str, keeps_state: bool = False) -> None:
-        """As a ValueError."""
-        super().__init__(message)
-        self.keeps_state = keeps_state
+    """The model as a whole cannot be traced; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +72,8 @@ class Captured:
         examples: the same name -> the positional and keyword arguments of its first call.
         entered: qualified names of the modules whose forward was traced.
         called: of those that were called as one operation, used or not.
-        keeping: opaque submodules whose results depend on earlier calls.
+        prefix: of what is a submodule of another model, its name there with a dot behind it.
+        contiguous: whether its result must have the strides of a contiguous tensor.
     """
 
     graph: fx.Graph
@@ -90,7 +82,8 @@ class Captured:
     examples: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     entered: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
-    keeping: set[str] = field(default_factory=set)
+    prefix: str = ""
+    contiguous: bool = False
 
 
 def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
@@ -116,10 +109,9 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             if not found:
                 free_batch(model, captured.model, captured.graph, inputs)
                 _remove_unused(captured.graph)
-                captured.keeping = set(opaque) & set(captured.untraceable)
                 return captured
             if "" in found or found.keys() <= opaque.keys():
-                raise CaptureError(found.get("", DIFFERS), keeps_state=found.get("") != DIFFERS)
+                raise CaptureError(found.get("", DIFFERS))
             opaque |= found
 
 

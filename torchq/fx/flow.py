@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,21 +47,44 @@ def prepare(
     """
     config = QConfig() if config is None else config
     eager.check_model(model)
+    args, kwargs = split_inputs(example_inputs)
+    return prepare_call(model, args, kwargs, config, overrides)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def prepare_call(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    config: QConfig,
+    overrides: Overrides | None,
+    prefix: str = "",
+    contiguous: bool = False,
+) -> Prepared:
+    """:func:`prepare` for ``model(*args, **kwargs)``.
+
+    With a ``prefix``, the model is a submodule of another one: names in overrides and messages
+    begin with it, and patterns are not checked. ``contiguous``: its result's strides matter.
+    """
     if stands_alone(model, config):
         raise CaptureError("it is a single module, which a graph would look into; swap it")
     model = working_copy(model)
     freeze_observers(model)
-    args, kwargs = split_inputs(example_inputs)
     captured = capture(copy.deepcopy(model), args, kwargs)  # its code may write to parameters
     captured.model = with_constants(model, captured.model)
+    captured.prefix, captured.contiguous = prefix, contiguous
     opaque, rows = _prepare_opaque(captured, config, overrides)  # may add to the reasons
     plan = Plan(captured, config, overrides)
-    plan.check_patterns()
+    if not prefix:
+        plan.check_patterns()
     for name in plan.standalone:
         own = plan.config(name)
         assert own is not None
-        opaque[name] = observed(captured.model.get_submodule(name), own, name)
-    return Prepared(plan, opaque, report_rows(plan, rows)).eval()
+        opaque[name] = observed(captured.model.get_submodule(name), own, f"{prefix}{name}")
+    prepared = Prepared(plan, opaque, report_rows(plan, rows))
+    prepared.eval()
+    return prepared
 
 
 def _prepare_opaque(
@@ -73,8 +98,7 @@ def _prepare_opaque(
     if guilty := _sharing(captured):
         raise CaptureError(
             f"what its submodule '{guilty[0]}' changes when it is called is shared with another "
-            "one that cannot be traced either",
-            keeps_state=True,
+            "one that cannot be traced either"
         )
     prepared: dict[str, nn.Module] = {}
     rows: dict[str, list[Row]] = {}
@@ -83,10 +107,8 @@ def _prepare_opaque(
         if any(isinstance(stand_in(m), QUANTIZABLE) for m in module.modules()):
             args, kwargs = captured.examples[name]
             try:
-                keeps = name in captured.keeping
-                result = eager.prepare_call(
-                    module, args, kwargs, config, overrides, f"{name}.", keeps
-                )
+                full = f"{captured.prefix}{name}."
+                result = eager.prepare_call(module, args, kwargs, config, overrides, full)
             except Exception as error:  # of the model's own code, in a run of its own
                 captured.untraceable[name] = f"{why}; nor by itself: {error}"
                 continue

@@ -64,6 +64,10 @@ class Lowering:
                 or (node not in self.plan.inside and op is not None and not self._is_lazy(op))
             ):
                 self._float[node] = self._copy(node)
+        if self.plan.captured.contiguous:
+            (output,) = self.graph.find_nodes(op="output")
+            with self.graph.inserting_before(output):
+                output.args = (self.graph.call_method("contiguous", (output.args[0],)),)
         return QuantizedGraph(self.modules, self.graph, type(self.plan.captured.model).__name__)
 
     def _is_lazy(self, op: Op) -> bool:
@@ -215,7 +219,7 @@ class Lowering:
     # Layers
 
     def _layer(self, layer: Layer) -> None:
-        base = layer.op.base
+        base = f"{self.plan.prefix}{layer.op.base}"
         host = self.plan.table_hosts.get(layer)
         if host is not None:
             node = self._int8[layer.dst] = self._int8[host.dst]

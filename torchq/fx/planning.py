@@ -53,6 +53,7 @@ class Plan:
     def __init__(self, captured: Captured, config: QConfig, overrides: Overrides | None) -> None:
         """Decides."""
         self.captured, self._config, self._overrides = captured, config, overrides
+        self.prefix = captured.prefix
         self._scopes: dict[str, str] = {}  # function -> the module whose forward calls it
         self.ops = recognize(captured, self._keeps_float)
         self.standalone = self._stand_alone()
@@ -90,9 +91,9 @@ class Plan:
         What a module's own forward computes is quantized as the module is.
         """
         base, dst = name.removesuffix(".dst"), ".dst" * name.endswith(".dst")
-        caller = self._scopes.get(base, "")
+        caller = f"{self.prefix}{self._scopes.get(base, '')}".rstrip(".")
         default = resolve(self._overrides, caller + dst, self._config) if caller else self._config
-        return resolve(self._overrides, name, default)
+        return resolve(self._overrides, f"{self.prefix}{name}", default)
 
     def _keeps_float(self, name: str, scope: str) -> bool:
         if scope != name:
@@ -168,14 +169,14 @@ class Plan:
             if layer is not None and self.emits_int8(layer):
                 config = self.config(f"{layer.op.base}.dst")
                 assert config is not None
-                return f"{layer.op.base}.dst", config
+                return f"{self.prefix}{layer.op.base}.dst", config
         root = self.root(producers[0])
         for layer in self._active():
             if any(self.root(node) is root for node in layer.reads):
                 config = self.config(layer.op.base)
                 assert config is not None
-                return layer.op.base, config
-        return producers[0].name, self._config
+                return f"{self.prefix}{layer.op.base}", config
+        return f"{self.prefix}{producers[0].name}", self._config
 
     def readers(self) -> dict[fx.Node, int]:
         """Root -> how many quantized layers read the group as int8."""

@@ -5,7 +5,6 @@ from torchq.nn.binary import Add, Cat, Mul, QAdd, QCat, QMul
 from torchq.nn.conv import QConv1d, QConv2d, QConv3d
 from torchq.nn.deconv import QConvTranspose1d, QConvTranspose2d, QConvTranspose3d
 from torchq.nn.dynamic import DynamicQLinear
-from torchq.nn.fused import Absorbed, FusedClip, ResidualFirst
 from torchq.nn.linear import QLinear
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
@@ -27,18 +26,17 @@ from torchq.nn.rnn import QGRU, QLSTM, QRNN
 from torchq.nn.rnn_cell import QGRUCell, QLSTMCell, QRNNCell
 from torchq.nn.rnn_layer import QRecurrentLayer, RecurrentWeight
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
+from torchq.nn.swapped import Swapped
 
 __all__ = [
     "QGRU",
     "QLSTM",
     "QRNN",
-    "Absorbed",
     "Add",
     "Cat",
     "DeQuantStub",
     "Dequantize",
     "DynamicQLinear",
-    "FusedClip",
     "Mul",
     "ObservedRNN",
     "ObservedRNNCell",
@@ -75,5 +73,5 @@ __all__ = [
     "QuantStub",
     "Quantize",
     "RecurrentWeight",
-    "ResidualFirst",
+    "Swapped",
 ]

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quantized layer among code that is not known: float32 in, float32 out."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.nn.module import QModule
+
+
+class Swapped(QModule):
+    """Stands where a model's own code calls a float layer, and takes and gives what that did.
+
+    Whatever the code does with the result is right, then: it is of real values. The layer's packed
+    weight is no attribute here, so that code which reads ``layer.weight`` fails instead of
+    computing with the integers; what the layer was made of (``in_features`` and the like) is.
+    """
+
+    def __init__(self, layer: nn.Module, constants: dict[str, Any]) -> None:
+        """``layer`` is quantized, and has a float32 destination; ``constants`` are attributes."""
+        super().__init__()
+        self.layer = layer
+        for name, value in constants.items():
+            setattr(self, name, tuple(value) if isinstance(value, list) else value)
+        self._set_spec(constants=constants)
+
+    @classmethod
+    def of(cls, module: nn.Module, layer: QModule) -> "Swapped":
+        """In the place of ``module``."""
+        names: list[str] = getattr(type(module), "__constants__", [])
+        values = {name: getattr(module, name, None) for name in names}
+        known = {name: v for name, v in values.items() if isinstance(v, int | str | tuple)}
+        return cls(layer, known)
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> "Swapped":
+        """The layer is put in by its own spec."""
+        return cls(nn.Identity(), spec["constants"])
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Runs the layer; the argument is called as those of ``torch.nn``."""
+        if input.dtype != torch.float32:
+            raise TypeError(
+                "torchq.nn: a layer that a model's own code calls takes torch.float32, as the "
+                f"float layer does, got {input.dtype}. Give it input.float(), say, and call it "
+                "outside of autocast."
+            )
+        dst: Tensor = self.layer(input)
+        return dst
