@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from chains import Chain, ChainMaker
 from differential import EPSILON, Case, Exact
+from geometries import ConvShape
+from reference_deconv import DeconvShape
 from torch import Tensor
 
 import torchq.functional as TF
@@ -136,8 +139,8 @@ def quantization(
     )
 
 
-def convolution(rng: random.Random, data: torch.Generator, index: int) -> Case:
-    """Half with zero points, half with padding."""
+def random_conv(rng: random.Random, padded: bool) -> ConvShape:
+    """Dense, grouped or depthwise."""
     nd = rng.choice((1, 2, 2, 2, 3))
     groups = rng.choice((1, 1, 1, 2, 4, 0))  # 0: depthwise
     inputs = rng.choice((1, 3, 8, 16, 17, 24))
@@ -146,166 +149,135 @@ def convolution(rng: random.Random, data: torch.Generator, index: int) -> Case:
     else:
         outputs = groups * rng.choice((1, 4, 8, 9, 16))
         inputs *= groups
-    padded = index % 2 == 1
     kernel = [rng.choice((1, 2, 3, 3)) for _ in range(nd)]
     if padded:
         kernel[0] = max(kernel[0], 2)
-    window: dict[str, Any] = {
-        "stride": [rng.choice((1, 1, 2)) for _ in range(nd)],
-        "dilation": [rng.choice((1, 1, 1, 2)) for _ in range(nd)],
-    }
+    stride = [rng.choice((1, 1, 2)) for _ in range(nd)]
+    dilation = [rng.choice((1, 1, 1, 2)) for _ in range(nd)]
     padding = [rng.randint(0, k - 1) if padded else 0 for k in kernel]
     if padded and not any(padding):
         padding[0] = 1
-    padding_end = [
+    end = [
         rng.randint(0, k - 1) if padded and rng.random() < 0.3 else p
         for k, p in zip(kernel, padding, strict=True)
     ]
     size = [rng.randint(5, 11 if nd < 3 else 6) for _ in range(nd)]
-    src_shape = (rng.choice((1, 2)), inputs, *size)
-    out = [
-        (n + a + b - d * (k - 1) - 1) // s + 1
-        for n, a, b, k, s, d in zip(
-            size, padding, padding_end, kernel, *window.values(), strict=True
-        )
-    ]
-    shape = (src_shape[0], outputs, *out)
-    weight = random_q(data, S8, outputs, inputs // groups, *kernel)
-    reduction = weight[0].numel()
-    q = quantization(rng, data, shape, reduction, zero_points=index % 4 < 2)
-    src = random_q(data, q.src_dtype, *src_shape)
-    text = (
-        f"src {q.src_dtype} {src_shape} weight {tuple(weight.shape)} groups {groups} {window} "
-        f"padding {padding} {padding_end} dst {q.dst_dtype} zp {q.src_zero_point} "
-        f"{q.dst_zero_point} '{q.chain.text}'"
-    )
+    window = map(tuple, (size, kernel, stride, padding, end, dilation))
+    return ConvShape(rng.choice((1, 2)), inputs, outputs, *window, groups, "conv")
 
-    def ours() -> Tensor:
-        return TORCHQ_CONV[nd](
+
+def convolution(rng: random.Random, data: torch.Generator, index: int) -> Case:
+    """Half with zero points, half with padding."""
+    shape = random_conv(rng, padded=index % 2 == 1)
+    weight = random_q(data, S8, *shape.weight)
+    q = quantization(rng, data, shape.dst, shape.reduction, zero_points=index % 4 < 2)
+    src = random_q(data, q.src_dtype, *shape.src)
+    nd, (begin, end) = len(shape.size), map(list, shape.padding)
+    window: dict[str, Any] = {
+        "stride": list(shape.stride),
+        "dilation": list(shape.dilation),
+        "groups": shape.groups,
+    }
+    ends = {"padding": begin, "padding_end": end}
+
+    def exact() -> Exact:
+        sides = [side for pair in zip(begin[::-1], end[::-1], strict=True) for side in pair]
+        shifted = F.pad(src.double() - q.src_zero_point, sides)
+        return q.exact(CONVOLVE[nd](shifted, weight.double(), **window), 1)
+
+    return Case(
+        text=f"{shape} src {q.src_dtype} dst {q.dst_dtype} zp {q.src_zero_point} "
+        f"{q.dst_zero_point} '{q.chain.text}'",
+        torchq=lambda: TORCHQ_CONV[nd](
             src,
             weight,
             q.bias,
-            padding=padding,
-            padding_end=padding_end,
-            groups=groups,
-            attr=q.attr(1 if groups == 1 else 3),
+            attr=q.attr(1 if shape.groups == 1 else 3),
             dst_dtype=q.dst_dtype,
             post_op_srcs=q.chain.olds,
             **window,
-        )
-
-    def exact() -> Exact:
-        ends = [e for pair in zip(padding[::-1], padding_end[::-1], strict=True) for e in pair]
-        shifted = F.pad(src.double() - q.src_zero_point, ends)
-        acc = CONVOLVE[nd](shifted, weight.double(), groups=groups, **window)
-        return q.exact(acc, 1)
-
-    return Case(
-        text=text,
-        torchq=ours,
+            **ends,
+        ),
         reference=lambda side=0: reference.conv(
-            src,
-            weight,
-            q.bias,
-            q.src_zero_point,
-            padding=(padding, padding_end),
-            groups=groups,
-            side=side,
-            **window,
+            src, weight, q.bias, q.src_zero_point, padding=(begin, end), side=side, **window,
             **q.oracle(),
         ),
         onednn=lambda peer: peer.convolution(
-            src,
-            weight,
-            q.bias,
-            padding=padding,
-            padding_end=padding_end,
-            groups=groups,
-            **window,
-            **q.onednn(),
+            src, weight, q.bias, **window, **ends, **q.onednn()
         ),
         exact=exact,
         approximate=q.chain.approximate,
         sided=True,
         zero_points=bool(q.src_zero_point or q.dst_zero_point),
-        padding=any(padding + padding_end),
-    )
+        padding=any(begin + end),
+    )  # fmt: skip
 
 
-def deconvolution(rng: random.Random, data: torch.Generator, index: int) -> Case:
+def random_deconv(rng: random.Random, padded: bool) -> DeconvShape:
     nd = rng.choice((1, 2, 2, 3))
     groups = rng.choice((1, 1, 1, 2, 4))
-    inputs, outputs = groups * rng.choice((1, 3, 8, 16)), groups * rng.choice((1, 5, 16))
-    padded = index % 2 == 1
+    channels = groups * rng.choice((1, 3, 8, 16)), groups * rng.choice((1, 5, 16))
     kernel = [rng.choice((1, 2, 3, 4)) for _ in range(nd)]
     if padded:
         kernel[0] = max(kernel[0], 2)
     stride = [rng.choice((1, 2, 2, 3)) for _ in range(nd)]
-    window: dict[str, Any] = {
-        "stride": stride,
-        "dilation": [rng.choice((1, 1, 1, 2)) for _ in range(nd)],
-        "output_padding": [rng.randrange(s) if rng.random() < 0.3 else 0 for s in stride],
-    }
+    dilation = [rng.choice((1, 1, 1, 2)) for _ in range(nd)]
+    extra = [rng.randrange(s) if rng.random() < 0.3 else 0 for s in stride]
     padding = [rng.randint(0, k // 2) if padded else 0 for k in kernel]
     if padded and not any(padding):
         padding[0] = 1
     size = [rng.randint(3, 7 if nd < 3 else 4) for _ in range(nd)]
-    src_shape = (rng.choice((1, 2)), inputs, *size)
-    weight = random_q(data, S8, inputs, outputs // groups, *kernel)
-    out = [
-        (n - 1) * s - 2 * p + d * (k - 1) + more + 1
-        for n, k, p, s, d, more in zip(size, kernel, padding, *window.values(), strict=True)
-    ]
-    reduction = inputs // groups * max(1, weight[0, 0].numel() // 4)
-    shape = (src_shape[0], outputs, *out)
-    q = quantization(rng, data, shape, reduction, zero_points=index % 4 < 2)
-    src = random_q(data, q.src_dtype, *src_shape)
-    text = (
-        f"src {q.src_dtype} {src_shape} weight {tuple(weight.shape)} groups {groups} {window} "
-        f"padding {padding} dst {q.dst_dtype} zp {q.src_zero_point} "
-        f"{q.dst_zero_point} '{q.chain.text}'"
-    )
+    window = map(tuple, (size, kernel, stride, padding, padding, dilation, extra))
+    return DeconvShape("deconv", *channels, *window, groups, rng.choice((1, 2)))
+
+
+def deconvolution(rng: random.Random, data: torch.Generator, index: int) -> Case:
+    """Half with zero points, half with padding."""
+    shape = random_deconv(rng, padded=index % 2 == 1)
+    weight = random_q(data, S8, *shape.weight)
+    reduction = shape.channels_in // shape.groups * max(1, math.prod(shape.kernel) // 4)
+    q = quantization(rng, data, shape.dst, reduction, zero_points=index % 4 < 2)
+    src = random_q(data, q.src_dtype, *shape.src)
+    nd, padding = len(shape.size), list(shape.padding_begin)
+    window: dict[str, Any] = {
+        "stride": list(shape.stride),
+        "dilation": list(shape.dilation),
+        "output_padding": list(shape.output_padding),
+        "groups": shape.groups,
+    }
 
     def exact() -> Exact:
         shifted = src.double() - q.src_zero_point
-        acc = DECONVOLVE[nd](shifted, weight.double(), padding=padding, groups=groups, **window)
-        return q.exact(acc, 1)
+        return q.exact(DECONVOLVE[nd](shifted, weight.double(), padding=padding, **window), 1)
 
     return Case(
-        text=text,
+        text=f"src {q.src_dtype} {shape.src} weight {shape.weight} {window} padding {padding} "
+        f"dst {q.dst_dtype} zp {q.src_zero_point} {q.dst_zero_point} '{q.chain.text}'",
         torchq=lambda: TORCHQ_DECONV[nd](
             src,
             weight,
             q.bias,
             padding=padding,
-            groups=groups,
-            attr=q.attr(1 if groups == 1 else 3),
+            attr=q.attr(1 if shape.groups == 1 else 3),
             dst_dtype=q.dst_dtype,
             post_op_srcs=q.chain.olds,
             **window,
         ),
         reference=lambda side=0: reference_deconv.conv_transpose(
-            src,
-            weight,
-            q.bias,
-            q.src_zero_point,
-            padding=(padding, padding),
-            groups=groups,
-            side=side,
-            **window,
+            src, weight, q.bias, q.src_zero_point, padding=(padding, padding), side=side, **window,
             **q.oracle(),
         ),
         onednn=lambda peer: peer.deconvolution(
-            src, weight, q.bias, padding=padding, groups=groups, **window, **q.onednn()
+            src, weight, q.bias, padding=padding, **window, **q.onednn()
         ),
         exact=exact,
         approximate=q.chain.approximate,
         sided=True,
         # test_conformance.py: test_a_deconvolution_of_onednn_is_wrong
-        defect="jit_" if max(stride) > 1 else "",
+        defect="jit_" if max(shape.stride) > 1 else "",
         zero_points=bool(q.src_zero_point or q.dst_zero_point),
         padding=any(padding),
-    )
+    )  # fmt: skip
 
 
 def inner_product(rng: random.Random, data: torch.Generator, index: int) -> Case:
