@@ -28,14 +28,21 @@ struct GatherRows {
 /// Rows that all meet some panels before the next ones come from beyond L2.
 constexpr int kFetchRows = 256;
 
-/// How `MatrixUnit::multiply` reads the rows of a GemmTile.
+/// Chunks of a row, side by side as their weights are.
+struct UnitRun {
+  int64_t src_offset;    // bytes
+  const int8_t* weight;  // of the panel that UnitRows::first_panel counts from
+  int64_t panel_stride;  // bytes from one panel's weights to the next one's
+  int chunks;
+};
+
+/// How `MatrixUnit::multiply` reads a GemmTile: its own runs and weights are not looked at.
 struct UnitRows {
-  int64_t stride;  // bytes from each of kUnitRows rows to the next
-  int chunk_quads;
-  /// The last chunk of a run ends where the run does, and may overlap the one before it. Null: the
-  /// rows are what `gather` writes, with zeros there. Else the weights that meet the last chunk of
-  /// each run, zeros where it overlaps, if it does: [panels][runs] of 16 quads.
-  const int8_t* tails;
+  int64_t stride;       // bytes from each of kUnitRows rows to the next
+  int64_t chunk_bytes;  // of a row
+  const UnitRun* runs;
+  int num_runs;
+  int64_t first_panel;  // the tile's
   /// Panels from the tile's first on whose weights wait beyond L2, to be fetched ahead; 0: they are
   /// near, or read too often for that to matter. Up to kFetchRows rows.
   int64_t far_panels;
@@ -44,9 +51,8 @@ struct UnitRows {
 /// A unit that multiplies tiles of 16 rows by 64 bytes of K.
 ///
 /// Between `begin` and `end`, on one thread, `multiply` does what `gemm` does on any number of
-/// rows, without `flip`. Of each kUnitRows rows all are read, whether they are rows or not. Runs
-/// have the same number of quads, and are read in chunks of up to 16, whose size `begin` takes.
-/// Rows whose `dst_offset` is negative are not stored.
+/// rows, without `flip`. Of each kUnitRows rows all are read, whether they are rows or not. Rows
+/// whose `dst_offset` is negative are not stored. `begin` takes the quads of a chunk, up to 16.
 struct MatrixUnit {
   const char* isa;
   void (*gather)(const GatherRows&);

@@ -123,9 +123,8 @@ struct Batch {
   const uint8_t* src;  // before the group's offset
   const int64_t *src_offset, *dst_offset;
   int64_t rows, stride;
-  c10::ArrayRef<GemmRun> runs;
   int chunk_quads;
-  const int8_t* tails;  // UnitRows, of the worker's panels
+  c10::ArrayRef<UnitRun> runs;  // with the weights of the worker's panels
 };
 
 /// One thread's share: tiles x panels, counted through all classes and groups.
@@ -157,8 +156,9 @@ class MatrixWorker {
     const int64_t most = std::min(kPlacedRows / kUnitRows, units.end - units.begin);
     int64_t* src_offset = frame.take<int64_t>(most * kUnitRows);
     int64_t* dst_offset = frame.take<int64_t>(most * kUnitRows);
-    const int8_t* tails = has_tails(c) ? copy_tails(frame, c.runs, panels) : nullptr;
     const int chunk = chunk_quads(c.runs[0].quads);
+    const int8_t* tails = has_tails(c) ? copy_tails(frame, c.runs, panels) : nullptr;
+    const auto runs = cut(frame, c.runs, chunk, tails, panels);
     unit_.begin(chunk);
     LineCursor cursor(c, lines, units.begin);
     for (int64_t unit = units.begin; unit < units.end; unit += most) {
@@ -166,7 +166,7 @@ class MatrixWorker {
       cursor.next(count, src_offset, dst_offset);
       multiply(c,
                {problem_.src + c.src_base, src_offset, dst_offset, count * kUnitRows, lines.step,
-                c.runs, chunk, tails},
+                chunk, runs},
                panels);
     }
     unit_.end();
@@ -188,6 +188,7 @@ class MatrixWorker {
     int64_t* data_offset = frame.take<int64_t>(most);
     for (int64_t i = 0; i < most; ++i) data_offset[i] = i * stride;
     const int chunk = static_cast<int>(std::min(span.quads, kChunkQuads));
+    const auto runs = cut(frame, span, chunk, nullptr, panels);
     unit_.begin(chunk);
     for (int64_t row = rows.begin; row < rows.end; row += most) {
       const int64_t count = std::min(most, rows.end - row);
@@ -197,14 +198,40 @@ class MatrixWorker {
                       static_cast<int>(count), problem_.flip, c.runs.data(),
                       static_cast<int>(c.runs.size()), span.weight_offset / (kPanel * kQuad),
                       span.quads, data, stride});
-        multiply_group(c, {data, data_offset, dst_offset, count, stride, span, chunk, nullptr},
-                       group, part);
+        multiply_group(c, {data, data_offset, dst_offset, count, stride, chunk, runs}, group, part,
+                       panels.begin);
       });
     }
     unit_.end();
   }
 
-  /// UnitRows::tails of these panels.
+  /// Runs in chunks of `size` quads. The last one of a run ends where the run does and meets
+  /// `tails`, where it overlaps the one before it; null: the rows are what `gather` writes, with
+  /// zeros there.
+  c10::ArrayRef<UnitRun> cut(ScratchFrame& frame, c10::ArrayRef<GemmRun> runs, int size,
+                             const int8_t* tails, Range panels) {
+    constexpr int64_t kQuadBytes = kPanel * kQuad, kTailBytes = kChunkQuads * kQuadBytes;
+    const int64_t count = static_cast<int64_t>(runs.size()), stride = problem_.panel_bytes;
+    UnitRun* const first = frame.take<UnitRun>(2 * count);
+    UnitRun* end = first;
+    for (const GemmRun& run : runs) {
+      const int8_t* weight = problem_.weight + panels.begin * stride + run.weight_offset;
+      const int64_t whole = run.quads / size, rest = run.quads % size;
+      *end++ = {run.src_offset, weight, stride, static_cast<int>(whole)};
+      if (rest == 0) continue;
+      const int64_t last = run.src_offset + whole * size * kQuad;
+      if (tails == nullptr) {
+        *end++ = {last, weight + (run.quads - size) * kQuadBytes, stride, 1};
+      } else {
+        *end++ = {last - (size - rest) * kQuad, tails, count * kTailBytes, 1};
+        tails += kTailBytes;
+      }
+    }
+    return {first, end};
+  }
+
+  /// The weights that meet the last chunk of each run, zeros where it overlaps the one before it:
+  /// [panels][runs] of 16 quads.
   const int8_t* copy_tails(ScratchFrame& frame, c10::ArrayRef<GemmRun> runs, Range panels) {
     constexpr int64_t kQuadBytes = kPanel * kQuad;
     const int64_t quads = runs[0].quads, rest = quads % kChunkQuads;
@@ -240,17 +267,14 @@ class MatrixWorker {
     const uint8_t* src = batch.src;
     for_each_group(panels, [&](int group, Range part) {
       batch.src = src + group * problem_.src_group_stride;
-      multiply_group(c, batch, group, part);
-      if (batch.tails != nullptr) batch.tails += (part.end - part.begin) * tail_bytes(c);
+      multiply_group(c, batch, group, part, panels.begin);
     });
   }
 
-  static int64_t tail_bytes(const GemmClass& c) {
-    return static_cast<int64_t>(c.runs.size()) * kChunkQuads * kPanel * kQuad;
-  }
-
-  /// Block after block of panels that fit L2.
-  void multiply_group(const GemmClass& c, const Batch& batch, int group, Range panels) {
+  /// Block after block of panels that fit L2; `first_panel`, counted through all groups: the
+  /// worker's.
+  void multiply_group(const GemmClass& c, const Batch& batch, int group, Range panels,
+                      int64_t first_panel) {
     const int64_t fitting =
         kResidentWeightBytes / problem_.panel_bytes / kSharePanels * kSharePanels;
     const int64_t block = std::max<int64_t>(fitting, kSharePanels);
@@ -264,18 +288,14 @@ class MatrixWorker {
       tile.row_offset = batch.src_offset;
       tile.dst_offset = batch.dst_offset;
       tile.rows = static_cast<int>(batch.rows);
-      tile.runs = batch.runs.data();
-      tile.num_runs = static_cast<int>(batch.runs.size());
-      tile.weight = problem_.weight + packed * problem_.panel_bytes;
-      tile.panel_stride = problem_.panel_bytes;
       tile.panels = static_cast<int>(std::min(block, panels.end - panel));
       tile.channel = group * problem_.group_channels + channel;
       tile.channels = std::min(problem_.group_channels - channel, tile.panels * kPanel);
       tile.acc_init = c.acc_init + packed * kPanel;
-      const int8_t* tails = batch.tails;
-      if (tails != nullptr) tails += (panel - panels.begin) * tail_bytes(c);
       unit_.multiply(tile,
-                     {batch.stride, batch.chunk_quads, tails, is_far ? panels.end - panel : 0},
+                     {batch.stride, batch.chunk_quads * kQuad, batch.runs.data(),
+                      static_cast<int>(batch.runs.size()), packed - first_panel,
+                      is_far ? panels.end - panel : 0},
                      epilogue_);
       problem_.last_step.apply(static_cast<uint8_t*>(epilogue_.dst) + tile.channel,
                                batch.dst_offset, batch.rows, tile.channels);
