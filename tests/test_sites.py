@@ -371,6 +371,19 @@ def test_a_converted_model_calls_no_module():
     assert_same(compiled(src), expected)
 
 
+@pytest.mark.parametrize("name", ["0", "1", "1.pool"])
+def test_modules_that_are_compiled_where_they_are(name: str):
+    """What ``torch.compile`` gives has the module's parts, but not among its own modules."""
+    src = torch.randn(2, 3, 12, 12)
+    model = torchq.quantize(network(), [src], src)
+    expected, part = model(src), model.get_submodule(name)
+    model.set_submodule(name, torch.compile(part, backend="eager"))
+    assert_same(model(src), expected)
+    assert_same(copy.deepcopy(model)(src), expected)
+    model.set_submodule(name, part)
+    assert_same(model(src), expected)
+
+
 def test_nothing_is_kept_alive():
     """Neither by calls nor by a model that is gone."""
     module, site = conv(), new_site()

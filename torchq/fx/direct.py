@@ -44,7 +44,10 @@ def direct_and_forward(
     """
     names = {"torch": torch, **names, "_torchq_torch": torch}
     sites = _Sites(set(modules))
-    tree = ast.fix_missing_locations(sites.visit(ast.parse(source)))
+    tree = ast.parse(source)
+    sites.visit(tree)
+    sites.look_up(tree, arguments)
+    ast.fix_missing_locations(tree)
     direct = _function(ast.unparse(tree), {**names, **sites.made})
     head, colon, body = scripted(source, names).partition(":\n")
     forward = _function(head + colon + _PROLOGUE.format(", ".join(arguments)) + body, names)
@@ -61,7 +64,11 @@ def _function(source: str, names: dict[str, Any]) -> Callable[..., Any]:
 
 
 class _Sites(ast.NodeTransformer):
-    """``getattr(self.features, "0")(x)`` as ``site(self._modules["features"]._modules["0"], x)``.
+    """``getattr(self.features, "0")(x)`` as ``site(module, x)``.
+
+    ``module = self._modules["features"]._modules["0"]`` is written in front of all. Where that is
+    no more, as when ``features`` was replaced by what ``torch.compile`` makes of it, ``_plain``
+    runs instead, before anything else did.
 
     Attributes:
         made: the sites by their names.
@@ -70,6 +77,7 @@ class _Sites(ast.NodeTransformer):
     def __init__(self, modules: set[str]) -> None:
         self._called = modules
         self.made: dict[str, Callable[..., Any]] = {}
+        self._modules: dict[str, ast.expr] = {}  # name of a variable -> the module that it is
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         path = _path(node.func)
@@ -78,10 +86,23 @@ class _Sites(ast.NodeTransformer):
             for name in path:
                 modules = ast.Attribute(module, "_modules", ast.Load())
                 module = ast.Subscript(modules, ast.Constant(name), ast.Load())
-            site = f"_torchq_site_{len(self.made)}"
-            self.made[site] = new_site(QModule)
-            node.func, node.args = ast.Name(site, ast.Load()), [module, *node.args]
+            site, found = (f"_torchq_{kind}_{len(self.made)}" for kind in ("site", "module"))
+            self.made[site], self._modules[found] = new_site(QModule), module
+            given = ast.Name(found, ast.Load())
+            node.func, node.args = ast.Name(site, ast.Load()), [given, *node.args]
         return self.generic_visit(node)
+
+    def look_up(self, tree: ast.Module, arguments: Collection[str]) -> None:
+        """Writes that in front of what ``forward`` does."""
+        if self._modules:
+            plain = ast.parse(f"return self._plain({', '.join(arguments)})").body
+            found = [
+                ast.Assign([ast.Name(name, ast.Store())], module)
+                for name, module in self._modules.items()
+            ]
+            handler = ast.ExceptHandler(ast.Name("KeyError", ast.Load()), None, plain)
+            (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+            function.body.insert(0, ast.Try(found, [handler], [], []))  # type: ignore[arg-type]
 
 
 def _path(node: ast.expr) -> list[str] | None:
