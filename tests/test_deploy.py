@@ -208,6 +208,22 @@ def test_export(name: str, tmp_path: Path) -> None:
     assert torch.equal(loaded(larger), model(larger))
 
 
+@pytest.mark.parametrize("what", ["model", "state"])
+def test_export_of_weights_in_a_mapped_file(what: str, tmp_path: Path) -> None:
+    """torch.export.save fails at empty tensors there, so that there must be none."""
+    x = torch.randn(2, 8)
+    model = torchq.quantize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).eval(), [x])
+    expected, file = model(x), tmp_path / "weights"
+    torch.save(model if what == "model" else model.state_dict(), file)
+    loaded = torch.load(file, mmap=True, weights_only=what == "state")
+    if what == "state":
+        model.load_state_dict(loaded, assign=True)
+    else:
+        model = loaded
+    torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
+    assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(x), expected)
+
+
 def test_compile_aot_eager(resnet: tuple[nn.Module, Tensor, Tensor]) -> None:
     model, x, expected = resnet
     torch._dynamo.reset()

@@ -188,7 +188,7 @@ class QLayer(QModule):
         """Also of modules that were pickled before there were tables."""
         if "lookup" not in state["_modules"]:
             state = {"lookup": None, **state}
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
 
     def with_lookup(self, lookup: QLookup) -> Self:
         """Applies a table to the destination, in the same op; returns the module.

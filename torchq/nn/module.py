@@ -100,6 +100,17 @@ class QModule(nn.Module):
     def refold(self) -> None:
         """Recomputes what follows from other tensors; call it after changing them."""
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickles."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._own_empty_buffers()
+
+    def _own_empty_buffers(self) -> None:
+        """``torch.export.save`` fails at empty tensors in a file that is mapped to memory."""
+        for name, own in self._buffers.items():
+            if own is not None and own.numel() == 0:
+                self._buffers[name] = own.clone()
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
@@ -123,6 +134,7 @@ class QModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         error_msgs: list[str] = args[-1] if args else kwargs["error_msgs"]
         if not error_msgs:
+            self._own_empty_buffers()
             self.refold()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
