@@ -28,7 +28,7 @@ from torchq.fx.nodes import short
 from torchq.fx.tracer import Tracer
 from torchq.state import twin
 
-__all__ = ["CaptureError", "Captured", "Meta", "capture"]
+__all__ = ["CaptureError", "Captured", "Meta", "capture", "remove_unused"]
 
 
 class CaptureError(ValueError):
@@ -74,6 +74,7 @@ class Captured:
         called: of those that were called as one operation, used or not.
         prefix: of what is a submodule of another model, its name there with a dot behind it.
         contiguous: whether its result must have the strides of a contiguous tensor.
+        once: modules that are called with constants only, and whose results the graph holds.
     """
 
     graph: fx.Graph
@@ -84,6 +85,7 @@ class Captured:
     called: set[str] = field(default_factory=set)
     prefix: str = ""
     contiguous: bool = False
+    once: set[str] = field(default_factory=set)
 
 
 def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
@@ -108,7 +110,7 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             found = why_other(calls, captured.model, captured.graph, inputs, captured.untraceable)
             if not found:
                 free_batch(model, captured.model, captured.graph, inputs)
-                _remove_unused(captured.graph)
+                remove_unused(captured.graph)
                 return captured
             if "" in found or found.keys() <= opaque.keys():
                 raise CaptureError(found.get("", DIFFERS))
@@ -130,7 +132,7 @@ def _trace(
         tracer.release()
     if failed:
         raise CaptureError(failed)
-    _remove_unused(graph)
+    remove_unused(graph)
     if tracer.asked_rank:
         _check_ranks(graph, tracer)
     for node in graph.nodes:
@@ -169,7 +171,7 @@ def _meta(value: Any) -> Meta:
     return Meta(is_number=isinstance(value, (bool, int, float)), is_int=type(value) is int)
 
 
-def _remove_unused(graph: fx.Graph) -> None:
+def remove_unused(graph: fx.Graph) -> None:
     """Nodes without readers that neither check nor write nor are inputs."""
     for node in reversed(list(graph.nodes)):
         idle = node.op not in ("placeholder", "output") and node.target not in GUARDS

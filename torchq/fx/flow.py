@@ -15,6 +15,7 @@ from torchq.config import Overrides, QConfig
 from torchq.eager.leaves import stand_in
 from torchq.explain import Row, check_strict
 from torchq.fx.capture import Captured, CaptureError, capture
+from torchq.fx.constants import compute_once
 from torchq.fx.fake import freeze_observers
 from torchq.fx.lowering import Lowering
 from torchq.fx.memory import with_constants
@@ -74,6 +75,7 @@ def prepare_call(
     captured = capture(copy.deepcopy(model), args, kwargs)  # its code may write to parameters
     captured.model = with_constants(model, captured.model)
     captured.prefix, captured.contiguous = prefix, contiguous
+    compute_once(captured)
     opaque, rows = _prepare_opaque(captured, config, overrides)  # may add to the reasons
     plan = Plan(captured, config, overrides)
     if not prefix:

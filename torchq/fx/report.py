@@ -129,6 +129,7 @@ def _not_called(plan: Plan, known: dict[str, Row]) -> list[Row]:
         for node in plan.captured.graph.nodes
         if node.op == "get_attr"
     }
+    constant = {str(node.target) for node in plan.captured.graph.find_nodes(op="call_module")}
     modules = dict(plan.captured.model.named_modules())
     watchers = tuple(name for name, module in modules.items() if is_watcher(module))
     rows = []
@@ -143,7 +144,11 @@ def _not_called(plan: Plan, known: dict[str, Row]) -> list[Row]:
         is_matmul = foreign or (isinstance(module, _MATMULS) and name not in used)
         is_matmul |= compiled in _MATMUL_NAMES
         requested = plan.config(name) is None
-        if name in plan.captured.called and name not in used and host is None:
+        if name in plan.captured.once or name in constant:
+            is_matmul = False
+            reason = "nothing that it reads depends on the inputs"
+            reason += ": it is computed once" if name in plan.captured.once else ""
+        elif name in plan.captured.called and name not in used and host is None:
             is_matmul, reason = False, "nothing uses its result"
         elif foreign and name in used:
             reason = FOREIGN
