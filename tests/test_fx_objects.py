@@ -167,5 +167,76 @@ class Counts(nn.Module):
 
 
 def test_what_changes_beside_a_file_is_seen() -> None:
-    with pytest.raises(TypeError, match="cannot pickle"):
-        torchq.quantize(Counts().eval(), batches())
+    torch.manual_seed(0)
+    model, data = Counts().eval(), batches()
+    with pytest.warns(UserWarning, match="depend on what earlier calls left in 'bag'"):
+        converted = torchq.quantize(model, data)
+    follows(model, converted, [data[i % 2] for i in range(60)])
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.calls, self.me = 0, self
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "object", "nested"])
+def test_counters_inside_of_other_things(kind: str) -> None:
+    """A graph would not see the call from which on the model computes something else."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        match kind:
+            case "list":
+                m.kept[1] += 1
+                count = m.kept[1]
+            case "dict":
+                m.kept["calls"] += 1
+                count = m.kept["calls"]
+            case "object":
+                m.kept.calls += 1
+                count = m.kept.calls
+            case _:
+                m.kept[0]["c"].calls += 1
+                count = m.kept[0]["c"].calls
+        return m.b(x) if count < 50 else m.b(x).relu()
+
+    kept = {"list": [None, 0], "dict": {"calls": 0}, "object": Counter(), "nested": [{}]}[kind]
+    if kind == "nested":
+        kept[0]["c"] = Counter()  # type: ignore[index]
+    torch.manual_seed(0)
+    model, data = Wired(forward, b=nn.Linear(8, 8)).eval(), batches()
+    model.kept = kept
+    with pytest.warns(UserWarning, match="depend on what earlier calls left in 'kept'"):
+        converted = torchq.quantize(model, data)
+    follows(model, converted, [data[i % 2] for i in range(60)])
+
+
+class Locked(nn.Module):
+    """Counts under a lock, which copies of it make anew; ``acts`` on values, or is traced."""
+
+    def __init__(self, acts: bool = False) -> None:
+        super().__init__()
+        self.layer, self.acts = nn.Linear(8, 8), acts
+        self.calls, self.history, self.lock = 0, [0], Lock()
+        self.same = self.history
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=Lock())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            self.calls += 1
+            self.history.append(self.calls)
+        return self.layer(x) if not self.acts or float(x.sum()) < 1e9 else x
+
+
+@pytest.mark.parametrize("acts", [False, True])
+def test_counters_beside_a_lock(acts: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Locked(acts), nn.ReLU(), Locked(acts)).eval()
+    converted = torchq.quantize(model, batches())
+    assert isinstance(converted, fx.GraphModule)
+    assert all(row.quantized for row in torchq.explain(converted).rows if row.is_matmul)
+    follows(model, converted, batches())

@@ -37,10 +37,11 @@ def state_of(model: nn.Module) -> State:
         for name, module in model.named_modules()
         if not type(module).__module__.startswith(_LIBRARIES)
     }
-    return _copied(found, detached(model) | _skeleton(model))
+    copied: State = _copied(found, detached(model) | _skeleton(model))
+    return copied
 
 
-def _copied(found: State, memo: dict[int, Any]) -> State:
+def _copied(found: Any, memo: dict[int, Any]) -> Any:
     """A copy; handles such as files and locks, which modules leave out of their copies, stay."""
     try:
         return copy.deepcopy(found, {**memo})
@@ -145,7 +146,7 @@ def changes(model: nn.Module, modules: Iterable[str], run: Callable[[str], Any])
     guilty = []
     for name, values in shared.items():
         if values:
-            before = copy.deepcopy(values, dict(skeleton))
+            before = _copied(values, skeleton)
             with suppress(Exception):
                 run(name)
             if not _same(before, values, {}):
@@ -157,6 +158,8 @@ def _reached(module: nn.Module, skeleton: dict[int, Any]) -> dict[int, Any]:
     """By id, what ``deepcopy`` of a module copies, but for modules and parameters."""
     memo = dict(skeleton)
     for part in module.modules():
+        if not _copies(vars(part), memo):
+            memo |= _handles(vars(part), memo)
         copy.deepcopy(vars(part), memo)
     return {id(x): x for x in memo[id(memo)]}  # where deepcopy keeps the originals alive
 

@@ -87,7 +87,7 @@ def why_other(
         return _culprits(calls, inputs)
     inside = tuple(f"{name}." for name in opaque)
     moved = {n: keys for n, keys in changed(*states).items() if not f"{n}.".startswith(inside)}
-    poisoned = {name: _poisoned(states[1], {name: keys}) for name, keys in moved.items()}
+    poisoned = {name: _poisoned(name, keys, *states) for name, keys in moved.items()}
     guilty = [n for n, state in poisoned.items() if not _agrees(model, n, state, inputs, found[1])]
     return _reasons({name: moved[name] for name in guilty})
 
@@ -215,17 +215,40 @@ def _agrees(model: nn.Module, name: str, state: State, inputs: Any, expected: An
     return _same(result, expected)
 
 
-def _poisoned(state: State, moved: dict[str, list[str]]) -> State:
+def _poisoned(name: str, keys: Iterable[str], before: State, after: State) -> State:
     """The state of one module as after many calls: counters further on, histories longer."""
-    ((name, keys),) = moved.items()
-    result = dict(copy.deepcopy(state[name]))
-    for key in keys:
-        value: Any = result.get(key)
-        if type(value) in (int, float):
-            result[key] = value + 1009
-        elif isinstance(value, list | deque) and value:
-            value.extend([value[-1]] * 8)
-    return {name: result}
+    old, new, known = before.get(name, {}), after[name], dict[int, Any]()
+    return {name: {**new, **{key: _further(old.get(key), new.get(key), known) for key in keys}}}
+
+
+def _further(old: Any, new: Any, known: dict[int, Any]) -> Any:
+    """``new`` as after many calls like those that made it of ``old``.
+
+    ``known`` has by id what became of others: two attributes may be one history.
+    """
+    if type(new) in (int, float):
+        return new + 1009 if old is None or old != new else new
+    if id(new) in known or old is new or isinstance(new, nn.Module | Tensor | type):
+        return known.get(id(new), new)
+    try:
+        result: Any = copy.copy(new)
+    except Exception:  # a file, say
+        return new
+    if isinstance(new, list | deque):
+        known[id(new)] = result
+        for i, pair in enumerate(zip(old if type(old) is type(new) else (), new, strict=False)):
+            result[i] = _further(*pair, known)
+        result.extend([new[-1]] * 8 if new else [])
+    elif (owned := _attributes(result)) is not None and result is not new:
+        known[id(new)] = result
+        was = _attributes(old) or {}
+        owned.update({k: _further(was.get(k), v, known) for k, v in owned.items()})
+    return result
+
+
+def _attributes(value: Any) -> dict[Any, Any] | None:
+    found = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    return found if isinstance(found, dict) else None
 
 
 def _same(a: Any, b: Any) -> bool:
