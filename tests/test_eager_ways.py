@@ -150,6 +150,8 @@ def parts(m: Any, x: Tensor, way: str = "") -> Tensor:
             return m.s[:2](x) * 2
         case "alias":
             return m.alias(x.relu()) * 2
+        case "length":
+            return m.s(x) * len(m.s)
         case "keyword":
             return m.s(input=x)
         case "forward":
@@ -212,8 +214,11 @@ WAYS = {
         "dtype", "bits", "numpy", "numbers", "views", "argmax")]),
     "weights": Ways(weights, {"a": lin}, (X,), [(X, "shape")], [(X, "sum"), (X, "dtype"),
                                                                 (X, "bias")]),
+    "sizes are read": Ways(weights, {"a": lin}, (X, "shape"), [(X,)]),
     "weights are read": Ways(weights, {"a": lin}, (X, "sum"), [(X,), (X, "dtype"), (X, "bias")]),
-    "parts": Ways(parts, S, (X,), [(X, "keyword"), (X, "forward")], [(X, "index"), (X, "slice")]),
+    "parts": Ways(parts, S, (X,), [(X, "keyword"), (X, "forward")], [
+        (X, "index"), (X, "slice"), (X, "length")]),
+    "length": Ways(parts, S, (X, "length"), [(X, "index"), (X, "slice")]),
     "alias": Ways(parts, S, (X,), [(X, w) for w in ("alias", "index", "slice")], change=alias),
     "sizes": Ways(parts, CONVS, (IMAGE,), [
         (torch.randn(5, 8, 9, 4),), (IMAGE.to(memory_format=torch.channels_last),),

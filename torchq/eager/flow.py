@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torchq.config import Overrides, QConfig
 from torchq.eager.observed import ObservedLayer
 from torchq.eager.planning import Plan, inside
-from torchq.eager.recording import record
+from torchq.eager.recording import copied, record
 from torchq.eager.report import report_rows
 from torchq.explain import Row, check_strict
 from torchq.kinds import QUANTIZABLE
@@ -84,6 +84,14 @@ def prepare_call(
     if not prefix:
         plan.check_patterns()
     graphs = _graphs(model, plan, config, overrides)
+    prepared = _assembled(model, plan, graphs)
+    if graphs and not _runs(prepared, args, kwargs):
+        prepared = _assembled(model, plan, {})
+    return prepared
+
+
+def _assembled(model: nn.Module, plan: Plan, graphs: dict[str, nn.Module]) -> nn.Module:
+    """The prepared model."""
     replacements = {
         name: module
         for name, module in plan.replacements().items()
@@ -94,6 +102,19 @@ def prepare_call(
     rows = {name: list(graph.torchq_report) for name, graph in graphs.items()}  # type: ignore[arg-type]
     prepared.torchq_report = report_rows(model, plan, rows)  # type: ignore[assignment]
     return prepared
+
+
+def _runs(prepared: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the model's code asks its sequences for nothing that a graph does not have."""
+    prepared, (args, kwargs) = copy.deepcopy(prepared), copied(args, kwargs)
+    try:
+        with torch.no_grad():
+            prepared(*args, **kwargs)
+    except (AttributeError, TypeError):  # no length, no items, no weight in an item
+        return False
+    except Exception:  # of what the observers see, which calibrating will tell
+        pass
+    return True
 
 
 def _graphs(

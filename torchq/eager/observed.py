@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchq.config import QConfig
 from torchq.lowering import matmul_from_float
-from torchq.nn.swapped import Swapped
+from torchq.nn.swapped import Swapped, constants_of
 from torchq.post_ops import PostOps
 
 
@@ -17,14 +17,15 @@ class ObservedLayer(nn.Module):
     """Computes what the float layer does.
 
     Attributes:
-        name: qualified, of the float module.
+        layer_name: qualified, of the float module.
         contiguous: whether the destination's strides must be those of the float model.
     """
 
     def __init__(self, module: nn.Module, name: str, config: QConfig, contiguous: bool) -> None:
         """``config`` tells how to quantize its source and weight."""
         super().__init__()
-        self.module, self.name = module, name
+        vars(self).update(constants_of(module))  # the model's code may ask for them
+        self.module, self.layer_name = module, name
         self.config, self.contiguous = config, contiguous
         self.src_observer = config.make_observer(name)
 
@@ -48,7 +49,7 @@ class ObservedLayer(nn.Module):
             layer = matmul_from_float(module, src, None, config, PostOps(), **options)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise type(error)(
-                f"torchq.convert: '{self.name}' cannot be quantized: {error} To keep it float, "
-                f"pass overrides={{'{self.name}': None}}."
+                f"torchq.convert: '{self.layer_name}' cannot be quantized: {error} To keep it "
+                f"float, pass overrides={{'{self.layer_name}': None}}."
             ) from error
         return Swapped.of(module, layer)

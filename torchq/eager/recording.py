@@ -109,7 +109,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """
     with torch.inference_mode(False), torch.no_grad():
         recorder = _Recorder(model)
-        runs = [tree_map(_copied, (tuple(args), dict(kwargs))) for _ in range(2)]
+        runs = [copied(args, kwargs) for _ in range(2)]
         for i, (own_args, own_kwargs) in enumerate(runs):
             try:
                 with recorder.hooks(), _Unseen(recorder), recorder:
@@ -121,8 +121,13 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return recorder.recording
 
 
-def _copied(leaf: Any) -> Any:
+def copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """A model may write to its inputs, and inference tensors have no version counter."""
+    given: tuple[Any, Any] = tree_map(_copied, (tuple(args), dict(kwargs)))
+    return given
+
+
+def _copied(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 

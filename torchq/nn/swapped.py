@@ -9,6 +9,13 @@ from torch import Tensor, nn
 from torchq.nn.module import QModule
 
 
+def constants_of(module: nn.Module) -> dict[str, Any]:
+    """What a layer of torch.nn was made of, by name: ``in_features`` and the like."""
+    names: list[str] = getattr(type(module), "__constants__", [])
+    values = {name: getattr(module, name, None) for name in names}
+    return {name: v for name, v in values.items() if isinstance(v, int | str | tuple)}
+
+
 class Swapped(QModule):
     """Stands where a model's own code calls a float layer, and takes and gives what that did.
 
@@ -28,10 +35,7 @@ class Swapped(QModule):
     @classmethod
     def of(cls, module: nn.Module, layer: QModule) -> "Swapped":
         """In the place of ``module``."""
-        names: list[str] = getattr(type(module), "__constants__", [])
-        values = {name: getattr(module, name, None) for name in names}
-        known = {name: v for name, v in values.items() if isinstance(v, int | str | tuple)}
-        return cls(layer, known)
+        return cls(layer, constants_of(module))
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "Swapped":
