@@ -40,7 +40,9 @@ class Finish {
         is_plain_(!epilogue.clamp && epilogue.lo == nullptr &&
                   (epilogue.num_sums == 0 ||
                    (epilogue.num_sums == 1 && epilogue.sums[0].dtype == DType::u8))),
-        rows_at_once_(chunks < 4 ? 4 * kRows : 2 * kRows) {}
+        rows_at_once_(chunks == 1  ? 0
+                      : chunks < 4 ? 4 * kRows
+                                   : 2 * kRows) {}
 
   /// The next tiles are of the 2 * 16 rows from `first` on.
   void begin_rows(int first) {
@@ -73,9 +75,10 @@ class Finish {
     held_panels_ = panels;
   }
 
-  /// Finishes some of the rows that wait.
+  /// Finishes some of the rows that wait; none where the only chunk has just stored them (measured:
+  /// 1x1 of 64 to 256 channels with a sum 138 to 125 us).
   TORCHQ_INLINE void step() {
-    if (row_ < end_) finish_(*this, rows_at_once_);
+    if (row_ < end_ && rows_at_once_ > 0) finish_(*this, rows_at_once_);
   }
 
   void all() {
