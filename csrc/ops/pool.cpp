@@ -76,6 +76,31 @@ Spans adaptive_spans(int64_t input, int64_t output) {
   return spans;
 }
 
+/// Positions of the largest window.
+int64_t largest_window(const Spans (&spans)[3]) {
+  int64_t positions = 1;
+  for (const Spans& dim : spans) {
+    int64_t widest = 0;
+    for (const Span& s : dim) widest = std::max(widest, span_size(s));
+    positions *= widest;
+  }
+  return positions;
+}
+
+/// Where the positions of a window of an image begin, and how many there are.
+int64_t gather_taps(const ChannelsLast& src, const uint8_t* image, const Span& d, const Span& h,
+                    const Span& w, const uint8_t** taps) {
+  int64_t count = 0;
+  for (int64_t id = d.begin; id < d.end; id += d.step) {
+    for (int64_t ih = h.begin; ih < h.end; ih += h.step) {
+      const int64_t line = (id * src.size[1] + ih) * src.size[2];
+      for (int64_t iw = w.begin; iw < w.end; iw += w.step)
+        taps[count++] = image + (line + iw) * src.channels;
+    }
+  }
+  return count;
+}
+
 /// Adjacent destination positions whose windows have one shape, `step` source positions apart.
 struct Run {
   int64_t first, count, step;
@@ -143,13 +168,7 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
                 dst);
   }
   if (dst.numel() == 0) return;
-  int64_t output[3], window = 1;
-  for (int d = 0; d < 3; ++d) {
-    output[d] = static_cast<int64_t>(spans[d].size());
-    int64_t widest = 0;
-    for (const Span& s : spans[d]) widest = std::max(widest, span_size(s));
-    window *= widest;
-  }
+  const int64_t window = largest_window(spans);
   TORCH_CHECK_VALUE(window <= kMaxTaps, "torchq.", pooling.kernel, ": a window must have at most ",
                     kMaxTaps, " positions, got ", window, " on src ", src.tensor.sizes(),
                     ". Pool in two steps.");
@@ -158,28 +177,25 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
   uint8_t* result = static_cast<uint8_t*>(dst.mutable_data_ptr());
   const auto kernel = pooling.average ? tier.avg_pool : tier.max_pool;
   const Runs runs = runs_of(spans[2]);
-  const int64_t c = src.channels, rows = src.batch * output[0] * output[1];
+  const int64_t depth = static_cast<int64_t>(spans[0].size());
+  const int64_t height = static_cast<int64_t>(spans[1].size());
+  const int64_t width = static_cast<int64_t>(spans[2].size());
+  const int64_t c = src.channels, rows = src.batch * depth * height;
+  const int64_t image_bytes = src.size[0] * src.size[1] * src.size[2] * c;
   parallel_ranges(rows, threads_for(dst.numel() * window, 100'000), [&](Range range) {
     ScratchFrame frame;
     const uint8_t** taps = frame.take<const uint8_t*>(window);
     for (int64_t r = range.begin; r < range.end; ++r) {
-      const int64_t n = r / (output[0] * output[1]);
-      const Span& d = spans[0][static_cast<size_t>(r / output[1] % output[0])];
-      const Span& h = spans[1][static_cast<size_t>(r % output[1])];
+      const uint8_t* image = data + r / (depth * height) * image_bytes;
+      const Span& d = spans[0][static_cast<size_t>(r / height % depth)];
+      const Span& h = spans[1][static_cast<size_t>(r % height)];
       for (const Run& run : runs) {
-        const Span& x = spans[2][static_cast<size_t>(run.first)];
-        int64_t valid = 0;
-        for (int64_t id = d.begin; id < d.end; id += d.step) {
-          for (int64_t ih = h.begin; ih < h.end; ih += h.step) {
-            const int64_t line = ((n * src.size[0] + id) * src.size[1] + ih) * src.size[2];
-            for (int64_t ix = x.begin; ix < x.end; ix += x.step)
-              taps[valid++] = data + (line + ix) * c;
-          }
-        }
-        int64_t counted = pooling.count_include_pad ? d.counted * h.counted * x.counted : valid;
+        const Span& w = spans[2][static_cast<size_t>(run.first)];
+        const int64_t valid = gather_taps(src, image, d, h, w, taps);
+        int64_t counted = pooling.count_include_pad ? d.counted * h.counted * w.counted : valid;
         const int64_t padding = counted - valid;
         if (pooling.divisor_override != 0) counted = pooling.divisor_override;
-        const int64_t first = (r * output[2] + run.first) * c;
+        const int64_t first = (r * width + run.first) * c;
         const PoolRow row{taps,
                           static_cast<int>(valid),
                           run.count,
