@@ -298,7 +298,7 @@ def test_four_processes_on_two_cores_finish() -> None:
 
     Two processes of two threads share each core, so at every barrier somebody waits for a thread
     that does not run. Spinning until the scheduler steps in takes 8 s of processor time for these
-    2000 steps, giving up the core 0.05 s.
+    2000 steps, giving up the core 0.05 s; up to 2 s where other processes take whole time slices.
     """
     code = (
         "import os, sys, time; sys.path.insert(0, 'tests')\n"
@@ -314,7 +314,7 @@ def test_four_processes_on_two_cores_finish() -> None:
         "print(time.process_time() - before)"
     )
     for run in [start(code.replace("NUMBER", str(i))) for i in range(4)]:
-        assert float(finished(run).stdout) < 1
+        assert float(finished(run).stdout) < 4
 
 
 def start(code: str, **environment: str) -> subprocess.Popen[str]:
