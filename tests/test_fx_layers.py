@@ -371,3 +371,26 @@ def test_what_is_not_called_does_not_count() -> None:
     assert text.endswith(
         "1 of 1 convolutions and linears run in int8; 1 more are not called with example_inputs"
     )
+
+
+@pytest.mark.parametrize("flow", [torchq, torchq.eager])
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.PReLU])
+def test_channels_of_rows_and_of_sequences(kind: Any, flow: Any) -> None:
+    """A linear layer that took over what has its channels in dim 1 is for rows."""
+    torch.manual_seed(0)
+    part = kind(8)
+    for value in part.state_dict().values():
+        if value.is_floating_point():
+            value.uniform_(0.1, 2)
+    model = nn.Sequential(nn.Linear(8, 8), part, nn.Linear(8, 8)).eval()
+    rows, sequences = torch.randn(4, 8), torch.randn(4, 8, 8)
+    for x, other in ((rows, sequences), (sequences, rows)):
+        converted = flow.quantize(model, [x, 2 * x, 3 * x], x)
+        with torch.no_grad():
+            assert torchq.sqnr(model(x), converted(x)) > 20
+            if x is rows:
+                scripted = torch.jit.script(converted)
+                assert torch.equal(scripted(x), converted(x))
+                for one in (converted, scripted):
+                    with pytest.raises((RuntimeError, torch.jit.Error), match="was 2, got 3"):
+                        one(other)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-__all__ = ["TRANSPOSED", "Affine", "fold_affines", "fold_batch_norms", "norm_affine"]
+__all__ = ["TRANSPOSED", "Affine", "fold_affines", "norm_affine"]
 
 Affine: TypeAlias = tuple[Tensor, Tensor]
 """(scale, shift) in float64, ``[]`` or one per output channel: ``y * scale + shift``."""
@@ -27,11 +27,6 @@ def norm_affine(norm: Any) -> Affine:
             scale = scale * norm.weight
         shift = -norm.running_mean * scale
         return scale, shift if norm.bias is None else shift + norm.bias
-
-
-def fold_batch_norms(module: nn.Module, norms: Sequence[nn.Module]) -> nn.Module:
-    """A copy of a convolution or linear with these batch norms, in eval mode, in its weight."""
-    return fold_affines(module, [norm_affine(norm) for norm in norms])
 
 
 def fold_affines(module: Any, affines: Sequence[Affine]) -> nn.Module:

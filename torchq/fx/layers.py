@@ -71,6 +71,16 @@ class Layer:
         """What the report says of it where it is int8."""
         return self.op.note
 
+    @property
+    def needs_rows(self) -> bool:
+        """Whether it is right for sources of two dims only.
+
+        A batch norm and a leaky relu have their channels in dim 1. A linear layer, in which they
+        are, has them in the last dim, whatever its source.
+        """
+        normed = any(isinstance(part.module, BATCH_NORM) for part in self.parts)
+        return isinstance(self.op.module, nn.Linear) and (normed or self.slopes is not None)
+
     def float_module(self) -> nn.Module:
         """The main operation with the factors and shifts folded into it."""
         norm = self.op.role is Role.NORM

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from torchq._post_ops import PostOps
 from torchq.affine import combined
-from torchq.fx.guards import GUARDS, expect_float, with_item
+from torchq.fx.guards import GUARDS, expect, expect_float, with_item
 from torchq.fx.layers import Layer
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.ops import Op, Role
@@ -267,6 +267,10 @@ class Lowering:
 
     def _matmul(self, layer: Layer, src: QParams, dst: QParams | None) -> tuple[QModule, list[Any]]:
         args = [self._src(layer.srcs[0])]
+        if layer.needs_rows:
+            rank = self.graph.call_method("dim", (args[0],))
+            where = f" (the number of dims of what '{layer.name}' reads: dim 1 has its channels)"
+            self.graph.call_function(expect, (rank, 2, where))
         residual: QParams | None = None
         if layer.residual is not None:
             if self.plan.comes_as_int8(layer.residual):
