@@ -116,6 +116,10 @@ c10::SmallVector<Interval, 8> intervals(const Window& w, int d, int64_t input, i
     if (result.empty() || result.back().tap_begin != first || result.back().tap_end != end) {
       result.push_back({o, o, first, end});
     }
+    if (begin == 0 && end == kernel) {  // on to the last window that is inside
+      const int64_t last = (input - 1 - (kernel - 1) * dilation + w.pad_begin[d]) / w.stride[d];
+      o = std::min(last, output - 1);
+    }
     result.back().end = o + 1;
   }
   return result;
