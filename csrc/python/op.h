@@ -162,6 +162,9 @@ struct Op {
 
   /// Consumes the arguments; throws what the op throws.
   PyObject* run(Stack&& stack) const {
+    // A tensor that only Python owns takes the GIL when the last other owner lets go of it. The op
+    // lets go of its arguments one by one while others may hold the GIL: each could wait for it.
+    const Stack held = stack;
     {
       const py::gil_scoped_release no_gil;  // as torch.ops does
       handle.callBoxed(stack);

@@ -65,17 +65,16 @@ bool has_dtype(const at::Tensor& src, PyObject* wanted, size_t index) {
   return src.scalar_type() == (is_signed == Py_True ? at::kChar : at::kByte);
 }
 
-/// A value that was read. Code may replace the items of a list.
-struct Value {
-  explicit Value(PyObject* value) : object(py::reinterpret_borrow<py::object>(value)) {
-    for (Py_ssize_t i = 0; PyList_Check(value) && i < PyList_GET_SIZE(value); ++i) {
+/// A list that was read. Code may replace its items.
+struct List {
+  explicit List(PyObject* value) : object(py::reinterpret_borrow<py::object>(value)) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i) {
       items.push_back(py::reinterpret_borrow<py::object>(PyList_GET_ITEM(value, i)));
     }
   }
 
   bool is_unchanged() const {
     PyObject* const list = object.ptr();
-    if (!PyList_Check(list)) return true;
     if (PyList_GET_SIZE(list) != static_cast<Py_ssize_t>(items.size())) return false;
     for (size_t i = 0; i < items.size(); ++i) {
       if (PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i)) != items[i].ptr()) return false;
@@ -134,15 +133,14 @@ class State {
   bool is_of(PyObject* module) const {
     if (reinterpret_cast<PyObject*>(Py_TYPE(module)) != type_.ptr()) return false;
     if (!recipe_) return true;
-    // a module inside is alive if the one around it still holds it
+    // a module inside is alive if the one around it still holds it, dicts if the module's own does
     for (const auto& [inner, contents] : held_) {
-      const Scope scope(inner == nullptr ? module : inner);
-      for (size_t i = 0; i < contents.size(); ++i) {
-        if (!contents[i].are_those_of(scope.dicts[i])) return false;
-      }
+      const auto& [own, buffers, modules] = contents;
+      if (!own.are_those_of(dict_of(inner == nullptr ? module : inner))) return false;
+      if (!buffers.are_unchanged() || !modules.are_unchanged()) return false;
     }
-    return std::all_of(values_.begin(), values_.end(),
-                       [](const Value& value) { return value.is_unchanged(); });
+    return std::all_of(lists_.begin(), lists_.end(),
+                       [](const List& list) { return list.is_unchanged(); });
   }
 
   /// The op's arguments; false where the module has to be called.
@@ -181,8 +179,11 @@ class State {
     for (size_t i = 0; i < arguments.size(); ++i) {
       PyObject* const value = arguments[i].path.empty() ? Py_None : find(scope, arguments[i]);
       if (value == nullptr) return false;
-      values_.emplace_back(value);
-      if (arguments[i].kind != Argument::kState || THPVariable_CheckExact(value)) {
+      values_.push_back(py::reinterpret_borrow<py::object>(value));
+      if (PyList_Check(value)) lists_.emplace_back(value);
+      const bool is_state = arguments[i].kind == Argument::kState;
+      if (!is_state || THPVariable_CheckExact(value)) {
+        if (arguments[i].kind != Argument::kNone) varying_.push_back(i);
         constants_.emplace_back();
       } else if (!op.push(i, value, constants_)) {
         return false;
@@ -208,14 +209,15 @@ class State {
 
   bool push_tensors(PyObject* const* args, size_t count, Stack& stack) const {
     size_t next = 0;
-    for (size_t i = 0; i < values_.size(); ++i) {
-      PyObject* const value = values_[i].object.ptr();
+    for (const size_t i : varying_) {
+      PyObject* const value = values_[i].ptr();
       at::Tensor tensor;
       switch (recipe_->arguments[i].kind) {
         case Argument::kNone:
           break;
         case Argument::kState:
-          if (take(value, tensor)) stack[i] = std::move(tensor);
+          if (!take(value, tensor)) return false;
+          stack[i] = std::move(tensor);
           break;
         case Argument::kSource:
           if (next == count || !take(args[next], tensor)) return false;
@@ -261,9 +263,11 @@ class State {
     std::array<Contents, 3> contents;
   };
   std::vector<Held> held_;
-  std::vector<PyObject*> hooks_;  // in the module's dict, as long as its contents are unchanged
-  std::vector<Value> values_;     // one for each of the recipe's arguments
-  Stack constants_;               // the op's arguments, empty for tensors
+  std::vector<PyObject*> hooks_;    // in the module's dict, as long as its contents are unchanged
+  std::vector<py::object> values_;  // one for each of the recipe's arguments
+  std::vector<List> lists_;         // those of them that are lists
+  std::vector<size_t> varying_;     // the arguments that are tensors
+  Stack constants_;                 // the op's arguments, empty for tensors
   bool suits_ = false;
 };
 
