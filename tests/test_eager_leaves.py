@@ -186,7 +186,7 @@ def test_dynamic_layers() -> None:
     model = Swapped(nn.Sequential(Transposed(8, 8, True), Plain(8, 5))).eval()
     data = [rows() for _ in range(3)]
     result = converted(torchq, model, data, config=QConfig(dynamic=True), strict=True)
-    assert [type(m) for m in result.part] == [tnn.DynamicQLinear] * 2
+    assert [type(m.layer) for m in result.part] == [tnn.DynamicQLinear] * 2
 
 
 def test_weights_that_others_read() -> None:

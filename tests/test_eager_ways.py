@@ -260,6 +260,20 @@ def test_models_convert_in_int8() -> None:
         assert some == (name not in ("weights are read", "tied"))
 
 
+def test_dynamic_layers() -> None:
+    """Their packed weights are not read for those of the float model either."""
+    ways = WAYS["weights"]
+    model = ways.model()
+    with torch.no_grad():
+        converted = eager.quantize(model, [(X,)], (X, "shape"), torchq.QConfig(dynamic=True))
+        assert isinstance(converted.a.layer, torchq.nn.DynamicQLinear)
+        for args in ((X,), (X, "shape"), (50 * X,)):
+            holds(model(*args), converted(*args))
+        for args in (*ways.wrong, (U8,)):
+            with pytest.raises((TypeError, AttributeError)):
+                converted(*args)
+
+
 def test_autocast_hooks_and_replaced_modules() -> None:
     ways = WAYS["factor"]
     model = ways.model()

@@ -20,6 +20,7 @@ from torchq.eager.report import report_rows
 from torchq.explain import Row, check_strict
 from torchq.kinds import QUANTIZABLE
 from torchq.nn.module import QModule
+from torchq.nn.swapped import Swapped
 from torchq.observers import Observer
 from torchq.running import (
     Inputs,
@@ -29,7 +30,7 @@ from torchq.running import (
     without_gradients,
     working_copy,
 )
-from torchq.standalone import RECURRENT, STANDALONE, converted
+from torchq.standalone import RECURRENT, STANDALONE, DynamicLinear, converted
 from torchq.state import as_before
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
@@ -212,7 +213,9 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         elif isinstance(module, ObservedLayer):
             replacements[name] = module.convert()
         elif isinstance(module, STANDALONE):
-            replacements[name] = converted(module, name)
+            layer = converted(module, name)
+            alone = not name or not isinstance(module, DynamicLinear)
+            replacements[name] = layer if alone else Swapped.of(module.module, layer)
     result = _with_modules(prepared, replacements)
     result.torchq_report = rows  # type: ignore[assignment]
     return without_gradients(result.eval())
