@@ -46,12 +46,10 @@ def _of_base(classes: dict[type[nn.Module], _Class], module: nn.Module) -> _Clas
     return next(classes[base] for base in type(module).__mro__ if base in classes)
 
 
-def pool_from_float(
-    module: nn.Module, qparams: QParams, contiguous: bool = False, **own: pooling.Dst
-) -> QModule:
+def pool_from_float(module: nn.Module, qparams: QParams, **own: pooling.Dst) -> QModule:
     """A float pool on tensors with these parameters; an average may have a ``dst`` of its own."""
     cls = _of_base(_POOLS, module)
-    result: QModule = cls.from_float(module, qparams, contiguous=contiguous, **own)
+    result: QModule = cls.from_float(module, qparams, **own)
     return result
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized modules, and the float modules that the eager flow turns into them."""
+"""Quantized modules, and float modules that become some of them."""
 
 from torchq.nn.binary import Add, Cat, Mul, QAdd, QCat, QMul
 from torchq.nn.conv import QConv1d, QConv2d, QConv3d

@@ -13,7 +13,7 @@ from torchq.qparams import QParams
 
 
 class Add(nn.Module):
-    """``src0 + src1``, as a module: the eager flow can quantize it, or fuse a residual addition."""
+    """``src0 + src1``, as a module: what :mod:`torchq.fx` traces computes it in int8."""
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
         """Adds."""
@@ -21,7 +21,7 @@ class Add(nn.Module):
 
 
 class Mul(nn.Module):
-    """``src0 * src1``, as a module: the eager flow can quantize it."""
+    """``src0 * src1``, as a module; see :class:`Add`."""
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
         """Multiplies."""
@@ -29,7 +29,7 @@ class Mul(nn.Module):
 
 
 class Cat(nn.Module):
-    """``torch.cat(srcs, dim)``, as a module: the eager flow can quantize it."""
+    """``torch.cat(srcs, dim)``, as a module; see :class:`Add`."""
 
     def __init__(self, dim: int = 1) -> None:
         """``dim`` as in torch.cat."""
