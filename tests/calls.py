@@ -10,7 +10,7 @@ from typing import Any
 import cases
 import reference
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchq.ops import dtype_code
 
@@ -61,6 +61,16 @@ def assert_same(got: Tensor, expected: Tensor, label: object = "") -> None:
             f"{label}: {len(where)} of {got.numel()} differ, first at {first}: "
             f"got {got[first].item()!r}, expected {expected[first].item()!r}"
         )
+
+
+def assert_same_deployed(module: nn.Module, args: tuple[Any, ...], expected: Tensor) -> None:
+    """Scripted, exported and compiled, a module gives the bits that it gives as it is."""
+    assert_same(torch.jit.script(module)(*args), expected)
+    with torch.no_grad():
+        assert_same(torch.export.export(module, args).module()(*args), expected)
+        torch._dynamo.reset()
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        assert_same(compiled(*args), expected)
 
 
 def fold(args: dict[str, Any], channels: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from calls import F32, S8, S32, U8, assert_same
+from calls import F32, S8, S32, U8, assert_same, assert_same_deployed
 from cases import random_q
 from torch import Tensor, nn
 
@@ -284,12 +284,7 @@ def test_module_residual_goes_to_the_depthwise():
 def test_module_under_compile_script_export_and_saved(tmp_path: Any):
     model, src = nn.Sequential(module()).eval(), torch.randn(2, 8, 9, 10)
     expected = model(src)
-    assert_same(torch.jit.script(model)(src), expected)
-    with torch.no_grad():
-        assert_same(torch.export.export(model, (src,)).module()(src), expected)
-        torch._dynamo.reset()
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        assert_same(compiled(src), expected)
+    assert_same_deployed(model, (src,), expected)
     torchq.save(model, tmp_path / "model")
     loaded = torchq.load(tmp_path / "model", nn.Sequential(nn.Identity()))
     assert_same(loaded(src), expected)

@@ -10,7 +10,7 @@ import pytest
 import reference
 import reference_matmul
 import torch
-from calls import F32, S8, S32, U8, assert_same
+from calls import F32, S8, S32, U8, assert_same, assert_same_deployed
 from cases import random_q
 from test_opcheck import check_fake
 from torch import Tensor, nn
@@ -209,12 +209,8 @@ def test_modules_under_compile_script_and_export():
     module = tnn.DynamicQLinear.from_float(nn.Linear(20, 12)).eval()
     src = torch.randn(4, 20)
     expected = module(src)
-    assert_same(torch.jit.script(module)(src), expected)
     assert_same(torch.jit.trace(module, src)(src), expected)
-    with torch.no_grad():
-        assert_same(torch.export.export(module, (src,)).module()(src), expected)
-        torch._dynamo.reset()
-        assert_same(torch.compile(module, fullgraph=True, backend="aot_eager")(src), expected)
+    assert_same_deployed(module, (src,), expected)
 
 
 # Errors

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import reference_deconv
 import torch
-from calls import U8, assert_same
+from calls import U8, assert_same, assert_same_deployed
 from torch import nn
 
 import torchq.nn as tnn
@@ -96,13 +96,8 @@ def test_module_under_compile_script_and_export():
     module = cls.from_float(float_module, U, S).eval()
     src = torch.randn(shape)
     expected = module(src)
-    assert_same(torch.jit.script(module)(src), expected)
     assert_same(torch.jit.trace(module, src)(src), expected)
-    with torch.no_grad():
-        assert_same(torch.export.export(module, (src,)).module()(src), expected)
-        torch._dynamo.reset()
-        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-        assert_same(compiled(src), expected)
+    assert_same_deployed(module, (src,), expected)
 
 
 def test_a_source_that_requires_grad_is_refused(isa: str):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import F32, S8, U8, assert_same
+from calls import F32, S8, U8, assert_same, assert_same_deployed
 from cases import random_q
 from torch import Tensor, nn
 
@@ -80,11 +80,7 @@ def test_modules_everywhere(name: str, tmp_path: Any) -> None:
     make, _, shape = MODULES[name]
     model, src = nn.Sequential(make(OUT)).eval(), torch.randn(shape)
     want = model(src)
-    assert_same(torch.jit.script(model)(src), want)
-    with torch.no_grad():
-        assert_same(torch.export.export(model, (src,)).module()(src), want)
-        torch._dynamo.reset()
-        assert_same(torch.compile(model, fullgraph=True, backend="aot_eager")(src), want)
+    assert_same_deployed(model, (src,), want)
     torchq.save(model, tmp_path / "model")
     loaded = torchq.load(tmp_path / "model", nn.Sequential(nn.Identity()))
     assert_same(loaded(src), want)

@@ -10,7 +10,7 @@ import reference
 import reference_deconv
 import reference_matmul
 import torch
-from calls import F32, S8, S32, U8, assert_same
+from calls import F32, S8, S32, U8, assert_same, assert_same_deployed
 from cases import random_q
 from torch import Tensor, nn
 
@@ -121,13 +121,9 @@ def test_under_script_export_compile_and_saved(name: str, tmp_path: Any):
     _, q = layer(name, OUT, chain)
     model, args = Model(q).eval(), (random_q(LAYERS[name][1], U8), *srcs)
     want = model(*args)
-    scripted = torch.jit.script(model)
-    torch.jit.save(scripted, tmp_path / "model.pt")
+    torch.jit.save(torch.jit.script(model), tmp_path / "model.pt")
     assert_same(torch.jit.load(tmp_path / "model.pt")(*args), want)
-    with torch.no_grad():
-        assert_same(torch.export.export(model, args).module()(*args), want)
-        torch._dynamo.reset()
-        assert_same(torch.compile(model, fullgraph=True, backend="aot_eager")(*args), want)
+    assert_same_deployed(model, args, want)
     torchq.save(model, tmp_path / "model")
     loaded = torchq.load(tmp_path / "model", Model(nn.Identity()))
     assert_same(loaded(*args), want)

@@ -11,7 +11,7 @@ import pytest
 import reference
 import reference_deconv
 import torch
-from calls import F32, S8, S32, U8, assert_same
+from calls import F32, S8, S32, U8, assert_same, assert_same_deployed
 from cases import ConvShape, LinearShape, random_q
 from reference_deconv import DeconvShape, deconv
 from torch import Tensor, nn
@@ -316,11 +316,7 @@ def test_modules_everywhere(name: str, tmp_path):
     _, q = affine_module(name, OUT)
     model, src = nn.Sequential(q).eval(), torch.randn(FLOATS[name][1])
     want = model(src)
-    assert_same(torch.jit.script(model)(src), want)
-    with torch.no_grad():
-        assert_same(torch.export.export(model, (src,)).module()(src), want)
-        torch._dynamo.reset()
-        assert_same(torch.compile(model, fullgraph=True, backend="aot_eager")(src), want)
+    assert_same_deployed(model, (src,), want)
     torchq.save(model, tmp_path / "model")
     loaded = torchq.load(tmp_path / "model", nn.Sequential(nn.Identity()))
     assert_same(loaded(src), want)
