@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import KeysView
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from torchq.fx.guards import expect_key, expect_keys
-
-if TYPE_CHECKING:
-    from torchq.fx.recorder import Recorder
+from torchq.fx.recorder import Recorder
 
 __all__ = ["has_key", "keys", "length"]
 

@@ -6,14 +6,13 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torchq.fx import containers
 from torchq.fx.guards import expect, expect_real
 from torchq.fx.nodes import compute, counts
 from torchq.fx.place import line, place
@@ -151,28 +150,6 @@ class Recorder(SequenceTracer):
         guard = self.create_node("call_function", check, args, {})
         guard.meta.update(scope="", varying=False, writes=[], static=True)
         self.values[guard] = None
-
-    def to_bool(self, obj: fx.Proxy) -> bool:
-        """Which way an `if` goes."""
-        value = self.values[obj.node]
-        if isinstance(value, (tuple, list, dict)):
-            return containers.length(self, obj) > 0
-        return bool(value if isinstance(value, str) else self.known(obj))
-
-    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Over what has a length."""
-        value = self.values[obj.node]
-        if isinstance(value, (dict, set)):
-            return iter(self.keys(obj) if isinstance(value, dict) else value)
-        if not isinstance(value, (tuple, list, Tensor)):
-            raise fx.proxy.TraceError(f"its Python code iterates over a {type(value).__name__}")
-        indexable: Any = obj
-        items = len(indexable) if isinstance(value, Tensor) else containers.length(self, obj, True)
-        return (indexable[i] for i in range(items))
-
-    def keys(self, obj: fx.Proxy) -> Any:
-        """Of a dict; guarded."""
-        return containers.keys(self, obj.node)
 
 
 def _compared(tracer: Recorder, node: fx.Node) -> list[tuple[fx.Proxy, int | bool]] | None:

@@ -8,7 +8,7 @@ import inspect
 import math
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchq.fx import containers
 from torchq.fx.fake import fake_quantizer, is_watcher
 from torchq.fx.guards import (
     OPTIONAL,
@@ -141,6 +142,28 @@ class Tracer(Recorder):
             return False
         self.guard(expect_none, node)
         return True
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Which way an `if` goes."""
+        value = self.values[obj.node]
+        if isinstance(value, (tuple, list, dict)):
+            return containers.length(self, obj) > 0
+        return bool(value if isinstance(value, str) else self.known(obj))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Over what has a length."""
+        value = self.values[obj.node]
+        if isinstance(value, (dict, set)):
+            return iter(self.keys(obj) if isinstance(value, dict) else value)
+        if not isinstance(value, (tuple, list, Tensor)):
+            raise fx.proxy.TraceError(f"its Python code iterates over a {type(value).__name__}")
+        indexable: Any = obj
+        items = len(indexable) if isinstance(value, Tensor) else containers.length(self, obj, True)
+        return (indexable[i] for i in range(items))
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        """Of a dict; guarded."""
+        return containers.keys(self, obj.node)
 
     # Modules
 
