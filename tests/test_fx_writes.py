@@ -6,10 +6,12 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from flows import sqnr
 from models import Wired
 from torch import Tensor, fx, nn
 
@@ -268,3 +270,23 @@ def test_writes_export(case: tuple[str, nn.Module, Tensor, Tensor]) -> None:
     _, converted, x, expected = case
     exported = torch.export.export(converted, (x,)).module()
     assert torch.equal(exported(x)[1], expected)
+
+
+def test_sizes_that_are_written_to_a_constant_are_guarded(tmp_path: Path) -> None:
+    """The code goes on with that tensor, which is no node."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        shapes = torch.empty((1, 2), dtype=torch.long)
+        shapes[0, 0] = x.shape[1]
+        shapes[0, 1] = 3
+        return m.a(x) * shapes.prod(1)
+
+    model, x = Wired(forward, a=nn.Linear(8, 8)).eval(), torch.randn(4, 6, 8)
+    quantized = torchq.quantize(model, [x], x)
+    torchq.save(quantized, tmp_path / "model")
+    for found in (quantized, torchq.load(tmp_path / "model")):
+        with torch.no_grad():
+            for other in (x, x[:2]):
+                assert sqnr(model(other), found(other)) > 30
+        with pytest.raises(RuntimeError, match="size or condition was 6, got 3"):
+            found(x[:, :3])

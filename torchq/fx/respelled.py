@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.utils._pytree import tree_map
 
 from torchq.fx.attention import attention
 from torchq.fx.einsum import einsum
@@ -50,6 +51,11 @@ def instead(tracer: Recorder, kind: str, target: Any, args: Sequence[Any], kwarg
         return getattr(source, target)()
     if kind == "call_method" and isinstance(source, torch.Size) and target == "numel":
         return functools.reduce(operator.mul, args[0], 1)
+    if kind == "call_method" and target == "__setitem__" and type(args[0]) is not Proxy:
+        # of a constant, which the code goes on reading as it is now
+        index, value = tree_map(lambda x: tracer.known(x) if type(x) is Proxy else x, args[1:])
+        args[0][index] = value
+        return args[0]
     if kind == "call_method" and target == "is_integer" and isinstance(source, int | float):
         return args[0] % 1 == 0
     if target in (torch.is_floating_point, torch.is_complex) and isinstance(source, Tensor):
