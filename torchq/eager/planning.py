@@ -8,6 +8,7 @@ it becomes a graph, in which int8 values go from layer to layer.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -30,6 +31,7 @@ class Plan:
         layers: convolution or linear module that was called -> why it stays float, or "".
         standalone: module that is quantized by itself -> why it stays float, or "".
         sequences: ``nn.Sequential`` that becomes a graph -> its calls.
+        products: functions that multiply by parameters: a name of its own -> its name.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Plan:
             if name in recording.sequences and self._is_known(name, module)
         }
         self._strided = self._layout_matters()
+        self.products = self._named_products()
         self.layers: dict[str, str] = {}
         self.standalone: dict[str, str] = {}
         for name, calls in self.calls.items():
@@ -65,7 +68,7 @@ class Plan:
     def check_patterns(self) -> None:
         """Raises ValueError for an override that matches no module."""
         names = [name for name, _ in self._model.named_modules()]
-        names += [f"{name}.dst" for name in names]
+        names += [*(f"{name}.dst" for name in names), *self.products]
         unmatched = unmatched_patterns(self._overrides, names)
         if unmatched:
             raise ValueError(
@@ -91,6 +94,14 @@ class Plan:
     def is_strided(self, calls: list[Call]) -> bool:
         """Whether the strides of what such calls give must be those of the float model."""
         return any(value in self._strided for call in calls for value in call.outputs)
+
+    def _named_products(self) -> dict[str, str]:
+        result, taken = dict[str, str](), {name for name, _ in self._model.named_modules()}
+        for call in self.recording.products_with_weights():
+            kind = call.name.strip("_")
+            names = (f"{kind}_{i}" if i else kind for i in itertools.count())
+            result[next(n for n in names if n not in taken and n not in result)] = kind
+        return result
 
     def _why_not_alone(self, calls: list[Call]) -> str:
         name, module = calls[0].name, calls[0].module

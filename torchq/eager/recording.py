@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.eager.leaves import stand_in
-from torchq.kinds import is_patched
+from torchq.kinds import MATMUL, is_patched
 
 
 def _words(text: str) -> frozenset[str]:
@@ -25,6 +25,10 @@ def _words(text: str) -> frozenset[str]:
 
 # What asks for the strides of its first argument, or depends on them.
 _STRIDES = _words("stride is_contiguous storage_offset data_ptr view view_as unflatten")
+_PRODUCTS = _words(
+    "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d matmul mm bmm "
+    "addmm baddbmm __matmul__ __rmatmul__ einsum"
+)
 
 
 @dataclass(eq=False)
@@ -57,11 +61,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Value:
-    """What is known about a value."""
+    """What is known about a value; ``is_free``: a parameter of no layer with a row of its own."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     contiguous: bool
+    is_free: bool
 
 
 @dataclass
@@ -85,6 +90,18 @@ class Recording:
     exposed: set[str] = field(default_factory=set)
     hooked: set[str] = field(default_factory=set)
     sequences: dict[str, list[Call]] = field(default_factory=dict)
+
+    def products_with_weights(self) -> list[Call]:
+        """Functions of the first run that multiply by free parameters, or what is made of them."""
+        weights, result = {n for n, value in self.values.items() if value.is_free}, []
+        for call in self.calls:
+            if call.module is None and call.inputs and weights.issuperset(call.inputs):
+                weights.update(call.outputs)
+            elif call.module is None and call.first and call.name in _PRODUCTS:
+                matrices = [n for n in call.inputs if len(self.values[n].shape) > 1]
+                if not weights.isdisjoint(matrices):
+                    result.append(call)
+        return result
 
     def calls_of(self) -> dict[str, list[Call]]:
         """Qualified module name -> its calls."""
@@ -149,6 +166,8 @@ class _Recorder(TorchFunctionMode):
                 self._owners[id(tensor)].append(name)
             if is_hooked(module):
                 self.recording.hooked.add(name)
+        layers = [m for _, m, layer in found if isinstance(layer or m, MATMUL)]
+        self._of_layers = {id(p) for m in layers for p in m.parameters(False)}
         self._numbers: dict[int, int] = {}  # id(tensor) -> value
         self._alive: list[Tensor] = []  # each once, so that no id is used twice
         self._open: list[tuple[str, Tensor | None, list[Tensor], list[int]]] = []  # calls
@@ -179,7 +198,10 @@ class _Recorder(TorchFunctionMode):
                 contiguous = tensor.is_contiguous()
             except (NotImplementedError, RuntimeError):  # sparse and the like
                 contiguous = False
-            self.recording.values[number] = Value(tuple(tensor.shape), tensor.dtype, contiguous)
+            is_free = isinstance(tensor, nn.Parameter) and id(tensor) not in self._of_layers
+            self.recording.values[number] = Value(
+                tuple(tensor.shape), tensor.dtype, contiguous, is_free
+            )
         return self._numbers[id(tensor)]
 
     def add(self, name: str, module: nn.Module | None, args: Iterable[Tensor], result: Any) -> Call:

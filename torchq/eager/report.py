@@ -16,7 +16,7 @@ __all__ = ["report_rows"]
 
 
 def report_rows(model: nn.Module, plan: Plan, graphs: dict[str, list[Row]]) -> list[Row]:
-    """One row per module that computes something by itself.
+    """One row per module that computes something by itself, and per product with parameters.
 
     Args:
         model: the float model.
@@ -36,6 +36,16 @@ def report_rows(model: nn.Module, plan: Plan, graphs: dict[str, list[Row]]) -> l
             or next(module.parameters(False), None) is not None
         ):
             rows.append(_row(name, module, plan))
+    return [*rows, *_function_rows(plan)]
+
+
+def _function_rows(plan: Plan) -> list[Row]:
+    """Of what the model's own code multiplies by its parameters."""
+    reason, rows = "a function of a model whose modules are swapped", []
+    for name, kind in plan.products.items():
+        full, first = f"{plan.prefix}{name}", f"{plan.prefix}{kind}"
+        requested = plan.config(name) is None
+        rows.append(Row(full, kind, False, reason, full, True, requested, first=first))
     return rows
 
 
