@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -76,12 +77,12 @@ class Net(nn.Module):
         return self.fc(self.pool(self.relu(self.conv(x))).flatten(1))
 
 
-def converted(config: QConfig) -> tuple[nn.Module, list[Tensor]]:
+def converted(config: QConfig, flow: Any = torchq) -> tuple[nn.Module, list[Tensor]]:
     model = Net().eval()
     with torch.no_grad():
         model.conv.weight.abs_()  # large sums of one sign
     data = [torch.rand(4, 8, 10, 10) * 3 for _ in range(2)]
-    return torchq.quantize(model, data, data[0], config), data
+    return flow.quantize(model, data, data[0], config), data
 
 
 def test_a_model_that_saturates_is_reported() -> None:
@@ -107,6 +108,16 @@ def test_a_model_that_saturates_is_reported() -> None:
     many = replace(explained, seven_bits=dict.fromkeys("abcdefg", "why"))
     assert "would matter in a, b, c, d and 3 more (torchq.saturation" in str(many)
     assert "weight_bits=7 or activation_bits=7 rules it out" in seven_bits(qmodel)["conv"]
+
+
+def test_layers_of_a_swapped_model_have_their_names() -> None:
+    """Those that ``overrides`` and the rows of ``explain`` know."""
+    qmodel, data = converted(QConfig(activation_symmetric=False), torchq.eager)
+    report = saturation.emulate(qmodel, data)
+    assert [layer.name for layer in report.layers] == ["conv", "fc"]
+    assert list(seven_bits(qmodel)) == ["conv", "fc"]
+    assert not report.not_emulated and report.layers[0].changed > 0
+    assert torchq.explain(qmodel).details.keys() == {"conv", "fc"}
 
 
 def test_each_way_to_run_a_model_has_what_that_one_kept() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from torchq.nn.module import QModule
-from torchq.nn.swapped import Swapped
+from torchq.nn.swapped import by_float_name
 from torchq.saturation import seven_bits
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
@@ -127,8 +127,8 @@ def explain(model: nn.Module) -> Explanation:
             "torchq.save wrote."
         )
     details = {
-        name: str((module.layer if isinstance(module, Swapped) else module).extra_repr())
-        for name, module in model.named_modules()
+        name: str(module.extra_repr())
+        for name, module in by_float_name(model)
         if isinstance(module, QModule)
     }
     return Explanation(tuple(rows), details, seven_bits(model), getattr(model, "torchq_note", ""))

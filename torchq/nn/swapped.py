@@ -52,3 +52,10 @@ class Swapped(QModule):
             )
         dst: Tensor = self.layer(input)
         return dst
+
+
+def by_float_name(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """``named_modules`` with the layers themselves in place of those that hold them."""
+    held = {id(m.layer): name for name, m in model.named_modules() if isinstance(m, Swapped)}
+    parts = [part for part in model.named_modules() if not isinstance(part[1], Swapped)]
+    return [(held.get(id(module), name), module) for name, module in parts]

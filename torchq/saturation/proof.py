@@ -13,6 +13,7 @@ from torchq.nn.conv import QConv
 from torchq.nn.deconv import QConvTranspose
 from torchq.nn.layer import QLayer
 from torchq.nn.linear import QLinear
+from torchq.nn.swapped import by_float_name
 from torchq.packing import PackedWeight
 from torchq.saturation.pairs import HIGHEST, LOWEST, SHIFT, U8_MAX, as_conv_weight, halve
 
@@ -113,7 +114,7 @@ def seven_bits(model: nn.Module) -> dict[str, str]:
     their source are not listed.
     """
     found = {}
-    for name, module in model.named_modules():
+    for name, module in by_float_name(model):
         if not isinstance(module, EMULATED):
             continue
         proof = prove_module(module)

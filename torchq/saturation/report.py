@@ -17,6 +17,7 @@ from torchq.nn.deconv import QConvTranspose
 from torchq.nn.layer import QLayer, sources_of
 from torchq.nn.linear import QLinear
 from torchq.nn.module import QModule
+from torchq.nn.swapped import by_float_name
 from torchq.running import batches, call, decibels, float_tensors
 from torchq.saturation.pairs import (
     Sums,
@@ -147,7 +148,7 @@ def emulate(
     Raises:
         ValueError: ``model`` has no quantized linear or convolution, or ``data`` no batch.
     """
-    modules = {n: m for n, m in model.named_modules() if isinstance(m, EMULATED)}
+    modules = {n: m for n, m in by_float_name(model) if isinstance(m, EMULATED)}
     if not modules:
         raise ValueError(
             "torchq.saturation.emulate: model must have quantized linears or convolutions, got "
@@ -156,7 +157,7 @@ def emulate(
     report = Report(not_emulated=_not_emulated(model))
     weights = dict(float_weights or {})
     second = twin(model)  # what a model keeps between calls is of one way to run it
-    copies = {name: second.get_submodule(name) for name in modules}
+    copies = {n: m for n, m in by_float_name(second) if n in modules}
     with as_before(model), torch.no_grad():
         for batch in batches("saturation.emulate", data, progress=False):
             with _hooked(modules, weights, report, replace=False):
@@ -295,7 +296,7 @@ def _layout(dst: Tensor) -> torch.memory_format:
 def _not_emulated(model: nn.Module) -> list[str]:
     return [
         f"{name} ({type(module).__name__})"
-        for name, module in model.named_modules()
+        for name, module in by_float_name(model)
         if isinstance(module, QModule)
         and not isinstance(module, EMULATED)
         and any(key.startswith("weight") for key, _ in module.named_buffers(recurse=False))
