@@ -233,7 +233,6 @@ def test_compile_aot_eager(resnet: tuple[nn.Module, Tensor, Tensor]) -> None:
     assert torch.equal(compiled(larger), model(larger))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_compile_inductor(resnet: tuple[nn.Module, Tensor, Tensor]) -> None:
     model, x, expected = resnet
