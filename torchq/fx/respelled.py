@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.fx.attention import attention
 from torchq.fx.einsum import einsum
@@ -43,6 +43,12 @@ _CONVOLUTIONS = (
 )
 
 
+def _writes_sizes(tracer: Recorder, args: Sequence[Any]) -> bool:
+    """Whether numbers alone are written to a constant, at an index of such."""
+    given = [tracer.values[x.node] for x in tree_leaves(args[1:]) if type(x) is Proxy]
+    return type(args[0]) is not Proxy and not any(isinstance(value, Tensor) for value in given)
+
+
 def instead(tracer: Recorder, kind: str, target: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """What stands for the call; None for the call itself."""
     source = tracer.values.get(args[0].node) if args and isinstance(args[0], fx.Proxy) else None
@@ -51,8 +57,8 @@ def instead(tracer: Recorder, kind: str, target: Any, args: Sequence[Any], kwarg
         return getattr(source, target)()
     if kind == "call_method" and isinstance(source, torch.Size) and target == "numel":
         return functools.reduce(operator.mul, args[0], 1)
-    if kind == "call_method" and target == "__setitem__" and type(args[0]) is not Proxy:
-        # of a constant, which the code goes on reading as it is now
+    if kind == "call_method" and target == "__setitem__" and _writes_sizes(tracer, args):
+        # to a constant, which the code goes on reading as it is now
         index, value = tree_map(lambda x: tracer.known(x) if type(x) is Proxy else x, args[1:])
         args[0][index] = value
         return args[0]
