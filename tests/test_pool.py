@@ -120,6 +120,23 @@ def test_as_torch_in_float64(isa: str, dtype: torch.dtype, name, size, kernel, s
             assert torch.equal(got.double(), expected), (ceil_mode, count_include_pad)
 
 
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "padding"),
+    [((1, 1), 2, 2, 0), ((2, 1), 3, 3, 0), ((2, 2), 4, 3, 0), ((1, 2), 3, 2, 1), ((4, 1), 2, 2, 0)],
+)
+def test_ceil_mode_takes_images_smaller_than_the_window(isa: str, size, kernel, stride, padding):
+    src = random_q((2, 19, *size), U8, 1)
+    args = (src.double(), kernel, stride, padding)
+    got = max_pool(src, kernel, stride, padding, ceil_mode=True)
+    assert torch.equal(got.double(), F.max_pool2d(*args, ceil_mode=True))
+    for counted in (False, True):
+        got = avg_pool(src, kernel, stride, padding, None, True, counted, zero_point=0)
+        expected = F.avg_pool2d(*args, ceil_mode=True, count_include_pad=counted)
+        assert torch.equal(got.double(), torch.round(expected)), counted
+    with pytest.raises(ValueError, match="smaller than the window"):
+        max_pool(src[:, :, :1, :1].contiguous(), 3, 2, 0, ceil_mode=True)
+
+
 @pytest.mark.parametrize("divisor", [14, 26, 28, 49, 3, 7])
 def test_averages_divide(isa: str, divisor: int):
     """Multiplying by a rounded reciprocal would turn exact ties into near misses."""

@@ -26,9 +26,10 @@ c10::SmallVector<int64_t, 5> channels_last_strides(int64_t channels, c10::IntArr
 }  // namespace
 
 int64_t Window::output(int d, int64_t input, bool ceil_mode) const {
-  const int64_t span = input + pad_begin[d] + pad_end[d] - dilation[d] * (kernel[d] - 1) - 1;
+  int64_t span = input + pad_begin[d] + pad_end[d] - dilation[d] * (kernel[d] - 1) - 1;
+  if (ceil_mode) span += stride[d] - 1;
   if (span < 0) return 0;
-  int64_t size = (span + (ceil_mode ? stride[d] - 1 : 0)) / stride[d] + 1;
+  int64_t size = span / stride[d] + 1;
   // A window must start inside the input or the leading padding.
   if (ceil_mode && (size - 1) * stride[d] >= input + pad_begin[d]) --size;
   return size;
