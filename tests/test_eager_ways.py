@@ -139,6 +139,12 @@ def weights(m: Any, x: Tensor, way: str = "") -> Tensor:
             return layer(x).view(-1, layer.out_features)
         case "bias":
             return layer(x) - layer.bias
+        case "linear":
+            return F.linear(x, layer.weight)
+        case "described":
+            assert layer.weight.size() == layer.weight.shape and layer.weight.size(0) == 8
+            assert layer.weight.dim() == layer.weight.ndim == 2 and layer.bias.numel() == 8
+            assert layer.bias is not None and layer.weight.device == x.device
     return layer(x)
 
 
@@ -212,8 +218,9 @@ WAYS = {
     "forks": Ways(forks, TWO, (X,), [(-X,), (-X[:2],)]),
     "looks": Ways(looks, S, (X,), [(X, w) for w in (
         "dtype", "bits", "numpy", "numbers", "views", "argmax")]),
-    "weights": Ways(weights, {"a": lin}, (X,), [(X, "shape")], [(X, "sum"), (X, "dtype"),
-                                                                (X, "bias")]),
+    "weights": Ways(weights, {"a": lin}, (X,), [(X, w) for w in ("shape", "dtype", "described")],
+                    [(X, w) for w in ("sum", "bias", "linear")]),
+    "dtypes are read": Ways(weights, {"a": lin}, (X, "described"), [(X, "dtype")], [(X, "sum")]),
     "sizes are read": Ways(weights, {"a": lin}, (X, "shape"), [(X,)]),
     "weights are read": Ways(weights, {"a": lin}, (X, "sum"), [(X,), (X, "dtype"), (X, "bias")]),
     "parts": Ways(parts, S, (X,), [(X, "keyword"), (X, "forward")], [

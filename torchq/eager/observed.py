@@ -29,6 +29,16 @@ class ObservedLayer(nn.Module):
         self.config, self.contiguous = config, contiguous
         self.src_observer = config.make_observer(name)
 
+    @property
+    def weight(self) -> Tensor:
+        """The float layer's."""
+        return self.module.get_parameter("weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The float layer's."""
+        return None if self.module.bias is None else self.module.get_parameter("bias")
+
     def forward(self, input: Tensor) -> Tensor:
         """Records the source; the argument is called as those of ``torch.nn``."""
         self.src_observer(input)

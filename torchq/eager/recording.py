@@ -25,6 +25,8 @@ def _words(text: str) -> frozenset[str]:
 
 # What asks for the strides of its first argument, or depends on them.
 _STRIDES = _words("stride is_contiguous storage_offset data_ptr view view_as unflatten")
+# What can be asked of a weight without its values: ``nn.swapped.Described`` answers.
+_DESCRIBED = _words("dtype device shape ndim requires_grad size dim numel")
 _PRODUCTS = _words(
     "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d matmul mm bmm "
     "addmm baddbmm __matmul__ __rmatmul__ einsum"
@@ -234,6 +236,8 @@ class _Recorder(TorchFunctionMode):
         name = (resolve_name(func) or getattr(func, "__name__", str(func))).rsplit(".", 1)[-1]
         if name in ("__get__", "__set__"):
             name = getattr(getattr(func, "__self__", None), "__name__", name)
+        if name in _DESCRIBED and all(id(t) in self._of_layers for t in sources):
+            return result
         if sources and name in _STRIDES:
             self.recording.strided.add(self._number(sources[0]))
         if sources:

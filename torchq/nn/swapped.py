@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A quantized layer among code that is not known: float32 in, float32 out."""
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +18,46 @@ def constants_of(module: nn.Module) -> dict[str, Any]:
     return {name: v for name, v in values.items() if isinstance(v, int | str | tuple)}
 
 
+@dataclass(frozen=True)
+class Described:
+    """A float tensor that is not there any more: what can be asked of it without its values.
+
+    It is no tensor, so that whoever computes with it fails.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
+    requires_grad: bool = False
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """All sizes, or one."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
 class Swapped(QModule):
     """Stands where a model's own code calls a float layer, and takes and gives what that did.
 
     Whatever the code does with the result is right, then: it is of real values. The layer's packed
-    weight is no attribute here, so that code which reads ``layer.weight`` fails instead of
-    computing with the integers; what the layer was made of (``in_features`` and the like) is.
+    weight is no attribute here, so that code which computes with ``layer.weight`` fails instead of
+    taking the integers; what the layer was made of (``in_features`` and the like) is, and
+    ``weight`` and ``bias`` tell dtype and shape.
     """
+
+    __jit_unused_properties__ = ("weight", "bias")
 
     def __init__(self, layer: nn.Module, constants: dict[str, Any]) -> None:
         """``layer`` is quantized, and has a float32 destination; ``constants`` are attributes."""
@@ -33,14 +68,26 @@ class Swapped(QModule):
         self._set_spec(constants=constants)
 
     @classmethod
-    def of(cls, module: nn.Module, layer: QModule) -> "Swapped":
+    def of(cls, module: Any, layer: QModule) -> "Swapped":
         """In the place of ``module``."""
-        return cls(layer, constants_of(module))
+        shape, has_bias = tuple(module.weight.shape), module.bias is not None
+        return cls(layer, constants_of(module) | {"weight_shape": shape, "has_bias": has_bias})
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "Swapped":
         """The layer is put in by its own spec."""
         return cls(nn.Identity(), spec["constants"])
+
+    @property
+    def weight(self) -> Described:
+        """What the float weight was."""
+        shape: Any = self.weight_shape
+        return Described(torch.Size(shape))
+
+    @property
+    def bias(self) -> Described | None:
+        """What the float bias was."""
+        return Described(self.weight.shape[:1]) if self.has_bias else None
 
     def forward(self, input: Tensor) -> Tensor:
         """Runs the layer; the argument is called as those of ``torch.nn``."""
