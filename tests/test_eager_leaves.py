@@ -219,6 +219,22 @@ def test_arguments_by_name() -> None:
     assert torchq.explain(result).rows[0].reason == "called with keyword arguments"
 
 
+def test_weights_tied_to_an_embedding() -> None:
+    """Of a class of its own, which looks rows up by a function."""
+
+    class ScaledEmbedding(nn.Embedding):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 3
+
+    torch.manual_seed(0)
+    model = Swapped(nn.Sequential(ScaledEmbedding(10, 8), nn.Linear(8, 10))).eval()
+    model.part[1].weight = model.part[0].weight
+    data = [torch.randint(0, 10, (2, 5)) for _ in range(3)]
+    result = converted(torchq, model, data, strict=True)
+    assert type(result.part[1].layer) is tnn.QLinear
+    assert result.part[0].weight is not model.part[0].weight
+
+
 @pytest.mark.parametrize("flow", [torchq, eager])
 def test_patched_recurrent_module(flow) -> None:
     def forward(self: nn.LSTM, x: Tensor) -> Tensor:

@@ -169,6 +169,7 @@ class _Recorder(TorchFunctionMode):
             if is_hooked(module):
                 self.recording.hooked.add(name)
         layers = [m for _, m, layer in found if isinstance(layer or m, MATMUL)]
+        self._embedded = {id(m.weight) for _, m, _ in found if isinstance(m, nn.Embedding)}
         self._of_layers = {id(p) for m in layers for p in m.parameters(False)}
         self._numbers: dict[int, int] = {}  # id(tensor) -> value
         self._alive: list[Tensor] = []  # each once, so that no id is used twice
@@ -207,7 +208,8 @@ class _Recorder(TorchFunctionMode):
         return self._numbers[id(tensor)]
 
     def add(self, name: str, module: nn.Module | None, args: Iterable[Tensor], result: Any) -> Call:
-        read = [self.read(t) for t in args]
+        looked_up = self._embedded if name == "embedding" else ()  # not through the layer
+        read = [self._number(t) if id(t) in looked_up else self.read(t) for t in args]
         written = [self._number(t) for t in _tensors(result)]
         within = tuple(open_name for open_name, *_ in self._open if open_name in self._sequences)
         call = Call(name, module, read, written, within, first=self.first)
