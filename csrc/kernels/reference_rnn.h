@@ -53,13 +53,11 @@ float rnn_unit(const RnnStep& s, const float (&a)[4], int64_t unit, int64_t at) 
         return fmaf(s.extra[vector * s.extra_stride + unit], c, gate);
       };
       c = Cell::next_cell(peephole(0, a[0]), peephole(1, a[1]), a[2], c);
-      return Cell::output(Cell::inverse_logistic(peephole(2, a[3])), c);
+      return Cell::logistic_tanh(peephole(2, a[3]), c);
     }
-    case RnnCell::kGru: {  // a[3]: the input of n, which does not pass the reset gate
-      float z = a[1];
-      const float r = Cell::reset(a[0], z);
-      return Cell::update(z, s.old[at], fmaf(r, a[2], a[3]));
-    }
+    case RnnCell::kGru:  // a[3]: the input of n, which does not pass the reset gate
+      return Cell::mix(Cell::logistic(a[1]), s.old[at],
+                       Cell::tanh(fmaf(Cell::logistic(a[0]), a[2], a[3])));
     case RnnCell::kGruGates:
       s.update[at] = Cell::logistic(a[1]);
       return s.old[at] * Cell::logistic(a[0]);

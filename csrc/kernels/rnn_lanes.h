@@ -61,9 +61,6 @@ struct Cells {
   static TORCHQ_INLINE Float fma(Float x, Float y, Float z) {
     return each([&](int i) { return Isa::fma(x.lanes[i], y.lanes[i], z.lanes[i]); });
   }
-  static TORCHQ_INLINE Float fnma(Float x, Float y, Float z) {
-    return each([&](int i) { return Isa::fnma(x.lanes[i], y.lanes[i], z.lanes[i]); });
-  }
   static TORCHQ_INLINE Int bits(Float x) {
     return each_int([&](int i) { return Isa::bits(x.lanes[i]); });
   }
