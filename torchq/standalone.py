@@ -18,19 +18,19 @@ from torchq.kinds import EXPOSED, MAX_REDUCTION, is_patched
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.module import QModule
 from torchq.nn.rnn_observed import CELLS, NETWORKS, ObservedRNN, ObservedRNNCell
-from torchq.nn.swapped import constants_of
+from torchq.nn.swapped import Standing, constants_of
 
 FOREIGN = "it is a subclass; of recurrent modules, only torch.nn's own classes have an int8 form"
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
-class DynamicLinear(nn.Module):
+class DynamicLinear(Standing):
     """A float linear layer that becomes a dynamic one; there is nothing to observe."""
 
     def __init__(self, module: nn.Linear, config: QConfig) -> None:
         """``config`` tells how to quantize the weight."""
         super().__init__()
-        vars(self).update(constants_of(module))  # the model's code may ask for them
+        self._fix(constants_of(module))
         self.module, self.config = module, config
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

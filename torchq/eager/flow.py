@@ -26,6 +26,7 @@ from torchq.running import (
     Inputs,
     batches,
     call,
+    float_tensors,
     split_inputs,
     without_gradients,
     working_copy,
@@ -86,7 +87,10 @@ def prepare_call(
         plan.check_patterns()
     graphs = _graphs(model, plan, config, overrides)
     prepared = _assembled(model, plan, graphs)
-    if graphs and not _runs(prepared, args, kwargs):
+    if graphs and not _agree(model, prepared, args, kwargs):
+        prepared = _assembled(model, plan, {})
+    if not _agree(model, prepared, args, kwargs):
+        plan.leave_float("the model's code does something else with another kind of layer")
         prepared = _assembled(model, plan, {})
     return prepared
 
@@ -105,17 +109,40 @@ def _assembled(model: nn.Module, plan: Plan, graphs: dict[str, nn.Module]) -> nn
     return prepared
 
 
-def _runs(prepared: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the model's code asks its sequences for nothing that a graph does not have."""
-    prepared, (args, kwargs) = copy.deepcopy(prepared), copied(args, kwargs)
+def _agree(
+    model: nn.Module, prepared: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether the model's code does the same with what is in its layers' places.
+
+    It may ask for their class, or for what they do not have. Models that do not agree with
+    themselves are not compared.
+    """
     try:
-        with torch.no_grad():
-            prepared(*args, **kwargs)
-    except (AttributeError, TypeError):  # no length, no items, no weight in an item
+        results = [_result(part, args, kwargs) for part in (model, model, prepared)]
+    except (AttributeError, TypeError, KeyError):
         return False
     except Exception:  # of what the observers see, which calibrating will tell
-        pass
-    return True
+        return True
+    return not _are_close(*results[:2]) or _are_close(*results[1:])
+
+
+def _result(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    model, (args, kwargs) = copy.deepcopy(model), copied(args, kwargs)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return float_tensors(model(*args, **kwargs))
+
+
+def _are_close(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(
+        a.shape == b.shape and torch.allclose(a, b, 1e-3, 1e-3 * _largest(a), equal_nan=True)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def _largest(values: torch.Tensor) -> float:
+    finite = values[values.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def _graphs(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.kinds import is_patched
+from torchq.nn.swapped import constants_of
 from torchq.state import twin
 
 __all__ = ["stand_in"]
@@ -41,8 +42,13 @@ def stand_in(module: nn.Module) -> nn.Module | None:
     if own_call or module._forward_hooks or module._forward_pre_hooks or not module._parameters:
         return None
     try:
-        layer = _Code(twin(module)).run()
-        return layer if layer is not None and _agree(module, layer) else None
+        copied = twin(module)
+        layer = _Code(copied).run()
+        if layer is None or not _agree(copied, layer):
+            return None
+        own = constants_of(module)
+        vars(layer).update(own)
+        return layer if constants_of(copied) == own else None  # else it keeps state
     except Exception:  # of its code, when it is traced or gets a source of another shape
         return None
 

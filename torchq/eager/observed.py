@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from torchq.config import QConfig
 from torchq.lowering import matmul_from_float
-from torchq.nn.swapped import Swapped, constants_of
+from torchq.nn.swapped import Standing, Swapped, constants_of
 from torchq.post_ops import PostOps
 
 
-class ObservedLayer(nn.Module):
+class ObservedLayer(Standing):
     """Computes what the float layer does.
 
     Attributes:
@@ -24,7 +24,7 @@ class ObservedLayer(nn.Module):
     def __init__(self, module: nn.Module, name: str, config: QConfig, contiguous: bool) -> None:
         """``config`` tells how to quantize its source and weight."""
         super().__init__()
-        vars(self).update(constants_of(module))  # the model's code may ask for them
+        self._fix(constants_of(module))
         self.module, self.layer_name = module, name
         self.config, self.contiguous = config, contiguous
         self.src_observer = config.make_observer(name)

@@ -76,6 +76,11 @@ class Plan:
                 f"The quantizable modules are {sorted({*self.layers, *self.standalone})}."
             )
 
+    def leave_float(self, reason: str) -> None:
+        """Keeps every layer float that would not be."""
+        for found in (self.layers, self.standalone):
+            found.update({name: why or reason for name, why in found.items()})
+
     def replacements(self) -> dict[str, nn.Module]:
         """Qualified name -> the module to put there, but for sequences."""
         result: dict[str, nn.Module] = {}
@@ -141,6 +146,8 @@ class Plan:
 
     def _is_known(self, name: str, module: nn.Module) -> bool:
         """Whether nothing but its own forward calls what is in a sequence."""
+        if not all(key.isdecimal() for key in module._modules):
+            return False  # code may call a part by its name
         parts = dict(module.named_modules(prefix=name))
         known = {n for n, m in parts.items() if self.recording.leaves.get(n) is m}
         leaves = {n: m for n, m in parts.items() if n in known or type(m) is not nn.Sequential}

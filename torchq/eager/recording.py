@@ -24,7 +24,9 @@ def _words(text: str) -> frozenset[str]:
 
 
 # What asks for the strides of its first argument, or depends on them.
-_STRIDES = _words("stride is_contiguous storage_offset data_ptr view view_as unflatten")
+_STRIDES = _words(
+    "stride is_contiguous storage_offset data_ptr view view_as unflatten as_strided numpy"
+)
 # What can be asked of a weight without its values: ``nn.swapped.Described`` answers.
 _DESCRIBED = _words("dtype device shape ndim requires_grad size dim numel")
 _PRODUCTS = _words(

@@ -67,8 +67,10 @@ def _may_differ(node: fx.Node, parts: int, iterated: bool) -> bool:
     As many as asked for by number are never more; of fewer, whoever goes through misses the last.
     """
     source = _source(node)
-    name = getattr(source.target, "__name__", source.target)
-    given: list[Any] = [*source.args[1:], *source.kwargs.values()]
+    name = str(getattr(source.target, "__name__", source.target)).removeprefix("unsafe_")
+    by_name = ("chunks", "split_size", "split_size_or_sections")
+    named: list[Any] = [source.kwargs[key] for key in by_name if key in source.kwargs]
+    given: list[Any] = [*named, *source.args[1:]]
     if name == "chunk":
         return bool(given[0] != parts) or not iterated
     return name == "unbind" or (name == "split" and not isinstance(given[0], list | tuple))

@@ -74,13 +74,17 @@ class Recorder(SequenceTracer):
         versions = [self.values[n]._version for n in sources]
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n])
         before, self._running = self._running, True
+        randomness = torch.get_rng_state()
         try:
             self.values[node] = compute(self.root, node, args, kwargs)
         finally:
             self._running = before
+        random = not torch.equal(randomness, torch.get_rng_state())
         node.meta["scope"] = self.scope.module_path
         node.meta["place"] = (self.scope.module_path, *place())
-        node.meta["varying"] = any(n.meta["varying"] for n in node.all_input_nodes)
+        opaque = node.op == "call_module" and node.target in self.untraceable
+        varies = any(n.meta["varying"] for n in node.all_input_nodes)
+        node.meta["varying"] = varies or opaque or random
         node.meta["writes"] = [
             n for n, version in zip(sources, versions, strict=True)
             if self.values[n]._version != version

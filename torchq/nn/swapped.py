@@ -12,10 +12,45 @@ from torchq.nn.module import QModule
 
 
 def constants_of(module: nn.Module) -> dict[str, Any]:
-    """What a layer of torch.nn was made of, by name: ``in_features`` and the like."""
-    names: list[str] = getattr(type(module), "__constants__", [])
-    values = {name: getattr(module, name, None) for name in names}
-    return {name: v for name, v in values.items() if isinstance(v, int | str | tuple)}
+    """What a float layer was made of, by name: ``in_features`` and the like, and a class's own."""
+    found: dict[str, Any] = {}
+    for cls in reversed(type(module).__mro__):
+        names = getattr(cls, "__constants__", ())
+        if cls.__module__.startswith(("torch.", "torchq.")) or cls is object:
+            found.update((name, getattr(module, name, None)) for name in names)
+        else:
+            found.update(vars(cls))
+    found.update(vars(module))
+    ours = {"training", "weight", "bias"}
+    return {k: v for k, v in found.items() if k[0] != "_" and k not in ours and _is_plain(v)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in (int, float, bool, str, type(None))
+
+
+class Standing(nn.Module):
+    """In the place of a float layer, whose constants it has: the model's code may ask for them.
+
+    Setting them to something else raises, since it would have no effect.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises AttributeError for what the float layer had, and what it does not replace."""
+        fixed = vars(self).get("_fixed", {})
+        if name in fixed.keys() | {"weight", "bias"} and fixed.get(name, self) != value:
+            raise AttributeError(
+                f"torchq.nn: {name} of a layer must be what it was in torchq.prepare, got another "
+                "in a model whose modules are swapped. Keep the layer float: name it in overrides "
+                "with None."
+            )
+        super().__setattr__(name, value)
+
+    def _fix(self, constants: dict[str, Any]) -> None:
+        vars(self).update(constants)
+        vars(self)["_fixed"] = constants
 
 
 @dataclass(frozen=True)
@@ -48,7 +83,7 @@ class Described:
         return math.prod(self.shape)
 
 
-class Swapped(QModule):
+class Swapped(Standing, QModule):
     """Stands where a model's own code calls a float layer, and takes and gives what that did.
 
     Whatever the code does with the result is right, then: it is of real values. The layer's packed
@@ -63,8 +98,7 @@ class Swapped(QModule):
         """``layer`` is quantized, and has a float32 destination; ``constants`` are attributes."""
         super().__init__()
         self.layer = layer
-        for name, value in constants.items():
-            setattr(self, name, tuple(value) if isinstance(value, list) else value)
+        self._fix({k: _hashable(value) for k, value in constants.items()})
         self._set_spec(constants=constants)
 
     @classmethod
@@ -99,6 +133,11 @@ class Swapped(QModule):
             )
         dst: Tensor = self.layer(input)
         return dst
+
+
+def _hashable(value: Any) -> Any:
+    """Tuples, which JSON writes as lists."""
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def by_float_name(model: nn.Module) -> list[tuple[str, nn.Module]]:
