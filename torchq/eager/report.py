@@ -28,7 +28,9 @@ def report_rows(model: nn.Module, plan: Plan, graphs: dict[str, list[Row]]) -> l
         if name in graphs:
             prefix = inside(f"{plan.prefix}{name}".rstrip("."))
             for row in graphs[name]:
-                rows.append(replace(row, name=f"{prefix}{row.name}", site=f"{prefix}{row.site}"))
+                reason = row.reason.replace("fused into ", f"fused into {prefix}")
+                full, site = f"{prefix}{row.name}", f"{prefix}{row.site}"
+                rows.append(replace(row, name=full, site=site, reason=reason))
         elif name.startswith(tuple(map(inside, graphs))):
             continue
         elif (
