@@ -37,6 +37,21 @@ class Dense(nn.Module):
         self.w, self.b = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(channels))
 
 
+class Padded(nn.Conv2d):
+    """Its ``padding`` is that of an image, which is added elsewhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight, self.bias, self.stride)
+
+
+class Indexed(nn.Linear):
+    """Has what those that take its place call what they hold."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 5)
+        self.layer, self.module, self.config = 2, 3, "none"
+
+
 class Plain(Dense):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.w, bias=self.b)
@@ -127,6 +142,8 @@ def rows() -> Tensor:
 ONE_LAYER = {
     "inherited": (lambda: Only3x3(4), image, tnn.QConv2d),
     "standardized": (lambda: Standardized(4, 6, 3, stride=2, bias=False), image, tnn.QConv2d),
+    "padded": (lambda: Padded(4, 6, 3, padding=1), image, tnn.QConv2d),
+    "indexed": (Indexed, rows, tnn.QLinear),
     "linear": (lambda: Plain(8, 5), rows, tnn.QLinear),
     "transposed": (lambda: Transposed(8, 8, True), rows, tnn.QLinear),
     "matmul": (lambda: Matrix(8, 5, True), rows, tnn.QLinear),

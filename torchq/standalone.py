@@ -30,8 +30,8 @@ class DynamicLinear(Standing):
     def __init__(self, module: nn.Linear, config: QConfig) -> None:
         """``config`` tells how to quantize the weight."""
         super().__init__()
-        self._fix(constants_of(module))
         self.module, self.config = module, config
+        self._fix(constants_of(module))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The float layer's result."""

@@ -24,10 +24,10 @@ class ObservedLayer(Standing):
     def __init__(self, module: nn.Module, name: str, config: QConfig, contiguous: bool) -> None:
         """``config`` tells how to quantize its source and weight."""
         super().__init__()
-        self._fix(constants_of(module))
         self.module, self.layer_name = module, name
         self.config, self.contiguous = config, contiguous
         self.src_observer = config.make_observer(name)
+        self._fix(constants_of(module))
 
     @property
     def weight(self) -> Tensor:

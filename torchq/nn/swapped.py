@@ -12,8 +12,14 @@ from torchq.nn.module import QModule
 
 
 def constants_of(module: nn.Module) -> dict[str, Any]:
-    """What a float layer was made of, by name: ``in_features`` and the like, and a class's own."""
+    """What a float layer was made of, by name: ``in_features`` and the like, and a class's own.
+
+    Of a layer that stands for a module (``eager.leaves.stand_in``), what that was made of: the same
+    name may mean something else there.
+    """
     found: dict[str, Any] = {}
+    if "_stands_for" in vars(module):
+        return dict(vars(module)["_stands_for"])
     for cls in reversed(type(module).__mro__):
         names = getattr(cls, "__constants__", ())
         if cls.__module__.startswith(("torch.", "torchq.")) or cls is object:
@@ -49,8 +55,11 @@ class Standing(nn.Module):
         super().__setattr__(name, value)
 
     def _fix(self, constants: dict[str, Any]) -> None:
-        vars(self).update(constants)
-        vars(self)["_fixed"] = constants
+        """To be called last: what it has itself is not replaced."""
+        own = vars(self).keys() | self._modules.keys()
+        fixed = {name: value for name, value in constants.items() if name not in own}
+        vars(self).update(fixed)
+        vars(self)["_fixed"] = fixed
 
 
 @dataclass(frozen=True)
@@ -98,8 +107,8 @@ class Swapped(Standing, QModule):
         """``layer`` is quantized, and has a float32 destination; ``constants`` are attributes."""
         super().__init__()
         self.layer = layer
-        self._fix({k: _hashable(value) for k, value in constants.items()})
         self._set_spec(constants=constants)
+        self._fix({k: _hashable(value) for k, value in constants.items()})
 
     @classmethod
     def of(cls, module: Any, layer: QModule) -> "Swapped":
