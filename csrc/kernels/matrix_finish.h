@@ -26,10 +26,10 @@ struct SumsAt {
 /// at a time between the products that follow. While those run, only one port converts and
 /// multiplies floats: 192 cycles for 2 x 16 rows of two panels.
 ///
-/// A tile takes 16 of the load buffer's 192 entries, so what else is loaded beside them keeps the
-/// next tiles from being asked for early: hence few steps of many rows (1x1 of 512 to 128 channels,
-/// 8 rows in place of 4: 33.6 to 31.3 us), and addresses that are counted where rows are evenly
-/// spaced (1x1 of 256 to 128: 90 to 77 us).
+/// What is loaded beside the tiles costs more than its instructions, perhaps since a tile takes 16
+/// of the load buffer's 192 entries (not proven by counters). Hence few steps of many rows (1x1 of
+/// 512 to 128 channels, 8 rows in place of 4: 33.6 to 31.3 us), and addresses that are counted, not
+/// read, where rows are evenly spaced.
 template <class Isa>
 class Finish {
  public:
