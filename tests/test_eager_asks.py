@@ -188,7 +188,7 @@ def test_looking_for_a_layer_does_not_run_it() -> None:
     result = torchq.quantize(model, [x, 2 * x])
     with torch.no_grad():
         for _ in range(3):
-            assert sqnr(model(x), result(x)) > 20
+            assert sqnr(model(x), result(x)) > 25
     assert result.get_submodule("part.a").step == 3
 
 
@@ -221,11 +221,11 @@ def test_constants_that_are_none(name: str) -> None:
     model, x = Net().eval(), torch.randn(4, 8)
     result = torchq.quantize(model, [x, 2 * x, 3 * x])
     with torch.no_grad():
-        for seed in range(4):
+        for seed in range(3):  # as often as calibrated: what is kept grows
             torch.manual_seed(seed)
             want = model(x)
             torch.manual_seed(seed)
-            assert sqnr(want, result(x)) > 12
+            assert sqnr(want, result(x)) > 22
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_other_numbers_of_parts(cut) -> None:
             got = result(more)
         except (RuntimeError, ValueError):
             return
-        assert sqnr(model(more), got) > 20
+        assert sqnr(model(more), got) > 25
 
 
 def test_eager_flow_by_itself() -> None:
