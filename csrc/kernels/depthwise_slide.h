@@ -4,8 +4,8 @@
 // weights and parameters stay there too (contract: DepthwiseLayer in table.h).
 #pragma once
 
+#include "depthwise_finish.h"
 #include "depthwise_stash.h"
-#include "epilogue.h"
 
 namespace {
 
@@ -41,32 +41,6 @@ struct SlideGroup {
     }
   }
 };
-
-/// How words become the bytes of a folded epilogue. Held by value, since stores of bytes could
-/// alias what is behind a reference.
-struct ByteFinish {
-  bool is_signed, clamp;
-  const uint8_t *lo, *hi;  // vectors of bounds
-  int count;               // bytes of each row
-};
-
-template <class Isa>
-TORCHQ_INLINE ByteFinish byte_finish(const DepthwiseChunk<Isa>& chunk, const Epilogue& e) {
-  return {e.dst_dtype == DType::s8, e.clamp, chunk.lo, chunk.hi, chunk.count};
-}
-
-/// Two vectors of words, in lane order, to the bytes of one pixel of `split` rows.
-template <class Isa>
-TORCHQ_INLINE void finish_words(const ByteFinish& f, uint8_t* pixel, const int64_t* offset,
-                                int split, typename Isa::Bytes low, typename Isa::Bytes high) {
-  auto bytes = Isa::pack_bytes(low, high, f.is_signed);
-  if (f.clamp) {
-    constexpr int kBytes = sizeof bytes;
-    bytes = Isa::max_bytes(bytes, Isa::load_channels(f.lo, kBytes), f.is_signed);
-    bytes = Isa::min_bytes(bytes, Isa::load_channels(f.hi, kBytes), f.is_signed);
-  }
-  Isa::store_rows(pixel, offset, split, bytes, f.count);
-}
 
 /// `pixels` destinations of a row from x on, or of two neighboring rows when kPairs.
 template <class Isa, bool kFlip, int kSplit, int kStride, bool kPairs>

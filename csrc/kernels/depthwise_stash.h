@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The interleaved source columns of a stretch of a row (the stash), which depthwise.h multiplies.
+// The interleaved source columns of a stretch of a row (the stash); depthwise_dot.h multiplies
+// them.
 #pragma once
 
 #include "depthwise_chunk.h"
