@@ -100,10 +100,28 @@ def test_resolve():
     assert resolve({"encoder": seven}, "conv", None) is None
 
 
+def test_resolve_what_is_in_a_module():
+    default, seven = QConfig(), QConfig(weight_bits=7)
+    overrides = {"encoder": None, "encoder.mlp": seven, "?ecoder.1.dst": None}
+    assert resolve(overrides, "encoder.0.conv", default) is None
+    assert resolve(overrides, "encoder.0.conv.dst", default) is None
+    assert resolve(overrides, "encoder.mlp.fc1", default) is seven
+    assert resolve(overrides, "encoder.mlp", default) is seven
+    assert resolve(overrides, "encoder2.0", default) is default
+    assert resolve(overrides, "decoder.1.fc", default) is default
+    assert resolve(overrides, "decoder.1.fc.dst", default) is None
+    assert resolve(overrides, "decoder.10.fc.dst", default) is default
+    assert resolve({"fc": None}, "fc.dst", default) is default
+    assert resolve({"a": None, "": seven}, "a.b.c", default) is seven
+    assert resolve({"a.dst": None}, "b.dst", default) is default
+
+
 def test_unmatched_patterns():
     overrides = {"conv*": None, "head": None, "encoder.?": None}
     names = ["conv1", "encoder.0", "encoder"]
     assert unmatched_patterns(overrides, iter(names)) == ["head"]
+    patterns = {"a": None, "a.dst": None, "a.b": None, "b": None, "b.dst": None, "a.b.c.dst": None}
+    assert unmatched_patterns(patterns, ["a.b.c.dst"]) == ["b", "b.dst"]
     assert unmatched_patterns(None, names) == []
 
 

@@ -161,6 +161,44 @@ def test_overrides_choose_per_module() -> None:
     assert converted.get_submodule("2").packed().unpack().abs().max() == 127
 
 
+@pytest.mark.parametrize("flow", [torchq, eager])
+def test_override_of_what_holds_layers(flow: Any) -> None:
+    """A module's pattern holds for all that is in it; later ones choose among them."""
+    model, data = build("resnet")
+    inside = {f"block{i}.conv{j}" for i in (1, 2) for j in (1, 2)}
+
+    def rows(overrides: dict[str, QConfig | None]) -> tuple[set[str], nn.Module]:
+        converted = flow.quantize(model, data, data[0], overrides=overrides, strict=True)
+        matmuls = [row for row in torchq.explain(converted).rows if row.is_matmul]
+        assert all(row.quantized != row.requested for row in matmuls)
+        return {row.name for row in matmuls if row.requested}, converted
+
+    kept, converted = rows({"block1": None, "block2": None})
+    assert kept == inside
+    torch.testing.assert_close(converted.block1.conv1.weight, model.block1.conv1.weight)
+    kept, converted = rows({"block?": None, "block2.conv2": QConfig(weight_bits=7)})
+    assert kept == inside - {"block2.conv2"}
+    layer = converted.block2.conv2
+    layer = layer.layer if isinstance(layer, tnn.Swapped) else layer
+    assert layer.packed().unpack().abs().max() == 63
+    assert len(rows({"": None})[0]) > len(inside)
+    with pytest.raises(ValueError, match=r"\['block3'\] match none"):
+        flow.prepare(model, data[0], overrides={"block3": None})
+
+
+def test_override_of_a_sequence() -> None:
+    """Whether it becomes a graph or not."""
+    model = models.Wired(lambda m, x: m.b(m.a(x)), a=models.conv(), b=nn.Sequential(
+        models.conv(), nn.ReLU(), models.conv())).eval()  # fmt: skip
+    x = torch.randn(models.IMAGE)
+    converted = eager.quantize(model, [x], x, overrides={"b": None}, strict=True)
+    assert [row.quantized for row in torchq.explain(converted).rows] == [True, False, False, False]
+    assert type(converted.b) is nn.Sequential
+    converted = eager.quantize(model, [x], x, overrides={"b": None, "b.2": QConfig()}, strict=True)
+    assert [row.quantized for row in torchq.explain(converted).rows] == [True, False, False, True]
+    assert type(converted.get_submodule("b.0")) is nn.Conv2d
+
+
 def test_unmatched_override() -> None:
     with pytest.raises(ValueError, match=r"\['blok1\.\*'\] match none.*block1\.conv1"):
         convert("resnet", overrides={"blok1.*": None})

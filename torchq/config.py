@@ -132,9 +132,13 @@ def resolve(overrides: Overrides | None, name: str, default: QConfig | None) -> 
     """Chooses the configuration of the module or activation with the qualified name ``name``.
 
     Patterns are matched with ``fnmatch``, case-sensitively, against the whole name; ``*`` also
-    matches dots. If several match, the one written last wins, so general patterns come first::
+    matches dots. One that matches a module holds for all that is in it. If several match, the one
+    written last wins, so general patterns come first::
 
-        overrides = {"encoder.*": QConfig(weight_bits=7), "encoder.head": None}
+        overrides = {"encoder": QConfig(weight_bits=7), "encoder.head": None}
+
+    With ``.dst`` behind it, a pattern means the destinations only. What matches a layer itself, not
+    a module that it is in, does not choose for the layer's destination.
 
     Args:
         overrides: pattern to QConfig, or to None to keep the match float.
@@ -144,11 +148,22 @@ def resolve(overrides: Overrides | None, name: str, default: QConfig | None) -> 
     Raises:
         TypeError: ``overrides`` is no mapping from str to QConfig or None.
     """
-    chosen = default
+    chosen, names = default, _with_containers(name)
     for pattern, config in check_overrides(overrides).items():
-        if fnmatchcase(name, pattern):
+        if any(fnmatchcase(known, pattern) for known in names):
             chosen = config
     return chosen
+
+
+def _with_containers(name: str) -> list[str]:
+    """What a pattern for the module or destination of this name may match: it, and what it is in.
+
+    ``a.b.dst`` is in ``a``, and is one of the destinations ``a.dst``.
+    """
+    base = name.removesuffix(".dst")
+    parts = base.split(".") if base else []
+    containers = [".".join(parts[:i]) for i in range(len(parts))]
+    return [name, *containers, *(f"{c}{name[len(base) :]}" for c in containers if base != name)]
 
 
 def unmatched_patterns(overrides: Overrides | None, names: Iterable[str]) -> list[str]:
@@ -157,7 +172,7 @@ def unmatched_patterns(overrides: Overrides | None, names: Iterable[str]) -> lis
     Raises:
         TypeError: ``overrides`` is no mapping from str to QConfig or None.
     """
-    known = list(names)
+    known = {spelled for name in names for spelled in _with_containers(name)}
     return [
         pattern
         for pattern in check_overrides(overrides)

@@ -42,8 +42,9 @@ def prepare(
             the batch size may be another one.
         config: how to quantize; the default is QConfig().
         overrides: ``fnmatch`` patterns on qualified names of modules, or of functions as the report
-            names them -> a QConfig, or None to keep float. With ``.dst`` appended, a pattern means
-            only the destination. Later patterns win.
+            names them -> a QConfig, or None to keep float. One that matches a module holds for all
+            that is in it. With ``.dst`` appended, a pattern means only the destinations. Later
+            patterns win.
 
     Raises:
         ValueError: the model is in training mode or prepared already, or a pattern matches nothing.

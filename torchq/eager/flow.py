@@ -51,8 +51,8 @@ def prepare(
             model is run on them twice. What they do not reach stays float.
         config: how to quantize; the default is QConfig().
         overrides: ``fnmatch`` patterns on qualified module names -> a QConfig, or None to keep
-            float. With ``.dst`` appended, a pattern means only a module's destination in a
-            sequence. Later patterns win.
+            float. One that matches a module holds for all that is in it. With ``.dst`` appended, a
+            pattern means only destinations, in what becomes a graph. Later patterns win.
 
     Raises:
         ValueError: the model is in training mode or prepared already, or a pattern matches nothing.

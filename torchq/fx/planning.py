@@ -54,8 +54,7 @@ class Plan:
         """Decides."""
         self.captured, self._config, self._overrides = captured, config, overrides
         self.prefix = captured.prefix
-        self._scopes: dict[str, str] = {}  # function -> the module whose forward calls it
-        self.ops = recognize(captured, self._keeps_float)
+        self.ops = recognize(captured, lambda name: self.config(name) is None)
         self.standalone = self._stand_alone()
         self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
@@ -86,19 +85,8 @@ class Plan:
         self.table_hosts = {layer: host for layer, host in found.items() if host is not None}
 
     def config(self, name: str) -> QConfig | None:
-        """How to quantize a module, or its destination ``<name>.dst``; None keeps it float.
-
-        What a module's own forward computes is quantized as the module is.
-        """
-        base, dst = name.removesuffix(".dst"), ".dst" * name.endswith(".dst")
-        caller = f"{self.prefix}{self._scopes.get(base, '')}".rstrip(".")
-        default = resolve(self._overrides, caller + dst, self._config) if caller else self._config
-        return resolve(self._overrides, f"{self.prefix}{name}", default)
-
-    def _keeps_float(self, name: str, scope: str) -> bool:
-        if scope != name:
-            self._scopes[name] = scope
-        return self.config(name) is None
+        """How to quantize a module, or its destination ``<name>.dst``; None keeps it float."""
+        return resolve(self._overrides, f"{self.prefix}{name}", self._config)
 
     def check_patterns(self) -> None:
         """Raises ValueError for an override that matches nothing."""

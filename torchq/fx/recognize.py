@@ -29,10 +29,10 @@ _BY_MODULE: dict[type[nn.Module], Pattern] = {cls: row for row in PATTERNS for c
 _SIGNATURES = {id(row): parse_signature(row.signature) for row in PATTERNS}
 
 
-def recognize(captured: Captured, keep_float: Callable[[str, str], bool]) -> dict[fx.Node, Op]:
+def recognize(captured: Captured, keep_float: Callable[[str], bool]) -> dict[fx.Node, Op]:
     """Every node that depends on the inputs -> what it is; constants, inputs and guards are not in.
 
-    ``keep_float`` tells names, and the modules that they are called in, that stay float on request.
+    ``keep_float`` tells names that stay float on request.
     """
     used: Counter[str] = Counter(name for name, _ in captured.model.named_modules())
     calls: Counter[str] = Counter()
@@ -55,7 +55,7 @@ def recognize(captured: Captured, keep_float: Callable[[str, str], bool]) -> dic
             used[first] += 1
         kind = type(owner).__name__ if owner is not None else _function_name(node)
         op = Op(**vars(made), node=node, name=name, base=base, kind=kind, owner=owner)
-        op.requested = keep_float(base, node.meta["scope"] if owner is None else base)
+        op.requested = keep_float(base)
         op.reason = _why_float(op, not pinned.isdisjoint([node, *op.srcs]))
         if op.reason:
             op.role = Role.OPAQUE
