@@ -17,7 +17,7 @@ from benchmarks.suites import Layer, Linear
 from benchmarks.timing import Blocks, call_blocks
 from torchq import Attr, PostOps
 from torchq.folding import fold
-from torchq.functional import conv_geometry
+from torchq.functional.arguments import conv_geometry
 from torchq.ops import dtype_code
 from torchq.packing import pack_conv, pack_linear
 

@@ -114,6 +114,42 @@ class ConvShape:
         return {name: getattr(self, name) for name in names}
 
 
+@dataclass(frozen=True)
+class ConvTransposeShape(ConvShape):
+    """Padding is cut off the result, and output padding added behind it."""
+
+    output_padding: tuple[int, ...]
+
+    def __str__(self) -> str:
+        extra = "x".join(map(str, self.output_padding))
+        return super().__str__() + (f"+{extra}" if max(self.output_padding) else "")
+
+    @property
+    def weight(self) -> tuple[int, ...]:
+        return (self.in_channels, self.out_channels // self.groups, *self.kernel)
+
+    @property
+    def dst_size(self) -> tuple[int, ...]:
+        parts = (self.size, self.kernel, self.stride, *self.padding, self.dilation)
+        sizes = zip(*parts, self.output_padding, strict=True)
+        return tuple((n - 1) * s - b - e + d * (k - 1) + o + 1 for n, k, s, b, e, d, o in sizes)
+
+    @property
+    def reduction(self) -> int:
+        """Products of a typical destination, for the scales."""
+        return max(1, super().reduction) // max(1, math.prod(self.stride))
+
+    @property
+    def geometry(self) -> list[int]:
+        *window, groups, channels = super().geometry
+        return [*window, *self.output_padding, groups, channels]
+
+    @property
+    def oracle(self) -> dict[str, Any]:
+        """Keyword arguments of reference.conv_transpose."""
+        return super().oracle | {"output_padding": self.output_padding}
+
+
 Sizes = int | tuple[int, ...]
 
 
@@ -143,3 +179,17 @@ def depthwise(
     name: str, channels: int, size: tuple[int, ...], multiplier: int = 1, **kwargs: Any
 ) -> ConvShape:
     return conv(name, (channels, channels * multiplier), size, groups=channels, **kwargs)
+
+
+def conv_transpose(
+    name: str,
+    channels: tuple[int, int],
+    size: tuple[int, ...],
+    kernel: Sizes = 3,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,
+    **kwargs: Any,
+) -> ConvTransposeShape:
+    shape = conv(name, channels, size, kernel, stride, padding, **kwargs)
+    return ConvTransposeShape(**vars(shape), output_padding=spread(len(size), output_padding)[0])

@@ -126,6 +126,33 @@ def conv(
     return finish(acc.long(), weight.shape[0], 1, bias, **params)
 
 
+def conv_transpose(
+    src: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    src_zero_point: Number = 0,
+    *,
+    stride: Sequence[int],
+    padding: tuple[Sequence[int], Sequence[int]],
+    dilation: Sequence[int],
+    output_padding: Sequence[int],
+    groups: int = 1,
+    **params: Any,
+) -> Tensor:
+    """src (N, C, ...), weight (C, OC / groups, ...). `params`: see `finish`.
+
+    Every source value is spread over the whole of dst; padding then cuts it, and output_padding
+    extends it with positions that no tap reaches.
+    """
+    deconvolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[weight.ndim - 3]
+    shifted = src.double() - f64(src_zero_point)
+    acc = deconvolve(shifted, weight.double(), None, tuple(stride), 0, 0, groups, tuple(dilation))
+    acc = pad(acc, [0] * len(stride), output_padding, 0)
+    acc = pad(acc, *([-cut for cut in cuts] for cuts in padding), 0)
+    channels = weight.shape[1] * groups
+    return finish(acc.long(), channels, 1, bias, **params)
+
+
 def pad(x: Tensor, begin: Sequence[int], end: Sequence[int], value: float) -> Tensor:
     pairs = list(zip(begin, end, strict=True))
     return F.pad(x, [amount for pair in reversed(pairs) for amount in pair], value=value)

@@ -9,12 +9,11 @@ from typing import Any
 import cases
 import pytest
 import reference
-import reference_deconv
 import reference_matmul
 import torch
 from calls import F32, S8, S32, U8, assert_same
 from cases import ConvShape, LinearShape
-from reference_deconv import DeconvShape, deconv
+from geometries import ConvTransposeShape, conv_transpose
 
 import torchq.functional as TF
 from torchq import Attr, PostOps
@@ -24,7 +23,7 @@ SHAPES: list[Any] = [
     ConvShape(2, 6, 21, (5, 7), (3, 3), (2, 1), (1, 1), (0, 2), (1, 1), 1, "dense"),
     ConvShape(1, 20, 20, (5, 5), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1), 5, "groups"),
     ConvShape(1, 37, 37, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1), 37, "depthwise"),
-    deconv("strided", (6, 21), (5, 7), 3, 2, 1),
+    conv_transpose("strided", (6, 21), (5, 7), 3, 2, 1),
 ]
 
 
@@ -55,9 +54,9 @@ def run(shape: Any, args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     window = {"stride": shape.stride, "padding": begin, "padding_end": end}
     window |= {"dilation": shape.dilation, "groups": groups}
     window |= {"attr": more[1], "dst_dtype": more[2], "post_op_srcs": srcs}
-    if isinstance(shape, DeconvShape):
+    if isinstance(shape, ConvTransposeShape):
         dst = TF.conv_transpose2d(*operands, more[0], **window)
-        return dst, reference_deconv.conv_transpose(**args, **shape.oracle)
+        return dst, reference.conv_transpose(**args, **shape.oracle)
     return TF.conv2d(*operands, more[0], **window), reference.conv(**args, **shape.oracle)
 
 

@@ -93,7 +93,9 @@ WINDOW = "[3, 3, 2, 2, 1, 1, 1, 1, 1, 1]"
 LINEAR = "*ops.pack_linear(tensor((20, 10), torch.int8, 'random'))"
 CONV = "*ops.pack_conv(tensor((8, 4, 3, 3), torch.int8, 'random'), 1, [1, 1])"
 DEPTHWISE = "*ops.pack_conv(tensor((4, 1, 3, 3), torch.int8, 'random'), 4, [1, 1])"
-DECONV = "*ops.pack_conv_transpose(tensor((4, 8, 3, 3), torch.int8, 'random'), 1, [2, 2], [1, 1])"
+CONV_TRANSPOSE = (
+    "*ops.pack_conv_transpose(tensor((4, 8, 3, 3), torch.int8, 'random'), 1, [2, 2], [1, 1])"
+)
 TRANSPOSED = "[3, 3, 2, 2, 1, 1, 1, 1, 1, 1, 0, 1, 1, 4]"
 Z25 = "tensor((2, 5), torch.int32, 0)"
 Z8, Z20 = (f"tensor(({n},), torch.int32, 'random')" for n in (8, 20))
@@ -134,7 +136,7 @@ VALID: list[tuple[str, list[str]]] = [
     ("linear", [SRC, *unstar(LINEAR), *folded(20), "10", *TAIL, Z20]),
     ("linear", [SRC, *unstar(LINEAR), *folded(20), "10", *TAIL, Z20, SUMS]),
     ("conv", [U8_4D, *unstar(CONV), *folded(8), WINDOW[:-1] + ", 1, 4]", *TAIL, Z8]),
-    ("conv_transpose", [U8_4D, *unstar(DECONV), *folded(8), TRANSPOSED, *TAIL, Z8]),
+    ("conv_transpose", [U8_4D, *unstar(CONV_TRANSPOSE), *folded(8), TRANSPOSED, *TAIL, Z8]),
     ("quantize", ["tensor((2, 4, 5, 5))", "tensor((4, 1, 1))", I1, "0"]),
     ("dequantize", [U8_4D, F1, "tensor((4, 1, 1), torch.int32, 0)"]),
     ("requantize", [U8_4D, F1, I1, "tensor((5,))", I1, "1"]),

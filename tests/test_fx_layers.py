@@ -42,11 +42,11 @@ def convert(model: nn.Module, *shape: int, bound: float = 30) -> nn.Module:
         lambda y, c: (-2 * y + 3) * 0.5 + c,
     ],
 )
-@pytest.mark.parametrize("kind", ["conv", "deconv", "linear"])
+@pytest.mark.parametrize("kind", ["conv", "conv_transpose", "linear"])
 def test_constants_fold_into_weights(change: Any, kind: str) -> None:
     make, shape, channels = {
         "conv": (lambda: nn.Conv2d(8, 6, 3), X, (6, 1, 1)),
-        "deconv": (lambda: nn.ConvTranspose2d(8, 6, 3, 2, groups=2), X, (1, 6, 1, 1)),
+        "conv_transpose": (lambda: nn.ConvTranspose2d(8, 6, 3, 2, groups=2), X, (1, 6, 1, 1)),
         "linear": (lambda: nn.Linear(9, 6), X, (6,)),
     }[kind]
     constant = torch.randn(channels)

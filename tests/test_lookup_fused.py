@@ -9,10 +9,11 @@ import cases
 import pytest
 import reference
 import test_conv
-import test_deconv
 import torch
 from calls import F32, S8, S32, U8, Call, assert_same, sampled
 from cases import ConvShape, LinearShape
+from shapes import CONV_TRANSPOSE
+from test_conv_transpose import sampled as sampled_transposed
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -68,9 +69,9 @@ def test_depthwise(isa: str, shape: ConvShape):
     check(sampled(shape, U8, U8), TABLES[S8])
 
 
-@pytest.mark.parametrize("shape", test_deconv.SHAPES[::3], ids=str)
+@pytest.mark.parametrize("shape", CONV_TRANSPOSE[::3], ids=str)
 def test_conv_transpose(isa: str, shape: Any):
-    check(test_deconv.sampled(shape, U8, S8), TABLES[U8])
+    check(sampled_transposed(shape, U8, S8), TABLES[U8])
 
 
 @pytest.mark.parametrize(("dst", "entries"), PAIRS, ids=lambda dtype: str(dtype)[6:])
@@ -118,7 +119,7 @@ def test_errors(op: str):
         call = {
             "linear": lambda: sampled(cases.LINEAR_TAILS[0], U8, dst),
             "conv": lambda: sampled(test_conv.FORMS[0], U8, dst),
-            "conv_transpose": lambda: test_deconv.sampled(test_deconv.SHAPES[0], U8, dst),
+            "conv_transpose": lambda: sampled_transposed(CONV_TRANSPOSE[0], U8, dst),
         }[op]()
         return call.run(weight_zero_point=None, **more, table=table)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import reference
-import reference_deconv
 import reference_matmul
 import torch
 from calls import F32, S8, S32, U8, assert_same, assert_same_deployed
@@ -37,7 +36,7 @@ LAYERS: dict[str, Any] = {
         15,
         (1, (2, 1, 1, 1)),
     ),
-    "deconv": (
+    "conv_transpose": (
         lambda: nn.ConvTranspose2d(6, 9, 3, padding=1),
         (2, 6, 5, 7),
         (2, 9, 5, 7),
@@ -80,8 +79,8 @@ def expected(name: str, q: Any, src: Tensor, values: list[Tensor], srcs: list[Te
     }  # fmt: skip
     if name == "linear":
         return reference.linear(**args)
-    if name == "deconv":
-        return reference_deconv.conv_transpose(**args, **CONVS, output_padding=[0, 0], groups=1)
+    if name == "conv_transpose":
+        return reference.conv_transpose(**args, **CONVS, output_padding=[0, 0], groups=1)
     return reference.conv(**args, **CONVS, groups=9 if name == "depthwise" else 1)
 
 
@@ -115,7 +114,7 @@ class Model(nn.Module):
         return self.q(src, a, [b, c, d, e])
 
 
-@pytest.mark.parametrize("name", ["linear", "conv", "deconv"])
+@pytest.mark.parametrize("name", ["linear", "conv", "conv_transpose"])
 def test_under_script_export_compile_and_saved(name: str, tmp_path: Any):
     chain, _, srcs, _ = every_kind(name)
     _, q = layer(name, OUT, chain)

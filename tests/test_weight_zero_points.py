@@ -9,11 +9,10 @@ from __future__ import annotations
 import cases
 import pytest
 import reference
-import reference_deconv
 import torch
 from calls import F32, S8, S32, U8, assert_same, assert_same_deployed
 from cases import ConvShape, LinearShape, random_q
-from reference_deconv import DeconvShape, deconv
+from geometries import ConvTransposeShape, conv_transpose
 from torch import Tensor, nn
 from torch.library import opcheck
 
@@ -45,13 +44,13 @@ CONV = [
     ConvShape(0, 16, 16, (5, 5), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1), 16, "no depthwise"),
     ConvShape(2, 6, 8, (4, 5, 6), (2, 3, 3), (1, 2, 1), (1, 0, 2), (0, 2, 2), (2, 1, 2), 2, "3d"),
 ]
-DECONV = [
-    deconv("strided", (6, 21), (5, 7), 3, 2, 1),
-    deconv("1d", (3, 17), (4,), 4, 3, batch=2),
-    deconv("groups", (8, 12), (5, 4), 2, 2, groups=4),
-    deconv("no taps", (4, 5), (3, 3), 1, 3),
-    deconv("dilated", (18, 5), (4, 3), 3, 2, 2, dilation=3),
-    deconv("3d", (4, 6), (3, 2, 3), (2, 3, 1), (1, 2, 3), 1, groups=2, batch=2),
+CONV_TRANSPOSE = [
+    conv_transpose("strided", (6, 21), (5, 7), 3, 2, 1),
+    conv_transpose("1d", (3, 17), (4,), 4, 3, batch=2),
+    conv_transpose("groups", (8, 12), (5, 4), 2, 2, groups=4),
+    conv_transpose("no taps", (4, 5), (3, 3), 1, 3),
+    conv_transpose("dilated", (18, 5), (4, 3), 3, 2, 2, dilation=3),
+    conv_transpose("3d", (4, 6), (3, 2, 3), (2, 3, 1), (1, 2, 3), 1, groups=2, batch=2),
 ]
 
 
@@ -75,13 +74,13 @@ def attr_of(args, zero: Tensor, shape, dst: torch.dtype) -> Attr:
 
 
 def expected(args, zero: Tensor, shape) -> Tensor:
-    if isinstance(shape, DeconvShape):  # channels are dimension 1, inside of the groups of 0
+    if isinstance(shape, ConvTransposeShape):  # channels are dimension 1, inside of the groups of 0
         weight = args["weight"].double()
         groups = weight.reshape(shape.groups, -1, *weight.shape[1:])
         along = zero.double().expand(shape.channels)
         along = along.reshape(shape.groups, 1, -1, *[1] * len(shape.kernel))
         changed = args | {"weight": (groups - along).reshape(weight.shape)}
-        return reference_deconv.conv_transpose(**changed, **shape.oracle)
+        return reference.conv_transpose(**changed, **shape.oracle)
     shifted = args["weight"].double() - zero.double().reshape(-1, *[1] * (args["weight"].dim() - 1))
     call = reference.linear if isinstance(shape, LinearShape) else reference.conv
     extra = {} if isinstance(shape, LinearShape) else shape.oracle
@@ -92,7 +91,7 @@ def run(args, attr: Attr, shape, dst: torch.dtype, weight=None, **changes) -> Te
     weight = args["weight"] if weight is None else weight
     if isinstance(shape, LinearShape):
         return TF.linear(args["src"], weight, args["bias"], attr, dst, **changes)
-    transposed = isinstance(shape, DeconvShape)
+    transposed = isinstance(shape, ConvTransposeShape)
     conv = getattr(TF, f"conv{'_transpose' if transposed else ''}{len(shape.kernel)}d")
     begin, end = shape.oracle["padding"]
     window = {"stride": shape.stride, "padding": begin, "padding_end": end}
@@ -101,7 +100,7 @@ def run(args, attr: Attr, shape, dst: torch.dtype, weight=None, **changes) -> Te
     return conv(args["src"], weight, args["bias"], attr=attr, dst_dtype=dst, **window, **changes)
 
 
-@pytest.mark.parametrize("shape", [*LINEAR, *CONV, *DECONV], ids=str)
+@pytest.mark.parametrize("shape", [*LINEAR, *CONV, *CONV_TRANSPOSE], ids=str)
 @pytest.mark.parametrize("weight_dtype", [U8, S8], ids=str)
 def test_against_the_oracle(shape, weight_dtype: torch.dtype, isa: str):
     for dst, per_channel in ((U8, True), (S8, False), (F32, True), (S32, True)):
@@ -110,7 +109,9 @@ def test_against_the_oracle(shape, weight_dtype: torch.dtype, isa: str):
         assert_same(got, expected(args, zero, shape), (shape, dst, per_channel))
 
 
-@pytest.mark.parametrize("shape", [LINEAR[0], CONV[0], CONV[3], CONV[5], DECONV[0]], ids=str)
+@pytest.mark.parametrize(
+    "shape", [LINEAR[0], CONV[0], CONV[3], CONV[5], CONV_TRANSPOSE[0]], ids=str
+)
 def test_exact_sums_and_chains(shape, isa: str):
     """Without scales an int32 destination is exact; float chains start from the same sums."""
     args, zero = arguments(shape, S32, U8, True)
@@ -178,7 +179,7 @@ def op_arguments(shape, weight_zero_point: Tensor):
     weight = random_q(shape.weight, S8)
     if isinstance(shape, LinearShape):
         op, packed, geometry = ops.linear, pack_linear(weight), shape.weight[1]
-    elif isinstance(shape, DeconvShape):
+    elif isinstance(shape, ConvTransposeShape):
         packed = pack_conv_transpose(weight, shape.groups, shape.stride, shape.dilation)
         op, geometry = ops.conv_transpose, shape.geometry
     else:
@@ -191,7 +192,7 @@ def op_arguments(shape, weight_zero_point: Tensor):
     return op, (*args, weight_zero_point)
 
 
-@pytest.mark.parametrize("shape", [LINEAR[0], CONV[0], CONV[5], DECONV[0]], ids=str)
+@pytest.mark.parametrize("shape", [LINEAR[0], CONV[0], CONV[5], CONV_TRANSPOSE[0]], ids=str)
 def test_opcheck(shape):
     op, args = op_arguments(shape, torch.arange(shape.channels, dtype=S32))
     opcheck(op.default, args)
@@ -236,15 +237,15 @@ def test_errors():
             ops.linear(src, *tensors, *raw, *pair)
 
 
-@pytest.mark.parametrize("shape", [LINEAR[0], CONV[0], DECONV[0]], ids=str)
+@pytest.mark.parametrize("shape", [LINEAR[0], CONV[0], CONV_TRANSPOSE[0]], ids=str)
 def test_the_op_refuses_longer_sums_with_zero_points(shape):
     """What 65793 products may be without: the op has no packing of its own to ask."""
     k = 33025 + 1
     zero = torch.zeros(1, dtype=S32)
     if isinstance(shape, LinearShape):
         shape = LinearShape(1, 1, k)
-    elif isinstance(shape, DeconvShape):
-        shape = deconv("long", (k, 1), (1,), 1)
+    elif isinstance(shape, ConvTransposeShape):
+        shape = conv_transpose("long", (k, 1), (1,), 1)
     else:
         shape = ConvShape(1, k, 1, (1,), (1,), (1,), (0,), (0,), (1,), 1, "long")
     op, args = op_arguments(shape, zero)
@@ -261,7 +262,7 @@ FLOATS = {
     "conv1d": (lambda: nn.Conv1d(6, 8, 3, padding=1), (2, 6, 9)),
     "conv2d": (lambda: nn.Conv2d(8, 12, 3, 2, groups=4), (1, 8, 7, 6)),
     "depthwise": (lambda: nn.Conv2d(9, 9, 3, padding=1, groups=9), (1, 9, 5, 6)),
-    "deconv": (lambda: nn.ConvTranspose2d(8, 6, 3, 2, 1, groups=2), (1, 8, 4, 5)),
+    "conv_transpose": (lambda: nn.ConvTranspose2d(8, 6, 3, 2, 1, groups=2), (1, 8, 4, 5)),
 }
 
 
@@ -306,12 +307,12 @@ class Geometry:
         window = (module.stride, module.padding, module.padding, module.dilation)
         channels, size = (module.in_channels, module.out_channels), module.kernel_size
         if isinstance(module, nn.ConvTranspose2d):
-            extra = (module.output_padding, module.groups)
-            return DeconvShape("module", *channels, size, size, *window, *extra)
+            extra = (module.groups, "module", module.output_padding)
+            return ConvTransposeShape(1, *channels, size, size, *window, *extra)
         return ConvShape(1, *channels, size, size, *window, module.groups, "module")
 
 
-@pytest.mark.parametrize("name", ["linear", "conv2d", "deconv"])
+@pytest.mark.parametrize("name", ["linear", "conv2d", "conv_transpose"])
 def test_modules_everywhere(name: str, tmp_path):
     _, q = affine_module(name, OUT)
     model, src = nn.Sequential(q).eval(), torch.randn(FLOATS[name][1])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchq._post_ops import PostOps
 from torchq.affine import TRANSPOSED
 from torchq.config import QConfig
-from torchq.nn import conv, deconv, linear, pooling, resample
+from torchq.nn import conv, conv_transpose, linear, pooling, resample
 from torchq.nn.module import QModule
 from torchq.qparams import QParams
 
@@ -21,10 +21,10 @@ _CONVS: dict[type[nn.Module], type[conv.QConv]] = {
     nn.Conv2d: conv.QConv2d,
     nn.Conv3d: conv.QConv3d,
 }
-_TRANSPOSED: dict[type[nn.Module], type[deconv.QConvTranspose]] = {
-    nn.ConvTranspose1d: deconv.QConvTranspose1d,
-    nn.ConvTranspose2d: deconv.QConvTranspose2d,
-    nn.ConvTranspose3d: deconv.QConvTranspose3d,
+_TRANSPOSED: dict[type[nn.Module], type[conv_transpose.QConvTranspose]] = {
+    nn.ConvTranspose1d: conv_transpose.QConvTranspose1d,
+    nn.ConvTranspose2d: conv_transpose.QConvTranspose2d,
+    nn.ConvTranspose3d: conv_transpose.QConvTranspose3d,
 }
 _POOLS: dict[type[nn.Module], Any] = {
     nn.MaxPool1d: pooling.QMaxPool1d,

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import reference
-import reference_deconv
 import torch
 import torch.nn.functional as F
 from chains import Chain, ChainMaker
 from differential import EPSILON, Case, Exact
-from geometries import ConvShape
-from reference_deconv import DeconvShape
+from geometries import ConvShape, ConvTransposeShape
 from torch import Tensor
 
 import torchq.functional as TF
@@ -25,8 +23,8 @@ from torchq import Attr
 U8, S8, S32, F32 = torch.uint8, torch.int8, torch.int32, torch.float32
 CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TORCHQ_CONV = {1: TF.conv1d, 2: TF.conv2d, 3: TF.conv3d}
-DECONVOLVE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-TORCHQ_DECONV = {1: TF.conv_transpose1d, 2: TF.conv_transpose2d, 3: TF.conv_transpose3d}
+TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+TORCHQ_TRANSPOSED = {1: TF.conv_transpose1d, 2: TF.conv_transpose2d, 3: TF.conv_transpose3d}
 
 
 @dataclass(frozen=True)
@@ -213,7 +211,7 @@ def convolution(rng: random.Random, data: torch.Generator, index: int) -> Case:
     )  # fmt: skip
 
 
-def random_deconv(rng: random.Random, padded: bool) -> DeconvShape:
+def random_conv_transpose(rng: random.Random, padded: bool) -> ConvTransposeShape:
     nd = rng.choice((1, 2, 2, 3))
     groups = rng.choice((1, 1, 1, 2, 4))
     channels = groups * rng.choice((1, 3, 8, 16)), groups * rng.choice((1, 5, 16))
@@ -227,15 +225,16 @@ def random_deconv(rng: random.Random, padded: bool) -> DeconvShape:
     if padded and not any(padding):
         padding[0] = 1
     size = [rng.randint(3, 7 if nd < 3 else 4) for _ in range(nd)]
-    window = map(tuple, (size, kernel, stride, padding, padding, dilation, extra))
-    return DeconvShape("deconv", *channels, *window, groups, rng.choice((1, 2)))
+    window = map(tuple, (size, kernel, stride, padding, padding, dilation))
+    batch = rng.choice((1, 2))
+    return ConvTransposeShape(batch, *channels, *window, groups, "conv_transpose", tuple(extra))
 
 
 def deconvolution(rng: random.Random, data: torch.Generator, index: int) -> Case:
     """Half with zero points, half with padding."""
-    shape = random_deconv(rng, padded=index % 2 == 1)
+    shape = random_conv_transpose(rng, padded=index % 2 == 1)
     weight = random_q(data, S8, *shape.weight)
-    reduction = shape.channels_in // shape.groups * max(1, math.prod(shape.kernel) // 4)
+    reduction = shape.in_channels // shape.groups * max(1, math.prod(shape.kernel) // 4)
     q = quantization(rng, data, shape.dst, reduction, zero_points=index % 4 < 2)
     src = random_q(data, q.src_dtype, *shape.src)
     nd, padding = len(shape.size), list(shape.padding_begin)
@@ -248,12 +247,12 @@ def deconvolution(rng: random.Random, data: torch.Generator, index: int) -> Case
 
     def exact() -> Exact:
         shifted = src.double() - q.src_zero_point
-        return q.exact(DECONVOLVE[nd](shifted, weight.double(), padding=padding, **window), 1)
+        return q.exact(TRANSPOSED[nd](shifted, weight.double(), padding=padding, **window), 1)
 
     return Case(
         text=f"src {q.src_dtype} {shape.src} weight {shape.weight} {window} padding {padding} "
         f"dst {q.dst_dtype} zp {q.src_zero_point} {q.dst_zero_point} '{q.chain.text}'",
-        torchq=lambda: TORCHQ_DECONV[nd](
+        torchq=lambda: TORCHQ_TRANSPOSED[nd](
             src,
             weight,
             q.bias,
@@ -263,7 +262,7 @@ def deconvolution(rng: random.Random, data: torch.Generator, index: int) -> Case
             post_op_srcs=q.chain.olds,
             **window,
         ),
-        reference=lambda side=0: reference_deconv.conv_transpose(
+        reference=lambda side=0: reference.conv_transpose(
             src, weight, q.bias, q.src_zero_point, padding=(padding, padding), side=side, **window,
             **q.oracle(),
         ),

@@ -6,13 +6,11 @@ points and post-ops come in an :class:`~torchq.Attr`, whose masks index oneDNN's
 Folding costs O(channels) a call; modules in :mod:`torchq.nn` fold once.
 """
 
-from torchq.functional.arguments import conv_geometry
 from torchq.functional.conv import conv1d, conv2d, conv3d
-from torchq.functional.deconv import (
+from torchq.functional.conv_transpose import (
     conv_transpose1d,
     conv_transpose2d,
     conv_transpose3d,
-    conv_transpose_geometry,
 )
 from torchq.functional.dynamic import dynamic_linear, requantize_dynamic
 from torchq.functional.elementwise import add, concat, lookup, lookup_table, mul, pad
@@ -47,11 +45,9 @@ __all__ = [
     "conv1d",
     "conv2d",
     "conv3d",
-    "conv_geometry",
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
-    "conv_transpose_geometry",
     "dequantize",
     "dynamic_linear",
     "eltwise",

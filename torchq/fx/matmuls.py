@@ -163,4 +163,4 @@ def _spread(value: Any, dims: int) -> Any:
 
 
 CONV = "input weight bias=None stride=1 padding=0 dilation=1 groups=1"
-DECONV = "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1"
+CONV_TRANSPOSE = "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1"

@@ -3,7 +3,7 @@
 
 from torchq.nn.binary import Add, Cat, Mul, QAdd, QCat, QMul
 from torchq.nn.conv import QConv1d, QConv2d, QConv3d
-from torchq.nn.deconv import QConvTranspose1d, QConvTranspose2d, QConvTranspose3d
+from torchq.nn.conv_transpose import QConvTranspose1d, QConvTranspose2d, QConvTranspose3d
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.linear import QLinear
 from torchq.nn.matmul import QMatMul

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq.functional import conv_geometry
+from torchq.functional.arguments import conv_geometry
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.ops import dtype_code
 from torchq.qparams import QParams

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.nn.conv import QConv
-from torchq.nn.deconv import QConvTranspose
+from torchq.nn.conv_transpose import QConvTranspose
 from torchq.nn.layer import QLayer
 from torchq.nn.linear import QLinear
 from torchq.nn.swapped import by_float_name

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.nn.conv import QConv
-from torchq.nn.deconv import QConvTranspose
+from torchq.nn.conv_transpose import QConvTranspose
 from torchq.nn.layer import QLayer, sources_of
 from torchq.nn.linear import QLinear
 from torchq.nn.module import QModule

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import reference_deconv
+import reference
 import torch
 from calls import U8, assert_same, assert_same_deployed
 from torch import nn
@@ -43,7 +43,7 @@ def test_modules(name: str, granularity: str):
         spec = module.read_spec()
         dims = len(shape) - 2
         g = [module.geometry[i * dims : (i + 1) * dims] for i in range(6)]
-        expected = reference_deconv.conv_transpose(
+        expected = reference.conv_transpose(
             src,
             module.packed().unpack(),
             module.bias,

@@ -10,10 +10,11 @@ from typing import Any
 
 import cases
 import pytest
-import reference_deconv
+import reference
 import torch
 from calls import F32, S8, S32, U8, Call, assert_same, fold
-from reference_deconv import SHAPES, DeconvShape, deconv, random_shapes
+from geometries import ConvTransposeShape, conv_transpose
+from shapes import CONV_TRANSPOSE, random_conv_transpose_shapes
 from test_opcheck import check_fake
 from torch.library import opcheck
 
@@ -29,11 +30,11 @@ NAMES = [
     *("src", "weight", "compensation", "pair_bound", "multiplier", "offset", "acc_bias"),
     *("src_zero_point", "geometry", "dst_dtype", "post_ops", "post_op_params", "post_op_srcs"),
 ]
-BY_NAME = {shape.name: shape for shape in SHAPES}
+BY_NAME = {shape.name: shape for shape in CONV_TRANSPOSE}
 FORMS = [BY_NAME[name] for name in ("gan", "odd", "grouped", "few_rows_per_class", "1d", "3d")]
 
 
-def make_call(args: dict[str, Any], shape: DeconvShape) -> Call:
+def make_call(args: dict[str, Any], shape: ConvTransposeShape) -> Call:
     packed = ops.pack_conv_transpose(args["weight"], shape.groups, shape.stride, shape.dilation)
     multiplier, offset, params = fold(args, shape.channels)
     bias = args.get("bias")
@@ -50,12 +51,12 @@ def make_call(args: dict[str, Any], shape: DeconvShape) -> Call:
         params,
         args.get("post_op_srcs", []),
     ]
-    expected = reference_deconv.conv_transpose(**args, **shape.oracle)
+    expected = reference.conv_transpose(**args, **shape.oracle)
     return Call("conv_transpose", dict(zip(NAMES, values, strict=True)), expected)
 
 
 @functools.lru_cache(maxsize=512)
-def sampled(shape: DeconvShape, *args: Any, narrow: bool = False, **options: Any) -> Call:
+def sampled(shape: ConvTransposeShape, *args: Any, narrow: bool = False, **options: Any) -> Call:
     sample = cases.sample(shape, *args, **options)
     if sample["dst_dtype"] == F32:  # a float32 sum has no zero point
         srcs = sample["post_op_srcs"]
@@ -65,8 +66,8 @@ def sampled(shape: DeconvShape, *args: Any, narrow: bool = False, **options: Any
     return make_call(sample, shape)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes(isa: str, shape: DeconvShape):
+@pytest.mark.parametrize("shape", CONV_TRANSPOSE, ids=str)
+def test_shapes(isa: str, shape: ConvTransposeShape):
     for src, dst in ((U8, U8), (S8, S8)):
         sampled(shape, src, dst).check(dst)
     sampled(shape, S8, F32, narrow=True).check("narrow")
@@ -74,7 +75,7 @@ def test_shapes(isa: str, shape: DeconvShape):
 
 @pytest.mark.parametrize("dims", (1, 2, 3))
 def test_random_geometries(isa: str, dims: int):
-    for i, shape in enumerate(random_shapes(40 // dims, dims)):
+    for i, shape in enumerate(random_conv_transpose_shapes(40 // dims, dims)):
         call = sampled(shape, (U8, S8)[i % 2], DTYPES[i % 4], narrow=i % 3 == 0)
         call.check(shape)
         assert list(call.run().stride()) == channels_last_strides(shape.dst)
@@ -104,10 +105,10 @@ def test_raw_accumulators_and_extremes(isa: str):
 
 def test_a_source_of_zero_points_gives_exactly_zero(isa: str):
     """Borders, phases without taps and padded copies each have their own sum of weights."""
-    for shape, (dtype, zero_point) in itertools.product(SHAPES, ((U8, 201), (S8, -77))):
+    for shape, (dtype, zero_point) in itertools.product(CONV_TRANSPOSE, ((U8, 201), (S8, -77))):
         args = {
             "src": torch.full(shape.src, zero_point, dtype=dtype),
-            "weight": reference_deconv.random_weight(shape),
+            "weight": cases.random_s8(shape.weight),
             "src_zero_point": torch.tensor(zero_point, dtype=S32),
             "dst_dtype": S32,
         }
@@ -115,7 +116,7 @@ def test_a_source_of_zero_points_gives_exactly_zero(isa: str):
 
 
 @pytest.mark.parametrize("shape", FORMS, ids=str)
-def test_layouts_of_src(isa: str, shape: DeconvShape):
+def test_layouts_of_src(isa: str, shape: ConvTransposeShape):
     call = sampled(shape)
     src = call.args["src"]
     last = torch.empty_strided(src.shape, channels_last_strides(src.shape), dtype=U8).copy_(src)
@@ -127,7 +128,7 @@ def test_layouts_of_src(isa: str, shape: DeconvShape):
 
 
 def test_threads_change_no_bit():
-    call = sampled(deconv("large", (64, 64), (20, 20), 4, 2, 1))
+    call = sampled(conv_transpose("large", (64, 64), (20, 20), 4, 2, 1))
     for count in (1, 2, 3):
         torch.set_num_threads(count)
         call.check(count)
@@ -135,7 +136,7 @@ def test_threads_change_no_bit():
 
 def test_empty_tensors():
     """No batch or no outputs: an empty dst. No inputs: the bias alone."""
-    call = sampled(deconv("empty", (4, 8), (5, 5), 3, 2, 1))
+    call = sampled(conv_transpose("empty", (4, 8), (5, 5), 3, 2, 1))
     assert call.run(src=torch.empty(0, 4, 5, 5, dtype=U8)).shape == (0, 8, 9, 9)
     packed = ops.pack_conv_transpose(torch.empty(4, 0, 3, 3, dtype=S8), 1, [2, 2], [1, 1])
     changes = dict(zip(NAMES[1:4], packed, strict=True))
@@ -150,14 +151,14 @@ def test_empty_tensors():
     assert_same(dst, offset.to(U8)[None, :, None, None].expand(1, 8, 9, 9))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_unpack_is_the_inverse(shape: DeconvShape):
-    weight = reference_deconv.random_weight(shape)
+@pytest.mark.parametrize("shape", CONV_TRANSPOSE, ids=str)
+def test_unpack_is_the_inverse(shape: ConvTransposeShape):
+    weight = cases.random_s8(shape.weight)
     packed = pack_conv_transpose(weight, shape.groups, shape.stride, shape.dilation)
     assert torch.equal(packed.unpack(), weight)
     assert packed.shape == (
         shape.channels,
-        shape.channels_in // shape.groups,
+        shape.in_channels // shape.groups,
         *shape.kernel,
     )
     check_fake(ops.pack_conv_transpose, (weight, shape.groups, shape.stride, shape.dilation))
@@ -177,7 +178,7 @@ def test_reduction_counts_the_taps_that_meet_one_destination():
 @pytest.mark.parametrize("dims", (1, 2, 3))
 def test_functional(dims: int):
     functional = (TF.conv_transpose1d, TF.conv_transpose2d, TF.conv_transpose3d)[dims - 1]
-    for i, shape in enumerate(random_shapes(12 // dims, dims)):
+    for i, shape in enumerate(random_conv_transpose_shapes(12 // dims, dims)):
         args = cases.sample(shape, U8, DTYPES[i % 4])
         attr = Attr().set_scales("src", 0, args["src_scale"])
         attr.set_zero_points("src", 0, args["src_zero_point"])
@@ -194,7 +195,7 @@ def test_functional(dims: int):
             "groups": shape.groups,
         }
         rest = {"attr": attr, "dst_dtype": args["dst_dtype"]}
-        expected = reference_deconv.conv_transpose(**args, **shape.oracle)
+        expected = reference.conv_transpose(**args, **shape.oracle)
         got = functional(args["src"], args["weight"], args["bias"], **window, **rest)
         assert_same(got, expected, shape)
         packed = pack_conv_transpose(args["weight"], shape.groups, shape.stride, shape.dilation)
@@ -214,13 +215,13 @@ def test_mask_2_shares_scales_between_groups():
 def test_opcheck():
     shape = BY_NAME["grouped"]
     opcheck(ops.conv_transpose.default, tuple(sampled(shape, S8).args.values()))
-    weight = reference_deconv.random_weight(shape)
+    weight = cases.random_s8(shape.weight)
     opcheck(ops.pack_conv_transpose.default, (weight, shape.groups, shape.stride, shape.dilation))
     packed = ops.pack_conv_transpose(weight, shape.groups, shape.stride, shape.dilation)[0]
     arguments = (packed, list(weight.shape), shape.groups, shape.stride, shape.dilation)
     opcheck(ops.unpack_conv_transpose.default, arguments)
     for dims in (1, 2, 3):
-        for random_shape in random_shapes(10 // dims, dims):
+        for random_shape in random_conv_transpose_shapes(10 // dims, dims):
             check_fake(ops.conv_transpose, tuple(sampled(random_shape).args.values()))
 
 
@@ -231,11 +232,11 @@ def test_kernel(isa: str):
 
 # Errors
 
-GOOD = deconv("good", (4, 8), (5, 6), 3, 2, 1, 1)
+GOOD = conv_transpose("good", (4, 8), (5, 6), 3, 2, 1, 1)
 
 
 def geometry(**changes: Any) -> list[int]:
-    return deconv("bad", (4, 8), (5, 6), **({"kernel": 3, "stride": 2} | changes)).geometry
+    return conv_transpose("bad", (4, 8), (5, 6), **({"kernel": 3, "stride": 2} | changes)).geometry
 
 
 ERRORS = [
@@ -262,7 +263,7 @@ def test_op_errors(changes: dict[str, Any], error: type[Exception], text: str):
 
 
 def test_huge_geometries_raise():
-    call, big = sampled(deconv("huge", (4, 8), (5, 6), 3, 2)), 2**24 - 1
+    call, big = sampled(conv_transpose("huge", (4, 8), (5, 6), 3, 2)), 2**24 - 1
     with pytest.raises(NotImplementedError, match="multiply to at most 16384"):
         call.run(geometry=[3, 3, big, big, 0, 0, 0, 0, big, big, 0, 0, 1, 4])
     with pytest.raises(ValueError, match=r"makes a dst of more than 2\^46 values"):
