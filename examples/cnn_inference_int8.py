@@ -87,11 +87,10 @@ def main() -> None:
     result = TF.reorder(q_dst, torch.float32, to_float)
 
     error = (result - expected).abs().max()
-    noise = (result - expected).square().mean() / expected.square().mean()
     print(f"attributes   {attr}")
     print(f"kernel       {kernel}")
     print(f"max error    {error:.4f} (values up to {expected.max():.2f}, step {dst_scale:.4f})")
-    print(f"SQNR         {-10 * torch.log10(noise):.1f} dB")
+    print(f"SQNR         {torchq.sqnr(expected, result):.1f} dB")
 
     float_weight = weight.to(memory_format=torch.channels_last)
     float_ms = milliseconds(lambda: float_inference(src, float_weight, bias))

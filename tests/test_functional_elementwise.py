@@ -21,8 +21,6 @@ from torchq import Attr, QParams
 
 # Reorders
 
-HWIGO = (3, 4, 2, 0, 1)  # memory order of a (G, OC/G, IC/G, KH, KW) weight, as a permutation
-
 
 def hwigo(sizes: tuple[int, ...]) -> Tensor:
     g, o, i, h, w = sizes

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -89,17 +87,6 @@ def accuracy(model: nn.Module, data: Digits) -> float:
     return 100 * float(right.float().mean())
 
 
-@torch.inference_mode()
-def milliseconds(call: Callable[[Tensor], Tensor], images: Tensor) -> float:
-    """The fastest of some runs: what else the machine does only adds."""
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        call(images)
-        times.append(time.perf_counter() - start)
-    return 1e3 * min(times)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="train less")
@@ -112,17 +99,20 @@ def main() -> int:
         # Two layers, both directions.
         options = {"num_layers": 2, "bidirectional": True, "batch_first": True}
         model = train(RowReader(make(8, HIDDEN, **options)), data, epochs)
+        models = {
+            "float": model,
+            "int8 static": quantized(model, data, dynamic=False),
+            "int8 dynamic": quantized(model, data, dynamic=True),
+        }
+        times = torchq.milliseconds(models, data.test_images)
         exact = accuracy(model, data)
-        ms = milliseconds(model, data.test_images)
         print(f"{make.__name__}: {len(data.test_labels)} test images")
-        print(f"  {'float':<13}{exact:7.2f} %{ms:9.2f} ms")
+        print(f"  {'float':<13}{exact:7.2f} %{times.pop('float'):9.2f} ms")
         if exact <= 95:
             problems.append(f"{make.__name__} in float reaches {exact:.2f} % only")
-        for label, dynamic in (("int8 static", False), ("int8 dynamic", True)):
-            small = quantized(model, data, dynamic)
-            reached = accuracy(small, data)
-            ms = milliseconds(small, data.test_images)
-            ratio = decibels(model, small, data)
+        for label, ms in times.items():
+            reached = accuracy(models[label], data)
+            ratio = decibels(model, models[label], data)
             print(
                 f"  {label:<13}{reached:7.2f} %{ms:9.2f} ms   {reached - exact:+.2f} points"
                 f"   {ratio:.1f} dB"
