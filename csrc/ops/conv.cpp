@@ -98,6 +98,51 @@ void explain_grouping(const Conv& c, int64_t groups) {
                               : "groups do not have 2, 4 or 8 channels");
 }
 
+/// The problem without its classes of pixels; `s` is the source that is read, and `flip` whether it
+/// still is s8.
+GemmProblem make_problem(const Conv& c, const Source& s, bool flip) {
+  const ConvPacking& p = c.packing;
+  GemmProblem problem{};
+  problem.src = s.data;
+  problem.flip = flip;
+  problem.weight = c.weight.const_data_ptr<int8_t>();
+  problem.panel_bytes = p.taps * p.quads * kPanel * kQuad;
+  if (p.form == ConvPacking::kSmallGroups) {
+    problem.groups = 1;
+    problem.group_channels = static_cast<int>(p.outputs());
+    problem.panels_per_group = static_cast<int>(p.panels());
+    problem.group_quads = static_cast<int>(p.quads);
+  } else {
+    problem.groups = static_cast<int>(p.groups);
+    const bool apart = s.channels == p.group_inputs;
+    problem.src_group_stride = apart ? s.batch * s.image_bytes() : p.group_inputs;
+    problem.group_channels = static_cast<int>(p.group_outputs);
+    problem.panels_per_group = static_cast<int>(p.panels_per_group());
+  }
+  problem.narrow = c.narrow;
+  problem.last_step = c.last_step;
+  return problem;
+}
+
+/// Where the pixels that meet the same taps are, in src and dst.
+GemmClass make_class(const Conv& c, const Source& s, const Interval (&at)[3]) {
+  const Window& w = s.window;
+  GemmClass g{};
+  g.size[0] = s.batch;
+  g.src_stride[0] = s.image_bytes();
+  int64_t dst_stride = c.packing.outputs();
+  for (int i = 2; i >= 0; --i) {
+    g.size[i + 1] = at[i].end - at[i].begin;
+    g.src_stride[i + 1] = w.stride[i] * s.pitch(i);
+    g.dst_stride[i + 1] = dst_stride;
+    g.src_base += (at[i].begin * w.stride[i] - w.pad_begin[i]) * s.pitch(i);
+    g.dst_base += at[i].begin * dst_stride;
+    dst_stride *= c.output[i];
+  }
+  g.dst_stride[0] = dst_stride;
+  return g;
+}
+
 void run_dense(const Conv& c, Source s, const Epilogue& epilogue, OpTrace& trace) {
   ScratchFrame scratch;
   Intervals classes[3];
@@ -115,48 +160,16 @@ void run_dense(const Conv& c, Source s, const Epilogue& epilogue, OpTrace& trace
     s = copy_for_overread(scratch, s);
   }
 
-  GemmProblem problem{};
-  problem.src = s.data;
-  problem.flip = c.is_signed && padded_copy == nullptr;
-  problem.weight = c.weight.const_data_ptr<int8_t>();
-  problem.panel_bytes = c.packing.taps * c.packing.quads * kPanel * kQuad;
-  const int64_t channels = c.packing.outputs();
-  if (c.packing.form == ConvPacking::kSmallGroups) {
-    problem.groups = 1;
-    problem.group_channels = static_cast<int>(channels);
-    problem.panels_per_group = static_cast<int>(c.packing.panels());
-    problem.group_quads = static_cast<int>(c.packing.quads);
-  } else {
-    problem.groups = static_cast<int>(c.packing.groups);
-    const bool apart = s.channels == c.packing.group_inputs;
-    problem.src_group_stride = apart ? s.batch * s.image_bytes() : c.packing.group_inputs;
-    problem.group_channels = static_cast<int>(c.packing.group_outputs);
-    problem.panels_per_group = static_cast<int>(c.packing.panels_per_group());
-  }
-  problem.narrow = c.narrow;
-  problem.last_step = c.last_step;
-  const Window& w = s.window;
+  GemmProblem problem = make_problem(c, s, c.is_signed && padded_copy == nullptr);
   c10::SmallVector<TapSet, 9> tap_sets;
   tap_sets.reserve(classes[0].size() * classes[1].size() *
                    classes[2].size());  // runs are referred to
   for (const Interval& d : classes[0]) {
     for (const Interval& h : classes[1]) {
-      for (const Interval& x : classes[2]) {
-        const Interval position[3] = {d, h, x};
-        tap_sets.push_back(make_taps(c, s, position));
-        GemmClass g{};
-        g.size[0] = s.batch;
-        g.src_stride[0] = s.image_bytes();
-        int64_t dst_stride = channels;
-        for (int i = 2; i >= 0; --i) {
-          g.size[i + 1] = position[i].end - position[i].begin;
-          g.src_stride[i + 1] = w.stride[i] * s.pitch(i);
-          g.dst_stride[i + 1] = dst_stride;
-          g.src_base += (position[i].begin * w.stride[i] - w.pad_begin[i]) * s.pitch(i);
-          g.dst_base += position[i].begin * dst_stride;
-          dst_stride *= c.output[i];
-        }
-        g.dst_stride[0] = dst_stride;
+      for (const Interval& w : classes[2]) {
+        const Interval at[3] = {d, h, w};
+        tap_sets.push_back(make_taps(c, s, at));
+        GemmClass g = make_class(c, s, at);
         g.runs = tap_sets.back().runs;
         g.acc_init = make_acc_init(scratch, c.tier, c.compensation, tap_sets.back().taps,
                                    c.acc_bias, c.effective_zero_point(), problem.groups,
@@ -181,6 +194,27 @@ at::Tensor sum_rows(const Conv& c, const ChannelsLast& src, int64_t groups) {
   return sum_windows(c.tier, rows, src, axes);
 }
 
+/// How the weight is packed, after src, geometry and weight were found to fit one another.
+ConvPacking checked_packing(const ChannelsLast& src, const Window& window,
+                            c10::IntArrayRef geometry, const at::Tensor& weight,
+                            const at::Tensor& compensation, bool has_weight_zero_point) {
+  const int64_t groups = geometry[geometry.size() - 2];
+  TORCH_CHECK_VALUE(src.channels == geometry.back(), "torchq.conv: src must have ", geometry.back(),
+                    " channels, the in_channels of geometry ", geometry, ", got ", src.channels,
+                    " in src ", src.tensor.sizes(), ". Check the layer's in_channels.");
+  check_groups(kOp, src.channels, groups, compensation);
+  const int64_t group_inputs = src.channels / groups;
+  const ConvPacking packing = conv_packing(compensation.size(1), group_inputs, groups,
+                                           {window.kernel, 3}, {window.dilation, 3});
+  check_packed(kOp, packing, src.tensor, weight, compensation, geometry,
+               "Pack it with torchq.ops.pack_conv for these groups and dilation.");
+  const int64_t most = max_reduction(has_weight_zero_point);
+  TORCH_CHECK_VALUE(group_inputs * window.taps() <= most, "torchq.conv: weight ", weight.sizes(),
+                    " sums more than ", most,
+                    " products, which could overflow int32. Split the layer along its inputs.");
+  return packing;
+}
+
 at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::Tensor& compensation,
                 const at::Tensor& pair_bound, const at::Tensor& multiplier,
                 const at::Tensor& offset, const std::optional<at::Tensor>& acc_bias,
@@ -194,19 +228,9 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   const ChannelsLast src = to_channels_last(kOp, src_arg);
   const Window window = parse_window(kOp, geometry, src.spatial_dims, 2);
   const int64_t groups = geometry[geometry.size() - 2];
-  TORCH_CHECK_VALUE(src.channels == geometry.back(), "torchq.conv: src must have ", geometry.back(),
-                    " channels, the in_channels of geometry ", geometry, ", got ", src.channels,
-                    " in src ", src_arg.sizes(), ". Check the layer's in_channels.");
-  check_groups(kOp, src.channels, groups, compensation);
+  const ConvPacking packing =
+      checked_packing(src, window, geometry, weight, compensation, weight_zero_point.has_value());
   const int64_t channels = compensation.size(1);
-  const ConvPacking packing = conv_packing(channels, src.channels / groups, groups,
-                                           {window.kernel, 3}, {window.dilation, 3});
-  check_packed(kOp, packing, src_arg, weight, compensation, geometry,
-               "Pack it with torchq.ops.pack_conv for these groups and dilation.");
-  const int64_t most = max_reduction(weight_zero_point.has_value());
-  TORCH_CHECK_VALUE(src.channels / groups * window.taps() <= most, "torchq.conv: weight ",
-                    weight.sizes(), " sums more than ", most,
-                    " products, which could overflow int32. Split the layer along its inputs.");
   check_acc_bias(kOp, acc_bias, channels);
 
   const ByteTable bytes(kOp, table, dst_dtype_of(kOp, dst_dtype));
