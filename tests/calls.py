@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cases
 import reference
 import torch
+from geometries import ConvTransposeShape
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchq.ops import dtype_code
 
@@ -73,6 +76,23 @@ def assert_same_deployed(module: nn.Module, args: tuple[Any, ...], expected: Ten
         assert_same(compiled(*args), expected)
 
 
+def check_fake(op: Any, args: Sequence[Any], strides: Any = Tensor.stride) -> None:
+    """Shape, strides, dtype and storage offset of the fake are those of the kernel's result."""
+    real = op(*args)
+    with FakeTensorMode() as mode:
+
+        def fake(x: Any) -> Any:
+            return torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, x)
+
+        got = op(*map(fake, args))
+    for a, b in zip(*([x] if isinstance(x, Tensor) else x for x in (got, real)), strict=True):
+        assert (a.shape, strides(a), a.dtype) == (b.shape, strides(b), b.dtype), (
+            op,
+            [tuple(x.shape) if isinstance(x, Tensor) else x for x in args],
+        )
+        assert a.storage_offset() == b.storage_offset() == 0
+
+
 def fold(args: dict[str, Any], channels: int) -> tuple[Tensor, Tensor, Tensor]:
     """multiplier, offset and post_op_params of readable arguments; no multiplier: raw sums."""
     bias = args.get("bias")
@@ -101,22 +121,27 @@ def fold(args: dict[str, Any], channels: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def make_call(args: dict[str, Any], shape: cases.ConvShape | None = None) -> Call:
-    """`args` as for reference.linear, or with a shape for reference.conv."""
-    weight = args["weight"]
-    bias, code = args.get("bias"), dtype_code(args["dst_dtype"])
-    if shape is None:
-        packed, expected = ops.pack_linear(weight), reference.linear(**args)
+def make_call(
+    args: dict[str, Any], shape: cases.LinearShape | cases.ConvShape | None = None
+) -> Call:
+    """`args` as for reference.linear, or with the shape of a convolution for its oracle."""
+    weight, oracle = args["weight"], {}
+    if not isinstance(shape, cases.ConvShape):
+        op, packed, geometry = "linear", ops.pack_linear(weight), weight.shape[1]
     else:
-        packed = ops.pack_conv(weight, shape.groups, shape.dilation)
-        expected = reference.conv(**args, **shape.oracle)
-    multiplier, offset, params = fold(args, weight.shape[0])
+        oracle, geometry = shape.oracle, shape.geometry
+        if isinstance(shape, ConvTransposeShape):
+            window = (shape.groups, shape.stride, shape.dilation)
+            op, packed = "conv_transpose", ops.pack_conv_transpose(weight, *window)
+        else:
+            op, packed = "conv", ops.pack_conv(weight, shape.groups, shape.dilation)
+    bias, code = args.get("bias"), dtype_code(args["dst_dtype"])
+    multiplier, offset, params = fold(args, packed[1].shape[1])
     acc_bias = bias if bias is not None and bias.dtype == S32 else None
     tail = [code, args.get("post_ops", ""), params, args.get("post_op_srcs", [])]
-    geometry = weight.shape[1] if shape is None else shape.geometry
     values = [args["src"], *packed, multiplier, offset, acc_bias, args.get("src_zero_point")]
     named = dict(zip(NAMES, [*values, geometry, *tail], strict=True))
-    return Call("linear" if shape is None else "conv", named, expected)
+    return Call(op, named, getattr(reference, op)(**args, **oracle))
 
 
 @functools.lru_cache(maxsize=256)
@@ -138,4 +163,4 @@ def sampled(
         args["post_op_srcs"] = [cases.random_dst(shape.dst, old, i) for i in range(len(srcs))]
     if narrow:
         args["weight"] = args["weight"].clamp(-NARROW, NARROW)
-    return make_call(args, shape if isinstance(shape, cases.ConvShape) else None)
+    return make_call(args, shape)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from typing import Any
@@ -12,58 +11,21 @@ import cases
 import pytest
 import reference
 import torch
-from calls import F32, S8, S32, U8, Call, assert_same, fold
+from calls import F32, NAMES, S8, S32, U8, assert_same, check_fake, make_call, sampled
 from geometries import ConvTransposeShape, conv_transpose
 from shapes import CONV_TRANSPOSE, random_conv_transpose_shapes
-from test_opcheck import check_fake
 from torch.library import opcheck
 
 import torchq
 import torchq.functional as TF
 from torchq import Attr
-from torchq.ops import channels_last_strides, dtype_code
+from torchq.ops import channels_last_strides
 from torchq.packing import pack_conv, pack_conv_transpose
 
 ops = torch.ops.torchq
 DTYPES = (U8, S8, S32, F32)
-NAMES = [
-    *("src", "weight", "compensation", "pair_bound", "multiplier", "offset", "acc_bias"),
-    *("src_zero_point", "geometry", "dst_dtype", "post_ops", "post_op_params", "post_op_srcs"),
-]
 BY_NAME = {shape.name: shape for shape in CONV_TRANSPOSE}
 FORMS = [BY_NAME[name] for name in ("gan", "odd", "grouped", "few_rows_per_class", "1d", "3d")]
-
-
-def make_call(args: dict[str, Any], shape: ConvTransposeShape) -> Call:
-    packed = ops.pack_conv_transpose(args["weight"], shape.groups, shape.stride, shape.dilation)
-    multiplier, offset, params = fold(args, shape.channels)
-    bias = args.get("bias")
-    values = [
-        args["src"],
-        *packed,
-        multiplier,
-        offset,
-        bias if bias is not None and bias.dtype == S32 else None,
-        args.get("src_zero_point"),
-        shape.geometry,
-        dtype_code(args["dst_dtype"]),
-        args.get("post_ops", ""),
-        params,
-        args.get("post_op_srcs", []),
-    ]
-    expected = reference.conv_transpose(**args, **shape.oracle)
-    return Call("conv_transpose", dict(zip(NAMES, values, strict=True)), expected)
-
-
-@functools.lru_cache(maxsize=512)
-def sampled(shape: ConvTransposeShape, *args: Any, narrow: bool = False, **options: Any) -> Call:
-    sample = cases.sample(shape, *args, **options)
-    if sample["dst_dtype"] == F32:  # a float32 sum has no zero point
-        srcs = sample["post_op_srcs"]
-        sample["post_op_srcs"] = [cases.random_dst(shape.dst, S8, i) for i in range(len(srcs))]
-    if narrow:
-        sample["weight"] = sample["weight"].clamp(-63, 63)
-    return make_call(sample, shape)
 
 
 @pytest.mark.parametrize("shape", CONV_TRANSPOSE, ids=str)

@@ -10,9 +10,8 @@ import pytest
 import reference
 import reference_matmul
 import torch
-from calls import F32, S8, S32, U8, assert_same, assert_same_deployed
+from calls import F32, S8, S32, U8, assert_same, assert_same_deployed, check_fake
 from cases import random_q
-from test_opcheck import check_fake
 from torch import Tensor, nn
 from torch.library import opcheck
 

@@ -52,7 +52,7 @@ def within(got: Tensor, args: dict, shape, label: object = "") -> None:
 
 
 def check(args: dict, shape, label: object = "") -> None:
-    call = make_call(args, shape if isinstance(shape, ConvShape) else None)
+    call = make_call(args, shape)
     if any(name in args["post_ops"] for name in TRANSCENDENTAL):
         within(call.run(), args, shape, label)
     else:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import reference_matmul
 import torch
-from calls import S8, S32, U8, assert_same
+from calls import S8, S32, U8, assert_same, check_fake
 from test_matmul import operands
-from test_opcheck import check_fake
 from torch.library import opcheck
 
 import torchq.functional as TF

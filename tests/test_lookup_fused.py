@@ -13,7 +13,6 @@ import torch
 from calls import F32, S8, S32, U8, Call, assert_same, sampled
 from cases import ConvShape, LinearShape
 from shapes import CONV_TRANSPOSE
-from test_conv_transpose import sampled as sampled_transposed
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -71,7 +70,7 @@ def test_depthwise(isa: str, shape: ConvShape):
 
 @pytest.mark.parametrize("shape", CONV_TRANSPOSE[::3], ids=str)
 def test_conv_transpose(isa: str, shape: Any):
-    check(sampled_transposed(shape, U8, S8), TABLES[U8])
+    check(sampled(shape, U8, S8), TABLES[U8])
 
 
 @pytest.mark.parametrize(("dst", "entries"), PAIRS, ids=lambda dtype: str(dtype)[6:])
@@ -119,7 +118,7 @@ def test_errors(op: str):
         call = {
             "linear": lambda: sampled(cases.LINEAR_TAILS[0], U8, dst),
             "conv": lambda: sampled(test_conv.FORMS[0], U8, dst),
-            "conv_transpose": lambda: sampled_transposed(CONV_TRANSPOSE[0], U8, dst),
+            "conv_transpose": lambda: sampled(CONV_TRANSPOSE[0], U8, dst),
         }[op]()
         return call.run(weight_zero_point=None, **more, table=table)
 

@@ -11,9 +11,8 @@ import cases
 import pytest
 import reference_matmul
 import torch
-from calls import F32, S8, S32, U8, assert_same
+from calls import F32, S8, S32, U8, assert_same, check_fake
 from cases import random_q
-from test_opcheck import check_fake
 from torch import Tensor
 from torch.library import opcheck
 

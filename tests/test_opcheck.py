@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import cases
 import pytest
 import torch
-from calls import F32, S8, S32, U8, assert_same, sampled
+from calls import F32, S8, S32, U8, assert_same, check_fake, sampled
 from cases import LinearShape, random_q
 from test_binary import BROADCASTS
 from torch import Tensor
@@ -152,23 +151,6 @@ def significant_strides(x: Tensor) -> list[int]:
         stride if size > 1 and x.numel() else 0
         for size, stride in zip(x.shape, x.stride(), strict=True)
     ]
-
-
-def check_fake(op: Any, args: Sequence[Any], strides: Any = Tensor.stride) -> None:
-    """Shape, strides, dtype and storage offset of the fake are those of the kernel's result."""
-    real = op(*args)
-    with FakeTensorMode() as mode:
-
-        def fake(x: Any) -> Any:
-            return torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, x)
-
-        got = op(*map(fake, args))
-    for a, b in zip(*([x] if isinstance(x, Tensor) else x for x in (got, real)), strict=True):
-        assert (a.shape, strides(a), a.dtype) == (b.shape, strides(b), b.dtype), (
-            op,
-            [tuple(x.shape) if isinstance(x, Tensor) else x for x in args],
-        )
-        assert a.storage_offset() == b.storage_offset() == 0
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])

@@ -166,10 +166,9 @@ def test_floating_point_mode(isa: str, mode: Callable[[], Any], chain: str):
     for shape in (LinearShape(13, 69, 37), TAILS[4], TAILS[12]):
         for dst in DTYPES:
             args = mode_args(shape, dst, chain)
-            conv = shape if isinstance(shape, ConvShape) else None
-            expected = make_call(args, conv).expected
+            expected = make_call(args, shape).expected
             with mode():
-                got = make_call(args, conv).run()
+                got = make_call(args, shape).run()
             assert_same(got, expected, (shape, dst))
 
 
@@ -181,7 +180,7 @@ def test_floating_point_mode_of_workers(isa: str, mode: Callable[[], Any]):
         args = cases.sample(shape, U8, F32)
         args["src_scale"] = torch.tensor(1e-39)
         args["bias"] = args["bias"] * 1e-38
-        call = make_call(args, shape if isinstance(shape, ConvShape) else None)
+        call = make_call(args, shape)
         with mode():
             got = call.run()
         assert_same(got, call.expected, shape)
@@ -196,8 +195,7 @@ def test_denormal_results_and_sources(isa: str):
         args["src_scale"] = torch.tensor(1e-39)
         old = torch.randn(shape.dst) * 1e-40
         args["post_op_srcs"] = [old] * chain.count("sum")
-        conv = shape if isinstance(shape, ConvShape) else None
-        call = make_call(args, conv)
+        call = make_call(args, shape)
         assert (call.expected.abs().double() < 2.0**-126).any() and call.expected.any()
         call.check((shape, chain))
         with flushing_denormals():
@@ -309,7 +307,7 @@ def draw_call(data: st.DataObject, shape: Shape) -> Call:
         values = torch.tensor([-128, 127, 64, -64], dtype=S8)
         args["weight"] = values[torch.randint(4, shape.weight)]
     args["src_zero_point"] = torch.tensor(data.draw(st.integers(low, high)), dtype=S32)
-    return make_call(args, shape if isinstance(shape, ConvShape) else None)
+    return make_call(args, shape)
 
 
 def check_on_all(call: Call, label: object) -> None:

@@ -184,7 +184,7 @@ class QRecurrentLayer(QModule):
         for name, present in (("multiplier_projection", projection), ("extra", has_extra or None)):
             value = None if present is None else torch.empty(0)
             self.register_buffer(name, value, persistent=False)
-        self.state_dtype, self.state_code = state.dtype, dtype_code(state.dtype)
+        self.state_code = dtype_code(state.dtype)
         self.dst_dtype, self.dst_code = dst_dtype, dtype_code(dst_dtype)
         self.h_n_code = dtype_code(h_n_dtype)
         low, high = state.integers
