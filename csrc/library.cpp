@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every schema torchq exposes. Kernels bind next to their code in ops/*.cpp; fake kernels are in
-// torchq/ops.py. Schemas are append-only once released (tests/test_schemas.py).
+// torchq/ops.py and _fakes.py. Schemas are append-only once released (tests/test_schemas.py).
 //
 // dst_dtype is a ScalarType's number (uint8 0, int8 1, int32 3, float32 6): an int costs a call 0.6
 // us less. geometry is one list for the same reason; its layout is in ops/geometry.h.
@@ -17,30 +17,29 @@ TORCH_LIBRARY(torchq, m) {
         tags);
   m.def("unpack_linear(Tensor packed, int out_features, int in_features) -> Tensor", tags);
   m.def(
-      "pack_conv(Tensor weight, int groups, int[] dilation) -> (Tensor packed, Tensor "
-      "compensation, Tensor pair_bound)",
+      "pack_conv(Tensor weight, int groups, int[] dilation) -> (Tensor packed, "
+      "Tensor compensation, Tensor pair_bound)",
       tags);
   m.def("unpack_conv(Tensor packed, int[] weight_shape, int groups, int[] dilation) -> Tensor",
         tags);
 
   m.def(
       "fold(Tensor src_scale, Tensor weight_scale, Tensor? bias, Tensor? dst_scale, "
-      "Tensor? dst_zero_point, int channels, int dst_dtype, str post_ops, Tensor[] post_op_values) "
-      "-> (Tensor multiplier, Tensor offset, Tensor post_op_params)",
+      "Tensor? dst_zero_point, int channels, int dst_dtype, str post_ops, "
+      "Tensor[] post_op_values) -> (Tensor multiplier, Tensor offset, Tensor post_op_params)",
       tags);
   m.def(
-      "fold_output_scales(Tensor output_scales, Tensor? bias, int channels, int dst_dtype, str "
-      "post_ops, "
-      "Tensor[] post_op_values) -> (Tensor multiplier, Tensor offset, Tensor post_op_params)",
+      "fold_output_scales(Tensor output_scales, Tensor? bias, int channels, int dst_dtype, "
+      "str post_ops, Tensor[] post_op_values) -> (Tensor multiplier, Tensor offset, "
+      "Tensor post_op_params)",
       tags);
 
   m.def(
-      "linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor "
-      "multiplier, "
-      "Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int in_features, int dst_dtype, "
-      "str post_ops, "
-      "Tensor post_op_params, Tensor[] post_op_srcs, Tensor? weight_zero_point=None, "
-      "Tensor? row_sums=None, Tensor? table=None) -> Tensor",
+      "linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, "
+      "Tensor multiplier, Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, "
+      "int in_features, int dst_dtype, str post_ops, Tensor post_op_params, "
+      "Tensor[] post_op_srcs, Tensor? weight_zero_point=None, Tensor? row_sums=None, "
+      "Tensor? table=None) -> Tensor",
       tags);
   m.def(
       "conv(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor multiplier, "
@@ -50,24 +49,24 @@ TORCH_LIBRARY(torchq, m) {
       tags);
 
   m.def(
-      "pack_conv_transpose(Tensor weight, int groups, int[] stride, int[] dilation) -> (Tensor "
-      "packed, Tensor compensation, Tensor pair_bound)",
+      "pack_conv_transpose(Tensor weight, int groups, int[] stride, int[] dilation) "
+      "-> (Tensor packed, Tensor compensation, Tensor pair_bound)",
       tags);
   m.def(
-      "unpack_conv_transpose(Tensor packed, int[] weight_shape, int groups, int[] stride, int[] "
-      "dilation) -> Tensor",
+      "unpack_conv_transpose(Tensor packed, int[] weight_shape, int groups, int[] stride, "
+      "int[] dilation) -> Tensor",
       tags);
   m.def(
-      "conv_transpose(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor "
-      "multiplier, Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, int "
-      "dst_dtype, str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, Tensor? "
-      "weight_zero_point=None, Tensor? table=None) -> Tensor",
+      "conv_transpose(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, "
+      "Tensor multiplier, Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, "
+      "int[] geometry, int dst_dtype, str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, "
+      "Tensor? weight_zero_point=None, Tensor? table=None) -> Tensor",
       tags);
 
   m.def(
       "matmul(Tensor src, Tensor weight, Tensor multiplier, Tensor offset, Tensor? acc_bias, "
-      "Tensor? src_zero_point, Tensor? weight_zero_point, int dst_dtype, str post_ops, Tensor "
-      "post_op_params, Tensor[] post_op_srcs) -> Tensor",
+      "Tensor? src_zero_point, Tensor? weight_zero_point, int dst_dtype, str post_ops, "
+      "Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor",
       tags);
   m.def(
       "gemm(Tensor a, Tensor b, Tensor? c, bool trans_a, bool trans_b, float alpha, float beta, "
@@ -75,8 +74,8 @@ TORCH_LIBRARY(torchq, m) {
       tags);
 
   m.def(
-      "dynamic_linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor "
-      "weight_scale, Tensor? bias, int in_features, bool per_row) -> Tensor",
+      "dynamic_linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, "
+      "Tensor weight_scale, Tensor? bias, int in_features, bool per_row) -> Tensor",
       tags);
 
   m.def("quantize(Tensor src, Tensor scale, Tensor zero_point, int dst_dtype) -> Tensor", tags);
@@ -99,27 +98,28 @@ TORCH_LIBRARY(torchq, m) {
       "concat(Tensor[] srcs, Tensor scales, Tensor zero_points, int dim, int dst_dtype) -> Tensor",
       tags);
   m.def(
-      "max_pool(Tensor src, int[] geometry, bool ceil_mode, Tensor? scales=None, Tensor? "
-      "zero_points=None, int? dst_dtype=None, str post_ops=\"\", Tensor[]? post_op_srcs=None) -> "
-      "Tensor",
+      "max_pool(Tensor src, int[] geometry, bool ceil_mode, Tensor? scales=None, "
+      "Tensor? zero_points=None, int? dst_dtype=None, str post_ops=\"\", "
+      "Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
   m.def(
-      "avg_pool(Tensor src, Tensor zero_point, int[] geometry, bool ceil_mode, bool "
-      "count_include_pad, int? divisor_override, Tensor? scales=None, Tensor? zero_points=None, "
-      "int? dst_dtype=None, str post_ops=\"\", Tensor[]? post_op_srcs=None) -> Tensor",
+      "avg_pool(Tensor src, Tensor zero_point, int[] geometry, bool ceil_mode, "
+      "bool count_include_pad, int? divisor_override, Tensor? scales=None, "
+      "Tensor? zero_points=None, int? dst_dtype=None, str post_ops=\"\", "
+      "Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
   m.def(
-      "adaptive_avg_pool(Tensor src, int[] output_size, Tensor? scales=None, Tensor? "
-      "zero_points=None, int? dst_dtype=None, str post_ops=\"\", Tensor[]? post_op_srcs=None) -> "
-      "Tensor",
+      "adaptive_avg_pool(Tensor src, int[] output_size, Tensor? scales=None, "
+      "Tensor? zero_points=None, int? dst_dtype=None, str post_ops=\"\", "
+      "Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
   m.def(
-      "rnn(Tensor src, Tensor? batch_sizes, Tensor? h_0, Tensor? c_0, Tensor weight_src, Tensor "
-      "compensation_src, Tensor multiplier_src, Tensor weight_state, Tensor compensation_state, "
-      "Tensor multiplier_state, Tensor bias, Tensor? extra, Tensor? weight_projection, Tensor? "
-      "compensation_projection, Tensor? multiplier_projection, Tensor[] pair_bounds, Tensor "
-      "scales, Tensor zero_points, int[] geometry, int dst_dtype, int state_dtype, int h_n_dtype) "
-      "-> (Tensor dst, Tensor h_n, Tensor c_n)",
+      "rnn(Tensor src, Tensor? batch_sizes, Tensor? h_0, Tensor? c_0, Tensor weight_src, "
+      "Tensor compensation_src, Tensor multiplier_src, Tensor weight_state, "
+      "Tensor compensation_state, Tensor multiplier_state, Tensor bias, Tensor? extra, "
+      "Tensor? weight_projection, Tensor? compensation_projection, Tensor? multiplier_projection, "
+      "Tensor[] pair_bounds, Tensor scales, Tensor zero_points, int[] geometry, int dst_dtype, "
+      "int state_dtype, int h_n_dtype) -> (Tensor dst, Tensor h_n, Tensor c_n)",
       tags);
 
   // In real units (ops/real.h): scales and zero_points are those of the sources, then of dst.
@@ -128,17 +128,17 @@ TORCH_LIBRARY(torchq, m) {
       "Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
   m.def(
-      "binary(Tensor src0, Tensor src1, Tensor? condition, str alg, Tensor scales, Tensor "
-      "zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
+      "binary(Tensor src0, Tensor src1, Tensor? condition, str alg, Tensor scales, "
+      "Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
   m.def("sum(Tensor[] srcs, Tensor scales, Tensor zero_points, int dst_dtype) -> Tensor", tags);
   m.def(
-      "reorder_rounded(Tensor src, Tensor scales, Tensor zero_points, int dst_dtype, str rounding, "
-      "int seed) -> Tensor",
+      "reorder_rounded(Tensor src, Tensor scales, Tensor zero_points, int dst_dtype, "
+      "str rounding, int seed) -> Tensor",
       tags);
   m.def(
-      "softmax(Tensor src, int dim, bool logarithmic, Tensor scales, Tensor zero_points, int "
-      "dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
+      "softmax(Tensor src, int dim, bool logarithmic, Tensor scales, Tensor zero_points, "
+      "int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
   m.def(
       "layer_norm(Tensor src, int dims, Tensor? weight, Tensor? bias, float eps, Tensor scales, "
@@ -149,17 +149,17 @@ TORCH_LIBRARY(torchq, m) {
       "Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
   m.def(
-      "batch_norm(Tensor src, Tensor mean, Tensor variance, Tensor? weight, Tensor? bias, float "
-      "eps, Tensor scales, Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? "
-      "post_op_srcs=None) -> Tensor",
+      "batch_norm(Tensor src, Tensor mean, Tensor variance, Tensor? weight, Tensor? bias, "
+      "float eps, Tensor scales, Tensor zero_points, int dst_dtype, str post_ops, "
+      "Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
   m.def(
-      "reduction(Tensor src, str alg, int[] dims, bool keepdim, Tensor scales, Tensor zero_points, "
+      "reduction(Tensor src, str alg, int[] dims, bool keepdim, Tensor scales, "
+      "Tensor zero_points, int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
+      tags);
+  m.def(
+      "resampling(Tensor src, str alg, int[] size, Tensor scales, Tensor zero_points, "
       "int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
-      tags);
-  m.def(
-      "resampling(Tensor src, str alg, int[] size, Tensor scales, Tensor zero_points, int "
-      "dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
 
   // Settings and introspection: no tensors, so they bind here.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a quantized model is from its float original, layer by layer and by layer."""
+"""How far a quantized model is from its float original: layer by layer, and for each alone."""
 
 from __future__ import annotations
 
