@@ -146,6 +146,10 @@ def by_rows(fc: Any, x: Tensor) -> Tensor:
     return y.flip(0) if len(y) != 1 else y
 
 
+def by_length(fc: Any, x: Tensor) -> Tensor:
+    return fc(x).reshape(len(x), -1).sum(1) + torch.ones(1).expand(len(x))
+
+
 def not_taken(fc: Any, x: Tensor) -> Tensor:
     y = fc(x)
     if x.shape[0] == 2:
@@ -245,9 +249,9 @@ class Applies(nn.Module):
 
 @pytest.mark.parametrize("example", [(1, 7), (2, 7), (2, 2), (4, 7)])
 @pytest.mark.parametrize("function", [
-    in_chunks, by_rows, not_taken, other_size, longer, others_longer, halves, asks_more, two_ways,
-    either, products, expands, in_a_set, in_a_dict, alike, in_windows, by_frames, by_samples,
-    in_at_most,
+    in_chunks, by_rows, by_length, not_taken, other_size, longer, others_longer, halves, asks_more,
+    two_ways, either, products, expands, in_a_set, in_a_dict, alike, in_windows, by_frames,
+    by_samples, in_at_most,
 ])  # fmt: skip
 def test_batches_never_take_the_wrong_path(function: Any, example: tuple[int, int]) -> None:
     """A graph raises or gives what the model gives, for every batch and length."""
@@ -266,6 +270,16 @@ def test_batches_never_take_the_wrong_path(function: Any, example: tuple[int, in
             assert torch.equal(got, model(x)), x.shape
             passed += 1
     assert passed
+
+
+def test_a_tensors_length_is_no_constant() -> None:
+    model, x = Applies(by_length).eval(), torch.randn(2, 7, 8)
+    prepared = torchq.prepare(model, x)
+    scripted = torch.jit.script(torchq.convert(torchq.calibrate(prepared, [x])))
+    for shape in ((1, 7, 8), (3, 2, 8), (5, 9, 8)):
+        x = torch.randn(shape)
+        assert torch.equal(prepared(x), model(x))
+        assert scripted(x).shape == shape[:1]
 
 
 def test_what_the_model_refuses_is_refused() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from torchq.fx.guards import expect_key, expect_keys
-from torchq.fx.recorder import Recorder
+from torchq.fx.recorder import LEN, Recorder
 
 __all__ = ["has_key", "keys", "length"]
 
@@ -29,7 +29,7 @@ def length(tracer: Recorder, proxy: fx.Proxy, iterated: bool = False) -> int:
         return len(value)
     if not (_is_given(tracer, proxy.node) or _may_differ(proxy.node, len(value), iterated)):
         return len(value)
-    return int(tracer.known(tracer.create_proxy("call_function", len, (proxy,), {})))
+    return int(tracer.known(tracer.create_proxy("call_function", LEN, (proxy,), {})))
 
 
 def keys(tracer: Recorder, node: fx.Node) -> KeysView[Any]:

@@ -48,9 +48,9 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
     Nor do methods of a tensor that is no node, where sizes are given as separate arguments, and
     indices are taken for sequences.
     And functions that ask for the class or dtype of a tensor, isinstance and callable among them,
-    take a node for its value; functions that TorchScript compiled take nodes as the Python
-    functions that they were, and so do those with a backward pass of their own. Checks of
-    conditions on sizes guard them.
+    take a node for its value; the length of a tensor is a node; functions that TorchScript compiled
+    take nodes as the Python functions that they were, and so do those with a backward pass of their
+    own. Checks of conditions on sizes guard them.
     Other threads see the originals do their work; those that trace as well wait.
     """
     traced = _Traced(tracer)
@@ -61,6 +61,7 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
         *((torch, "is_tensor", traced.of_value), (F, "_none_or_dtype", traced.of_value)),
         (builtins, "callable", traced.is_callable),
         (builtins, "isinstance", traced.is_instance),
+        (builtins, "len", traced.length),
         (torch.jit.ScriptFunction, "__call__", traced.uncompiled),
         (torch.autograd.Function, "apply", traced.forward),
         (torch, "_check_with", traced.check),
@@ -141,6 +142,16 @@ class _Traced:
             return original(x, classes)
 
         return look
+
+    def length(self, original: Callable[..., int]) -> Callable[..., Any]:
+        """Python makes a number of what ``__len__`` returns, which would be guarded."""
+
+        def count(x: Any) -> Any:
+            value = self._value(x) if type(x) is Proxy and x.tracer is self._tracer else x
+            sized = value is not x and isinstance(value, Tensor) and value.dim()
+            return x.size(0) if sized else original(x)
+
+        return count
 
     def uncompiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(function: Any, *args: Any, **kwargs: Any) -> Any:

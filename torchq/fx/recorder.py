@@ -18,11 +18,14 @@ from torchq.fx.nodes import compute, counts
 from torchq.fx.place import line, place
 from torchq.fx.sequences import SequenceTracer
 
-__all__ = ["Recorder"]
+__all__ = ["LEN", "Recorder"]
 
 _ASKS_SHAPE = frozenset({
     "size", "shape", "numel", "nelement", "stride", "storage_offset", "is_contiguous",
 })  # fmt: skip
+
+
+LEN: Callable[..., int] = len  # as TorchScript knows it: builtins has another one meanwhile
 
 
 class Recorder(SequenceTracer):
@@ -91,7 +94,7 @@ class Recorder(SequenceTracer):
         ]  # fmt: skip
         asks = (
             node.target in _ASKS_SHAPE
-            or node.target is len
+            or node.target is LEN
             or (node.target is getattr and node.args[1] in _ASKS_SHAPE)
         )
         static = all(n.meta["static"] for n in node.all_input_nodes)

@@ -158,7 +158,9 @@ class Tracer(Recorder):
         if not isinstance(value, (tuple, list, Tensor)):
             raise fx.proxy.TraceError(f"its Python code iterates over a {type(value).__name__}")
         indexable: Any = obj
-        items = len(indexable) if isinstance(value, Tensor) else containers.length(self, obj, True)
+        if isinstance(value, Tensor):
+            return (indexable[i] for i in range(indexable.__len__()))
+        items = containers.length(self, obj, True)
         return (indexable[i] for i in range(items))
 
     def keys(self, obj: fx.Proxy) -> Any:
