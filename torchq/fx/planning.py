@@ -299,14 +299,13 @@ class Plan:
 
         None where averages lie between: what it makes of them says little of what they are made of.
         """
-        users = self.users()[root]
+        functions = (layer for layer in self._active() if layer.role is Role.UNARY)
+        layer = next((f for f in functions if self.root(f.srcs[0]) is root), None)
+        if layer is None or not self.users()[root] <= {part.node for part in layer.parts}:
+            return None
         if any(self.root(node) is root and self._averages(node) for node in self._joined):
             return None
-        for layer in self._active():
-            if layer.role is Role.UNARY and self.root(layer.srcs[0]) is root:
-                alone = users <= {part.node for part in layer.parts}
-                return layer.function if alone else None
-        return None
+        return layer.function
 
     def _join_concatenations(self) -> None:
         """Gives the sources of a concatenation its scale, where nobody else reads them."""

@@ -41,7 +41,8 @@ class Prepared(nn.Module):
         self.torchq_report = rows
         self.opaque_names = list(opaque)
         self.observers = nn.ModuleList()
-        self._groups: dict[str, int] = {}  # name of a node -> index of its observer
+        # name of a node -> index of its observer, and what its group is quantized by
+        self._groups: dict[str, tuple[int, QConfig]] = {}
         graph = copy.deepcopy(plan.captured.graph)
         twins = dict(zip(plan.captured.graph.nodes, graph.nodes, strict=True))
         model = fx.GraphModule(plan.captured.model, graph)
@@ -50,7 +51,7 @@ class Prepared(nn.Module):
         for i, (root, producers) in enumerate(plan.groups().items()):
             name, config = plan.group_config(producers)
             self.observers.append(config.make_observer(name))
-            self._groups[root.name] = i
+            self._groups[root.name] = i, config
             model.add_submodule(f"torchq_observer_{i}", self.observers[i])
             for node in producers:
                 with graph.inserting_after(twins[node]):
@@ -112,10 +113,9 @@ class Prepared(nn.Module):
         if fixed is not None:
             return fixed.dequantize
         root = self.plan.root(node)
-        i = self._groups[root.name]
+        i, config = self._groups[root.name]
         observer = self.observers[i]
         assert isinstance(observer, Observer)
-        _, config = self.plan.group_config(self.plan.groups()[root])
         options = config.activation_dtype, config.activation_bits, config.symmetric
         function = self.plan.function_behind(root)
         if function is not None and isinstance(observer, HistogramObserver):
