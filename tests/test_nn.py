@@ -364,6 +364,8 @@ def test_wrong_shapes() -> None:
         tnn.QMaxPool2d.from_float(nn.MaxPool2d(2, return_indices=True), U8)
     with pytest.raises(NotImplementedError, match="divisor_override"):
         tnn.QAvgPool2d.from_float(nn.AvgPool2d(2, divisor_override=3), U8)
+    with pytest.raises(ValueError, match=r"nn.QMaxPool2d: kernel_size must be one integer or 2"):
+        tnn.QMaxPool2d(U8, (2, 3, 4))
     residual = tnn.QLinear.from_float(
         nn.Linear(5, 3), U8, U8, post_ops=PostOps().append_sum(0.1, 3, "u8")
     )

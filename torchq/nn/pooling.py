@@ -8,17 +8,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq.functional.arguments import conv_geometry
+from torchq.functional.arguments import Ints, conv_geometry, spread
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.ops import dtype_code
 from torchq.qparams import QParams
-
-Ints = int | Sequence[int]
-
-
-def _spread(value: Ints, dims: int) -> list[int]:
-    return [value] * dims if isinstance(value, int) else list(value)
-
 
 Dst = QParams | Literal["f32"] | None
 """Of a pool: parameters of its own, float32, or those of the source."""
@@ -58,6 +51,12 @@ class _QPool(QModule):
         arguments = {**spec, **layout}
         self._set_spec(src=dtype_name(src.dtype), src_bits=src.bits, **own, arguments=arguments)
         self.refold()
+
+    def _window(self, kernel_size: Ints, stride: Ints | None, **more: Ints) -> dict[str, list[int]]:
+        """Each with one number per spatial dimension."""
+        given = {"kernel_size": kernel_size, "stride": kernel_size if stride is None else stride}
+        op = f"nn.{type(self).__name__}"
+        return {k: spread(op, k, value, self.dims) for k, value in {**given, **more}.items()}
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> Self:
@@ -100,18 +99,11 @@ class QMaxPool(_QPool):
         contiguous: bool = False,
     ) -> None:
         """``src``: parameters of source and destination."""
-        kernel = _spread(kernel_size, self.dims)
-        window = {
-            "kernel_size": kernel,
-            "stride": kernel if stride is None else _spread(stride, self.dims),
-            "padding": _spread(padding, self.dims),
-            "dilation": _spread(dilation, self.dims),
-        }
+        window = self._window(kernel_size, stride, padding=padding, dilation=dilation)
         super().__init__(src, contiguous, None, **window, ceil_mode=ceil_mode)
         self.ceil_mode = ceil_mode
-        self.geometry = conv_geometry(
-            "max_pool", kernel, window["stride"], window["padding"], None, window["dilation"]
-        )
+        kernel, step, begin, gaps = window.values()
+        self.geometry = conv_geometry("max_pool", kernel, step, begin, None, gaps)
 
     @classmethod
     def from_float(
@@ -165,18 +157,12 @@ class QAvgPool(_QPool):
         dst: Dst = None,
     ) -> None:
         """``src``: parameters of the source, and of the destination where ``dst`` is None."""
-        kernel = _spread(kernel_size, self.dims)
-        window = {
-            "kernel_size": kernel,
-            "stride": kernel if stride is None else _spread(stride, self.dims),
-            "padding": _spread(padding, self.dims),
-        }
+        window = self._window(kernel_size, stride, padding=padding)
         modes = {"ceil_mode": ceil_mode, "count_include_pad": count_include_pad}
         super().__init__(src, contiguous, dst, **window, **modes)
         self.ceil_mode, self.count_include_pad = ceil_mode, count_include_pad
-        self.geometry = conv_geometry(
-            "avg_pool", kernel, window["stride"], window["padding"], None, 1
-        )
+        kernel, step, begin = window.values()
+        self.geometry = conv_geometry("avg_pool", kernel, step, begin, None, 1)
 
     @classmethod
     def from_float(
