@@ -89,6 +89,10 @@ struct Avx2Lanes {
   static TORCHQ_INLINE Float fma(Float a, Float b, Float c) {
     return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
   }
+  /// c - a b
+  static TORCHQ_INLINE Float fnma(Float a, Float b, Float c) {
+    return {_mm256_fnmadd_ps(a.lo, b.lo, c.lo), _mm256_fnmadd_ps(a.hi, b.hi, c.hi)};
+  }
   static TORCHQ_INLINE Float max(Float a, Float b) {
     return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};
   }

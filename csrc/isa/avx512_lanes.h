@@ -40,6 +40,8 @@ struct Avx512Lanes {
   static TORCHQ_INLINE Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
   static TORCHQ_INLINE Float div(Float a, Float b) { return _mm512_div_ps(a, b); }
   static TORCHQ_INLINE Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+  /// c - a b
+  static TORCHQ_INLINE Float fnma(Float a, Float b, Float c) { return _mm512_fnmadd_ps(a, b, c); }
   static TORCHQ_INLINE Float max(Float a, Float b) { return _mm512_max_ps(a, b); }
   static TORCHQ_INLINE Float min(Float a, Float b) { return _mm512_min_ps(a, b); }
   static TORCHQ_INLINE Float where_positive(Float x, Float a, Float b) {

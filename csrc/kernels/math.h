@@ -49,6 +49,8 @@ struct Scalar {
   static Float mul(Float a, Float b) { return a * b; }
   static Float div(Float a, Float b) { return a / b; }
   static Float fma(Float a, Float b, Float c) { return __builtin_fmaf(a, b, c); }
+  /// c - a b; NaN keeps its sign, as in vectors.
+  static Float fnma(Float a, Float b, Float c) { return fma(a, b == b ? -b : b, c); }
   static Float sqrt(Float x) { return __builtin_sqrtf(x); }
   static Float round(Float x) { return __builtin_nearbyintf(x); }
   /// As vmaxps and vminps: the second operand if either is NaN, or if both are equal.

@@ -265,15 +265,24 @@ class RnnWalk {
   RnnSums next_;
 };
 
+/// N cells side by side, as long as there are that many.
+template <class Isa, int N, RnnCell kCell, int kStage, bool kPlain>
+TORCHQ_INLINE void rnn_finish_by(const RnnStep& s, RnnWalk& walk) {
+  RnnSums sums[N];
+  while (walk.take(sums)) rnn_finish<Isa, Cells<Isa, N>, kCell, kStage, kPlain>(s, sums);
+}
+
+/// Up to six exponentials go side by side in 32 registers: those of three cells, but of two in an
+/// LSTM's first stage.
 template <class Isa, RnnCell kCell, int kStage, bool kPlain>
 TORCHQ_NOINLINE void rnn_finish_stage(const RnnStep& s, const RnnBlock& block) {
   RnnWalk walk(s, block);
   if constexpr (Isa::kMaxPanels > 1) {  // 32 registers
-    RnnSums two[2];
-    while (walk.take(two)) rnn_finish<Isa, Cells<Isa, 2>, kCell, kStage, kPlain>(s, two);
+    constexpr bool kThree = kCell != RnnCell::kLstm || kStage == 1;
+    if constexpr (kThree) rnn_finish_by<Isa, 3, kCell, kStage, kPlain>(s, walk);
+    rnn_finish_by<Isa, 2, kCell, kStage, kPlain>(s, walk);
   }
-  RnnSums one[1];
-  while (walk.take(one)) rnn_finish<Isa, Cells<Isa, 1>, kCell, kStage, kPlain>(s, one);
+  rnn_finish_by<Isa, 1, kCell, kStage, kPlain>(s, walk);
 }
 
 template <class Isa, RnnCell kCell, bool kPlain>

@@ -5,6 +5,9 @@
 // tanh(a) = (1 - e^-2a) / (1 + e^-2a), so that a product of two gates is one quotient. Absolute
 // error of each below 5e-7 (tests/test_rnn_kernels.py). exp_gates is shorter than Math<V>::exp,
 // which counts five times a unit: it has the range that gates need, and not more.
+//
+// A gate that is saturated is exactly 0 or 1, and what it keeps stays as it is, bit for bit: an
+// error of half a digit, the same in every step, would move what is held for thousands of them.
 #pragma once
 
 #include "math.h"
@@ -29,63 +32,71 @@ template <class V>
 struct RnnFormula {
   using Float = typename V::Float;
 
-  /// x[i] = e^(factor[i] * x[i]), with the exponent clamped to [-20, 20]: beyond, 1 + e and 1 - e
-  /// are what they are at infinity, up to 3e-9. Relative error below 3e-7; NaN stays NaN. All take
-  /// a step before any takes the next one, since a chain of 15 steps waits for its own results.
+  /// A gate's e^x as power * up / down, so that a function of it divides once, as it does anyway:
+  /// 1 + e^x = plus / down, and 1 - e^x = minus / down.
+  struct Exp {
+    Float up, down, power;
+    TORCHQ_INLINE Float plus() const { return V::fma(up, power, down); }
+    TORCHQ_INLINE Float minus() const { return V::fnma(up, power, down); }
+  };
+
+  /// e[i] = e^(factor[i] * x[i]), with the exponent clamped to [-40, 40]: beyond, 1 + e and 1 - e
+  /// are what they are at infinity, up to 5e-18. Relative error below 5e-7, e^0 = 1; NaN stays NaN.
+  /// 2^r = (a + r) / (a - r), a = c[0] + c[1] r^2, |r| <= 1/2, is two steps shorter than a
+  /// polynomial. All take a step before any takes the next one, since a chain of them waits for its
+  /// own results.
   template <int N>
-  static TORCHQ_INLINE void exp_gates(Float (&x)[N], const float (&factor)[N]) {
-    constexpr float c[] = {1.0f,          0.693147004f,   0.240222424f,
-                           0.0555073358f, 0.00967151299f, 0.00132647273f};
-    const Float magic = V::set(12582912.0f);  // 1.5 * 2^23: the low bits of y + magic are rne(y)
-    Float shifted[N], p[N];
-    const auto limit = [&](int i) { return 20.0f / (factor[i] < 0.0f ? -factor[i] : factor[i]); };
+  static TORCHQ_INLINE void exp_gates(const Float (&args)[N], const float (&factor)[N],
+                                      Exp (&e)[N]) {
+    constexpr float c[] = {2.88540816f, 0.115236066f};
+    // 1.5 * 2^23 + 127: the low bits of y + magic are rne(y) with the bias of an exponent.
+    const Float magic = V::set(12583039.0f);
+    Float x[N], shifted[N], a[N];
+    const auto limit = [&](int i) { return 40.0f / (factor[i] < 0.0f ? -factor[i] : factor[i]); };
     const auto base = [&](int i) { return V::set(factor[i] * 1.44269504f); };
-    TORCHQ_UNROLL for (int i = 0; i < N; ++i) x[i] = V::max(V::set(-limit(i)), x[i]);
+    TORCHQ_UNROLL for (int i = 0; i < N; ++i) x[i] = V::max(V::set(-limit(i)), args[i]);
     TORCHQ_UNROLL for (int i = 0; i < N; ++i) x[i] = V::min(V::set(limit(i)), x[i]);
     TORCHQ_UNROLL for (int i = 0; i < N; ++i) shifted[i] = V::fma(x[i], base(i), magic);
-    TORCHQ_UNROLL for (int i = 0; i < N; ++i) p[i] = V::sub(magic, shifted[i]);
-    TORCHQ_UNROLL for (int i = 0; i < N; ++i) x[i] = V::fma(x[i], base(i), p[i]);
-    TORCHQ_UNROLL for (int i = 0; i < N; ++i) p[i] = V::fma(V::set(c[5]), x[i], V::set(c[4]));
-    TORCHQ_UNROLL for (int k = 3; k >= 0; --k) {
-      TORCHQ_UNROLL for (int i = 0; i < N; ++i) p[i] = V::fma(p[i], x[i], V::set(c[k]));
-    }
+    TORCHQ_UNROLL for (int i = 0; i < N; ++i) a[i] = V::sub(magic, shifted[i]);
+    TORCHQ_UNROLL for (int i = 0; i < N; ++i) x[i] = V::fma(x[i], base(i), a[i]);
+    TORCHQ_UNROLL for (int i = 0; i < N; ++i) a[i] = V::mul(x[i], x[i]);
+    TORCHQ_UNROLL for (int i = 0; i < N; ++i) a[i] = V::fma(a[i], V::set(c[1]), V::set(c[0]));
     TORCHQ_UNROLL for (int i = 0; i < N; ++i) {
-      x[i] = V::from_bits(V::add(V::bits(p[i]), V::template shift_left<23>(V::bits(shifted[i]))));
+      e[i] = {V::add(a[i], x[i]), V::sub(a[i], x[i]),
+              V::from_bits(V::template shift_left<23>(V::bits(shifted[i])))};
     }
   }
-
-  static TORCHQ_INLINE Float one_plus(Float e) { return V::add(V::set(1.0f), e); }
-  static TORCHQ_INLINE Float one_minus(Float e) { return V::sub(V::set(1.0f), e); }
 
   static TORCHQ_INLINE Float logistic(Float a) {
-    Float e[] = {a};
-    exp_gates(e, {-1.0f});
-    return V::div(V::set(1.0f), one_plus(e[0]));
+    Exp e[1];
+    exp_gates({a}, {-1.0f}, e);
+    return V::div(e[0].down, e[0].plus());
   }
   static TORCHQ_INLINE Float tanh(Float a) {
-    Float e[] = {a};
-    exp_gates(e, {-2.0f});
-    return V::div(one_minus(e[0]), one_plus(e[0]));
+    Exp e[1];
+    exp_gates({a}, {-2.0f}, e);
+    return V::div(e[0].minus(), e[0].plus());
   }
   /// logistic(a) * tanh(b)
   static TORCHQ_INLINE Float logistic_tanh(Float a, Float b) {
-    Float e[] = {a, b};
-    exp_gates(e, {-1.0f, -2.0f});
-    return V::div(one_minus(e[1]), V::mul(one_plus(e[0]), one_plus(e[1])));
+    Exp e[2];
+    exp_gates({a, b}, {-1.0f, -2.0f}, e);
+    return logistic_tanh(e[0], e[1]);
+  }
+  static TORCHQ_INLINE Float logistic_tanh(const Exp& a, const Exp& b) {
+    return V::div(V::mul(a.down, b.minus()), V::mul(a.plus(), b.plus()));
   }
 
   /// An LSTM's next c: logistic(f) * c + logistic(i) * tanh(g). Its h is logistic_tanh(o, c).
   static TORCHQ_INLINE Float next_cell(Float i, Float f, Float g, Float c) {
-    Float e[] = {i, f, g};
-    exp_gates(e, {-1.0f, -1.0f, -2.0f});
-    const Float forget = V::div(c, one_plus(e[1]));
-    const Float input = V::div(one_minus(e[2]), V::mul(one_plus(e[0]), one_plus(e[2])));
-    return V::add(forget, input);
+    Exp e[3];
+    exp_gates({i, f, g}, {-1.0f, -1.0f, -2.0f}, e);
+    return V::fma(V::div(e[1].down, e[1].plus()), c, logistic_tanh(e[0], e[2]));
   }
 
-  /// A GRU's h, n being tanh of its argument: z * old + (1 - z) * n
+  /// A GRU's h, n being tanh of its argument: z * old + (1 - z) * n, which is old where z is 1.
   static TORCHQ_INLINE Float mix(Float z, Float old, Float n) {
-    return V::fma(z, V::sub(old, n), n);
+    return V::fma(z, old, V::fnma(z, n, n));
   }
 };
 

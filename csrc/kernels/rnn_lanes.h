@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the formulas of recurrent cells run on: one cell's lanes, or those of two.
+// What the formulas of recurrent cells run on: one cell's lanes, or those of two or three.
 #pragma once
 
 #include "rnn_cell.h"
@@ -40,9 +40,6 @@ struct Cells {
   static TORCHQ_INLINE Float add(Float x, Float y) {
     return each([&](int i) { return Isa::add(x.lanes[i], y.lanes[i]); });
   }
-  static TORCHQ_INLINE Int add(Int x, Int y) {
-    return each_int([&](int i) { return Isa::add(x.lanes[i], y.lanes[i]); });
-  }
   static TORCHQ_INLINE Float sub(Float x, Float y) {
     return each([&](int i) { return Isa::sub(x.lanes[i], y.lanes[i]); });
   }
@@ -60,6 +57,9 @@ struct Cells {
   }
   static TORCHQ_INLINE Float fma(Float x, Float y, Float z) {
     return each([&](int i) { return Isa::fma(x.lanes[i], y.lanes[i], z.lanes[i]); });
+  }
+  static TORCHQ_INLINE Float fnma(Float x, Float y, Float z) {
+    return each([&](int i) { return Isa::fnma(x.lanes[i], y.lanes[i], z.lanes[i]); });
   }
   static TORCHQ_INLINE Int bits(Float x) {
     return each_int([&](int i) { return Isa::bits(x.lanes[i]); });
