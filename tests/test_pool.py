@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from calls import S8, S32, U8, assert_same
 from cases import random_q
+from geometries import spread
 from memory import before_guard_page, flushing_denormals, rounding_upward
 from reference_arithmetic import fma32
 from torch import Tensor
@@ -21,10 +22,6 @@ MAX = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 AVG = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 ADAPTIVE = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 ZERO = {U8: 117, S8: -13}
-
-
-def all_of(value: int | Sequence[int], dims: int) -> list[int]:
-    return [value] * dims if isinstance(value, int) else list(value)
 
 
 def flat(window: Sequence[Sequence[int]]) -> list[int]:
@@ -37,7 +34,7 @@ def max_pool(
     """One call, checked against the oracle."""
     dims = src.ndim - 2
     end = padding if end is None else end
-    window = [all_of(v, dims) for v in (kernel, stride, padding, end, dilation)]
+    window = spread(dims, kernel, stride, padding, end, dilation)
     got = ops.max_pool(src, flat(window), ceil_mode)
     k, s, begin, after, gap = window
     expected = reference.max_pool(src, k, s, (begin, after), gap, ceil_mode)
@@ -59,7 +56,7 @@ def avg_pool(
     dims = src.ndim - 2
     end = padding if end is None else end
     zero = (0 if divisor else ZERO[src.dtype]) if zero_point is None else zero_point
-    k, s, begin, after = [all_of(v, dims) for v in (kernel, stride, padding, end)]
+    k, s, begin, after = spread(dims, kernel, stride, padding, end)
     got = ops.avg_pool(
         src,
         torch.tensor(zero, dtype=S32),

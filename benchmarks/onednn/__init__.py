@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.onednn.program import WheelsUnavailableError, build
-from benchmarks.onednn.request import Depthwise, Request, geometry, layout_order, plain
+from benchmarks.onednn.request import Depthwise, Request, geometry, layout_order, per_dim, plain
 
 __all__ = ["Depthwise", "Peer", "RefusedError", "Timing", "WheelsUnavailableError", "build"]
 
@@ -133,10 +133,7 @@ class Peer:
     ) -> Any:
         """torch's conv_transpose with its weight (in, out / groups, ...), 1 to 3 dimensions."""
         nd = src.dim() - 2
-        steps, begin, extra, gaps = (
-            [value] * nd if isinstance(value, int) else list(value)
-            for value in (stride, padding, output_padding, dilation)
-        )
+        steps, begin, extra, gaps = per_dim(nd, stride, padding, output_padding, dilation)
         window = {
             "strides": steps,
             "dilates": [gap - 1 for gap in gaps],

@@ -176,6 +176,11 @@ class Request:
         return " ".join([self.primitive, str(size), *self.words]) + "\n"
 
 
+def per_dim(nd: int, *values: int | Sequence[int]) -> list[list[int]]:
+    """Each with one number per spatial dimension."""
+    return [[value] * nd if isinstance(value, int) else list(value) for value in values]
+
+
 def geometry(
     src: Tensor,
     kernel: int | Sequence[int],
@@ -185,16 +190,14 @@ def geometry(
     dilation: int | Sequence[int],
 ) -> tuple[dict[str, list[int]], list[int]]:
     """The parameters of a convolution's or pooling's geometry, and its result's spatial size."""
-
-    def per_dim(value: int | Sequence[int]) -> list[int]:
-        return [value] * (src.dim() - 2) if isinstance(value, int) else list(value)
-
+    end = padding if padding_end is None else padding_end
+    taps, steps, begin, after, gaps = per_dim(src.dim() - 2, kernel, stride, padding, end, dilation)
     parameters = {
-        "kernel": per_dim(kernel),
-        "strides": per_dim(stride),
-        "dilates": [step - 1 for step in per_dim(dilation)],  # oneDNN counts the gaps
-        "padding_begin": per_dim(padding),
-        "padding_end": per_dim(padding if padding_end is None else padding_end),
+        "kernel": taps,
+        "strides": steps,
+        "dilates": [gap - 1 for gap in gaps],  # oneDNN counts what lies between
+        "padding_begin": begin,
+        "padding_end": after,
     }
     size = [
         (length + begin + end - (taps - 1) * (gap + 1) - 1) // step + 1

@@ -184,12 +184,6 @@ class QLayer(QModule):
         self.register_buffer("weight_shift", None, persistent=False)
         self.refold()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of modules that were pickled before there were tables."""
-        if "lookup" not in state["_modules"]:
-            state = {"lookup": None, **state}
-        super().__setstate__(state)
-
     def with_lookup(self, lookup: QLookup) -> Self:
         """Applies a table to the destination, in the same op; returns the module.
 
