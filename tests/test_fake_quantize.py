@@ -357,3 +357,12 @@ def test_call_errors() -> None:
         FakeQuantize.from_affine(0.0, 0, 0, 255)
     with pytest.raises(ValueError, match=r"quant_max must be above quant_min, got 5..5"):
         FakeQuantize.from_affine(1.0, 0, 5, 5)
+
+
+def test_bounds_and_axis_of_another_type():
+    for wrong in (None, "1", object()):
+        with pytest.raises(TypeError, match=r"input_high must be a number .* got .*\. Calibrate"):
+            FakeQuantize(-1.0, wrong)
+    for wrong in (1.0, "1", True):
+        with pytest.raises(TypeError, match=r"axis must be an int or None, got .*\. Pass"):
+            FakeQuantize(-1.0, 1.0, axis=wrong)

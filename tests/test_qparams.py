@@ -227,3 +227,18 @@ def test_weight_qparams_errors():
         weight_qparams(weight.to(torch.int8))
     with pytest.raises(ValueError, match="bits must be 8 or 7, got 6"):
         weight_qparams(weight, bits=6)
+
+
+@pytest.mark.parametrize(
+    ("scale", "zero_point", "named"),
+    [
+        (None, 0, "scale must be a number, got None"),
+        ("0.1", 0, "scale must be a number, got '0.1'"),
+        (0.1, 1.5, "zero_point must be an integer, got 1.5"),
+        (0.1, None, "zero_point must be an integer, got None"),
+        (0.1, True, "zero_point must be an integer, got True"),
+    ],
+)
+def test_per_tensor_takes_numbers_as_they_are(scale, zero_point, named):
+    with pytest.raises(TypeError, match=rf"torchq.QParams.per_tensor: {named}\. Pass a"):
+        QParams.per_tensor(scale, zero_point)

@@ -29,6 +29,29 @@ MAX_DIMS = 12  # oneDNN's DNNL_MAX_NDIMS
 INT32 = torch.iinfo(torch.int32)
 
 
+def check_type(where: str, value: object, kind: type, remedy: str) -> None:
+    """Raises TypeError unless ``value`` is a ``kind``; a Tensor must be dense, too."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{where} must be of type {kind.__name__}, got {type(value).__name__}. {remedy}"
+        )
+    if isinstance(value, Tensor) and value.layout != torch.strided:
+        raise TypeError(
+            f"{where} must be a dense Tensor, got {value.layout}. Call .to_dense() first."
+        )
+
+
+def check_tensors(where: str, values: object) -> None:
+    """Raises TypeError unless ``values`` is a sequence of tensors; one tensor is none."""
+    if not isinstance(values, Sequence):
+        raise TypeError(
+            f"{where} must be a list of tensors, got {type(values).__name__}. Pass [] for none, "
+            "[x] for one."
+        )
+    for index, value in enumerate(values):
+        check_type(f"{where}[{index}]", value, Tensor, "Pass a list of tensors.")
+
+
 def to_float32(where: str, value: float | Tensor) -> float:
     """The value rounded to float32, which must be finite."""
     single = isinstance(value, Tensor) and value.numel() == 1
@@ -205,7 +228,7 @@ class MaskedValues:
 
 def check_arg(where: str, arg: str) -> str:
     """Raises ValueError unless ``arg`` is one that may have scales."""
-    if re.fullmatch(r"src(0|[1-9][0-9]{0,2})", arg):
+    if isinstance(arg, str) and re.fullmatch(r"src(0|[1-9][0-9]{0,2})", arg):
         return arg
     if arg == "bias":
         raise ValueError(
@@ -224,9 +247,9 @@ def check_groups(label: str, mask: int, groups: Sequence[int] | None) -> tuple[i
     """Two sizes, each >= 1."""
     if groups is None:
         return None
-    if len(groups) != 2 or mask == 0:
+    if not isinstance(groups, Sequence) or len(groups) != 2 or mask == 0:
         raise ValueError(
-            f"{label} must have two group sizes and mask > 0, got groups {list(groups)}, mask "
+            f"{label} must have two group sizes and mask > 0, got groups {groups!r}, mask "
             f"{mask}. Groups divide the last two dims."
         )
     return tuple(to_int(f"{label}: groups", size, 1, INT32.max) for size in groups)

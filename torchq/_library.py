@@ -25,7 +25,7 @@ def dtype_code(dtype: torch.dtype, op: str = "") -> int:
     Raises:
         NotImplementedError: ``dtype`` is not uint8, int8, int32 or float32.
     """
-    if dtype not in _CODES:
+    if not isinstance(dtype, torch.dtype) or dtype not in _CODES:
         raise NotImplementedError(
             f"torchq{op and '.'}{op}: dst_dtype must be one of {', '.join(map(str, _CODES))}, got "
             f"{dtype}. The nearest supported destination is torch.float32."

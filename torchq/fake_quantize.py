@@ -79,6 +79,7 @@ class FakeQuantize(nn.Module):
             axis: the channel dimension; required exactly if a bound has several values.
 
         Raises:
+            TypeError: a bound is no number or tensor, or ``axis`` no int.
             ValueError: ``levels`` or a bound is out of its domain, or the sizes disagree.
         """
         super().__init__()
@@ -102,6 +103,11 @@ class FakeQuantize(nn.Module):
                     f"bounds, got {bound.numel()}. Give one per channel or one in all."
                 )
             self.register_buffer(name, bound)
+        if axis is not None and type(axis) is not int:
+            raise TypeError(
+                f"torchq.FakeQuantize: axis must be an int or None, got {axis!r}. Pass the index "
+                "of the channel dimension."
+            )
         if channels > 1 and axis is None:
             raise ValueError(
                 f"torchq.FakeQuantize: axis must be the channel dimension for {channels} values, "
@@ -358,7 +364,13 @@ class FakeQuantize(nn.Module):
 
 
 def _bound(name: str, value: Bound) -> Tensor:
-    bound = torch.as_tensor(value, dtype=torch.float64).detach().reshape(-1).clone()
+    try:
+        bound = torch.as_tensor(value, dtype=torch.float64).detach().reshape(-1).clone()
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"torchq.FakeQuantize: {name} must be a number or a tensor of numbers, got {value!r}. "
+            "Calibrate the range."
+        ) from None
     if bound.numel() == 0 or not bool(torch.isfinite(bound).all()):
         raise ValueError(
             f"torchq.FakeQuantize: {name} must be finite, got {_text(bound)}. Calibrate the range."

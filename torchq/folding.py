@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchq._arguments import to_int
+from torchq._arguments import check_type, to_int
 from torchq._post_ops import CHANNEL_MASKS, Eltwise, PostOps, Sum, foldable, post_ops_of
 from torchq.attr import Attr
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight
 
-__all__ = ["Folded", "check_attr", "check_int32_bias", "fold"]
+__all__ = ["Folded", "check_attr", "check_attr_type", "check_int32_bias", "fold"]
 
 MAX_SHIFTED_REDUCTION = 33025
 """255 * 255 * 33025 < 2^31: the longest sum of weights less their zero points."""
@@ -38,13 +38,21 @@ class Folded(NamedTuple):
     """int32, one per channel, of the packed int8 weight; None: all are 0."""
 
 
+def check_attr_type(op: str, attr: object) -> None:
+    """Raises TypeError for anything but an Attr, before it is asked for what only an Attr has."""
+    remedy = "Read text with torchq.Attr.parse, or start with torchq.Attr()."
+    check_type(f"torchq.{op}: attr", attr, Attr, remedy)
+
+
 def check_attr(op: str, attr: Attr, masks: Masks) -> None:
     """Refuses what ``op`` would otherwise ignore.
 
     Raises:
+        TypeError: ``attr`` is no Attr.
         ValueError: something is set for an argument the op does not have.
         NotImplementedError: a mask without a kernel, or a rounding mode.
     """
+    check_attr_type(op, attr)
     known = ", ".join(f"{kind} of {arg}" for kind, arg in masks)
     if attr.rnn_data_qparams is not None:
         raise ValueError(
@@ -230,6 +238,7 @@ def _weight_zero_point(op: str, attr: Attr, weight: PackedWeight) -> Tensor | No
 def _check_bias(op: str, bias: Tensor | None, weight: PackedWeight, weight_range: int) -> None:
     if bias is None:
         return
+    check_type(f"torchq.{op}: bias", bias, Tensor, "Pass a float32 or int32 tensor, or None.")
     if bias.dtype not in (torch.float32, torch.int32):
         raise TypeError(
             f"torchq.{op}: bias must be float32 (real units) or int32 (accumulator units), "

@@ -9,8 +9,9 @@ ops; the others are in ``_fakes.py``.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -42,8 +43,36 @@ _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 def fake(name: str) -> Callable[[_Kernel], _Kernel]:
     """Registers a function as the fake kernel of ``torchq::<name>``; shortens calls of the op."""
     shorten_calls(name)
-    register: Callable[[_Kernel], _Kernel] = torch.library.register_fake(f"torchq::{name}")
-    return register
+    register = torch.library.register_fake(f"torchq::{name}")
+
+    def add(kernel: _Kernel) -> _Kernel:
+        @functools.wraps(kernel)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            _check_devices(name, args, kwargs)
+            return kernel(*args, **kwargs)
+
+        register(checked)
+        return kernel
+
+    return add
+
+
+def _check_devices(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses CPU tensors with meta tensors: dst would be on the CPU, and nothing written to it."""
+    names = [
+        argument.name for argument in getattr(torch.ops.torchq, name).default._schema.arguments
+    ]
+    devices: dict[bool, list[str]] = {False: [], True: []}
+    for argument, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        for tensor in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(tensor, Tensor):
+                devices[tensor.device.type == "meta"].append(argument)
+    if devices[True] and devices[False]:
+        raise ValueError(
+            f"torchq.{name}: all tensors must be on one device, got {', '.join(devices[True])} on "
+            f"meta and {', '.join(devices[False])} on the CPU. Load values into what was made on "
+            "the meta device."
+        )
 
 
 for _name, _kernel in FAKES.items():

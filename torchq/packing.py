@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import torchq.ops  # noqa: F401  loads the library
+from torchq._arguments import check_type
 
 __all__ = ["PackedWeight", "pack_conv", "pack_conv_transpose", "pack_linear"]
 
@@ -92,6 +93,7 @@ def pack_linear(weight: Tensor) -> PackedWeight:
         TypeError: ``weight`` is neither.
         ValueError: it is not 2-D, or more than 65793 products could overflow int32.
     """
+    _check_weight("pack_linear", weight)
     packed, compensation, pair_bound = torch.ops.torchq.pack_linear(_as_int8(weight))
     shape = tuple(weight.shape)
     return PackedWeight(packed, compensation, pair_bound, shape, 1, (), dtype=weight.dtype)
@@ -105,12 +107,17 @@ def pack_conv(weight: Tensor, groups: int = 1, dilation: int | Sequence[int] = 1
         ValueError: the shape, groups or dilation do not fit, or more than 65793 products could
             overflow int32.
     """
+    _check_weight("pack_conv", weight)
     dims = max(weight.dim() - 2, 0)
     spread = (dilation,) * dims if isinstance(dilation, int) else tuple(dilation)
     int8 = _as_int8(weight)
     packed, compensation, pair_bound = torch.ops.torchq.pack_conv(int8, groups, list(spread))
     tensors = (packed, compensation, pair_bound)
     return PackedWeight(*tensors, tuple(weight.shape), groups, spread, dtype=weight.dtype)
+
+
+def _check_weight(op: str, weight: object) -> None:
+    check_type(f"torchq.{op}: weight", weight, Tensor, "Pass an int8 or uint8 tensor.")
 
 
 def _as_int8(weight: Tensor) -> Tensor:
@@ -134,6 +141,7 @@ def pack_conv_transpose(
         ValueError: the shape, groups, stride or dilation do not fit, or more than 65793 products
             could overflow int32.
     """
+    _check_weight("pack_conv_transpose", weight)
     dims = max(weight.dim() - 2, 0)
     steps = (stride,) * dims if isinstance(stride, int) else tuple(stride)
     gaps = (dilation,) * dims if isinstance(dilation, int) else tuple(dilation)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchq._arguments import INT32, to_float32, to_int
 from torchq.ranges import (
     WEIGHT_GRANULARITIES,
     activation_range,
@@ -105,6 +106,9 @@ class QParams:
         cls, scale: float, zero_point: int = 0, dtype: torch.dtype = torch.uint8
     ) -> QParams:
         """Builds per-tensor parameters from Python numbers; ``scale`` is rounded to float32."""
+        where = "torchq.QParams.per_tensor: "
+        scale = to_float32(f"{where}scale", scale)
+        zero_point = to_int(f"{where}zero_point", zero_point, INT32.min, INT32.max)
         scales = torch.tensor(scale, dtype=torch.float32)
         return cls(scales, torch.tensor(zero_point, dtype=torch.int32), dtype)
 

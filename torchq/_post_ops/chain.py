@@ -14,6 +14,7 @@ from torchq._arguments import (
     Values,
     check_choice,
     check_count,
+    check_tensors,
     content,
     selected_dims,
     to_dtype,
@@ -247,8 +248,10 @@ class PostOps:
                 nothing.
 
         Raises:
+            TypeError: ``srcs`` is no sequence of tensors.
             ValueError: their number is another, or values are missing.
         """
+        check_tensors(f"torchq.{op_name}: post_op_srcs", srcs)
         if len(srcs) != self.num_srcs:
             raise ValueError(
                 f"torchq.{op_name}: post_op_srcs must be {self.num_srcs} tensors for "

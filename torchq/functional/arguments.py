@@ -9,10 +9,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torchq._arguments import INT32, to_float32, to_int
+from torchq._arguments import INT32, check_type, to_float32, to_int
 from torchq._post_ops import Sum
 from torchq.attr import Attr
-from torchq.folding import Folded, check_attr
+from torchq.folding import Folded, check_attr, check_attr_type
 from torchq.packing import PackedWeight
 
 Ints: TypeAlias = int | Sequence[int]
@@ -36,6 +36,7 @@ def to_zero_point(where: str, value: Zeros) -> Tensor:
 
 def check_8bit(op: str, name: str, src: Tensor) -> None:
     """Raises TypeError unless ``src`` is uint8 or int8."""
+    check_type(f"torchq.{op}: {name}", src, Tensor, "Pass a uint8 or int8 tensor.")
     if src.dtype not in (torch.uint8, torch.int8):
         raise TypeError(
             f"torchq.{op}: {name} must be torch.uint8 or torch.int8, got {src.dtype}. "
@@ -114,6 +115,8 @@ def conv_geometry(
 
 def check_source(op: str, src: Tensor, attr: Attr) -> None:
     """Raises TypeError unless ``src`` is uint8 or int8; ValueError for float with output scales."""
+    check_attr_type(op, attr)
+    check_type(f"torchq.{op}: src", src, Tensor, "Pass a uint8 or int8 tensor.")
     if src.is_floating_point() and attr.mask("dst", "output_scales") is not None:
         raise ValueError(
             f"torchq.{op}: src must be torch.uint8 or torch.int8 with output_scales, which are "

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchq._arguments import check_type
 from torchq.attr import Attr
-from torchq.folding import fold
+from torchq.folding import check_attr_type, fold
 from torchq.functional.arguments import (
     Ints,
     check_source,
@@ -134,6 +135,7 @@ def _conv(
 ) -> Tensor:
     op = f"conv{dims}d"
     attr = Attr() if attr is None else attr
+    check_attr_type(op, attr)
     if (parts := split_at_dw_conv(op, attr)) is not None:
         first, dw, filters, second = parts
         count = first.post_ops.num_srcs
@@ -170,6 +172,8 @@ def _conv(
 
 def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) -> PackedWeight:
     dilation = tuple(spread(op, "dilation", window.dilation, dims))
+    if not isinstance(weight, PackedWeight):
+        check_type(f"torchq.{op}: weight", weight, Tensor, "Pass an int8 or uint8 tensor.")
     shape = tuple(weight.shape)
     if len(shape) != dims + 2:
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchq._arguments import check_type
 from torchq.attr import Attr
 from torchq.folding import fold
 from torchq.functional.arguments import (
@@ -183,6 +184,8 @@ def _conv_transpose(
 def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) -> PackedWeight:
     stride = tuple(spread(op, "stride", window.stride, dims))
     dilation = tuple(spread(op, "dilation", window.dilation, dims))
+    if not isinstance(weight, PackedWeight):
+        check_type(f"torchq.{op}: weight", weight, Tensor, "Pass an int8 or uint8 tensor.")
     shape = tuple(weight.shape)
     if len(shape) != dims + 2:
         raise ValueError(

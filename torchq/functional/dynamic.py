@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchq._arguments import check_type
 from torchq.functional.arguments import Floats, to_scale
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_linear
@@ -39,6 +40,7 @@ def requantize_dynamic(
         TypeError: ``acc`` is not int32.
         ValueError: a scale is not finite and greater than 0, or ``dst_dtype`` is another.
     """
+    check_type("torchq.requantize_dynamic: acc", acc, Tensor, "Pass an int32 tensor.")
     if acc.dtype != torch.int32:
         raise TypeError(
             f"torchq.requantize_dynamic: acc must be torch.int32, got {acc.dtype}. Ask the op for "
@@ -114,12 +116,18 @@ def dynamic_linear(
 
     Raises:
         TypeError: a dtype other than these.
-        ValueError: shapes that do not fit, or NaN or inf in ``src``.
+        ValueError: shapes that do not fit, NaN or inf in ``src``, or a ``weight_scale`` that is not
+            finite and greater than 0.
     """
     check_choice("dynamic_linear", "src_range", src_range, RANGES)
     packed = weight if isinstance(weight, PackedWeight) else pack_linear(weight)
     check_dynamic_weight("dynamic_linear", packed)
     scale = to_scale("torchq.dynamic_linear: weight_scale", weight_scale).reshape(-1)
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        raise ValueError(
+            f"torchq.dynamic_linear: weight_scale must be finite and greater than 0, got "
+            f"{weight_scale}. Check what computed it."
+        )
     if scale.numel() == 1:
         scale = scale.expand(packed.channels)
     result: Tensor = torch.ops.torchq.dynamic_linear(

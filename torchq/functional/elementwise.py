@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq._arguments import to_int
+from torchq._arguments import check_tensors, check_type, to_int
 from torchq.attr import Attr
 from torchq.folding import check_attr
 from torchq.functional.arguments import check_8bit
@@ -62,6 +62,7 @@ def concat(
         dim: may be negative.
         dst_dtype: torch.uint8, int8 or float32; float32 has neither scale nor zero point.
     """
+    check_tensors("torchq.concat: srcs", srcs)
     attr = Attr() if attr is None else attr
     scales, zero_points = _operands("concat", attr, srcs)
     if attr.post_ops:
@@ -81,6 +82,8 @@ def lookup_table(function: Callable[[Tensor], Tensor], src: QParams, dst: QParam
     exact to the rounding of ``function`` in float32. ``src`` and ``dst`` are per tensor.
     """
     for name, params in (("src", src), ("dst", dst)):
+        remedy = "Make it with QParams.per_tensor or choose_qparams."
+        check_type(f"torchq.lookup_table: {name}", params, QParams, remedy)
         if params.is_per_channel:
             raise NotImplementedError(
                 f"torchq.lookup_table: {name} must be per tensor, got {params.scale.numel()} "

@@ -14,11 +14,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchq._arguments import float_values
+from torchq._arguments import check_tensors, check_type, float_values
 from torchq._post_ops import PostOps
 from torchq.attr import Attr
+from torchq.folding import check_attr_type
 from torchq.functional.arguments import real_params, real_post_ops
 from torchq.ops import dtype_code
+
+_REMEDY = "Pass a uint8, int8, int32 or float32 tensor; a number with torch.tensor(number)."
 
 
 def eltwise(
@@ -52,10 +55,11 @@ def eltwise(
         NotImplementedError: another mask of scales or zero points, or ``dw_conv``.
         RuntimeError: ``src`` requires grad in grad mode.
     """
+    check_type("torchq.eltwise: src", src, Tensor, _REMEDY)
     attr = Attr() if attr is None else attr
     scales, zero_points = real_params("eltwise", attr, ["src", "dst"])
     chain = str(PostOps().append_eltwise(alg, alpha, beta))
-    dst_dtype = dst_dtype or src.dtype
+    dst_dtype = src.dtype if dst_dtype is None else dst_dtype
     rest, operands = real_post_ops("eltwise", attr, dst_dtype, post_op_srcs, lambda: src.shape)
     code = dtype_code(dst_dtype, "eltwise")
     result: Tensor = torch.ops.torchq.eltwise(
@@ -89,9 +93,11 @@ def binary(
     A quotient by zero saturates; 0 / 0 becomes the zero point. ``max`` and ``min`` keep a NaN of
     ``src0`` and ignore one of ``src1``. Errors as in :func:`eltwise`.
     """
+    check_type("torchq.binary: src0", src0, Tensor, _REMEDY)
+    check_type("torchq.binary: src1", src1, Tensor, _REMEDY)
     attr = Attr() if attr is None else attr
     scales, zero_points = real_params("binary", attr, ["src0", "src1", "dst"])
-    dst_dtype = dst_dtype or src0.dtype
+    dst_dtype = src0.dtype if dst_dtype is None else dst_dtype
     rest, operands = real_post_ops(
         "binary", attr, dst_dtype, post_op_srcs, lambda: _broadcast(src0, src1)
     )
@@ -124,16 +130,19 @@ def prelu(
         dst_dtype: as in :func:`eltwise`, and so are the errors.
         post_op_srcs: ditto.
     """
+    check_type("torchq.prelu: src", src, Tensor, _REMEDY)
+    check_type("torchq.prelu: weight", weight, Tensor, _REMEDY)
     attr = Attr() if attr is None else attr
     scales, zero_points = real_params("prelu", attr, ["src", "dst"])
     if weight.dim() == 1 and src.dim() > 2:
         weight = weight.reshape(-1, *[1] * (src.dim() - 2))
-    if _broadcast(src, weight) != list(src.shape):
+    pairs = zip(reversed(weight.shape), reversed(src.shape), strict=False)
+    if weight.dim() > src.dim() or any(a not in (1, b) for a, b in pairs):
         raise ValueError(
             f"torchq.prelu: weight must broadcast to src {list(src.shape)}, got "
             f"{list(weight.shape)}. Give one value, or one per channel."
         )
-    dst_dtype = dst_dtype or src.dtype
+    dst_dtype = src.dtype if dst_dtype is None else dst_dtype
     rest, operands = real_post_ops("prelu", attr, dst_dtype, post_op_srcs, lambda: src.shape)
     code = dtype_code(dst_dtype, "prelu")
     one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
@@ -167,7 +176,9 @@ def sum(
 
     Each product and each sum, in the order of the sources, is rounded to float32.
     """
+    check_tensors("torchq.sum: srcs", srcs)
     attr = Attr() if attr is None else attr
+    check_attr_type("sum", attr)
     if attr.post_ops:
         raise NotImplementedError(
             f"torchq.sum: post_ops must be empty, got '{attr.post_ops}'. The nearest supported "
@@ -185,7 +196,7 @@ def sum(
             f"torchq.sum: scales must be {len(srcs)} numbers, one per source, got "
             f"{factors.numel()}. Leave them out for 1."
         )
-    code = dtype_code(dst_dtype or srcs[0].dtype, "sum")
+    code = dtype_code(srcs[0].dtype if dst_dtype is None else dst_dtype, "sum")
     result: Tensor = torch.ops.torchq.sum(
         list(srcs), torch.cat([factors, dst_scale[-1:]]), zero_points, code
     )

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchq._arguments import INT32, check_type, to_int
+
 __all__ = ["gemm_s8s8s32", "gemm_u8s8s32"]
 
 
@@ -51,11 +53,12 @@ def gemm_u8s8s32(
         ValueError: shapes that do not fit, ``ao`` or ``bo`` out of range, or K above 65793 (33025
             with ``bo``).
     """
+    check_type("torchq.gemm_u8s8s32: a", a, Tensor, "Pass a uint8 matrix.")
     if a.dtype != torch.uint8:
         raise TypeError(
             f"torchq.gemm_u8s8s32: a must be torch.uint8, got {a.dtype}. Use gemm_s8s8s32 for int8."
         )
-    return _gemm(a, b, c, co, trans_a, trans_b, offsetc, alpha, beta, ao, bo)
+    return _gemm("gemm_u8s8s32", a, b, c, co, trans_a, trans_b, offsetc, alpha, beta, ao, bo)
 
 
 def gemm_s8s8s32(
@@ -73,14 +76,16 @@ def gemm_s8s8s32(
     bo: int = 0,
 ) -> Tensor:
     """As :func:`gemm_u8s8s32` for an int8 ``a``."""
+    check_type("torchq.gemm_s8s8s32: a", a, Tensor, "Pass an int8 matrix.")
     if a.dtype != torch.int8:
         raise TypeError(
             f"torchq.gemm_s8s8s32: a must be torch.int8, got {a.dtype}. Use gemm_u8s8s32 for uint8."
         )
-    return _gemm(a, b, c, co, trans_a, trans_b, offsetc, alpha, beta, ao, bo)
+    return _gemm("gemm_s8s8s32", a, b, c, co, trans_a, trans_b, offsetc, alpha, beta, ao, bo)
 
 
 def _gemm(
+    op: str,
     a: Tensor,
     b: Tensor,
     c: Tensor | None,
@@ -93,8 +98,10 @@ def _gemm(
     ao: int,
     bo: int,
 ) -> Tensor:
-    offset = co if isinstance(co, Tensor) else torch.tensor([co], dtype=torch.int32)
+    if not isinstance(co, Tensor):
+        value = to_int(f"torchq.{op}: co", co, INT32.min, INT32.max)
+        co = torch.tensor([value], dtype=torch.int32)
     result: Tensor = torch.ops.torchq.gemm(
-        a, b, c, trans_a, trans_b, alpha, beta, ao, bo, offsetc, offset.contiguous()
+        a, b, c, trans_a, trans_b, alpha, beta, ao, bo, offsetc, co.contiguous()
     )
     return result

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchq._arguments import check_type
 from torchq._post_ops import PostOps, post_ops_of
 from torchq.attr import Attr
-from torchq.folding import Folded, check_attr, check_int32_bias, fold
+from torchq.folding import Folded, check_attr, check_attr_type, check_int32_bias, fold
 from torchq.functional.arguments import check_8bit, check_source, post_op_sources
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight
@@ -69,8 +70,15 @@ def matmul(
         NotImplementedError: masks or post-ops without a kernel.
     """
     attr = Attr() if attr is None else attr
+    check_attr_type("matmul", attr)
+    for name, operand in (("src", src), ("weight", weight)):
+        check_type(f"torchq.matmul: {name}", operand, Tensor, "Pass a tensor.")
+    if bias is not None:
+        check_type("torchq.matmul: bias", bias, Tensor, "Pass a tensor, or None.")
     _check_shapes(src, weight)
     if src.dtype == torch.float32:
+        if post_op_srcs and not attr.post_ops:
+            attr.post_ops.sources("matmul", lambda: (), post_op_srcs)  # refuses them
         return _weight_only(src, weight, bias, attr, dst_dtype)
     if src.dtype in (torch.bfloat16, torch.float16, torch.float64):
         raise TypeError(

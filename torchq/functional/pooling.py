@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchq._fakes import pool_sizes
 from torchq.attr import Attr
+from torchq.folding import check_attr_type
 from torchq.functional.arguments import (
     Ints,
     Zeros,
@@ -145,7 +146,8 @@ def _real(
     if attr is None and dst_dtype is None and not srcs:
         return ()
     attr = Attr() if attr is None else attr
-    dtype = dst_dtype or src.dtype
+    check_attr_type(op, attr)
+    dtype = src.dtype if dst_dtype is None else dst_dtype
     chain = real_post_ops(op, attr, dtype, srcs, sizes)
     return *real_params(op, attr, ["src", "dst"]), dtype_code(dtype, op), *chain
 

@@ -103,7 +103,7 @@ def resampling(
     check_8bit("resampling", "src", src)
     attr = Attr() if attr is None else attr
     scales, zero_points = real_params("resampling", attr, ["src", "dst"])
-    dst_dtype = dst_dtype or src.dtype
+    dst_dtype = src.dtype if dst_dtype is None else dst_dtype
     sizes = spread("resampling", "size", size, spatial_dims("resampling", src))
     chain = real_post_ops(
         "resampling", attr, dst_dtype, post_op_srcs, lambda: [*src.shape[:2], *sizes]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchq._arguments import check_type, to_int
 from torchq._post_ops import Sum
 from torchq.attr import Attr
 from torchq.folding import check_attr
@@ -105,6 +106,8 @@ def reorder(
     attr = Attr() if attr is None else attr
     code = dtype_code(dtype, "reorder")
     check_attr("reorder", attr, dict.fromkeys([*_SCALED, _V1, ("rounding", "dst")]))
+    check_type("torchq.reorder: src", src, Tensor, "Pass a tensor.")
+    seed = to_int("torchq.reorder: seed", seed, -(2**63), 2**63 - 1)
     for arg in ("src", "dst"):
         attr.check(arg, src.shape)
     if attr.rounding("dst") != "nearest" or attr.post_ops or old is not None:
