@@ -25,6 +25,7 @@ from torchq.fx.factories import traced_factories
 from torchq.fx.guards import GUARDS, expect
 from torchq.fx.memory import DIFFERS, Calls, why_other, with_constants
 from torchq.fx.nodes import short
+from torchq.fx.phases import phase
 from torchq.fx.tracer import Tracer
 from torchq.state import twin
 
@@ -65,8 +66,8 @@ class Captured:
     Attributes:
         graph: its nodes have, in ``meta``: "value" (a Meta), "scope" (qualified name of the module
             whose forward made the call), "writes" (nodes whose memory it changes), "varying"
-            (whether it depends on the model's inputs) and, where it does not, "constant" (what it
-            is).
+            (whether it depends on the model's inputs), "phase" (of a sine, how far it goes) and,
+            where it does not vary, "constant" (what it is).
         model: owns the modules and parameters that the graph refers to.
         untraceable: qualified name of an opaque submodule -> why it could not be traced.
         examples: the same name -> the positional and keyword arguments of its first call.
@@ -138,6 +139,7 @@ def _trace(
     for node in graph.nodes:
         value = tracer.values.get(node)
         node.meta["value"] = _meta(value)
+        node.meta["phase"] = phase(node, tracer.values)
         if node.op not in ("placeholder", "output") and not node.meta["varying"]:
             node.meta["constant"] = value
     captured = Captured(

@@ -23,6 +23,7 @@ from torchq.fx.capture import Captured
 from torchq.fx.fake import Fixed, fixed_qparams, same
 from torchq.fx.layers import Layer, find_layers
 from torchq.fx.ops import Op, Role, clip_bounds
+from torchq.fx.phases import coarse_phases
 from torchq.fx.recognize import recognize
 from torchq.kinds import NO_DYNAMIC_FORM
 from torchq.nn.binary import Cat
@@ -58,6 +59,8 @@ class Plan:
         self.standalone = self._stand_alone()
         self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
+        for layer, reason in coarse_phases(captured.graph.nodes, self.layers).items():
+            self.reasons[layer] = self.reasons[layer] or reason
         self._parent: dict[fx.Node, fx.Node] = {}
         in_layers = {part for layer in self.layers for part in layer.parts}
         self._joined: set[fx.Node] = set()  # nodes that have the parameters of what they read

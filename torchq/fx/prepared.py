@@ -20,7 +20,10 @@ from torchq.qparams import QParams
 
 __all__ = ["Prepared"]
 
-_META = ("value", "scope", "writes", "varying", "static", "constant", "counted", "place")
+_META = (
+    *("value", "scope", "writes", "varying", "static", "constant", "counted", "place"),
+    "phase",
+)
 
 
 class Prepared(nn.Module):

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that compute phases of many periods: 8 bits do not say where in a period they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, fx
+
+from torchq.fx.layers import Layer
+from torchq.fx.ops import Role
+
+__all__ = ["coarse_phases", "phase"]
+
+_WAVES = ("sin", "cos", "sin_", "cos_")
+
+# An error of 1/883 of a range of 2 (half a step of 255, as its root mean square) is A / 441 in
+# phases of up to A. Beyond four periods either way, less than 25 dB of the wave are right.
+_LARGEST = 25.0
+
+
+def phase(node: fx.Node, values: Mapping[fx.Node, Any]) -> float | None:
+    """The largest phase that a sine or cosine takes on the example inputs."""
+    name = str(getattr(node.target, "__name__", node.target))
+    if node.op not in ("call_function", "call_method") or name not in _WAVES:
+        return None
+    source = values.get(node.all_input_nodes[0]) if node.all_input_nodes else None
+    if not isinstance(source, Tensor) or not source.is_floating_point() or not source.numel():
+        return None
+    return float(source.abs().max())
+
+
+def coarse_phases(nodes: Iterable[fx.Node], layers: Iterable[Layer]) -> dict[Layer, str]:
+    """Layers behind which large phases are, and why they stay float."""
+    behind = {part.node: layer for layer in layers for part in layer.parts}
+    found: dict[Layer, str] = {}
+    for node in nodes:
+        largest = node.meta.get("phase")
+        if largest is None or largest <= _LARGEST:
+            continue
+        reason = f"8 bits of what it reads are too coarse for phases of up to {largest:.3g} behind"
+        source: fx.Node | None = node
+        while source is not None:
+            layer = behind.get(source)
+            if layer is not None:
+                found[layer] = reason
+                if layer.role in (Role.MATMUL, Role.PRODUCT):
+                    break
+            varying = [n for n in source.all_input_nodes if n.meta["varying"]]
+            source = varying[0] if len(varying) == 1 else None
+    return found
