@@ -149,7 +149,11 @@ class _Traced:
         def count(x: Any) -> Any:
             value = self._value(x) if type(x) is Proxy and x.tracer is self._tracer else x
             sized = value is not x and isinstance(value, Tensor) and value.dim()
-            return x.size(0) if sized else original(x)
+            if not sized:
+                return original(x)
+            size = x.size(0)
+            size.node.meta["length"] = True
+            return size
 
         return count
 

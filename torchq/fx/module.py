@@ -35,6 +35,25 @@ class QuantizedGraph(fx.GraphModule):
         self.torchq_report = getattr(root, "torchq_report", None)
         without_gradients(self.eval())
 
+    def __getattr__(self, name: str) -> Any:
+        """As nn.Module's; who asks for another method of the model learns where it is.
+
+        Raises:
+            AttributeError: there is no such attribute.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name.startswith("_"):
+                raise
+            raise AttributeError(
+                f"{error}: this is a graph of the model's forward, without its other methods and "
+                "attributes. torchq.eager.prepare, calibrate and convert swap modules instead, and "
+                "keep the model's class.",
+                name=name,
+                obj=self,
+            ) from None
+
     def recompile(self) -> fx.graph.PythonCode:
         """As a GraphModule; in eager mode the code calls its modules faster."""
         code, cls = super().recompile(), type(self)

@@ -109,6 +109,12 @@ class Proxy(fx.Proxy):
             tracer.asked.clear()
         return super().__torch_function__(orig_method, types, args, kwargs)
 
+    def __rmul__(self, other: Any) -> Any:
+        """A node, but for ``[None] * len(x)``: code writes to such a list. Guarded."""
+        if type(other) is list and self.node.meta.get("length"):
+            return other * self.__index__()
+        return self.tracer.create_proxy("call_function", operator.mul, (other, self), {})
+
     def __int__(self) -> int:
         """Guarded."""
         whole = self.tracer.create_proxy("call_function", int, (self,), {})

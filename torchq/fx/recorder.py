@@ -37,6 +37,7 @@ class Recorder(SequenceTracer):
         asked_rank: the code has asked for a number of dimensions.
         asked: guards of numbers that may have been asked for in vain, see ``Proxy.__index__``.
         released: the call is over, and nothing more is guarded.
+        constants: those that were written to, see :mod:`torchq.fx.written`.
 
     In ``meta``, nodes have
         scope, place: where in the model's code they come from.
@@ -56,6 +57,7 @@ class Recorder(SequenceTracer):
         self.released = False
         self._running, self._thread = False, threading.get_ident()
         self._written: dict[fx.Node, fx.Node] = {}
+        self.constants: list[Any] = []
 
     @property
     def running(self) -> bool:

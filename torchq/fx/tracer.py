@@ -32,6 +32,7 @@ from torchq.fx.proxy import Proxy, release
 from torchq.fx.recorder import Recorder
 from torchq.fx.respelled import UNSCRIPTED, instead, settle_filter
 from torchq.fx.results import is_like
+from torchq.fx.written import Written, writes_to_constant
 from torchq.kinds import is_patched
 from torchq.state import put_back, state_of
 
@@ -73,6 +74,10 @@ class Tracer(Recorder):
         self._cache.clear()
         self.asked.clear()
         self.released = True
+        for constant in self.constants:
+            read = constant in self.tensor_attrs  # before the first write, as it was
+            node = self._latest(constant.torchq_proxy.node)
+            constant.settle(None if read else self.values[node])
         release([proxy for ref in self._proxies if (proxy := ref()) is not None], self.values)
 
     # Values
@@ -82,10 +87,14 @@ class Tracer(Recorder):
 
         What was written in place is from then on the result of the operation that wrote.
         """
+        if isinstance(a, Written):
+            a = a.torchq_proxy
         if isinstance(a, fx.Proxy):
             return self._latest(a.node)
         if isinstance(a, np.generic):
             return a.item()
+        if isinstance(a, np.ndarray) and a.dtype.kind in "biuf":  # such as indices
+            return super().create_arg(torch.from_numpy(a.copy()))
         if isinstance(a, tuple) and hasattr(a, "_fields"):
             return self.create_proxy("call_function", type(a), tuple(a), {}).node
         if is_dataclass(a) and not isinstance(a, type):
@@ -112,6 +121,8 @@ class Tracer(Recorder):
         whole = instead(self, kind, target, args, kwargs)
         if whole is not None:
             return whole
+        if (copied := writes_to_constant(self, kind, target, args)) is not None:
+            return getattr(copied, target)(*args[1:], **kwargs)
         args, kwargs = settle_filter(self, target, args, kwargs)
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         if kind not in ("placeholder", "get_attr"):
@@ -230,6 +241,9 @@ class Tracer(Recorder):
 
     def _roll_back(self, mark: int) -> None:
         gone = self._forget(mark)
+        for constant in [x for x in self.constants if x.torchq_proxy.node in gone]:
+            self.constants.remove(constant)
+            constant.settle(None)
         for name in [n for n, proxy in self._cache.items() if proxy.node in gone]:
             del self._cache[name]
 

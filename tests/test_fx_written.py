@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constants that a model makes in its forward and then writes results to: each call has its own."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flows import sqnr
+from models import Wired
+from torch import Tensor, nn
+
+import torchq
+
+# Each gets what two layers give, (6, 4), and makes a result of it.
+WAYS: dict[str, Callable[[Any, Any], Any]] = {}
+
+
+def way(function: Callable[[Any, Any], Any]) -> None:
+    WAYS[function.__name__] = function
+
+
+@way
+def rows(a: Any, b: Any) -> Any:
+    out = torch.zeros(2, 4)
+    out[0] = a.sum(0)
+    out[1] = b.mean(0)
+    return out
+
+
+@way
+def rows_that_are_read(a: Any, b: Any) -> Any:
+    out = torch.ones(3, 4)
+    before = out * 2
+    out[0], out[1, :2] = a.sum(0), b.mean(0)[2:]
+    parts = [(out - 1.0).relu(), before, 1.0 - out.flip(0), out.view(4, 3).T[:2]]
+    return torch.cat(parts) * out.size(0) + out.shape[1]
+
+
+@way
+def operator(a: Any, b: Any) -> Any:
+    total = torch.zeros(4)
+    total += a.sum(0)
+    total *= 2
+    total -= b.mean(0)
+    return total
+
+
+@way
+def operator_under_another_name(a: Any, b: Any) -> Any:
+    total = torch.full((4,), 0.5)
+    other = total
+    total += a.sum(0)
+    other += b.sum(0)
+    return total + 1, other
+
+
+@way
+def method(a: Any, b: Any) -> Any:
+    total = torch.zeros(4)
+    total.add_(a.sum(0)).mul_(0.5)
+    total.sub_(b.mean(0))
+    return total.shape[0] * total, nn.functional.relu(total)
+
+
+@way
+def read_before(a: Any, b: Any) -> Any:
+    base = torch.arange(4.0)
+    shifted = a + base
+    base += b.sum(0)
+    return shifted, base
+
+
+@way
+def in_a_list(a: Any, b: Any) -> Any:
+    kept = [torch.zeros(4), torch.zeros(4)]
+    for i, part in enumerate((a, b)):
+        kept[i] += part.sum(0)
+    return torch.stack(kept)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_each_call_writes_to_a_tensor_of_its_own(name: str, tmp_path: Path) -> None:
+    model = Wired(lambda m, x: WAYS[name](m.a(x), m.b(x)), a=nn.Linear(8, 4), b=nn.Linear(8, 4))
+    model.eval().requires_grad_(False)
+    torch.manual_seed(0)
+    data = [torch.rand(6, 8) for _ in range(4)]
+    converted = torchq.quantize(model, data, strict=True)
+    assert not hasattr(converted, "torchq_note")  # it was traced
+    torchq.save(converted, tmp_path / "model")
+    exported = torch.export.export(converted, (data[0],)).module()
+    forms = [
+        converted, torchq.load(tmp_path / "model"), pickle.loads(pickle.dumps(converted)),
+        torch.jit.script(converted), torch.jit.freeze(torch.jit.script(converted)), exported,
+    ]  # fmt: skip
+    expected = [leaves(model(x)) for x in data]
+    first: list[list[Tensor]] = []
+    for form in forms:
+        found = [leaves(form(x)) for x in data]  # all of them, and then looked at
+        for given, wanted in zip(found, expected, strict=True):
+            assert all(sqnr(w, g) > 30 for g, w in zip(given, wanted, strict=True))
+        first = first or found
+        for given, wanted in zip(found, first, strict=True):
+            assert all(map(torch.equal, given, wanted))
+
+
+def leaves(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def test_a_list_as_long_as_a_tensor_is_guarded() -> None:
+    """``[None] * len(x)``, which code writes to."""
+
+    def forward(m: Any, x: Tensor) -> Any:
+        parts: list[Any] = [None] * len(x)
+        for i in range(len(x)):
+            parts[i] = m.a(x[i])
+        return torch.stack(parts)
+
+    x = torch.rand(6, 8)
+    converted = torchq.quantize(Wired(forward, a=nn.Linear(8, 4)).eval(), [x])
+    assert not hasattr(converted, "torchq_note") and converted(x).shape == (6, 4)
+    with pytest.raises(RuntimeError, match="size or condition was 6, got 3"):
+        converted(x[:3])
+
+
+def test_arrays_are_indices(tmp_path: Path) -> None:
+    """numpy's, as code that makes triangular weights has them."""
+    below = np.tril_indices(4, -1)
+
+    def forward(m: Any, x: Tensor) -> Any:
+        y = m.a(x)
+        y[:, np.array([1, 3])] = 0.5
+        lower = m.b(x).view(-1, 4, 4)[:, below[0], below[1]]
+        return y[..., np.array([True, False, True, True])], lower
+
+    model = Wired(forward, a=nn.Linear(8, 4), b=nn.Linear(8, 16)).eval().requires_grad_(False)
+    torch.manual_seed(0)
+    data = [torch.rand(6, 8) for _ in range(4)]
+    converted = torchq.quantize(model, data)
+    assert not hasattr(converted, "torchq_note")
+    torchq.save(converted, tmp_path / "model")
+    x = data[1][:5]
+    for found in (converted, torchq.load(tmp_path / "model"), torch.jit.script(converted)):
+        assert all(sqnr(w, g) > 30 for w, g in zip(model(x), found(x), strict=True))
+
+
+def test_another_method_of_the_model_is_not_in_its_graph() -> None:
+    class Speaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.a(x)
+
+        def generate(self, x: Tensor) -> Any:
+            return self(x) * 2
+
+    model, x = Speaks().eval().requires_grad_(False), torch.rand(4, 8)
+    converted: Any = torchq.quantize(model, [x])
+    assert not hasattr(converted, "generate")
+    with pytest.raises(AttributeError, match=r"'Speaks'.*'generate'.*torchq\.eager") as raised:
+        converted.generate(x)
+    assert raised.value.name == "generate"
+    prepared = torchq.eager.calibrate(torchq.eager.prepare(model, x), [x])
+    swapped: Any = torchq.eager.convert(prepared)
+    assert sqnr(model.generate(x), swapped.generate(x)) > 25
