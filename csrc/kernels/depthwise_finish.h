@@ -11,13 +11,16 @@ namespace {
 /// alias what is behind a reference.
 struct ByteFinish {
   bool is_signed, clamp;
+  bool plain;              // neither, and all lanes have channels
   const uint8_t *lo, *hi;  // vectors of bounds
   int count;               // bytes of each row
 };
 
 template <class Isa>
 TORCHQ_INLINE ByteFinish byte_finish(const DepthwiseChunk<Isa>& chunk, const Epilogue& e) {
-  return {e.dst_dtype == DType::s8, e.clamp, chunk.lo, chunk.hi, chunk.count};
+  const bool is_signed = e.dst_dtype == DType::s8;
+  return {is_signed, e.clamp,  !is_signed && !e.clamp && chunk.count == chunk.width,
+          chunk.lo,  chunk.hi, chunk.count};
 }
 
 /// Two vectors of words, in lane order, to the bytes of one pixel of `split` rows.

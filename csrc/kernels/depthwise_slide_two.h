@@ -21,10 +21,11 @@ struct SlideSrc {
         count(channels) {}
 };
 
-/// Whether a pixel may be outside the row.
-template <bool kValue>
+/// What is known of a pixel: whether it may be outside the row; and whether its channels fill the
+/// lanes and its result is u8 without bounds, so that nothing is asked along the row.
+template <bool kMayBeOutside, bool kPlain = false>
 struct Checked {
-  static constexpr bool value = kValue;
+  static constexpr bool value = kMayBeOutside, plain = kPlain;
 };
 
 /// The bytes of one source row of each part, `offset` from its first pixel, or zero points for a
@@ -36,7 +37,7 @@ TORCHQ_INLINE typename Isa::Bytes load_pixel(const Group& rows, int r, const Sli
   TORCHQ_UNROLL for (int s = 0; s < kSplit; ++s) {
     pixel[s] = !Check::value || inside ? rows.row[s][r] + offset : src.padding;
   }
-  auto bytes = Isa::load_rows(pixel, src.count);
+  auto bytes = Isa::load_rows(pixel, Check::plain ? Isa::kDepthwiseChannels / kSplit : src.count);
   if constexpr (kFlip) bytes = Isa::flip_sign(bytes);
   return bytes;
 }
@@ -49,21 +50,44 @@ TORCHQ_INLINE void next_pixel(const SlideSrc& src, int64_t& offset) {
 
 /// Calls step(checked, next) for `pixels` destinations, whose new columns are the two from pixel
 /// `next` on: `first` for the first of them. Unchecked where both are inside the row: loads then
-/// need no arithmetic, which would take the ports of the multiplications.
+/// need no arithmetic, which would take the ports of the multiplications. Along rows of more than
+/// kTwoFrom pixels two at a time where results are `plain`, after which what is left of the pixel
+/// before is in its register again: the moves were a sixth of a pixel's instructions.
 template <class Step>
-TORCHQ_INLINE void for_each_pixel(int64_t first, int64_t src_pixels, int64_t pixels, Step step) {
+TORCHQ_INLINE void for_each_pixel(int64_t first, int64_t src_pixels, int64_t pixels, bool plain,
+                                  Step step) {
+  constexpr int64_t kTwoFrom = 8;
   const int64_t last = first + (pixels - 1) * 2;
+  const int64_t inside = src_pixels - 2 < last ? src_pixels - 2 : last;
   for (int64_t next = first; next <= last;) {
-    if (next >= 0 && next + 2 <= src_pixels) {
-      const int64_t end = src_pixels - 2 < last ? src_pixels - 2 : last;
+    if (plain && next >= 0 && next + kTwoFrom * 2 <= inside) {
+      do {
+        step(Checked<false, true>{}, next);
+        step(Checked<false, true>{}, next + 2);
+        next += 4;
+      } while (next + 2 <= inside);
+    } else if (next >= 0 && next <= inside) {
       do {
         step(Checked<false>{}, next);
         next += 2;
-      } while (next <= end);
+      } while (next <= inside);
     } else {
       step(Checked<true>{}, next);
       next += 2;
     }
+  }
+}
+
+/// Two vectors of words to the bytes of one pixel of kSplit rows.
+template <class Isa, class Check, int kSplit>
+TORCHQ_INLINE void finish_pixel(const ByteFinish& f, uint8_t* pixel,
+                                const int64_t (&offset)[kSplit], typename Isa::Bytes low,
+                                typename Isa::Bytes high) {
+  if constexpr (Check::plain) {
+    Isa::store_rows(pixel, offset, kSplit, Isa::pack_bytes(low, high, false),
+                    Isa::kDepthwiseChannels / kSplit);
+  } else {
+    finish_words<Isa>(f, pixel, offset, kSplit, low, high);
   }
 }
 
@@ -142,7 +166,7 @@ struct SlidePairs {
       Isa::pair_bytes(b[0], b[1], pairs);
       Isa::interleave_pairs(pairs, pairs, before.quads);
       Isa::pair_bytes(b[2], b[2], before.pair);
-      for_each_pixel(first + 1, src.pixels, pixels,
+      for_each_pixel(first + 1, src.pixels, pixels, finish.plain,
                      [&](auto check, int64_t next) TORCHQ_INLINE_LAMBDA {
                        if constexpr (kSplit > 1)
                          asm("" : "+r"(from));  // read its pointers again, see Slide::kReread
@@ -150,7 +174,8 @@ struct SlidePairs {
                        load(check, next + 1, b);
                        const Bytes low = dot_half<0>(chunk, a, b, weight, before);
                        const Bytes high = dot_half<1>(chunk, a, b, weight, before);
-                       finish_words<Isa>(finish, pixel, group.offset[0], kSplit, low, high);
+                       finish_pixel<Isa, decltype(check)>(finish, pixel, group.offset[0], low,
+                                                          high);
                        pixel += src.step;
                      });
     }
@@ -228,7 +253,8 @@ struct SlideFive {
     pair = Isa::template pair_half<kHalf>(last[1], last[2]);
     Isa::interleave_half(Isa::template pair_half<kHalf>(last[0], last[0]), pair, before);
     for_each_pixel(
-        first + kNew, src.pixels, pixels, [&](auto check, int64_t next) TORCHQ_INLINE_LAMBDA {
+        first + kNew, src.pixels, pixels, finish.plain,
+        [&](auto check, int64_t next) TORCHQ_INLINE_LAMBDA {
           if constexpr (kSplit > 1)
             asm("" : "+r"(from));  // read its pointers again, see Slide::kReread
           // Two sums, since one of seven products waits for its own latency (4 % slower). First
@@ -259,8 +285,8 @@ struct SlideFive {
           if constexpr (kHalf == 0) {
             Isa::store_channels(words, word, sizeof(Bytes));
           } else {
-            finish_words<Isa>(finish, pixel, dst_offset, kSplit,
-                              Isa::load_channels(words, sizeof(Bytes)), word);
+            finish_pixel<Isa, decltype(check)>(finish, pixel, dst_offset,
+                                               Isa::load_channels(words, sizeof(Bytes)), word);
           }
           words += sizeof(Bytes);
           TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {
