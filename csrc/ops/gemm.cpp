@@ -73,7 +73,7 @@ int64_t rows_at_once(int64_t left) {
   return (left / 2 + kTileRows - 1) / kTileRows * kTileRows;
 }
 
-/// One thread's share: tiles x blocks.
+/// One thread's share: rows x blocks.
 class Worker {
  public:
   Worker(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier,
@@ -96,38 +96,35 @@ class Worker {
   }
 
   /// Blocks outermost where the weights of one block are worth keeping (they are large, or were
-  /// widened), else tiles outermost: the rows of a tile stay in L1 and the weights in L2.
-  void run(Range tiles, Range blocks, bool blocks_outer) {
+  /// widened), else rows outermost: those of a tile stay in L1 and the weights in L2.
+  void run(Range rows, Range blocks, bool blocks_outer) {
     if (blocks_outer || widen_ != nullptr) {
       for (int64_t b = blocks.begin; b < blocks.end; ++b) {
-        for_each_tile(tiles, {b, b + 1});
+        run_classes(rows, {b, b + 1});
       }
     } else {
-      for_each_tile(tiles, blocks);
+      run_classes(rows, blocks);
     }
   }
 
  private:
-  void for_each_tile(Range tiles, Range blocks) {
+  void run_classes(Range rows, Range blocks) {
     if (widen_ != nullptr) widen(blocking_.block(problem_, static_cast<int>(blocks.begin)));
-    int64_t first = 0;  // first tile of the class
+    int64_t first = 0;  // first row of the class
     for (const GemmClass& c : problem_.classes) {
-      const int64_t count = c.tiles(), rows = c.rows();
-      const int64_t begin = std::max(tiles.begin - first, int64_t{0});
-      const int64_t end = std::min(tiles.end - first, count);
-      if (begin < end) {
+      int64_t row = std::max(rows.begin - first, int64_t{0});
+      const int64_t end = std::min(rows.end - first, c.rows());
+      if (row < end) {
         tile_.runs = c.runs.data();
         tile_.num_runs = static_cast<int>(c.runs.size());
-        int64_t row = rows * begin / count;
-        const int64_t last = rows * end / count;
         RowCursor cursor(c, row);
-        while (row < last) {
-          const int64_t size = rows_at_once(last - row);
+        while (row < end) {
+          const int64_t size = rows_at_once(end - row);
           run_rows(c, cursor, static_cast<int>(size), blocks);
           row += size;
         }
       }
-      first += count;
+      first += c.rows();
     }
   }
 
@@ -219,10 +216,11 @@ void run_on_vectors(const GemmProblem& p, const Epilogue& epilogue, const Kernel
   const int64_t blocks = int64_t{p.groups} * blocking.per_group;
 
   const int block_parts = split_blocks ? static_cast<int>(std::min<int64_t>(threads, blocks)) : 1;
-  const int tile_parts = static_cast<int>(std::min<int64_t>(threads / block_parts, tiles));
-  parallel_parts(block_parts * tile_parts, [&](int i) {
+  // Rows, not tiles: of the 9 tiles of 7x7 pixels one of two threads would have 28 rows.
+  const int row_parts = static_cast<int>(std::min<int64_t>(threads / block_parts, tiles));
+  parallel_parts(block_parts * row_parts, [&](int i) {
     Worker worker(p, epilogue, tier, blocking);
-    worker.run(part_of(tiles, tile_parts, i / block_parts),
+    worker.run(part_of(p.rows(), row_parts, i / block_parts),
                part_of(blocks, block_parts, i % block_parts), blocks_outer);
   });
 }
