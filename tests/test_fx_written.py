@@ -84,6 +84,14 @@ def in_a_list(a: Any, b: Any) -> Any:
     return torch.stack(kept)
 
 
+@way
+def out_argument(a: Any, b: Any) -> Any:
+    out, again = torch.empty(6, 4), torch.zeros(2, 4)
+    torch.add(a, b, out=out)
+    torch.index_put_(again, (torch.tensor([1]),), b.sum(0))
+    return out, again * 2
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_each_call_writes_to_a_tensor_of_its_own(name: str, tmp_path: Path) -> None:
     model = Wired(lambda m, x: WAYS[name](m.a(x), m.b(x)), a=nn.Linear(8, 4), b=nn.Linear(8, 4))
@@ -111,6 +119,28 @@ def test_each_call_writes_to_a_tensor_of_its_own(name: str, tmp_path: Path) -> N
 
 def leaves(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)
+
+
+def test_constants_of_which_a_view_is_written_to_are_not_shared() -> None:
+    def several(m: Any, x: Tensor) -> Any:
+        values, places = torch.empty(4), torch.empty(4, dtype=torch.long)
+        torch.max(m.a(x), 0, out=(values, places))
+        return values
+
+    def row(m: Any, x: Tensor) -> Any:
+        out = torch.zeros(2, 4)
+        first = out[0]
+        first += m.a(x).sum(0)
+        return out
+
+    torch.manual_seed(0)
+    data = [torch.rand(6, 8) for _ in range(4)]
+    for forward in (several, row):
+        model = Wired(forward, a=nn.Linear(8, 4)).eval().requires_grad_(False)
+        with pytest.warns(UserWarning, match="cannot be traced"):
+            converted = torchq.quantize(model, data)
+        found = [converted(x) for x in data]
+        assert all(sqnr(model(x), y) > 30 for x, y in zip(data, found, strict=True))
 
 
 def test_a_list_as_long_as_a_tensor_is_guarded() -> None:

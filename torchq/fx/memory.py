@@ -27,6 +27,7 @@ DIFFERS = (
     "its graph computes something else than the model (perhaps its code asks `type(x) is "
     "torch.Tensor`, or writes to a view)"
 )
+_SHARES = "its Python code writes to a constant tensor, which all calls of a graph would share"
 _OUTSIDE = "its results depend on what earlier calls left outside of its modules"
 _KEEPS = "its results depend on what earlier calls left in {}, which a graph does not keep"
 
@@ -89,6 +90,8 @@ def why_other(
     moved = {n: keys for n, keys in changed(*states).items() if not f"{n}.".startswith(inside)}
     poisoned = {name: _poisoned(name, keys, *states) for name, keys in moved.items()}
     guilty = [n for n, state in poisoned.items() if not _agrees(model, n, state, inputs, found[1])]
+    if not guilty and _changes_constants(graph):
+        return {"": _SHARES}
     return _reasons({name: moved[name] for name in guilty})
 
 
@@ -136,6 +139,20 @@ def _written(graph: fx.Graph) -> dict[str, str]:
             name, _, key = str(kept[storage].target).rpartition(".")
             found.setdefault(name, []).append(key)
     return _reasons(found)
+
+
+def _changes_constants(graph: fx.Graph) -> bool:
+    """Whether it writes to tensors that the model's code made of constants."""
+    made = {
+        node.meta["value"].storage
+        for node in graph.find_nodes(op="get_attr")
+        if str(node.target).startswith("_tensor_constant")
+    } - {0}
+    return any(
+        source.meta["value"].storage in made
+        for node in graph.nodes
+        for source in node.meta.get("writes", ())
+    )
 
 
 def _reasons(kept: dict[str, list[str]]) -> dict[str, str]:

@@ -121,8 +121,10 @@ class Tracer(Recorder):
         whole = instead(self, kind, target, args, kwargs)
         if whole is not None:
             return whole
-        if (copied := writes_to_constant(self, kind, target, args)) is not None:
-            return getattr(copied, target)(*args[1:], **kwargs)
+        if (copied := writes_to_constant(self, kind, target, args, kwargs)) is not None:
+            args, kwargs = copied
+            if target == "__setitem__":
+                return args[0].__setitem__(*args[1:])
         args, kwargs = settle_filter(self, target, args, kwargs)
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         if kind not in ("placeholder", "get_attr"):

@@ -57,16 +57,17 @@ def _node(leaf: Any) -> Any:
     return leaf.torchq_proxy if isinstance(leaf, Written) else leaf
 
 
-def writes_to_constant(tracer: Recorder, kind: str, target: Any, args: Any) -> Any:
-    """The node that stands for ``args[0]`` from here on, if a method writes to that constant.
+def writes_to_constant(
+    tracer: Recorder, kind: str, target: Any, args: Any, kwargs: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, Any]] | None:
+    """Arguments with a node instead of the constant that a call writes to: in place, or as ``out``.
 
-    None for what the model itself has: that it keeps, call after call.
+    None if it writes to no constant, or to what the model itself has, and keeps call after call.
     """
-    in_place = str(target).endswith("_") and not str(target).endswith("__")
-    if kind != "call_method" or not (in_place or target == "__setitem__"):
-        return None
-    constant: Any = args[0]
-    if type(constant) is not Tensor or constant.layout != torch.strided:
+    name = str(getattr(target, "__name__", target))
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    constant: Any = kwargs.get("out", args[0] if args and in_place else None)
+    if kind == "call_module" or type(constant) is not Tensor or constant.layout != torch.strided:
         return None
     kept = [*tracer.root.parameters(), *tracer.root.buffers()]
     kept += [x for x, name in tracer.tensor_attrs.items()
@@ -74,9 +75,9 @@ def writes_to_constant(tracer: Recorder, kind: str, target: Any, args: Any) -> A
     storage = constant.untyped_storage().data_ptr()
     if any(x.layout == torch.strided and x.untyped_storage().data_ptr() == storage for x in kept):
         return None
-    copied: Any = tracer.create_proxy("call_method", "clone", (constant.clone(),), {})
+    copied = tracer.create_proxy("call_method", "clone", (constant.clone(),), {})
     copied.node.meta["varying"] = True
     constant.__class__ = Written
     vars(constant)["torchq_proxy"] = copied
     tracer.constants.append(constant)
-    return copied
+    return (args, {**kwargs, "out": copied}) if "out" in kwargs else ((copied, *args[1:]), kwargs)
