@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of another type or device than the functional API takes: none crashes, none is read."""
+"""Arguments of another type or device than the API takes: none crashes, none is read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from calls import F32, S8, S32
 from test_functional_errors import IMAGE, SRC, WEIGHT, conv, lin, refuse
 
 import torchq.functional as TF
-from torchq import Attr, PostOps
+from torchq import Attr, PostOps, compose, saturation
 from torchq.packing import pack_conv
 
 
@@ -131,3 +131,49 @@ def test_meta_tensors_do_not_mix_with_others() -> None:
         (lin(weight=WEIGHT.to(meta)), "weight, compensation, pair_bound on meta and src"),
     ):
         refuse(ValueError, call, "must be on one device, got", named, "on the CPU", "Load")
+
+
+def test_what_attributes_are_read_from() -> None:
+    for wrong in (None, 0, [], SRC):
+        for parse in (Attr.parse, PostOps.parse):
+            call = lambda parse=parse, wrong=wrong: parse(wrong)  # noqa: E731
+            refuse(TypeError, call, "parse: text must be of type str, got ", "Pass what str(")
+    for wrong in ("source", None, 1):
+        with pytest.raises(ValueError, match=r"Attr.check: arg must be one of src, weights, dst"):
+            Attr().check(wrong, (2, 3))
+    Attr().set_rnn_weights_projection_qparams(0, 1.0).check("weights_projection", (1, 1, 4, 4))
+    for name in ("weight", "bias"):
+        given = {"weight": None} | {name: 3}
+        call = lambda given=given: PostOps().append_dw_conv(**given)  # noqa: E731
+        refuse(TypeError, call, f"append_dw_conv: {name} must be of type Tensor, got int", "Pass")
+
+
+@pytest.mark.parametrize("wrong", [0.5, float("nan"), None, 256, -1])
+def test_zero_points_of_the_emulation(wrong: object) -> None:
+    image, kernel = torch.zeros(1, 8, 5, 5, dtype=SRC.dtype), torch.ones(4, 8, 3, 3, dtype=S8)
+    transposed = torch.ones(8, 4, 3, 3, dtype=S8)
+    error = ValueError if isinstance(wrong, int) else TypeError
+    for call in (
+        lambda: saturation.emulate_linear(SRC, WEIGHT, wrong),
+        lambda: saturation.emulate_conv(image, kernel, src_zero_point=wrong),
+        lambda: saturation.emulate_conv_transpose(image, transposed, src_zero_point=wrong),
+    ):
+        refuse(error, call, "src_zero_point of torch.uint8 must be ", f"got {wrong}", "Pass")
+
+
+def test_weights_of_the_emulation() -> None:
+    refuse(TypeError, lambda: saturation.emulate_linear(SRC, None), "weight must be of type Tensor")
+    for dtype in (torch.uint8, torch.int64, torch.bool):
+        call = lambda dtype=dtype: saturation.halve(WEIGHT.to(dtype))  # noqa: E731
+        refuse(TypeError, call, "halve: weight must be int8 or floating point", f"got {dtype}")
+
+
+def test_numbers_of_compose() -> None:
+    for wrong in (-1, 1.5, None):
+        call = lambda wrong=wrong: compose([], wrong)  # noqa: E731
+        refuse((TypeError, ValueError), call, "compose: channels must be", f"got {wrong}", "Pass")
+    for wrong in (0.0, -1.0, float("nan"), None):
+        call = lambda wrong=wrong: compose([], 4, src_scale=wrong)  # noqa: E731
+        refuse((TypeError, ValueError), call, "compose: src_scale must be", f"got {wrong}")
+    call = lambda: compose([], 4, bias=0.5)  # noqa: E731
+    refuse(TypeError, call, "compose: bias must be of type Tensor, got float", "Pass")

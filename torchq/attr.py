@@ -36,6 +36,7 @@ from torchq._arguments import (
     check_count,
     check_groups,
     check_single,
+    check_type,
     content,
     expected_values,
     float_values,
@@ -216,6 +217,8 @@ class Attr:
         Masks must select existing dims and the number of values (where supplied) be the product of
         the selected dims. With ``dst`` it also checks output scales and the post-ops' values.
         """
+        if arg not in _ARG_OF.values():
+            check_arg("torchq.Attr.check", arg)
         self._check_params(arg, dims)
         if arg == "dst":
             self._post_ops.check(dims)
@@ -334,6 +337,7 @@ class Attr:
 def _read(attr: Attr, text: str) -> None:
     """Calls the setters, and the append methods of the chain, that ``text`` asks for."""
     op, seen = "Attr.parse", set[str]()
+    check_type("torchq.Attr.parse: text", text, str, "Pass what str(attr) gave.")
     for position, token in split_at(text, " ") if text else ():
         name, _, body = token.partition(":")
         with at_position(op, position, token):

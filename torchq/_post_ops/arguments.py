@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq._arguments import INT32, Values, check_single, float_values, to_dtype, to_int
+from torchq._arguments import (
+    INT32,
+    Values,
+    check_single,
+    check_type,
+    float_values,
+    to_dtype,
+    to_int,
+)
 from torchq._post_ops.types import DwConv
 
 __all__ = ["check_zero_point", "make_dw_conv", "operand_values", "with_dw_values"]
@@ -26,6 +34,9 @@ def make_dw_conv(
 ) -> DwConv:
     """The post-op; ``window`` is kernel, stride and padding. A weight decides the kernel."""
     kernel, stride, padding = window
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None:
+            check_type(f"{WHERE}: {name}", value, Tensor, "Pass a tensor, or None.")
     if weight is not None:
         weight, kernel = _checked_weight(weight)
     kernel = to_int(f"{WHERE}: kernel", kernel, 1, INT32.max)

@@ -15,6 +15,7 @@ from torchq._arguments import (
     check_choice,
     check_count,
     check_tensors,
+    check_type,
     content,
     selected_dims,
     to_dtype,
@@ -166,6 +167,7 @@ class PostOps:
     @classmethod
     def parse(cls, text: str, values: Sequence[Values] | None = None) -> PostOps:
         """The chain with this text; ``values`` are the keyword of `with_values`."""
+        check_type("torchq.PostOps.parse: text", text, str, "Pass what str(post_ops) gave.")
         post_ops = cls()
         read_post_ops(post_ops, text, 0, "PostOps.parse")
         return post_ops if values is None else post_ops.with_values(values)

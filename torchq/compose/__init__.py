@@ -17,7 +17,15 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torchq._arguments import Values, check_choice, to_dtype
+from torchq._arguments import (
+    INT32,
+    Values,
+    check_choice,
+    check_type,
+    to_dtype,
+    to_float32,
+    to_int,
+)
 from torchq._post_ops import Binary, Eltwise, PostOp, PostOps, PReLU, Sum
 from torchq.attr import Attr
 from torchq.compose.composer import Composer, Refused, State
@@ -178,6 +186,14 @@ def compose(
         TypeError: a step is of another class.
     """
     check_choice("torchq.compose: convention", convention, ("v1", "v3"))
+    channels = to_int("torchq.compose: channels", channels, 0, INT32.max)
+    src_scale = to_float32("torchq.compose: src_scale", src_scale)
+    if src_scale <= 0:
+        raise ValueError(
+            f"torchq.compose: src_scale must be > 0, got {src_scale}. Check its range."
+        )
+    if bias is not None:
+        check_type("torchq.compose: bias", bias, Tensor, "Pass a tensor, or None.")
     composer = Composer(
         channels,
         convention == "v3",

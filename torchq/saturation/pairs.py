@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchq._arguments import check_type, to_int
 from torchq.functional.arguments import Ints, check_8bit, conv_geometry, spread
 
 LOWEST, HIGHEST = -(2**15), 2**15 - 1
@@ -50,8 +51,15 @@ def halve(weight: Tensor, scale: Tensor | None = None) -> Tensor:
         scale: of a float weight; broadcasts against it.
 
     Raises:
+        TypeError: ``weight`` is neither.
         ValueError: a float weight comes without a scale, or an int8 one with one.
     """
+    check_type("torchq.saturation.halve: weight", weight, Tensor, "Pass a tensor.")
+    if weight.dtype != torch.int8 and not weight.is_floating_point():
+        raise TypeError(
+            f"torchq.saturation.halve: weight must be int8 or floating point, got {weight.dtype}. "
+            "Only s8 weights are halved."
+        )
     if weight.is_floating_point() != (scale is not None):
         raise ValueError(
             "torchq.saturation.halve: scale must be given exactly for a float weight, got "
@@ -233,6 +241,7 @@ def _used(src: Tensor, weight: Tensor, halved: Tensor | None) -> tuple[Tensor, i
 
 def _check(op: str, src: Tensor, weight: Tensor) -> None:
     check_8bit(f"saturation.{op}", "src", src)
+    check_type(f"torchq.saturation.{op}: weight", weight, Tensor, "Pass an int8 tensor.")
     if weight.dtype != torch.int8:
         raise TypeError(
             f"torchq.saturation.{op}: weight must be torch.int8, got {weight.dtype}. Quantize it "
@@ -257,6 +266,8 @@ def _check_conv(op: str, src: Tensor, weight: Tensor, channels: int) -> None:
 def _as_unsigned(src: Tensor, zero_point: int) -> tuple[Tensor, int]:
     """The u8 operand, as int16, and the zero point among its values."""
     shift = SHIFT if src.dtype == torch.int8 else 0
+    where, limits = f"torchq.saturation: src_zero_point of {src.dtype}", torch.iinfo(src.dtype)
+    zero_point = to_int(where, zero_point, limits.min, limits.max)
     return src.to(torch.int16) + shift, zero_point + shift
 
 
