@@ -187,11 +187,8 @@ def compose(
     """
     check_choice("torchq.compose: convention", convention, ("v1", "v3"))
     channels = to_int("torchq.compose: channels", channels, 0, INT32.max)
-    src_scale = to_float32("torchq.compose: src_scale", src_scale)
-    if src_scale <= 0:
-        raise ValueError(
-            f"torchq.compose: src_scale must be > 0, got {src_scale}. Check its range."
-        )
+    if to_float32("torchq.compose: src_scale", src_scale) <= 0:
+        raise ValueError(f"torchq.compose: src_scale must be > 0, got {src_scale}. Pass a scale.")
     if bias is not None:
         check_type("torchq.compose: bias", bias, Tensor, "Pass a tensor, or None.")
     composer = Composer(
