@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from flows import sqnr
 from models import Wired
 from state_cases import batches, follows, quantized
 from torch import Tensor, fx, nn
@@ -240,3 +241,30 @@ def test_counters_beside_a_lock(acts: bool) -> None:
     assert isinstance(converted, fx.GraphModule)
     assert all(row.quantized for row in torchq.explain(converted).rows if row.is_matmul)
     follows(model, converted, batches())
+
+
+class _Hinge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Any:
+        ctx.dim = dim
+        found = torch.clamp(x - x.amax(dim, keepdim=True) + 1, min=0)
+        ctx.save_for_backward(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+_hinge = _Hinge.apply
+
+
+def test_a_function_whose_apply_was_kept_is_traced() -> None:
+    """As of a sparsemax that a module's file names once."""
+    model = Wired(lambda m, x: m.b(_hinge(m.a(x), -1)), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    model.eval().requires_grad_(False)
+    torch.manual_seed(0)
+    data = [torch.rand(6, 8) for _ in range(4)]
+    converted = torchq.quantize(model, data, strict=True)
+    assert not hasattr(converted, "torchq_note")
+    assert sqnr(model(data[0]), converted(data[0])) > 30

@@ -64,6 +64,7 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
         (builtins, "len", traced.length),
         (torch.jit.ScriptFunction, "__call__", traced.uncompiled),
         (torch.autograd.Function, "apply", traced.forward),
+        (torch._functorch.utils, "unwrap_dead_wrappers", traced.unwrapped),
         (torch, "_check_with", traced.check),
     ]
     with _LOCK:
@@ -175,6 +176,10 @@ class _Traced:
             return cls.forward(*args, **kwargs)
 
         return classmethod(apply)
+
+    def unwrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """For ``apply`` of before, which code may have kept: it calls ``forward`` with nodes."""
+        return lambda args: args if self._records(args) else original(args)
 
     def check(self, original: Callable[..., None]) -> Callable[..., None]:
         def decide(error: Any, condition: Any, message: Any) -> None:
