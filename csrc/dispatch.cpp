@@ -92,14 +92,6 @@ const Kernels* default_kernels() {
   return chosen;
 }
 
-int verbosity() {
-  static const int level = [] {
-    const char* text = std::getenv("TORCHQ_VERBOSE");
-    return text == nullptr ? 0 : std::atoi(text);
-  }();
-  return level;
-}
-
 double now_us() {
   const auto time = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration<double, std::micro>(time).count();
@@ -114,6 +106,19 @@ thread_local double last_us = 0;
 }  // namespace
 
 const Kernels& kernels() { return selected != nullptr ? *selected : *default_kernels(); }
+
+int verbosity() {
+  static const int level = [] {
+    const char* text = std::getenv("TORCHQ_VERBOSE");
+    const std::string value = text == nullptr ? "" : text;
+    if (value.empty() || value == "0") return 0;
+    TORCH_CHECK_VALUE(value == "1" || value == "2",
+                      "torchq: TORCHQ_VERBOSE must be 0, 1 or 2, got ", value,
+                      ". 1 prints a line for every op, 2 also why faster kernels were not taken.");
+    return value == "1" ? 1 : 2;
+  }();
+  return level;
+}
 
 std::vector<std::string> supported_isas() {
   std::vector<std::string> names;

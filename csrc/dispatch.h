@@ -21,6 +21,9 @@ std::vector<std::string> supported_isas();
 /// Raises ValueError for a tier this CPU lacks.
 std::string select_isa(const std::string& isa);
 
+/// What TORCHQ_VERBOSE asks for, read once: 0, 1 or 2. Raises ValueError for anything else.
+int verbosity();
+
 /// Around one op call, from its first line: sets the floating-point mode, notes which kernel ran,
 /// measures the call while timing is on, and prints a line for it under TORCHQ_VERBOSE=1.
 class OpTrace {

@@ -2,19 +2,13 @@
 #include "explain.h"
 
 #include <cstdio>
-#include <cstdlib>
 
 #include "checks.h"
+#include "dispatch.h"
 
 namespace torchq {
 
-bool explains() {
-  static const bool loud = [] {
-    const char* text = std::getenv("TORCHQ_VERBOSE");
-    return text != nullptr && std::atoi(text) > 1;
-  }();
-  return loud;
-}
+bool explains() { return verbosity() > 1; }
 
 void rejects(const char* kernel, const char* why) {
   if (explains() && why != nullptr) std::printf("torchq,dispatch,%s,%s\n", kernel, why);

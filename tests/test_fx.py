@@ -22,7 +22,7 @@ import torchq.nn as tnn
 from torchq import QConfig
 from torchq.fx import CaptureError
 from torchq.fx import prepare as prepare_graph
-from torchq.fx.guards import expect_float
+from torchq.fx.tracing.guards import expect_float
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchq.fx.capture import capture
+from torchq.fx.tracing.capture import capture
 
 PRODUCTS = {
     "bhid,bhjd->bhij": ((2, 3, 4, 5), (2, 3, 6, 5)),

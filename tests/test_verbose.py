@@ -82,7 +82,17 @@ def test_one_line_per_op() -> None:
 
 
 def test_silent_by_default() -> None:
-    assert run("0") == []
+    assert run("0") == run("") == []
+
+
+def test_other_values_are_errors() -> None:
+    program = (
+        "try: torch.ops.torchq.quantize(x, one, None, None, 0)\n"
+        "except ValueError as error: print(error)\n"
+    )
+    for value in ("3", "true", "1x"):
+        [line] = run(value, program)
+        assert line.startswith(f"torchq: TORCHQ_VERBOSE must be 0, 1 or 2, got {value}. 1 prints")
 
 
 NO_UNIT = "gemm_matrix,the tier has none"

@@ -15,8 +15,8 @@ from torchq import eager
 from torchq.config import Overrides, QConfig
 from torchq.eager import calibrate
 from torchq.fx import flow as graph
-from torchq.fx.capture import CaptureError
 from torchq.fx.prepared import Prepared
+from torchq.fx.tracing.capture import CaptureError
 from torchq.running import Inputs, batches, check_fit, split_inputs
 from torchq.standalone import stands_alone
 

@@ -165,7 +165,7 @@ def _graphs(
     """Modules whose every operation is known, prepared as graphs; names of what those call."""
     from torchq.eager import wholes  # which swaps the modules of what it cannot trace
     from torchq.fx import flow as graph
-    from torchq.fx.capture import CaptureError
+    from torchq.fx.tracing.capture import CaptureError
 
     result: dict[str, Prepared] = {}
     names: set[str] = set()

@@ -19,11 +19,11 @@ from torch import Tensor, fx, nn
 from torchq.affine import TRANSPOSED
 from torchq.eager.asked import asked_classes
 from torchq.eager.recording import Call, Recording, is_hooked
-from torchq.fx.capture import Captured, CaptureError
-from torchq.fx.guards import GUARDS, expect, expect_float
-from torchq.fx.memory import agree
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.prepared import Prepared
+from torchq.fx.tracing.capture import Captured, CaptureError
+from torchq.fx.tracing.guards import GUARDS, expect, expect_float
+from torchq.fx.tracing.memory import agree
 from torchq.kinds import MATMUL
 from torchq.nn.swapped import INSIDE, Stood
 from torchq.state import changed, shares, state_of, twin

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.affine import TRANSPOSED
-from torchq.fx.capture import Captured, remove_unused
-from torchq.fx.fake import fake_quantizer
-from torchq.fx.nodes import compute
 from torchq.fx.ops import Role
 from torchq.fx.patterns import PATTERNS
+from torchq.fx.tracing.capture import Captured, remove_unused
+from torchq.fx.tracing.fake import fake_quantizer
+from torchq.fx.tracing.nodes import compute
 from torchq.kinds import MATMUL
 
 __all__ = ["compute_once"]

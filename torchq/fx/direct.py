@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchq._library import new_site
-from torchq.fx.results import scripted
+from torchq.fx.tracing.results import scripted
 from torchq.nn.module import QModule
 
 __all__ = ["direct_and_forward"]

@@ -14,15 +14,15 @@ from torchq import eager
 from torchq.config import Overrides, QConfig
 from torchq.eager.leaves import stand_in
 from torchq.explain import Row, check_strict
-from torchq.fx.capture import Captured, CaptureError, capture
 from torchq.fx.constants import compute_once
-from torchq.fx.fake import freeze_observers
 from torchq.fx.lowering import Lowering
-from torchq.fx.memory import with_constants
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.planning import Plan
 from torchq.fx.prepared import Prepared
 from torchq.fx.report import report_rows
+from torchq.fx.tracing.capture import Captured, CaptureError, capture
+from torchq.fx.tracing.fake import freeze_observers
+from torchq.fx.tracing.memory import with_constants
 from torchq.kinds import QUANTIZABLE
 from torchq.running import Inputs, split_inputs, working_copy
 from torchq.standalone import STANDALONE, converted, observed, stands_alone

@@ -13,14 +13,14 @@ from torch import fx, nn
 
 from torchq._post_ops import PostOps
 from torchq.affine import combined
-from torchq.fx.guards import GUARDS, expect, expect_float, with_item
 from torchq.fx.layers import Layer
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.ops import Op, Role
 from torchq.fx.prepared import Prepared
 from torchq.fx.scripting import respell, write
-from torchq.fx.sequences import SequenceTracer
 from torchq.fx.sharing import shared_qparams
+from torchq.fx.tracing.guards import GUARDS, expect, expect_float, with_item
+from torchq.fx.tracing.sequences import SequenceTracer
 from torchq.lowering import append_clip, matmul_from_float, pool_from_float, post_op_chain
 from torchq.nn.binary import Add, Cat, QAdd, QCat, QMul
 from torchq.nn.matmul import QMatMul

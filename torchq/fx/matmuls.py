@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from torchq.affine import TRANSPOSED, reduction
-from torchq.fx.fake import weight_scale
 from torchq.fx.ops import Arguments, Made, Role
+from torchq.fx.tracing.fake import weight_scale
 from torchq.nn.binary import MatMul
 
 _MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds

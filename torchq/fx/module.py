@@ -13,7 +13,7 @@ from torch import fx, nn
 from torchq.explain import Row
 from torchq.fx.direct import direct_and_forward
 from torchq.fx.names import BY_NAME, NAMES
-from torchq.fx.sequences import SequenceTracer
+from torchq.fx.tracing.sequences import SequenceTracer
 from torchq.nn.swapped import INSIDE, Stood, Whole
 from torchq.running import without_gradients
 

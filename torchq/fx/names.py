@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import rnn
 
-from torchq.fx import guards
+from torchq.fx.tracing import guards
 
 __all__ = ["BY_NAME", "NAMES"]
 

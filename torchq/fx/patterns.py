@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 
 from torchq.fake_quantize import FakeQuantize
 from torchq.fx import matmuls, moves
-from torchq.fx.fake import why_not_fixed
 from torchq.fx.ops import Arguments, Made, Pattern, Pointwise, Role
+from torchq.fx.tracing.fake import why_not_fixed
 from torchq.kinds import BATCH_NORM
 from torchq.nn.binary import Add, Cat, Mul
 from torchq.nn.quantize import DeQuantStub, QuantStub

@@ -3,32 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from torch import Tensor, fx
+from torch import fx
 
 from torchq.fx.layers import Layer
 from torchq.fx.ops import Role
 
-__all__ = ["coarse_phases", "phase"]
-
-_WAVES = ("sin", "cos", "sin_", "cos_")
+__all__ = ["coarse_phases"]
 
 # An error of 1/883 of a range of 2 (half a step of 255, as its root mean square) is A / 441 in
 # phases of up to A. Beyond four periods either way, less than 25 dB of the wave are right.
 _LARGEST = 25.0
-
-
-def phase(node: fx.Node, values: Mapping[fx.Node, Any]) -> float | None:
-    """The largest phase that a sine or cosine takes on the example inputs."""
-    name = str(getattr(node.target, "__name__", node.target))
-    if node.op not in ("call_function", "call_method") or name not in _WAVES:
-        return None
-    source = values.get(node.all_input_nodes[0]) if node.all_input_nodes else None
-    if not isinstance(source, Tensor) or not source.is_floating_point() or not source.numel():
-        return None
-    return float(source.abs().max())
 
 
 def coarse_phases(nodes: Iterable[fx.Node], layers: Iterable[Layer]) -> dict[Layer, str]:

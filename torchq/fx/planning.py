@@ -19,12 +19,12 @@ from torch import Tensor, fx
 
 from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
 from torchq.fake_quantize import FakeQuantize
-from torchq.fx.capture import Captured
-from torchq.fx.fake import Fixed, fixed_qparams, same
 from torchq.fx.layers import Layer, find_layers
 from torchq.fx.ops import Op, Role, clip_bounds
 from torchq.fx.phases import coarse_phases
 from torchq.fx.recognize import recognize
+from torchq.fx.tracing.capture import Captured
+from torchq.fx.tracing.fake import Fixed, fixed_qparams, same
 from torchq.kinds import NO_DYNAMIC_FORM
 from torchq.nn.binary import Cat
 from torchq.standalone import stands_alone, why_float

@@ -11,10 +11,10 @@ from torch import Tensor, fx, nn
 
 from torchq.config import Overrides, QConfig
 from torchq.explain import Row
-from torchq.fx.capture import Captured
 from torchq.fx.module import graph_of, plain_nodes
 from torchq.fx.ops import Role
 from torchq.fx.planning import Plan
+from torchq.fx.tracing.capture import Captured
 from torchq.nn.swapped import Stood, Whole
 from torchq.observers import HistogramObserver, Observer
 from torchq.qparams import QParams

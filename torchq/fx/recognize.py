@@ -14,11 +14,11 @@ from torch import fx, nn
 
 from torchq.fake_quantize import FakeQuantize
 from torchq.folding import MAX_SHIFTED_REDUCTION
-from torchq.fx.capture import Captured
-from torchq.fx.fake import composed, fake_quantizer, is_watcher, why_not_fixed
-from torchq.fx.guards import GUARDS
 from torchq.fx.ops import Arguments, Made, Op, Pattern, Role, is_float, parse_signature
 from torchq.fx.patterns import PATTERNS
+from torchq.fx.tracing.capture import Captured
+from torchq.fx.tracing.fake import composed, fake_quantizer, is_watcher, why_not_fixed
+from torchq.fx.tracing.guards import GUARDS
 from torchq.kinds import AVERAGES
 from torchq.nn.binary import Add, Mul
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchq.explain import NOT_CALLED, Row
-from torchq.fx.capture import Captured
-from torchq.fx.fake import is_watcher
 from torchq.fx.layers import Layer
 from torchq.fx.ops import Op, Role
 from torchq.fx.planning import Plan
+from torchq.fx.tracing.capture import Captured
+from torchq.fx.tracing.fake import is_watcher
 from torchq.kinds import MATMUL
 from torchq.nn.rnn_observed import CELLS, NETWORKS
 from torchq.standalone import FOREIGN, RECURRENT, is_foreign

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from torchq.fx.guards import with_condition, with_indices, with_view, with_view_filled
+from torchq.fx.tracing.guards import with_condition, with_indices, with_view, with_view_filled
 
 __all__ = ["respell", "write"]
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.fx.guards import OPTIONAL
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.names import BY_NAME, NAMES
-from torchq.fx.sequences import SequenceTracer
+from torchq.fx.tracing.guards import OPTIONAL
+from torchq.fx.tracing.sequences import SequenceTracer
 from torchq.nn.module import QModule
 
 __all__ = ["GRAPH_KEY", "decode", "encode", "plain_module"]

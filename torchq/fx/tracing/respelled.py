@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchq.fx.attention import attention
-from torchq.fx.einsum import einsum
-from torchq.fx.proxy import Proxy
-from torchq.fx.recorder import Recorder
+from torchq.fx.tracing.attention import attention
+from torchq.fx.tracing.einsum import einsum
+from torchq.fx.tracing.proxy import Proxy
+from torchq.fx.tracing.recorder import Recorder
 
 __all__ = ["UNSCRIPTED", "instead", "settle_filter"]
 

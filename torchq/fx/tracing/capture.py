@@ -3,11 +3,11 @@
 
 Every node is computed on the example inputs while it is recorded. So Python code that asks for a
 rank, a dtype or a length gets an answer, and conditions on sizes can be followed: the graph then
-holds a guard (:mod:`torchq.fx.guards`) that raises where another input would go another way.
+holds a guard (``guards.py``) that raises where another input would go another way.
 
 A submodule that still cannot be traced becomes one opaque call, and so does one whose results
-depend on what it keeps from earlier calls (:mod:`torchq.fx.memory`). A model whose own forward
-cannot be traced, or whose graph does not compute what the model computes, raises CaptureError.
+depend on what it keeps from earlier calls (``memory.py``). A model whose own forward cannot be
+traced, or whose graph does not compute what the model computes, raises CaptureError.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.fx.batches import free_batch
-from torchq.fx.factories import traced_factories
-from torchq.fx.guards import GUARDS, expect
-from torchq.fx.memory import DIFFERS, Calls, why_other, with_constants
-from torchq.fx.nodes import short
-from torchq.fx.phases import phase
-from torchq.fx.tracer import Tracer
+from torchq.fx.tracing.batches import free_batch
+from torchq.fx.tracing.factories import traced_factories
+from torchq.fx.tracing.guards import GUARDS, expect
+from torchq.fx.tracing.memory import DIFFERS, Calls, why_other, with_constants
+from torchq.fx.tracing.nodes import phase, short
+from torchq.fx.tracing.tracer import Tracer
 from torchq.state import twin
 
 __all__ = ["CaptureError", "Captured", "Meta", "capture", "remove_unused"]

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchq.fx.guards import expect, expect_real
-from torchq.fx.nodes import compute, counts
-from torchq.fx.place import line, place
-from torchq.fx.sequences import SequenceTracer
+from torchq.fx.tracing.guards import expect, expect_real
+from torchq.fx.tracing.nodes import compute, counts
+from torchq.fx.tracing.place import line, place
+from torchq.fx.tracing.sequences import SequenceTracer
 
 __all__ = ["LEN", "Recorder"]
 
@@ -29,7 +29,7 @@ LEN: Callable[..., int] = len  # as TorchScript knows it: builtins has another o
 
 
 class Recorder(SequenceTracer):
-    """What a traced call knows of its nodes; :class:`torchq.fx.tracer.Tracer` makes them.
+    """What a traced call knows of its nodes; :class:`torchq.fx.tracing.tracer.Tracer` makes them.
 
     Attributes:
         values: what each node is on the example inputs.
@@ -37,7 +37,7 @@ class Recorder(SequenceTracer):
         asked_rank: the code has asked for a number of dimensions.
         asked: guards of numbers that may have been asked for in vain, see ``Proxy.__index__``.
         released: the call is over, and nothing more is guarded.
-        constants: those that were written to, see :mod:`torchq.fx.written`.
+        constants: those that were written to, see :mod:`torchq.fx.tracing.written`.
 
     In ``meta``, nodes have
         scope, place: where in the model's code they come from.

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchq.fx import containers
-from torchq.fx.guards import rounded, with_item
-from torchq.fx.place import assigns_item
-from torchq.fx.recorder import Recorder
+from torchq.fx.tracing import containers
+from torchq.fx.tracing.guards import rounded, with_item
+from torchq.fx.tracing.place import assigns_item
+from torchq.fx.tracing.recorder import Recorder
 
 __all__ = ["Proxy", "release"]
 

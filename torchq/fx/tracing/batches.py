@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchq.fx.guards import expect, have_shapes
-from torchq.fx.memory import agree, with_constants
+from torchq.fx.tracing.guards import expect, have_shapes
+from torchq.fx.tracing.memory import agree, with_constants
 from torchq.state import twin
 
 __all__ = ["free_batch"]

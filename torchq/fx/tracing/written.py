@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from torch.overrides import is_tensor_method_or_property
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchq.fx.proxy import Proxy
-from torchq.fx.recorder import Recorder
+from torchq.fx.tracing.proxy import Proxy
+from torchq.fx.tracing.recorder import Recorder
 
 __all__ = ["Written", "writes_to_constant"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchq.fx.guards import expect_key, expect_keys
-from torchq.fx.recorder import LEN, Recorder
+from torchq.fx.tracing.guards import expect_key, expect_keys
+from torchq.fx.tracing.recorder import LEN, Recorder
 
 __all__ = ["has_key", "keys", "length"]
 

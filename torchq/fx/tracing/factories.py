@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from torchq.fx.proxy import Proxy
-from torchq.fx.tracer import Tracer
+from torchq.fx.tracing.proxy import Proxy
+from torchq.fx.tracing.tracer import Tracer
 
 __all__ = ["traced_factories"]
 

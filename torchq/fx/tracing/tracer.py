@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tracer of :mod:`torchq.fx.capture`: every node is computed while it is recorded."""
+"""The tracer of :mod:`torchq.fx.tracing.capture`: every node is computed while it is recorded."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchq.fx import containers
-from torchq.fx.fake import fake_quantizer, is_watcher
-from torchq.fx.guards import (
+from torchq.fx.tracing import containers
+from torchq.fx.tracing.fake import fake_quantizer, is_watcher
+from torchq.fx.tracing.guards import (
     OPTIONAL,
     expect_nan,
     expect_none,
@@ -27,12 +27,12 @@ from torchq.fx.guards import (
     expect_same,
     expect_text,
 )
-from torchq.fx.nodes import short
-from torchq.fx.proxy import Proxy, release
-from torchq.fx.recorder import Recorder
-from torchq.fx.respelled import UNSCRIPTED, instead, settle_filter
-from torchq.fx.results import is_like
-from torchq.fx.written import Written, writes_to_constant
+from torchq.fx.tracing.nodes import short
+from torchq.fx.tracing.proxy import Proxy, release
+from torchq.fx.tracing.recorder import Recorder
+from torchq.fx.tracing.respelled import UNSCRIPTED, instead, settle_filter
+from torchq.fx.tracing.results import is_like
+from torchq.fx.tracing.written import Written, writes_to_constant
 from torchq.kinds import is_patched
 from torchq.state import put_back, state_of
 

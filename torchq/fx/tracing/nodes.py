@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-__all__ = ["compute", "counts", "short"]
+__all__ = ["compute", "counts", "phase", "short"]
 
+_WAVES = ("sin", "cos", "sin_", "cos_")
 _COUNTING = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
 
 
@@ -33,6 +35,17 @@ def counts(node: fx.Node, args: Any) -> bool:
         return any(isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8) for p in parts)
     name = getattr(node.target, "__name__", node.target)
     return name in _COUNTING or (name == "where" and len(args) == 1)
+
+
+def phase(node: fx.Node, values: Mapping[fx.Node, Any]) -> float | None:
+    """The largest phase that a sine or cosine takes on the example inputs."""
+    name = str(getattr(node.target, "__name__", node.target))
+    if node.op not in ("call_function", "call_method") or name not in _WAVES:
+        return None
+    source = values.get(node.all_input_nodes[0]) if node.all_input_nodes else None
+    if not isinstance(source, Tensor) or not source.is_floating_point() or not source.numel():
+        return None
+    return float(source.abs().max())
 
 
 def short(error: Exception) -> str:
