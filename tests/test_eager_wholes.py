@@ -415,13 +415,8 @@ def _is_residual(module: nn.Module) -> bool:
     return isinstance(module, Residual)
 
 
-@torch.no_grad()
-def _is_residual_too(module: nn.Module) -> bool:
-    return _is_residual(module)
-
-
 def _asks(m: Any, x: Tensor, way: str) -> Tensor:
-    return (m.s(x) if _is_residual_too(m.s) else m.s(x) * 2) if way else m.s(x)
+    return (m.s(x) if _is_residual(m.s) else m.s(x) * 2) if way else m.s(x)
 
 
 def _pairs(m: Any, x: Tensor, way: str) -> Tensor:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -38,7 +37,7 @@ def asked_classes(modules: Iterable[nn.Module]) -> set[Any]:
             names.update(code.co_names)
             asks |= any(step.opname == "MATCH_CLASS" for step in dis.get_instructions(code))
         known = [function.__globals__[name] for name in names & function.__globals__.keys()]
-        left += [*known, *_methods(modules, names), *_enclosed(function)]
+        left += [*known, *_methods(modules, names)]
         if asks or names & _ASKS:
             found |= names
             for value in known:
@@ -55,13 +54,6 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
-
-
-def _enclosed(function: FunctionType) -> Iterator[Any]:
-    """As what a decorator wraps."""
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # empty
-            yield cell.cell_contents
 
 
 def _methods(modules: list[nn.Module], names: set[str]) -> Iterator[Any]:
