@@ -23,8 +23,7 @@ def asked_classes(modules: Iterable[nn.Module]) -> set[Any]:
     As far as its functions name what they call; more may be in it than is asked for.
     """
     modules = list(modules)
-    left = [value for m in modules for value in vars(m).values()]
-    left += [inspect.getattr_static(m, "forward", None) for m in modules]
+    left = [f for m in modules for f in (*vars(m).values(), inspect.getattr_static(m, "forward"))]
     found, seen = set[Any](), set[FunctionType]()
     while left:
         function = left.pop()

@@ -62,8 +62,6 @@ def _is_left_alone(name: str, module: nn.Module, model: nn.Module, recording: Re
         return False
     if not all(map(_is_plain, recording.wholes[name])):
         return False
-    if type(module) is not nn.Sequential and not all(c.plain for c in recording.wholes[name]):
-        return False  # sequences pass on what their last module gives, as an LSTM's states
     return not _has_other_names(module, model) and not shares(model, module)
 
 
@@ -83,7 +81,7 @@ def _is_in(name: str, call: Call) -> bool:
 def _is_plain(call: Call) -> bool:
     sources = call.sources or ()
     floats = all(x.dtype == torch.float32 for x in sources)
-    return bool(sources) and floats and not call.writes and not call.keywords
+    return bool(sources) and floats and call.plain and not call.writes and not call.keywords
 
 
 def _has_other_names(module: nn.Module, model: nn.Module) -> bool:
