@@ -19,7 +19,6 @@ from torch.nn.utils import prune
 import torchq
 import torchq.nn as tnn
 from torchq import QConfig, eager
-from torchq.nn.swapped import by_float_name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -137,8 +136,8 @@ def test_override_keeps_a_folded_batch_norm_float() -> None:
     with torch.no_grad():
         torch.testing.assert_close(prepared(data[0]), model(data[0]), rtol=1e-5, atol=2e-5)
     converted = eager.convert(eager.calibrate(prepared, data), strict=True)
-    assert isinstance(converted.get_submodule("block1.inside.conv1"), nn.Conv2d)
-    assert isinstance(converted.get_submodule("block1.inside.bn1"), nn.BatchNorm2d)
+    assert isinstance(converted.block1.conv1, nn.Conv2d)
+    assert isinstance(converted.block1.bn1, nn.BatchNorm2d)
     row = next(r for r in torchq.explain(converted).rows if r.name == "block1.conv1")
     assert (row.quantized, row.requested, row.reason) == (False, True, "kept float by an override")
 
@@ -176,10 +175,11 @@ def test_override_of_what_holds_layers(flow: Any) -> None:
 
     kept, converted = rows({"block1": None, "block2": None})
     assert kept == inside
-    assert type(dict(by_float_name(converted))["block1.conv1"]) is nn.Conv2d
+    torch.testing.assert_close(converted.block1.conv1.weight, model.block1.conv1.weight)
     kept, converted = rows({"block?": None, "block2.conv2": QConfig(weight_bits=7)})
     assert kept == inside - {"block2.conv2"}
-    layer = dict(by_float_name(converted))["block2.conv2"]
+    layer = converted.block2.conv2
+    layer = layer.layer if isinstance(layer, tnn.Swapped) else layer
     assert layer.packed().unpack().abs().max() == 63
     assert len(rows({"": None})[0]) > len(inside)
     with pytest.raises(ValueError, match=r"\['block3'\] match none"):

@@ -86,10 +86,7 @@ def test_silent_by_default() -> None:
 
 
 def test_other_values_are_errors() -> None:
-    program = (
-        "try: TF.quantize(torch.zeros(3), 0.1, 0)\n"
-        "except ValueError as error: print(error)\n"
-    )
+    program = "try: TF.quantize(torch.zeros(3), 0.1, 0)\nexcept ValueError as error: print(error)\n"
     for value in ("3", "true", "1x"):
         [line] = run(value, program)
         assert line.startswith(f"torchq: TORCHQ_VERBOSE must be 0, 1 or 2, got {value}. 1 prints")

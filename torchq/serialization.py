@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from torchq.explain import Row
 from torchq.fake_quantize import FakeQuantize
-from torchq.fx.module import QuantizedGraph, WholeGraph
+from torchq.fx.module import QuantizedGraph
 from torchq.fx.structure import GRAPH_KEY, decode, encode, plain_module
 from torchq.nn.module import QModule, read_spec
-from torchq.nn.swapped import Stood
 from torchq.observers import Observer
 
 __all__ = ["load", "save"]
@@ -137,9 +136,7 @@ def _swapped(
     for key in sorted(key for key in state if key.endswith(f".{GRAPH_KEY}")):
         name = key.removesuffix(f".{GRAPH_KEY}")
         own = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
-        part = _submodule(model, name, path)
-        graph = _traced(own.pop(GRAPH_KEY), part, own, path)
-        modules[name] = WholeGraph.of(graph, Stood.of(part, name))
+        modules[name] = _traced(own.pop(GRAPH_KEY), _submodule(model, name, path), own, path)
     inside = tuple(f"{name}." for name in modules)
     modules |= _quantized({k: v for k, v in state.items() if not k.startswith(inside)})
     memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in modules.items()}
@@ -149,7 +146,7 @@ def _swapped(
 
 def _traced(
     text: Tensor, model: nn.Module | None, state: dict[str, Tensor], path: str | os.PathLike[str]
-) -> QuantizedGraph:
+) -> nn.Module:
     """The graph of the file, with its quantized modules and the float modules of the model."""
     quantized = _quantized(state)
 

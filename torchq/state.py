@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchq.running import detached
 
-__all__ = ["State", "as_before", "changed", "changes", "put_back", "shares", "state_of", "twin"]
+__all__ = ["State", "as_before", "changed", "changes", "put_back", "state_of", "twin"]
 
 State = dict[str, dict[str, Any]]
 """Qualified name of a module -> its buffers and plain attributes, by name."""
@@ -140,7 +140,7 @@ def changes(model: nn.Module, modules: Iterable[str], run: Callable[[str], Any])
         run: calls a module; what it raises is left for later.
     """
     skeleton = _skeleton(model)
-    reached = {n: _reached(model.get_submodule(n).modules(), skeleton) for n in modules}
+    reached = {name: _reached(model.get_submodule(name), skeleton) for name in modules}
     owners = Counter(key for found in reached.values() for key in found)
     shared = {n: [x for key, x in f.items() if owners[key] > 1] for n, f in reached.items()}
     guilty = []
@@ -154,24 +154,14 @@ def changes(model: nn.Module, modules: Iterable[str], run: Callable[[str], Any])
     return guilty
 
 
-def shares(model: nn.Module, module: nn.Module) -> bool:
-    """Whether others in the model hold a tensor or an object that this submodule holds, too."""
-    parts, skeleton = set(module.modules()), _skeleton(model)
-    others = [m for m in model.modules() if m not in parts]
-    # dicts: ids of what is alive
-    own = _reached(parts, skeleton) | {id(p): p for p in module.parameters()}
-    theirs = _reached(others, skeleton) | {id(p): p for m in others for p in m.parameters(False)}
-    return not own.keys().isdisjoint(theirs)
-
-
-def _reached(parts: Iterable[nn.Module], skeleton: dict[int, Any]) -> dict[int, Any]:
-    """By id, what ``deepcopy`` of modules copies, but for modules and parameters."""
+def _reached(module: nn.Module, skeleton: dict[int, Any]) -> dict[int, Any]:
+    """By id, what ``deepcopy`` of a module copies, but for modules and parameters."""
     memo = dict(skeleton)
-    for part in parts:
+    for part in module.modules():
         if not _copies(vars(part), memo):
             memo |= _handles(vars(part), memo)
         copy.deepcopy(vars(part), memo)
-    return {id(x): x for x in memo.get(id(memo), ())}  # where deepcopy keeps the originals alive
+    return {id(x): x for x in memo[id(memo)]}  # where deepcopy keeps the originals alive
 
 
 _MISSING = object()

@@ -20,7 +20,6 @@ from torchq.explain import explain
 from torchq.flow import prepare, quantize
 from torchq.fx.prepared import Prepared
 from torchq.nn.module import QModule
-from torchq.nn.swapped import by_float_name
 from torchq.observers import Observer
 from torchq.running import Inputs, batches, call, decibels, float_tensors, with_progress
 from torchq.state import as_before
@@ -153,7 +152,7 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
             noises[name] = noise.add(expected, real(module, dst), _clipped(module, expected))
 
     handles = []
-    for name, module in by_float_name(qmodel):
+    for name, module in qmodel.named_modules():
         if isinstance(module, QModule) and name in floats:
             handles.append(floats[name].register_forward_hook(partial(keep, name)))
             handles.append(module.register_forward_hook(partial(against, name)))

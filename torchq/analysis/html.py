@@ -30,7 +30,6 @@ from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.explain import NOT_CALLED, Row, explain
 from torchq.isa import cpu_info, isa
 from torchq.nn.module import QModule
-from torchq.nn.swapped import by_float_name
 from torchq.running import Inputs, call
 
 __all__ = ["write_report"]
@@ -287,7 +286,7 @@ class _Histogram:
 def _histograms(prepared: nn.Module, qmodel: nn.Module, batch: Inputs) -> dict[str, str]:
     """An SVG of every quantized layer's float destination on one batch."""
     floats = without_observers(prepared)
-    quantized = {n: m for n, m in by_float_name(qmodel) if isinstance(m, QModule)}
+    quantized = {n: m for n, m in qmodel.named_modules() if isinstance(m, QModule)}
     found: dict[str, str] = {}
 
     def look(name: str, module: nn.Module, args: object, dst: Any) -> None:

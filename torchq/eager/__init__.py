@@ -3,13 +3,12 @@
 
 Nothing is known about that code, so nothing is assumed: a convolution or linear layer that it calls
 takes float32 and gives float32, whatever way later inputs go and whatever reads the result.
-int8 values go from layer to layer, and batch norms and activations into them, where all code in
-between is known: in modules that the model calls as a whole, and otherwise leaves alone, be it an
-``nn.Sequential`` or one with a forward of its own, as a residual block. :mod:`torchq.fx` makes it a
-graph if nothing but the shapes of its inputs can change what it does; asking for a part of it
-raises.
+int8 values go from layer to layer, and batch norms and activations into them, only where all code
+in between is torch's: in an ``nn.Sequential`` of modules of torch.nn. If the model calls it as a
+whole, and none of its parts elsewhere, :mod:`torchq.fx` makes it a graph; a part of that cannot be
+called by itself any more.
 
-recording -> planning -> wholes and observed; report says what became of each module.
+recording -> planning -> observed; report says what became of each module.
 """
 
 from torchq.eager.flow import calibrate, check_model, convert, prepare, prepare_call, quantize

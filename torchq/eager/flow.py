@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torchq.eager.report import report_rows
 from torchq.explain import Row, check_strict
 from torchq.kinds import QUANTIZABLE
 from torchq.nn.module import QModule
-from torchq.nn.swapped import PartError, Stood, Swapped
+from torchq.nn.swapped import Swapped
 from torchq.observers import Observer
 from torchq.running import (
     Inputs,
@@ -33,9 +33,6 @@ from torchq.running import (
 )
 from torchq.standalone import RECURRENT, STANDALONE, DynamicLinear, converted
 from torchq.state import as_before
-
-if TYPE_CHECKING:
-    from torchq.fx.prepared import Prepared
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
 
@@ -86,36 +83,28 @@ def prepare_call(
     _settle_weights(model)
     run = copy.deepcopy(model)  # its code may write to parameters
     plan = Plan(run, record(run, args, kwargs), config, overrides, prefix)
-    graphs, names = _graphs(model, plan, config, overrides)
     if not prefix:
-        plan.check_patterns(names)
+        plan.check_patterns()
+    graphs = _graphs(model, plan, config, overrides)
     expected = [_result(model, args, kwargs) for _ in range(2)]
-
-    def assembled(found: dict[str, Prepared]) -> nn.Module | None:
+    for found in [graphs, {}] if graphs else [{}]:
         prepared = _assembled(model, plan, found)
-        return prepared if _agrees(prepared, args, kwargs, expected) else None
-
-    if graphs and (prepared := assembled(graphs)) is not None:
-        return prepared
-    if (prepared := assembled({})) is None:
-        plan.leave_float("the model's code does something else with another kind of layer")
-        return _assembled(model, plan, {})
-    kept: dict[str, Prepared] = {}
-    for name, graph in graphs.items() if len(graphs) > 1 else ():  # all but what code looks into
-        if (more := assembled({**kept, name: graph})) is not None:
-            kept[name], prepared = graph, more
-    plan.use(kept)
-    return prepared
+        if _agrees(prepared, args, kwargs, expected):
+            return prepared
+    plan.leave_float("the model's code does something else with another kind of layer")
+    return _assembled(model, plan, {})
 
 
-def _assembled(model: nn.Module, plan: Plan, graphs: dict[str, Prepared]) -> nn.Module:
+def _assembled(model: nn.Module, plan: Plan, graphs: dict[str, nn.Module]) -> nn.Module:
     """The prepared model."""
-    plan.use(graphs)
-    for name, graph in graphs.items():
-        graph.plan.captured.contiguous = plan.is_strided(plan.recording.wholes[name])
-    prepared = _with_modules(model, {**plan.replacements(), **graphs}).eval()
+    replacements = {
+        name: module
+        for name, module in plan.replacements().items()
+        if not name.startswith(tuple(map(inside, graphs)))
+    }
+    prepared = _with_modules(model, {**replacements, **graphs}).eval()
     _leave_fast_paths(prepared)
-    rows = {name: graph.torchq_report for name, graph in graphs.items()}
+    rows = {name: list(graph.torchq_report) for name, graph in graphs.items()}  # type: ignore[arg-type]
     prepared.torchq_report = report_rows(model, plan, rows)  # type: ignore[assignment]
     return prepared
 
@@ -133,7 +122,7 @@ def _agrees(
     """
     try:
         result = _result(prepared, args, kwargs)
-    except (AttributeError, TypeError, KeyError, PartError):
+    except (AttributeError, TypeError, KeyError):
         return False
     except Exception:  # of what the observers see, which calibrating will tell
         return True
@@ -161,32 +150,25 @@ def _largest(values: torch.Tensor) -> float:
 
 def _graphs(
     model: nn.Module, plan: Plan, config: QConfig, overrides: Overrides | None
-) -> tuple[dict[str, Prepared], set[str]]:
-    """Modules whose every operation is known, prepared as graphs; names of what those call."""
-    from torchq.eager import wholes  # which swaps the modules of what it cannot trace
-    from torchq.fx import flow as graph
+) -> dict[str, nn.Module]:
+    """Sequences whose every operation is known, by name, prepared as graphs."""
+    from torchq.fx import flow as graph  # which swaps the modules of what it cannot trace
     from torchq.fx.tracing.capture import CaptureError
 
-    result: dict[str, Prepared] = {}
-    names: set[str] = set()
-    for name, calls in wholes.candidates(model, plan.recording):
+    result: dict[str, nn.Module] = {}
+    for name, calls in plan.sequences.items():
         if name.startswith(tuple(map(inside, result))):
             continue
-        module, full = model.get_submodule(name), f"{plan.prefix}{name}".rstrip(".")
         try:
             prepared = graph.prepare_call(
-                module, calls[0].sources or (), {}, config, overrides, inside(full), wholes.check
-            )
+                model.get_submodule(name), (calls[0].source,), {}, config, overrides,
+                inside(f"{plan.prefix}{name}".rstrip(".")), plan.is_strided(calls),
+            )  # fmt: skip
         except CaptureError:
             continue
-        names |= {f"{inside(full)}{row.name}" for row in prepared.torchq_report}
-        rows = [row for row in prepared.torchq_report if row.quantized and row.is_matmul]
-        alone = [n for n, why in plan.layers.items() if n.startswith(inside(name)) and not why]
-        gains = prepared.plan.layer_at and len(rows) >= len(alone)
-        if gains and wholes.computes(module, prepared, calls):
-            prepared.stand_for(Stood.of(module, full))
+        if any(row.quantized and row.is_matmul for row in prepared.torchq_report):
             result[name] = prepared
-    return result, names
+    return result
 
 
 def _settle_weights(model: nn.Module) -> None:
@@ -248,7 +230,6 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
             something stays float.
     """
     from torchq.fx import flow as graph
-    from torchq.fx.module import WholeGraph
     from torchq.fx.prepared import Prepared
 
     check_prepared("convert", prepared)
@@ -258,7 +239,7 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
     replacements: dict[str, nn.Module] = {}
     for name, module in prepared.named_modules():
         if isinstance(module, Prepared):
-            replacements[name] = WholeGraph.of(graph.convert(module), vars(module)["_stood"])
+            replacements[name] = graph.convert(module)
         elif isinstance(module, ObservedLayer):
             replacements[name] = module.convert()
         elif isinstance(module, STANDALONE):

@@ -9,7 +9,6 @@ computes the same.
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from torchq.kinds import is_patched
 from torchq.nn.swapped import constants_of
 from torchq.state import twin
 
-__all__ = ["has_plain_calls", "stand_in"]
+__all__ = ["stand_in"]
 
 _LIBRARY = ("torch.nn.", "torchq.")
 _HARMLESS = {
@@ -52,30 +51,6 @@ def stand_in(module: nn.Module) -> nn.Module | None:
         return layer if constants_of(copied) == own else None  # else it keeps state
     except Exception:  # of its code, when it is traced or gets a source of another shape
         return None
-
-
-def has_plain_calls(module: nn.Module) -> bool:
-    """Whether code can do little else with a module of this class than to call it, with tensors.
-
-    Its forward has no argument that may be left out, and it is no container whose parts have names,
-    or that is asked for them.
-    """
-    cls = type(module)
-    if next(module.children(), None) is None or isinstance(module, torch.jit.ScriptModule):
-        return False
-    if cls.__module__.startswith(_LIBRARY):
-        return cls is nn.Sequential and all(key.isdecimal() for key in module._modules)
-    if not _is_simple(cls):
-        return False
-    kinds = [(p.kind, p.default) for p in inspect.signature(cls.forward).parameters.values()]
-    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-    return len(kinds) > 1 and all(kind == plain for kind in kinds)
-
-
-def _is_simple(cls: type) -> bool:
-    """Whether a class of others says nothing of how it is called, or its attributes are found."""
-    own = [c for c in cls.__mro__ if not c.__module__.startswith(_LIBRARY) and c is not object]
-    return not any(n.startswith("__") and n not in _HARMLESS for c in own for n in vars(c))
 
 
 def _inherits(cls: type) -> bool:

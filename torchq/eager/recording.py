@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchq.eager.leaves import has_plain_calls, stand_in
+from torchq.eager.leaves import stand_in
 from torchq.kinds import MATMUL, is_patched
 
 
@@ -45,13 +45,11 @@ class Call:
             (:func:`stand_in`).
         inputs: values it reads, as numbers.
         outputs: values it gives; a tensor written in place is the same value.
-        within: the possible wholes whose calls it was made in, outermost first.
-        sources: of a possible whole: copies of its arguments, None if not all are tensors given by
-            position.
+        within: the sequences whose calls it was made in, outermost first.
+        source: of a sequence: a copy of its one positional argument, None if it got others.
         keywords: whether it got others than ``input``, as the parameter is called in torch.nn.
         writes: whether it wrote to what it was given.
         first: whether it was made in the first run.
-        plain: whether it gave one tensor, and no argument of its.
     """
 
     name: str
@@ -59,11 +57,10 @@ class Call:
     inputs: list[int]
     outputs: list[int]
     within: tuple[str, ...] = ()
-    sources: tuple[Tensor, ...] | None = None
+    source: Tensor | None = None
     keywords: bool = False
     writes: bool = False
     first: bool = True
-    plain: bool = True
 
 
 @dataclass(frozen=True)
@@ -85,24 +82,18 @@ class Recording:
         calls: of leaf modules and functions, in order.
         values: number -> shape and dtype.
         strided: values whose strides matter, such as the source of ``view``.
-        exposures: modules whose parameters are read outside of their own forward, and the
-            possible wholes in whose calls.
+        exposed: modules whose parameters are read outside of their own forward.
         hooked: modules with hooks of the user.
-        wholes: qualified name of a module that a graph may stand for -> its calls.
+        sequences: qualified name of a plain ``nn.Sequential`` -> its calls.
     """
 
     leaves: dict[str, nn.Module] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     values: dict[int, Value] = field(default_factory=dict)
     strided: set[int] = field(default_factory=set)
-    exposures: set[tuple[str, tuple[str, ...]]] = field(default_factory=set)
+    exposed: set[str] = field(default_factory=set)
     hooked: set[str] = field(default_factory=set)
-    wholes: dict[str, list[Call]] = field(default_factory=dict)
-
-    @property
-    def exposed(self) -> set[str]:
-        """The modules of ``exposures``."""
-        return {name for name, _ in self.exposures}
+    sequences: dict[str, list[Call]] = field(default_factory=dict)
 
     def products_with_weights(self) -> list[Call]:
         """Functions of the first run that multiply by free parameters, or what is made of them."""
@@ -172,9 +163,9 @@ class _Recorder(TorchFunctionMode):
         found = [(n, m, stand_in(m)) for n, m in model.named_modules()]
         self._leaves = {n: m for n, m, layer in found if layer is not None}
         self.recording.leaves = {n: layer for n, _, layer in found if layer is not None}
-        self._wholes = {n: m for n, m, _ in found if has_plain_calls(m)}
+        self._sequences = {n: m for n, m, _ in found if type(m) is nn.Sequential}
         self._owners: dict[int, list[str]] = defaultdict(list)  # id(parameter) -> leaf modules
-        for name, module, _ in found:
+        for name, module in (self._leaves | self._sequences).items():
             for tensor in (*module.parameters(False), *module.buffers(False)):
                 self._owners[id(tensor)].append(name)
             if is_hooked(module):
@@ -184,7 +175,7 @@ class _Recorder(TorchFunctionMode):
         self._of_layers = {id(p) for m in layers for p in m.parameters(False)}
         self._numbers: dict[int, int] = {}  # id(tensor) -> value
         self._alive: list[Tensor] = []  # each once, so that no id is used twice
-        self._open: list[tuple[str, Any, list[Tensor], list[int]]] = []  # calls
+        self._open: list[tuple[str, Tensor | None, list[Tensor], list[int]]] = []  # calls
         self.depth = 0  # of leaf modules and functions
 
     def hooks(self) -> ExitStack:
@@ -192,7 +183,7 @@ class _Recorder(TorchFunctionMode):
         stack = ExitStack()
         self._open.clear()
         self.depth = 0
-        for name, module in (self._leaves | self._wholes).items():
+        for name, module in (self._leaves | self._sequences).items():
             before = module.register_forward_pre_hook(self._enter(name), with_kwargs=True)
             stack.callback(before.remove)
             after = module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
@@ -201,12 +192,8 @@ class _Recorder(TorchFunctionMode):
 
     def read(self, tensor: Tensor) -> int:
         """The value of a tensor that someone reads."""
-        for owner in self._owners.get(id(tensor), ()):
-            self.recording.exposures.add((owner, self._within()))
+        self.recording.exposed.update(self._owners.get(id(tensor), ()))
         return self._number(tensor)
-
-    def _within(self) -> tuple[str, ...]:
-        return tuple(name for name, *_ in self._open if name in self._wholes)
 
     def _number(self, tensor: Tensor) -> int:
         if id(tensor) not in self._numbers:
@@ -226,9 +213,10 @@ class _Recorder(TorchFunctionMode):
         looked_up = self._embedded if name == "embedding" else ()  # not through the layer
         read = [self._number(t) if id(t) in looked_up else self.read(t) for t in args]
         written = [self._number(t) for t in _tensors(result)]
-        call = Call(name, module, read, written, self._within(), first=self.first)
-        if name in self._wholes and module is not None:
-            self.recording.wholes.setdefault(name, []).append(call)
+        within = tuple(open_name for open_name, *_ in self._open if open_name in self._sequences)
+        call = Call(name, module, read, written, within, first=self.first)
+        if name in self._sequences and module is not None:
+            self.recording.sequences.setdefault(name, []).append(call)
         else:
             self.recording.calls.append(call)
         return call
@@ -264,24 +252,24 @@ class _Recorder(TorchFunctionMode):
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             with self._quiet():
                 tensors = _tensors((args, kwargs))
-                known = name in self._wholes and not kwargs
-                plain = known and all(isinstance(arg, Tensor) for arg in args)
-                sources = tuple(map(_copied, args)) if plain else None
-                self._open.append((name, sources, tensors, [t._version for t in tensors]))
+                alone = name in self._sequences and len(args) == 1 and not kwargs
+                source = (
+                    _copied(tensors[0]) if alone and tensors and args[0] is tensors[0] else None
+                )
+                self._open.append((name, source, tensors, [t._version for t in tensors]))
             self.depth += name in self._leaves
 
         return hook
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        name, sources, tensors, versions = self._open.pop()
+        name, source, tensors, versions = self._open.pop()
         self.depth -= name in self._leaves
         if self.depth:
             return
         with self._quiet():
             call = self.add(name, self.recording.leaves.get(name, module), tensors, result)
-            call.sources, call.keywords = sources, bool(kwargs.keys() - {"input"})
+            call.source, call.keywords = source, bool(kwargs.keys() - {"input"})
             call.writes = [t._version for t in tensors] != versions
-            call.plain = isinstance(result, Tensor) and not any(result is t for t in tensors)
             if isinstance(module, nn.Unflatten):
                 self.recording.strided.update(call.inputs)
 

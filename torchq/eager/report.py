@@ -21,14 +21,14 @@ def report_rows(model: nn.Module, plan: Plan, graphs: dict[str, list[Row]]) -> l
     Args:
         model: the float model.
         plan: what was decided about it.
-        graphs: module that became a graph -> the rows of what is in it.
+        graphs: sequence that became a graph -> the rows of what is in it.
     """
     rows = []
     for name, module in model.named_modules():
         if name in graphs:
             prefix = inside(f"{plan.prefix}{name}".rstrip("."))
             for row in graphs[name]:
-                reason = _with_prefix(prefix, row.reason)
+                reason = row.reason.replace("fused into ", f"fused into {prefix}")
                 full, site = f"{prefix}{row.name}", f"{prefix}{row.site}"
                 rows.append(replace(row, name=full, site=site, reason=reason))
         elif name.startswith(tuple(map(inside, graphs))):
@@ -41,22 +41,10 @@ def report_rows(model: nn.Module, plan: Plan, graphs: dict[str, list[Row]]) -> l
     return [*rows, *_function_rows(plan)]
 
 
-def _with_prefix(prefix: str, reason: str) -> str:
-    """What something was fused into is in the same module."""
-    head, hosts = "fused into ", reason.partition(";")[0]
-    if not reason.startswith(head):
-        return reason
-    names = hosts.removeprefix(head).split(", ")
-    return head + ", ".join(f"{prefix}{name}" for name in names) + reason[len(hosts) :]
-
-
 def _function_rows(plan: Plan) -> list[Row]:
     """Of what the model's own code multiplies by its parameters."""
     reason, rows = "a function of a model whose modules are swapped", []
-    for name, call in plan.products.items():
-        if plan.is_covered(call):
-            continue
-        kind = call.name.strip("_")
+    for name, kind in plan.products.items():
         full, first = f"{plan.prefix}{name}", f"{plan.prefix}{kind}"
         requested = plan.config(name) is None
         rows.append(Row(full, kind, False, reason, full, True, requested, first=first))

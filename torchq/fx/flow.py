@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,12 +61,12 @@ def prepare_call(
     config: QConfig,
     overrides: Overrides | None,
     prefix: str = "",
-    check: Callable[[Captured], None] = lambda captured: None,
+    contiguous: bool = False,
 ) -> Prepared:
     """:func:`prepare` for ``model(*args, **kwargs)``.
 
     With a ``prefix``, the model is a submodule of another one: names in overrides and messages
-    begin with it, and patterns are not checked. ``check`` may refuse a graph.
+    begin with it, and patterns are not checked. ``contiguous``: its result's strides matter.
     """
     if stands_alone(model, config):
         raise CaptureError("it is a single module, which a graph would look into; swap it")
@@ -74,8 +74,7 @@ def prepare_call(
     freeze_observers(model)
     captured = capture(copy.deepcopy(model), args, kwargs)  # its code may write to parameters
     captured.model = with_constants(model, captured.model)
-    check(captured)
-    captured.prefix = prefix
+    captured.prefix, captured.contiguous = prefix, contiguous
     compute_once(captured)
     opaque, rows = _prepare_opaque(captured, config, overrides)  # may add to the reasons
     plan = Plan(captured, config, overrides)

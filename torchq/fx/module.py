@@ -14,10 +14,9 @@ from torchq.explain import Row
 from torchq.fx.direct import direct_and_forward
 from torchq.fx.names import BY_NAME, NAMES
 from torchq.fx.tracing.sequences import SequenceTracer
-from torchq.nn.swapped import INSIDE, Stood, Whole
 from torchq.running import without_gradients
 
-__all__ = ["QuantizedGraph", "WholeGraph", "graph_of", "plain_nodes"]
+__all__ = ["QuantizedGraph", "graph_of", "plain_nodes"]
 
 
 class QuantizedGraph(fx.GraphModule):
@@ -85,47 +84,13 @@ class QuantizedGraph(fx.GraphModule):
         A GraphModule pickles its code, which torch.fx would trace anew: without example values, so
         that code that acts on sizes fails.
         """
-        nodes, owned = plain_nodes(self.graph, ("source",)), _owned(self)
+        nodes = plain_nodes(self.graph, ("source",))
+        owned = {
+            str(n.target): operator.attrgetter(str(n.target))(self)
+            for n in self.graph.nodes
+            if n.op in ("call_module", "get_attr")
+        }
         return _rebuild, (nodes, owned, type(self).__name__, self.torchq_report)
-
-
-class WholeGraph(Whole, QuantizedGraph):
-    """A graph in the place of a module that a model's own code calls."""
-
-    @classmethod
-    def of(cls, graph: QuantizedGraph, stood: Stood) -> WholeGraph:
-        """Takes over the graph; what it owns gets other names, where code could ask for it."""
-        owned = _owned(graph)
-        if stood.holds and not any(name.startswith(f"{INSIDE}.") for name in owned):
-            for node in graph.graph.nodes:
-                if node.op in ("call_module", "get_attr"):
-                    node.meta.setdefault("source", node.target)
-                    node.target = f"{INSIDE}.{node.target}"
-            owned = {f"{INSIDE}.{name}": value for name, value in owned.items()}
-        made = cls(owned, graph.graph, type(graph).__name__)
-        made.with_report(graph.torchq_report)
-        made.stand_for(stood)
-        return made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedGraph:
-        """A copy that stands for the same."""
-        copied = super().__deepcopy__(memo)
-        assert isinstance(copied, Whole)
-        copied.stand_for(vars(self)["_stood"])
-        return copied
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as a graph, and what it stands for."""
-        return _rebuild_whole, (*super().__reduce__()[1], vars(self)["_stood"])
-
-
-def _owned(graph: QuantizedGraph) -> dict[str, Any]:
-    """By name, the modules and tensors that the nodes refer to."""
-    return {
-        str(n.target): operator.attrgetter(str(n.target))(graph)
-        for n in graph.graph.nodes
-        if n.op in ("call_module", "get_attr")
-    }
 
 
 @dataclass(frozen=True)
@@ -171,10 +136,3 @@ def _rebuild(
     plain: list[tuple[Any, ...]], owned: dict[str, Any], name: str, rows: list[Row] | None
 ) -> QuantizedGraph:
     return QuantizedGraph(owned, graph_of(plain), name).with_report(rows)
-
-
-def _rebuild_whole(
-    plain: list[tuple[Any, ...]], owned: dict[str, Any], name: str, rows: list[Row] | None,
-    stood: Stood,
-) -> WholeGraph:  # fmt: skip
-    return WholeGraph.of(_rebuild(plain, owned, name, rows), stood)

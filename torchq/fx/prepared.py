@@ -15,7 +15,6 @@ from torchq.fx.module import graph_of, plain_nodes
 from torchq.fx.ops import Role
 from torchq.fx.planning import Plan
 from torchq.fx.tracing.capture import Captured
-from torchq.nn.swapped import Stood, Whole
 from torchq.observers import HistogramObserver, Observer
 from torchq.qparams import QParams
 
@@ -27,7 +26,7 @@ _META = (
 )
 
 
-class Prepared(Whole):
+class Prepared(nn.Module):
     """Computes what the float model computes, and records ranges on the way.
 
     Attributes:
@@ -72,7 +71,7 @@ class Prepared(Whole):
     def __deepcopy__(self, memo: dict[int, Any]) -> Prepared:
         """The plan is shared: nothing changes it."""
         memo[id(self.plan)] = self.plan
-        other: Prepared = Prepared.__new__(Prepared)
+        other = Prepared.__new__(Prepared)
         memo[id(self)] = other
         other.__dict__ = copy.deepcopy(self.__dict__, memo)
         return other
@@ -83,8 +82,7 @@ class Prepared(Whole):
         nodes = plain_nodes(captured.graph, _META)
         opaque = {name: self.graph_module.get_submodule(name) for name in self.opaque_names}
         parts = replace(captured, graph=None), plan._config, plan._overrides  # type: ignore[arg-type]
-        own = opaque, self.torchq_report, list(self.observers), vars(self).get("_stood")
-        return _rebuild, (nodes, *parts, *own)
+        return _rebuild, (nodes, *parts, opaque, self.torchq_report, list(self.observers))
 
     def _result_nodes(self) -> list[tuple[str, fx.Node]]:
         """Where the converted model will have a quantized module, and the node of its result."""
@@ -142,13 +140,10 @@ def _rebuild(
     opaque: dict[str, nn.Module],
     rows: list[Row],
     observers: list[nn.Module],
-    stood: Stood | None,
 ) -> Prepared:
     plan = Plan(replace(captured, graph=graph_of(nodes)), config, overrides)
     prepared = Prepared(plan, opaque, rows)
     for i, observer in enumerate(observers):
         prepared.observers[i] = observer
         prepared.graph_module.set_submodule(f"torchq_observer_{i}", observer)
-    if stood is not None:
-        prepared.stand_for(stood)
     return prepared.eval()

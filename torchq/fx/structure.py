@@ -137,9 +137,8 @@ def _owned(model: nn.Module, node: fx.Node) -> nn.Module | None:
     """The module that a node calls or, as another one's argument, is."""
     if node.op == "call_module":
         return model.get_submodule(str(node.target))
-    if node.op != "get_attr":
-        return None
-    return dict(model.named_modules()).get(str(node.target))
+    found = getattr(model, str(node.target), None) if node.op == "get_attr" else None
+    return found if isinstance(found, nn.Module) else None
 
 
 def _encode_module(module: nn.Module, node: fx.Node) -> dict[str, Any] | None:

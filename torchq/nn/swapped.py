@@ -149,81 +149,8 @@ def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
-INSIDE = "inside"
-"""What holds the parts of a :class:`Whole`: no name of theirs is an attribute of it."""
-
-
-class PartError(RuntimeError):
-    """Code asks for a part of a module that became a graph.
-
-    No AttributeError: ``hasattr`` would say that the module has no such thing.
-    """
-
-    def __init__(self, whole: str, name: str) -> None:
-        """``name`` is the part's."""
-        super().__init__(
-            f"torchq: '{name}' of '{whole}' must not be asked for: the module became one graph, "
-            f"whose parts, in '{whole}.{INSIDE}', take and give integers. For code of the model "
-            f"that needs it, pass overrides={{'{whole}': None}}, which keeps the module float."
-        )
-        self.whole = whole
-
-
-@dataclass(frozen=True)
-class Stood:
-    """What a module was: ``hidden`` are attributes that it had, ``holds`` that parts have names."""
-
-    name: str
-    constants: dict[str, Any]
-    hidden: frozenset[str]
-    holds: bool
-
-    @classmethod
-    def of(cls, module: nn.Module, name: str) -> "Stood":
-        """Of a float module."""
-        constants, parts = constants_of(module), (module._modules, module._parameters)
-        names = {n for n in dir(module) if not n.startswith("__")} - set(dir(nn.Module()))
-        holds = any(n.isidentifier() for n in {*parts[0], *parts[1], *module._buffers})
-        return cls(name, constants, frozenset(names - constants.keys()), holds)
-
-
-class Whole(Standing):
-    """Stands where a model's own code calls a module that became a graph.
-
-    It has the constants of that module. Of other attributes the module had, reading or writing one
-    raises: what is inside takes and gives integers, or is fused with something else.
-    """
-
-    def stand_for(self, stood: Stood) -> None:
-        """To be called last."""
-        vars(self)["_stood"] = stood
-        self._fix(stood.constants)
-
-    def __getattr__(self, name: str) -> Any:
-        """Raises PartError for what the float module had."""
-        stood = vars(self).get("_stood")
-        if stood is not None and name in stood.hidden and name not in self._modules:
-            raise PartError(stood.name, name)
-        return super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """The same."""
-        stood = vars(self).get("_stood")
-        if stood is not None and name in stood.hidden:
-            raise PartError(stood.name, name)
-        super().__setattr__(name, value)
-
-
 def by_float_name(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """``named_modules`` as in the float model: with the layers themselves for what holds them."""
-    found, wholes = list[tuple[str, nn.Module]](), list[str]()
+    """``named_modules`` with the layers themselves in place of those that hold them."""
     held = {id(m.layer): name for name, m in model.named_modules() if isinstance(m, Swapped)}
-    for name, module in model.named_modules():
-        if "_stood" in vars(module):
-            wholes.append(f"{name}." if name else "")
-        whole = next((w for w in wholes if name.startswith(f"{w}{INSIDE}.")), None)
-        if whole is not None:
-            name = f"{whole}{name[len(f'{whole}{INSIDE}.') :]}"
-        if not isinstance(module, Swapped):
-            found.append((held.get(id(module), name), module))
-    return found
+    parts = [part for part in model.named_modules() if not isinstance(part[1], Swapped)]
+    return [(held.get(id(module), name), module) for name, module in parts]
