@@ -126,11 +126,12 @@ def test_meta_tensors_do_not_mix_with_others() -> None:
     zero, meta = torch.zeros(8, dtype=S32), "meta"
     for call, named in (
         (lambda: TF.dequantize(SRC, 0.5, zero.to(meta)), "zero_point on meta and src, scale"),
-        (lambda: TF.quantize(SRC.float().to(meta), 0.5), "src on meta and scale, zero_point"),
         (lambda: TF.concat([SRC, SRC.to(meta)]), "srcs on meta and srcs, scales"),
         (lin(weight=WEIGHT.to(meta)), "weight, compensation, pair_bound on meta and src"),
     ):
         refuse(ValueError, call, "must be on one device, got", named, "on the CPU", "Load")
+    assert TF.quantize(SRC.float().to(meta), 0.5).shape == SRC.shape, "scales of our own"
+    assert TF.eltwise(SRC.to(meta), "relu").is_meta
 
 
 def test_what_attributes_are_read_from() -> None:

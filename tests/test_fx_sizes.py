@@ -146,6 +146,14 @@ def by_rows(fc: Any, x: Tensor) -> Tensor:
     return y.flip(0) if len(y) != 1 else y
 
 
+def repeated_text(fc: Any, x: Tensor) -> Tensor:
+    return fc(x) * len("a" * len(x))
+
+
+def repeated_items(fc: Any, x: Tensor) -> Tensor:
+    return fc(x) * sum(x.size(1) * (0.5,)) + sum([1.5] * (x.size(0) - 1))
+
+
 def by_length(fc: Any, x: Tensor) -> Tensor:
     return fc(x).reshape(len(x), -1).sum(1) + torch.ones(1).expand(len(x))
 
@@ -251,7 +259,7 @@ class Applies(nn.Module):
 @pytest.mark.parametrize("function", [
     in_chunks, by_rows, by_length, not_taken, other_size, longer, others_longer, halves, asks_more,
     two_ways, either, products, expands, in_a_set, in_a_dict, alike, in_windows, by_frames,
-    by_samples, in_at_most,
+    by_samples, in_at_most, repeated_text, repeated_items,
 ])  # fmt: skip
 def test_batches_never_take_the_wrong_path(function: Any, example: tuple[int, int]) -> None:
     """A graph raises or gives what the model gives, for every batch and length."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +142,80 @@ def test_constants_of_which_a_view_is_written_to_are_not_shared() -> None:
             converted = torchq.quantize(model, data)
         found = [converted(x) for x in data]
         assert all(sqnr(model(x), y) > 30 for x, y in zip(data, found, strict=True))
+
+
+def test_what_a_constant_shares_its_memory_with_is_not_copied() -> None:
+    """Writes that the example's calls do not show, since they add zeros there."""
+
+    def rarely(y: Tensor) -> Tensor:
+        return torch.relu(y.sum(0) - 60)
+
+    def view(m: Any, x: Tensor) -> Tensor:
+        out = torch.zeros(2, 4)
+        row = out[0]
+        row += rarely(m.a(x))
+        return out + m.b(x).sum(0)
+
+    def data(m: Any, x: Tensor) -> Tensor:
+        out = torch.zeros(4)
+        out.data.add_(rarely(m.a(x)))
+        return out + m.b(x).sum(0)
+
+    def array(m: Any, x: Tensor) -> Tensor:
+        values = np.zeros(4, dtype=np.float32)
+        torch.from_numpy(values).add_(rarely(m.a(x)))
+        return torch.from_numpy(values) + m.b(x).sum(0)
+
+    torch.manual_seed(0)
+    for forward in (view, data, array):
+        model = Wired(forward, a=nn.Linear(8, 4), b=nn.Linear(8, 4)).eval().requires_grad_(False)
+        with pytest.warns(UserWarning, match="writes to a constant tensor"):
+            prepared = torchq.prepare(model, torch.rand(6, 8))
+        for factor in (1, 300, 1):
+            x = torch.randn(6, 8) * factor
+            assert torch.equal(prepared(x), model(x)), forward.__name__
+
+
+@pytest.mark.parametrize("where", ["list", "dict", "buffer"])
+def test_what_was_there_before_the_call_is_no_constant(where: str) -> None:
+    """Rows of a cache, more of them in one call than in the next."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        cache = m.cache if where == "buffer" else m.cache[0]
+        cache[: len(x)] = m.a(x)
+        return cache.sum(0) + m.b(x)
+
+    torch.manual_seed(0)
+    model = Wired(forward, a=nn.Linear(8, 4), b=nn.Linear(8, 4)).eval().requires_grad_(False)
+    cache = torch.zeros(10, 4)
+    if where == "buffer":
+        model.register_buffer("cache", cache)
+    else:
+        model.cache = [cache] if where == "list" else {0: cache}
+    with pytest.warns(UserWarning, match="cannot be traced"):
+        prepared = torchq.prepare(model, torch.randn(6, 8))
+    model = copy.deepcopy(model)
+    for batch in (6, 3, 9, 2):
+        x = torch.randn(batch, 8)
+        assert torch.equal(prepared(x), model(x)), batch
+
+
+def test_a_returned_constant_is_each_calls_own() -> None:
+    def forward(m: Any, x: Tensor) -> Any:
+        ramp = torch.arange(40.0).view(10, 4)[: x.size(0)]
+        return m.a(x), torch.zeros(()), [ramp, torch.ones(1).expand(len(x))]
+
+    torch.manual_seed(0)
+    x = torch.randn(6, 8)
+    converted = torchq.quantize(Wired(forward, a=nn.Linear(8, 4)).eval(), [x])
+    assert not hasattr(converted, "torchq_note")  # it was traced
+    for form in (converted, torch.jit.script(converted)):
+        for batch in (6, 3):
+            _, loss, (ramp, ones) = form(x[:batch])
+            assert torch.equal(ramp.flatten(), torch.arange(4.0 * batch))
+            assert int(loss) == 0 and ones.tolist() == [1.0] * batch
+            loss.add_(1)
+            ramp.zero_()
 
 
 def test_a_list_as_long_as_a_tensor_is_guarded() -> None:

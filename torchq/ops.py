@@ -58,16 +58,18 @@ def fake(name: str) -> Callable[[_Kernel], _Kernel]:
 
 
 def _check_devices(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses CPU tensors with meta tensors: dst would be on the CPU, and nothing written to it."""
+    """Refuses CPU sources with meta tensors: dst would be on the CPU, and nothing written to it."""
     names = [
         argument.name for argument in getattr(torch.ops.torchq, name).default._schema.arguments
     ]
     devices: dict[bool, list[str]] = {False: [], True: []}
+    on_meta: list[bool] = []
     for argument, value in [*zip(names, args, strict=False), *kwargs.items()]:
         for tensor in value if isinstance(value, list | tuple) else [value]:
             if isinstance(tensor, Tensor):
-                devices[tensor.device.type == "meta"].append(argument)
-    if devices[True] and devices[False]:
+                on_meta.append(tensor.device.type == "meta")
+                devices[on_meta[-1]].append(argument)
+    if devices[True] and devices[False] and not on_meta[0]:
         raise ValueError(
             f"torchq.{name}: all tensors must be on one device, got {', '.join(devices[True])} on "
             f"meta and {', '.join(devices[False])} on the CPU. Load values into what was made on "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,12 +104,13 @@ class QParams:
 
     @classmethod
     def per_tensor(
-        cls, scale: float, zero_point: int = 0, dtype: torch.dtype = torch.uint8
+        cls, scale: float | Tensor, zero_point: int | Tensor = 0, dtype: torch.dtype = torch.uint8
     ) -> QParams:
-        """Builds per-tensor parameters from Python numbers; ``scale`` is rounded to float32."""
+        """Builds per-tensor parameters from numbers; ``scale`` is rounded to float32."""
         where = "torchq.QParams.per_tensor: "
         scale = to_float32(f"{where}scale", scale)
-        zero_point = to_int(f"{where}zero_point", zero_point, INT32.min, INT32.max)
+        number: Any = zero_point.item() if isinstance(zero_point, Tensor) else zero_point
+        zero_point = to_int(f"{where}zero_point", number, INT32.min, INT32.max)
         scales = torch.tensor(scale, dtype=torch.float32)
         return cls(scales, torch.tensor(zero_point, dtype=torch.int32), dtype)
 

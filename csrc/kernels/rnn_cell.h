@@ -6,8 +6,9 @@
 // error of each below 5e-7 (tests/test_rnn_kernels.py). exp_gates is shorter than Math<V>::exp,
 // which counts five times a unit: it has the range that gates need, and not more.
 //
-// A gate that is saturated is exactly 0 or 1, and what it keeps stays as it is, bit for bit: an
-// error of half a digit, the same in every step, would move what is held for thousands of them.
+// A gate that is open is exactly 1, and one that is closed below 5e-18, so that what they keep
+// stays as it is, bit for bit, but for cell states below 1e-10: an error of half a digit, the same
+// in every step, would move what is held for thousands of them.
 #pragma once
 
 #include "math.h"
@@ -41,8 +42,8 @@ struct RnnFormula {
   };
 
   /// e[i] = e^(factor[i] * x[i]), with the exponent clamped to [-40, 40]: beyond, 1 + e and 1 - e
-  /// are what they are at infinity, up to 5e-18. Relative error below 5e-7, e^0 = 1; NaN stays NaN.
-  /// 2^r = (a + r) / (a - r), a = c[0] + c[1] r^2, |r| <= 1/2, is two steps shorter than a
+  /// are what they are at infinity, up to 5e-18. Relative error below 1.1e-6, e^0 = 1; NaN stays
+  /// NaN. 2^r = (a + r) / (a - r), a = c[0] + c[1] r^2, |r| <= 1/2, is two steps shorter than a
   /// polynomial. All take a step before any takes the next one, since a chain of them waits for its
   /// own results.
   template <int N>

@@ -133,6 +133,7 @@ def _trace(
     if failed:
         raise CaptureError(failed)
     remove_unused(graph)
+    _copy_results(graph, tracer)
     if tracer.asked_rank:
         _check_ranks(graph, tracer)
     for node in graph.nodes:
@@ -170,6 +171,30 @@ def _meta(value: Any) -> Meta:
         tensors = [v for v in value if isinstance(v, Tensor)]
         return Meta(None, tensors[0].dtype, _meta(tensors[0]).storage, True, len(value))
     return Meta(is_number=isinstance(value, (bool, int, float)), is_int=type(value) is int)
+
+
+def _copy_results(graph: fx.Graph, tracer: Tracer) -> None:
+    """Copies what is returned of constants: the model makes them anew in each call."""
+
+    def storage(node: fx.Node) -> int:
+        value = tracer.values[node]
+        strided = isinstance(value, Tensor) and value.layout == torch.strided
+        return value.untyped_storage().data_ptr() if strided else 0
+
+    made = {storage(node) for node in graph.nodes if not node.meta.get("varying", True)} - {0}
+    kept = [*tracer.root.parameters(), *tracer.root.buffers()]
+    made -= {x.untyped_storage().data_ptr() for x in kept if x.layout == torch.strided}
+    readers = list(graph.find_nodes(op="output"))
+    for reader in readers:
+        for node in reader.all_input_nodes:
+            if isinstance(node.target, type):  # a class of results
+                readers.append(node)
+            elif storage(node) in made:
+                with graph.inserting_before(reader):
+                    copied = graph.call_method("clone", (node,))
+                copied.meta.update(scope="", varying=True, writes=[], static=False)
+                tracer.values[copied] = tracer.values[node].clone()
+                reader.replace_input_with(node, copied)
 
 
 def remove_unused(graph: fx.Graph) -> None:

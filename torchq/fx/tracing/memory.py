@@ -21,15 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.state import State, changed, put_back, state_of, twin
 
-__all__ = ["DIFFERS", "Calls", "agree", "why_other", "with_constants"]
+__all__ = ["DIFFERS", "KEEPS", "SHARES", "Calls", "agree", "why_other", "with_constants"]
 
 DIFFERS = (
     "its graph computes something else than the model (perhaps its code asks `type(x) is "
     "torch.Tensor`, or writes to a view)"
 )
-_SHARES = "its Python code writes to a constant tensor, which all calls of a graph would share"
+SHARES = "its Python code writes to a constant tensor, which all calls of a graph would share"
 _OUTSIDE = "its results depend on what earlier calls left outside of its modules"
-_KEEPS = "its results depend on what earlier calls left in {}, which a graph does not keep"
+KEEPS = "its results depend on what earlier calls left in {}, which a graph does not keep"
 
 
 class Calls:
@@ -91,7 +91,7 @@ def why_other(
     poisoned = {name: _poisoned(name, keys, *states) for name, keys in moved.items()}
     guilty = [n for n, state in poisoned.items() if not _agrees(model, n, state, inputs, found[1])]
     if not guilty and _changes_constants(graph):
-        return {"": _SHARES}
+        return {"": SHARES}
     return _reasons({name: moved[name] for name in guilty})
 
 
@@ -156,7 +156,7 @@ def _changes_constants(graph: fx.Graph) -> bool:
 
 
 def _reasons(kept: dict[str, list[str]]) -> dict[str, str]:
-    return {name: _KEEPS.format(", ".join(f"'{key}'" for key in keys))
+    return {name: KEEPS.format(", ".join(f"'{key}'" for key in keys))
             for name, keys in kept.items()}  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.fx.tracing import containers
 from torchq.fx.tracing.guards import rounded, with_item
+from torchq.fx.tracing.memory import KEEPS
 from torchq.fx.tracing.place import assigns_item
 from torchq.fx.tracing.recorder import Recorder
 
@@ -61,8 +62,11 @@ class Proxy(fx.Proxy):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """From here on, this is another node: what was written to."""
-        if not isinstance(self.tracer.values[self.node], Tensor):
+        before = self.tracer.values[self.node]
+        if not isinstance(before, Tensor):
             raise fx.proxy.TraceError("its Python code writes to what is no tensor")
+        if kept := self.tracer.kept(before):
+            raise fx.proxy.TraceError(KEEPS.format(f"'{kept}'"))
         written = self.tracer.create_proxy("call_function", with_item, (self, index, value), {})
         self.tracer.replace(self, written)
 
@@ -109,11 +113,21 @@ class Proxy(fx.Proxy):
             tracer.asked.clear()
         return super().__torch_function__(orig_method, types, args, kwargs)
 
+    def __mul__(self, other: Any) -> Any:
+        """A node, but for ``len(x) * [None]``, guarded: code goes through it, and writes to it."""
+        if self._repeats(other):
+            return self.__index__() * other
+        return self.tracer.create_proxy("call_function", operator.mul, (self, other), {})
+
     def __rmul__(self, other: Any) -> Any:
-        """A node, but for ``[None] * len(x)``: code writes to such a list. Guarded."""
-        if type(other) is list and self.node.meta.get("length"):
+        """The same."""
+        if self._repeats(other):
             return other * self.__index__()
         return self.tracer.create_proxy("call_function", operator.mul, (other, self), {})
+
+    def _repeats(self, other: Any) -> bool:
+        number = isinstance(self.tracer.values[self.node], int)
+        return number and isinstance(other, str | bytes | list | tuple)
 
     def __int__(self) -> int:
         """Guarded."""

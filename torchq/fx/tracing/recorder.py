@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from torchq.fx.tracing.guards import expect, expect_real
 from torchq.fx.tracing.nodes import compute, counts
@@ -38,6 +39,7 @@ class Recorder(SequenceTracer):
         asked: guards of numbers that may have been asked for in vain, see ``Proxy.__index__``.
         released: the call is over, and nothing more is guarded.
         constants: those that were written to, see :mod:`torchq.fx.tracing.written`.
+        older: storages of tensors that are there before the call: in the model, objects, globals.
 
     In ``meta``, nodes have
         scope, place: where in the model's code they come from.
@@ -58,6 +60,11 @@ class Recorder(SequenceTracer):
         self._running, self._thread = False, threading.get_ident()
         self._written: dict[fx.Node, fx.Node] = {}
         self.constants: list[Any] = []
+        self.older = {
+            x.untyped_storage().data_ptr()
+            for x in gc.get_objects()
+            if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
+        }
 
     @property
     def running(self) -> bool:
@@ -108,6 +115,14 @@ class Recorder(SequenceTracer):
         while node in self._written:
             node = self._written[node]
         return node
+
+    def kept(self, value: Tensor) -> str:
+        """The name of the parameter or buffer that it is, or is a part of, without its module's."""
+        storage = value.untyped_storage().data_ptr()
+        for name, kept in [*self.root.named_parameters(), *self.root.named_buffers()]:
+            if kept.layout == torch.strided and kept.untyped_storage().data_ptr() == storage:
+                return name.rpartition(".")[2]
+        return ""
 
     def replace(self, old: fx.Proxy, new: fx.Proxy) -> None:
         """Whoever reads ``old`` from here on gets ``new``."""

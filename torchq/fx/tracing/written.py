@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.overrides import is_tensor_method_or_property
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchq.fx.tracing.memory import SHARES
 from torchq.fx.tracing.proxy import Proxy
 from torchq.fx.tracing.recorder import Recorder
 
@@ -62,19 +63,24 @@ def writes_to_constant(
 ) -> tuple[Any, Mapping[str, Any]] | None:
     """Arguments with a node instead of the constant that a call writes to: in place, or as ``out``.
 
-    None if it writes to no constant, or to what the model itself has, and keeps call after call.
+    None if it writes to no constant, or to one that was there before: somebody keeps it.
+
+    Raises:
+        TraceError: the constant has views, or is one.
     """
     name = str(getattr(target, "__name__", target))
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
     constant: Any = kwargs.get("out", args[0] if args and in_place else None)
     if kind == "call_module" or type(constant) is not Tensor or constant.layout != torch.strided:
         return None
-    kept = [*tracer.root.parameters(), *tracer.root.buffers()]
-    kept += [x for x, name in tracer.tensor_attrs.items()
-             if isinstance(x, Tensor) and not name.startswith("_tensor_constant")]  # fmt: skip
-    storage = constant.untyped_storage().data_ptr()
-    if any(x.layout == torch.strided and x.untyped_storage().data_ptr() == storage for x in kept):
+    storage = constant.untyped_storage()
+    if storage.data_ptr() in tracer.older:
         return None
+    # Writes to a view, or behind one, would have to be seen in the other: the tensor and
+    # `storage` are all that may hold it, and arrays of numpy see what is written to theirs.
+    shared = torch._C._storage_Use_Count(storage._cdata) > 2
+    if constant._is_view() or shared or not storage.resizable():
+        raise fx.proxy.TraceError(SHARES)
     copied = tracer.create_proxy("call_method", "clone", (constant.clone(),), {})
     copied.node.meta["varying"] = True
     constant.__class__ = Written
