@@ -39,7 +39,8 @@ class Recorder(SequenceTracer):
         asked: guards of numbers that may have been asked for in vain, see ``Proxy.__index__``.
         released: the call is over, and nothing more is guarded.
         constants: those that were written to, see :mod:`torchq.fx.tracing.written`.
-        older: storages of tensors that are there before the call: in the model, objects, globals.
+        older: tensors that are there before the call, in the model, objects, globals: by storage,
+            and kept, so that no other tensor gets their memory.
 
     In ``meta``, nodes have
         scope, place: where in the model's code they come from.
@@ -60,11 +61,9 @@ class Recorder(SequenceTracer):
         self._running, self._thread = False, threading.get_ident()
         self._written: dict[fx.Node, fx.Node] = {}
         self.constants: list[Any] = []
-        self.older = {
-            x.untyped_storage().data_ptr()
-            for x in gc.get_objects()
-            if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
-        }
+        tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+        strided = [x for x in tensors if x.layout == torch.strided]
+        self.older = {p: x for x in strided if (p := x.untyped_storage().data_ptr())}
 
     @property
     def running(self) -> bool:

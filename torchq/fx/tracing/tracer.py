@@ -73,6 +73,7 @@ class Tracer(Recorder):
         """Puts values where the code that was traced left nodes, beside its modules."""
         self._cache.clear()
         self.asked.clear()
+        self.older.clear()
         self.released = True
         for constant in self.constants:
             read = constant in self.tensor_attrs  # before the first write, as it was
