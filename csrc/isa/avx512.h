@@ -351,6 +351,26 @@ struct Avx512Vnni : Avx512 {
   static TORCHQ_INLINE void dot(Int& acc, Int src, Int weight) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(src), "v"(weight));
   }
+  /// A row's products with NP panels as few statements: GCC 12 moves sums between registers around
+  /// statements of their own, two to six in recurrent tiles of three and four panels (GRU of 512
+  /// units on Zen 5: 0.98 of the time without).
+  template <int NP>
+  static TORCHQ_INLINE void dot_row(Int* acc, Int src, const Int* w) {
+    if constexpr (NP >= 4) {
+      asm("vpdpbusd %5, %4, %0\n\tvpdpbusd %6, %4, %1\n\t"
+          "vpdpbusd %7, %4, %2\n\tvpdpbusd %8, %4, %3"
+          : "+&v"(acc[0]), "+&v"(acc[1]), "+&v"(acc[2]), "+&v"(acc[3])
+          : "v"(src), "v"(w[0]), "v"(w[1]), "v"(w[2]), "v"(w[3]));
+      dot_row<NP - 4>(acc + 4, src, w + 4);
+    } else if constexpr (NP == 3) {
+      asm("vpdpbusd %4, %3, %0\n\tvpdpbusd %5, %3, %1\n\tvpdpbusd %6, %3, %2"
+          : "+&v"(acc[0]), "+&v"(acc[1]), "+&v"(acc[2])
+          : "v"(src), "v"(w[0]), "v"(w[1]), "v"(w[2]));
+    } else if constexpr (NP > 0) {
+      dot(acc[0], src, w[0]);
+      dot_row<NP - 1>(acc + 1, src, w + 1);
+    }
+  }
 
   /// dst = table[src], of 256 entries, with permutations of 128 of them.
   __attribute__((target("avx512vbmi"))) static TORCHQ_NOINLINE void lookup_vbmi(

@@ -31,6 +31,10 @@ TORCHQ_INLINE void dot_step(typename Isa::Int (&acc)[MR][NP], const int8_t* weig
   TORCHQ_UNROLL for (int p = 0; p < NP; ++p) w[p] = Isa::load_weight(weight + p * panel_stride);
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
     auto s = src(r);
+    if constexpr (kGroupPanels == 0 && requires { Isa::template dot_row<NP>(acc[r], s, w); }) {
+      Isa::template dot_row<NP>(acc[r], s, w);
+      continue;
+    }
     TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
       if constexpr (kGroupPanels > 0) {
         if (p > 0 && p % kGroupPanels == 0) s = src(r, p);
