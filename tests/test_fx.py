@@ -283,7 +283,7 @@ def test_inputs_by_keyword_and_constants() -> None:
         converted = torchq.quantize(model, [inputs])
         with torch.no_grad():
             assert sqnr(model(**inputs), converted(**inputs)) > 30
-    with pytest.raises(TypeError):
+    with pytest.raises(RuntimeError, match="was None, got a tensor"):
         torchq.quantize(model, [{"x": x}])(x, torch.ones(4, 8))
 
 

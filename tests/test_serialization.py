@@ -271,3 +271,28 @@ def test_complex_numbers_in_the_graph(tmp_path: Path) -> None:
     quantized = torchq.quantize(model, [x], x)
     torchq.save(quantized, tmp_path / "m")
     assert torch.equal(torchq.load(tmp_path / "m")(x), quantized(x))
+
+
+class Gridded(nn.Module):
+    """A grid from a list of ranges, as detectors make it, and an entry that a dict may lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        x, mask = self.conv(batch["x"]), batch.get("mask")
+        sizes = [torch.arange(x.shape[2]), torch.arange(x.shape[3])]
+        rows, columns = torch.meshgrid(sizes, indexing="ij")
+        x = x + rows - columns
+        return x if mask is None else x * mask
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_lists_of_ranges_and_entries_of_dicts(masked: bool, tmp_path: Path) -> None:
+    batch = {"x": torch.randn(2, 3, 9, 7)} | ({"mask": torch.ones(1, 8, 1, 1)} if masked else {})
+    converted = torchq.quantize(Gridded().eval(), [(batch,)])
+    torchq.save(converted, tmp_path / "model")
+    loaded = torchq.load(tmp_path / "model")
+    for x in (batch["x"], torch.randn(1, 3, 12, 20)):
+        assert torch.equal(loaded({**batch, "x": x}), converted({**batch, "x": x}))

@@ -39,6 +39,8 @@ def _functions() -> dict[str, Callable[..., Any]]:
             if known and not name.startswith("_") and name not in _REFUSED:
                 found[f"{prefix}.{name}"] = function
     for name in torch.functional.__all__:  # of torch, too, but written in Python
+        if hasattr(torch._C._VariableFunctions, name):  # what it calls, with other arguments
+            found[f"VF.{name}"] = getattr(torch._C._VariableFunctions, name)
         found[f"torch.{name}"] = getattr(torch.functional, name)
     for name in ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor"):
         found[f"torch.{name}"] = getattr(torch, name)

@@ -7,14 +7,13 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, fx, nn
 
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.names import BY_NAME, NAMES
-from torchq.fx.tracing.guards import OPTIONAL
 from torchq.fx.tracing.sequences import SequenceTracer
 from torchq.nn.module import QModule
 
@@ -26,7 +25,10 @@ GRAPH_KEY = "torchq_graph"
 _VERSION = 1
 _TYPES: dict[str, Any] = {
     str(kind): kind for kind in (bool, int, float, str, list[Tensor], dict[str, Tensor])
-} | {"Optional[Tensor]": OPTIONAL}  # its str is another one in later Pythons
+} | {  # their str is another one in later Pythons
+    f"Optional[{kind.__name__}]": Optional[kind]  # noqa: UP045 - as OPTIONAL
+    for kind in (Tensor, bool, int, float, str)
+}
 _CONSTANTS = {
     str(value): value
     for value in vars(torch).values()
@@ -200,7 +202,7 @@ def _decode_target(op: str, target: str) -> Any:
             "Was it written by torchq.save?"
         )
     method = op == "call_method"
-    known = hasattr(Tensor, target) or hasattr(float, target)
+    known = hasattr(Tensor, target) or hasattr(float, target) or target == "get"  # of a dict
     if method and (target.startswith("_") or not known):
         raise ValueError(
             f"torchq.load: the file's graph must call methods of tensors only, got '{target}'. "

@@ -14,6 +14,7 @@ __all__ = [
     "OPTIONAL",
     "expect",
     "expect_float",
+    "expect_given",
     "expect_key",
     "expect_keys",
     "expect_nan",
@@ -22,6 +23,7 @@ __all__ = [
     "expect_real",
     "expect_same",
     "expect_text",
+    "given",
     "have_shapes",
     "rounded",
     "with_condition",
@@ -154,6 +156,43 @@ def expect_none(value: Tensor | None) -> None:
 
 
 @torch.fx.wrap
+def expect_given(value: Any, expected: Any) -> None:
+    """The same of a number or a str that may be left out as :func:`given` says.
+
+    Raises:
+        RuntimeError: naming both.
+    """
+    same = False
+    if isinstance(value, str) and isinstance(expected, str):  # noqa: SIM114 - TorchScript narrows
+        same = value == expected
+    elif isinstance(value, bool) and isinstance(expected, bool):  # noqa: SIM114 - one class at a time
+        same = value == expected
+    elif isinstance(value, int) and isinstance(expected, int):
+        same = value == expected
+    elif isinstance(value, int) and isinstance(expected, float):
+        same = float(value) == expected
+    elif isinstance(value, float) and isinstance(expected, float):
+        same = value == expected or (math.isnan(value) and math.isnan(expected))
+    if not same:
+        _raise_other(f"{expected}", f"{value}")
+
+
+@torch.fx.wrap
+def given(value: Optional[Tensor], name: str) -> Tensor:  # noqa: UP045 - as TorchScript takes it
+    """An argument that may be left out only because one in front of it may.
+
+    Raises:
+        RuntimeError: it was.
+    """
+    if value is None:
+        raise RuntimeError(
+            f"torchq.fx: the model was traced with '{name}', and the converted model needs it, got "
+            "None. Pass example_inputs without it to convert the model for such calls."
+        )
+    return value
+
+
+@torch.fx.wrap
 def expect_keys(values: dict[str, Tensor], expected: list[str]) -> None:
     """The same of the keys of a dict that the model's Python code went through, in their order.
 
@@ -189,7 +228,7 @@ OPTIONAL: Any = Optional[Tensor]  # noqa: UP045 - torch.fx cannot write ``Tensor
 
 GUARDS = (
     *(expect, expect_real, expect_number, expect_nan, expect_text, expect_none, expect_same),
-    *(expect_float, expect_keys, expect_key),
+    *(expect_float, expect_given, expect_keys, expect_key),
 )
 for _guard in GUARDS:
     torch.fx.node.has_side_effect(_guard)  # or eliminate_dead_code takes it for unused

@@ -10,7 +10,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -21,11 +21,13 @@ from torchq.fx.tracing import containers
 from torchq.fx.tracing.fake import fake_quantizer, is_watcher
 from torchq.fx.tracing.guards import (
     OPTIONAL,
+    expect_given,
     expect_nan,
     expect_none,
     expect_number,
     expect_same,
     expect_text,
+    given,
 )
 from torchq.fx.tracing.nodes import short
 from torchq.fx.tracing.proxy import Proxy, release
@@ -258,21 +260,27 @@ class Tracer(Recorder):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """One placeholder per argument with tensors in it; the others are constants."""
+        """One placeholder per argument of the model, in their order, left out or not.
+
+        Arguments without tensors are constants, and guarded.
+        """
         args, kwargs = self.inputs
         signature = inspect.signature(root_fn)
         bound = signature.bind(self.root, *args, **kwargs)
+        given = _with_defaults(bound)
         values: list[Any] = []
+        behind = False  # an argument that was left out: it has a default, so all that follow must
         for name, value in list(bound.arguments.items())[1:]:
-            kind = signature.parameters[name].kind
+            kind, default = signature.parameters[name].kind, signature.parameters[name].default
             if kind is inspect.Parameter.VAR_POSITIONAL:
                 values.append(
                     tuple(self._argument(f"{name}_{i}", v) for i, v in enumerate(value))
                 )  # fmt: skip
             elif kind is inspect.Parameter.VAR_KEYWORD:
-                values.append({key: self._argument(key, v) for key, v in value.items()})
+                values.append({k: self._argument(k, v, behind=behind) for k, v in value.items()})
             else:
-                values.append(self._argument(name, value, signature.parameters[name].default))
+                values.append(self._argument(name, value, default, behind))
+                behind = behind or name not in given
         required = False
         for node in reversed(self.graph.find_nodes(op="placeholder")):
             required = required or not node.args
@@ -283,24 +291,37 @@ class Tracer(Recorder):
         called = bound.args[1:], bound.kwargs
         return (lambda: root_fn(self.root, *called[0], **called[1])), ()
 
-    def _argument(self, name: str, value: Any, default: Any = inspect.Parameter.empty) -> Any:
-        """Has the model's default, where that is of the example's type, as TorchScript wants it."""
+    def _argument(
+        self, name: str, value: Any, default: Any = inspect.Parameter.empty, behind: bool = False
+    ) -> Any:
+        """Has the model's default, where that is of the example's type, as TorchScript wants it.
+
+        ``behind`` an argument that was left out it has None otherwise, and is guarded.
+        """
         tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
         if type(value) is float and type(default) is int:
             default = float(default)
         known = (default,) if type(default) is type(value) and not tensors else ()
+        absent = behind and not known
+        known = (None,) if absent else known
         proxy = super().create_proxy("placeholder", name, known, {})
         proxy.node.meta.update(scope="", varying=tensors, writes=[], static=not tensors)
         self.values[proxy.node] = value
         if tensors:
+            if absent:
+                proxy.node.type = OPTIONAL if isinstance(value, Tensor) else None
+                return self.create_proxy("call_function", given, (proxy, name), {})
             proxy.node.type = _collection(value)
             return proxy
-        proxy.node.type = type(value) if isinstance(value, (bool, int, float, str)) else None
+        kind = type(value) if isinstance(value, (bool, int, float, str)) else None
+        proxy.node.type = Optional[kind] if kind and absent else kind  # noqa: UP045 - as OPTIONAL
         if isinstance(value, (bool, int, float, str)) or value is None:
             proxy.node.meta["varying"] = True
-        if isinstance(value, (bool, int)):
+        if kind and absent:
+            self.guard(expect_given, proxy.node, value)
+        elif isinstance(value, (bool, int)):
             return self.known(proxy)
-        if isinstance(value, float) and math.isnan(value):
+        elif isinstance(value, float) and math.isnan(value):
             self.guard(expect_nan, proxy.node)
         elif isinstance(value, float | str):
             self.guard(expect_text if isinstance(value, str) else expect_number, proxy.node, value)
@@ -310,6 +331,26 @@ class Tracer(Recorder):
         else:
             self.guard(expect_same, proxy.node, self.create_arg(value))
         return value
+
+
+def _with_defaults(bound: inspect.BoundArguments) -> set[str]:
+    """The names of what was given; what was left out is added, where a graph can have it.
+
+    So that no argument takes another one's place. Behind the last given one a default that
+    TorchScript has no literal of ends the list.
+    """
+    given, parameters = set(bound.arguments), bound.signature.parameters
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values()):
+        return given
+    bound.apply_defaults()
+    last = max(i for i, name in enumerate(parameters) if name in given)
+    ended = False
+    for i, (name, parameter) in enumerate(parameters.items()):
+        plain = parameter.default is None or isinstance(parameter.default, bool | int | float | str)
+        ended = ended or (i > last and not plain)
+        if ended:
+            del bound.arguments[name]
+    return given
 
 
 def _collection(value: Any) -> Any:
