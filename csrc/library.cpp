@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include "dispatch.h"
+#include "dst.h"
 #include "scratch.h"
 
 TORCH_LIBRARY(torchq, m) {
@@ -168,6 +169,7 @@ TORCH_LIBRARY(torchq, m) {
   m.def("_supported_isas() -> str[]", &torchq::supported_isas);
   m.def("_last_kernel() -> str", &torchq::last_kernel);
   m.def("_scratch_bytes() -> int", &torchq::scratch_bytes);
+  m.def("_idle_bytes() -> int", &torchq::idle_bytes);
   m.def("_set_timing(bool on) -> bool", &torchq::set_timing);
   m.def("_last_us() -> float", &torchq::last_microseconds);
 }

@@ -99,6 +99,7 @@ _isa() -> str
 _supported_isas() -> str[]
 _last_kernel() -> str
 _scratch_bytes() -> int
+_idle_bytes() -> int
 """.strip().splitlines()
 
 

@@ -87,7 +87,11 @@ def memory_info() -> dict[str, int]:
     """Memory torchq keeps between calls.
 
     ``scratch_bytes``: the working memory of all threads that ran an op. It grows to what the
-    largest call of a thread needed and then stays. There is nothing else: geometry is worked out
+    largest call of a thread needed and then stays. ``idle_bytes``: memory that results no longer in
+    use have left to those to come, at most 64 MiB. There is nothing else: geometry is worked out
     in every call, not cached by shape.
     """
-    return {"scratch_bytes": int(torch.ops.torchq._scratch_bytes())}
+    return {
+        "scratch_bytes": int(torch.ops.torchq._scratch_bytes()),
+        "idle_bytes": int(torch.ops.torchq._idle_bytes()),
+    }

@@ -12,6 +12,7 @@
 #include <numeric>
 
 #include "../checks.h"
+#include "../dst.h"
 #include "../kernels/common.h"
 #include "../parallel.h"
 #include "elementwise.h"
@@ -342,8 +343,7 @@ at::Tensor concat(at::TensorList srcs, const at::Tensor& scales, const at::Tenso
                       srcs[0].sizes(), " and ", src.sizes(), ".");
     sizes[static_cast<size_t>(dim)] += src.size(dim);
   }
-  at::Tensor dst = at::detail::empty_strided_cpu(sizes, strides_in_order_of(srcs[0], sizes),
-                                                 scalar_type(dst_type));
+  at::Tensor dst = empty_dst(sizes, strides_in_order_of(srcs[0], sizes), scalar_type(dst_type));
   trace.describe([&] { return describe_call(srcs, dst); });
   if (dst.numel() > 0) concat_into(tier, dst, srcs, p, dim);
   return dst;

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "../checks.h"
+#include "../dst.h"
 #include "../parallel.h"
 #include "gemm.h"
 #include "packing.h"
@@ -220,7 +221,7 @@ at::Tensor dynamic_linear(const at::Tensor& src_arg, const at::Tensor& weight,
   }
   c10::SmallVector<int64_t, 5> sizes(src_arg.sizes().begin(), src_arg.sizes().end());
   sizes.back() = n;
-  at::Tensor dst = at::detail::empty_cpu(sizes, at::kFloat);
+  at::Tensor dst = empty_dst(sizes, at::kFloat);
   if (dst.numel() == 0) return dst;
   trace.describe([&] {
     return describe_call({src_arg}, dst, per_row ? "range:per_row" : "range:per_tensor");

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "../checks.h"
+#include "../dst.h"
 #include "../parallel.h"
 #include "elementwise.h"
 #include "real.h"
@@ -57,7 +58,7 @@ at::Tensor eltwise(const at::Tensor& src, const at::Tensor& scales, const at::Te
   const auto params =
       read_params("eltwise", scales, zero_points, {src}, dst_dtype_of("eltwise", dst_dtype));
   const Real &from = params[0], &to = params[1];
-  at::Tensor dst = at::empty_like(src, src.options().dtype(scalar_type(to.dtype)));
+  at::Tensor dst = empty_dst_like(src, scalar_type(to.dtype));
   const RealOutput out({"eltwise", tier, to, post_ops, post_op_srcs}, dst);
   trace.describe([&] { return describe_call({src}, dst, "", post_ops); });
   if (is_int8(from.dtype) && is_int8(to.dtype) && out.is_map()) {
@@ -149,8 +150,7 @@ at::Tensor sum(at::TensorList srcs, const at::Tensor& scales, const at::Tensor& 
   }
   const auto params =
       read_params("sum", scales, zero_points, srcs, dst_dtype_of("sum", dst_dtype), true);
-  at::Tensor dst =
-      at::empty_like(srcs[0], srcs[0].options().dtype(scalar_type(params.back().dtype)));
+  at::Tensor dst = empty_dst_like(srcs[0], scalar_type(params.back().dtype));
   const RealOutput out({"sum", tier, params.back(), "", {}}, dst);
   trace.describe([&] { return describe_call(srcs, dst); });
   for_each_block(dst, srcs, [&](char** data, const int64_t* strides, int64_t n, int64_t first) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "../checks.h"
+#include "../dst.h"
 #include "layout.h"
 
 namespace torchq {
@@ -95,7 +96,7 @@ at::Tensor empty_channels_last(int64_t batch, int64_t channels, c10::IntArrayRef
                                at::ScalarType dtype) {
   c10::SmallVector<int64_t, 5> sizes = {batch, channels};
   sizes.append(spatial.begin(), spatial.end());
-  return at::detail::empty_strided_cpu(sizes, channels_last_strides(channels, spatial), dtype);
+  return empty_dst(sizes, channels_last_strides(channels, spatial), dtype);
 }
 
 at::Tensor empty_channels_last(const ChannelsLast& src, int64_t channels,

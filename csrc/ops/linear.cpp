@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "../checks.h"
+#include "../dst.h"
 #include "../explain.h"
 #include "gemm.h"
 #include "packing.h"
@@ -76,7 +77,7 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
   const at::Tensor src = src_arg.contiguous();
   c10::SmallVector<int64_t, 5> sizes(src.sizes().begin(), src.sizes().end());
   sizes.back() = n;
-  at::Tensor dst = at::detail::empty_cpu(sizes, bytes.dst_type());
+  at::Tensor dst = empty_dst(sizes, bytes.dst_type());
   std::optional<at::Tensor> sums = row_sums;
   if (weight_zero_point.has_value() && !sums.has_value()) {
     sums = sum_rows(tier, src, zero_point, src_dtype == DType::s8);

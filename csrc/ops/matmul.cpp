@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "../checks.h"
+#include "../dst.h"
 #include "../parallel.h"
 #include "../post_ops.h"
 #include "gemm.h"
@@ -347,7 +348,7 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
   const auto batch = at::infer_size_dimvector(src_batch, weight_batch);
   c10::SmallVector<int64_t, 5> sizes(batch.begin(), batch.end());
   sizes.append({m, n});
-  at::Tensor dst = at::detail::empty_cpu(sizes, scalar_type(dst_dtype_of(kOp, dst_dtype)));
+  at::Tensor dst = empty_dst(sizes, scalar_type(dst_dtype_of(kOp, dst_dtype)));
   mm.rows = c10::multiply_integers(batch) * m;
   if (mm.weight_zero_points != nullptr) mm.row_terms = scratch.take<int32_t>(mm.groups * mm.rows);
   const GroupSums sums(mm, dst, multiplier);

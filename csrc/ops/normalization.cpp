@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../checks.h"
+#include "../dst.h"
 #include "real.h"
 
 namespace torchq {
@@ -26,7 +27,7 @@ at::Tensor softmax(const at::Tensor& src, int64_t dim, bool logarithmic, const a
                     -src.dim(), ", ", src.dim() - 1, "] for src ", src.sizes(), ", got ", dim, ".");
   const bool is_last = dim == -1 || dim == src.dim() - 1;  // moving it would cost 1 us
   const at::Tensor rows = (is_last ? src : src.movedim(dim, -1)).contiguous();
-  const at::Tensor dense = at::detail::empty_cpu(rows.sizes(), scalar_type(params[1].dtype));
+  const at::Tensor dense = empty_dst(rows.sizes(), scalar_type(params[1].dtype));
   const at::Tensor dst = is_last ? dense : dense.movedim(-1, dim);
   const RealOutput out({"softmax", tier, params[1], post_ops, post_op_srcs}, dst);
   trace.describe([&] { return describe_call({src}, dst, "", post_ops); });
@@ -107,7 +108,7 @@ at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<a
   for (int64_t d = 1; d <= dims; ++d) n *= src.size(-d);
   const Affine affine("layer_norm", weight, bias, n);
   const at::Tensor dense = src.contiguous();
-  const at::Tensor dst = at::detail::empty_cpu(src.sizes(), scalar_type(params[1].dtype));
+  const at::Tensor dst = empty_dst(src.sizes(), scalar_type(params[1].dtype));
   const RealOutput out({"layer_norm", tier, params[1], post_ops, post_op_srcs}, dst);
   trace.describe([&] { return describe_call({src}, dst, "", post_ops); });
   if (dst.numel() == 0) return dst;
@@ -134,7 +135,7 @@ struct ByChannel {
     TORCH_CHECK_VALUE(src.dim() >= 2, "torchq.", op, ": src must be (N, C, ...), got ", src.sizes(),
                       ". Add a batch dimension with unsqueeze(0).");
     dense = src.movedim(1, -1).contiguous();
-    const at::Tensor last = at::detail::empty_cpu(dense.sizes(), scalar_type(params[1].dtype));
+    const at::Tensor last = empty_dst(dense.sizes(), scalar_type(params[1].dtype));
     dst = last.movedim(-1, 1);
     data = bytes_of(dense);
     is_signed = params[0].dtype == DType::s8;

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "../checks.h"
+#include "../dst.h"
 #include "real.h"
 
 namespace torchq {
@@ -204,7 +205,7 @@ at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntA
   }
   TORCH_CHECK_VALUE(n > 0, "torchq.reduction: src must have at least one value to reduce, got src ",
                     src.sizes(), " and dims ", dims, ".");
-  const at::Tensor dst = at::detail::empty_cpu(sizes, scalar_type(to.dtype));
+  const at::Tensor dst = empty_dst(sizes, scalar_type(to.dtype));
   const RealOutput out({"reduction", tier, to, post_ops, post_op_srcs}, dst);
   trace.describe([&] { return describe_call({src}, dst, c10::str("alg:", alg_name), post_ops); });
   if (dst.numel() == 0) return dst;

@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "../checks.h"
+#include "../dst.h"
 #include "../parallel.h"
 #include "byte_table.h"
 #include "elementwise.h"
@@ -94,7 +95,7 @@ at::Tensor convert_op(const char* op, OpTrace& trace, const at::Tensor& src,
   check_broadcasts(op, "scale", factor, src);
   check_broadcasts(op, "src_zero_point", src_zero_point, src);
   check_broadcasts(op, "dst_zero_point", dst_zero_point, src);
-  at::Tensor dst = at::empty_like(src, src.options().dtype(scalar_type(dst_dtype)));
+  at::Tensor dst = empty_dst_like(src, scalar_type(dst_dtype));
   trace.describe([&] { return describe_call({src}, dst); });
   convert_into(tier, dst, src, factor, src_zero_point, dst_zero_point);
   return dst;
@@ -159,7 +160,7 @@ at::Tensor lookup(const at::Tensor& src, const at::Tensor& table) {
   const Kernels& tier = kernels();
   trace.ran(tier, "lookup");
   const ByteTable bytes("lookup", table, check_src("lookup", "src", src));
-  at::Tensor dst = at::empty_like(src, src.options().dtype(table.scalar_type()));
+  at::Tensor dst = empty_dst_like(src, table.scalar_type());
   trace.describe([&] { return describe_call({src}, dst); });
   lookup_into(tier, dst, src, bytes.bytes());
   return dst;
@@ -258,9 +259,9 @@ at::Tensor empty_broadcast(const char* op, const at::Tensor& src0, const at::Ten
                     " and ", src1.sizes(), ". Reshape one of them.");
   const auto sizes = at::infer_size_dimvector(src0.sizes(), src1.sizes());
   const c10::IntArrayRef shape(sizes.data(), sizes.size());
-  if (src0.sizes() == shape) return at::empty_like(src0, src0.options().dtype(dtype));
-  if (src1.sizes() == shape) return at::empty_like(src1, src1.options().dtype(dtype));
-  return at::detail::empty_cpu(shape, dtype);
+  if (src0.sizes() == shape) return empty_dst_like(src0, dtype);
+  if (src1.sizes() == shape) return empty_dst_like(src1, dtype);
+  return empty_dst(shape, dtype);
 }
 
 }  // namespace torchq

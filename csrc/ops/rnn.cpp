@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "../checks.h"
+#include "../dst.h"
 #include "gemm.h"
 #include "packing.h"
 
@@ -333,10 +334,9 @@ Results rnn(const at::Tensor& src_arg, const std::optional<at::Tensor>& batch_si
 
   c10::SmallVector<int64_t, 3> sizes(src_arg.sizes().begin(), src_arg.sizes().end());
   sizes.back() = g.directions * g.state_units();
-  at::Tensor dst = at::detail::empty_cpu(sizes, scalar_type(l.dst_dtype));
-  at::Tensor h_n = at::detail::empty_cpu(h_sizes, scalar_type(l.h_n_dtype));
-  at::Tensor c_n =
-      is_lstm ? at::detail::empty_cpu(c_sizes, at::kFloat) : at::detail::empty_cpu({0}, at::kFloat);
+  at::Tensor dst = empty_dst(sizes, scalar_type(l.dst_dtype));
+  at::Tensor h_n = empty_dst(h_sizes, scalar_type(l.h_n_dtype));
+  at::Tensor c_n = is_lstm ? empty_dst(c_sizes, at::kFloat) : empty_dst({0}, at::kFloat);
   if (sequences.batch == 0) return {dst, h_n, c_n};
   trace.describe([&] { return describe_call({src_arg}, dst, c10::str("geometry:", geometry)); });
 

@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "../checks.h"
+#include "../dst.h"
 #include "../parallel.h"
 #include "elementwise.h"
 #include "real.h"
@@ -59,7 +60,7 @@ DstUnits in_dst_units(const Kernels& tier, const at::Tensor& src, const at::Tens
   check_zero_point(kOp, "zero_points", zero_points[1], dst);
   check_broadcasts(kOp, "scales", scales[0], src);
   check_broadcasts(kOp, "zero_points", zero_points[0], src);
-  const at::Tensor x = at::detail::empty_cpu(src.sizes(), at::kFloat);
+  const at::Tensor x = empty_dst(src.sizes(), at::kFloat);
   convert_into(tier, x, src, scales[0].contiguous(), zero_points[0].contiguous(),
                at::zeros({}, at::kInt));
   const auto spread = [&](const at::Tensor& t) {
@@ -88,7 +89,7 @@ at::Tensor reorder_rounded(const at::Tensor& src, const at::Tensor& scales,
                     ": rounding must be environment or stochastic, got '", rounding,
                     "'. Use reorder for nearest.");
   const DstUnits units = in_dst_units(tier, src, scales, zero_points, dtype);
-  const at::Tensor dst = at::detail::empty_cpu(src.sizes(), scalar_type(dtype));
+  const at::Tensor dst = empty_dst(src.sizes(), scalar_type(dtype));
   trace.describe([&] { return describe_call({src}, dst, "rounding:" + std::string(rounding)); });
   const int64_t count = dst.numel();
   if (count == 0) return dst;
