@@ -241,6 +241,12 @@ CONV_DEPTHWISE = [
     # Rows: fewer than a chunk holds, odd numbers of them, of two images, of several stretches.
     *(depthwise("dw_rows", 83, (h, 3), padding=1) for h in (1, 2, 3, 6, 7)),
     depthwise("dw_images", 56, (3, 5), padding=1, batch=5),
+    # Rows of all lengths modulo 3, with one border pixel, with several, with none.
+    *(
+        depthwise("dw_lengths", c, (5, w), kernel=(k, 3), padding=(1, p))
+        for c, k in ((64, 3), (32, 2), (16, 3))
+        for w, p in ((1, 1), (2, 1), (4, 1), (5, 2), (7, 1), (8, 3), (9, 0), (12, 1))
+    ),
     # More rows than pass at a time; images that end between the rows of a pair.
     *(
         depthwise("dw_tall", 88, (37, 14), kernel=k, stride=s, padding=k // 2, batch=2)

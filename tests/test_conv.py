@@ -84,7 +84,7 @@ def test_shapes(shape: ConvShape, src: torch.dtype):
 @pytest.mark.parametrize("src", (U8, S8), ids=str)
 @pytest.mark.parametrize("shape", cases.CONV_DEPTHWISE, ids=str)
 def test_depthwise(shape: ConvShape, src: torch.dtype):
-    for dst in (U8, F32) if src == U8 else (S8, S32):
+    for dst in (U8, F32) if src == U8 else (U8, S8, S32):
         sampled(shape, src, dst).check(dst)
 
 

@@ -8,7 +8,8 @@
 // clang-format off
 //   slide  windows 3 wide and 2 or 3 high, stride 1 or 2, no dilation along the row, a folded
 //          8-bit epilogue: the columns under the window stay in registers (depthwise_slide.h; where
-//          32 of them have 16 lanes each, stride 2 is depthwise_slide_two.h, windows of 5 x 5 too)
+//          32 of them have 16 lanes each, stride 2 is depthwise_slide_two.h, windows of 5 x 5 too,
+//          and stride 1 to u8 without bounds depthwise_slide_three.h)
 //   stash  everything else: the columns of a stretch of the row are stored in L1, then up to
 //          kDepthwisePixels destinations at a time meet the weights (depthwise_stash.h, _dot.h)
 //
@@ -27,7 +28,7 @@
 #pragma once
 
 #include "depthwise_dot.h"
-#include "depthwise_slide_two.h"
+#include "depthwise_slide_three.h"
 #include "depthwise_way.h"
 
 namespace {
@@ -36,13 +37,17 @@ template <class Isa>
 using SlideFn = void (*)(const DepthwiseLayer&, const DepthwiseChunk<Isa>&, const SlideRows&,
                          int64_t x, int64_t pixels, const Epilogue&);
 
-/// Whether 32 registers hold what SlidePairs and SlideFive keep there.
+/// Whether 32 registers hold what SlideThree, SlidePairs and SlideFive keep there.
 template <class Isa>
 constexpr bool kSlidesTwo = Isa::kSteps == 1 && Isa::kDepthwiseVectors == 4;
 
 template <class Isa, bool kFlip, int kSplit>
-SlideFn<Isa> slide_fn(const DepthwiseLayer& d, bool pairs) {
+SlideFn<Isa> slide_fn(const DepthwiseLayer& d, bool pairs, bool plain) {
   if constexpr (kSlidesTwo<Isa>) {
+    if (d.stride == 1 && plain) {
+      return pairs ? &SlideThree<Isa, kFlip, kSplit, true>::run
+                   : &SlideThree<Isa, kFlip, kSplit, false>::run;
+    }
     if (d.stride == 2) {
       return d.width == kFive ? &SlideFive<Isa, kFlip, kSplit>::run
                               : &SlidePairs<Isa, kFlip, kSplit>::run;
@@ -55,16 +60,19 @@ SlideFn<Isa> slide_fn(const DepthwiseLayer& d, bool pairs) {
 }
 
 template <class Isa>
-SlideFn<Isa> slide_fn(const DepthwiseLayer& d, int split, bool pairs) {
+SlideFn<Isa> slide_fn(const DepthwiseLayer& d, int split, bool pairs, bool plain) {
   if (split == 1) {
-    return d.flip ? slide_fn<Isa, true, 1>(d, pairs) : slide_fn<Isa, false, 1>(d, pairs);
+    return d.flip ? slide_fn<Isa, true, 1>(d, pairs, plain)
+                  : slide_fn<Isa, false, 1>(d, pairs, plain);
   }
   if constexpr (Isa::kDepthwiseSplits >= 4) {
     if (split == 4) {
-      return d.flip ? slide_fn<Isa, true, 4>(d, pairs) : slide_fn<Isa, false, 4>(d, pairs);
+      return d.flip ? slide_fn<Isa, true, 4>(d, pairs, plain)
+                    : slide_fn<Isa, false, 4>(d, pairs, plain);
     }
   }
-  return d.flip ? slide_fn<Isa, true, 2>(d, pairs) : slide_fn<Isa, false, 2>(d, pairs);
+  return d.flip ? slide_fn<Isa, true, 2>(d, pairs, plain)
+                : slide_fn<Isa, false, 2>(d, pairs, plain);
 }
 
 /// What one call of `depthwise` works with.
@@ -227,8 +235,9 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
     run.stash_pairs = stash_fn<Isa>(chunk.split, d.flip, kPairs);
     run.stash_checked = stash_fn<Isa>(chunk.split, d.flip, kChecked);
     if (slide) {
-      run.slide[0] = slide_fn<Isa>(d, chunk.split, false);
-      run.slide[1] = slide_fn<Isa>(d, chunk.split, true);
+      const bool plain = byte_finish(chunk, e).plain;
+      run.slide[0] = slide_fn<Isa>(d, chunk.split, false, plain);
+      run.slide[1] = slide_fn<Isa>(d, chunk.split, true, plain);
     }
     depthwise_chunk<Isa>(run);
     channel = chunk.channel + chunk.count;
