@@ -60,6 +60,10 @@ def is_linear(m: Asks, x: Tensor, way: int) -> Tensor:
     return m.a(x) * 0.5 + 1 if isinstance(m.a, nn.Linear) else m.a(x)
 
 
+def is_exactly(m: Asks, x: Tensor, way: int) -> Tensor:
+    return m.a(x) * 0.5 + 1 if type(m.a) is nn.Linear else m.a(x)
+
+
 def has_weight(m: Asks, x: Tensor, way: int) -> Tensor:
     return m.a(x) * (3 if hasattr(m.a, "in_channels") else getattr(m.a, "gain", 1.0))
 
@@ -112,13 +116,14 @@ def converted(model: nn.Module, x: Tensor, *more: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("code", "parts", "int8"),
     [
-        (is_linear, lambda: {"a": linear()}, 0),
+        (is_linear, lambda: {"a": linear()}, 1),
+        (is_exactly, lambda: {"a": linear()}, 0),
         (sequence, lambda: {"s": pair()}, 1),
         (has_weight, lambda: {"a": Named(8, 8)}, 1),
         (no_bias, lambda: {"a": nn.Linear(8, 8, bias=False)}, 1),
         (task, lambda: {"a": Counts()}, 0),
     ],
-    ids=["class", "sequence", "attribute", "bias", "counter"],
+    ids=["class", "type", "sequence", "attribute", "bias", "counter"],
 )
 def test_questions(code, parts, int8) -> None:
     torch.manual_seed(0)
@@ -259,7 +264,7 @@ def test_other_numbers_of_parts(cut) -> None:
 
 def test_eager_flow_by_itself() -> None:
     torch.manual_seed(0)
-    model, x = Asks(is_linear, a=linear()).eval(), torch.randn(4, 8)
+    model, x = Asks(is_exactly, a=linear()).eval(), torch.randn(4, 8)
     result = eager.quantize(model, [(x,)], (x,))
     (row,) = torchq.explain(result).rows
     assert row.reason == "the model's code does something else with another kind of layer"

@@ -25,6 +25,8 @@ from torchq.fake_quantize import FakeQuantize
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.structure import GRAPH_KEY, decode, encode, plain_module
 from torchq.nn.module import QModule, read_spec
+from torchq.nn.standing import put
+from torchq.nn.swapped import described
 from torchq.observers import Observer
 
 __all__ = ["load", "save"]
@@ -139,6 +141,10 @@ def _swapped(
         modules[name] = _traced(own.pop(GRAPH_KEY), _submodule(model, name, path), own, path)
     inside = tuple(f"{name}." for name in modules)
     modules |= _quantized({k: v for k, v in state.items() if not k.startswith(inside)})
+    known: dict[int, Any] = {}
+    for name, module in modules.items():
+        if name:
+            put(module, described(_submodule(model, name, path), known))
     memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in modules.items()}
     swapped: nn.Module = copy.deepcopy(model, memo)
     return swapped

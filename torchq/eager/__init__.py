@@ -6,7 +6,8 @@ takes float32 and gives float32, whatever way later inputs go and whatever reads
 int8 values go from layer to layer, and batch norms and activations into them, only where all code
 in between is torch's: in an ``nn.Sequential`` of modules of torch.nn. If the model calls it as a
 whole, and none of its parts elsewhere, :mod:`torchq.fx` makes it a graph; a part of that cannot be
-called by itself any more.
+called by itself any more. What that code asks of its modules, their classes, parts and parameters,
+is answered as before, or raises (:mod:`torchq.nn.standing`).
 
 recording -> planning -> observed; report says what became of each module.
 """

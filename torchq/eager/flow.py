@@ -20,7 +20,8 @@ from torchq.eager.report import report_rows
 from torchq.explain import Row, check_strict
 from torchq.kinds import QUANTIZABLE
 from torchq.nn.module import QModule
-from torchq.nn.swapped import Swapped
+from torchq.nn.standing import NoAnswer, put
+from torchq.nn.swapped import Swapped, described
 from torchq.observers import Observer
 from torchq.running import (
     Inputs,
@@ -102,6 +103,10 @@ def _assembled(model: nn.Module, plan: Plan, graphs: dict[str, nn.Module]) -> nn
         for name, module in plan.replacements().items()
         if not name.startswith(tuple(map(inside, graphs)))
     }
+    memo: dict[int, Any] = {}
+    for name, module in (replacements | graphs).items():
+        if name:  # or there is no code around it
+            vars(module)["_stood"] = described(model.get_submodule(name), memo)
     prepared = _with_modules(model, {**replacements, **graphs}).eval()
     _leave_fast_paths(prepared)
     rows = {name: list(graph.torchq_report) for name, graph in graphs.items()}  # type: ignore[arg-type]
@@ -122,7 +127,7 @@ def _agrees(
     """
     try:
         result = _result(prepared, args, kwargs)
-    except (AttributeError, TypeError, KeyError):
+    except (AttributeError, TypeError, KeyError, NoAnswer):
         return False
     except Exception:  # of what the observers see, which calibrating will tell
         return True
@@ -246,6 +251,8 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
             layer = converted(module, name)
             alone = not name or not isinstance(module, DynamicLinear)
             replacements[name] = layer if alone else Swapped.of(module.module, layer)
+        if name in replacements:
+            put(replacements[name], vars(module).get("_stood"))
     result = _with_modules(prepared, replacements)
     result.torchq_report = rows  # type: ignore[assignment]
     return without_gradients(result.eval())

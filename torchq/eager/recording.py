@@ -27,8 +27,8 @@ def _words(text: str) -> frozenset[str]:
 _STRIDES = _words(
     "stride is_contiguous storage_offset data_ptr view view_as unflatten as_strided numpy"
 )
-# What can be asked of a weight without its values: ``nn.swapped.Described`` answers.
-_DESCRIBED = _words("dtype device shape ndim requires_grad size dim numel")
+# What can be asked of a weight without its values: ``nn.standing.Described`` answers.
+_DESCRIBED = _words("dtype device shape ndim requires_grad size dim numel is_floating_point")
 _PRODUCTS = _words(
     "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d matmul mm bmm "
     "addmm baddbmm __matmul__ __rmatmul__ einsum"

@@ -66,7 +66,8 @@ def _function(source: str, names: dict[str, Any]) -> Callable[..., Any]:
 class _Sites(ast.NodeTransformer):
     """``getattr(self.features, "0")(x)`` as ``site(module, x)``.
 
-    ``module = self._modules["features"]._modules["0"]`` is written in front of all. Where that is
+    ``module = self.__dict__["_modules"]["features"]._modules["0"]`` is written in front of all, for
+    ``self`` may stand in a float module's place (``nn.standing``). Where that is
     no more, as when ``features`` was replaced by what ``torch.compile`` makes of it, ``_plain``
     runs instead, before anything else did.
 
@@ -82,9 +83,9 @@ class _Sites(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         path = _path(node.func)
         if path and ".".join(path) in self._called:
-            module: ast.expr = ast.Name("self", ast.Load())
-            for name in path:
-                modules = ast.Attribute(module, "_modules", ast.Load())
+            module: ast.expr = ast.parse('self.__dict__["_modules"]', mode="eval").body
+            for i, name in enumerate(path):
+                modules = ast.Attribute(module, "_modules", ast.Load()) if i else module
                 module = ast.Subscript(modules, ast.Constant(name), ast.Load())
             site, found = (f"_torchq_{kind}_{len(self.made)}" for kind in ("site", "module"))
             self.made[site], self._modules[found] = new_site(QModule), module

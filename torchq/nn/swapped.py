@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A quantized layer among code that is not known: float32 in, float32 out."""
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchq.nn.module import QModule
+from torchq.nn.standing import Described, FloatModule, NoAnswer, Stands, put
 
 
 def constants_of(module: nn.Module) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (int, float, bool, str, type(None))
 
 
-class Standing(nn.Module):
+class Standing(Stands):
     """In the place of a float layer, whose constants it has: the model's code may ask for them.
 
     Setting them to something else raises, since it would have no effect.
@@ -45,8 +44,9 @@ class Standing(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises AttributeError for what the float layer had, and what it does not replace."""
-        fixed = vars(self).get("_fixed", {})
-        if name in fixed.keys() | {"weight", "bias"} and fixed.get(name, self) != value:
+        fixed, stood = vars(self).get("_fixed", {}), vars(self).get("_stood")
+        tensors = set() if stood is None else stood.parameters.keys() | stood.buffers.keys()
+        if name in fixed.keys() | {"weight", "bias"} | tensors and fixed.get(name, self) != value:
             raise AttributeError(
                 f"torchq.nn: {name} of a layer must be what it was in torchq.prepare, got another "
                 "in a model whose modules are swapped. Keep the layer float: name it in overrides "
@@ -62,34 +62,42 @@ class Standing(nn.Module):
         vars(self)["_fixed"] = fixed
 
 
-@dataclass(frozen=True)
-class Described:
-    """A float tensor that is not there any more: what can be asked of it without its values.
+class Part(Stands):
+    """In the place of what is inside a module that became something else: it cannot be called."""
 
-    It is no tensor, so that whoever computes with it fails.
-    """
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """Raises NoAnswer."""
+        raise NoAnswer(
+            "torchq.nn: code of a model whose modules are swapped must not call parts of what "
+            "became a whole in int8. Keep that float: name it in overrides with None."
+        )
 
-    shape: torch.Size
-    dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
-    requires_grad: bool = False
 
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
+def described(module: nn.Module, memo: dict[int, Any]) -> FloatModule:
+    """What a float module is; ``memo``: what stands for its tensors and modules, each once."""
 
-    def dim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
+    def tensor(value: Tensor | None) -> Described | None:
+        if value is None:
+            return None
+        new = Described(tuple(value.shape), value.dtype)
+        return memo.setdefault(id(value), new)  # type: ignore[no-any-return]
 
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        """All sizes, or one."""
-        return self.shape if dim is None else self.shape[dim]
+    def part(value: nn.Module | None) -> nn.Module | None:
+        if value is None:
+            return None
+        if id(value) not in memo:
+            memo[id(value)] = Part().eval()
+            put(memo[id(value)], described(value, memo))
+        return memo[id(value)]  # type: ignore[no-any-return]
 
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+    return FloatModule(
+        type(module),
+        {name: tensor(value) for name, value in module._parameters.items()},
+        {name: tensor(value) for name, value in module._buffers.items()},
+        {name: part(value) for name, value in module._modules.items()},
+        constants_of(module),
+        frozenset(dir(module)).difference(dir(nn.Module)),
+    )
 
 
 class Swapped(Standing, QModule):
@@ -124,13 +132,23 @@ class Swapped(Standing, QModule):
     @property
     def weight(self) -> Described:
         """What the float weight was."""
+        if "_stood" in vars(self):
+            return self._of_float("weight")  # type: ignore[no-any-return]
         shape: Any = self.weight_shape
-        return Described(torch.Size(shape))
+        return Described(shape)
 
     @property
     def bias(self) -> Described | None:
         """What the float bias was."""
+        if "_stood" in vars(self):
+            return self._of_float("bias")  # type: ignore[no-any-return]
         return Described(self.weight.shape[:1]) if self.has_bias else None
+
+    def _of_float(self, name: str) -> Any:
+        stood: FloatModule = vars(self)["_stood"]
+        if name not in stood.parameters:
+            raise AttributeError(name)
+        return stood.parameters[name]
 
     def forward(self, input: Tensor) -> Tensor:
         """Runs the layer; the argument is called as those of ``torch.nn``."""
