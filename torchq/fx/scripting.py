@@ -30,6 +30,8 @@ def respell(copied: fx.Node, original: fx.Node) -> None:
     - ``axis`` and ``keepdims``, as numpy has them, are ``dim`` and ``keepdim`` there; ``...`` with
       a tensor of indices is the dims that it stands for; ``indexing=None`` is nothing; ``bool()``
       is ``to``; tuples that ``torch.tensor`` gets are lists.
+    - ``t // x`` of a constant is called as a method of it.
+    - ``2 // x``, ``1 << x`` and the like, and ``+x``, know only tensors there.
     """
     values = [*copied.args, *copied.kwargs.values()]
     if copied.op == "call_method" and copied.target == "view":
@@ -41,6 +43,14 @@ def respell(copied: fx.Node, original: fx.Node) -> None:
         copied.args = (_as_lists(copied.args[0]), *copied.args[1:])
     elif copied.target is operator.getitem:
         copied.args = _without_ellipsis(copied, original)
+    elif copied.target in _OPERATORS:
+        copied.op, copied.target = "call_function", _OPERATORS[copied.target]
+    elif copied.target in _OF_TENSORS and not _dtype(original.args[0]):
+        _give_tensor(copied, original)
+    elif copied.target is operator.pos and _dtype(original):
+        copied.target = torch.positive
+    elif copied.target is operator.pos:
+        copied.target, copied.args = operator.mul, (*copied.args, 1)
     elif copied.target is operator.abs:
         copied.target = abs if original.meta["value"].shape is None else torch.abs
     elif copied.target is math.trunc:
@@ -91,6 +101,23 @@ def write(graph: fx.Graph, node: fx.Node, form: Callable[[fx.Node], fx.Node]) ->
         filled = graph.call_method("fill_", (view, value))
         return graph.call_function(with_view_filled, (copied, filled))
     return graph.call_function(with_view, (copied, view, value))
+
+
+_OPERATORS: dict[Any, Any] = {
+    f"__{name}__": getattr(operator, f"__{name}__")
+    for name in ("floordiv", "lshift", "rshift", "and", "or", "xor")
+}
+_OF_TENSORS = frozenset(_OPERATORS.values())
+"""Operators whose result TorchScript takes for a number where a number is in front of a tensor."""
+
+
+def _give_tensor(copied: fx.Node, original: fx.Node) -> None:
+    """Makes the number in front a tensor, of the dtype that the result has in any case."""
+    if dtype := _dtype(original):
+        with copied.graph.inserting_before(copied):
+            options: dict[str, Any] = {"dtype": dtype}
+            number = copied.graph.call_function(torch.scalar_tensor, copied.args[:1], options)
+        copied.args = (number, *copied.args[1:])
 
 
 _NUMPY = {"axis": "dim", "keepdims": "keepdim"}
