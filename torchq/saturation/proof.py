@@ -76,19 +76,20 @@ def prove(weight: Tensor | PackedWeight, src_dtype: torch.dtype, halved: bool = 
             "torchq.saturation.prove: weight must be torch.int8 and src_dtype torch.uint8 or "
             f"torch.int8, got {weight.dtype} and {src_dtype}. Quantize the weight first."
         )
-    used = (halve(weight) if halved else weight).to(torch.int64)
+    used = (halve(weight) if halved else weight).to(torch.int16)  # sums of two fit
     rows = used.unsqueeze(-1).flatten(2).transpose(1, 2)  # (N, taps, K)
-    pairs = (
-        F.pad(rows, (0, rows.shape[2] % 2))
-        .reshape(len(rows), rows.shape[1], (rows.shape[2] + 1) // 2, 2)
-        .flatten(1, 2)
-    )
-    pairs = F.pad(pairs, (0, 0, 0, 1))  # a pair of zeros, where there is none
-    positive = pairs.clamp(min=0).sum(2).amax(1)
-    negative = -pairs.clamp(max=0).sum(2).amin(1)
+    rows = F.pad(rows, (0, rows.shape[2] % 2))
+    first, second = rows[..., ::2], rows[..., 1::2]
+    positive = _largest(first.clamp(min=0) + second.clamp(min=0))
+    negative = _largest(-first.clamp(max=0) - second.clamp(max=0))
     up, down = HIGHEST // positive.clamp(min=1), -LOWEST // negative.clamp(min=1)
     largest = torch.minimum(up, down).clamp(max=U8_MAX)
     return Proof(src_dtype, largest - (SHIFT if src_dtype == torch.int8 else 0), halved)
+
+
+def _largest(sums: Tensor) -> Tensor:
+    """Int64 ``[N]``; 0 where there are no pairs."""
+    return F.pad(sums.flatten(1), (0, 1)).amax(1).to(torch.int64)
 
 
 def prove_module(module: QLayer) -> Proof:
