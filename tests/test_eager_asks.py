@@ -270,3 +270,22 @@ def test_eager_flow_by_itself() -> None:
     assert row.reason == "the model's code does something else with another kind of layer"
     with pytest.raises(RuntimeError, match="strict=True, but 1 convolution"):
         eager.quantize(model, [(x,)], (x,), strict=True)
+
+
+def test_overrides_name_functions_in_parts_that_keep_their_code() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.out = Asks(lambda m, x, way: m.a(x) @ m.b.p, a=linear()), linear()
+            self.part.b = nn.ParameterDict({"p": torch.randn(8, 8)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.part(x))
+
+    torch.manual_seed(0)
+    model, x = Outer().eval(), torch.randn(4, 8)
+    result = torchq.quantize(model, [x], overrides={"part.matmul": None}, strict=True)
+    rows = {row.name: row for row in torchq.explain(result).rows}
+    assert rows["part.a"].quantized and rows["part.matmul"].requested
+    with pytest.raises(ValueError, match=r"\['part.mul'\] match none.*'out', 'part.a'"):
+        torchq.prepare(model, x, overrides={"part.mul": None})

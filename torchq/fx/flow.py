@@ -79,7 +79,7 @@ def prepare_call(
     opaque, rows = _prepare_opaque(captured, config, overrides)  # may add to the reasons
     plan = Plan(captured, config, overrides)
     if not prefix:
-        plan.check_patterns()
+        plan.check_patterns([row for part in rows.values() for row in part])
     for name in plan.standalone:
         own = plan.config(name)
         assert own is not None

@@ -13,11 +13,12 @@ int8 value is read as float32, the converted graph dequantizes it there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch import Tensor, fx
 
 from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
+from torchq.explain import Row
 from torchq.fake_quantize import FakeQuantize
 from torchq.fx.layers import Layer, find_layers
 from torchq.fx.ops import Op, Role, clip_bounds
@@ -91,14 +92,19 @@ class Plan:
         """How to quantize a module, or its destination ``<name>.dst``; None keeps it float."""
         return resolve(self._overrides, f"{self.prefix}{name}", self._config)
 
-    def check_patterns(self) -> None:
-        """Raises ValueError for an override that matches nothing."""
+    def check_patterns(self, swapped: Collection[Row] = ()) -> None:
+        """Raises ValueError for an override that matches nothing.
+
+        ``swapped``: rows of what is in opaque submodules.
+        """
         names = [name for name, _ in self.captured.model.named_modules()]
+        names += [row.name for row in swapped]
         names += [op.base for op in self.ops.values()]
         names += [f"{layer.op.base}.dst" for layer in self.layers]
         unmatched = unmatched_patterns(self._overrides, names)
         if unmatched:
-            quantizable = sorted({*(layer.op.base for layer in self.layers), *self.standalone})
+            own = {*(layer.op.base for layer in self.layers), *self.standalone}
+            quantizable = sorted(own | {row.name for row in swapped if row.quantized})
             raise ValueError(
                 f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
                 f"The quantizable modules are {quantizable}."
