@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.config import Overrides, QConfig, resolve
-from torchq.eager.flow import check_prepared
+from torchq.eager.checks import check_prepared
 from torchq.explain import explain
 from torchq.flow import prepare, quantize
 from torchq.fx.prepared import Prepared

@@ -9,9 +9,11 @@ whole, and none of its parts elsewhere, :mod:`torchq.fx` makes it a graph; a par
 called by itself any more. What that code asks of its modules, their classes, parts and parameters,
 is answered as before, or raises (:mod:`torchq.nn.standing`).
 
-recording -> planning -> observed; report says what became of each module.
+recording -> planning -> observed, joined in flow; checks says what it refuses, leaves which modules
+count as a whole, report what became of each module.
 """
 
-from torchq.eager.flow import calibrate, check_model, convert, prepare, prepare_call, quantize
+from torchq.eager.checks import check_model
+from torchq.eager.flow import calibrate, convert, prepare, prepare_call, quantize
 
 __all__ = ["calibrate", "check_model", "convert", "prepare", "prepare_call", "quantize"]

@@ -40,7 +40,8 @@ def reduction(
     Args:
         src: uint8 or int8, any strides.
         alg: ``sum``, ``mean``, ``max``, ``min`` or ``mul``.
-        dims: one or several, different; may be negative.
+        dims: one or several, different; may be negative. An empty sequence reduces nothing (that
+            is each value by itself), where ``torch.sum`` would reduce everything.
         keepdim: whether the reduced dims stay, with size 1, as oneDNN has them.
         attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops, in float32, their
             masks indexing the dims of dst.
