@@ -101,6 +101,28 @@ def test_a_default_of_another_type_has_to_be_given() -> None:
             found(X)
 
 
+class Rest(nn.Module):
+    """An argument by keyword behind as many as there may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *rest: Tensor, y: Tensor | None = None) -> Tensor:
+        for part in rest:
+            x = x * part
+        return self.a(x if y is None else x + y)
+
+
+def test_one_more_of_args_is_not_taken_for_a_keyword() -> None:
+    model, y = Rest().eval(), torch.randn(4, 8)
+    converted = torchq.quantize(model, [{"x": X, "y": y}])
+    with torch.no_grad():
+        assert sqnr(model(X, y=y), converted(X, y=y)) > 30
+        assert sqnr(model(X, y), converted(X, y)) > 25
+    assert isinstance(torchq.quantize(model, [(X, y)]), fx.GraphModule)
+
+
 class LeftOut(nn.Module):
     """Arguments in the middle that a call may leave out."""
 

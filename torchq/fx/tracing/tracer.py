@@ -263,10 +263,18 @@ class Tracer(Recorder):
         """One placeholder per argument of the model, in their order, left out or not.
 
         Arguments without tensors are constants, and guarded.
+
+        Raises:
+            TraceError: one was given by keyword behind ``*args``: one more of these would take its
+                place in a graph.
         """
         args, kwargs = self.inputs
         signature = inspect.signature(root_fn)
         bound = signature.bind(self.root, *args, **kwargs)
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        if bound.kwargs and inspect.Parameter.VAR_POSITIONAL in kinds:
+            named = ", ".join(f"'{name}'" for name in bound.kwargs)
+            raise fx.proxy.TraceError(f"its forward takes {named} by keyword, behind *args")
         given = _with_defaults(bound)
         values: list[Any] = []
         behind = False  # an argument that was left out: it has a default, so all that follow must
