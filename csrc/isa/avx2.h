@@ -28,6 +28,7 @@ struct Avx2 : Avx2Lanes {
   static constexpr bool kPrefetches = false;
   static constexpr bool kFinishesTails = false;
   static constexpr int kSteps = 2;
+  static constexpr bool kWidensSrc = true;
   static constexpr bool kHasNarrow = true;
 
   // bytes
@@ -307,6 +308,7 @@ struct Avx2 : Avx2Lanes {
 struct Avx2Vnni : Avx2 {
   static constexpr const char* kName = "avx2_vnni";
   static constexpr int kSteps = 1;
+  static constexpr bool kWidensSrc = false;
   static constexpr bool kHasNarrow = false;
 
   template <int kStep, class V>

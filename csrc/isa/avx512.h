@@ -30,6 +30,8 @@ struct Avx512 : Avx512Lanes {
   static constexpr bool kFinishesTails = true;
   /// Weight vectors per quad: 2 where a quad is processed as two pairs of 16-bit values.
   static constexpr int kSteps = 2;
+  /// Four panels share what is split; copying rows took as long (Zen 5).
+  static constexpr bool kWidensSrc = false;
   static constexpr bool kHasNarrow = true;
 
   // bytes

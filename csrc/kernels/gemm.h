@@ -53,15 +53,23 @@ TORCHQ_INLINE void dot_step(typename Isa::Int (&acc)[MR][NP], const int8_t* weig
 template <class Isa, int MR>
 constexpr bool kPrefetches = Isa::kPrefetches && MR >= 4 && MR <= 8;
 
+/// What a tile's source dwords are: four u8, four s8, or two 16-bit values (`GemmTile::widened`).
+enum SrcForm : int { kUnsigned, kSigned, kWidened };
+
+TORCHQ_INLINE SrcForm src_form(const GemmTile& t) {
+  return t.widened ? kWidened : t.flip ? kSigned : kUnsigned;
+}
+
 /// MR rows x NP panels; `first` and `panel` count from the first of `t`. kNarrow: weights as
 /// packed, four bytes per lane through 16-bit pair sums; else kSteps widened vectors per quad (1
 /// for VNNI). kGroupPanels: panels of a group, of as many inputs as outputs, that does not share
 /// its source. kNext: asks for weights of the next NP panels, the n-th tile of rows for the n-th
 /// panel, instead of its own.
-template <class Isa, int MR, int NP, bool kFlip, bool kNarrow, int kGroupPanels = 0,
+template <class Isa, int MR, int NP, SrcForm kForm, bool kNarrow, int kGroupPanels = 0,
           bool kNext = false>
 TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, int panel) {
   constexpr int kSteps = kNarrow ? 1 : Isa::kSteps;
+  constexpr int kStepsAtOnce = kForm == kWidened ? 1 : kSteps;  // of a dword of the source
   using Int = typename Isa::Int;
   // A spilled accumulator costs half the speed; tests/test_disassembly.py looks for them.
   static_assert(MR <= kMostRows<Isa, NP>);
@@ -92,14 +100,14 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
     // there wait for the dot products before them (7x7 of 3 to 64 channels: 1.2 times as slow).
     asm("" : "+m"(panels), "+m"(runs_end));
     int64_t k = run->src_offset;
-    int64_t end = k + run->quads * kQuad;
+    int64_t end = k + run->quads * (kSteps / kStepsAtOnce) * kQuad;
     if constexpr (MR > kTileRows) asm("" : "+m"(end));  // no general register is left for it
     const int8_t* weight = panels + run->weight_offset * kSteps;
     while (k != end) {
       asm("" : "+r"(k));  // one index for all rows instead of a pointer each
       const auto quad = [&](int r, int p = 0) {
         const auto q = Isa::broadcast(row[r] + k + p * kPanel);
-        if constexpr (kFlip) return Isa::flip_sign(q);
+        if constexpr (kForm == kSigned) return Isa::flip_sign(q);
         return q;
       };
       if constexpr (kNext) {
@@ -109,7 +117,7 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
         asm("" : "+r"(next));  // one register for all panels' addresses
         TORCHQ_UNROLL for (int p = 0; p < NP; ++p) Isa::prefetch(next + p * panel_stride);
       }
-      if constexpr (kSteps == 1) {
+      if constexpr (kStepsAtOnce == 1) {
         dot_step<Isa, MR, NP, kNarrow, kGroupPanels>(acc, weight, panel_stride, quad);
       } else {
         dot_step<Isa, MR, NP, kNarrow>(acc, weight, panel_stride,
@@ -120,7 +128,7 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
                                        [&](int r) { return Isa::template split_src<1>(quad(r)); });
       }
       k += kQuad;
-      weight += kSteps * kPanel * kQuad;
+      weight += kStepsAtOnce * kPanel * kQuad;
     }
   }
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
@@ -154,15 +162,20 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
 
 using TileFn = void (*)(const GemmTile&, const Epilogue&, int first, int panel);
 
-/// The tiles of NP panels, fn[flip][rows - 1].
+/// The tiles of NP panels, fn[form][rows - 1].
 template <class Isa, int NP, bool kNarrow, int kGroupPanels, bool kNext>
 struct TileTable {
-  TileFn fn[2][kMostRows<Isa, NP>];
+  TileFn fn[3][kMostRows<Isa, NP>];
 
+  template <int MR, SrcForm kForm>
+  constexpr void set() {
+    fn[kForm][MR - 1] = &gemm_tile<Isa, MR, NP, kForm, kNarrow, kGroupPanels, kNext>;
+  }
   template <int MR>
   constexpr void fill() {
-    fn[false][MR - 1] = &gemm_tile<Isa, MR, NP, false, kNarrow, kGroupPanels, kNext>;
-    fn[true][MR - 1] = &gemm_tile<Isa, MR, NP, true, kNarrow, kGroupPanels, kNext>;
+    set<MR, kUnsigned>();
+    set<MR, kSigned>();
+    if constexpr (Isa::kWidensSrc && !kNarrow) set<MR, kWidened>();
     if constexpr (MR < kMostRows<Isa, NP>) fill<MR + 1>();
   }
   constexpr TileTable() : fn() { fill<1>(); }
@@ -186,7 +199,7 @@ TORCHQ_INLINE void for_each_tile(int rows, int most, const Body& body) {
 /// The rows from `begin` on x NP panels from `panel` on.
 template <class Isa, int NP, bool kNarrow, int kGroupPanels = 0, bool kNext = false>
 TORCHQ_INLINE void gemm_panels(const GemmTile& t, const Epilogue& e, int panel, int begin = 0) {
-  const auto& tiles = kTiles<Isa, NP, kNarrow, kGroupPanels, kNext>.fn[t.flip];
+  const auto& tiles = kTiles<Isa, NP, kNarrow, kGroupPanels, kNext>.fn[src_form(t)];
   for_each_tile(t.rows - begin, kMostRows<Isa, NP>,
                 [&](int first, int rows) { tiles[rows - 1](t, e, begin + first, panel); });
 }
@@ -296,7 +309,7 @@ void gemm(const GemmTile& t, const Epilogue& e) {
       gemm_panels<Isa, kMost, kNarrow, 0, Isa::kPrefetches>(t, e, panel);
     }
   } else if (t.panels - panel > kMost) {
-    const auto& tiles = kTiles<Isa, kMost, kNarrow>.fn[t.flip];
+    const auto& tiles = kTiles<Isa, kMost, kNarrow>.fn[src_form(t)];
     const int begin = panel, end = begin + (whole - begin) / kMost * kMost;
     for_each_tile(t.rows, kMostRows<Isa, kMost>, [&](int first, int rows) {
       for (panel = begin; panel < end; panel += kMost) tiles[rows - 1](t, e, first, panel);
@@ -341,6 +354,18 @@ void gemm_groups(const GemmTile& t, const Epilogue& e) {
 template <class Isa>
 void widen(const int8_t* packed, int64_t bytes, int8_t* dst) {
   for (int64_t i = 0; i < bytes; i += kPanel * kQuad) Isa::widen(packed + i, dst + 2 * i);
+}
+
+/// The same of sources: quads become two dwords of 16-bit values, the even bytes, then the odd
+/// ones. The compiler's vectors serve.
+template <class Isa>
+void widen_src(const uint8_t* __restrict src, int64_t quads, bool flip, uint8_t* __restrict dst) {
+  const uint32_t signs = flip ? 0x80808080u : 0u;
+  for (int64_t i = 0; i < quads; ++i) {
+    const uint64_t quad = static_cast<uint32_t>(load32(src + i * kQuad)) ^ signs;
+    const uint64_t wide = (quad | quad << 24) & 0x00ff00ff00ff00ffu;
+    memcpy(dst + i * 2 * kQuad, &wide, sizeof wide);
+  }
 }
 
 template <class Isa>

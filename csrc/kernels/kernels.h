@@ -26,6 +26,7 @@ constexpr Kernels make_kernels() {
     k.small_groups_narrow = &small_groups<Isa, true>;
   }
   if constexpr (Isa::kSteps > 1) k.widen = &widen<Isa>;
+  if constexpr (Isa::kWidensSrc) k.widen_src = &widen_src<Isa>;
   k.compensate = &compensate<Isa>;
   k.pack_panel = &pack_panel<Isa>;
   k.sum_bytes = &sum_bytes<Isa>;

@@ -284,6 +284,7 @@ constinit const Kernels kReferenceKernels = {
     .small_groups = &small_groups,
     .small_groups_narrow = nullptr,
     .widen = nullptr,
+    .widen_src = nullptr,
     .compensate = &compensate,
     .pack_panel = &pack_panel,
     .sum_bytes = &sum_bytes,

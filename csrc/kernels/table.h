@@ -29,6 +29,8 @@ struct GemmTile {
   const int64_t* dst_offset;  // [rows] elements, of channel 0
   int rows;                   // 1..kGemmRows
   bool flip;
+  /// src is what `Kernels::widen_src` made: `flip` is done, all offsets in it count widened bytes.
+  bool widened;
   const GemmRun* runs;
   int num_runs;
   const int8_t* weight;  // first panel
@@ -305,6 +307,8 @@ struct Kernels {
   void (*small_groups_narrow)(const GemmTile&, const Epilogue&);
   /// Widens `bytes` packed weights for `gemm`. Null when `widening` is 1.
   void (*widen)(const int8_t* packed, int64_t bytes, int8_t* dst);
+  /// Widens `quads` of a row for `gemm`; s8 become u8 (`flip`). Null where that does not pay.
+  void (*widen_src)(const uint8_t* src, int64_t quads, bool flip, uint8_t* dst);
   /// acc_init[n] = bias[n] - zero_point * sum over taps of compensation[tap][n]; bias may be null.
   void (*compensate)(const int32_t* compensation, int64_t stride, const int32_t* taps, int num_taps,
                      const int32_t* bias, int32_t zero_point, int64_t n, int32_t* acc_init);

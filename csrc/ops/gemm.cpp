@@ -3,11 +3,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "../checks.h"
 #include "../explain.h"
 #include "../parallel.h"
 #include "gemm_matrix.h"
+#include "widened_rows.h"
 
 namespace torchq {
 namespace {
@@ -65,11 +67,11 @@ GemmProblem join_groups(GemmProblem p, int group_quads) {
   return p;
 }
 
-/// The next rows of `left`: full tiles, whatever their height, but the last ones not far fewer than
-/// those before.
-int64_t rows_at_once(int64_t left) {
+/// The next rows of `left`, up to `most`: full tiles, whatever their height, but the last ones not
+/// far fewer than those before.
+int64_t rows_at_once(int64_t left, int64_t most) {
   static_assert(kGemmRows % 12 == 0 && kGemmRows % 8 == 0 && kGemmRows % kTileRows == 0);
-  if (left >= 2 * kGemmRows || left <= kGemmRows) return std::min<int64_t>(left, kGemmRows);
+  if (left >= 2 * most || left <= most) return std::min(left, most);
   return (left / 2 + kTileRows - 1) / kTileRows * kTileRows;
 }
 
@@ -87,6 +89,10 @@ class Worker {
     widening_ = narrow ? 1 : tier.widening;
     if (widen_ != nullptr) {
       widened_ = scratch_.take<int8_t>(blocking.block_panels * problem.panel_bytes * widening_);
+      // One panel alone would use the copies once.
+      if (tier.widen_src != nullptr && problem.group_quads == 0 && problem.panels_per_group > 1) {
+        widened_rows_.emplace(problem, tier, scratch_);
+      }
     }
     tile_.row_offset = src_offset_;
     tile_.dst_offset = dst_offset_;
@@ -117,9 +123,10 @@ class Worker {
       if (row < end) {
         tile_.runs = c.runs.data();
         tile_.num_runs = static_cast<int>(c.runs.size());
+        const int64_t most = widened_rows_ ? widened_rows_->enter(c, tile_) : kGemmRows;
         RowCursor cursor(c, row);
         while (row < end) {
-          const int64_t size = rows_at_once(end - row);
+          const int64_t size = rows_at_once(end - row, most);
           run_rows(c, cursor, static_cast<int>(size), blocks);
           row += size;
         }
@@ -143,6 +150,7 @@ class Worker {
       tile.channels = std::min(problem_.group_channels - channel, b.panels * kPanel);
       const int64_t first = (b.group * problem_.panels_per_group + b.panel) * kPanel;
       tile.acc_init = c.acc_init + first;
+      if (widened_rows_) widened_rows_->fill(c, src_offset_, tile);
       gemm_(tile, epilogue_);
     }
     finish_rows(rows, blocks);
@@ -178,6 +186,7 @@ class Worker {
   int widening_;
   int8_t* widened_ = nullptr;
   ScratchFrame scratch_;
+  std::optional<WidenedRows> widened_rows_;
   /// What is the same for all rows and blocks is written once.
   GemmTile tile_{};
   int64_t src_offset_[kGemmRows], dst_offset_[kGemmRows];
