@@ -76,6 +76,7 @@ RAISE: dict[str, Callable[[Net], Any]] = {
     "comparing": lambda m: (m.a.weight == 0).sum(),
     "truth": lambda m: bool(m.a.bias),
     "is a tensor": lambda m: isinstance(m.a.weight, Tensor),
+    "is a tensor to torch": lambda m: torch.is_tensor(m.a.weight),
     "is a parameter": lambda m: isinstance(next(m.parameters()), nn.Parameter),
     "state": lambda m: len(m.state_dict()),
     "method": lambda m: hasattr(m.a, "reset_parameters"),
@@ -84,7 +85,26 @@ RAISE: dict[str, Callable[[Net], Any]] = {
     "part by attribute": lambda m: getattr(m.s, "0")(ONE).sum(),
     "part of modules": lambda m: m.s._modules["0"](ONE).sum(),
 }
-ASKS = RIGHT | RAISE
+WRITES: dict[str, Callable[[Net], Any]] = {
+    "register": lambda m: m.a.register_parameter("weight", nn.Parameter(torch.ones(8, 8))),
+    "parameters": lambda m: m.a._parameters.update(bias=None),
+    "recurrent": lambda m: setattr(m.rnn, "weight_ih_l0", nn.Parameter(torch.ones(32, 16))),
+    "constant": lambda m: setattr(m.rnn, "bidirectional", True),
+    "load": lambda m: m.load_state_dict({"a.weight": torch.ones(8, 8)}, strict=False),
+    "assign": lambda m: m.s.load_state_dict({"0.weight": ONE}, strict=False, assign=True),
+    "modules": lambda m: m.s._modules.pop("1"),
+    "add": lambda m: m.s.add_module("4", nn.ReLU()),
+    "replace": lambda m: setattr(m.s, "2", nn.Tanh()),
+    "delete": lambda m: delattr(m.s, "2"),
+    "part": lambda m: setattr(next(m.s.children()), "bias", None),
+    "part's constant": lambda m: setattr(list(m.s.children())[1], "eps", 1.0),
+    "part's buffer": lambda m: list(m.s.children())[1].register_buffer("running_mean", ONE),
+    "part's hook": lambda m: list(m.s.children())[2].register_forward_hook(print),
+    "part's forward": lambda m: setattr(next(m.s.children()), "forward", abs),
+    "mode": lambda m: m.s.train(),
+    "part's mode": lambda m: list(m.s.children())[1].train(),
+}
+ASKS = RIGHT | RAISE | {f"write {name}": ask for name, ask in WRITES.items()}
 SOURCE = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -120,6 +140,17 @@ def test_answers_are_those_of_the_float_model(float_model, swapped, how) -> None
     for ask in RAISE:
         with pytest.raises((RuntimeError, TypeError), match=r"name it in overrides with None"):
             model(SOURCE, ask)
+
+
+@pytest.mark.parametrize("how", ["converted", "loaded"])
+@pytest.mark.parametrize("ask", WRITES)
+def test_writes_raise(swapped, how, ask) -> None:
+    """They would have no effect on the numbers."""
+    model = swapped[how]
+    expected = model(SOURCE)
+    with pytest.raises((RuntimeError, AttributeError), match=r"name it in overrides with None"):
+        model(SOURCE, f"write {ask}")
+    assert torch.equal(model(SOURCE), expected)
 
 
 def test_outside_of_calls_is_what_is_there(swapped) -> None:

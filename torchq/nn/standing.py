@@ -31,7 +31,7 @@ _CALL = nn.Module._call_impl.__code__
 def _by_model_code(frame: FrameType | None) -> bool:
     """Whether a model's own code asks, perhaps through methods of ``nn.Module``, in a call."""
     while frame is not None and (
-        frame.f_code.co_name == "__getattr__"
+        frame.f_code.co_name in ("__getattr__", "__setattr__")
         or frame.f_globals.get("__name__", "").startswith("torch.nn.")
     ):
         frame = frame.f_back
@@ -39,6 +39,10 @@ def _by_model_code(frame: FrameType | None) -> bool:
     asker = "" if frame is None else frame.f_globals.get("__name__", "")
     if asker.partition(".")[0] in ("", "torch", "torchq"):
         return False
+    return _in_call(frame)
+
+
+def _in_call(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code is not _CALL:
         frame = frame.f_back
     return frame is not None
@@ -66,8 +70,8 @@ class Described:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """Raises NoAnswer. Were it a tensor's, torch's C++ would believe it."""
-        if _by_model_code(sys._getframe(1)):
+        """Raises NoAnswer in a call. Were it a tensor's, torch's C++ would believe it."""
+        if _in_call(sys._getframe(1)):
             raise NoAnswer(_message("its class"))
         return Described
 
@@ -119,6 +123,24 @@ def _refuse(what: str) -> NoReturn:
     raise TypeError(_message(what))
 
 
+class Fixed(dict[Any, Any]):
+    """What code asks for but cannot change."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises NoAnswer."""
+        raise NoAnswer(changed("what a layer has"))
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+
+def changed(name: str) -> str:
+    return (
+        f"torchq.nn: {name} must be what it was in torchq.prepare, got another in a model whose "
+        "modules are swapped. Keep the layer float: name it in overrides with None."
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class FloatModule:
     """What a float module was, for those who ask what stands in its place.
@@ -141,6 +163,15 @@ class FloatModule:
         """``known``: all of them."""
         known = self.constants | self.buffers | self.parameters | self.children
         object.__setattr__(self, "known", known)
+
+    def has(self, name: str, other: Any) -> bool:
+        """Whether it has this attribute with another value than ``other``."""
+        if name == "training":
+            return bool(other)
+        if name in self.constants:
+            value = self.constants[name]
+            return type(value) is not type(other) or value != other
+        return name in self.known or name in self.names
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FloatModule:
         """Itself: nothing changes it."""
@@ -180,13 +211,29 @@ class Stands(nn.Module):
     """Base of what may stand in a float module's place, once :func:`put` told which."""
 
     __class__ = _Answer("__class__", lambda stood: stood.kind)
-    _parameters = _Answer("_parameters", lambda stood: dict(stood.parameters))
-    _buffers = _Answer("_buffers", lambda stood: dict(stood.buffers))
-    _modules = _Answer("_modules", lambda stood: dict(stood.children))
+    _parameters = _Answer("_parameters", lambda stood: Fixed(stood.parameters))
+    _buffers = _Answer("_buffers", lambda stood: Fixed(stood.buffers))
+    _modules = _Answer("_modules", lambda stood: Fixed(stood.children))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """For ``to()`` and the like: of what is really there, whoever asks."""
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Raises NoAnswer where a model's own code loads something."""
+        if "_stood" in self.__dict__ and _by_model_code(sys._getframe(1)):
+            raise NoAnswer(changed("the state of a layer"))
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises AttributeError where a model's own code changes what the float module had.
+
+        But for the mode: leaving training mode, in which it is not, is no change.
+        """
+        stood = self.__dict__.get("_stood")
+        if stood is not None and stood.has(name, value) and _by_model_code(sys._getframe(1)):
+            raise AttributeError(changed(f"{name} of a layer"))
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         """What the float module had.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.nn.module import QModule
-from torchq.nn.standing import Described, FloatModule, NoAnswer, Stands, put
+from torchq.nn.standing import Described, Fixed, FloatModule, NoAnswer, Stands, changed, put
 
 
 def constants_of(module: nn.Module) -> dict[str, Any]:
@@ -44,14 +44,9 @@ class Standing(Stands):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises AttributeError for what the float layer had, and what it does not replace."""
-        fixed, stood = vars(self).get("_fixed", {}), vars(self).get("_stood")
-        tensors = set() if stood is None else stood.parameters.keys() | stood.buffers.keys()
-        if name in fixed.keys() | {"weight", "bias"} | tensors and fixed.get(name, self) != value:
-            raise AttributeError(
-                f"torchq.nn: {name} of a layer must be what it was in torchq.prepare, got another "
-                "in a model whose modules are swapped. Keep the layer float: name it in overrides "
-                "with None."
-            )
+        fixed = vars(self).get("_fixed", {})
+        if name in fixed.keys() | {"weight", "bias"} and fixed.get(name, self) != value:
+            raise AttributeError(changed(f"{name} of a layer"))
         super().__setattr__(name, value)
 
     def _fix(self, constants: dict[str, Any]) -> None:
@@ -64,6 +59,17 @@ class Standing(Stands):
 
 class Part(Stands):
     """In the place of what is inside a module that became something else: it cannot be called."""
+
+    def __init__(self) -> None:
+        """Hooks would never run."""
+        super().__init__()
+        self._forward_hooks, self._forward_pre_hooks = Fixed(), Fixed()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises AttributeError for a ``forward``, too, which would never run."""
+        if name == "forward":
+            raise AttributeError(changed("forward of a part of a layer"))
+        super().__setattr__(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         """Raises NoAnswer."""
