@@ -335,6 +335,8 @@ struct Avx512Vnni : Avx512 {
   /// more while the core's other thread is busy, else equal. On Zen 4 it gains nothing from L2 and
   /// loses up to a quarter from L3: there the line is asked for that the tile is about to read.
   static TORCHQ_INLINE int64_t weights_ahead() { return __builtin_cpu_is("intel") ? 512 : 0; }
+  /// Whether that pays where L1 keeps them.
+  static TORCHQ_INLINE bool gains_from_l1() { return __builtin_cpu_is("intel"); }
   static TORCHQ_INLINE void prefetch(const int8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
   }

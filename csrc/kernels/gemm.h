@@ -48,10 +48,14 @@ TORCHQ_INLINE void dot_step(typename Isa::Int (&acc)[MR][NP], const int8_t* weig
   }
 }
 
-/// Whether a tile asks for its weights ahead of their use: where the dot products of a step take
-/// longer than its loads, and the addresses fit the general registers.
-template <class Isa, int MR>
-constexpr bool kPrefetches = Isa::kPrefetches && MR >= 4 && MR <= 8;
+/// What a tile asks for while it runs: nothing, its own weights ahead of their use, or those of the
+/// next NP panels, the n-th tile of rows for the n-th panel.
+enum Ahead : int { kNothing, kOwnWeights, kNextWeights };
+
+/// Whether a tile can ask for its own weights: where the dot products of a step take longer than
+/// its loads, and the addresses fit the general registers.
+template <class Isa, int MR, int kGroupPanels>
+constexpr bool kPrefetches = Isa::kPrefetches && kGroupPanels == 0 && MR >= 4 && MR <= 8;
 
 /// What a tile's source dwords are: four u8, four s8, or two 16-bit values (`GemmTile::widened`).
 enum SrcForm : int { kUnsigned, kSigned, kWidened };
@@ -63,10 +67,8 @@ TORCHQ_INLINE SrcForm src_form(const GemmTile& t) {
 /// MR rows x NP panels; `first` and `panel` count from the first of `t`. kNarrow: weights as
 /// packed, four bytes per lane through 16-bit pair sums; else kSteps widened vectors per quad (1
 /// for VNNI). kGroupPanels: panels of a group, of as many inputs as outputs, that does not share
-/// its source. kNext: asks for weights of the next NP panels, the n-th tile of rows for the n-th
-/// panel, instead of its own.
-template <class Isa, int MR, int NP, SrcForm kForm, bool kNarrow, int kGroupPanels = 0,
-          bool kNext = false>
+/// its source.
+template <class Isa, int MR, int NP, SrcForm kForm, bool kNarrow, int kGroupPanels, Ahead kAhead>
 TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, int panel) {
   constexpr int kSteps = kNarrow ? 1 : Isa::kSteps;
   constexpr int kStepsAtOnce = kForm == kWidened ? 1 : kSteps;  // of a dword of the source
@@ -88,11 +90,10 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
   const int64_t panel_stride = t.panel_stride * kSteps;
   const int8_t* panels = t.weight + panel * panel_stride;
   const GemmRun* runs_end = t.runs + t.num_runs;
-  constexpr bool kPrefetched = kPrefetches<Isa, MR> && kGroupPanels == 0;
   int64_t ahead = 0;
-  if constexpr (kNext) {
+  if constexpr (kAhead == kNextWeights) {
     ahead = min_int(NP + min_int(first / MR, NP - 1), t.panels - 1 - panel) * panel_stride;
-  } else if constexpr (kPrefetched) {
+  } else if constexpr (kAhead == kOwnWeights) {
     ahead = Isa::weights_ahead();
   }
   for (const GemmRun* run = t.runs; run != runs_end; ++run) {
@@ -110,9 +111,9 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
         if constexpr (kForm == kSigned) return Isa::flip_sign(q);
         return q;
       };
-      if constexpr (kNext) {
+      if constexpr (kAhead == kNextWeights) {
         Isa::prefetch(weight + ahead);
-      } else if constexpr (kPrefetched) {
+      } else if constexpr (kAhead == kOwnWeights) {
         const int8_t* next = weight + ahead;
         asm("" : "+r"(next));  // one register for all panels' addresses
         TORCHQ_UNROLL for (int p = 0; p < NP; ++p) Isa::prefetch(next + p * panel_stride);
@@ -162,14 +163,24 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
 
 using TileFn = void (*)(const GemmTile&, const Epilogue&, int first, int panel);
 
-/// The tiles of NP panels, fn[form][rows - 1].
-template <class Isa, int NP, bool kNarrow, int kGroupPanels, bool kNext>
+/// The tiles of NP panels, fn[ahead][form][rows - 1].
+template <class Isa, int NP, bool kNarrow, int kGroupPanels>
 struct TileTable {
-  TileFn fn[3][kMostRows<Isa, NP>];
+  TileFn fn[3][3][kMostRows<Isa, NP>];
 
+  template <int MR, SrcForm kForm, Ahead kAhead>
+  constexpr void set() {
+    fn[kAhead][kForm][MR - 1] = &gemm_tile<Isa, MR, NP, kForm, kNarrow, kGroupPanels, kAhead>;
+  }
   template <int MR, SrcForm kForm>
   constexpr void set() {
-    fn[kForm][MR - 1] = &gemm_tile<Isa, MR, NP, kForm, kNarrow, kGroupPanels, kNext>;
+    constexpr bool kAsks = kPrefetches<Isa, MR, kGroupPanels>;
+    set<MR, kForm, kNothing>();
+    if constexpr (kAsks) set<MR, kForm, kOwnWeights>();
+    if constexpr (!kAsks) fn[kOwnWeights][kForm][MR - 1] = fn[kNothing][kForm][MR - 1];
+    if constexpr (Isa::kPrefetches && NP == Isa::kMaxPanels && kGroupPanels == 0) {
+      set<MR, kForm, kNextWeights>();
+    }
   }
   template <int MR>
   constexpr void fill() {
@@ -181,8 +192,8 @@ struct TileTable {
   constexpr TileTable() : fn() { fill<1>(); }
 };
 
-template <class Isa, int NP, bool kNarrow, int kGroupPanels = 0, bool kNext = false>
-constexpr TileTable<Isa, NP, kNarrow, kGroupPanels, kNext> kTiles;
+template <class Isa, int NP, bool kNarrow, int kGroupPanels = 0>
+constexpr TileTable<Isa, NP, kNarrow, kGroupPanels> kTiles;
 
 /// Calls body(first row, rows) for as few tiles of up to `most` rows as there can be; their sizes
 /// differ by at most one: 49 rows are 6 6 6 6 5 5 5 5 5.
@@ -196,10 +207,29 @@ TORCHQ_INLINE void for_each_tile(int rows, int most, const Body& body) {
   }
 }
 
+/// Bytes of the weights of a tile that stay in L1 while all rows pass, and the next ones come.
+constexpr int64_t kTileWeightBytes = 24 * 1024;
+
+/// What tiles of NP panels from `panel` on ask for. Measured on Emerald Rapids, in MobileNet: 160
+/// to 960 channels take 0.87 of the time with the next panels, 320 to 1280 0.86, 96 to 576 0.93;
+/// hot 0.95 to 1. On Zen 5, where weights that L1 keeps need no asking for, 1x1 of 64 to 256
+/// channels is 1.07 times as fast without; others 1.01 times with it.
+template <class Isa, int NP>
+TORCHQ_INLINE Ahead choose_ahead(const GemmTile& t, int panel) {
+  if constexpr (Isa::kPrefetches) {
+    const bool pass_often = t.rows > kFewRows && NP * t.panel_stride <= kTileWeightBytes;
+    if (pass_often && !Isa::gains_from_l1()) return kNothing;
+    const bool has_next = NP == Isa::kMaxPanels && panel + NP < t.panels;
+    return pass_often && has_next ? kNextWeights : kOwnWeights;
+  }
+  return kNothing;
+}
+
 /// The rows from `begin` on x NP panels from `panel` on.
-template <class Isa, int NP, bool kNarrow, int kGroupPanels = 0, bool kNext = false>
+template <class Isa, int NP, bool kNarrow, int kGroupPanels = 0>
 TORCHQ_INLINE void gemm_panels(const GemmTile& t, const Epilogue& e, int panel, int begin = 0) {
-  const auto& tiles = kTiles<Isa, NP, kNarrow, kGroupPanels, kNext>.fn[src_form(t)];
+  const Ahead ahead = kGroupPanels > 0 ? kNothing : choose_ahead<Isa, NP>(t, panel);
+  const auto& tiles = kTiles<Isa, NP, kNarrow, kGroupPanels>.fn[ahead][src_form(t)];
   for_each_tile(t.rows - begin, kMostRows<Isa, NP>,
                 [&](int first, int rows) { tiles[rows - 1](t, e, begin + first, panel); });
 }
@@ -290,13 +320,9 @@ TORCHQ_INLINE int gemm_if_short(const GemmTile& t, const Epilogue& e) {
   return 0;
 }
 
-/// Bytes of the weights of a tile that stay in L1 while all rows pass, and the next ones come.
-constexpr int64_t kTileWeightBytes = 24 * 1024;
-
 /// All panels of the tile, as wide as the registers allow; the last chunk takes what is left.
-/// Panels outermost where the weights of a tile fit L1: the next come while all rows pass, not all
-/// of them with the first rows, which L3 is too slow for. Measured on Emerald Rapids, in MobileNet:
-/// 160 to 960 channels take 0.87 of the time so, 320 to 1280 0.86, 96 to 576 0.93; hot 0.95 to 1.
+/// Panels are outermost where tiles ask for the next ones: these come while all rows pass, not all
+/// of them with the first rows, which L3 is too slow for.
 template <class Isa, bool kNarrow>
 void gemm(const GemmTile& t, const Epilogue& e) {
   if (t.rows <= kFewRows) return gemm_few_rows<Isa, kNarrow>(t, e);
@@ -304,12 +330,11 @@ void gemm(const GemmTile& t, const Epilogue& e) {
   int panel = 0;
   if constexpr (kHasWide<Isa>) panel = gemm_if_short<Isa>(t, e);
   const int whole = Isa::kFinishesTails ? t.channels / kPanel : t.panels;
-  if (Isa::kPrefetches && kMost * t.panel_stride <= kTileWeightBytes) {
-    for (; panel + kMost <= whole; panel += kMost) {
-      gemm_panels<Isa, kMost, kNarrow, 0, Isa::kPrefetches>(t, e, panel);
-    }
+  const Ahead ahead = choose_ahead<Isa, kMost>(t, panel);
+  if (ahead == kNextWeights) {
+    for (; panel + kMost <= whole; panel += kMost) gemm_panels<Isa, kMost, kNarrow>(t, e, panel);
   } else if (t.panels - panel > kMost) {
-    const auto& tiles = kTiles<Isa, kMost, kNarrow>.fn[src_form(t)];
+    const auto& tiles = kTiles<Isa, kMost, kNarrow>.fn[ahead][src_form(t)];
     const int begin = panel, end = begin + (whole - begin) / kMost * kMost;
     for_each_tile(t.rows, kMostRows<Isa, kMost>, [&](int first, int rows) {
       for (panel = begin; panel < end; panel += kMost) tiles[rows - 1](t, e, first, panel);
