@@ -11,8 +11,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-__all__ = ["TRANSPOSED", "Affine", "fold_affines", "norm_affine"]
-
 Affine: TypeAlias = tuple[Tensor, Tensor]
 """(scale, shift) in float64, ``[]`` or one per output channel: ``y * scale + shift``."""
 

@@ -20,8 +20,6 @@ from typing_extensions import Self
 from torchq.nn.quantize import Dequantize, Quantize
 from torchq.qparams import QParams
 
-__all__ = ["FakeQuantize"]
-
 Bound = float | Tensor
 _BITS = {256: 8, 128: 7}
 

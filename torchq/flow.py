@@ -20,7 +20,7 @@ from torchq.fx.tracing.capture import CaptureError
 from torchq.running import Inputs, batches, check_fit, split_inputs
 from torchq.standalone import stands_alone
 
-__all__ = ["calibrate", "convert", "prepare", "quantize"]
+eager.flow.graphs = graph
 
 
 def prepare(

@@ -16,8 +16,6 @@ from torchq.attr import Attr
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight
 
-__all__ = ["Folded", "check_attr", "check_attr_type", "check_int32_bias", "fold"]
-
 MAX_SHIFTED_REDUCTION = 33025
 """255 * 255 * 33025 < 2^31: the longest sum of weights less their zero points."""
 

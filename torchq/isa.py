@@ -17,8 +17,6 @@ import torch
 
 import torchq.ops  # noqa: F401  loads the library
 
-__all__ = ["cpu_info", "isa", "last_kernel", "memory_info", "supported_isas", "use_isa"]
-
 
 def supported_isas() -> list[str]:
     """The tiers this CPU can run, slowest first."""

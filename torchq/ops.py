@@ -35,6 +35,7 @@ __all__ = [
     "conv_sizes",
     "conv_transpose_sizes",
     "dtype_code",
+    "fake",
 ]
 
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])

@@ -13,8 +13,6 @@ from torch import Tensor
 import torchq.ops  # noqa: F401  loads the library
 from torchq._arguments import check_type
 
-__all__ = ["PackedWeight", "pack_conv", "pack_conv_transpose", "pack_linear"]
-
 
 class PackedWeight(NamedTuple):
     """What the matmul-like ops read; made by the functions of this module.

@@ -22,15 +22,6 @@ from torchq.ranges import (
     weight_range,
 )
 
-__all__ = [
-    "QParams",
-    "activation_range",
-    "choose_qparams",
-    "output_channel_rows",
-    "weight_qparams",
-    "weight_range",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class QParams:

@@ -20,18 +20,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 from torch.utils._pytree import tree_leaves
 
-__all__ = [
-    "Inputs",
-    "batches",
-    "call",
-    "check_fit",
-    "detached",
-    "float_tensors",
-    "split_inputs",
-    "without_gradients",
-    "working_copy",
-]
-
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 """One input of a model, a sequence of its inputs, or a mapping of keyword arguments."""
 

@@ -29,8 +29,6 @@ from torchq.nn.standing import put
 from torchq.nn.swapped import described
 from torchq.observers import Observer
 
-__all__ = ["load", "save"]
-
 REPORT_KEY = "torchq_report"
 """Name of the tensor that holds the text of the report, compressed by zlib."""
 _NOTE = "torchq_note"
@@ -234,6 +232,12 @@ def _aliases(model: nn.Module, state: dict[str, Tensor]) -> set[str]:
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file that :func:`save` wrote, by name.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is another file.
+    """
     if not path.exists():
         raise FileNotFoundError(f"torchq.load: {path} does not exist.")
     with path.open("rb") as file:

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from torchq.running import detached
 
-__all__ = ["State", "as_before", "changed", "changes", "put_back", "state_of", "twin"]
-
 State = dict[str, dict[str, Any]]
 """Qualified name of a module -> its buffers and plain attributes, by name."""
 

@@ -20,8 +20,6 @@ from torchq._arguments import (
 )
 from torchq._post_ops.types import DwConv
 
-__all__ = ["check_zero_point", "make_dw_conv", "operand_values", "with_dw_values"]
-
 WHERE = "torchq.PostOps.append_dw_conv"
 
 

@@ -24,16 +24,6 @@ from torchq.observers import Observer
 from torchq.running import Inputs, batches, call, decibels, float_tensors, with_progress
 from torchq.state import as_before
 
-__all__ = [
-    "Accuracy",
-    "LayerAccuracy",
-    "Sensitivities",
-    "Sensitivity",
-    "compare",
-    "sensitivity",
-    "sqnr",
-]
-
 
 @dataclass(frozen=True)
 class Noise:
@@ -46,6 +36,7 @@ class Noise:
     clipped: int = 0
 
     def add(self, expected: Tensor, got: Tensor, clipped: int = 0) -> Noise:
+        """The sums with two more tensors of one shape; ``clipped``: how many values were."""
         expected, got = expected.detach().double(), got.detach().double()
         difference = (expected - got).abs()
         return Noise(
@@ -58,6 +49,7 @@ class Noise:
 
     @property
     def decibels(self) -> float:
+        """The signal-to-quantization-noise ratio; NaN without values."""
         return decibels(self.signal, self.noise) if self.values else math.nan
 
 

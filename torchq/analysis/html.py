@@ -32,8 +32,6 @@ from torchq.isa import cpu_info, isa
 from torchq.nn.module import QModule
 from torchq.running import Inputs, call
 
-__all__ = ["write_report"]
-
 _BINS, _MOST = 48, 6
 
 

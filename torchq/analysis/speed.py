@@ -19,8 +19,6 @@ from torchq.nn.module import QModule
 from torchq.running import Inputs, call
 from torchq.state import as_before
 
-__all__ = ["LayerTime", "Profile", "milliseconds", "profile"]
-
 
 @dataclass(frozen=True)
 class LayerTime:

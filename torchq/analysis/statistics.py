@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from torchq.observers import Observer
 
-__all__ = ["load_calibration", "save_calibration"]
-
 _FORMAT = "torchq-calibration-1"
 
 

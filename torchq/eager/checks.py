@@ -13,8 +13,6 @@ from torchq.nn.module import QModule
 from torchq.observers import Observer
 from torchq.standalone import RECURRENT, STANDALONE
 
-__all__ = ["check_mode", "check_model", "check_prepared"]
-
 
 def check_prepared(op: str, prepared: nn.Module) -> None:
     """Raises ValueError unless :func:`torchq.prepare` made it, and it was not converted since."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from torchq.config import Overrides, QConfig
@@ -33,7 +33,31 @@ from torchq.running import (
 from torchq.standalone import STANDALONE, DynamicLinear, converted
 from torchq.state import as_before
 
-__all__ = ["calibrate", "convert", "prepare", "prepare_call", "quantize"]
+
+class Graphs(Protocol):
+    """What this flow needs of :mod:`torchq.fx`, which builds on it: sequences become graphs."""
+
+    @property
+    def Prepared(self) -> type[nn.Module]:
+        """What prepare_sequence returns."""
+
+    def prepare_sequence(
+        self,
+        module: nn.Module,
+        source: Tensor | None,
+        config: QConfig,
+        overrides: Overrides | None,
+        prefix: str,
+        contiguous: bool,
+    ) -> nn.Module | None:
+        """The module with observers; None where it cannot be a graph, or not in int8."""
+
+    def convert(self, prepared: Any) -> nn.Module:
+        """The quantized graph."""
+
+
+graphs: Graphs = None  # type: ignore[assignment]
+"""``torchq.fx.flow``; ``torchq.flow``, which knows both flows, puts it here."""
 
 
 def prepare(
@@ -84,30 +108,30 @@ def prepare_call(
     plan = Plan(run, record(run, args, kwargs), config, overrides, prefix)
     if not prefix:
         plan.check_patterns()
-    graphs = _graphs(model, plan, config, overrides)
+    found = _graphs(model, plan, config, overrides)
     expected = [_result(model, args, kwargs) for _ in range(2)]
-    for found in [graphs, {}] if graphs else [{}]:
-        prepared = _assembled(model, plan, found)
+    for chosen in [found, {}] if found else [{}]:
+        prepared = _assembled(model, plan, chosen)
         if _agrees(prepared, args, kwargs, expected):
             return prepared
     plan.leave_float("the model's code does something else with another kind of layer")
     return _assembled(model, plan, {})
 
 
-def _assembled(model: nn.Module, plan: Plan, graphs: dict[str, nn.Module]) -> nn.Module:
-    """The prepared model."""
+def _assembled(model: nn.Module, plan: Plan, sequences: dict[str, nn.Module]) -> nn.Module:
+    """The prepared model; ``sequences`` are those that became graphs."""
     replacements = {
         name: module
         for name, module in plan.replacements().items()
-        if not name.startswith(tuple(map(inside, graphs)))
+        if not name.startswith(tuple(map(inside, sequences)))
     }
     memo: dict[int, Any] = {}
-    for name, module in (replacements | graphs).items():
+    for name, module in (replacements | sequences).items():
         if name:  # or there is no code around it
             vars(module)["_stood"] = described(model.get_submodule(name), memo)
-    prepared = _with_modules(model, {**replacements, **graphs}).eval()
+    prepared = _with_modules(model, {**replacements, **sequences}).eval()
     _leave_fast_paths(prepared)
-    rows = {name: list(graph.torchq_report) for name, graph in graphs.items()}  # type: ignore[arg-type]
+    rows = {name: list(graph.torchq_report) for name, graph in sequences.items()}  # type: ignore[arg-type]
     prepared.torchq_report = report_rows(model, plan, rows)  # type: ignore[assignment]
     return prepared
 
@@ -155,21 +179,15 @@ def _graphs(
     model: nn.Module, plan: Plan, config: QConfig, overrides: Overrides | None
 ) -> dict[str, nn.Module]:
     """Sequences whose every operation is known, by name, prepared as graphs."""
-    from torchq.fx import flow as graph  # which swaps the modules of what it cannot trace
-    from torchq.fx.tracing.capture import CaptureError
-
     result: dict[str, nn.Module] = {}
     for name, calls in plan.sequences.items():
         if name.startswith(tuple(map(inside, result))):
             continue
-        try:
-            prepared = graph.prepare_call(
-                model.get_submodule(name), (calls[0].source,), {}, config, overrides,
-                inside(f"{plan.prefix}{name}".rstrip(".")), plan.is_strided(calls),
-            )  # fmt: skip
-        except CaptureError:
-            continue
-        if any(row.quantized and row.is_matmul for row in prepared.torchq_report):
+        prepared = graphs.prepare_sequence(
+            model.get_submodule(name), calls[0].source, config, overrides,
+            inside(f"{plan.prefix}{name}".rstrip(".")), plan.is_strided(calls),
+        )  # fmt: skip
+        if prepared is not None:
             result[name] = prepared
     return result
 
@@ -232,17 +250,14 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         RuntimeError: a module was never calibrated (the message names it), or ``strict`` and
             something stays float.
     """
-    from torchq.fx import flow as graph
-    from torchq.fx.prepared import Prepared
-
     check_prepared("convert", prepared)
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     if strict:
         check_strict(rows)
     replacements: dict[str, nn.Module] = {}
     for name, module in prepared.named_modules():
-        if isinstance(module, Prepared):
-            replacements[name] = graph.convert(module)
+        if isinstance(module, graphs.Prepared):
+            replacements[name] = graphs.convert(module)
         elif isinstance(module, ObservedLayer):
             replacements[name] = module.convert()
         elif isinstance(module, STANDALONE):

@@ -20,8 +20,6 @@ from torchq.kinds import is_patched
 from torchq.nn.swapped import constants_of
 from torchq.state import twin
 
-__all__ = ["stand_in"]
-
 _LIBRARY = ("torch.nn.", "torchq.")
 _HARMLESS = {
     *("__init__", "__module__", "__doc__", "__annotations__", "__constants__", "__dict__"),

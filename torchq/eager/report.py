@@ -12,8 +12,6 @@ from torchq.explain import NOT_CALLED, Row
 from torchq.kinds import MATMUL
 from torchq.standalone import FOREIGN, RECURRENT, is_foreign
 
-__all__ = ["report_rows"]
-
 
 def report_rows(model: nn.Module, plan: Plan, graphs: dict[str, list[Row]]) -> list[Row]:
     """One row per module that computes something by itself, and per product with parameters.

@@ -24,8 +24,6 @@ from torchq.functional.depthwise import padding_end, split_at_dw_conv
 from torchq.ops import conv_sizes, dtype_code
 from torchq.packing import PackedWeight, pack_conv
 
-__all__ = ["conv1d", "conv2d", "conv3d"]
-
 
 def conv1d(
     src: Tensor,

@@ -23,8 +23,6 @@ from torchq.functional.arguments import (
 from torchq.ops import conv_transpose_sizes, dtype_code
 from torchq.packing import PackedWeight, pack_conv_transpose
 
-__all__ = ["conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_transpose_geometry"]
-
 
 def conv_transpose1d(
     src: Tensor,

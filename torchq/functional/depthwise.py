@@ -12,8 +12,6 @@ from torchq._post_ops import DwConv, PostOps
 from torchq.attr import Attr
 from torchq.folding import check_attr
 
-__all__ = ["Parts", "join_at_dw_conv", "padding_end", "split_at_dw_conv"]
-
 _SOURCES_OF_SECOND = {"src": "dst", "weights": "dw_weights", "dst": "dw_dst"}
 
 

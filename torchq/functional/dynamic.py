@@ -12,8 +12,6 @@ from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_linear
 from torchq.ranges import SMALLEST_SCALE, activation_range, check_choice
 
-__all__ = ["RANGES", "dynamic_linear", "requantize_dynamic"]
-
 RANGES = ("per_tensor", "per_row")
 """What one scale of a dynamic source covers."""
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from torchq._arguments import INT32, check_type, to_int
 
-__all__ = ["gemm_s8s8s32", "gemm_u8s8s32"]
-
 
 def gemm_u8s8s32(
     a: Tensor,

@@ -14,8 +14,6 @@ from torchq.functional.arguments import check_source, packed_arguments, post_op_
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_linear
 
-__all__ = ["linear"]
-
 
 def linear(
     src: Tensor,

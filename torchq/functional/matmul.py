@@ -17,8 +17,6 @@ from torchq.functional.arguments import check_8bit, check_source, post_op_source
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight
 
-__all__ = ["matmul"]
-
 
 def matmul(
     src: Tensor,

@@ -16,8 +16,6 @@ from torchq.fx.tracing.fake import fake_quantizer
 from torchq.fx.tracing.nodes import compute
 from torchq.kinds import MATMUL
 
-__all__ = ["compute_once"]
-
 _PRODUCTS = {
     f for row in PATTERNS if row.role in (Role.MATMUL, Role.PRODUCT) for f in row.functions
 }

@@ -21,8 +21,6 @@ from torchq._library import new_site
 from torchq.fx.tracing.results import scripted
 from torchq.nn.module import QModule
 
-__all__ = ["direct_and_forward"]
-
 _PROLOGUE = """    if not _torchq_torch.jit.is_scripting():
         if _torchq_torch.compiler.is_compiling():
             return self._plain({0})

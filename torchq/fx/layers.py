@@ -16,8 +16,6 @@ from torchq.fx.ops import Op, Role, clip_bounds
 from torchq.kinds import BATCH_NORM, MATMUL
 from torchq.nn.binary import Add, Cat, Mul
 
-__all__ = ["Layer", "find_layers"]
-
 
 @dataclass(eq=False)
 class Layer:

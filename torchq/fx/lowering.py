@@ -28,8 +28,6 @@ from torchq.nn.module import QModule
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.qparams import QParams
 
-__all__ = ["Lowering"]
-
 
 class Lowering:
     """Writes the converted graph, in the order of the float one.

@@ -17,8 +17,6 @@ from torchq.fx.tracing.sequences import SequenceTracer
 from torchq.nn.standing import Stands, put
 from torchq.running import without_gradients
 
-__all__ = ["QuantizedGraph", "graph_of", "plain_nodes"]
-
 
 class QuantizedGraph(Stands, fx.GraphModule):
     """A graph of quantized modules and torch functions.

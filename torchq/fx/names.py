@@ -14,8 +14,6 @@ from torch.nn.utils import rnn
 
 from torchq.fx.tracing import guards
 
-__all__ = ["BY_NAME", "NAMES"]
-
 _NAMESPACES: dict[str, Any] = {
     "torch": torch._C._VariableFunctions,  # functions of tensors, and nothing else of torch
     "functional": F,

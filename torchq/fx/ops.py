@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-__all__ = ["Arguments", "Made", "Op", "Pattern", "Pointwise", "Role", "parse_signature"]
-
 
 class Role(enum.Enum):
     """How an operation relates to scales."""

@@ -10,8 +10,6 @@ from torch import fx
 from torchq.fx.layers import Layer
 from torchq.fx.ops import Role
 
-__all__ = ["coarse_phases"]
-
 # An error of 1/883 of a range of 2 (half a step of 255, as its root mean square) is A / 441 in
 # phases of up to A. Beyond four periods either way, less than 25 dB of the wave are right.
 _LARGEST = 25.0

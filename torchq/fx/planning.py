@@ -30,8 +30,6 @@ from torchq.kinds import NO_DYNAMIC_FORM
 from torchq.nn.binary import Cat
 from torchq.standalone import stands_alone, why_float
 
-__all__ = ["Plan"]
-
 _HARD = (Role.MATMUL, Role.PRODUCT)  # what int8 is for: they quantize what they read
 _KEEPING = (Role.MOVE, Role.PASS, Role.POOL, Role.PAD)
 

@@ -18,8 +18,6 @@ from torchq.fx.tracing.capture import Captured
 from torchq.observers import HistogramObserver, Observer
 from torchq.qparams import QParams
 
-__all__ = ["Prepared"]
-
 _META = (
     *("value", "scope", "writes", "varying", "static", "constant", "counted", "place"),
     "phase",

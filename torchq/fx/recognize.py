@@ -22,8 +22,6 @@ from torchq.fx.tracing.guards import GUARDS
 from torchq.kinds import AVERAGES
 from torchq.nn.binary import Add, Mul
 
-__all__ = ["recognize", "rewritten"]
-
 _BY_FUNCTION: dict[Any, Pattern] = {f: row for row in PATTERNS for f in row.functions}
 _BY_MODULE: dict[type[nn.Module], Pattern] = {cls: row for row in PATTERNS for cls in row.modules}
 _SIGNATURES = {id(row): parse_signature(row.signature) for row in PATTERNS}

@@ -21,8 +21,6 @@ from torchq.kinds import MATMUL
 from torchq.nn.rnn_observed import CELLS, NETWORKS
 from torchq.standalone import FOREIGN, RECURRENT, is_foreign
 
-__all__ = ["report_rows"]
-
 _MATMULS = (
     *(*MATMUL, *RECURRENT, nn.Bilinear),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),

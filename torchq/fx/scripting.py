@@ -16,8 +16,6 @@ from torch import fx
 
 from torchq.fx.tracing.guards import with_condition, with_indices, with_view, with_view_filled
 
-__all__ = ["respell", "write"]
-
 
 def respell(copied: fx.Node, original: fx.Node) -> None:
     """Changes a node to what computes the same on more layouts, and scripts.

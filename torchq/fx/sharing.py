@@ -16,8 +16,6 @@ from torchq.fx.prepared import Prepared
 from torchq.qparams import QParams
 from torchq.ranges import activation_range
 
-__all__ = ["shared_qparams"]
-
 _CLIPPED = 1 / 8  # of the source's range, at most
 
 

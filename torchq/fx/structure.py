@@ -17,8 +17,6 @@ from torchq.fx.names import BY_NAME, NAMES
 from torchq.fx.tracing.sequences import SequenceTracer
 from torchq.nn.module import QModule
 
-__all__ = ["GRAPH_KEY", "decode", "encode", "plain_module"]
-
 GRAPH_KEY = "torchq_graph"
 """Name of the tensor that holds the text in a saved state."""
 

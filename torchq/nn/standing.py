@@ -135,6 +135,7 @@ class Fixed(dict[Any, Any]):
 
 
 def changed(name: str) -> str:
+    """The message where ``name`` is."""
     return (
         f"torchq.nn: {name} must be what it was in torchq.prepare, got another in a model whose "
         "modules are swapped. Keep the layer float: name it in overrides with None."

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq.qparams import QParams, activation_range, choose_qparams
+from torchq.qparams import QParams, choose_qparams
+from torchq.ranges import activation_range
 
 
 class Observer(nn.Module):

@@ -18,9 +18,8 @@ from torchq.observers.histogram import (
     first_bin,
     rebin,
 )
-from torchq.qparams import QParams, activation_range, choose_qparams
-
-__all__ = ["EntropyObserver", "HistogramObserver", "PercentileObserver"]
+from torchq.qparams import QParams, choose_qparams
+from torchq.ranges import activation_range
 
 # Values are binned in pieces that stay in the L2 cache.
 _PIECE = 1 << 16

@@ -11,8 +11,6 @@ from typing_extensions import Self
 
 from torchq.observers.base import Observer
 
-__all__ = ["MinMaxObserver", "MovingAverageObserver", "PerChannelMinMaxObserver"]
-
 
 class MinMaxObserver(Observer):
     """The smallest and largest value ever seen. Merging is exact."""

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torchq.fake_quantize import FakeQuantize
 from torchq.qparams import QParams
 
-__all__ = ["Fixed", "fake_quantizer", "fixed_qparams", "freeze_observers", "weight_scale"]
-
 
 @dataclass(frozen=True, eq=False)
 class Fixed:
