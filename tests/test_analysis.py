@@ -127,6 +127,8 @@ def test_profile_times_fused_layers_together(flow) -> None:
     assert not model[0]._forward_hooks and not qmodel.get_submodule("0")._forward_hooks
     with pytest.raises(ValueError, match=r"rounds must be positive, got 0"):
         torchq.profile(model, qmodel, data[0], rounds=0)
+    with pytest.raises(ValueError, match=r"rounds and calls must be positive, got 1 and 0"):
+        torchq.milliseconds({"float": model}, data[0], 1, 0)
 
 
 @pytest.mark.parametrize("keep", ["attribute", "object", "buffer"])

@@ -115,10 +115,21 @@ class Attr:
         return self._set("set_zero_points", "zero_points", arg, mask, values, groups)
 
     def set_output_scales(self, mask: int, values: Values | None = None) -> Attr:
-        """Sets v1 output scales, any finite numbers; ``mask`` indexes dst's dims.
+        """Sets the output scales of oneDNN v1, in place of all other scales.
 
-        They multiply the integer result (bias included) before the post-ops, and replace all
-        other scales: dst has none. They need an integer computation.
+        ``x = output_scales[n] * float(acc + bias)``, then the post-ops, then
+        ``dst = clamp(rne(x + dst_zero_point))`` to integers, ``x`` to float32. ``acc`` is the int32
+        sum of products, and a bias, int32 or float32, has its unit. Neither src, weights nor dst
+        have scales of their own.
+
+        Args:
+            mask: 0 for one value, 2 for one per channel of dst; others raise in the op.
+            values: finite float32 numbers of any sign, as many as the mask selects; None where
+                they are supplied at execution.
+
+        Raises:
+            ValueError: scales are set already, a value is no finite float32, or several come with
+                mask 0; the op raises where their number does not fit its channels.
         """
         self._refuse_mixing("set_output_scales", "scales")
         return self._set("set_output_scales", "output_scales", "dst", mask, values)
@@ -239,7 +250,22 @@ class Attr:
         rnn_weights_projection: Values | None = None,
         post_ops: Sequence[Values] | None = None,
     ) -> Attr:
-        """A copy with values supplied (or replaced) for masks that are declared."""
+        """A copy with values supplied (or replaced) for masks that are declared.
+
+        Args:
+            scales: ``src``, ``weights``, ``dst`` or ``src<i>`` -> float32 values, in row-major
+                order of the dims that the mask selects: 1-D, or of any shape with as many.
+            zero_points: the same, int32.
+            output_scales: of :meth:`set_output_scales`.
+            rnn_weights: of :meth:`set_rnn_weights_qparams`.
+            rnn_weights_projection: of :meth:`set_rnn_weights_projection_qparams`.
+            post_ops: one tensor per binary and prelu, weight and bias of dw_conv, in the order of
+                the chain; as in ``PostOps.with_values``.
+
+        Raises:
+            ValueError: a mask is not declared, or values or their number do not fit it.
+            TypeError: they are no numbers, or of another dtype.
+        """
         given = {("scales", arg): values for arg, values in (scales or {}).items()}
         given |= {("zero_points", arg): values for arg, values in (zero_points or {}).items()}
         singles = (output_scales, rnn_weights, rnn_weights_projection)

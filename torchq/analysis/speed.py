@@ -158,7 +158,26 @@ class _Watch:
 def milliseconds(
     models: Mapping[str, nn.Module], inputs: Inputs, rounds: int = 11, calls: int = 1
 ) -> dict[str, float]:
-    """Median time of one call; the models take turns, so that a busy machine slows all alike."""
+    """Median time of one call, in milliseconds, for each model.
+
+    The models take turns, so that a busy machine slows all alike: the times of one call of this
+    function can be compared, those of two hardly. Each model runs three times before, in inference
+    mode, with as many threads as ``torch.get_num_threads()``.
+
+    Args:
+        models: by the names that the result has.
+        inputs: of every call: one input, a tuple of them, or a dict of keyword arguments.
+        rounds: how many times each model has its turn; the median is of these.
+        calls: of a turn, which counts as their mean: more for models of a few microseconds.
+
+    Raises:
+        ValueError: ``rounds`` or ``calls`` is less than 1.
+    """
+    if min(rounds, calls) < 1:
+        raise ValueError(
+            f"torchq.milliseconds: rounds and calls must be positive, got {rounds} and {calls}. "
+            "Leave them out."
+        )
     samples: dict[str, list[float]] = {name: [] for name in models}
     with torch.inference_mode():
         for model in models.values():

@@ -6,6 +6,7 @@ points and post-ops come in an :class:`~torchq.Attr`, whose masks index oneDNN's
 Folding costs O(channels) a call; modules in :mod:`torchq.nn` fold once.
 """
 
+from torchq.functional.combine import add, concat, lookup, lookup_table, mul, pad
 from torchq.functional.conv import conv1d, conv2d, conv3d
 from torchq.functional.conv_transpose import (
     conv_transpose1d,
@@ -13,7 +14,6 @@ from torchq.functional.conv_transpose import (
     conv_transpose3d,
 )
 from torchq.functional.dynamic import dynamic_linear, requantize_dynamic
-from torchq.functional.elementwise import add, concat, lookup, lookup_table, mul, pad
 from torchq.functional.eltwise import binary, eltwise, prelu, shuffle, sum
 from torchq.functional.gemm import gemm_s8s8s32, gemm_u8s8s32
 from torchq.functional.linear import linear

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binary ops, concatenation, lookup tables and padding on quantized tensors."""
+"""Ops that take integers to integers by folded scales: add, mul, concat, lookup and pad."""
 
 from __future__ import annotations
 
