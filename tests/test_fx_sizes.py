@@ -182,3 +182,45 @@ def test_a_failed_check_names_the_line_of_the_model() -> None:
     converted = torchq.quantize(model, [torch.randn(2, 7, 8)])
     with pytest.raises(RuntimeError, match=r"\(test_fx_sizes.py:\d+\)"):
         converted(torch.randn(2, 9, 8))
+
+
+def looked_for(x: Tensor) -> bool:
+    return 9 not in x.shape
+
+
+def looked_for_by_size(x: Tensor) -> bool:
+    return x.shape[1] - 2 in x.size()
+
+
+def summed(x: Tensor) -> bool:
+    return math.fsum(x.shape) < 18
+
+
+def measured(x: Tensor) -> bool:
+    return math.dist(x.shape, (0, 0, 0)) < 11
+
+
+@pytest.mark.parametrize("question", [looked_for, looked_for_by_size, summed, measured])
+def test_questions_about_a_whole_shape(question: Callable[[Tensor], bool]) -> None:
+    """The traced way was taken by all inputs, for the shape itself was not guarded."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.a(x) if question(x) else self.b(x)
+            return y
+
+    torch.manual_seed(0)
+    model = Model().eval()
+    prepared = torchq.fx.prepare(model, torch.randn(2, 7, 8))
+    for shape in ((2, 7, 8), (2, 9, 8), (3, 7, 8), (2, 10, 8), (2, 11, 8)):
+        x = torch.randn(shape)
+        try:
+            found = prepared(x)
+        except RuntimeError as error:
+            assert shape != (2, 7, 8) and "a size or condition was" in str(error)
+        else:
+            assert_close(found, model(x))

@@ -78,8 +78,12 @@ class Proxy(fx.Proxy):
 
     def __contains__(self, item: Any) -> bool:
         """Guarded."""
-        if isinstance(self.tracer.values[self.node], dict):
+        value = self.tracer.values[self.node]
+        if isinstance(value, dict):
             return containers.has_key(self.tracer, self.node, item)
+        if isinstance(value, tuple | list):
+            parts: Any = self
+            return any(part == item for part in parts)
         return item in self.tracer.known(self)
 
     def _entries(self, with_keys: bool) -> list[Any]:

@@ -9,7 +9,7 @@ import operator
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -149,7 +149,7 @@ class Recorder(SequenceTracer):
         return gone
 
     def known(self, proxy: fx.Proxy) -> Any:
-        """The value of a size or of a condition on sizes, guarded.
+        """The value of a size, of all of a shape or of a condition on sizes, guarded.
 
         Raises:
             TraceError: it depends on the values in a tensor.
@@ -163,6 +163,10 @@ class Recorder(SequenceTracer):
                     self.guard(expect, part.node, expected)
                 return value
             self.guard(expect_real if isinstance(value, float) else expect, node, value)
+        elif isinstance(value, tuple):
+            self.asked_rank, parts = True, cast(Any, proxy)
+            for i in range(len(value)):
+                self.known(parts[i])
         return value
 
     def guard(self, check: Callable[..., None], *args: Any) -> None:
