@@ -77,13 +77,14 @@ TORCHQ_NOINLINE void rnn_tile(const RnnTile& t, int panel) {
 
 using RnnTileFn = void (*)(const RnnTile&, int panel);
 
-/// Panels of a tile of MR rows. A VNNI sum waits five cycles for the one before, so one row wants
-/// more of them side by side than several rows. One thread of Emerald Rapids, batch 1: eight panels
-/// instead of four take 0.97 of a layer's time at 256 units, 0.985 at 512; three instead of one
-/// with AVX-VNNI 0.72 and 0.63.
+/// Panels of a tile of MR rows. A VNNI sum waits four or five cycles for the one before, so one row
+/// wants more of them side by side than several rows. One thread of Emerald Rapids, batch 1: eight
+/// panels instead of four take 0.97 of a layer's time at 256 units, 0.985 at 512; three instead of
+/// one with AVX-VNNI 0.72 and 0.63. But each panel is a stream of its own: on Zen 5 six instead of
+/// eight take 0.985 at 256 units, 0.95 at 384 and 512, 0.98 at 1024.
 template <class Isa, int MR>
 constexpr int kRnnPanels = MR > 1 || Isa::kSteps > 1 ? Isa::kMaxPanels
-                           : Isa::kMaxPanels > 1     ? 8
+                           : Isa::kMaxPanels > 1     ? 6
                                                      : 3;
 
 /// fn[rows - 1][panels - 1]
