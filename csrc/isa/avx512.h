@@ -340,6 +340,9 @@ struct Avx512Vnni : Avx512 {
   static TORCHQ_INLINE void prefetch(const int8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
   }
+  static TORCHQ_INLINE void prefetch_l2(const int8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+  }
   static constexpr int kSteps = 1;
   static constexpr bool kHasNarrow = false;
 

@@ -36,6 +36,7 @@ struct GemmTile {
   const int8_t* weight;  // first panel
   int64_t panel_stride;  // bytes of a packed panel (before widening)
   int panels;
+  int panels_behind;        // those that follow in `weight`, and are next; 0 where others are
   int channel;              // first channel of the first panel, in dst and in the epilogue's arrays
   int channels;             // valid channels in these panels
   const int32_t* acc_init;  // [panels * 16], for `channel` onwards

@@ -106,6 +106,9 @@ class Worker {
   void run(Range rows, Range blocks, bool blocks_outer) {
     if (blocks_outer || widen_ != nullptr) {
       for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+        const bool has_next = b + 1 < blocks.end && widen_ == nullptr;
+        tile_.panels_behind =
+            has_next ? blocking_.block(problem_, static_cast<int>(b + 1)).panels : 0;
         run_classes(rows, {b, b + 1});
       }
     } else {
