@@ -53,34 +53,52 @@ struct Divide {
   Float divisor, negative, reciprocal;
 };
 
-/// finish(dst element, channels, sums) for the sums of every window, by as many channels as a
-/// vector has bytes: as Isa::split_words has them. Words hold the sums of as many as 257 bytes.
-template <class Isa, bool kSigned, class Finish>
-TORCHQ_INLINE void for_each_sum(const PoolRow& p, Finish finish) {
+/// finish(dst element, channels, sums) for the sums of every window at channels c and on, kVectors
+/// times as many as a vector has bytes: as Isa::split_words has them. Words hold the sums of as
+/// many as 257 bytes.
+template <class Isa, bool kSigned, int kVectors, class Finish>
+TORCHQ_INLINE void sum_windows(const PoolRow& p, int64_t c, Finish finish) {
   constexpr int kTaps = 256;
   // modulo 2^32, as the sum
   const uint32_t shift = kSigned ? 128 * static_cast<uint32_t>(p.num_taps) : 0;
   const auto bias = Isa::set_int(static_cast<int32_t>(static_cast<uint32_t>(p.bias) - shift));
   const auto sign = Isa::set_bytes(0x80);
-  for (int64_t c = 0; c < p.channels; c += Isa::kByteLanes) {
-    const int count = min_int(p.channels - c, Isa::kByteLanes);
-    for (int64_t x = 0; x < p.windows; ++x) {
-      const int64_t at = x * p.step + c;
-      typename Isa::Int sums[Isa::kStoredPanels];
-      TORCHQ_UNROLL for (int v = 0; v < Isa::kStoredPanels; ++v) sums[v] = bias;
-      for (int first = 0; first < p.num_taps; first += kTaps) {
-        const int end = min_int(p.num_taps, first + kTaps);
-        auto all = Isa::set_bytes(0), odd = all;
-        for (int t = first; t < end; ++t) {
-          auto v = Isa::load_channels(p.taps[t] + at, count);
+  const int count = kVectors > 1 ? Isa::kByteLanes : min_int(p.channels - c, Isa::kByteLanes);
+  for (int64_t x = 0; x < p.windows; ++x) {
+    const int64_t at = x * p.step + c;
+    typename Isa::Int sums[kVectors][Isa::kStoredPanels];
+    TORCHQ_UNROLL for (int i = 0; i < kVectors; ++i) {
+      TORCHQ_UNROLL for (int v = 0; v < Isa::kStoredPanels; ++v) sums[i][v] = bias;
+    }
+    for (int first = 0; first < p.num_taps; first += kTaps) {
+      const int end = min_int(p.num_taps, first + kTaps);
+      typename Isa::Bytes all[kVectors], odd[kVectors];
+      TORCHQ_UNROLL for (int i = 0; i < kVectors; ++i) all[i] = odd[i] = Isa::set_bytes(0);
+      for (int t = first; t < end; ++t) {
+        TORCHQ_UNROLL for (int i = 0; i < kVectors; ++i) {
+          auto v = Isa::load_channels(p.taps[t] + at + i * Isa::kByteLanes, count);
           if constexpr (kSigned) v = Isa::xor_bytes(v, sign);
-          Isa::add_words(all, odd, v);
+          Isa::add_words(all[i], odd[i], v);
         }
-        Isa::split_words(all, odd, sums);
       }
-      finish(x * p.channels + c, count, sums);
+      TORCHQ_UNROLL for (int i = 0; i < kVectors; ++i) Isa::split_words(all[i], odd[i], sums[i]);
+    }
+    TORCHQ_UNROLL for (int i = 0; i < kVectors; ++i) {
+      finish(x * p.channels + c + i * Isa::kByteLanes, count, sums[i]);
     }
   }
+}
+
+/// The same at all channels; by two vectors, the reads of pixels far apart overlap (7x7 of 2048
+/// channels on Zen 5: 0.75 of the time).
+template <class Isa, bool kSigned, class Finish>
+TORCHQ_INLINE void for_each_sum(const PoolRow& p, Finish finish) {
+  constexpr int kVectors = 2;
+  int64_t c = 0;
+  for (; c + kVectors * Isa::kByteLanes <= p.channels; c += kVectors * Isa::kByteLanes) {
+    sum_windows<Isa, kSigned, kVectors>(p, c, finish);
+  }
+  for (; c < p.channels; c += Isa::kByteLanes) sum_windows<Isa, kSigned, 1>(p, c, finish);
 }
 
 template <class Isa, bool kSigned, Division kDivision>
