@@ -66,6 +66,10 @@ def test_layer_norm(isa: str, width: int):
         got = TF.layer_norm(src, [width], weight, bias, 1e-3, attr, dst_dtype)
         expected = reference.normalize(src, weight, bias, 1e-3, params, dst_dtype)
         assert_same(got, expected, (src_dtype, dst_dtype))
+    ones, zeros = torch.ones(width), torch.zeros(width)
+    for one, both in (((weight, None), (weight, zeros)), ((None, bias), (ones, bias))):
+        got = TF.layer_norm(src, [width], *one, 1e-3, attr, dst_dtype)
+        assert_same(got, reference.normalize(src, *both, 1e-3, params, dst_dtype))
     real = params[0][0] * (src.float() - params[0][1])
     got = TF.layer_norm(src, [5, width], attr=attr_of(src=params[0]))
     torch.testing.assert_close(got, F.layer_norm(real, [5, width]), rtol=1e-4, atol=1e-4)
@@ -179,6 +183,7 @@ def test_reduction_to_int32_is_exact(isa: str):
         ((0, 2, 3), [5]),
         ((1, 100, 4, 400), [7, 399]),  # several stretches of a line
         ((1, 17000, 3), [5]),
+        ((1, 2, 3), [4099]),  # as many for the sake of the destination
     ],
     ids=str,
 )

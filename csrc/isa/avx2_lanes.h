@@ -56,6 +56,18 @@ struct Avx2Lanes {
   static TORCHQ_INLINE Int sub(Int a, Int b) {
     return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)};
   }
+  /// Lanes j and j + 4 added, in 64 bits.
+  static TORCHQ_INLINE __m256i wide_halves(__m256i v) {
+    return _mm256_add_epi64(_mm256_cvtepi32_epi64(_mm256_castsi256_si128(v)),
+                            _mm256_cvtepi32_epi64(_mm256_extracti128_si256(v, 1)));
+  }
+  /// The sum of all lanes, in 64 bits.
+  static TORCHQ_INLINE int64_t sum_lanes(Int v) {
+    const __m256i four = _mm256_add_epi64(wide_halves(v.lo), wide_halves(v.hi));
+    const __m128i two =
+        _mm_add_epi64(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+    return _mm_cvtsi128_si64(_mm_add_epi64(two, _mm_unpackhi_epi64(two, two)));
+  }
   static TORCHQ_INLINE Int mul(Int a, Int b) {
     return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
   }
@@ -92,6 +104,13 @@ struct Avx2Lanes {
   /// c - a b
   static TORCHQ_INLINE Float fnma(Float a, Float b, Float c) {
     return {_mm256_fnmadd_ps(a.lo, b.lo, c.lo), _mm256_fnmadd_ps(a.hi, b.hi, c.hi)};
+  }
+  /// Lanes j and j + 8 added, then j and j + 4, j + 2, j + 1.
+  static TORCHQ_INLINE float sum_halves(Float v) {
+    const __m256 eight = _mm256_add_ps(v.lo, v.hi);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
   }
   static TORCHQ_INLINE Float max(Float a, Float b) {
     return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};

@@ -30,6 +30,12 @@ struct Avx512Lanes {
   }
   static TORCHQ_INLINE Int add(Int a, Int b) { return _mm512_add_epi32(a, b); }
   static TORCHQ_INLINE Int sub(Int a, Int b) { return _mm512_sub_epi32(a, b); }
+  /// The sum of all lanes, in 64 bits.
+  static TORCHQ_INLINE int64_t sum_lanes(Int v) {
+    return _mm512_reduce_add_epi64(
+        _mm512_add_epi64(_mm512_cvtepi32_epi64(_mm512_castsi512_si256(v)),
+                         _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(v, 1))));
+  }
   static TORCHQ_INLINE Int mul(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
   static TORCHQ_INLINE Float set(float x) { return _mm512_set1_ps(x); }
   static TORCHQ_INLINE Float load(const float* p) { return _mm512_loadu_ps(p); }
@@ -42,6 +48,13 @@ struct Avx512Lanes {
   static TORCHQ_INLINE Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   /// c - a b
   static TORCHQ_INLINE Float fnma(Float a, Float b, Float c) { return _mm512_fnmadd_ps(a, b, c); }
+  /// Lanes j and j + 8 added, then j and j + 4, j + 2, j + 1.
+  static TORCHQ_INLINE float sum_halves(Float v) {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
   static TORCHQ_INLINE Float max(Float a, Float b) { return _mm512_max_ps(a, b); }
   static TORCHQ_INLINE Float min(Float a, Float b) { return _mm512_min_ps(a, b); }
   static TORCHQ_INLINE Float where_positive(Float x, Float a, Float b) {

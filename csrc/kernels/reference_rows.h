@@ -13,6 +13,11 @@ int32_t integer_at(const uint8_t* src, bool is_signed, int64_t i) {
   return is_signed ? static_cast<int8_t>(src[i]) : src[i];
 }
 
+void store_real(const RealRow& d, int64_t i, float y) {
+  if (d.dtype != DType::f32) y = fmaf(y, d.inverse_scale, d.zero_point);
+  store_value(d.data, d.dtype, i, y, d.zero_point);
+}
+
 void softmax(const SoftmaxRow& s) {
   int32_t largest = integer_at(s.src, s.is_signed, 0);
   for (int64_t i = 1; i < s.size; ++i) {
@@ -26,8 +31,8 @@ void softmax(const SoftmaxRow& s) {
   for (int64_t first = 0; first < s.size; first += kSumBlock) {
     float block[kPanel] = {};
     for (int64_t i = first; i < s.size && i < first + kSumBlock; ++i) {
-      s.dst[i] = Math<Scalar>::exp_normal(z(i));
-      block[i % kPanel] += s.dst[i];
+      s.values[i] = Math<Scalar>::exp_normal(z(i));
+      block[i % kPanel] += s.values[i];
     }
     for (int j = 0; j < kPanel; ++j) sum[j] += block[j];
   }
@@ -36,7 +41,7 @@ void softmax(const SoftmaxRow& s) {
   }
   const float inverse = 1.0f / sum[0], log_sum = Math<Scalar>::log(sum[0]);
   for (int64_t i = 0; i < s.size; ++i) {
-    s.dst[i] = s.logarithmic ? z(i) - log_sum : s.dst[i] * inverse;
+    store_real(s.dst, i, s.logarithmic ? z(i) - log_sum : s.values[i] * inverse);
   }
 }
 
@@ -60,23 +65,30 @@ void row_moments(const uint8_t* src, int64_t size, bool is_signed, int64_t* sum,
   }
 }
 
-void affine(const AffineRow& a) {
-  for (int64_t i = 0; i < a.size; ++i) {
-    const int64_t p = i * a.step;
-    const float q = static_cast<float>(integer_at(a.src, a.is_signed, i) - a.center[p]);
-    const float y = fmaf(q, a.factor[p], a.shift[p]);
-    a.dst[i] = fmaf(y, a.weight != nullptr ? a.weight[i] : 1, a.bias != nullptr ? a.bias[i] : 0);
+void affine(const AffineRows& a) {
+  for (int64_t r = 0; r < a.rows; ++r) {
+    for (int64_t i = 0; i < a.size; ++i) {
+      const int64_t p = a.per_value ? i : r, at = r * a.size + i;
+      const float q = static_cast<float>(integer_at(a.src, a.is_signed, at) - a.center[p]);
+      const float y = fmaf(q, a.factor[p], a.shift[p]);
+      store_real(a.dst, at,
+                 fmaf(y, a.weight != nullptr ? a.weight[i] : 1, a.bias != nullptr ? a.bias[i] : 0));
+    }
   }
 }
 
 void blend(const BlendRow& b) {
-  for (int64_t c = 0; c < b.size; ++c) {
-    float sum = 0;
-    for (int k = 0; k < b.num_taps; ++k) {
-      const float v = b.taps[k][c];
-      sum = k == 0 ? b.weight[k] * v : fmaf(b.weight[k], v, sum);
+  const int taps = 2 * b.num_lines;
+  for (int64_t p = 0; p < b.pixels; ++p) {
+    for (int64_t c = 0; c < b.channels; ++c) {
+      float sum = 0;
+      for (int k = 0; k < taps; ++k) {
+        const float v = b.lines[k / 2][b.offset[2 * p + k % 2] + c];
+        const float weight = b.weight[taps * p + k];
+        sum = k == 0 ? weight * v : fmaf(weight, v, sum);
+      }
+      store_real(b.dst, p * b.channels + c, b.scale * sum);
     }
-    b.dst[c] = b.scale * sum;
   }
 }
 

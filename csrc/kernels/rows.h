@@ -12,6 +12,25 @@ TORCHQ_INLINE typename Isa::Int load_q(const uint8_t* p, bool is_signed, typenam
   return is_signed ? Isa::load_s8(p, m) : Isa::load_u8(p, m);
 }
 
+/// use(tag), whose `value` is the dtype of a RealRow.
+template <class Use>
+TORCHQ_INLINE void with_real_dtype(DType dtype, Use use) {
+  if (dtype == DType::u8) return use(DTypeTag<DType::u8>{});
+  if (dtype == DType::s8) return use(DTypeTag<DType::s8>{});
+  use(DTypeTag<DType::f32>{});
+}
+
+/// Stores value(i, lanes that are valid), in real units, for each panel i of `size` values from
+/// d's element `first` on.
+template <class Isa, DType kDst, class Value>
+TORCHQ_INLINE void store_real_row(const RealRow& d, int64_t first, int64_t size, Value value) {
+  const auto inverse = Isa::set(d.inverse_scale), zero_point = Isa::set(d.zero_point);
+  store_row_as<Isa, kDst>(element(d.data, kDst, first), size, zero_point, [&](int64_t i, auto m) {
+    if constexpr (kDst == DType::f32) return value(i, m);
+    return Isa::fma(value(i, m), inverse, zero_point);
+  });
+}
+
 /// The largest of size >= 1 values.
 template <class Isa>
 TORCHQ_INLINE int32_t largest_of(const uint8_t* src, int64_t size, bool is_signed) {
@@ -29,7 +48,7 @@ TORCHQ_INLINE int32_t largest_of(const uint8_t* src, int64_t size, bool is_signe
   return Isa::largest(best, is_signed);
 }
 
-/// dst = z if `logarithmic`, else e; returns the sum S of e.
+/// values = z if kLogarithmic, else e; returns the sum S of e.
 template <class Isa, bool kLogarithmic>
 TORCHQ_INLINE float exponentials(const SoftmaxRow& s) {
   using Float = typename Isa::Float;
@@ -37,44 +56,42 @@ TORCHQ_INLINE float exponentials(const SoftmaxRow& s) {
   const Float scale = Isa::set(s.scale);
   Float sum = Isa::set(0.0f);
   for (int64_t first = 0; first < s.size; first += kSumBlock) {
-    const int64_t end = first + kSumBlock < s.size ? first + kSumBlock : s.size;
+    const int64_t size = s.size - first < kSumBlock ? s.size - first : kSumBlock;
     Float block = Isa::set(0.0f);
-    for (int64_t i = first; i < end; i += kPanel) {
-      const auto m = Isa::mask(min_int(end - i, kPanel));
-      const auto q = load_q<Isa>(s.src + i, s.is_signed, m);
+    for_each_row_panel<Isa>(size, [&](int64_t i, auto m) {
+      const auto q = load_q<Isa>(s.src + first + i, s.is_signed, m);
       const Float z = Isa::mul(scale, Isa::to_float(Isa::sub(q, largest)));
       Float e = Math<Isa>::exp_normal(z);
-      Isa::store(s.dst + i, kLogarithmic ? z : e);
-      if (end - i < kPanel) {
+      Isa::store(s.values + first + i, kLogarithmic ? z : e);
+      if (size - i < kPanel) {
         float lanes[kPanel];
         Isa::store(lanes, e);
         e = Isa::load(lanes, m);  // zeros behind the last value
       }
       block = Isa::add(block, e);
-    }
+    });
     sum = Isa::add(sum, block);
   }
-  float lanes[kPanel];
-  Isa::store(lanes, sum);
-  for (int half = kPanel / 2; half > 0; half /= 2) {
-    for (int j = 0; j < half; ++j) lanes[j] += lanes[j + half];
-  }
-  return lanes[0];
+  return Isa::sum_halves(sum);
 }
 
 template <class Isa>
 void softmax(const SoftmaxRow& s) {
-  if (s.logarithmic) {
-    const auto log_sum = Math<Isa>::log(Isa::set(exponentials<Isa, true>(s)));
-    for (int64_t i = 0; i < s.size; i += kPanel) {
-      Isa::store(s.dst + i, Isa::sub(Isa::load(s.dst + i), log_sum));
+  const float sum = s.logarithmic ? exponentials<Isa, true>(s) : exponentials<Isa, false>(s);
+  with_real_dtype(s.dst.dtype, [&](auto dst) {
+    constexpr DType kDst = decltype(dst)::value;
+    if (s.logarithmic) {
+      const auto log_sum = Math<Isa>::log(Isa::set(sum));
+      store_real_row<Isa, kDst>(s.dst, 0, s.size, [&](int64_t i, auto m) {
+        return Isa::sub(Isa::load(s.values + i, m), log_sum);
+      });
+    } else {
+      const auto inverse = Isa::set(1.0f / sum);
+      store_real_row<Isa, kDst>(s.dst, 0, s.size, [&](int64_t i, auto m) {
+        return Isa::mul(Isa::load(s.values + i, m), inverse);
+      });
     }
-  } else {
-    const auto inverse = Isa::set(1.0f / exponentials<Isa, false>(s));
-    for (int64_t i = 0; i < s.size; i += kPanel) {
-      Isa::store(s.dst + i, Isa::mul(Isa::load(s.dst + i), inverse));
-    }
-  }
+  });
 }
 
 /// Squares are summed as floats, exactly: 256 of them are below 2^24.
@@ -109,77 +126,96 @@ void row_moments(const uint8_t* src, int64_t size, bool is_signed, int64_t* sum,
       const auto v = Isa::load_channels(src + i, min_int(end - i, kLanes));
       Isa::add_moments(sums, products, Isa::xor_bytes(v, sign));
     }
-    int32_t lanes[2][kPanel];
-    Isa::store_int(lanes[0], sums);
-    Isa::store_int(lanes[1], products);
-    for (int j = 0; j < kPanel; ++j) {
-      s += lanes[0][j];
-      s2 += lanes[1][j];
-    }
+    s += Isa::sum_lanes(sums);
+    s2 += Isa::sum_lanes(products);
   }
   const int64_t filled = (size + kLanes - 1) / kLanes * kLanes;
   *sum = is_signed ? s - 128 * filled : s;
   *squares = is_signed ? s2 - 256 * s + 16384 * filled : s2;
 }
 
-template <class Isa, bool kPerValue, bool kWeighted>
-TORCHQ_INLINE void affine_row(const AffineRow& a) {
-  const auto center = Isa::set_int(*a.center);
-  const auto factor = Isa::set(*a.factor), shift = Isa::set(*a.shift);
-  const auto one = Isa::set(1.0f), zero = Isa::set(0.0f);
-  for_each_row_panel<Isa>(a.size, [&](int64_t i, auto m) {
-    const auto q = load_q<Isa>(a.src + i, a.is_signed, m);
-    const auto x = Isa::to_float(Isa::sub(q, kPerValue ? Isa::load_int(a.center + i, m) : center));
-    auto y = Isa::fma(x, kPerValue ? Isa::load(a.factor + i, m) : factor,
-                      kPerValue ? Isa::load(a.shift + i, m) : shift);
-    if constexpr (kWeighted) {
-      y = Isa::fma(y, a.weight != nullptr ? Isa::load(a.weight + i, m) : one,
-                   a.bias != nullptr ? Isa::load(a.bias + i, m) : zero);
-    } else {
-      y = Isa::add(y, zero);  // as the fma with 1 and 0
-    }
-    Isa::store(a.dst + i, y);
-  });
+struct PanelOf {
+  alignas(64) float lanes[kPanel];
+};
+constexpr PanelOf panel_of(float x) {
+  PanelOf result{};
+  for (float& lane : result.lanes) lane = x;
+  return result;
+}
+constexpr PanelOf kPanelOf0 = panel_of(0), kPanelOf1 = panel_of(1);
+
+/// A parameter per value, or where there is none a panel for all: without a branch in the loop.
+template <class Isa>
+struct OptionalRow {
+  TORCHQ_INLINE OptionalRow(const float* row, const PanelOf& otherwise)
+      : values(row != nullptr ? row : otherwise.lanes), keep(row != nullptr ? -1 : 0) {}
+  TORCHQ_INLINE typename Isa::Float load(int64_t i, typename Isa::Mask m) const {
+    return Isa::load(values + (i & keep), m);
+  }
+  const float* values;
+  int64_t keep;
+};
+
+template <class Isa, DType kDst, bool kSigned, bool kPerValue>
+TORCHQ_INLINE void affine_rows(const AffineRows& a) {
+  const OptionalRow<Isa> weight(a.weight, kPanelOf1), bias(a.bias, kPanelOf0);
+  for (int64_t r = 0; r < a.rows; ++r) {
+    const int64_t row = kPerValue ? 0 : r, first = r * a.size;
+    const auto center = Isa::set_int(a.center[row]);
+    const auto factor = Isa::set(a.factor[row]), shift = Isa::set(a.shift[row]);
+    store_real_row<Isa, kDst>(a.dst, first, a.size, [&](int64_t i, auto m) {
+      const auto q = load_q<Isa>(a.src + first + i, kSigned, m);
+      const auto x =
+          Isa::to_float(Isa::sub(q, kPerValue ? Isa::load_int(a.center + i, m) : center));
+      const auto y = Isa::fma(x, kPerValue ? Isa::load(a.factor + i, m) : factor,
+                              kPerValue ? Isa::load(a.shift + i, m) : shift);
+      return Isa::fma(y, weight.load(i, m), bias.load(i, m));
+    });
+  }
 }
 
 template <class Isa>
-void affine(const AffineRow& a) {
-  const bool weighted = a.weight != nullptr || a.bias != nullptr;
+void affine(const AffineRows& a) {
   if (a.size == 0) return;
-  if (a.step != 0) {
-    weighted ? affine_row<Isa, true, true>(a) : affine_row<Isa, true, false>(a);
-  } else {
-    weighted ? affine_row<Isa, false, true>(a) : affine_row<Isa, false, false>(a);
+  with_real_dtype(a.dst.dtype, [&](auto dst) {
+    constexpr DType kDst = decltype(dst)::value;
+    if (a.is_signed) {
+      a.per_value ? affine_rows<Isa, kDst, true, true>(a) : affine_rows<Isa, kDst, true, false>(a);
+    } else {
+      a.per_value ? affine_rows<Isa, kDst, false, true>(a)
+                  : affine_rows<Isa, kDst, false, false>(a);
+    }
+  });
+}
+
+template <class Isa, DType kDst, int kTaps>
+TORCHQ_INLINE void blend_pixels(const BlendRow& b) {
+  const auto scale = Isa::set(b.scale);
+  for (int64_t p = 0; p < b.pixels; ++p) {
+    const float* tap[kTaps];
+    typename Isa::Float weight[kTaps];
+    TORCHQ_UNROLL for (int k = 0; k < kTaps; ++k) {
+      tap[k] = b.lines[k / 2] + b.offset[2 * p + k % 2];
+      weight[k] = Isa::set(b.weight[kTaps * p + k]);
+    }
+    store_real_row<Isa, kDst>(b.dst, p * b.channels, b.channels, [&](int64_t c, auto m) {
+      auto sum = Isa::mul(weight[0], Isa::load(tap[0] + c, m));
+      TORCHQ_UNROLL for (int k = 1; k < kTaps; ++k) {
+        sum = Isa::fma(weight[k], Isa::load(tap[k] + c, m), sum);
+      }
+      return Isa::mul(scale, sum);
+    });
   }
 }
 
 template <class Isa>
 void blend(const BlendRow& b) {
-  using Float = typename Isa::Float;
-  constexpr int kTogether = 4;  // panels
-  const Float scale = Isa::set(b.scale);
-  int64_t c = 0;
-  for (; c + kTogether * kPanel <= b.size; c += kTogether * kPanel) {
-    Float sum[kTogether];
-    for (int k = 0; k < b.num_taps; ++k) {
-      const Float weight = Isa::set(b.weight[k]);
-      TORCHQ_UNROLL for (int v = 0; v < kTogether; ++v) {
-        const Float x = Isa::load(b.taps[k] + c + v * kPanel);
-        sum[v] = k == 0 ? Isa::mul(weight, x) : Isa::fma(weight, x, sum[v]);
-      }
-    }
-    TORCHQ_UNROLL for (int v = 0; v < kTogether; ++v) {
-      Isa::store(b.dst + c + v * kPanel, Isa::mul(scale, sum[v]));
-    }
-  }
-  for (; c < b.size; c += kPanel) {
-    const auto m = Isa::mask(min_int(b.size - c, kPanel));
-    Float sum = Isa::mul(Isa::set(b.weight[0]), Isa::load(b.taps[0] + c, m));
-    for (int k = 1; k < b.num_taps; ++k) {
-      sum = Isa::fma(Isa::set(b.weight[k]), Isa::load(b.taps[k] + c, m), sum);
-    }
-    Isa::store(b.dst + c, Isa::mul(scale, sum));
-  }
+  with_real_dtype(b.dst.dtype, [&](auto dst) {
+    constexpr DType kDst = decltype(dst)::value;
+    if (b.num_lines == 1) return blend_pixels<Isa, kDst, 2>(b);
+    if (b.num_lines == 2) return blend_pixels<Isa, kDst, 4>(b);
+    blend_pixels<Isa, kDst, 8>(b);
+  });
 }
 
 template <class Isa>

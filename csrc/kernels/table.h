@@ -224,6 +224,14 @@ struct QuantizeRow {
   int32_t zero_point;  // result
 };
 
+/// Where a row y in real units goes: dst = convert(fma(y, inverse_scale, zero_point)) to 8 bits, or
+/// y itself to f32.
+struct RealRow {
+  void* data;
+  DType dtype;
+  float inverse_scale, zero_point;
+};
+
 // clang-format off
 /// One row of softmax, in float32, from q = src (as far as the largest q, the zero point drops out):
 ///
@@ -239,34 +247,36 @@ struct SoftmaxRow {
   int64_t size;
   float scale;
   bool logarithmic;
-  float* dst;  // with room for whole panels
+  float* values;  // memory for e or z, with room for whole panels
+  RealRow dst;
 };
 constexpr int kSumBlock = 512;
 
-/// dst[i] = fma(fma(float(q[i] - center[i]), factor[i], shift[i]), weight[i], bias[i]), q = src.
-/// All normalizations come to this.
-struct AffineRow {
+/// dst[r][i] = fma(fma(float(q[r][i] - center), factor, shift), weight[i], bias[i]), q = src. All
+/// normalizations come to this. Rows lie side by side.
+struct AffineRows {
   const uint8_t* src;
   bool is_signed;
-  int64_t size;
+  int64_t size, rows;
+  bool per_value;  // whether these three are those of value i, else of row r
   const int32_t* center;
   const float* factor;
   const float* shift;
-  int64_t step;         // of these three: 0, one value for the row, or 1
   const float* weight;  // null: 1
   const float* bias;    // null: 0
-  float* dst;           // with room for whole panels
+  RealRow dst;
 };
 
-/// dst[c] = scale * s[c], s = weight[0] * taps[0][c], then s = fma(weight[k], taps[k][c], s) for
-/// each further k.
+/// dst[p][c] = scale * s, s = weight[p][0] * tap(0), then s = fma(weight[p][k], tap(k), s) for each
+/// further k < 2 num_lines, where tap(2 l + side) = lines[l][offset[p][side] + c].
 struct BlendRow {
-  const float* const* taps;  // [num_taps]
-  const float* weight;
-  int num_taps;
+  const float* const* lines;  // [num_lines] source lines
+  int num_lines;              // 1, 2 or 4
+  const int64_t* offset;      // [pixels][2]
+  const float* weight;        // [pixels][2 num_lines]
   float scale;
-  int64_t size;
-  float* dst;  // with room for whole panels
+  int64_t channels, pixels;
+  RealRow dst;
 };
 
 enum class Reduce : int { sum, max, min };
@@ -338,7 +348,7 @@ struct Kernels {
   /// The sums of adjacent values, and of their squares.
   void (*row_moments)(const uint8_t* src, int64_t size, bool is_signed, int64_t* sum,
                       int64_t* squares);
-  void (*affine)(const AffineRow&);
+  void (*affine)(const AffineRows&);
   void (*blend)(const BlendRow&);
   void (*reduce)(const ReduceRows&);
 };

@@ -35,8 +35,13 @@ at::Tensor softmax(const at::Tensor& src, int64_t dim, bool logarithmic, const a
   const uint8_t* data = bytes_of(rows);
   const bool is_signed = params[0].dtype == DType::s8;
   const int64_t n = rows.size(-1);
-  store_rows(out, rows.numel() / n, n, [&](int64_t r, float* x) {
-    tier.softmax({data + r * n, is_signed, n, params[0].scale, logarithmic, x});
+  store_rows(out, rows.numel() / n, n, [&](const Range& range, const RealRow& to) {
+    ScratchFrame frame;
+    float* values = frame.take<float>(n + kPanel);
+    for (int64_t r = range.begin; r < range.end; ++r) {
+      tier.softmax({data + r * n, is_signed, n, params[0].scale, logarithmic, values,
+                    behind(to, (r - range.begin) * n)});
+    }
   });
   return dst;
 }
@@ -84,7 +89,7 @@ struct Statistics {
     const double count = static_cast<double>(n), mean = static_cast<double>(sum) / count;
     const double variance = spread() / (count * count);
     const double g = scale / std::sqrt(scale * scale * variance + eps);
-    const double whole = std::nearbyint(mean);
+    const double whole = mean + 0x1.8p52 - 0x1.8p52;  // rne; std::nearbyint is a call
     center = static_cast<int32_t>(whole);
     factor = static_cast<float>(g);
     shift = static_cast<float>((whole - mean) * g);
@@ -114,12 +119,25 @@ at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<a
   if (dst.numel() == 0) return dst;
   const uint8_t* data = bytes_of(dense);
   const bool is_signed = params[0].dtype == DType::s8;
-  store_rows(out, src.numel() / n, n, [&](int64_t r, float* x) {
-    Statistics s{.n = n};
-    tier.row_moments(data + r * n, n, is_signed, &s.sum, &s.squares);
-    s.finish(params[0].scale, eps);
-    tier.affine({data + r * n, is_signed, n, &s.center, &s.factor, &s.shift, 0, affine.weight,
-                 affine.bias, x});
+  // Rows that stay in L1, so that their divisions and roots overlap and one call writes them all.
+  constexpr int64_t kMostRows = 16, kBytes = 16384;
+  const int64_t group = std::clamp<int64_t>(kBytes / n, 1, kMostRows);
+  store_rows(out, src.numel() / n, n, [&](const Range& range, const RealRow& to) {
+    int32_t center[kMostRows];
+    float factor[kMostRows], shift[kMostRows];
+    for (int64_t first = range.begin; first < range.end; first += group) {
+      const int64_t count = std::min(group, range.end - first);
+      for (int64_t i = 0; i < count; ++i) {
+        Statistics s{.n = n};
+        tier.row_moments(data + (first + i) * n, n, is_signed, &s.sum, &s.squares);
+        s.finish(params[0].scale, eps);
+        center[i] = s.center;
+        factor[i] = s.factor;
+        shift[i] = s.shift;
+      }
+      tier.affine({data + first * n, is_signed, n, count, false, center, factor, shift,
+                   affine.weight, affine.bias, behind(to, (first - range.begin) * n)});
+    }
   });
   return dst;
 }
@@ -208,10 +226,15 @@ at::Tensor group_norm(const at::Tensor& src, int64_t groups,
     factor[i] = s.factor;
     shift[i] = s.shift;
   }
-  store_rows(out, batch * pixels, channels, [&](int64_t r, float* x) {
-    const int64_t first = r / pixels * channels;
-    tier.affine({call.data + r * channels, call.is_signed, channels, center.data() + first,
-                 factor.data() + first, shift.data() + first, 1, affine.weight, affine.bias, x});
+  store_rows(out, batch * pixels, channels, [&](const Range& range, const RealRow& to) {
+    for (int64_t r = range.begin; r < range.end;) {  // those of one image at a time
+      const int64_t image = r / pixels, first = image * channels;
+      const int64_t rows = std::min((image + 1) * pixels, range.end) - r;
+      tier.affine({call.data + r * channels, call.is_signed, channels, rows, true,
+                   center.data() + first, factor.data() + first, shift.data() + first,
+                   affine.weight, affine.bias, behind(to, (r - range.begin) * channels)});
+      r += rows;
+    }
   });
   return call.dst;
 }
@@ -244,9 +267,10 @@ at::Tensor batch_norm(const at::Tensor& src, const at::Tensor& mean, const at::T
   const RealOutput out({"batch_norm", tier, call.params[1], post_ops, post_op_srcs}, call.dst);
   trace.describe([&] { return describe_call({src}, call.dst, "", post_ops); });
   if (call.dst.numel() == 0) return call.dst;
-  store_rows(out, src.numel() / channels, channels, [&](int64_t r, float* x) {
-    tier.affine({call.data + r * channels, call.is_signed, channels, center.data(), factor.data(),
-                 shift.data(), 1, nullptr, nullptr, x});
+  store_rows(out, src.numel() / channels, channels, [&](const Range& range, const RealRow& to) {
+    tier.affine({call.data + range.begin * channels, call.is_signed, channels,
+                 range.end - range.begin, true, center.data(), factor.data(), shift.data(), nullptr,
+                 nullptr, to});
   });
   return call.dst;
 }

@@ -93,7 +93,6 @@ void store_real(const Kernels& tier, const Real& dst, const float* x, void* data
 
 RealOutput::RealOutput(const Args& args, const at::Tensor& dst, std::optional<Binary> first)
     : tier_(args.tier), to_(args.to), dst_(dst.data_ptr()) {
-  std::fill_n(inverse_, kRealBlock, static_cast<float>(1.0 / to_.scale));
   int next = 0;  // of the sources: those of `first`, then those of the chain
   const auto take = [&](ChainOp& op, bool has_condition) {
     op.src = next++;
@@ -138,6 +137,11 @@ RealOutput::RealOutput(const Args& args, const at::Tensor& dst, std::optional<Bi
     }
     ops_.push_back(op);
   }
+  if (!is_plain()) std::fill_n(inverse_, kRealBlock, inverse_scale());
+}
+
+RealRow RealOutput::row(int64_t first) const {
+  return behind({dst_, to_.dtype, inverse_scale(), static_cast<float>(to_.zero_point)}, first);
 }
 
 void RealOutput::add_operand(const at::Tensor& src, const at::Tensor& dst, const PostOp& p) {
@@ -178,6 +182,7 @@ void RealOutput::store(float* x, int64_t n, int64_t first, c10::ArrayRef<SumSrc>
 
 void RealOutput::finish(float* x, int64_t n, void* dst, int64_t first,
                         c10::ArrayRef<SumSrc> operands) const {
+  if (is_plain()) return store_real(tier_, to_, x, dst, n);
   c10::SmallVector<SumSrc, 4> sources(operands.begin(), operands.end());
   for (const Operand& operand : operands_) {
     sources.push_back(operand.src);

@@ -5,9 +5,9 @@
 // An op that is no matmul reads x = scale * float(q - zero_point), computes in float32, applies its
 // post-ops as the float chain of Note [Folded and float chains] does, and writes q =
 // clamp(rne(fma(x, 1 / scale, zero_point))). Reading is the tier's `convert`, post-ops and writing
-// its `finish_row`. What lies between is a kernel whose sums are of integers or run in an order
-// that kernels/table.h states, or code that all tiers share. So every tier and every thread count
-// gives the same bits.
+// its `finish_row`; kernels that write a `RealRow` round themselves where there are no post-ops.
+// What lies between is a kernel whose sums are of integers or run in an order that kernels/table.h
+// states, or code that all tiers share. So every tier and every thread count gives the same bits.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -63,6 +63,10 @@ class RealOutput {
   /// `first` is an operation in front of the chain, whose operands `store` takes.
   RealOutput(const Args& args, const at::Tensor& dst, std::optional<Binary> first = {});
 
+  /// Whether nothing is left but to round: kernels that know `RealRow` may then write to `row`.
+  bool is_plain() const { return ops_.empty() && to_.dtype != DType::s32; }
+  RealRow row(int64_t first) const;
+
   /// Writes the n <= kRealBlock values x, which it overwrites, from element `first` of the
   /// destination's memory on. x has room for whole panels.
   void store(float* x, int64_t n, int64_t first, c10::ArrayRef<SumSrc> operands = {}) const;
@@ -80,6 +84,7 @@ class RealOutput {
     SumSrc src;
   };
   void add_operand(const at::Tensor& src, const at::Tensor& dst, const PostOp& post_op);
+  float inverse_scale() const { return static_cast<float>(1.0 / to_.scale); }
   void finish(float* x, int64_t n, void* dst, int64_t first, c10::ArrayRef<SumSrc> operands) const;
 
   const Kernels& tier_;
@@ -88,24 +93,37 @@ class RealOutput {
   bool is_map_ = true;
   c10::SmallVector<ChainOp, 4> ops_;
   c10::SmallVector<Operand, 2> operands_;
-  float inverse_[kRealBlock];  // 1 / scale of the destination
+  float inverse_[kRealBlock];  // unless is_plain: 1 / scale of the destination
 };
 
-/// row(r, x) computes the n values of row r, with room for a panel behind them; the op's results
-/// are rows 0, 1, ... one after the other.
-template <class Row>
-void store_rows(const RealOutput& out, int64_t rows, int64_t n, const Row& row) {
-  parallel_ranges(rows, threads_for(rows * n, 40'000), [&](Range range) {
-    const int64_t group = std::max<int64_t>(1, kRealBlock / n);  // rows that fill a block
-    ScratchFrame frame;
-    float* x = frame.take<float>(group * n + kPanel);
-    for (int64_t r = range.begin; r < range.end; r += group) {
-      const int64_t count = std::min(group, range.end - r);
-      for (int64_t k = 0; k < count; ++k) row(r + k, x + k * n);
-      for (int64_t i = 0; i < count * n; i += kRealBlock)
-        out.store(x + i, std::min<int64_t>(kRealBlock, count * n - i), r * n + i);
-    }
-  });
+/// compute(rows, dst) writes the n values of each row to dst, one row after the other: to the op's
+/// results, of which they are rows range.begin and on, or to memory from which these are made.
+template <class Compute>
+void store_range(const RealOutput& out, const Range& range, int64_t n, const Compute& compute) {
+  if (out.is_plain()) return compute(range, out.row(range.begin * n));
+  const int64_t group = std::max<int64_t>(1, kRealBlock / n);  // rows that fill a block
+  ScratchFrame frame;
+  float* x = frame.take<float>(group * n + kPanel);
+  for (int64_t r = range.begin; r < range.end; r += group) {
+    const int64_t count = std::min(group, range.end - r);
+    compute({r, r + count}, {x, DType::f32, 1, 0});
+    for (int64_t i = 0; i < count * n; i += kRealBlock)
+      out.store(x + i, std::min<int64_t>(kRealBlock, count * n - i), r * n + i);
+  }
+}
+
+/// The same of all rows, shared among the threads.
+template <class Compute>
+void store_rows(const RealOutput& out, int64_t rows, int64_t n, const Compute& compute) {
+  parallel_ranges(rows, threads_for(rows * n, 40'000),
+                  [&](Range range) { store_range(out, range, n, compute); });
+}
+
+/// What follows the first `values` of a row.
+inline RealRow behind(const RealRow& row, int64_t values) {
+  const int64_t bytes = row.dtype == DType::f32 ? 4 : 1;
+  return {static_cast<char*>(row.data) + values * bytes, row.dtype, row.inverse_scale,
+          row.zero_point};
 }
 
 }  // namespace torchq

@@ -113,11 +113,16 @@ struct Stretch {
 
 void blend_stretch(const Stretch& s, const Range& range, const Kernels& tier, const Real& from,
                    const RealOutput& out) {
-  const int64_t c = s.src.channels, group = std::max<int64_t>(1, kRealBlock / c);
+  const int64_t c = s.src.channels, pixels = s.end - s.begin;
   ScratchFrame frame;
-  float* x = frame.take<float>(group * c + kPanel);
   FloatLines lines(tier, s.src, from, s.first_pixel(), s.pixels(),
                    frame.take<float>(4 * s.pixels() * c));
+  int64_t* offset = frame.take<int64_t>(2 * pixels);
+  float* weights = frame.take<float>(8 * pixels);
+  const Tap* taps = s.taps[2].data() + s.begin;
+  for (int64_t i = 0; i < 2 * pixels; ++i) {
+    offset[i] = (taps[i / 2].index[i % 2] - s.first_pixel()) * c;
+  }
   for (int64_t r = range.begin; r < range.end; ++r) {
     const Tap& h = s.taps[1][static_cast<size_t>(r % s.output[1])];
     const Tap& d = s.taps[0][static_cast<size_t>(r / s.output[1] % s.output[0])];
@@ -132,38 +137,30 @@ void blend_stretch(const Stretch& s, const Range& range, const Kernels& tier, co
         line[num_lines++] = lines.line(r / (s.output[0] * s.output[1]), d.index[k], h.index[j]);
       }
     }
-    for (int64_t first = s.begin; first < s.end; first += group) {
-      const int64_t count = std::min(group, s.end - first);
-      for (int64_t p = 0; p < count; ++p) {
-        const Tap& w = s.taps[2][static_cast<size_t>(first + p)];
-        const float* corners[8];
-        float weights[8];
-        int num_corners = 0;
-        for (int l = 0; l < num_lines; ++l) {
-          for (int i = 0; i < 2; ++i) {
-            const double weight = line_weight[l] * w.weight[i];
-            if (weight == 0) continue;
-            weights[num_corners] = static_cast<float>(weight);
-            corners[num_corners++] = line[l] + (w.index[i] - s.first_pixel()) * c;
-          }
-        }
-        tier.blend({corners, weights, num_corners, from.scale, c, x + p * c});
-      }
-      for (int64_t i = 0; i < count * c; i += kRealBlock) {
-        out.store(x + i, std::min<int64_t>(kRealBlock, count * c - i),
-                  (r * s.output[2] + first) * c + i);
+    for (int l = 0; l < num_lines; ++l) {
+      float* weight = weights + 2 * l;
+      for (int64_t p = 0; p < pixels; ++p, weight += 2 * num_lines) {
+        weight[0] = static_cast<float>(line_weight[l] * taps[p].weight[0]);
+        weight[1] = static_cast<float>(line_weight[l] * taps[p].weight[1]);
       }
     }
+    const int64_t base = r * s.output[2] + s.begin;  // of the pixels
+    store_range(out, {base, base + pixels}, c, [&](const Range& part, const RealRow& to) {
+      const int64_t p = part.begin - base;
+      tier.blend({line, num_lines, offset + 2 * p, weights + 2 * num_lines * p, from.scale, c,
+                  part.end - part.begin, to});
+    });
   }
 }
 
-/// Stretches that read at most kFloats of a line, so that four lines stay in L2.
+/// Stretches that read at most kFloats of a line, so that four lines stay in L2, and have at most
+/// kPixels pixels, whose weights do.
 std::vector<Stretch> stretches_of(const ChannelsLast& src, const Taps& taps,
                                   const int64_t (&output)[3]) {
-  constexpr int64_t kFloats = 16384;
+  constexpr int64_t kFloats = 16384, kPixels = 4096;
   std::vector<Stretch> stretches;
   for (Stretch s{src, taps, output, 0, 1}; s.begin < output[2]; s.begin = s.end++) {
-    while (s.end < output[2]) {
+    while (s.end < output[2] && s.end - s.begin < kPixels) {
       ++s.end;
       if (s.pixels() * src.channels <= kFloats) continue;
       --s.end;
