@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.fx.tracing.batches import free_batch
+from torchq.fx.tracing.containers import is_given
 from torchq.fx.tracing.factories import traced_factories
-from torchq.fx.tracing.guards import GUARDS, expect
+from torchq.fx.tracing.guards import GUARDS, expect, expect_dtype
 from torchq.fx.tracing.memory import DIFFERS, Calls, why_other, with_constants
 from torchq.fx.tracing.nodes import phase, short
 from torchq.fx.tracing.tracer import Tracer
@@ -132,6 +133,7 @@ def _trace(
         tracer.release()
     if failed:
         raise CaptureError(failed)
+    _check_dtypes(graph, tracer)
     remove_unused(graph)
     _copy_results(graph, tracer)
     if tracer.asked_rank:
@@ -203,6 +205,39 @@ def remove_unused(graph: fx.Graph) -> None:
         idle = node.op not in ("placeholder", "output") and node.target not in GUARDS
         if idle and not node.users and not node.meta["writes"]:
             graph.erase_node(node)
+
+
+def _check_dtypes(graph: fx.Graph, tracer: Tracer) -> None:
+    """Adds guards: what the code did with a dtype holds for inputs of theirs.
+
+    Where it asked for that of floats made of integers, as by an embedding, any integers will do.
+    """
+    expected = dict[tuple[fx.Node, bool], None]()  # what is given, and whether as integers only
+    for asked in tracer.asked_dtype & set(graph.nodes):
+        is_float, seen, left = tracer.values[asked].is_floating_point(), set[fx.Node](), [asked]
+        while left:
+            node = left.pop()
+            value, sources = tracer.values[node], node.all_input_nodes
+            held = any(isinstance(tracer.values[n], dict | list | tuple) for n in sources)
+            if isinstance(value, Tensor) and (is_given(tracer, node) or held):
+                expected[node, is_float and not value.is_floating_point()] = None
+            elif node not in seen:
+                left.extend(sources)
+            seen.add(node)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    known = {"scope": "", "writes": [], "static": True}
+    for node, any_integers in expected:
+        with graph.inserting_after(inputs[-1] if node.op == "placeholder" else node):
+            if any_integers:
+                asks = graph.call_method("is_floating_point", (node,))
+                asks.meta.update(known, varying=True)
+                tracer.values[asks] = False
+                with graph.inserting_after(asks):
+                    guard = graph.call_function(expect, (asks, False, " (its dtype)"))
+            else:
+                guard = graph.call_function(expect_dtype, (node, tracer.values[node].dtype))
+            guard.meta.update(known, varying=False)
+            tracer.values[guard] = None
 
 
 def _check_ranks(graph: fx.Graph, tracer: Tracer) -> None:

@@ -16,7 +16,7 @@ from torch import fx
 from torchq.fx.tracing.guards import expect_key, expect_keys
 from torchq.fx.tracing.recorder import LEN, Recorder
 
-__all__ = ["has_key", "keys", "length"]
+__all__ = ["has_key", "is_given", "keys", "length"]
 
 
 def length(tracer: Recorder, proxy: fx.Proxy, iterated: bool = False) -> int:
@@ -27,7 +27,7 @@ def length(tracer: Recorder, proxy: fx.Proxy, iterated: bool = False) -> int:
     tracer.asked_rank = True
     if type(value) is torch.Size or not isinstance(value, tuple | list):
         return len(value)
-    if not (_is_given(tracer, proxy.node) or _may_differ(proxy.node, len(value), iterated)):
+    if not (is_given(tracer, proxy.node) or _may_differ(proxy.node, len(value), iterated)):
         return len(value)
     return int(tracer.known(tracer.create_proxy("call_function", LEN, (proxy,), {})))
 
@@ -35,7 +35,7 @@ def length(tracer: Recorder, proxy: fx.Proxy, iterated: bool = False) -> int:
 def keys(tracer: Recorder, node: fx.Node) -> KeysView[Any]:
     """Of a dict, in their order; guarded."""
     value: dict[Any, Any] = tracer.values[node]
-    if _is_given(tracer, node):
+    if is_given(tracer, node):
         tracer.guard(expect_keys, node, list(value))
     return value.keys()
 
@@ -43,7 +43,7 @@ def keys(tracer: Recorder, node: fx.Node) -> KeysView[Any]:
 def has_key(tracer: Recorder, node: fx.Node, key: Any) -> bool:
     """Whether a dict has it; guarded."""
     present = key in tracer.values[node]
-    if _is_given(tracer, node):
+    if is_given(tracer, node):
         tracer.guard(expect_key, node, key, present)
     return present
 
@@ -55,7 +55,7 @@ def _source(node: fx.Node) -> fx.Node:
     return node
 
 
-def _is_given(tracer: Recorder, node: fx.Node) -> bool:
+def is_given(tracer: Recorder, node: fx.Node) -> bool:
     """Whether it is an argument of the model or what an opaque module returns, or a part."""
     source = _source(node)
     return source.op == "placeholder" or source.target in tracer.untraceable

@@ -13,6 +13,7 @@ __all__ = [
     "GUARDS",
     "OPTIONAL",
     "expect",
+    "expect_dtype",
     "expect_float",
     "expect_given",
     "expect_key",
@@ -98,6 +99,17 @@ def expect_float(value: Tensor) -> None:
             f"torchq.fx: the model's input must be torch.float32, as in example_inputs, got "
             f"{value.dtype}. Give it what the float model takes, such as input.float()."
         )
+
+
+@torch.fx.wrap
+def expect_dtype(value: Tensor, expected: torch.dtype) -> None:
+    """Raises where the model's Python code asked for the dtype of an input, which is another one.
+
+    Raises:
+        RuntimeError: naming both.
+    """
+    if value.dtype != expected:
+        _raise_other(f"a tensor of {expected}", f"one of {value.dtype}")
 
 
 @torch.fx.wrap
@@ -228,7 +240,7 @@ OPTIONAL: Any = Optional[Tensor]  # noqa: UP045 - torch.fx cannot write ``Tensor
 
 GUARDS = (
     *(expect, expect_real, expect_number, expect_nan, expect_text, expect_none, expect_same),
-    *(expect_float, expect_given, expect_keys, expect_key),
+    *(expect_dtype, expect_float, expect_given, expect_keys, expect_key),
 )
 for _guard in GUARDS:
     torch.fx.node.has_side_effect(_guard)  # or eliminate_dead_code takes it for unused

@@ -53,6 +53,8 @@ class Proxy(fx.Proxy):
         found = getattr(value, name)  # AttributeError as the value would raise it
         if isinstance(value, Tensor) and name in _CONSTANTS:
             self.tracer.asked_rank |= name == "ndim"
+            if name in ("dtype", "itemsize"):
+                self.tracer.asked_dtype.add(self.node)
             return found
         if isinstance(value, dict) and name in ("items", "values"):
             return functools.partial(self._entries, name == "items")

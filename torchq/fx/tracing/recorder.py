@@ -36,6 +36,7 @@ class Recorder(SequenceTracer):
         values: what each node is on the example inputs.
         untraceable: names of modules that are one opaque call each -> why.
         asked_rank: the code has asked for a number of dimensions.
+        asked_dtype: nodes whose dtype the code has asked for.
         asked: guards of numbers that may have been asked for in vain, see ``Proxy.__index__``.
         released: the call is over, and nothing more is guarded.
         constants: those that were written to, see :mod:`torchq.fx.tracing.written`.
@@ -56,6 +57,7 @@ class Recorder(SequenceTracer):
         self.values: dict[fx.Node, Any] = {}
         self.untraceable: dict[str, str] = {}
         self.asked_rank = False
+        self.asked_dtype = set[fx.Node]()
         self.asked: list[tuple[FrameType, int, list[fx.Node]]] = []
         self.released = False
         self._running, self._thread = False, threading.get_ident()

@@ -54,6 +54,8 @@ def instead(tracer: Recorder, kind: str, target: Any, args: Sequence[Any], kwarg
     source = tracer.values.get(args[0].node) if args and isinstance(args[0], fx.Proxy) else None
     if kind == "call_method" and isinstance(source, Tensor) and target in _CONSTANTS:
         tracer.asked_rank |= "dim" in target
+        if target in ("is_floating_point", "is_complex", "element_size"):
+            tracer.asked_dtype.add(args[0].node)
         return getattr(source, target)()
     if kind == "call_method" and isinstance(source, torch.Size) and target == "numel":
         return functools.reduce(operator.mul, args[0], 1)
@@ -65,8 +67,10 @@ def instead(tracer: Recorder, kind: str, target: Any, args: Sequence[Any], kwarg
     if kind == "call_method" and target == "is_integer" and isinstance(source, int | float):
         return args[0] % 1 == 0
     if target in (torch.is_floating_point, torch.is_complex) and isinstance(source, Tensor):
+        tracer.asked_dtype.add(args[0].node)
         return target(source)
     if kind == "call_method" and target == "type" and isinstance(source, Tensor) and not args[1:]:
+        tracer.asked_dtype.add(args[0].node)
         return source.type()  # the name of its dtype, as of torch's old classes
     if target in (operator.eq, operator.ne) and any(x is None for x in args):
         return target(*(tracer.values[x.node] if type(x) is Proxy else x for x in args))

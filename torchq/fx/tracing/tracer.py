@@ -65,8 +65,7 @@ class Tracer(Recorder):
         self.examples: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.entered, self.called = set[str](), set[str]()
         self._cache: dict[str, fx.Proxy] = {}
-        # Inference tensors have no version counter, which tells who writes in place.
-        self.inputs = tree_map(_normal, (tuple(args), dict(kwargs)))
+        self.inputs = _normal((tuple(args), dict(kwargs)))
         self.called_with = copy.deepcopy(self.inputs)
         self._opaque, self._state, self._known = opaque, state_of(model), set(model.modules())
         self._proxies: list[weakref.ref[Proxy]] = []
@@ -370,5 +369,18 @@ def _collection(value: Any) -> Any:
     return None
 
 
-def _normal(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+def _normal(inputs: Any) -> Any:
+    """Copies: inference tensors have no version counter, which tells who writes in place.
+
+    A tensor that is given twice is so in the copies: code may ask ``query is key``.
+    """
+    copies = dict[int, Tensor]()
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.clone()
+        return copies[id(leaf)]
+
+    return tree_map(copied, inputs)
