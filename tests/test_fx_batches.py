@@ -185,6 +185,11 @@ def refuses(fc: Any, x: Tensor) -> Tensor:
     return fc(x)
 
 
+def asserts(fc: Any, x: Tensor) -> Tensor:
+    torch._assert(x.shape[0] <= 3, "1 to 3")
+    return fc(x)
+
+
 def in_windows(fc: Any, x: Tensor) -> Tensor:
     return torch.stack([fc(part).mean(1) for part in x.split(2, 1)]).sum(0)
 
@@ -249,8 +254,9 @@ def test_a_tensors_length_is_no_constant() -> None:
         assert scripted(x).shape == shape[:1]
 
 
-def test_what_the_model_refuses_is_refused() -> None:
-    prepared = torchq.prepare(Applies(refuses).eval(), torch.randn(2, 7, 8))
+@pytest.mark.parametrize("function", [refuses, asserts])
+def test_what_the_model_refuses_is_refused(function: Any) -> None:
+    prepared = torchq.prepare(Applies(function).eval(), torch.randn(2, 7, 8))
     for batch in (4, 5, 7):
         with pytest.raises(RuntimeError, match="size or condition was"):
             prepared(torch.randn(batch, 7, 8))

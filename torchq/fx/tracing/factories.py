@@ -66,6 +66,7 @@ def traced_factories(tracer: Tracer) -> Iterator[None]:
         (torch.autograd.Function, "apply", traced.forward),
         (torch._functorch.utils, "unwrap_dead_wrappers", traced.unwrapped),
         (torch, "_check_with", traced.check),
+        (torch, "_assert", traced.asserted),
     ]
     with _LOCK:
         own = [(place, name, vars(place).get(name)) for place, name, _ in patches]
@@ -184,6 +185,15 @@ class _Traced:
     def check(self, original: Callable[..., None]) -> Callable[..., None]:
         def decide(error: Any, condition: Any, message: Any) -> None:
             original(error, bool(condition) if type(condition) is Proxy else condition, message)
+
+        return decide
+
+    def asserted(self, original: Callable[..., None]) -> Callable[..., None]:
+        """A condition on sizes is guarded; one on values would be a node that nobody reads."""
+
+        def decide(condition: Any, message: str) -> None:
+            static = type(condition) is Proxy and condition.node.meta["static"]
+            original(bool(condition) if static else condition, message)
 
         return decide
 
