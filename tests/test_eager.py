@@ -6,12 +6,14 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import flows
 import models
 import pytest
 import torch
+import torch.nn.functional as F
 from flows import CONFIGS, sqnr, tensors
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -285,13 +287,21 @@ def test_strict() -> None:
     convert("exposed", strict=True, overrides={"[bc]": None})
 
 
-def test_padding_modes() -> None:
-    reflect = nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")
-    model = models.Wired(lambda m, x: m.a(x), a=reflect).eval()
+@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
+@pytest.mark.parametrize("padding", [2, "same"])
+def test_padding_modes(mode: str, padding: Any, tmp_path: Path) -> None:
+    """A pad in float in front of an int8 convolution without."""
+    conv = nn.Conv2d(8, 8, (5, 3), padding=padding, padding_mode=mode)
+    model = models.Wired(lambda m, x: m.a(x), a=conv).eval()
     x = torch.randn(models.IMAGE)
     converted = eager.quantize(model, [x], x)
-    (row,) = (row for row in torchq.explain(converted).rows if row.name == "a")
-    assert row.reason == "padding_mode is 'reflect', only 'zeros' is supported"
+    assert all(row.quantized for row in torchq.explain(converted).rows if row.name == "a")
+    y, wide = converted(x), (2, 2, 2, 2) if padding == 2 else (1, 1, 2, 2)
+    assert sqnr(model(x), y) > 35
+    assert torch.equal(y, converted.a.layer(F.pad(x, wide, mode)))
+    assert torch.equal(torch.jit.script(converted.a)(x), y)
+    torchq.save(converted, tmp_path / "model")
+    assert torch.equal(torchq.load(tmp_path / "model", model)(x), y)
 
 
 @pytest.mark.parametrize("name", ["sequential", "called_twice"])

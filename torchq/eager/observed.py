@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchq.config import QConfig
 from torchq.lowering import matmul_from_float
-from torchq.nn.swapped import Standing, Swapped, constants_of
+from torchq.nn.swapped import Standing, Swapped, constants_of, without_padding
 from torchq.post_ops import PostOps
 
 
@@ -56,7 +56,8 @@ class ObservedLayer(Standing):
         src = observer.qparams(config.activation_dtype, config.activation_bits, config.symmetric)
         options: dict[str, Any] = {"contiguous": self.contiguous}
         try:
-            layer = matmul_from_float(module, src, None, config, PostOps(), **options)
+            whole = without_padding(module)
+            layer = matmul_from_float(whole, src, None, config, PostOps(), **options)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise type(error)(
                 f"torchq.convert: '{self.layer_name}' cannot be quantized: {error} To keep it "

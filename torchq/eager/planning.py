@@ -126,9 +126,6 @@ class Plan:
             return HOOKED
         if name in self.recording.exposed:
             return EXPOSED
-        mode = getattr(m, "padding_mode", "zeros")
-        if mode != "zeros":
-            return f"padding_mode is '{mode}', only 'zeros' is supported"
         assert isinstance(m, MATMUL)
         if math.prod(m.weight.shape[1:]) > MAX_REDUCTION:
             return f"it sums more than {MAX_REDUCTION} products, which could overflow int32"

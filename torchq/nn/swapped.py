@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A quantized layer among code that is not known: float32 in, float32 out."""
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.nn.module import QModule
@@ -116,24 +119,35 @@ class Swapped(Standing, QModule):
     """
 
     __jit_unused_properties__ = ("weight", "bias")
+    _pad: list[int]
+    _pad_mode: str
 
-    def __init__(self, layer: nn.Module, constants: dict[str, Any]) -> None:
-        """``layer`` is quantized, and has a float32 destination; ``constants`` are attributes."""
+    def __init__(
+        self, layer: nn.Module, constants: dict[str, Any], pad: Sequence[int] = (), mode: str = ""
+    ) -> None:
+        """``layer`` is quantized, and has a float32 destination; ``constants`` are attributes.
+
+        ``pad`` and ``mode``: how :func:`torch.nn.functional.pad` pads in front of it.
+        """
         super().__init__()
-        self.layer = layer
-        self._set_spec(constants=constants)
+        self.layer, self._pad, self._pad_mode = layer, list(pad), mode
+        self._set_spec(constants=constants, pad=list(pad), mode=mode)
         self._fix({k: _hashable(value) for k, value in constants.items()})
 
     @classmethod
     def of(cls, module: Any, layer: QModule) -> "Swapped":
-        """In the place of ``module``."""
+        """In the place of ``module``; ``layer`` is made of what :func:`without_padding` gives."""
         shape, has_bias = tuple(module.weight.shape), module.bias is not None
-        return cls(layer, constants_of(module) | {"weight_shape": shape, "has_bias": has_bias})
+        constants = constants_of(module) | {"weight_shape": shape, "has_bias": has_bias}
+        mode = getattr(module, "padding_mode", "zeros")
+        if mode == "zeros":
+            return cls(layer, constants)
+        return cls(layer, constants, module._reversed_padding_repeated_twice, mode)
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "Swapped":
         """The layer is put in by its own spec."""
-        return cls(nn.Identity(), spec["constants"])
+        return cls(nn.Identity(), spec["constants"], spec["pad"], spec["mode"])
 
     @property
     def weight(self) -> Described:
@@ -164,8 +178,19 @@ class Swapped(Standing, QModule):
                 f"float layer does, got {input.dtype}. Give it input.float(), say, and call it "
                 "outside of autocast."
             )
+        if len(self._pad) > 0:
+            input = F.pad(input, self._pad, self._pad_mode)
         dst: Tensor = self.layer(input)
         return dst
+
+
+def without_padding(module: nn.Module) -> nn.Module:
+    """The float layer without a padding of other values than zeros, which :class:`Swapped` does."""
+    if getattr(module, "padding_mode", "zeros") == "zeros":
+        return module
+    result: Any = copy.copy(module)
+    result.padding, result.padding_mode = (0,) * len(result.kernel_size), "zeros"
+    return result  # type: ignore[no-any-return]
 
 
 def _hashable(value: Any) -> Any:
