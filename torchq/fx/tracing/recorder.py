@@ -8,6 +8,7 @@ import gc
 import operator
 import threading
 from collections.abc import Callable, Sequence
+from itertools import compress
 from types import FrameType
 from typing import Any, cast
 
@@ -63,7 +64,11 @@ class Recorder(SequenceTracer):
         self._running, self._thread = False, threading.get_ident()
         self._written: dict[fx.Node, fx.Node] = {}
         self.constants: list[Any] = []
-        tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+        # Looked through in one call, and let go: in another thread `tuple(generator)` raises
+        # SystemError where it is interrupted and finds its tuple in the collector's list.
+        objects, is_tensor = gc.get_objects(), frozenset({Tensor, nn.Parameter}).__contains__
+        tensors = list(compress(objects, map(is_tensor, map(type, objects))))
+        del objects
         strided = [x for x in tensors if x.layout == torch.strided]
         self.older = {p: x for x in strided if (p := x.untyped_storage().data_ptr())}
 
