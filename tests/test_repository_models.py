@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -242,6 +243,32 @@ def test_threads_may_run_models_while_one_is_traced() -> None:
     runner.join()
     assert not errors, errors
     assert torch.zeros is zeros and nn.Module.__call__ is call_module
+
+
+def test_threads_may_make_tuples_while_a_model_is_traced() -> None:
+    """``tuple(generator)`` raises where somebody else has a reference to its unfinished tuple."""
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.is_set():
+            try:
+                tuple(i for i in range(200))
+            except BaseException as error:
+                errors.append(error)
+
+    runner = threading.Thread(target=run)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        runner.start()
+        for _ in range(5):
+            torchq.prepare(nn.Linear(4, 4).eval(), torch.randn(2, 4))
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        runner.join()
+    assert not errors, errors
 
 
 def test_a_view_that_is_written_to_reaches_its_source() -> None:

@@ -5,6 +5,7 @@
 // a part of libtorchq.so, which programs without Python load too.
 #include "op.h"
 #include "site.h"
+#include "tensors.h"
 
 namespace torchq {
 namespace {
@@ -50,8 +51,10 @@ PyObject* shortcut(PyObject*, PyObject* args) {
   }
 }
 
-PyMethodDef kMethods[] = {
-    {"shortcut", &shortcut, METH_VARARGS, nullptr}, {"site", &new_site, METH_O, nullptr}, {}};
+PyMethodDef kMethods[] = {{"shortcut", &shortcut, METH_VARARGS, nullptr},
+                          {"site", &new_site, METH_O, nullptr},
+                          {"tensors", &tensors, METH_NOARGS, nullptr},
+                          {}};
 PyModuleDef kModule = {
     PyModuleDef_HEAD_INIT, "_C", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
 

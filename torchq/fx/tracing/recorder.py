@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import functools
-import gc
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from itertools import compress
 from types import FrameType
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
+from torchq._library import all_tensors
 from torchq.fx.tracing.guards import expect, expect_real
 from torchq.fx.tracing.nodes import compute, counts
 from torchq.fx.tracing.place import line, place
@@ -64,12 +63,7 @@ class Recorder(SequenceTracer):
         self._running, self._thread = False, threading.get_ident()
         self._written: dict[fx.Node, fx.Node] = {}
         self.constants: list[Any] = []
-        # Looked through in one call, and let go: in another thread `tuple(generator)` raises
-        # SystemError where it is interrupted and finds its tuple in the collector's list.
-        objects, is_tensor = gc.get_objects(), frozenset({Tensor, nn.Parameter}).__contains__
-        tensors = list(compress(objects, map(is_tensor, map(type, objects))))
-        del objects
-        strided = [x for x in tensors if x.layout == torch.strided]
+        strided = [x for x in all_tensors() if x.layout == torch.strided]
         self.older = {p: x for x in strided if (p := x.untyped_storage().data_ptr())}
 
     @property
