@@ -208,6 +208,47 @@ def test_export(name: str, tmp_path: Path) -> None:
     assert torch.equal(loaded(larger), model(larger))
 
 
+class Named(nn.Module):
+    """Its arguments have one shape: nobody sees which is which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(
+        self, a: Tensor, b: Tensor | None = None, c: Tensor | None = None, d: float = 1.0
+    ) -> Tensor:
+        y = self.fc(a) if b is None else self.fc(a) + b
+        return y if c is None else y - 2 * c * d
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("names", ["ac", "ca", "cab", "dcba"])
+def test_arguments_by_keyword(names: str, first: int) -> None:
+    """In any order, with arguments between them left out."""
+    values = {"a": torch.randn(4, 8), "b": torch.randn(4, 8), "c": torch.randn(4, 8), "d": 0.5}
+    inputs = {name: values[name] for name in names}
+    model = torchq.quantize(Named().eval(), [inputs])
+    expected = model(**inputs)
+    args = tuple(inputs.pop("a") for _ in range(first))
+    assert torch.equal(model(*args, **inputs), expected)
+    for strict in (False, True):
+        program = torch.export.export(model, args, inputs, strict=strict)
+        assert torch.equal(program.module()(*args, **inputs), expected)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*args, **inputs), expected)
+
+
+def test_export_that_does_not_tell_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 8)
+    model = torchq.quantize(Named().eval(), [x])
+    assert torch.equal(torch.fx.Interpreter(model).run(x, None, None, 1.0), model(x))
+    monkeypatch.setattr("torch.compiler.is_exporting", lambda: True)
+    with pytest.raises(RuntimeError, match="strict=True"):
+        torch.fx.Interpreter(model).run(x, None, None, 1.0)
+
+
 @pytest.mark.parametrize("what", ["model", "state"])
 def test_export_of_weights_in_a_mapped_file(what: str, tmp_path: Path) -> None:
     """torch.export.save fails at empty tensors there, so that there must be none."""

@@ -19,6 +19,7 @@ The calibrated graph is converted:
     scripting          spellings of the float model that TorchScript refuses
     lowering           layers become modules of torchq.nn
     module, direct     the converted model; its code for eager mode, tracing and TorchScript
+    exporting          what torch.export gives it by keyword
     structure, names   its graph as text, and the functions that this may call
 
 flow has the verbs.

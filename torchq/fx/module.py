@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from torchq.explain import Row
 from torchq.fx.direct import direct_and_forward
+from torchq.fx.exporting import ByName
 from torchq.fx.names import BY_NAME, NAMES
 from torchq.fx.tracing.sequences import SequenceTracer
 from torchq.nn.standing import Stands, put
@@ -31,6 +32,7 @@ class QuantizedGraph(Stands, fx.GraphModule):
     ) -> None:
         """As a GraphModule; in eval mode, without gradients."""
         super().__init__(root, graph, class_name)
+        self.graph.set_codegen(ByName())
         self.torchq_report = getattr(root, "torchq_report", None)
         without_gradients(self.eval())
 
