@@ -11,6 +11,7 @@ from typing import Any
 import flows
 import fx_models
 import models
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -182,12 +183,22 @@ def test_graph_that_differs_is_refused() -> None:
         prepare_graph(models.Wired(counts, a=models.conv()).eval(), torch.randn(models.IMAGE))
 
 
+def test_reasons_say_where() -> None:
+    """What stands for a size is nobody's business, unless it is named."""
+    steps = models.Wired(lambda m, x: m.a(x) * float(np.log(x.shape[0])), a=models.conv()).eval()
+    with pytest.raises(CaptureError, match=r"gives a size .*log method \(test_fx\.py:\d+\)$"):
+        prepare_graph(steps, torch.randn(models.IMAGE))
+    signs = models.Wired(lambda m, x: m.a(x) if x.sum() > 0 else x, a=models.conv()).eval()
+    with pytest.raises(CaptureError, match=r"^its .* tensor \(gt\) \(test_fx\.py:\d+\)$"):
+        prepare_graph(signs, torch.randn(models.IMAGE))
+
+
 def test_reasons_of_submodules() -> None:
     rows = {row.name: row for row in torchq.explain(convert("float_inside")).rows}
-    assert "it cannot be traced: TraceError" in rows["f"].reason
+    assert "it cannot be traced: its Python code" in rows["f"].reason
     rows = {row.name: row for row in torchq.explain(convert("swapped_inside")).rows}
     assert rows["inner.lin1"].quantized and rows["inner.lin2"].quantized
-    assert "it cannot be traced: TraceError" in rows["inner"].reason
+    assert "it cannot be traced: its Python code" in rows["inner"].reason
     assert "its modules were swapped" in rows["inner"].reason and not rows["inner"].is_matmul
 
 

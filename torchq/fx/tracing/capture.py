@@ -25,7 +25,8 @@ from torchq.fx.tracing.containers import is_given
 from torchq.fx.tracing.factories import traced_factories
 from torchq.fx.tracing.guards import GUARDS, expect, expect_dtype
 from torchq.fx.tracing.memory import DIFFERS, Calls, why_other, with_constants
-from torchq.fx.tracing.nodes import phase, short
+from torchq.fx.tracing.nodes import phase
+from torchq.fx.tracing.place import why
 from torchq.fx.tracing.tracer import Tracer
 from torchq.state import twin
 
@@ -107,7 +108,7 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             try:
                 fx.GraphModule(captured.model, captured.graph)
             except Exception as error:  # a submodule's name may be no name in Python code
-                raise CaptureError(short(error)) from error
+                raise CaptureError(why(error)) from error
             found = why_other(calls, captured.model, captured.graph, inputs, captured.untraceable)
             if not found:
                 free_batch(model, captured.model, captured.graph, inputs)
@@ -129,7 +130,7 @@ def _trace(
         try:
             graph = tracer.trace(traced)
         except Exception as error:
-            failed = short(error)
+            failed = why(error)
         tracer.release()
     if failed:
         raise CaptureError(failed)

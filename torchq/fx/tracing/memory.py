@@ -25,7 +25,7 @@ __all__ = ["DIFFERS", "KEEPS", "SHARES", "Calls", "agree", "why_other", "with_co
 
 DIFFERS = (
     "its graph computes something else than the model (perhaps its code asks `type(x) is "
-    "torch.Tensor`, or writes to a view)"
+    "torch.Tensor` or `isinstance(n, int)` of a size, makes text of sizes, or writes to a view)"
 )
 SHARES = "its Python code writes to a constant tensor, which all calls of a graph would share"
 _OUTSIDE = "its results depend on what earlier calls left outside of its modules"

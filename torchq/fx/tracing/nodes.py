@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-__all__ = ["compute", "counts", "phase", "short"]
+__all__ = ["compute", "counts", "phase"]
 
 _WAVES = ("sin", "cos", "sin_", "cos_")
 _COUNTING = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
@@ -46,9 +46,3 @@ def phase(node: fx.Node, values: Mapping[fx.Node, Any]) -> float | None:
     if not isinstance(source, Tensor) or not source.is_floating_point() or not source.numel():
         return None
     return float(source.abs().max())
-
-
-def short(error: Exception) -> str:
-    """Class and text, on one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -29,7 +29,7 @@ from torchq.fx.tracing.guards import (
     expect_text,
     given,
 )
-from torchq.fx.tracing.nodes import short
+from torchq.fx.tracing.place import why
 from torchq.fx.tracing.proxy import Proxy, release
 from torchq.fx.tracing.recorder import Recorder
 from torchq.fx.tracing.respelled import UNSCRIPTED, instead, settle_filter
@@ -230,7 +230,7 @@ class Tracer(Recorder):
             put_back(self.root, self._state, name)
             self.module_stack.clear()
             self.module_stack.update(stack)
-            self.untraceable.setdefault(name, self._opaque.get(name) or short(error))
+            self.untraceable.setdefault(name, self._opaque.get(name) or why(error))
             self.entered.discard(name)
         inside = [other for other in self.untraceable if other.startswith(f"{name}.")]
         for other in inside:
