@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import models
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import torchq
 import torchq.nn as tnn
@@ -88,6 +91,40 @@ def test_float_weights_of_any_strides(file_format: str, tmp_path: Path) -> None:
     converted = eager.quantize(model, [x], x, overrides={"0": None})
     torchq.save(converted, tmp_path / "model")
     assert torch.equal(torchq.load(tmp_path / "model", model)(x), converted(x))
+
+
+def _no_leaf(layer: nn.Module) -> nn.Module:
+    layer.twice = layer.weight * 2
+    return layer
+
+
+COMPUTED: list[Callable[[nn.Module], nn.Module]] = [
+    nn.utils.weight_norm,
+    nn.utils.parametrizations.weight_norm,
+    partial(prune.l1_unstructured, name="weight", amount=0.5),
+    _no_leaf,
+]
+
+
+@pytest.mark.parametrize("overrides", [None, {"b": None}])
+@pytest.mark.parametrize("computed", COMPUTED)
+def test_computed_weights_of_swapped_models(
+    computed: Any, overrides: Any, file_format: str, tmp_path: Path
+) -> None:
+    """``deepcopy`` refuses some, and prepare settles them: the file has their values."""
+    made = [
+        models.Wired(
+            lambda m, x: m.n(m.b(m.a(x if x.sum() < 1e9 else -x))),
+            a=nn.Linear(8, 8), b=computed(nn.Linear(8, 8)), n=computed(nn.LayerNorm(8)),
+        ).eval()
+        for _ in range(2)
+    ]  # fmt: skip
+    x = torch.randn(4, 8)
+    with pytest.warns(UserWarning, match="cannot be traced"):
+        converted = torchq.quantize(made[0], [x], x, overrides=overrides)
+    torchq.save(converted, tmp_path / "model")
+    for model in made:
+        assert torch.equal(torchq.load(tmp_path / "model", model)(x), converted(x))
 
 
 def test_file_is_small(tmp_path: Path) -> None:

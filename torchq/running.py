@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -43,19 +43,22 @@ def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(inputs), {}
 
 
-def working_copy(model: nn.Module) -> nn.Module:
+def working_copy(
+    model: nn.Module, memo: Mapping[int, Any] = MappingProxyType({}), caller: str = "prepare"
+) -> nn.Module:
     """A deep copy; weights that hooks compute before each call are computed once and for all.
 
-    These are of ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune``.
+    These are of ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune``. ``memo``: as
+    ``deepcopy`` takes it, what to have instead of a copy.
 
     Raises:
         TypeError: something in the model refuses to be copied; the message names it.
     """
     try:
-        copied = copy.deepcopy(model, detached(model))
+        copied = copy.deepcopy(model, detached(model) | dict(memo))
     except Exception as error:
         raise TypeError(
-            f"torchq.prepare: model must allow copy.deepcopy, got {_uncopied(model)}: {error}. "
+            f"torchq.{caller}: model must allow copy.deepcopy, got {_uncopied(model)}: {error}. "
             "Give its class a __deepcopy__, or take it out of the model first."
         ) from error
     for module in copied.modules():

@@ -8,7 +8,6 @@ otherwise ``torch.save`` of the state dict, which ``torch.load(weights_only=True
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import pickle
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.eager.weights import settle_weights
 from torchq.explain import Row
 from torchq.fake_quantize import FakeQuantize
 from torchq.fx.module import QuantizedGraph
@@ -28,6 +28,7 @@ from torchq.nn.module import QModule, read_spec
 from torchq.nn.standing import put
 from torchq.nn.swapped import described
 from torchq.observers import Observer
+from torchq.running import working_copy
 
 REPORT_KEY = "torchq_report"
 """Name of the tensor that holds the text of the report, compressed by zlib."""
@@ -144,7 +145,9 @@ def _swapped(
         if name:
             put(module, described(_submodule(model, name, path), known))
     memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in modules.items()}
-    swapped: nn.Module = copy.deepcopy(model, memo)
+    swapped = working_copy(model, memo, "load")  # its float layers became what prepare made of them
+    kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
+    settle_weights(swapped, kept)
     return swapped
 
 

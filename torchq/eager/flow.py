@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from torchq.config import Overrides, QConfig
 from torchq.eager.checks import check_mode, check_model, check_prepared
@@ -17,8 +16,8 @@ from torchq.eager.observed import ObservedLayer
 from torchq.eager.planning import Plan, inside
 from torchq.eager.recording import copied, record
 from torchq.eager.report import report_rows
+from torchq.eager.weights import settle_weights
 from torchq.explain import Row, check_strict
-from torchq.kinds import QUANTIZABLE
 from torchq.nn.standing import NoAnswer, put
 from torchq.nn.swapped import Swapped, described
 from torchq.running import (
@@ -103,7 +102,7 @@ def prepare_call(
     the report begin with it, and patterns are not checked.
     """
     model = working_copy(model)
-    _settle_weights(model)
+    settle_weights(model)
     run = copy.deepcopy(model)  # its code may write to parameters
     plan = Plan(run, record(run, args, kwargs), config, overrides, prefix)
     if not prefix:
@@ -190,21 +189,6 @@ def _graphs(
         if prepared is not None:
             result[name] = prepared
     return result
-
-
-def _settle_weights(model: nn.Module) -> None:
-    """Computes the weights of parametrized layers once: they are then modules of torch.nn again.
-
-    Not with ``remove_parametrizations``: that changes the class, which the original has, too.
-    """
-    for module in list(model.modules()):
-        if isinstance(module, QUANTIZABLE) and parametrize.is_parametrized(module):
-            names = list(module.parametrizations)  # type: ignore[arg-type]
-            values = {name: getattr(module, name).detach().clone() for name in names}
-            del module.parametrizations
-            module.__class__ = type(module).__mro__[1]
-            for name, value in values.items():
-                module.register_parameter(name, nn.Parameter(value, False))
 
 
 def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = None) -> nn.Module:
