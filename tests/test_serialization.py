@@ -127,6 +127,31 @@ def test_computed_weights_of_swapped_models(
         assert torch.equal(torchq.load(tmp_path / "model", model)(x), converted(x))
 
 
+class OldNames(nn.Module):
+    """Reads and writes files of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x if x.sum() < 1e9 else -x)
+
+    def state_dict(self) -> Any:  # type: ignore[override]
+        return {f"old.{name}": value for name, value in super().state_dict().items()}
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> None:  # type: ignore[override]
+        super().load_state_dict({n.removeprefix("old."): v for n, v in state.items()}, strict)
+
+
+def test_models_with_a_state_dict_of_their_own(file_format: str, tmp_path: Path) -> None:
+    model, x = OldNames().eval(), torch.randn(4, 8)
+    with pytest.warns(UserWarning, match="cannot be traced"):
+        converted = torchq.quantize(model, [x], x)
+    torchq.save(converted, tmp_path / "model")
+    assert torch.equal(torchq.load(tmp_path / "model", model)(x), converted(x))
+
+
 def test_file_is_small(tmp_path: Path) -> None:
     """Weights are bytes, and calibration is not saved."""
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).eval()

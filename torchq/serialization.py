@@ -99,7 +99,8 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     text, report = state.pop(GRAPH_KEY, None), state.pop(REPORT_KEY, None)
     loaded = _swapped(model, state, path) if text is None else _traced(text, model, state, path)
     state = {name: value for name, value in state.items() if not name.endswith(GRAPH_KEY)}
-    missing, unexpected = loaded.load_state_dict(state, strict=False)
+    # the model's own ones may know other names, and no results
+    missing, unexpected = nn.Module.load_state_dict(loaded, state, strict=False)
     left = [name for name in missing if name not in _aliases(loaded, state)]
     if left or unexpected:
         raise RuntimeError(
@@ -203,7 +204,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
     storages: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in nn.Module.state_dict(model, keep_vars=True).items():
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
@@ -229,7 +230,7 @@ def _submodule(model: nn.Module, name: str, path: str | os.PathLike[str]) -> nn.
 
 def _aliases(model: nn.Module, state: dict[str, Tensor]) -> set[str]:
     """Names of tensors that are another name's tensor; a file holds them once."""
-    tensors = dict(model.state_dict(keep_vars=True))
+    tensors = dict(nn.Module.state_dict(model, keep_vars=True))
     present = {id(tensor) for name, tensor in tensors.items() if name in state}
     return {name for name, tensor in tensors.items() if name not in state and id(tensor) in present}
 
