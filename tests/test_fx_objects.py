@@ -8,6 +8,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any
@@ -241,6 +242,32 @@ def test_counters_beside_a_lock(acts: bool) -> None:
     assert isinstance(converted, fx.GraphModule)
     assert all(row.quantized for row in torchq.explain(converted).rows if row.is_matmul)
     follows(model, converted, batches())
+
+
+@dataclass(slots=True)
+class Slots:
+    """What models take and return, without a __dict__."""
+
+    x: Tensor
+    more: Tensor | None = None
+
+
+def test_results_of_classes_with_slots() -> None:
+    model, x = Wired(lambda m, x: Slots(m.a(x), more=x + 1), a=nn.Linear(8, 8)).eval(), batches()[0]
+    converted = torchq.quantize(model, [x])
+    assert isinstance(converted, fx.GraphModule)
+    expected, found = model(x), converted(x)
+    assert type(found) is Slots and torch.equal(found.more, expected.more)
+    assert sqnr(expected.x, found.x) > 25
+
+
+def test_arguments_of_classes_with_tensors() -> None:
+    model = Wired(lambda m, given: m.a(given.x).relu(), a=nn.Linear(8, 8)).eval()
+    with pytest.warns(UserWarning, match="is a Slots that holds tensors"):
+        converted = torchq.quantize(model, [(Slots(x),) for x in batches()])
+    assert all(row.quantized for row in torchq.explain(converted).rows if row.is_matmul)
+    for x in batches():
+        assert sqnr(model(Slots(x)), converted(Slots(x))) > 25
 
 
 class _Hinge(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.state import State, changed, put_back, state_of, twin
 
-__all__ = ["DIFFERS", "KEEPS", "SHARES", "Calls", "agree", "why_other", "with_constants"]
+__all__ = ["DIFFERS", "KEEPS", "SHARES", "Calls", "agree", "leaves", "why_other", "with_constants"]
 
 DIFFERS = (
     "its graph computes something else than the model (perhaps its code asks `type(x) is "
@@ -168,12 +168,12 @@ def _run(model: nn.Module, calls: Iterable[Any]) -> tuple[list[Any], list[State]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             # what it returns may be what it keeps
-            results.append(copy.deepcopy(_leaves(model(*args, **kwargs), set())))
+            results.append(copy.deepcopy(leaves(model(*args, **kwargs), set())))
         states.append(state_of(model))
     return results, states
 
 
-def _leaves(result: Any, above: set[int]) -> list[Any]:
+def leaves(result: Any, above: set[int]) -> list[Any]:
     """What is in a result: in containers and dataclasses, and objects of unknown classes, too."""
     found: list[Any] = []
     for leaf in tree_leaves(result):
@@ -189,7 +189,7 @@ def _leaves(result: Any, above: set[int]) -> list[Any]:
         if inside is None:
             found.append(leaf)
         elif id(leaf) not in above:
-            found += [len(inside), *_leaves(inside, above | {id(leaf)})]
+            found += [len(inside), *leaves(inside, above | {id(leaf)})]
     return found
 
 

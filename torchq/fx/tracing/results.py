@@ -10,6 +10,7 @@ a number behind it where another has that name, and the fields that its ``__init
 from __future__ import annotations
 
 import ast
+import copyreg
 import itertools
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple, Optional
@@ -21,14 +22,21 @@ __all__ = ["is_like", "scripted"]
 
 def is_like(made: Any, a: Any) -> bool:
     """Whether two objects of a class have the same nodes and values."""
-    if vars(made).keys() != vars(a).keys():
+    own, others = _attributes(made), _attributes(a)
+    if own.keys() != others.keys():
         return False
-    pairs = [(value, vars(a)[key]) for key, value in vars(made).items()]
+    pairs = [(value, others[key]) for key, value in own.items()]
     if isinstance(a, dict):
         if list(made) != list(a):
             return False
         pairs += [(value, a[key]) for key, value in made.items()]
     return all(_is_same(x, y) for x, y in pairs)
+
+
+def _attributes(made: Any) -> dict[str, Any]:
+    """With those in ``__slots__``."""
+    slots = [name for name in copyreg._slotnames(type(made)) if hasattr(made, name)]  # type: ignore[attr-defined]
+    return getattr(made, "__dict__", {}) | {name: getattr(made, name) for name in slots}
 
 
 def _is_same(x: Any, y: Any) -> bool:

@@ -29,6 +29,7 @@ from torchq.fx.tracing.guards import (
     expect_text,
     given,
 )
+from torchq.fx.tracing.memory import leaves
 from torchq.fx.tracing.place import why
 from torchq.fx.tracing.proxy import Proxy, release
 from torchq.fx.tracing.recorder import Recorder
@@ -306,6 +307,11 @@ class Tracer(Recorder):
         ``behind`` an argument that was left out it has None otherwise, and is guarded.
         """
         tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+        if not tensors and any(isinstance(leaf, Tensor) for leaf in leaves(value, set())):
+            raise fx.proxy.TraceError(
+                f"its argument '{name}' is a {type(value).__name__} that holds tensors; only a "
+                "tuple, list or dict may"
+            )
         if type(value) is float and type(default) is int:
             default = float(default)
         known = (default,) if type(default) is type(value) and not tensors else ()
