@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from flows import sqnr
 from models import Wired
 from torch import Tensor, nn
 
@@ -52,6 +53,60 @@ def test_numbers_of_sizes(name: str) -> None:
             assert found(same).shape == model(same).shape
         with pytest.raises((RuntimeError, torch.jit.Error), match="size or condition was"):
             found(torch.randn(2, 3, 24, 24))
+
+
+class Numbers(nn.Module):
+    """What ``code`` makes of its input and of a layer's result."""
+
+    def __init__(self, code: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.code = nn.Linear(16, 8), [code]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.code[0](x, self.a(x))
+
+
+# whether other sizes pass; those that do not are constants of the graph, and raise
+NUMPY: dict[str, tuple[bool, Callable[[Any, Any], Any]]] = {
+    "tensor": (True, lambda x, y: np.float64(2) - np.float32(3) * y / np.int64(5)),
+    "operators": (True, lambda x, y: y + np.float64(2) * x.shape[1] / np.int64(3)),
+    "sqrt": (True, lambda x, y: y / np.sqrt(x.shape[2])),
+    "prod": (True, lambda x, y: y.reshape(np.prod(x.shape[:2]), 8)),
+    "least": (True, lambda x, y: y[:, : np.minimum(x.shape[1], 6)] * np.clip(x.shape[1], 2, 5)),
+    "log": (False, lambda x, y: y[:, : 3 * np.ceil(np.log(x.size(1))).astype("int").item()]),
+    "floor": (False, lambda x, y: y * np.maximum(np.floor(x.shape[1] / 3).astype(int), 2).item()),
+    "array": (False, lambda x, y: y + torch.from_numpy(np.arange(8.0, dtype="f") * x.shape[1])),
+    "out": (False, lambda x, y: y + torch.from_numpy(np.add(1, x.shape[1], out=np.zeros(8, "f")))),
+    "isnan": (False, lambda x, y: -y if np.isnan(x.shape[1]) else y),
+    "divmod": (False, lambda x, y: y * np.divmod(x.shape[1], 5)[1]),
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+@pytest.mark.filterwarnings("error:torchq")
+def test_numbers_of_numpy(name: str) -> None:
+    passes, code = NUMPY[name]
+    model, x, other = Numbers(code).eval(), torch.randn(2, 12, 16), torch.randn(3, 52, 16)
+    prepared = torchq.prepare(model, x)
+    converted = torchq.convert(torchq.calibrate(prepared, [x, other] if passes else [x]))
+    assert isinstance(converted, torch.fx.GraphModule)
+    with torch.no_grad():
+        for given in (x, x[:1], other):
+            if given is other and not passes:
+                with pytest.raises(RuntimeError, match=r"size or condition was .*test_fx_sizes"):
+                    converted(given)
+                continue
+            assert torch.equal(prepared(given), model(given))
+            assert sqnr(model(given), converted(given)) > 25
+
+
+@pytest.mark.parametrize("name", ["exp", "square"])
+def test_tensors_are_not_for_numpy(name: str) -> None:
+    def code(x: Tensor, y: Tensor) -> Tensor:
+        return y * getattr(np, name)(x.mean())
+
+    with pytest.warns(UserWarning, match=rf"gives a Tensor to numpy.{name} \(test_fx_sizes"):
+        torchq.quantize(Numbers(code).eval(), [torch.randn(2, 12, 16)])
 
 
 class Flattened(nn.Module):

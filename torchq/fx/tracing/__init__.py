@@ -5,7 +5,8 @@ Bottom up:
 
     place, nodes           where in the model's code a node comes from; what it computes
     guards, containers     what a graph checks at run time; numbers of items
-    recorder, proxy        nodes that are computed while they are recorded; what the code handles
+    recorder, proxy        nodes that are computed while they are recorded; what the code handles;
+                           arrays: and gives to numpy
     fake                   fake quantizers, of torchq and of others
     attention, einsum      as linears and matrix products; sequences: packed ones; respelled: calls
                            that are recorded as these

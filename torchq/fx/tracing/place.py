@@ -52,7 +52,7 @@ def why(error: Exception) -> str:
         text = f"{kind}: {text}" if text else kind
     if "Proxy" in text:
         given = "its Python code gives a size or tensor to what does not know the Proxy"
-        text = f"{given} that stands for it in tracing: {text}"
+        text = f"{given} that stands for it in tracing (int(size) is a number): {text}"
     found = [at for at in traceback.walk_tb(error.__traceback__) if _is_models(at[0])]
     return f"{text} ({_at(*found[-1])})" if found else text
 

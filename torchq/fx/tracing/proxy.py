@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.fx.tracing import containers
+from torchq.fx.tracing.arrays import universal
 from torchq.fx.tracing.guards import rounded, with_item
 from torchq.fx.tracing.memory import KEEPS
 from torchq.fx.tracing.place import assigns_item
@@ -118,6 +119,10 @@ class Proxy(fx.Proxy):
                         del tracer.values[guard]
             tracer.asked.clear()
         return super().__torch_function__(orig_method, types, args, kwargs)
+
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **more: Any) -> Any:
+        """What numpy's functions do with it."""
+        return universal(self.tracer, function, method, inputs, more)
 
     def __mul__(self, other: Any) -> Any:
         """A node, but for ``len(x) * [None]``, guarded: code goes through it, and writes to it."""
