@@ -156,6 +156,8 @@ MISTAKES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
              "prepare: model must allow copy.deepcopy, got lock in '0.held': cannot pickle"),
     "data": (lambda m: torchq.quantize(m, 5), TypeError,
              "quantize: data must be batches, got one int"),
+    "nothing": (lambda m: torchq.quantize(m), TypeError,
+                "quantize: data must be batches to calibrate with, got None"),
     "none": (lambda m: torchq.calibrate(torchq.prepare(m, X), None), TypeError,
              "calibrate: data must be batches, got one NoneType"),
     "calibrate": (lambda m: torchq.calibrate(m, [X]), ValueError,

@@ -281,6 +281,16 @@ def test_a_model_of_one_module(make: Any, dynamic: bool) -> None:
             fx.prepare(model, x)
 
 
+def test_quantized_without_data() -> None:
+    """Only what is dynamic; a static layer names itself."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    x, config = torch.randn(3, 6), QConfig(dynamic=True)
+    result = torchq.quantize(model, example_inputs=x, config=config, strict=True)
+    assert torch.equal(result(x), torchq.quantize(model, [x], config=config)(x))
+    with pytest.raises(RuntimeError, match="of '0': data must be recorded"):
+        torchq.quantize(model, example_inputs=x)
+
+
 def test_too_many_inputs() -> None:
     model, x = nn.Sequential(nn.RNN(65794, 1)), torch.zeros(2, 1, 65794)
     for flow in FLOWS.values():

@@ -113,7 +113,7 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
 
 def quantize(
     model: nn.Module,
-    data: Iterable[Any],
+    data: Iterable[Any] | None = None,
     example_inputs: Inputs | None = None,
     config: QConfig | None = None,
     overrides: Overrides | None = None,
@@ -121,8 +121,16 @@ def quantize(
 ) -> nn.Module:
     """:func:`prepare`, :func:`calibrate` and :func:`convert` in one call.
 
-    ``example_inputs`` are the first batch of ``data`` unless given.
+    ``example_inputs`` are the first batch of ``data`` unless given; without ``data`` nothing is
+    calibrated, as QConfig(dynamic=True) and fake quantizers in the model do not need it.
     """
+    if data is None:
+        if example_inputs is None:
+            raise TypeError(
+                "torchq.quantize: data must be batches to calibrate with, got None. Where nothing "
+                "needs calibration, as with QConfig(dynamic=True), pass example_inputs alone."
+            )
+        return convert(prepare(model, example_inputs, config, overrides), strict)
     if example_inputs is None:
         rest = iter(batches("quantize", data, progress=False))
         args, kwargs = split_inputs(next(rest))
