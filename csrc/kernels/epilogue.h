@@ -3,11 +3,11 @@
 // table.h).
 //
 // Three forms. `finish_in_registers` (finish_in_registers.h) works on the accumulators where they
-// are, in registers, and covers what nearly every layer needs: a folded chain to 8 bits; of whole
-// panels, or with masks of others, too. The other two work on a tile in L1: `finish_bytes` where
-// channels do not fill their panels and masks cost too much, and `finish_tile` for everything else,
-// the float chain interpreter included (measured cost of that detour: 4 % at K = 64, 1 % at K =
-// 512).
+// are, in registers, and covers what nearly every layer needs: a folded chain to 8 bits, of whole
+// panels, or with masks of others, too; to float32 where a tile is full. The other two work on a
+// tile in L1: `finish_bytes` where channels do not fill their panels and masks cost too much, and
+// `finish_tile` for everything else, the float chain interpreter included (measured cost of that
+// detour: 4 % at K = 64, 1 % at K = 512).
 #pragma once
 
 #include "eltwise.h"

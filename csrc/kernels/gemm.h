@@ -149,6 +149,12 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
     }
     return;
   }
+  if constexpr (NP >= Isa::kMaxPanels) {
+    if (channels == NP * kPanel && finishes_to_floats(e)) {
+      finish_to_floats<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel);
+      return;
+    }
+  }
   if constexpr (Isa::kFinishesTails && NP < Isa::kMaxPanels) {
     if (finishes_to_bytes(e)) {
       finish_tail_in_registers<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel, channels);
