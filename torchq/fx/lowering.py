@@ -19,7 +19,7 @@ from torchq.fx.ops import Op, Role
 from torchq.fx.prepared import Prepared
 from torchq.fx.scripting import respell, write
 from torchq.fx.sharing import shared_qparams
-from torchq.fx.tracing.guards import GUARDS, expect, expect_float, with_item
+from torchq.fx.tracing.guards import GUARDS, expect, expect_float, expect_tensor, with_item
 from torchq.fx.tracing.sequences import SequenceTracer
 from torchq.lowering import append_clip, matmul_from_float, pool_from_float, post_op_chain
 from torchq.nn.binary import Add, Cat, QAdd, QCat, QMul
@@ -319,6 +319,8 @@ class Lowering:
         src = self.float_of(node)
         if _may_be_given(src, self.modules):
             self.graph.call_function(expect_float, (src,))
+            for user in [user for user in src.users if user.target is expect_tensor]:
+                self.graph.erase_node(user)
         return src
 
 

@@ -7,6 +7,7 @@ Bottom up:
     guards, containers     what a graph checks at run time; numbers of items
     recorder, proxy        nodes that are computed while they are recorded; what the code handles;
                            arrays: and gives to numpy
+    arguments              what the model is given: tensors and constants
     fake                   fake quantizers, of torchq and of others
     attention, einsum      as linears and matrix products; sequences: packed ones; respelled: calls
                            that are recorded as these

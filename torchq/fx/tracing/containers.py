@@ -11,12 +11,12 @@ from collections.abc import KeysView
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from torchq.fx.tracing.guards import expect_key, expect_keys
 from torchq.fx.tracing.recorder import LEN, Recorder
 
-__all__ = ["has_key", "is_given", "keys", "length"]
+__all__ = ["has_key", "is_given", "is_part", "keys", "length"]
 
 
 def length(tracer: Recorder, proxy: fx.Proxy, iterated: bool = False) -> int:
@@ -59,6 +59,18 @@ def is_given(tracer: Recorder, node: fx.Node) -> bool:
     """Whether it is an argument of the model or what an opaque module returns, or a part."""
     source = _source(node)
     return source.op == "placeholder" or source.target in tracer.untraceable
+
+
+def is_part(tracer: Recorder, node: fx.Node) -> bool:
+    """Whether it is an item or a field of an argument that is no tensor."""
+    while node.op != "placeholder":
+        takes = node.target in (operator.getitem, getattr, "get") and node.args
+        if not takes or len(node.all_input_nodes) != 1 or not isinstance(node.args[0], fx.Node):
+            return False
+        node = node.args[0]
+        if isinstance(tracer.values[node], Tensor):
+            return False
+    return True
 
 
 def _may_differ(node: fx.Node, parts: int, iterated: bool) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -140,7 +141,7 @@ class _Traced:
     def is_instance(self, original: Callable[..., bool]) -> Callable[..., bool]:
         def look(x: Any, classes: Any) -> bool:
             if type(x) is Proxy and not original(x, classes):
-                return issubclass(x.looks_like(), classes)
+                return issubclass(x.looks_like(sys._getframe(1)), classes)
             return original(x, classes)
 
         return look

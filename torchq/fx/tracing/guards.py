@@ -18,11 +18,13 @@ __all__ = [
     "expect_given",
     "expect_key",
     "expect_keys",
+    "expect_kind",
     "expect_nan",
     "expect_none",
     "expect_number",
     "expect_real",
     "expect_same",
+    "expect_tensor",
     "expect_text",
     "given",
     "have_shapes",
@@ -94,11 +96,17 @@ def expect_float(value: Tensor) -> None:
     Raises:
         TypeError: naming what it is.
     """
+    if not isinstance(value, Tensor):
+        _raise_input(f"{value}")
     if value.dtype != torch.float32:
-        raise TypeError(
-            f"torchq.fx: the model's input must be torch.float32, as in example_inputs, got "
-            f"{value.dtype}. Give it what the float model takes, such as input.float()."
-        )
+        _raise_input(f"{value.dtype}")
+
+
+def _raise_input(got: str) -> None:
+    raise TypeError(
+        f"torchq.fx: the model's input must be torch.float32, as in example_inputs, got {got}. "
+        "Give it what the float model takes, such as input.float()."
+    )
 
 
 @torch.fx.wrap
@@ -165,6 +173,35 @@ def expect_none(value: Tensor | None) -> None:
     """
     if value is not None:
         _raise_other("None", "a tensor" if isinstance(value, Tensor) else f"{value}")
+
+
+@torch.fx.wrap
+def expect_tensor(value: Tensor) -> None:
+    """The same of a tensor: the graph may not read it, as code does that asks for None.
+
+    Raises:
+        RuntimeError: it is none.
+    """
+    if not isinstance(value, Tensor):
+        _raise_other("a tensor", f"{value}")
+
+
+@torch.fx.wrap
+def expect_kind(value: Any, kind: str) -> None:
+    """The same of the class of what holds tensors, of which TorchScript knows the type.
+
+    Raises:
+        RuntimeError: naming both.
+    """
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        if kind == "dict":
+            fits = isinstance(value, dict)
+        elif kind == "tuple or list":
+            fits = isinstance(value, tuple | list)
+        else:
+            fits = type(value).__name__ == kind
+        if not fits:
+            _raise_other(f"a {kind}", f"a {type(value).__name__}")
 
 
 @torch.fx.wrap
@@ -241,6 +278,7 @@ OPTIONAL: Any = Optional[Tensor]  # noqa: UP045 - torch.fx cannot write ``Tensor
 GUARDS = (
     *(expect, expect_real, expect_number, expect_nan, expect_text, expect_none, expect_same),
     *(expect_dtype, expect_float, expect_given, expect_keys, expect_key),
+    *(expect_tensor, expect_kind),
 )
 for _guard in GUARDS:
     torch.fx.node.has_side_effect(_guard)  # or eliminate_dead_code takes it for unused

@@ -11,18 +11,18 @@ from types import FrameType
 
 from torch import fx
 
-__all__ = ["assigns_item", "line", "place", "why"]
+__all__ = ["assigns_item", "is_models", "line", "place", "why"]
 
 
 def _frame() -> FrameType:
     """The call in the model's code that is traced."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and not _is_models(frame):
+    while frame.f_back is not None and not is_models(frame):
         frame = frame.f_back
     return frame
 
 
-def _is_models(frame: FrameType) -> bool:
+def is_models(frame: FrameType) -> bool:
     """Whether it is of code that is traced: somebody's, or of a module of torch.nn."""
     name = str(frame.f_globals.get("__name__"))
     ours = f"{name}.".startswith(("torch.", "torchq."))
@@ -53,7 +53,7 @@ def why(error: Exception) -> str:
     if "Proxy" in text:
         given = "its Python code gives a size or tensor to what does not know the Proxy"
         text = f"{given} that stands for it in tracing (int(size) is a number): {text}"
-    found = [at for at in traceback.walk_tb(error.__traceback__) if _is_models(at[0])]
+    found = [at for at in traceback.walk_tb(error.__traceback__) if is_models(at[0])]
     return f"{text} ({_at(*found[-1])})" if found else text
 
 

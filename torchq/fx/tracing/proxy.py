@@ -10,7 +10,7 @@ import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import CellType
+from types import CellType, FrameType
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.fx.tracing import containers
 from torchq.fx.tracing.arrays import universal
-from torchq.fx.tracing.guards import rounded, with_item
+from torchq.fx.tracing.guards import expect_kind, rounded, with_item
 from torchq.fx.tracing.memory import KEEPS
-from torchq.fx.tracing.place import assigns_item
+from torchq.fx.tracing.place import assigns_item, is_models
 from torchq.fx.tracing.recorder import Recorder
 
 __all__ = ["Proxy", "release"]
@@ -38,15 +38,18 @@ class Proxy(fx.Proxy):
 
     tracer: Recorder
 
-    def looks_like(self) -> type:
+    def looks_like(self, asking: FrameType) -> type:
         """What ``isinstance`` says in the model's code: a tensor, tuple, list or dict is one.
 
         Not as ``__class__``: C++ that asks the same, as overloads with a number in the place of a
         tensor do, would take the node's memory for a tensor's.
         """
         value = self.tracer.values.get(self.node)
-        containers = (Tensor, tuple, list, dict)
-        return next((cls for cls in containers if isinstance(value, cls)), Proxy)
+        pair = isinstance(value, tuple | list)
+        if pair and is_models(asking) and containers.is_part(self.tracer, self.node):
+            self.tracer.guard(expect_kind, self.node, type(value).__name__)
+        known = (Tensor, tuple, list, dict)
+        return next((cls for cls in known if isinstance(value, cls)), Proxy)
 
     def __getattr__(self, name: str) -> Any:
         """As of its value; a tensor's dtype and the like are constants."""

@@ -172,7 +172,7 @@ class Recorder(SequenceTracer):
 
     def guard(self, check: Callable[..., None], *args: Any) -> None:
         """Adds a call of one of the guards."""
-        if check in (expect, expect_real):
+        if check in (expect, expect_real) and len(args) == 2:
             inside = self.scope.module_path
             args = (*args, f" ({line()}, in '{inside}')" if inside else f" ({line()})")
         guard = self.create_node("call_function", check, args, {})

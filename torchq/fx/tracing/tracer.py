@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,21 +14,12 @@ from typing import Any, Optional
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from torchq.fx.tracing import containers
+from torchq.fx.tracing.arguments import collection, holds_tensors, part, with_defaults
 from torchq.fx.tracing.fake import fake_quantizer, is_watcher
-from torchq.fx.tracing.guards import (
-    OPTIONAL,
-    expect_given,
-    expect_nan,
-    expect_none,
-    expect_number,
-    expect_same,
-    expect_text,
-    given,
-)
-from torchq.fx.tracing.memory import leaves
+from torchq.fx.tracing.guards import OPTIONAL, expect_given, expect_none, given
 from torchq.fx.tracing.place import why
 from torchq.fx.tracing.proxy import Proxy, release
 from torchq.fx.tracing.recorder import Recorder
@@ -141,6 +131,8 @@ class Tracer(Recorder):
                     self._written[source] = proxy.node
             if self.values[proxy.node] is None and self._stays_none(proxy.node):
                 return None  # code asks `is None`, which no node answers
+            if containers.is_part(self, proxy.node):
+                return part(self, proxy.node.name, proxy)
         if target in UNSCRIPTED:
             for source in proxy.node.all_input_nodes:
                 self.known(self.proxy(source))
@@ -152,7 +144,8 @@ class Tracer(Recorder):
         if not node.all_input_nodes:
             return node.target not in self.untraceable
         source = node
-        while source.target in (operator.getitem, "get") and isinstance(source.args[0], fx.Node):
+        takes = (operator.getitem, getattr, "get")
+        while source.target in takes and isinstance(source.args[0], fx.Node):
             source = source.args[0]
         if source.op != "placeholder" or len(node.all_input_nodes) != 1:
             return False
@@ -275,7 +268,7 @@ class Tracer(Recorder):
         if bound.kwargs and inspect.Parameter.VAR_POSITIONAL in kinds:
             named = ", ".join(f"'{name}'" for name in bound.kwargs)
             raise fx.proxy.TraceError(f"its forward takes {named} by keyword, behind *args")
-        given = _with_defaults(bound)
+        given = with_defaults(bound)
         values: list[Any] = []
         behind = False  # an argument that was left out: it has a default, so all that follow must
         for name, value in list(bound.arguments.items())[1:]:
@@ -306,12 +299,7 @@ class Tracer(Recorder):
 
         ``behind`` an argument that was left out it has None otherwise, and is guarded.
         """
-        tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-        if not tensors and any(isinstance(leaf, Tensor) for leaf in leaves(value, set())):
-            raise fx.proxy.TraceError(
-                f"its argument '{name}' is a {type(value).__name__} that holds tensors; only a "
-                "tuple, list or dict may"
-            )
+        tensors = holds_tensors(name, value)
         if type(value) is float and type(default) is int:
             default = float(default)
         known = (default,) if type(default) is type(value) and not tensors else ()
@@ -324,55 +312,18 @@ class Tracer(Recorder):
             if absent:
                 proxy.node.type = OPTIONAL if isinstance(value, Tensor) else None
                 return self.create_proxy("call_function", given, (proxy, name), {})
-            proxy.node.type = _collection(value)
-            return proxy
+            proxy.node.type = collection(value)
+            return part(self, name, proxy)
         kind = type(value) if isinstance(value, (bool, int, float, str)) else None
         proxy.node.type = Optional[kind] if kind and absent else kind  # noqa: UP045 - as OPTIONAL
         if isinstance(value, (bool, int, float, str)) or value is None:
             proxy.node.meta["varying"] = True
         if kind and absent:
             self.guard(expect_given, proxy.node, value)
-        elif isinstance(value, (bool, int)):
-            return self.known(proxy)
-        elif isinstance(value, float) and math.isnan(value):
-            self.guard(expect_nan, proxy.node)
-        elif isinstance(value, float | str):
-            self.guard(expect_text if isinstance(value, str) else expect_number, proxy.node, value)
-        elif value is None:
+            return value
+        if value is None:
             proxy.node.type = OPTIONAL
-            self.guard(expect_none, proxy.node)
-        else:
-            self.guard(expect_same, proxy.node, self.create_arg(value))
-        return value
-
-
-def _with_defaults(bound: inspect.BoundArguments) -> set[str]:
-    """The names of what was given; what was left out is added, where a graph can have it.
-
-    So that no argument takes another one's place. Behind the last given one a default that
-    TorchScript has no literal of ends the list.
-    """
-    given, parameters = set(bound.arguments), bound.signature.parameters
-    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values()):
-        return given
-    bound.apply_defaults()
-    last = max(i for i, name in enumerate(parameters) if name in given)
-    ended = False
-    for i, (name, parameter) in enumerate(parameters.items()):
-        plain = parameter.default is None or isinstance(parameter.default, bool | int | float | str)
-        ended = ended or (i > last and not plain)
-        if ended:
-            del bound.arguments[name]
-    return given
-
-
-def _collection(value: Any) -> Any:
-    """The type of a list or dict of tensors, which TorchScript else takes for a tensor."""
-    if type(value) is list and all(isinstance(item, Tensor) for item in value):
-        return list[Tensor]
-    if type(value) is dict and all(type(key) is str for key in value):
-        return dict[str, Tensor] if all(isinstance(v, Tensor) for v in value.values()) else None
-    return None
+        return part(self, name, proxy)
 
 
 def _normal(inputs: Any) -> Any:
