@@ -7,6 +7,7 @@ import copy
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -39,6 +40,10 @@ class Fields:
 
     x: Tensor
     more: Any
+
+    def halved(self) -> Tensor:
+        """What graphs call."""
+        return self.x / 2
 
 
 register_pytree_node(Fields, lambda f: ([f.x, f.more], None), lambda parts, _: Fields(*parts))
@@ -144,3 +149,14 @@ def test_an_input_that_is_no_tensor() -> None:
     converted = torchq.quantize(nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), [X])
     with pytest.raises(TypeError, match=r"must be torch.float32, .*got None"):
         converted(None)
+
+
+def test_methods_of_arguments(tmp_path: Path) -> None:
+    model = Wired(lambda m, fields: m.a(fields.halved()), a=nn.Linear(8, 8)).eval()
+    converted = torchq.quantize(model, [(Fields(X, None),)])
+    expected = model(Fields(X, 3))
+    torch.testing.assert_close(converted(Fields(X, 3)), expected, atol=0.1, rtol=0)
+    with pytest.raises(
+        NotImplementedError, match=r"methods of tensors only, got halved .*torch\.save"
+    ):
+        torchq.save(converted, tmp_path / "model")  # which torchq.load would refuse

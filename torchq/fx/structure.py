@@ -164,6 +164,11 @@ def _encode_module(module: nn.Module, node: fx.Node) -> dict[str, Any] | None:
 
 
 def _encode_target(node: fx.Node) -> str:
+    if node.op == "call_method" and not _is_method(str(node.target)):
+        raise NotImplementedError(
+            f"torchq.save: the graph must call methods of tensors only, got {node.target} in "
+            f"{node.name}. Save the whole model with torch.save."
+        )
     if node.op != "call_function":
         return str(node.target)
     if isinstance(node.target, type) and id(node.target) not in NAMES:
@@ -191,6 +196,12 @@ def _result_class(target: str) -> Any:
     return found
 
 
+def _is_method(name: str) -> bool:
+    """Whether a loaded graph may call it: of a tensor, a number or a dict."""
+    known = hasattr(Tensor, name) or hasattr(float, name) or name == "get"
+    return known and not name.startswith("_")
+
+
 def _decode_target(op: str, target: str) -> Any:
     if op == "call_function" and target.startswith("class:"):
         return _result_class(target)
@@ -199,9 +210,7 @@ def _decode_target(op: str, target: str) -> Any:
             f"torchq.load: the file's graph must call functions of torch only, got '{target}'. "
             "Was it written by torchq.save?"
         )
-    method = op == "call_method"
-    known = hasattr(Tensor, target) or hasattr(float, target) or target == "get"  # of a dict
-    if method and (target.startswith("_") or not known):
+    if op == "call_method" and not _is_method(target):
         raise ValueError(
             f"torchq.load: the file's graph must call methods of tensors only, got '{target}'. "
             "Was it written by torchq.save?"
