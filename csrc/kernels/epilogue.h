@@ -164,6 +164,14 @@ TORCHQ_INLINE void for_each_panel(const FinishTile& t, Body body) {
   }
 }
 
+/// y * row_scale + row_bias: see Epilogue. `bias` is that of y's channels.
+template <class Isa>
+TORCHQ_INLINE typename Isa::Float scale_row(const Epilogue& e, typename Isa::Float y,
+                                            int64_t dst_offset, typename Isa::Float bias) {
+  y = Isa::mul(y, Isa::set(e.row_scale[dst_offset / e.channels]));
+  return e.row_bias != nullptr ? Isa::add(y, bias) : y;
+}
+
 template <class Isa>
 TORCHQ_NOINLINE void run_chain_op(const FinishTile& t, const Epilogue& e, const ChainOp& op) {
   using Float = typename Isa::Float;
@@ -283,6 +291,11 @@ TORCHQ_NOINLINE void finish_tile(const FinishTile& t, const Epilogue& e) {
     for_each_panel<Isa>(t, [&](int r, int n, int32_t* tile, Mask m) {
       const int64_t index = t.dst_offset[r] + t.channel + n;
       Float y = scaled(n, tile, m);
+      if (e.row_scale != nullptr) {
+        const bool has_bias = e.row_bias != nullptr;
+        y = scale_row<Isa>(e, y, t.dst_offset[r],
+                           has_bias ? Isa::load(e.row_bias + t.channel + n, m) : y);
+      }
       for (int s = 0; s < e.num_sums; ++s) {
         const Float old =
             load_as_float<Isa>(e.sums[s].data, e.sums[s].dtype, index, Isa::zero(), m);

@@ -107,8 +107,8 @@ TORCHQ_INLINE void finish_in_registers(const Epilogue& e, typename Isa::Int (&ac
 TORCHQ_INLINE bool finishes_to_floats(const Epilogue& e) {
   bool has_others = false;
   for (int s = 0; s < e.num_sums; ++s) has_others |= e.sums[s].dtype != DType::f32;
-  return e.mode == Epilogue::kFolded && e.dst_dtype == DType::f32 && e.row_terms == nullptr &&
-         !has_others;
+  const bool one_term = e.row_terms == nullptr || e.group_channels == e.channels;
+  return e.mode == Epilogue::kFolded && e.dst_dtype == DType::f32 && one_term && !has_others;
 }
 
 /// `channel` is the first of full panels. Measured on Zen 5, beside a tile in L1, 128 rows: 64 to
@@ -119,10 +119,23 @@ TORCHQ_INLINE void finish_to_floats(const Epilogue& e, typename Isa::Int (&acc)[
   using Float = typename Isa::Float;
   TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
     const int n = channel + p * kPanel;
+    if (e.row_terms != nullptr) {
+      const auto factor = Isa::load_int(e.channel_terms + n);
+      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
+        const auto term = Isa::set_int(e.row_terms[dst_offset[r] / e.channels]);
+        acc[r][p] = Isa::sub(acc[r][p], Isa::mul(term, factor));
+      }
+    }
     const Float multiplier = Isa::load(e.multiplier + n), offset = Isa::load(e.offset + n);
     Float y[MR];
     TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
       y[r] = Isa::fma(Isa::to_float(acc[r][p]), multiplier, offset);
+    }
+    if (e.row_scale != nullptr) {
+      const Float bias = e.row_bias != nullptr ? Isa::load(e.row_bias + n) : offset;
+      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
+        y[r] = scale_row<Isa>(e, y[r], dst_offset[r], bias);
+      }
     }
     for (int s = 0; s < e.num_sums; ++s) {
       const Float factor = Isa::load(e.sums[s].scale + n);

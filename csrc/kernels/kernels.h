@@ -42,6 +42,7 @@ constexpr Kernels make_kernels() {
   k.rnn_step = &rnn_step<VectorTiles<Isa>>;
   k.quantize_row = &quantize_row<Isa>;
   k.finish_row = &finish_row<Isa>;
+  k.row_range = &row_range<Isa>;
   k.softmax = &softmax<Isa>;
   k.moments = &moments<Isa>;
   k.row_moments = &row_moments<Isa>;

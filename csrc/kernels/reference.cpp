@@ -88,6 +88,8 @@ void finish(const Epilogue& e, int32_t acc, int channel, int64_t index) {
   }
   float y = fmaf(static_cast<float>(acc), e.multiplier[channel], e.offset[channel]);
   if (e.mode == Epilogue::kFolded) {
+    if (e.row_scale != nullptr) y = y * e.row_scale[index / e.channels];
+    if (e.row_bias != nullptr) y = y + e.row_bias[channel];
     for (int s = 0; s < e.num_sums; ++s) {
       y = fmaf(load_value(e.sums[s].data, e.sums[s].dtype, index, 0), e.sums[s].scale[channel], y);
     }
@@ -300,6 +302,7 @@ constinit const Kernels kReferenceKernels = {
     .rnn_step = &rnn_step,
     .quantize_row = &quantize_row,
     .finish_row = &finish_row,
+    .row_range = &row_range,
     .softmax = &softmax,
     .moments = &moments,
     .row_moments = &row_moments,

@@ -18,6 +18,17 @@ void store_real(const RealRow& d, int64_t i, float y) {
   store_value(d.data, d.dtype, i, y, d.zero_point);
 }
 
+bool row_range(const float* src, int64_t size, float* lo, float* hi) {
+  *lo = *hi = 0.0f;
+  bool finite = true;
+  for (int64_t i = 0; i < size; ++i) {
+    *lo = min_float(*lo, src[i]);
+    *hi = max_float(*hi, src[i]);
+    finite = finite && src[i] - src[i] == 0.0f;
+  }
+  return finite;
+}
+
 void softmax(const SoftmaxRow& s) {
   int32_t largest = integer_at(s.src, s.is_signed, 0);
   for (int64_t i = 1; i < s.size; ++i) {

@@ -76,6 +76,31 @@ TORCHQ_INLINE float exponentials(const SoftmaxRow& s) {
 }
 
 template <class Isa>
+bool row_range(const float* src, int64_t size, float* lo, float* hi) {
+  using Float = typename Isa::Float;
+  const Float zero = Isa::set(0.0f);
+  Float low = zero, high = zero, invalid = zero;
+  for_each_row_panel<Isa>(size, [&](int64_t i, auto m) {
+    const Float x = Isa::load(src + i, m);
+    low = Isa::min(low, x);
+    high = Isa::max(high, x);
+    invalid = Isa::fma(x, zero, invalid);  // NaN from what is not finite
+  });
+  float lows[kPanel], highs[kPanel], zeros[kPanel];
+  Isa::store(lows, low);
+  Isa::store(highs, high);
+  Isa::store(zeros, invalid);
+  *lo = *hi = 0.0f;
+  bool finite = true;
+  for (int i = 0; i < kPanel; ++i) {
+    *lo = lows[i] < *lo ? lows[i] : *lo;
+    *hi = highs[i] > *hi ? highs[i] : *hi;
+    finite = finite && zeros[i] == 0.0f;
+  }
+  return finite;
+}
+
+template <class Isa>
 void softmax(const SoftmaxRow& s) {
   const float sum = s.logarithmic ? exponentials<Isa, true>(s) : exponentials<Isa, false>(s);
   with_real_dtype(s.dst.dtype, [&](auto dst) {

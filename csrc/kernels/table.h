@@ -343,6 +343,9 @@ struct Kernels {
   /// channel is i, dst and sources begin at e.dst and e.sums. Overwrites x, which has room for
   /// whole panels.
   void (*finish_row)(float* x, int64_t size, const Epilogue& e);
+  /// The smallest and largest of the values and 0; false, and they are nothing, where not all
+  /// values are finite.
+  bool (*row_range)(const float* src, int64_t size, float* lo, float* hi);
   void (*softmax)(const SoftmaxRow&);
   void (*moments)(const MomentsRows&);
   /// The sums of adjacent values, and of their squares.

@@ -101,8 +101,8 @@ struct SumSrc {
 /// has channels; tails are read with masks.
 ///
 ///   raw     dst = acc
-///   folded  y = fma(float(acc), multiplier, offset); per sum y = fma(float(old), S, y);
-///           clamp y to [lo, hi]
+///   folded  y = fma(float(acc), multiplier, offset); y = y * row_scale + row_bias, rounded twice,
+///           where there are such; per sum y = fma(float(old), S, y); clamp y to [lo, hi]
 ///   chain   x = fma(float(acc), multiplier, offset); each op on x;
 ///           y = x, or for integer dst y = fma(x, inv_scale, zero_point)
 ///   then    dst = saturate(rne(y)) for integer destinations, where NaN becomes zero_point;
@@ -134,6 +134,9 @@ struct Epilogue {
   const int32_t* row_terms;
   const int32_t* channel_terms;
   int channels, group_channels;
+  // Folded, to f32: [rows] where row_terms are, or null; then row_bias may be per channel.
+  const float* row_scale;
+  const float* row_bias;
 };
 
 }  // namespace torchq

@@ -32,24 +32,6 @@ struct RowRange {
   }
 };
 
-RowRange range_of(const float* row, int64_t k) {
-  constexpr int kLanes = 16;  // independent, so that they become vector registers
-  float lo[kLanes] = {}, hi[kLanes] = {}, invalid[kLanes] = {};
-  const auto visit = [&](float x, int lane) {
-    lo[lane] = x < lo[lane] ? x : lo[lane];
-    hi[lane] = x > hi[lane] ? x : hi[lane];
-    invalid[lane] += x - x;  // 0, or NaN for what is not finite
-  };
-  int64_t i = 0;
-  for (; i + kLanes <= k; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) visit(row[i + lane], lane);
-  }
-  for (; i < k; ++i) visit(row[i], 0);
-  RowRange range;
-  for (int lane = 0; lane < kLanes; ++lane) range.join({lo[lane], hi[lane], invalid[lane] == 0});
-  return range;
-}
-
 struct Params {
   float scale, factor;  // factor: 1 / scale
   int32_t zero_point;
@@ -77,7 +59,9 @@ struct Problem {
 RowRange* ranges(ScratchFrame& scratch, const Problem& p) {
   RowRange* result = scratch.take<RowRange>(p.m);
   parallel_ranges(p.m, threads_for(p.m * p.k, 1 << 17), [&](Range rows) {
-    for (int64_t r = rows.begin; r < rows.end; ++r) result[r] = range_of(p.src + r * p.k, p.k);
+    for (int64_t r = rows.begin; r < rows.end; ++r) {
+      result[r].finite = p.tier.row_range(p.src + r * p.k, p.k, &result[r].lo, &result[r].hi);
+    }
   });
   for (int64_t r = 0; r < p.m; ++r) {
     TORCH_CHECK_VALUE(result[r].finite,
@@ -100,19 +84,6 @@ const uint8_t* quantize_rows(ScratchFrame& scratch, const Problem& p, const Para
     }
   });
   return q;
-}
-
-/// dst[r] = dst[r] * scale of row r + bias
-void scale_rows(const Problem& p, const Params* params) {
-  parallel_ranges(p.m, threads_for(p.m * p.n, 1 << 17), [&](Range rows) {
-    for (int64_t r = rows.begin; r < rows.end; ++r) {
-      float* row = p.dst + r * p.n;
-      const float scale = params[r].scale;
-      for (int64_t i = 0; i < p.n; ++i) row[i] *= scale;
-      if (p.bias == nullptr) continue;
-      for (int64_t i = 0; i < p.n; ++i) row[i] += p.bias[i];
-    }
-  });
 }
 
 GemmProblem make_gemm(const Problem& p, const uint8_t* q, const at::Tensor& weight,
@@ -166,9 +137,11 @@ void run(OpTrace& trace, const Problem& p, const at::Tensor& weight, const at::T
   // Each row has a zero point of its own, which the sums of the weights are multiplied with.
   Params* params = scratch.take<Params>(p.m);
   int32_t* row_terms = scratch.take<int32_t>(p.m);
+  float* row_scale = scratch.take<float>(p.m);
   for (int64_t r = 0; r < p.m; ++r) {
     params[r] = params_of(range[r]);
     row_terms[r] = params[r].zero_point;
+    row_scale[r] = params[r].scale;
   }
   int32_t* init = scratch.take<int32_t>(padded);
   std::memset(init, 0, static_cast<size_t>(padded) * sizeof(int32_t));
@@ -177,8 +150,9 @@ void run(OpTrace& trace, const Problem& p, const at::Tensor& weight, const at::T
   epilogue.row_terms = row_terms;
   epilogue.channel_terms = compensation.const_data_ptr<int32_t>();
   epilogue.channels = epilogue.group_channels = static_cast<int>(p.n);
+  epilogue.row_scale = row_scale;
+  epilogue.row_bias = p.bias;
   run_gemm(make_gemm(p, q, weight, pair_bound, whole_row, init), epilogue, p.tier, trace);
-  scale_rows(p, params);
 }
 
 void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation,
