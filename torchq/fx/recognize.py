@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from torchq.nn.binary import Add, Mul
 
 _BY_FUNCTION: dict[Any, Pattern] = {f: row for row in PATTERNS for f in row.functions}
 _BY_MODULE: dict[type[nn.Module], Pattern] = {cls: row for row in PATTERNS for cls in row.modules}
+_KEPT = "it writes in place to what its caller or a module keeps"
 _SIGNATURES = {id(row): parse_signature(row.signature) for row in PATTERNS}
 
 
@@ -35,6 +37,7 @@ def recognize(captured: Captured, keep_float: Callable[[str], bool]) -> dict[fx.
     used: Counter[str] = Counter(name for name, _ in captured.model.named_modules())
     calls: Counter[str] = Counter()
     pinned, ops = rewritten(captured.graph), dict[fx.Node, Op]()
+    kept = _writes_to_kept(captured.graph)
     for node in captured.graph.nodes:
         if not node.op.startswith("call_") or node.target in GUARDS:
             continue
@@ -54,7 +57,10 @@ def recognize(captured: Captured, keep_float: Callable[[str], bool]) -> dict[fx.
         kind = type(owner).__name__ if owner is not None else _function_name(node)
         op = Op(**vars(made), node=node, name=name, base=base, kind=kind, owner=owner)
         op.requested = keep_float(base)
-        op.reason = _why_float(op, not pinned.isdisjoint([node, *op.srcs]))
+        written = _KEPT if node in kept else ""
+        if not written and not pinned.isdisjoint([node, *op.srcs]):
+            written = "its memory is written in place while the old values are still read"
+        op.reason = _why_float(op, written)
         if op.reason:
             op.role = Role.OPAQUE
         elif _is_mean(op):
@@ -103,6 +109,22 @@ def rewritten(graph: fx.Graph) -> set[fx.Node]:
                 found.update(aliases, [n for n in nodes[position[node] :] if _shares(n, storage)])
                 found.add(node)
     return found
+
+
+def _writes_to_kept(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that write to memory which no call made: its caller has it, or a module."""
+    first: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        if "value" in node.meta:
+            first.setdefault(node.meta["value"].storage, node)
+    parts = (getattr, operator.getitem)  # of an argument, or of what an unknown module gave
+    owners = {node: [first[n.meta["value"].storage] for n in node.meta.get("writes", ())]
+              for node in graph.nodes}  # fmt: skip
+    return {
+        node
+        for node, found in owners.items()
+        if any(not owner.op.startswith("call_") or owner.target in parts for owner in found)
+    }
 
 
 def _shares(node: fx.Node, storage: int) -> bool:
@@ -203,7 +225,7 @@ def _function_name(node: fx.Node) -> str:
     return str(node.name).rstrip("0123456789").rstrip("_") if name == "fn" else name
 
 
-def _why_float(op: Op, pinned: bool) -> str:
+def _why_float(op: Op, written: str) -> str:
     """Why an operation that the table knows must stay float; "" if it need not."""
     if op.role in (Role.SHAPE, Role.PASS):
         return ""
@@ -212,8 +234,8 @@ def _why_float(op: Op, pinned: bool) -> str:
     if op.reason:
         return op.reason
     value = op.node.meta["value"]
-    if pinned:
-        return "its memory is written in place while the old values are still read"
+    if written:
+        return written
     if op.role is not Role.MOVE and value.shape is None:
         return "it returns no tensor"
     for src in op.srcs:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.fx.tracing.batches import free_batch
-from torchq.fx.tracing.containers import is_given
+from torchq.fx.tracing.containers import is_given, is_part
 from torchq.fx.tracing.factories import traced_factories
 from torchq.fx.tracing.guards import GUARDS, expect, expect_dtype
 from torchq.fx.tracing.memory import DIFFERS, Calls, why_other, with_constants
@@ -134,6 +134,7 @@ def _trace(
         tracer.release()
     if failed:
         raise CaptureError(failed)
+    _write_back(graph, tracer)
     _check_dtypes(graph, tracer)
     remove_unused(graph)
     _copy_results(graph, tracer)
@@ -174,6 +175,19 @@ def _meta(value: Any) -> Meta:
         tensors = [v for v in value if isinstance(v, Tensor)]
         return Meta(None, tensors[0].dtype, _meta(tensors[0]).storage, True, len(value))
     return Meta(is_number=isinstance(value, (bool, int, float)), is_int=type(value) is int)
+
+
+def _write_back(graph: fx.Graph, tracer: Tracer) -> None:
+    """Arguments that the code wrote to, of which the graph made new tensors, get these values."""
+    (output,) = graph.find_nodes(op="output")
+    for node in list(graph.nodes):
+        latest = tracer.latest(node)
+        value, written = tracer.values.get(node), tracer.values.get(latest)
+        if isinstance(value, Tensor) and value is not written and is_part(tracer, node):
+            with graph.inserting_before(output):
+                copied = graph.call_method("copy_", (node, latest))
+            copied.meta.update(scope="", varying=True, writes=[node], static=False)
+            tracer.values[copied] = value
 
 
 def _copy_results(graph: fx.Graph, tracer: Tracer) -> None:

@@ -161,14 +161,15 @@ def _reasons(kept: dict[str, list[str]]) -> dict[str, str]:
 
 
 def _run(model: nn.Module, calls: Iterable[Any]) -> tuple[list[Any], list[State]]:
-    """Tensors that each call returns, and the state after it."""
+    """What each call returns and leaves in its arguments, and the state after it."""
     results, states = [], []
     for given in calls:
         args, kwargs = copy.deepcopy(given)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
+            result = model(*args, **kwargs)
             # what it returns may be what it keeps
-            results.append(copy.deepcopy(leaves(model(*args, **kwargs), set())))
+            results.append(copy.deepcopy(leaves((result, args, kwargs), set())))
         states.append(state_of(model))
     return results, states
 

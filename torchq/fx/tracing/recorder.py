@@ -111,7 +111,8 @@ class Recorder(SequenceTracer):
         node.meta["counted"] = bool(counted) or counts(node, args)
         node.meta["static"] = node.op != "get_attr" and ((asks and not counted) or static)
 
-    def _latest(self, node: fx.Node) -> fx.Node:
+    def latest(self, node: fx.Node) -> fx.Node:
+        """What it became, if code wrote to it."""
         while node in self._written:
             node = self._written[node]
         return node
@@ -126,16 +127,16 @@ class Recorder(SequenceTracer):
 
     def replace(self, old: fx.Proxy, new: fx.Proxy) -> None:
         """Whoever reads ``old`` from here on gets ``new``."""
-        self._written[self._latest(old.node)] = new.node
+        self._written[self.latest(old.node)] = new.node
 
     def has_views(self, proxy: fx.Proxy, besides: Sequence[fx.Node] = ()) -> bool:
         """Whether another node that somebody may read has the same memory."""
-        known = {self._latest(node) for node in (proxy.node, *besides)}
-        storage = self.values[self._latest(proxy.node)].untyped_storage().data_ptr()
+        known = {self.latest(node) for node in (proxy.node, *besides)}
+        storage = self.values[self.latest(proxy.node)].untyped_storage().data_ptr()
         return any(
             isinstance(value, Tensor)
             and value.untyped_storage().data_ptr() == storage
-            and self._latest(node) not in known
+            and self.latest(node) not in known
             for node, value in self.values.items()
         )
 

@@ -69,7 +69,7 @@ class Tracer(Recorder):
         self.released = True
         for constant in self.constants:
             read = constant in self.tensor_attrs  # before the first write, as it was
-            node = self._latest(constant.torchq_proxy.node)
+            node = self.latest(constant.torchq_proxy.node)
             constant.settle(None if read else self.values[node])
         release([proxy for ref in self._proxies if (proxy := ref()) is not None], self.values)
 
@@ -83,7 +83,7 @@ class Tracer(Recorder):
         if isinstance(a, Written):
             a = a.torchq_proxy
         if isinstance(a, fx.Proxy):
-            return self._latest(a.node)
+            return self.latest(a.node)
         if isinstance(a, np.generic):
             return a.item()
         if isinstance(a, np.ndarray) and a.dtype.kind in "biuf":  # such as indices
