@@ -410,3 +410,46 @@ def test_the_name_of_a_dtype_is_known() -> None:
     model, found = convert(Wired(forward, a=nn.Linear(8, 8)))
     for converted in found:
         check(model, converted)
+
+
+@pytest.mark.parametrize("asked", ["requires_grad", "is_leaf", "grad_fn", "grad"])
+def test_what_code_asks_of_gradients_is_guarded(asked: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        known = getattr(x, asked)
+        return m.a(x) * 2 if known is None or known is (asked == "is_leaf") else m.a(x)
+
+    model, found = convert(Wired(forward, a=nn.Linear(8, 8)))
+    leaf = X.clone().requires_grad_()
+    leaf.sum().backward()
+    given = leaf if asked in ("requires_grad", "grad") else leaf * 1
+    for converted in found:
+        check(model, converted)
+        with torch.no_grad(), pytest.raises((RuntimeError, torch.jit.Error), match="got"):
+            converted(given)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_whether_two_arguments_are_one_tensor_is_asked_again(same: bool) -> None:
+    def forward(m: Any, query: Tensor, key: Tensor) -> Tensor:
+        y: Tensor = m.a(query) + m.b(key) if query is key else m.a(query) - m.b(key)
+        return y
+
+    model, other = Wired(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval(), X.flip(1)
+    data = [(X, X if same else other)]
+    with pytest.warns(UserWarning, match="cannot be traced"):
+        converted = torchq.quantize(model, data, data[0])
+    for given in ((X, X), (X, other), (X, X.clone())):
+        with torch.no_grad():
+            assert sqnr(model(*given), converted(*given)) > 25
+
+
+def test_arguments_that_may_be_one_tensor_stay_traced() -> None:
+    def forward(m: Any, query: Tensor, key: Tensor) -> Tensor:
+        y: Tensor = m.a(query) - m.b(key)
+        return y
+
+    model, other = Wired(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval(), X.flip(1)
+    converted = torchq.quantize(model, [(X, other)])
+    assert isinstance(converted, torch.fx.GraphModule)
+    with torch.no_grad():
+        assert sqnr(model(X, X), converted(X, X)) > 20

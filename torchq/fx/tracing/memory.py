@@ -28,6 +28,7 @@ DIFFERS = (
     "torch.Tensor` or `isinstance(n, int)` of a size, makes text of sizes, or writes to a view)"
 )
 SHARES = "its Python code writes to a constant tensor, which all calls of a graph would share"
+_IDENTITY = "its results depend on whether two of its arguments are one tensor"
 _OUTSIDE = "its results depend on what earlier calls left outside of its modules"
 KEEPS = "its results depend on what earlier calls left in {}, which a graph does not keep"
 
@@ -92,7 +93,26 @@ def why_other(
     guilty = [n for n, state in poisoned.items() if not _agrees(model, n, state, inputs, found[1])]
     if not guilty and _changes_constants(graph):
         return {"": SHARES}
+    if not guilty and _asks_identity(model, graph_module, inputs):
+        return {"": _IDENTITY}
     return _reasons({name: moved[name] for name in guilty})
+
+
+def _asks_identity(model: nn.Module, graph_module: nn.Module, inputs: Any) -> bool:
+    """Whether the graph is wrong where tensors of one kind, which differ here, are one tensor."""
+    first: dict[Any, Tensor] = {}
+
+    def merge(leaf: Any) -> Any:
+        return first.setdefault((leaf.shape, leaf.dtype), leaf) if type(leaf) is Tensor else leaf
+
+    merged = tree_map(merge, inputs)
+    if len({id(x) for x in tree_leaves(inputs) if type(x) is Tensor}) == len(first):
+        return False
+    try:
+        _run(twin(model), [merged])
+    except Exception:  # of the model's own code, which takes no such call
+        return False
+    return not agree(twin(model), graph_module, [merged])
 
 
 def agree(a: nn.Module, b: nn.Module, calls: list[Any]) -> bool:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.fx.tracing import containers
 from torchq.fx.tracing.arrays import universal
-from torchq.fx.tracing.guards import expect_kind, rounded, with_item
+from torchq.fx.tracing.guards import expect, expect_kind, rounded, with_item
 from torchq.fx.tracing.memory import KEEPS
 from torchq.fx.tracing.place import assigns_item, is_models
 from torchq.fx.tracing.recorder import Recorder
@@ -31,6 +31,11 @@ _CONSTANTS = frozenset({
     "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "itemsize", "grad_fn", "grad",
     "is_leaf", "names",
 })  # fmt: skip
+# A node never has them; what a model is given may. By what tells them.
+_OF_GRADIENTS = {
+    "requires_grad": "requires_grad", "grad": "requires_grad", "is_leaf": "is_leaf",
+    "grad_fn": "is_leaf",
+}  # fmt: skip
 
 
 class Proxy(fx.Proxy):
@@ -59,6 +64,10 @@ class Proxy(fx.Proxy):
             self.tracer.asked_rank |= name == "ndim"
             if name in ("dtype", "itemsize"):
                 self.tracer.asked_dtype.add(self.node)
+            if name in _OF_GRADIENTS and containers.is_given(self.tracer, self.node):
+                tells = _OF_GRADIENTS[name]
+                asked = self.tracer.create_proxy("call_function", getattr, (self, tells), {})
+                self.tracer.guard(expect, asked.node, getattr(value, tells))
             return found
         if isinstance(value, dict) and name in ("items", "values"):
             return functools.partial(self._entries, name == "items")
