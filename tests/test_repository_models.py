@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import sys
@@ -23,7 +24,7 @@ from flows import sqnr, tensors
 from repository import MODELS
 from repository_models import Options, Output
 from repository_vision import Swish
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import torchq
 
@@ -243,6 +244,39 @@ def test_threads_may_run_models_while_one_is_traced() -> None:
     runner.join()
     assert not errors, errors
     assert torch.zeros is zeros and nn.Module.__call__ is call_module
+
+
+def with_cache(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Adds a keyword that was left out, as decorators of transformers do."""
+
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False
+        return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+def test_decorators_may_add_keywords() -> None:
+    """Tracing calls the model as its example does: what is given by keyword is not by position."""
+
+    class Decorated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        @with_cache
+        def forward(self, x: Tensor, mask: Tensor | None = None, use_cache: Any = None) -> Tensor:
+            y = self.a(x).relu()
+            return y if mask is None else y * mask
+
+    model, x, mask = Decorated().eval(), torch.randn(4, 8), torch.rand(4, 1)
+    for inputs in ({"x": x}, {"x": x, "mask": mask}, {"mask": mask, "x": x}):
+        converted = torchq.quantize(model, [inputs])
+        assert isinstance(converted, fx.GraphModule)
+        with torch.no_grad():
+            assert sqnr(model(**inputs), converted(**inputs)) > 30
 
 
 def test_threads_may_make_tuples_while_a_model_is_traced() -> None:

@@ -289,8 +289,8 @@ class Tracer(Recorder):
                 node.args = ()
         for name, value in zip(list(bound.arguments)[1:], values, strict=True):
             bound.arguments[name] = value
-        called = bound.args[1:], bound.kwargs
-        return (lambda: root_fn(self.root, *called[0], **called[1])), ()
+        positional, keywords = _as_given(bound, len(args))
+        return (lambda: root_fn(self.root, *positional, **keywords)), ()
 
     def _argument(
         self, name: str, value: Any, default: Any = inspect.Parameter.empty, behind: bool = False
@@ -324,6 +324,25 @@ class Tracer(Recorder):
         if value is None:
             proxy.node.type = OPTIONAL
         return part(self, name, proxy)
+
+
+def _as_given(
+    bound: inspect.BoundArguments, positional: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The model's arguments behind itself: by position what was given so, else by keyword.
+
+    A decorator that adds keywords, as those of transformers do, would find others by position.
+    """
+    kinds = {name: p.kind for name, p in bound.signature.parameters.items()}
+    named = {
+        name: value
+        for name, value in list(bound.arguments.items())[positional + 1 :]
+        if kinds[name] is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    }
+    if inspect.Parameter.VAR_POSITIONAL in kinds.values():
+        named = {}
+    count = len(bound.args) - len(named)
+    return bound.args[1:count], {**named, **bound.kwargs}
 
 
 def _normal(inputs: Any) -> Any:
