@@ -51,7 +51,14 @@ class Lowering:
 
     def run(self) -> QuantizedGraph:
         """The converted model."""
+        (end,) = self.plan.captured.graph.find_nodes(op="output")
+        first = end  # of what writes back to the model's arguments
+        while first.prev.target == "copy_":
+            first = first.prev
         for node in self.plan.captured.graph.nodes:
+            if node is first:  # what is returned may be made of them
+                for src in end.all_input_nodes:
+                    self.float_of(src)
             layer = self.plan.layer_at.get(node)
             op = self.plan.ops.get(node)
             if layer is not None:

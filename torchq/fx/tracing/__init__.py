@@ -13,6 +13,7 @@ Bottom up:
                            that are recorded as these
     results, written       results of classes of their own; constants that the code writes to
     tracer, factories      torch.fx's, with these; functions of torch that do not dispatch
+    overwritten            copies where memory is written that was read before
     memory, batches        whether the graph does what the model does, call after call; for which
                            batch sizes
     capture                all of it

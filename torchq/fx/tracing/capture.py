@@ -26,6 +26,7 @@ from torchq.fx.tracing.factories import traced_factories
 from torchq.fx.tracing.guards import GUARDS, expect, expect_dtype
 from torchq.fx.tracing.memory import DIFFERS, Calls, why_other, with_constants
 from torchq.fx.tracing.nodes import phase
+from torchq.fx.tracing.overwritten import spare_readers
 from torchq.fx.tracing.place import why
 from torchq.fx.tracing.tracer import Tracer
 from torchq.state import twin
@@ -134,6 +135,10 @@ def _trace(
         tracer.release()
     if failed:
         raise CaptureError(failed)
+    try:
+        spare_readers(graph, tracer)
+    except fx.proxy.TraceError as error:
+        raise CaptureError(str(error)) from error
     _write_back(graph, tracer)
     _check_dtypes(graph, tracer)
     remove_unused(graph)
