@@ -23,7 +23,7 @@ import torchq.nn as tnn
 from torchq import QConfig
 from torchq.fx import CaptureError
 from torchq.fx import prepare as prepare_graph
-from torchq.fx.tracing.guards import expect_float
+from torchq.fx.tracing.guards import expect_float, expect_tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,11 +79,11 @@ def convert(name: str, **kwargs: Any) -> nn.Module:
 def calls(converted: nn.Module) -> list[str]:
     """What the graph computes, in order: classes of modules, names of functions."""
     assert isinstance(converted, torch.fx.GraphModule)
-    found = []
+    found, checks = [], (expect_float, expect_tensor)
     for node in converted.graph.nodes:
         if node.op == "call_module":
             found.append(type(converted.get_submodule(node.target)).__name__)
-        elif node.op in ("call_function", "call_method") and node.target is not expect_float:
+        elif node.op in ("call_function", "call_method") and node.target not in checks:
             found.append(str(getattr(node.target, "__name__", node.target)))
     return found
 

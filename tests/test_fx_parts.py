@@ -160,3 +160,45 @@ def test_methods_of_arguments(tmp_path: Path) -> None:
         NotImplementedError, match=r"methods of tensors only, got halved .*torch\.save"
     ):
         torchq.save(converted, tmp_path / "model")  # which torchq.load would refuse
+
+
+class Opaque(nn.Module):
+    """Returns the one or the other thing, as the values of its input say."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__()
+        self.things = [first, second]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.things[int(x.sum() < -99)]
+
+
+RETURNED: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {
+    "true": (False, True, lambda thing: thing is True),
+    "pair": ((X, False), (X, True), lambda pair: pair[1] is True),
+    "enum": ({"way": Way.UP}, {"way": Way.DOWN}, lambda ways: ways["way"] is Way.DOWN),
+    "text": (Pair(X, "a"), Pair(X, "b"), lambda pair: {"b": 1}.get(pair.more)),
+    "none": (X, None, lambda thing: thing is None),
+    "item": ((X, X), (X, None), lambda pair: pair[1] is None),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+@pytest.mark.filterwarnings("ignore:torchq.prepare")
+def test_what_opaque_modules_return(name: str) -> None:
+    """The converted model asks it, or raises."""
+    first, second, question = RETURNED[name]
+    model = Wired(
+        lambda m, x: m.a(x) * 2 if question(m.o(x)) else m.a(x) - 1,
+        a=nn.Linear(8, 8), o=Opaque(first, second),
+    ).eval()  # fmt: skip
+    few = X.clamp(-9, 9).sort().values - 9 * (torch.arange(8) < 4)
+    assert question(model.o(few)) and not question(model.o(X))
+    prepared = torchq.prepare(model, X)
+    converted = torchq.convert(torchq.calibrate(prepared, [X, few] if name[0] in "tpe" else [X]))
+    torch.testing.assert_close(converted(X), model(X), atol=0.3, rtol=0)
+    if isinstance(converted, fx.GraphModule):
+        with pytest.raises(RuntimeError, match="was a tensor, got None"):
+            converted(few)
+    else:
+        torch.testing.assert_close(converted(few), model(few), atol=0.6, rtol=0)

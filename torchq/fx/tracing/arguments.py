@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of a traced model, and their items and fields: tensors, or constants; all are guarded.
+"""Arguments of a traced model, their items and fields: tensors, or constants; all are guarded.
 
 The model's code may ask an argument for more than a graph could see: `is None`, `is True`, its
 class. So the graph knows a tensor where there was one, and one value of what is none.
@@ -27,7 +27,7 @@ from torchq.fx.tracing.guards import (
 from torchq.fx.tracing.memory import leaves
 from torchq.fx.tracing.recorder import Recorder
 
-__all__ = ["collection", "holds_tensors", "part", "with_defaults"]
+__all__ = ["collection", "holds_tensors", "part", "returned", "with_defaults"]
 
 
 def part(tracer: Recorder, name: str, proxy: fx.Proxy) -> Any:
@@ -53,6 +53,25 @@ def part(tracer: Recorder, name: str, proxy: fx.Proxy) -> Any:
     else:
         tracer.guard(expect_same, node, tracer.create_arg(value))
     return value
+
+
+def returned(tracer: Recorder, module: str, node: fx.Node) -> None:
+    """What an opaque module returned, or an item or a field of it; tensors are guarded.
+
+    Numbers, such as sizes, may be others in each call.
+
+    Raises:
+        TraceError: it is something that code can only act on.
+    """
+    value = tracer.values[node]
+    if isinstance(value, Tensor):
+        tracer.guard(expect_tensor, node)
+        return
+    known = value is None or isinstance(value, int | float | tuple | list | dict)
+    if type(value) is bool or not (
+        known or any(isinstance(x, Tensor) for x in leaves(value, set()))
+    ):
+        raise fx.proxy.TraceError(f"its Python code takes a {type(value).__name__} from '{module}'")
 
 
 def holds_tensors(name: str, value: Any) -> bool:

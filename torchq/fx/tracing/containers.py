@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torchq.fx.tracing.guards import expect_key, expect_keys
 from torchq.fx.tracing.recorder import LEN, Recorder
 
-__all__ = ["has_key", "is_given", "is_part", "keys", "length"]
+__all__ = ["has_key", "is_given", "is_part", "keys", "length", "whole"]
 
 
 def length(tracer: Recorder, proxy: fx.Proxy, iterated: bool = False) -> int:
@@ -62,15 +62,21 @@ def is_given(tracer: Recorder, node: fx.Node) -> bool:
 
 
 def is_part(tracer: Recorder, node: fx.Node) -> bool:
-    """Whether it is an item or a field of an argument that is no tensor."""
-    while node.op != "placeholder":
+    """Whether it is an argument, or an item or a field of one that is no tensor."""
+    found = whole(tracer, node)
+    return found is not None and found.op == "placeholder"
+
+
+def whole(tracer: Recorder, node: fx.Node) -> fx.Node | None:
+    """What it is, or is an item or a field of: an argument, or what an opaque module returned."""
+    while node.op != "placeholder" and node.target not in tracer.untraceable:
         takes = node.target in (operator.getitem, getattr, "get") and node.args
         if not takes or len(node.all_input_nodes) != 1 or not isinstance(node.args[0], fx.Node):
-            return False
+            return None
         node = node.args[0]
         if isinstance(tracer.values[node], Tensor):
-            return False
-    return True
+            return None
+    return node
 
 
 def _may_differ(node: fx.Node, parts: int, iterated: bool) -> bool:

@@ -51,7 +51,7 @@ class Proxy(fx.Proxy):
         """
         value = self.tracer.values.get(self.node)
         pair = isinstance(value, tuple | list)
-        if pair and is_models(asking) and containers.is_part(self.tracer, self.node):
+        if pair and is_models(asking) and containers.whole(self.tracer, self.node) is not None:
             self.tracer.guard(expect_kind, self.node, type(value).__name__)
         known = (Tensor, tuple, list, dict)
         return next((cls for cls in known if isinstance(value, cls)), Proxy)

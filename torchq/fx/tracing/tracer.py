@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from torchq.fx.tracing import containers
-from torchq.fx.tracing.arguments import collection, holds_tensors, part, with_defaults
+from torchq.fx.tracing.arguments import collection, holds_tensors, part, returned, with_defaults
 from torchq.fx.tracing.fake import fake_quantizer, is_watcher
 from torchq.fx.tracing.guards import OPTIONAL, expect_given, expect_none, given
 from torchq.fx.tracing.place import why
@@ -131,8 +131,10 @@ class Tracer(Recorder):
                     self._written[source] = proxy.node
             if self.values[proxy.node] is None and self._stays_none(proxy.node):
                 return None  # code asks `is None`, which no node answers
-            if containers.is_part(self, proxy.node):
-                return part(self, proxy.node.name, proxy)
+            if (whole := containers.whole(self, proxy.node)) is not None:
+                if whole.op == "placeholder":
+                    return part(self, proxy.node.name, proxy)
+                returned(self, str(whole.target), proxy.node)
         if target in UNSCRIPTED:
             for source in proxy.node.all_input_nodes:
                 self.known(self.proxy(source))
