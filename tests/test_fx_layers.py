@@ -394,3 +394,21 @@ def test_channels_of_rows_and_of_sequences(kind: Any, flow: Any) -> None:
                 for one in (converted, scripted):
                     with pytest.raises((RuntimeError, torch.jit.Error), match="was 2, got 3"):
                         one(other)
+
+
+def test_what_only_moves_is_compared_as_it_is() -> None:
+    """A layer reads the same values as int8, in which -0.777 is another number."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        moved = x.transpose(0, 1).contiguous().transpose(0, 1)
+        given = moved[:, :1] != -0.777
+        y: Tensor = m.a(moved) * given
+        return y
+
+    torch.manual_seed(0)
+    model, x = Wired(forward, a=nn.Linear(8, 8)).eval(), torch.randn(6, 8)
+    x[::2, 0] = -0.777
+    converted = torchq.quantize(model, [x])
+    assert isinstance(converted, torch.fx.GraphModule)
+    with torch.no_grad():
+        assert sqnr(model(x), converted(x)) > 25

@@ -99,12 +99,27 @@ class Lowering:
         if op is not None and op.role is Role.SHAPE:
             return self._copy(node, self.any_of)
         joined = self.plan.is_joined(node) and not node.meta["value"].is_sequence
+        if op is not None and self._moves_float(op):
+            return self.float_of(op.srcs[0]) if op.role is Role.PASS else self._copy(node)
         if node in self._int8 or node in self.plan.fakes or (joined and self.plan.is_int8(node)):
             src = self.int8_of(node)
             return self._call(f"{node.name}_dequantize", Dequantize(self.qparams(node)), src)
         if op is not None and op.role is Role.PASS:
             return self.float_of(op.srcs[0])
         return self._copy(node)
+
+    def _moves_float(self, op: Op) -> bool:
+        """Whether it moves what is float32 and only its other readers quantize: nothing is rounded.
+
+        Code that compares these values, with what stands for padding, say, sees them as they are.
+        """
+        node = op.node
+        while self.plan.is_joined(node) and self.plan.fixed(node) is None:
+            part = self.plan.ops[node]
+            if part.role not in (Role.MOVE, Role.PASS):
+                return False
+            node = part.srcs[0]
+        return node is not op.node and node.op != "get_attr" and not self.plan.comes_as_int8(node)
 
     def any_of(self, node: fx.Node) -> fx.Node:
         """Any form, of a value whose shape is asked for."""
