@@ -352,3 +352,17 @@ def test_every_way_to_run_goes_every_way(tmp_path: Any) -> None:
                 (TypeError, torch.jit.Error), match=r"takes torch\.float32|must be torch\.float32"
             ):
                 one(U8)
+
+
+def test_a_forward_that_enters_inference_mode_is_swapped() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            y = m.b(m.a(x))
+        return y * 2
+
+    model, x = (
+        models.Wired(forward, a=nn.Linear(8, 8), b=nn.Sequential(nn.Linear(8, 8))),
+        torch.randn(4, 8),
+    )
+    converted = torchq.quantize(model.eval(), [x], x)
+    assert flows.sqnr(model(x), converted(x)) > 25

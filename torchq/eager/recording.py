@@ -175,7 +175,7 @@ class _Recorder(TorchFunctionMode):
         self._of_layers = {id(p) for m in layers for p in m.parameters(False)}
         self._numbers: dict[int, int] = {}  # id(tensor) -> value
         self._alive: list[Tensor] = []  # each once, so that no id is used twice
-        self._open: list[tuple[str, Tensor | None, list[Tensor], list[int]]] = []  # calls
+        self._open: list[tuple[str, Tensor | None, list[Tensor], list[int | None]]] = []  # calls
         self.depth = 0  # of leaf modules and functions
 
     def hooks(self) -> ExitStack:
@@ -256,7 +256,7 @@ class _Recorder(TorchFunctionMode):
                 source = (
                     _copied(tensors[0]) if alone and tensors and args[0] is tensors[0] else None
                 )
-                self._open.append((name, source, tensors, [t._version for t in tensors]))
+                self._open.append((name, source, tensors, _versions(tensors)))
             self.depth += name in self._leaves
 
         return hook
@@ -269,7 +269,7 @@ class _Recorder(TorchFunctionMode):
         with self._quiet():
             call = self.add(name, self.recording.leaves.get(name, module), tensors, result)
             call.source, call.keywords = source, bool(kwargs.keys() - {"input"})
-            call.writes = [t._version for t in tensors] != versions
+            call.writes = None in versions or _versions(tensors) != versions
             if isinstance(module, nn.Unflatten):
                 self.recording.strided.update(call.inputs)
 
@@ -280,6 +280,11 @@ class _Recorder(TorchFunctionMode):
             yield
         finally:
             self.depth -= 1
+
+
+def _versions(tensors: list[Tensor]) -> list[int | None]:
+    """Which tell whether somebody wrote in place; inference tensors have none."""
+    return [None if t.is_inference() else t._version for t in tensors]
 
 
 class _Unseen(TorchDispatchMode):  # type: ignore[no-untyped-call]
