@@ -81,6 +81,17 @@ def test_shapes(shape: ConvShape, src: torch.dtype):
     sampled(shape, src, U8, narrow=True).check("narrow")
 
 
+@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize("channels", ((99, 149), (299, 425), (700, 1109)), ids=str)
+def test_streams_of_weights(batch: int, channels: tuple[int, int]):
+    """One pixel an image, with few weights, over 1 MB and over 6 MB."""
+    for size in ((3, 3), (3, 4)):  # one run of bytes for all taps, and three
+        shape = cases.conv("pixel", channels, size, 3, 2, 0, batch=batch)
+        assert shape.dst_size == (1, 1)
+        for src in (U8, S8):
+            sampled(shape, src).check((size, src))
+
+
 @pytest.mark.parametrize("src", (U8, S8), ids=str)
 @pytest.mark.parametrize("shape", cases.CONV_DEPTHWISE, ids=str)
 def test_depthwise(shape: ConvShape, src: torch.dtype):

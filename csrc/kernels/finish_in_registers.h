@@ -183,4 +183,39 @@ TORCHQ_INLINE void finish_tail_in_registers(const Epilogue& e, typename Isa::Int
   }
 }
 
+/// The end of a tile of MR rows from `first` on and NP panels from `panel` on.
+template <class Isa, int MR, int NP>
+TORCHQ_INLINE void finish_sums(const GemmTile& t, const Epilogue& e,
+                               typename Isa::Int (&acc)[MR][NP], int first, int panel) {
+  const int channel = panel * kPanel, channels = min_int(t.channels - channel, NP * kPanel);
+  const int64_t* const dst_offset = t.dst_offset + first;
+  if (finishes_in_registers(e, channels, NP)) {
+    if (NP < Isa::kMaxPanels && is_plain(e)) {
+      finish_in_registers<Isa, MR, NP, true>(e, acc, dst_offset, t.channel + channel);
+    } else {
+      finish_in_registers<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel);
+    }
+    return;
+  }
+  if constexpr (NP >= Isa::kMaxPanels) {
+    if (channels == NP * kPanel && finishes_to_floats(e)) {
+      finish_to_floats<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel);
+      return;
+    }
+  }
+  if constexpr (Isa::kFinishesTails && NP < Isa::kMaxPanels) {
+    if (finishes_to_bytes(e)) {
+      finish_tail_in_registers<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel, channels);
+      return;
+    }
+  }
+  alignas(64) int32_t tile[MR * NP * kPanel];
+  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
+    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
+      Isa::store_int(tile + (r * NP + p) * kPanel, acc[r][p]);
+    }
+  }
+  finish_tile<Isa>({tile, MR, NP, dst_offset, t.channel + channel, channels}, e);
+}
+
 }  // namespace

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gemm_short.h"
+#include "gemm_stream.h"
 
 namespace {
 
@@ -139,35 +140,7 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
     TORCHQ_UNROLL for (int p = 0; p < NP; ++p) Isa::pin(acc[r][p]);
   }
 
-  const int channel = panel * kPanel, channels = min_int(t.channels - channel, NP * kPanel);
-  const int64_t* const dst_offset = t.dst_offset + first;
-  if (finishes_in_registers(e, channels, NP)) {
-    if (NP < Isa::kMaxPanels && is_plain(e)) {
-      finish_in_registers<Isa, MR, NP, true>(e, acc, dst_offset, t.channel + channel);
-    } else {
-      finish_in_registers<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel);
-    }
-    return;
-  }
-  if constexpr (NP >= Isa::kMaxPanels) {
-    if (channels == NP * kPanel && finishes_to_floats(e)) {
-      finish_to_floats<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel);
-      return;
-    }
-  }
-  if constexpr (Isa::kFinishesTails && NP < Isa::kMaxPanels) {
-    if (finishes_to_bytes(e)) {
-      finish_tail_in_registers<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel, channels);
-      return;
-    }
-  }
-  alignas(64) int32_t tile[MR * NP * kPanel];
-  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-      Isa::store_int(tile + (r * NP + p) * kPanel, acc[r][p]);
-    }
-  }
-  finish_tile<Isa>({tile, MR, NP, dst_offset, t.channel + channel, channels}, e);
+  finish_sums<Isa, MR, NP>(t, e, acc, first, panel);
 }
 
 using TileFn = void (*)(const GemmTile&, const Epilogue&, int first, int panel);
@@ -286,7 +259,9 @@ void gemm_few_rows(const GemmTile& t, const Epilogue& e) {
   constexpr int kMost = Isa::kMaxPanels;
   int panel = 0;
   if constexpr (kHasWide<Isa>) {
-    if (t.rows <= 2) {
+    if (takes_streams<Isa>(t)) {
+      panel = gemm_stream<Isa>(t, e);
+    } else if (t.rows <= 2) {
       constexpr int kWide = kWidePanels;
       for (; panel + kWide <= t.panels; panel += kWide) {
         gemm_panels<Isa, kWide, kNarrow>(t, e, panel);
