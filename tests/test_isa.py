@@ -23,7 +23,7 @@ TIERS = ["reference", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx"]
 OBJECTS = ROOT / "build" / f"torch-{torch.__version__}" / "isa"
 LIBC = {"memcpy", "memset", "memmove", "nearbyintf", "nearbyint", "rintf", "fmaf", "sqrtf", "fma"}
 # Of libgcc and compiler-rt, linked statically: what __builtin_cpu_is reads.
-COMPILER = {"__cpu_model"}
+COMPILER = {"__cpu_model", "__cpu_features2"}
 
 needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
 needs_objects = pytest.mark.skipif(
