@@ -33,6 +33,7 @@ def test_what_is_no_tensor(wrong: object) -> None:
         "eltwise: src": lambda: TF.eltwise(wrong, "relu"),
         "binary: src1": lambda: TF.binary(s32, wrong, "add"),
         "prelu: weight": lambda: TF.prelu(s32, wrong),
+        "attention: value": lambda: TF.attention(SRC, SRC, wrong),
         "softmax: src": lambda: TF.softmax(wrong),
         "max_pool: src": lambda: TF.max_pool(wrong, 2),
         "concat: srcs[1]": lambda: TF.concat([SRC, wrong]),
@@ -54,6 +55,7 @@ def test_what_is_no_attr(wrong: object) -> None:
         "add": lambda: TF.add(SRC, SRC, wrong),
         "sum": lambda: TF.sum([SRC], attr=wrong),
         "reorder": lambda: TF.reorder(SRC, S8, wrong),
+        "attention": lambda: TF.attention(SRC, SRC, SRC, attr=wrong),
         "eltwise": lambda: TF.eltwise(SRC, "relu", attr=wrong),
         "max_pool": lambda: TF.max_pool(IMAGE, 2, attr=wrong),
     }

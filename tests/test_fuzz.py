@@ -87,6 +87,7 @@ U8_4D, F1 = "tensor((2, 4, 5, 5), torch.uint8, 'random')", "tensor((1,))"
 F_4D = "tensor((2, 4, 5, 5))"
 I1 = "tensor((1,), torch.int32, 0)"
 S3, Z3 = "tensor((3,))", "tensor((3,), torch.int32, 0)"
+S4, Z4 = "tensor((4,))", "tensor((4,), torch.int32, 0)"
 F4 = "tensor((4,))"
 S2, Z2 = "tensor((2,))", "tensor((2,), torch.int32, 0)"
 WINDOW = "[3, 3, 2, 2, 1, 1, 1, 1, 1, 1]"
@@ -156,6 +157,8 @@ VALID: list[tuple[str, list[str]]] = [
     ("reorder_rounded", [U8_4D, S2, Z2, "0", "'stochastic'", "3"]),
     ("reorder_rounded", [U8_4D, "tensor((2, 4, 1, 1))", Z25, "1", "'environment'", "3"]),
     ("softmax", [U8_4D, "1", "False", S2, Z2, "6", "''"]),
+    ("attention", [U8_4D, U8_4D, U8_4D, "tensor((5, 5))", "False", "0.5", S4, Z4, "0"]),
+    ("attention", [U8_4D, U8_4D, U8_4D, "None", "True", "0.5", S4, Z4, "6"]),
     ("layer_norm", [U8_4D, "1", "tensor((5,))", "None", "1e-5", S2, Z2, "0", "''"]),
     ("group_norm", [U8_4D, "2", "tensor((4,))", "None", "1e-5", S2, Z2, "0", "''"]),
     ("batch_norm", [U8_4D, F4, F4, F4, F4, "1e-5", S2, Z2, "0", "'eltwise_relu'"]),

@@ -203,6 +203,7 @@ def every_module() -> dict[str, tnn.QModule]:
         tnn.QConvTranspose3d.from_float(nn.ConvTranspose3d(2, 2, 2, dilation=2), S8, U8, bits=7),
         tnn.DynamicQLinear.from_float(nn.Linear(5, 3), src_range="per_tensor", bits=7),
         tnn.QMatMul([U8, seven], S8, PostOps.parse("eltwise_linear:0.25:0")),
+        tnn.QAttention([U8, seven, S8], seven, True, 0.25, True),
         tnn.QSoftmax(U8, seven, 1, True, PostOps.parse("eltwise_linear:0.5:1")),
         tnn.QLayerNorm.from_float(nn.LayerNorm((3, 2)), U8, S8),
         tnn.QGroupNorm.from_float(nn.GroupNorm(2, 4, 1e-3), seven, None),

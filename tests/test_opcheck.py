@@ -67,6 +67,10 @@ def elementwise(src: Tensor, other: Tensor) -> dict[str, tuple[Any, ...]]:
             "eltwise_relu",
         ),
         "reduction": (src, "mean", [1, -1], True, scales[1:], zeros[1:], 3, ""),
+        "attention": (
+            *(src.transpose(1, 2), src.transpose(1, 2), src.transpose(1, 2)),
+            *(torch.rand(src.shape[2], 1, 1), False, 0.3, torch.ones(4), i32(1, 2, 3, 4), 0),
+        ),
         "resampling": (src, "linear", [9, 4], scales[1:], zeros[1:], 0, ""),
     }
 
@@ -88,7 +92,9 @@ REAL = [*NAMES[NAMES.index("max_pool") :]]
 CHAIN = "binary_mul:2+eltwise_swish:1+sum:0.5:7:s8"
 
 
-@pytest.mark.parametrize("name", [n for n in REAL if n not in ("sum", "reorder_rounded")])
+@pytest.mark.parametrize(
+    "name", [n for n in REAL if n not in ("sum", "reorder_rounded", "attention")]
+)
 def test_opcheck_of_post_ops_in_real_units(name: str):
     src, other = random_q((2, 5, 7, 6), U8, 1), random_q((2, 5, 7, 6), U8, 2)
     args = elementwise(src, other)[name]

@@ -190,6 +190,18 @@ def _(
     return src.new_empty(sizes, dtype=DTYPES[dst_dtype]).movedim(-1, dim)
 
 
+@fake("attention")
+def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+    leading = [src.shape[:-2] for src in (query, key, value)]
+    batch = torch.broadcast_shapes(*leading)  # type: ignore[no-untyped-call]
+    sizes = [*batch, query.shape[-2], value.shape[-1]]
+    last = at = len(batch)  # queries stand where they do in query's memory
+    while query.dim() == last + 2 and at > 0 and query.stride(at - 1) < query.stride(last):
+        at -= 1
+    sizes.insert(at, sizes.pop(last))
+    return query.new_empty(sizes, dtype=DTYPES[args[5]]).movedim(at, last)
+
+
 # The next ones end in dst_dtype, post_ops and post_op_srcs, which may be left out.
 
 

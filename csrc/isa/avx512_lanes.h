@@ -55,6 +55,13 @@ struct Avx512Lanes {
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
   }
+  /// The largest lane; anything where one is NaN.
+  static TORCHQ_INLINE float largest_lane(Float v) {
+    const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+  }
   static TORCHQ_INLINE Float max(Float a, Float b) { return _mm512_max_ps(a, b); }
   static TORCHQ_INLINE Float min(Float a, Float b) { return _mm512_min_ps(a, b); }
   static TORCHQ_INLINE Float where_positive(Float x, Float a, Float b) {

@@ -2,6 +2,7 @@
 // The table of one ISA. Including this from isa/<name>.cpp instantiates every kernel for it.
 #pragma once
 
+#include "attention.h"
 #include "depthwise.h"
 #include "elementwise.h"
 #include "gemm.h"
@@ -49,6 +50,8 @@ constexpr Kernels make_kernels() {
   k.affine = &affine<Isa>;
   k.blend = &blend<Isa>;
   k.reduce = &reduce<Isa>;
+  k.attention_weights = &attention_weights<Isa>;
+  k.attention_means = &attention_means<Isa>;
   return k;
 }
 

@@ -272,8 +272,8 @@ void lookup(const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size
 
 }  // namespace
 
+#include "reference_attention.h"
 #include "reference_rnn.h"
-#include "reference_rows.h"
 
 namespace torchq {
 constinit const Kernels kReferenceKernels = {
@@ -309,5 +309,7 @@ constinit const Kernels kReferenceKernels = {
     .affine = &affine,
     .blend = &blend,
     .reduce = &reduce,
+    .attention_weights = &attention_weights,
+    .attention_means = &attention_means,
 };
 }  // namespace torchq

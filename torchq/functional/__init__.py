@@ -6,6 +6,7 @@ points and post-ops come in an :class:`~torchq.Attr`, whose masks index oneDNN's
 Folding costs O(channels) a call; modules in :mod:`torchq.nn` fold once.
 """
 
+from torchq.functional.attention import attention
 from torchq.functional.combine import add, concat, lookup, lookup_table, mul, pad
 from torchq.functional.conv import conv1d, conv2d, conv3d
 from torchq.functional.conv_transpose import (
@@ -38,6 +39,7 @@ from torchq.functional.reorder import (
 __all__ = [
     "adaptive_avg_pool",
     "add",
+    "attention",
     "avg_pool",
     "batch_norm",
     "binary",

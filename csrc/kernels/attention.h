@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of attention: scores to bytes, and weighted sums to means (contracts in table.h).
+#pragma once
+
+#include "rows.h"
+
+namespace {
+
+constexpr int64_t kScoreBlock = 64;
+TORCHQ_INLINE int64_t whole_blocks(int64_t n) {
+  return (n + kScoreBlock - 1) / kScoreBlock * kScoreBlock;
+}
+
+/// Scores from n to the end of its block become -inf, whole panels at a time: what reads them next
+/// would wait for single stores.
+template <class Isa>
+TORCHQ_INLINE void hide_scores(float* x, int64_t n) {
+  constexpr float none = -__builtin_inff();
+  alignas(64) static constexpr float kEdge[2 * kPanel] = {
+      0,    0,    0,    0,    0,    0,    0,    0,    0,    0,    0,
+      0,    0,    0,    0,    0,    none, none, none, none, none, none,
+      none, none, none, none, none, none, none, none, none, none};
+  int64_t j = n / kPanel * kPanel;
+  Isa::store(x + j, Isa::add(Isa::load(x + j), Isa::load(kEdge + kPanel - n % kPanel)));
+  for (j += kPanel; j < whole_blocks(n); j += kPanel) Isa::store(x + j, Isa::set(none));
+}
+
+/// The largest of n scores, in whole blocks, to which the mask is added if there is one.
+template <class Isa>
+TORCHQ_INLINE float largest_score(float* x, int64_t n, const float* mask) {
+  if (mask != nullptr) {
+    for_each_row_panel<Isa>(n, [&](int64_t j, auto m) {
+      Isa::store(x + j, Isa::add(Isa::load(x + j), Isa::load(mask + j, m)));
+    });
+  }
+  typename Isa::Float best[kScoreBlock / kPanel];
+  TORCHQ_UNROLL for (auto& b : best) b = Isa::set(-__builtin_inff());
+  for (int64_t j = 0; j < n; j += kScoreBlock) {
+    TORCHQ_UNROLL for (int v = 0; v < kScoreBlock / kPanel; ++v) {
+      best[v] = Isa::max(best[v], Isa::load(x + j + v * kPanel));
+    }
+  }
+  return Isa::largest_lane(Isa::max(Isa::max(best[0], best[1]), Isa::max(best[2], best[3])));
+}
+
+/// dst of n scores, in whole blocks; returns their total.
+template <class Isa>
+TORCHQ_INLINE float weigh_scores(const float* x, int64_t n, float largest_of_all, float unit_size,
+                                 uint8_t* dst) {
+  constexpr int kVectors = Isa::kStoredPanels;
+  const auto largest = Isa::set(largest_of_all), unit = Isa::set(unit_size);
+  const auto full = Isa::set(torchq::kFullWeight);
+  auto sum = Isa::set(0.0f);
+  auto before = Isa::zero();
+  for (int64_t j = 0; j < whole_blocks(n); j += kVectors * kPanel) {
+    typename Isa::Int q[kVectors];
+    TORCHQ_UNROLL for (int v = 0; v < kVectors; ++v) {
+      const auto t = Isa::mul(Isa::sub(Isa::load(x + j + v * kPanel), largest), unit);
+      sum = Isa::fma(Math<Isa>::exp2_coarse(t), full, sum);
+      const auto rounded = Isa::to_int(sum);
+      q[v] = Isa::sub(rounded, before);
+      before = rounded;
+    }
+    Isa::store_row(dst + j, q, false);
+  }
+  const float all = Isa::sum_halves(sum);
+  return all == all ? static_cast<float>(Isa::sum_lanes(before)) : __builtin_nanf("");
+}
+
+template <class Isa>
+void attention_weights(const AttentionRows& a) {
+  for (int64_t r = 0; r < a.rows; ++r) {
+    const int64_t n = a.visible + r < a.keys ? a.visible + r : a.keys;
+    float* x = a.scores + r * a.stride;
+    uint8_t* dst = a.dst + r * a.stride;
+    if (n < a.keys && n % kScoreBlock != 0) hide_scores<Isa>(x, n);
+    const float largest =
+        largest_score<Isa>(x, n, a.mask == nullptr ? nullptr : a.mask + r * a.mask_stride);
+    if (largest == -__builtin_inff()) {
+      memset(dst, 0, static_cast<size_t>(a.stride));
+      a.total[r] = 0.0f;
+      for (int64_t j = 0; j < n; ++j) a.total[r] = x[j] == x[j] ? a.total[r] : __builtin_nanf("");
+      continue;
+    }
+    a.total[r] = weigh_scores<Isa>(x, n, largest, a.unit, dst);
+    memset(dst + whole_blocks(n), 0, static_cast<size_t>(a.stride - whole_blocks(n)));
+  }
+}
+
+template <class Isa>
+void attention_means(const AttentionMeans& a) {
+  const auto inverse = Isa::set(a.dst.inverse_scale), zero_point = Isa::set(a.dst.zero_point);
+  with_real_dtype(a.dst.dtype, [&](auto tag) {
+    constexpr DType kDst = decltype(tag)::value;
+    for (int64_t r = 0; r < a.rows; ++r) {
+      const bool any = a.total[r] != 0.0f;
+      const auto factor = Isa::set(any ? a.scale / a.total[r] : 0.0f);
+      const auto shift = Isa::set(any ? a.shift : 0.0f);
+      const float* sums = a.sums + r * a.size;
+      store_row_as<Isa, kDst>(element(a.dst.data, kDst, r * a.dst_stride), a.size, zero_point,
+                              [&](int64_t i, auto m) {
+                                const auto y = Isa::fma(Isa::load(sums + i, m), factor, shift);
+                                if constexpr (kDst == DType::f32) return y;
+                                return Isa::fma(y, inverse, zero_point);
+                              });
+    }
+  });
+}
+
+}  // namespace

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scaled dot product attention of quantized queries, keys and values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchq._arguments import check_type
+from torchq.attr import Attr
+from torchq.functional.arguments import check_8bit, real_params
+from torchq.ops import dtype_code
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """``softmax(scale * real(query) @ real(key).mT + mask) @ real(value)``, weights in 8 bits.
+
+    In float32, with ``acc`` the exact ``sum over e of (query - query_zero_point) * key``::
+
+        x[i, j] = float(acc[i, j]) * (query_scale * key_scale * scale) + mask[i, j]
+        c[i, j] = 254 * exp(x[i, j] - max x[i]) + c[i, j - 16]
+        p[i, j] = rne(c[i, j]) - rne(c[i, j - 16])
+        y[i] = value_scale * (p[i] @ value / sum of p[i] - value_zero_point)
+
+    What rounding takes from a weight thus goes to the next one of its 16 lanes: weights below half
+    a step still add up, and long rows lose nothing in their tails. The exponential is good to 1e-4;
+    the products are exact. Rows that see no key are 0; NaN and positive infinity in the mask make
+    their rows NaN. key's zero point changes all scores of a row alike, and so nothing.
+
+    Args:
+        query: uint8 or int8 ``(..., L, E)``. Any strides; those of a transposed ``(N, L, heads,
+            E)`` cost nothing, and dst has the same order in memory.
+        key: uint8 or int8 ``(..., S, E)``; batch dimensions broadcast.
+        value: uint8 or int8 ``(..., S, Ev)``.
+        mask: broadcasts to ``(..., L, S)``: bool, true where a key is seen, or float32, added.
+        is_causal: query i sees keys 0 to i. Not with a mask.
+        scale: of the scores; default ``1 / sqrt(E)``. Finite, above 0.
+        attr: scales and zero points of ``src0`` (query), ``src1`` (key), ``src2`` (value) and
+            ``dst``, mask 0.
+        dst_dtype: torch.uint8, int8 or float32 (without scale).
+
+    Returns:
+        ``(..., L, Ev)``.
+
+    Raises:
+        TypeError: a dtype other than these.
+        ValueError: shapes that do not fit, S or E above 65793, a mask together with
+            ``is_causal``, or scales and zero points out of range.
+        NotImplementedError: another mask of scales or zero points, post-ops, or an int32 dst.
+    """
+    attr = Attr() if attr is None else attr
+    for name, operand in (("query", query), ("key", key), ("value", value)):
+        check_8bit("attention", name, operand)
+    if mask is not None:
+        check_type("torchq.attention: mask", mask, Tensor, "Pass a tensor, or None.")
+    scales, zero_points = real_params("attention", attr, ["src0", "src1", "src2", "dst"])
+    if attr.post_ops:
+        raise NotImplementedError(
+            f"torchq.attention: attr must have no post-ops, got '{attr.post_ops}'. Apply them to a "
+            "float32 result, or with torchq.functional.eltwise."
+        )
+    if scale is None:
+        scale = max(query.shape[-1], 1) ** -0.5
+    dst: Tensor = torch.ops.torchq.attention(
+        query, key, value, mask, is_causal, scale, scales, zero_points,
+        dtype_code(dst_dtype, "attention"),
+    )  # fmt: skip
+    return dst
