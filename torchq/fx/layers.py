@@ -14,7 +14,8 @@ from torchq.affine import TRANSPOSED, Affine, combined, fold_affines, norm_affin
 from torchq.fake_quantize import FakeQuantize
 from torchq.fx.ops import Op, Role, clip_bounds
 from torchq.kinds import BATCH_NORM, MATMUL
-from torchq.nn.binary import Add, Cat, Mul
+from torchq.nn.attention import Attention
+from torchq.nn.binary import Add, Cat, MatMul, Mul
 
 
 @dataclass(eq=False)
@@ -179,9 +180,9 @@ class _Finder:
             affine = _channel_affine(op, 1)
             assert affine is not None
             layer.affines.append(affine)
-        if op.role is Role.PRODUCT:
+        if isinstance(op.module, MatMul):
             self._absorb_factor(layer)
-        elif not isinstance(op.module, Cat):
+        elif not isinstance(op.module, Attention | Cat):
             self._absorb(layer)
         return layer
 

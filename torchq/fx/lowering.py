@@ -22,6 +22,7 @@ from torchq.fx.sharing import shared_qparams
 from torchq.fx.tracing.guards import GUARDS, expect, expect_float, expect_tensor, with_item
 from torchq.fx.tracing.sequences import SequenceTracer
 from torchq.lowering import append_clip, matmul_from_float, pool_from_float, post_op_chain
+from torchq.nn.attention import Attention, QAttention
 from torchq.nn.binary import Add, Cat, QAdd, QCat, QMul
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
@@ -154,7 +155,7 @@ class Lowering:
             return src
         if op.role is Role.POOL:
             assert op.module is not None
-            size = [] if op.size is None else [fx.node.map_arg(op.size, self.any_of)]
+            size = [] if op.argument is None else [fx.node.map_arg(op.argument, self.any_of)]
             dst = self._call(op.name, pool_from_float(op.module, qparams), src, *size)
             return self._flat(op, dst)
         if op.role is Role.PAD:
@@ -272,6 +273,10 @@ class Lowering:
         relu = layer.clip is not None
         if isinstance(layer.op.module, Cat):
             return QCat(srcs, dst, layer.op.module.dim), [args]
+        if isinstance(layer.op.module, Attention):
+            mask = layer.op.argument
+            args += [] if mask is None else [self.float_of(mask)]
+            return QAttention.from_float(layer.op.module, srcs, dst), args
         if layer.role is Role.PRODUCT:
             return QMatMul(srcs, dst, self._factor(layer)), args
         cls = QAdd if isinstance(layer.op.module, Add) else QMul

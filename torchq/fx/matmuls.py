@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from torchq.affine import TRANSPOSED, reduction
 from torchq.fx.ops import Arguments, Made, Role
 from torchq.fx.tracing.fake import weight_scale
+from torchq.nn.attention import Attention
 from torchq.nn.binary import MatMul
 
 _MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
@@ -87,6 +90,22 @@ def product(a: Arguments) -> Made | str:
     if isinstance(a.other, Tensor) and ranks[1] == 2:
         return linear_of(a.input, a.other.t(), None)
     return Made(Role.PRODUCT, MatMul(), [a.nodes["input"], a.nodes["other"]])
+
+
+def attention(a: Arguments) -> Made | str:
+    """F.scaled_dot_product_attention; a mask comes with each call, in float or bool."""
+    sources = [a.nodes[name] for name in ("query", "key", "value")]
+    if varying := a.varying("query", "key", "value", "attn_mask"):
+        return f"its {varying[0]} is computed at run time"
+    if a.dropout_p != 0:
+        return "it drops at random"
+    if a.scale is not None and not 0 < a.scale < math.inf:
+        return f"its scale {a.scale} is not above 0"
+    mask = a.nodes["attn_mask"]
+    if mask is not None and mask.meta["value"].dtype not in (torch.bool, torch.float32):
+        return f"its mask is {mask.meta['value'].dtype}, not torch.float32 or torch.bool"
+    module = Attention(a.is_causal, a.scale, a.enable_gqa)
+    return Made(Role.PRODUCT, module, sources, argument=mask)
 
 
 def inner(a: Arguments) -> Made | str:

@@ -19,7 +19,7 @@ class Role(enum.Enum):
 
     MATMUL = "a sum of products: reads int8, emits int8 or float32"
     NORM = "a factor and a shift per channel: folds into a MATMUL, or becomes a depthwise one"
-    PRODUCT = "a matrix product of two tensors: reads int8, emits int8 or float32"
+    PRODUCT = "a matrix product of tensors, or attention: reads int8, emits int8 or float32"
     COMBINE = "several tensors in, requantized: add, mul, cat"
     SLOPES = "a leaky relu with one slope per channel: a post-op of a MATMUL"
     UNARY = "a function of each element: a post-op, or a table between two int8 tensors"
@@ -48,7 +48,7 @@ class Made:
         affine: (scale, shift) in float64, which broadcast against the result, where it is
             ``x * scale + shift`` of its first source: a matmul in front of it takes that over.
         weight_scale: of a MATMUL, where its weight was fake-quantized: one, or one per channel.
-        size: that the module is called with at run time, with nodes; None for none.
+        argument: that the module takes behind its sources, with nodes in it: a size, a mask.
         is_matmul: whether the function is a convolution or linear, int8 or not.
     """
 
@@ -62,7 +62,7 @@ class Made:
     affine: tuple[Tensor, Tensor] | None = None
     weight_scale: Tensor | None = None
     is_matmul: bool = False
-    size: Any = None
+    argument: Any = None
 
 
 @dataclass(eq=False)

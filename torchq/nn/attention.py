@@ -19,7 +19,8 @@ class Attention(nn.Module):
     ) -> None:
         """Arguments as of the function."""
         super().__init__()
-        self.is_causal, self.scale, self.enable_gqa = is_causal, scale, enable_gqa
+        self.is_causal, self.enable_gqa = bool(is_causal), bool(enable_gqa)
+        self.scale = None if scale is None else float(scale)  # TorchScript tells them apart
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
