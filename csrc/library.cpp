@@ -75,6 +75,10 @@ TORCH_LIBRARY(torchq, m) {
       "Tensor scales, Tensor zero_points, int dst_dtype) -> Tensor",
       tags);
   m.def(
+      "dynamic_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, "
+      "float scale) -> Tensor",
+      tags);
+  m.def(
       "gemm(Tensor a, Tensor b, Tensor? c, bool trans_a, bool trans_b, float alpha, float beta, "
       "int ao, int bo, str offsetc, Tensor co) -> Tensor",
       tags);

@@ -50,7 +50,17 @@ def oracle(
     scale = f32(f64(params[0][0]) * f64(params[1][0]) * query.shape[-1] ** -0.5)
     unsigned_shift = 128 if key.dtype == U8 else 0
     acc = centered(query, params[0]) @ (key.long() - unsigned_shift).mT
-    x = f32(acc).double().mul(scale.double()).float()
+    x = f32(f32(acc).double() * scale.double())
+    shift = 128 if value.dtype == U8 else 0
+    v_scale, v_zero = params[2]
+    offset = f32(-f64(v_scale) * (v_zero - shift))
+    return to_dst(attended(x, value.long() - shift, f64(v_scale), offset, mask, is_causal), *to)
+
+
+def attended(
+    x: Tensor, value: Tensor, v_scale: Tensor, offset: Tensor, mask: Tensor | None, is_causal: bool
+) -> Tensor:
+    """From scores on; ``value`` are integers."""
     length, keys = x.shape[-2:]
     if mask is not None:
         x = x + (torch.where(mask, 0.0, -math.inf) if mask.dtype == torch.bool else mask)
@@ -58,22 +68,40 @@ def oracle(
         x = x.masked_fill(torch.ones(length, keys).triu(1).bool(), -math.inf)
     top = x.amax(-1, keepdim=True)
     invalid = (x.isnan().any(-1) | (top == math.inf).any(-1)).unsqueeze(-1)
-    e = exp2_coarse((x - top) * f32(math.log2(math.e)))
+    e = exp2_coarse(f32((x - top).double() * f64(math.log2(math.e))))
     c, p = torch.zeros(*x.shape[:-1], 16), []
     for block in F.pad(e, (0, -keys % 16)).split(16, -1):
         after = fma32(block, f32(254.0).expand_as(block), c)
         p.append(rne(after) - rne(c))
         c = after
     weights = torch.cat(p, -1)[..., :keys].masked_fill(x == -math.inf, 0).nan_to_num()
-    shift = 128 if value.dtype == U8 else 0
     total = f32(weights.sum(-1, keepdim=True))
-    sums = f32(weights.long() @ (value.long() - shift))
-    v_scale, v_zero = params[2]
-    factor = f32(f64(v_scale) / total.double())
-    offset = f32(-f64(v_scale) * (v_zero - shift))
+    sums = f32(weights.long() @ value)
+    factor = f32(v_scale / total.double())
     y = fma32(sums, factor.expand_as(sums), offset.expand_as(sums))
-    y = torch.where(total == 0, 0.0, y).masked_fill(invalid, math.nan)
-    return to_dst(y, *to)
+    return torch.where(total == 0, 0.0, y).masked_fill(invalid, math.nan)
+
+
+def symmetric(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Integers and their scale, one for all of ``dims``; NaN where a value is not finite."""
+    largest = x.abs().amax(dims, keepdim=True).clamp(min=1e-30)
+    scale = f32(largest.double() / 127).masked_fill(~x.isfinite().all(dims, True), math.nan)
+    factor = f32(1 / scale.double()).expand_as(x)
+    q = rne(fma32(x, factor, torch.full_like(x, 128.0))) - 128
+    return torch.where(factor.isnan(), 0.0, q).long(), scale
+
+
+def dynamic_oracle(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    """The docstring of `torchq.functional.dynamic_attention`."""
+    q, q_scale = symmetric(query, (-1,))
+    k, k_scale = symmetric(key, (-1,))
+    v, v_scale = symmetric(value, (-2, -1))
+    of_keys = f32(k_scale.double() * f64(scale)).mT
+    x = f32(f32(f32(q @ k.mT).double() * of_keys.double()).double() * q_scale.double())
+    y = attended(x, v, v_scale.double(), torch.zeros(()), mask, is_causal)
+    return y.masked_fill(v_scale.isnan(), math.nan)
 
 
 def random_heads(
@@ -122,6 +150,37 @@ def test_attention(isa: str, shape: tuple[int, ...], dtype: torch.dtype):
         got = TF.attention(query, key, value, mask, is_causal, None, attr, dst_dtype)
         expected = oracle(query, key, value, params, (to, dst_dtype), mask, is_causal)
         assert_same(got, expected, (is_causal, None if mask is None else mask.shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dynamic_attention(isa: str, shape: tuple[int, ...]):
+    length, keys, size, value_size = shape
+    torch.manual_seed(0)
+    query = torch.randn(2, length, 3, size).transpose(1, 2) * 3
+    key = torch.randn(3, size, keys).mT * torch.rand(3, keys, 1).exp2()
+    value = torch.randn(2, 1, keys, value_size)
+    for mask, is_causal in masks(2, 3, length, keys):
+        got = TF.dynamic_attention(query, key, value, mask, is_causal)
+        scale = size**-0.5
+        assert_same(got, dynamic_oracle(query, key, value, mask, is_causal, scale), is_causal)
+
+
+def test_dynamic_attention_of_what_is_not_finite(isa: str):
+    """It spoils what it does in float; zeros and the smallest numbers are no special case."""
+    q, k, v = (torch.randn(1, 3, 20, 16) for _ in range(3))
+    q[0, 0, 3, 5], q[0, 0, 4, 0], q[0, 0, 5] = math.nan, math.inf, 0
+    q[0, 0, 6] = 1e-40
+    k[0, 1, 7, 1] = math.nan
+    v[0, 2, 0, 0] = -math.inf
+    got = TF.dynamic_attention(q, k, v)
+    spoilt = torch.zeros(1, 3, 20, dtype=torch.bool)
+    spoilt[0, 0, 3:5] = spoilt[0, 1:] = True
+    assert torch.equal(got.isnan().all(-1), spoilt) and torch.equal(got.isnan().any(-1), spoilt)
+    causal = TF.dynamic_attention(q, k, v, is_causal=True)
+    spoilt[0, 1, :7] = False
+    assert torch.equal(causal.isnan().any(-1), spoilt)
+    want = F.scaled_dot_product_attention(q, k, v)
+    assert (got - want)[0, 0, 5:].abs().max() < 0.02
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -34,6 +34,7 @@ def test_what_is_no_tensor(wrong: object) -> None:
         "binary: src1": lambda: TF.binary(s32, wrong, "add"),
         "prelu: weight": lambda: TF.prelu(s32, wrong),
         "attention: value": lambda: TF.attention(SRC, SRC, wrong),
+        "dynamic_attention: key": lambda: TF.dynamic_attention(SRC.float(), wrong, SRC.float()),
         "softmax: src": lambda: TF.softmax(wrong),
         "max_pool: src": lambda: TF.max_pool(wrong, 2),
         "concat: srcs[1]": lambda: TF.concat([SRC, wrong]),

@@ -191,11 +191,29 @@ def test_attention_that_stays_float() -> None:
         assert reasons(converted)["scaled_dot_product_attention"] == reason
     kept = torchq.quantize(Fused().eval(), [x], x, overrides={"scaled_dot_product_attention": None})
     assert "QAttention" not in names(kept)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_dynamic_attention(groups: int, tmp_path: Path) -> None:
+    """Between dynamic linears, from the ranges of each call; with a mask that comes with it."""
+    model, x, mask = Fused(groups).eval(), torch.randn(TOKENS), padding_mask(3, 7)
+    config = torchq.QConfig(dynamic=True)
+    converted = torchq.quantize(model, None, (x, mask), config)
+    assert names(converted).count("DynamicQLinear") == 4
+    assert names(converted).count("DynamicQAttention") == 1
+    assert all(row.quantized for row in torchq.explain(converted).rows if row.is_matmul)
+    assert reasons(converted)["scaled_dot_product_attention"] == ""
     with torch.no_grad():
-        model = Fused().eval()
-        converted = torchq.quantize(model, [x], x, torchq.QConfig(dynamic=True))
-        assert sqnr(model(x), converted(x)) > 28
-    assert "have a dynamic form" in reasons(converted)["scaled_dot_product_attention"]
+        got = converted(x, mask)
+        assert sqnr(model(x, mask), got) > 30
+        longer = 3 * torch.randn(2, 19, 32), padding_mask(2, 19)
+        assert sqnr(model(*longer), converted(*longer)) > 30
+    torchq.save(converted, tmp_path / "model")
+    for other in (torchq.load(tmp_path / "model"), torch.jit.script(converted)):
+        assert torch.equal(other(x, mask), got)
+    kept = {"scaled_dot_product_attention": None}
+    left = torchq.quantize(model, None, (x, mask), config, kept)
+    assert "DynamicQAttention" not in names(left)
 
 
 # torch's modules

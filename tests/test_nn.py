@@ -204,6 +204,7 @@ def every_module() -> dict[str, tnn.QModule]:
         tnn.DynamicQLinear.from_float(nn.Linear(5, 3), src_range="per_tensor", bits=7),
         tnn.QMatMul([U8, seven], S8, PostOps.parse("eltwise_linear:0.25:0")),
         tnn.QAttention([U8, seven, S8], seven, True, 0.25, True),
+        tnn.DynamicQAttention(True, None, True),
         tnn.QSoftmax(U8, seven, 1, True, PostOps.parse("eltwise_linear:0.5:1")),
         tnn.QLayerNorm.from_float(nn.LayerNorm((3, 2)), U8, S8),
         tnn.QGroupNorm.from_float(nn.GroupNorm(2, 4, 1e-3), seven, None),

@@ -71,6 +71,10 @@ def elementwise(src: Tensor, other: Tensor) -> dict[str, tuple[Any, ...]]:
             *(src.transpose(1, 2), src.transpose(1, 2), src.transpose(1, 2)),
             *(torch.rand(src.shape[2], 1, 1), False, 0.3, torch.ones(4), i32(1, 2, 3, 4), 0),
         ),
+        "dynamic_attention": (
+            *(src.float(), src.float(), src.float().transpose(0, 1).contiguous().transpose(0, 1)),
+            *(None, True, 0.001),
+        ),
         "resampling": (src, "linear", [9, 4], scales[1:], zeros[1:], 0, ""),
     }
 
@@ -89,12 +93,11 @@ def test_opcheck(name: str, dtype: torch.dtype, layout: torch.memory_format):
 
 
 REAL = [*NAMES[NAMES.index("max_pool") :]]
+NO_CHAIN = ("sum", "reorder_rounded", "attention", "dynamic_attention")
 CHAIN = "binary_mul:2+eltwise_swish:1+sum:0.5:7:s8"
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in REAL if n not in ("sum", "reorder_rounded", "attention")]
-)
+@pytest.mark.parametrize("name", [n for n in REAL if n not in NO_CHAIN])
 def test_opcheck_of_post_ops_in_real_units(name: str):
     src, other = random_q((2, 5, 7, 6), U8, 1), random_q((2, 5, 7, 6), U8, 2)
     args = elementwise(src, other)[name]

@@ -92,6 +92,8 @@ resampling(Tensor src, str alg, int[] size, Tensor scales, Tensor zero_points, i
 str post_ops, Tensor[]? post_op_srcs=None) -> Tensor
 attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float scale, \
 Tensor scales, Tensor zero_points, int dst_dtype) -> Tensor
+dynamic_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, \
+float scale) -> Tensor
 """.strip().splitlines()
 
 # No tensors: not part of saved programs.

@@ -190,16 +190,26 @@ def _(
     return src.new_empty(sizes, dtype=DTYPES[dst_dtype]).movedim(-1, dim)
 
 
-@fake("attention")
-def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+def _attended(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Queries stand where they do in query's memory."""
     leading = [src.shape[:-2] for src in (query, key, value)]
     batch = torch.broadcast_shapes(*leading)  # type: ignore[no-untyped-call]
     sizes = [*batch, query.shape[-2], value.shape[-1]]
-    last = at = len(batch)  # queries stand where they do in query's memory
+    last = at = len(batch)
     while query.dim() == last + 2 and at > 0 and query.stride(at - 1) < query.stride(last):
         at -= 1
     sizes.insert(at, sizes.pop(last))
-    return query.new_empty(sizes, dtype=DTYPES[args[5]]).movedim(at, last)
+    return query.new_empty(sizes, dtype=dtype).movedim(at, last)
+
+
+@fake("attention")
+def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+    return _attended(query, key, value, DTYPES[args[5]])
+
+
+@fake("dynamic_attention")
+def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+    return _attended(query, key, value, torch.float32)
 
 
 # The next ones end in dst_dtype, post_ops and post_op_srcs, which may be left out.

@@ -39,7 +39,7 @@ STUBS = (QuantStub, DeQuantStub)
 QUANTIZABLE = (*MATMUL, *COMBINE, *UNARY, *POOLS, *STUBS)
 MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
 EXPOSED = "its parameters are used outside of it too"
-NO_DYNAMIC_FORM = "only linear and recurrent modules have a dynamic form"
+NO_DYNAMIC_FORM = "only linear layers, recurrent ones and attention have a dynamic form"
 
 
 def is_patched(module: nn.Module) -> bool:

@@ -6,22 +6,58 @@
 
 namespace {
 
+/// NaN where a value is not finite.
+template <class Isa>
+TORCHQ_INLINE float largest_magnitude(const float* src, int64_t size) {
+  auto largest = Isa::set(0.0f), invalid = Isa::set(0.0f);
+  for_each_row_panel<Isa>(size, [&](int64_t i, auto m) {
+    const auto x = Isa::load(src + i, m);
+    largest = Isa::max(largest, Math<Isa>::abs(x));
+    invalid = Isa::fma(x, Isa::set(0.0f), invalid);  // NaN from what is not finite
+  });
+  return Isa::sum_halves(invalid) == 0.0f ? Isa::largest_lane(largest) : __builtin_nanf("");
+}
+
+template <class Isa>
+void quantize_symmetric(const SymmetricRows& s) {
+  float largest = 0.0f;
+  for (int64_t r = 0; s.shared && r < s.rows && largest == largest; ++r) {
+    const float own = largest_magnitude<Isa>(s.src + r * s.stride, s.size);
+    largest = own > largest || own != own ? own : largest;
+  }
+  const auto zero_point = Isa::set(128.0f);
+  for (int64_t r = 0; r < s.rows; ++r) {
+    const float* src = s.src + r * s.stride;
+    uint8_t* dst = s.dst + r * s.dst_stride;
+    if (!s.shared) largest = largest_magnitude<Isa>(src, s.size);
+    const float scale = (largest < 1e-30f ? 1e-30f : largest) / 127.0f;
+    s.scale[s.shared ? 0 : r] = scale;
+    const auto factor = Isa::set(1.0f / scale);
+    // NaN converts to the least integer, which is 0 as a byte.
+    for_each_row_panel<Isa>(s.size, [&](int64_t i, auto m) {
+      const auto y = Isa::fma(Isa::load(src + i, m), factor, zero_point);
+      Isa::store_u8(dst + i, Isa::to_int(y), m);
+    });
+  }
+}
+
+/// Rows of scores are read in whole blocks: -inf behind the last one weighs nothing.
 constexpr int64_t kScoreBlock = 64;
 TORCHQ_INLINE int64_t whole_blocks(int64_t n) {
   return (n + kScoreBlock - 1) / kScoreBlock * kScoreBlock;
 }
 
 /// Scores from n to the end of its block become -inf, whole panels at a time: what reads them next
-/// would wait for single stores.
+/// would wait for single stores. Of the first ones, NaN become infinity, which spoils as much.
 template <class Isa>
 TORCHQ_INLINE void hide_scores(float* x, int64_t n) {
-  constexpr float none = -__builtin_inff();
+  constexpr float all = __builtin_inff(), none = -all;
   alignas(64) static constexpr float kEdge[2 * kPanel] = {
-      0,    0,    0,    0,    0,    0,    0,    0,    0,    0,    0,
-      0,    0,    0,    0,    0,    none, none, none, none, none, none,
+      all,  all,  all,  all,  all,  all,  all,  all,  all,  all,  all,
+      all,  all,  all,  all,  all,  none, none, none, none, none, none,
       none, none, none, none, none, none, none, none, none, none};
   int64_t j = n / kPanel * kPanel;
-  Isa::store(x + j, Isa::add(Isa::load(x + j), Isa::load(kEdge + kPanel - n % kPanel)));
+  Isa::store(x + j, Isa::min(Isa::load(x + j), Isa::load(kEdge + kPanel - n % kPanel)));
   for (j += kPanel; j < whole_blocks(n); j += kPanel) Isa::store(x + j, Isa::set(none));
 }
 

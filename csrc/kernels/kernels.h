@@ -50,6 +50,7 @@ constexpr Kernels make_kernels() {
   k.affine = &affine<Isa>;
   k.blend = &blend<Isa>;
   k.reduce = &reduce<Isa>;
+  k.quantize_symmetric = &quantize_symmetric<Isa>;
   k.attention_weights = &attention_weights<Isa>;
   k.attention_means = &attention_means<Isa>;
   return k;

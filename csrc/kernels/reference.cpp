@@ -309,6 +309,7 @@ constinit const Kernels kReferenceKernels = {
     .affine = &affine,
     .blend = &blend,
     .reduce = &reduce,
+    .quantize_symmetric = &quantize_symmetric,
     .attention_weights = &attention_weights,
     .attention_means = &attention_means,
 };

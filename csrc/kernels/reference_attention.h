@@ -6,6 +6,37 @@
 
 namespace {
 
+/// The scale of values up to `largest`, which is NaN where they are not finite.
+float symmetric_scale(float largest) { return (largest < 1e-30f ? 1e-30f : largest) / 127.0f; }
+
+float largest_magnitude(const float* src, int64_t size) {
+  float largest = 0.0f;
+  for (int64_t i = 0; i < size; ++i) {
+    if (src[i] - src[i] != 0.0f) return __builtin_nanf("");
+    largest = max_float(largest, fabsf(src[i]));
+  }
+  return largest;
+}
+
+void quantize_symmetric(const SymmetricRows& s) {
+  float largest = 0.0f;
+  for (int64_t r = 0; s.shared && r < s.rows; ++r) {
+    const float own = largest_magnitude(s.src + r * s.stride, s.size);
+    largest = own > largest || own != own ? own : largest;
+    if (largest != largest) break;
+  }
+  for (int64_t r = 0; r < s.rows; ++r) {
+    const float* src = s.src + r * s.stride;
+    if (!s.shared) largest = largest_magnitude(src, s.size);
+    const float scale = symmetric_scale(largest), factor = 1.0f / scale;
+    s.scale[s.shared ? 0 : r] = scale;
+    for (int64_t i = 0; i < s.size; ++i) {
+      const float y = scale == scale ? fmaf(src[i], factor, 128.0f) : 0.0f;
+      s.dst[r * s.dst_stride + i] = static_cast<uint8_t>(nearbyintf(y));
+    }
+  }
+}
+
 void attention_weights(const AttentionRows& a) {
   for (int64_t r = 0; r < a.rows; ++r) {
     const int64_t n = a.visible + r < a.keys ? a.visible + r : a.keys;

@@ -298,6 +298,17 @@ struct MomentsRows {
   int32_t *sums, *squares;
 };
 
+/// dst[r][i] = rne(fma(src[r][i], 1 / scale, 128)), scale[r] = max(|src[r]|, 1e-30) / 127 of row r,
+/// or `shared`, in scale[0], of all rows; NaN, and dst zeros, where a value is not finite.
+struct SymmetricRows {
+  const float* src;
+  int64_t stride, rows, size;
+  bool shared;
+  uint8_t* dst;
+  int64_t dst_stride;
+  float* scale;
+};
+
 // clang-format off
 /// Softmax of rows of scores as bytes, in float32 but for its result. Row r, of its first
 /// n = min(keys, visible + r) scores x (plus the row's mask, where there is one):
@@ -390,6 +401,7 @@ struct Kernels {
   void (*affine)(const AffineRows&);
   void (*blend)(const BlendRow&);
   void (*reduce)(const ReduceRows&);
+  void (*quantize_symmetric)(const SymmetricRows&);
   void (*attention_weights)(const AttentionRows&);
   void (*attention_means)(const AttentionMeans&);
 };

@@ -6,7 +6,7 @@ points and post-ops come in an :class:`~torchq.Attr`, whose masks index oneDNN's
 Folding costs O(channels) a call; modules in :mod:`torchq.nn` fold once.
 """
 
-from torchq.functional.attention import attention
+from torchq.functional.attention import attention, dynamic_attention
 from torchq.functional.combine import add, concat, lookup, lookup_table, mul, pad
 from torchq.functional.conv import conv1d, conv2d, conv3d
 from torchq.functional.conv_transpose import (
@@ -51,6 +51,7 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "dequantize",
+    "dynamic_attention",
     "dynamic_linear",
     "eltwise",
     "gemm_s8s8s32",

@@ -68,10 +68,55 @@ def attention(
             f"torchq.attention: attr must have no post-ops, got '{attr.post_ops}'. Apply them to a "
             "float32 result, or with torchq.functional.eltwise."
         )
-    if scale is None:
-        scale = max(query.shape[-1], 1) ** -0.5
     dst: Tensor = torch.ops.torchq.attention(
-        query, key, value, mask, is_causal, scale, scales, zero_points,
+        query, key, value, mask, is_causal, _scale(query, scale), scales, zero_points,
         dtype_code(dst_dtype, "attention"),
     )  # fmt: skip
     return dst
+
+
+def dynamic_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """:func:`attention` of float32 tensors, which are quantized by the values of this call.
+
+    Symmetrically, to ``rne(x / s)`` with ``s = max |x| / 127``: each row of query and key, and the
+    values of a head together. Then ``acc`` is their exact product, and::
+
+        x[i, j] = float(acc[i, j]) * (key_scale[j] * scale) * query_scale[i] + mask[i, j]
+
+    A query's result depends on its own row, and on all keys and values of its head. Where these, or
+    the row, have NaN or infinity, it is NaN.
+
+    Args:
+        query: float32 ``(..., L, E)``; strides as in :func:`attention`.
+        key: float32 ``(..., S, E)``; batch dimensions broadcast.
+        value: float32 ``(..., S, Ev)``.
+        mask: as in :func:`attention`.
+        is_causal: query i sees keys 0 to i. Not with a mask.
+        scale: of the scores; default ``1 / sqrt(E)``. Finite, above 0.
+
+    Returns:
+        float32 ``(..., L, Ev)``.
+
+    Raises:
+        TypeError: a dtype other than these.
+        ValueError: shapes that do not fit, S or E above 65793, or a mask together with
+            ``is_causal``.
+    """
+    for name, operand in (("query", query), ("key", key), ("value", value), ("mask", mask)):
+        if operand is not None or name != "mask":
+            check_type(f"torchq.dynamic_attention: {name}", operand, Tensor, "Pass a tensor.")
+    dst: Tensor = torch.ops.torchq.dynamic_attention(
+        query, key, value, mask, is_causal, _scale(query, scale)
+    )
+    return dst
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return float(max(query.shape[-1], 1)) ** -0.5 if scale is None else scale

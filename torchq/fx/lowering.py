@@ -22,7 +22,7 @@ from torchq.fx.sharing import shared_qparams
 from torchq.fx.tracing.guards import GUARDS, expect, expect_float, expect_tensor, with_item
 from torchq.fx.tracing.sequences import SequenceTracer
 from torchq.lowering import append_clip, matmul_from_float, pool_from_float, post_op_chain
-from torchq.nn.attention import Attention, QAttention
+from torchq.nn.attention import Attention, DynamicQAttention, QAttention
 from torchq.nn.binary import Add, Cat, QAdd, QCat, QMul
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
@@ -64,6 +64,11 @@ class Lowering:
             op = self.plan.ops.get(node)
             if layer is not None:
                 self._layer(layer)
+            elif op is not None and op.role is Role.DYNAMIC:
+                assert isinstance(op.module, Attention)
+                sources = [self.float_of(src) for src in (*op.srcs, op.argument) if src is not None]
+                module = DynamicQAttention.from_float(op.module)
+                self._float[node] = self._call(op.name, module, *sources)
             elif (
                 node.op in ("placeholder", "output")
                 or node.target in GUARDS

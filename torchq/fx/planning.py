@@ -27,6 +27,7 @@ from torchq.fx.recognize import recognize
 from torchq.fx.tracing.capture import Captured
 from torchq.fx.tracing.fake import Fixed, fixed_qparams, same
 from torchq.kinds import NO_DYNAMIC_FORM
+from torchq.nn.attention import Attention
 from torchq.nn.binary import Cat
 from torchq.standalone import stands_alone, why_float
 
@@ -55,6 +56,10 @@ class Plan:
         self.captured, self._config, self._overrides = captured, config, overrides
         self.prefix = captured.prefix
         self.ops = recognize(captured, lambda name: self.config(name) is None)
+        for op in self.ops.values():
+            product = op.role is Role.PRODUCT and isinstance(op.module, Attention)
+            if product and self._no_dynamic_form(op):
+                op.role = Role.DYNAMIC
         self.standalone = self._stand_alone()
         self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}

@@ -95,6 +95,8 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
         reason = "passes values on as they are" if op.role is Role.PASS else ""
         if not quantized:
             reason = "its sources are float"
+    elif op.role is Role.DYNAMIC:
+        quantized = True
     elif op.role is Role.FAKE:
         quantized, reason = True, "says what the scale and zero point are"
     elif op.role is Role.SLOPES:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchq.nn.binary import _QCombine
+from torchq.nn.module import QModule
 from torchq.qparams import QParams
 
 
@@ -88,14 +89,59 @@ class QAttention(_QCombine):
         )  # fmt: skip
         if self.enable_gqa:
             key, value = _repeated(key, query), _repeated(value, query)
-        scale = self.scale
-        if scale is None:
-            scale = float(max(query.shape[-1], 1)) ** -0.5
         scales, zero_points = self._hot()
+        scale = _scale(self.scale, query)
         dst: Tensor = torch.ops.torchq.attention(
             query, key, value, mask, self.is_causal, scale, scales, zero_points, self.dst_code
         )
         return self._limited(dst)
+
+
+class DynamicQAttention(QModule):
+    """Float in, float out, int8 inside; see :func:`torchq.functional.dynamic_attention`.
+
+    Shapes:
+        query: float32 ``(..., L, E)``, key: ``(..., S, E)``, value: ``(..., S, Ev)``.
+        mask: broadcasts to ``(..., L, S)``, bool (true: seen) or float32 (added); or None.
+        dst: float32 ``(..., L, Ev)``.
+
+    Raises:
+        TypeError: a source is not float32.
+        ValueError: the shapes do not fit, or a mask comes with ``is_causal``.
+    """
+
+    def __init__(
+        self, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
+    ) -> None:
+        """See :class:`QAttention`."""
+        super().__init__()
+        self._set_spec(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        self.is_causal, self.scale, self.enable_gqa = is_causal, scale, enable_gqa
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> "DynamicQAttention":
+        """See the base class."""
+        return cls(spec["is_causal"], spec["scale"], spec["enable_gqa"])
+
+    @classmethod
+    def from_float(cls, module: Attention) -> "DynamicQAttention":
+        """Of the same options."""
+        return cls(module.is_causal, module.scale, module.enable_gqa)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """Attends."""
+        if self.enable_gqa:
+            key, value = _repeated(key, query), _repeated(value, query)
+        dst: Tensor = torch.ops.torchq.dynamic_attention(
+            query, key, value, mask, self.is_causal, _scale(self.scale, query)
+        )
+        return dst
+
+
+def _scale(scale: float | None, query: Tensor) -> float:
+    return float(max(query.shape[-1], 1)) ** -0.5 if scale is None else scale
 
 
 def _repeated(src: Tensor, query: Tensor) -> Tensor:
