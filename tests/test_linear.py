@@ -47,11 +47,16 @@ def test_few_rows_take_all_panels(rows: int):
             sampled(LinearShape(rows, channels, reduction), src).check((channels, src))
 
 
-@pytest.mark.parametrize("rows", (1, 2))
-@pytest.mark.parametrize("size", ((149, 461), (1045, 1100), (1109, 5738)), ids=str)
+@pytest.mark.parametrize("rows", (1, 2, 3, 4))
+@pytest.mark.parametrize(
+    "size",
+    ((16, 4200), (149, 461), (192, 512), (240, 401), (1045, 300), (1045, 1100), (1109, 5738)),
+    ids=str,
+)
 def test_streams_of_weights(rows: int, size: tuple[int, int]):
-    """Few, over 1 MB and over 6 MB: one or two rows read them as one stream or in bursts."""
-    for src, chain in itertools.product((U8, S8), ("", "sum:0.05+eltwise_relu")):
+    """Over 64 KB, over 1 MB and over 6 MB; any number of panels is left to the last tiles."""
+    chains = ("", "sum:0.05+eltwise_relu", "eltwise_tanh")
+    for src, chain in itertools.product((U8, S8), chains[: 2 + (size[1] < 1000)]):
         sampled(LinearShape(rows, *size), src, U8, chain).check((src, chain))
     sampled(LinearShape(rows, *size), U8, F32).check(F32)
 

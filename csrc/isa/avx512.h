@@ -337,7 +337,7 @@ struct Avx512Vnni : Avx512 {
   static TORCHQ_INLINE int64_t weights_ahead() { return __builtin_cpu_is("intel") ? 512 : 0; }
   /// Whether that pays where L1 keeps them.
   static TORCHQ_INLINE bool gains_from_l1() { return __builtin_cpu_is("intel"); }
-  /// Whether one row or two read weights as in gemm_stream.h: on Zen 5, where it was measured.
+  /// Whether few rows read weights as in gemm_stream.h: on Zen 5, where it was measured.
   static TORCHQ_INLINE bool gains_from_streams() {
     return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512vp2intersect");
   }

@@ -252,8 +252,8 @@ TORCHQ_INLINE bool takes_three_panels(const GemmTile& t) {
   return fewer_tiles && t.panels > 8 && (t.rows <= kTall || bytes > int64_t{1} << 20);
 }
 
-/// Up to kFewRows rows: panels outermost. One row or two take wide tiles: measured on Emerald
-/// Rapids, 1.02 to 1.08 times as fast from L2, 1.01 from L3.
+/// Up to kFewRows rows: panels outermost. One row or two take wide tiles where they do not take
+/// streams: measured on Emerald Rapids, 1.02 to 1.08 times as fast from L2, 1.01 from L3.
 template <class Isa, bool kNarrow>
 void gemm_few_rows(const GemmTile& t, const Epilogue& e) {
   constexpr int kMost = Isa::kMaxPanels;

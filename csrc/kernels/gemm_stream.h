@@ -1,82 +1,94 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row or two and weights beyond L2: tiles that read them in the order that memory likes best.
+// Few rows, which wait for weights: tiles that read them in the order that memory likes best.
+//
+// Note [Streams]
+// Zen 5 brings weights into L1 as fast as L2 gives them, 45 to 62 bytes a cycle, where few streams
+// go on from panel to panel, read by the same instructions all the time: the panels of a layer are
+// cut into three ranges, and a tile takes one panel of each. A tile of neighbours has a new stream
+// for each panel: 32 to 44 bytes a cycle. One stream is as good for one row only: a broadcast takes
+// as long as a load of 64 bytes, and there are two a cycle. Measured in turns with one, two, three
+// and four rows: 768 -> 768 alone in a loop 1.20, 1.06, 1.09 and 1.05 times as fast, as whole ops
+// 1.07, 1.06, 1.05 and 1.00; 512 -> 512 alone 1.18, 1.06, 1.20 and 1.02. Where 4 KB pages lie in L2
+// makes a difference of as much.
 #pragma once
 
 #include "finish_in_registers.h"
 
 namespace {
 
-/// Sums of a row and panel: what the latency of VPDPBUSD asks for at one product a cycle.
-constexpr int kStreamSums = 4;
+/// Rows that wait for weights rather than for products.
+constexpr int kStreamRows = 4;
 
-/// Panels whose sums wait in L1 for their end: its loads disturb the prefetcher.
-constexpr int kStreamPanels = 32;
+/// More bytes of weights than that are worth what streams cost.
+constexpr int64_t kStreamLeastBytes = 64 * 1024;
 
-/// How far ahead, in bytes, a stream asks for its weights. Nearer (1.5 KB) is as good from L3, but
-/// takes 1.2 times as long from memory; from 12 KB on, L3 is slower.
-constexpr int64_t kStreamAhead = 8 * 1024;
+/// Panels whose sums wait in L1 for their end.
+constexpr int kStreamPanels = 60;
 
-/// Where more weights are read in turn, some will come from memory, and bursts are faster.
-constexpr int64_t kStreamBytes = int64_t{6} << 20;
+/// Quads of a panel that are summed apart: one row asks for four sums, for the latency of VPDPBUSD.
+template <int kStreams>
+constexpr int kStreamQuads = kStreams == 1 ? 4 : 2;
 
-/// Quads that a burst reads of each panel.
-constexpr int kBurst = 4;
-constexpr int kBurstPanels = 8;
+/// The weights of a layer that come from L3, and when all of them do: then fewer streams that ask
+/// for what is next are faster. Where more are read in turn, some come from memory, and these are
+/// slower.
+constexpr int64_t kStreamL2Bytes = int64_t{1} << 20, kStreamL3Bytes = int64_t{6} << 20;
 
-template <class Isa, int MR>
-struct FewRows {
-  const uint8_t* row[MR];
-
-  explicit TORCHQ_INLINE FewRows(const GemmTile& t) {
-    TORCHQ_UNROLL for (int r = 0; r < MR; ++r) row[r] = t.src + t.row_offset[r];
-  }
-  template <bool kFlip>
-  TORCHQ_INLINE typename Isa::Int quad(int r, int64_t k) const {
-    const auto q = Isa::broadcast(row[r] + k);
-    if constexpr (kFlip) return Isa::flip_sign(q);
-    return q;
-  }
-};
-
-/// kQuads of one panel from `k` on, each to its own sums.
-template <class Isa, int MR, bool kFlip, int kQuads>
-TORCHQ_INLINE void stream_step(typename Isa::Int (&sum)[kStreamSums][MR],
-                               const FewRows<Isa, MR>& rows, int64_t k, const int8_t* weight) {
+/// kQuads of one panel of each stream, from `k` on, to the first kQuads sums of each.
+template <class Isa, int MR, int kStreams, int64_t kAhead, bool kFlip, int kQuads>
+TORCHQ_INLINE void stream_step(typename Isa::Int (&sum)[kStreamQuads<kStreams>][MR][kStreams],
+                               const uint8_t* const (&row)[MR], int64_t k, const int8_t* weight,
+                               int64_t apart) {
   TORCHQ_UNROLL for (int i = 0; i < kQuads; ++i) {
-    const auto w = Isa::load_weight(weight + i * kPanel * kQuad);
-    Isa::prefetch(weight + i * kPanel * kQuad + kStreamAhead);
+    typename Isa::Int w[kStreams];
+    TORCHQ_UNROLL for (int s = 0; s < kStreams; ++s) {
+      const int8_t* line = weight + s * apart + i * kPanel * kQuad;
+      w[s] = Isa::load_weight(line);
+      if constexpr (kAhead > 0) Isa::prefetch(line + kAhead);
+    }
     TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-      Isa::dot(sum[i][r], rows.template quad<kFlip>(r, k + i * kQuad), w);
+      auto quad = Isa::broadcast(row[r] + k + i * kQuad);
+      if constexpr (kFlip) quad = Isa::flip_sign(quad);
+      TORCHQ_UNROLL for (int s = 0; s < kStreams; ++s) Isa::dot(sum[i][r][s], quad, w[s]);
     }
   }
 }
 
-/// The sums of `panels` panels from `panel` on, one after the other: all weights are one stream,
-/// read by the same instructions.
-template <class Isa, int MR, bool kFlip>
+/// The sums of kStreams * `panels` panels from `panel` on, each stream `panels` of them.
+template <class Isa, int MR, int kStreams, int64_t kAhead, bool kFlip>
 TORCHQ_NOINLINE void stream_tile(const GemmTile& t, int panel, int panels, int32_t* dst) {
   using Int = typename Isa::Int;
-  const FewRows<Isa, MR> rows(t);
+  const uint8_t* row[MR];
+  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) row[r] = t.src + t.row_offset[r];
+  constexpr int kSums = kStreamQuads<kStreams>;
+  const int64_t apart = panels * t.panel_stride;
   for (int p = 0; p < panels; ++p) {
-    Int sum[kStreamSums][MR];
-    TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-      sum[0][r] = Isa::load_int(t.acc_init + (panel + p) * kPanel);
-      TORCHQ_UNROLL for (int i = 1; i < kStreamSums; ++i) sum[i][r] = Isa::zero();
+    Int sum[kSums][MR][kStreams];
+    TORCHQ_UNROLL for (int s = 0; s < kStreams; ++s) {
+      const Int init = Isa::load_int(t.acc_init + (panel + p + s * panels) * kPanel);
+      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
+        sum[0][r][s] = init;
+        TORCHQ_UNROLL for (int i = 1; i < kSums; ++i) sum[i][r][s] = Isa::zero();
+      }
     }
     const int8_t* weight = t.weight + (panel + p) * t.panel_stride;
     int64_t k = t.runs->src_offset, left = t.runs->quads;
-    for (; left >= kStreamSums; left -= kStreamSums) {
-      asm("" : "+r"(k));  // one index for both rows instead of a pointer each
-      stream_step<Isa, MR, kFlip, kStreamSums>(sum, rows, k, weight);
-      k += kStreamSums * kQuad;
-      weight += kStreamSums * kPanel * kQuad;
+    for (; left >= kSums; left -= kSums) {
+      asm("" : "+r"(k));  // one index for all rows instead of a pointer each
+      stream_step<Isa, MR, kStreams, kAhead, kFlip, kSums>(sum, row, k, weight, apart);
+      k += kSums * kQuad;
+      weight += kSums * kPanel * kQuad;
     }
     for (; left > 0; --left, k += kQuad, weight += kPanel * kQuad) {
-      stream_step<Isa, MR, kFlip, 1>(sum, rows, k, weight);
+      stream_step<Isa, MR, kStreams, kAhead, kFlip, 1>(sum, row, k, weight, apart);
     }
     TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-      const Int total = Isa::add(Isa::add(sum[0][r], sum[1][r]), Isa::add(sum[2][r], sum[3][r]));
-      Isa::store_int(dst + (r * kStreamPanels + p) * kPanel, total);
+      TORCHQ_UNROLL for (int s = 0; s < kStreams; ++s) {
+        TORCHQ_UNROLL for (int i = 1; i < kSums; ++i) {
+          sum[0][r][s] = Isa::add(sum[0][r][s], sum[i][r][s]);
+        }
+        Isa::store_int(dst + (r * kStreamPanels + p + s * panels) * kPanel, sum[0][r][s]);
+      }
     }
   }
 }
@@ -94,91 +106,62 @@ TORCHQ_NOINLINE void finish_stream(const GemmTile& t, const Epilogue& e, const i
   finish_sums<Isa, MR, NP>(t, e, acc, 0, panel);
 }
 
-/// kQuads of all panels from `k` on, one panel after the other.
-template <class Isa, int MR, int NP, bool kFlip, int kQuads>
-TORCHQ_INLINE void burst_step(typename Isa::Int (&acc)[MR][NP], const FewRows<Isa, MR>& rows,
-                              int64_t k, const int8_t* weight, int64_t panel_stride) {
-  typename Isa::Int s[kQuads][MR];
-  TORCHQ_UNROLL for (int i = 0; i < kQuads; ++i) {
-    TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-      s[i][r] = rows.template quad<kFlip>(r, k + i * kQuad);
-      Isa::pin(s[i][r]);
-    }
-  }
-  TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-    TORCHQ_UNROLL for (int i = 0; i < kQuads; ++i) {
-      const auto w = Isa::load_weight(weight + p * panel_stride + i * kPanel * kQuad);
-      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) Isa::dot(acc[r][p], s[i][r], w);
-    }
-  }
-}
-
-/// MR rows x NP panels, several lines of each panel at a time: more streams than one bring more
-/// from memory, and bursts of four more than single lines.
-template <class Isa, int MR, int NP, bool kFlip>
-TORCHQ_NOINLINE void burst_tile(const GemmTile& t, const Epilogue& e, int panel) {
-  typename Isa::Int acc[MR][NP];
-  TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-    const auto init = Isa::load_int(t.acc_init + (panel + p) * kPanel);
-    TORCHQ_UNROLL for (int r = 0; r < MR; ++r) acc[r][p] = init;
-  }
-  const FewRows<Isa, MR> rows(t);
-  const int8_t* weight = t.weight + panel * t.panel_stride;
-  int64_t k = t.runs->src_offset, left = t.runs->quads;
-  for (; left >= kBurst; left -= kBurst) {
-    asm("" : "+r"(k));
-    burst_step<Isa, MR, NP, kFlip, kBurst>(acc, rows, k, weight, t.panel_stride);
-    k += kBurst * kQuad;
-    weight += kBurst * kPanel * kQuad;
-  }
-  for (; left > 0; --left, k += kQuad, weight += kPanel * kQuad) {
-    burst_step<Isa, MR, NP, kFlip, 1>(acc, rows, k, weight, t.panel_stride);
-  }
-  finish_sums<Isa, MR, NP>(t, e, acc, 0, panel);
-}
-
-/// As many full panels as make whole tiles; returns how many these are.
-template <class Isa, int MR, bool kFlip>
+/// As many full panels as the streams share evenly, but not all panels but one: alone it has too
+/// few sums. Returns how many these are.
+template <class Isa, int MR, int kStreams, int64_t kAhead, bool kFlip>
 int gemm_stream(const GemmTile& t, const Epilogue& e) {
-  const int full = t.channels / kPanel;
-  if (t.panels * t.panel_stride > kStreamBytes) {
-    int panel = 0;
-    for (; panel + kBurstPanels <= full; panel += kBurstPanels) {
-      burst_tile<Isa, MR, kBurstPanels, kFlip>(t, e, panel);
-    }
-    return panel;
-  }
   constexpr int kMost = Isa::kMaxPanels;
-  static_assert(kStreamPanels % kMost == 0);
+  static_assert(kStreamPanels % kStreams == 0 && kStreamPanels % kMost == 0);
   alignas(64) int32_t sums[MR * kStreamPanels * kPanel];
-  const int whole = full / kMost * kMost;
+  int whole = t.channels / kPanel / kStreams * kStreams;
+  if (kStreams > 1 && whole > 0 && whole + 1 == t.panels) whole -= kStreams;
   for (int panel = 0; panel < whole; panel += kStreamPanels) {
     const int panels = min_int(kStreamPanels, whole - panel);
-    stream_tile<Isa, MR, kFlip>(t, panel, panels, sums);
-    for (int p = 0; p < panels; p += kMost) {
+    stream_tile<Isa, MR, kStreams, kAhead, kFlip>(t, panel, panels / kStreams, sums);
+    int p = 0;
+    for (; p + kMost <= panels; p += kMost) {
       finish_stream<Isa, MR, kMost>(t, e, sums + p * kPanel, panel + p);
     }
+    for (; p < panels; ++p) finish_stream<Isa, MR, 1>(t, e, sums + p * kPanel, panel + p);
   }
   return whole;
 }
 
-/// Whether weights come from beyond L2; from there it gains nothing. Pixels at corners of images
-/// leave weights out, and read those that the others have just read. Measured on Zen 5 in turns
-/// with wide tiles, whole ops: 1x2048->1000 and 2x2048->1000 1.07 to 1.12 times as fast,
-/// 1x4096->4096 1.04 to 1.08, 2x4096->4096 0.97 to 1.06.
+/// Whether the rows are few enough, and the weights many enough. Pixels at corners of images leave
+/// weights out, and read those that the others have just read.
 template <class Isa>
 TORCHQ_INLINE bool takes_streams(const GemmTile& t) {
   const bool all = t.num_runs == 1 && t.runs->quads * kPanel * kQuad == t.panel_stride;
-  const bool far = t.panels * t.panel_stride > int64_t{1} << 20;
-  return t.rows <= 2 && all && far && Isa::gains_from_streams();
+  const bool large = t.panels * t.panel_stride > kStreamLeastBytes;
+  return t.rows <= kStreamRows && all && large && Isa::gains_from_streams();
+}
+
+template <class Isa, int MR, int kStreams, int64_t kAhead>
+int gemm_stream(const GemmTile& t, const Epilogue& e) {
+  return t.flip ? gemm_stream<Isa, MR, kStreams, kAhead, true>(t, e)
+                : gemm_stream<Isa, MR, kStreams, kAhead, false>(t, e);
+}
+
+template <class Isa, int MR>
+int gemm_stream(const GemmTile& t, const Epilogue& e) {
+  const int64_t bytes = t.panels * t.panel_stride;
+  if (bytes <= kStreamL2Bytes || bytes > kStreamL3Bytes) return gemm_stream<Isa, MR, 3, 0>(t, e);
+  if constexpr (MR <= 2) return gemm_stream<Isa, MR, 1, 8192>(t, e);
+  return gemm_stream<Isa, MR, 2, 2048>(t, e);
 }
 
 template <class Isa>
 int gemm_stream(const GemmTile& t, const Epilogue& e) {
-  if (t.rows == 1) {
-    return t.flip ? gemm_stream<Isa, 1, true>(t, e) : gemm_stream<Isa, 1, false>(t, e);
+  switch (t.rows) {
+    case 1:
+      return gemm_stream<Isa, 1>(t, e);
+    case 2:
+      return gemm_stream<Isa, 2>(t, e);
+    case 3:
+      return gemm_stream<Isa, 3>(t, e);
+    default:
+      return gemm_stream<Isa, 4>(t, e);
   }
-  return t.flip ? gemm_stream<Isa, 2, true>(t, e) : gemm_stream<Isa, 2, false>(t, e);
 }
 
 }  // namespace
