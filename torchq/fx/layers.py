@@ -112,7 +112,7 @@ class _Finder:
         for op in reversed(list(self.ops.values())):
             if op.role is Role.MATMUL:
                 layers.append(self._matmul(op))
-            elif op.role is Role.PRODUCT:
+            elif op.role is Role.PRODUCT and op not in self.taken:
                 layers.append(self._other(op))
             elif op.role is Role.MEAN:
                 layers.append(self._start(op))
@@ -126,8 +126,8 @@ class _Finder:
         return sorted(layers, key=lambda layer: position[layer.dst])
 
     def _start(self, op: Op) -> Layer:
-        layer = Layer(op, list(op.srcs), op.node, [op])
-        self.taken.add(op)
+        layer = Layer(op, list(op.srcs), op.node, [op, *op.absorbed])
+        self.taken.update(layer.parts)
         return layer
 
     def _matmul(self, op: Op) -> Layer:

@@ -66,8 +66,8 @@ class Lowering:
                 self._layer(layer)
             elif op is not None and op.role is Role.DYNAMIC:
                 assert isinstance(op.module, Attention)
-                sources = [self.float_of(src) for src in (*op.srcs, op.argument) if src is not None]
-                module = DynamicQAttention.from_float(op.module)
+                sources = [self.float_of(src) for src in op.srcs] + self._attention_arguments(op)
+                module = DynamicQAttention(op.module.options)
                 self._float[node] = self._call(op.name, module, *sources)
             elif (
                 node.op in ("placeholder", "output")
@@ -160,7 +160,7 @@ class Lowering:
             return src
         if op.role is Role.POOL:
             assert op.module is not None
-            size = [] if op.argument is None else [fx.node.map_arg(op.argument, self.any_of)]
+            size = [] if op.size is None else [fx.node.map_arg(op.size, self.any_of)]
             dst = self._call(op.name, pool_from_float(op.module, qparams), src, *size)
             return self._flat(op, dst)
         if op.role is Role.PAD:
@@ -279,9 +279,9 @@ class Lowering:
         if isinstance(layer.op.module, Cat):
             return QCat(srcs, dst, layer.op.module.dim), [args]
         if isinstance(layer.op.module, Attention):
-            mask = layer.op.argument
-            args += [] if mask is None else [self.float_of(mask)]
-            return QAttention.from_float(layer.op.module, srcs, dst), args
+            return QAttention(srcs, dst, layer.op.module.options), args + self._attention_arguments(
+                layer.op
+            )
         if layer.role is Role.PRODUCT:
             return QMatMul(srcs, dst, self._factor(layer)), args
         cls = QAdd if isinstance(layer.op.module, Add) else QMul
@@ -319,6 +319,26 @@ class Lowering:
             layer.float_module(), src, dst, config, chain, layer.weight_scale(), pad=layer.pad
         )
         return module, args
+
+    def _attention_arguments(self, op: Op) -> list[Any]:
+        """The mask, of all that are added; the scale, where it is known at run time only."""
+        terms: list[fx.Node] = []
+        for mask in op.masks:
+            if isinstance(mask, tuple):
+                call = (self.float_of(mask[0]), *mask[1:])
+                terms.append(self.graph.call_function(torch.where, call))
+            else:
+                terms.append(self.float_of(mask))
+        for i in range(1, len(terms)):
+            terms[i] = self.graph.call_function(operator.add, (terms[i - 1], terms[i]))
+        assert isinstance(op.module, Attention)
+        scale: Any = op.module.options.scale
+        for factor, divides in op.factors:
+            function = operator.truediv if divides else operator.mul
+            scale = self.graph.call_function(function, (scale, self.float_of(factor)))
+        if not op.factors:
+            return [*terms[-1:]]
+        return [terms[-1] if terms else None, scale]
 
     def _factor(self, layer: Layer) -> PostOps:
         """What a matrix product takes over, in order."""

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torchq.affine import TRANSPOSED, reduction
 from torchq.fx.ops import Arguments, Made, Role
 from torchq.fx.tracing.fake import weight_scale
-from torchq.nn.attention import Attention
+from torchq.nn.attention import Attention, AttentionOptions
 from torchq.nn.binary import MatMul
 
 _MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
@@ -104,8 +104,9 @@ def attention(a: Arguments) -> Made | str:
     mask = a.nodes["attn_mask"]
     if mask is not None and mask.meta["value"].dtype not in (torch.bool, torch.float32):
         return f"its mask is {mask.meta['value'].dtype}, not torch.float32 or torch.bool"
-    module = Attention(a.is_causal, a.scale, a.enable_gqa)
-    return Made(Role.PRODUCT, module, sources, argument=mask)
+    scale = None if a.scale is None else float(a.scale)  # TorchScript tells them apart
+    module = Attention(AttentionOptions(bool(a.is_causal), scale, bool(a.enable_gqa)))
+    return Made(Role.PRODUCT, module, sources, masks=[] if mask is None else [mask])
 
 
 def inner(a: Arguments) -> Made | str:

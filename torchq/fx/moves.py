@@ -101,7 +101,7 @@ def interpolate(a: Arguments) -> Made | str:
     made = Made(Role.POOL, module, [a.input])
     if a.varying("input"):
         one = isinstance(size, fx.Node) and size.meta["value"].is_number
-        made.argument = [size] * dims if one else list(size) if isinstance(size, tuple) else size
+        made.size = [size] * dims if one else list(size) if isinstance(size, tuple) else size
     elif size is not None:
         module.size = tuple(size) if isinstance(size, Sequence) else (size,) * dims
     return made

@@ -8,7 +8,7 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -34,6 +34,9 @@ class Role(enum.Enum):
     OPAQUE = "anything else, in float32"
 
 
+Mask: TypeAlias = fx.Node | tuple[fx.Node, float, float]
+
+
 @dataclass(eq=False)
 class Made:
     """A recognised operation: what computes it in float, and the nodes it reads.
@@ -49,7 +52,11 @@ class Made:
         affine: (scale, shift) in float64, which broadcast against the result, where it is
             ``x * scale + shift`` of its first source: a matmul in front of it takes that over.
         weight_scale: of a MATMUL, where its weight was fake-quantized: one, or one per channel.
-        argument: that the module takes behind its sources, with nodes in it: a size, a mask.
+        size: that the module is called with at run time, with nodes; None for none.
+        masks: of attention: what is added to its scores, or (where, what is added there, what
+            elsewhere); a bool mask alone says what is seen.
+        factors: of attention: numbers made of sizes by which its scores are multiplied or, if true,
+            divided.
         is_matmul: whether the function is a convolution or linear, int8 or not.
     """
 
@@ -63,7 +70,9 @@ class Made:
     affine: tuple[Tensor, Tensor] | None = None
     weight_scale: Tensor | None = None
     is_matmul: bool = False
-    argument: Any = None
+    size: Any = None
+    masks: list[Mask] = field(default_factory=list)
+    factors: list[tuple[fx.Node, bool]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -77,6 +86,7 @@ class Op(Made):
         kind: class of the module, or name of the function.
         requested: whether an override keeps it float.
         owner: module of the float model, if it is one.
+        absorbed: operations in front of it that it computes as well.
     """
 
     node: fx.Node = field(kw_only=True)
@@ -85,6 +95,7 @@ class Op(Made):
     kind: str = field(kw_only=True)
     requested: bool = False
     owner: nn.Module | None = None
+    absorbed: list[Op] = field(default_factory=list)
 
 
 class Arguments(dict[str, Any]):

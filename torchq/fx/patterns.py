@@ -154,6 +154,17 @@ def _fake(a: Arguments) -> Made | str:
     return Made(Role.FAKE, fake, [a.nodes["input"]], reason=why_not_fixed(fake))
 
 
+def _cast(a: Arguments) -> Made | str:
+    """``x.to(torch.float32)``, ``x.to(other)`` and ``x.type_as(other)``, which return x itself."""
+    target = a["to"]
+    dtype = target.meta["value"].dtype if isinstance(target, fx.Node) else target
+    source = a.input.meta["value"]
+    kept = dtype in (torch.float32, "cpu", torch.device("cpu")) and source.shape is not None
+    if not kept or source.dtype != torch.float32:
+        return "it changes the dtype or the device"
+    return Made(Role.PASS, None, [a.input])
+
+
 def _dropout(a: Arguments) -> Made | str:
     return "it drops at random" if a.training else Made(Role.PASS, None, [a.input])
 
@@ -305,6 +316,8 @@ PATTERNS: list[Pattern] = [
             "input pad mode='constant' value=None", moves.pad, adapt=moves.pad_module),
     Pattern(Role.PASS, (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
             nn.AlphaDropout, QuantStub, DeQuantStub)),
+    Pattern(Role.PASS, (), ("to", "type_as"), "input to", _cast),
+    Pattern(Role.PASS, (), ("float",), "input to=None", lambda a: _cast(a)),
     Pattern(Role.PASS, (), _DROPOUTS, "input p=0.5 training=True inplace=False", _dropout),
     # what stays float, and why
     _float("8 bits of the scores are too coarse for their exponentials", nn.Softmax, nn.LogSoftmax,

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
 from torchq.explain import Row
 from torchq.fake_quantize import FakeQuantize
+from torchq.fx.attention import fuse_attention
 from torchq.fx.layers import Layer, find_layers
 from torchq.fx.ops import Op, Role, clip_bounds
 from torchq.fx.phases import coarse_phases
@@ -47,6 +48,7 @@ class Plan:
         reasons: layer -> why it stays float; "" where it is quantized.
         fakes: node of a fake quantizer -> what it says; those that change nothing are not in.
         standalone: modules that are quantized by themselves.
+        dynamic_wholes: operation that is a part of a dynamic one -> that one.
         table_hosts: layer that is a function of each element -> the matmul in front that applies
             its table.
     """
@@ -56,6 +58,7 @@ class Plan:
         self.captured, self._config, self._overrides = captured, config, overrides
         self.prefix = captured.prefix
         self.ops = recognize(captured, lambda name: self.config(name) is None)
+        fuse_attention(self.ops)
         for op in self.ops.values():
             product = op.role is Role.PRODUCT and isinstance(op.module, Attention)
             if product and self._no_dynamic_form(op):
@@ -88,6 +91,9 @@ class Plan:
         self.layer_at = {layer.dst: layer for layer in self._active()}
         self.inside = {part.node for layer in self._active() for part in layer.parts}
         self.inside -= set(self.layer_at)
+        dynamic = [op for op in self.ops.values() if op.role is Role.DYNAMIC]
+        self.dynamic_wholes = {part: op for op in dynamic for part in op.absorbed}
+        self.inside.update(part.node for part in self.dynamic_wholes)
         found = {layer: self._table_host(layer) for layer in self._active()}
         self.table_hosts = {layer: host for layer, host in found.items() if host is not None}
 

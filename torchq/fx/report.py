@@ -82,6 +82,8 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     quantized, reason, site = False, op.reason, op.name
     if op.owner is not None and op.base in plan.standalone:
         quantized, site = True, op.base
+    elif (whole := plan.dynamic_wholes.get(op)) is not None:
+        quantized, reason, site = True, f"fused into {whole.name}", whole.name
     elif layer is not None:
         reason = plan.reasons[layer]
         quantized = not reason

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized modules, and float modules that become some of them."""
 
-from torchq.nn.attention import DynamicQAttention, QAttention
+from torchq.nn.attention import AttentionOptions, DynamicQAttention, QAttention
 from torchq.nn.binary import Add, Cat, Mul, QAdd, QCat, QMul
 from torchq.nn.conv import QConv1d, QConv2d, QConv3d
 from torchq.nn.conv_transpose import QConvTranspose1d, QConvTranspose2d, QConvTranspose3d
@@ -34,6 +34,7 @@ __all__ = [
     "QLSTM",
     "QRNN",
     "Add",
+    "AttentionOptions",
     "Cat",
     "DeQuantStub",
     "Dequantize",

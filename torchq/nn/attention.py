@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaled dot product attention: a float module to trace, and the quantized one."""
+"""Scaled dot product attention: a float module to trace, and the quantized ones."""
 
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -12,25 +13,40 @@ from torchq.nn.module import QModule
 from torchq.qparams import QParams
 
 
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What :func:`torch.nn.functional.scaled_dot_product_attention` takes beside tensors.
+
+    Attributes:
+        is_causal: query i sees keys 0 to i; not with a mask.
+        scale: of the scores; None means 1 / sqrt(E).
+        enable_gqa: key and value have fewer heads (dim -3), each for several of query's.
+        transposed_key: key is ``(..., E, S)``; not with ``enable_gqa``.
+    """
+
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    transposed_key: bool = False
+
+
 class Attention(nn.Module):
     """:func:`torch.nn.functional.scaled_dot_product_attention`, as a module."""
 
-    def __init__(
-        self, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
-    ) -> None:
-        """Arguments as of the function."""
+    def __init__(self, options: AttentionOptions) -> None:
+        """Without dropout."""
         super().__init__()
-        self.is_causal, self.enable_gqa = bool(is_causal), bool(enable_gqa)
-        self.scale = None if scale is None else float(scale)  # TorchScript tells them apart
+        self.options = options
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """Attends."""
+        o = self.options
+        key = key.mT if o.transposed_key else key
         return F.scaled_dot_product_attention(
-            query, key, value, mask, 0.0, self.is_causal, scale=self.scale,
-            enable_gqa=self.enable_gqa,
-        )  # fmt: skip
+            query, key, value, mask, 0.0, o.is_causal, scale=o.scale, enable_gqa=o.enable_gqa
+        )
 
 
 class QAttention(_QCombine):
@@ -53,44 +69,39 @@ class QAttention(_QCombine):
         self,
         srcs: list[QParams],
         dst: QParams | None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        options: AttentionOptions | None = None,
     ) -> None:
-        """``srcs`` has three; ``dst`` None means float32; ``scale`` None means 1 / sqrt(E).
-
-        ``enable_gqa``: key and value have fewer heads (dim -3), each for several of query's.
-        """
-        options: dict[str, object] = {
-            "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa
-        }  # fmt: skip
-        super().__init__(srcs, dst, **options)
-        self.is_causal, self.scale, self.enable_gqa = is_causal, scale, enable_gqa
+        """``srcs`` has three; ``dst`` None means float32."""
+        options = options or AttentionOptions()
+        super().__init__(srcs, dst, options=asdict(options))
+        # one by one: TorchScript knows no dataclass
+        self.is_causal, self.scale = options.is_causal, options.scale
+        self.enable_gqa, self.transposed_key = options.enable_gqa, options.transposed_key
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QAttention":
         """See the base class."""
-        options = {name: spec[name] for name in ("is_causal", "scale", "enable_gqa")}
-        return cls(**cls._arguments_from_spec(spec), **options)
-
-    @classmethod
-    def from_float(
-        cls, module: Attention, srcs: list[QParams], dst: QParams | None = None
-    ) -> "QAttention":
-        """Of the same options."""
-        return cls(srcs, dst, module.is_causal, module.scale, module.enable_gqa)
+        options = AttentionOptions(**spec["options"])
+        return cls(**cls._arguments_from_spec(spec), options=options)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
-        """Attends."""
+        """Attends; ``scale`` takes the place of the module's."""
         query, key, value = (
             self._quantized(query, 0), self._quantized(key, 1), self._quantized(value, 2)
         )  # fmt: skip
+        if self.transposed_key:
+            key = key.mT
         if self.enable_gqa:
             key, value = _repeated(key, query), _repeated(value, query)
         scales, zero_points = self._hot()
-        scale = _scale(self.scale, query)
+        scale = _scale(self.scale if scale is None else scale, query)
         dst: Tensor = torch.ops.torchq.attention(
             query, key, value, mask, self.is_causal, scale, scales, zero_points, self.dst_code
         )
@@ -110,32 +121,35 @@ class DynamicQAttention(QModule):
         ValueError: the shapes do not fit, or a mask comes with ``is_causal``.
     """
 
-    def __init__(
-        self, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
-    ) -> None:
+    def __init__(self, options: AttentionOptions | None = None) -> None:
         """See :class:`QAttention`."""
         super().__init__()
-        self._set_spec(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        self.is_causal, self.scale, self.enable_gqa = is_causal, scale, enable_gqa
+        options = options or AttentionOptions()
+        self._set_spec(options=asdict(options))
+        self.is_causal, self.scale = options.is_causal, options.scale
+        self.enable_gqa, self.transposed_key = options.enable_gqa, options.transposed_key
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "DynamicQAttention":
         """See the base class."""
-        return cls(spec["is_causal"], spec["scale"], spec["enable_gqa"])
-
-    @classmethod
-    def from_float(cls, module: Attention) -> "DynamicQAttention":
-        """Of the same options."""
-        return cls(module.is_causal, module.scale, module.enable_gqa)
+        return cls(AttentionOptions(**spec["options"]))
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
-        """Attends."""
+        """Attends; ``scale`` takes the place of the module's."""
+        if self.transposed_key:
+            key = key.mT
         if self.enable_gqa:
             key, value = _repeated(key, query), _repeated(value, query)
+        scale = _scale(self.scale if scale is None else scale, query)
         dst: Tensor = torch.ops.torchq.dynamic_attention(
-            query, key, value, mask, self.is_causal, _scale(self.scale, query)
+            query, key, value, mask, self.is_causal, scale
         )
         return dst
 
