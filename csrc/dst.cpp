@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
+#include <memory>
 #include <new>
 
 namespace torchq {
@@ -19,11 +21,30 @@ constexpr int kMostIdleBlocks = 64;
 
 /// In front of a block's data, which so is aligned to 64 bytes as torch's own.
 struct alignas(64) Block {
-  size_t bytes;  // of the data
+  size_t bytes;   // of the data
+  void* address;  // of what was allocated
 
   void* data() { return this + 1; }
   static Block* of(void* data) { return static_cast<Block*>(data) - 1; }
 };
+
+/// Small blocks are aligned by hand: malloc with an alignment takes 30 to 90 ns, without 5 to 20.
+Block* new_block(size_t bytes) {
+  if (bytes >= kLeastKeptBytes) {
+    void* const address = c10::alloc_cpu(sizeof(Block) + bytes);
+    return new (address) Block{bytes, address};
+  }
+  size_t size = sizeof(Block) + bytes + alignof(Block);
+  void* const address = std::malloc(size);
+  if (address == nullptr) throw std::bad_alloc();
+  void* place = address;
+  return new (std::align(alignof(Block), sizeof(Block) + bytes, place, size)) Block{bytes, address};
+}
+
+void delete_block(Block* block) {
+  if (block->bytes >= kLeastKeptBytes) return c10::free_cpu(block->address);
+  std::free(block->address);
+}
 
 /// Blocks without a tensor, the one that was freed last at the end. Nobody waits for the lock, so
 /// that a process forked while another thread held it is none the worse.
@@ -47,11 +68,11 @@ class IdleBlocks {
   void put(Block* block) {
     if (block->bytes < kLeastKeptBytes || block->bytes > kMostIdleBytes ||
         busy_.test_and_set(std::memory_order_acquire)) {
-      c10::free_cpu(block);
+      delete_block(block);
       return;
     }
     while (count_ == kMostIdleBlocks || bytes() + block->bytes > kMostIdleBytes) {
-      c10::free_cpu(remove(0));
+      delete_block(remove(0));
     }
     blocks_[count_] = block;
     sizes_[count_++] = block->bytes;
@@ -86,9 +107,7 @@ class DstAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &free_data, at::kCPU};
     Block* block = bytes < kLeastKeptBytes ? nullptr : idle_blocks.take(bytes);
-    if (block == nullptr) {
-      block = new (c10::alloc_cpu(sizeof(Block) + bytes)) Block{bytes};
-    }
+    if (block == nullptr) block = new_block(bytes);
     c10::profiledCPUMemoryReporter().New(block->data(), bytes);
     return {block->data(), block->data(), &free_data, at::kCPU};
   }

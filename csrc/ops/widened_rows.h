@@ -35,7 +35,7 @@ class WidenedRows {
       runs_[i].src_offset = row_bytes_;
       row_bytes_ += c.runs[i].quads * kWideQuad;
     }
-    for (int r = 0; r < kGemmRows; ++r) offset_[r] = r * row_bytes_;
+    for (int r = 0; r < kMostRows; ++r) offset_[r] = r * row_bytes_;
     tile.runs = runs_;
     tile.row_offset = offset_;
     tile.flip = false;
@@ -58,10 +58,11 @@ class WidenedRows {
 
  private:
   static constexpr int64_t kWideQuad = 2 * kQuad;  // bytes
+  static constexpr int64_t kMostRows = 8 * kTileRows;
   /// Rows that stay in L2 beside the widened weights of a block.
   static int64_t most_rows(int64_t quads) {
     const int64_t tiles = kBytes / (std::max<int64_t>(quads, 1) * kWideQuad * kTileRows);
-    return std::clamp<int64_t>(tiles * kTileRows, kTileRows, kGemmRows);
+    return std::clamp<int64_t>(tiles * kTileRows, kTileRows, kMostRows);
   }
   static constexpr int64_t kBytes = 128 * 1024;
 
@@ -70,7 +71,7 @@ class WidenedRows {
   GemmRun* runs_;
   uint8_t* rows_;
   int64_t row_bytes_ = 0;
-  int64_t offset_[kGemmRows];
+  int64_t offset_[kMostRows];
 };
 
 }  // namespace torchq
