@@ -64,10 +64,11 @@ class Operands:
 
 @dataclass(frozen=True)
 class Competitor:
-    """One side's result for the layer, and how to time it."""
+    """One side's result, how to time it, and how many steps from torchq's it may be."""
 
     dst: Tensor
     blocks: Blocks
+    tolerance: float = 1
 
 
 def channels_last(x: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 
 Every layer has random full-range data, per-channel weight scales, a float32 bias, a ReLU and a
 uint8 destination; zero points are 0. Its result must have the bits of torchq's reference tier and
-be at most one step away from each peer's. A residual sum is in place for the peers; torchq reads
-the residual and writes a new tensor.
+be at most one step away from each peer's, where both compute the same. A residual sum is in place
+for the peers; torchq reads the residual and writes a new tensor.
 
 --line repeats linear layers and convolutions as TORCHQ_VERBOSE=1 printed them, with the post-ops,
 dtypes and geometry that they had there.
@@ -24,6 +24,7 @@ from torch import Tensor
 
 import torchq
 from benchmarks import report
+from benchmarks.attention import ATTENTION, Attention
 from benchmarks.competitors import (
     Competitor,
     Operands,
@@ -43,12 +44,16 @@ __all__ = ["add_arguments", "run"]
 PEERS = ("onednn", "torch")
 _SRC_DTYPES = {"u8": torch.uint8, "s8": torch.int8}
 
-AnyLayer: TypeAlias = Layer | LoggedLayer | Primitive
-LAYERS: dict[str, Mapping[Any, int]] = {**SUITES, "elementwise": ELEMENTWISE}
+AnyLayer: TypeAlias = Layer | LoggedLayer | Primitive | Attention
+LAYERS: dict[str, Mapping[Any, int]] = {
+    **SUITES,
+    "elementwise": ELEMENTWISE,
+    "attention": ATTENTION,
+}
 
 
 def verify(name: str, dst: Tensor, expected: Tensor, peers: dict[str, Competitor]) -> None:
-    """Raises RuntimeError unless dst has the reference's bits and no peer is further than 1.
+    """Raises RuntimeError unless dst has the reference's bits and no peer is too far away.
 
     A float32 dst may be 2^-18 of its largest value away from a peer's: they round in between.
     """
@@ -58,8 +63,8 @@ def verify(name: str, dst: Tensor, expected: Tensor, peers: dict[str, Competitor
             f"{name}: torchq's result differs from its reference tier in {wrong} of "
             f"{dst.numel()} values. Nothing was timed; run the tests."
         )
-    step = 2**-18 * float(dst.abs().max()) if dst.is_floating_point() else 1
     for other, peer in peers.items():
+        step = 2**-18 * float(dst.abs().max()) if dst.is_floating_point() else peer.tolerance
         distance = float((dst.double() - peer.dst.double()).abs().max())
         if distance > step:
             raise RuntimeError(
@@ -105,6 +110,13 @@ class Setup:
         if isinstance(layer, Primitive):
             srcs = layer.sources(_SRC_DTYPES[src])
             return *layer.ours(srcs), {"onednn": lambda: layer.competitor(srcs, self._onednn)}
+        if isinstance(layer, Attention):
+            srcs = layer.sources(_SRC_DTYPES[src])
+            makers = {
+                "onednn": lambda: layer.onednn(srcs, self._onednn),
+                "torch": lambda: layer.torch(srcs),
+            }
+            return *layer.ours(srcs), makers
         data = Operands.random(layer, _SRC_DTYPES[src])
         return *torchq_call(layer, data), {
             "onednn": lambda: onednn_competitor(layer, data, self._onednn),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import torchq
 import torchq.functional as TF
-from torchq.nn import QAttention
+from torchq.nn import AttentionOptions, QAttention
 from torchq.nn.attention import Attention
 from torchq.qparams import QParams
 
@@ -268,8 +268,9 @@ def test_module(quantized: bool):
         QParams.per_tensor(s, z, t) for s, z, t in ((0.02, 120, U8), (0.03, 0, S8), (0.04, 110, U8))
     ]
     dst = QParams.per_tensor(0.05, 3, S8) if quantized else None
-    float_module = Attention(scale=0.3, enable_gqa=True)
-    module = QAttention.from_float(float_module, srcs, dst)
+    options = AttentionOptions(scale=0.3, enable_gqa=True)
+    float_module = Attention(options)
+    module = QAttention(srcs, dst, options)
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 4)
     mask = torch.rand(2, 1, 5, 9) > 0.3

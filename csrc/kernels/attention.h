@@ -41,14 +41,11 @@ void quantize_symmetric(const SymmetricRows& s) {
   }
 }
 
-/// Rows of scores are read in whole blocks: -inf behind the last one weighs nothing.
-constexpr int64_t kScoreBlock = 64;
-TORCHQ_INLINE int64_t whole_blocks(int64_t n) {
-  return (n + kScoreBlock - 1) / kScoreBlock * kScoreBlock;
-}
+/// Rows of scores are read in whole panels: -inf behind the last one weighs nothing.
+TORCHQ_INLINE int64_t whole_panels(int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }
 
-/// Scores from n to the end of its block become -inf, whole panels at a time: what reads them next
-/// would wait for single stores. Of the first ones, NaN become infinity, which spoils as much.
+/// Scores from n to the end of its panel become -inf, in one store: what reads them next would wait
+/// for several. Of the others, NaN become infinity, which spoils as much.
 template <class Isa>
 TORCHQ_INLINE void hide_scores(float* x, int64_t n) {
   constexpr float all = __builtin_inff(), none = -all;
@@ -56,12 +53,11 @@ TORCHQ_INLINE void hide_scores(float* x, int64_t n) {
       all,  all,  all,  all,  all,  all,  all,  all,  all,  all,  all,
       all,  all,  all,  all,  all,  none, none, none, none, none, none,
       none, none, none, none, none, none, none, none, none, none};
-  int64_t j = n / kPanel * kPanel;
-  Isa::store(x + j, Isa::min(Isa::load(x + j), Isa::load(kEdge + kPanel - n % kPanel)));
-  for (j += kPanel; j < whole_blocks(n); j += kPanel) Isa::store(x + j, Isa::set(none));
+  float* const last = x + n / kPanel * kPanel;
+  Isa::store(last, Isa::min(Isa::load(last), Isa::load(kEdge + kPanel - n % kPanel)));
 }
 
-/// The largest of n scores, in whole blocks, to which the mask is added if there is one.
+/// The largest of n scores, to which the mask is added if there is one.
 template <class Isa>
 TORCHQ_INLINE float largest_score(float* x, int64_t n, const float* mask) {
   if (mask != nullptr) {
@@ -69,17 +65,20 @@ TORCHQ_INLINE float largest_score(float* x, int64_t n, const float* mask) {
       Isa::store(x + j, Isa::add(Isa::load(x + j), Isa::load(mask + j, m)));
     });
   }
-  typename Isa::Float best[kScoreBlock / kPanel];
+  constexpr int kVectors = 4;
+  typename Isa::Float best[kVectors];
   TORCHQ_UNROLL for (auto& b : best) b = Isa::set(-__builtin_inff());
-  for (int64_t j = 0; j < n; j += kScoreBlock) {
-    TORCHQ_UNROLL for (int v = 0; v < kScoreBlock / kPanel; ++v) {
+  int64_t j = 0;
+  for (; j + kVectors * kPanel <= n; j += kVectors * kPanel) {
+    TORCHQ_UNROLL for (int v = 0; v < kVectors; ++v) {
       best[v] = Isa::max(best[v], Isa::load(x + j + v * kPanel));
     }
   }
+  for (; j < n; j += kPanel) best[0] = Isa::max(best[0], Isa::load(x + j));
   return Isa::largest_lane(Isa::max(Isa::max(best[0], best[1]), Isa::max(best[2], best[3])));
 }
 
-/// dst of n scores, in whole blocks; returns their total.
+/// dst of n scores, in whole panels; returns their total.
 template <class Isa>
 TORCHQ_INLINE float weigh_scores(const float* x, int64_t n, float largest_of_all, float unit_size,
                                  uint8_t* dst) {
@@ -88,19 +87,22 @@ TORCHQ_INLINE float weigh_scores(const float* x, int64_t n, float largest_of_all
   const auto full = Isa::set(torchq::kFullWeight);
   auto sum = Isa::set(0.0f);
   auto before = Isa::zero();
-  for (int64_t j = 0; j < whole_blocks(n); j += kVectors * kPanel) {
+  const auto weigh = [&](const float* scores) {
+    const auto t = Isa::mul(Isa::sub(Isa::load(scores), largest), unit);
+    sum = Isa::fma(Math<Isa>::exp2_coarse(t), full, sum);
+    const auto rounded = Isa::to_int(sum), weight = Isa::sub(rounded, before);
+    before = rounded;
+    return weight;
+  };
+  int64_t j = 0;
+  for (; j + kVectors * kPanel <= n; j += kVectors * kPanel) {
     typename Isa::Int q[kVectors];
-    TORCHQ_UNROLL for (int v = 0; v < kVectors; ++v) {
-      const auto t = Isa::mul(Isa::sub(Isa::load(x + j + v * kPanel), largest), unit);
-      sum = Isa::fma(Math<Isa>::exp2_coarse(t), full, sum);
-      const auto rounded = Isa::to_int(sum);
-      q[v] = Isa::sub(rounded, before);
-      before = rounded;
-    }
+    TORCHQ_UNROLL for (int v = 0; v < kVectors; ++v) q[v] = weigh(x + j + v * kPanel);
     Isa::store_row(dst + j, q, false);
   }
-  const float all = Isa::sum_halves(sum);
-  return all == all ? static_cast<float>(Isa::sum_lanes(before)) : __builtin_nanf("");
+  for (; j < n; j += kPanel) Isa::store_panel(dst + j, weigh(x + j), false);
+  const float total = Isa::sum_halves(Isa::round(sum));  // below 2^24, so exact
+  return total == total ? total : __builtin_nanf("");
 }
 
 template <class Isa>
@@ -109,7 +111,7 @@ void attention_weights(const AttentionRows& a) {
     const int64_t n = a.visible + r < a.keys ? a.visible + r : a.keys;
     float* x = a.scores + r * a.stride;
     uint8_t* dst = a.dst + r * a.stride;
-    if (n < a.keys && n % kScoreBlock != 0) hide_scores<Isa>(x, n);
+    if (n < a.keys && n % kPanel != 0) hide_scores<Isa>(x, n);
     const float largest =
         largest_score<Isa>(x, n, a.mask == nullptr ? nullptr : a.mask + r * a.mask_stride);
     if (largest == -__builtin_inff()) {
@@ -119,7 +121,9 @@ void attention_weights(const AttentionRows& a) {
       continue;
     }
     a.total[r] = weigh_scores<Isa>(x, n, largest, a.unit, dst);
-    memset(dst + whole_blocks(n), 0, static_cast<size_t>(a.stride - whole_blocks(n)));
+    if (n < a.keys) {
+      memset(dst + whole_panels(n), 0, static_cast<size_t>(a.stride - whole_panels(n)));
+    }
   }
 }
 

@@ -318,12 +318,12 @@ struct SymmetricRows {
 ///   dst[j] = rne(c[j]) - rne(c[j - 16])      total = the sum of dst
 ///
 /// So what rounding takes from a weight goes to the next ones of its lane: many that are smaller
-/// than half a step still add up. dst[j] is 0 from n on. A row whose scores are all -inf has total
-/// 0, one with NaN or inf NaN. Overwrites the scores.
+/// than half a step still add up. dst[j] is 0 from n to keys and the end of their panel. A row whose
+/// scores are all -inf has total 0, one with NaN or inf NaN. Overwrites the scores.
 // clang-format on
 struct AttentionRows {
   float* scores;   // [rows][stride], -inf from `keys` on
-  int64_t stride;  // values from row to row, of scores and of dst: whole blocks of 64
+  int64_t stride;  // values from row to row, of scores and of dst; whole panels
   int64_t rows, keys, visible;
   const float* mask;  // null, or rows of `keys` values, `mask_stride` apart
   int64_t mask_stride;

@@ -65,7 +65,7 @@ struct Attention {
   RealRow dst;
 };
 
-/// Columns of scores in memory: whole blocks of 64, so that they are read without a mask.
+/// Columns of scores in memory: four panels at a time are what products finish in registers.
 constexpr int64_t padded_keys(int64_t keys) { return (keys + 63) / 64 * 64; }
 
 /// n columns of `columns.k` values, and columns of zeros up to whole panels in `padded`;
