@@ -270,6 +270,37 @@ def test_arguments_of_classes_with_tensors() -> None:
         assert sqnr(model(Slots(x)), converted(Slots(x))) > 25
 
 
+class DynamicCache:
+    """What a model of transformers returns beside its result, here without methods."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+def test_a_cache_that_is_returned_is_named_with_the_way_around_it() -> None:
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, use_cache: bool = True) -> Any:
+            y = self.a(x)
+            return (self.b(y), DynamicCache(y)) if use_cache else (self.b(y),)
+
+    model = Caching().eval()
+    with pytest.warns(UserWarning, match=r"class DynamicCache, .*pass use_cache=False in example"):
+        swapped = torchq.quantize(model, batches())
+    converted = torchq.quantize(model, [{"x": x, "use_cache": False} for x in batches()])
+    assert isinstance(converted, fx.GraphModule)
+    for x in batches():
+        expected, cache = model(x)
+        found, kept = swapped(x)
+        assert sqnr(expected, found) > 25 and sqnr(cache.keys, kept.keys) > 25
+        assert sqnr(expected, converted(x, use_cache=False)[0]) > 25
+        with pytest.raises(RuntimeError, match="was False, got True"):
+            converted(x)
+
+
 class _Hinge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Any:

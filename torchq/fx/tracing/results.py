@@ -17,7 +17,16 @@ from typing import Any, NamedTuple, Optional
 
 from torch import Tensor, fx
 
-__all__ = ["is_like", "scripted"]
+__all__ = ["is_like", "no_place_for", "scripted"]
+
+
+def no_place_for(a: Any) -> str:
+    """Why an object of a class that a graph does not know cannot be in it."""
+    name = type(a).__name__
+    reason = f"its Python code returns or takes an object of class {name}, which no graph holds"
+    if name.endswith("Cache"):  # of transformers
+        reason += "; pass use_cache=False in example_inputs, if the model has it"
+    return reason
 
 
 def is_like(made: Any, a: Any) -> bool:

@@ -24,7 +24,7 @@ from torchq.fx.tracing.place import why
 from torchq.fx.tracing.proxy import Proxy, release
 from torchq.fx.tracing.recorder import Recorder
 from torchq.fx.tracing.respelled import UNSCRIPTED, instead, settle_filter
-from torchq.fx.tracing.results import is_like
+from torchq.fx.tracing.results import is_like, no_place_for
 from torchq.fx.tracing.written import Written, writes_to_constant
 from torchq.kinds import is_patched
 from torchq.state import put_back, state_of
@@ -99,7 +99,10 @@ class Tracer(Recorder):
             return self.create_proxy("call_function", type(a), (), given).node
         if isinstance(a, dict) and type(a) is not dict:
             return self.create_proxy("call_function", type(a), (dict(a),), {}).node
-        return super().create_arg(a)
+        try:
+            return super().create_arg(a)
+        except NotImplementedError as error:
+            raise fx.proxy.TraceError(no_place_for(a)) from error
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """A node that knows its value."""
