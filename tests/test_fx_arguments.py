@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,35 @@ def test_defaults_that_are_the_examples() -> None:
     for found in converted:
         for args in ((), (1.0,), (1.0, 1), (1.0, 1, "a"), (1.0, 1, "a", None)):
             check(model, found, *args)
+
+
+@pytest.mark.parametrize(
+    ("example", "other"),
+    [(2.0, 2), (2, 2.0), (True, 1), (1, True), ([1, 2], [1.0, 2]), ((True, 0), (1, 0))],
+)
+@pytest.mark.parametrize("left_out", [False, True])
+def test_an_equal_number_of_another_class_is_another_one(
+    example: Any, other: Any, left_out: bool
+) -> None:
+    """The code may ask for the class, as ``if scale is True`` does."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, between: Any = None, n: Any = None) -> Tensor:
+            kinds = [type(item) for item in n] if isinstance(n, list | tuple) else [type(n)]
+            return self.a(x) * (1.0 if all(kind is float for kind in kinds) else -1.0)
+
+    model = Asks().eval()
+    inputs = {"x": X, "n": example} if left_out else {"x": X, "between": None, "n": example}
+    converted = torchq.quantize(model, [inputs])
+    assert isinstance(converted, fx.GraphModule)
+    with torch.no_grad():
+        assert sqnr(model(**inputs), converted(**inputs)) > 25
+    with pytest.raises(RuntimeError, match=re.escape(f"was {example}, got {other}")):
+        converted(**{**inputs, "n": other})
 
 
 def test_a_tensor_behind_defaults() -> None:

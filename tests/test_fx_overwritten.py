@@ -84,3 +84,35 @@ def test_a_part_of_what_was_read_is_written() -> None:
         return z
 
     check(forward, traced=False)
+
+
+MAYBE: dict[str, Callable[[Any], Any]] = {  # copies, but not of one row
+    "contiguous": lambda y: y.t().contiguous(),
+    "reshape": lambda y: y.t().reshape(-1),
+    "flatten": lambda y: y.t().flatten(),
+    "expand": lambda y: y[:1].expand(len(y), 8).contiguous(),
+    "twice": lambda y: y.t().contiguous().view(2, 4, -1).transpose(0, 1).contiguous().mT[..., :1],
+}
+
+
+@pytest.mark.parametrize("other", MAYBE)
+@pytest.mark.parametrize("write", ["zero", "relu", "operator", "item"])
+@pytest.mark.parametrize("to_copy", [True, False])
+def test_a_copy_that_is_none_for_one_row(other: str, write: str, to_copy: bool) -> None:
+    """A graph made of four rows would leave the other name as it is, also where both are one."""
+
+    def forward(m: Any, x: Tensor) -> Any:
+        y = m.a(x)
+        z = MAYBE[other](y)
+        WRITES[write](z if to_copy else y)
+        return m.b(y), z
+
+    torch.manual_seed(0)
+    model = Wired(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval()
+    rows = torch.randn(4, 8)
+    converted = torchq.quantize(model, [rows, *(row[None] for row in rows)])
+    assert write == "item" or isinstance(converted, fx.GraphModule)
+    with torch.no_grad():
+        for x in (rows, rows[:1], rows[1:3]):
+            for expected, found in zip(model(x), converted(x), strict=True):
+                assert sqnr(expected, found) > 25 or torch.equal(expected, found)

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from torchq.fx.tracing.aliases import join, memory
 from torchq.fx.tracing.batches import free_batch
 from torchq.fx.tracing.containers import is_given, is_part
 from torchq.fx.tracing.factories import traced_factories
-from torchq.fx.tracing.guards import GUARDS, expect, expect_dtype
+from torchq.fx.tracing.guards import GUARDS, expect, expect_dtype, with_item
 from torchq.fx.tracing.memory import DIFFERS, Calls, why_other, with_constants
 from torchq.fx.tracing.nodes import phase
 from torchq.fx.tracing.overwritten import spare_readers
@@ -136,6 +137,7 @@ def _trace(
     if failed:
         raise CaptureError(failed)
     try:
+        _join_copies(graph, tracer)
         spare_readers(graph, tracer)
     except fx.proxy.TraceError as error:
         raise CaptureError(str(error)) from error
@@ -180,6 +182,29 @@ def _meta(value: Any) -> Meta:
         tensors = [v for v in value if isinstance(v, Tensor)]
         return Meta(None, tensors[0].dtype, _meta(tensors[0]).storage, True, len(value))
     return Meta(is_number=isinstance(value, (bool, int, float)), is_int=type(value) is int)
+
+
+def _join_copies(graph: fx.Graph, tracer: Tracer) -> None:
+    """Where a copy is none for other strides, a write to it is one to both.
+
+    Raises:
+        TraceError: the graph assigns items to one of them, which it makes a new tensor of, and
+            reads the other one behind that.
+    """
+    values, position = tracer.values, {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.find_nodes(op="call_function", target=with_item):
+        own = memory(values[node.args[0]])
+        others = tracer.one_memory(node.args[0]) - {own}
+        names = (name for name in position if memory(values.get(name)) in others)
+        if any(position[user] > position[node] for name in names for user in name.users):
+            raise fx.proxy.TraceError(
+                "its Python code assigns items of what is a copy for some sizes or strides only, "
+                "and reads the other one afterwards"
+            )
+    for node in graph.nodes:
+        for target in node.meta.get("writes", ()):
+            while pair := tracer.copied({memory(values[target])} - {0}):
+                join(values, *pair)
 
 
 def _write_back(graph: fx.Graph, tracer: Tracer) -> None:

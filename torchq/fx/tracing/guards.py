@@ -49,8 +49,27 @@ def expect(value: int, expected: int, where: str = "") -> None:
     scripting = torch.jit.is_scripting()  # type: ignore[attr-defined]
     if not scripting and torch._C._get_tracing_state():
         return  # a trace makes constants of conditions
-    if value != expected:
+    differs = value != expected
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        differs = differs or _is_other_number(value, expected)
+    if differs:
         _raise_size(f"{expected}", f"{value}", where)
+
+
+def _is_other_number(value: Any, expected: Any) -> bool:
+    """Whether code that asks for the class finds another one: 2 is no 2.0, and 1 is not True."""
+    return type(value) in (bool, int, float) and type(value) is not type(expected)
+
+
+def _is_same(value: Any, expected: Any) -> bool:
+    """Equal, with numbers of the same classes inside."""
+    if value != expected or _is_other_number(value, expected):
+        return False
+    if isinstance(expected, list | tuple):
+        return all(map(_is_same, value, expected))
+    if isinstance(expected, dict):
+        return all(_is_same(value[key], expected[key]) for key in expected)
+    return True
 
 
 @torch.fx.wrap
@@ -127,7 +146,10 @@ def expect_number(value: float, expected: float) -> None:
     Raises:
         RuntimeError: naming both.
     """
-    if value != expected:
+    differs = value != expected
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        differs = differs or _is_other_number(value, expected)
+    if differs:
         _raise_other(f"{expected}", f"{value}")
 
 
@@ -149,7 +171,7 @@ def expect_same(value: Any, expected: Any) -> None:
     Raises:
         RuntimeError: naming both.
     """
-    if value != expected:
+    if not _is_same(value, expected):
         _raise_other(f"{expected}", f"{value}")
 
 
@@ -212,14 +234,14 @@ def expect_given(value: Any, expected: Any) -> None:
         RuntimeError: naming both.
     """
     same = False
-    if isinstance(value, str) and isinstance(expected, str):  # noqa: SIM114 - TorchScript narrows
+    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+        same = _is_same(value, expected) or (value != value and expected != expected)
+    elif isinstance(value, str) and isinstance(expected, str):  # noqa: SIM114 - it narrows
         same = value == expected
     elif isinstance(value, bool) and isinstance(expected, bool):  # noqa: SIM114 - one class at a time
         same = value == expected
     elif isinstance(value, int) and isinstance(expected, int):
         same = value == expected
-    elif isinstance(value, int) and isinstance(expected, float):
-        same = float(value) == expected
     elif isinstance(value, float) and isinstance(expected, float):
         same = value == expected or (math.isnan(value) and math.isnan(expected))
     if not same:

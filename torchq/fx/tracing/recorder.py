@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from torchq._library import all_tensors
+from torchq.fx.tracing.aliases import copied_sources, memory
 from torchq.fx.tracing.guards import expect, expect_real
 from torchq.fx.tracing.nodes import compute, counts
 from torchq.fx.tracing.place import line, place
@@ -62,6 +63,7 @@ class Recorder(SequenceTracer):
         self.released = False
         self._running, self._thread = False, threading.get_ident()
         self._written: dict[fx.Node, fx.Node] = {}
+        self._copied: dict[fx.Node, list[fx.Node]] = {}
         self.constants: list[Any] = []
         strided = [x for x in all_tensors() if x.layout == torch.strided]
         self.older = {p: x for x in strided if (p := x.untyped_storage().data_ptr())}
@@ -130,15 +132,34 @@ class Recorder(SequenceTracer):
         self._written[self.latest(old.node)] = new.node
 
     def has_views(self, proxy: fx.Proxy, besides: Sequence[fx.Node] = ()) -> bool:
-        """Whether another node that somebody may read has the same memory."""
+        """Whether another node that somebody may read has the same memory, or may have it."""
         known = {self.latest(node) for node in (proxy.node, *besides)}
-        storage = self.values[self.latest(proxy.node)].untyped_storage().data_ptr()
+        shared = self.one_memory(self.latest(proxy.node))
         return any(
-            isinstance(value, Tensor)
-            and value.untyped_storage().data_ptr() == storage
-            and self.latest(node) not in known
+            memory(value) in shared and self.latest(node) not in known
             for node, value in self.values.items()
         )
+
+    def one_memory(self, node: fx.Node) -> set[int]:
+        """Where its elements are, and copies of them that are none for other strides."""
+        shared = {memory(self.values[node])} - {0}
+        while pair := self.copied(shared):
+            shared.update(memory(self.values[node]) for node in pair)
+        return shared
+
+    def copied(self, memories: set[int]) -> tuple[fx.Node, fx.Node] | None:
+        """A source and a copy of it that is none for other strides; one is in ``memories``."""
+        for node, value in self.values.items():
+            for source in self._copied.get(node, node.all_input_nodes):
+                if (memory(value) in memories) == (memory(self.values[source]) in memories):
+                    continue
+                if node not in self._copied:
+                    before, self._running = self._running, True
+                    self._copied[node] = copied_sources(self.root, node, self.values)
+                    self._running = before
+                if source in self._copied[node]:
+                    return source, node
+        return None
 
     def _forget(self, mark: int) -> set[fx.Node]:
         """Takes back all nodes but the first ``mark`` ones."""
