@@ -46,8 +46,8 @@ from torchq._arguments import (
     to_float32,
     to_mask,
 )
-from torchq._post_ops import PostOps, read_post_ops
 from torchq._text import at_position, float_text, read_fields, split_at
+from torchq.chains import PostOps, read_post_ops
 
 ROUNDING_MODES = ("nearest", "environment", "stochastic")
 KINDS = ("output_scales", "scales", "zero_points", "rnn_weights", "rnn_weights_projection")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import check_type, to_int
-from torchq._post_ops import CHANNEL_MASKS, Eltwise, PostOps, Sum, foldable, post_ops_of
 from torchq.attr import Attr
+from torchq.chains import CHANNEL_MASKS, Eltwise, PostOps, Sum, foldable, post_ops_of
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchq._post_ops import PostOps
 from torchq.affine import TRANSPOSED
+from torchq.chains import PostOps
 from torchq.config import QConfig
 from torchq.nn import conv, conv_transpose, linear, pooling, resample
 from torchq.nn.module import QModule

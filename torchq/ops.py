@@ -27,7 +27,7 @@ from torchq._library import (
     shorten_calls,
     window_output,
 )
-from torchq._post_ops import CHANNEL_MASKS, Binary, PostOps, PReLU, foldable
+from torchq.chains import CHANNEL_MASKS, Binary, PostOps, PReLU, foldable
 
 __all__ = [
     "LIBRARY_PATH",

@@ -28,7 +28,7 @@ The text joins post-ops with ``+`` and their fields with ``:``, and omits traili
 It holds structure, masks and scalars. The values of binary, prelu and dw_conv travel beside it.
 """
 
-from torchq._post_ops import (
+from torchq.chains import (
     BINARY_ALGS,
     CHANNEL_MASKS,
     ELTWISE_ALGS,

@@ -26,8 +26,8 @@ from torchq._arguments import (
     to_float32,
     to_int,
 )
-from torchq._post_ops import Binary, Eltwise, PostOp, PostOps, PReLU, Sum
 from torchq.attr import Attr
+from torchq.chains import Binary, Eltwise, PostOp, PostOps, PReLU, Sum
 from torchq.compose.composer import Composer, Refused, State
 from torchq.compose.quantization import append_fake_quantize, bounds_behind_round
 from torchq.fake_quantize import FakeQuantize

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import INT32, check_type, to_float32, to_int
-from torchq._post_ops import Sum
 from torchq.attr import Attr
+from torchq.chains import Sum
 from torchq.folding import Folded, check_attr, check_attr_type
 from torchq.packing import PackedWeight
 

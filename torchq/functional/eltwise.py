@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import check_tensors, check_type, float_values
-from torchq._post_ops import PostOps
 from torchq.attr import Attr
+from torchq.chains import PostOps
 from torchq.folding import check_attr_type
 from torchq.functional.arguments import real_params, real_post_ops
 from torchq.ops import dtype_code

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import check_type
-from torchq._post_ops import PostOps, post_ops_of
 from torchq.attr import Attr
+from torchq.chains import PostOps, post_ops_of
 from torchq.folding import Folded, check_attr, check_attr_type, check_int32_bias, fold
 from torchq.functional.arguments import check_8bit, check_source, post_op_sources
 from torchq.ops import dtype_code

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import check_type, to_int
-from torchq._post_ops import Sum
 from torchq.attr import Attr
+from torchq.chains import Sum
 from torchq.folding import check_attr
 from torchq.functional.arguments import Floats, Zeros, to_scale, to_zero_point
 from torchq.ops import dtype_code

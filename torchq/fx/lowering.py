@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from torchq._post_ops import PostOps
 from torchq.affine import combined
+from torchq.chains import PostOps
 from torchq.fx.layers import Layer
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.ops import Op, Role

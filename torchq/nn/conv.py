@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq._post_ops import PostOps
 from torchq.attr import Attr
+from torchq.chains import PostOps
 from torchq.functional.arguments import conv_geometry
 from torchq.functional.depthwise import join_at_dw_conv
 from torchq.nn.layer import DIRECT, QLayer, sources_of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq._post_ops import PostOps
+from torchq.chains import PostOps
 from torchq.functional.conv_transpose import conv_transpose_geometry
 from torchq.nn.layer import DIRECT, QLayer, sources_of
 from torchq.nn.weight import quantized_weight

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from torchq._post_ops import CHANNEL_MASKS, Binary, Eltwise, PostOps, PReLU, post_ops_of
 from torchq.attr import Attr
+from torchq.chains import CHANNEL_MASKS, Binary, Eltwise, PostOps, PReLU, post_ops_of
 from torchq.folding import fold
 from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.nn.quantize import QLookup

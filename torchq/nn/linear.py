@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq._post_ops import PostOps
+from torchq.chains import PostOps
 from torchq.nn.layer import DIRECT, QLayer, sources_of
 from torchq.nn.weight import quantized_weight
 from torchq.packing import PackedWeight, pack_linear

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq._post_ops import Binary, Eltwise, PostOps, PReLU, Sum
+from torchq.chains import Binary, Eltwise, PostOps, PReLU, Sum
 from torchq.nn.binary import _QCombine
 from torchq.nn.layer import sources_of
 from torchq.qparams import QParams

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq._post_ops import PostOps
+from torchq.chains import PostOps
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.ops import dtype_code
 from torchq.qparams import QParams

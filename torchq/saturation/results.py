@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq._post_ops import Binary, Eltwise, PostOp, PReLU, Sum
+from torchq.chains import Binary, Eltwise, PostOp, PReLU, Sum
 from torchq.nn.layer import QLayer
 from torchq.nn.quantize import QLookup
 

@@ -23,19 +23,19 @@ from torchq._arguments import (
     to_int,
     to_mask,
 )
-from torchq._post_ops.arguments import (
+from torchq.chains.arguments import (
     check_zero_point,
     make_dw_conv,
     operand_values,
     with_dw_values,
 )
-from torchq._post_ops.sources import (
+from torchq.chains.sources import (
     CHANNEL_MASKS,
     has_full_values,
     merged_sources,
     owners_of,
 )
-from torchq._post_ops.types import (
+from torchq.chains.types import (
     BINARY_ALGS,
     ELTWISE_ALGS,
     Binary,

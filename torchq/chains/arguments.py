@@ -18,7 +18,7 @@ from torchq._arguments import (
     to_dtype,
     to_int,
 )
-from torchq._post_ops.types import DwConv
+from torchq.chains.types import DwConv
 
 WHERE = "torchq.PostOps.append_dw_conv"
 

@@ -10,7 +10,7 @@ from typing import TypeGuard
 from torch import Tensor
 
 from torchq._arguments import check_count, selected_dims
-from torchq._post_ops.types import Binary, PostOp, PReLU, Sum
+from torchq.chains.types import Binary, PostOp, PReLU, Sum
 
 CHANNEL_MASKS = (0, 2)
 """Masks whose values are folded; an operand with any other is a source of the op."""

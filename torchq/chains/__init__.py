@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chains of post-ops; :mod:`torchq.post_ops` has the formulas and the text."""
 
-from torchq._post_ops.chain import MAX_POST_OPS, PostOps, foldable, post_ops_of
-from torchq._post_ops.sources import CHANNEL_MASKS
-from torchq._post_ops.types import (
+from torchq.chains.chain import MAX_POST_OPS, PostOps, foldable, post_ops_of
+from torchq.chains.sources import CHANNEL_MASKS
+from torchq.chains.types import (
     BINARY_ALGS,
     ELTWISE_ALGS,
     Binary,
