@@ -73,6 +73,9 @@ CASES = [
     Case("lstm", 40, 128, steps=2, batch=50, projection=64),
     Case("gru", 64, 192, steps=2, batch=49, directions=2),
     Case("gru_vanilla", 64, 64, steps=3, batch=17, src=F32),
+    # One row that reads its weights as streams: of one gate, of two, and of more groups than fit.
+    Case("rnn_tanh", 20, 528, steps=3),
+    Case("gru_vanilla", 30, 320, steps=3),
     Case("rnn_tanh", 64, 128, steps=2, batch=50, src=S8, per_tensor=True),
 ]
 
