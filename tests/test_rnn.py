@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -278,70 +274,6 @@ def check_strided_sources(case: Case) -> None:
             assert_same(got, same)
     wide = src.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     assert_same(layer(wide, None, h_0, c_0)[0], expected[0])
-
-
-def test_a_region_that_gets_fewer_threads_than_it_asks_for() -> None:
-    """A limit that torch does not know of: 7 parts on 2 or 3 threads."""
-    code = (
-        "import sys; sys.path.insert(0, 'tests')\n"
-        "import torch, test_rnn as t\n"
-        "case = t.Case('lstm', 64, 256, steps=5, batch=2)\n"
-        "layer = t.make(case); x, h, c = t.inputs(case, layer)\n"
-        "torch.set_num_threads(1); one = layer(x, None, h, c)[0]\n"
-        "torch.set_num_threads(7); seven = layer(x, None, h, c)[0]\n"
-        "assert torch.equal(one, seven); print('same')"
-    )
-    for limit in ("2", "3"):
-        run = python(code, OMP_THREAD_LIMIT=limit, OMP_DYNAMIC="false")
-        assert run.stdout.split() == ["same"], run.stderr
-
-
-def test_four_processes_on_two_cores_finish() -> None:
-    """Threads that wait for one without a core give theirs up.
-
-    Two processes of two threads share each core, so at every barrier somebody waits for a thread
-    that does not run. Spinning until the scheduler steps in takes 8 s of processor time for these
-    2000 steps, giving up the core 0.05 s; up to 2 s where other processes take whole time slices.
-    """
-    code = (
-        "import os, sys, time; sys.path.insert(0, 'tests')\n"
-        "cores = sorted(os.sched_getaffinity(0))[:2]\n"
-        "os.sched_setaffinity(0, {cores[NUMBER % len(cores)]})\n"
-        "import torch, test_rnn as t\n"
-        "torch.set_num_threads(2)\n"
-        "case = t.Case('gru', 256, 256, steps=200)\n"
-        "layer = t.make(case); x, h, c = t.inputs(case, layer)\n"
-        "layer(x, None, h, c)\n"
-        "before = time.process_time()\n"
-        "for _ in range(10): layer(x, None, h, c)\n"
-        "print(time.process_time() - before)"
-    )
-    for run in [start(code.replace("NUMBER", str(i))) for i in range(4)]:
-        assert float(finished(run).stdout) < 4
-
-
-def start(code: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, **environment},
-    )
-
-
-def finished(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        out, error = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 0, error
-    return subprocess.CompletedProcess([], process.returncode, out, error)
-
-
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return finished(start(code, **environment))
 
 
 ERRORS = {
