@@ -24,7 +24,7 @@ _ALIGNMENT = 16  # bytes, so that elements of every dtype begin there
 
 def memory(value: Any) -> int:
     """Where the first tensor in a value has its elements; 0 if it has none."""
-    for leaf in tree_leaves(value):
+    for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
             return leaf.untyped_storage().data_ptr()
     return 0

@@ -150,13 +150,19 @@ class Recorder(SequenceTracer):
     def copied(self, memories: set[int]) -> tuple[fx.Node, fx.Node] | None:
         """A source and a copy of it that is none for other strides; one is in ``memories``."""
         for node, value in self.values.items():
-            for source in self._copied.get(node, node.all_input_nodes):
-                if (memory(value) in memories) == (memory(self.values[source]) in memories):
+            sources = self._copied.get(node, node.all_input_nodes)
+            if not sources or not isinstance(value, Tensor):
+                continue
+            inside = memory(value) in memories
+            for source in sources:
+                if (memory(self.values[source]) in memories) == inside:
                     continue
                 if node not in self._copied:
                     before, self._running = self._running, True
-                    self._copied[node] = copied_sources(self.root, node, self.values)
-                    self._running = before
+                    try:
+                        self._copied[node] = copied_sources(self.root, node, self.values)
+                    finally:
+                        self._running = before
                 if source in self._copied[node]:
                     return source, node
         return None
