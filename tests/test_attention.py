@@ -29,7 +29,7 @@ COARSE = [0.999928057, 0.693260968, 0.242611125, 0.0551716536]
 
 def exp2_coarse(t: Tensor) -> Tensor:
     """2^t of float32 t <= 0: a cubic on the fraction, times a power of two."""
-    t = torch.where(t > -126, t, torch.where(t.isnan(), t, f32(-126.0)))
+    t = torch.where(t > -120, t, torch.where(t.isnan(), t, f32(-120.0)))
     whole = rne(t).float()
     y = torch.full_like(t, COARSE[-1])
     for c in COARSE[-2::-1]:
