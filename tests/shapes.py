@@ -55,6 +55,7 @@ LINEAR_SHORT = [
     *(LinearShape(m, 112, 16, "short_m") for m in (17, 37, 48, 59, 97)),
     *(LinearShape(37, n, 24, "short_n") for n in (8, 16, 24, 32, 40, 48, 56, 64, 72, 128)),
     *(LinearShape(50, 80, k, "short_k") for k in (12, 13, 16, 20, 24, 28, 29, 32, 36, 40, 45, 52)),
+    *(LinearShape(50, n, k, "short") for k in (61, 64, 95, 96) for n in (32, 48, 80)),
 ]
 LINEAR_LIMITS = [
     LinearShape(0, 16, 8, "no_rows"),

@@ -308,6 +308,8 @@ TORCHQ_INLINE int gemm_if_short(const GemmTile& t, const Epilogue& e) {
   if (has_runs<1, 8>(t)) return gemm_short_rows<Isa, 1, 8>(t, e);
   if (has_runs<1, 10>(t)) return gemm_short_rows<Isa, 1, 10>(t, e);
   if (has_runs<1, 12>(t)) return gemm_short_rows<Isa, 1, 12>(t, e);
+  if (has_runs<1, 16>(t)) return gemm_short_rows<Isa, 1, 16>(t, e);
+  if (has_runs<1, 24>(t)) return gemm_short_rows<Isa, 1, 24>(t, e);
   if (has_runs<3, 3>(t)) return gemm_short_rows<Isa, 3, 3>(t, e);
   return 0;
 }
