@@ -12,7 +12,7 @@ namespace torchq {
 namespace {
 
 /// Scores and weights of the rows that a thread works on: with keys and values they stay in L2.
-constexpr int64_t kBlockBytes = 128 * 1024;
+constexpr int64_t kBlockBytes = 256 * 1024;
 constexpr float kLog2E = 1.44269504f;
 
 PackedColumns take_columns(ScratchFrame& scratch, int64_t n, int64_t k) {
