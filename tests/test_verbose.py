@@ -107,7 +107,7 @@ REASONS = {
         "gemm_narrow,adjacent weights of one sign add up to more than 128",
     ],
     "conv((1, 8, 9, 9), (8, 8, 1, 1), a=attr('eltwise_tanh'))": [NO_UNIT, CHAIN],
-    "conv((1, 16, 9, 9), (16, 4, 3, 3), groups=4, padding=1)": [DEPTHWISE, NO_UNIT],
+    "conv((1, 16, 9, 9), (16, 4, 3, 3), groups=4)": [DEPTHWISE, NO_UNIT],
     "conv((1, 8, 9, 9), (8, 4, 1, 1), groups=2)": [
         DEPTHWISE,
         "small_groups,there are fewer than 16 channels, or an odd number of groups of 2",
@@ -128,6 +128,11 @@ REASONS = {
         PADDED + "fewer than 3 pixels meet the same valid taps",
         NO_UNIT,
     ],
+    "conv((1, 4, 12, 12), (8, 4, 3, 3), padding=1)": [
+        PADDED + "so few products with padding take less time",
+        NO_UNIT,
+    ],
+    "conv((1, 16, 30, 30), (32, 16, 3, 3), padding=1)": [NO_UNIT],
     "conv((1, 4, 30, 30), (8, 4, 9, 9), padding=4)": [
         PADDED + "pixels meet more than 64 sets of valid taps",
         NO_UNIT,
