@@ -26,7 +26,7 @@ from torchq.ops import LIBRARY_PATH
 
 pytestmark = pytest.mark.filterwarnings(
     "error",
-    "ignore:.*torch.jit.*deprecated:DeprecationWarning",
+    "ignore:.*torch.jit.*deprecated",  # DeprecationWarning in torch 2.13, FutureWarning in 2.15
     "ignore:torch.meshgrid:UserWarning",
     "ignore:Using padding='same' with even kernel lengths:UserWarning",
     "ignore:.*is deprecated.*:DeprecationWarning:torch.*",

@@ -21,7 +21,7 @@ from train import Digits, load_data, load_or_train
 import torchq
 
 # torch.jit still works, but says at every call that torch.export is to be preferred.
-warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)
+warnings.filterwarnings("ignore", message=".*torch.jit.*")
 
 
 def main() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -91,7 +90,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="train less")
     epochs = 22 if parser.parse_args().quick else 40
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
     torch.manual_seed(0)
     data = load()
     problems = []

@@ -190,7 +190,8 @@ def error_behind(function: Callable[[Tensor], Tensor], h: Histogram) -> Cost | N
         splits[:, -1] = len(points)
         count, first, second = (np.diff(sums[splits]) for sums in until)
         found = np.where(count > 0, values(levels), 0.0)
-        error = (second - 2 * found * first + found * found * count).sum(1)
+        with np.errstate(invalid="ignore"):  # inf - inf, which is refused below
+            error = (second - 2 * found * first + found * found * count).sum(1)
         error = np.maximum(error, 0.0) / max(float(counts.sum()), 1.0)
         return np.where(((low < 0) | (high > 0)) & np.isfinite(error), error, np.inf)
 
