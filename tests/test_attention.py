@@ -18,7 +18,7 @@ from torch import Tensor
 
 import torchq
 import torchq.functional as TF
-from torchq.nn import AttentionOptions, QAttention
+from torchq.nn import AttentionOptions, DynamicQAttention, QAttention
 from torchq.nn.attention import Attention
 from torchq.qparams import QParams
 
@@ -293,6 +293,7 @@ def test_errors():
     q, k, v = (torch.zeros(2, 3, n, 8, dtype=U8) for n in (4, 5, 5))
     refuse(TypeError, "attention: query must be torch.uint8 or torch.int8", q.float(), k, v)
     refuse(ValueError, "query, key and value must be", q[0, 0, 0], k, v)
+    refuse(ValueError, "query, key and value must be", torch.zeros((), dtype=U8), k, v)
     refuse(ValueError, "query and key must have as many columns", q, k[..., :4], v)
     refuse(ValueError, "key and value as many rows", q, k, v[:, :, :4])
     refuse(ValueError, "batch dimensions of query, key and value must broadcast", q, k[:, :2], v)
@@ -308,3 +309,7 @@ def test_errors():
     refuse(NotImplementedError, "must have no post-ops", q, k, v, attr=chain)
     with torch.enable_grad():
         refuse(RuntimeError, "mask requires grad", q, k, v, torch.zeros(4, 5, requires_grad=True))
+    grouped = DynamicQAttention(AttentionOptions(enable_gqa=True))
+    for heads in (1, 6):
+        with pytest.raises(ValueError, match=f"a multiple of the heads .* got {heads} and 4"):
+            grouped(torch.zeros(2, heads, 5, 8), *[torch.zeros(2, 4, 5, 8)] * 2)

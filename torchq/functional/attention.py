@@ -69,7 +69,7 @@ def attention(
             "float32 result, or with torchq.functional.eltwise."
         )
     dst: Tensor = torch.ops.torchq.attention(
-        query, key, value, mask, is_causal, _scale(query, scale), scales, zero_points,
+        query, key, value, mask, is_causal, score_scale(query, scale), scales, zero_points,
         dtype_code(dst_dtype, "attention"),
     )  # fmt: skip
     return dst
@@ -113,10 +113,12 @@ def dynamic_attention(
         if operand is not None or name != "mask":
             check_type(f"torchq.dynamic_attention: {name}", operand, Tensor, "Pass a tensor.")
     dst: Tensor = torch.ops.torchq.dynamic_attention(
-        query, key, value, mask, is_causal, _scale(query, scale)
+        query, key, value, mask, is_causal, score_scale(query, scale)
     )
     return dst
 
 
-def _scale(query: Tensor, scale: float | None) -> float:
-    return float(max(query.shape[-1], 1)) ** -0.5 if scale is None else scale
+def score_scale(query: Tensor, scale: float | None) -> float:
+    """``scale``, or what it is by default."""
+    size = query.shape[-1] if query.dim() > 0 else 0  # of a number the op says what is wrong
+    return float(max(size, 1)) ** -0.5 if scale is None else scale

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchq.functional.attention import score_scale
 from torchq.nn.binary import _QCombine
 from torchq.nn.module import QModule
 from torchq.qparams import QParams
@@ -62,7 +63,8 @@ class QAttention(_QCombine):
 
     Raises:
         TypeError: a source has another dtype.
-        ValueError: the shapes do not fit, or a mask comes with ``is_causal``.
+        ValueError: the shapes do not fit, with ``enable_gqa`` also the numbers of heads, or a mask
+            comes with ``is_causal``.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class QAttention(_QCombine):
         if self.enable_gqa:
             key, value = _repeated(key, query), _repeated(value, query)
         scales, zero_points = self._hot()
-        scale = _scale(self.scale if scale is None else scale, query)
+        scale = score_scale(query, self.scale if scale is None else scale)
         dst: Tensor = torch.ops.torchq.attention(
             query, key, value, mask, self.is_causal, scale, scales, zero_points, self.dst_code
         )
@@ -118,7 +120,8 @@ class DynamicQAttention(QModule):
 
     Raises:
         TypeError: a source is not float32.
-        ValueError: the shapes do not fit, or a mask comes with ``is_causal``.
+        ValueError: the shapes do not fit, with ``enable_gqa`` also the numbers of heads, or a mask
+            comes with ``is_causal``.
     """
 
     def __init__(self, options: AttentionOptions | None = None) -> None:
@@ -147,17 +150,19 @@ class DynamicQAttention(QModule):
             key = key.mT
         if self.enable_gqa:
             key, value = _repeated(key, query), _repeated(value, query)
-        scale = _scale(self.scale if scale is None else scale, query)
+        scale = score_scale(query, self.scale if scale is None else scale)
         dst: Tensor = torch.ops.torchq.dynamic_attention(
             query, key, value, mask, self.is_causal, scale
         )
         return dst
 
 
-def _scale(scale: float | None, query: Tensor) -> float:
-    return float(max(query.shape[-1], 1)) ** -0.5 if scale is None else scale
-
-
 def _repeated(src: Tensor, query: Tensor) -> Tensor:
     """Each head as often as query has heads for it."""
+    if query.shape[-3] % src.shape[-3] != 0:
+        raise ValueError(
+            f"torchq.nn.QAttention: query must have a multiple of the heads of key and value, got "
+            f"{query.shape[-3]} and {src.shape[-3]} heads (dim -3). Leave out enable_gqa where "
+            "they are to broadcast."
+        )
     return src.repeat_interleave(query.shape[-3] // src.shape[-3], -3)
