@@ -135,3 +135,14 @@ def test_one_tensor_given_twice() -> None:
         prepared = torchq.prepare(model, (x, x))
     for given in ((x, x), (x, other)):
         torch.testing.assert_close(prepared(*given), model(*given))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_casts_of_what_is_float_already_are_kept(dynamic: bool) -> None:
+    """The next call may give another dtype: 20 times an uint8 wraps around."""
+    casts: list[Callable[[Tensor], Tensor]] = [lambda x: x.to(torch.float32), lambda x: x.float()]
+    for cast in casts:
+        model = Model(lambda m, x, cast=cast: cast(x) * 20 / 4000).eval()
+        x, given = torch.rand(4, 8) * 200, (torch.rand(4, 8) * 200).to(torch.uint8)
+        converted = torchq.quantize(model, [x], x, torchq.QConfig(dynamic=dynamic))
+        assert torch.equal(converted(given), converted(given.float()))

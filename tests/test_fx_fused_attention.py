@@ -189,6 +189,7 @@ SPELLED = {
     "two_biases": lambda m, q, k, mask: (
         q.matmul(k.permute(0, 1, 3, 2)).mul_(0.3) + mask + 2 * mask
     ).softmax(3),
+    "float": lambda m, q, k, mask: ((q @ k.mT).float() / 3 + mask.float()).softmax(-1).type_as(q),
     "einsum": lambda m, q, k, mask: torch.einsum("bhid,bhjd->bhij", q, k).mul(0.3).softmax(-1),
 }
 
@@ -229,6 +230,11 @@ UNLIKE = {
         -1
     ),
     "function_between": lambda m, q, k, mask: torch.tanh(q @ k.mT).softmax(-1),
+    "rounded": lambda m, q, k, mask: torch.div(q @ k.mT, q.size(2), rounding_mode="trunc").softmax(
+        -1
+    ),
+    "doubled": lambda m, q, k, mask: (lambda s: s + s)(q @ k.mT).softmax(-1),
+    "squared": lambda m, q, k, mask: (lambda w: w @ w)((q @ k.mT).softmax(-1)),
     "scores_kept": lambda m, q, k, mask: (lambda s: s.softmax(-1) * s.sum())(q @ k.mT),
 }
 
@@ -256,6 +262,58 @@ def test_masks_that_are_written_later() -> None:
     converted = torchq.quantize(model, [(x, mask)], (x, mask))
     with torch.no_grad():
         assert sqnr(model(x, mask), converted(x, mask)) > 30
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["behind", "in_front"])
+def test_hooks_of_softmax_run(before: bool) -> None:
+    model, x = Spelled(lambda m, q, k, mask: m.norm(q @ k.mT)).eval(), torch.randn(TOKENS)
+    if before:
+        model.norm.register_forward_pre_hook(lambda module, args: (5 * args[0],))
+    else:
+        model.norm.register_forward_hook(lambda module, args, result: result / 4)
+    converted = torchq.quantize(model, [x], x)
+    with torch.no_grad():
+        assert sqnr(model(x), converted(x)) > 25
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_bool_mask_in_place_of_one_that_is_added(dynamic: bool) -> None:
+    """The model would add 1; the op would hide scores."""
+    x = torch.randn(TOKENS)
+    for weigh in (SPELLED["module"], SPELLED["two_biases"]):
+        model = Spelled(weigh).eval()
+        inputs = (x, torch.randn(3, 1, 1, 7))
+        converted = torchq.quantize(model, [inputs], inputs, torchq.QConfig(dynamic=dynamic))
+        with pytest.raises(TypeError, match=r"must be torch\.float32, .* got torch\.bool"):
+            converted(x, inputs[1] > 0)
+
+
+def test_masks_that_are_constants() -> None:
+    """Minus infinity in one is what hides a score; other sums with it stay float."""
+    hides = torch.full((7, 7), -math.inf).triu(1)
+    model = Spelled(lambda m, q, k, mask: (q @ k.mT + hides).softmax(-1)).eval()
+    x = torch.randn(TOKENS)
+    converted = torchq.quantize(model, [x], x)
+    assert "QAttention" in names(converted)
+    with torch.no_grad():
+        assert sqnr(model(x), converted(x)) > 30
+    other = Wired(lambda m, x: m.a(x) + hides[0], a=nn.Linear(32, 7)).eval()
+    assert "its constant is not finite" in reasons(torchq.quantize(other, [x], x)).values()
+
+
+def test_scales_computed_from_sizes() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q, k, v = m.a(x).chunk(3, -1)
+        return m.b(F.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(x.size(1))))
+
+    model, x = Wired(forward, a=nn.Linear(32, 96), b=nn.Linear(32, 8)).eval(), torch.randn(TOKENS)
+    for dynamic in (False, True):
+        converted = torchq.quantize(model, [x], x, torchq.QConfig(dynamic=dynamic))
+        assert reasons(converted)["scaled_dot_product_attention"] == ""
+        longer = torch.randn(2, 19, 32)
+        with torch.no_grad():
+            assert sqnr(model(longer), converted(longer)) > 28
+            assert torch.equal(torch.jit.script(converted)(longer), converted(longer))
 
 
 def test_an_override_keeps_a_part_float() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from torchq.fx.ops import Mask, Op, Role, is_float
+from torchq.fx.ops import NOT_FINITE, Mask, Op, Role, is_float, is_size
 from torchq.nn.attention import Attention, AttentionOptions
 from torchq.nn.binary import Add, MatMul
 
@@ -25,6 +25,7 @@ _SOFTMAX = {
     torch.softmax: ("input", "dim", "dtype"),
     "softmax": ("input", "dim", "dtype"),
 }
+_CASTS = {"float": 1, "to": 2, "type_as": 2}  # and how many arguments they have
 _FILLS = ("masked_fill", "masked_fill_", torch.masked_fill)
 _FACTORS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 _DIVISIONS = (operator.truediv, operator.itruediv, torch.div, "div", "div_")
@@ -65,7 +66,7 @@ def _first_product(ops: dict[fx.Node, Op], second: Op, found: _Found) -> Op | No
     user, normalized = second.node, False
     while node is not None and list(node.users) == [user]:
         op = ops.get(node)
-        if op is None or op.requested or user.all_input_nodes.count(node) != 1:
+        if op is None or op.requested or _times_read(user, node) != 1:
             return None
         found.parts.append(op)
         if normalized and op.role is Role.PRODUCT and isinstance(op.module, MatMul):
@@ -73,6 +74,8 @@ def _first_product(ops: dict[fx.Node, Op], second: Op, found: _Found) -> Op | No
         user = node
         if op.role is Role.PASS:
             node = op.srcs[0]
+        elif (source := _source_of_cast(op.node)) is not None:
+            node = source
         elif normalized:
             node = _scores_behind(op, found)
         else:
@@ -81,11 +84,29 @@ def _first_product(ops: dict[fx.Node, Op], second: Op, found: _Found) -> Op | No
     return None
 
 
+def _times_read(user: fx.Node, node: fx.Node) -> int:
+    """Squares and sums of a node with itself read it twice."""
+    read: list[fx.Node] = []
+    fx.node.map_arg((user.args, user.kwargs), read.append)
+    return read.count(node)
+
+
+def _source_of_cast(node: fx.Node) -> fx.Node | None:
+    """Of one from float32 to float32: nothing here is what a caller gives, so it does nothing."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or node.kwargs:
+        return None
+    cast = _CASTS.get(str(node.target)) == len(node.args)
+    return source if cast and is_float(source) and is_float(node) else None
+
+
 def _is_softmax(op: Op) -> bool:
-    """Along the last dimension, in float32."""
+    """Along the last dimension, in float32; hooks may make anything of it."""
     node, options = op.node, dict(op.node.kwargs)
     rank = len(node.meta["value"].shape or ())
-    if isinstance(op.owner, nn.Softmax):
+    if type(op.owner) is nn.Softmax:
+        if op.owner._forward_hooks or op.owner._forward_pre_hooks:
+            return False
         options = {"dim": op.owner.dim}
     elif node.target in _SOFTMAX:
         options |= dict(zip(_SOFTMAX[node.target], node.args, strict=False))
@@ -101,13 +122,14 @@ def _scores_behind(op: Op, found: _Found) -> fx.Node | None:
         scale, shift = (float(value) for value in op.affine)
         found.scale *= scale
         return op.srcs[0] if 0 < scale < math.inf and shift == 0 else None
-    if op.node.target in (*_FACTORS, *_DIVISIONS) and len(op.node.args) == 2:
+    count = 0 if op.node.kwargs else len(op.node.args)  # a division may round, say
+    if count == 2 and op.node.target in (*_FACTORS, *_DIVISIONS):
         return _scores_times_number(op, found)
     if found.factors or found.scale != 1:  # the mask would be scaled, too
         return None
-    if op.role is Role.COMBINE and isinstance(op.module, Add):
+    if isinstance(op.module, Add) and (op.role is Role.COMBINE or op.reason == NOT_FINITE):
         return _scores_added_to(op, found)
-    if len(op.node.args) == 3 and (op.node.target in _FILLS or op.node.target is torch.where):
+    if count == 3 and (op.node.target in _FILLS or op.node.target is torch.where):
         return _scores_filled(op, found)
     return None
 
@@ -117,8 +139,7 @@ def _scores_times_number(op: Op, found: _Found) -> fx.Node | None:
     scores, number = op.node.args
     if not isinstance(scores, fx.Node) or not isinstance(number, fx.Node):
         return None
-    value = number.meta["value"]
-    if not number.meta["static"] or value.shape is not None or scores.meta["value"].shape is None:
+    if not is_size(number) or scores.meta["value"].shape is None:
         return None
     found.factors.append((number, op.node.target in _DIVISIONS))
     return scores
@@ -126,6 +147,8 @@ def _scores_times_number(op: Op, found: _Found) -> fx.Node | None:
 
 def _scores_added_to(op: Op, found: _Found) -> fx.Node | None:
     shape = op.node.meta["value"].shape
+    if not all(map(is_float, [*op.srcs, op.node])):
+        return None
     for scores, bias in (op.srcs, op.srcs[::-1]):
         if scores.meta["value"].shape == shape and not any(map(_fills, found.masks)):
             found.masks.append(bias)

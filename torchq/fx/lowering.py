@@ -327,8 +327,8 @@ class Lowering:
             if isinstance(mask, tuple):
                 call = (self.float_of(mask[0]), *mask[1:])
                 terms.append(self.graph.call_function(torch.where, call))
-            else:
-                terms.append(self.float_of(mask))
+            else:  # what is added is float32: the op takes a bool mask for another thing
+                terms.append(self._checked(mask) if op.absorbed else self.float_of(mask))
         for i in range(1, len(terms)):
             terms[i] = self.graph.call_function(operator.add, (terms[i - 1], terms[i]))
         assert isinstance(op.module, Attention)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.affine import TRANSPOSED, reduction
-from torchq.fx.ops import Arguments, Made, Role
+from torchq.fx.ops import Arguments, Made, Role, is_size
 from torchq.fx.tracing.fake import weight_scale
 from torchq.nn.attention import Attention, AttentionOptions
 from torchq.nn.binary import MatMul
@@ -95,18 +95,22 @@ def product(a: Arguments) -> Made | str:
 def attention(a: Arguments) -> Made | str:
     """F.scaled_dot_product_attention; a mask comes with each call, in float or bool."""
     sources = [a.nodes[name] for name in ("query", "key", "value")]
-    if varying := a.varying("query", "key", "value", "attn_mask"):
+    sized = isinstance(a.scale, fx.Node) and is_size(a.scale)
+    if varying := a.varying("query", "key", "value", "attn_mask", *(["scale"] if sized else [])):
         return f"its {varying[0]} is computed at run time"
     if a.dropout_p != 0:
         return "it drops at random"
-    if a.scale is not None and not 0 < a.scale < math.inf:
-        return f"its scale {a.scale} is not above 0"
+    given = 1.0 if sized else a.scale
+    if given is not None and not 0 < given < math.inf:
+        return f"its scale {given} is not above 0"
     mask = a.nodes["attn_mask"]
     if mask is not None and mask.meta["value"].dtype not in (torch.bool, torch.float32):
         return f"its mask is {mask.meta['value'].dtype}, not torch.float32 or torch.bool"
-    scale = None if a.scale is None else float(a.scale)  # TorchScript tells them apart
+    scale = None if given is None else float(given)  # TorchScript tells them apart
     module = Attention(AttentionOptions(bool(a.is_causal), scale, bool(a.enable_gqa)))
-    return Made(Role.PRODUCT, module, sources, masks=[] if mask is None else [mask])
+    made = Made(Role.PRODUCT, module, sources, masks=[] if mask is None else [mask])
+    made.factors = [(a.scale, False)] if sized else []
+    return made
 
 
 def inner(a: Arguments) -> Made | str:

@@ -35,6 +35,8 @@ class Role(enum.Enum):
 
 
 Mask: TypeAlias = fx.Node | tuple[fx.Node, float, float]
+NOT_FINITE = "its constant is not finite"
+"""Why a sum stays float that is no mask of attention."""
 
 
 @dataclass(eq=False)
@@ -189,3 +191,8 @@ def clip_bounds(module: nn.Module | None) -> tuple[float, float] | None:
 def is_float(node: fx.Node) -> bool:
     """Whether it is a float32 tensor."""
     return bool(node.meta["value"].dtype == torch.float32)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether it is a number that the model computes from sizes."""
+    return bool(node.meta["static"]) and node.meta["value"].is_number

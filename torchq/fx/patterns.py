@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from torchq.fake_quantize import FakeQuantize
 from torchq.fx import matmuls, moves
-from torchq.fx.ops import Arguments, Made, Pattern, Pointwise, Role
+from torchq.fx.ops import NOT_FINITE, Arguments, Made, Pattern, Pointwise, Role
 from torchq.fx.tracing.fake import why_not_fixed
 from torchq.kinds import BATCH_NORM
 from torchq.nn.binary import Add, Cat, Mul
@@ -51,7 +51,8 @@ def _binary(
                 return f"{function.__name__} of two tensors has no int8 form"
             return Made(Role.COMBINE, module(), [a.input, a.other])
         if isinstance(other, Tensor) and not bool(torch.isfinite(other).all()):
-            return "its constant is not finite"
+            srcs = [a.nodes["input"], a.nodes["other"]]
+            return Made(Role.COMBINE, None if module is None else module(), srcs, reason=NOT_FINITE)
         affine = _affine(function, torch.as_tensor(other), position)
         if _number(other) or other.dim() == 0:
             pointwise = Pointwise(function, float(other), position=position)
@@ -152,17 +153,6 @@ def _fake(a: Arguments) -> Made | str:
         return f"its {a.varying('input')[0]} is computed at run time"
     fake = FakeQuantize.from_affine(a.scale, a.zero_point, a.quant_min, a.quant_max, a.get("axis"))
     return Made(Role.FAKE, fake, [a.nodes["input"]], reason=why_not_fixed(fake))
-
-
-def _cast(a: Arguments) -> Made | str:
-    """``x.to(torch.float32)``, ``x.to(other)`` and ``x.type_as(other)``, which return x itself."""
-    target = a["to"]
-    dtype = target.meta["value"].dtype if isinstance(target, fx.Node) else target
-    source = a.input.meta["value"]
-    kept = dtype in (torch.float32, "cpu", torch.device("cpu")) and source.shape is not None
-    if not kept or source.dtype != torch.float32:
-        return "it changes the dtype or the device"
-    return Made(Role.PASS, None, [a.input])
 
 
 def _dropout(a: Arguments) -> Made | str:
@@ -316,8 +306,6 @@ PATTERNS: list[Pattern] = [
             "input pad mode='constant' value=None", moves.pad, adapt=moves.pad_module),
     Pattern(Role.PASS, (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
             nn.AlphaDropout, QuantStub, DeQuantStub)),
-    Pattern(Role.PASS, (), ("to", "type_as"), "input to", _cast),
-    Pattern(Role.PASS, (), ("float",), "input to=None", lambda a: _cast(a)),
     Pattern(Role.PASS, (), _DROPOUTS, "input p=0.5 training=True inplace=False", _dropout),
     # what stays float, and why
     _float("8 bits of the scores are too coarse for their exponentials", nn.Softmax, nn.LogSoftmax,
