@@ -321,3 +321,14 @@ def test_an_override_keeps_a_part_float() -> None:
         model, x = Spelled(SPELLED["plain"]).eval(), torch.randn(TOKENS)
         converted = torchq.quantize(model, [x], x, overrides={kept: None})
         assert "QAttention" not in names(converted)
+
+
+def test_an_override_makes_the_whole_dynamic() -> None:
+    """Its parts are none of their own, though they would be static."""
+    model, x = Spelled(SPELLED["plain"]).eval(), torch.randn(TOKENS)
+    dynamic = {"matmul_1": torchq.QConfig(dynamic=True)}
+    converted = torchq.quantize(model, [x], x, overrides=dynamic)
+    found = [n for n in names(converted) if "Attention" in n or "MatMul" in n]
+    assert found == ["DynamicQAttention"]
+    with torch.no_grad():
+        assert sqnr(model(x), converted(x)) > 28

@@ -63,6 +63,8 @@ class Plan:
             product = op.role is Role.PRODUCT and isinstance(op.module, Attention)
             if product and self._no_dynamic_form(op):
                 op.role = Role.DYNAMIC
+                for part in op.absorbed:  # no layers, whatever their own configuration
+                    part.role = Role.OPAQUE
         self.standalone = self._stand_alone()
         self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
