@@ -54,6 +54,14 @@ TORCHQ_INLINE void transpose_quads(const uint8_t* src, int64_t stride, __m128i f
   store_16(dst + 192, _mm_unpackhi_epi64(high01, high23));
 }
 
+/// The same of fewer channels; the others are 0.
+TORCHQ_INLINE void transpose_some(const uint8_t* src, int64_t stride, int channels, __m128i flip,
+                                  int8_t* dst) {
+  __m128i rows[4] = {flip, flip, flip, flip};
+  for (int n = 0; n < channels; ++n) rows[n] = load_16(src + n * stride);
+  transpose_quads(reinterpret_cast<const uint8_t*>(rows), sizeof rows[0], flip, dst);
+}
+
 /// sums[n] = sum over k of the packed weights of channel n.
 TORCHQ_INLINE void sum_panel(const int8_t* panel, int64_t quads, int32_t* sums) {
   const __m128i one_byte = _mm_set1_epi8(1), one_word = _mm_set1_epi16(1);
@@ -77,11 +85,16 @@ void pack_panel(const PanelSource& s, int8_t* dst, int32_t* sums) {
     for (; k + kQuad <= s.k; k += kQuad) {
       interleave_rows(s.data + k * s.k_stride, s.k_stride, flip, dst + k * kPanel);
     }
-  } else if (s.channels == kPanel && s.k_stride == 1) {
+  } else if (s.k_stride == 1) {
     for (; k + 4 * kQuad <= s.k; k += 4 * kQuad) {
       for (int n = 0; n < kPanel; n += 4) {
-        transpose_quads(s.data + k + n * s.channel_stride, s.channel_stride, flip,
-                        dst + k * kPanel + n * kQuad);
+        const uint8_t* src = s.data + k + n * s.channel_stride;
+        int8_t* const quads_of_four = dst + k * kPanel + n * kQuad;
+        if (s.channels - n >= 4) {
+          transpose_quads(src, s.channel_stride, flip, quads_of_four);
+        } else {
+          transpose_some(src, s.channel_stride, s.channels - n, flip, quads_of_four);
+        }
       }
     }
   }
