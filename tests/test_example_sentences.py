@@ -26,5 +26,6 @@ def test_sentences_example() -> None:
     ms = {name: float(row[0]) for name, row in rows.items()}
     decibels = {name: float(row[1]) for name, row in rows.items() if len(row) > 1}
     assert decibels["torchq static"] > 17 and decibels["torchq dynamic"] > 25, run.stdout
+    assert decibels["torchq static"] + 4 < decibels["torchq mixed"], run.stdout
     assert decibels["torchq static"] > decibels["torch.ao dynamic"], run.stdout
     assert ms["torchq dynamic"] < ms["torch.ao dynamic"] < ms["float"], run.stdout
