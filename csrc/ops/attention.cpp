@@ -14,7 +14,6 @@
 #include "../checks.h"
 #include "../dst.h"
 #include "batches.h"
-#include "packing.h"
 
 namespace torchq {
 namespace {

@@ -6,7 +6,6 @@
 
 #include "../parallel.h"
 #include "attention.h"
-#include "packing.h"
 
 namespace torchq {
 namespace {
