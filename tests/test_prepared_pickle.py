@@ -41,14 +41,23 @@ class Pickler(pickle.Pickler):
         return len(self.left_out) - 1
 
 
+class Unpickler(pickle.Unpickler):
+    """Puts them back."""
+
+    def __init__(self, file: io.BytesIO, left_out: list[FunctionType]) -> None:
+        super().__init__(file)
+        self.left_out = left_out
+
+    def persistent_load(self, number: int) -> FunctionType:
+        return self.left_out[number]
+
+
 def again(prepared: nn.Module) -> nn.Module:
     file = io.BytesIO()
     pickler = Pickler(file)
     pickler.dump(prepared)
     file.seek(0)
-    unpickler = pickle.Unpickler(file)
-    unpickler.persistent_load = pickler.left_out.__getitem__
-    return unpickler.load()
+    return Unpickler(file, pickler.left_out).load()
 
 
 @pytest.mark.filterwarnings("ignore:torchq.prepare")
