@@ -39,13 +39,13 @@ TORCH_LIBRARY(torchq, m) {
       "linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, "
       "Tensor multiplier, Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, "
       "int in_features, int dst_dtype, str post_ops, Tensor post_op_params, "
-      "Tensor[] post_op_srcs, Tensor? weight_zero_point=None, Tensor? row_sums=None, "
+      "Tensor[]? post_op_srcs, Tensor? weight_zero_point=None, Tensor? row_sums=None, "
       "Tensor? table=None) -> Tensor",
       tags);
   m.def(
       "conv(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor multiplier, "
       "Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, int dst_dtype, "
-      "str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, "
+      "str post_ops, Tensor post_op_params, Tensor[]? post_op_srcs, "
       "Tensor? weight_zero_point=None, Tensor? row_sums=None, Tensor? table=None) -> Tensor",
       tags);
 
@@ -60,14 +60,14 @@ TORCH_LIBRARY(torchq, m) {
   m.def(
       "conv_transpose(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, "
       "Tensor multiplier, Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, "
-      "int[] geometry, int dst_dtype, str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, "
+      "int[] geometry, int dst_dtype, str post_ops, Tensor post_op_params, Tensor[]? post_op_srcs, "
       "Tensor? weight_zero_point=None, Tensor? table=None) -> Tensor",
       tags);
 
   m.def(
       "matmul(Tensor src, Tensor weight, Tensor multiplier, Tensor offset, Tensor? acc_bias, "
       "Tensor? src_zero_point, Tensor? weight_zero_point, int dst_dtype, str post_ops, "
-      "Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor",
+      "Tensor post_op_params, Tensor[]? post_op_srcs) -> Tensor",
       tags);
   m.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float "

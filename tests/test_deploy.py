@@ -283,6 +283,19 @@ def test_compile_inductor(resnet: tuple[nn.Module, Tensor, Tensor]) -> None:
         assert torch.equal(compiled(x), expected)
 
 
+@pytest.mark.parametrize("name", ["resnet", "geometry", "volumes"])
+def test_aot_inductor(name: str, tmp_path: Path) -> None:
+    """Its programs call ops without Python, and hand them None where a list of tensors is empty."""
+    model, x, expected = build(name)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about its own pytrees
+        exported = torch.export.export(model, (x,))
+        path = torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(tmp_path / "model.pt2")
+        )
+        assert torch.equal(torch._inductor.aoti_load_package(path)(x), expected)
+
+
 LOADERS = {
     # The first two have nothing but torch and the library: no Python of torchq.
     "script": "model = torch.jit.load(path / 'model.pt')",

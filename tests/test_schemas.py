@@ -25,11 +25,11 @@ fold_output_scales(Tensor output_scales, Tensor? bias, int channels, int dst_dty
 Tensor[] post_op_values) -> (Tensor multiplier, Tensor offset, Tensor post_op_params)
 linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor multiplier, \
 Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int in_features, int dst_dtype, \
-str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, \
+str post_ops, Tensor post_op_params, Tensor[]? post_op_srcs, \
 Tensor? weight_zero_point=None, Tensor? row_sums=None, Tensor? table=None) -> Tensor
 conv(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor multiplier, \
 Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, int dst_dtype, \
-str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, \
+str post_ops, Tensor post_op_params, Tensor[]? post_op_srcs, \
 Tensor? weight_zero_point=None, Tensor? row_sums=None, Tensor? table=None) -> Tensor
 quantize(Tensor src, Tensor scale, Tensor zero_point, int dst_dtype) -> Tensor
 dequantize(Tensor src, Tensor scale, Tensor zero_point) -> Tensor
@@ -51,7 +51,7 @@ Tensor? zero_points=None, int? dst_dtype=None, str post_ops=\"\", \
 Tensor[]? post_op_srcs=None) -> Tensor
 matmul(Tensor src, Tensor weight, Tensor multiplier, Tensor offset, Tensor? acc_bias, \
 Tensor? src_zero_point, Tensor? weight_zero_point, int dst_dtype, str post_ops, \
-Tensor post_op_params, Tensor[] post_op_srcs) -> Tensor
+Tensor post_op_params, Tensor[]? post_op_srcs) -> Tensor
 gemm(Tensor a, Tensor b, Tensor? c, bool trans_a, bool trans_b, float alpha, float beta, int ao, \
 int bo, str offsetc, Tensor co) -> Tensor
 dynamic_linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, \
@@ -62,7 +62,7 @@ unpack_conv_transpose(Tensor packed, int[] weight_shape, int groups, int[] strid
 int[] dilation) -> Tensor
 conv_transpose(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, \
 Tensor multiplier, Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int[] geometry, \
-int dst_dtype, str post_ops, Tensor post_op_params, Tensor[] post_op_srcs, \
+int dst_dtype, str post_ops, Tensor post_op_params, Tensor[]? post_op_srcs, \
 Tensor? weight_zero_point=None, Tensor? table=None) -> Tensor
 rnn(Tensor src, Tensor? batch_sizes, Tensor? h_0, Tensor? c_0, Tensor weight_src, \
 Tensor compensation_src, Tensor multiplier_src, Tensor weight_state, Tensor compensation_state, \

@@ -207,7 +207,7 @@ def _(
     dst_dtype: int,
     post_ops: str,
     post_op_params: Tensor,
-    post_op_srcs: Sequence[Tensor],
+    post_op_srcs: Sequence[Tensor] | None,
     weight_zero_point: Tensor | None = None,
     row_sums: Tensor | None = None,
     table: Tensor | None = None,
@@ -237,7 +237,7 @@ def _(
     dst_dtype: int,
     post_ops: str,
     post_op_params: Tensor,
-    post_op_srcs: Sequence[Tensor],
+    post_op_srcs: Sequence[Tensor] | None,
     weight_zero_point: Tensor | None = None,
     row_sums: Tensor | None = None,
     table: Tensor | None = None,
@@ -280,7 +280,7 @@ def _(
     dst_dtype: int,
     post_ops: str,
     post_op_params: Tensor,
-    post_op_srcs: Sequence[Tensor],
+    post_op_srcs: Sequence[Tensor] | None,
     weight_zero_point: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
@@ -300,7 +300,7 @@ def _(
     dst_dtype: int,
     post_ops: str,
     post_op_params: Tensor,
-    post_op_srcs: Sequence[Tensor],
+    post_op_srcs: Sequence[Tensor] | None,
 ) -> Tensor:
     batch = torch.broadcast_shapes(src.shape[:-2], weight.shape[:-2])  # type: ignore[no-untyped-call]
     sizes = [*batch, src.shape[-2], weight.shape[-1]]

@@ -253,7 +253,8 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
                 const at::Tensor& offset, const std::optional<at::Tensor>& acc_bias,
                 const std::optional<at::Tensor>& src_zero_point, c10::IntArrayRef geometry,
                 int64_t dst_dtype, c10::string_view post_ops, const at::Tensor& post_op_params,
-                at::TensorList post_op_srcs, const std::optional<at::Tensor>& weight_zero_point,
+                std::optional<at::TensorList> post_op_srcs,
+                const std::optional<at::Tensor>& weight_zero_point,
                 const std::optional<at::Tensor>& row_sums, const std::optional<at::Tensor>& table) {
   OpTrace trace(kOp);
   const Kernels& tier = kernels();
@@ -299,7 +300,7 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
                                    offset,
                                    post_ops,
                                    post_op_params,
-                                   post_op_srcs,
+                                   post_op_srcs.value_or(at::TensorList()),
                                    max_accumulator(reduction, acc_bias),
                                    false,
                                    pointer_to(weight_zero_point),

@@ -295,15 +295,13 @@ at::Tensor sum_rows(const Layer& l, const ChannelsLast& src, int64_t groups) {
   return sum_windows(l.tier, rows, src, axes);
 }
 
-at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
-                          const at::Tensor& compensation, const at::Tensor& pair_bound,
-                          const at::Tensor& multiplier, const at::Tensor& offset,
-                          const std::optional<at::Tensor>& acc_bias,
-                          const std::optional<at::Tensor>& src_zero_point,
-                          c10::IntArrayRef geometry, int64_t dst_dtype, c10::string_view post_ops,
-                          const at::Tensor& post_op_params, at::TensorList post_op_srcs,
-                          const std::optional<at::Tensor>& weight_zero_point,
-                          const std::optional<at::Tensor>& table) {
+at::Tensor conv_transpose(
+    const at::Tensor& src_arg, const at::Tensor& weight, const at::Tensor& compensation,
+    const at::Tensor& pair_bound, const at::Tensor& multiplier, const at::Tensor& offset,
+    const std::optional<at::Tensor>& acc_bias, const std::optional<at::Tensor>& src_zero_point,
+    c10::IntArrayRef geometry, int64_t dst_dtype, c10::string_view post_ops,
+    const at::Tensor& post_op_params, std::optional<at::TensorList> post_op_srcs,
+    const std::optional<at::Tensor>& weight_zero_point, const std::optional<at::Tensor>& table) {
   OpTrace trace(kOp);
   const Kernels& tier = kernels();
   const DType src_dtype = check_src(kOp, "src", src_arg);
@@ -348,7 +346,7 @@ at::Tensor conv_transpose(const at::Tensor& src_arg, const at::Tensor& weight,
                                    offset,
                                    post_ops,
                                    post_op_params,
-                                   post_op_srcs,
+                                   post_op_srcs.value_or(at::TensorList()),
                                    max_accumulator(group_inputs * met, acc_bias),
                                    false,
                                    pointer_to(weight_zero_point),

@@ -353,10 +353,11 @@ at::Tensor matmul(const at::Tensor& src, const at::Tensor& weight, const at::Ten
                   const std::optional<at::Tensor>& src_zero_point,
                   const std::optional<at::Tensor>& weight_zero_point, int64_t dst_dtype,
                   c10::string_view post_ops, const at::Tensor& post_op_params,
-                  at::TensorList post_op_srcs) {
+                  std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace(kOp);
   return run_matmul(trace, src, weight, multiplier, offset, acc_bias, src_zero_point,
-                    weight_zero_point, dst_dtype, post_ops, post_op_params, post_op_srcs);
+                    weight_zero_point, dst_dtype, post_ops, post_op_params,
+                    post_op_srcs.value_or(at::TensorList()));
 }
 
 }  // namespace

@@ -234,7 +234,7 @@ class QConv(QLayer):
         """Applies the convolution."""
         if src.dtype != self.src_dtype:
             src = self._quantized_src(src)
-        srcs = sources_of(residual, post_op_srcs) if self.dw is None else []
+        srcs = sources_of(residual, post_op_srcs) if self.dw is None else None
         weight, compensation, bound, multiplier, offset, zero, params, shift, table = self._hot()
         dst: Tensor = _conv(
             src,

@@ -84,9 +84,14 @@ def _module_chain(post_ops: PostOps) -> PostOps:
     return chain
 
 
-def sources_of(residual: Tensor | None, post_op_srcs: list[Tensor] | None) -> list[Tensor]:
-    """What the chain reads at run time, the residual first."""
-    srcs: list[Tensor] = [] if residual is None else [residual]
+def sources_of(residual: Tensor | None, post_op_srcs: list[Tensor] | None) -> list[Tensor] | None:
+    """What the chain reads at run time, the residual first.
+
+    None if it reads nothing: AOTInductor's programs cannot call an op with an empty list.
+    """
+    if residual is None:
+        return post_op_srcs
+    srcs = [residual]
     return srcs if post_op_srcs is None else srcs + list(post_op_srcs)
 
 

@@ -207,7 +207,7 @@ def emulate_module(
         )
     axis = -1 if isinstance(module, QLinear) else 1
     sums = _module_sums(module, src, float_weight)
-    srcs = sources_of(residual, None if post_op_srcs is None else list(post_op_srcs))
+    srcs = sources_of(residual, None if post_op_srcs is None else list(post_op_srcs)) or []
     exact = stored(module, real_result(module, sums.exact, axis, srcs), axis)
     changed = stored(module, real_result(module, sums.saturated, axis, srcs), axis)
     if report is not None:
