@@ -96,6 +96,19 @@ def test_accumulators_do_not_change_registers(tier: str) -> None:
 
 
 @needs_objdump
+@pytest.mark.skipif("avx512_vnni" not in TIERS, reason="no such CPU")
+def test_overlapped_tiles_stay_in_registers() -> None:
+    """Nowhere in them: what stands between their products is written out, not a loop."""
+    tiles = {
+        name: [i for i in spills([text for _, text in body]) if "zmm" in i]  # xmm: addresses
+        for name, body in disassemble(OBJECTS["avx512_vnni"]).items()
+        if "overlapped_tiles<" in name
+    }
+    assert len(tiles) == 16, "the tiles were not found"
+    assert not any(tiles.values()), tiles
+
+
+@needs_objdump
 def test_a_spill_is_found(tmp_path: Path) -> None:
     """Negative control: 40 accumulators do not fit 32 registers."""
     source = tmp_path / "spill.cpp"

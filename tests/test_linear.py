@@ -31,7 +31,9 @@ def test_networks(shape: LinearShape):
 
 @pytest.mark.parametrize("src", (U8, S8), ids=str)
 @pytest.mark.parametrize(
-    "shape", cases.LINEAR_TAILS + cases.LINEAR_UNITS + cases.LINEAR_LIMITS, ids=str
+    "shape",
+    cases.LINEAR_TAILS + cases.LINEAR_UNITS + cases.LINEAR_SHORT + cases.LINEAR_LIMITS,
+    ids=str,
 )
 def test_shapes(shape: LinearShape, src: torch.dtype):
     for dst in DTYPES if shape.reduction < 1000 else (U8, F32):
@@ -59,6 +61,15 @@ def test_streams_of_weights(rows: int, size: tuple[int, int]):
     for src, chain in itertools.product((U8, S8), chains[: 2 + (size[1] < 1000)]):
         sampled(LinearShape(rows, *size), src, U8, chain).check((src, chain))
     sampled(LinearShape(rows, *size), U8, F32).check(F32)
+
+
+@pytest.mark.parametrize("shape", cases.LINEAR_OVERLAPPED, ids=str)
+@pytest.mark.parametrize("src", (U8, S8), ids=str)
+def test_ends_overlap_products(shape: LinearShape, src: torch.dtype):
+    for dst, old in itertools.product((U8, S8), repeat=2):
+        sampled(shape, src, dst, "sum:0.05", old=old).check((dst, old))
+    for chain in ("", "sum:0.05+eltwise_clip:-1:2", "sum:0.05+sum:0.1"):
+        sampled(shape, src, U8, chain).check(chain)
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain or "none")

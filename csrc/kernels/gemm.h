@@ -2,6 +2,8 @@
 // The one microkernel of linear and of every dense convolution (contract: GemmTile in table.h).
 #pragma once
 
+#include "dot_step.h"
+#include "gemm_overlap.h"
 #include "gemm_short.h"
 #include "gemm_stream.h"
 
@@ -22,32 +24,6 @@ constexpr int kMostRows = NP == 1                                 ? Isa::kTalles
                           : NP == 3 && Isa::kTallRows > kTileRows ? 8
                           : NP == kWidePanels                     ? 2
                                                                   : kTileRows;
-
-/// One weight step (64 bytes a panel) against one source dword per row; of every kGroupPanels
-/// panels, where these are groups with sources of their own, else 0.
-template <class Isa, int MR, int NP, bool kNarrow, int kGroupPanels = 0, class Src>
-TORCHQ_INLINE void dot_step(typename Isa::Int (&acc)[MR][NP], const int8_t* weight,
-                            int64_t panel_stride, Src src) {
-  typename Isa::Int w[NP];
-  TORCHQ_UNROLL for (int p = 0; p < NP; ++p) w[p] = Isa::load_weight(weight + p * panel_stride);
-  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-    auto s = src(r);
-    if constexpr (kGroupPanels == 0 && requires { Isa::template dot_row<NP>(acc[r], s, w); }) {
-      Isa::template dot_row<NP>(acc[r], s, w);
-      continue;
-    }
-    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-      if constexpr (kGroupPanels > 0) {
-        if (p > 0 && p % kGroupPanels == 0) s = src(r, p);
-      }
-      if constexpr (kNarrow) {
-        Isa::dot_narrow(acc[r][p], s, w[p]);
-      } else {
-        Isa::dot(acc[r][p], s, w[p]);
-      }
-    }
-  }
-}
 
 /// What a tile asks for while it runs: nothing, its own weights ahead of their use, or those of the
 /// next NP panels, into L1 or L2, the n-th tile of rows for the n-th panel.
@@ -219,6 +195,12 @@ TORCHQ_INLINE Ahead choose_ahead(const GemmTile& t, int panel) {
 template <class Isa, int NP, bool kNarrow, int kGroupPanels = 0>
 TORCHQ_INLINE void gemm_panels(const GemmTile& t, const Epilogue& e, int panel, int begin = 0) {
   const Ahead ahead = kGroupPanels > 0 ? kNothing : choose_ahead<Isa, NP>(t, panel);
+  if constexpr (kHasWide<Isa> && kGroupPanels == 0 && NP > 1 && NP <= Isa::kMaxPanels) {
+    if (begin == 0 && (panel + NP) * kPanel <= t.channels && overlaps<Isa, NP>(t, e)) {
+      begin = gemm_overlapped<Isa, NP>(t, e, panel, ahead == kNextInL2);
+      if (begin == t.rows) return;
+    }
+  }
   const auto& tiles = kTiles<Isa, NP, kNarrow, kGroupPanels>.fn[ahead][src_form(t)];
   for_each_tile(t.rows - begin, kMostRows<Isa, NP>,
                 [&](int first, int rows) { tiles[rows - 1](t, e, begin + first, panel); });
@@ -322,10 +304,14 @@ void gemm(const GemmTile& t, const Epilogue& e) {
   if (t.rows <= kFewRows) return gemm_few_rows<Isa, kNarrow>(t, e);
   constexpr int kMost = Isa::kMaxPanels;
   int panel = 0;
-  if constexpr (kHasWide<Isa>) panel = gemm_if_short<Isa>(t, e);
+  bool overlapped = false;
+  if constexpr (kHasWide<Isa>) {
+    overlapped = overlaps<Isa, kMost>(t, e);
+    if (!overlapped) panel = gemm_if_short<Isa>(t, e);
+  }
   const int whole = Isa::kFinishesTails ? t.channels / kPanel : t.panels;
   const Ahead ahead = choose_ahead<Isa, kMost>(t, panel);
-  if (ahead == kNextInL1 || ahead == kNextInL2) {
+  if (overlapped || ahead == kNextInL1 || ahead == kNextInL2) {
     for (; panel + kMost <= whole; panel += kMost) gemm_panels<Isa, kMost, kNarrow>(t, e, panel);
   } else if (t.panels - panel > kMost) {
     const auto& tiles = kTiles<Isa, kMost, kNarrow>.fn[ahead][src_form(t)];
