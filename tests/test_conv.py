@@ -124,6 +124,14 @@ def test_streams_of_weights(batch: int, channels: tuple[int, int]):
             sampled(shape, src).check((size, src))
 
 
+@pytest.mark.parametrize("channels", ((64, 32), (48, 48), (52, 64), (64, 112)), ids=str)
+def test_ends_overlap_products_of_many_runs(channels: tuple[int, int]):
+    shape = cases.conv("overlapped", channels, (7, 9), 3, 1, 1)
+    for src, dst, old in itertools.product((U8, S8), repeat=3):
+        sampled(shape, src, dst, "sum:0.05+eltwise_relu", old=old).check((src, dst, old))
+    sampled(shape).check()
+
+
 @pytest.mark.parametrize("src", (U8, S8), ids=str)
 @pytest.mark.parametrize("shape", cases.CONV_DEPTHWISE, ids=str)
 def test_depthwise(shape: ConvShape, src: torch.dtype):

@@ -341,11 +341,11 @@ struct Avx512Vnni : Avx512 {
   static TORCHQ_INLINE bool gains_from_streams() {
     return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512vp2intersect");
   }
-  /// The most bytes of four panels' weights that tiles of three rows may read again and again, as
-  /// in gemm_overlap.h: on Zen 5 L2 is as fast as they are. On Intel, where conversions and
-  /// products are one unit's work, it was not measured.
+  /// The most bytes of a tile's weights that overlapped tiles (gemm_overlap.h) may read again and
+  /// again: on Zen 5, where it was measured, L2 is as fast as they are; Zen 4 has 32 KB of L1. On
+  /// Intel conversions and products are the same units' work.
   static TORCHQ_INLINE int64_t overlapped_bytes() {
-    if (__builtin_cpu_is("intel")) return 0;
+    if (!__builtin_cpu_is("amd")) return 0;
     return (gains_from_streams() ? 48 : 24) * 1024;
   }
   static TORCHQ_INLINE void prefetch(const int8_t* p) {

@@ -266,12 +266,11 @@ TORCHQ_INLINE void gemm_short_panels(const GemmTile& t, const Epilogue& e, int p
   if (done < t.rows) gemm_panels<Isa, NP, false>(t, e, panel, done);
 }
 
-/// The full panels; returns how many it has done. One or two in front of one that is not full are
-/// left to a tile of all of them: with their own they take 1.1 times as long.
+/// The full panels from `panel` on; returns the first that is left. One or two in front of one that
+/// is not full are left to a tile of all of them: with their own they take 1.1 times as long.
 template <class Isa, int kRuns, int kQuads>
-int gemm_short_rows(const GemmTile& t, const Epilogue& e) {
+int gemm_short_rows(const GemmTile& t, const Epilogue& e, int panel) {
   const int whole = t.channels / kPanel;
-  int panel = 0;
   for (; panel + 4 <= whole; panel += 4) gemm_short_panels<Isa, 4, kRuns, kQuads>(t, e, panel);
   const int rest = whole - panel;
   if (rest < 3 && has_tail(t)) return panel;
@@ -281,19 +280,19 @@ int gemm_short_rows(const GemmTile& t, const Epilogue& e) {
   return whole;
 }
 
-/// The panels that `gemm_short` has a tile for; returns how many these are.
+/// The panels from `panel` on that `gemm_short` has a tile for; returns the first that is left.
 template <class Isa>
-TORCHQ_INLINE int gemm_if_short(const GemmTile& t, const Epilogue& e) {
-  if (t.flip || !finishes_to_bytes(e) || !is_plain(e)) return 0;
-  if (has_runs<1, 4>(t)) return gemm_short_rows<Isa, 1, 4>(t, e);
-  if (has_runs<1, 6>(t)) return gemm_short_rows<Isa, 1, 6>(t, e);
-  if (has_runs<1, 8>(t)) return gemm_short_rows<Isa, 1, 8>(t, e);
-  if (has_runs<1, 10>(t)) return gemm_short_rows<Isa, 1, 10>(t, e);
-  if (has_runs<1, 12>(t)) return gemm_short_rows<Isa, 1, 12>(t, e);
-  if (has_runs<1, 16>(t)) return gemm_short_rows<Isa, 1, 16>(t, e);
-  if (has_runs<1, 24>(t)) return gemm_short_rows<Isa, 1, 24>(t, e);
-  if (has_runs<3, 3>(t)) return gemm_short_rows<Isa, 3, 3>(t, e);
-  return 0;
+TORCHQ_INLINE int gemm_if_short(const GemmTile& t, const Epilogue& e, int panel) {
+  if (t.flip || !finishes_to_bytes(e) || !is_plain(e)) return panel;
+  if (has_runs<1, 4>(t)) return gemm_short_rows<Isa, 1, 4>(t, e, panel);
+  if (has_runs<1, 6>(t)) return gemm_short_rows<Isa, 1, 6>(t, e, panel);
+  if (has_runs<1, 8>(t)) return gemm_short_rows<Isa, 1, 8>(t, e, panel);
+  if (has_runs<1, 10>(t)) return gemm_short_rows<Isa, 1, 10>(t, e, panel);
+  if (has_runs<1, 12>(t)) return gemm_short_rows<Isa, 1, 12>(t, e, panel);
+  if (has_runs<1, 16>(t)) return gemm_short_rows<Isa, 1, 16>(t, e, panel);
+  if (has_runs<1, 24>(t)) return gemm_short_rows<Isa, 1, 24>(t, e, panel);
+  if (has_runs<3, 3>(t)) return gemm_short_rows<Isa, 3, 3>(t, e, panel);
+  return panel;
 }
 
 /// All panels of the tile, as wide as the registers allow; the last chunk takes what is left.
@@ -307,7 +306,7 @@ void gemm(const GemmTile& t, const Epilogue& e) {
   bool overlapped = false;
   if constexpr (kHasWide<Isa>) {
     overlapped = overlaps<Isa, kMost>(t, e);
-    if (!overlapped) panel = gemm_if_short<Isa>(t, e);
+    if (!overlapped) panel = gemm_if_short<Isa>(t, e, panel);
   }
   const int whole = Isa::kFinishesTails ? t.channels / kPanel : t.panels;
   const Ahead ahead = choose_ahead<Isa, kMost>(t, panel);
@@ -319,6 +318,9 @@ void gemm(const GemmTile& t, const Epilogue& e) {
     for_each_tile(t.rows, kMostRows<Isa, kMost>, [&](int first, int rows) {
       for (panel = begin; panel < end; panel += kMost) tiles[rows - 1](t, e, first, panel);
     });
+  }
+  if constexpr (kHasWide<Isa>) {
+    if (overlapped && t.panels - panel == 1) panel = gemm_if_short<Isa>(t, e, panel);
   }
   if (panel < t.panels) gemm_rest<Isa, kMost, kNarrow>(t, e, panel);
 }

@@ -33,7 +33,7 @@ class OverlappedTiles {
   OverlappedTiles(const GemmTile& tile, const Epilogue& epilogue, int panel)
       : t_(tile),
         e_(epilogue),
-        panels_behind_(tile.panels + tile.panels_behind - 1 - panel),
+        last_panel_(tile.panels + tile.panels_behind - 1 - panel),
         channel_(tile.channel + panel * kPanel),
         dst_(static_cast<uint8_t*>(epilogue.dst) + channel_),
         is_signed_(epilogue.dst_dtype == DType::s8),
@@ -53,10 +53,7 @@ class OverlappedTiles {
   TORCHQ_INLINE int run(int first, int end) {
     Sums acc, done;
     begin(acc, first);
-    for (const GemmRun* run = t_.runs; run != t_.runs + t_.num_runs; ++run) {
-      enter(*run);
-      multiply(acc);
-    }
+    multiply_runs(acc, t_.runs);
     for (first += kRows; first + kRows <= end; first += kRows) {
       TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) {
         TORCHQ_UNROLL for (int p = 0; p < kPanels; ++p) done[r][p] = acc[r][p];
@@ -65,10 +62,7 @@ class OverlappedTiles {
       enter(*t_.runs);
       multiply_and_finish<0>(acc, done, t_.dst_offset + first - kRows);
       multiply(acc);
-      for (const GemmRun* run = t_.runs + 1; run < t_.runs + t_.num_runs; ++run) {
-        enter(*run);
-        multiply(acc);
-      }
+      multiply_runs(acc, t_.runs + 1);
     }
     TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) {
       TORCHQ_UNROLL for (int p = 0; p < kPanels; ++p) Isa::pin(acc[r][p]);
@@ -86,7 +80,7 @@ class OverlappedTiles {
     }
     TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) row_[r] = t_.src + t_.row_offset[first + r];
     if constexpr (kAsks) {
-      ahead_ = min_int(kPanels + first / kRows, panels_behind_) * panel_stride_;
+      ahead_ = min_int(kPanels + first / kRows, last_panel_) * panel_stride_;
     }
   }
 
@@ -113,6 +107,13 @@ class OverlappedTiles {
     while (k_ != end_) multiply_quad(acc);
   }
 
+  TORCHQ_INLINE void multiply_runs(Sums& acc, const GemmRun* run) {
+    for (; run != t_.runs + t_.num_runs; ++run) {
+      enter(*run);
+      multiply(acc);
+    }
+  }
+
   /// Sum i of the tile before and those behind it, a quad of this tile's for each.
   template <int i>
   TORCHQ_INLINE void multiply_and_finish(Sums& acc, Sums& done, const int64_t* dst_offset) {
@@ -127,7 +128,7 @@ class OverlappedTiles {
     }
   }
 
-  /// Sums from `first` on, which are integers of the destination's range by now.
+  /// Sums from `first` on, saturated.
   template <int first>
   TORCHQ_INLINE void store(const Sums& done, const int64_t* dst_offset) {
     typename Isa::Int panels[Isa::kStoredPanels];
@@ -156,7 +157,7 @@ class OverlappedTiles {
 
   const GemmTile& t_;
   const Epilogue& e_;
-  const int panels_behind_;  // the first of these
+  const int last_panel_;  // that there are weights of, counted from the tiles' first
   const int channel_;
   uint8_t* const dst_;
   const bool is_signed_;
@@ -194,10 +195,10 @@ TORCHQ_INLINE bool overlaps(const GemmTile& t, const Epilogue& e) {
 template <class Isa, int kPanels>
 TORCHQ_INLINE int gemm_overlapped(const GemmTile& t, const Epilogue& e, int panel, bool asks) {
   using Tiles = int (*)(const GemmTile&, const Epilogue&, int panel, int first, int end);
-  static constexpr Tiles kTiles[2][2] = {{&overlapped_tiles<Isa, kPanels, false, false, false>,
-                                          &overlapped_tiles<Isa, kPanels, false, true, false>},
-                                         {&overlapped_tiles<Isa, kPanels, true, false, false>,
-                                          &overlapped_tiles<Isa, kPanels, true, true, false>}};
+  static constexpr Tiles kOverlapped[2][2] = {{&overlapped_tiles<Isa, kPanels, false, false, false>,
+                                               &overlapped_tiles<Isa, kPanels, false, true, false>},
+                                              {&overlapped_tiles<Isa, kPanels, true, false, false>,
+                                               &overlapped_tiles<Isa, kPanels, true, true, false>}};
   constexpr int kRows = kOverlappedSums / kPanels;
   int first = 0;
   if constexpr (kPanels == Isa::kMaxPanels) {
@@ -208,8 +209,8 @@ TORCHQ_INLINE int gemm_overlapped(const GemmTile& t, const Epilogue& e, int pane
     if (asks) first = kAsking[t.flip][e.num_sums](t, e, panel, 0, kOverlappedSums);
   }
   // A tile of one row or two would wait for L2, or for its sums.
-  const int end = t.rows - (t.rows % kRows == 0 ? 0 : kRows + t.rows % kRows);
-  return first == end ? end : kTiles[t.flip][e.num_sums](t, e, panel, first, end);
+  const int rest = t.rows % kRows, end = t.rows - (rest == 1 || rest == 2 ? kRows + rest : rest);
+  return first == end ? end : kOverlapped[t.flip][e.num_sums](t, e, panel, first, end);
 }
 
 }  // namespace
