@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "avx512_vnni.h"
+
 #include "../kernels/kernels.h"
-#include "avx512.h"
 
 namespace torchq {
 constinit const Kernels kAvx512VnniKernels = make_kernels<Avx512Vnni>();

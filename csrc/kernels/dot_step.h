@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The products of one quad: what every tile repeats.
+// The products of one quad: what most tiles repeat.
 #pragma once
 
 #include "common.h"

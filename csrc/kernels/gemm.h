@@ -319,7 +319,7 @@ void gemm(const GemmTile& t, const Epilogue& e) {
       for (panel = begin; panel < end; panel += kMost) tiles[rows - 1](t, e, first, panel);
     });
   }
-  if constexpr (kHasWide<Isa>) {
+  if constexpr (kHasWide<Isa>) {  // two or three panels that are left overlap, one does not
     if (overlapped && t.panels - panel == 1) panel = gemm_if_short<Isa>(t, e, panel);
   }
   if (panel < t.panels) gemm_rest<Isa, kMost, kNarrow>(t, e, panel);

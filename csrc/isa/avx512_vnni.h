@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// 16 lanes of AVX-512 with VPDPBUSD, and what its tiles gain from on which CPU.
+#pragma once
+
+#include "avx512.h"
+
+namespace {
+
+struct Avx512Vnni : Avx512 {
+  static constexpr const char* kName = "avx512_vnni";
+  /// With their addresses 10 fit the general registers. With 12, tiles of one panel take 0.95 of
+  /// the time nevertheless, those of two 1.08; measured on Emerald Rapids.
+  static constexpr int kTallRows = 10, kTallestRows = 12;
+  static constexpr bool kPrefetches = true;
+  /// How far ahead, in bytes, a tile asks for its weights. Measured on Emerald Rapids, in turns
+  /// with 0: 1.05 to 1.13 times as fast from L2 and L3 with 4 to 16 rows, 1.03 to 1.07 with 128 and
+  /// more while the core's other thread is busy, else equal. On Zen 4 it gains nothing from L2 and
+  /// loses up to a quarter from L3: there the line is asked for that the tile is about to read.
+  static TORCHQ_INLINE int64_t weights_ahead() { return __builtin_cpu_is("intel") ? 512 : 0; }
+  /// Whether that pays where L1 keeps them.
+  static TORCHQ_INLINE bool gains_from_l1() { return __builtin_cpu_is("intel"); }
+  /// Whether few rows read weights as in gemm_stream.h: on Zen 5, where it was measured.
+  static TORCHQ_INLINE bool gains_from_streams() {
+    return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512vp2intersect");
+  }
+  /// The most bytes of a tile's weights that overlapped tiles (gemm_overlap.h) may read again and
+  /// again: on Zen 5, where it was measured, L2 is as fast as they are; Zen 4 has 32 KB of L1. On
+  /// Intel conversions and products are the same units' work.
+  static TORCHQ_INLINE int64_t overlapped_bytes() {
+    if (!__builtin_cpu_is("amd")) return 0;
+    return (gains_from_streams() ? 48 : 24) * 1024;
+  }
+  static TORCHQ_INLINE void prefetch(const int8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+  }
+  static TORCHQ_INLINE void prefetch_l2(const int8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+  }
+  static constexpr int kSteps = 1;
+  static constexpr bool kHasNarrow = false;
+
+  static TORCHQ_INLINE Int flip_sign(Int v) {
+    return _mm512_xor_si512(v, _mm512_set1_epi32(static_cast<int>(0x80808080u)));
+  }
+  template <int kStep>
+  static TORCHQ_INLINE Int split_src(Int quad) {
+    return quad;
+  }
+  /// Inline assembly because GCC 12 copies the accumulator around the intrinsic inside loops
+  /// (measured: 278 instead of 459 GOPS).
+  static TORCHQ_INLINE void dot(Int& acc, Int src, Int weight) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(src), "v"(weight));
+  }
+  /// A row's products with NP panels as few statements: GCC 12 moves sums between registers around
+  /// statements of their own, two to six in recurrent tiles of three and four panels (GRU of 512
+  /// units on Zen 5: 0.98 of the time without).
+  template <int NP>
+  static TORCHQ_INLINE void dot_row(Int* acc, Int src, const Int* w) {
+    if constexpr (NP >= 4) {
+      asm("vpdpbusd %5, %4, %0\n\tvpdpbusd %6, %4, %1\n\t"
+          "vpdpbusd %7, %4, %2\n\tvpdpbusd %8, %4, %3"
+          : "+&v"(acc[0]), "+&v"(acc[1]), "+&v"(acc[2]), "+&v"(acc[3])
+          : "v"(src), "v"(w[0]), "v"(w[1]), "v"(w[2]), "v"(w[3]));
+      dot_row<NP - 4>(acc + 4, src, w + 4);
+    } else if constexpr (NP == 3) {
+      asm("vpdpbusd %4, %3, %0\n\tvpdpbusd %5, %3, %1\n\tvpdpbusd %6, %3, %2"
+          : "+&v"(acc[0]), "+&v"(acc[1]), "+&v"(acc[2])
+          : "v"(src), "v"(w[0]), "v"(w[1]), "v"(w[2]));
+    } else if constexpr (NP > 0) {
+      dot(acc[0], src, w[0]);
+      dot_row<NP - 1>(acc + 1, src, w + 1);
+    }
+  }
+
+  /// dst = table[src], of 256 entries, with permutations of 128 of them.
+  __attribute__((target("avx512vbmi"))) static TORCHQ_NOINLINE void lookup_vbmi(
+      const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size) {
+    Bytes part[4];
+    TORCHQ_UNROLL for (int i = 0; i < 4; ++i) part[i] = _mm512_loadu_si512(table + 64 * i);
+    for (int64_t i = 0; i < size; i += 64) {
+      const int count = min_int(size - i, 64);
+      const Bytes v = load_channels(src + i, count);
+      const Bytes low = _mm512_permutex2var_epi8(part[0], v, part[1]);
+      const Bytes high = _mm512_permutex2var_epi8(part[2], v, part[3]);
+      store_channels(dst + i, _mm512_mask_blend_epi8(_mm512_movepi8_mask(v), low, high), count);
+    }
+  }
+  static TORCHQ_INLINE bool has_vbmi() { return __builtin_cpu_supports("avx512vbmi"); }
+};
+
+}  // namespace
