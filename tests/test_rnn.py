@@ -69,6 +69,13 @@ CASES = [
     Case("lstm", 40, 128, steps=2, batch=50, projection=64),
     Case("gru", 64, 192, steps=2, batch=49, directions=2),
     Case("gru_vanilla", 64, 64, steps=3, batch=17, src=F32),
+    # Many rows of many inputs, whose cells ride: tiles of three and of four, states in one go and
+    # more, inputs before them and in the steps.
+    Case("lstm", 20, 224, steps=3, batch=7),
+    Case("lstm", 20, 256, steps=3, batch=13, directions=2),
+    Case("lstm", 32, 224, steps=3, batch=71),
+    Case("gru", 20, 240, steps=3, batch=10, directions=2),
+    Case("gru", 16, 224, steps=3, batch=131),
     # One row that reads its weights as streams: of one gate, of two, and of more groups than fit.
     Case("rnn_tanh", 20, 528, steps=3),
     Case("gru_vanilla", 30, 320, steps=3),
@@ -235,7 +242,11 @@ def test_threads_batch_and_time_change_no_bit(isa: str, cell: str, src: torch.dt
     assert_same(c, whole[2])
 
 
-PACKED = [*(CASES[i] for i in (2, 4, 5, 7, 9)), Case("gru", 64, 64, batch=53, directions=2)]
+PACKED = [
+    *(CASES[i] for i in (2, 4, 5, 7, 9)),
+    Case("gru", 64, 64, batch=53, directions=2),
+    Case("lstm", 16, 224, batch=53, directions=2),
+]
 
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
