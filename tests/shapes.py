@@ -57,12 +57,14 @@ LINEAR_SHORT = [
     *(LinearShape(50, 80, k, "short_k") for k in (12, 13, 16, 20, 24, 28, 29, 32, 36, 40, 45, 52)),
     *(LinearShape(50, n, k, "short") for k in (61, 64, 95, 96) for n in (32, 48, 80)),
 ]
-# Tiles of 2 to 4 panels whose ends overlap: around 12 quads, 24 and 48 KB of their weights, and 64
-# KB in all, where they ask for the next ones.
+# Tiles of 2 to 4 panels whose ends overlap: around 8 and 12 quads, 24 and 128 KB of their weights,
+# and 64 KB in all, where they ask for the next ones.
 LINEAR_OVERLAPPED = [
     *(LinearShape(m, 80, 52, "overlapped_m") for m in (17, 18, 19, 22, 48, 49, 52, 97)),
     *(LinearShape(50, n, 64, "overlapped_n") for n in (32, 33, 48, 63, 64, 65, 96, 112, 144)),
-    *(LinearShape(29, 70, k, "overlapped_k") for k in (44, 45, 96, 381, 384, 385, 765, 768, 769)),
+    *(LinearShape(41, n, 40, "overlapped_n") for n in (48, 64, 65, 80, 96, 112, 128)),
+    *(LinearShape(29, 70, k, "overlapped_k") for k in (44, 45, 96, 381, 384, 385)),
+    *(LinearShape(30, 70, k, "overlapped_k") for k in (28, 29, 32, 56, 1025, 2045, 2049)),
     *(LinearShape(m, n, 100, "overlapped") for m in (18, 23, 24, 31) for n in (32, 48)),
     *(LinearShape(20, n, 1030, "overlapped_wide_k") for n in (32, 48)),
     *(LinearShape(m, 272, 257, "overlapped_asks") for m in (17, 51, 64)),

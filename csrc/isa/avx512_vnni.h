@@ -24,9 +24,13 @@ struct Avx512Vnni : Avx512 {
     return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512vp2intersect");
   }
   /// The most bytes of a tile's weights that overlapped tiles (gemm_overlap.h) may read again and
-  /// again: on Zen 5, where it was measured, L2 is as fast as they are; Zen 4 has 32 KB of L1. On
-  /// Intel conversions and products are the same units' work.
+  /// again: on Zen 5, where it was measured, L2 is fast enough; Zen 4 has 32 KB of L1. On Intel
+  /// conversions and products are the same units' work.
   static TORCHQ_INLINE int64_t overlapped_bytes() {
+    return gains_from_streams() ? 128 * 1024 : ridden_bytes();
+  }
+  /// The same of recurrent tiles (rnn_ride.h), whose weights come from L3 in every step.
+  static TORCHQ_INLINE int64_t ridden_bytes() {
     if (!__builtin_cpu_is("amd")) return 0;
     return (gains_from_streams() ? 48 : 24) * 1024;
   }

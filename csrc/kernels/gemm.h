@@ -303,14 +303,16 @@ void gemm(const GemmTile& t, const Epilogue& e) {
   if (t.rows <= kFewRows) return gemm_few_rows<Isa, kNarrow>(t, e);
   constexpr int kMost = Isa::kMaxPanels;
   int panel = 0;
-  bool overlapped = false;
   if constexpr (kHasWide<Isa>) {
-    overlapped = overlaps<Isa, kMost>(t, e);
-    if (!overlapped) panel = gemm_if_short<Isa>(t, e, panel);
+    if (overlaps<Isa, kMost>(t, e)) {
+      const int whole = t.channels / kPanel;
+      for (; panel + kMost <= whole; panel += kMost) gemm_panels<Isa, kMost, kNarrow>(t, e, panel);
+    }
+    if (!rest_overlaps<Isa>(t, e, t.panels - panel)) panel = gemm_if_short<Isa>(t, e, panel);
   }
   const int whole = Isa::kFinishesTails ? t.channels / kPanel : t.panels;
   const Ahead ahead = choose_ahead<Isa, kMost>(t, panel);
-  if (overlapped || ahead == kNextInL1 || ahead == kNextInL2) {
+  if (ahead == kNextInL1 || ahead == kNextInL2) {
     for (; panel + kMost <= whole; panel += kMost) gemm_panels<Isa, kMost, kNarrow>(t, e, panel);
   } else if (t.panels - panel > kMost) {
     const auto& tiles = kTiles<Isa, kMost, kNarrow>.fn[ahead][src_form(t)];
@@ -318,9 +320,6 @@ void gemm(const GemmTile& t, const Epilogue& e) {
     for_each_tile(t.rows, kMostRows<Isa, kMost>, [&](int first, int rows) {
       for (panel = begin; panel < end; panel += kMost) tiles[rows - 1](t, e, first, panel);
     });
-  }
-  if constexpr (kHasWide<Isa>) {  // two or three panels that are left overlap, one does not
-    if (overlapped && t.panels - panel == 1) panel = gemm_if_short<Isa>(t, e, panel);
   }
   if (panel < t.panels) gemm_rest<Isa, kMost, kNarrow>(t, e, panel);
 }

@@ -5,13 +5,13 @@
 // Zen multiplies with two of its four vector units. Conversions, maxima and packing, which a tile
 // ends with, run on the other two, but one after the other behind the last product they fill the
 // queue in front of them, and the next tile waits: 24 sums in registers end in 60 cycles, in 85
-// with a residual. Tiles of 12 sums leave room for those of the tile before, whose ends stand among
-// the products, one for each quad: 28 and 48 cycles for 24 sums (12 and 24 of them are fused
-// multiply-adds, for which there is no other unit).
+// with a residual. So sums go to L1 first, where their ends take them from among the products of
+// the next tile. 16 stores cost 8 cycles, 24 cost 30, since as many wait for their sums.
 //
-// Such tiles read weights twice as often as those of 24, so L1 or a fast L2 must have them.
-// Measured on Zen 5 beside those, in turns, with 64, 128, 256 and 768 inputs: 1.05, 1.07, 1.045 and
-// 1.01 times as fast, with a residual 1.13, 1.12, 1.06 and 1.02; ResNet-50 takes 0.98 of the time.
+// Such tiles read weights 1.5 times as often as those of 24, so L1 or a fast L2 must have them.
+// Measured on Zen 5 beside those, in turns, with 64, 128, 256 and 768 inputs: 1.09, 1.08, 1.045 and
+// 1.02 times as fast, with 1024 inputs 1.015, with 2048 and more 1.00; with a residual 1.15, 1.13
+// and 1.06.
 #pragma once
 
 #include "dot_step.h"
@@ -19,15 +19,21 @@
 
 namespace {
 
-/// The sums of a tile, one for each quad that stands among their ends.
-constexpr int kOverlappedSums = 12;
+/// The sums of a tile. Those of three panels are in rows of four, whose pixels are stored together.
+template <int kPanels>
+constexpr int kOverlappedSums = kPanels == 4 ? 16 : 12;
+/// How many sums end with a quad. With two, layers of 32 to 60 inputs overlap, too: 1.01 to 1.05
+/// times as fast, with a residual 1.05 to 1.15; those of three or two panels are slower (0.93 to
+/// 1.00).
+template <int kPanels>
+constexpr int kEndsPerQuad = kPanels == 4 ? 2 : 1;
 
 /// The tiles of kPanels full panels. kResidual: the epilogue has one sum. kAsks: the weights of the
 /// next kPanels panels come into L2 meanwhile, the n-th panel's with the n-th tile.
 template <class Isa, int kPanels, bool kFlip, bool kResidual, bool kAsks>
 class OverlappedTiles {
  public:
-  static constexpr int kRows = kOverlappedSums / kPanels;
+  static constexpr int kSums = kOverlappedSums<kPanels>, kRows = kSums / kPanels;
   using Sums = typename Isa::Int[kRows][kPanels];
 
   OverlappedTiles(const GemmTile& tile, const Epilogue& epilogue, int panel)
@@ -51,16 +57,18 @@ class OverlappedTiles {
 
   /// The rows from `first` on and before `end`, in whole tiles; returns the first that is left.
   TORCHQ_INLINE int run(int first, int end) {
-    Sums acc, done;
+    Sums acc;
     begin(acc, first);
     multiply_runs(acc, t_.runs);
     for (first += kRows; first + kRows <= end; first += kRows) {
       TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) {
-        TORCHQ_UNROLL for (int p = 0; p < kPanels; ++p) done[r][p] = acc[r][p];
+        TORCHQ_UNROLL for (int p = 0; p < kPanels; ++p) {
+          Isa::store_int(done_ + (r * kPanels + p) * kPanel, acc[r][p]);
+        }
       }
       begin(acc, first);
       enter(*t_.runs);
-      multiply_and_finish<0>(acc, done, t_.dst_offset + first - kRows);
+      multiply_and_finish<0>(acc, t_.dst_offset + first - kRows);
       multiply(acc);
       multiply_runs(acc, t_.runs + 1);
     }
@@ -114,34 +122,42 @@ class OverlappedTiles {
     }
   }
 
-  /// Sum i of the tile before and those behind it, a quad of this tile's for each.
+  /// Sum i of the tile before and those behind it.
   template <int i>
-  TORCHQ_INLINE void multiply_and_finish(Sums& acc, Sums& done, const int64_t* dst_offset) {
-    if constexpr (i > 0 && i % Isa::kStoredPanels == 0) {
-      store<i - Isa::kStoredPanels>(done, dst_offset);
+  TORCHQ_INLINE void multiply_and_finish(Sums& acc, const int64_t* dst_offset) {
+    if constexpr (i < kSums) {
+      typename Isa::Int panels[Isa::kStoredPanels];
+      multiply_and_finish<i, 0>(acc, panels, dst_offset);
+      store<i>(panels, dst_offset);
+      multiply_and_finish<i + Isa::kStoredPanels>(acc, dst_offset);
     }
-    if constexpr (i < kOverlappedSums) {
-      constexpr int r = i / kPanels, p = i % kPanels;
-      multiply_quad(acc);
-      finish(done[r][p], p, dst_offset[r]);
-      multiply_and_finish<i + 1>(acc, done, dst_offset);
+  }
+
+  /// Sum first + i and those behind it that are stored with it.
+  template <int first, int i>
+  TORCHQ_INLINE void multiply_and_finish(Sums& acc, typename Isa::Int (&panels)[Isa::kStoredPanels],
+                                         const int64_t* dst_offset) {
+    if constexpr (i < Isa::kStoredPanels) {
+      constexpr int r = (first + i) / kPanels, p = (first + i) % kPanels;
+      if constexpr (i % kEndsPerQuad<kPanels> == 0) multiply_quad(acc);
+      panels[i] = finish(Isa::load_int(done_ + (first + i) * kPanel), p, dst_offset[r]);
+      multiply_and_finish<first, i + 1>(acc, panels, dst_offset);
     }
   }
 
   /// Sums from `first` on, saturated.
   template <int first>
-  TORCHQ_INLINE void store(const Sums& done, const int64_t* dst_offset) {
-    typename Isa::Int panels[Isa::kStoredPanels];
+  TORCHQ_INLINE void store(const typename Isa::Int (&panels)[Isa::kStoredPanels],
+                           const int64_t* dst_offset) {
     uint8_t* places[Isa::kStoredPanels];
     TORCHQ_UNROLL for (int i = 0; i < Isa::kStoredPanels; ++i) {
       const int r = (first + i) / kPanels, p = (first + i) % kPanels;
-      panels[i] = done[r][p];
       places[i] = dst_ + dst_offset[r] + p * kPanel;
     }
     Isa::store_panels(places, panels, is_signed_);
   }
 
-  TORCHQ_INLINE void finish(typename Isa::Int& sum, int p, int64_t dst_offset) {
+  TORCHQ_INLINE typename Isa::Int finish(typename Isa::Int sum, int p, int64_t dst_offset) {
     asm("" : "+r"(multiplier_), "+r"(offset_));  // from memory for each sum
     auto y = Isa::fma(Isa::to_float(sum), Isa::load(multiplier_ + p * kPanel),
                       Isa::load(offset_ + p * kPanel));
@@ -153,6 +169,7 @@ class OverlappedTiles {
     }
     sum = Isa::to_int(y);
     Isa::pin(sum);
+    return sum;
   }
 
   const GemmTile& t_;
@@ -173,6 +190,7 @@ class OverlappedTiles {
   const uint8_t* row_[kRows];
   int64_t k_, end_;
   const int8_t* weight_;
+  alignas(64) int32_t done_[kSums * kPanel];  // sums of the tile before
 };
 
 template <class Isa, int kPanels, bool kFlip, bool kResidual, bool kAsks>
@@ -186,8 +204,8 @@ template <class Isa, int kPanels>
 TORCHQ_INLINE bool overlaps(const GemmTile& t, const Epilogue& e) {
   const bool has_residual = e.num_sums == 1 && e.lo == nullptr && !e.clamp;
   return kPanels * t.panel_stride <= Isa::overlapped_bytes() && t.rows > kFewRows &&
-         t.num_runs > 0 && t.runs->quads >= kOverlappedSums && finishes_to_bytes(e) &&
-         (is_plain(e) || has_residual);
+         t.num_runs > 0 && t.runs->quads * kEndsPerQuad<kPanels> >= kOverlappedSums<kPanels> &&
+         finishes_to_bytes(e) && (is_plain(e) || has_residual);
 }
 
 /// kPanels full panels from `panel` on, where they overlap; returns the first row that is left. If
@@ -199,18 +217,24 @@ TORCHQ_INLINE int gemm_overlapped(const GemmTile& t, const Epilogue& e, int pane
                                                &overlapped_tiles<Isa, kPanels, false, true, false>},
                                               {&overlapped_tiles<Isa, kPanels, true, false, false>,
                                                &overlapped_tiles<Isa, kPanels, true, true, false>}};
-  constexpr int kRows = kOverlappedSums / kPanels;
+  constexpr int kRows = kOverlappedSums<kPanels> / kPanels;
+  // A tile of one row or two would wait for L2, or for its sums.
+  const int rest = t.rows % kRows, end = t.rows - (rest == 1 || rest == 2 ? kRows + rest : rest);
   int first = 0;
   if constexpr (kPanels == Isa::kMaxPanels) {
     static constexpr Tiles kAsking[2][2] = {{&overlapped_tiles<Isa, kPanels, false, false, true>,
                                              &overlapped_tiles<Isa, kPanels, false, true, true>},
                                             {&overlapped_tiles<Isa, kPanels, true, false, true>,
                                              &overlapped_tiles<Isa, kPanels, true, true, true>}};
-    if (asks) first = kAsking[t.flip][e.num_sums](t, e, panel, 0, kOverlappedSums);
+    if (asks) first = kAsking[t.flip][e.num_sums](t, e, panel, 0, min_int(kPanels * kRows, end));
   }
-  // A tile of one row or two would wait for L2, or for its sums.
-  const int rest = t.rows % kRows, end = t.rows - (rest == 1 || rest == 2 ? kRows + rest : rest);
   return first == end ? end : kOverlapped[t.flip][e.num_sums](t, e, panel, first, end);
+}
+
+/// Whether the last panels, of which there are fewer than kMaxPanels, overlap; one does not.
+template <class Isa>
+TORCHQ_INLINE bool rest_overlaps(const GemmTile& t, const Epilogue& e, int panels) {
+  return panels == 2 ? overlaps<Isa, 2>(t, e) : panels == 3 && overlaps<Isa, 3>(t, e);
 }
 
 }  // namespace

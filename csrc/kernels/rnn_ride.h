@@ -42,7 +42,7 @@ constexpr bool kMayRide<VectorTiles<Isa>> = kHasWide<Isa>;
 template <class Isa>
 inline bool rnn_rides(const RnnStep& s) {
   return s.rows > 2 * kRidingRows - 2 && s.quads >= kRidingQuads &&
-         s.gates * s.panel_stride <= Isa::overlapped_bytes() && rnn_is_plain(s);
+         s.gates * s.panel_stride <= Isa::ridden_bytes() && rnn_is_plain(s);
 }
 
 /// t.acc = init + the products of kRows rows with all gates of a group, and meanwhile the cells of
