@@ -307,6 +307,7 @@ ERRORS = {
     "scales must be normal": lambda x: x | {"scales": torch.tensor([0.0, 1.0])},
     "zero_points must lie": lambda x: x | {"zero_points": torch.tensor([0, 300, 0]).int()},
     "geometry must be": lambda x: x | {"geometry": [9, *x["geometry"][1:]]},
+    "geometry's lo and hi": lambda x: x | {"geometry": [*x["geometry"][:5], -128, 127]},
     "dst_dtype and h_n_dtype must": lambda x: x | {"dst_dtype": 1},
     "batch_sizes must be positive": lambda x: packed(x, [2, 3]),
     "batch_sizes must sum": lambda x: packed(x, [2, 1]),

@@ -346,6 +346,7 @@ void gemm_groups(const GemmTile& t, const Epilogue& e) {
   GemmTile group = t;
   group.panels = group_panels;
   group.channels = group_panels * kPanel;
+  group.panels_behind = 0;
   for (; panel < t.panels; panel += group_panels) {
     group.src = t.src + panel * kPanel;
     group.weight = t.weight + panel * t.panel_stride;

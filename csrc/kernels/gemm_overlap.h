@@ -10,10 +10,11 @@
 // waits for its sum, so 16 in a row cost 8 cycles, 24 cost 30, and with all in L1 at once 64 inputs
 // take 1.05 of the time.
 //
-// Such tiles read weights 1.5 times as often as those of 24, so L1 or a fast L2 must have them.
+// Such tiles read weights 1.5 to 2 times as often as others, so L1 or a fast L2 must have them.
 // Measured on Zen 5 beside those, in turns, with 64, 128, 256 and 768 inputs: 1.09, 1.08, 1.045 and
 // 1.02 times as fast, with 1024 inputs 1.015, with 2048 and more 1.00; with a residual 1.15, 1.13
-// and 1.06.
+// and 1.06. On Zen 4, without a residual, 1.04, 1.07, 1.02 and 1.015, with 512 inputs 1.02, with
+// 1024 1.01.
 #pragma once
 
 #include "dot_step.h"
@@ -220,6 +221,7 @@ TORCHQ_INLINE int gemm_overlapped(const GemmTile& t, const Epilogue& e, int pane
                                               {&overlapped_tiles<Isa, kPanels, true, false, false>,
                                                &overlapped_tiles<Isa, kPanels, true, true, false>}};
   constexpr int kRows = kOverlappedSums<kPanels> / kPanels;
+  static_assert(kFewRows >= kRows + 2, "`end` would be none, but a run is a tile or more");
   // A tile of one row or two would wait for L2, or for its sums.
   const int rest = t.rows % kRows, end = t.rows - (rest == 1 || rest == 2 ? kRows + rest : rest);
   int first = 0;

@@ -2,7 +2,7 @@
 // Recurrent cells (contracts: RnnStep and QuantizeRow in table.h; formulas: reference_rnn.h).
 //
 // The products of a row with all gates of 16 units are summed in registers and pass to the cell
-// through a tile in L1, so that the cell works on one row at a time with all registers to itself.
+// through a tile in L1, so that cells of two or three rows have the registers to themselves.
 #pragma once
 
 #include "rnn_ride.h"

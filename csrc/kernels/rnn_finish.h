@@ -12,7 +12,7 @@ namespace {
 inline bool rnn_is_plain(const RnnStep& s) {
   return s.scale == nullptr && s.quantized != nullptr && !s.requantized && s.flip == 0 &&
          s.dst != nullptr && s.units == s.groups * kPanel &&
-         (s.extra == nullptr) == (s.cell == RnnCell::kLstm);
+         (s.cell == RnnCell::kLstm ? s.extra == nullptr : s.cell == RnnCell::kGru);
 }
 
 /// What a step does with the result h of 16 units of a row, in this order.
@@ -63,8 +63,9 @@ struct RnnSums {
 
 /// As many cells as V has, of other rows or groups. Those of an LSTM or GRU have two stages, the
 /// first of which ends with c, or with the new gate's argument: all of a block's cells take it
-/// before any takes the second. Each has fewer instructions in a row that wait for others (whole
-/// layers of 512 units: 1 to 3 % faster with vectors, up to 4 % on AMX).
+/// before any takes the second, or each when its turn comes (rnn_ride.h). Each has fewer
+/// instructions in a row that wait for others (whole layers of 512 units: 1 to 3 % faster with
+/// vectors, up to 4 % on AMX).
 template <class Isa, class V, RnnCell kCell, int kStage, bool kPlain>
 TORCHQ_INLINE void rnn_finish(const RnnStep& s, const RnnSums* sums) {
   using Float = typename V::Float;

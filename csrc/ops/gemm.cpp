@@ -67,12 +67,13 @@ GemmProblem join_groups(GemmProblem p, int group_quads) {
   return p;
 }
 
-/// The next rows of `left`, up to `most`: full tiles, whatever their height, but the last ones not
-/// far fewer than those before.
+/// The next rows of `left`, up to `most`: full tiles of four, six or twelve rows, but the last ones
+/// not far fewer than those before.
 int64_t rows_at_once(int64_t left, int64_t most) {
-  static_assert(kGemmRows % 12 == 0 && kGemmRows % 8 == 0 && kGemmRows % kTileRows == 0);
+  constexpr int64_t kUnit = 12;
+  static_assert(kGemmRows % kUnit == 0 && kGemmRows % 8 == 0 && kUnit % kTileRows == 0);
   if (left >= 2 * most || left <= most) return std::min(left, most);
-  return (left / 2 + kTileRows - 1) / kTileRows * kTileRows;
+  return (left / 2 + kUnit - 1) / kUnit * kUnit;
 }
 
 /// One thread's share: rows x blocks.

@@ -312,6 +312,10 @@ Results rnn(const at::Tensor& src_arg, const std::optional<at::Tensor>& batch_si
   RnnLayer l{};
   g.fill(l);
   read_dtypes(l, src_dtype, dst_dtype, state_dtype, h_n_dtype);
+  const auto [least, most] = zero_point_range(l.state_dtype);
+  TORCH_CHECK_VALUE(g.lo >= least && g.hi <= most, "torchq.rnn: geometry's lo and hi must lie in [",
+                    least, ", ", most, "], the range of the state, got ", g.lo, " and ", g.hi,
+                    ". Build it with torchq.nn.QLSTM, QGRU or QRNN.");
   ScratchFrame scratch;
   const Sequences sequences(src_arg, batch_sizes, scratch);
   TORCH_CHECK_VALUE(src_arg.size(-1) == g.inputs, "torchq.rnn: src must have ", g.inputs,
