@@ -69,6 +69,11 @@ LINEAR_OVERLAPPED = [
     *(LinearShape(20, n, 1030, "overlapped_wide_k") for n in (32, 48)),
     *(LinearShape(m, 272, 257, "overlapped_asks") for m in (17, 51, 64)),
 ]
+# Rows copied as 16-bit values, for AVX2: calls of 6 rows, and of 18 to 42.
+LINEAR_WIDENED = [
+    *(LinearShape(m, 33, 5500, "widened") for m in (7, 11, 12, 17)),
+    *(LinearShape(m, 33, k, "widened") for m in (31, 43, 59) for k in (3600, 2048, 1700)),
+]
 LINEAR_LIMITS = [
     LinearShape(0, 16, 8, "no_rows"),
     LinearShape(3, 0, 8, "no_channels"),
@@ -77,9 +82,15 @@ LINEAR_LIMITS = [
     LinearShape(400, 20, 70, "many_rows"),
     LinearShape(3, 5000, 36, "many_channels"),
 ]
-LINEAR = (
-    LINEAR_NETWORKS + LINEAR_TAILS + LINEAR_UNITS + LINEAR_SHORT + LINEAR_OVERLAPPED + LINEAR_LIMITS
-)
+LINEAR = [
+    *LINEAR_NETWORKS,
+    *LINEAR_TAILS,
+    *LINEAR_UNITS,
+    *LINEAR_SHORT,
+    *LINEAR_OVERLAPPED,
+    *LINEAR_WIDENED,
+    *LINEAR_LIMITS,
+]
 
 CONV_NETWORKS = [
     conv("resnet50.conv1", (3, 64), (224, 224), 7, 2, 3),

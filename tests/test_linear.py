@@ -32,7 +32,11 @@ def test_networks(shape: LinearShape):
 @pytest.mark.parametrize("src", (U8, S8), ids=str)
 @pytest.mark.parametrize(
     "shape",
-    cases.LINEAR_TAILS + cases.LINEAR_UNITS + cases.LINEAR_SHORT + cases.LINEAR_LIMITS,
+    cases.LINEAR_TAILS
+    + cases.LINEAR_UNITS
+    + cases.LINEAR_SHORT
+    + cases.LINEAR_WIDENED
+    + cases.LINEAR_LIMITS,
     ids=str,
 )
 def test_shapes(shape: LinearShape, src: torch.dtype):

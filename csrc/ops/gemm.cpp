@@ -73,7 +73,7 @@ int64_t rows_at_once(int64_t left, int64_t most) {
   constexpr int64_t kUnit = 12;
   static_assert(kGemmRows % kUnit == 0 && kGemmRows % 8 == 0 && kUnit % kTileRows == 0);
   if (left >= 2 * most || left <= most) return std::min(left, most);
-  return (left / 2 + kUnit - 1) / kUnit * kUnit;
+  return std::min((left / 2 + kUnit - 1) / kUnit * kUnit, most);
 }
 
 /// One thread's share: rows x blocks.

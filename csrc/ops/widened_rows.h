@@ -40,11 +40,12 @@ class WidenedRows {
     tile.row_offset = offset_;
     tile.flip = false;
     tile.widened = true;
-    return most_rows(c.quads());
+    return most_ = most_rows(c.quads());
   }
 
   /// Copies the tile's rows, which begin at its src + src_offset[row], and makes them its src.
   void fill(const GemmClass& c, const int64_t* src_offset, GemmTile& tile) {
+    TORCH_INTERNAL_ASSERT(tile.rows <= most_, "a call of ", tile.rows, " rows overwrites scratch");
     uint8_t* dst = rows_;
     for (int r = 0; r < tile.rows; ++r) {
       const uint8_t* const src = tile.src + src_offset[r];
@@ -70,7 +71,7 @@ class WidenedRows {
   const bool flip_;
   GemmRun* runs_;
   uint8_t* rows_;
-  int64_t row_bytes_ = 0;
+  int64_t row_bytes_ = 0, most_ = 0;
   int64_t offset_[kMostRows];
 };
 
