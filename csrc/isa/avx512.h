@@ -90,6 +90,9 @@ struct Avx512 : Avx512Lanes {
     if (p[1] == p[0] + kPanel && p[2] == p[1] + kPanel && p[3] == p[2] + kPanel) {
       return _mm512_storeu_si512(p[0], bytes);
     }
+    store_lanes(p, bytes);
+  }
+  static TORCHQ_INLINE void store_lanes(uint8_t* const (&p)[4], __m512i bytes) {
     const auto store = [](uint8_t* to, __m128i x) {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x);
     };
@@ -97,6 +100,14 @@ struct Avx512 : Avx512Lanes {
     store(p[1], _mm512_extracti32x4_epi32(bytes, 1));
     store(p[2], _mm512_extracti32x4_epi32(bytes, 2));
     store(p[3], _mm512_extracti32x4_epi32(bytes, 3));
+  }
+
+  /// The same where lane 4 i + j of a panel is channel 4 j + i (small groups).
+  static TORCHQ_INLINE void store_transposed(uint8_t* const (&p)[4], const Int (&v)[4],
+                                             bool is_signed) {
+    const __m512i order =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    store_lanes(p, _mm512_shuffle_epi8(pack_row(v, is_signed), order));
   }
 
   // dot products of quads

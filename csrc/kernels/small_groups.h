@@ -7,7 +7,7 @@
 // has its lane, in two vectors of outputs, and pairs of lanes are added at the end.
 #pragma once
 
-#include "gemm.h"
+#include "small_groups_line.h"
 
 namespace {
 
@@ -17,10 +17,6 @@ template <class Isa, int Q>
 constexpr int kSmallGroupTile = Isa::kMaxPanels > 1 ? kMaxSmallGroupTile
                                 : Q == 1            ? kTileRows
                                                     : 2;
-
-/// Lanes whose sums start from acc_init in the first vector of two; the others do in the second.
-alignas(64) constexpr int32_t kEvenLanes[kPanel] = {-1, 0, -1, 0, -1, 0, -1, 0,
-                                                    -1, 0, -1, 0, -1, 0, -1, 0};
 
 /// Rows of one small tile; the last is repeated where there are fewer than the kernel has.
 struct SmallGroupRows {
@@ -38,11 +34,7 @@ TORCHQ_NOINLINE void small_group_tile(const GemmTile& t, const Epilogue& e,
   int64_t row[MR];
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) row[r] = rows.src[r];
   Int acc[MR][Q];
-  const Int init = Isa::transpose_lanes(Isa::load_int(t.acc_init + first));
-  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-    acc[r][0] = Q == 1 ? init : Isa::bit_and(init, Isa::load_int(kEvenLanes));
-    if constexpr (Q == 2) acc[r][1] = Isa::sub(init, acc[r][0]);
-  }
+  begin_small_group<Isa, MR, Q>(t, acc, first);
   const uint8_t* const tile_src = t.src + first;
   const int8_t* const panel_weight = t.weight + panel * t.panel_stride * kSteps;
   const GemmRun* run = t.runs;
@@ -65,31 +57,19 @@ TORCHQ_NOINLINE void small_group_tile(const GemmTile& t, const Epilogue& e,
                                     [&](int r) { return Isa::template split_src<1>(block(r)); });
     }
   }
-  Int sums[MR][1];
-  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-    TORCHQ_UNROLL for (int q = 0; q < Q; ++q) Isa::pin(acc[r][q]);
-    sums[r][0] =
-        Isa::transpose_lanes(Q == 1 ? acc[r][0] : Isa::add_pairs(acc[r][0], acc[r][Q - 1]));
-  }
-  const int channel = t.channel + first;
-  if (finishes_in_registers(e, kPanel, 1)) {
-    finish_in_registers<Isa, MR, 1>(e, sums, rows.dst, channel);
-    return;
-  }
-  alignas(64) int32_t tile[MR * kPanel];
-  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) Isa::store_int(tile + r * kPanel, sums[r][0]);
-  finish_tile<Isa>({tile, rows.count, 1, rows.dst, channel, kPanel}, e);
+  finish_small_group<Isa, MR, Q>(t, e, acc, rows.dst, rows.count, first);
 }
 
-/// As few tiles as there can be, of nearly the same size, each through all panels.
+/// `count` rows from `begin` on, as few tiles as there can be, of nearly the same size, each
+/// through all panels.
 template <class Isa, int Q, bool kFlip, bool kNarrow>
-void small_group_tiles(const GemmTile& t, const Epilogue& e) {
+void small_group_tiles(const GemmTile& t, const Epilogue& e, int begin, int count) {
   constexpr int kRows = kSmallGroupTile<Isa, Q>;
-  for_each_tile(t.rows, kRows, [&](int first, int count) {
+  for_each_tile(count, kRows, [&](int first, int tile_rows) {
     SmallGroupRows rows;
-    rows.count = count;
+    rows.count = tile_rows;
     for (int r = 0; r < kRows; ++r) {
-      const int row = first + min_int(r, rows.count - 1);
+      const int row = begin + first + min_int(r, rows.count - 1);
       rows.src[r] = t.row_offset[row];
       rows.dst[r] = t.dst_offset[row];
     }
@@ -103,14 +83,36 @@ void small_group_tiles(const GemmTile& t, const Epilogue& e) {
   });
 }
 
+/// All rows: lines where they are long enough, what is between them as tiles.
+template <class Isa, int Q, bool kFlip, bool kNarrow>
+void small_group_rows(const GemmTile& t, const Epilogue& e) {
+  int first = 0;  // that is left
+  if constexpr (kHasWide<Isa>) {
+    const LineTaps along[] = {{t, 1, kLineTaps}, {t, t.num_runs / kLineTaps, 1}};
+    for (int row = 0; row + 1 < t.rows;) {
+      const int64_t step = t.row_offset[row + 1] - t.row_offset[row];
+      const int count = line_length(t, row, step);
+      const bool is_row = step == along[0].step, is_column = step == along[1].step;
+      if (count >= kShortestLine && (is_row || is_column)) {
+        if (row > first) small_group_tiles<Isa, Q, kFlip, kNarrow>(t, e, first, row - first);
+        small_group_line<Isa, Q, kFlip>(t, e, along[is_row ? 0 : 1], row, count);
+        row = first = row + count;
+      } else {
+        row += count > 2 ? count - 1 : 1;  // its last row may be the first of another line
+      }
+    }
+  }
+  if (first < t.rows) small_group_tiles<Isa, Q, kFlip, kNarrow>(t, e, first, t.rows - first);
+}
+
 template <class Isa, bool kNarrow>
 void small_groups(const GemmTile& t, const Epilogue& e) {
   if (t.group_quads == 1) {
-    t.flip ? small_group_tiles<Isa, 1, true, kNarrow>(t, e)
-           : small_group_tiles<Isa, 1, false, kNarrow>(t, e);
+    t.flip ? small_group_rows<Isa, 1, true, kNarrow>(t, e)
+           : small_group_rows<Isa, 1, false, kNarrow>(t, e);
   } else {
-    t.flip ? small_group_tiles<Isa, 2, true, kNarrow>(t, e)
-           : small_group_tiles<Isa, 2, false, kNarrow>(t, e);
+    t.flip ? small_group_rows<Isa, 2, true, kNarrow>(t, e)
+           : small_group_rows<Isa, 2, false, kNarrow>(t, e);
   }
 }
 
