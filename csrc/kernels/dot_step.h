@@ -12,7 +12,11 @@ template <class Isa, int MR, int NP, bool kNarrow, int kGroupPanels = 0, class S
 TORCHQ_INLINE void dot_step(typename Isa::Int (&acc)[MR][NP], const int8_t* weight,
                             int64_t panel_stride, Src src) {
   typename Isa::Int w[NP];
-  TORCHQ_UNROLL for (int p = 0; p < NP; ++p) w[p] = Isa::load_weight(weight + p * panel_stride);
+  const int8_t* next = weight + panel_stride;
+  if constexpr (NP == 4) asm("" : "+r"(next));  // or three strides take a register of their own
+  TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
+    w[p] = Isa::load_weight(p == 0 ? weight : next + (p - 1) * panel_stride);
+  }
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
     auto s = src(r);
     if constexpr (kGroupPanels == 0 && requires { Isa::template dot_row<NP>(acc[r], s, w); }) {

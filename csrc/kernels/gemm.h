@@ -80,10 +80,10 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
     asm("" : "+m"(panels), "+m"(runs_end));
     int64_t k = run->src_offset;
     int64_t end = k + run->quads * (kSteps / kStepsAtOnce) * kQuad;
-    if constexpr (MR > kTileRows) asm("" : "+m"(end));  // no general register is left for it
     const int8_t* weight = panels + run->weight_offset * kSteps;
     while (k != end) {
       asm("" : "+r"(k));  // one index for all rows instead of a pointer each
+      if constexpr (MR > kTileRows) asm("" : "+m"(end));  // no general register is left
       const auto quad = [&](int r, int p = 0) {
         const auto q = Isa::broadcast(row[r] + k + p * kPanel);
         if constexpr (kForm == kSigned) return Isa::flip_sign(q);

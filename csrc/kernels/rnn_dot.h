@@ -38,9 +38,10 @@ TORCHQ_NOINLINE void rnn_tile(const RnnTile& t, int panel) {
   const int64_t panel_stride = t.panel_stride;
   const int64_t ahead = t.ahead;
   const uint8_t* src = t.src;
-  const uint8_t* const end = src + t.quads * kQuad;
+  const uint8_t* end = src + t.quads * kQuad;
   const int8_t* weight = t.weight + panel * panel_stride;
   while (src != end) {
+    if constexpr (MR > 4) asm("" : "+m"(end));  // as in gemm_tile
     const auto quad = [&](int r) { return Isa::broadcast(src + row[r]); };
     if constexpr (kSteps == 1) {
       if constexpr (MR > 3 && NP > 2) __builtin_prefetch(weight + ahead, 0, 2);
