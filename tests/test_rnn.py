@@ -79,6 +79,7 @@ CASES = [
     # One row that reads its weights as streams: of one gate, of two, and of more groups than fit.
     Case("rnn_tanh", 20, 528, steps=3),
     Case("gru_vanilla", 30, 320, steps=3),
+    Case("lstm", 8, 1030, steps=3),  # long panels
     Case("rnn_tanh", 64, 128, steps=2, batch=50, src=S8, per_tensor=True),
 ]
 
