@@ -232,7 +232,8 @@ CONV_GROUPED = [
         for groups in (3, 6)
         for name, size, kernel, stride, padding, dilation in (
             ("column", (11, 3), 3, 1, 1, 1),
-            ("column_of_columns", (12, 4), (3, 1), 1, 0, 1),
+            ("column_of_columns", (12, 1), (3, 1), 1, 0, 1),
+            ("line_of_nothing", (9, 0), (1, 2), 1, (0, 1), 1),
             ("line_of_nine_taps", (2, 17), (1, 9), 1, (0, 2), 1),
             ("line_every_second", (7, 19), 3, 2, 2, 2),
             ("line_of_short_lines", (9, 5), 3, 1, 0, 1),

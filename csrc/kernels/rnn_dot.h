@@ -112,9 +112,10 @@ constexpr RnnTiles<Isa, kNarrow, kScaled> kRnnTiles;
 /// next step, which begins with the last ones.
 constexpr int64_t kRnnStreamBytes = 256 * 1024;
 
-/// Panels as large as those of 1024 units are one stream on Zen 4: one thread takes 0.96 to 0.98 of
-/// the time with an LSTM, 0.98 with a GRU; with fewer units 1.00 to 1.01.
-constexpr int64_t kRnnPanelBytes = 16 * 1024;
+/// Panels as large as those of 1024 units are one stream on Zen 4, without requests ahead: one
+/// thread takes 0.96 to 0.98 of the time with an LSTM, 0.98 with a GRU; with fewer units 1.00 to
+/// 1.01.
+constexpr int64_t kRnnLongPanelBytes = 16 * 1024;
 
 /// One row of `panels` panels as Note [Streams] in gemm_stream.h says: streams that tiles of
 /// neighbours would begin anew. One thread of Zen 5, an LSTM's layer beside six panels at a time:
@@ -144,7 +145,7 @@ void rnn_streams(const RnnTile& t, int panels, bool descending) {
 template <class Isa>
 TORCHQ_INLINE bool rnn_takes_streams(const RnnTile& t, int panels, bool descending) {
   if (panels * t.panel_stride <= kStreamLeastBytes || !Isa::gains_from_streams()) return false;
-  if (t.panel_stride >= kRnnPanelBytes && Isa::gains_from_long_streams()) {
+  if (t.panel_stride >= kRnnLongPanelBytes && Isa::gains_from_long_streams()) {
     rnn_streams<Isa, 1>(t, panels, descending);
     return true;
   }

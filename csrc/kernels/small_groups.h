@@ -89,7 +89,8 @@ void small_group_rows(const GemmTile& t, const Epilogue& e) {
   int first = 0;  // that is left
   if constexpr (kHasWide<Isa>) {
     const LineTaps along[] = {{t, 1, kLineTaps}, {t, t.num_runs / kLineTaps, 1}};
-    for (int row = 0; row + 1 < t.rows;) {
+    // Without runs all taps are padding, and rows of an empty source are 0 bytes apart.
+    for (int row = 0; row + 1 < t.rows && t.num_runs > 0;) {
       const int64_t step = t.row_offset[row + 1] - t.row_offset[row];
       const int count = line_length(t, row, step);
       const bool is_row = step == along[0].step, is_column = step == along[1].step;
@@ -98,7 +99,7 @@ void small_group_rows(const GemmTile& t, const Epilogue& e) {
         small_group_line<Isa, Q, kFlip>(t, e, along[is_row ? 0 : 1], row, count);
         row = first = row + count;
       } else {
-        row += count > 2 ? count - 1 : 1;  // its last row may be the first of another line
+        row += count - 1;  // its last row may be the first of another line
       }
     }
   }

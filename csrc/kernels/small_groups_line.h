@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Small groups along a line: rows that are as far apart as the taps of a kernel row share sources.
 //
-// A block of 16 inputs takes as long to load as a product, so a tile that loads one for each is
-// bound by loads as much as by products. Three taps of MR rows in a line meet MR + 2 blocks.
+// On Zen 4 a block of 16 inputs takes as long to load as a product, so a tile that loads one for
+// each is bound by loads as much as by products. Three taps of MR rows in a line meet MR + 2 of
+// them.
 #pragma once
 
 #include "small_groups_finish.h"
@@ -11,10 +12,11 @@ namespace {
 
 /// Taps that share sources: a kernel row of three.
 constexpr int kLineTaps = 3;
-/// Rows of the longest tile, and the fewest that are worth one.
+/// Rows of the longest tile, as registers allow, and of the shortest.
 template <int Q>
 constexpr int kLongestLine = Q == 1 ? 18 : 8;
 constexpr int kShortestLine = 4;
+static_assert((kLongestLine<2> + 1) / 2 >= kShortestLine, "tiles are half of the longest, or more");
 
 /// Runs as kernel rows or columns of kLineTaps each: those of one are `apart` in `runs`, those of
 /// the next begin `behind` later. Rows of the tile that are `step` bytes apart share sources.

@@ -68,7 +68,7 @@ GemmProblem join_groups(GemmProblem p, int group_quads) {
 }
 
 /// The next rows of `left`, up to `most`: full tiles of four, six or twelve rows, but the last ones
-/// not far fewer than those before.
+/// not far fewer than those before, if `most` is many.
 int64_t rows_at_once(int64_t left, int64_t most) {
   constexpr int64_t kUnit = 12;
   static_assert(kGemmRows % kUnit == 0 && kGemmRows % 8 == 0 && kUnit % kTileRows == 0);
