@@ -23,7 +23,7 @@ MOVE = re.compile(r"^vmov(dqa|aps)\w*\s+%[yz]mm\d+,%[yz]mm\d+$")
 # GCC 12 keeps up to two of the 24 accumulators of the widened AVX-512 tiles on the stack.
 ALLOWED = {"avx512": 2}
 # Tiles whose loops are one step each.
-STEPS = "(gemm|stream|rnn|rnn_riding|small_group)_tile<"
+STEPS = "(gemm|stream|rnn|rnn_riding|small_group)_tile<|rnn_stream_(panel|cells)<"
 # The sums of amx are in tile registers, which have no other place to be.
 TIERS = [isa for isa in torchq.supported_isas() if isa not in ("reference", "amx")]
 

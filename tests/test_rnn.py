@@ -76,10 +76,22 @@ CASES = [
     Case("lstm", 32, 224, steps=3, batch=71),
     Case("gru", 20, 240, steps=3, batch=10, directions=2),
     Case("gru", 16, 224, steps=3, batch=131),
-    # One row that reads its weights as streams: of one gate, of two, and of more groups than fit.
+    # One row that reads its weights as streams, one or two, and cells among their products: whole
+    # groups and not, quads that are left, parts too short to be parted.
     Case("rnn_tanh", 20, 528, steps=3),
+    Case("rnn_relu", 20, 544, steps=3, state=S8),
     Case("gru_vanilla", 30, 320, steps=3),
+    Case("lstm", 20, 256, steps=4, directions=2),
+    Case("lstm", 20, 250, steps=3, src=F32),
+    Case("lstm", 20, 180, steps=3, state=S8, peephole=True),
+    Case("lstm", 20, 176, steps=3),
+    Case("lstm", 20, 640, steps=3, projection=28),
+    Case("lstm", 20, 272, steps=3, projection=256),
+    Case("gru", 20, 128, steps=4, directions=2),
+    Case("gru", 20, 208, steps=3),
+    Case("gru", 20, 187, steps=3, src=F32),
     Case("lstm", 8, 1030, steps=3),  # long panels
+    Case("gru", 8, 1024, steps=3),
     Case("rnn_tanh", 64, 128, steps=2, batch=50, src=S8, per_tensor=True),
 ]
 

@@ -27,11 +27,9 @@ struct Avx512Vnni : Avx512 {
   }
   /// Whether that pays where L1 keeps them.
   static TORCHQ_INLINE bool gains_from_l1() { return __builtin_cpu_is("intel"); }
-  /// Whether few rows read weights as in gemm_stream.h, from L3 as one stream, and, in recurrent
-  /// layers, long panels as one.
+  /// Whether few rows read weights as in gemm_stream.h, and from L3 as one stream.
   static TORCHQ_INLINE bool gains_from_streams() { return is_zen(); }
   static TORCHQ_INLINE bool gains_from_one_stream() { return is_zen5(); }
-  static TORCHQ_INLINE bool gains_from_long_streams() { return is_zen() && !is_zen5(); }
   /// The most bytes of a tile's weights that overlapped tiles (gemm_overlap.h) may read again and
   /// again: L2 is fast enough. On Intel conversions and products are the same units' work.
   static TORCHQ_INLINE int64_t overlapped_bytes() { return is_zen() ? 128 * 1024 : 0; }

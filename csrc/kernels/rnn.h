@@ -6,6 +6,7 @@
 #pragma once
 
 #include "rnn_ride.h"
+#include "rnn_stream.h"
 
 namespace {
 
@@ -37,7 +38,7 @@ TORCHQ_NOINLINE void rnn_run(const RnnStep& s) {
                    : s.rows == 1 && s.source == nullptr ? kRnnBlock / kGates
                                                         : kWidth / kGates;
   const int blocks = (s.groups + most - 1) / most;
-  constexpr bool kMayBePlain = kCell == RnnCell::kLstm || kCell == RnnCell::kGru;
+  constexpr bool kMayBePlain = rnn_stages(kCell) > 1;
   const auto finish = kMayBePlain && rnn_is_plain(s) ? &rnn_finish_block<Isa, kCell, kMayBePlain>
                                                      : &rnn_finish_block<Isa, kCell, false>;
   Tiles::begin();
@@ -76,6 +77,16 @@ TORCHQ_NOINLINE void rnn_run(const RnnStep& s) {
   Tiles::end();
 }
 
+template <class Tiles, RnnCell kCell>
+void rnn_cells(const RnnStep& s) {
+  // A vanilla GRU's stages leave panels out.
+  if constexpr (kMayRide<Tiles> && kCell != RnnCell::kGruGates && kCell != RnnCell::kGruNew) {
+    using Isa = typename Tiles::Isa;
+    if (rnn_takes_streams<Isa>(s)) return rnn_stream<Isa, kCell>(s);
+  }
+  rnn_run<Tiles, kCell>(s);
+}
+
 template <class Tiles>
 void rnn_step(const RnnStep& s) {
   if constexpr (kMayRide<Tiles>) {
@@ -83,19 +94,19 @@ void rnn_step(const RnnStep& s) {
   }
   switch (s.cell) {
     case RnnCell::kLstm:
-      return rnn_run<Tiles, RnnCell::kLstm>(s);
+      return rnn_cells<Tiles, RnnCell::kLstm>(s);
     case RnnCell::kGru:
-      return rnn_run<Tiles, RnnCell::kGru>(s);
+      return rnn_cells<Tiles, RnnCell::kGru>(s);
     case RnnCell::kGruGates:
-      return rnn_run<Tiles, RnnCell::kGruGates>(s);
+      return rnn_cells<Tiles, RnnCell::kGruGates>(s);
     case RnnCell::kGruNew:
-      return rnn_run<Tiles, RnnCell::kGruNew>(s);
+      return rnn_cells<Tiles, RnnCell::kGruNew>(s);
     case RnnCell::kTanh:
-      return rnn_run<Tiles, RnnCell::kTanh>(s);
+      return rnn_cells<Tiles, RnnCell::kTanh>(s);
     case RnnCell::kRelu:
-      return rnn_run<Tiles, RnnCell::kRelu>(s);
+      return rnn_cells<Tiles, RnnCell::kRelu>(s);
     default:
-      return rnn_run<Tiles, RnnCell::kProjection>(s);
+      return rnn_cells<Tiles, RnnCell::kProjection>(s);
   }
 }
 

@@ -29,6 +29,16 @@ constexpr int rnn_gates(RnnCell cell) {
   }
 }
 
+/// Of rnn_finish.
+constexpr int rnn_stages(RnnCell cell) {
+  return cell == RnnCell::kLstm || cell == RnnCell::kGru ? 2 : 1;
+}
+
+/// What formulas do between their steps, unless products part them (rnn_stream.h).
+struct Nothing {
+  TORCHQ_INLINE void operator()() const {}
+};
+
 template <class V>
 struct RnnFormula {
   using Float = typename V::Float;
@@ -46,9 +56,9 @@ struct RnnFormula {
   /// NaN. 2^r = (a + r) / (a - r), a = c[0] + c[1] r^2, |r| <= 1/2, is two steps shorter than a
   /// polynomial. All take a step before any takes the next one, since a chain of them waits for its
   /// own results.
-  template <int N>
-  static TORCHQ_INLINE void exp_gates(const Float (&args)[N], const float (&factor)[N],
-                                      Exp (&e)[N]) {
+  template <int N, class Between = Nothing>
+  static TORCHQ_INLINE void exp_gates(const Float (&args)[N], const float (&factor)[N], Exp (&e)[N],
+                                      const Between& between = {}) {
     constexpr float c[] = {2.88540816f, 0.115236066f};
     // 1.5 * 2^23 + 127: the low bits of y + magic are rne(y) with the bias of an exponent.
     const Float magic = V::set(12583039.0f);
@@ -57,31 +67,37 @@ struct RnnFormula {
     const auto base = [&](int i) { return V::set(factor[i] * 1.44269504f); };
     TORCHQ_UNROLL for (int i = 0; i < N; ++i) x[i] = V::max(V::set(-limit(i)), args[i]);
     TORCHQ_UNROLL for (int i = 0; i < N; ++i) x[i] = V::min(V::set(limit(i)), x[i]);
+    between();
     TORCHQ_UNROLL for (int i = 0; i < N; ++i) shifted[i] = V::fma(x[i], base(i), magic);
     TORCHQ_UNROLL for (int i = 0; i < N; ++i) a[i] = V::sub(magic, shifted[i]);
     TORCHQ_UNROLL for (int i = 0; i < N; ++i) x[i] = V::fma(x[i], base(i), a[i]);
+    between();
     TORCHQ_UNROLL for (int i = 0; i < N; ++i) a[i] = V::mul(x[i], x[i]);
     TORCHQ_UNROLL for (int i = 0; i < N; ++i) a[i] = V::fma(a[i], V::set(c[1]), V::set(c[0]));
     TORCHQ_UNROLL for (int i = 0; i < N; ++i) {
       e[i] = {V::add(a[i], x[i]), V::sub(a[i], x[i]),
               V::from_bits(V::template shift_left<23>(V::bits(shifted[i])))};
     }
+    between();
   }
 
-  static TORCHQ_INLINE Float logistic(Float a) {
+  template <class Between = Nothing>
+  static TORCHQ_INLINE Float logistic(Float a, const Between& between = {}) {
     Exp e[1];
-    exp_gates({a}, {-1.0f}, e);
+    exp_gates({a}, {-1.0f}, e, between);
     return V::div(e[0].down, e[0].plus());
   }
-  static TORCHQ_INLINE Float tanh(Float a) {
+  template <class Between = Nothing>
+  static TORCHQ_INLINE Float tanh(Float a, const Between& between = {}) {
     Exp e[1];
-    exp_gates({a}, {-2.0f}, e);
+    exp_gates({a}, {-2.0f}, e, between);
     return V::div(e[0].minus(), e[0].plus());
   }
   /// logistic(a) * tanh(b)
-  static TORCHQ_INLINE Float logistic_tanh(Float a, Float b) {
+  template <class Between = Nothing>
+  static TORCHQ_INLINE Float logistic_tanh(Float a, Float b, const Between& between = {}) {
     Exp e[2];
-    exp_gates({a, b}, {-1.0f, -2.0f}, e);
+    exp_gates({a, b}, {-1.0f, -2.0f}, e, between);
     return logistic_tanh(e[0], e[1]);
   }
   static TORCHQ_INLINE Float logistic_tanh(const Exp& a, const Exp& b) {
@@ -89,9 +105,11 @@ struct RnnFormula {
   }
 
   /// An LSTM's next c: logistic(f) * c + logistic(i) * tanh(g). Its h is logistic_tanh(o, c).
-  static TORCHQ_INLINE Float next_cell(Float i, Float f, Float g, Float c) {
+  template <class Between = Nothing>
+  static TORCHQ_INLINE Float next_cell(Float i, Float f, Float g, Float c,
+                                       const Between& between = {}) {
     Exp e[3];
-    exp_gates({i, f, g}, {-1.0f, -1.0f, -2.0f}, e);
+    exp_gates({i, f, g}, {-1.0f, -1.0f, -2.0f}, e, between);
     return V::fma(V::div(e[1].down, e[1].plus()), c, logistic_tanh(e[0], e[2]));
   }
 

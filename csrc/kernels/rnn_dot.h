@@ -108,64 +108,9 @@ struct RnnTiles {
 template <class Isa, bool kNarrow, bool kScaled>
 constexpr RnnTiles<Isa, kNarrow, kScaled> kRnnTiles;
 
-/// Weights that one row reads as streams before it goes on: what is left of them in L2 serves the
-/// next step, which begins with the last ones.
-constexpr int64_t kRnnStreamBytes = 256 * 1024;
-
-/// Panels as large as those of 1024 units are one stream on Zen 4, without requests ahead: one
-/// thread takes 0.96 to 0.98 of the time with an LSTM, 0.98 with a GRU; with fewer units 1.00 to
-/// 1.01.
-constexpr int64_t kRnnLongPanelBytes = 16 * 1024;
-
-/// One row of `panels` panels as Note [Streams] in gemm_stream.h says: streams that tiles of
-/// neighbours would begin anew. One thread of Zen 5, an LSTM's layer beside six panels at a time:
-/// 256 units take 0.90 of the time, 320 0.85, 512 0.95, 1024 0.96; a GRU's 0.94, 0.89, 0.94, 0.97.
-template <class Isa, int kStreams>
-void rnn_streams(const RnnTile& t, int panels, bool descending) {
-  const GemmRun run{0, 0, t.quads};
-  GemmTile tile{};
-  tile.src = t.src;
-  tile.row_offset = t.row_offset;
-  tile.runs = &run;
-  tile.weight = t.weight;
-  tile.panel_stride = t.panel_stride;
-  tile.acc_init = t.init;
-  const int each = panels / kStreams;
-  const int64_t fit = kRnnStreamBytes / (kStreams * t.panel_stride);
-  const int most = static_cast<int>(fit < 1 ? 1 : fit < each ? fit : each);
-  const int parts = (each + most - 1) / most;
-  for (int i = 0; i < parts; ++i) {
-    const int first = (descending ? parts - 1 - i : i) * most;
-    stream_tile<Isa, 1, kStreams, 0, false>(tile, first * kStreams, min_int(most, each - first),
-                                            t.acc + first * kStreams * kPanel);
-  }
-}
-
-/// Returns whether it has done so: small layers do not gain.
-template <class Isa>
-TORCHQ_INLINE bool rnn_takes_streams(const RnnTile& t, int panels, bool descending) {
-  if (panels * t.panel_stride <= kStreamLeastBytes || !Isa::gains_from_streams()) return false;
-  if (t.panel_stride >= kRnnLongPanelBytes && Isa::gains_from_long_streams()) {
-    rnn_streams<Isa, 1>(t, panels, descending);
-    return true;
-  }
-  if (panels % 3 == 0) {
-    rnn_streams<Isa, 3>(t, panels, descending);
-    return true;
-  }
-  if (panels % 2 == 0) {
-    rnn_streams<Isa, 2>(t, panels, descending);
-    return true;
-  }
-  return false;
-}
-
 /// All of `panels` consecutive panels, for up to kTileRows rows; the last ones first if descending.
 template <class Isa, bool kNarrow, bool kScaled>
 TORCHQ_INLINE void rnn_dot(const RnnTile& t, int rows, int panels, bool descending) {
-  if constexpr (kHasWide<Isa> && !kNarrow && !kScaled) {
-    if (rows == 1 && rnn_takes_streams<Isa>(t, panels, descending)) return;
-  }
   const int most = rows == 1 ? kRnnPanels<Isa, 1> : Isa::kMaxPanels;
   const int tiles = (panels + most - 1) / most;
   for (int i = 0; i < tiles; ++i) {

@@ -66,8 +66,8 @@ struct RnnSums {
 /// before any takes the second, or each when its turn comes (rnn_ride.h). Each has fewer
 /// instructions in a row that wait for others (whole layers of 512 units: 1 to 3 % faster with
 /// vectors, up to 4 % on AMX).
-template <class Isa, class V, RnnCell kCell, int kStage, bool kPlain>
-TORCHQ_INLINE void rnn_finish(const RnnStep& s, const RnnSums* sums) {
+template <class Isa, class V, RnnCell kCell, int kStage, bool kPlain, class Between = Nothing>
+TORCHQ_INLINE void rnn_finish(const RnnStep& s, const RnnSums* sums, const Between& between = {}) {
   using Float = typename V::Float;
   using Cell = RnnFormula<V>;
   const auto gate = [&](int g, Float x) {
@@ -98,18 +98,18 @@ TORCHQ_INLINE void rnn_finish(const RnnStep& s, const RnnSums* sums) {
     };
     if constexpr (kStage == 0) {
       const Float i = peephole(0, gate(0, in(0))), f = peephole(1, gate(1, in(1)));
-      return store(s.cell_state, Cell::next_cell(i, f, gate(2, in(2)), c));
+      return store(s.cell_state, Cell::next_cell(i, f, gate(2, in(2)), c, between));
     }
-    h = Cell::logistic_tanh(peephole(2, gate(3, in(3))), c);
+    h = Cell::logistic_tanh(peephole(2, gate(3, in(3))), c, between);
   } else if constexpr (kCell == RnnCell::kGru) {
     // Between the stages the new gate's argument lies in place of the reset gate's sum.
     const auto argument = [&](int i) { return reinterpret_cast<float*>(sums[i].acc); };
     if constexpr (kStage == 0) {
-      const Float x = V::fma(Cell::logistic(gate(0, in(0))), gate(2, extra(0)), in(2));
+      const Float x = V::fma(Cell::logistic(gate(0, in(0)), between), gate(2, extra(0)), in(2));
       return V::for_each(x, [&](int i, auto each) { Isa::store(argument(i), each); });
     }
-    const Float n = Cell::tanh(V::each([&](int i) { return Isa::load(argument(i)); }));
-    h = Cell::mix(Cell::logistic(gate(1, in(1))), old(), n);
+    const Float n = Cell::tanh(V::each([&](int i) { return Isa::load(argument(i)); }), between);
+    h = Cell::mix(Cell::logistic(gate(1, in(1)), between), old(), n);
   } else if constexpr (kCell == RnnCell::kGruGates) {
     store(s.update, Cell::logistic(gate(1, in(1))));
     h = V::mul(old(), Cell::logistic(gate(0, in(0))));
@@ -117,12 +117,13 @@ TORCHQ_INLINE void rnn_finish(const RnnStep& s, const RnnSums* sums) {
     const Float z = V::each([&](int i) { return Isa::load(s.update + sums[i].at); });
     h = Cell::mix(z, old(), Cell::tanh(gate(0, in(0))));
   } else if constexpr (kCell == RnnCell::kTanh) {
-    h = Cell::tanh(gate(0, in(0)));
+    h = Cell::tanh(gate(0, in(0)), between);
   } else if constexpr (kCell == RnnCell::kRelu) {
     h = V::max(gate(0, in(0)), V::set(0.0f));
   } else {
     h = gate(0, V::set(0.0f));
   }
+  between();
   V::for_each(h,
               [&](int i, auto each) { rnn_emit<Isa, kPlain>(s, sums[i].row, sums[i].unit, each); });
 }
@@ -203,7 +204,7 @@ TORCHQ_NOINLINE void rnn_finish_stage(const RnnStep& s, const RnnBlock& block) {
 template <class Isa, RnnCell kCell, bool kPlain>
 void rnn_finish_block(const RnnStep& s, const RnnBlock& block) {
   rnn_finish_stage<Isa, kCell, 0, kPlain>(s, block);
-  if constexpr (kCell == RnnCell::kLstm || kCell == RnnCell::kGru) {
+  if constexpr (rnn_stages(kCell) > 1) {
     rnn_finish_stage<Isa, kCell, 1, kPlain>(s, block);
   }
 }
