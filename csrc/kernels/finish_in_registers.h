@@ -197,11 +197,9 @@ TORCHQ_INLINE void finish_sums(const GemmTile& t, const Epilogue& e,
     }
     return;
   }
-  if constexpr (NP >= Isa::kMaxPanels) {
-    if (channels == NP * kPanel && finishes_to_floats(e)) {
-      finish_to_floats<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel);
-      return;
-    }
+  if (channels == NP * kPanel && finishes_to_floats(e)) {
+    finish_to_floats<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel);
+    return;
   }
   if constexpr (Isa::kFinishesTails && NP < Isa::kMaxPanels) {
     if (finishes_to_bytes(e)) {

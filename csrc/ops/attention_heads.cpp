@@ -38,12 +38,11 @@ struct Product {
 
 void multiply(const Kernels& tier, const Product& p) {
   const GemmRun run{0, 0, quads_of(p.k)};
-  GemmProblem problem{};
+  GemmProblem problem;
   problem.src = p.rows.data;
   problem.flip = p.rows.flip;
   problem.weight = p.columns.weight;
   problem.panel_bytes = p.columns.panel_bytes;
-  problem.groups = 1;
   problem.group_channels = static_cast<int>(p.n);
   problem.panels_per_group = static_cast<int>(panels_of(p.n));
   problem.classes.push_back(

@@ -28,17 +28,18 @@ inline at::Tensor copy_for_overread(ScratchFrame& scratch, const at::Tensor& src
 
 /// Offsets in bytes of the matrices of one operand, for every matrix of dst.
 inline std::vector<int64_t> batch_offsets(const at::Tensor& t, c10::IntArrayRef batch) {
-  int64_t count = 1;
-  for (const int64_t size : batch) count *= size;
-  std::vector<int64_t> offsets(static_cast<size_t>(count), 0);
-  int64_t inner = 1;
-  for (int64_t d = static_cast<int64_t>(batch.size()) - 1; d >= 0; --d) {
-    const int64_t own = d - static_cast<int64_t>(batch.size()) + t.dim() - 2;
+  const int64_t dims = static_cast<int64_t>(batch.size());
+  std::vector<int64_t> offsets(1, 0);
+  for (int64_t d = 0; d < dims; ++d) {
+    const int64_t own = d - dims + t.dim() - 2;
     const int64_t stride = own < 0 || t.size(own) == 1 ? 0 : t.stride(own);
-    for (int64_t i = 0; i < count; ++i) {
-      offsets[static_cast<size_t>(i)] += i / inner % batch[static_cast<size_t>(d)] * stride;
+    const size_t outer = offsets.size(), inner = static_cast<size_t>(batch[static_cast<size_t>(d)]);
+    offsets.resize(outer * inner);
+    for (size_t i = outer; i-- > 0;) {  // from the end: each makes room for `inner` of them
+      for (size_t j = inner; j-- > 0;) {
+        offsets[i * inner + j] = offsets[i] + static_cast<int64_t>(j) * stride;
+      }
     }
-    inner *= batch[static_cast<size_t>(d)];
   }
   return offsets;
 }

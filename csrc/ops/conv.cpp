@@ -130,7 +130,7 @@ void explain_grouping(const Conv& c, int64_t groups) {
 /// still is s8.
 GemmProblem make_problem(const Conv& c, const Source& s, bool flip) {
   const ConvPacking& p = c.packing;
-  GemmProblem problem{};
+  GemmProblem problem;
   problem.src = s.data;
   problem.flip = flip;
   problem.weight = c.weight.const_data_ptr<int8_t>();

@@ -196,7 +196,7 @@ void run(Layer& l, Source s, const Epilogue& epilogue, OpTrace& trace) {
     s = copy_for_overread(scratch, s);
   }
 
-  GemmProblem problem{};
+  GemmProblem problem;
   problem.src = s.data;
   problem.flip = l.is_signed;
   problem.weight = l.weight.const_data_ptr<int8_t>();

@@ -88,11 +88,10 @@ const uint8_t* quantize_rows(ScratchFrame& scratch, const Problem& p, const Para
 
 GemmProblem make_gemm(const Problem& p, const uint8_t* q, const at::Tensor& weight,
                       const at::Tensor& pair_bound, const GemmRun& run, const int32_t* acc_init) {
-  GemmProblem problem{};
+  GemmProblem problem;
   problem.src = q;
   problem.weight = weight.const_data_ptr<int8_t>();
   problem.panel_bytes = weight.size(2) * kPanel * kQuad;
-  problem.groups = 1;
   problem.group_channels = static_cast<int>(p.n);
   problem.panels_per_group = static_cast<int>(p.panels);
   problem.narrow = pairs_fit(kOp, pair_bound, p.panels);

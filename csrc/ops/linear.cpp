@@ -113,12 +113,11 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
   const int32_t tap = 0;
   const GemmRun run{0, 0, weight.size(2)};
   const int panels = static_cast<int>(weight.size(0));
-  GemmProblem problem{};
+  GemmProblem problem;
   problem.src = data;
   problem.flip = src_dtype == DType::s8;
   problem.weight = weight.const_data_ptr<int8_t>();
   problem.panel_bytes = weight.size(2) * kPanel * kQuad;
-  problem.groups = 1;
   problem.group_channels = static_cast<int>(n);
   problem.panels_per_group = panels;
   problem.narrow = narrow;

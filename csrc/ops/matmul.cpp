@@ -141,12 +141,11 @@ void multiply(const Matmul& mm, const Rows& rows, const PackedMatrix& packed, in
         packed.compensation + g * padded, padded, &tap, 1,
         is_last && mm.acc_bias.has_value() ? mm.acc_bias->const_data_ptr<int32_t>() : nullptr,
         mm.src_zero_points[g], mm.n, init);
-    GemmProblem problem{};
+    GemmProblem problem;
     problem.src = rows.data + g * mm.group_k();
     problem.flip = mm.src_flip;
     problem.weight = packed.weight + g * group_bytes;
     problem.panel_bytes = mm.panel_bytes();
-    problem.groups = 1;
     problem.group_channels = static_cast<int>(mm.n);
     problem.panels_per_group = static_cast<int>(mm.panels());
     fill_row_terms(mm, rows, g, dst_base / mm.n);
