@@ -92,6 +92,17 @@ CASES = [
     Case("gru", 20, 187, steps=3, src=F32),
     Case("lstm", 8, 1030, steps=3),  # long panels
     Case("gru", 8, 1024, steps=3),
+    # More than eight steps of them, which multiply the inputs of the next eight: whole and fewer,
+    # panels in pairs and not, tiles in one piece and in many.
+    Case("lstm", 20, 256, steps=20, directions=2),
+    Case("lstm", 410, 160, steps=9, src=S8, state=S8),
+    Case("lstm", 3, 176, steps=17, directions=2),
+    Case("lstm", 0, 160, steps=10),
+    Case("lstm", 70, 250, steps=16, src=F32),
+    Case("lstm", 20, 272, steps=10, projection=256),
+    Case("lstm", 130, 1030, steps=11),
+    Case("gru", 61, 208, steps=16),
+    Case("gru", 260, 187, steps=25, src=F32, directions=2),
     Case("rnn_tanh", 64, 128, steps=2, batch=50, src=S8, per_tensor=True),
 ]
 
@@ -101,7 +112,7 @@ def weight(shape: tuple[int, ...], seed: int, case: Case) -> RecurrentWeight:
     q = random_q(shape, S8, seed)
     q = q.clamp(-60, 60) if case.narrow else q.clamp_min(-127)
     per = torch.rand(shape[:3], generator=torch.Generator().manual_seed(seed)) + 0.5
-    scale = per / (60 * shape[3] ** 0.5)
+    scale = per / (60 * max(shape[3], 1) ** 0.5)
     return RecurrentWeight(q, scale.flatten()[:1] if case.per_tensor else scale)
 
 
@@ -253,6 +264,24 @@ def test_threads_batch_and_time_change_no_bit(isa: str, cell: str, src: torch.dt
     assert_same(torch.cat([first, second]), whole[0])
     assert_same(h, whole[1])
     assert_same(c, whole[2])
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_threads_and_time_change_no_bit_of_one_sequence(isa: str, cell: str) -> None:
+    """Each thread multiplies the inputs of its own units ahead, eight steps at a time."""
+    case = Case(cell, 90, 320, steps=21)
+    layer = make(case)
+    x, h_0, c_0 = inputs(case, layer)
+    torch.set_num_threads(1)
+    whole = layer(x, None, h_0, c_0)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        for got, expected in zip(layer(x, None, h_0, c_0), whole, strict=True):
+            assert_same(got, expected, threads)
+    first, h, c = layer(x[:9], None, h_0, c_0)
+    second, h, c = layer(x[9:], None, h, c if cell == "lstm" else None)
+    assert_same(torch.cat([first, second]), whole[0])
+    assert_same(h, whole[1])
 
 
 PACKED = [

@@ -32,6 +32,26 @@ TORCHQ_INLINE int64_t rnn_ahead(int step, int64_t i) {
   return step == 0 ? 0 : step + min_int(i, (step < 0 ? -step : step) - 1);
 }
 
+/// A panel's sums in real units, for rows [first, first + rows) of the input: RnnInput's formula.
+/// dst may be where the sums are.
+template <class Isa>
+TORCHQ_INLINE void rnn_scale_input(const RnnInput& in, int panel, int64_t first, int rows,
+                                   const int32_t* sums, int64_t sums_stride, float* dst,
+                                   int64_t dst_stride) {
+  const auto multiplier = Isa::load(in.multiplier + panel * kPanel);
+  const auto bias = Isa::load(in.bias + panel * kPanel);
+  for (int r = 0; r < rows; ++r) {
+    auto sum = Isa::load_int(sums + r * sums_stride);
+    auto factor = multiplier;
+    if (in.scale != nullptr) {
+      sum = Isa::sub(sum, Isa::mul(Isa::load_int(in.compensation + panel * kPanel),
+                                   Isa::set_int(in.zero_point[first + r])));
+      factor = Isa::mul(factor, Isa::set(in.scale[first + r]));
+    }
+    Isa::store(dst + r * dst_stride, Isa::fma(Isa::to_float(sum), factor, bias));
+  }
+}
+
 /// One tile of an input: `count` groups from `group` on, to dst [rows][count][gates][16].
 template <class Tiles>
 TORCHQ_INLINE void rnn_input_tile(const RnnInput& in, int group, int count, int64_t first, int rows,
@@ -54,18 +74,9 @@ TORCHQ_INLINE void rnn_input_tile(const RnnInput& in, int group, int count, int6
     return Tiles::template dot<true>(t, rows, panels, in.narrow, false);
   }
   Tiles::template dot<false>(t, rows, panels, in.narrow, false);
-  const int32_t* compensation = in.compensation + panel * kPanel;
   for (int p = 0; p < panels; ++p) {
-    const auto multiplier = Isa::load(t.multiplier + p * kPanel);
-    const auto bias = Isa::load(t.bias + p * kPanel);
-    for (int r = 0; r < rows; ++r) {
-      const int64_t at = r * t.acc_stride + p * kPanel;
-      const auto shift = Isa::mul(Isa::load_int(compensation + p * kPanel),
-                                  Isa::set_int(in.zero_point[first + r]));
-      const auto sum = Isa::sub(Isa::load_int(t.acc + at), shift);
-      const auto factor = Isa::mul(multiplier, Isa::set(in.scale[first + r]));
-      Isa::store(dst + at, Isa::fma(Isa::to_float(sum), factor, bias));
-    }
+    rnn_scale_input<Isa>(in, panel + p, first, rows, t.acc + p * kPanel, t.acc_stride,
+                         dst + p * kPanel, t.acc_stride);
   }
 }
 

@@ -1,18 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of a recurrent layer, which waits for weights: cells among the products of later ones.
+// One row of a recurrent layer, which waits for weights: cells, and inputs of later steps, among
+// the products of others.
 //
 // Note [Streams of cells]
 // Weights come as Note [Streams] in gemm_stream.h says: as two streams, one for each half of the
 // groups, or as one. A CPU looks some 100 vector instructions ahead, and a cell has as many: behind
 // its products it costs all it takes, though products that wait for L2 leave the multipliers idle
 // every other cycle. So the sums of a stream's group wait in L1 until the next group is multiplied,
-// whose products part the steps of the cell's formula. Whole layers beside cells behind the
-// products of 16 groups, in turns on Zen 4, one thread and two: an LSTM of 256 units takes 0.975
-// and 0.95 of the time, a GRU 0.94 and 0.91; of 512 units 0.99 and 0.97, 0.96 and 0.95.
+// whose products part the steps of the cell's formula. The other panels have the multipliers to
+// spare for the inputs of the next eight steps, a piece of a tile each: eight rows, so that these
+// weights are read once in eight steps. Whole layers of 32 steps, in turns on Zen 4, with cells
+// only and with both, beside cells behind the products of 16 groups:
+//
+//   units           256          512          1024        256, two threads  512, two threads
+//   LSTM          0.98 0.93    0.97 0.91    1.00 0.91        0.95 0.89         0.98 0.89
+//   GRU           0.93 0.87    0.97 0.91    1.00 0.93        0.91 0.88         0.95 0.88
 #pragma once
 
 #include "gemm_stream.h"
 #include "rnn_finish.h"
+#include "rnn_input.h"
 
 namespace {
 
@@ -87,14 +94,63 @@ struct RnnStream {
   }
 };
 
-/// The sums of a panel of each stream, `apart` panels from each other.
+/// The next piece of the inputs among the products of `stream`.
+template <class Isa, int kStreams>
+TORCHQ_INLINE void rnn_piece(RnnAhead& a, int panels, RnnStream<Isa, kStreams>& stream) {
+  constexpr int kRows = kAheadRows, kPanels = kAheadPanels;
+  const RnnInput& in = a.in;
+  const int panel = min_int(a.tile * kPanels, panels - kPanels);
+  const int64_t stride = in.panel_stride, quads = min_int(in.quads - a.k, a.piece);
+  const uint8_t* src = in.src + a.k * kRows * kQuad;
+  const uint8_t* const end = src + quads * kRows * kQuad;
+  const int8_t* weight = in.weight + panel * stride + a.k * kPanel * kQuad;
+  typename Isa::Int acc[kRows][kPanels];
+  TORCHQ_UNROLL for (int p = 0; p < kPanels; ++p) {
+    TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) {
+      acc[r][p] = Isa::load_int(a.k == 0 ? in.init + (panel + p) * kPanel
+                                         : a.sums + (r * kPanels + p) * kPanel);
+    }
+  }
+  const int64_t each = (stream.steps + quads - 1) / quads;
+  while (src != end) {
+    asm("" : "+r"(src), "+r"(weight));  // as in gemm_tile
+    dot_step<Isa, kRows, kPanels, false>(acc, weight, stride,
+                                         [&](int r) { return Isa::broadcast(src + r * kQuad); });
+    src += kRows * kQuad;
+    weight += kPanel * kQuad;
+    stream.multiply(each < stream.steps ? each : stream.steps);
+  }
+  TORCHQ_UNROLL for (int p = 0; p < kPanels; ++p) {
+    TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) {
+      Isa::store_int(a.sums + (r * kPanels + p) * kPanel, acc[r][p]);
+    }
+  }
+  a.k += quads;
+  if (a.k < in.quads) return;
+  a.k = 0;
+  a.tile += 1;
+  for (int p = 0; p < kPanels; ++p) {
+    const int group = (panel + p) / in.gates, gate = (panel + p) % in.gates;
+    rnn_scale_input<Isa>(in, panel + p, 0, static_cast<int>(in.rows), a.sums + p * kPanel,
+                         kPanels * kPanel, in.dst + group * in.dst_group_stride + gate * kPanel,
+                         in.gates * kPanel);
+  }
+}
+
+/// The sums of a panel of each stream, `apart` panels from each other, and a piece of the inputs
+/// ahead if there are any left.
 template <class Isa, int kStreams>
 TORCHQ_NOINLINE void rnn_stream_panel(const RnnStep& s, int64_t panel, int64_t apart,
                                       int32_t* dst) {
-  RnnStream<Isa, kStreams>(s, panel, apart).end(s, dst, s.gates * kPanel);
+  RnnStream<Isa, kStreams> stream(s, panel, apart);
+  if (s.ahead != nullptr) {
+    const int panels = s.groups * s.gates;
+    if (s.ahead->tile * kAheadPanels < panels) rnn_piece<Isa>(*s.ahead, panels, stream);
+  }
+  stream.end(s, dst, s.gates * kPanel);
 }
 
-/// The same, and meanwhile the cells whose sums are `before`.
+/// The same with the cells whose sums are `before` instead of inputs.
 template <class Isa, RnnCell kCell, bool kPlain, int kStreams>
 TORCHQ_NOINLINE void rnn_stream_cells(const RnnStep& s, int64_t panel, int64_t apart, int32_t* dst,
                                       const RnnSums* before) {
@@ -153,6 +209,12 @@ inline bool rnn_takes_streams(const RnnStep& s) {
   return s.rows == 1 && s.source == nullptr && s.group_stride == s.gates * s.panel_stride &&
          s.groups * s.group_stride > kRnnStreamLeastBytes[rnn_streams(s) - 1] &&
          Isa::gains_from_streams();
+}
+
+/// Panels without cells.
+template <class Isa>
+int64_t rnn_pieces(const RnnStep& s) {
+  return rnn_takes_streams<Isa>(s) ? s.groups / rnn_streams(s) * (s.gates - 1) + 1 : 0;
 }
 
 template <class Isa, RnnCell kCell, bool kPlain>

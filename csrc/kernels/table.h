@@ -164,6 +164,16 @@ struct RnnInput {
   int64_t dst_group_stride;
 };
 
+/// The products of later steps' inputs, which steps of one row do among their own, a piece at a
+/// time: tile i is kAheadRows rows with the panels 2 i and 2 i + 1, or the last two.
+struct RnnAhead {
+  RnnInput in;      // of up to kAheadRows rows; `src` is [quads][kAheadRows][4]
+  int64_t piece;    // quads of a tile that are done in one go
+  int64_t tile, k;  // what comes next: quad k of a tile
+  int32_t* sums;    // [kAheadRows][kAheadPanels][16] of the tile that is not finished
+};
+constexpr int kAheadRows = 8, kAheadPanels = 2;
+
 /// One step of one cell, for `groups` groups of 16 units and any rows. Group u of row r:
 ///
 ///   a[g] = fma(float(acc[g]), multiplier[g] * scale[r], input[u][r][g])
@@ -190,6 +200,7 @@ struct RnnStep {
   const float* input;  // [groups][..rows][gates][16]; null for a projection, or with `source`
   int64_t input_group_stride, input_row_stride;
   const RnnInput* source;  // what `input` would be computed from, but for `dst`; or null
+  RnnAhead* ahead;         // or null, as where `rnn_pieces` is 0
   const float* scale;      // [rows] or null
   const float* extra;  // kGru: bias of n's matmul [groups][16]; kLstm: peephole [3][..][16] or null
   int64_t extra_stride;  // between the peephole's vectors
@@ -385,6 +396,8 @@ struct Kernels {
   void (*lookup)(const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size);
   void (*rnn_input)(const RnnInput&);
   void (*rnn_step)(const RnnStep&);
+  /// How many pieces of RnnAhead a step does; null: none.
+  int64_t (*rnn_pieces)(const RnnStep&);
   void (*quantize_row)(QuantizeRow&);
   /// dst[i] = what the operations of a float chain and its end make of x[i], in real units; their
   /// channel is i, dst and sources begin at e.dst and e.sums. Overwrites x, which has room for

@@ -38,7 +38,9 @@ class RnnDirection {
   };
   /// What a part has for itself; a thread of several uses the first one's states.
   struct alignas(64) Own {
-    float* inputs = nullptr;
+    float* inputs = nullptr;  // of two chunks with `ahead`
+    RnnAhead ahead{};
+    uint8_t* sources = nullptr;  // of `ahead`
     uint8_t* quantized = nullptr;
     float* scale = nullptr;
     int64_t phase = 0;
@@ -60,9 +62,16 @@ class RnnDirection {
     return l.first[std::min(time(step), time(stop - 1))];
   }
 
+  /// Whether steps multiply the inputs of the next chunk.
+  bool looks_ahead() const;
+  /// In how many pieces the steps of a chunk can do a tile of the next one's inputs.
+  int64_t pieces_of_tile(int part) const;
+  /// What the steps of part's chunk before multiply for the one that begins with `step`.
+  void look_ahead(int part, int64_t step);
   int64_t chunk_end(int64_t step) const;
   /// The input products of a part's groups for rows [first, first + rows) of the source.
   RnnInput input_of(int part, int64_t first, int64_t rows) const;
+  float* inputs_of(int part, int64_t step) const;
   void multiply_inputs(int part, int64_t step, int64_t stop);
   void multiply_state(const RnnStep& s, const RnnWeight& weight) const;
   bool fits_unit(const RnnWeight& weight) const {
@@ -88,6 +97,7 @@ class RnnDirection {
   int64_t groups_, state_groups_, padded_, state_padded_, chunk_rows_;
   int64_t rows_;          // of buffers of quantized states: what a matrix unit reads
   bool inputs_in_steps_;  // instead of ahead of a chunk of them
+  bool looks_ahead_ = false;
   Matrix input_{}, recurrent_{}, projected_{};
   float* state_[2] = {};
   uint8_t* quantized_[2] = {};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The steps of a recurrent layer's direction: Note [Recurrent layers] in rnn.h.
 #include <algorithm>
+#include <cstring>
 
 #include "../kernels/matrix_unit.h"
 #include "rnn_direction.h"
@@ -18,7 +19,10 @@ void RnnDirection::run(int begin, int end) {
   for (int i = begin; i < end; ++i) widen(i);
   for (int64_t step = 0; step < l.steps;) {
     const int64_t stop = chunk_end(step);
-    for (int i = begin; i < end && !inputs_in_steps_; ++i) multiply_inputs(i, step, stop);
+    for (int i = begin; i < end && !inputs_in_steps_; ++i) {
+      if (step == 0 || !looks_ahead_) multiply_inputs(i, step, stop);
+      if (looks_ahead_ && stop < l.steps) look_ahead(i, stop);
+    }
     const int64_t lowest = lowest_row(step, stop);
     for (; step < stop; ++step) run_step(begin, end, step, lowest);
   }
@@ -56,11 +60,33 @@ RnnInput RnnDirection::input_of(int part, int64_t first, int64_t rows) const {
   return in;
 }
 
+float* RnnDirection::inputs_of(int part, int64_t step) const {
+  const int64_t chunk = chunk_rows_ * ceil_div(groups_, parts) * l.gates * kPanel;
+  return own_[part].inputs + (looks_ahead_ ? step / kAheadRows % 2 * chunk : 0);
+}
+
+void RnnDirection::look_ahead(int part, int64_t step) {
+  const int64_t stop = chunk_end(step), first = lowest_row(step, stop), rows = stop - step;
+  Own& own = own_[part];
+  RnnAhead& a = own.ahead;
+  a.in = input_of(part, first, rows);
+  a.in.src = own.sources;
+  a.in.dst = inputs_of(part, step);
+  a.in.dst_group_stride = chunk_rows_ * l.gates * kPanel;
+  a.tile = a.k = 0;
+  for (int64_t r = 0; r < kAheadRows; ++r) {  // the last one again where there are fewer
+    const uint8_t* row = l.src + l.row_offset[first + std::min(r, rows - 1)];
+    for (int64_t k = 0; k < a.in.quads; ++k) {
+      std::memcpy(own.sources + (k * kAheadRows + r) * kQuad, row + k * kQuad, kQuad);
+    }
+  }
+}
+
 void RnnDirection::multiply_inputs(int part, int64_t step, int64_t stop) {
   int64_t rows = 0;
   for (int64_t s = step; s < stop; ++s) rows += l.rows[time(s)];
   RnnInput in = input_of(part, lowest_row(step, stop), rows);
-  in.dst = own_[part].inputs;
+  in.dst = inputs_of(part, step);
   in.dst_group_stride = chunk_rows_ * l.gates * kPanel;
   const bool on_unit = rows >= kUnitRows && fits_unit(l.input);
   (on_unit ? tier.matrix->rnn_input : tier.rnn_input)(in);
@@ -92,7 +118,8 @@ void RnnDirection::run_step(int begin, int end, int64_t step, int64_t lowest) {
       in = input_of(i, l.first[t], rows);
       s.source = &in;
     } else {
-      s.input = own_[i].inputs + (l.first[t] - lowest) * l.gates * kPanel;
+      s.input = inputs_of(i, step) + (l.first[t] - lowest) * l.gates * kPanel;
+      s.ahead = looks_ahead_ ? &own_[i].ahead : nullptr;
       s.input_group_stride = chunk_rows_ * l.gates * kPanel;
       s.input_row_stride = l.gates * kPanel;
     }
