@@ -69,6 +69,7 @@ CASES = [
     Case("lstm", 40, 128, steps=2, batch=50, projection=64),
     Case("gru", 64, 192, steps=2, batch=49, directions=2),
     Case("gru_vanilla", 64, 64, steps=3, batch=17, src=F32),
+    Case("gru_vanilla", 30, 320, steps=3),
     # Many rows of many inputs, whose cells ride: tiles of three and of four, states in one go and
     # more, inputs before them and in the steps.
     Case("lstm", 20, 224, steps=3, batch=7),
@@ -80,7 +81,6 @@ CASES = [
     # groups and not, quads that are left, parts too short to be parted.
     Case("rnn_tanh", 20, 528, steps=3),
     Case("rnn_relu", 20, 544, steps=3, state=S8),
-    Case("gru_vanilla", 30, 320, steps=3),
     Case("lstm", 20, 256, steps=4, directions=2),
     Case("lstm", 20, 250, steps=3, src=F32),
     Case("lstm", 20, 180, steps=3, state=S8, peephole=True),
@@ -94,13 +94,13 @@ CASES = [
     Case("gru", 8, 1024, steps=3),
     # More than eight steps of them, which multiply the inputs of the next eight: whole and fewer,
     # panels in pairs and not, tiles in one piece and in many.
-    Case("lstm", 20, 256, steps=20, directions=2),
+    Case("lstm", 80, 256, steps=20, directions=2),
     Case("lstm", 410, 160, steps=9, src=S8, state=S8),
-    Case("lstm", 3, 176, steps=17, directions=2),
+    Case("lstm", 45, 176, steps=17, directions=2),
     Case("lstm", 0, 160, steps=10),
     Case("lstm", 70, 250, steps=16, src=F32),
-    Case("lstm", 20, 272, steps=10, projection=256),
-    Case("lstm", 130, 1030, steps=11),
+    Case("lstm", 90, 272, steps=10, projection=256),
+    Case("lstm", 260, 1030, steps=11),
     Case("gru", 61, 208, steps=16),
     Case("gru", 260, 187, steps=25, src=F32, directions=2),
     Case("rnn_tanh", 64, 128, steps=2, batch=50, src=S8, per_tensor=True),
@@ -282,6 +282,18 @@ def test_threads_and_time_change_no_bit_of_one_sequence(isa: str, cell: str) -> 
     second, h, c = layer(x[9:], None, h, c if cell == "lstm" else None)
     assert_same(torch.cat([first, second]), whole[0])
     assert_same(h, whole[1])
+
+
+def test_a_thread_may_have_no_units(isa: str) -> None:
+    """Threads share what is projected to, which may be more than the units."""
+    case = Case("lstm", 20, 16, steps=16, projection=1024)
+    layer = make(case)
+    x, h_0, c_0 = inputs(case, layer)
+    torch.set_num_threads(1)
+    whole = layer(x, None, h_0, c_0)
+    torch.set_num_threads(2)
+    for got, expected in zip(layer(x, None, h_0, c_0), whole, strict=True):
+        assert_same(got, expected)
 
 
 PACKED = [

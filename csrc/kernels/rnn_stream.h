@@ -23,12 +23,12 @@
 
 namespace {
 
-/// Panels as large as those of 1024 units are one stream on Zen 4: an LSTM takes 0.96 to 0.98 of
-/// the time.
+/// Panels as large as those of 1024 units are one stream: an LSTM takes 0.96 to 0.98 of the time on
+/// Zen 4; not measured on Zen 5.
 constexpr int64_t kRnnLongPanelBytes = 16 * 1024;
 
 /// Weights that gain, as one stream and as two. A GRU of 128 units, 48 KB, takes 0.93 of the time
-/// as two; an LSTM of 96, 36 KB, all of it; one of 80, as one stream of 50 KB in each of two
+/// as two; an LSTM of 96, 36 KB, all of it; one of 160, as one stream of 50 KB in each of two
 /// threads, 1.04.
 constexpr int64_t kRnnStreamLeastBytes[] = {64 * 1024, 40 * 1024};
 
@@ -39,7 +39,7 @@ struct RnnStream {
   typename Isa::Int sum[kQuads][kStreams];
   const uint8_t* src;
   const int8_t* weight;
-  int64_t apart, steps;  // steps of kQuads quads
+  int64_t apart, rounds;  // rounds: of kQuads quads, those to do
   /// A single stream of a descending step goes all the way back, the last quads first: weights that
   /// come from L3 take 1.05 of the time where it jumps from panel to panel. Two streams begin with
   /// the first quads, which do not wait for the units that the step before has just finished.
@@ -47,20 +47,20 @@ struct RnnStream {
 
   TORCHQ_INLINE RnnStream(const RnnStep& s, int64_t panel, int64_t panels_apart)
       : apart(panels_apart * s.panel_stride),
-        steps(s.quads / kQuads),
+        rounds(s.quads / kQuads),
         back(kStreams == 1 && s.descending) {
     TORCHQ_UNROLL for (int i = 0; i < kStreams; ++i) {
       sum[0][i] = Isa::load_int(s.init + (panel + i * panels_apart) * kPanel);
       TORCHQ_UNROLL for (int q = 1; q < kQuads; ++q) sum[q][i] = Isa::zero();
     }
-    const int64_t first = back ? (steps - 1) * kQuads : 0;
+    const int64_t first = back ? (rounds - 1) * kQuads : 0;
     src = s.src + first * kQuad;
     weight = s.weight + panel * s.panel_stride + first * kPanel * kQuad;
   }
 
   /// kCount quads from quad `k` on.
   template <int kCount>
-  TORCHQ_INLINE void step(int64_t k) {
+  TORCHQ_INLINE void dot(int64_t k) {
     TORCHQ_UNROLL for (int q = 0; q < kCount; ++q) {
       const auto quad = Isa::broadcast(src + (k + q) * kQuad);
       TORCHQ_UNROLL for (int i = 0; i < kStreams; ++i) {
@@ -73,9 +73,10 @@ struct RnnStream {
 
   TORCHQ_INLINE void multiply(int64_t count) {
     const int64_t on = back ? -kQuads : kQuads;
-    steps -= count;
+    count = count < rounds ? count : rounds;
+    rounds -= count;
     for (int64_t i = 0; i < count; ++i) {
-      step<kQuads>(0);
+      dot<kQuads>(0);
       src += on * kQuad;
       weight += on * kPanel * kQuad;
     }
@@ -83,9 +84,9 @@ struct RnnStream {
 
   /// All that is left, and the sums to dst, those of streams `dst_apart` from each other.
   TORCHQ_INLINE void end(const RnnStep& s, int32_t* dst, int64_t dst_apart) {
-    multiply(steps);
+    multiply(rounds);
     const int64_t whole = s.quads / kQuads * kQuads, at = back ? whole + kQuads : 0;
-    for (int64_t k = 0; k < s.quads - whole; ++k) step<1>(at + k);
+    for (int64_t k = 0; k < s.quads - whole; ++k) dot<1>(at + k);
     TORCHQ_UNROLL for (int i = 0; i < kStreams; ++i) {
       auto all = sum[0][i];
       TORCHQ_UNROLL for (int q = 1; q < kQuads; ++q) all = Isa::add(all, sum[q][i]);
@@ -111,14 +112,14 @@ TORCHQ_INLINE void rnn_piece(RnnAhead& a, int panels, RnnStream<Isa, kStreams>& 
                                          : a.sums + (r * kPanels + p) * kPanel);
     }
   }
-  const int64_t each = (stream.steps + quads - 1) / quads;
+  const int64_t each = (stream.rounds + quads - 1) / quads;
   while (src != end) {
     asm("" : "+r"(src), "+r"(weight));  // as in gemm_tile
     dot_step<Isa, kRows, kPanels, false>(acc, weight, stride,
                                          [&](int r) { return Isa::broadcast(src + r * kQuad); });
     src += kRows * kQuad;
     weight += kPanel * kQuad;
-    stream.multiply(each < stream.steps ? each : stream.steps);
+    stream.multiply(each);
   }
   TORCHQ_UNROLL for (int p = 0; p < kPanels; ++p) {
     TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -150,14 +151,14 @@ TORCHQ_NOINLINE void rnn_stream_panel(const RnnStep& s, int64_t panel, int64_t a
   stream.end(s, dst, s.gates * kPanel);
 }
 
-/// The same with the cells whose sums are `before` instead of inputs.
+/// The same with cells in place of inputs: those whose sums are `before`.
 template <class Isa, RnnCell kCell, bool kPlain, int kStreams>
 TORCHQ_NOINLINE void rnn_stream_cells(const RnnStep& s, int64_t panel, int64_t apart, int32_t* dst,
                                       const RnnSums* before) {
   using V = Cells<Isa, kStreams>;
-  constexpr int kPauses = kCell == RnnCell::kLstm ? 9 : kCell == RnnCell::kGru ? 12 : 4;
+  constexpr int kParts = rnn_pauses(kCell) + rnn_stages(kCell) + 1;
   RnnStream<Isa, kStreams> stream(s, panel, apart);
-  const int64_t part = stream.steps / (kPauses + 1);
+  const int64_t part = stream.rounds / kParts;
   const auto between = [&]() __attribute__((always_inline)) { stream.multiply(part); };
   between();
   rnn_finish<Isa, V, kCell, 0, kPlain>(s, before, between);

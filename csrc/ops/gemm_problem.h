@@ -29,7 +29,7 @@ struct GemmClass {
   }
 };
 
-/// Not an aggregate to be zeroed: the room for classes is 1.2 KB, which took 40 ns.
+/// To be declared without {}, which sets the room for classes, 1.2 KB, to 0 in 40 ns.
 struct GemmProblem {
   const uint8_t* src = nullptr;
   bool flip = false;

@@ -70,14 +70,19 @@ RnnDirection::RnnDirection(const RnnLayer& layer, const Kernels& table, ScratchF
 
 int64_t RnnDirection::pieces_of_tile(int part) const {
   const Range range = part_of(groups_, parts, part);
+  if (range.begin == range.end) return 0;
   const int64_t pieces = tier.rnn_pieces(step_of(recurrent_, l.gates, range, 1, Own()));
   return kAheadRows * pieces / ceil_div((range.end - range.begin) * l.gates, kAheadPanels);
 }
 
 bool RnnDirection::looks_ahead() const {
   const bool has_gates = l.cell == RnnCell::kLstm || l.cell == RnnCell::kGru;
-  if (tier.rnn_pieces == nullptr || !has_gates || l.inputs == 0) return false;
+  if (tier.rnn_pieces == nullptr || !has_gates) return false;
   if (l.batch > 1 || l.steps <= kAheadRows) return false;
+  // Measured on Zen 4: an LSTM of 256 units takes 1.03 of the time with 40 inputs, 0.90 with 512,
+  // 0.98 with 2048; one of 160 units 1.02 with 4096.
+  const int64_t units = l.state_units();
+  if (4 * l.inputs < units || l.inputs > 8 * units) return false;
   for (int i = 0; i < parts; ++i) {
     if (pieces_of_tile(i) == 0) return false;
   }

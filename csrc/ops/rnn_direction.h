@@ -40,7 +40,7 @@ class RnnDirection {
   struct alignas(64) Own {
     float* inputs = nullptr;  // of two chunks with `ahead`
     RnnAhead ahead{};
-    uint8_t* sources = nullptr;  // of `ahead`
+    uint8_t* sources = nullptr;  // of `ahead` in all parts of a thread
     uint8_t* quantized = nullptr;
     float* scale = nullptr;
     int64_t phase = 0;
@@ -64,10 +64,13 @@ class RnnDirection {
 
   /// Whether steps multiply the inputs of the next chunk.
   bool looks_ahead() const;
-  /// In how many pieces the steps of a chunk can do a tile of the next one's inputs.
+  /// In how many pieces the steps of a chunk can do a tile of the next one's inputs; 0: they
+  /// cannot. A chunk that another one follows has kAheadRows steps, so all tiles are done when it
+  /// ends.
   int64_t pieces_of_tile(int part) const;
-  /// What the steps of part's chunk before multiply for the one that begins with `step`.
-  void look_ahead(int part, int64_t step);
+  /// What the steps of the chunk before multiply, in parts [begin, end), for the one that begins
+  /// with `step`.
+  void look_ahead(int begin, int end, int64_t step);
   int64_t chunk_end(int64_t step) const;
   /// The input products of a part's groups for rows [first, first + rows) of the source.
   RnnInput input_of(int part, int64_t first, int64_t rows) const;

@@ -19,10 +19,9 @@ void RnnDirection::run(int begin, int end) {
   for (int i = begin; i < end; ++i) widen(i);
   for (int64_t step = 0; step < l.steps;) {
     const int64_t stop = chunk_end(step);
-    for (int i = begin; i < end && !inputs_in_steps_; ++i) {
-      if (step == 0 || !looks_ahead_) multiply_inputs(i, step, stop);
-      if (looks_ahead_ && stop < l.steps) look_ahead(i, stop);
-    }
+    const bool is_done = inputs_in_steps_ || (looks_ahead_ && step > 0);
+    for (int i = begin; i < end && !is_done; ++i) multiply_inputs(i, step, stop);
+    if (looks_ahead_ && stop < l.steps) look_ahead(begin, end, stop);
     const int64_t lowest = lowest_row(step, stop);
     for (; step < stop; ++step) run_step(begin, end, step, lowest);
   }
@@ -65,20 +64,22 @@ float* RnnDirection::inputs_of(int part, int64_t step) const {
   return own_[part].inputs + (looks_ahead_ ? step / kAheadRows % 2 * chunk : 0);
 }
 
-void RnnDirection::look_ahead(int part, int64_t step) {
+void RnnDirection::look_ahead(int begin, int end, int64_t step) {
   const int64_t stop = chunk_end(step), first = lowest_row(step, stop), rows = stop - step;
-  Own& own = own_[part];
-  RnnAhead& a = own.ahead;
-  a.in = input_of(part, first, rows);
-  a.in.src = own.sources;
-  a.in.dst = inputs_of(part, step);
-  a.in.dst_group_stride = chunk_rows_ * l.gates * kPanel;
-  a.tile = a.k = 0;
+  uint8_t* const sources = own_[begin].sources;
   for (int64_t r = 0; r < kAheadRows; ++r) {  // the last one again where there are fewer
     const uint8_t* row = l.src + l.row_offset[first + std::min(r, rows - 1)];
-    for (int64_t k = 0; k < a.in.quads; ++k) {
-      std::memcpy(own.sources + (k * kAheadRows + r) * kQuad, row + k * kQuad, kQuad);
+    for (int64_t k = 0; k < l.input.quads; ++k) {
+      std::memcpy(sources + (k * kAheadRows + r) * kQuad, row + k * kQuad, kQuad);
     }
+  }
+  for (int i = begin; i < end; ++i) {
+    RnnAhead& a = own_[i].ahead;
+    a.in = input_of(i, first, rows);
+    a.in.src = sources;
+    a.in.dst = inputs_of(i, step);
+    a.in.dst_group_stride = chunk_rows_ * l.gates * kPanel;
+    a.tile = a.k = 0;
   }
 }
 
