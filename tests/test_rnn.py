@@ -286,7 +286,7 @@ def test_threads_and_time_change_no_bit_of_one_sequence(isa: str, cell: str) -> 
 
 def test_a_thread_may_have_no_units(isa: str) -> None:
     """Threads share what is projected to, which may be more than the units."""
-    case = Case("lstm", 20, 16, steps=16, projection=1024)
+    case = Case("lstm", 300, 16, steps=16, projection=1024)
     layer = make(case)
     x, h_0, c_0 = inputs(case, layer)
     torch.set_num_threads(1)
