@@ -8,6 +8,7 @@ may be written to the stack, and no sum may read its other operand from there.
 import re
 import shutil
 import subprocess
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_accumulators_stay_in_registers(tier: str) -> None:
         names += "|Slide(Five)?<.*half<|SlidePairs<.*::run|dot_pixels<"
     tiles = {
         # A stream's loop lies in that of a piece.
-        name: sum(k_loops(body), []) if "rnn_stream_panel" in name else k_loop(body)
+        name: [*chain(*k_loops(body))] if "rnn_stream_panel" in name else k_loop(body)
         for name, body in disassemble(OBJECTS[tier]).items()
         if re.search(names, name)
     }
