@@ -238,6 +238,19 @@ def test_rnn_is_what_the_oracle_says(isa: str, case: Case) -> None:
     assert torchq.last_kernel() == f"rnn{'_dynamic' if layer.dynamic else ''}:reference"
 
 
+def same_on_threads(
+    layer: QRecurrentLayer, src: Tensor, h_0: Tensor | None, c_0: Tensor | None
+) -> tuple[Tensor, ...]:
+    """What one thread computes, which two and three compute, too."""
+    torch.set_num_threads(1)
+    whole: tuple[Tensor, ...] = layer(src, None, h_0, c_0)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        for got, expected in zip(layer(src, None, h_0, c_0), whole, strict=True):
+            assert_same(got, expected, threads)
+    return whole
+
+
 @pytest.mark.parametrize("src", [U8, F32], ids=["static", "dynamic"])
 @pytest.mark.parametrize("cell", ["lstm", "gru", "gru_vanilla"])
 def test_threads_batch_and_time_change_no_bit(isa: str, cell: str, src: torch.dtype) -> None:
@@ -245,12 +258,7 @@ def test_threads_batch_and_time_change_no_bit(isa: str, cell: str, src: torch.dt
     case = Case(cell, 72, 200, steps=6, batch=4, src=src, projection=56 if cell == "lstm" else 0)
     layer = make(case)
     x, h_0, c_0 = inputs(case, layer)
-    torch.set_num_threads(1)
-    whole = layer(x, None, h_0, c_0)
-    for threads in (2, 3):
-        torch.set_num_threads(threads)
-        for got, expected in zip(layer(x, None, h_0, c_0), whole, strict=True):
-            assert_same(got, expected, threads)
+    whole = same_on_threads(layer, x, h_0, c_0)
 
     def rows(state: Tensor | None, part: slice) -> Tensor | None:
         return None if state is None else state[:, part]
@@ -272,28 +280,19 @@ def test_threads_and_time_change_no_bit_of_one_sequence(isa: str, cell: str) -> 
     case = Case(cell, 90, 320, steps=21)
     layer = make(case)
     x, h_0, c_0 = inputs(case, layer)
-    torch.set_num_threads(1)
-    whole = layer(x, None, h_0, c_0)
-    for threads in (2, 3):
-        torch.set_num_threads(threads)
-        for got, expected in zip(layer(x, None, h_0, c_0), whole, strict=True):
-            assert_same(got, expected, threads)
+    whole = same_on_threads(layer, x, h_0, c_0)
     first, h, c = layer(x[:9], None, h_0, c_0)
     second, h, c = layer(x[9:], None, h, c if cell == "lstm" else None)
     assert_same(torch.cat([first, second]), whole[0])
     assert_same(h, whole[1])
+    assert_same(c, whole[2])
 
 
 def test_a_thread_may_have_no_units(isa: str) -> None:
     """Threads share what is projected to, which may be more than the units."""
     case = Case("lstm", 300, 16, steps=16, projection=1024)
     layer = make(case)
-    x, h_0, c_0 = inputs(case, layer)
-    torch.set_num_threads(1)
-    whole = layer(x, None, h_0, c_0)
-    torch.set_num_threads(2)
-    for got, expected in zip(layer(x, None, h_0, c_0), whole, strict=True):
-        assert_same(got, expected)
+    same_on_threads(layer, *inputs(case, layer))
 
 
 PACKED = [
