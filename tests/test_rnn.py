@@ -72,10 +72,11 @@ CASES = [
     Case("gru_vanilla", 30, 320, steps=3),
     # Many rows of many inputs, whose cells ride: tiles of three and of four, states in one go and
     # more, inputs before them and in the steps.
-    Case("lstm", 20, 224, steps=3, batch=7),
+    Case("lstm", 20, 128, steps=3, batch=7),  # the fewest, as of the GRU
+    Case("lstm", 20, 144, steps=3, batch=11),
     Case("lstm", 20, 256, steps=3, batch=13, directions=2),
     Case("lstm", 32, 224, steps=3, batch=71),
-    Case("gru", 20, 240, steps=3, batch=10, directions=2),
+    Case("gru", 20, 176, steps=3, batch=10, directions=2),
     Case("gru", 16, 224, steps=3, batch=131),
     # One row that reads its weights as streams, one or two, and cells among their products: whole
     # groups and not, quads that are left, parts too short to be parted.

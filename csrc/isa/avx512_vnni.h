@@ -34,7 +34,9 @@ struct Avx512Vnni : Avx512 {
   /// again: L2 is fast enough. On Intel conversions and products are the same units' work.
   static TORCHQ_INLINE int64_t overlapped_bytes() { return is_zen() ? 128 * 1024 : 0; }
   /// The same of recurrent tiles (rnn_ride.h), whose weights come from L3 in every step.
-  static TORCHQ_INLINE int64_t ridden_bytes() { return is_zen() ? 48 * 1024 : 0; }
+  static TORCHQ_INLINE int64_t ridden_bytes() {
+    return is_zen5() ? 48 * 1024 : is_zen() ? 128 * 1024 : 0;
+  }
   static TORCHQ_INLINE void prefetch(const int8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
   }

@@ -67,6 +67,9 @@ struct Cells {
   static TORCHQ_INLINE Float from_bits(Int x) {
     return each([&](int i) { return Isa::from_bits(x.lanes[i]); });
   }
+  static TORCHQ_INLINE Int add(Int x, Int y) {
+    return each_int([&](int i) { return Isa::add(x.lanes[i], y.lanes[i]); });
+  }
   template <int kBits>
   static TORCHQ_INLINE Int shift_left(Int x) {
     return each_int([&](int i) { return Isa::template shift_left<kBits>(x.lanes[i]); });

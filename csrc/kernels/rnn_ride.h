@@ -4,14 +4,17 @@
 // Note [Riding cells]
 // A cell is a chain of results that wait for each other: behind its tile's products it takes 46
 // cycles on Zen 5, of 512 for those products with 512 units, and the multipliers do little
-// meanwhile. So the sums of a tile wait in L1 until the next tile is multiplied, whose quads are
-// parted by the stages of those cells. The CPU looks further ahead than a stage is long: 25 cycles
-// a cell are left, most of them multiplications.
+// meanwhile. So the sums of a tile wait in L1 until the next tile is multiplied, whose quads part
+// the steps of those cells' formulas. What is left of a cell on Zen 4 is 45 to 50 cycles, 32 of
+// them its multiplications and divisions, which go where products do.
 //
-// 16 sums leave registers for a stage, the 24 of other tiles do not. Such tiles read weights more
-// often, so they must be few: layers of 1024 units would take 1.05 of the time. Measured on Zen 5
-// beside tiles of six rows, one thread, in turns: an LSTM of 256 and 512 units takes 0.96 to 0.97
-// with 8, 16 and 64 rows, of 768 units 0.98; a GRU 0.98 to 0.99, 0.96 to 0.97 and 0.98.
+// 16 sums leave registers for a step, the 24 of other tiles do not. Such tiles read weights more
+// often, so they must be few, or L2 fast beside the products: on Zen 5 layers of 1024 units would
+// take 1.05 of the time. Measured beside tiles of six rows, one thread, in turns, on Zen 5 with
+// whole stages between the quads: an LSTM of 256 and 512 units takes 0.96 to 0.97 with 8, 16 and 64
+// rows, of 768 units 0.98; a GRU 0.98 to 0.99, 0.96 to 0.97 and 0.98. On Zen 4 with steps: an LSTM
+// of 128 to 192 units 0.94 to 0.96, of 1024 0.98 to 0.99, of 1536 0.97; a GRU of 192 units 0.94, of
+// 1024 and more 0.99 to 1.00. Steps instead of stages: 0.97 to 0.99.
 #pragma once
 
 #include "rnn_finish.h"
@@ -22,9 +25,9 @@ namespace {
 /// The most rows of a tile, which has one less or as many: every number from six on is a sum of
 /// fours and threes.
 constexpr int kRidingRows = 4;
-/// The fewest quads that gain. With 48 an LSTM takes 0.98 to 0.99 of the time, a GRU 1.00 to 1.02,
-/// with 32 both 1.03 to 1.05.
-constexpr int64_t kRidingQuads = 56;
+/// Into how many parts the cells of a tile divide the quads of the next one. With fewer quads than
+/// parts nothing would part the cells: a GRU of 160 units takes 1.06 of the time on Zen 4.
+constexpr int riding_parts(RnnCell cell) { return kRidingRows * (rnn_pauses(cell) + 1); }
 /// Tiles whose inputs are multiplied in one go, so that these weights and those of the state take
 /// turns in L1 as seldom as can be.
 constexpr int kRidingTiles = 16;
@@ -42,7 +45,7 @@ constexpr bool kMayRide<VectorTiles<Isa>> = kHasWide<Isa>;
 
 template <class Isa>
 inline bool rnn_rides(const RnnStep& s) {
-  return s.rows > 2 * kRidingRows - 2 && s.quads >= kRidingQuads &&
+  return s.rows > 2 * kRidingRows - 2 && s.quads >= riding_parts(s.cell) &&
          s.gates * s.panel_stride <= Isa::ridden_bytes() && rnn_is_plain(s);
 }
 
@@ -72,13 +75,13 @@ TORCHQ_NOINLINE void rnn_riding_tile(const RnnStep& s, const RnnTile& t, const R
       weight += kPanel * kQuad;
     }
   };
-  const int64_t part = t.quads / (2 * kRidingRows) * kQuad;
+  const int64_t part = t.quads / riding_parts(kCell) * kQuad;
+  const auto between = [&] { multiply(k + part); };
   for (int r = 0; r < before.rows; ++r) {
     const RnnSums sums = before.sums(s, 0, r);
-    multiply(k + part);
-    rnn_finish<Isa, Cell, kCell, 0, true>(s, &sums);
-    multiply(k + part);
-    rnn_finish<Isa, Cell, kCell, 1, true>(s, &sums);
+    rnn_finish<Isa, Cell, kCell, 0, true>(s, &sums, between);
+    between();
+    rnn_finish<Isa, Cell, kCell, 1, true>(s, &sums, between);
   }
   multiply(size);
   int32_t* const to = t.acc;

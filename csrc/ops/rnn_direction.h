@@ -88,6 +88,8 @@ class RnnDirection {
   RnnStep step_of(const Matrix& m, int gates, Range range, int64_t rows, const Own& own) const;
   void point(RnnStep& s, Range range, int now, int64_t stride) const;
   void emit_state(RnnStep& s, Range range, int next, int64_t t) const;
+  /// Whether anything reads the floats of step t's states: the next step, or h_n.
+  bool reads_state(int64_t t) const;
   void emit_middle(RnnStep& s, Range range) const;
   void quantize_with(RnnStep& s, const RnnScale& scale) const;
   const uint8_t* quantize_rows(Own& own, const float* src, int64_t rows, int64_t units,

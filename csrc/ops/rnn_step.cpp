@@ -202,7 +202,7 @@ void RnnDirection::point(RnnStep& s, Range range, int now, int64_t stride) const
 
 void RnnDirection::emit_state(RnnStep& s, Range range, int next, int64_t t) const {
   const int64_t unit = range.begin * kPanel, units = l.state_units();
-  s.state = state_[next] + unit;
+  if (reads_state(t)) s.state = state_[next] + unit;
   if (!l.dynamic) {
     s.quantized = quantized_[next] + unit;
     s.quantized_stride = state_padded_;
@@ -215,10 +215,18 @@ void RnnDirection::emit_state(RnnStep& s, Range range, int next, int64_t t) cons
   s.dst = static_cast<char*>(l.dst) + at * (l.dst_dtype == DType::f32 ? 4 : 1);
 }
 
+bool RnnDirection::reads_state(int64_t t) const {
+  const bool has_old = l.cell == RnnCell::kGru || l.cell == RnnCell::kGruVanilla;
+  const int64_t next = index == 1 ? t - 1 : t + 1;
+  return has_old || l.dynamic || next < 0 || next == l.steps || l.rows[next] < l.rows[t];
+}
+
 void RnnDirection::emit_middle(RnnStep& s, Range range) const {
   const int64_t unit = range.begin * kPanel;
-  s.state = middle_ + unit;
-  if (l.dynamic) return;
+  if (l.dynamic) {
+    s.state = middle_ + unit;
+    return;
+  }
   s.quantized = middle_quantized_ + unit;
   s.quantized_stride = padded_;
   quantize_with(s, l.hidden_scale);
