@@ -198,6 +198,7 @@ TORCHQ_INLINE void finish_sums(const GemmTile& t, const Epilogue& e,
     return;
   }
   if (channels == NP * kPanel && finishes_to_floats(e)) {
+    pin_sums<Isa>(acc);
     finish_to_floats<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel);
     return;
   }

@@ -112,9 +112,7 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
       weight += kStepsAtOnce * kPanel * kQuad;
     }
   }
-  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) Isa::pin(acc[r][p]);
-  }
+  pin_sums<Isa>(acc);
 
   finish_sums<Isa, MR, NP>(t, e, acc, first, panel);
 }

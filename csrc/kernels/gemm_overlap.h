@@ -75,9 +75,7 @@ class OverlappedTiles {
       multiply(acc);
       multiply_runs(acc, t_.runs + 1);
     }
-    TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) {
-      TORCHQ_UNROLL for (int p = 0; p < kPanels; ++p) Isa::pin(acc[r][p]);
-    }
+    pin_sums<Isa>(acc);
     finish_in_registers<Isa, kRows, kPanels>(e_, acc, t_.dst_offset + first - kRows, channel_);
     return first;
   }

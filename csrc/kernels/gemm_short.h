@@ -67,9 +67,7 @@ TORCHQ_NOINLINE int gemm_short(const GemmTile& t, const Epilogue& e, int panel) 
         }
       }
     }
-    TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-      TORCHQ_UNROLL for (int p = 0; p < NP; ++p) Isa::pin(acc[r][p]);
-    }
+    pin_sums<Isa>(acc);
     finish_in_registers<Isa, MR, NP, true>(e, acc, t.dst_offset + first,
                                            t.channel + panel * kPanel);
   }

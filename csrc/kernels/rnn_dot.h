@@ -56,9 +56,7 @@ TORCHQ_NOINLINE void rnn_tile(const RnnTile& t, int panel) {
     src += kQuad;
     weight += kSteps * kPanel * kQuad;
   }
-  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-    TORCHQ_UNROLL for (int p = 0; p < NP; ++p) Isa::pin(acc[r][p]);
-  }
+  pin_sums<Isa>(acc);
   int32_t* const to = t.acc + panel * kPanel;
   TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
     if constexpr (kScaled) {

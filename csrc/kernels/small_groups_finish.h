@@ -73,9 +73,9 @@ template <class Isa, int MR, int Q>
 TORCHQ_INLINE void finish_small_group(const GemmTile& t, const Epilogue& e,
                                       typename Isa::Int (&acc)[MR][Q], const int64_t* dst_offset,
                                       int count, int first) {
+  pin_sums<Isa>(acc);
   typename Isa::Int sums[MR][1];
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-    TORCHQ_UNROLL for (int q = 0; q < Q; ++q) Isa::pin(acc[r][q]);
     sums[r][0] = Q == 1 ? acc[r][0] : Isa::add_pairs(acc[r][0], acc[r][Q - 1]);
   }
   const int channel = t.channel + first;
