@@ -76,6 +76,7 @@ CASES = [
     Case("lstm", 20, 144, steps=3, batch=11),
     Case("lstm", 20, 256, steps=3, batch=13, directions=2),
     Case("lstm", 32, 224, steps=3, batch=71),
+    Case("lstm", 20, 800, steps=2, batch=7),  # 50 KB a group
     Case("gru", 20, 176, steps=3, batch=10, directions=2),
     Case("gru", 16, 224, steps=3, batch=131),
     # One row that reads its weights as streams, one or two, and cells among their products: whole
@@ -300,6 +301,8 @@ PACKED = [
     *(CASES[i] for i in (2, 4, 5, 7, 9)),
     Case("gru", 64, 64, batch=53, directions=2),
     Case("lstm", 16, 224, batch=53, directions=2),
+    Case("rnn_tanh", 12, 40, batch=5, directions=2),
+    Case("gru_vanilla", 12, 40, batch=5, directions=2),
 ]
 
 

@@ -44,8 +44,8 @@ TORCHQ_INLINE void* element(void* base, DType dtype, int64_t index) {
 }
 
 /// Keeps the sums of a tile in their registers until here: behind a K loop, and in front of an end
-/// that shares them with others. Without it GCC 12 makes room for the largest of them in front of
-/// all: it moves and spills nearly every sum (7x7 of 3 to 64 channels on Zen 4: 1.03 of the time).
+/// that needs many registers. Without it GCC 12 makes room for that end in front of all ends, which
+/// moves and spills nearly every sum (7x7 of 3 to 64 channels on Zen 4: 1.03 of the time).
 template <class Isa, int MR, int NP>
 TORCHQ_INLINE void pin_sums(typename Isa::Int (&acc)[MR][NP]) {
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {

@@ -5,8 +5,9 @@
 // A cell is a chain of results that wait for each other: behind its tile's products it takes 46
 // cycles on Zen 5, of 512 for those products with 512 units, and the multipliers do little
 // meanwhile. So the sums of a tile wait in L1 until the next tile is multiplied, whose quads part
-// the steps of those cells' formulas. What is left of a cell on Zen 4 is 45 to 50 cycles, 32 of
-// them its multiplications and divisions, which go where products do.
+// the steps of those cells' formulas. On Zen 4 a cell whose two stages were parted took 80 to 90
+// cycles; one whose steps are takes 45 to 50, and its multiplications and divisions, which go where
+// products do, would take 32 by themselves.
 //
 // 16 sums leave registers for a step, the 24 of other tiles do not. Such tiles read weights more
 // often, so they must be few, or L2 fast beside the products: on Zen 5 layers of 1024 units would
@@ -26,7 +27,7 @@ namespace {
 /// fours and threes.
 constexpr int kRidingRows = 4;
 /// Into how many parts the cells of a tile divide the quads of the next one. With fewer quads than
-/// parts nothing would part the cells: a GRU of 160 units takes 1.06 of the time on Zen 4.
+/// parts these would be empty: a GRU of 160 units, 40 quads, takes 1.06 of the time on Zen 4.
 constexpr int riding_parts(RnnCell cell) { return kRidingRows * (rnn_pauses(cell) + 1); }
 /// Tiles whose inputs are multiplied in one go, so that these weights and those of the state take
 /// turns in L1 as seldom as can be.
@@ -46,7 +47,8 @@ constexpr bool kMayRide<VectorTiles<Isa>> = kHasWide<Isa>;
 template <class Isa>
 inline bool rnn_rides(const RnnStep& s) {
   return s.rows > 2 * kRidingRows - 2 && s.quads >= riding_parts(s.cell) &&
-         s.gates * s.panel_stride <= Isa::ridden_bytes() && rnn_is_plain(s);
+         s.quads >= Isa::ridden_quads() && s.gates * s.panel_stride <= Isa::ridden_bytes() &&
+         rnn_is_plain(s);
 }
 
 /// t.acc = init + the products of kRows rows with all gates of a group, and meanwhile the cells of

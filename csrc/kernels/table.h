@@ -207,7 +207,7 @@ struct RnnStep {
   float* cell_state;     // kLstm: c [rows][..], in place
   const float* old;      // the state before [rows][..] (kGru, kGruGates, kGruNew)
   float* update;         // kGruGates writes z, kGruNew reads it
-  float* state;          // the result [rows][..], in real units
+  float* state;          // null, or the result [rows][..], in real units
   int64_t unit_stride;   // floats between rows of these four
   /// The quantized result, or null: clamp(rne(fma(h, inverse_scale, zero_point)), lo, hi), stored
   /// as u8 with `flip` (the sign bit of an s8) applied.

@@ -120,8 +120,11 @@ void RnnDirection::take_states(ScratchFrame& scratch) {
   }
   if (l.cell == RnnCell::kLstm) cell_ = scratch.take<float>(l.batch * padded_);
   if (two_stages()) {
-    middle_ = scratch.take<float>(l.batch * padded_);
-    if (!l.dynamic) middle_quantized_ = scratch.take<uint8_t>(rows_ * padded_);
+    if (l.dynamic) {
+      middle_ = scratch.take<float>(l.batch * padded_);
+    } else {
+      middle_quantized_ = scratch.take<uint8_t>(rows_ * padded_);
+    }
     update_ = scratch.take<float>(l.batch * padded_);
   }
 }
