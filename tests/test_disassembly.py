@@ -59,9 +59,9 @@ def k_loops(body: list[tuple[int, str]]) -> list[list[str]]:
 
 def k_loop(name: str, body: list[tuple[int, str]]) -> list[str]:
     """The shortest of them; empty if there is none. All but those around others where cells part
-    the products of a tile into many."""
+    the products into many."""
     loops = k_loops(body)
-    if "rnn_riding_tile<" in name:
+    if re.search("rnn_riding_tile<|rnn_stream_cells<", name):
         inner = [loop for loop in loops if not any({*other} < {*loop} for other in loops)]
         return [*chain(*inner)]
     return min(loops, key=len, default=[])

@@ -62,8 +62,7 @@ struct RnnFormula {
   /// a = c[0] + c[1] r^2, |r| <= 1/2, is two steps shorter than a polynomial. All take a step
   /// before any takes the next one, since a chain of them waits for its own results. Additions in
   /// place of multiplications, where there is a choice: Zen has units for them that products do not
-  /// use; elsewhere there are as many steps as before, one longer (avx2 on Zen 4: 1.00 of the
-  /// time).
+  /// use. Elsewhere these are two instructions more (avx2 on Zen 4: 1.00 of the time).
   template <int N, class Between = Nothing>
   static TORCHQ_INLINE void exp_gates(const Float (&args)[N], const float (&factor)[N], Exp (&e)[N],
                                       const Between& between = {}) {
