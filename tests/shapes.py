@@ -221,11 +221,12 @@ CONV_GROUPED = [
     ),
     *(conv("groups_of_4", (20, 20), (1, w), (1, 3), groups=5) for w in (3, 4, 6, 9, 12, 19)),
     *(conv("groups_of_8", (24, 24), (1, w), (1, 3), groups=3) for w in (3, 4, 6, 9, 12, 19)),
-    # Lines of pixels that share sources: every length of a tile and more, along rows and columns.
+    # Lines of pixels that share sources, along rows and columns; their sums pass through three sets
+    # of registers, and wait in memory, 32 of a line, for some ends.
     *(
         conv(f"line_of_{width}s", (width * 5, width * 5), (2, w + 2), 3, 1, (1, 0), groups=5)
-        for width, longest in ((4, 18), (8, 8))
-        for w in (*range(3, longest + 3), 2 * longest + 1)
+        for width in (4, 8)
+        for w in (*range(3, 11), 32, 33, 37)
     ),
     *(
         conv(name, (24, 24), size, kernel, stride, padding, dilation=dilation, groups=groups)
@@ -237,6 +238,8 @@ CONV_GROUPED = [
             ("line_of_nine_taps", (2, 17), (1, 9), 1, (0, 2), 1),
             ("line_every_second", (7, 19), 3, 2, 2, 2),
             ("line_of_short_lines", (9, 5), 3, 1, 0, 1),
+            ("lines_of_many_calls", (13, 43), 3, 1, 1, 1),  # 192 rows in each, less what is cut
+            ("line_of_two_calls", (3, 221), 3, 1, 1, 1),
             ("line_5x5", (9, 12), 5, 1, 2, 1),
             ("line_3x5", (9, 12), (3, 5), 1, 1, 1),
         )

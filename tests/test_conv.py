@@ -38,12 +38,13 @@ FORMS = [
     cases.conv("dense_tail", (8, 37), (4, 5), 3, 2, 1, batch=2),
     cases.conv("row_runs", (3, 24), (9, 8), 3, 2, 1),
     cases.conv("grouped", (12, 20), (6, 5), 3, 1, 1, groups=4),
-    cases.conv("groups_of_4", (20, 20), (6, 5), 3, 1, 1, groups=5),
+    cases.conv("groups_of_4", (20, 20), (6, 7), 3, 1, 1, groups=5),
     cases.conv("groups_of_8", (40, 40), (5, 6), 3, 2, 1, groups=5, batch=2),
     cases.depthwise("dw", 64, (5, 6), padding=1),
     cases.depthwise("dw_tail", 37, (5, 6), stride=2, padding=1, batch=2),
     cases.conv("joined_groups_of_16", (80, 80), (5, 6), 3, 1, 1, groups=5),
     cases.conv("joined_groups_of_32", (96, 96), (5, 6), 3, 2, 1, groups=3, batch=2),
+    cases.conv("groups_of_8_in_lines", (40, 40), (7, 8), 3, 1, 1, groups=5),
 ]
 
 

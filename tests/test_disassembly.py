@@ -59,9 +59,9 @@ def k_loops(body: list[tuple[int, str]]) -> list[list[str]]:
 
 def k_loop(name: str, body: list[tuple[int, str]]) -> list[str]:
     """The shortest of them; empty if there is none. All but those around others where cells part
-    the products into many."""
+    the products into many, or each end has its own."""
     loops = k_loops(body)
-    if re.search("rnn_riding_tile<|rnn_stream_cells<", name):
+    if re.search("rnn_riding_tile<|rnn_stream_cells<|small_group_slide<", name):
         inner = [loop for loop in loops if not any({*other} < {*loop} for other in loops)]
         return [*chain(*inner)]
     return min(loops, key=len, default=[])
@@ -80,7 +80,7 @@ def disassemble(path: Path) -> dict[str, list[tuple[int, str]]]:
 @needs_objdump
 @pytest.mark.parametrize("tier", TIERS)
 def test_accumulators_stay_in_registers(tier: str) -> None:
-    names = f"{STEPS}|small_group_line_tile<"
+    names = f"{STEPS}|small_group_slide<"
     if not tier.startswith("avx2"):  # its 16 registers cannot hold a window of columns
         names += "|Slide(Five)?<.*half<|SlidePairs<.*::run|dot_pixels<"
     tiles = {

@@ -136,13 +136,13 @@ struct Avx2 : Avx2Lanes {
     return {_mm256_permutevar8x32_epi32(_mm256_unpacklo_epi32(v.lo, v.hi), order),
             _mm256_permutevar8x32_epi32(_mm256_unpackhi_epi32(v.lo, v.hi), order)};
   }
-  static TORCHQ_INLINE __m256i add_pairs(__m256i a, __m256i b) {
-    const __m256i swapped = _mm256_blend_epi32(b, a, 0xaa);
-    return _mm256_add_epi32(_mm256_blend_epi32(a, b, 0xaa), _mm256_shuffle_epi32(swapped, 0xb1));
-  }
-  /// Even lanes: a's pairs added; odd lanes: b's.
+  /// Pairs of lanes added: of each four lanes the first two are a's, the others b's.
   static TORCHQ_INLINE Int add_pairs(Int a, Int b) {
-    return {add_pairs(a.lo, b.lo), add_pairs(a.hi, b.hi)};
+    return {_mm256_hadd_epi32(a.lo, b.lo), _mm256_hadd_epi32(a.hi, b.hi)};
+  }
+  /// The second and third of each four lanes change places.
+  static TORCHQ_INLINE Int swap_middle(Int v) {
+    return {_mm256_shuffle_epi32(v.lo, 0xd8), _mm256_shuffle_epi32(v.hi, 0xd8)};
   }
   static TORCHQ_INLINE void widen(const int8_t* packed, int8_t* dst) {
     for (int half = 0; half < 2; ++half) {

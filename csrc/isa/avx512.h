@@ -18,6 +18,10 @@ constexpr Dwords16 fill(uint32_t value) {
 }
 constexpr Dwords16 kSignBits = fill(0x80808080u);
 constexpr Dwords16 kEvenBytes = fill(0x00ff00ffu);
+/// Where the lanes of small groups have their channels (store_transposed).
+alignas(16) constexpr uint8_t kChannelOrder[2][16] = {
+    {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15},
+    {0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15}};
 
 struct Avx512 : Avx512Lanes {
   static constexpr const char* kName = "avx512";
@@ -57,11 +61,12 @@ struct Avx512 : Avx512Lanes {
     _mm_mask_storeu_epi8(p, m, _mm512_cvtsepi32_epi8(v));
   }
   /// 16 channels, saturated.
+  static TORCHQ_INLINE __m128i to_bytes(Int v, bool is_signed) {
+    return is_signed ? _mm512_cvtsepi32_epi8(v)
+                     : _mm512_cvtusepi32_epi8(_mm512_max_epi32(v, _mm512_setzero_si512()));
+  }
   static TORCHQ_INLINE void store_panel(uint8_t* p, Int v, bool is_signed) {
-    const __m128i bytes = is_signed
-                              ? _mm512_cvtsepi32_epi8(v)
-                              : _mm512_cvtusepi32_epi8(_mm512_max_epi32(v, _mm512_setzero_si512()));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_bytes(v, is_signed));
   }
   /// 64 channels in natural order: the two packs interleave 128-bit lanes, one vpermd puts them
   /// back.
@@ -102,12 +107,14 @@ struct Avx512 : Avx512Lanes {
     store(p[3], _mm512_extracti32x4_epi32(bytes, 3));
   }
 
-  /// The same where lane 4 i + j of a panel is channel 4 j + i (small groups).
-  static TORCHQ_INLINE void store_transposed(uint8_t* const (&p)[4], const Int (&v)[4],
-                                             bool is_signed) {
-    const __m512i order =
-        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    store_lanes(p, _mm512_shuffle_epi8(pack_row(v, is_signed), order));
+  /// The same for the lane orders of small groups: lane 4 i + j is channel 4 j + i, or, where
+  /// kPairs, the second and third of each four lanes change places.
+  template <bool kPairs>
+  static TORCHQ_INLINE void store_transposed(uint8_t* p, Int v, bool is_signed) {
+    __m128i bytes = to_bytes(v, is_signed);
+    // From memory each time: windows of three kernel rows have no register to spare.
+    asm("vpshufb %1, %0, %0" : "+x"(bytes) : "m"(kChannelOrder[kPairs]));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
   }
 
   // dot products of quads
@@ -147,12 +154,14 @@ struct Avx512 : Avx512Lanes {
     const Int order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, v);
   }
-  /// Even lanes: a's pairs added; odd lanes: b's.
+  /// Pairs of lanes added: of each four lanes the first two are a's, the others b's.
   static TORCHQ_INLINE Int add_pairs(Int a, Int b) {
-    const Int swapped = _mm512_mask_blend_epi32(0xaaaa, b, a);
-    return _mm512_add_epi32(_mm512_mask_blend_epi32(0xaaaa, a, b),
-                            _mm512_shuffle_epi32(swapped, _MM_PERM_CDAB));
+    const __m512 x = _mm512_castsi512_ps(a), y = _mm512_castsi512_ps(b);
+    return _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88)),
+                            _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xdd)));
   }
+  /// The second and third of each four lanes change places.
+  static TORCHQ_INLINE Int swap_middle(Int v) { return _mm512_shuffle_epi32(v, _MM_PERM_DBCA); }
   static TORCHQ_INLINE void widen(const int8_t* packed, int8_t* dst) {
     const Int quads = _mm512_loadu_si512(packed);
     _mm512_storeu_si512(dst, _mm512_srai_epi16(_mm512_slli_epi16(quads, 8), 8));

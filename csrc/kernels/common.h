@@ -16,6 +16,8 @@
 #include "table.h"
 
 #define TORCHQ_INLINE inline __attribute__((always_inline))
+// A lambda that is called twice would be a function with its state in memory.
+#define TORCHQ_INLINE_LAMBDA __attribute__((always_inline))
 #define TORCHQ_NOINLINE __attribute__((noinline))
 // The K loop's loops over accumulators must be unrolled completely, else the accumulators live on
 // the stack.

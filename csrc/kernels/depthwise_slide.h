@@ -11,9 +11,6 @@ namespace {
 
 constexpr int kSlideWidth = 3;
 
-// A lambda that is called twice would be a function with its state in memory.
-#define TORCHQ_INLINE_LAMBDA __attribute__((always_inline))
-
 /// Destination rows of a slide: `groups` times one vector's, which are `split` rows or as many
 /// pairs of neighbors, from row y on.
 struct SlideRows {

@@ -159,7 +159,7 @@ TORCHQ_NOINLINE void rnn_stream_cells(const RnnStep& s, int64_t panel, int64_t a
   constexpr int kParts = rnn_pauses(kCell) + rnn_stages(kCell) + 1;
   RnnStream<Isa, kStreams> stream(s, panel, apart);
   const int64_t part = stream.rounds / kParts;
-  const auto between = [&]() __attribute__((always_inline)) { stream.multiply(part); };
+  const auto between = [&]() TORCHQ_INLINE_LAMBDA { stream.multiply(part); };
   between();
   rnn_finish<Isa, V, kCell, 0, kPlain>(s, before, between);
   if constexpr (rnn_stages(kCell) > 1) {

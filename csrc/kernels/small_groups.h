@@ -96,8 +96,10 @@ void small_group_rows(const GemmTile& t, const Epilogue& e) {
       const bool is_row = step == along[0].step, is_column = step == along[1].step;
       if (count >= kShortestLine && (is_row || is_column)) {
         if (row > first) small_group_tiles<Isa, Q, kFlip, kNarrow>(t, e, first, row - first);
-        small_group_line<Isa, Q, kFlip>(t, e, along[is_row ? 0 : 1], row, count);
-        row = first = row + count;
+        int lines = 1;
+        while (lines < kLinesAtOnce && line_length(t, row + lines * count, step) == count) ++lines;
+        small_group_lines<Isa, Q, kFlip>(t, e, along[is_row ? 0 : 1], row, count, lines);
+        row = first = row + lines * count;
       } else {
         row += count - 1;  // its last row may be the first of another line
       }

@@ -21,15 +21,28 @@ TORCHQ_INLINE void begin_small_group(const GemmTile& t, typename Isa::Int (&acc)
   }
 }
 
-/// Whether a tier stores bytes of transposed sums in one go.
+/// What the outputs of a row sum: lane 4 i + j is channel 4 j + i, but where pairs of lanes are
+/// added j counts 0, 2, 1, 3.
+template <class Isa, int Q>
+TORCHQ_INLINE typename Isa::Int add_up(const typename Isa::Int (&acc)[Q]) {
+  if constexpr (Q == 1) return acc[0];
+  return Isa::add_pairs(acc[0], acc[Q - 1]);
+}
+
+/// Those in the order of channels.
+template <class Isa, int Q>
+TORCHQ_INLINE typename Isa::Int in_order(typename Isa::Int sums) {
+  return Isa::transpose_lanes(Q == 1 ? sums : Isa::swap_middle(sums));
+}
+
+/// Whether a tier has an end for sums in their own order.
 template <class Isa>
-constexpr bool kStoresTransposed =
-    requires(uint8_t* const (&p)[4], const typename Isa::Int (&v)[4]) {
-      Isa::store_transposed(p, v, false);
-    };
+constexpr bool kStoresTransposed = requires(uint8_t* p, typename Isa::Int v) {
+  Isa::template store_transposed<true>(p, v, false);
+};
 
 /// A plain end in the order of the sums; the bytes are put in order at last: fewer shuffles.
-template <class Isa>
+template <class Isa, int Q>
 class TransposedEnd {
  public:
   TORCHQ_INLINE TransposedEnd(const Epilogue& e, const int64_t* dst_offset, int channel)
@@ -39,26 +52,15 @@ class TransposedEnd {
         dst_offset_(dst_offset),
         is_signed_(e.dst_dtype == DType::s8) {}
 
-  TORCHQ_INLINE typename Isa::Int finish(typename Isa::Int sum) const {
-    return Isa::to_int(Isa::fma(Isa::to_float(sum), multiplier_, offset_));
-  }
-
-  /// The last up to four rows of `done` up to `last`, from a multiple of four on.
-  template <int MR>
-  TORCHQ_INLINE void store(const typename Isa::Int (&done)[MR], int last) const {
-    typename Isa::Int panels[4];
-    uint8_t* places[4];
-    TORCHQ_UNROLL for (int i = 0; i < 4; ++i) {
-      const int r = min_int(last - last % 4 + i, last);
-      panels[i] = done[r];
-      places[i] = dst_ + dst_offset_[r];
-    }
-    Isa::store_transposed(places, panels, is_signed_);
+  TORCHQ_INLINE void finish(int row, const typename Isa::Int (&acc)[Q]) const {
+    const auto y = Isa::fma(Isa::to_float(add_up<Isa, Q>(acc)), multiplier_, offset_);
+    Isa::template store_transposed<Q == 2>(dst_ + dst_offset_[row], Isa::to_int(y), is_signed_);
   }
 
  private:
   static TORCHQ_INLINE typename Isa::Float load(const float* values) {
-    return Isa::from_bits(Isa::transpose_lanes(Isa::bits(Isa::load(values))));
+    const auto transposed = Isa::transpose_lanes(Isa::bits(Isa::load(values)));
+    return Isa::from_bits(Q == 1 ? transposed : Isa::swap_middle(transposed));
   }
 
   const typename Isa::Float multiplier_, offset_;
@@ -74,24 +76,19 @@ TORCHQ_INLINE void finish_small_group(const GemmTile& t, const Epilogue& e,
                                       typename Isa::Int (&acc)[MR][Q], const int64_t* dst_offset,
                                       int count, int first) {
   pin_sums<Isa>(acc);
-  typename Isa::Int sums[MR][1];
-  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-    sums[r][0] = Q == 1 ? acc[r][0] : Isa::add_pairs(acc[r][0], acc[r][Q - 1]);
-  }
   const int channel = t.channel + first;
   const bool in_registers = finishes_in_registers(e, kPanel, 1);
   if constexpr (kStoresTransposed<Isa>) {
     if (in_registers && is_plain(e)) {
-      const TransposedEnd<Isa> end(e, dst_offset, channel);
-      typename Isa::Int done[MR];
-      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-        done[r] = end.finish(sums[r][0]);
-        if (r % 4 == 3 || r == MR - 1) end.template store<MR>(done, r);
-      }
+      const TransposedEnd<Isa, Q> end(e, dst_offset, channel);
+      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) end.finish(r, acc[r]);
       return;
     }
   }
-  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) sums[r][0] = Isa::transpose_lanes(sums[r][0]);
+  typename Isa::Int sums[MR][1];
+  TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
+    sums[r][0] = in_order<Isa, Q>(add_up<Isa, Q>(acc[r]));
+  }
   if (in_registers) return finish_in_registers<Isa, MR, 1>(e, sums, dst_offset, channel);
   alignas(64) int32_t tile[MR * kPanel];
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) Isa::store_int(tile + r * kPanel, sums[r][0]);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Small groups along a line: rows that are as far apart as the taps of a kernel row share sources.
 //
-// On Zen 4 a block of 16 inputs takes as long to load as a product, so a tile that loads one for
-// each is bound by loads as much as by products. Three taps of MR rows in a line meet MR + 2 of
-// them.
+// The weights of up to three kernel rows stay in registers while a window passes along the line,
+// and so do the sums of the three rows that a column of sources meets. Tiles wait for their sums
+// where they begin and end; here rows end among the products of those behind them.
 #pragma once
 
 #include "small_groups_finish.h"
@@ -12,11 +12,13 @@ namespace {
 
 /// Taps that share sources: a kernel row of three.
 constexpr int kLineTaps = 3;
-/// Rows of the longest tile, as registers allow, and of the shortest.
-template <int Q>
-constexpr int kLongestLine = Q == 1 ? 18 : 8;
+/// Kernel rows whose weights have room in the registers.
+constexpr int kMostKernelRows = 3;
 constexpr int kShortestLine = 4;
-static_assert((kLongestLine<2> + 1) / 2 >= kShortestLine, "tiles are half of the longest, or more");
+/// Lines that one load of the weights serves: 0.98 of the time of one, no gain from more.
+constexpr int kLinesAtOnce = 4;
+/// Rows whose sums wait in memory for an end that takes more than registers.
+constexpr int kWaitingRows = 32;
 
 /// Runs as kernel rows or columns of kLineTaps each: those of one are `apart` in `runs`, those of
 /// the next begin `behind` later. Rows of the tile that are `step` bytes apart share sources.
@@ -26,7 +28,8 @@ struct LineTaps {
 
   LineTaps(const GemmTile& t, int taps_apart, int next_behind)
       : step(0), apart(taps_apart), behind(next_behind) {
-    if (t.num_runs == 0 || t.num_runs % kLineTaps != 0) return;
+    constexpr int kMost = kLineTaps * kMostKernelRows;
+    if (t.num_runs == 0 || t.num_runs > kMost || t.num_runs % kLineTaps != 0) return;
     const auto from_to = [&](int i) { return t.runs[i + apart].src_offset - t.runs[i].src_offset; };
     for (int i = 0; i < t.num_runs / kLineTaps; ++i) {
       for (int j = 0; j + 1 < kLineTaps; ++j) {
@@ -44,89 +47,154 @@ inline int line_length(const GemmTile& t, int first, int64_t step) {
   return end - first;
 }
 
-/// The products of one kernel row; ended(r) once row r has met all its taps.
-template <class Isa, int MR, int Q, bool kFlip, class Ended>
-TORCHQ_INLINE void multiply_line(typename Isa::Int (&acc)[MR][Q], const uint8_t* src, int64_t step,
-                                 const int8_t* panel_weight, const GemmRun* run, int apart,
-                                 const Ended& ended) {
-  typename Isa::Int w[kLineTaps][Q];
-  TORCHQ_UNROLL for (int j = 0; j < kLineTaps; ++j) {
-    TORCHQ_UNROLL for (int q = 0; q < Q; ++q) {
-      w[j][q] = Isa::load_weight(panel_weight + run[j * apart].weight_offset + q * kPanel * kQuad);
+/// The window of R kernel rows, and the panel whose channels start at `first` of the tile's.
+template <class Isa, int R, int Q, bool kFlip>
+class GroupWindow {
+ public:
+  using Int = typename Isa::Int;
+  using Sums = Int[Q];
+
+  TORCHQ_INLINE GroupWindow(const GemmTile& t, const LineTaps& taps, int panel, int first)
+      : step_(taps.step) {
+    const int8_t* const panel_weight = t.weight + panel * t.panel_stride;
+    TORCHQ_UNROLL for (int r = 0; r < R; ++r) {
+      const GemmRun* const run = t.runs + r * taps.behind;
+      TORCHQ_UNROLL for (int j = 0; j < kLineTaps; ++j) {
+        const int8_t* const weight = panel_weight + run[j * taps.apart].weight_offset;
+        TORCHQ_UNROLL for (int q = 0; q < Q; ++q) {
+          weight_[r][j][q] = Isa::load_weight(weight + q * kPanel * kQuad);
+        }
+      }
+    }
+    begin_small_group<Isa, 1, Q>(t, init_, first);
+  }
+
+  /// The line whose first row this is.
+  TORCHQ_INLINE void enter(const GemmTile& t, const LineTaps& taps, int row, int first) {
+    TORCHQ_UNROLL for (int r = 0; r < R; ++r) {
+      src_[r] = t.src + t.row_offset[row] + first + t.runs[r * taps.behind].src_offset;
     }
   }
-  src += run->src_offset;
-  TORCHQ_UNROLL for (int c = 0; c < MR + kLineTaps - 1; ++c) {
-    asm volatile("" : "+r"(src));  // block by block: else GCC loads many at once, and spills
-    auto block = Isa::load_lane(src);
-    if constexpr (kFlip) block = Isa::flip_sign(block);
-    src += step;
-    TORCHQ_UNROLL for (int j = 0; j < kLineTaps; ++j) {
-      if (c < j || c - j >= MR) continue;
-      TORCHQ_UNROLL for (int q = 0; q < Q; ++q) Isa::dot(acc[c - j][q], block, w[j][q]);
+
+  TORCHQ_INLINE void start(Sums& sums) const {
+    TORCHQ_UNROLL for (int q = 0; q < Q; ++q) sums[q] = init_[0][q];
+  }
+
+  /// The next column of sources. Of those of the three rows that are there it is tap 0 of the
+  /// newest, tap 1 of the middle one and tap 2 of the last.
+  template <bool kNewest, bool kMiddle, bool kLast>
+  TORCHQ_INLINE void multiply(Sums& newest, Sums& middle, Sums& last) {
+    TORCHQ_UNROLL for (int r = 0; r < R; ++r) {
+      auto block = Isa::load_lane(src_[r]);
+      if constexpr (kFlip) block = Isa::flip_sign(block);
+      src_[r] += step_;
+      if constexpr (kNewest) dot(newest, block, weight_[r][0]);
+      if constexpr (kMiddle) dot(middle, block, weight_[r][1]);
+      if constexpr (kLast) dot(last, block, weight_[r][2]);
     }
-    if (c >= kLineTaps - 1) ended(c - (kLineTaps - 1));
   }
-}
 
-/// MR rows from `row` on, in a line of such taps, x the panel whose channels start at `first` of
-/// the tile's. A plain end follows each row's last product, among those of the rows behind it.
-template <class Isa, int MR, int Q, bool kFlip>
-TORCHQ_NOINLINE void small_group_line_tile(const GemmTile& t, const Epilogue& e,
-                                           const LineTaps& taps, int row, int panel, int first) {
-  typename Isa::Int acc[MR][Q];
-  begin_small_group<Isa, MR, Q>(t, acc, first);
-  const uint8_t* const src = t.src + t.row_offset[row] + first;
-  const int8_t* const weight = t.weight + panel * t.panel_stride;
-  const GemmRun* run = t.runs;
-  const GemmRun* const last = run + (t.num_runs / kLineTaps - 1) * taps.behind;
-  const auto goes_on = [](int) {};
-  for (; run != last; run += taps.behind) {
-    multiply_line<Isa, MR, Q, kFlip>(acc, src, taps.step, weight, run, taps.apart, goes_on);
+ private:
+  static TORCHQ_INLINE void dot(Sums& sums, Int block, const Int (&weight)[Q]) {
+    TORCHQ_UNROLL for (int q = 0; q < Q; ++q) Isa::dot(sums[q], block, weight[q]);
   }
-  const int64_t* const dst_offset = t.dst_offset + row;
-  if (!finishes_in_registers(e, kPanel, 1) || !is_plain(e)) {
-    multiply_line<Isa, MR, Q, kFlip>(acc, src, taps.step, weight, run, taps.apart, goes_on);
-    return finish_small_group<Isa, MR, Q>(t, e, acc, dst_offset, MR, first);
-  }
-  const TransposedEnd<Isa> end(e, dst_offset, t.channel + first);
-  typename Isa::Int done[MR];
-  const auto ended = [&](int r) __attribute__((always_inline)) {  // else the sums are in memory
-    TORCHQ_UNROLL for (int q = 0; q < Q; ++q) Isa::pin(acc[r][q]);
-    done[r] = end.finish(Q == 1 ? acc[r][0] : Isa::add_pairs(acc[r][0], acc[r][Q - 1]));
-    if (r % 4 == 3 || r == MR - 1) end.template store<MR>(done, r);
-  };
-  multiply_line<Isa, MR, Q, kFlip>(acc, src, taps.step, weight, run, taps.apart, ended);
-}
 
-using SmallGroupLineFn = void (*)(const GemmTile&, const Epilogue&, const LineTaps&, int row,
-                                  int panel, int first);
-
-/// fn[rows - kShortestLine]
-template <class Isa, int Q, bool kFlip>
-struct SmallGroupLines {
-  SmallGroupLineFn fn[kLongestLine<Q> - kShortestLine + 1];
-
-  template <int MR>
-  constexpr void fill() {
-    fn[MR - kShortestLine] = &small_group_line_tile<Isa, MR, Q, kFlip>;
-    if constexpr (MR < kLongestLine<Q>) fill<MR + 1>();
-  }
-  constexpr SmallGroupLines() : fn() { fill<kShortestLine>(); }
+  const int64_t step_;
+  Int weight_[R][kLineTaps][Q];
+  Int init_[1][Q];
+  const uint8_t* src_[R];
 };
-template <class Isa, int Q, bool kFlip>
-constexpr SmallGroupLines<Isa, Q, kFlip> kSmallGroupLines;
 
-/// `count` rows from `begin` on, of which there are kShortestLine or more, through all panels.
-template <class Isa, int Q, bool kFlip>
-void small_group_line(const GemmTile& t, const Epilogue& e, const LineTaps& taps, int begin,
-                      int count) {
-  for_each_tile(count, kLongestLine<Q>, [&](int first, int rows) {
-    const auto tile = kSmallGroupLines<Isa, Q, kFlip>.fn[rows - kShortestLine];
-    for (int panel = 0; panel < t.panels; ++panel) {
-      tile(t, e, taps, begin + first, panel, min_int(panel * kPanel, t.channels - kPanel));
+/// `lines` lines of `count` rows, two or more, from `row` on; ended(row, sums) where a row has all
+/// its products.
+template <class Isa, int R, int Q, bool kFlip, class Ended>
+TORCHQ_INLINE void slide_along(const GemmTile& t, const LineTaps& taps, int row, int count,
+                               int lines, int panel, int first, const Ended& ended) {
+  using Window = GroupWindow<Isa, R, Q, kFlip>;
+  using Sums = typename Window::Sums;
+  Window window(t, taps, panel, first);
+  for (const int end = row + lines * count; row != end;) {
+    window.enter(t, taps, row, first);
+    const int last_two = row + count - 2;
+    Sums a, b, c;
+    window.start(a);
+    window.template multiply<true, false, false>(a, a, a);
+    window.start(b);
+    window.template multiply<true, true, false>(b, a, a);
+    const auto end_row = [&](Sums& sums) TORCHQ_INLINE_LAMBDA {
+      TORCHQ_UNROLL for (int q = 0; q < Q; ++q) Isa::pin(sums[q]);
+      ended(row++, sums);
+    };
+    const auto ends_line = [&](Sums& last, Sums& middle, Sums& newest) TORCHQ_INLINE_LAMBDA {
+      if (row == last_two) {
+        window.template multiply<false, true, true>(middle, middle, last);
+        end_row(last);
+        window.template multiply<false, false, true>(middle, middle, middle);
+        end_row(middle);
+        return true;
+      }
+      window.start(newest);
+      window.template multiply<true, true, true>(newest, middle, last);
+      end_row(last);
+      return false;
+    };
+    while (!ends_line(a, b, c) && !ends_line(b, c, a) && !ends_line(c, a, b)) {
     }
-  });
+  }
+}
+
+/// Lines of one panel. If there is room for `waiting` sums, they go there in the order of channels;
+/// else the rows end, in registers.
+template <class Isa, int R, int Q, bool kFlip>
+TORCHQ_NOINLINE void small_group_slide(const GemmTile& t, const Epilogue& e, const LineTaps& taps,
+                                       int row, int count, int lines, int panel, int first,
+                                       int32_t* waiting) {
+  using Sums = typename Isa::Int[Q];
+  const auto slide = [&](const auto& ended) TORCHQ_INLINE_LAMBDA {
+    slide_along<Isa, R, Q, kFlip>(t, taps, row, count, lines, panel, first, ended);
+  };
+  const int channel = t.channel + first;
+  if (waiting != nullptr) {
+    slide([&](int, const Sums& sums) TORCHQ_INLINE_LAMBDA {
+      Isa::store_int(waiting, in_order<Isa, Q>(add_up<Isa, Q>(sums)));
+      waiting += kPanel;
+    });
+  } else if (is_plain(e)) {
+    const TransposedEnd<Isa, Q> end(e, t.dst_offset, channel);
+    slide([&](int r, const Sums& sums) TORCHQ_INLINE_LAMBDA { end.finish(r, sums); });
+  } else {
+    slide([&](int r, const Sums& sums) TORCHQ_INLINE_LAMBDA {
+      typename Isa::Int sum[1][1] = {{in_order<Isa, Q>(add_up<Isa, Q>(sums))}};
+      finish_in_registers<Isa, 1, 1>(e, sum, t.dst_offset + r, channel);
+    });
+  }
+}
+
+/// `lines` lines of `count` rows each, of which there are kShortestLine or more, from `begin` on,
+/// through all panels.
+template <class Isa, int Q, bool kFlip>
+void small_group_lines(const GemmTile& t, const Epilogue& e, const LineTaps& taps, int begin,
+                       int count, int lines) {
+  const auto slide = t.num_runs == 3 * kLineTaps   ? &small_group_slide<Isa, 3, Q, kFlip>
+                     : t.num_runs == 2 * kLineTaps ? &small_group_slide<Isa, 2, Q, kFlip>
+                                                   : &small_group_slide<Isa, 1, Q, kFlip>;
+  const auto for_each_panel = [&](const auto& body) {
+    for (int p = 0; p < t.panels; ++p) body(p, min_int(p * kPanel, t.channels - kPanel));
+  };
+  if (finishes_in_registers(e, kPanel, 1)) {
+    return for_each_panel(
+        [&](int p, int first) { slide(t, e, taps, begin, count, lines, p, first, nullptr); });
+  }
+  alignas(64) int32_t waiting[kWaitingRows * kPanel];
+  for (int line = 0; line < lines; ++line, begin += count) {
+    for_each_tile(count, kWaitingRows, [&](int from, int rows) {
+      for_each_panel([&](int p, int first) {
+        const int row = begin + from;
+        slide(t, e, taps, row, rows, 1, p, first, waiting);
+        finish_tile<Isa>({waiting, rows, 1, t.dst_offset + row, t.channel + first, kPanel}, e);
+      });
+    });
+  }
 }
 
 }  // namespace

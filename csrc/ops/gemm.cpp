@@ -130,13 +130,21 @@ class Worker {
         const int64_t most = widened_rows_ ? widened_rows_->enter(c, tile_) : kGemmRows;
         RowCursor cursor(c, row);
         while (row < end) {
-          const int64_t size = rows_at_once(end - row, most);
+          int64_t size = rows_at_once(end - row, most);
+          if (is_small_group() && row + size < end) {  // lines that are cut begin and end twice
+            const int64_t whole = (row + size) / c.size[3] * c.size[3] - row;
+            if (whole > 0) size = whole;
+          }
           run_rows(c, cursor, static_cast<int>(size), blocks);
           row += size;
         }
       }
       first += c.rows();
     }
+  }
+
+  bool is_small_group() const {
+    return tile_.group_quads > 0 && tile_.group_quads * kQuad < kPanel;
   }
 
   void run_rows(const GemmClass& c, RowCursor& cursor, int rows, Range blocks) {
@@ -169,8 +177,7 @@ class Worker {
     const int64_t end = tile_.channel + tile_.channels;
     int64_t first = channel_of(blocking_.block(problem_, static_cast<int>(blocks.begin)));
     // A panel of small groups that is not full has the channels before it once more.
-    const int group = tile_.group_quads * kQuad;
-    if (group > 0 && group < kPanel) first = std::min(first, end - kPanel);
+    if (is_small_group()) first = std::min(first, end - kPanel);
     problem_.last_step.apply(static_cast<uint8_t*>(epilogue_.dst) + first, dst_offset_, rows,
                              end - first);
   }
