@@ -240,8 +240,9 @@ CONV_GROUPED = [
             ("line_of_short_lines", (9, 5), 3, 1, 0, 1),
             ("lines_of_many_calls", (13, 43), 3, 1, 1, 1),  # 192 rows in each, less what is cut
             ("line_of_two_calls", (3, 221), 3, 1, 1, 1),
-            ("line_5x5", (9, 12), 5, 1, 2, 1),
-            ("line_3x5", (9, 12), (3, 5), 1, 1, 1),
+            ("line_5x5", (9, 12), 5, 1, 2, 1),  # lines in some classes only
+            ("line_5x3", (9, 40), (5, 3), 1, 1, 1),  # two passes
+            ("lines_3d", (4, 7, 36), 3, 1, 1, 1),  # one to three passes
         )
     ),
     # Groups of one or two whole panels, which share tiles of four; 1 to 7, 48 and 53 rows.

@@ -61,7 +61,7 @@ def k_loop(name: str, body: list[tuple[int, str]]) -> list[str]:
     """The shortest of them; empty if there is none. All but those around others where cells part
     the products into many, or each end has its own."""
     loops = k_loops(body)
-    if re.search("rnn_riding_tile<|rnn_stream_cells<|small_group_slide<", name):
+    if re.search("rnn_riding_tile<|rnn_stream_cells<|small_group_(slide|sums)<", name):
         inner = [loop for loop in loops if not any({*other} < {*loop} for other in loops)]
         return [*chain(*inner)]
     return min(loops, key=len, default=[])
@@ -80,7 +80,7 @@ def disassemble(path: Path) -> dict[str, list[tuple[int, str]]]:
 @needs_objdump
 @pytest.mark.parametrize("tier", TIERS)
 def test_accumulators_stay_in_registers(tier: str) -> None:
-    names = f"{STEPS}|small_group_slide<"
+    names = f"{STEPS}|small_group_(slide|sums)<"
     if not tier.startswith("avx2"):  # its 16 registers cannot hold a window of columns
         names += "|Slide(Five)?<.*half<|SlidePairs<.*::run|dot_pixels<"
     tiles = {
@@ -90,6 +90,8 @@ def test_accumulators_stay_in_registers(tier: str) -> None:
         if re.search(names, name)
     }
     assert len(tiles) >= 12, "the tiles were not found"
+    windows = [name for name in tiles if re.search("small_group_(slide|sums)<", name)]
+    assert len(windows) == (24 if tier == "avx512_vnni" else 0)
     assert all(tiles.values()), "a tile has no K loop"
     found = {name: spills(loop) for name, loop in tiles.items() if spills(loop)}
     stores = {

@@ -18,7 +18,8 @@ constexpr Dwords16 fill(uint32_t value) {
 }
 constexpr Dwords16 kSignBits = fill(0x80808080u);
 constexpr Dwords16 kEvenBytes = fill(0x00ff00ffu);
-/// Where the lanes of small groups have their channels (store_transposed).
+constexpr Dwords16 kZeros = fill(0);
+/// The lanes of channels 0 to 15 in the sums of small groups: without pairs, and with.
 alignas(16) constexpr uint8_t kChannelOrder[2][16] = {
     {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15},
     {0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15}};
@@ -61,12 +62,21 @@ struct Avx512 : Avx512Lanes {
     _mm_mask_storeu_epi8(p, m, _mm512_cvtsepi32_epi8(v));
   }
   /// 16 channels, saturated.
-  static TORCHQ_INLINE __m128i to_bytes(Int v, bool is_signed) {
-    return is_signed ? _mm512_cvtsepi32_epi8(v)
-                     : _mm512_cvtusepi32_epi8(_mm512_max_epi32(v, _mm512_setzero_si512()));
-  }
   static TORCHQ_INLINE void store_panel(uint8_t* p, Int v, bool is_signed) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_bytes(v, is_signed));
+    const __m128i bytes = is_signed
+                              ? _mm512_cvtsepi32_epi8(v)
+                              : _mm512_cvtusepi32_epi8(_mm512_max_epi32(v, _mm512_setzero_si512()));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  }
+  /// The same for the lane orders of small groups: lane 4 i + j is channel 4 j + i, or, where
+  /// kPairs, the second and third of each four lanes change places.
+  template <bool kPairs>
+  static TORCHQ_INLINE void store_transposed(uint8_t* p, Int v, bool is_signed) {
+    // Constants from memory each time: windows of three kernel rows have no register to spare.
+    if (!is_signed) asm("vpmaxsd %1, %0, %0" : "+v"(v) : "m"(kZeros));
+    __m128i bytes = is_signed ? _mm512_cvtsepi32_epi8(v) : _mm512_cvtusepi32_epi8(v);
+    asm("vpshufb %1, %0, %0" : "+v"(bytes) : "m"(kChannelOrder[kPairs]));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
   }
   /// 64 channels in natural order: the two packs interleave 128-bit lanes, one vpermd puts them
   /// back.
@@ -95,9 +105,6 @@ struct Avx512 : Avx512Lanes {
     if (p[1] == p[0] + kPanel && p[2] == p[1] + kPanel && p[3] == p[2] + kPanel) {
       return _mm512_storeu_si512(p[0], bytes);
     }
-    store_lanes(p, bytes);
-  }
-  static TORCHQ_INLINE void store_lanes(uint8_t* const (&p)[4], __m512i bytes) {
     const auto store = [](uint8_t* to, __m128i x) {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x);
     };
@@ -105,16 +112,6 @@ struct Avx512 : Avx512Lanes {
     store(p[1], _mm512_extracti32x4_epi32(bytes, 1));
     store(p[2], _mm512_extracti32x4_epi32(bytes, 2));
     store(p[3], _mm512_extracti32x4_epi32(bytes, 3));
-  }
-
-  /// The same for the lane orders of small groups: lane 4 i + j is channel 4 j + i, or, where
-  /// kPairs, the second and third of each four lanes change places.
-  template <bool kPairs>
-  static TORCHQ_INLINE void store_transposed(uint8_t* p, Int v, bool is_signed) {
-    __m128i bytes = to_bytes(v, is_signed);
-    // From memory each time: windows of three kernel rows have no register to spare.
-    asm("vpshufb %1, %0, %0" : "+x"(bytes) : "m"(kChannelOrder[kPairs]));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
   }
 
   // dot products of quads

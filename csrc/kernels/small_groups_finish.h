@@ -41,7 +41,7 @@ constexpr bool kStoresTransposed = requires(uint8_t* p, typename Isa::Int v) {
   Isa::template store_transposed<true>(p, v, false);
 };
 
-/// A plain end in the order of the sums; the bytes are put in order at last: fewer shuffles.
+/// A plain end in the order of the sums; their bytes, not they, are put in order.
 template <class Isa, int Q>
 class TransposedEnd {
  public:

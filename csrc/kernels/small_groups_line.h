@@ -12,12 +12,13 @@ namespace {
 
 /// Taps that share sources: a kernel row of three.
 constexpr int kLineTaps = 3;
-/// Kernel rows whose weights have room in the registers.
+/// Kernel rows whose weights have room in the registers. Others take another pass.
 constexpr int kMostKernelRows = 3;
+/// Rows that make a line: it has four columns that not all taps meet.
 constexpr int kShortestLine = 4;
 /// Lines that one load of the weights serves: 0.98 of the time of one, no gain from more.
 constexpr int kLinesAtOnce = 4;
-/// Rows whose sums wait in memory for an end that takes more than registers.
+/// Rows whose sums wait in memory, for other passes or an end that takes more than registers.
 constexpr int kWaitingRows = 32;
 
 /// Runs as kernel rows or columns of kLineTaps each: those of one are `apart` in `runs`, those of
@@ -28,8 +29,7 @@ struct LineTaps {
 
   LineTaps(const GemmTile& t, int taps_apart, int next_behind)
       : step(0), apart(taps_apart), behind(next_behind) {
-    constexpr int kMost = kLineTaps * kMostKernelRows;
-    if (t.num_runs == 0 || t.num_runs > kMost || t.num_runs % kLineTaps != 0) return;
+    if (t.num_runs == 0 || t.num_runs % kLineTaps != 0) return;
     const auto from_to = [&](int i) { return t.runs[i + apart].src_offset - t.runs[i].src_offset; };
     for (int i = 0; i < t.num_runs / kLineTaps; ++i) {
       for (int j = 0; j + 1 < kLineTaps; ++j) {
@@ -143,30 +143,72 @@ TORCHQ_INLINE void slide_along(const GemmTile& t, const LineTaps& taps, int row,
   }
 }
 
-/// Lines of one panel. If there is room for `waiting` sums, they go there in the order of channels;
-/// else the rows end, in registers.
+/// Lines of one panel to their ends, which are in registers.
 template <class Isa, int R, int Q, bool kFlip>
 TORCHQ_NOINLINE void small_group_slide(const GemmTile& t, const Epilogue& e, const LineTaps& taps,
-                                       int row, int count, int lines, int panel, int first,
-                                       int32_t* waiting) {
+                                       int row, int count, int lines, int panel, int first) {
   using Sums = typename Isa::Int[Q];
-  const auto slide = [&](const auto& ended) TORCHQ_INLINE_LAMBDA {
-    slide_along<Isa, R, Q, kFlip>(t, taps, row, count, lines, panel, first, ended);
-  };
   const int channel = t.channel + first;
-  if (waiting != nullptr) {
-    slide([&](int, const Sums& sums) TORCHQ_INLINE_LAMBDA {
-      Isa::store_int(waiting, in_order<Isa, Q>(add_up<Isa, Q>(sums)));
-      waiting += kPanel;
-    });
-  } else if (is_plain(e)) {
+  if (is_plain(e)) {
     const TransposedEnd<Isa, Q> end(e, t.dst_offset, channel);
-    slide([&](int r, const Sums& sums) TORCHQ_INLINE_LAMBDA { end.finish(r, sums); });
-  } else {
-    slide([&](int r, const Sums& sums) TORCHQ_INLINE_LAMBDA {
-      typename Isa::Int sum[1][1] = {{in_order<Isa, Q>(add_up<Isa, Q>(sums))}};
-      finish_in_registers<Isa, 1, 1>(e, sum, t.dst_offset + r, channel);
-    });
+    return slide_along<Isa, R, Q, kFlip>(t, taps, row, count, lines, panel, first,
+                                         [&](int r, const Sums& sums)
+                                             TORCHQ_INLINE_LAMBDA { end.finish(r, sums); });
+  }
+  slide_along<Isa, R, Q, kFlip>(
+      t, taps, row, count, lines, panel, first, [&](int r, const Sums& sums) TORCHQ_INLINE_LAMBDA {
+        typename Isa::Int sum[1][1] = {{in_order<Isa, Q>(add_up<Isa, Q>(sums))}};
+        finish_in_registers<Isa, 1, 1>(e, sum, t.dst_offset + r, channel);
+      });
+}
+
+/// The sums of one line and panel to memory, in the order of channels, or added to those of other
+/// kernel rows.
+template <class Isa, int R, int Q, bool kFlip>
+TORCHQ_NOINLINE void small_group_sums(const GemmTile& t, const LineTaps& taps, int row, int count,
+                                      int panel, int first, bool adds, int32_t* waiting) {
+  using Int = typename Isa::Int;
+  slide_along<Isa, R, Q, kFlip>(
+      t, taps, row, count, 1, panel, first, [&](int, const Int(&sums)[Q]) TORCHQ_INLINE_LAMBDA {
+        Int sum = in_order<Isa, Q>(add_up<Isa, Q>(sums));
+        if (adds) {  // both started from acc_init
+          const Int old = Isa::sub(Isa::load_int(waiting), Isa::load_int(t.acc_init + first));
+          sum = Isa::add(sum, old);
+        }
+        Isa::store_int(waiting, sum);
+        waiting += kPanel;
+      });
+}
+
+/// The end of rows whose sums wait in the order of channels.
+template <class Isa>
+TORCHQ_INLINE void finish_waiting(const Epilogue& e, int32_t* waiting, int rows,
+                                  const int64_t* dst_offset, int channel) {
+  if (!finishes_in_registers(e, kPanel, 1)) {
+    return finish_tile<Isa>({waiting, rows, 1, dst_offset, channel, kPanel}, e);
+  }
+  for (int r = 0; r < rows; ++r) {
+    typename Isa::Int sum[1][1] = {{Isa::load_int(waiting + r * kPanel)}};
+    finish_in_registers<Isa, 1, 1>(e, sum, dst_offset + r, channel);
+  }
+}
+
+/// Up to kWaitingRows rows of a line through all panels, by way of memory.
+template <class Isa, int Q, bool kFlip>
+void small_group_passes(const GemmTile& t, const Epilogue& e, const LineTaps& taps, int row,
+                        int count) {
+  alignas(64) int32_t waiting[kWaitingRows * kPanel];
+  for (int panel = 0; panel < t.panels; ++panel) {
+    const int first = min_int(panel * kPanel, t.channels - kPanel);
+    GemmTile pass = t;  // those of its kernel rows that are left
+    for (int left = t.num_runs / kLineTaps; left > 0; left -= kMostKernelRows) {
+      const auto slide = left == 1   ? &small_group_sums<Isa, 1, Q, kFlip>
+                         : left == 2 ? &small_group_sums<Isa, 2, Q, kFlip>
+                                     : &small_group_sums<Isa, kMostKernelRows, Q, kFlip>;
+      slide(pass, taps, row, count, panel, first, pass.runs != t.runs, waiting);
+      pass.runs += kMostKernelRows * taps.behind;
+    }
+    finish_waiting<Isa>(e, waiting, count, t.dst_offset + row, t.channel + first);
   }
 }
 
@@ -175,25 +217,21 @@ TORCHQ_NOINLINE void small_group_slide(const GemmTile& t, const Epilogue& e, con
 template <class Isa, int Q, bool kFlip>
 void small_group_lines(const GemmTile& t, const Epilogue& e, const LineTaps& taps, int begin,
                        int count, int lines) {
-  const auto slide = t.num_runs == 3 * kLineTaps   ? &small_group_slide<Isa, 3, Q, kFlip>
-                     : t.num_runs == 2 * kLineTaps ? &small_group_slide<Isa, 2, Q, kFlip>
-                                                   : &small_group_slide<Isa, 1, Q, kFlip>;
-  const auto for_each_panel = [&](const auto& body) {
-    for (int p = 0; p < t.panels; ++p) body(p, min_int(p * kPanel, t.channels - kPanel));
-  };
-  if (finishes_in_registers(e, kPanel, 1)) {
-    return for_each_panel(
-        [&](int p, int first) { slide(t, e, taps, begin, count, lines, p, first, nullptr); });
-  }
-  alignas(64) int32_t waiting[kWaitingRows * kPanel];
-  for (int line = 0; line < lines; ++line, begin += count) {
-    for_each_tile(count, kWaitingRows, [&](int from, int rows) {
-      for_each_panel([&](int p, int first) {
-        const int row = begin + from;
-        slide(t, e, taps, row, rows, 1, p, first, waiting);
-        finish_tile<Isa>({waiting, rows, 1, t.dst_offset + row, t.channel + first, kPanel}, e);
+  const int kernel_rows = t.num_runs / kLineTaps;
+  if (kernel_rows > kMostKernelRows || !finishes_in_registers(e, kPanel, 1)) {
+    for (int line = 0; line < lines; ++line) {
+      for_each_tile(count, kWaitingRows, [&](int from, int rows) {
+        small_group_passes<Isa, Q, kFlip>(t, e, taps, begin + line * count + from, rows);
       });
-    });
+    }
+    return;
+  }
+  const auto slide = kernel_rows == 1   ? &small_group_slide<Isa, 1, Q, kFlip>
+                     : kernel_rows == 2 ? &small_group_slide<Isa, 2, Q, kFlip>
+                                        : &small_group_slide<Isa, kMostKernelRows, Q, kFlip>;
+  for (int panel = 0; panel < t.panels; ++panel) {
+    const int first = min_int(panel * kPanel, t.channels - kPanel);
+    slide(t, e, taps, begin, count, lines, panel, first);
   }
 }
 

@@ -132,8 +132,8 @@ class Worker {
         while (row < end) {
           int64_t size = rows_at_once(end - row, most);
           if (is_small_group() && row + size < end) {  // lines that are cut begin and end twice
-            const int64_t whole = (row + size) / c.size[3] * c.size[3] - row;
-            if (whole > 0) size = whole;
+            const int64_t line = c.size[3], whole = (row + size) / line * line - row;
+            size = whole > 0 ? whole : rows_at_once(line - row % line, most);
           }
           run_rows(c, cursor, static_cast<int>(size), blocks);
           row += size;
