@@ -242,6 +242,7 @@ CONV_GROUPED = [
             ("line_of_two_calls", (3, 221), 3, 1, 1, 1),
             ("line_5x5", (9, 12), 5, 1, 2, 1),  # lines in some classes only
             ("line_5x3", (9, 40), (5, 3), 1, 1, 1),  # two passes
+            ("column_3x5", (40, 5), (3, 5), 1, 0, 1),  # two passes
             ("lines_3d", (4, 7, 36), 3, 1, 1, 1),  # one to three passes
         )
     ),
