@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import reference_rnn as oracle
 import torch
+from peers import exact_weight
 from torch import Tensor
 
 from benchmarks.onednn import Peer
@@ -77,7 +78,7 @@ def generated(seed: int) -> Network:
 
 def weights(n: Network, *shape: int) -> tuple[Tensor, Tensor]:
     """int8 (layers, directions, inputs, gates..., outputs), and factors (gates..., outputs)."""
-    q = torch.randint(-127, 128, shape, dtype=torch.int8)
+    q = exact_weight(torch.randint(-127, 128, shape, dtype=torch.int8))
     outputs = shape[3:]
     factor = 60 * shape[2] ** 0.5 * (torch.rand(outputs) + 0.5)
     return q, factor if n.per_channel else factor.flatten()[:1]
@@ -180,7 +181,7 @@ def generated_data(n: Network) -> dict[str, Any]:
         "bias": torch.randn(n.layers, directions, gates, n.hidden) * 0.5,
     }
     data["iter"] = (
-        torch.randint(-127, 128, (n.layers, directions, units, gates, n.hidden), dtype=torch.int8),
+        weights(n, n.layers, directions, units, gates, n.hidden)[0],
         data["layer"][1],
     )
     return data

@@ -23,10 +23,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import torchq
 from benchmarks.onednn.program import WheelsUnavailableError, build
 from benchmarks.onednn.request import Depthwise, Request, geometry, layout_order, per_dim, plain
 
-__all__ = ["Depthwise", "Peer", "RefusedError", "Timing", "WheelsUnavailableError", "build"]
+__all__ = [
+    "Depthwise",
+    "Peer",
+    "RefusedError",
+    "Timing",
+    "WheelsUnavailableError",
+    "build",
+    "sums_are_exact",
+]
+
+
+def sums_are_exact() -> bool:
+    """Whether oneDNN, torch's too, adds int8 products in 32 bits on this CPU.
+
+    Without VNNI it adds pairs in 16 bits, which saturate, and halves the weights of int8 sources.
+    """
+    return any(isa.endswith("_vnni") or isa == "amx" for isa in torchq.supported_isas())
 
 
 class RefusedError(RuntimeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,8 @@ from differential import Exact
 from torch import Tensor
 
 from torchq import PostOps
+
+COMPARISON = re.compile("binary_(ge|gt|le|lt|eq|ne):")  # in the text of a chain
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,8 @@ class Case:
         approximate: Whether the chain has a function that the oracle computes in float64.
         sided: Whether `reference` takes -1 and 1: the least and greatest results within the
             functions' stated errors.
-        defect: Name of an implementation of oneDNN that is known to be wrong about such cases.
+        defect: How the name of the implementation of oneDNN begins that is known to be wrong
+            about such cases.
     """
 
     text: str

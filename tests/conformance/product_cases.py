@@ -14,7 +14,17 @@ import torch
 import torch.nn.functional as F
 from chains import Chain, ChainMaker
 from differential import EPSILON, TIE, Case, Exact
-from matmul_cases import F32, S8, S32, U8, Quantization, quantization, random_q
+from matmul_cases import (
+    F32,
+    S8,
+    S32,
+    U8,
+    Quantization,
+    quantization,
+    random_q,
+    random_weight,
+    wrong_operands,
+)
 from torch import Tensor
 
 import torchq.functional as TF
@@ -30,7 +40,7 @@ def matmul(rng: random.Random, data: torch.Generator, index: int) -> Case:
     axis = len(batch) + 1
     q = quantization(rng, data, shape, inner, zero_points=index % 2 == 0, axis=axis)
     src = random_q(data, q.src_dtype, *batch, rows, inner)
-    weight = random_q(data, S8, *(1 if rng.random() < 0.3 else n for n in batch), inner, columns)
+    weight = random_weight(data, *(1 if rng.random() < 0.3 else n for n in batch), inner, columns)
     weight_zero_point = rng.choice((0, 3, -20)) if q.src_zero_point else 0
     attr = q.attr(1 << axis)
     if weight_zero_point:
@@ -67,7 +77,7 @@ def output_scales(rng: random.Random, data: torch.Generator, index: int) -> Case
     src_dtype, dst_dtype = rng.choice((U8, S8)), rng.choice((U8, S8, F32))
     kernel = rng.choice((1, 3))
     src = random_q(data, src_dtype, 2, inputs, size, size)
-    weight = random_q(data, S8, outputs, inputs, kernel, kernel)
+    weight = random_weight(data, outputs, inputs, kernel, kernel)
     spread = 74.0 * 74.0 * weight[0].numel() ** 0.5
     shape = (2, outputs, size, size)
     real_units = rng.random() < 0.7
@@ -154,8 +164,8 @@ def depthwise_fused(rng: random.Random, data: torch.Generator, index: int) -> Ca
     weight_scale = second.weight_scale * (second.src_scale / first_scale)
     second = replace(second, src_scale=first_scale, src_dtype=stored, weight_scale=weight_scale)
     src = random_q(data, first.src_dtype, between[0], inputs, height, width)
-    weight = random_q(data, S8, channels, inputs, 1, 1)
-    filters = random_q(data, S8, channels, 1, 3, 3)
+    weight = random_weight(data, channels, inputs, 1, 1)
+    filters = random_weight(data, channels, 1, 3, 3)
     bias = "" if second.bias is None else ":f32"
     name = "u8" if stored == U8 else "s8"
     step = f"dw_conv:3:{stride}:1:{name}{bias}"
@@ -191,6 +201,7 @@ def depthwise_fused(rng: random.Random, data: torch.Generator, index: int) -> Ca
         doubt = F.conv2d(doubt, filters.double().abs(), stride=stride, groups=channels)
         return second.exact(acc, 1, doubt)
 
+    wrong = wrong_operands(channels, second.chain)
     return Case(
         text=f"src {first.src_dtype} {tuple(src.shape)} -> {between} -> {shape} "
         f"{second.dst_dtype} '{text}'",
@@ -213,6 +224,7 @@ def depthwise_fused(rng: random.Random, data: torch.Generator, index: int) -> Ca
         exact=exact,
         approximate=first.chain.approximate or second.chain.approximate,
         sided=not first.chain.approximate,  # what is stored in between may differ
+        defect=wrong and f"ref_fused_convolution:any:jit_uni_int8_1x1:avx2:{wrong}",
         padding=True,
     )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import reference_primitives as oracle
 import torch
-from chains import FUNCTIONS, PARTIAL, Chain, float32
+from chains import COMPARISON, FUNCTIONS, PARTIAL, Chain, float32
 from differential import EPSILON, Case, Exact
 from matmul_cases import F32, S8, S32, U8, random_q
 from real_chains import (
@@ -29,10 +29,12 @@ from real_chains import (
 from simple_cases import tensor
 from torch import Tensor
 
+import torchq
 import torchq.functional as TF
 from torchq import Attr
 
 ONE = (1.0, 0)
+_HAS_AVX512 = "avx512" in torchq.supported_isas()
 
 
 def small(rng: random.Random, nd: int = 4) -> tuple[int, ...]:
@@ -89,6 +91,8 @@ def binary(rng: random.Random, data: torch.Generator, index: int) -> Case:
     params = [(1.0 if scale is None else scale, 0) for scale in scales]
     chain = draw_chain(rng, data, shape, dst_dtype, ELTWISE + BINARY + SUM)
     attr = attr_of(src0=scales[0], src1=scales[1])
+    # test_conformance.py: test_a_comparison_behind_a_binary_of_onednn_is_wrong
+    wrong = dst_dtype == U8 and COMPARISON.search(chain.text) and not _HAS_AVX512
 
     def exact() -> Exact:
         a, b = (src.double() * p[0] for src, p in zip((src0, src1), params, strict=True))
@@ -113,6 +117,7 @@ def binary(rng: random.Random, data: torch.Generator, index: int) -> Case:
         ),
         exact,
         approximate=chain.approximate,
+        defect="jit:uni" if wrong else "",
     )
 
 

@@ -14,7 +14,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from peers import start_onednn
+from peers import exact_weight, start_onednn
 from run import PRIMITIVES, run_primitive
 
 import torchq.functional as TF
@@ -74,6 +74,7 @@ def test_an_int32_bias_is_in_accumulator_units() -> None:
     rng = torch.Generator().manual_seed(0)
     src = torch.randint(0, 256, (4, 32), generator=rng, dtype=torch.uint8)
     weight = torch.randint(-127, 128, (9, 32), generator=rng, dtype=torch.int8)
+    weight = exact_weight(weight)
     bias = torch.randint(-5000, 5000, (9,), generator=rng, dtype=torch.int32)
     acc = src.double() @ weight.double().T
     attr = Attr().set_scales("src", 0, 1 / 512)
@@ -93,8 +94,53 @@ def test_a_comparison_behind_an_average_of_onednn_is_wrong() -> None:
     with start_onednn(max_isa="AVX512_CORE_VNNI") as peer:
         theirs = peer.pooling(src, "avg_include_padding", 2, **asked)
         assert peer.implementation.startswith("jit_int")
+        only_16 = "avx512" in peer.implementation  # those for AVX2 are right
     right = theirs == expected
-    assert right[:, :16].all() and not right[:, 16:].all()
+    assert right[:, :16].all() and right[:, 16:].all() != only_16
+
+
+def test_an_average_of_onednn_beyond_16_bits_wraps() -> None:
+    """oneDNN 3.2's kernels for AVX2: results of 2^15 and more become 0 as u8."""
+    src = torch.full((1, 16, 4, 4), 128, dtype=torch.uint8)
+    attr = Attr().set_post_ops(PostOps.parse("eltwise_square+eltwise_linear:2"))
+    assert (TF.avg_pool(src, 2, 2, 0, attr=attr) == 255).all()
+    with start_onednn(max_isa="AVX2") as peer:
+        for factor, expected in ((2.0, 0), (1.999, 255)):
+            post_ops = f"eltwise_square+eltwise_linear:{factor}:0"
+            theirs = peer.pooling(src, "avg_include_padding", 2, stride=2, post_ops=post_ops)
+            assert (theirs == expected).all() and peer.implementation == "jit_int:avx2"
+
+
+@pytest.mark.parametrize("step", ["binary_add:2", "prelu:2"])
+def test_an_operand_behind_a_depthwise_convolution_of_onednn_is_ignored(step: str) -> None:
+    """oneDNN 3.2's kernels for AVX2, beyond the first channel of those that fill no vector."""
+    rng = torch.Generator().manual_seed(0)
+    src = torch.randint(1, 256, (1, 19, 6, 6), generator=rng, dtype=torch.uint8)
+    weight = torch.randint(-64, 0, (19, 1, 3, 3), generator=rng, dtype=torch.int8)
+    values = torch.full((19,), 0.5)
+    acc = F.conv2d(src.double(), weight.double(), groups=19)
+    expected = acc + 0.5 if step == "binary_add:2" else 0.5 * acc
+    attr = Attr().set_post_ops(PostOps.parse(step, [values]))
+    dst = TF.conv2d(src, weight, groups=19, attr=attr, dst_dtype=torch.float32)
+    assert torch.equal(dst.double(), expected)
+    asked = {"groups": 19, "dst_dtype": torch.float32, "post_op_tensors": [values]}
+    with start_onednn(max_isa="AVX2") as peer:
+        theirs = peer.convolution(src, weight, post_ops=step, **asked)
+        assert peer.implementation == "jit_uni_int8:avx2"
+    right = (theirs.double() == expected).all(-1).all(-1)[0]
+    assert right[:17].all() and not right[17:].any()
+
+
+def test_a_comparison_behind_a_binary_of_onednn_is_wrong() -> None:
+    """oneDNN 3.2 for AVX2 compares with other values if the destination is u8."""
+    a, b = torch.ones(2, 1, 16, 2, 2, dtype=torch.uint8)
+    bounds = torch.full((16,), 0.5)
+    attr = Attr().set_post_ops(PostOps.parse("binary_le:2", [bounds]))
+    assert (TF.binary(a, b, "add", attr=attr, dst_dtype=torch.uint8) == 0).all()
+    asked = {"post_ops": "binary_le:2", "post_op_tensors": [bounds]}
+    with start_onednn(max_isa="AVX2") as peer:
+        assert (peer.binary(a, b, "add", dst_dtype=torch.float32, **asked) == 0).all()
+        assert (peer.binary(a, b, "add", dst_dtype=torch.uint8, **asked) == 1).all()
 
 
 def test_a_sum_behind_an_eltwise_of_onednn_is_left_out() -> None:
