@@ -35,12 +35,17 @@ _KERNEL_PEERS = {"onednn"}
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one layer; ``kernel_name`` is the kernel and tier that ran."""
+    """Microseconds of one layer.
+
+    ``kernel_name`` is the kernel and tier that ran, ``saturated`` the peers whose results were wrong
+    for want of 32-bit sums.
+    """
 
     kernel_name: str
     kernel: Samples
     call: Samples
     peers: dict[str, Samples]
+    saturated: set[str]
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,8 @@ def print_row(row: Row, peers: Sequence[str]) -> None:
     figures = _figure(row.times.kernel) + _figure(row.times.call)
     for name in peers:
         if name in row.times.peers:
-            figures += _figure(row.times.peers[name]) + f"{row.ratio(name):>7.2f}"
+            ratio = f"{row.ratio(name):.2f}{'*' if name in row.times.saturated else ''}"
+            figures += _figure(row.times.peers[name]) + f"{ratio:>7}"
         else:
             figures += f"{'-':>18}{'-':>7}"
     print(f"{own}{figures}  {row.times.kernel_name}", flush=True)
@@ -134,6 +140,8 @@ def print_summary(rows: Sequence[Row]) -> None:
             f"  {peer}{layers}: {theirs / 1e3:.3f} ms, {theirs / ours:.2f}x; geometric mean of the "
             f"layers {mean:.2f}x"
         )
+    if any(row.times.saturated for row in rows):
+        print("  * a wrong result: without VNNI the peer adds pairs of products in 16 bits")
 
 
 def _total(rows: Sequence[Row], microseconds: Sequence[float]) -> float:

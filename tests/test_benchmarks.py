@@ -155,14 +155,20 @@ def test_rnn_times_are_those_of_a_quiet_machine(
         assert found.times[cell]["kernel"].median == pytest.approx(kept + 1)
 
 
+@pytest.mark.parametrize("saturate", [False, True])
 @pytest.mark.parametrize("wrong", ["bits", "peer"])
-def test_a_wrong_result_is_not_timed(wrong: str) -> None:
+def test_a_wrong_result_is_not_timed(wrong: str, saturate: bool) -> None:
+    """But a peer's, where that is how it computes."""
     layer = next(iter(SUITES["small"]))
     right = torch.full(layer.dst_shape, 7, dtype=torch.uint8)
-    peer = Competitor(right + (2 if wrong == "peer" else 1), lambda *_: [1.0])
+    near, far = (Competitor(right + steps, lambda *_: [1.0]) for steps in (1, 2))
+    peers = {"near": near, "far": far if wrong == "peer" else near}
     expected = right + (1 if wrong == "bits" else 0)
+    if saturate and wrong == "peer":
+        assert ops.verify(layer.name, right, expected, peers, saturate=True) == {"far"}
+        return
     with pytest.raises(RuntimeError, match="Nothing was timed"):
-        ops.verify(layer.name, right, expected, {"onednn": peer})
+        ops.verify(layer.name, right, expected, peers, saturate=saturate)
 
 
 def test_competitors_take_turns() -> None:
@@ -196,13 +202,18 @@ def test_cold_caches_are_not_counted(block_seconds: float) -> None:
     assert samples["a"].values == pytest.approx([1000] * 4)
 
 
-def test_ratios_compare_like_with_like() -> None:
+def test_ratios_compare_like_with_like(capsys: pytest.CaptureFixture[str]) -> None:
     """Native oneDNN with the time inside C++, torch's op with the time of the call."""
-    us = {name: timing.Samples([value]) for name, value in (("onednn", 6), ("torch", 20))}
-    times = report.Times("gemm", timing.Samples([4]), timing.Samples([10]), us)
+    us = {name: timing.Samples([value] * 2) for name, value in (("onednn", 6), ("torch", 20))}
+    times = report.Times("gemm", timing.Samples([4] * 2), timing.Samples([10] * 2), us, {"torch"})
     row = report.Row("small", "4x64->64", 1, "u8", 1, "avx2", 32768, 100, times)
     assert (row.ratio("onednn"), row.ratio("torch")) == (1.5, 2)
     assert row.gops == pytest.approx(32768 / 4e3)
+    report.print_row(row, ["onednn", "torch"])
+    report.print_summary([row])
+    table, _, summary = capsys.readouterr().out.partition("\n")
+    assert " 1.50 " in table and " 2.00*" in table
+    assert "* a wrong result" in summary
 
 
 def test_rnn_command(benchmarks: Command, tmp_path: Path) -> None:
@@ -221,7 +232,7 @@ LOGGED = """
 import torch, torchq, torchq.functional as TF
 from torchq import Attr, PostOps
 u8, s8 = (lambda *shape: torch.zeros(shape, dtype=torch.uint8)), (
-    lambda *shape: torch.zeros(shape, dtype=torch.int8))
+    lambda *shape: torch.full(shape, -128, dtype=torch.int8))
 def attr(text="", values=(), dst=0.5, zero=None):
     a = Attr().set_scales("src", 0, 0.01).set_scales("weights", 0, 0.01)
     a = a.set_scales("dst", 0, dst) if dst else a
