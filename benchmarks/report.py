@@ -37,8 +37,8 @@ _KERNEL_PEERS = {"onednn"}
 class Times:
     """Microseconds of one layer.
 
-    ``kernel_name`` is the kernel and tier that ran, ``saturated`` the peers whose results were wrong
-    for want of 32-bit sums.
+    ``kernel_name`` is the kernel and tier that ran, ``saturated`` the peers whose results
+    are wrong for want of 32-bit sums.
     """
 
     kernel_name: str
