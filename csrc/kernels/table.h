@@ -376,8 +376,9 @@ struct Kernels {
   void (*small_groups_narrow)(const GemmTile&, const Epilogue&);
   /// Widens `bytes` packed weights for `gemm`. Null when `widening` is 1.
   void (*widen)(const int8_t* packed, int64_t bytes, int8_t* dst);
-  /// Widens `quads` of a row for `gemm`; s8 become u8 (`flip`). Null where that does not pay.
-  void (*widen_src)(const uint8_t* src, int64_t quads, bool flip, uint8_t* dst);
+  /// Widens the rows of a tile for `gemm`, their runs side by side; s8 become u8 (`flip`). Null
+  /// where that does not pay.
+  void (*widen_src)(const GemmTile&, uint8_t* dst);
   /// acc_init[n] = bias[n] - zero_point * sum over taps of compensation[tap][n]; bias may be null.
   void (*compensate)(const int32_t* compensation, int64_t stride, const int32_t* taps, int num_taps,
                      const int32_t* bias, int32_t zero_point, int64_t n, int32_t* acc_init);

@@ -162,7 +162,7 @@ class Worker {
       tile.channels = std::min(problem_.group_channels - channel, b.panels * kPanel);
       const int64_t first = (b.group * problem_.panels_per_group + b.panel) * kPanel;
       tile.acc_init = c.acc_init + first;
-      if (widened_rows_) widened_rows_->fill(c, src_offset_, tile);
+      if (widened_rows_) widened_rows_->fill(src_offset_, tile);
       gemm_(tile, epilogue_);
     }
     finish_rows(rows, blocks);

@@ -16,7 +16,8 @@ namespace torchq {
 class WidenedRows {
  public:
   WidenedRows(const GemmProblem& problem, const Kernels& tier, ScratchFrame& scratch)
-      : widen_src_(tier.widen_src), flip_(problem.flip) {
+      : widen_src_(tier.widen_src) {
+    raw_.flip = problem.flip;
     int64_t quads = 0;
     size_t runs = 0;
     for (const GemmClass& c : problem.classes) {
@@ -27,15 +28,23 @@ class WidenedRows {
     rows_ = scratch.take<uint8_t>(std::max(kBytes, kTileRows * quads * kWideQuad));
   }
 
-  /// Makes the class's runs those of `tile`; returns how many rows a call may have.
+  /// Makes the class's runs those of `tile`, joined where their weights are side by side, too;
+  /// returns how many rows a call may have.
   int64_t enter(const GemmClass& c, GemmTile& tile) {
-    row_bytes_ = 0;
-    for (size_t i = 0; i < c.runs.size(); ++i) {
-      runs_[i] = c.runs[i];
-      runs_[i].src_offset = row_bytes_;
-      row_bytes_ += c.runs[i].quads * kWideQuad;
+    raw_.runs = c.runs.data();
+    raw_.num_runs = static_cast<int>(c.runs.size());
+    int64_t row_bytes = 0, weight_end = -1;
+    tile.num_runs = 0;
+    for (const GemmRun& run : c.runs) {
+      if (run.weight_offset == weight_end) {
+        runs_[tile.num_runs - 1].quads += run.quads;
+      } else {
+        runs_[tile.num_runs++] = {row_bytes, run.weight_offset, run.quads};
+      }
+      row_bytes += run.quads * kWideQuad;
+      weight_end = run.weight_offset + run.quads * kQuad * kPanel;
     }
-    for (int r = 0; r < kMostRows; ++r) offset_[r] = r * row_bytes_;
+    for (int r = 0; r < kMostRows; ++r) offset_[r] = r * row_bytes;
     tile.runs = runs_;
     tile.row_offset = offset_;
     tile.flip = false;
@@ -44,16 +53,12 @@ class WidenedRows {
   }
 
   /// Copies the tile's rows, which begin at its src + src_offset[row], and makes them its src.
-  void fill(const GemmClass& c, const int64_t* src_offset, GemmTile& tile) {
+  void fill(const int64_t* src_offset, GemmTile& tile) {
     TORCH_INTERNAL_ASSERT(tile.rows <= most_, "a call of ", tile.rows, " rows overwrites scratch");
-    uint8_t* dst = rows_;
-    for (int r = 0; r < tile.rows; ++r) {
-      const uint8_t* const src = tile.src + src_offset[r];
-      for (const GemmRun& run : c.runs) {
-        widen_src_(src + run.src_offset, run.quads, flip_, dst);
-        dst += run.quads * kWideQuad;
-      }
-    }
+    raw_.src = tile.src;
+    raw_.row_offset = src_offset;
+    raw_.rows = tile.rows;
+    widen_src_(raw_, rows_);
     tile.src = rows_;
   }
 
@@ -67,11 +72,11 @@ class WidenedRows {
   }
   static constexpr int64_t kBytes = 128 * 1024;
 
-  void (*const widen_src_)(const uint8_t*, int64_t, bool, uint8_t*);
-  const bool flip_;
+  void (*const widen_src_)(const GemmTile&, uint8_t*);
+  GemmTile raw_{};  // the rows as they were
   GemmRun* runs_;
   uint8_t* rows_;
-  int64_t row_bytes_ = 0, most_ = 0;
+  int64_t most_ = 0;
   int64_t offset_[kMostRows];
 };
 
