@@ -231,6 +231,7 @@ def test_rnn_command(benchmarks: Command, tmp_path: Path) -> None:
 LOGGED = """
 import torch, torchq, torchq.functional as TF
 from torchq import Attr, PostOps
+# -128: no kernel for weights whose pairs fit 16 bits, which the random ones of a repetition do not
 u8, s8 = (lambda *shape: torch.zeros(shape, dtype=torch.uint8)), (
     lambda *shape: torch.full(shape, -128, dtype=torch.int8))
 def attr(text="", values=(), dst=0.5, zero=None):

@@ -243,7 +243,7 @@ def test_timing(peer: Peer) -> None:
         assert len(timing.seconds) == 4
         assert all(figure > 0 for figure in timing.seconds)
         assert timing.median > 0
-        assert timing.implementation.startswith("jit")
+        assert "conv" in timing.implementation or "1x1" in timing.implementation
 
 
 def test_a_dead_process_is_reported() -> None:

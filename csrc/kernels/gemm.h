@@ -354,41 +354,6 @@ void gemm_groups(const GemmTile& t, const Epilogue& e) {
   }
 }
 
-/// 64 packed bytes (a quad of 16 channels) become two 64-byte steps: the even bytes, then the odd
-/// ones.
-template <class Isa>
-void widen(const int8_t* packed, int64_t bytes, int8_t* dst) {
-  for (int64_t i = 0; i < bytes; i += kPanel * kQuad) Isa::widen(packed + i, dst + 2 * i);
-}
-
-/// A quad of a source as two dwords of 16-bit values, the even bytes, then the odd ones.
-TORCHQ_INLINE void widen_quad(const uint8_t* src, uint32_t signs, uint8_t* dst) {
-  const uint64_t quad = static_cast<uint32_t>(load32(src)) ^ signs;
-  const uint64_t wide = (quad | quad << 24) & 0x00ff00ff00ff00ffu;
-  memcpy(dst, &wide, sizeof wide);
-}
-
-/// The rows of a tile, their runs side by side. The compiler's vectors serve long runs; what comes
-/// before and behind them would cost short ones, as those of 3 channels, more than their quads.
-template <class Isa>
-void widen_src(const GemmTile& t, uint8_t* __restrict dst) {
-  const uint32_t signs = t.flip ? 0x80808080u : 0u;
-  for (int r = 0; r < t.rows; ++r) {
-    for (int i = 0; i < t.num_runs; ++i) {
-      const uint8_t* __restrict src = t.src + t.row_offset[r] + t.runs[i].src_offset;
-      const int64_t quads = t.runs[i].quads, whole = quads / 8 * 8;
-      for (int64_t k = 0; k < whole; ++k) {
-        widen_quad(src + k * kQuad, signs, dst + k * 2 * kQuad);
-      }
-      for (int64_t k = whole; k < quads; ++k) {
-        asm("");  // not as vectors
-        widen_quad(src + k * kQuad, signs, dst + k * 2 * kQuad);
-      }
-      dst += quads * 2 * kQuad;
-    }
-  }
-}
-
 template <class Isa>
 void compensate(const int32_t* compensation, int64_t stride, const int32_t* taps, int num_taps,
                 const int32_t* bias, int32_t zero_point, int64_t n, int32_t* acc_init) {

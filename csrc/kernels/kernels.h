@@ -11,6 +11,7 @@
 #include "rnn.h"
 #include "rows.h"
 #include "small_groups.h"
+#include "widen.h"
 
 namespace {
 
