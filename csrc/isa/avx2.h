@@ -38,16 +38,26 @@ struct Avx2 : Avx2Lanes {
     memcpy(bytes, p, static_cast<size_t>(count));
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
   }
+  /// Eight bytes, which become lanes without a shuffle of their own.
+  static TORCHQ_INLINE __m128i load_half(const void* p, int half) {
+    return _mm_loadu_si64(static_cast<const uint8_t*>(p) + 8 * half);
+  }
+  static TORCHQ_INLINE Int load_u8(const void* p) {
+    return {_mm256_cvtepu8_epi32(load_half(p, 0)), _mm256_cvtepu8_epi32(load_half(p, 1))};
+  }
+  static TORCHQ_INLINE Int load_s8(const void* p) {
+    return {_mm256_cvtepi8_epi32(load_half(p, 0)), _mm256_cvtepi8_epi32(load_half(p, 1))};
+  }
   static TORCHQ_INLINE Int load_u8(const void* p, Mask count) {
+    if (count >= kPanel) return load_u8(p);
     const __m128i bytes = load_bytes(p, count);
-    return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+    return load_u8(&bytes);
   }
   static TORCHQ_INLINE Int load_s8(const void* p, Mask count) {
+    if (count >= kPanel) return load_s8(p);
     const __m128i bytes = load_bytes(p, count);
-    return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+    return load_s8(&bytes);
   }
-  static TORCHQ_INLINE Int load_u8(const void* p) { return load_u8(p, kPanel); }
-  static TORCHQ_INLINE Int load_s8(const void* p) { return load_s8(p, kPanel); }
   static TORCHQ_INLINE void store_bytes(void* p, Int v, Mask count, bool is_signed) {
     const __m256i words =
         _mm256_permute4x64_epi64(_mm256_packs_epi32(v.lo, v.hi), 0xd8);  // back to natural order
@@ -102,6 +112,15 @@ struct Avx2 : Avx2Lanes {
     pin(v);
     return v;
   }
+  /// Half of what `widen` makes, in registers.
+  template <int kStep>
+  static TORCHQ_INLINE __m256i split_weight(__m256i quads) {
+    return _mm256_srai_epi16(kStep == 0 ? _mm256_slli_epi16(quads, 8) : quads, 8);
+  }
+  template <int kStep>
+  static TORCHQ_INLINE Int split_weight(Int w) {
+    return {split_weight<kStep>(w.lo), split_weight<kStep>(w.hi)};
+  }
   static TORCHQ_INLINE __m256i flip_sign(__m256i v) {
     asm("vpxor %1, %0, %0" : "+x"(v) : "m"(kSignBits));
     return v;
@@ -144,14 +163,31 @@ struct Avx2 : Avx2Lanes {
   static TORCHQ_INLINE Int swap_middle(Int v) {
     return {_mm256_shuffle_epi32(v.lo, 0xd8), _mm256_shuffle_epi32(v.hi, 0xd8)};
   }
+  /// A quad of `Kernels::clip`; whether there is any excess. Only pairs of one sign have some,
+  /// whose even bytes keep their sign without it.
+  static TORCHQ_INLINE bool clip_pairs(const int8_t* packed, int8_t* clipped, int8_t* excess) {
+    const __m256i most = _mm256_set1_epi16(128), least = _mm256_set1_epi16(-128);
+    __m256i any = _mm256_setzero_si256();
+    for (int half = 0; half < 2; ++half) {
+      const __m256i quads =
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed + 32 * half));
+      const __m256i sums = _mm256_maddubs_epi16(_mm256_set1_epi8(1), quads);
+      const __m256i fit = _mm256_max_epi16(_mm256_min_epi16(sums, most), least);
+      const __m256i rest = _mm256_sub_epi16(sums, fit);
+      const __m256i bytes = _mm256_and_si256(rest, _mm256_set1_epi16(0xff));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(clipped + 32 * half),
+                          _mm256_sub_epi8(quads, bytes));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(excess + 32 * half), rest);
+      any = _mm256_or_si256(any, rest);
+    }
+    return _mm256_testz_si256(any, any) == 0;
+  }
   static TORCHQ_INLINE void widen(const int8_t* packed, int8_t* dst) {
     for (int half = 0; half < 2; ++half) {
       const __m256i quads =
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(packed + 32 * half));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + 32 * half),
-                          _mm256_srai_epi16(_mm256_slli_epi16(quads, 8), 8));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + 64 + 32 * half),
-                          _mm256_srai_epi16(quads, 8));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + 32 * half), split_weight<0>(quads));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + 64 + 32 * half), split_weight<1>(quads));
     }
   }
 
@@ -284,7 +320,6 @@ struct Avx2 : Avx2Lanes {
     return _mm256_shuffle_epi8(lanes, _mm256_broadcastsi128_si256(_mm_setr_epi8(
                                           0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
   }
-  static TORCHQ_INLINE Bytes or_bytes(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
   /// Adds bytes and their squares to integers, each lane those of some of them.
   static TORCHQ_INLINE void add_moments(Int& sums, Int& squares, Bytes v) {
     const __m256i even = _mm256_and_si256(v, _mm256_set1_epi16(0xff));
@@ -298,10 +333,10 @@ struct Avx2 : Avx2Lanes {
   static TORCHQ_INLINE Bytes load_lane(const uint8_t* p) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
-  static TORCHQ_INLINE Bytes lookup_row(Bytes table, Bytes v, int row) {
-    const Bytes index = _mm256_xor_si256(v, set_bytes(row << 4));
-    return _mm256_shuffle_epi8(table, _mm256_adds_epu8(index, set_bytes(0x70)));
-  }
+  /// row[v & 15] where v, as s8, is not negative, else 0.
+  static TORCHQ_INLINE Bytes lookup_row(Bytes row, Bytes v) { return _mm256_shuffle_epi8(row, v); }
+  /// As s8.
+  static TORCHQ_INLINE Bytes subtract_saturated(Bytes a, Bytes b) { return _mm256_subs_epi8(a, b); }
 };
 
 #ifdef __AVXVNNI__

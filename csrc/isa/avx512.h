@@ -318,7 +318,6 @@ struct Avx512 : Avx512Lanes {
     return _mm512_shuffle_epi8(lanes, _mm512_broadcast_i32x4(_mm_setr_epi8(
                                           0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
   }
-  static TORCHQ_INLINE Bytes or_bytes(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
   /// Adds bytes and their squares to integers, each lane those of some of them.
   static TORCHQ_INLINE void add_moments(Int& sums, Int& squares, Bytes v) {
     const Int even = _mm512_and_si512(v, _mm512_set1_epi16(0xff)), odd = _mm512_srli_epi16(v, 8);
@@ -332,11 +331,10 @@ struct Avx512 : Avx512Lanes {
   static TORCHQ_INLINE Bytes load_lane(const uint8_t* p) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
-  /// rows[v & 15] where v's high nibble is `row`, else 0.
-  static TORCHQ_INLINE Bytes lookup_row(Bytes table, Bytes v, int row) {
-    const Bytes index = _mm512_xor_si512(v, set_bytes(row << 4));
-    return _mm512_shuffle_epi8(table, _mm512_adds_epu8(index, set_bytes(0x70)));
-  }
+  /// row[v & 15] where v, as s8, is not negative, else 0.
+  static TORCHQ_INLINE Bytes lookup_row(Bytes row, Bytes v) { return _mm512_shuffle_epi8(row, v); }
+  /// As s8.
+  static TORCHQ_INLINE Bytes subtract_saturated(Bytes a, Bytes b) { return _mm512_subs_epi8(a, b); }
 };
 
 }  // namespace

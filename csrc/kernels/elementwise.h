@@ -65,6 +65,9 @@ TORCHQ_INLINE void with_sign(DType dtype, Use use) {
 /// combine(q0, shared(q1)) of each pair of values.
 template <class Isa, class Shared, class Combine>
 TORCHQ_INLINE void binary_rows(const BinaryRows& b, Shared shared, Combine combine) {
+  // By value: what is stored through dst could be any of them.
+  const void *const src0 = b.src0, *const src1 = b.src1;
+  const int64_t step0 = b.step0, step1 = b.step1;
   const auto lo = Isa::set(b.lo);
   with_sign(b.dtype0, [&](auto dtype0) {
     with_sign(b.dtype1, [&](auto dtype1) {
@@ -72,11 +75,11 @@ TORCHQ_INLINE void binary_rows(const BinaryRows& b, Shared shared, Combine combi
         constexpr DType kDtype0 = decltype(dtype0)::value, kDtype1 = decltype(dtype1)::value;
         store_rows_as<Isa, decltype(dst)::value>(
             b.dst, b.size, b.rows, lo,
-            [&](int64_t i, auto m) {
-              return shared(load_operand<Isa, kDtype1>(b.src1, b.step1, i, m));
+            [=](int64_t i, auto m) {
+              return shared(load_operand<Isa, kDtype1>(src1, step1, i, m));
             },
-            [&](int64_t i, auto s, auto m) {
-              return Isa::max(lo, combine(load_operand<Isa, kDtype0>(b.src0, b.step0, i, m), s));
+            [=](int64_t i, auto s, auto m) {
+              return Isa::max(lo, combine(load_operand<Isa, kDtype0>(src0, step0, i, m), s));
             });
       });
     });
@@ -87,8 +90,8 @@ template <class Isa>
 void add_rows(const BinaryRows& b) {
   const auto m0 = Isa::set(b.m0), m1 = Isa::set(b.m1), c = Isa::set(b.c);
   binary_rows<Isa>(
-      b, [&](auto q1) { return Isa::fma(Isa::to_float(q1), m1, c); },
-      [&](auto q0, auto shared) { return Isa::fma(Isa::to_float(q0), m0, shared); });
+      b, [=](auto q1) { return Isa::fma(Isa::to_float(q1), m1, c); },
+      [=](auto q0, auto shared) { return Isa::fma(Isa::to_float(q0), m0, shared); });
 }
 
 /// The product is exact in floats, too, whichever way it is taken apart: it has 16 bits.
@@ -102,27 +105,42 @@ void mul_rows(const BinaryRows& b) {
   };
   binary_rows<Isa>(
       b,
-      [&](auto q1) {
+      [=](auto q1) {
         const auto factor = Isa::to_float(Isa::sub(q1, z1));
         return Factor{factor, Isa::mul(factor, minus_z0)};
       },
-      [&](auto q0, Factor f) {
+      [=](auto q0, Factor f) {
         return Isa::fma(Isa::fma(Isa::to_float(q0), f.factor, f.at_zero), m0, c);
       });
 }
 
-/// Sixteen in-lane shuffles, one per row of 16 table entries, selected by the high nibble.
+/// Sixteen in-lane shuffles, one per row of 16 table entries. Each half of the table, for u8 below
+/// 128 and above, becomes its first row and what changes from each row to the next, by exclusive
+/// or: of these the shuffles take all up to a value's own row, behind which 16 less each time is
+/// negative.
 template <class Isa>
 void lookup(const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size) {
   if constexpr (requires { Isa::lookup_vbmi; }) {
     if (Isa::has_vbmi()) return Isa::lookup_vbmi(src, table, dst, size);
   }
+  constexpr int kRow = 16, kHalf = 128;
+  alignas(64) uint8_t change[2 * kHalf];
+  memcpy(change, table, sizeof change);
+  for (int half = 0; half < 2 * kHalf; half += kHalf) {
+    for (int i = kRow; i < kHalf; ++i) change[half + i] ^= table[half + i - kRow];
+  }
+  const auto row = Isa::set_bytes(kRow);
   for (int64_t i = 0; i < size; i += Isa::kByteLanes) {
     const int count = min_int(size - i, Isa::kByteLanes);
-    const auto v = Isa::load_channels(src + i, count);
+    auto low = Isa::load_channels(src + i, count);
+    auto high = Isa::xor_bytes(low, Isa::set_bytes(kHalf));
     auto result = Isa::set_bytes(0);
-    for (int row = 0; row < 16; ++row) {
-      result = Isa::or_bytes(result, Isa::lookup_row(Isa::load_lane(table + 16 * row), v, row));
+    TORCHQ_UNROLL for (int at = 0; at < kHalf; at += kRow) {
+      const auto below = Isa::lookup_row(Isa::load_lane(change + at), low);
+      const auto above = Isa::lookup_row(Isa::load_lane(change + kHalf + at), high);
+      result = Isa::xor_bytes(result, Isa::xor_bytes(below, above));
+      low = Isa::subtract_saturated(low, row);
+      high = Isa::subtract_saturated(high, row);
     }
     Isa::store_channels(dst + i, result, count);
   }
