@@ -32,11 +32,12 @@ SMALL = [
 ]
 LARGE = [shape for shape in cases.CONV_NETWORKS + cases.CONV_BORDERS if shape not in SMALL]
 MANY_CLASSES = cases.conv("many_classes", (4, 5), (9, 10, 11), 5, 1, 2)
-# One shape per form of packed weights and per way through the epilogue.
+# One shape per form of packed weights and per way through the epilogue; the first and the third
+# have so many pixels that avx2 copies their weights.
 FORMS = [
-    cases.conv("dense", (16, 64), (5, 6), 3, 1, 1),
+    cases.conv("dense", (16, 64), (9, 8), 3, 1, 1),
     cases.conv("dense_tail", (8, 37), (4, 5), 3, 2, 1, batch=2),
-    cases.conv("row_runs", (3, 24), (9, 8), 3, 2, 1),
+    cases.conv("row_runs", (3, 24), (17, 16), 3, 2, 1),
     cases.conv("grouped", (12, 20), (6, 5), 3, 1, 1, groups=4),
     cases.conv("groups_of_4", (20, 20), (6, 7), 3, 1, 1, groups=5),
     cases.conv("groups_of_8", (40, 40), (5, 6), 3, 2, 1, groups=5, batch=2),
@@ -48,18 +49,22 @@ FORMS = [
 ]
 
 
+def pixels(shape: ConvShape) -> int:
+    return shape.batch * math.prod(shape.dst_size)
+
+
 def border(shape: ConvShape) -> tuple[int, int, int]:
     """Sets of valid taps over all destination pixels; taps of all pixels, and the valid ones."""
     classes, valid = 1, shape.batch
-    for d, pixels in enumerate(shape.dst_size):
-        starts = [o * shape.stride[d] - shape.padding_begin[d] for o in range(pixels)]
+    for d, size in enumerate(shape.dst_size):
+        starts = [o * shape.stride[d] - shape.padding_begin[d] for o in range(size)]
         taps = [
             range(s, s + shape.kernel[d] * shape.dilation[d], shape.dilation[d]) for s in starts
         ]
         met = [tuple(0 <= x < shape.size[d] for x in tap) for tap in taps]
         classes *= len(set(met))
         valid *= sum(sum(tap) for tap in met)
-    return classes, shape.batch * math.prod((*shape.dst_size, *shape.kernel)), valid
+    return classes, pixels(shape) * math.prod(shape.kernel), valid
 
 
 def in_place(shape: ConvShape) -> bool:
@@ -68,7 +73,7 @@ def in_place(shape: ConvShape) -> bool:
     """
     classes, taps, valid = border(shape)
     outputs, inputs = shape.weight[:2]
-    rows = shape.batch * math.prod(shape.dst_size)
+    rows = pixels(shape)
     few = 1 < classes <= 64 and 3 * classes <= rows
     least = (taps - valid) * (inputs // 4) * max(outputs // 16, 1)
     return few and least >= 400 * (classes - 1)
@@ -90,7 +95,7 @@ def test_shapes_reach_every_path():
     assert len(SKIPPED) > 20
     assert any(in_place(shape) for shape in DENSE)
     counts = {shape: border(shape)[0] for shape in DENSE}
-    rows = {shape: shape.batch * math.prod(shape.dst_size) for shape in DENSE}
+    rows = {shape: pixels(shape) for shape in DENSE}
     assert any(counts[s] <= 64 and counts[s] > rows[s] / 3 for s in DENSE)
     assert any(counts[s] > 64 for s in DENSE)
 
@@ -112,6 +117,7 @@ def test_shapes(shape: ConvShape, src: torch.dtype):
     for dst in (U8, F32) if src == U8 else (S8, S32):
         sampled(shape, src, dst).check(dst)
     sampled(shape, src, U8, narrow=True).check("narrow")
+    sampled(shape, src, U8, few_pairs=True).check("few pairs")
 
 
 @pytest.mark.parametrize("batch", (1, 2))
@@ -157,7 +163,8 @@ def test_bounds_of_depthwise(shape: ConvShape):
 @pytest.mark.parametrize("dims", (1, 2, 3))
 def test_random_geometries(dims: int):
     for i, shape in enumerate(cases.random_conv_shapes(40, seed=dims, dims=dims)):
-        sampled(shape, (U8, S8)[i % 2], DTYPES[i % 4], narrow=i % 3 == 0).check(shape)
+        weights = {"narrow": i % 3 == 0, "few_pairs": i % 3 == 1}
+        sampled(shape, (U8, S8)[i % 2], DTYPES[i % 4], **weights).check(shape)
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain or "none")
@@ -314,16 +321,19 @@ def test_kernel(shape: ConvShape, isa: str):
         name = "gemm_matrix"
     elif shape.name.startswith("joined") and isa in ("avx512_vnni", "amx"):
         name = "gemm_groups"
+    elif isa == "avx2" and pixels(shape) <= 64:
+        name = "gemm_split"
     sampled(shape).run()
     assert torchq.last_kernel() == f"{name}:{isa}"
     sampled(shape, narrow=True).run()
-    assert torchq.last_kernel() == f"{name}{'_narrow' * has_narrow}:{isa}"
+    narrow = name.removesuffix("_split") + "_narrow" * has_narrow
+    assert torchq.last_kernel() == f"{narrow}:{isa}"
 
 
 @pytest.mark.parametrize("shape", cases.CONV_UNITS, ids=str)
 def test_kernel_of_many_channels(shape: ConvShape, isa: str):
     sampled(shape).run()
-    assert torchq.last_kernel() == gemm_kernel(isa, matrix_unit=True)
+    assert torchq.last_kernel() == gemm_kernel(isa, pixels(shape))
 
 
 def test_weights_merged_to_groups_of_16_are_refused():

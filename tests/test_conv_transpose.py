@@ -33,12 +33,14 @@ def test_shapes(isa: str, shape: ConvTransposeShape):
     for src, dst in ((U8, U8), (S8, S8)):
         sampled(shape, src, dst).check(dst)
     sampled(shape, S8, F32, narrow=True).check("narrow")
+    sampled(shape, S8, F32, few_pairs=True).check("few pairs")
 
 
 @pytest.mark.parametrize("dims", (1, 2, 3))
 def test_random_geometries(isa: str, dims: int):
     for i, shape in enumerate(random_conv_transpose_shapes(40 // dims, dims)):
-        call = sampled(shape, (U8, S8)[i % 2], DTYPES[i % 4], narrow=i % 3 == 0)
+        weights = {"narrow": i % 3 == 0, "few_pairs": i % 3 == 1}
+        call = sampled(shape, (U8, S8)[i % 2], DTYPES[i % 4], **weights)
         call.check(shape)
         assert list(call.run().stride()) == channels_last_strides(shape.dst)
 

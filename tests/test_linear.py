@@ -27,6 +27,7 @@ WHOLE = LinearShape(7, 128, 24, "whole")
 def test_networks(shape: LinearShape):
     sampled(shape).check()
     sampled(shape, S8, S8, "sum:0.05+eltwise_relu", narrow=True).check("narrow")
+    sampled(shape, S8, S8, "sum:0.05+eltwise_relu", few_pairs=True).check("few pairs")
 
 
 @pytest.mark.parametrize("src", (U8, S8), ids=str)
@@ -43,6 +44,7 @@ def test_shapes(shape: LinearShape, src: torch.dtype):
     for dst in DTYPES if shape.reduction < 1000 else (U8, F32):
         sampled(shape, src, dst).check(dst)
     sampled(shape, src, U8, narrow=True).check("narrow")
+    sampled(shape, src, U8, few_pairs=True).check("few pairs")
 
 
 @pytest.mark.parametrize("rows", (1, 7, 8, 9, 13, 15, 16, 17))
@@ -278,29 +280,32 @@ def test_layouts_of_src():
 
 def test_kernel(isa: str):
     vectors = isa in ("avx2", "avx512")
-    for shape in (MIXED, WHOLE):
+    for rows in (7, 13, 16, 17, 64, 65):
+        shape = LinearShape(rows, 101, 37)
+        full = gemm_kernel(isa, rows)
         sampled(shape).run()
-        assert torchq.last_kernel() == gemm_kernel(isa, shape.m >= 8)
+        assert torchq.last_kernel() == full
         sampled(shape, narrow=True).run()
-        assert torchq.last_kernel() == (
-            f"gemm_narrow:{isa}" if vectors else gemm_kernel(isa, shape.m >= 8)
-        )
+        assert torchq.last_kernel() == (f"gemm_narrow:{isa}" if vectors else full)
+        sampled(shape, few_pairs=True).run()
+        clips = isa == "avx2" and rows > 16
+        assert torchq.last_kernel() == (f"gemm_clipped:{isa}" if clips else full)
 
 
-@pytest.mark.parametrize(
-    ("pair", "fits"),
-    [
-        ((64, 64), True),
-        ((65, 64), False),
-        ((127, 1), True),
-        ((127, 2), False),
-        ((-128, 0), True),
-        ((-128, -1), False),
-        ((-64, -64), True),
-        ((-64, -65), False),
-        ((127, -128), True),  # of opposite signs they cannot add up
-    ],
-)
+PAIRS = [
+    ((64, 64), True),
+    ((65, 64), False),
+    ((127, 1), True),
+    ((127, 2), False),
+    ((-128, 0), True),
+    ((-128, -1), False),
+    ((-64, -64), True),
+    ((-64, -65), False),
+    ((127, -128), True),  # of opposite signs they cannot add up
+]
+
+
+@pytest.mark.parametrize(("pair", "fits"), PAIRS)
 def test_edge_of_the_pair_bound(isa: str, pair: tuple[int, int], fits: bool):
     """255 * 128 = 32640 fits 16 bits, 255 * 129 does not; one pair anywhere decides."""
     weight = torch.zeros(40, 14, dtype=S8)
@@ -308,6 +313,23 @@ def test_edge_of_the_pair_bound(isa: str, pair: tuple[int, int], fits: bool):
     for src in (torch.full((7, 14), 255, dtype=U8), torch.full((7, 14), 127, dtype=S8)):
         raw(src=src, weight=weight).check()
         narrow = fits and isa in ("avx2", "avx512")
-        assert torchq.last_kernel() == ("gemm_narrow:" if narrow else "gemm:") + isa
+        assert torchq.last_kernel() == (f"gemm_narrow:{isa}" if narrow else gemm_kernel(isa, 7))
     weight[:, 0::2], weight[:, 1::2] = pair
     raw(src=torch.full((7, 14), 255, dtype=U8), weight=weight).check("every pair")
+
+
+def test_edges_of_clipped_weights(isa: str):
+    """Each pair, and those that lack most, both ways round, in either half of a quad, alone in its
+    channel; every source value stands beside them, and the extremes in all."""
+    pairs = [pair for pair, _ in PAIRS] + [(127, 127), (-128, -128), (127, 126), (-128, -127)]
+    pairs += [(b, a) for a, b in pairs]
+    weight = torch.zeros(2 * len(pairs), 256, dtype=S8)
+    for i, (pair, half) in enumerate(itertools.product(pairs, (0, 2))):
+        k = 32 * (i % 8) + 8 * (i // 16) + half  # an eighth of the quads, or fewer, in each panel
+        weight[i, k : k + 2] = torch.tensor(pair, dtype=S8)
+    values = torch.arange(256, dtype=U8)[:, None].repeat(1, 256)
+    values[128:, ::2] = 255
+    for src in (values, (values.int() - 128).to(S8)):
+        raw(src=src, weight=weight).check(src.dtype)
+        expected = f"gemm_clipped:{isa}" if isa == "avx2" else gemm_kernel(isa, len(src))
+        assert torchq.last_kernel() == expected

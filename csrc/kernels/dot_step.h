@@ -6,16 +6,23 @@
 
 namespace {
 
+/// A panel's 64 bytes as they are.
+template <class Isa>
+struct LoadWeight {
+  TORCHQ_INLINE auto operator()(const int8_t* p) const { return Isa::load_weight(p); }
+};
+
 /// One weight step (64 bytes a panel) against one source dword per row; of every kGroupPanels
 /// panels, where these are groups with sources of their own, else 0.
-template <class Isa, int MR, int NP, bool kNarrow, int kGroupPanels = 0, class Src>
+template <class Isa, int MR, int NP, bool kNarrow, int kGroupPanels = 0, class Src,
+          class Load = LoadWeight<Isa>>
 TORCHQ_INLINE void dot_step(typename Isa::Int (&acc)[MR][NP], const int8_t* weight,
-                            int64_t panel_stride, Src src) {
+                            int64_t panel_stride, Src src, Load load = {}) {
   typename Isa::Int w[NP];
   const int8_t* next = weight + panel_stride;
   if constexpr (NP == 4) asm("" : "+r"(next));  // or three strides take a register of their own
   TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-    w[p] = Isa::load_weight(p == 0 ? weight : next + (p - 1) * panel_stride);
+    w[p] = load(p == 0 ? weight : next + (p - 1) * panel_stride);
   }
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
     auto s = src(r);

@@ -2,6 +2,7 @@
 // The one microkernel of linear and of every dense convolution (contract: GemmTile in table.h).
 #pragma once
 
+#include "clip.h"
 #include "dot_step.h"
 #include "gemm_overlap.h"
 #include "gemm_short.h"
@@ -41,14 +42,57 @@ TORCHQ_INLINE SrcForm src_form(const GemmTile& t) {
   return t.widened ? kWidened : t.flip ? kSigned : kUnsigned;
 }
 
-/// MR rows x NP panels; `first` and `panel` count from the first of `t`. kNarrow: weights as
-/// packed, four bytes per lane through 16-bit pair sums; else kSteps widened vectors per quad (1
-/// for VNNI). kGroupPanels: panels of a group, of as many inputs as outputs, that does not share
-/// its source.
-template <class Isa, int MR, int NP, SrcForm kForm, bool kNarrow, int kGroupPanels, Ahead kAhead>
+/// The weights of a quad's even bytes (kStep 0) or odd ones as 16-bit values: as they are, or,
+/// where kSplits, of a panel's 64 packed bytes.
+template <class Isa, bool kSplits, int kStep>
+struct LoadHalf {
+  TORCHQ_INLINE auto operator()(const int8_t* p) const {
+    if constexpr (kSplits) {
+      return Isa::template split_weight<kStep>(Isa::load_weight(p));
+    } else {
+      return Isa::load_weight(p);
+    }
+  }
+};
+
+/// The even bytes of a quad of the source, or the odd ones, as 16-bit values.
+template <class Isa, SrcForm kForm, int kStep>
+TORCHQ_INLINE auto load_src_half(const uint8_t* quad) {
+  if constexpr (kForm == kWidened) {
+    return Isa::broadcast(quad + kStep * kQuad);
+  } else {
+    const auto bytes = Isa::broadcast(quad);
+    return Isa::template split_src<kStep>(kForm == kSigned ? Isa::flip_sign(bytes) : bytes);
+  }
+}
+
+/// The products that a panel of clipped weights lacks: of the even bytes of some quads.
+template <class Isa, int MR, SrcForm kForm>
+TORCHQ_INLINE void add_excess(const GemmExcess& x, const uint8_t* const (&row)[MR],
+                              typename Isa::Int (&acc)[MR][1]) {
+  for (const auto *q = x.quads, *end = q + x.num_quads; q != end; ++q) {
+    const int64_t k = q->src_offset;
+    dot_step<Isa, MR, 1, false>(acc, x.weight + q->weight_offset, 0,
+                                [&](int r) { return load_src_half<Isa, kForm, 0>(row[r] + k); });
+  }
+}
+
+/// What a tile's weights are: what `Isa::dot` takes, bytes for VNNI and 16-bit copies else; packed
+/// bytes whose pairs fit 16-bit sums; packed bytes that become 16-bit values in registers.
+enum class WeightForm { kWhole, kNarrow, kSplit };
+
+/// MR rows x NP panels; `first` and `panel` count from the first of `t`. kGroupPanels: panels of a
+/// group, of as many inputs as outputs, that does not share its source.
+template <class Isa, int MR, int NP, SrcForm kForm, WeightForm kWeights, int kGroupPanels,
+          Ahead kAhead>
 TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, int panel) {
-  constexpr int kSteps = kNarrow ? 1 : Isa::kSteps;
-  constexpr int kStepsAtOnce = kForm == kWidened ? 1 : kSteps;  // of a dword of the source
+  constexpr bool kIsNarrow = kWeights == WeightForm::kNarrow;
+  constexpr bool kSplits = kWeights == WeightForm::kSplit;
+  constexpr int kSteps = kWeights == WeightForm::kWhole ? Isa::kSteps : 1;  // vectors a quad
+  constexpr int kSrcQuad = kForm == kWidened ? 2 * kQuad : kQuad;           // bytes
+  // The products of a quad's even bytes, then those of the odd ones; not where a dword of the
+  // source has its own vector of weights.
+  constexpr bool kHalves = kSplits || (kSteps == 2 && kForm != kWidened);
   using Int = typename Isa::Int;
   // A spilled accumulator costs half the speed; tests/test_disassembly.py looks for them.
   static_assert(MR <= kMostRows<Isa, NP>);
@@ -79,7 +123,7 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
     // there wait for the dot products before them (7x7 of 3 to 64 channels: 1.2 times as slow).
     asm("" : "+m"(panels), "+m"(runs_end));
     int64_t k = run->src_offset;
-    int64_t end = k + run->quads * (kSteps / kStepsAtOnce) * kQuad;
+    int64_t end = k + run->quads * kSrcQuad;
     const int8_t* weight = panels + run->weight_offset * kSteps;
     while (k != end) {
       asm("" : "+r"(k));  // one index for all rows instead of a pointer each
@@ -98,19 +142,26 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
         asm("" : "+r"(next));  // one register for all panels' addresses
         TORCHQ_UNROLL for (int p = 0; p < NP; ++p) Isa::prefetch(next + p * panel_stride);
       }
-      if constexpr (kStepsAtOnce == 1) {
-        dot_step<Isa, MR, NP, kNarrow, kGroupPanels>(acc, weight, panel_stride, quad);
-      } else {
-        dot_step<Isa, MR, NP, kNarrow>(acc, weight, panel_stride,
-                                       [&](int r) { return Isa::template split_src<0>(quad(r)); });
+      if constexpr (kHalves) {
+        dot_step<Isa, MR, NP, false>(
+            acc, weight, panel_stride,
+            [&](int r) { return load_src_half<Isa, kForm, 0>(row[r] + k); },
+            LoadHalf<Isa, kSplits, 0>());
         // Load everything anew: keeping MR quads or the next weights across the steps spills.
         asm("" : "+r"(k), "+r"(weight));
-        dot_step<Isa, MR, NP, kNarrow>(acc, weight + kPanel * kQuad, panel_stride,
-                                       [&](int r) { return Isa::template split_src<1>(quad(r)); });
+        dot_step<Isa, MR, NP, false>(
+            acc, weight + (kSplits ? 0 : kPanel * kQuad), panel_stride,
+            [&](int r) { return load_src_half<Isa, kForm, 1>(row[r] + k); },
+            LoadHalf<Isa, kSplits, 1>());
+      } else {
+        dot_step<Isa, MR, NP, kIsNarrow, kGroupPanels>(acc, weight, panel_stride, quad);
       }
-      k += kQuad;
-      weight += kStepsAtOnce * kPanel * kQuad;
+      k += kSplits ? kSrcQuad : kQuad;
+      weight += (kHalves ? kSteps : 1) * kPanel * kQuad;
     }
+  }
+  if constexpr (kIsNarrow && kHasExcess<Isa>) {
+    if (t.excess != nullptr) add_excess<Isa, MR, kForm>(t.excess[panel], row, acc);
   }
   pin_sums<Isa>(acc);
 
@@ -120,13 +171,13 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
 using TileFn = void (*)(const GemmTile&, const Epilogue&, int first, int panel);
 
 /// The tiles of NP panels, fn[ahead][form][rows - 1].
-template <class Isa, int NP, bool kNarrow, int kGroupPanels>
+template <class Isa, int NP, WeightForm kWeights, int kGroupPanels>
 struct TileTable {
   TileFn fn[4][3][kMostRows<Isa, NP>];
 
   template <int MR, SrcForm kForm, Ahead kAhead>
   constexpr void set() {
-    fn[kAhead][kForm][MR - 1] = &gemm_tile<Isa, MR, NP, kForm, kNarrow, kGroupPanels, kAhead>;
+    fn[kAhead][kForm][MR - 1] = &gemm_tile<Isa, MR, NP, kForm, kWeights, kGroupPanels, kAhead>;
   }
   template <int MR, SrcForm kForm>
   constexpr void set() {
@@ -143,14 +194,14 @@ struct TileTable {
   constexpr void fill() {
     set<MR, kUnsigned>();
     set<MR, kSigned>();
-    if constexpr (Isa::kWidensSrc && !kNarrow) set<MR, kWidened>();
+    if constexpr (Isa::kWidensSrc && kWeights != WeightForm::kNarrow) set<MR, kWidened>();
     if constexpr (MR < kMostRows<Isa, NP>) fill<MR + 1>();
   }
   constexpr TileTable() : fn() { fill<1>(); }
 };
 
-template <class Isa, int NP, bool kNarrow, int kGroupPanels = 0>
-constexpr TileTable<Isa, NP, kNarrow, kGroupPanels> kTiles;
+template <class Isa, int NP, WeightForm kWeights, int kGroupPanels = 0>
+constexpr TileTable<Isa, NP, kWeights, kGroupPanels> kTiles;
 
 /// Calls body(first row, rows) for as few tiles of up to `most` rows as there can be; their sizes
 /// differ by at most one: 49 rows are 6 6 6 6 5 5 5 5 5.
@@ -190,7 +241,7 @@ TORCHQ_INLINE Ahead choose_ahead(const GemmTile& t, int panel) {
 }
 
 /// The rows from `begin` on x NP panels from `panel` on.
-template <class Isa, int NP, bool kNarrow, int kGroupPanels = 0>
+template <class Isa, int NP, WeightForm kWeights, int kGroupPanels = 0>
 TORCHQ_INLINE void gemm_panels(const GemmTile& t, const Epilogue& e, int panel, int begin = 0) {
   const Ahead ahead = kGroupPanels > 0 ? kNothing : choose_ahead<Isa, NP>(t, panel);
   if constexpr (kHasWide<Isa> && kGroupPanels == 0 && NP > 1 && NP <= Isa::kMaxPanels) {
@@ -199,7 +250,7 @@ TORCHQ_INLINE void gemm_panels(const GemmTile& t, const Epilogue& e, int panel, 
       if (begin == t.rows) return;
     }
   }
-  const auto& tiles = kTiles<Isa, NP, kNarrow, kGroupPanels>.fn[ahead][src_form(t)];
+  const auto& tiles = kTiles<Isa, NP, kWeights, kGroupPanels>.fn[ahead][src_form(t)];
   for_each_tile(t.rows - begin, kMostRows<Isa, NP>,
                 [&](int first, int rows) { tiles[rows - 1](t, e, begin + first, panel); });
 }
@@ -208,16 +259,16 @@ TORCHQ_INLINE void gemm_panels(const GemmTile& t, const Epilogue& e, int panel, 
 TORCHQ_INLINE bool has_tail(const GemmTile& t) { return t.channels % kPanel != 0; }
 
 /// The panels from `panel` on, of which there are at most NP.
-template <class Isa, int NP, bool kNarrow>
+template <class Isa, int NP, WeightForm kWeights>
 TORCHQ_INLINE void gemm_rest(const GemmTile& t, const Epilogue& e, int panel) {
   if constexpr (Isa::kFinishesTails && NP == Isa::kMaxPanels) {
     if (t.panels - panel == NP && has_tail(t)) {  // the widest tiles leave tails to memory
-      gemm_panels<Isa, NP - 1, kNarrow>(t, e, panel);
-      return gemm_panels<Isa, 1, kNarrow>(t, e, panel + NP - 1);
+      gemm_panels<Isa, NP - 1, kWeights>(t, e, panel);
+      return gemm_panels<Isa, 1, kWeights>(t, e, panel + NP - 1);
     }
   }
-  if (t.panels - panel == NP) return gemm_panels<Isa, NP, kNarrow>(t, e, panel);
-  if constexpr (NP > 1) gemm_rest<Isa, NP - 1, kNarrow>(t, e, panel);
+  if (t.panels - panel == NP) return gemm_panels<Isa, NP, kWeights>(t, e, panel);
+  if constexpr (NP > 1) gemm_rest<Isa, NP - 1, kWeights>(t, e, panel);
 }
 
 /// Whether few rows take tiles of three panels, which have more rows than those of four: where that
@@ -234,7 +285,7 @@ TORCHQ_INLINE bool takes_three_panels(const GemmTile& t) {
 
 /// Up to kFewRows rows: panels outermost. One row or two take wide tiles where they do not take
 /// streams: measured on Emerald Rapids, 1.02 to 1.08 times as fast from L2, 1.01 from L3.
-template <class Isa, bool kNarrow>
+template <class Isa, WeightForm kWeights>
 void gemm_few_rows(const GemmTile& t, const Epilogue& e) {
   constexpr int kMost = Isa::kMaxPanels;
   int panel = 0;
@@ -244,24 +295,24 @@ void gemm_few_rows(const GemmTile& t, const Epilogue& e) {
     } else if (t.rows <= 2) {
       constexpr int kWide = kWidePanels;
       for (; panel + kWide <= t.panels; panel += kWide) {
-        gemm_panels<Isa, kWide, kNarrow>(t, e, panel);
+        gemm_panels<Isa, kWide, kWeights>(t, e, panel);
       }
     }
   }
   if constexpr (kMost > 3) {
     if (takes_three_panels<Isa>(t)) {
-      for (; panel + 3 <= t.panels; panel += 3) gemm_panels<Isa, 3, kNarrow>(t, e, panel);
+      for (; panel + 3 <= t.panels; panel += 3) gemm_panels<Isa, 3, kWeights>(t, e, panel);
     }
   }
-  for (; panel + kMost <= t.panels; panel += kMost) gemm_panels<Isa, kMost, kNarrow>(t, e, panel);
-  if (panel < t.panels) gemm_rest<Isa, kMost, kNarrow>(t, e, panel);
+  for (; panel + kMost <= t.panels; panel += kMost) gemm_panels<Isa, kMost, kWeights>(t, e, panel);
+  if (panel < t.panels) gemm_rest<Isa, kMost, kWeights>(t, e, panel);
 }
 
 /// NP full panels from `panel` on.
 template <class Isa, int NP, int kRuns, int kQuads>
 TORCHQ_INLINE void gemm_short_panels(const GemmTile& t, const Epilogue& e, int panel) {
   const int done = gemm_short<Isa, NP, kRuns, kQuads>(t, e, panel);
-  if (done < t.rows) gemm_panels<Isa, NP, false>(t, e, panel, done);
+  if (done < t.rows) gemm_panels<Isa, NP, WeightForm::kWhole>(t, e, panel, done);
 }
 
 /// The full panels from `panel` on; returns the first that is left. One or two in front of one that
@@ -296,30 +347,30 @@ TORCHQ_INLINE int gemm_if_short(const GemmTile& t, const Epilogue& e, int panel)
 /// All panels of the tile, as wide as the registers allow; the last chunk takes what is left.
 /// Panels are outermost where tiles ask for the next ones: these come while all rows pass, not all
 /// of them with the first rows, which L3 is too slow for.
-template <class Isa, bool kNarrow>
+template <class Isa, WeightForm kWeights>
 void gemm(const GemmTile& t, const Epilogue& e) {
-  if (t.rows <= kFewRows) return gemm_few_rows<Isa, kNarrow>(t, e);
+  if (t.rows <= kFewRows) return gemm_few_rows<Isa, kWeights>(t, e);
   constexpr int kMost = Isa::kMaxPanels;
   int panel = 0;
   if constexpr (kHasWide<Isa>) {
     if (overlaps<Isa, kMost>(t, e)) {
       const int whole = t.channels / kPanel;
-      for (; panel + kMost <= whole; panel += kMost) gemm_panels<Isa, kMost, kNarrow>(t, e, panel);
+      for (; panel + kMost <= whole; panel += kMost) gemm_panels<Isa, kMost, kWeights>(t, e, panel);
     }
     if (!rest_overlaps<Isa>(t, e, t.panels - panel)) panel = gemm_if_short<Isa>(t, e, panel);
   }
   const int whole = Isa::kFinishesTails ? t.channels / kPanel : t.panels;
   const Ahead ahead = choose_ahead<Isa, kMost>(t, panel);
   if (ahead == kNextInL1 || ahead == kNextInL2) {
-    for (; panel + kMost <= whole; panel += kMost) gemm_panels<Isa, kMost, kNarrow>(t, e, panel);
+    for (; panel + kMost <= whole; panel += kMost) gemm_panels<Isa, kMost, kWeights>(t, e, panel);
   } else if (t.panels - panel > kMost) {
-    const auto& tiles = kTiles<Isa, kMost, kNarrow>.fn[ahead][src_form(t)];
+    const auto& tiles = kTiles<Isa, kMost, kWeights>.fn[ahead][src_form(t)];
     const int begin = panel, end = begin + (whole - begin) / kMost * kMost;
     for_each_tile(t.rows, kMostRows<Isa, kMost>, [&](int first, int rows) {
       for (panel = begin; panel < end; panel += kMost) tiles[rows - 1](t, e, first, panel);
     });
   }
-  if (panel < t.panels) gemm_rest<Isa, kMost, kNarrow>(t, e, panel);
+  if (panel < t.panels) gemm_rest<Isa, kMost, kWeights>(t, e, panel);
 }
 
 /// Whether tiles have panels of several groups. With all 16 or 32 channels of a group in one panel
@@ -336,9 +387,9 @@ void gemm_groups(const GemmTile& t, const Epilogue& e) {
   int panel = 0;
   for (; panel + kMost <= t.panels; panel += kMost) {
     if (group_panels == 1) {
-      gemm_panels<Isa, kMost, false, 1>(t, e, panel);
+      gemm_panels<Isa, kMost, WeightForm::kWhole, 1>(t, e, panel);
     } else {
-      gemm_panels<Isa, kMost, false, 2>(t, e, panel);
+      gemm_panels<Isa, kMost, WeightForm::kWhole, 2>(t, e, panel);
     }
   }
   GemmTile group = t;
@@ -350,7 +401,7 @@ void gemm_groups(const GemmTile& t, const Epilogue& e) {
     group.weight = t.weight + panel * t.panel_stride;
     group.channel = t.channel + panel * kPanel;
     group.acc_init = t.acc_init + panel * kPanel;
-    gemm<Isa, false>(group, e);
+    gemm<Isa, WeightForm::kWhole>(group, e);
   }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention.h"
+#include "clip.h"
 #include "depthwise.h"
 #include "elementwise.h"
 #include "gemm.h"
@@ -20,14 +21,16 @@ constexpr Kernels make_kernels() {
   Kernels k{};
   k.isa = Isa::kName;
   k.widening = Isa::kSteps;
-  k.gemm = &gemm<Isa, false>;
+  k.gemm = &gemm<Isa, WeightForm::kWhole>;
   if constexpr (kJoinsGroups<Isa>) k.gemm_groups = &gemm_groups<Isa>;
   k.small_groups = &small_groups<Isa, false>;
   if constexpr (Isa::kHasNarrow) {
-    k.gemm_narrow = &gemm<Isa, true>;
+    k.gemm_narrow = &gemm<Isa, WeightForm::kNarrow>;
     k.small_groups_narrow = &small_groups<Isa, true>;
   }
   if constexpr (Isa::kSteps > 1) k.widen = &widen<Isa>;
+  if constexpr (kHasExcess<Isa>) k.clip = &clip<Isa>;
+  if constexpr (Isa::kWidensSrc) k.gemm_split = &gemm<Isa, WeightForm::kSplit>;
   if constexpr (Isa::kWidensSrc) k.widen_src = &widen_src<Isa>;
   k.compensate = &compensate<Isa>;
   k.pack_panel = &pack_panel<Isa>;

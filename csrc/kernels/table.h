@@ -17,6 +17,17 @@ struct GemmRun {
   int64_t quads;
 };
 
+/// What the clipped weights of a panel lack (`Kernels::clip`), of the quads that lack something.
+struct GemmExcess {
+  struct Quad {
+    int64_t src_offset;     // bytes, as in GemmRun
+    int64_t weight_offset;  // bytes, in `weight`
+  };
+  const Quad* quads;
+  int64_t num_quads;
+  const int8_t* weight;
+};
+
 /// dst[row][n] = epilogue(n, acc_init[n] + sum over runs and k of src[row][run][k] *
 /// weight[n][run][k])
 ///
@@ -33,8 +44,9 @@ struct GemmTile {
   bool widened;
   const GemmRun* runs;
   int num_runs;
-  const int8_t* weight;  // first panel
-  int64_t panel_stride;  // bytes of a packed panel (before widening)
+  const int8_t* weight;      // first panel
+  int64_t panel_stride;      // bytes of a packed panel (before widening)
+  const GemmExcess* excess;  // gemm_narrow: [panels], or null where the weights are not clipped
   int panels;
   int panels_behind;        // those that follow in `weight`, and are next; 0 where others are
   int channel;              // first channel of the first panel, in dst and in the epilogue's arrays
@@ -369,6 +381,9 @@ struct Kernels {
   /// Exact only for panels whose pair bound is at most 128; reads packed weights as they are. Null
   /// where `gemm` already does.
   void (*gemm_narrow)(const GemmTile&, const Epilogue&);
+  /// `gemm` with packed weights as they are, widened in registers once for each tile of rows: for
+  /// few rows. Null where `gemm` reads them, and on `avx512`.
+  void (*gemm_split)(const GemmTile&, const Epilogue&);
   /// The same as `gemm` for the panels of several groups; null where `gemm` takes them one by one.
   void (*gemm_groups)(const GemmTile&, const Epilogue&);
   /// `gemm` and `gemm_narrow` for small groups: dst[row][n] sums over the inputs of n's group only.
@@ -376,6 +391,12 @@ struct Kernels {
   void (*small_groups_narrow)(const GemmTile&, const Epilogue&);
   /// Widens `bytes` packed weights for `gemm`. Null when `widening` is 1.
   void (*widen)(const int8_t* packed, int64_t bytes, int8_t* dst);
+  /// Packed weights as the sum of clipped ones, whose pairs fit 16-bit sums, and of their excess,
+  /// which no odd byte has: that of the even bytes, as 16-bit values, is written for the quads that
+  /// have any, `index` says for which. Returns how many; all three have room for `quads`. Null
+  /// where `gemm_narrow` knows no excess.
+  int64_t (*clip)(const int8_t* packed, int64_t quads, int8_t* clipped, int8_t* excess,
+                  int64_t* index);
   /// Widens the rows of a tile for `gemm`, their runs side by side; s8 become u8 (`flip`). Null
   /// where that does not pay.
   void (*widen_src)(const GemmTile&, uint8_t* dst);

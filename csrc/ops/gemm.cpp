@@ -8,6 +8,7 @@
 #include "../checks.h"
 #include "../explain.h"
 #include "../parallel.h"
+#include "clipped_weights.h"
 #include "gemm_matrix.h"
 #include "widened_rows.h"
 
@@ -33,17 +34,37 @@ struct Blocking {
 
 using GemmFn = void (*)(const GemmTile&, const Epilogue&);
 
-bool is_narrow(const GemmProblem& p, const Kernels& tier) { return tier.widening > 1 && p.narrow; }
+/// How a tier multiplies weights: packed bytes by one instruction, or by two where all pairs fit 16
+/// bits; clipped bytes, where few pairs do not; 16-bit values, made by each tile or once.
+enum class Weights { kBytes, kNarrow, kClipped, kSplit, kWidened };
 
-GemmFn kernel_of(const GemmProblem& p, const Kernels& tier) {
-  const bool narrow = is_narrow(p, tier);
+/// Rows up to which a second look at the weights costs more than it saves, as clipped ones, or as
+/// 16-bit copies. Measured on Zen 3, against the latter: linear layers of 1, 4, 8 and 16 rows take
+/// 0.45, 0.65, 0.83 and 0.93 of the time, 128 rows 1.04; 3x3 of 512 channels, 49 rows, 0.92.
+constexpr int64_t kSplitBeforeClipped = 16, kSplitBeforeWidened = 64;
+
+Weights weights_of(const GemmProblem& p, const Kernels& tier) {
+  if (tier.widening == 1) return Weights::kBytes;
+  if (p.narrow) return Weights::kNarrow;
+  if (tier.clip == nullptr || p.group_quads > 0) return Weights::kWidened;
+  const int64_t rows = p.rows();
+  if (rows <= kSplitBeforeClipped) return Weights::kSplit;
+  if (are_worth_clipping(p, tier)) return Weights::kClipped;
+  return rows <= kSplitBeforeWidened ? Weights::kSplit : Weights::kWidened;
+}
+
+GemmFn kernel_of(const GemmProblem& p, const Kernels& tier, Weights weights) {
+  const bool narrow = weights == Weights::kNarrow || weights == Weights::kClipped;
+  if (weights == Weights::kSplit) return tier.gemm_split;
   if (p.group_quads == 0) return narrow ? tier.gemm_narrow : tier.gemm;
   if (p.group_quads * kQuad >= kPanel) return tier.gemm_groups;
   return narrow ? tier.small_groups_narrow : tier.small_groups;
 }
 
-const char* name_of(const GemmProblem& p, const Kernels& tier) {
-  const bool narrow = is_narrow(p, tier);
+const char* name_of(const GemmProblem& p, Weights weights) {
+  const bool narrow = weights == Weights::kNarrow;
+  if (weights == Weights::kClipped) return "gemm_clipped";
+  if (weights == Weights::kSplit) return "gemm_split";
   if (p.group_quads == 0) return narrow ? "gemm_narrow" : "gemm";
   if (p.group_quads * kQuad >= kPanel) return "gemm_groups";
   return narrow ? "small_groups_narrow" : "small_groups";
@@ -79,21 +100,23 @@ int64_t rows_at_once(int64_t left, int64_t most) {
 /// One thread's share: rows x blocks.
 class Worker {
  public:
-  Worker(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier,
+  Worker(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier, Weights weights,
          const Blocking& blocking)
       : problem_(problem),
         epilogue_(epilogue),
         blocking_(blocking),
-        gemm_(kernel_of(problem, tier)) {
-    const bool narrow = is_narrow(problem, tier);
-    widen_ = narrow ? nullptr : tier.widen;
-    widening_ = narrow ? 1 : tier.widening;
-    if (widen_ != nullptr) {
-      widened_ = scratch_.take<int8_t>(blocking.block_panels * problem.panel_bytes * widening_);
-      // One panel alone would use the copies once.
-      if (tier.widen_src != nullptr && problem.group_quads == 0 && problem.panels_per_group > 1) {
-        widened_rows_.emplace(problem, tier, scratch_);
-      }
+        gemm_(kernel_of(problem, tier, weights)) {
+    if (weights == Weights::kClipped) {
+      clipped_.emplace(problem, tier, blocking.block_panels, scratch_);
+    }
+    if (weights == Weights::kWidened) {
+      widen_ = tier.widen;
+      widened_ = scratch_.take<int8_t>(blocking.block_panels * problem.panel_bytes * tier.widening);
+    }
+    // One panel alone would use the copies once.
+    if ((weights == Weights::kWidened || weights == Weights::kSplit) && tier.widen_src != nullptr &&
+        problem.group_quads == 0 && problem.panels_per_group > 1) {
+      widened_rows_.emplace(problem, tier, scratch_);
     }
     tile_.row_offset = src_offset_;
     tile_.dst_offset = dst_offset_;
@@ -103,11 +126,11 @@ class Worker {
   }
 
   /// Blocks outermost where the weights of one block are worth keeping (they are large, or were
-  /// widened), else rows outermost: those of a tile stay in L1 and the weights in L2.
+  /// copied), else rows outermost: those of a tile stay in L1 and the weights in L2.
   void run(Range rows, Range blocks, bool blocks_outer) {
-    if (blocks_outer || widen_ != nullptr) {
+    if (blocks_outer) {
       for (int64_t b = blocks.begin; b < blocks.end; ++b) {
-        const bool has_next = b + 1 < blocks.end && widen_ == nullptr;
+        const bool has_next = b + 1 < blocks.end && !copies_weights();
         tile_.panels_behind =
             has_next ? blocking_.block(problem_, static_cast<int>(b + 1)).panels : 0;
         run_classes(rows, {b, b + 1});
@@ -119,7 +142,7 @@ class Worker {
 
  private:
   void run_classes(Range rows, Range blocks) {
-    if (widen_ != nullptr) widen(blocking_.block(problem_, static_cast<int>(blocks.begin)));
+    if (copies_weights()) copy(blocking_.block(problem_, static_cast<int>(blocks.begin)));
     int64_t first = 0;  // first row of the class
     for (const GemmClass& c : problem_.classes) {
       int64_t row = std::max(rows.begin - first, int64_t{0});
@@ -128,6 +151,7 @@ class Worker {
         tile_.runs = c.runs.data();
         tile_.num_runs = static_cast<int>(c.runs.size());
         const int64_t most = widened_rows_ ? widened_rows_->enter(c, tile_) : kGemmRows;
+        if (clipped_) clipped_->enter(c, tile_);
         RowCursor cursor(c, row);
         while (row < end) {
           int64_t size = rows_at_once(end - row, most);
@@ -156,7 +180,7 @@ class Worker {
       const int channel = b.panel * kPanel;
       tile.src = problem_.src + c.src_base + b.group * problem_.src_group_stride;
       if (tile.group_quads > 0) tile.src += channel;
-      tile.weight = widened_ != nullptr ? widened_ : packed(b);
+      if (!copies_weights()) tile.weight = packed(b);
       tile.panels = b.panels;
       tile.channel = b.group * problem_.group_channels + channel;
       tile.channels = std::min(problem_.group_channels - channel, b.panels * kPanel);
@@ -187,23 +211,29 @@ class Worker {
            (int64_t{b.group} * problem_.panels_per_group + b.panel) * problem_.panel_bytes;
   }
 
-  void widen(const Block& b) { widen_(packed(b), b.panels * problem_.panel_bytes, widened_); }
+  bool copies_weights() const { return widen_ != nullptr || clipped_; }
+  void copy(const Block& b) {
+    if (clipped_) return clipped_->fill(packed(b), b.panels);
+    widen_(packed(b), b.panels * problem_.panel_bytes, widened_);
+    tile_.weight = widened_;
+  }
 
   const GemmProblem& problem_;
   const Epilogue& epilogue_;
   const Blocking blocking_;
   const GemmFn gemm_;
-  void (*widen_)(const int8_t*, int64_t, int8_t*);
-  int widening_;
+  void (*widen_)(const int8_t*, int64_t, int8_t*) = nullptr;
   int8_t* widened_ = nullptr;
   ScratchFrame scratch_;
   std::optional<WidenedRows> widened_rows_;
+  std::optional<ClippedWeights> clipped_;
   /// What is the same for all rows and blocks is written once.
   GemmTile tile_{};
   int64_t src_offset_[kGemmRows], dst_offset_[kGemmRows];
 };
 
-void run_on_vectors(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier) {
+void run_on_vectors(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier,
+                    Weights weights) {
   int64_t tiles = 0, row_quads = 0;
   for (const GemmClass& c : p.classes) {
     tiles += c.tiles();
@@ -217,10 +247,10 @@ void run_on_vectors(const GemmProblem& p, const Epilogue& epilogue, const Kernel
   const int group_panels = std::max(p.group_quads * kQuad / kPanel, 1);
   const bool split_blocks =
       threads > 1 && p.group_quads * kQuad % kPanel == 0 && (large_weights || tiles < 4 * threads);
-  const bool widens = tier.widen != nullptr && !is_narrow(p, tier);
+  const bool copies = weights == Weights::kWidened || weights == Weights::kClipped;
   // The kernel takes few rows through all panels itself; what a call costs is 5 % of 1x768->768.
-  const bool few_rows = p.rows() <= kFewRows && !widens;
-  const bool blocks_outer = widens || (large_weights && !few_rows);
+  const bool few_rows = p.rows() <= kFewRows && !copies;
+  const bool blocks_outer = copies || (large_weights && !few_rows);
   Blocking blocking{};
   blocking.block_panels = blocks_outer || split_blocks ? kBlockPanels : p.panels_per_group;
   if (split_blocks && few_rows) {  // one block a thread
@@ -239,7 +269,7 @@ void run_on_vectors(const GemmProblem& p, const Epilogue& epilogue, const Kernel
   // Rows, not tiles: of the 9 tiles of 7x7 pixels one of two threads would have 28 rows.
   const int row_parts = static_cast<int>(std::min<int64_t>(threads / block_parts, tiles));
   parallel_parts(block_parts * row_parts, [&](int i) {
-    Worker worker(p, epilogue, tier, blocking);
+    Worker worker(p, epilogue, tier, weights, blocking);
     worker.run(part_of(p.rows(), row_parts, i / block_parts),
                part_of(blocks, block_parts, i % block_parts), blocks_outer);
   });
@@ -251,7 +281,8 @@ void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tie
   const char* why_not = why_not_matrix_unit(p, tier);
   const bool matrix = why_not == nullptr;
   const int joined = matrix ? 0 : joined_quads(p, tier);
-  trace.ran(tier, matrix ? "gemm_matrix" : joined > 0 ? "gemm_groups" : name_of(p, tier));
+  const Weights weights = matrix ? Weights::kBytes : weights_of(p, tier);
+  trace.ran(tier, matrix ? "gemm_matrix" : joined > 0 ? "gemm_groups" : name_of(p, weights));
   if (explains()) {
     rejects("gemm_matrix", why_not);
     if (tier.widening > 1 && !p.narrow) {
@@ -262,13 +293,14 @@ void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tie
               "the post-ops are more than sums, linears, adds and muls and one relu or clip");
     }
   }
-  if (joined > 0) return run_on_vectors(join_groups(p, joined), epilogue, tier);
-  run_gemm(p, epilogue, tier);
+  if (matrix) return run_on_matrix_unit(p, epilogue, *tier.matrix);
+  if (joined > 0) return run_on_vectors(join_groups(p, joined), epilogue, tier, weights);
+  run_on_vectors(p, epilogue, tier, weights);
 }
 
 void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier) {
   if (why_not_matrix_unit(p, tier) == nullptr) return run_on_matrix_unit(p, epilogue, *tier.matrix);
-  run_on_vectors(p, epilogue, tier);
+  run_on_vectors(p, epilogue, tier, weights_of(p, tier));
 }
 
 const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,
