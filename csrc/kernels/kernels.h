@@ -21,6 +21,7 @@ constexpr Kernels make_kernels() {
   Kernels k{};
   k.isa = Isa::kName;
   k.widening = Isa::kSteps;
+  k.rnn_widening = kRnnSteps<Isa>;
   k.gemm = &gemm<Isa, WeightForm::kWhole>;
   if constexpr (kJoinsGroups<Isa>) k.gemm_groups = &gemm_groups<Isa>;
   k.small_groups = &small_groups<Isa, false>;

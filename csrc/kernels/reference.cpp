@@ -279,6 +279,7 @@ namespace torchq {
 constinit const Kernels kReferenceKernels = {
     .isa = "reference",
     .widening = 1,
+    .rnn_widening = 1,
     .matrix = nullptr,
     .gemm = &gemm,
     .gemm_narrow = nullptr,

@@ -23,7 +23,7 @@ TORCHQ_NOINLINE void rnn_run(const RnnStep& s) {
   alignas(64) float input[Tiles::kRows * kWidth * kPanel];
   int64_t row_offset[Tiles::kRows];
   for (int r = 0; r < Tiles::kRows; ++r) row_offset[r] = r * s.src_stride;
-  const int widening = s.narrow ? 1 : Isa::kSteps;
+  const int widening = s.narrow ? 1 : kRnnSteps<Isa>;
   RnnTile t{};
   t.row_offset = row_offset;
   t.quads = s.quads;

@@ -6,6 +6,11 @@
 
 namespace {
 
+/// Vectors of weights per quad in memory: packed bytes where tiles split them in registers. Of one
+/// row, which waits for weights, these are half as many to read.
+template <class Isa>
+constexpr int kRnnSteps = Isa::kWidensSrc ? 1 : Isa::kSteps;
+
 /// What tiles of the same rows share. Their fields are stored one by one and read one by one:
 /// copies of the whole waited for the stores of the tile before, 100 cycles each.
 struct RnnTile {
@@ -26,7 +31,8 @@ struct RnnTile {
 /// with kScaled the floats fma(acc, multiplier[p], bias[p]) in its place.
 template <class Isa, int MR, int NP, bool kNarrow, bool kScaled>
 TORCHQ_NOINLINE void rnn_tile(const RnnTile& t, int panel) {
-  constexpr int kSteps = kNarrow ? 1 : Isa::kSteps;
+  constexpr bool kSplits = !kNarrow && Isa::kSteps > kRnnSteps<Isa>;
+  constexpr int kSteps = kNarrow ? 1 : kRnnSteps<Isa>;
   using Int = typename Isa::Int;
   int64_t row[MR];
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) row[r] = t.row_offset[r];
@@ -42,16 +48,20 @@ TORCHQ_NOINLINE void rnn_tile(const RnnTile& t, int panel) {
   const int8_t* weight = t.weight + panel * panel_stride;
   while (src != end) {
     if constexpr (MR > 4) asm("" : "+m"(end));  // as in gemm_tile
-    const auto quad = [&](int r) { return Isa::broadcast(src + row[r]); };
-    if constexpr (kSteps == 1) {
+    if constexpr (kNarrow || Isa::kSteps == 1) {
       if constexpr (MR > 3 && NP > 2) __builtin_prefetch(weight + ahead, 0, 2);
-      dot_step<Isa, MR, NP, kNarrow>(acc, weight, panel_stride, quad);
-    } else {
       dot_step<Isa, MR, NP, kNarrow>(acc, weight, panel_stride,
-                                     [&](int r) { return Isa::template split_src<0>(quad(r)); });
+                                     [&](int r) { return Isa::broadcast(src + row[r]); });
+    } else {
+      dot_step<Isa, MR, NP, false>(
+          acc, weight, panel_stride,
+          [&](int r) { return load_src_half<Isa, kUnsigned, 0>(src + row[r]); },
+          LoadHalf<Isa, kSplits, 0>());
       asm("" : "+r"(src), "+r"(weight));  // as in gemm_tile
-      dot_step<Isa, MR, NP, kNarrow>(acc, weight + kPanel * kQuad, panel_stride,
-                                     [&](int r) { return Isa::template split_src<1>(quad(r)); });
+      dot_step<Isa, MR, NP, false>(
+          acc, weight + (kSplits ? 0 : kPanel * kQuad), panel_stride,
+          [&](int r) { return load_src_half<Isa, kUnsigned, 1>(src + row[r]); },
+          LoadHalf<Isa, kSplits, 1>());
     }
     src += kQuad;
     weight += kSteps * kPanel * kQuad;

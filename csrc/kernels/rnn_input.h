@@ -62,7 +62,7 @@ TORCHQ_INLINE void rnn_input_tile(const RnnInput& in, int group, int count, int6
   t.src = in.src;
   t.row_offset = in.row_offset + first;
   t.quads = in.quads;
-  t.panel_stride = in.panel_stride * (in.narrow ? 1 : Isa::kSteps);
+  t.panel_stride = in.panel_stride * (in.narrow ? 1 : kRnnSteps<Isa>);
   t.weight = in.weight + panel * t.panel_stride;
   t.init = in.init + panel * kPanel;
   t.acc = reinterpret_cast<int32_t*>(dst);

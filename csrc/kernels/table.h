@@ -163,7 +163,7 @@ struct RnnInput {
   const int64_t* row_offset;  // [rows] bytes
   int64_t rows, quads;
   int groups, gates;
-  const int8_t* weight;  // [groups][gates] panels; widened unless `narrow`
+  const int8_t* weight;  // [groups][gates] panels; `rnn_widening` times as large unless `narrow`
   int64_t panel_stride;  // bytes of a packed panel (before widening)
   bool narrow;
   const int32_t* init;  // [groups][gates][16], as the next three
@@ -375,6 +375,8 @@ struct Kernels {
   /// Bytes a packed weight byte occupies for `gemm`: 1, or 2 where weights are widened to 16 bits
   /// first.
   int widening;
+  /// The same for `rnn_input` and `rnn_step`.
+  int rnn_widening;
   /// What `gemm` leaves to a matrix unit (matrix_unit.h) where there are rows enough; null without.
   const MatrixUnit* matrix;
   void (*gemm)(const GemmTile&, const Epilogue&);

@@ -92,8 +92,8 @@ bool RnnDirection::looks_ahead() const {
 RnnDirection::Matrix RnnDirection::matrix(ScratchFrame& scratch, const RnnWeight& weight,
                                           int64_t panels, int32_t zero_point) {
   Matrix m{&weight, index * panels, nullptr, nullptr};
-  if (tier.widen != nullptr && !weight.narrow) {
-    m.widened = scratch.take<int8_t>(panels * weight.panel_bytes() * tier.widening);
+  if (tier.rnn_widening > 1 && !weight.narrow) {
+    m.widened = scratch.take<int8_t>(panels * weight.panel_bytes() * tier.rnn_widening);
   }
   const int32_t tap = 0;
   int32_t* init = scratch.take<int32_t>(panels * kPanel);
@@ -189,7 +189,7 @@ void RnnDirection::widen(int part) {
     const int64_t first = range.begin * panels_per_group, count = range.end - range.begin;
     tier.widen(m.weight->packed + (m.offset + first) * m.weight->panel_bytes(),
                count * panels_per_group * m.weight->panel_bytes(),
-               m.widened + first * m.weight->panel_bytes() * tier.widening);
+               m.widened + first * m.weight->panel_bytes() * tier.rnn_widening);
   };
   own(input_, l.gates, groups_);
   own(recurrent_, l.gates, groups_);

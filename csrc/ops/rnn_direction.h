@@ -34,7 +34,6 @@ class RnnDirection {
       if (widened != nullptr) return widened + p * weight->panel_bytes() * widening;
       return weight->packed + (offset + p) * weight->panel_bytes();
     }
-    bool narrow() const { return widened == nullptr; }
   };
   /// What a part has for itself; a thread of several uses the first one's states.
   struct alignas(64) Own {

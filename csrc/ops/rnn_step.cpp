@@ -45,9 +45,9 @@ RnnInput RnnDirection::input_of(int part, int64_t first, int64_t rows) const {
   in.quads = l.input.quads;
   in.groups = static_cast<int>(range.end - range.begin);
   in.gates = l.gates;
-  in.weight = input_.panel(panel, tier.widening);
+  in.weight = input_.panel(panel, tier.rnn_widening);
   in.panel_stride = l.input.panel_bytes();
-  in.narrow = input_.narrow();
+  in.narrow = l.input.narrow;
   in.init = input_.init + panel * kPanel;
   in.multiplier = l.input.multiplier + all;
   in.bias = l.bias + all;
@@ -160,7 +160,7 @@ void RnnDirection::second_stage(int part, const Own& own, const uint8_t* src, in
   s.src_stride = padded_;
   if (!projects) {
     const int64_t skip = 2 * kPanel;  // the gates r and z
-    s.weight += 2 * s.panel_stride * (s.narrow ? 1 : tier.widening);
+    s.weight += 2 * s.panel_stride * (s.narrow ? 1 : tier.rnn_widening);
     s.init += skip;
     s.multiplier += skip;
     s.input = own_[part].inputs + input + skip;
@@ -181,10 +181,10 @@ RnnStep RnnDirection::step_of(const Matrix& m, int gates, Range range, int64_t r
   s.rows = rows;
   const int64_t panel = range.begin * gates;
   s.quads = m.weight->quads;
-  s.weight = m.panel(panel, tier.widening);
+  s.weight = m.panel(panel, tier.rnn_widening);
   s.panel_stride = m.weight->panel_bytes();
   s.group_stride = gates * s.panel_stride;
-  s.narrow = m.narrow();
+  s.narrow = m.weight->narrow;
   s.init = m.init + panel * kPanel;
   s.multiplier = m.weight->multiplier + (m.offset + panel) * kPanel;
   s.param_stride = gates * kPanel;
