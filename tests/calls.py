@@ -53,7 +53,8 @@ def gemm_kernel(isa: str, rows: int) -> str:
 
 
 def with_few_pairs(weight: Tensor) -> Tensor:
-    """7-bit weights, but for one quad of inputs in eight: avx2 clips these."""
+    """7-bit weights (outputs, inputs, ...), but for one quad of inputs in eight, not the same for
+    each tap: avx2 clips these."""
     index = torch.zeros(weight.shape[1:], dtype=torch.int64)
     for d, size in enumerate(weight.shape[1:]):
         steps = torch.arange(size) // 4 if d == 0 else torch.arange(size)
@@ -176,5 +177,8 @@ def sampled(
     if narrow:
         args["weight"] = args["weight"].clamp(-NARROW, NARROW)
     if few_pairs:
-        args["weight"] = with_few_pairs(args["weight"])
+        transposed = isinstance(shape, ConvTransposeShape)  # (inputs, outputs, ...)
+        weight = args["weight"].transpose(0, 1) if transposed else args["weight"]
+        few = with_few_pairs(weight)
+        args["weight"] = few.transpose(0, 1).contiguous() if transposed else few
     return make_call(args, shape)

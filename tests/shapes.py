@@ -69,8 +69,8 @@ LINEAR_OVERLAPPED = [
     *(LinearShape(20, n, 1030, "overlapped_wide_k") for n in (32, 48)),
     *(LinearShape(m, 272, 257, "overlapped_asks") for m in (17, 51, 64)),
 ]
-# Rows copied as 16-bit values, for AVX2: calls of 6 rows, and of 18 to 42, with weights that each
-# tile widens, and, of more than 64 rows, with copies.
+# Rows copied as 16-bit values, for AVX2: calls of up to 18 rows, and of 18 to 42, with weights that
+# each tile widens, and, of more than 64 rows, with copies.
 LINEAR_WIDENED = [
     *(LinearShape(m, 33, 5500, "widened") for m in (7, 11, 12, 17, 71)),
     *(LinearShape(m, 33, k, "widened") for m in (31, 43, 59, 103) for k in (3600, 2048, 1700)),

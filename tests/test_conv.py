@@ -328,6 +328,10 @@ def test_kernel(shape: ConvShape, isa: str):
     sampled(shape, narrow=True).run()
     narrow = name.removesuffix("_split") + "_narrow" * has_narrow
     assert torchq.last_kernel() == f"{narrow}:{isa}"
+    if shape.name in ("dense", "dense_tail"):
+        sampled(shape, few_pairs=True).run()
+        clips = isa == "avx2" and pixels(shape) > 16
+        assert torchq.last_kernel() == f"{'gemm_clipped' if clips else name}:{isa}"
 
 
 @pytest.mark.parametrize("shape", cases.CONV_UNITS, ids=str)

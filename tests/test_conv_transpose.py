@@ -192,6 +192,8 @@ def test_opcheck():
 def test_kernel(isa: str):
     sampled(FORMS[0]).run()
     assert torchq.last_kernel() == f"gemm:{isa}"
+    sampled(FORMS[0], few_pairs=True).run()
+    assert torchq.last_kernel() == ("gemm_clipped:" if isa == "avx2" else "gemm:") + isa
 
 
 # Errors

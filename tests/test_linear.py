@@ -333,3 +333,12 @@ def test_edges_of_clipped_weights(isa: str):
         raw(src=src, weight=weight).check(src.dtype)
         expected = f"gemm_clipped:{isa}" if isa == "avx2" else gemm_kernel(isa, len(src))
         assert torchq.last_kernel() == expected
+
+
+def test_nearly_all_weights_are_clipped(isa: str):
+    """Judged by the quads that are looked at, which have nothing to clip here."""
+    args = cases.constant(LinearShape(65, 16, 256), 255, 127)
+    args["weight"][:, [*range(16), *range(132, 148)]] = 1
+    make_call(args).check()
+    expected = f"gemm_clipped:{isa}" if isa == "avx2" else gemm_kernel(isa, 65)
+    assert torchq.last_kernel() == expected

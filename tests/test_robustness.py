@@ -112,6 +112,7 @@ def test_number_of_threads(isa: str, shape: Shape):
         torch.set_num_threads(count)
         call.check(count)
         sampled(shape, narrow=True).check((count, "narrow"))
+        sampled(shape, few_pairs=True).check((count, "few pairs"))
 
 
 def test_concurrent_threads_with_their_own_isa():

@@ -105,6 +105,12 @@ REASONS = {
     "conv((1, 8, 9, 9), (8, 8, 1, 1), fill=127)": [
         NO_UNIT,
         "gemm_narrow,adjacent weights of one sign add up to more than 128",
+        "gemm_clipped,more than a quarter of the quads hold such weights",
+    ],
+    "conv((1, 8, 4, 4), (8, 8, 1, 1), fill=127)": [
+        NO_UNIT,
+        "gemm_narrow,adjacent weights of one sign add up to more than 128",
+        "gemm_clipped,there are 16 rows or fewer",
     ],
     "conv((1, 8, 9, 9), (8, 8, 1, 1), a=attr('eltwise_tanh'))": [NO_UNIT, CHAIN],
     "conv((1, 16, 9, 9), (16, 4, 3, 3), groups=4)": [DEPTHWISE, NO_UNIT],

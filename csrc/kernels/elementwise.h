@@ -114,10 +114,9 @@ void mul_rows(const BinaryRows& b) {
       });
 }
 
-/// Sixteen in-lane shuffles, one per row of 16 table entries. Each half of the table, for u8 below
-/// 128 and above, becomes its first row and what changes from each row to the next, by exclusive
-/// or: of these the shuffles take all up to a value's own row, behind which 16 less each time is
-/// negative.
+/// Sixteen in-lane shuffles, one per row of 16 table entries. Row r of each half of the table
+/// becomes row r xor row r - 1. Shuffle r adds it, by xor, while value - 16 r is not negative; then
+/// the byte's sign makes it 0. So a value collects rows 0 to its own, which make its entry.
 template <class Isa>
 void lookup(const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size) {
   if constexpr (requires { Isa::lookup_vbmi; }) {

@@ -380,8 +380,9 @@ struct Kernels {
   /// What `gemm` leaves to a matrix unit (matrix_unit.h) where there are rows enough; null without.
   const MatrixUnit* matrix;
   void (*gemm)(const GemmTile&, const Epilogue&);
-  /// Exact only for panels whose pair bound is at most 128; reads packed weights as they are. Null
-  /// where `gemm` already does.
+  /// Exact only for panels whose pair bound is at most 128, as clipped ones, to whose products it
+  /// adds those of `excess`, where `clip` is not null; reads packed weights as they are. Null where
+  /// `gemm` already does.
   void (*gemm_narrow)(const GemmTile&, const Epilogue&);
   /// `gemm` with packed weights as they are, widened in registers once for each tile of rows: for
   /// few rows. Null where `gemm` reads them, and on `avx512`.
@@ -395,8 +396,8 @@ struct Kernels {
   void (*widen)(const int8_t* packed, int64_t bytes, int8_t* dst);
   /// Packed weights as the sum of clipped ones, whose pairs fit 16-bit sums, and of their excess,
   /// which no odd byte has: that of the even bytes, as 16-bit values, is written for the quads that
-  /// have any, `index` says for which. Returns how many; all three have room for `quads`. Null
-  /// where `gemm_narrow` knows no excess.
+  /// have any, `index` says for which. Returns how many; all three have room for `quads`, of which
+  /// what is behind the last may be overwritten. Null where `gemm_narrow` knows no excess.
   int64_t (*clip)(const int8_t* packed, int64_t quads, int8_t* clipped, int8_t* excess,
                   int64_t* index);
   /// Widens the rows of a tile for `gemm`, their runs side by side; s8 become u8 (`flip`). Null

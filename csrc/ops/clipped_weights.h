@@ -10,8 +10,7 @@
 // the first of such a pair is made smaller until both fit, in a copy, and what it lacks, its
 // excess, is multiplied by VPMADDWD after the rest, for those quads of a panel that have any:
 //   src0 w0 + src1 w1 = (src0 (w0 - excess) + src1 w1) + src0 excess
-// Against 16-bit copies of all weights, as where all have an excess, these are half as large, and
-// the rows are multiplied as they are.
+// Where many quads have an excess, 16-bit copies of all weights are faster.
 #pragma once
 
 #include <algorithm>
@@ -22,21 +21,23 @@
 
 namespace torchq {
 
-/// Whether few quads have any excess, to judge by 4 in 32 or more, up to 128 in all. Measured on
-/// Zen 3, of the time with 16-bit weights: with excess in 1, 10 and 20 % of the quads 0.80, 0.87
-/// and 0.93, in 30 % 0.96 to 1.01. Weights with the shape of a bell have it in 1 % (long tails)
-/// to 50.
+/// Whether at most a quarter of the quads have any excess, to judge by about 31 places of 4 quads,
+/// or one in 33 quads if that is fewer. Measured on Zen 3, of the time with 16-bit weights: with
+/// excess in 1, 10 and 20 % of the quads 0.80, 0.87 and 0.93, in 30 % 0.96 to 1.01. Weights with
+/// the shape of a bell have it in 1 % (long tails) to 50.
 inline bool are_worth_clipping(const GemmProblem& p, const Kernels& tier) {
-  constexpr int64_t kPlaces = 32, kQuads = 4;
-  constexpr int64_t kQuadBytes = kPanel * kQuad;
-  const int64_t quads = int64_t{p.groups} * p.panels_per_group * p.panel_bytes / kQuadBytes;
+  constexpr int64_t kPlaces = 31, kQuads = 4, kQuadBytes = kPanel * kQuad;
+  const int64_t used = p.used_panel_bytes() / kQuadBytes;
+  const int64_t quads = int64_t{p.groups} * p.panels_per_group * used;
   if (quads == 0) return false;
   int8_t clipped[kQuads * kQuadBytes], excess[kQuads * kQuadBytes];
   int64_t index[kQuads], found = 0, seen = 0;
-  const int64_t step = std::max(quads / kPlaces, 8 * kQuads);
-  for (int64_t q = 0; q < quads; q += step) {
-    const int64_t count = std::min(kQuads, quads - q);
-    found += tier.clip(p.weight + q * kQuadBytes, count, clipped, excess, index);
+  // Odd, so that the places are not the same inputs of each panel.
+  const int64_t step = std::max(quads / kPlaces, 8 * kQuads) | 1;
+  for (int64_t i = 0; i < quads; i += step) {
+    const int64_t panel = i / used, quad = i % used, count = std::min(kQuads, used - quad);
+    const int8_t* packed = p.weight + panel * p.panel_bytes + quad * kQuadBytes;
+    found += tier.clip(packed, count, clipped, excess, index);
     seen += count;
   }
   return found * 4 <= seen;
@@ -46,7 +47,7 @@ inline bool are_worth_clipping(const GemmProblem& p, const Kernels& tier) {
 class ClippedWeights {
  public:
   ClippedWeights(const GemmProblem& p, const Kernels& tier, int block_panels, ScratchFrame& scratch)
-      : clip_(tier.clip), panel_bytes_(p.panel_bytes), quads_(p.panel_bytes / kQuadBytes) {
+      : clip_(tier.clip), panel_bytes_(p.panel_bytes), quads_(p.used_panel_bytes() / kQuadBytes) {
     clipped_ = scratch.take<int8_t>(block_panels * panel_bytes_);
     excess_ = scratch.take<int8_t>(block_panels * panel_bytes_);
     index_ = scratch.take<int64_t>(block_panels * quads_);

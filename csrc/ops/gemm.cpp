@@ -38,15 +38,18 @@ using GemmFn = void (*)(const GemmTile&, const Epilogue&);
 /// bits; clipped bytes, where few pairs do not; 16-bit values, made by each tile or once.
 enum class Weights { kBytes, kNarrow, kClipped, kSplit, kWidened };
 
-/// Rows up to which a second look at the weights costs more than it saves, as clipped ones, or as
-/// 16-bit copies. Measured on Zen 3, against the latter: linear layers of 1, 4, 8 and 16 rows take
-/// 0.45, 0.65, 0.83 and 0.93 of the time, 128 rows 1.04; 3x3 of 512 channels, 49 rows, 0.92.
+/// Rows up to which copies of the weights cost more than they save, clipped ones or 16-bit ones.
+/// Measured on Zen 3, against the latter: linear layers of 768x768 take 0.43, 0.60, 0.76 and 0.93
+/// of the time with 1, 4, 8 and 16 rows, with 128 rows 1.04; 3x3 of 512 channels, 49 rows, 0.92.
+/// Against clipped ones with long tails 16 rows take 0.98 to 1.08, 8 rows 0.82 to 0.9.
 constexpr int64_t kSplitBeforeClipped = 16, kSplitBeforeWidened = 64;
 
 Weights weights_of(const GemmProblem& p, const Kernels& tier) {
   if (tier.widening == 1) return Weights::kBytes;
   if (p.narrow) return Weights::kNarrow;
-  if (tier.clip == nullptr || p.group_quads > 0) return Weights::kWidened;
+  if (tier.clip == nullptr || tier.gemm_split == nullptr || p.group_quads > 0) {
+    return Weights::kWidened;
+  }
   const int64_t rows = p.rows();
   if (rows <= kSplitBeforeClipped) return Weights::kSplit;
   if (are_worth_clipping(p, tier)) return Weights::kClipped;
@@ -59,6 +62,13 @@ GemmFn kernel_of(const GemmProblem& p, const Kernels& tier, Weights weights) {
   if (p.group_quads == 0) return narrow ? tier.gemm_narrow : tier.gemm;
   if (p.group_quads * kQuad >= kPanel) return tier.gemm_groups;
   return narrow ? tier.small_groups_narrow : tier.small_groups;
+}
+
+const char* why_not_clipped(const GemmProblem& p, const Kernels& tier, Weights weights) {
+  if (weights == Weights::kNarrow || weights == Weights::kClipped) return nullptr;
+  if (tier.clip == nullptr || p.group_quads > 0) return nullptr;  // not to be had
+  return p.rows() <= kSplitBeforeClipped ? "there are 16 rows or fewer"
+                                         : "more than a quarter of the quads hold such weights";
 }
 
 const char* name_of(const GemmProblem& p, Weights weights) {
@@ -111,7 +121,8 @@ class Worker {
     }
     if (weights == Weights::kWidened) {
       widen_ = tier.widen;
-      widened_ = scratch_.take<int8_t>(blocking.block_panels * problem.panel_bytes * tier.widening);
+      widening_ = tier.widening;
+      widened_ = scratch_.take<int8_t>(blocking.block_panels * problem.panel_bytes * widening_);
     }
     // One panel alone would use the copies once.
     if ((weights == Weights::kWidened || weights == Weights::kSplit) && tier.widen_src != nullptr &&
@@ -214,7 +225,10 @@ class Worker {
   bool copies_weights() const { return widen_ != nullptr || clipped_; }
   void copy(const Block& b) {
     if (clipped_) return clipped_->fill(packed(b), b.panels);
-    widen_(packed(b), b.panels * problem_.panel_bytes, widened_);
+    const int64_t stride = problem_.panel_bytes, used = problem_.used_panel_bytes();
+    for (int p = 0; p < b.panels; ++p) {
+      widen_(packed(b) + p * stride, used, widened_ + p * stride * widening_);
+    }
     tile_.weight = widened_;
   }
 
@@ -223,6 +237,7 @@ class Worker {
   const Blocking blocking_;
   const GemmFn gemm_;
   void (*widen_)(const int8_t*, int64_t, int8_t*) = nullptr;
+  int widening_ = 1;
   int8_t* widened_ = nullptr;
   ScratchFrame scratch_;
   std::optional<WidenedRows> widened_rows_;
@@ -288,6 +303,7 @@ void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tie
     if (tier.widening > 1 && !p.narrow) {
       rejects("gemm_narrow", "adjacent weights of one sign add up to more than 128");
     }
+    rejects("gemm_clipped", why_not_clipped(p, tier, weights));
     if (epilogue.mode == Epilogue::kChain) {
       rejects("folded epilogue",
               "the post-ops are more than sums, linears, adds and muls and one relu or clip");

@@ -51,6 +51,17 @@ struct GemmProblem {
     for (const GemmClass& c : classes) sum += c.rows();
     return sum;
   }
+  /// Bytes of a panel that rows meet: not all where `weight` is one group of inputs of many, and
+  /// those behind the last one belong to nobody.
+  int64_t used_panel_bytes() const {
+    int64_t end = 0;
+    for (const GemmClass& c : classes) {
+      for (const GemmRun& run : c.runs) {
+        end = std::max(end, run.weight_offset + run.quads * kPanel * kQuad);
+      }
+    }
+    return end;
+  }
 };
 
 /// Weights up to half a core's L2 stay there while tiles stream past.

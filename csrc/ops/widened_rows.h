@@ -25,7 +25,7 @@ class WidenedRows {
       runs = std::max(runs, c.runs.size());
     }
     runs_ = scratch.take<GemmRun>(static_cast<int64_t>(runs));
-    rows_ = scratch.take<uint8_t>(std::max(kBytes, kTileRows * quads * kWideQuad));
+    rows_ = scratch.take<uint8_t>(std::max(kBytes, kLeastRows * quads * kWideQuad));
   }
 
   /// Makes the class's runs those of `tile`, joined where their weights are side by side, too;
@@ -65,10 +65,13 @@ class WidenedRows {
  private:
   static constexpr int64_t kWideQuad = 2 * kQuad;  // bytes
   static constexpr int64_t kMostRows = 8 * kTileRows;
-  /// Rows that stay in L2 beside the widened weights of a block.
+  /// Few rows pass at once: with all weights, which more than one pass would read again.
+  static constexpr int64_t kLeastRows = 3 * kTileRows;
+  static_assert(kLeastRows >= kFewRows);
+  /// Rows that stay in L2 beside the weights of a block.
   static int64_t most_rows(int64_t quads) {
     const int64_t tiles = kBytes / (std::max<int64_t>(quads, 1) * kWideQuad * kTileRows);
-    return std::clamp<int64_t>(tiles * kTileRows, kTileRows, kMostRows);
+    return std::clamp<int64_t>(tiles * kTileRows, kLeastRows, kMostRows);
   }
   static constexpr int64_t kBytes = 128 * 1024;
 
