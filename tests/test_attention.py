@@ -298,6 +298,7 @@ def test_errors():
     refuse(ValueError, "key and value as many rows", q, k, v[:, :, :4])
     refuse(ValueError, "batch dimensions of query, key and value must broadcast", q, k[:, :2], v)
     refuse(ValueError, "scale must be finite and greater than 0", q, k, v, scale=-1.0)
+    refuse(ValueError, "scores must fit float32, got scale 1e[+]33", q, k, v, scale=1e33)
     refuse(ValueError, "mask must broadcast", q, k, v, torch.zeros(5, 4))
     refuse(TypeError, "mask must be bool", q, k, v, torch.zeros(4, 5, dtype=torch.int64))
     refuse(ValueError, "is_causal must be false with a mask", q, k, v, torch.zeros(4, 5), True)

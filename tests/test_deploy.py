@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
+import torchq.nn as tnn
 from torchq.ops import LIBRARY_PATH
 
 pytestmark = pytest.mark.filterwarnings(
@@ -206,6 +207,25 @@ def test_export(name: str, tmp_path: Path) -> None:
     assert torch.equal(loaded(x), expected)
     larger = torch.cat([x, x, x])
     assert torch.equal(loaded(larger), model(larger))
+
+
+SRC = torchq.QParams.per_tensor(0.02, 128)
+ALONE = {
+    "linear": (tnn.QLinear.from_float(nn.Linear(6, 3, bias=False), SRC, SRC), (4, 6)),
+    "affine": (tnn.QLinear.from_float(nn.Linear(6, 3, bias=False), SRC, affine=True), (4, 6)),
+    "conv": (tnn.QConv2d.from_float(nn.Conv2d(2, 3, 3, bias=False), SRC), (1, 2, 6, 6)),
+    "max": (tnn.QMaxPool2d(SRC, 2), (1, 2, 6, 6)),
+    "average": (tnn.QAvgPool2d(SRC, 2), (1, 2, 6, 6)),
+    "resample": (tnn.QResample(SRC, [3, 3]), (1, 2, 6, 6)),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_export_of_one_module(name: str) -> None:
+    """As the root, where torch.export numbers its buffers."""
+    module, shape = ALONE[name]
+    x = torch.randn(shape)
+    assert torch.equal(torch.export.export(module, (x,)).module()(x), module(x))
 
 
 class Named(nn.Module):

@@ -149,6 +149,13 @@ def test_denormal_scales_are_legal():
     assert got[0].any()
 
 
+def test_tiny_destination_scales_of_chains_in_real_units():
+    """Their reciprocal is a parameter: infinite, it would saturate every result."""
+    for scale in (torch.tensor(1e-40), torch.full((N,), 1e-40)):
+        with pytest.raises(ValueError, match=r"fold: 1 / dst_scale must be a finite float32, got "):
+            fold(src_scale=torch.tensor(1e-41), dst_scale=scale, post_ops="eltwise_abs")
+
+
 def test_no_channels():
     for op in (fold, fold_output_scales):
         name = "weight_scale" if op is fold else "output_scales"

@@ -82,6 +82,7 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda: TF.gemm_u8s8s32(A, B, ao=256), ValueError, "ao must lie in [0, 255]"),
     (lambda: TF.gemm_u8s8s32(A, B, bo=128), ValueError, "bo must lie in [-128, 127]"),
     (lambda: TF.gemm_u8s8s32(A, B, alpha=float("nan")), ValueError, "must be finite"),
+    (lambda: TF.gemm_u8s8s32(A, B, alpha=1e39), ValueError, "in float32's range, got 1e+39"),
 ]
 
 

@@ -108,6 +108,21 @@ def test_one_scale_per_k_and_only_per_k(isa: str):
     assert_same(empty, torch.zeros(3, 18))
 
 
+def test_zero_points_in_one_group_of_k(isa: str):
+    """Masks that name K, but with all of it in one group, and groups of columns."""
+    src, weight = operands((3, 6, 18), U8, S8)
+    zero = torch.tensor([-7, 90], dtype=torch.int32)
+    columns = zero.repeat_interleave(9)
+    expected = (src.int() - 200) @ (weight.int() - columns)
+    for mask, groups in ((3, (6, 9)), (2, (1, 9))):
+        attr = Attr().set_zero_points("src", 2, [200], (1, 6))
+        attr.set_zero_points("weights", mask, zero, groups)
+        assert_same(TF.matmul(src, weight, None, attr), expected.float(), (mask, groups))
+    for arg, mask in (("src", 2), ("weights", 1), ("weights", 3)):
+        attr = Attr().set_zero_points(arg, mask, torch.zeros(0, dtype=torch.int32))
+        assert_same(TF.matmul(src[:, :0], weight[:0], None, attr), torch.zeros(3, 18), (arg, mask))
+
+
 def test_scales_per_row_and_per_group_of_k(isa: str):
     src, weight = operands((5, 12, 17), U8, S8, ((2,), ()))
     rows, bias = torch.rand(5) + 0.1, torch.randn(17)

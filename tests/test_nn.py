@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import models
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+import torchq.functional as TF
 import torchq.nn as tnn
 from torchq import PostOps, QConfig, QParams
 from torchq.ranges import activation_range
@@ -262,6 +264,45 @@ def test_spec_rebuilds_the_module(name: str) -> None:
     assert plain == {k: v for k, v in again.__dict__.items() if not k.startswith("_")}
 
 
+@pytest.fixture
+def float64_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+MODULES = every_module()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_default_dtype_changes_no_state(name: str, float64_by_default: None) -> None:
+    module = MODULES[name]
+    again = tnn.QModule.registry[name].from_spec(module.read_spec())
+    if isinstance(again, tnn.Swapped):
+        again.layer = tnn.QLinear.from_spec(module.layer.read_spec())
+    again.load_state_dict(module.state_dict())
+    for key, value in module.named_buffers():
+        assert value.dtype == again.get_buffer(key).dtype, key
+
+
+def test_the_default_dtype_changes_no_function(float64_by_default: None) -> None:
+    src, weight = random_q((3, 4), U8), random_q((6, 4), S8)
+    assert TF.linear(src, weight, None, None, torch.int32).dtype == torch.int32
+    assert TF.matmul(src, weight.mT, None, None, torch.int32).dtype == torch.int32
+    assert torch.equal(TF.sum([src]), src) and torch.equal(TF.reorder(src, src.dtype), src)
+    added = torchq.Attr.parse("post_ops:sum:0.5")
+    assert TF.reorder(src, torch.uint8, added, src).dtype == torch.uint8
+    assert torch.equal(TF.prelu(src, torch.ones(4, dtype=torch.float32)), src)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_buffers_that_are_none_come_last(name: str) -> None:
+    """Else torch.export, which counts them, looks for the others in the wrong place."""
+    absent = [value is None for value in MODULES[name]._buffers.values()]
+    assert absent == sorted(absent)
+
+
 @pytest.mark.parametrize("name", every_module())
 def test_float16_is_refused(name: str) -> None:
     module = every_module()[name]
@@ -369,12 +410,54 @@ def test_wrong_shapes() -> None:
         tnn.QAvgPool2d.from_float(nn.AvgPool2d(2, divisor_override=3), U8)
     with pytest.raises(ValueError, match=r"nn.QMaxPool2d: kernel_size must be one integer or 2"):
         tnn.QMaxPool2d(U8, (2, 3, 4))
+    for size in (0, (0, 3), (-1, 2), (1, 2, 3)):
+        with pytest.raises(ValueError, match=r"nn.QAdaptiveAvgPool2d: output_size must be 2 sizes"):
+            tnn.QAdaptiveAvgPool2d(U8, size)
     residual = tnn.QLinear.from_float(
         nn.Linear(5, 3), U8, U8, post_ops=PostOps().append_sum(0.1, 3, "u8")
     )
     for wrong in (None, torch.zeros(1, 3, dtype=torch.uint8), torch.zeros(2, 3)):
         with pytest.raises((ValueError, TypeError), match=r"torchq.linear: .*post_op_srcs"):
             residual(random_q((2, 5), U8), wrong)
+
+
+def test_wrong_arguments_of_layers() -> None:
+    linear = nn.Linear(5, 3)
+    for scale, text in (
+        (0.0, "finite float32 values > 0"),
+        (-1.0, "> 0, got -1.0"),
+        ([1.0, 2.0], "1 or 3"),
+    ):
+        with pytest.raises(ValueError, match=f"nn: weight_scale must .*{text}"):
+            tnn.QLinear.from_float(linear, U8, weight_scale=torch.tensor(scale))
+    with pytest.raises(TypeError, match=r"nn.QLinear: src must be of type QParams, got NoneType"):
+        tnn.QLinear.from_float(linear, None)
+    with pytest.raises(TypeError, match=r"nn.QLinear: post_ops must be of type PostOps, got str"):
+        tnn.QLinear.from_float(linear, U8, post_ops="eltwise_relu")
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_no_inputs(affine: bool) -> None:
+    linear = nn.Linear(0, 3)
+    q = tnn.QLinear.from_float(linear, U8, affine=affine)
+    assert torch.equal(q(torch.zeros(2, 0)), linear.bias.expand(2, 3))
+
+
+def test_destinations_of_their_own_per_channel() -> None:
+    scale, zero_point = torch.rand(3) + 0.01, torch.tensor([0, 9, 255], dtype=torch.int32)
+    dst = QParams(scale, zero_point, torch.uint8, 1)
+    src = random_q((7, 5), U8)
+    layer = tnn.QLinear.from_float(nn.Linear(5, 3), U8, dst)
+    real = tnn.QLinear.from_float(nn.Linear(5, 3), U8)
+    real.load_state_dict(
+        {k: v for k, v in layer.state_dict().items() if not k.startswith(("dst_", "spec"))},
+        strict=False,
+    )
+    levels = real(src).double() / scale.double() + zero_point
+    assert (layer(src).double() - levels.clamp(0, 255)).abs().max() <= 0.5001
+    again = tnn.QLinear.from_spec(layer.read_spec())
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again(src), layer(src))
 
 
 def test_empty_batch_and_strides() -> None:

@@ -128,7 +128,13 @@ def arguments(shape, src: torch.dtype, post_ops: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     "post_ops",
-    ["", "sum+eltwise_clip:0:6", "eltwise_relu:0.5+binary_mul:2", "prelu:2+binary_add:3+prelu:1"],
+    [
+        "",
+        "sum+eltwise_clip:0:6",
+        "sum:1:0:f32+sum:1:0:u8",
+        "eltwise_relu:0.5+binary_mul:2",
+        "prelu:2+binary_add:3+prelu:1",
+    ],
 )
 def test_opcheck_fold(post_ops: str):
     values = [torch.rand(6)] if ":2" in post_ops else []

@@ -27,7 +27,7 @@ from torchq._library import (
     shorten_calls,
     window_output,
 )
-from torchq.chains import CHANNEL_MASKS, Binary, PostOps, PReLU, foldable
+from torchq.chains import CHANNEL_MASKS, Binary, PostOps, PReLU, foldable, post_ops_of
 
 __all__ = [
     "LIBRARY_PATH",
@@ -152,7 +152,9 @@ fake("unpack_conv_transpose")(_fake_unpack)
 def _fake_fold(like: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Both folds end in channels, dst_dtype, post_ops, post_op_values."""
     channels, dst_dtype, post_ops, _ = args[-4:]
-    chain = PostOps.parse(post_ops)
+    # One by one: matmul's sum over groups of k stands beside sums of other dtypes.
+    parts = post_ops.split("+") if post_ops else []
+    chain = post_ops_of([op for part in parts for op in PostOps.parse(part)])
     names = [op.name for op in chain]
     sums = names.count("sum")
     values = sum(isinstance(op, Binary | PReLU) and op.mask in CHANNEL_MASKS for op in chain)

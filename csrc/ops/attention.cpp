@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "../checks.h"
 #include "../dst.h"
@@ -166,7 +167,7 @@ class QuantizedHeads final : public Heads {
         query_(call, padded(scratch, with_unit_stride(call.query, false))),
         key_(call, with_unit_stride(call.key, true)),
         value_(call, with_unit_stride(call.value, true)),
-        score_scale_(static_cast<float>(double{params[0].scale} * params[1].scale * scale)) {}
+        score_scale_(score_scale(call, params, scale)) {}
 
   void load(size_t h, Head& head) const override {
     const at::Tensor &k = key_.tensor, &v = value_.tensor;
@@ -191,6 +192,16 @@ class QuantizedHeads final : public Heads {
   }
 
  private:
+  /// An infinite score would pass for a key that is not seen.
+  static float score_scale(const Call& call, const Params& params, double scale) {
+    const double product = double{params[0].scale} * params[1].scale * scale;
+    const double largest = product * 255 * 255 * static_cast<double>(call.query.size(-1));
+    TORCH_CHECK_VALUE(largest <= std::numeric_limits<float>::max(), "torchq.", call.op,
+                      ": scores must fit float32, got scale ", scale, " with scales ",
+                      params[0].scale, " of query and ", params[1].scale, " of key, whose scores ",
+                      "may reach ", largest, ". The usual scale is 1 / sqrt(E).");
+    return static_cast<float>(product);
+  }
   static at::Tensor padded(ScratchFrame& scratch, const at::Tensor& q) {
     return q.size(-1) % kQuad == 0 ? q : copy_for_overread(scratch, q);
   }

@@ -155,7 +155,11 @@ Folded fold_with(const Problem& p, const PerChannel& dst_scale, const Start& sta
         q[i * n_channels + n] = static_cast<float>(values[static_cast<size_t>(i)][n]);
       }
       if (p.dst_dtype != DType::f32) {
-        q[p.chain.values * n_channels + n] = static_cast<float>(1.0 / dst_scale[n]);
+        const float inverse = static_cast<float>(1.0 / dst_scale[n]);
+        TORCH_CHECK_VALUE(std::isfinite(inverse), "torchq.", p.op,
+                          ": 1 / dst_scale must be a finite float32, got scale ", dst_scale[n],
+                          " of channel ", n, ". Check the calibration that produced it.");
+        q[p.chain.values * n_channels + n] = inverse;
       }
     }
     TORCH_CHECK_VALUE(std::isfinite(m[n]) && std::isfinite(b[n]), "torchq.", p.op, ": channel ", n,

@@ -99,9 +99,11 @@ at::Tensor gemm(const at::Tensor& a, const at::Tensor& b, const std::optional<at
   TORCH_CHECK_VALUE(k <= longest, "torchq.gemm: K must be at most ", longest,
                     bo == 0 ? "" : " with bo", ", got ", k,
                     "; longer sums could overflow int32. Split it and add with beta = 1.");
-  TORCH_CHECK_VALUE(std::isfinite(alpha) && std::isfinite(beta),
-                    "torchq.gemm: alpha and beta must ", "be finite, got ", alpha, " and ", beta,
-                    ".");
+  const bool finite =
+      std::isfinite(static_cast<float>(alpha)) && std::isfinite(static_cast<float>(beta));
+  TORCH_CHECK_VALUE(finite,
+                    "torchq.gemm: alpha and beta must be finite and in float32's range, got ",
+                    alpha, " and ", beta, ". Both are factors of int32 values.");
   const auto [co_row, co_column] = co_steps(offsetc, co, m, n);
   at::Tensor old;
   if (c.has_value()) {

@@ -95,6 +95,8 @@ def binary(
     """
     check_type("torchq.binary: src0", src0, Tensor, _REMEDY)
     check_type("torchq.binary: src1", src1, Tensor, _REMEDY)
+    if condition is not None:
+        check_type("torchq.binary: condition", condition, Tensor, "Pass one of bool, or None.")
     attr = Attr() if attr is None else attr
     scales, zero_points = real_params("binary", attr, ["src0", "src1", "dst"])
     dst_dtype = src0.dtype if dst_dtype is None else dst_dtype
@@ -145,7 +147,7 @@ def prelu(
     dst_dtype = src.dtype if dst_dtype is None else dst_dtype
     rest, operands = real_post_ops("prelu", attr, dst_dtype, post_op_srcs, lambda: src.shape)
     code = dtype_code(dst_dtype, "prelu")
-    one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    one, zero = torch.ones(1, dtype=torch.float32), torch.zeros(1, dtype=torch.int32)
     result: Tensor = torch.ops.torchq.binary(
         src,
         weight,
@@ -188,7 +190,7 @@ def sum(
         raise ValueError("torchq.sum: srcs must be 1 to 32 tensors, got 0 tensors. Pass some.")
     names = [f"src{i}" for i in range(len(srcs))]
     dst_scale, zero_points = real_params("sum", attr, [*names, "dst"], scaled=["dst"])
-    factors = torch.ones(len(srcs))
+    factors = torch.ones(len(srcs), dtype=torch.float32)
     if scales is not None:
         factors = float_values("torchq.sum: scales", scales, positive=False)
     if factors.numel() != len(srcs):
@@ -210,6 +212,9 @@ def shuffle(src: Tensor, group_size: int, dim: int = 1) -> Tensor:
     change; with ``dim`` 1 the result is channels-last.
     ``torch.nn.functional.channel_shuffle(x, groups)`` is ``group_size = C / groups``.
     """
+    check_type("torchq.shuffle: src", src, Tensor, _REMEDY)
+    check_type("torchq.shuffle: group_size", group_size, int, "Pass an integer.")
+    check_type("torchq.shuffle: dim", dim, int, "Pass an integer.")
     if not -src.dim() <= dim < src.dim():
         raise ValueError(
             f"torchq.shuffle: dim must lie in [{-src.dim()}, {src.dim() - 1}] for src "

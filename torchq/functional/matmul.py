@@ -205,9 +205,10 @@ def _by_group(attr: Attr, arg: str, t: Tensor, groups: int, kind: str = "scales"
 def _zero_points(attr: Attr, arg: str, t: Tensor, groups: int) -> Tensor | None:
     """One, ``[N]``, or ``[groups, 1 or N]``."""
     values = attr.values(arg, "zero_points")
-    if values is None or groups == 1:
-        return None if values is None else values.contiguous()
-    return _by_group(attr, arg, t, groups, "zero_points").contiguous()
+    if values is None:
+        return None
+    values = _by_group(attr, arg, t, groups, "zero_points").contiguous()
+    return values if groups > 1 else values.reshape(-1)
 
 
 def _by_rows(
@@ -232,7 +233,7 @@ def _fold(
 ) -> Folded:
     """Folds as for a linear layer of the same scales, once per group of k."""
     n, k = weight.shape[-1], weight.shape[-2]
-    empty = torch.empty(0)
+    empty = torch.empty(0, dtype=torch.float32)
     layer = PackedWeight(empty, empty, empty, (n, k), 1, ())
     by_row = _scaled_by_row(attr, src) or attr.mask("src") is None
     src_scales = None if by_row else _by_group(attr, "src", src, groups)
@@ -309,5 +310,6 @@ def _weight_only(
     scale = attr.resolve("weights", weight.shape)
     zero_point = attr.resolve("weights", weight.shape, "zero_points")
     real: Tensor = torch.ops.torchq.dequantize(weight, scale, zero_point)
-    dst = torch.matmul(src, real)
-    return dst if bias is None else dst + bias
+    with torch.autocast("cpu", enabled=False):
+        dst = torch.matmul(src, real)
+        return dst if bias is None else dst + bias

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchq.attr import Attr
+from torchq.folding import check_attr_type
 from torchq.functional.arguments import check_8bit, real_params, real_post_ops
 from torchq.ops import dtype_code
 
@@ -62,7 +63,7 @@ def log_softmax(
 
 def layer_norm(
     src: Tensor,
-    normalized_shape: Sequence[int],
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
@@ -88,16 +89,15 @@ def layer_norm(
 
     Errors as in :func:`softmax`.
     """
-    shape = list(normalized_shape)
+    params = _params("layer_norm", src, attr, dst_dtype, post_op_srcs)
+    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     dims = len(shape)
     if not dims or list(src.shape[-dims:]) != shape:
         raise ValueError(
             f"torchq.layer_norm: src must end in normalized_shape {shape}, got "
             f"{list(src.shape)}. Pass the sizes of its last dims."
         )
-    result: Tensor = torch.ops.torchq.layer_norm(
-        src, dims, weight, bias, eps, *_params("layer_norm", src, attr, dst_dtype, post_op_srcs)
-    )
+    result: Tensor = torch.ops.torchq.layer_norm(src, dims, weight, bias, eps, *params)
     return result
 
 
@@ -150,6 +150,7 @@ def _params(
 ) -> tuple[Tensor, Tensor, int, str, list[Tensor] | None]:
     """The last arguments of every op here; dst has the dims of src."""
     attr = Attr() if attr is None else attr
+    check_attr_type(op, attr)
     check_8bit(op, "src", src)
     chain = real_post_ops(op, attr, dst_dtype, srcs, lambda: src.shape)
     return *real_params(op, attr, ["src", "dst"]), dtype_code(dst_dtype, op), *chain

@@ -92,8 +92,8 @@ class DynamicQLinear(QModule):
         """See the base class."""
         outputs, inputs = spec["weight"]
         packed = pack_linear(torch.zeros(outputs, inputs, dtype=torch.int8))
-        bias = torch.zeros(outputs) if spec["bias"] else None
-        return cls(packed, torch.ones(1), bias, spec["src_range"])
+        bias = torch.zeros(outputs, dtype=torch.float32) if spec["bias"] else None
+        return cls(packed, torch.ones(1, dtype=torch.float32), bias, spec["src_range"])
 
     def packed(self) -> PackedWeight:
         """The weight with the shape it was packed from."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from torchq._arguments import check_type
 from torchq.attr import Attr
 from torchq.chains import CHANNEL_MASKS, Binary, Eltwise, PostOps, PReLU, post_ops_of
 from torchq.folding import fold
@@ -150,6 +151,9 @@ class QLayer(QModule):
         A uint8 weight, and one with zero points, costs a sum over the source in every call.
         """
         super().__init__()
+        if post_ops is not None:
+            remedy = "Read text with torchq.PostOps.parse."
+            check_type(f"torchq.nn.{type(self).__name__}: post_ops", post_ops, PostOps, remedy)
         chain = with_destination_range(_module_chain(post_ops or PostOps()), dst)
         self._add_src(src)
         self.dst_dtype = torch.float32 if dst is None else dst.dtype
@@ -161,13 +165,14 @@ class QLayer(QModule):
         self.register_buffer("weight_scale", weight_scale.reshape(-1).clone())
         zero_point = None if weight_zero_point is None else weight_zero_point.reshape(-1).clone()
         self.register_buffer("weight_zero_point", zero_point)
+        self.register_buffer("weight_shift", None, persistent=False)  # has values if that has
         if zero_point is not None:
             spec["weight_zero_points"] = zero_point.numel()
         if weight.dtype != torch.int8:
             spec["weight_dtype"] = dtype_name(weight.dtype)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self.post_ops = str(chain)
-        values = torch.cat([torch.empty(0), *chain.channel_values])
+        values = torch.cat([torch.empty(0, dtype=torch.float32), *chain.channel_values])
         self.register_buffer("post_op_values", values)
         self._set_spec(
             weight=list(weight.shape),
@@ -185,8 +190,7 @@ class QLayer(QModule):
         )
         self.lookup: QLookup | None = None  # a plain None costs no look-up through nn.Module
         for name in ("multiplier", "offset", "post_op_params"):
-            self.register_buffer(name, torch.empty(0), persistent=False)
-        self.register_buffer("weight_shift", None, persistent=False)
+            self.register_buffer(name, torch.empty(0, dtype=torch.float32), persistent=False)
         self.refold()
 
     def with_lookup(self, lookup: QLookup) -> Self:
@@ -287,8 +291,9 @@ class QLayer(QModule):
             mask = 0 if self.weight_zero_point.numel() == 1 else several
             attr.set_zero_points("weights", mask, self.weight_zero_point)
         if self.dst_dtype != torch.float32:
-            attr.set_scales("dst", 0 if self.dst_scale.numel() == 1 else 2, self.dst_scale)
-            attr.set_zero_points("dst", 0, self.dst_zero_point)
+            mask = 0 if self.dst_scale.numel() == 1 else 2
+            attr.set_scales("dst", mask, self.dst_scale)
+            attr.set_zero_points("dst", mask, self.dst_zero_point)
         values = torch.split(self.post_op_values, self.read_spec()["post_op_values"])
         return attr.set_post_ops(PostOps.parse(self.post_ops).with_channel_values(values))
 
@@ -309,19 +314,19 @@ class QLayer(QModule):
         # Bits of dst are in the chain already: the clip at its end.
         dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"])
         if dst is not None and spec["dst_scales"] > 1:
-            scale = torch.ones(spec["dst_scales"])
+            scale = torch.ones(spec["dst_scales"], dtype=torch.float32)
             dst = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), dst.dtype, 1)
         sizes = spec["post_op_values"]
         zeros = spec.get("weight_zero_points")
         return {
             "weight": packed,
-            "weight_scale": torch.ones(spec["weight_scales"]),
+            "weight_scale": torch.ones(spec["weight_scales"], dtype=torch.float32),
             "weight_zero_point": None if zeros is None else torch.zeros(zeros, dtype=torch.int32),
-            "bias": torch.zeros(spec["weight"][0]) if spec["bias"] else None,
+            "bias": torch.zeros(spec["weight"][0], dtype=torch.float32) if spec["bias"] else None,
             "src": placeholder_qparams(spec["src"], spec["src_bits"]),
             "dst": dst,
             "post_ops": PostOps.parse(spec["post_ops"]).with_channel_values(
-                [torch.zeros(n) for n in sizes]
+                [torch.zeros(n, dtype=torch.float32) for n in sizes]
             ),
         }
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq._arguments import DTYPE_NAMES
+from torchq._arguments import DTYPE_NAMES, check_type
 from torchq.ops import dtype_code
 from torchq.qparams import QParams
 
@@ -82,6 +82,15 @@ class QModule(nn.Module):
         cls._direct = None if direct is None else (*direct[:3], own["forward"])
         # The first of a name: torch.export makes subclasses of its own with the same names.
         QModule.registry.setdefault(cls.__name__, cls)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """As of nn.Module, but buffers that are None come last.
+
+        torch.export counts them, too, when it looks for those of a root module among its inputs.
+        """
+        super().register_buffer(name, tensor, persistent)
+        for key in [key for key, own in self._buffers.items() if own is None]:
+            self._buffers[key] = self._buffers.pop(key)
 
     def _set_spec(self, **fields: object) -> None:
         fields = {"class": type(self).__name__, "version": LAYOUT_VERSION, **fields}
@@ -160,6 +169,8 @@ class QModule(nn.Module):
 
     def _add_src(self, src: QParams) -> None:
         """What :meth:`_quantized_src` needs."""
+        remedy = "Choose them from what an observer saw, or with torchq.QParams.per_tensor."
+        check_type(f"torchq.nn.{type(self).__name__}: src", src, QParams, remedy)
         self._add_qparams("src", src)
         self.src_dtype = src.dtype
         self.src_code = dtype_code(src.dtype)

@@ -226,6 +226,11 @@ class QAdaptiveAvgPool(_QPool):
         if output_size is None or isinstance(output_size, int):
             output_size = [output_size] * self.dims
         sizes = list(output_size)
+        if len(sizes) != self.dims or any(n is not None and n < 1 for n in sizes):
+            raise ValueError(
+                f"torchq.nn.{type(self).__name__}: output_size must be {self.dims} sizes of at "
+                f"least 1, or None for the source's own, got {sizes}. Keep an empty pool float."
+            )
         super().__init__(src, contiguous, dst, output_size=sizes)
         # 0 stands for None: TorchScript has no list of optional ints
         self.output_size = [0 if size is None else int(size) for size in sizes]

@@ -175,14 +175,18 @@ class QRecurrentLayer(QModule):
         self._add_weight("projection", projection)
         shape = [directions, gates, self.hidden_size]
         for name, value in (("bias_src", bias_src), ("bias_state", bias_state)):
-            given = torch.zeros(shape) if value is None else value.detach().reshape(shape)
+            given = (
+                torch.zeros(shape, dtype=torch.float32)
+                if value is None
+                else value.detach().reshape(shape)
+            )
             self.register_buffer(name, given.to(torch.float32).clone())
         self.register_buffer("peephole", None if peephole is None else peephole.detach().clone())
         for name in ("multiplier_src", "multiplier_state", "bias", "scales", "zero_points"):
-            self.register_buffer(name, torch.empty(0), persistent=False)
+            self.register_buffer(name, torch.empty(0, dtype=torch.float32), persistent=False)
         has_extra = cell == "gru" or peephole is not None
         for name, present in (("multiplier_projection", projection), ("extra", has_extra or None)):
-            value = None if present is None else torch.empty(0)
+            value = None if present is None else torch.empty(0, dtype=torch.float32)
             self.register_buffer(name, value, persistent=False)
         self.state_code = dtype_code(state.dtype)
         self.dst_dtype, self.dst_code = dst_dtype, dtype_code(dst_dtype)
@@ -272,7 +276,9 @@ class QRecurrentLayer(QModule):
         directions, gates = spec["directions"], GATES[spec["cell"]]
 
         def weight(index: int, *shape: int) -> "RecurrentWeight":
-            scales = torch.ones(1 if spec["weight_scales"][index] == 1 else shape[:-1])
+            scales = torch.ones(
+                1 if spec["weight_scales"][index] == 1 else shape[:-1], dtype=torch.float32
+            )
             return RecurrentWeight(torch.zeros(shape, dtype=torch.int8), scales)
 
         dynamic = spec["src"] == "dynamic"
@@ -281,7 +287,9 @@ class QRecurrentLayer(QModule):
             weight(0, directions, gates, hidden, inputs),
             weight(1, directions, gates, hidden, projection or hidden),
             projection=weight(2, directions, 1, projection, hidden) if projection else None,
-            peephole=torch.zeros(directions, 3, hidden) if spec["peephole"] else None,
+            peephole=torch.zeros(directions, 3, hidden, dtype=torch.float32)
+            if spec["peephole"]
+            else None,
             src=None if dynamic else placeholder_qparams(spec["src"], spec["src_bits"]),
             state=placeholder_qparams(spec["state"], spec["state_bits"]),
             hidden=placeholder_qparams(spec["state"]),

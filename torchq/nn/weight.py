@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor
 
+from torchq._arguments import float_values
 from torchq.functional import quantize
 from torchq.qparams import choose_qparams, output_channel_rows, weight_qparams
 
@@ -29,7 +30,7 @@ def quantized_weight(
         weight: float32.
         granularity: of scales that are chosen.
         bits: 8 or 7, where scales are chosen.
-        scale: float32 ``[1]`` or ``[OC]``; None chooses.
+        scale: finite float32 values > 0, one or ``[OC]``; None chooses.
         axis: of the output channels, inside of ``groups`` that split dimension 0 if it is 1.
         groups: see there.
         affine: not with given scales.
@@ -46,6 +47,13 @@ def quantized_weight(
     if scale is None:
         scale = weight_qparams(weight, granularity, bits, axis, groups).scale.reshape(-1)
     else:
+        scale = float_values("torchq.nn: weight_scale", scale, positive=True)
+        channels = weight.shape[axis] * (groups if axis else 1)
+        if scale.numel() not in (1, channels):
+            raise ValueError(
+                f"torchq.nn: weight_scale must have 1 or {channels} values, one per output "
+                f"channel, got {scale.numel()}. Leave it out to have one chosen."
+            )
         limit = 128  # of torch's fake quantizers; int8 saturates at the other end
         rows = output_channel_rows(weight, axis, groups)
         rows = rows.reshape(1, -1) if scale.numel() == 1 else rows
@@ -80,5 +88,5 @@ def _by_channel(
     shape = [split, 1, -1] if axis else [1, -1, 1]
     shape = [*shape, *[1] * (weight.dim() - 2)] if scale.numel() != 1 else [1]
     zeros = zero_point if isinstance(zero_point, int) else zero_point.reshape(shape)
-    grouped = weight.reshape(split, -1, *weight.shape[1:])
+    grouped = weight.reshape(split, weight.shape[0] // split, *weight.shape[1:])
     return quantize(grouped, scale.reshape(shape), zeros, dtype).reshape(weight.shape)

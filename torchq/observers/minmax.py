@@ -91,8 +91,12 @@ class PerChannelMinMaxObserver(Observer):
         return self.axis
 
     def _resize(self, channels: int) -> None:
-        self._set_buffer("min_value", lambda: torch.full((channels,), torch.inf))
-        self._set_buffer("max_value", lambda: torch.full((channels,), -torch.inf))
+        self._set_buffer(
+            "min_value", lambda: torch.full((channels,), torch.inf, dtype=torch.float32)
+        )
+        self._set_buffer(
+            "max_value", lambda: torch.full((channels,), -torch.inf, dtype=torch.float32)
+        )
 
     def _match(self, channels: int) -> None:
         if self.min_value.numel() == 0:
