@@ -97,10 +97,18 @@ inline DType check_src(const char* op, const char* arg, const at::Tensor& t) {
 }
 
 /// A parameter tensor: dtype, contiguous, on the CPU.
+inline void check_no_grad(const char* op, const char* arg, const at::Tensor& t) {
+  TORCH_CHECK(
+      !(t.requires_grad() && at::GradMode::is_enabled()), "torchq.", op, ": ", arg,
+      " requires grad, but torchq's ops have no backward. Run them under torch.no_grad() or ",
+      "torch.inference_mode(), or pass ", arg, ".detach().");
+}
+
 inline void check_param(const char* op, const char* arg, const at::Tensor& t, at::ScalarType type) {
   TORCH_CHECK_TYPE(t.scalar_type() == type, "torchq.", op, ": ", arg, " must be ", dtype_name(type),
                    ", got ", dtype_name(t.scalar_type()), ". Pass what fold/pack returned.");
   check_cpu(op, arg, t);
+  check_no_grad(op, arg, t);
   TORCH_CHECK_VALUE(t.is_contiguous(), "torchq.", op, ": ", arg,
                     " must be contiguous, got strides ", t.strides(), ". Call .contiguous().");
 }
@@ -109,13 +117,6 @@ inline void check_numel(const char* op, const char* arg, const at::Tensor& t, in
   TORCH_CHECK_VALUE(t.numel() == numel, "torchq.", op, ": ", arg, " must have ", numel,
                     " values, got ", t.numel(), " (shape ", t.sizes(),
                     "). It belongs to another layer or was folded for other channels.");
-}
-
-inline void check_no_grad(const char* op, const char* arg, const at::Tensor& t) {
-  TORCH_CHECK(
-      !(t.requires_grad() && at::GradMode::is_enabled()), "torchq.", op, ": ", arg,
-      " requires grad, but torchq's ops have no backward. Run them under torch.no_grad() or ",
-      "torch.inference_mode(), or pass ", arg, ".detach().");
 }
 
 /// What a zero point may be: any int32 for int32 tensors, 0 for float32.

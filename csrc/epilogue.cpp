@@ -47,20 +47,23 @@ bool is_uniform(const float* x, int64_t n) {
 }
 
 using Sizes = c10::SmallVector<int64_t, 5>;
+constexpr int64_t kMaxChannels = std::numeric_limits<int32_t>::max() - 64;
+constexpr int64_t kMaskBits = 31;  // of an int; torch's tensors have up to 64 dimensions
 
 }  // namespace
 
 Sizes operand_sizes(const char* op, c10::string_view post_ops, const PostOp& p,
                     const at::Tensor& dst, bool rows) {
   const int64_t dims = rows ? 2 : dst.dim();
-  TORCH_CHECK_VALUE(p.mask >= 0 && p.mask < (1 << dims), "torchq.", op, ": post_ops '", post_ops,
-                    "' must have masks from 0 to ", (1 << dims) - 1, ", one bit for ",
+  const int64_t largest = (int64_t{1} << std::min<int64_t>(dims, kMaskBits)) - 1;
+  TORCH_CHECK_VALUE(p.mask >= 0 && p.mask <= largest, "torchq.", op, ": post_ops '", post_ops,
+                    "' must have masks from 0 to ", largest, ", one bit for ",
                     rows ? "all rows and one for the channels" : "each dimension of dst", ", got ",
                     p.mask, ". Mask 2 is one value per channel.");
   Sizes sizes;
   for (int64_t d = 0; d < dst.dim(); ++d) {
     const int64_t bit = rows ? (d + 1 == dst.dim() ? 1 : 0) : d;
-    sizes.push_back(p.mask >> bit & 1 ? dst.size(d) : 1);
+    sizes.push_back(bit < kMaskBits && (p.mask >> bit & 1) ? dst.size(d) : 1);
   }
   return sizes;
 }
@@ -144,6 +147,9 @@ void EpilogueBuilder::read(const Args& args, const at::Tensor& dst) {
                     args.post_op_srcs.size(),
                     ". Pass one tensor in post_op_srcs per sum, per binary or prelu with a mask ",
                     "other than 0 and 2, and per condition of a select.");
+  TORCH_CHECK_VALUE(args.channels <= kMaxChannels, "torchq.", op, ": dst must have at most ",
+                    kMaxChannels, " columns or channels, got ", args.channels,
+                    "; kernels count them in 32 bits. Split the weight.");
   check_param(op, "multiplier", args.multiplier, at::kFloat);
   if (args.multiplier.numel() == 0 && args.channels > 0) {
     TORCH_CHECK_VALUE(dtype == DType::s32 && chain.ops.empty(), "torchq.", op,

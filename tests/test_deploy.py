@@ -154,6 +154,9 @@ SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "bool": lambda y: y * (y > 0).float().bool(),
     "tuples": lambda y: y + torch.tensor([(y.shape[1], 1, 2, 3), (y.shape[2], 4, 5, 6)])[1],
     "check": lambda y: checked(y),
+    "backwards": lambda y: torch.stack(y.unbind(-1)[::-1], -1),
+    "backwards_in_part": lambda y: torch.cat(y.chunk(4, 2)[3:0:-2] + y.chunk(4, 2)[-1::-3], 1),
+    "sizes_backwards": lambda y: y.reshape(y.shape[:1] + y.shape[:0:-1]),
 }
 
 

@@ -171,10 +171,23 @@ def test_attention_that_stays_whole() -> None:
     converted = torchq.quantize(model.eval(), [x], x)
     with torch.no_grad():
         torch.testing.assert_close(converted(x), model(x))
-    found = reasons(converted)
-    assert (
-        found["a.multi_head_attention_forward"] == "multi_head_attention_forward has no int8 form"
-    )
+    assert "add_bias_kv" in reasons(converted)["a.multi_head_attention_forward"]
+
+
+def test_attention_without_a_batch_is_a_linear_that_stays_float() -> None:
+    model = Wired(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(32, 4)).eval()
+    x = torch.randn(7, 32)
+    with pytest.raises(RuntimeError, match=r"strict=True, but 1 .* has no batch dimension"):
+        torchq.quantize(model, [x], x, strict=True)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_attention_of_no_batch_at_all(batch_first: bool) -> None:
+    attention = nn.MultiheadAttention(32, 4, batch_first=batch_first)
+    model = Wired(lambda m, x: m.a(x, x, x, need_weights=False)[0], a=attention).eval()
+    converted = torchq.quantize(model, [torch.randn(TOKENS)])
+    empty = (0, 5, 32) if batch_first else (5, 0, 32)
+    assert converted(torch.zeros(empty)).shape == empty
 
 
 def test_fast_paths_are_as_before() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from flows import sqnr
+from models import Wired
 from torch import Tensor, nn
 
 import torchq
@@ -79,6 +81,35 @@ class Remembers(nn.Module):
         if key not in self.tables:
             self.tables[key] = torch.linspace(0, 1, x.shape[1])
         return y * self.tables[key][:, None] + self.table(x.shape)[:, None]
+
+
+# Each adds to a layer what is the same for all of a batch, which looks like a batch of one.
+SHARED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "parameter": lambda m, x: m.a(x) + m.positions[:, : x.size(1)],
+    "embedding": lambda m, x: m.a(x) + m.table(torch.arange(x.size(1)).unsqueeze(0)),
+    "mean": lambda m, x: m.a(x) + x.mean(0, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_is_the_same_for_all_of_a_batch_of_one(name: str) -> None:
+    torch.manual_seed(0)
+    positions = nn.Parameter(torch.randn(1, 50, 8))
+    model = Wired(SHARED[name], a=nn.Linear(8, 8), positions=positions, table=nn.Embedding(50, 8))
+    model.eval()
+    converted = torchq.quantize(model, [torch.randn(1, 40, 8)])
+    x = torch.randn(4, 5, 8).clamp(-2, 2)
+    with torch.no_grad():
+        assert sqnr(model(x), converted(x)) > 25
+
+
+def test_sums_are_fused_for_a_batch_of_one() -> None:
+    model = Wired(lambda m, x: m.b(m.a(x)) + m.a(x), a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval()
+    converted = torchq.quantize(model, [torch.randn(1, 40, 8)])
+    assert not any(isinstance(m, torchq.nn.QAdd) for m in converted.modules())
+    x = torch.randn(4, 5, 8).clamp(-2, 2)
+    with torch.no_grad():
+        assert sqnr(model(x), converted(x)) > 25
 
 
 @pytest.mark.parametrize("called", [False, True])

@@ -184,6 +184,21 @@ def test_other_interpolations_stay_float(up: nn.Module, reason: str) -> None:
     assert reason in {row.name: row.reason for row in torchq.explain(found).rows}["1"]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_nearest(dtype: torch.dtype) -> None:
+    """The values of the source, whatever its dtype; torch has no such function of int8."""
+    ways = (lambda y: F.interpolate(y, scale_factor=2.0), nn.Upsample(scale_factor=(1, 3)))
+    for way in ways:
+        model = Wired(lambda m, x, way=way: m.b(way(m.a(x))), a=conv(), b=conv()).eval()
+        x = torch.randn(X)
+        found = torchq.quantize(model, [x], x, torchq.QConfig(activation_dtype=dtype))
+        assert found.a.dst_dtype == dtype
+        with torch.no_grad():
+            assert sqnr(model(x), found(x)) > 30
+        for deployed in (torch.jit.script(found), torch.jit.trace(found, x)):
+            assert torch.equal(deployed(x), found(x))
+
+
 # Writing in place
 
 
@@ -239,6 +254,33 @@ def test_padding_moves_values(mode: str, dims: int) -> None:
     assert names(found) == [f"QConv{dims}d"] * 2
     layers = [m for m in found.modules() if isinstance(m, tnn.QModule)]
     assert layers[0].dst_dtype == torch.uint8 and layers[1].post_ops == "eltwise_relu"
+
+
+ZEROS: dict[str, tuple[nn.Module, nn.Module, tuple[int, ...], list[str]]] = {
+    "all": (nn.Identity(), nn.ZeroPad2d((1, 0, 2, 1)), X, ["Quantize", "QConv2d"]),
+    "cropped": (conv(), nn.ZeroPad2d((-1, 0, 0, 0)), X, ["QConv2d", "QPad", "QConv2d"]),
+    "width": (nn.Identity(), nn.ZeroPad1d(2), X, ["Quantize", "QConv2d"]),
+    "images": (nn.Identity(), nn.ZeroPad2d(1), (2, 8, 5, 5, 5), ["Quantize", "QConv3d"]),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zeros_in_front_of_a_convolution(name: str) -> None:
+    first, pad, shape, expected = ZEROS[name]
+    last = nn.Conv3d(8, 8, 3) if len(shape) == 5 else conv(padding=0)
+    assert names(convert(nn.Sequential(first, pad, last), *shape)) == expected
+
+
+def test_zeros_are_those_of_the_state() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.c(m.pool(F.pad(m.a(x), (0, 1, 0, 1))))
+
+    model = randomize(Wired(forward, a=conv(), pool=nn.MaxPool2d(2, 1), c=conv()))
+    x = torch.randn(X)
+    found, other = torchq.quantize(model, [x]), torchq.quantize(model, [x.abs() * 3 + 2])
+    assert not torch.equal(found(x), other(x))
+    other.load_state_dict(found.state_dict())
+    assert torch.equal(found(x), other(x))
 
 
 def test_padding_modules() -> None:

@@ -108,6 +108,12 @@ def test_one_scale_per_k_and_only_per_k(isa: str):
     assert_same(empty, torch.zeros(3, 18))
 
 
+def test_more_columns_than_kernels_count():
+    src, weight = torch.zeros(0, 0, dtype=U8), torch.zeros(0, 2**31, dtype=S8)  # without bytes
+    with pytest.raises(ValueError, match=r"torchq.matmul: dst must have at most 2147483583 col"):
+        TF.matmul(src, weight, None, None, torch.int32)
+
+
 def test_zero_points_in_one_group_of_k(isa: str):
     """Masks that name K, but with all of it in one group, and groups of columns."""
     src, weight = operands((3, 6, 18), U8, S8)

@@ -221,6 +221,7 @@ def every_module() -> dict[str, tnn.QModule]:
         tnn.QAvgPool3d(U8, 2),
         tnn.QAdaptiveAvgPool1d(U8, 2),
         tnn.QResample(U8, size=[4, 6]),
+        tnn.QPad(seven),
         tnn.QAdaptiveAvgPool2d(U8, (None, 3)),
         tnn.QAdaptiveAvgPool3d(U8, 1, dst=seven),
         tnn.QLookup(torch.tanh, seven, S8),

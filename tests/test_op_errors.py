@@ -12,6 +12,7 @@ import torch
 from calls import F32, S8, S32, U8, Call, sampled
 from cases import LinearShape
 
+ops = torch.ops.torchq
 SHAPE = LinearShape(4, 20, 10)
 CONV = cases.conv("conv", (8, 20), (6, 7), 3, 1, 1)
 DEPTHWISE = cases.depthwise("dw", 20, (6, 7), padding=1)
@@ -52,6 +53,26 @@ def test_parameters(call: Call, name: str):
     if name != "weight":
         longer = torch.cat((good, good), -1)
         refuse(call, ValueError, "got ", **{name: longer})
+
+
+@pytest.mark.parametrize("name", ["multiplier", "offset", "post_op_params"])
+def test_parameters_have_no_gradients(call: Call, name: str):
+    changes = {name: call.args[name].clone().requires_grad_()}
+    refuse(call, RuntimeError, f"{name} requires grad", "no backward", **changes)
+
+
+def test_scales_have_no_gradients():
+    src, scale = torch.zeros(3, 4, dtype=U8), torch.ones((), requires_grad=True)
+    zero = torch.zeros((), dtype=S32)
+    with pytest.raises(RuntimeError, match=r"torchq.dequantize: \w*scale requires grad"):
+        ops.dequantize(src, scale, zero)
+    with pytest.raises(RuntimeError, match=r"torchq.requantize: dst_scale requires grad"):
+        ops.requantize(src, torch.ones(()), zero, scale, zero, 1)
+    two, zeros = torch.ones(2, requires_grad=True), torch.zeros(2, dtype=S32)
+    with pytest.raises(RuntimeError, match=r"torchq.eltwise: scales requires grad"):
+        ops.eltwise(src, two, zeros, 1, "eltwise_tanh")
+    with pytest.raises(RuntimeError, match=r"torchq.fold: weight_scale requires grad"):
+        ops.fold(torch.ones(1), two, None, None, None, 2, 6, "", [])
 
 
 @pytest.mark.parametrize("name", ["acc_bias", "post_op_params"])

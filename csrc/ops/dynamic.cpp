@@ -189,7 +189,6 @@ at::Tensor dynamic_linear(const at::Tensor& src_arg, const at::Tensor& weight,
   check_numel(kOp, "weight_scale", weight_scale, n);
   if (bias.has_value()) {
     check_param(kOp, "bias", *bias, at::kFloat);
-    check_no_grad(kOp, "bias", *bias);
     check_numel(kOp, "bias", *bias, n);
   }
   c10::SmallVector<int64_t, 5> sizes(src_arg.sizes().begin(), src_arg.sizes().end());

@@ -32,6 +32,7 @@ void check_scale(const char* op, const char* arg, const at::Tensor& scale, bool 
                    " must be float32, got ", dtype_name(scale.scalar_type()),
                    ". Convert it with .float().");
   check_cpu(op, arg, scale);
+  check_no_grad(op, arg, scale);
   const at::Tensor dense = scale.contiguous();
   const float* values = dense.const_data_ptr<float>();
   for (int64_t i = 0; i < dense.numel(); ++i) {

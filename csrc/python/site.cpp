@@ -25,8 +25,10 @@ namespace {
 
 /// None, False or 0, without running anyone's code.
 bool is_unset(PyObject* value) {
-  return value == Py_None || value == Py_False ||
-         (value != nullptr && PyLong_CheckExact(value) && PyLong_AsLong(value) == 0);
+  if (value == nullptr || value == Py_None || value == Py_False) return value != nullptr;
+  int overflow = 0;
+  return PyLong_CheckExact(value) && PyLong_AsLongAndOverflow(value, &overflow) == 0 &&
+         overflow == 0;
 }
 
 /// An argument as `_direct` writes it: "-", "<dtype>", "[dtype]", "..." or "state".

@@ -25,8 +25,11 @@ def _words(text: str) -> frozenset[str]:
 
 # What asks for the strides of its first argument, or depends on them.
 _STRIDES = _words(
-    "stride is_contiguous storage_offset data_ptr view view_as unflatten as_strided numpy"
+    "stride is_contiguous storage_offset data_ptr view view_as unflatten as_strided numpy "
+    "view_as_complex"
 )
+# What returns its argument itself, or a view of it, where strides allow, and else a copy.
+_MAY_COPY = _words("contiguous reshape reshape_as flatten ravel")
 # What can be asked of a weight without its values: ``nn.standing.Described`` answers.
 _DESCRIBED = _words("dtype device shape ndim requires_grad size dim numel is_floating_point")
 _PRODUCTS = _words(
@@ -139,6 +142,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
                 if i == 0:
                     raise
             recorder.first = False
+    recorder.end()
     return recorder.recording
 
 
@@ -175,6 +179,7 @@ class _Recorder(TorchFunctionMode):
         self._of_layers = {id(p) for m in layers for p in m.parameters(False)}
         self._numbers: dict[int, int] = {}  # id(tensor) -> value
         self._alive: list[Tensor] = []  # each once, so that no id is used twice
+        self._aliased: list[tuple[Tensor, list[int | None]]] = []  # and versions at that time
         self._open: list[tuple[str, Tensor | None, list[Tensor], list[int | None]]] = []  # calls
         self.depth = 0  # of leaf modules and functions
 
@@ -244,9 +249,23 @@ class _Recorder(TorchFunctionMode):
             return result
         if sources and name in _STRIDES:
             self.recording.strided.add(self._number(sources[0]))
+        if sources and name in _MAY_COPY:
+            self._alias(sources[0], result)
         if sources:
             self.add(name, None, sources, result)
         return result
+
+    def _alias(self, source: Tensor, result: Any) -> None:
+        """Notes what shares memory that layers with other strides would have it not share."""
+        memory = source.untyped_storage().data_ptr()
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() == memory:
+            self._aliased.append((source, _versions([source])))
+
+    def end(self) -> None:
+        """Of all runs: the strides of shared memory that somebody wrote to matter."""
+        for source, versions in self._aliased:
+            if _versions([source]) != versions:
+                self.recording.strided.add(self._number(source))
 
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -272,6 +291,8 @@ class _Recorder(TorchFunctionMode):
             call.writes = None in versions or _versions(tensors) != versions
             if isinstance(module, nn.Unflatten):
                 self.recording.strided.update(call.inputs)
+            if isinstance(module, nn.Flatten):
+                self._alias(tensors[0], result)
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:

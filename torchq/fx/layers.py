@@ -247,8 +247,9 @@ class _Finder:
         if op.role is not Role.COMBINE or not isinstance(op.module, Add):
             return False
         other = next(src for src in op.srcs if src is not layer.dst)
-        # A constant broadcasts to other batches; a sum would not.
+        # What is the same for all of a batch broadcasts to other ones; a sum would not.
         same = other.meta["value"].shape == layer.dst.meta["value"].shape
+        same = same and other.meta.get("of_two") == layer.dst.meta.get("of_two")
         return same and bool(other.meta["varying"])
 
     def _fits_clip(self, layer: Layer, bounds: tuple[float, float] | None) -> bool:

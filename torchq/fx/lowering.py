@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from torchq.fx.layers import Layer
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.ops import Op, Role
 from torchq.fx.prepared import Prepared
-from torchq.fx.scripting import respell, write
+from torchq.fx.recognize import owners
+from torchq.fx.scripting import depends_on_strides, respell, write
 from torchq.fx.sharing import shared_qparams
 from torchq.fx.tracing.guards import GUARDS, expect, expect_float, expect_tensor, with_item
 from torchq.fx.tracing.sequences import SequenceTracer
@@ -26,6 +29,7 @@ from torchq.nn.attention import Attention, DynamicQAttention, QAttention
 from torchq.nn.binary import Add, Cat, QAdd, QCat, QMul
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
+from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.qparams import QParams
 
@@ -49,6 +53,7 @@ class Lowering:
         self._int8: dict[fx.Node, fx.Node] = {}
         self._qparams = shared_qparams(prepared)
         self._readers = self.plan.readers()
+        self._owners = owners(self.plan.captured.graph)
 
     def run(self) -> QuantizedGraph:
         """The converted model."""
@@ -164,13 +169,12 @@ class Lowering:
             dst = self._call(op.name, pool_from_float(op.module, qparams), src, *size)
             return self._flat(op, dst)
         if op.role is Role.PAD:
-            zero = float(qparams.zero_point)  # as TorchScript wants it
-            return self.graph.call_function(F.pad, (src, self._padding(op), "constant", zero))
+            return self._call(op.name, QPad(qparams), src, self._padding(op))
         signed = qparams.dtype == torch.int8 and _is_resampling(op)
         if signed:  # torch interpolates uint8, but not int8: the bytes are the same
-            src = self.graph.call_method("view", (src, torch.uint8))
+            src = self.graph.call_method("to", (src, torch.uint8))  # no view in TorchScript
         dst = self._copy(op.node, lambda n: src if n is op.srcs[0] else self.any_of(n))
-        return self.graph.call_method("view", (dst, torch.int8)) if signed else dst
+        return self.graph.call_method("to", (dst, torch.int8)) if signed else dst
 
     def _flat(self, op: Op, dst: fx.Node) -> fx.Node:
         return self.graph.call_method("flatten", (dst, 1)) if op.flatten else dst
@@ -204,9 +208,12 @@ class Lowering:
 
     def _copy(self, node: fx.Node, form: Any = None) -> fx.Node:
         """The node as it is in the float model."""
+        form = form or self.float_of
         if node.target is with_item:
-            return write(self.graph, node, form or self.float_of)
-        copied = self.graph.node_copy(node, form or self.float_of)
+            return write(self.graph, node, form)
+        if depends_on_strides(node):
+            form = functools.partial(self._ordered, form=form)
+        copied = self.graph.node_copy(node, form)
         if node.op == "get_attr":
             value = operator.attrgetter(str(node.target))(self.plan.captured.model)
             # not the original name: its module may be a quantized one, with a weight of its own
@@ -220,7 +227,14 @@ class Lowering:
             copied.meta["source"] = str(node.target)
             copied.target = self._float_module(str(node.target))
         respell(copied, node)
-        return copied
+        return self._ordered(node, lambda _: copied) if node in self._owners else copied
+
+    def _ordered(self, node: fx.Node, form: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """A value with the strides of the float model, where layers may have given it others."""
+        made = form(node)
+        if not node.op.startswith("call_") or not node.meta["value"].is_ordered:
+            return made
+        return self.graph.call_method("contiguous", (made,))
 
     def _float_module(self, name: str) -> str:
         """Where the converted model has this float module."""

@@ -126,8 +126,7 @@ def upsample(made: Made) -> None:
 def pad_module(made: Made) -> None:
     """``nn.ZeroPad2d`` and the like."""
     padding: Any = made.module.padding  # type: ignore[union-attr]
-    pairs = [tuple(padding[i : i + 2]) for i in range(0, len(padding), 2)][::-1]
-    made.pad = [p[0] for p in pairs], [p[1] for p in pairs]
+    made.pad = _spatial_pad(len(shape_of(made.srcs[0])), padding)
 
 
 def pad(a: Arguments) -> Made | str:

@@ -111,6 +111,16 @@ def rewritten(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+def owners(graph: fx.Graph) -> set[fx.Node]:
+    """The first of the nodes that share memory which is :func:`rewritten`.
+
+    Views of it are views of a converted model, too, if its strides are those of the float model.
+    """
+    pinned = rewritten(graph)
+    first = {n.meta["value"].storage: n for n in reversed(graph.nodes) if n in pinned}
+    return {node for storage, node in first.items() if storage}
+
+
 def _writes_to_kept(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that write to memory which no call made: its caller has it, or a module."""
     first: dict[int, fx.Node] = {}

@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,18 +17,30 @@ from torch import fx
 
 from torchq.fx.tracing.guards import with_condition, with_indices, with_view, with_view_filled
 
+_OF_STRIDES = frozenset({
+    "stride", "is_contiguous", "storage_offset", "as_strided", torch.as_strided,
+    torch.view_as_complex,
+})  # fmt: skip
+
+
+def depends_on_strides(node: fx.Node) -> bool:
+    """Whether it asks for its source's strides, or reads other elements where they are others."""
+    if node.target == "view" and node.op == "call_method":
+        return any(isinstance(value, torch.dtype) for value in (*node.args, *node.kwargs.values()))
+    return node.target in _OF_STRIDES
+
 
 def respell(copied: fx.Node, original: fx.Node) -> None:
     """Changes a node to what computes the same on more layouts, and scripts.
 
     - ``view`` refuses what a converted convolution returns: channels-last. ``reshape`` copies then.
-      (Where somebody writes to a view that others see, everything keeps the layout it had.)
+      (Where somebody writes to a view that others see, the strides are those of the float model.)
     - ``operator.abs`` is no function of TorchScript, ``torch.abs`` is, and ``abs`` of a number; nor
       is ``math.trunc``, which is ``int``.
     - An int for a float argument, as in ``F.interpolate(x, scale_factor=2)``, becomes a float.
     - ``axis`` and ``keepdims``, as numpy has them, are ``dim`` and ``keepdim`` there; ``...`` with
       a tensor of indices is the dims that it stands for; ``indexing=None`` is nothing; ``bool()``
-      is ``to``; tuples that ``torch.tensor`` gets are lists.
+      is ``to``; tuples that ``torch.tensor`` gets are lists; slices backwards have both ends.
     - ``t // x`` of a constant is called as a method of it.
     - ``2 // x``, ``1 << x`` and the like, and ``+x``, know only tensors there.
     """
@@ -41,6 +54,7 @@ def respell(copied: fx.Node, original: fx.Node) -> None:
         copied.args = (_as_lists(copied.args[0]), *copied.args[1:])
     elif copied.target is operator.getitem:
         copied.args = _without_ellipsis(copied, original)
+        copied.args = (copied.args[0], _with_ends(copied.args[1]))
     elif copied.target in _OPERATORS:
         copied.op, copied.target = "call_function", _OPERATORS[copied.target]
     elif copied.target in _OF_TENSORS and not _dtype(original.args[0]):
@@ -144,6 +158,17 @@ def _without_ellipsis(copied: fx.Node, original: fx.Node) -> tuple[Any, ...]:
         return copied.args
     at, written = parts.index(...), tuple(copied.args[1])  # type: ignore[arg-type]
     return copied.args[0], (*written[:at], *[slice(None)] * left, *written[at + 1 :])
+
+
+def _with_ends(index: Any) -> Any:
+    """A slice backwards (of a sequence: tensors have none) with both ends.
+
+    TorchScript reads None as 0 in front and as the largest int behind.
+    """
+    if not isinstance(index, slice) or type(index.step) is not int or index.step >= 0:
+        return index
+    start = sys.maxsize if index.start is None else index.start
+    return slice(start, -sys.maxsize if index.stop is None else index.stop, index.step)
 
 
 def _dims(part: Any) -> int | None:

@@ -10,6 +10,7 @@ from torchq.nn.linear import QLinear
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
 from torchq.nn.normalization import QGroupNorm, QLayerNorm, QSoftmax
+from torchq.nn.pad import QPad
 from torchq.nn.pooling import (
     QAdaptiveAvgPool1d,
     QAdaptiveAvgPool2d,
@@ -70,6 +71,7 @@ __all__ = [
     "QMaxPool3d",
     "QModule",
     "QMul",
+    "QPad",
     "QRNNCell",
     "QRecurrentLayer",
     "QResample",

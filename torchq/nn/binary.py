@@ -60,6 +60,7 @@ class _QCombine(QModule):
 
     def __init__(self, srcs: list[QParams], dst: QParams | None, **spec: object) -> None:
         super().__init__()
+        self._check_one_scale([*srcs, dst])
         every = [*srcs, QParams.per_tensor(1.0) if dst is None else dst]
         self.register_buffer("scales", torch.stack([q.scale.reshape(()) for q in every]))
         self.register_buffer("zero_points", torch.stack([q.zero_point.reshape(()) for q in every]))
@@ -110,6 +111,11 @@ class _QBinary(_QCombine):
 
     def __init__(self, srcs: list[QParams], dst: QParams | None, relu: bool = False) -> None:
         """``srcs`` has two; ``dst`` None means float32."""
+        if len(srcs) != 2:
+            raise ValueError(
+                f"torchq.nn.{type(self).__name__}: srcs must be the parameters of 2 sources, got "
+                f"{len(srcs)}. Sums of more are torchq.functional.sum."
+            )
         super().__init__(srcs, dst, relu=relu)
         self.relu = relu
 

@@ -2,7 +2,7 @@
 """What every quantized module shares: a spec, readable state, refolding after loading."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -175,6 +175,15 @@ class QModule(nn.Module):
         self.src_dtype = src.dtype
         self.src_code = dtype_code(src.dtype)
         self.src_low, self.src_high = src.integers
+
+    def _check_one_scale(self, qparams: Sequence[QParams | None]) -> None:
+        """Raises NotImplementedError for parameters per channel."""
+        if any(q is not None and q.is_per_channel for q in qparams):
+            raise NotImplementedError(
+                f"torchq.nn.{type(self).__name__}: src and dst must have one scale, got one "
+                "per channel. The nearest supported form is a Dequantize in front, or a float "
+                "destination."
+            )
 
     def _add_limits(self, dst: QParams | None) -> None:
         """What :meth:`_limited` needs; None for a float destination."""

@@ -37,11 +37,7 @@ class _QNorm(QModule):
                 f"'{self.post_ops}'. The nearest supported form is the function in "
                 "torchq.functional, which takes all."
             )
-        if src.is_per_channel or (dst is not None and dst.is_per_channel):
-            raise NotImplementedError(
-                f"torchq.nn.{name}: src and dst must have one scale, got one per channel. The "
-                "nearest supported form is a Dequantize in front, or a float destination."
-            )
+        self._check_one_scale([src, dst])
         self._add_src(src)
         self.dst_dtype = torch.float32 if dst is None else dst.dtype
         self.dst_code = dtype_code(self.dst_dtype)

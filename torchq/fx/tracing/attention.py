@@ -31,7 +31,7 @@ def attention(args: tuple[Any, ...], kwargs: dict[str, Any], rank: int) -> Any:
         return None
     length, batch = a["query"].size(0), a["query"].size(1)
     heads, features = a["num_heads"], a["embed_dim_to_check"]
-    q, k, v = (_heads(x, heads) for x in _projected(a, features))
+    q, k, v = (_heads(x, heads, features // heads) for x in _projected(a, features))
     mask = _mask(a, heads, batch)
     if a["need_weights"]:
         scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(features // heads)
@@ -59,9 +59,9 @@ def _projected(a: dict[str, Any], features: int) -> list[Any]:
     return result
 
 
-def _heads(x: Any, heads: int) -> Any:
+def _heads(x: Any, heads: int, features: int) -> Any:
     """``(L, N, E)`` to ``(N, heads, L, E / heads)``."""
-    return x.reshape(x.size(0), x.size(1), heads, -1).permute(1, 2, 0, 3)
+    return x.reshape(x.size(0), x.size(1), heads, features).permute(1, 2, 0, 3)
 
 
 def _mask(a: dict[str, Any], heads: int, batch: Any) -> Any:
@@ -69,10 +69,11 @@ def _mask(a: dict[str, Any], heads: int, batch: Any) -> Any:
     mask, padding = a["attn_mask"], a["key_padding_mask"]
     if mask is not None:
         mask = _added(mask)
-        mask = mask.reshape(batch, heads, mask.size(-2), -1) if mask.dim() == 3 else mask
+        mask = mask.reshape(batch, heads, mask.size(-2), mask.size(-1)) if mask.dim() == 3 else mask
     if padding is None:
         return mask
-    padding = _added(padding).reshape(batch, 1, 1, -1)
+    padding = _added(padding)
+    padding = padding.reshape(batch, 1, 1, padding.size(-1))
     return padding if mask is None else mask + padding
 
 

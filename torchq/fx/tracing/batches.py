@@ -10,6 +10,7 @@ shapes pass the guards; what the code would do with others has not been seen.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import operator
 from typing import Any
@@ -22,7 +23,7 @@ from torchq.fx.tracing.guards import expect, have_shapes
 from torchq.fx.tracing.memory import agree, with_constants
 from torchq.state import twin
 
-__all__ = ["free_batch"]
+__all__ = ["free_batch", "note_shapes"]
 
 
 def free_batch(model: nn.Module, traced: nn.Module, graph: fx.Graph, inputs: Any) -> None:
@@ -60,6 +61,26 @@ def free_batch(model: nn.Module, traced: nn.Module, graph: fx.Graph, inputs: Any
                 _let_pass(graph, guard, sources, n)
 
 
+def note_shapes(model: nn.Module, traced: nn.Module, graph: fx.Graph, inputs: Any) -> None:
+    """Where the batch is 1: "of_two" in the ``meta`` of nodes is their shape for a batch of 2.
+
+    What does not depend on the batch, as positions ``(1, L, E)``, looks like a batch of 1. Where
+    the graph cannot be run with 2, nothing is noted. Arguments as of :func:`free_batch`.
+    """
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not tensors or any(x.size(0) != 1 for x in tensors):
+        return
+    watched = _Watched(fx.GraphModule(with_constants(twin(model), traced), graph))
+    args, kwargs = copy.deepcopy(_resized(inputs, 2))
+    try:
+        watched(*args, **kwargs)
+    except Exception:  # of the model's own code, which may know no other batch
+        return
+    for node in graph.nodes:
+        if node.name in watched.shapes:
+            node.meta["of_two"] = watched.shapes[node.name]
+
+
 def _compared(graph: fx.Graph, run: _Watched, size: int) -> set[int]:
     """Numbers that the batch size is compared with."""
     found = set()
@@ -88,11 +109,13 @@ class _Watched(nn.Module):
     Attributes:
         failed: names of those that would have raised.
         sizes: name of a node -> its value, of sizes and numbers made of them.
+        shapes: name of a node -> shape of its value, of tensors.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__()
         self.module, self.failed, self.sizes = module, set[str](), dict[str, Any]()
+        self.shapes = dict[str, tuple[int, ...]]()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the graph's."""
@@ -109,7 +132,9 @@ class _Run(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.target is not expect:
             result = super().run_node(n)
-            if not isinstance(result, Tensor):
+            if isinstance(result, Tensor):
+                self.watched.shapes[n.name] = tuple(result.shape)
+            else:
                 self.watched.sizes[n.name] = result
             return result
         (value, expected, *_), _ = self.fetch_args_kwargs_from_env(n)

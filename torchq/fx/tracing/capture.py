@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.fx.tracing.aliases import join, memory
-from torchq.fx.tracing.batches import free_batch
+from torchq.fx.tracing.batches import free_batch, note_shapes
 from torchq.fx.tracing.containers import is_given, is_part
 from torchq.fx.tracing.factories import traced_factories
 from torchq.fx.tracing.guards import GUARDS, expect, expect_dtype, with_item
@@ -47,6 +47,8 @@ class Meta:
         shape: of a tensor; None for any other value.
         dtype: of a tensor.
         storage: address of a tensor's memory, 0 if unknown.
+        is_ordered: whether it is a contiguous tensor of more than two dimensions, so that a layer
+            that gives channels-last ones changes its strides.
         is_sequence: whether it is a tuple or list that holds tensors.
         length: of a sequence.
         is_number: whether it is an int, a float or a bool.
@@ -56,6 +58,7 @@ class Meta:
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     storage: int = 0
+    is_ordered: bool = False
     is_sequence: bool = False
     length: int = 0
     is_number: bool = False
@@ -114,6 +117,7 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             found = why_other(calls, captured.model, captured.graph, inputs, captured.untraceable)
             if not found:
                 free_batch(model, captured.model, captured.graph, inputs)
+                note_shapes(model, captured.model, captured.graph, inputs)
                 remove_unused(captured.graph)
                 return captured
             if "" in found or found.keys() <= opaque.keys():
@@ -175,12 +179,14 @@ def _meta(value: Any) -> Meta:
     if isinstance(value, Tensor):
         try:
             storage = value.untyped_storage().data_ptr()
+            is_ordered = value.dim() > 2 and value.is_contiguous()
         except (NotImplementedError, RuntimeError):  # sparse and the like
-            storage = 0
-        return Meta(tuple(value.shape), value.dtype, storage)
+            storage, is_ordered = 0, False
+        return Meta(tuple(value.shape), value.dtype, storage, is_ordered)
     if isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value):
         tensors = [v for v in value if isinstance(v, Tensor)]
-        return Meta(None, tensors[0].dtype, _meta(tensors[0]).storage, True, len(value))
+        storage = _meta(tensors[0]).storage
+        return Meta(None, tensors[0].dtype, storage, is_sequence=True, length=len(value))
     return Meta(is_number=isinstance(value, (bool, int, float)), is_int=type(value) is int)
 
 
