@@ -13,13 +13,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LIBRARY := torchq/libtorchq.so
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
-FORMATTED := $(SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*/*.cpp tests/*.c)
+FORMATTED := $(SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*/*.cpp tests/*.c tests/emulated/*.h)
 # Options for pytest: make test ARGS='-k linear'
 ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-report conformance zoo lint format bench build clean distclean
+.PHONY: help demo test test-emulated test-report conformance zoo lint format bench build clean distclean
 
 help:  ## This list
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -32,6 +32,16 @@ test: $(LIBRARY)  ## All tests; options: make test ARGS='-k linear'
 
 test-report: $(VENV)/.report  ## The HTML report in a headless browser (Debian: apt install chromium)
 	$(BIN)/python -m pytest -m report $(ARGS)
+
+# In a copy of the tree, whose library has all tiers in AVX2 (tests/emulated).
+EMULATED := build/emulated
+test-emulated: $(VENV)/.emulated  ## The tests of tiers that this CPU lacks, in software; takes an hour
+	mkdir -p $(EMULATED)
+	cp -ru setup.py pyproject.toml README.md csrc torchq tests benchmarks examples $(EMULATED)
+	rm -f $(EMULATED)/torchq/*.so
+	cd $(EMULATED) && TORCHQ_EMULATE=1 $(CURDIR)/$(BIN)/python setup.py --quiet build_ext --inplace
+	cd $(EMULATED) && $(CURDIR)/$(BIN)/python -m pytest -k 'avx2_vnni or avx512 or amx' \
+	  --ignore tests/test_disassembly.py $(ARGS)
 
 conformance: $(LIBRARY)  ## 4800 random cases beside real oneDNN; writes docs/conformance.md
 	$(BIN)/python tests/conformance/run.py --markdown docs/conformance.md $(ARGS)

@@ -37,6 +37,17 @@ ISA_FLAGS = {
     "csrc/isa/amx.cpp": [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
 }
 
+# TORCHQ_EMULATE=1: kernels above AVX2 in software, for tests on CPUs that lack them.
+EMULATED = bool(os.environ.get("TORCHQ_EMULATE"))
+DEFINES = ["-DTORCHQ_EMULATED"] if EMULATED else []
+if EMULATED:
+    import simde_py
+
+    intrinsics = str(ROOT / "tests/emulated/intrinsics.h")
+    flags = ["-mavx2", "-mfma", "-O1", "-w", "-Wno-psabi", "-isystem", simde_py.get_include()]
+    for source in list(ISA_FLAGS)[2:]:
+        ISA_FLAGS[source] = [*flags, "-include", intrinsics]
+
 
 def torch_release() -> tuple[int, int]:
     """Major and minor version of the installed torch."""
@@ -102,7 +113,7 @@ def extension(name: str, folders: list[str], libraries: list[str], link: list[st
         depends=[str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")],
         library_dirs=library_paths(),
         libraries=["c10", "torch", "torch_cpu", *libraries],
-        extra_compile_args=[*COMMON, *WARNINGS, "-fopenmp", *system],
+        extra_compile_args=[*COMMON, *WARNINGS, "-fopenmp", *system, *DEFINES],
         extra_link_args=["-fopenmp", "-Wl,-O1", "-s", *link],
         language="c++",
     )

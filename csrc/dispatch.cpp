@@ -41,6 +41,12 @@ bool has_amx() {
 }
 #endif
 
+#ifdef TORCHQ_EMULATED
+constexpr bool kEmulated = true;  // all tiers need AVX2 only: tests/emulated
+#else
+constexpr bool kEmulated = false;
+#endif
+
 /// Slowest first; the last supported one is the default.
 const std::vector<Tier>& tiers() {
   static const std::vector<Tier> all = [] {
@@ -52,17 +58,17 @@ const std::vector<Tier>& tiers() {
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512vl");
     list.push_back({&kAvx2Kernels, avx2});
-    list.push_back({&kAvx2VnniKernels, avx2 && has_avx_vnni()});
-    list.push_back({&kAvx512Kernels, avx512});
+    list.push_back({&kAvx2VnniKernels, kEmulated || (avx2 && has_avx_vnni())});
+    list.push_back({&kAvx512Kernels, kEmulated || avx512});
     const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-    list.push_back({&kAvx512VnniKernels, vnni});
+    list.push_back({&kAvx512VnniKernels, kEmulated || vnni});
     static const Kernels amx = [] {
       Kernels kernels = kAvx512VnniKernels;
       kernels.isa = kAmx.isa;
       kernels.matrix = &kAmx;
       return kernels;
     }();
-    list.push_back({&amx, vnni && has_amx()});
+    list.push_back({&amx, kEmulated || (vnni && has_amx())});
 #endif
     return list;
   }();

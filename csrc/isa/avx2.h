@@ -339,7 +339,12 @@ struct Avx2 : Avx2Lanes {
   static TORCHQ_INLINE Bytes subtract_saturated(Bytes a, Bytes b) { return _mm256_subs_epi8(a, b); }
 };
 
-#ifdef __AVXVNNI__
+#if defined(__AVXVNNI__) || defined(TORCHQ_EMULATED)
+#ifndef TORCHQ_EMULATED
+#define TORCHQ_ASM_DOT(acc, src, w) \
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(src), "x"(w))
+#endif
+
 struct Avx2Vnni : Avx2 {
   static constexpr const char* kName = "avx2_vnni";
   static constexpr int kSteps = 1;
@@ -351,7 +356,7 @@ struct Avx2Vnni : Avx2 {
     return quad;
   }
   static TORCHQ_INLINE void dot(__m256i& acc, __m256i src, __m256i weight) {
-    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(src), "x"(weight));
+    TORCHQ_ASM_DOT(acc, src, weight);
   }
   static TORCHQ_INLINE void dot(Int& acc, __m256i src, Int weight) {
     dot(acc.lo, src, weight.lo);

@@ -3,6 +3,7 @@
 // linkage throughout, see Note [One symbol per ISA] in kernels/common.h.
 #pragma once
 
+#include "avx512_asm.h"
 #include "avx512_lanes.h"
 #include "last_bytes.h"
 
@@ -72,10 +73,9 @@ struct Avx512 : Avx512Lanes {
   /// kPairs, the second and third of each four lanes change places.
   template <bool kPairs>
   static TORCHQ_INLINE void store_transposed(uint8_t* p, Int v, bool is_signed) {
-    // Constants from memory each time: windows of three kernel rows have no register to spare.
-    if (!is_signed) asm("vpmaxsd %1, %0, %0" : "+v"(v) : "m"(kZeros));
+    if (!is_signed) TORCHQ_ASM_MAX(v, kZeros);
     __m128i bytes = is_signed ? _mm512_cvtsepi32_epi8(v) : _mm512_cvtusepi32_epi8(v);
-    asm("vpshufb %1, %0, %0" : "+v"(bytes) : "m"(kChannelOrder[kPairs]));
+    TORCHQ_ASM_SHUFFLE(bytes, kChannelOrder[kPairs]);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
   }
   /// 64 channels in natural order: the two packs interleave 128-bit lanes, one vpermd puts them
@@ -117,15 +117,15 @@ struct Avx512 : Avx512Lanes {
   // dot products of quads
   /// Keeps an accumulator in its register between the K loop and the epilogue: without it GCC 12
   /// spills inside the loop (48 % of peak instead of 98 %).
-  static TORCHQ_INLINE void pin(Int& v) { asm("" : "+v"(v)); }
+  static TORCHQ_INLINE void pin(Int& v) { TORCHQ_ASM_PIN(v); }
   static TORCHQ_INLINE Int load_weight(const int8_t* p) {
     Int v = _mm512_loadu_si512(p);
     pin(v);  // one load for all rows instead of a memory operand in each of them
     return v;
   }
-  /// u8 from s8. From memory each time: the widened kernels have no register to spare.
+  /// u8 from s8.
   static TORCHQ_INLINE Int flip_sign(Int v) {
-    asm("vpxord %1, %0, %0" : "+v"(v) : "m"(kSignBits));
+    TORCHQ_ASM_XOR(v, kSignBits);
     return v;
   }
   static TORCHQ_INLINE Int broadcast(const uint8_t* p) { return _mm512_set1_epi32(load32(p)); }
@@ -133,7 +133,7 @@ struct Avx512 : Avx512Lanes {
   template <int kStep>
   static TORCHQ_INLINE Int split_src(Int quad) {
     if constexpr (kStep == 1) return _mm512_srli_epi16(quad, 8);
-    asm("vpandd %1, %0, %0" : "+v"(quad) : "m"(kEvenBytes));
+    TORCHQ_ASM_AND(quad, kEvenBytes);
     return quad;
   }
   /// Pinned, since GCC reassociates the sums of several steps and then spills the products.

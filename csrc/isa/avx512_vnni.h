@@ -59,9 +59,7 @@ struct Avx512Vnni : Avx512 {
   }
   /// Inline assembly because GCC 12 copies the accumulator around the intrinsic inside loops
   /// (measured: 278 instead of 459 GOPS).
-  static TORCHQ_INLINE void dot(Int& acc, Int src, Int weight) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(src), "v"(weight));
-  }
+  static TORCHQ_INLINE void dot(Int& acc, Int src, Int weight) { TORCHQ_ASM_DOT(acc, src, weight); }
   /// A row's products with NP panels as few statements: GCC 12 moves sums between registers around
   /// statements of their own, two to six in recurrent tiles of three and four panels (GRU of 512
   /// units on Zen 5: 0.98 of the time without). On copies, since elements of an array that are
@@ -70,17 +68,12 @@ struct Avx512Vnni : Avx512 {
   static TORCHQ_INLINE void dot_row(Int* acc, Int src, const Int* w) {
     if constexpr (NP >= 4) {
       Int a = acc[0], b = acc[1], c = acc[2], d = acc[3];
-      asm("vpdpbusd %5, %4, %0\n\tvpdpbusd %6, %4, %1\n\t"
-          "vpdpbusd %7, %4, %2\n\tvpdpbusd %8, %4, %3"
-          : "+&v"(a), "+&v"(b), "+&v"(c), "+&v"(d)
-          : "v"(src), "v"(w[0]), "v"(w[1]), "v"(w[2]), "v"(w[3]));
+      TORCHQ_ASM_DOT_FOUR(a, b, c, d, src, w);
       acc[0] = a, acc[1] = b, acc[2] = c, acc[3] = d;
       dot_row<NP - 4>(acc + 4, src, w + 4);
     } else if constexpr (NP == 3) {
       Int a = acc[0], b = acc[1], c = acc[2];
-      asm("vpdpbusd %4, %3, %0\n\tvpdpbusd %5, %3, %1\n\tvpdpbusd %6, %3, %2"
-          : "+&v"(a), "+&v"(b), "+&v"(c)
-          : "v"(src), "v"(w[0]), "v"(w[1]), "v"(w[2]));
+      TORCHQ_ASM_DOT_THREE(a, b, c, src, w);
       acc[0] = a, acc[1] = b, acc[2] = c;
     } else if constexpr (NP > 0) {
       dot(acc[0], src, w[0]);
