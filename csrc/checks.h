@@ -96,7 +96,6 @@ inline DType check_src(const char* op, const char* arg, const at::Tensor& t) {
   return t.scalar_type() == at::kByte ? DType::u8 : DType::s8;
 }
 
-/// A parameter tensor: dtype, contiguous, on the CPU.
 inline void check_no_grad(const char* op, const char* arg, const at::Tensor& t) {
   TORCH_CHECK(
       !(t.requires_grad() && at::GradMode::is_enabled()), "torchq.", op, ": ", arg,
@@ -104,6 +103,7 @@ inline void check_no_grad(const char* op, const char* arg, const at::Tensor& t) 
       "torch.inference_mode(), or pass ", arg, ".detach().");
 }
 
+/// A parameter tensor: dtype, contiguous, on the CPU, without gradients.
 inline void check_param(const char* op, const char* arg, const at::Tensor& t, at::ScalarType type) {
   TORCH_CHECK_TYPE(t.scalar_type() == type, "torchq.", op, ": ", arg, " must be ", dtype_name(type),
                    ", got ", dtype_name(t.scalar_type()), ". Pass what fold/pack returned.");

@@ -103,6 +103,19 @@ def test_what_is_the_same_for_all_of_a_batch_of_one(name: str) -> None:
         assert sqnr(model(x), converted(x)) > 25
 
 
+def test_positions_beside_a_mask_that_is_no_batch() -> None:
+    def forward(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return (m.a(x) + m.positions[:, : x.size(1)]) * mask.mean()
+
+    positions = nn.Parameter(torch.randn(1, 50, 8))
+    model = Wired(forward, a=nn.Linear(8, 8), positions=positions).eval()
+    mask = torch.rand(40, 40)
+    converted = torchq.quantize(model, [(torch.randn(1, 40, 8), mask)])
+    x = torch.randn(4, 40, 8).clamp(-2, 2)
+    with torch.no_grad():
+        assert sqnr(model(x, mask), converted(x, mask)) > 25
+
+
 def test_sums_are_fused_for_a_batch_of_one() -> None:
     model = Wired(lambda m, x: m.b(m.a(x)) + m.a(x), a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval()
     converted = torchq.quantize(model, [torch.randn(1, 40, 8)])

@@ -437,6 +437,20 @@ def test_wrong_arguments_of_layers() -> None:
         tnn.QLinear.from_float(linear, U8, post_ops="eltwise_relu")
 
 
+def test_scales_that_were_trained() -> None:
+    scale = nn.Parameter(torch.tensor(0.1))
+    trained = QParams(scale, torch.tensor(0, dtype=torch.int32), torch.uint8)
+    x = torch.rand(3)
+    for module in (
+        tnn.Quantize(trained),
+        tnn.Dequantize(trained),
+        tnn.QLookup(torch.tanh, trained, U8),
+    ):
+        assert not any(buffer.requires_grad for buffer in copy.deepcopy(module)(x)[None])
+    assert not tnn.QAdd([trained, U8], trained)(x, x).requires_grad
+    assert not tnn.QSoftmax(trained, None)(x).requires_grad
+
+
 @pytest.mark.parametrize("affine", [False, True])
 def test_no_inputs(affine: bool) -> None:
     linear = nn.Linear(0, 3)

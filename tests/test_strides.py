@@ -80,6 +80,96 @@ def source_is_written_behind_the_view(m: Any, x: Tensor) -> Tensor:
 
 
 @code
+def view_is_written_behind_an_activation(m: Any, x: Tensor) -> Tensor:
+    y = torch.relu(m.a(x))
+    z = y.view(y.size(0), -1)
+    z.clamp_(max=0.3)
+    return m.b(y)
+
+
+@code
+def reshape_is_written_behind_a_clip(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x).clamp(0, 1)
+    y.reshape(y.size(0), -1).mul_(3)
+    return y
+
+
+@code
+def view_is_written_behind_items(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x)
+    y[:, 0] = 0
+    z = y.view(y.size(0), -1)
+    z.mul_(2)
+    return y
+
+
+@code
+def copy_of_other_strides_is_written(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x).permute(0, 2, 3, 1)
+    z = y.contiguous()
+    z -= z.mean(-1, keepdim=True)
+    return y + z
+
+
+@code
+def copy_in_another_format_is_written(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x)
+    z = y.to(memory_format=torch.channels_last)
+    z.mul_(2)
+    return y + z
+
+
+@code
+def tokens_are_written(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x).flatten(2).transpose(1, 2)
+    z = y.contiguous()
+    z.mul_(2)
+    return y + z
+
+
+@code
+def part_is_written(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x).exp()
+    y.unbind(1)[0].reshape(-1).zero_()
+    return m.b(y)
+
+
+@code
+def memory_of_a_permutation(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x).permute(0, 2, 3, 1)
+    return m.l(torch.as_strided(y, (y.size(0), 512), (512, 1)))
+
+
+@code
+def memory_of_a_part(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x)[:, 1:]
+    return torch.as_strided(y, (y.size(0), 448), (512, 1))
+
+
+@code
+def place_in_memory(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x)
+    return y * (1 + y[:, 1].storage_offset())
+
+
+@code
+def permutation_is_contiguous(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x).permute(0, 2, 3, 1)
+    return y if y.is_contiguous() else y * 2
+
+
+@code
+def view_as_another(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x)
+    return m.l(y.view_as(y.flatten(1)))
+
+
+@code
+def mapped_function(m: Any, x: Tensor) -> Tensor:
+    return m.l(torch.vmap(lambda image: image.reshape(-1))(m.a(x)))
+
+
+@code
 def memory_in_order(m: Any, x: Tensor) -> Tensor:
     y = m.a(x)
     return m.l(torch.as_strided(y, (y.size(0), 512), (512, 1)))

@@ -26,10 +26,10 @@ def _words(text: str) -> frozenset[str]:
 # What asks for the strides of its first argument, or depends on them.
 _STRIDES = _words(
     "stride is_contiguous storage_offset data_ptr view view_as unflatten as_strided numpy "
-    "view_as_complex"
+    "view_as_complex as_strided_copy as_strided_scatter"
 )
-# What returns its argument itself, or a view of it, where strides allow, and else a copy.
-_MAY_COPY = _words("contiguous reshape reshape_as flatten ravel")
+# What returns its argument itself, or a view of it, for some strides, and for others a copy.
+_MAY_COPY = _words("contiguous reshape reshape_as flatten ravel to")
 # What can be asked of a weight without its values: ``nn.standing.Described`` answers.
 _DESCRIBED = _words("dtype device shape ndim requires_grad size dim numel is_floating_point")
 _PRODUCTS = _words(
@@ -179,7 +179,7 @@ class _Recorder(TorchFunctionMode):
         self._of_layers = {id(p) for m in layers for p in m.parameters(False)}
         self._numbers: dict[int, int] = {}  # id(tensor) -> value
         self._alive: list[Tensor] = []  # each once, so that no id is used twice
-        self._aliased: list[tuple[Tensor, list[int | None]]] = []  # and versions at that time
+        self._maybe_copied: list[tuple[list[Tensor], list[int | None]]] = []  # and their versions
         self._open: list[tuple[str, Tensor | None, list[Tensor], list[int | None]]] = []  # calls
         self.depth = 0  # of leaf modules and functions
 
@@ -250,22 +250,22 @@ class _Recorder(TorchFunctionMode):
         if sources and name in _STRIDES:
             self.recording.strided.add(self._number(sources[0]))
         if sources and name in _MAY_COPY:
-            self._alias(sources[0], result)
+            self._note_copy(sources[0], result)
         if sources:
             self.add(name, None, sources, result)
         return result
 
-    def _alias(self, source: Tensor, result: Any) -> None:
-        """Notes what shares memory that layers with other strides would have it not share."""
-        memory = source.untyped_storage().data_ptr()
-        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() == memory:
-            self._aliased.append((source, _versions([source])))
+    def _note_copy(self, source: Tensor, result: Any) -> None:
+        """What shares memory here may be a copy for other strides, and the other way round."""
+        if isinstance(result, Tensor):
+            both = [source, result]
+            self._maybe_copied.append((both, _versions(both)))
 
     def end(self) -> None:
-        """Of all runs: the strides of shared memory that somebody wrote to matter."""
-        for source, versions in self._aliased:
-            if _versions([source]) != versions:
-                self.recording.strided.add(self._number(source))
+        """Of all runs: strides matter where somebody wrote to such a tensor afterwards."""
+        for both, versions in self._maybe_copied:
+            if _versions(both) != versions:
+                self.recording.strided.add(self._number(both[0]))
 
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -292,7 +292,7 @@ class _Recorder(TorchFunctionMode):
             if isinstance(module, nn.Unflatten):
                 self.recording.strided.update(call.inputs)
             if isinstance(module, nn.Flatten):
-                self._alias(tensors[0], result)
+                self._note_copy(tensors[0], result)
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:

@@ -230,7 +230,7 @@ class _Finder:
         op = self.ops.get(users[0]) if len(users) == 1 else None
         if op is None or op in self.taken or op.requested or op.srcs.count(node) != 1:
             return None
-        return op
+        return None if op.role is Role.OPAQUE else op
 
     def _affine(self, layer: Layer, op: Op) -> Affine | None:
         """What an operation does to each channel of a matmul in front of it."""
@@ -249,7 +249,7 @@ class _Finder:
         other = next(src for src in op.srcs if src is not layer.dst)
         # What is the same for all of a batch broadcasts to other ones; a sum would not.
         same = other.meta["value"].shape == layer.dst.meta["value"].shape
-        same = same and other.meta.get("of_two") == layer.dst.meta.get("of_two")
+        same = same and other.meta.get("doubled") == layer.dst.meta.get("doubled")
         return same and bool(other.meta["varying"])
 
     def _fits_clip(self, layer: Layer, bounds: tuple[float, float] | None) -> bool:

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import copy
-import functools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torchq.fx.layers import Layer
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.ops import Op, Role
 from torchq.fx.prepared import Prepared
-from torchq.fx.recognize import owners
+from torchq.fx.recognize import owners_of_memory
 from torchq.fx.scripting import depends_on_strides, respell, write
 from torchq.fx.sharing import shared_qparams
 from torchq.fx.tracing.guards import GUARDS, expect, expect_float, expect_tensor, with_item
@@ -53,7 +51,7 @@ class Lowering:
         self._int8: dict[fx.Node, fx.Node] = {}
         self._qparams = shared_qparams(prepared)
         self._readers = self.plan.readers()
-        self._owners = owners(self.plan.captured.graph)
+        self._owners = owners_of_memory(self.plan.captured.graph)
 
     def run(self) -> QuantizedGraph:
         """The converted model."""
@@ -171,8 +169,8 @@ class Lowering:
         if op.role is Role.PAD:
             return self._call(op.name, QPad(qparams), src, self._padding(op))
         signed = qparams.dtype == torch.int8 and _is_resampling(op)
-        if signed:  # torch interpolates uint8, but not int8: the bytes are the same
-            src = self.graph.call_method("to", (src, torch.uint8))  # no view in TorchScript
+        if signed:  # torch interpolates uint8, but not int8; TorchScript has no view(dtype)
+            src = self.graph.call_method("to", (src, torch.uint8))  # the same bytes
         dst = self._copy(op.node, lambda n: src if n is op.srcs[0] else self.any_of(n))
         return self.graph.call_method("to", (dst, torch.int8)) if signed else dst
 
@@ -210,10 +208,14 @@ class Lowering:
         """The node as it is in the float model."""
         form = form or self.float_of
         if node.target is with_item:
-            return write(self.graph, node, form)
-        if depends_on_strides(node):
-            form = functools.partial(self._ordered, form=form)
-        copied = self.graph.node_copy(node, form)
+            return self._as_owner(node, write(self.graph, node, form))
+        by_strides = depends_on_strides(node)
+
+        def read(src: fx.Node) -> fx.Node:
+            made: fx.Node = form(src)
+            return self._in_order(src, made) if by_strides else made
+
+        copied = self.graph.node_copy(node, read)
         if node.op == "get_attr":
             value = operator.attrgetter(str(node.target))(self.plan.captured.model)
             # not the original name: its module may be a quantized one, with a weight of its own
@@ -227,11 +229,13 @@ class Lowering:
             copied.meta["source"] = str(node.target)
             copied.target = self._float_module(str(node.target))
         respell(copied, node)
-        return self._ordered(node, lambda _: copied) if node in self._owners else copied
+        return self._as_owner(node, copied)
 
-    def _ordered(self, node: fx.Node, form: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    def _as_owner(self, node: fx.Node, made: fx.Node) -> fx.Node:
+        return self._in_order(node, made) if node in self._owners else made
+
+    def _in_order(self, node: fx.Node, made: fx.Node) -> fx.Node:
         """A value with the strides of the float model, where layers may have given it others."""
-        made = form(node)
         if not node.op.startswith("call_") or not node.meta["value"].is_ordered:
             return made
         return self.graph.call_method("contiguous", (made,))

@@ -204,7 +204,7 @@ PATTERNS: list[Pattern] = [
     Pattern(Role.PRODUCT, (), (F.scaled_dot_product_attention,), "query key value attn_mask=None "
             "dropout_p=0.0 is_causal=False scale=None enable_gqa=False", matmuls.attention),
     _float("its weight multiplies two tensors", nn.Bilinear, F.bilinear, is_matmul=True),
-    _float("its source has no batch dimension, or it adds keys (add_bias_kv, add_zero_attn)",
+    _float("its source has no batch dimension, it has more keys (add_bias_kv), or it trains",
            F.multi_head_attention_forward, is_matmul=True),
     _float("which of its matrices a row is multiplied by is known at run time only",
            torch._grouped_mm, is_matmul=True),

@@ -17,6 +17,7 @@ from torchq.fake_quantize import FakeQuantize
 from torchq.folding import MAX_SHIFTED_REDUCTION
 from torchq.fx.ops import Arguments, Made, Op, Pattern, Role, is_float, parse_signature
 from torchq.fx.patterns import PATTERNS
+from torchq.fx.scripting import depends_on_strides
 from torchq.fx.tracing.capture import Captured
 from torchq.fx.tracing.fake import composed, fake_quantizer, is_watcher, why_not_fixed
 from torchq.fx.tracing.guards import GUARDS
@@ -37,6 +38,7 @@ def recognize(captured: Captured, keep_float: Callable[[str], bool]) -> dict[fx.
     used: Counter[str] = Counter(name for name, _ in captured.model.named_modules())
     calls: Counter[str] = Counter()
     pinned, ops = rewritten(captured.graph), dict[fx.Node, Op]()
+    by_strides = read_by_strides(captured.graph)
     kept = _writes_to_kept(captured.graph)
     for node in captured.graph.nodes:
         if not node.op.startswith("call_") or node.target in GUARDS:
@@ -60,6 +62,8 @@ def recognize(captured: Captured, keep_float: Callable[[str], bool]) -> dict[fx.
         written = _KEPT if node in kept else ""
         if not written and not pinned.isdisjoint([node, *op.srcs]):
             written = "its memory is written in place while the old values are still read"
+        if not written and not by_strides.isdisjoint([node, *op.srcs]):
+            written = "code asks for the strides of a view of it"
         op.reason = _why_float(op, written)
         if op.reason:
             op.role = Role.OPAQUE
@@ -111,12 +115,26 @@ def rewritten(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def owners(graph: fx.Graph) -> set[fx.Node]:
-    """The first of the nodes that share memory which is :func:`rewritten`.
+def read_by_strides(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that share memory with a view whose strides are asked for, where layers made them."""
+    nodes, found = list(graph.nodes), set[fx.Node]()
+    for node in nodes:
+        for src in node.all_input_nodes if depends_on_strides(node) else ():
+            value = src.meta["value"]
+            if value.shape is None or not value.storage or value.is_ordered:
+                continue
+            shared = [n for n in nodes if _shares(n, value.storage)]
+            if shared[0].op.startswith("call_") and shared[0].meta["value"].is_ordered:
+                found.update(shared)
+    return found
+
+
+def owners_of_memory(graph: fx.Graph) -> set[fx.Node]:
+    """The first nodes of memory that is :func:`rewritten`, or :func:`read_by_strides`.
 
     Views of it are views of a converted model, too, if its strides are those of the float model.
     """
-    pinned = rewritten(graph)
+    pinned = rewritten(graph) | read_by_strides(graph)
     first = {n.meta["value"].storage: n for n in reversed(graph.nodes) if n in pinned}
     return {node for storage, node in first.items() if storage}
 

@@ -19,7 +19,7 @@ from torchq.fx.tracing.guards import with_condition, with_indices, with_view, wi
 
 _OF_STRIDES = frozenset({
     "stride", "is_contiguous", "storage_offset", "as_strided", torch.as_strided,
-    torch.view_as_complex,
+    torch.view_as_complex, torch.as_strided_copy, torch.as_strided_scatter,
 })  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def depends_on_strides(node: fx.Node) -> bool:
     """Whether it asks for its source's strides, or reads other elements where they are others."""
     if node.target == "view" and node.op == "call_method":
         return any(isinstance(value, torch.dtype) for value in (*node.args, *node.kwargs.values()))
-    return node.target in _OF_STRIDES
+    return node.op != "call_module" and node.target in _OF_STRIDES
 
 
 def respell(copied: fx.Node, original: fx.Node) -> None:
@@ -48,6 +48,8 @@ def respell(copied: fx.Node, original: fx.Node) -> None:
     if copied.op == "call_method" and copied.target == "view":
         if not any(isinstance(value, torch.dtype) for value in values):
             copied.target, copied.args, copied.kwargs = "reshape", tuple(values), {}
+    elif copied.op == "call_method" and copied.target == "view_as":
+        copied.target = "reshape_as"
     elif copied.op == "call_method" and copied.target == "bool" and len(values) == 1:
         copied.target, copied.args = "to", (copied.args[0], torch.bool)
     elif copied.target is torch.tensor and copied.args:

@@ -62,7 +62,7 @@ class _QCombine(QModule):
         super().__init__()
         self._check_one_scale([*srcs, dst])
         every = [*srcs, QParams.per_tensor(1.0) if dst is None else dst]
-        self.register_buffer("scales", torch.stack([q.scale.reshape(()) for q in every]))
+        self.register_buffer("scales", torch.stack([q.scale.detach().reshape(()) for q in every]))
         self.register_buffer("zero_points", torch.stack([q.zero_point.reshape(()) for q in every]))
         self.dst_dtype = torch.float32 if dst is None else dst.dtype
         self.dst_code = dtype_code(self.dst_dtype)

@@ -16,6 +16,7 @@ from torchq.qparams import QParams
 LAYOUT_VERSION = 1
 """Of the packed weights and the spec; a state of another version does not load."""
 
+_CHOOSE = "Choose them from what an observer saw, or with torchq.QParams.per_tensor."
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -164,20 +165,22 @@ class QModule(nn.Module):
 
     def _add_qparams(self, name: str, qparams: QParams) -> None:
         """Buffers ``<name>_scale`` [1 or C] and ``<name>_zero_point`` [1]."""
-        self.register_buffer(f"{name}_scale", qparams.scale.reshape(-1).clone())
+        self.register_buffer(f"{name}_scale", qparams.scale.detach().reshape(-1).clone())
         self.register_buffer(f"{name}_zero_point", qparams.zero_point.reshape(-1).clone())
 
     def _add_src(self, src: QParams) -> None:
         """What :meth:`_quantized_src` needs."""
-        remedy = "Choose them from what an observer saw, or with torchq.QParams.per_tensor."
-        check_type(f"torchq.nn.{type(self).__name__}: src", src, QParams, remedy)
+        check_type(f"torchq.nn.{type(self).__name__}: src", src, QParams, _CHOOSE)
         self._add_qparams("src", src)
         self.src_dtype = src.dtype
         self.src_code = dtype_code(src.dtype)
         self.src_low, self.src_high = src.integers
 
     def _check_one_scale(self, qparams: Sequence[QParams | None]) -> None:
-        """Raises NotImplementedError for parameters per channel."""
+        """Raises NotImplementedError for parameters per channel, TypeError for anything else."""
+        for q in qparams:
+            if q is not None:
+                check_type(f"torchq.nn.{type(self).__name__}: src and dst", q, QParams, _CHOOSE)
         if any(q is not None and q.is_per_channel for q in qparams):
             raise NotImplementedError(
                 f"torchq.nn.{type(self).__name__}: src and dst must have one scale, got one "

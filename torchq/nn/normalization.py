@@ -43,7 +43,7 @@ class _QNorm(QModule):
         self.dst_code = dtype_code(self.dst_dtype)
         self._add_limits(dst)
         one = QParams.per_tensor(1.0) if dst is None else dst
-        self.register_buffer("scales", torch.stack([src.scale, one.scale]))
+        self.register_buffer("scales", torch.stack([src.scale.detach(), one.scale.detach()]))
         self.register_buffer("zero_points", torch.stack([src.zero_point, one.zero_point]))
         self._set_spec(
             src=dtype_name(src.dtype),

@@ -21,11 +21,12 @@ class QPad(QModule):
         dst: as :func:`torch.nn.functional.pad` gives it; numbers below 0 crop.
     """
 
+    value: float
+
     def __init__(self, src: QParams) -> None:
         """``src``: parameters of source and destination."""
         super().__init__()
         self._add_src(src)
-        self.value = 0.0
         self._set_spec(src=dtype_name(src.dtype), src_bits=src.bits)
         self.refold()
 

@@ -46,7 +46,7 @@ def free_batch(model: nn.Module, traced: nn.Module, graph: fx.Graph, inputs: Any
 
     def run(n: int) -> _Watched | None:
         watched = _Watched(fx.GraphModule(with_constants(twin(model), traced), graph))
-        same = agree(twin(model), watched, [_resized(inputs, n), inputs])
+        same = agree(twin(model), watched, [_resized(inputs, size, n), inputs])
         return watched if same else None
 
     example = run(size)
@@ -62,23 +62,24 @@ def free_batch(model: nn.Module, traced: nn.Module, graph: fx.Graph, inputs: Any
 
 
 def note_shapes(model: nn.Module, traced: nn.Module, graph: fx.Graph, inputs: Any) -> None:
-    """Where the batch is 1: "of_two" in the ``meta`` of nodes is their shape for a batch of 2.
+    """Where the batch is 1: "doubled" in the ``meta`` of nodes is their shape for a batch of 2.
 
     What does not depend on the batch, as positions ``(1, L, E)``, looks like a batch of 1. Where
     the graph cannot be run with 2, nothing is noted. Arguments as of :func:`free_batch`.
     """
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
-    if not tensors or any(x.size(0) != 1 for x in tensors):
+    if not any(x.size(0) == 1 for x in tensors):
         return
     watched = _Watched(fx.GraphModule(with_constants(twin(model), traced), graph))
-    args, kwargs = copy.deepcopy(_resized(inputs, 2))
+    args, kwargs = copy.deepcopy(_resized(inputs, 1, 2))
     try:
-        watched(*args, **kwargs)
+        with torch.random.fork_rng(devices=[]):
+            watched(*args, **kwargs)
     except Exception:  # of the model's own code, which may know no other batch
         return
     for node in graph.nodes:
         if node.name in watched.shapes:
-            node.meta["of_two"] = watched.shapes[node.name]
+            node.meta["doubled"] = watched.shapes[node.name]
 
 
 def _compared(graph: fx.Graph, run: _Watched, size: int) -> set[int]:
@@ -91,11 +92,11 @@ def _compared(graph: fx.Graph, run: _Watched, size: int) -> set[int]:
     return found
 
 
-def _resized(inputs: Any, n: int) -> Any:
-    """The same with another batch size; what is repeated is rolled along the last dim."""
+def _resized(inputs: Any, size: int, n: int) -> Any:
+    """The same with batches of n instead of ``size``; repetitions are rolled along the last dim."""
 
     def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim():
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.size(0) != size:
             return leaf
         times = -(-n // leaf.size(0))
         return torch.cat([leaf.roll(i, -1) if leaf.dim() > 1 else leaf for i in range(times)])[:n]

@@ -47,8 +47,8 @@ class Meta:
         shape: of a tensor; None for any other value.
         dtype: of a tensor.
         storage: address of a tensor's memory, 0 if unknown.
-        is_ordered: whether it is a contiguous tensor of more than two dimensions, so that a layer
-            that gives channels-last ones changes its strides.
+        is_ordered: whether it is a contiguous tensor of more than two dimensions at the start of
+            its memory, so that a layer that gives channels-last ones changes its strides.
         is_sequence: whether it is a tuple or list that holds tensors.
         length: of a sequence.
         is_number: whether it is an int, a float or a bool.
@@ -72,7 +72,8 @@ class Captured:
     Attributes:
         graph: its nodes have, in ``meta``: "value" (a Meta), "scope" (qualified name of the module
             whose forward made the call), "writes" (nodes whose memory it changes), "varying"
-            (whether it depends on the model's inputs), "phase" (of a sine, how far it goes) and,
+            (whether it depends on the model's inputs), "doubled" (its shape where dimension 0 of
+            inputs is 2, if the example's is 1), "phase" (of a sine, how far it goes) and,
             where it does not vary, "constant" (what it is).
         model: owns the modules and parameters that the graph refers to.
         untraceable: qualified name of an opaque submodule -> why it could not be traced.
@@ -179,7 +180,7 @@ def _meta(value: Any) -> Meta:
     if isinstance(value, Tensor):
         try:
             storage = value.untyped_storage().data_ptr()
-            is_ordered = value.dim() > 2 and value.is_contiguous()
+            is_ordered = value.dim() > 2 and value.is_contiguous() and not value.storage_offset()
         except (NotImplementedError, RuntimeError):  # sparse and the like
             storage, is_ordered = 0, False
         return Meta(tuple(value.shape), value.dtype, storage, is_ordered)
