@@ -87,7 +87,7 @@ def test_unet_is_int8_throughout() -> None:
     )  # fmt: skip
     found = layers(model, torch.randn(2, 8, 11, 13), 25)
     assert [type(m).__name__ for m in found if not isinstance(m, tnn.QConv2d)] == [
-        "QMaxPool2d", "QConvTranspose2d", "QCat", "QConvTranspose2d"
+        "QMaxPool2d", "QConvTranspose2d", "QPad", "QCat", "QConvTranspose2d"
     ]  # fmt: skip
     assert sum("sum" in getattr(m, "post_ops", "") for m in found) == 1
 
