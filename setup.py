@@ -45,7 +45,7 @@ if EMULATED:
 
     intrinsics = str(ROOT / "tests/emulated/intrinsics.h")
     flags = ["-mavx2", "-mfma", "-O1", "-w", "-Wno-psabi", "-isystem", simde_py.get_include()]
-    for source in list(ISA_FLAGS)[2:]:
+    for source in ISA_FLAGS.keys() - {"csrc/kernels/reference.cpp", "csrc/isa/avx2.cpp"}:
         ISA_FLAGS[source] = [*flags, "-include", intrinsics]
 
 
@@ -93,6 +93,7 @@ class BuildTorchq(BuildExtension):
         target.parent.mkdir(parents=True, exist_ok=True)
         inputs = [ROOT / source, ROOT / "setup.py"]
         inputs += [*ROOT.glob("csrc/kernels/*.h"), *ROOT.glob("csrc/isa/*.h")]
+        inputs += ROOT.glob("tests/emulated/*.h") if EMULATED else []
         newest = max(path.stat().st_mtime for path in inputs)
         if not target.exists() or target.stat().st_mtime < newest:
             flags = [*COMMON, *KERNEL, *WARNINGS, *ISA_FLAGS[source]]
