@@ -232,6 +232,7 @@ LOGGED = """
 import torch, torchq, torchq.functional as TF
 from torchq import Attr, PostOps
 # -128: no kernel for weights whose pairs fit 16 bits, which the random ones of a repetition do not
+# where there are many
 u8, s8 = (lambda *shape: torch.zeros(shape, dtype=torch.uint8)), (
     lambda *shape: torch.full(shape, -128, dtype=torch.int8))
 def attr(text="", values=(), dst=0.5, zero=None):
@@ -248,9 +249,9 @@ conv(u8(1, 8, 9, 7), s8(12, 8, 3, 3), attr("sum:0.5+eltwise_clip:0:6"), torch.in
      padding=1, post_op_srcs=[s8(1, 12, 5, 4)])
 conv(s8(2, 8, 9), s8(8, 1, 3), attr(zero=-3), groups=8, dilation=2)
 conv(u8(1, 4, 5, 5, 5), s8(6, 4, 2, 2, 2), Attr(), torch.int32)
-conv(u8(1, 8, 6, 6), s8(8, 4, 1, 1),
-     attr("eltwise_tanh+binary_mul:2+prelu:0", [torch.ones(8), [0.5]]), groups=2)
-conv(u8(1, 8, 6, 6), u8(8, 8, 1, 1), attr().set_zero_points("weights", 0, 100))
+conv(u8(1, 8, 6, 6), s8(32, 4, 1, 1),
+     attr("eltwise_tanh+binary_mul:2+prelu:0", [torch.ones(32), [0.5]]), groups=2)
+conv(u8(1, 8, 6, 6), u8(32, 8, 1, 1), attr().set_zero_points("weights", 0, 100))
 TF.max_pool(u8(1, 8, 6, 6), 2)
 """
 
