@@ -303,6 +303,7 @@ constinit const Kernels kReferenceKernels = {
     .lookup = &lookup,
     .rnn_input = &rnn_input,
     .rnn_step = &rnn_step,
+    .rnn_pieces = nullptr,
     .quantize_row = &quantize_row,
     .finish_row = &finish_row,
     .row_range = &row_range,

@@ -11,21 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from torchq.affine import combined
-from torchq.chains import PostOps
 from torchq.fx.layers import Layer
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.ops import Op, Role
 from torchq.fx.prepared import Prepared
+from torchq.fx.quantized import lookup, quantized
 from torchq.fx.recognize import owners_of_memory
 from torchq.fx.scripting import depends_on_strides, respell, write
 from torchq.fx.sharing import shared_qparams
 from torchq.fx.tracing.guards import GUARDS, expect, expect_float, expect_tensor, with_item
 from torchq.fx.tracing.sequences import SequenceTracer
-from torchq.lowering import append_clip, matmul_from_float, pool_from_float, post_op_chain
-from torchq.nn.attention import Attention, DynamicQAttention, QAttention
-from torchq.nn.binary import Add, Cat, QAdd, QCat, QMul
-from torchq.nn.matmul import QMatMul
+from torchq.lowering import pool_from_float
+from torchq.nn.attention import Attention, DynamicQAttention
+from torchq.nn.binary import Cat
 from torchq.nn.module import QModule
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
@@ -267,10 +265,11 @@ class Lowering:
         host = self.plan.table_hosts.get(layer)
         if host is not None:
             node = self._int8[layer.dst] = self._int8[host.dst]
-            self.modules[str(node.target)].with_lookup(self._lookup(layer))
+            self.modules[str(node.target)].with_lookup(lookup(layer, self.plan, self.qparams))
             return
+        args = self._sources(layer)
         try:
-            module, args = self._quantized(layer)
+            module = quantized(layer, self.plan, self.qparams)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise type(error)(
                 f"torchq.convert: '{base}' cannot be quantized: {error} To keep it float, "
@@ -280,63 +279,19 @@ class Lowering:
         dst = self._call(layer.name, module, *args)
         form[layer.dst] = self._flat(layer.op, dst)
 
-    def _quantized(self, layer: Layer) -> tuple[QModule, list[Any]]:
-        dst = self.qparams(layer.dst) if self.plan.emits_int8(layer) else None
-        if layer.fake is not None:
-            dst = self.plan.fakes[layer.dst].quantize
-        srcs = [self.qparams(src) for src in layer.srcs]
-        if layer.role is Role.MATMUL:
-            return self._matmul(layer, srcs[0], dst)
-        args = [self._src(src) for src in layer.srcs]
-        if layer.role is Role.UNARY:
-            return self._lookup(layer), args
-        if layer.role is Role.MEAN:
-            assert layer.op.module is not None
-            return pool_from_float(layer.op.module, srcs[0], dst=dst or "f32"), args
-        relu = layer.clip is not None
-        if isinstance(layer.op.module, Cat):
-            return QCat(srcs, dst, layer.op.module.dim), [args]
-        if isinstance(layer.op.module, Attention):
-            return QAttention(srcs, dst, layer.op.module.options), args + self._attention_arguments(
-                layer.op
-            )
-        if layer.role is Role.PRODUCT:
-            return QMatMul(srcs, dst, self._factor(layer)), args
-        cls = QAdd if isinstance(layer.op.module, Add) else QMul
-        return cls(srcs, dst, relu), args
-
-    def _lookup(self, layer: Layer) -> QLookup:
-        assert layer.function is not None
-        src, dst = self.qparams(layer.srcs[0]), self.qparams(layer.dst)
-        if layer.fake is not None:
-            dst = self.plan.fakes[layer.dst].quantize
-        label = "+".join(part.kind for part in layer.parts if part.role is not Role.PASS)
-        return QLookup(layer.function, src, dst, label)
-
-    def _matmul(self, layer: Layer, src: QParams, dst: QParams | None) -> tuple[QModule, list[Any]]:
-        args = [self._src(layer.srcs[0])]
+    def _sources(self, layer: Layer) -> list[Any]:
+        """What the layer's module is called with."""
+        args: list[Any] = [self._src(src) for src in layer.srcs]
         if layer.needs_rows:
             rank = self.graph.call_method("dim", (args[0],))
             where = f" (the number of dims of what '{layer.name}' reads: dim 1 has its channels)"
             self.graph.call_function(expect, (rank, 2, where))
-        residual: QParams | None = None
         if layer.residual is not None:
-            if self.plan.comes_as_int8(layer.residual):
-                residual = self.qparams(layer.residual)
-                args.append(self.int8_of(layer.residual))
-            else:
-                args.append(self.float_of(layer.residual))
-        config = self.plan.config(layer.op.base)
-        assert config is not None
-        chain = post_op_chain(layer.residual is not None, residual, None)
-        if layer.slopes is not None:
-            chain.append_prelu(layer.slopes, 2)
-        if (clip := self._clip(layer)) is not None:
-            append_clip(chain, clip)
-        module = matmul_from_float(
-            layer.float_module(), src, dst, config, chain, layer.weight_scale(), pad=layer.pad
-        )
-        return module, args
+            as_int8 = self.plan.comes_as_int8(layer.residual)
+            args.append((self.int8_of if as_int8 else self.float_of)(layer.residual))
+        if isinstance(layer.op.module, Attention):
+            args += self._attention_arguments(layer.op)
+        return [args] if isinstance(layer.op.module, Cat) else args
 
     def _attention_arguments(self, op: Op) -> list[Any]:
         """The mask, of all that are added; the scale, where it is known at run time only."""
@@ -357,23 +312,6 @@ class Lowering:
         if not op.factors:
             return [*terms[-1:]]
         return [terms[-1] if terms else None, scale]
-
-    def _factor(self, layer: Layer) -> PostOps:
-        """What a matrix product takes over, in order."""
-        chain = PostOps()
-        if layer.affines:
-            scale, shift = combined(layer.affines)
-            chain.append_eltwise("linear", float(scale), float(shift))
-        clip = self._clip(layer)
-        return chain if clip is None else append_clip(chain, clip)
-
-    def _clip(self, layer: Layer) -> tuple[float, float] | None:
-        """Bounds of the activation, and of a fake quantizer with few levels."""
-        more = None if layer.fake is None else self.plan.fakes[layer.dst].clip
-        if layer.clip is None or more is None:
-            return layer.clip or more
-        low, high = (min(max(bound, more[0]), more[1]) for bound in layer.clip)
-        return low, high
 
     def _src(self, node: fx.Node) -> fx.Node:
         """A source: int8, or a float32 value of which this layer is the only reader."""
