@@ -6,6 +6,7 @@
 // us less. geometry is one list for the same reason; its layout is in ops/geometry.h.
 #include <torch/library.h>
 
+#include "checks.h"
 #include "dispatch.h"
 #include "dst.h"
 #include "scratch.h"
@@ -182,3 +183,48 @@ TORCH_LIBRARY(torchq, m) {
   m.def("_set_timing(bool on) -> bool", &torchq::set_timing);
   m.def("_last_us() -> float", &torchq::last_microseconds);
 }
+
+namespace torchq {
+namespace {
+
+void check_plain(const char* op, const char* arg, const at::Tensor& t) {
+  if (!t.defined()) return;
+  TORCH_CHECK_TYPE(!t.is_nested(), "torchq.", op, ": ", arg, " must be a dense CPU tensor, got a ",
+                   "nested one. Pass its parts one by one, or padded.");
+  TORCH_CHECK_TYPE(!t.is_quantized(), "torchq.", op, ": ", arg, " must be a plain tensor, got ",
+                   dtype_name(t.scalar_type()), ". Pass .int_repr(), and .q_scale() and ",
+                   ".q_zero_point() as its scale and zero point.");
+  check_cpu(op, arg, t);
+}
+
+/// Boxed, of every op: for tensors of which no op has a kernel.
+void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const c10::FunctionSchema& schema = op.schema();
+  const std::string name = schema.name().substr(std::string("torchq::").size());
+  const size_t count = schema.arguments().size();
+  for (size_t i = 0; i < count; ++i) {
+    const c10::IValue& given = torch::jit::peek(*stack, i, count);
+    const char* arg = schema.arguments()[i].name().c_str();
+    if (given.isTensor()) check_plain(name.c_str(), arg, given.toTensor());
+    if (given.isTensorList())
+      for (const at::Tensor& t : given.toTensorVector()) check_plain(name.c_str(), arg, t);
+  }
+  TORCH_CHECK_TYPE(false, "torchq.", name, ": tensors must be dense CPU tensors, got others.");
+}
+
+void refuse_all(torch::Library& m) {
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames())
+    if (op.getNamespace() == "torchq")
+      m.impl(op.name.c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse>());
+}
+
+}  // namespace
+}  // namespace torchq
+
+TORCH_LIBRARY_IMPL(torchq, QuantizedCPU, m) { torchq::refuse_all(m); }
+TORCH_LIBRARY_IMPL(torchq, SparseCPU, m) { torchq::refuse_all(m); }
+TORCH_LIBRARY_IMPL(torchq, SparseCsrCPU, m) { torchq::refuse_all(m); }
+TORCH_LIBRARY_IMPL(torchq, NestedTensorCPU, m) { torchq::refuse_all(m); }
+TORCH_LIBRARY_IMPL(torchq, AutogradNestedTensor, m) { torchq::refuse_all(m); }
+TORCH_LIBRARY_IMPL(torchq, MkldnnCPU, m) { torchq::refuse_all(m); }
+TORCH_LIBRARY_IMPL(torchq, CUDA, m) { torchq::refuse_all(m); }

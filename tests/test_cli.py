@@ -21,6 +21,9 @@ def make():
 
 def wrong():
     return 3
+
+def empty():
+    return nn.Linear(2, 2).eval(), []
 """
 
 LABELS = """
@@ -92,6 +95,14 @@ def test_a_function_must_return_a_model(model: str, capsys: pytest.CaptureFixtur
     assert "which gave int" in capsys.readouterr().err
     assert main(["bench", model.replace("make", "absent")]) == 2
     assert "which is no function" in capsys.readouterr().err
+    assert main(["bench", model.replace("make", "empty")]) == 2
+    assert "at least one batch, got none" in capsys.readouterr().err
+
+
+def test_threads_are_positive(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", model, "--threads", "0"])
+    assert "argument --threads: must be positive, got 0" in capsys.readouterr().err
 
 
 def test_type_errors_of_torchq_are_one_line(

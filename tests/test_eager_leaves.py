@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import pickle
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from flows import sqnr
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import torchq
 import torchq.nn as tnn
@@ -233,7 +236,45 @@ def test_arguments_by_name() -> None:
 
     result = converted(torchq, Named(Plain(8, 5)).eval(), [rows() for _ in range(3)])
     assert type(result.part) is Plain
-    assert torchq.explain(result).rows[0].reason == "called with keyword arguments"
+    assert torchq.explain(result).rows[0].reason == "called with other arguments than its source"
+
+
+class Asks(Swapped):
+    """Of a transposed convolution from 4 channels to 6."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.part.bias.shape == (6,) and self.part.weight.shape[0] == 4
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"stride": 2, "output_padding": 1}, {"groups": 2}], ids=str
+)
+def test_transposed_convolutions(options: dict[str, int], computed: bool, tmp_path: Path) -> None:
+    """As the others: int8 with what code asks of them, pickled and saved."""
+
+    torch.manual_seed(0)
+    part = nn.ConvTranspose2d(4, 6, 3, padding=1, **options)
+    model = Asks(parametrizations.weight_norm(part) if computed else part).eval()
+    data = [image() for _ in range(3)]
+    result = converted(torchq, model, data, strict=True)
+    (row,) = torchq.explain(result).rows
+    assert row.quantized and row.is_matmul and type(result.part.layer) is tnn.QConvTranspose2d
+    torchq.save(result, tmp_path / "model")
+    for copied in (pickle.loads(pickle.dumps(result)), torchq.load(tmp_path / "model", model)):
+        assert torch.equal(copied(data[0]), result(data[0]))
+
+
+def test_output_size_of_a_transposed_convolution() -> None:
+    class Sized(Swapped):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.part(x, [13, 13])
+            return y * 2 if float(y.sum()) > 1e9 else y
+
+    part = nn.ConvTranspose2d(8, 6, 3, 2, 1)
+    result = converted(torchq, Sized(part).eval(), [torch.randn(1, 8, 7, 7) for _ in range(3)])
+    assert torchq.explain(result).rows[0].reason == "called with other arguments than its source"
 
 
 def test_weights_tied_to_an_embedding() -> None:

@@ -337,7 +337,7 @@ def test_windows() -> None:
         refuse(ValueError, conv(**{name: (1, 1, 1)}), parts.format(name, (1, 1, 1)))
     refuse(ValueError, conv(padding="same"), parts.format("padding", "'same'"))
     refuse(ValueError, conv(stride=1.5), "torchq.conv2d: stride must be one integer")
-    refuse(ValueError, conv(stride=0), "stride and dilation of at least 1")
+    refuse(ValueError, conv(stride=0), "torchq.conv: stride must be at least 1", "got 0")
     for call in (TF.max_pool, TF.avg_pool):
         parts = (f"torchq.{call.__name__}: kernel_size must be one integer or 2", "got [2]. Check")
         refuse(ValueError, lambda c=call: c(IMAGE, [2]), *parts)

@@ -372,3 +372,47 @@ def test_arguments_that_may_be_one_tensor_stay_traced() -> None:
     assert isinstance(converted, torch.fx.GraphModule)
     with torch.no_grad():
         assert sqnr(model(X, X), converted(X, X)) > 20
+
+
+class Streaming(nn.Module):
+    """States go in and out, whole or taken apart."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.rnn, self.a, self.apart = nn.LSTM(8, 8), nn.Linear(8, 8), apart
+
+    def forward(self, x: Tensor, hx: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+        if self.apart:
+            h, c = hx
+            hx = (self.a(h), c)
+        return self.rnn(x, hx)
+
+
+class Nested(nn.Module):
+    """Of three kinds of holders and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: tuple[Tensor, list[Tensor], dict[str, Tensor], int]) -> Tensor:
+        first, rest, named, factor = x
+        return self.a(first) + self.a(rest[1]) + self.a(named["b"]) * factor
+
+
+@pytest.mark.parametrize("name", ["whole", "apart", "nested"])
+def test_tuples_of_tensors(name: str, tmp_path: Path) -> None:
+    """TorchScript knows the type: as converted, unpickled and loaded."""
+    torch.manual_seed(0)
+    model = Nested() if name == "nested" else Streaming(name == "apart")
+    state = torch.randn(1, 2, 8), torch.randn(1, 2, 8)
+    nested = (X, [X * 2, X - 1], {"b": X * 3}, 2)
+    args: Any = (nested,) if name == "nested" else (torch.randn(5, 2, 8), state)
+    converted = torchq.quantize(model.eval(), [args], args)
+    torchq.save(converted, tmp_path / "model")
+    expected = torch.utils._pytree.tree_leaves(converted(*args))
+    unpickled, loaded = pickle.loads(pickle.dumps(converted)), torchq.load(tmp_path / "model")
+    for found in (converted, unpickled, loaded):
+        for run in (found, torch.jit.script(copy.deepcopy(found))):
+            results = torch.utils._pytree.tree_leaves(run(*args))
+            assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))

@@ -262,7 +262,16 @@ def test_deployment(name: str, tmp_path: Path) -> None:
 ERRORS: dict[str, Any] = {
     "src must have 2 dimensions": lambda q: q(torch.zeros(20)),
     "src must have 20 features": lambda q: q(torch.zeros(4, 2, 19)),
-    "h_0 must have shape": lambda q: q(torch.zeros(4, 2, 20), (torch.zeros(2, 2, 48),) * 2),
+    "QLSTM: h_0 must have shape": lambda q: q(torch.zeros(4, 2, 20), (torch.zeros(2, 2, 48),) * 2),
+    r"h_0 must have shape \[1, 48\] .* unbatched source\), got \[1, 1, 48\]": (
+        lambda q: q(torch.zeros(4, 20), (torch.zeros(1, 1, 48),) * 2)
+    ),
+    r"c_0 must have shape \[1, 2, 48\]": (
+        lambda q: q(torch.zeros(4, 2, 20), (torch.zeros(1, 2, 48), torch.zeros(1, 2, 47)))
+    ),
+    r"h_0 must have shape \[1, 2, 48\] .*got \[1, 3, 48\]": (
+        lambda q: q(pack_sequence([torch.zeros(4, 20)] * 2), (torch.zeros(1, 3, 48),) * 2)
+    ),
     "src must be float32": lambda q: q(torch.zeros(4, 2, 20, dtype=torch.float64)),
     "module must be a torch.nn.LSTM": lambda q: QLSTM.from_float(nn.GRU(3, 4)),
     "states must have one entry": lambda q: QLSTM.from_float(nn.LSTM(3, 4), SRC, [SRC, SRC]),
@@ -284,3 +293,19 @@ def test_errors(message: str) -> None:
     q = QLSTM.from_float(nn.LSTM(20, 48), SRC)
     with pytest.raises((TypeError, ValueError), match=f"torchq.*{message}"):
         ERRORS[message](q)
+
+
+@pytest.mark.parametrize("scripted", [False, True])
+def test_errors_of_cells(scripted: bool) -> None:
+    cell: Any = QLSTMCell.from_float(nn.LSTMCell(8, 6))
+    cell = torch.jit.script(cell) if scripted else cell
+    h, errors = torch.zeros(3, 6), (ValueError, torch.jit.Error)
+    for src, h_0, message in (
+        (torch.zeros(3, 7), h, r"src must have shape \[batch, 8\] or \[8\], got \[3, 7\]"),
+        (torch.zeros(2, 3, 8), h, r"src must have .* got \[2, 3, 8\]"),
+        (torch.zeros(()), h, r"src must have .* got \[\]"),
+        (torch.zeros(3, 8), torch.zeros(4, 6), r"h must have shape \[3, 6\].* got \[4, 6\]"),
+        (torch.zeros(8), torch.zeros(1, 6), r"h must have shape \[6\].* got \[1, 6\]"),
+    ):
+        with pytest.raises(errors, match=rf"torchq\.nn\.QLSTMCell: {message}"):
+            cell(src, (h_0, h))

@@ -181,7 +181,7 @@ def test_conv_src_shape():
     ids=str,
 )
 def test_geometry(geometry: list[int]):
-    refuse(sampled(CONV), ValueError, "geometry must ", "got", geometry=geometry)
+    refuse(sampled(CONV), ValueError, " must be ", "got", geometry=geometry)
 
 
 @pytest.mark.parametrize("groups", [0, -1, 3])
@@ -200,3 +200,41 @@ def test_int32_sum_source_with_a_zero_point():
     except ValueError:
         return
     assert (dst < 0).all()
+
+
+def _nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of what is a prototype or goes
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.eye(4).to_sparse(), r"dense CPU tensor, got a Sparse .*\.to_dense\(\)"),
+        (lambda: torch.eye(4).to_sparse_csr(), r"dense CPU tensor, got a SparseCsr .*\.to_dense"),
+        (lambda: torch.eye(4).to_mkldnn(), r"dense CPU tensor, got a Mkldnn .*\.to_dense\(\)"),
+        (_nested, "dense CPU tensor, got a nested one"),
+        (lambda: torch.quantize_per_tensor(torch.eye(4), 0.1, 3, torch.quint8),
+         r"plain tensor, got QUInt8.*\.int_repr\(\)"),
+    ],
+)  # fmt: skip
+def test_other_kinds_of_tensors(make: Any, message: str):
+    """The dispatcher would say that there is no kernel; of every op, wherever the tensor is."""
+    given, scale, zero = make(), torch.ones(()), torch.zeros((), dtype=S32)
+    for guard in (torch.no_grad, torch.inference_mode):
+        with guard(), pytest.raises((TypeError, ValueError), match=f"dequantize: src .*{message}"):
+            ops.dequantize(given, scale, zero)
+    with pytest.raises((TypeError, ValueError), match=rf"torchq\.concat: srcs must be .*{message}"):
+        ops.concat([torch.zeros(4, 4), given], torch.ones(3), torch.zeros(3, dtype=S32), 0, 6)
+    with pytest.raises((TypeError, ValueError), match=rf"torchq\.pack_linear: weight .*{message}"):
+        ops.pack_linear(given)
+
+
+def test_one_value_of_any_rank():
+    """Of scales and zero points, for sources without dims too: modules have them as [1]."""
+    scale, zero = torch.tensor([[0.5]]), torch.tensor([3], dtype=S32)
+    for src in (torch.tensor(2.0), torch.full((2,), 2.0)):
+        result = ops.quantize(src, scale, zero, 0)
+        assert result.shape == src.shape and (result == 7).all()
+        back = ops.dequantize(result, scale, zero)
+        assert torch.equal(back, src)

@@ -291,6 +291,27 @@ def test_quantized_without_data() -> None:
         torchq.quantize(model, example_inputs=x)
 
 
+@pytest.mark.parametrize("flow", [torchq, eager])
+def test_flattened_parameters(flow: Any) -> None:
+    """What much code calls for CUDA: no other use of the weights."""
+
+    class Flattens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.lstm.flatten_parameters()
+            y = self.lstm(x)[0]
+            return y if y.sum() > -1e9 else -y
+
+    torch.manual_seed(0)
+    model, data = Flattens().eval(), [torch.randn(5, 2, 8) for _ in range(3)]
+    result = flow.quantize(model, data, data[0], strict=True)
+    assert type(result.lstm).__name__ == "QLSTM"
+    assert torchq.sqnr(model(data[0]), result(data[0])) > 30
+
+
 def test_too_many_inputs() -> None:
     model, x = nn.Sequential(nn.RNN(65794, 1)), torch.zeros(2, 1, 65794)
     for flow in FLOWS.values():

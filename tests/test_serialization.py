@@ -127,6 +127,20 @@ def test_computed_weights_of_swapped_models(
         assert torch.equal(torchq.load(tmp_path / "model", model)(x), converted(x))
 
 
+ENCODER = partial(nn.TransformerEncoderLayer, 16, 2, 32, batch_first=True)
+
+
+@pytest.mark.parametrize("make", [ENCODER, lambda: nn.TransformerEncoder(ENCODER(), 2)])
+def test_swapped_encoders_have_no_fast_path(make: Any, file_format: str, tmp_path: Path) -> None:
+    """It would read float weights, which are not there after loading either."""
+    model, x = make().eval(), torch.randn(2, 5, 16)
+    converted = eager.quantize(model, [x], x)
+    torchq.save(converted, tmp_path / "model")
+    for guard in (torch.no_grad, torch.enable_grad):
+        with guard():
+            assert torch.equal(torchq.load(tmp_path / "model", model)(x), converted(x))
+
+
 class OldNames(nn.Module):
     """Reads and writes files of its own."""
 
@@ -358,3 +372,30 @@ def test_lists_of_ranges_and_entries_of_dicts(masked: bool, tmp_path: Path) -> N
     loaded = torchq.load(tmp_path / "model")
     for x in (batch["x"], torch.randn(1, 3, 12, 20)):
         assert torch.equal(loaded({**batch, "x": x}), converted({**batch, "x": x}))
+
+
+def _images() -> nn.Module:
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 5), nn.Softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"), [(_images, (2, 3, 9, 9)), (partial(nn.LSTM, 8, 8), (5, 2, 8))]
+)
+def test_deferred_initialization(make: Any, shape: tuple[int, ...]) -> None:
+    """On meta with ``assign``, and in memory that has no values yet."""
+    x = torch.randn(shape)
+    nets = [torchq.quantize(make().eval(), [k * x], x) for k in (1, 3)]
+    meta, empty = copy.deepcopy(nets[1]).to("meta"), copy.deepcopy(nets[1]).to("meta")
+    meta.load_state_dict(nets[0].state_dict(), assign=True)
+    empty = empty.to_empty(device="cpu")
+    for tensor in empty.buffers():
+        tensor.view(-1).view(torch.uint8).fill_(0xF7)
+    empty.load_state_dict(nets[0].state_dict())
+    expected = torch.utils._pytree.tree_leaves(nets[0](x))
+    for loaded in (meta, empty):
+        for a, b in zip(torch.utils._pytree.tree_leaves(loaded(x)), expected, strict=True):
+            assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match=r"has spec .* but this module is"):
+        empty.load_state_dict({n: v.flip(0) if n.endswith("spec") else v
+                               for n, v in nets[0].state_dict().items()})  # fmt: skip

@@ -47,10 +47,17 @@ def doctor(args: argparse.Namespace) -> int:
     return len(wrong) > 0
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, got {number}")
+    return number
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The arguments that say what to quantize."""
     parser.add_argument("model", metavar="MODEL", help="file.py:function or package:function")
-    parser.add_argument("--threads", type=int, help="torch.set_num_threads")
+    parser.add_argument("--threads", type=_positive, help="torch.set_num_threads")
     parser.add_argument("--isa", choices=torchq.supported_isas(), help="tier to run on")
 
 
@@ -162,8 +169,10 @@ def load_model(spec: str) -> tuple[nn.Module, Sequence[Inputs]]:
             f"torchq: MODEL must name a function that returns (model, batches), got '{spec}', "
             f"which {'is no function' if make is None else f'gave {type(result).__name__}'}."
         )
-    model, data = result
-    return model, list(data)
+    model, data = result[0], list(result[1])
+    if not data:
+        raise ValueError(f"torchq: MODEL must give at least one batch, got none from '{spec}'.")
+    return model, data
 
 
 Setup = Callable[[argparse.ArgumentParser], None]

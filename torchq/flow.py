@@ -14,6 +14,7 @@ from torch import nn
 from torchq import eager
 from torchq.config import Overrides, QConfig
 from torchq.eager import calibrate
+from torchq.explain import Row
 from torchq.fx import flow as graph
 from torchq.fx.prepared import Prepared
 from torchq.fx.tracing.capture import CaptureError
@@ -106,9 +107,20 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         RuntimeError: a module was never calibrated (the message names it), or ``strict`` and
             something stays float.
     """
-    if isinstance(prepared, Prepared):
-        return graph.convert(prepared, strict)
-    return eager.convert(prepared, strict)
+    result: nn.Module = (
+        graph.convert(prepared, strict)
+        if isinstance(prepared, Prepared)
+        else eager.convert(prepared, strict)
+    )
+    rows: list[Row] = list(result.torchq_report)  # type: ignore[arg-type]
+    left = [row for row in rows if row.is_matmul and not row.requested]
+    if left and not any(row.quantized for row in rows):
+        warnings.warn(
+            f"torchq.convert: nothing runs in int8; '{left[0].name}' is float: {left[0].reason}. "
+            "torchq.explain tells the others.",
+            stacklevel=2,
+        )
+    return result
 
 
 def quantize(

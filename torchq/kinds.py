@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from torchq.affine import TRANSPOSED
 from torchq.nn.binary import Add, Cat, Mul
 from torchq.nn.quantize import DeQuantStub, QuantStub
 
-MATMUL = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+MATMUL = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 AVERAGES = (
     nn.AvgPool1d,

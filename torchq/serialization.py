@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.eager.weights import settle_weights
+from torchq._arguments import check_type
+from torchq.eager.weights import leave_fast_paths, settle_weights
 from torchq.explain import Row
 from torchq.fake_quantize import FakeQuantize
 from torchq.fx.module import QuantizedGraph
@@ -86,15 +87,18 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
         path: written by :func:`save`.
         model: a float model of the same architecture, as it was before :func:`torchq.prepare`; it
             is copied, and its weights do not matter. A traced model whose float modules are all of
-            torch.nn needs none.
+            torch.nn needs none; only its float modules of other classes are looked up in it.
 
     Raises:
+        TypeError: ``model`` is no nn.Module.
         FileNotFoundError: there is no such file.
         ValueError: the file is not of torchq.save, a spec in it is not one of torchq or names an
             unknown module class; or ``model`` is needed.
         RuntimeError: the file and the model do not fit together; names what is missing or left
             over.
     """
+    if model is not None:
+        check_type("torchq.load: model", model, nn.Module, "Pass the float model.")
     state = read_state(Path(path))
     text, report = state.pop(GRAPH_KEY, None), state.pop(REPORT_KEY, None)
     loaded = _swapped(model, state, path) if text is None else _traced(text, model, state, path)
@@ -149,6 +153,7 @@ def _swapped(
     swapped = working_copy(model, memo, "load")  # its float layers became what prepare made of them
     kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
     settle_weights(swapped, kept)
+    leave_fast_paths(swapped)
     return swapped
 
 
@@ -244,6 +249,8 @@ def read_state(path: Path) -> dict[str, Tensor]:
     """
     if not path.exists():
         raise FileNotFoundError(f"torchq.load: {path} does not exist.")
+    if path.is_dir():
+        raise _not_ours(path, "it is a directory")
     with path.open("rb") as file:
         is_zip = file.read(2) == b"PK"
     if is_zip:

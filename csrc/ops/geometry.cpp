@@ -49,16 +49,16 @@ Window parse_window(const char* op, c10::IntArrayRef geometry, int64_t spatial_d
                     " values for ", spatial_dims, " spatial dimensions, got ", geometry, ".");
   Window w;
   int64_t* fields[] = {w.kernel, w.stride, w.pad_begin, w.pad_end, w.dilation};
+  const char* names[] = {"kernel", "stride", "padding", "padding at the end", "dilation"};
   for (int f = 0; f < 5; ++f) {
     const bool padding = f == 2 || f == 3;
     for (int64_t d = 0; d < 3; ++d) {
       const int64_t i = d - (3 - spatial_dims);
       const int64_t value = i < 0 ? !padding : geometry[static_cast<size_t>(f * spatial_dims + i)];
       // 2^24 keeps every product below 2^63.
-      TORCH_CHECK_VALUE(
-          value >= !padding && value < (1 << 24), "torchq.", op, ": geometry must have ",
-          "kernel, stride and dilation of at least 1 and padding of at least 0 (all below 2^24), ",
-          "got ", geometry, ".");
+      TORCH_CHECK_VALUE(value >= !padding && value < (1 << 24), "torchq.", op, ": ", names[f],
+                        " must be at least ", int{!padding}, " and less than 2^24, got ", value,
+                        " in geometry ", geometry, ".");
       fields[f][d] = value;
     }
   }

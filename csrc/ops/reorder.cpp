@@ -19,8 +19,8 @@
 namespace torchq {
 
 void check_broadcasts(const char* op, const char* arg, const at::Tensor& t, const at::Tensor& src) {
-  bool fits = t.dim() <= src.dim();
-  for (int64_t d = 1; fits && d <= t.dim(); ++d)
+  bool fits = t.dim() <= src.dim() || t.numel() == 1;
+  for (int64_t d = 1; fits && d <= std::min(t.dim(), src.dim()); ++d)
     fits = t.size(-d) == 1 || t.size(-d) == src.size(-d);
   TORCH_CHECK_VALUE(
       fits, "torchq.", op, ": ", arg, " must broadcast against src ", src.sizes(), ", got ",
@@ -194,14 +194,18 @@ void convert_into(const Kernels& tier, const at::Tensor& dst, const at::Tensor& 
   if (src.numel() == 0) return;
   const DType src_dtype = dtype_of("convert", "src", src),
               dst_dtype = dtype_of("convert", "dst", dst);
+  // one value of any rank does for any source
+  const auto fit = [&](const at::Tensor& t) { return t.dim() > src.dim() ? t.reshape({}) : t; };
+  const at::Tensor factors = fit(factor), src_zero_points = fit(src_zero_point),
+                   dst_zero_points = fit(dst_zero_point);
   at::TensorIterator iter = at::TensorIteratorConfig()
                                 .check_all_same_dtype(false)
                                 .resize_outputs(false)
                                 .add_output(dst)
                                 .add_const_input(src)
-                                .add_const_input(factor)
-                                .add_const_input(src_zero_point)
-                                .add_const_input(dst_zero_point)
+                                .add_const_input(factors)
+                                .add_const_input(src_zero_points)
+                                .add_const_input(dst_zero_points)
                                 .build();
   const int64_t dst_size = dst.element_size(), src_size = src.element_size();
   iter.for_each(

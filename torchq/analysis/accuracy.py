@@ -11,8 +11,10 @@ from functools import partial
 from glob import escape
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from torchq.config import Overrides, QConfig, resolve
 from torchq.eager.checks import check_prepared
@@ -59,13 +61,20 @@ def sqnr(expected: Any, got: Any) -> float:
     Args:
         expected: float tensors: one, or nested lists, tuples, dicts and dataclasses of them.
         got: of the same structure. Six dB are about one bit; equal values give infinity, and no
-            values NaN.
+            float values NaN.
 
     Raises:
+        TypeError: it holds numbers or arrays of numpy instead of tensors.
         ValueError: the structures or shapes differ.
     """
-    noise = Noise()
-    for one, other in _pairs(expected, got):
+    noise, pairs = Noise(), _pairs(expected, got)
+    numbers = [n for n in tree_leaves(expected) if isinstance(n, int | float | np.ndarray)]
+    if numbers and not pairs:
+        raise TypeError(
+            f"torchq.sqnr: expected must hold tensors, got {type(numbers[0]).__name__}. "
+            "Convert it: torch.as_tensor(x).float()."
+        )
+    for one, other in pairs:
         noise = noise.add(one, other)
     return noise.decibels
 
@@ -297,7 +306,7 @@ def sensitivity(
         ValueError: nothing of the model runs in int8; and as :func:`torchq.quantize`.
     """
     config, overrides = QConfig() if config is None else config, dict(overrides or {})
-    data = list(data)
+    data = list(batches("sensitivity", data, progress=False))
     with as_before(model), torch.inference_mode():
         expected = [call(model, batch) for batch in data]
 

@@ -30,7 +30,7 @@ from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.explain import NOT_CALLED, Row, explain
 from torchq.isa import cpu_info, isa
 from torchq.nn.module import QModule
-from torchq.running import Inputs, call
+from torchq.running import Inputs, batches, call
 
 _BINS, _MOST = 48, 6
 
@@ -56,7 +56,7 @@ def write_report(
     Raises:
         ValueError: ``data`` is empty, or the models do not belong together.
     """
-    data = list(data)
+    data = list(batches("write_report", data, progress=False))
     accuracy = compare(prepared, qmodel, data)
     times = profile(model, qmodel, data[0])
     shapes = _histograms(prepared, qmodel, data[0])

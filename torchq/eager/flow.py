@@ -16,7 +16,7 @@ from torchq.eager.observed import ObservedLayer
 from torchq.eager.planning import Plan, inside
 from torchq.eager.recording import copied, record
 from torchq.eager.report import report_rows
-from torchq.eager.weights import settle_weights
+from torchq.eager.weights import leave_fast_paths, settle_weights
 from torchq.explain import Row, check_strict
 from torchq.nn.standing import NoAnswer, put
 from torchq.nn.swapped import Swapped, described
@@ -129,7 +129,7 @@ def _assembled(model: nn.Module, plan: Plan, sequences: dict[str, nn.Module]) ->
         if name:  # or there is no code around it
             vars(module)["_stood"] = described(model.get_submodule(name), memo)
     prepared = _with_modules(model, {**replacements, **sequences}).eval()
-    _leave_fast_paths(prepared)
+    leave_fast_paths(prepared)
     rows = {name: list(graph.torchq_report) for name, graph in sequences.items()}  # type: ignore[arg-type]
     prepared.torchq_report = report_rows(model, plan, rows)  # type: ignore[assignment]
     return prepared
@@ -275,12 +275,3 @@ def _with_modules(model: nn.Module, modules: dict[str, nn.Module]) -> nn.Module:
     """
     memo: dict[int, Any] = {id(model.get_submodule(n)): new for n, new in modules.items()}
     return copy.deepcopy(model, memo)
-
-
-def _leave_fast_paths(model: nn.Module) -> None:
-    """Makes transformer encoders call their linears instead of reading their weights."""
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0
-        if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False

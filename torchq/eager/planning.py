@@ -9,12 +9,11 @@ it becomes a graph, in which int8 values go from layer to layer.
 from __future__ import annotations
 
 import itertools
-import math
 
 import torch
 from torch import Tensor, nn
 
-from torchq.affine import TRANSPOSED
+from torchq.affine import reduction
 from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
 from torchq.eager.observed import ObservedLayer
 from torchq.eager.recording import Call, Recording, is_hooked
@@ -127,11 +126,11 @@ class Plan:
         if name in self.recording.exposed:
             return EXPOSED
         assert isinstance(m, MATMUL)
-        if math.prod(m.weight.shape[1:]) > MAX_REDUCTION:
+        if reduction(m) > MAX_REDUCTION:
             return f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
         for call in calls:
-            if call.keywords:
-                return "called with keyword arguments"
+            if call.more:
+                return "called with other arguments than its source"
             for source in (self.recording.values[value] for value in call.inputs):
                 if source.dtype != torch.float32:
                     return f"its source is {source.dtype}, not torch.float32"
@@ -148,7 +147,7 @@ class Plan:
         parts = dict(module.named_modules(prefix=name))
         known = {n for n, m in parts.items() if self.recording.leaves.get(n) is m}
         leaves = {n: m for n, m in parts.items() if n in known or type(m) is not nn.Sequential}
-        matmuls = [m for m in leaves.values() if isinstance(m, (*MATMUL, *TRANSPOSED))]
+        matmuls = [m for m in leaves.values() if isinstance(m, MATMUL)]
         if len(leaves) < 2 or not matmuls or leaves.keys() - known:
             return False
         if any(map(is_hooked, parts.values())) or parts.keys() & self.recording.exposed:

@@ -50,7 +50,7 @@ class Call:
         outputs: values it gives; a tensor written in place is the same value.
         within: the sequences whose calls it was made in, outermost first.
         source: of a sequence: a copy of its one positional argument, None if it got others.
-        keywords: whether it got others than ``input``, as the parameter is called in torch.nn.
+        more: whether it got others than ``input``, as the parameter is called in torch.nn.
         writes: whether it wrote to what it was given.
         first: whether it was made in the first run.
     """
@@ -61,7 +61,7 @@ class Call:
     outputs: list[int]
     within: tuple[str, ...] = ()
     source: Tensor | None = None
-    keywords: bool = False
+    more: bool = False
     writes: bool = False
     first: bool = True
 
@@ -193,6 +193,9 @@ class _Recorder(TorchFunctionMode):
             stack.callback(before.remove)
             after = module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
             stack.callback(after.remove)
+            if isinstance(module, nn.RNNBase):  # reads the weights, only for CUDA
+                vars(module)["flatten_parameters"] = lambda: None
+                stack.callback(vars(module).pop, "flatten_parameters")
         return stack
 
     def read(self, tensor: Tensor) -> int:
@@ -287,7 +290,7 @@ class _Recorder(TorchFunctionMode):
             return
         with self._quiet():
             call = self.add(name, self.recording.leaves.get(name, module), tensors, result)
-            call.source, call.keywords = source, bool(kwargs.keys() - {"input"})
+            call.source, call.more = source, len(args) > 1 or bool(kwargs.keys() - {"input"})
             call.writes = None in versions or _versions(tensors) != versions
             if isinstance(module, nn.Unflatten):
                 self.recording.strided.update(call.inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose weights are computed: they become modules of torch.nn again."""
+"""What reads or computes the weights of layers beside their forward, and must not."""
 
 from __future__ import annotations
 
@@ -26,3 +26,12 @@ def settle_weights(model: nn.Module, besides: Collection[str] = ()) -> None:
             module.__class__ = type(module).__mro__[1]
             for name, value in values.items():
                 module.register_parameter(name, nn.Parameter(value, False))
+
+
+def leave_fast_paths(model: nn.Module) -> None:
+    """Makes transformer encoders call their linears instead of reading their weights."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.affine import TRANSPOSED
 from torchq.fx.ops import Role
 from torchq.fx.patterns import PATTERNS
 from torchq.fx.tracing.capture import Captured, remove_unused
@@ -63,7 +62,7 @@ def _is_made(node: fx.Node, model: nn.Module, made: dict[fx.Node, None]) -> bool
         module = model.get_submodule(str(node.target))
         if module._forward_hooks or module._forward_pre_hooks or fake_quantizer(module) is not None:
             return False
-        if isinstance(module, (*MATMUL, *TRANSPOSED)):
+        if isinstance(module, MATMUL):
             return True
     if node.target in _PRODUCTS:
         return True

@@ -172,7 +172,7 @@ class _Finder:
         before = self.ops.get(op.srcs[0])
         if before is None or not before.requested or list(before.node.users) != [op.node]:
             return False
-        return before.is_matmul or isinstance(before.owner, (*MATMUL, *TRANSPOSED))
+        return before.is_matmul or isinstance(before.owner, MATMUL)
 
     def _other(self, op: Op) -> Layer:
         layer = self._start(op)

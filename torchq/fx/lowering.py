@@ -267,7 +267,6 @@ class Lowering:
             node = self._int8[layer.dst] = self._int8[host.dst]
             self.modules[str(node.target)].with_lookup(lookup(layer, self.plan, self.qparams))
             return
-        args = self._sources(layer)
         try:
             module = quantized(layer, self.plan, self.qparams)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -276,7 +275,7 @@ class Lowering:
                 f"pass overrides={{'{base}': None}}."
             ) from error
         form = self._int8 if self.plan.emits_int8(layer) else self._float
-        dst = self._call(layer.name, module, *args)
+        dst = self._call(layer.name, module, *self._sources(layer))
         form[layer.dst] = self._flat(layer.op, dst)
 
     def _sources(self, layer: Layer) -> list[Any]:

@@ -31,7 +31,7 @@ def quantized(layer: Layer, plan: Plan, qparams: QParamsOf) -> QModule:
     """
     if layer.role is Role.UNARY:
         return lookup(layer, plan, qparams)
-    srcs, dst = [qparams(src) for src in layer.srcs], _dst(layer, plan, qparams)
+    dst, srcs = _dst(layer, plan, qparams), [qparams(src) for src in layer.srcs]
     if layer.role is Role.MATMUL:
         return _matmul(layer, plan, qparams, dst)
     if layer.role is Role.MEAN:

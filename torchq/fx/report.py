@@ -21,10 +21,7 @@ from torchq.kinds import MATMUL
 from torchq.nn.rnn_observed import CELLS, NETWORKS
 from torchq.standalone import FOREIGN, RECURRENT, is_foreign
 
-_MATMULS = (
-    *(*MATMUL, *RECURRENT, nn.Bilinear),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
+_MATMULS = (*MATMUL, *RECURRENT, nn.Bilinear)
 _MATMUL_NAMES = [cls.__name__ for cls in (*_MATMULS, *NETWORKS, *CELLS)]
 
 

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from typing import Any, Optional
+from typing import Any, Optional, get_args, get_origin
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,7 +22,7 @@ GRAPH_KEY = "torchq_graph"
 
 _VERSION = 1
 _TYPES: dict[str, Any] = {
-    str(kind): kind for kind in (bool, int, float, str, list[Tensor], dict[str, Tensor])
+    str(kind): kind for kind in (Tensor, bool, int, float, str, list[Tensor], dict[str, Tensor])
 } | {  # their str is another one in later Pythons
     f"Optional[{kind.__name__}]": Optional[kind]  # noqa: UP045 - as OPTIONAL
     for kind in (Tensor, bool, int, float, str)
@@ -52,7 +52,7 @@ def encode(model: fx.GraphModule) -> Tensor:
             if not quantized and (plain := _encode_module(module, node)) is not None:
                 entry.append(plain)
         elif node.op == "placeholder":
-            entry.extend(text for text, kind in _TYPES.items() if kind == node.type)
+            entry.extend([] if node.type is None else [_encode_type(node.type)])
         nodes.append(entry)
     fields = {"version": _VERSION, "name": type(model).__name__, "nodes": nodes}
     text = json.dumps(fields, separators=(",", ":"))
@@ -98,10 +98,23 @@ def decode(
         values = tuple(_decode(args, nodes)), _decode(kwargs, nodes)
         nodes[name] = graph.create_node(op, resolved, *values, name=name)
         if op == "placeholder" and more:
-            nodes[name].type = _TYPES.get(more[0])
+            nodes[name].type = _decode_type(more[0])
         elif more and more[0] is not None:
             nodes[name].meta["source"] = more[0]
     return QuantizedGraph(owned, graph, fields["name"])
+
+
+def _encode_type(kind: Any) -> Any:
+    """Its name; of further types that hold others a list."""
+    known = next((text for text, each in _TYPES.items() if each == kind), None)
+    return known or [get_origin(kind).__name__, *map(_encode_type, get_args(kind))]
+
+
+def _decode_type(fields: Any) -> Any:
+    if isinstance(fields, str):
+        return _TYPES.get(fields)
+    holder: Any = {"tuple": tuple, "list": list, "dict": dict}[fields[0]]
+    return holder[tuple(map(_decode_type, fields[1:]))]
 
 
 def plain_module(plain: dict[str, Any], state: Mapping[str, Tensor]) -> nn.Module:

@@ -22,7 +22,7 @@ class AttentionOptions:
         is_causal: query i sees keys 0 to i; not with a mask.
         scale: of the scores; None means 1 / sqrt(E).
         enable_gqa: key and value have fewer heads (dim -3), each for several of query's.
-        transposed_key: key is ``(..., E, S)``; not with ``enable_gqa``.
+        transposed_key: key is ``(..., E, S)``.
     """
 
     is_causal: bool = False

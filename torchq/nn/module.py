@@ -95,8 +95,11 @@ class QModule(nn.Module):
 
     def _set_spec(self, **fields: object) -> None:
         fields = {"class": type(self).__name__, "version": LAYOUT_VERSION, **fields}
-        text = json.dumps(fields, separators=(",", ":"))
-        self.register_buffer("spec", torch.tensor(list(text.encode()), dtype=torch.uint8))
+        self._spec_text = json.dumps(
+            fields, separators=(",", ":")
+        )  # the buffer may lose its values
+        text = list(self._spec_text.encode())
+        self.register_buffer("spec", torch.tensor(text, dtype=torch.uint8))
 
     def read_spec(self) -> dict[str, Any]:
         """The spec as a dict."""
@@ -125,11 +128,11 @@ class QModule(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         given = state_dict.get(prefix + "spec")
-        if given is not None and not torch.equal(given, self.spec):
+        if given is not None and bytes(given.tolist()) != self._spec_text.encode():
             raise RuntimeError(
                 f"torchq.nn.{type(self).__name__}: the state of '{prefix.rstrip('.')}' has spec "
                 f"{bytes(given.tolist()).decode(errors='replace')}, but this module is "
-                f"{bytes(self.spec.tolist()).decode()}. "
+                f"{self._spec_text}. "
                 "Build the module for that spec, or load with torchq.load."
             )
         for name, own in self._buffers.items():

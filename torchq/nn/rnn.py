@@ -128,6 +128,7 @@ class _QRecurrent(Stands, QModule):
         self.proj_size, self.num_layers = first.projection_size, len(layers)
         self.bidirectional, self.directions = first.directions == 2, first.directions
         self.batch_first, self.cell = batch_first, first.cell
+        self.op = type(self).__name__  # TorchScript has no type()
         self.units = first.projection_size or first.hidden_size
         self.dst_dtype = torch.float32 if self.sums else layers[-1].dst_dtype
         self._set_spec(
@@ -192,23 +193,29 @@ class _QRecurrent(Stands, QModule):
         layers = [QRecurrentLayer.from_spec(layer) for layer in spec["layers"]]
         return cls(layers, spec["batch_first"], spec["merge"])
 
-    def _check_state(self, state: Tensor, name: str, units: int, batch: int) -> None:
-        expected = [self.num_layers * self.directions, batch, units]
+    def flatten_parameters(self) -> None:
+        """Nothing, for code that calls it in its forward: the weights are packed."""
+
+    def _check_states(self, h_0: Tensor | None, c_0: Tensor | None, batch: list[int]) -> None:
+        """``batch``: none of an unbatched source, whose states have none."""
+        if h_0 is not None:
+            self._check_state(h_0, "h_0", batch, self.units)
+        if c_0 is not None:
+            self._check_state(c_0, "c_0", batch, self.hidden_size)
+
+    def _check_state(self, state: Tensor, name: str, batch: list[int], units: int) -> None:
+        expected = [self.num_layers * self.directions] + batch + [units]  # noqa: RUF005 - scripted
         if list(state.shape) != expected:
+            dims = "batch, units" if len(batch) > 0 else "units: an unbatched source"
             raise ValueError(
-                f"torchq.nn: {name} must have shape {expected} (layers * directions, batch, units),"
-                f" got {list(state.shape)}."
+                f"torchq.nn.{self.op}: {name} must have shape {expected} (layers * directions, "
+                f"{dims}), got {list(state.shape)}. Pass states of the source's batch, or none."
             )
 
     def _run(
         self, src: Tensor, batch_sizes: Tensor | None, h_0: Tensor | None, c_0: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """All layers on [T, N, inputs], or on packed rows."""
-        batch = src.size(1) if batch_sizes is None else int(batch_sizes[0])
-        if h_0 is not None:
-            self._check_state(h_0, "h_0", self.units, batch)
-        if c_0 is not None:
-            self._check_state(c_0, "c_0", self.hidden_size, batch)
         h_n: list[Tensor] = []
         c_n: list[Tensor] = []
         start = 0
@@ -231,9 +238,13 @@ class _QRecurrent(Stands, QModule):
         """Batched and unbatched tensors."""
         if src.dim() != 2 and src.dim() != 3:
             raise ValueError(
-                f"torchq.nn: src must have 2 dimensions (unbatched) or 3, got {list(src.shape)}."
+                f"torchq.nn.{self.op}: src must have 2 dimensions (unbatched) or 3, got "
+                f"{list(src.shape)}. Reshape it."
             )
         unbatched = src.dim() == 2
+        sizes = list(src.shape)
+        batch = sizes[:1] if self.batch_first and not unbatched else sizes[1:-1]
+        self._check_states(h_0, c_0, batch)
         if unbatched:
             src = src.unsqueeze(1)
             h_0 = None if h_0 is None else h_0.unsqueeze(1)
@@ -255,6 +266,7 @@ class _QRecurrent(Stands, QModule):
         def permuted(state: Tensor | None, order: Tensor | None) -> Tensor | None:
             return state if state is None or order is None else state.index_select(1, order)
 
+        self._check_states(h_0, c_0, [int(src.batch_sizes[0])])
         h, c = permuted(h_0, src.sorted_indices), permuted(c_0, src.sorted_indices)
         dst, h_n, c_n = self._run(src.data, src.batch_sizes, h, c)
         result = PackedSequence(dst, src.batch_sizes, src.sorted_indices, src.unsorted_indices)

@@ -20,6 +20,7 @@ class _QCell(Stands, QModule):
         super().__init__()
         self.layer = layer
         self.input_size, self.hidden_size = layer.input_size, layer.hidden_size
+        self.op = type(self).__name__  # TorchScript has no type()
         self._set_spec(layer=layer.read_spec())
 
     def extra_repr(self) -> str:
@@ -56,6 +57,20 @@ class _QCell(Stands, QModule):
         return cls(QRecurrentLayer.from_spec(spec["layer"]))
 
     def _step(self, src: Tensor, h: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tensor]:
+        sizes = list(src.shape)
+        if sizes[-1:] != [self.input_size] or len(sizes) > 2:
+            raise ValueError(
+                f"torchq.nn.{self.op}: src must have shape [batch, {self.input_size}] or "
+                f"[{self.input_size}], got {sizes}. Give it one step."
+            )
+        expected = sizes[:-1] + [self.hidden_size]  # noqa: RUF005 - scripted
+        for name, state in (("h", h), ("c", c)):
+            if state is not None and list(state.shape) != expected:
+                raise ValueError(
+                    f"torchq.nn.{self.op}: {name} must have shape {expected}, as src "
+                    f"{sizes}, got {list(state.shape)}. Pass a state of the source's batch, or "
+                    "none."
+                )
         unbatched = src.dim() == 1
         rows = src.reshape(1, 1, -1) if unbatched else src.unsqueeze(0)
         if h is not None:

@@ -104,6 +104,9 @@ class ObservedRNN(_Observed):
             self._observe_layers(input, hx)
         return self.module(input, hx)
 
+    def flatten_parameters(self) -> None:
+        """Nothing, for code that calls it in its forward: that is about CUDA."""
+
     def _observe_layers(self, src: Any, hx: Any) -> None:
         """Layer by layer, which gives each layer's states; initial states are states too."""
         if isinstance(src, Tensor):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchq.nn.conv_transpose import QConvTranspose
 from torchq.nn.module import QModule
 from torchq.nn.standing import Described, Fixed, FloatModule, NoAnswer, Stands, changed, put
 
@@ -162,7 +163,10 @@ class Swapped(Standing, QModule):
         """What the float bias was."""
         if "_stood" in vars(self):
             return self._of_float("bias")  # type: ignore[no-any-return]
-        return Described(self.weight.shape[:1]) if self.has_bias else None
+        if not self.has_bias:
+            return None
+        shape, transposed = self.weight.shape, isinstance(self.layer, QConvTranspose)
+        return Described((shape[1] * self.groups if transposed else shape[0],))
 
     def _of_float(self, name: str) -> Any:
         stood: FloatModule = vars(self)["_stood"]

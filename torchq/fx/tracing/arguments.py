@@ -111,9 +111,20 @@ def with_defaults(bound: inspect.BoundArguments) -> set[str]:
 
 
 def collection(value: Any) -> Any:
-    """The type of a list or dict of tensors, which TorchScript else takes for a tensor."""
-    if type(value) is list and all(isinstance(item, Tensor) for item in value):
-        return list[Tensor]
-    if type(value) is dict and all(type(key) is str for key in value):
-        return dict[str, Tensor] if all(isinstance(v, Tensor) for v in value.values()) else None
-    return None
+    """The type of what holds tensors, which TorchScript else takes for one; None if unknown."""
+    return None if isinstance(value, Tensor) else _type(value)
+
+
+def _type(value: Any) -> Any:
+    if isinstance(value, Tensor) or type(value) in (bool, int, float, str):
+        return Tensor if isinstance(value, Tensor) else type(value)
+    if type(value) not in (tuple, list, dict) or not value:
+        return None
+    if isinstance(value, dict) and any(type(key) is not str for key in value):
+        return None
+    kinds = [_type(v) for v in (value.values() if isinstance(value, dict) else value)]
+    if None in kinds or (not isinstance(value, tuple) and len(set(kinds)) > 1):
+        return None
+    if isinstance(value, tuple):
+        return tuple[tuple(kinds)]  # type: ignore[misc]
+    return dict[str, kinds[0]] if isinstance(value, dict) else list[kinds[0]]  # type: ignore[valid-type]

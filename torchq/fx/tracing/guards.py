@@ -123,8 +123,8 @@ def expect_float(value: Tensor) -> None:
 
 def _raise_input(got: str) -> None:
     raise TypeError(
-        f"torchq.fx: the model's input must be torch.float32, as in example_inputs, got {got}. "
-        "Give it what the float model takes, such as input.float()."
+        f"torchq.fx: the model's input must be torch.float32, as in example_inputs, got "
+        f"{_short(got)}. Give it what the float model takes, such as input.float()."
     )
 
 
@@ -289,9 +289,15 @@ def expect_key(values: dict[str, Tensor], key: str, present: bool) -> None:
 
 def _raise_other(expected: str, got: str) -> None:
     raise RuntimeError(
-        f"torchq.fx: the model was traced with an argument that was {expected}, got {got}, and the "
-        "converted model knows no other. Pass example_inputs with the argument as it will be."
+        f"torchq.fx: the model was traced with an argument that was {expected}, got {_short(got)}, "
+        "and the converted model knows no other. Pass example_inputs with the argument as it will "
+        "be."
     )
+
+
+def _short(text: str) -> str:
+    """Of what may be a whole array."""
+    return text if len(text) < 200 else text[:200] + "..."
 
 
 OPTIONAL: Any = Optional[Tensor]  # noqa: UP045 - torch.fx cannot write ``Tensor | None``
