@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from torchq._arguments import check_type
 from torchq.eager.weights import leave_fast_paths, settle_weights
@@ -148,7 +149,7 @@ def _swapped(
     known: dict[int, Any] = {}
     for name, module in modules.items():
         if name:
-            put(module, described(_submodule(model, name, path), known))
+            put(module, described(_settled(_submodule(model, name, path)), known))
     memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in modules.items()}
     swapped = working_copy(model, memo, "load")  # its float layers became what prepare made of them
     kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
@@ -231,6 +232,14 @@ def _submodule(model: nn.Module, name: str, path: str | os.PathLike[str]) -> nn.
             f"torchq.load: {path} has a quantized module '{name}', but the model has no such "
             "module. Pass the architecture the file was saved from."
         ) from error
+
+
+def _settled(part: nn.Module) -> nn.Module:
+    """The part as it was in prepare: with weights that are computed."""
+    if parametrize.is_parametrized(part) or part._forward_pre_hooks:
+        part = working_copy(part, caller="load")
+        settle_weights(part)
+    return part
 
 
 def _aliases(model: nn.Module, state: dict[str, Tensor]) -> set[str]:
