@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -89,6 +91,18 @@ def matmul_from_float(
         return _of_base(_TRANSPOSED, module).from_float(module, src, dst, **options)
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     return _of_base(_CONVS, module).from_float(module, src, dst, pad=pad, **options)
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Around the making of a layer's module: what it raises names the layer, and how to go on."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise type(error)(
+            f"torchq.convert: '{name}' cannot be quantized: {error} To keep it float, pass "
+            f"overrides={{'{name}': None}}."
+        ) from error
 
 
 def post_op_chain(

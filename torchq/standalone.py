@@ -15,6 +15,7 @@ from torch import nn
 
 from torchq.config import QConfig
 from torchq.kinds import EXPOSED, MAX_REDUCTION, is_patched
+from torchq.lowering import naming
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.module import QModule
 from torchq.nn.rnn_observed import CELLS, NETWORKS, ObservedRNN, ObservedRNNCell
@@ -103,11 +104,6 @@ def converted(module: Any, name: str) -> QModule:
         RuntimeError: it was never calibrated; the message names it.
         ValueError: a weight cannot be quantized; the message names the module.
     """
-    try:
+    with naming(name):
         result: QModule = module.convert()
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise type(error)(
-            f"torchq.convert: '{name}' cannot be quantized: {error} To keep it float, pass "
-            f"overrides={{'{name}': None}}."
-        ) from error
     return result

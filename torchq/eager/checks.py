@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchq.eager.observed import ObservedLayer
+from torchq.isa import isa
 from torchq.kinds import QUANTIZABLE
 from torchq.nn.module import QModule
 from torchq.observers import Observer
@@ -49,6 +50,7 @@ def check_model(model: nn.Module) -> None:
             "is compiled. Prepare the module that it was made from, and compile the converted one."
         )
     check_mode("prepare", model)
+    isa()  # raises for a TORCHQ_ISA that is not available here
     for name, module in model.named_modules():
         if isinstance(module, (Observer, ObservedLayer, QModule, *STANDALONE)):
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchq.config import QConfig
-from torchq.lowering import matmul_from_float
+from torchq.lowering import matmul_from_float, naming
 from torchq.nn.swapped import Standing, Swapped, constants_of, without_padding
 from torchq.post_ops import PostOps
 
@@ -55,12 +55,7 @@ class ObservedLayer(Standing):
         config, module, observer = self.config, self.module, self.src_observer
         src = observer.qparams(config.activation_dtype, config.activation_bits, config.symmetric)
         options: dict[str, Any] = {"contiguous": self.contiguous}
-        try:
+        with naming(self.layer_name):
             whole = without_padding(module)
             layer = matmul_from_float(whole, src, None, config, PostOps(), **options)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            raise type(error)(
-                f"torchq.convert: '{self.layer_name}' cannot be quantized: {error} To keep it "
-                f"float, pass overrides={{'{self.layer_name}': None}}."
-            ) from error
         return Swapped.of(module, layer)

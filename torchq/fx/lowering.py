@@ -21,7 +21,7 @@ from torchq.fx.scripting import depends_on_strides, respell, write
 from torchq.fx.sharing import shared_qparams
 from torchq.fx.tracing.guards import GUARDS, expect, expect_float, expect_tensor, with_item
 from torchq.fx.tracing.sequences import SequenceTracer
-from torchq.lowering import pool_from_float
+from torchq.lowering import naming, pool_from_float
 from torchq.nn.attention import Attention, DynamicQAttention
 from torchq.nn.binary import Cat
 from torchq.nn.module import QModule
@@ -261,19 +261,13 @@ class Lowering:
     # Layers
 
     def _layer(self, layer: Layer) -> None:
-        base = f"{self.plan.prefix}{layer.op.base}"
         host = self.plan.table_hosts.get(layer)
         if host is not None:
             node = self._int8[layer.dst] = self._int8[host.dst]
             self.modules[str(node.target)].with_lookup(lookup(layer, self.plan, self.qparams))
             return
-        try:
+        with naming(f"{self.plan.prefix}{layer.op.base}"):
             module = quantized(layer, self.plan, self.qparams)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            raise type(error)(
-                f"torchq.convert: '{base}' cannot be quantized: {error} To keep it float, "
-                f"pass overrides={{'{base}': None}}."
-            ) from error
         form = self._int8 if self.plan.emits_int8(layer) else self._float
         dst = self._call(layer.name, module, *self._sources(layer))
         form[layer.dst] = self._flat(layer.op, dst)
