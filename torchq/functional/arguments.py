@@ -44,6 +44,15 @@ def check_8bit(op: str, name: str, src: Tensor) -> None:
         )
 
 
+def integer(op: str, name: str, value: int) -> int:
+    """The value; the dispatcher would cut the fraction of a tensor or numpy number.
+
+    Raises:
+        TypeError: it is no integer.
+    """
+    return to_int(f"torchq.{op}: {name}", value, INT32.min, INT32.max)
+
+
 def real_params(
     op: str, attr: Attr, args: Sequence[str], scaled: Sequence[str] | None = None
 ) -> tuple[Tensor, Tensor]:

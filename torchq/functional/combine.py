@@ -12,7 +12,7 @@ from torch import Tensor
 from torchq._arguments import check_tensors, check_type, to_int
 from torchq.attr import Attr
 from torchq.folding import check_attr
-from torchq.functional.arguments import check_8bit
+from torchq.functional.arguments import check_8bit, integer
 from torchq.functional.reorder import quantize
 from torchq.ops import dtype_code
 from torchq.qparams import QParams
@@ -71,6 +71,7 @@ def concat(
             "sources, or with torchq.functional.lookup."
         )
     code = dtype_code(dst_dtype, "concat")
+    dim = integer("concat", "dim", dim)
     result: Tensor = torch.ops.torchq.concat(list(srcs), scales, zero_points, dim, code)
     return result
 

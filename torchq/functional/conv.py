@@ -16,6 +16,7 @@ from torchq.functional.arguments import (
     Ints,
     check_source,
     conv_geometry,
+    integer,
     packed_arguments,
     post_op_sources,
     spread,
@@ -179,7 +180,7 @@ def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) 
             f"{list(shape)}. Use conv1d, conv2d, conv3d or linear by its number of dims."
         )
     if not isinstance(weight, PackedWeight):
-        return pack_conv(weight, window.groups, dilation)
+        return pack_conv(weight, integer(op, "groups", window.groups), dilation)
     if weight.stride:
         raise ValueError(
             f"torchq.{op}: weight must be packed by pack_conv, got the packed weight of a "

@@ -16,6 +16,7 @@ from torchq.functional.arguments import (
     Ints,
     check_source,
     conv_geometry,
+    integer,
     packed_arguments,
     post_op_sources,
     spread,
@@ -191,7 +192,7 @@ def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) 
             f"{list(shape)}. Use conv_transpose1d, 2d or 3d by its number of dims."
         )
     if not isinstance(weight, PackedWeight):
-        return pack_conv_transpose(weight, window.groups, stride, dilation)
+        return pack_conv_transpose(weight, integer(op, "groups", window.groups), stride, dilation)
     packed_for = (weight.groups, weight.stride, weight.dilation)
     if packed_for != (window.groups, stride, dilation):
         raise ValueError(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import INT32, check_type, to_int
+from torchq.functional.arguments import integer
 
 
 def gemm_u8s8s32(
@@ -99,6 +100,7 @@ def _gemm(
     if not isinstance(co, Tensor):
         value = to_int(f"torchq.{op}: co", co, INT32.min, INT32.max)
         co = torch.tensor([value], dtype=torch.int32)
+    ao, bo = integer(op, "ao", ao), integer(op, "bo", bo)
     result: Tensor = torch.ops.torchq.gemm(
         a, b, c, trans_a, trans_b, alpha, beta, ao, bo, offsetc, co.contiguous()
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchq.attr import Attr
 from torchq.folding import check_attr_type
-from torchq.functional.arguments import check_8bit, real_params, real_post_ops
+from torchq.functional.arguments import check_8bit, integer, real_params, real_post_ops
 from torchq.ops import dtype_code
 
 
@@ -117,7 +117,8 @@ def group_norm(
     is channels-last.
     """
     params = _params("group_norm", src, attr, dst_dtype, post_op_srcs)
-    result: Tensor = torch.ops.torchq.group_norm(src, num_groups, weight, bias, eps, *params)
+    groups = integer("group_norm", "num_groups", num_groups)
+    result: Tensor = torch.ops.torchq.group_norm(src, groups, weight, bias, eps, *params)
     return result
 
 
@@ -166,5 +167,6 @@ def _softmax(
     post_op_srcs: Sequence[Tensor],
 ) -> Tensor:
     params = _params(op, src, attr, dst_dtype, post_op_srcs)
+    dim = integer(op, "dim", dim)
     result: Tensor = torch.ops.torchq.softmax(src, dim, logarithmic, *params)
     return result

@@ -23,6 +23,7 @@ from torchq.functional.arguments import (
     Zeros,
     check_8bit,
     conv_geometry,
+    integer,
     real_params,
     real_post_ops,
     spatial_dims,
@@ -107,8 +108,11 @@ def avg_pool(
             f"torchq.avg_pool: zero_point must be 0 with attr or dst_dtype, got {zero_point}. Use "
             "attr.set_zero_points('src', 0, ...)."
         )
+    divisor = divisor_override
+    if divisor is not None:
+        divisor = integer("avg_pool", "divisor_override", divisor)
     result: Tensor = torch.ops.torchq.avg_pool(
-        src, zero, geometry, ceil_mode, count_include_pad, divisor_override, *real
+        src, zero, geometry, ceil_mode, count_include_pad, divisor, *real
     )
     return result
 

@@ -13,6 +13,7 @@ from torchq.attr import Attr
 from torchq.functional.arguments import (
     Ints,
     check_8bit,
+    integer,
     real_params,
     real_post_ops,
     spatial_dims,
@@ -58,7 +59,8 @@ def reduction(
     check_8bit("reduction", "src", src)
     attr = Attr() if attr is None else attr
     scales, zero_points = real_params("reduction", attr, ["src", "dst"])
-    gone = list(dims) if isinstance(dims, Sequence) else [dims]
+    given = dims if isinstance(dims, Sequence) else [dims]
+    gone = [integer("reduction", "dims", dim) for dim in given]
     chain = real_post_ops(
         "reduction", attr, dst_dtype, post_op_srcs, lambda: reduced_sizes(src.shape, gone, keepdim)
     )
