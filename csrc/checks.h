@@ -82,9 +82,10 @@ inline const uint8_t* bytes_of(const at::Tensor& t) {
 inline bool is_int8(DType dtype) { return dtype == DType::u8 || dtype == DType::s8; }
 
 inline void check_cpu(const char* op, const char* arg, const at::Tensor& t) {
-  TORCH_CHECK_VALUE(t.device().is_cpu() && t.layout() == at::kStrided, "torchq.", op, ": ", arg,
-                    " must be a dense CPU tensor, got a ", t.layout(), " tensor on ", t.device(),
-                    ". Move it with .cpu(), or fill it with .to_dense(); torchq runs on CPUs only.");
+  TORCH_CHECK_VALUE(
+      t.device().is_cpu() && t.layout() == at::kStrided, "torchq.", op, ": ", arg,
+      " must be a dense CPU tensor, got a ", t.layout(), " tensor on ", t.device(),
+      ". Move it with .cpu(), or fill it with .to_dense(); torchq runs on CPUs only.");
 }
 
 /// A quantized source: dense, on the CPU, uint8 or int8.

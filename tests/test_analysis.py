@@ -218,13 +218,14 @@ def test_functions_of_the_float_model_have_no_time() -> None:
     import models
 
     model = models.Wired(
-        lambda m, x: m.c(m.a(x) + m.b(x) * m.b(x)),
+        lambda m, x: m.nanc(m.a(x) + m.b(x) * m.b(x)),
         a=models.conv(),
         b=models.conv(),
-        c=models.conv(),
+        nanc=models.conv(),
     ).eval()
     x = torch.randn(models.IMAGE)
     times = torchq.profile(model, torchq.quantize(model, [x], x), x, rounds=3)
     unknown = [layer.name for layer in times.layers if math.isnan(layer.float_ms)]
     assert unknown and not {layer.name for layer in times.losing} & set(unknown)
-    assert "        - ms float" in str(times) and "nan" not in str(times)
+    assert "        - ms float" in str(times) and "nan ms" not in str(times)
+    assert "x  nanc" in str(times)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from calls import F32, S8, S32, U8
@@ -390,3 +391,16 @@ def test_integers(value: object) -> None:
     for name, call in calls.items():
         parts = f"torchq.{name} must be an integer", "got", "Pass an int"
         refuse(TypeError, lambda c=call: c(value), *parts)
+
+
+def test_sizes_are_integers() -> None:
+    """Of a traced tensor, and numpy's."""
+    depthwise = torch.ones(8, 1, 3, 3, dtype=S8)
+
+    def call(src: torch.Tensor) -> torch.Tensor:
+        return TF.conv2d(TF.group_norm(src, src.shape[1] // 2, dst_dtype=U8), depthwise,
+                         groups=src.shape[1])  # fmt: skip
+
+    image = torch.randint(0, 256, IMAGE.shape, dtype=U8)
+    assert torch.equal(torch.jit.trace(call, image)(image), call(image))
+    assert torch.equal(TF.softmax(image, np.int64(1)), TF.softmax(image, torch.tensor(1)))

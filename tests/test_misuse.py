@@ -255,7 +255,7 @@ def test_results_that_hold_tensors(wrap):
 
 def test_nothing_to_compare_is_no_perfect_result():
     assert np.isnan(torchq.sqnr([], []))
-    for values in (1.0, [2], np.ones(3)):
+    for values in (1.0, [2], np.ones(3), np.float32(1)):
         with pytest.raises(TypeError, match=r"must hold tensors, got .*as_tensor"):
             torchq.sqnr(values, values)
     assert np.isnan(torchq.sqnr(torch.zeros(2, dtype=torch.int64), torch.ones(2).long()))

@@ -141,6 +141,20 @@ def test_swapped_encoders_have_no_fast_path(make: Any, file_format: str, tmp_pat
             assert torch.equal(torchq.load(tmp_path / "model", model)(x), converted(x))
 
 
+def test_shapes_of_computed_weights(tmp_path: Path) -> None:
+    """Each loaded layer answers for itself."""
+    norm = nn.utils.parametrizations.weight_norm
+    model = models.Wired(
+        lambda m, x: m.c(m.b(m.a(x))) * m.b.weight.shape[0] + m.c.weight.shape[0],
+        a=norm(nn.Linear(8, 16)), b=norm(nn.Linear(16, 24)), c=norm(nn.Linear(24, 5)),
+    ).eval()  # fmt: skip
+    x = torch.randn(4, 8)
+    converted = eager.quantize(model, [x], x)
+    torchq.save(converted, tmp_path / "model")
+    loaded = torchq.load(tmp_path / "model", model)
+    assert torch.equal(loaded(x), converted(x)) and loaded.a.weight is not loaded.b.weight
+
+
 class OldNames(nn.Module):
     """Reads and writes files of its own."""
 

@@ -107,18 +107,22 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         RuntimeError: a module was never calibrated (the message names it), or ``strict`` and
             something stays float.
     """
-    result: nn.Module = (
-        graph.convert(prepared, strict)
-        if isinstance(prepared, Prepared)
-        else eager.convert(prepared, strict)
-    )
+    return _converted(prepared, strict)
+
+
+def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
+    """:func:`convert`, for a function that the user calls."""
+    if isinstance(prepared, Prepared):
+        result: nn.Module = graph.convert(prepared, strict)
+    else:
+        result = eager.convert(prepared, strict)
     rows: list[Row] = list(result.torchq_report)  # type: ignore[arg-type]
     left = [row for row in rows if row.is_matmul and not row.requested]
     if left and not any(row.quantized for row in rows):
         warnings.warn(
             f"torchq.convert: nothing runs in int8; '{left[0].name}' is float: {left[0].reason}. "
             "torchq.explain tells the others.",
-            stacklevel=2,
+            stacklevel=3,
         )
     return result
 
@@ -142,11 +146,11 @@ def quantize(
                 "torchq.quantize: data must be batches to calibrate with, got None. Where nothing "
                 "needs calibration, as with QConfig(dynamic=True), pass example_inputs alone."
             )
-        return convert(prepare(model, example_inputs, config, overrides), strict)
+        return _converted(prepare(model, example_inputs, config, overrides), strict)
     if example_inputs is None:
         rest = iter(batches("quantize", data, progress=False))
         args, kwargs = split_inputs(next(rest))
         example_inputs = kwargs or args
         data = itertools.chain([example_inputs], rest)
     prepared = prepare(model, example_inputs, config, overrides)
-    return convert(calibrate(prepared, data), strict)
+    return _converted(calibrate(prepared, data), strict)

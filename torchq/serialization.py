@@ -146,10 +146,10 @@ def _swapped(
         modules[name] = _traced(own.pop(GRAPH_KEY), _submodule(model, name, path), own, path)
     inside = tuple(f"{name}." for name in modules)
     modules |= _quantized({k: v for k, v in state.items() if not k.startswith(inside)})
-    known: dict[int, Any] = {}
+    settled, known = _settled(model), dict[int, Any]()  # known by id, so settled must live on
     for name, module in modules.items():
         if name:
-            put(module, described(_settled(_submodule(model, name, path)), known))
+            put(module, described(_submodule(settled, name, path), known))
     memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in modules.items()}
     swapped = working_copy(model, memo, "load")  # its float layers became what prepare made of them
     kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
@@ -234,12 +234,13 @@ def _submodule(model: nn.Module, name: str, path: str | os.PathLike[str]) -> nn.
         ) from error
 
 
-def _settled(part: nn.Module) -> nn.Module:
-    """The part as it was in prepare: with weights that are computed."""
-    if parametrize.is_parametrized(part) or part._forward_pre_hooks:
-        part = working_copy(part, caller="load")
-        settle_weights(part)
-    return part
+def _settled(model: nn.Module) -> nn.Module:
+    """The model as it was in prepare: weights that are computed are parameters."""
+    parts = list(model.modules())
+    if any(parametrize.is_parametrized(part) or part._forward_pre_hooks for part in parts):
+        model = working_copy(model, caller="load")
+        settle_weights(model)
+    return model
 
 
 def _aliases(model: nn.Module, state: dict[str, Tensor]) -> set[str]:

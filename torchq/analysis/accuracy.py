@@ -64,14 +64,15 @@ def sqnr(expected: Any, got: Any) -> float:
             float values NaN.
 
     Raises:
-        TypeError: it holds numbers or arrays of numpy instead of tensors.
+        TypeError: they hold numbers or arrays of numpy instead of tensors.
         ValueError: the structures or shapes differ.
     """
     noise, pairs = Noise(), _pairs(expected, got)
-    numbers = [n for n in tree_leaves(expected) if isinstance(n, int | float | np.ndarray)]
-    if numbers and not pairs:
+    leaves = [] if pairs else tree_leaves((expected, got))
+    numbers = [n for n in leaves if isinstance(n, int | float | np.ndarray | np.generic)]
+    if numbers and not any(isinstance(leaf, Tensor) for leaf in leaves):
         raise TypeError(
-            f"torchq.sqnr: expected must hold tensors, got {type(numbers[0]).__name__}. "
+            f"torchq.sqnr: expected and got must hold tensors, got {type(numbers[0]).__name__}. "
             "Convert it: torch.as_tensor(x).float()."
         )
     for one, other in pairs:

@@ -60,7 +60,8 @@ class Profile:
         """One line per layer, then the whole, then what loses; a function has no float time."""
         lines = [
             f"{layer.float_ms:9.3f} ms float  {layer.int8_ms:9.3f} ms int8  "
-            f"{layer.float_ms / layer.int8_ms:5.1f}x  {layer.name}".replace("nan", "  -")
+            f"{layer.float_ms / layer.int8_ms:5.1f}x".replace("nan", "  -")
+            + f"  {layer.name}"
             for layer in self.layers
         ]
         whole = self.float_ms / self.int8_ms

@@ -195,7 +195,7 @@ class _Recorder(TorchFunctionMode):
             stack.callback(after.remove)
             if isinstance(module, nn.RNNBase):  # reads the weights, only for CUDA
                 vars(module)["flatten_parameters"] = lambda: None
-                stack.callback(vars(module).pop, "flatten_parameters")
+                stack.callback(vars(module).pop, "flatten_parameters", None)
         return stack
 
     def read(self, tensor: Tensor) -> int:

@@ -47,9 +47,14 @@ def check_8bit(op: str, name: str, src: Tensor) -> None:
 def integer(op: str, name: str, value: int) -> int:
     """The value; the dispatcher would cut the fraction of a tensor or numpy number.
 
+    A size may be symbolic, or an integer tensor while ``torch.jit.trace`` runs.
+
     Raises:
         TypeError: it is no integer.
     """
+    sized = isinstance(value, Tensor) and value.dtype == torch.int64 and value.numel() == 1
+    if isinstance(value, torch.SymInt) or sized:
+        return int(value)
     return to_int(f"torchq.{op}: {name}", value, INT32.min, INT32.max)
 
 

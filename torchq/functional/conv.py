@@ -143,6 +143,7 @@ def _conv(
         srcs = post_op_srcs[count:]
         return _conv(dims, mid, filters, dw.bias, inner, second, dst_dtype, srcs)
     check_source(op, src, attr)
+    window = window._replace(groups=integer(op, "groups", window.groups))
     packed = _packed(op, dims, weight, window)
     if src.dim() != dims + 2 or src.shape[1] != packed.in_channels:
         raise ValueError(
@@ -180,7 +181,7 @@ def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) 
             f"{list(shape)}. Use conv1d, conv2d, conv3d or linear by its number of dims."
         )
     if not isinstance(weight, PackedWeight):
-        return pack_conv(weight, integer(op, "groups", window.groups), dilation)
+        return pack_conv(weight, window.groups, dilation)
     if weight.stride:
         raise ValueError(
             f"torchq.{op}: weight must be packed by pack_conv, got the packed weight of a "

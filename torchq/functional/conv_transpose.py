@@ -153,6 +153,7 @@ def _conv_transpose(
     op = f"conv_transpose{dims}d"
     attr = Attr() if attr is None else attr
     check_source(op, src, attr)
+    window = window._replace(groups=integer(op, "groups", window.groups))
     packed = _packed(op, dims, weight, window)
     if src.dim() != dims + 2 or src.shape[1] != packed.in_channels:
         raise ValueError(
@@ -192,7 +193,7 @@ def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) 
             f"{list(shape)}. Use conv_transpose1d, 2d or 3d by its number of dims."
         )
     if not isinstance(weight, PackedWeight):
-        return pack_conv_transpose(weight, integer(op, "groups", window.groups), stride, dilation)
+        return pack_conv_transpose(weight, window.groups, stride, dilation)
     packed_for = (weight.groups, weight.stride, weight.dilation)
     if packed_for != (window.groups, stride, dilation):
         raise ValueError(

@@ -95,9 +95,8 @@ class QModule(nn.Module):
 
     def _set_spec(self, **fields: object) -> None:
         fields = {"class": type(self).__name__, "version": LAYOUT_VERSION, **fields}
-        self._spec_text = json.dumps(
-            fields, separators=(",", ":")
-        )  # the buffer may lose its values
+        # beside the buffer, which loses its values on meta
+        self._spec_text = json.dumps(fields, separators=(",", ":"))
         text = list(self._spec_text.encode())
         self.register_buffer("spec", torch.tensor(text, dtype=torch.uint8))
 
@@ -116,6 +115,8 @@ class QModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickles."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if "_spec_text" not in self.__dict__:  # of an older version
+            self._spec_text = bytes(self.spec.tolist()).decode()
         self._own_empty_buffers()
 
     def _own_empty_buffers(self) -> None:
@@ -128,7 +129,8 @@ class QModule(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         given = state_dict.get(prefix + "spec")
-        if given is not None and bytes(given.tolist()) != self._spec_text.encode():
+        text = torch.tensor(list(self._spec_text.encode()), dtype=torch.uint8)
+        if given is not None and not torch.equal(given, text):
             raise RuntimeError(
                 f"torchq.nn.{type(self).__name__}: the state of '{prefix.rstrip('.')}' has spec "
                 f"{bytes(given.tolist()).decode(errors='replace')}, but this module is "

@@ -56,21 +56,27 @@ class _QCell(Stands, QModule):
         """See the base class."""
         return cls(QRecurrentLayer.from_spec(spec["layer"]))
 
+    def _check_state(self, state: Tensor | None, name: str, src: Tensor) -> None:
+        if state is not None and (
+            state.dim() != src.dim()
+            or state.size(-1) != self.hidden_size
+            or (src.dim() == 2 and state.size(0) != src.size(0))
+        ):
+            expected = list(src.shape)[:-1] + [self.hidden_size]  # noqa: RUF005 - scripted
+            raise ValueError(
+                f"torchq.nn.{self.op}: {name} must have shape {expected}, as src "
+                f"{list(src.shape)}, got {list(state.shape)}. Pass a state of the source's batch, "
+                "or none."
+            )
+
     def _step(self, src: Tensor, h: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tensor]:
-        sizes = list(src.shape)
-        if sizes[-1:] != [self.input_size] or len(sizes) > 2:
+        if src.dim() == 0 or src.dim() > 2 or src.size(-1) != self.input_size:
             raise ValueError(
                 f"torchq.nn.{self.op}: src must have shape [batch, {self.input_size}] or "
-                f"[{self.input_size}], got {sizes}. Give it one step."
+                f"[{self.input_size}], got {list(src.shape)}. Give it one step."
             )
-        expected = sizes[:-1] + [self.hidden_size]  # noqa: RUF005 - scripted
-        for name, state in (("h", h), ("c", c)):
-            if state is not None and list(state.shape) != expected:
-                raise ValueError(
-                    f"torchq.nn.{self.op}: {name} must have shape {expected}, as src "
-                    f"{sizes}, got {list(state.shape)}. Pass a state of the source's batch, or "
-                    "none."
-                )
+        self._check_state(h, "h", src)
+        self._check_state(c, "c", src)
         unbatched = src.dim() == 1
         rows = src.reshape(1, 1, -1) if unbatched else src.unsqueeze(0)
         if h is not None:
