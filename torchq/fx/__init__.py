@@ -17,7 +17,8 @@ The calibrated graph is converted:
 
     sharing            which concatenations give their scale to what they read
     scripting          spellings of the float model that TorchScript refuses
-    lowering           layers become modules of torchq.nn
+    quantized          the module of torchq.nn that a layer becomes
+    lowering           the graph that calls these modules
     module, direct     the converted model; its code for eager mode, tracing and TorchScript
     exporting          what torch.export gives it by keyword
     structure, names   its graph as text, and the functions that this may call
