@@ -158,21 +158,31 @@ GemmClass make_class(const Conv& c, const Source& s, const Interval (&at)[3]) {
   GemmClass g{};
   g.size[0] = s.batch;
   g.src_stride[0] = s.image_bytes();
-  int64_t dst_stride = c.packing.outputs();
+  g.dst_stride[0] = c.packing.outputs() * c.output[0] * c.output[1] * c.output[2];
   for (int i = 2; i >= 0; --i) {
     g.size[i + 1] = at[i].end - at[i].begin;
     g.src_stride[i + 1] = w.stride[i] * s.pitch(i);
-    g.dst_stride[i + 1] = dst_stride;
+    g.dst_stride[i + 1] = c.dst_pitch[i];
     g.src_base += (at[i].begin * w.stride[i] - w.pad_begin[i]) * s.pitch(i);
-    g.dst_base += at[i].begin * dst_stride;
-    dst_stride *= c.output[i];
+    g.dst_base += at[i].begin * c.dst_pitch[i];
   }
-  g.dst_stride[0] = dst_stride;
   return g;
 }
 
-void run_dense(const Conv& c, Source s, const Epilogue& epilogue, OpTrace& trace) {
+/// Runs follow the last dimension of the source. Where the kernel has one tap there, such as k x 1
+/// over a single column, the dimension of its rows takes that place.
+void follow_rows(ScratchFrame& scratch, Conv& c, Source& s) {
+  const int d = run_dimension({s.window.kernel, 3});
+  const bool moves_nothing = s.pitch(d) == s.channels;
+  if (d == 2 || (!moves_nothing && c.packing.form != ConvPacking::kRowRuns)) return;
+  s = move_last(scratch, s, d);
+  move_last(c.output, d);
+  move_last(c.dst_pitch, d);
+}
+
+void run_dense(Conv c, Source s, const Epilogue& epilogue, OpTrace& trace) {
   ScratchFrame scratch;
+  follow_rows(scratch, c, s);
   Intervals classes[3];
   const auto split = [&] {
     for (int d = 0; d < 3; ++d) classes[d] = intervals(s.window, d, s.size[d], c.output[d]);
@@ -279,12 +289,16 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
          pairs_fit(kOp, pair_bound, weight.size(0)),
          nullptr,
          {},
+         {},
          bytes.last_step(tier)};
   for (int d = 0; d < 3; ++d) {
     c.output[d] = window.output(d, src.size[d]);
     TORCH_CHECK_VALUE(c.output[d] > 0, "torchq.conv: src ", src_arg.sizes(),
                       " is smaller than the kernel ", "with geometry ", geometry,
                       ". Enlarge the input or its padding.");
+  }
+  for (int d = 2; d >= 0; --d) {
+    c.dst_pitch[d] = d == 2 ? channels : c.dst_pitch[d + 1] * c.output[d + 1];
   }
   at::Tensor dst = empty_channels_last(src, channels, c.output, bytes.dst_type());
   const Source s = source_of(src, window);

@@ -63,12 +63,13 @@ void for_each_weight(const ConvPacking& p, int64_t inputs_per_group, c10::IntArr
     return;
   }
   const int64_t outputs_per_group = p.group_outputs / p.merged;
+  const int64_t width = kernel[run_dimension(kernel)];
   for (int64_t n = 0; n < outputs; ++n) {
     const int64_t first_input = n % p.group_outputs / outputs_per_group * inputs_per_group;
     for (int64_t k = 0; k < inputs_per_group; ++k) {
       for (int64_t t = 0; t < taps; ++t) {
         if (p.form != ConvPacking::kSmallGroups) {
-          body(packed_index(p, kernel.back(), n, first_input + k, t), n, k, t);
+          body(packed_index(p, width, n, first_input + k, t), n, k, t);
           continue;
         }
         const int64_t panel = n / kPanel, last = p.panels() - 1;
@@ -242,16 +243,24 @@ c10::SmallVector<int64_t, 5> ConvPacking::packed_sizes() const {
   return {panels(), taps, quads, kPanel, kQuad};
 }
 
+int run_dimension(c10::IntArrayRef kernel) {
+  int d = static_cast<int>(kernel.size()) - 1;
+  while (d > 0 && kernel[d] == 1) --d;
+  return kernel[d] == 1 ? static_cast<int>(kernel.size()) - 1 : d;
+}
+
 ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t groups,
                          c10::IntArrayRef kernel, c10::IntArrayRef dilation) {
-  const int64_t taps = product(kernel), width = kernel.back();
+  const int64_t taps = product(kernel);
   if (groups > 1 && inputs_per_group == 1 && outputs == groups) {
-    const int64_t rows = taps / width, rest = rows % kQuad;  // as depthwise_taps has them
+    const int64_t width = kernel.back(), rows = taps / width, rest = rows % kQuad;  // as depthwise_taps has them
     const int64_t last = rest == 1 ? quads_of(width) : rest > 1 ? width : 0;
     const int64_t quads = rows / kQuad * width + last;
     return {ConvPacking::kDepthwise, 1, outputs, outputs, groups, taps, quads};
   }
-  if (groups == 1 && inputs_per_group % kQuad != 0 && width > 1 && dilation.back() == 1) {
+  const int run = run_dimension(kernel);
+  const int64_t width = kernel[run];
+  if (groups == 1 && inputs_per_group % kQuad != 0 && width > 1 && dilation[run] == 1) {
     return {ConvPacking::kRowRuns,
             1,
             outputs,

@@ -22,7 +22,8 @@ inline int64_t quads_of(int64_t k) { return ceil_div(k, kQuad); }
 ///            lane is wasted on tails.
 /// row runs   [ceil(OC/16)][kd * kh][ceil(kw * IC/4)][16][4] when IC is no multiple of 4: in
 ///            channels-last a kernel row is one run of kw * IC bytes (a 7x7x3 stem: 42 quads
-///            instead of 49). Needs a source that is padded in memory.
+///            instead of 49). Needs a source that is padded in memory. The row of a kernel is along
+///            its run_dimension: a 512x1 kernel is one row of 512.
 /// small      [ceil(C/16)][taps][Q][16][4], groups of 4 Q channels in and out, Q = 1 or 2. A panel
 ///            has the 16 channels from c on: 16 for each, and the last 16 for the last. Byte b of
 ///            lane 4 i + j of vector q meets input c + 4 j + b of output 4 q + i of its group: 16
@@ -46,6 +47,9 @@ struct ConvPacking {
   /// Rows of the compensation: one per tap, or one for all.
   int64_t compensation_taps() const { return form == kDepthwise ? 1 : taps; }
 };
+
+/// The last dimension along which a kernel has more than one tap; the last one if none has.
+int run_dimension(c10::IntArrayRef kernel);
 
 /// `kernel` and `dilation` have one entry per spatial dimension.
 ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t groups,

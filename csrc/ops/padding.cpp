@@ -98,6 +98,27 @@ Source pad(const char* op, ScratchFrame& scratch, const Source& s, const PadOpti
   return padded;
 }
 
+Source move_last(ScratchFrame& scratch, const Source& s, int d) {
+  Source moved = s;
+  move_last(moved.size, d);
+  Window& w = moved.window;
+  for (auto* values : {&w.kernel, &w.stride, &w.pad_begin, &w.pad_end, &w.dilation}) {
+    move_last(*values, d);
+  }
+  const int64_t pitch = s.pitch(d), length = s.size[d];
+  if (pitch == s.channels) return moved;
+  uint8_t* dst = scratch.take<uint8_t>(s.batch * s.image_bytes());
+  moved.data = dst;
+  const uint8_t* const end = s.data + s.batch * s.image_bytes();
+  for (const uint8_t* block = s.data; block < end; block += length * pitch) {
+    for (const uint8_t* src = block; src < block + pitch; src += s.channels) {
+      copy_pixels(dst, src, length, s.channels, pitch);
+      dst += length * s.channels;
+    }
+  }
+  return moved;
+}
+
 Source copy_for_overread(ScratchFrame& scratch, const Source& s) {
   const int64_t bytes = s.batch * s.image_bytes();
   uint8_t* data = scratch.take<uint8_t>(bytes);

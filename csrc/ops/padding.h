@@ -2,6 +2,8 @@
 // The source of a convolution as the kernels see it, and its copy with padding in memory.
 #pragma once
 
+#include <algorithm>
+
 #include "../scratch.h"
 #include "geometry.h"
 
@@ -22,6 +24,11 @@ struct Source {
   int64_t image_bytes() const { return channels * size[0] * size[1] * size[2]; }
 };
 
+/// Dimension d of three goes behind the others.
+inline void move_last(int64_t (&values)[3], int d) {
+  std::rotate(values + d, values + d + 1, values + 3);
+}
+
 Source source_of(const ChannelsLast& src, const Window& window);
 
 /// With more classes of valid taps than this, or fewer rows per class, a copy with padding is
@@ -38,6 +45,10 @@ struct PadOptions {
 
 /// A copy with the zero point around it, as wide as the paddings of its window.
 Source pad(const char* op, ScratchFrame& scratch, const Source& s, const PadOptions& options);
+
+/// The same pixels and their window with dimension d as the last one: a copy, unless those behind it
+/// have size 1.
+Source move_last(ScratchFrame& scratch, const Source& s, int d);
 
 /// A copy behind which may be read: for runs whose last quad is read in full.
 Source copy_for_overread(ScratchFrame& scratch, const Source& s);
