@@ -184,6 +184,21 @@ CONV_3D = [
     conv("3d_pointwise", (17, 33), (2, 3, 4), 1),
     depthwise("3d_depthwise", 24, (4, 5, 6), padding=1),
 ]
+# One tap along the last dimension: runs follow the one before, in place or in a copy.
+CONV_COLUMNS = [
+    conv("column", (1, 17), (60, 1), (9, 1), (2, 1), (3, 0)),
+    conv("column_of_width", (3, 20), (40, 5), (7, 1), (2, 3), (3, 0), batch=2),
+    conv("column_dense", (16, 40), (30, 1), (5, 1), 1, (2, 0), batch=2),
+    conv("column_padded_width", (6, 16), (9, 1), (3, 1), 1, (1, 1)),
+    conv("column_dilated", (1, 18), (40, 1), (6, 1), 1, (4, 0), dilation=(3, 1)),
+    conv("column_grouped", (32, 48), (29, 1), (5, 1), (2, 1), (2, 0), groups=4),
+    conv("column_groups_of_4", (20, 20), (21, 1), (3, 1), 1, (1, 0), groups=5),
+    conv("column_depthwise", (24, 24), (21, 1), (3, 1), 1, (1, 0), groups=24),
+    conv("column_unit", (64, 70), (40, 1), (3, 1), 1, (1, 0), batch=2),
+    conv("column_no_rows", (3, 8), (0, 4), (3, 1), 1, (2, 0)),
+    conv("3d_column", (2, 18), (9, 4, 3), (5, 1, 1), (2, 1, 1), (2, 0, 0)),
+    conv("3d_columns", (5, 20), (4, 7, 3), (2, 3, 1), 1, (0, 1, 0), batch=2),
+]
 # Input and output channels per group.
 GROUP_WIDTHS = (
     (2, 2),
@@ -264,7 +279,7 @@ CONV_GROUPED = [
     conv("grouped_dilated", (16, 16), (11, 11), 3, 1, 2, dilation=2, groups=4),
     conv("grouped_asymmetric", (10, 20), (8, 9), (3, 2), 1, (1, 0), (0, 1), groups=5, batch=2),
 ]
-DEPTHWISE_CHANNELS = (1, 3, 16, 24, 32, 33, 64, 96, 144, 960)
+DEPTHWISE_CHANNELS = (1, 2, 3, 5, 8, 13, 16, 17, 24, 31, 32, 33, 64, 96, 144, 960)
 CONV_DEPTHWISE = [
     *(depthwise("dw", c, (9, 10), padding=1) for c in DEPTHWISE_CHANNELS),
     *(depthwise("dw_s2", c, (9, 10), stride=2, padding=1) for c in DEPTHWISE_CHANNELS),
@@ -338,7 +353,10 @@ CONV_DEPTHWISE = [
     depthwise("mobilenet_v2.dw", 32, (112, 112), padding=1),
     depthwise("mobilenet_v2.dw_small", 384, (14, 14), padding=1),
 ]
-CONV = CONV_NETWORKS + CONV_BORDERS + CONV_UNITS + CONV_1D + CONV_3D + CONV_GROUPED + CONV_DEPTHWISE
+CONV = [
+    *(CONV_NETWORKS + CONV_BORDERS + CONV_UNITS + CONV_1D + CONV_3D + CONV_COLUMNS + CONV_GROUPED),
+    *CONV_DEPTHWISE,
+]
 CONV_TRANSPOSE = [
     conv_transpose("unet_up", (64, 32), (7, 9), 2, 2),
     conv_transpose("gan", (32, 48), (8, 8), 4, 2, 1, batch=2),

@@ -27,6 +27,7 @@ SMALL = [
     + cases.CONV_UNITS
     + cases.CONV_1D
     + cases.CONV_3D
+    + cases.CONV_COLUMNS
     + cases.CONV_GROUPED
     if shape.reduction < 1000
 ]

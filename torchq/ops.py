@@ -86,14 +86,18 @@ def _conv_packing(
     outputs: int, inputs_per_group: int, groups: int, kernel: Sequence[int], dilation: Sequence[int]
 ) -> tuple[list[int], int]:
     """Packed shape and rows of the compensation (Note [Conv packings] in csrc/ops/packing.h)."""
-    taps, width = math.prod(kernel), kernel[-1]
-    rows = taps // width
+    taps = math.prod(kernel)
     if groups > 1 and inputs_per_group == 1 and outputs == groups:
-        quads = 0
+        width, quads = kernel[-1], 0
+        rows = taps // width
         for first in range(0, rows, 4):
             quads += -(-width // 4) if rows - first == 1 else width
         return [-(-outputs // 16), quads, 16, 4], 1
-    if groups == 1 and inputs_per_group % 4 != 0 and width > 1 and dilation[-1] == 1:
+    longer = [d for d, size in enumerate(kernel) if size > 1]
+    run = longer[-1] if longer else 0
+    width = kernel[run]
+    if groups == 1 and inputs_per_group % 4 != 0 and width > 1 and dilation[run] == 1:
+        rows = taps // width
         return [-(-outputs // 16), rows, -(-width * inputs_per_group // 4), 16, 4], rows
     size = inputs_per_group * (2 if inputs_per_group == 2 and groups % 2 == 0 else 1)
     if groups > 1 and outputs == groups * inputs_per_group >= 16 and size in (4, 8):

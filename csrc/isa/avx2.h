@@ -3,6 +3,7 @@
 #pragma once
 
 #include "avx2_lanes.h"
+#include "avx2_short.h"
 #include "last_bytes.h"
 
 namespace {
@@ -34,9 +35,7 @@ struct Avx2 : Avx2Lanes {
   // bytes
   static TORCHQ_INLINE __m128i load_bytes(const void* p, Mask count) {
     if (count >= 16) return _mm_loadu_si128(static_cast<const __m128i*>(p));
-    uint8_t bytes[16] = {};
-    memcpy(bytes, p, static_cast<size_t>(count));
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+    return load_short(static_cast<const uint8_t*>(p), count);
   }
   /// Eight bytes, which become lanes without a shuffle of their own.
   static TORCHQ_INLINE __m128i load_half(const void* p, int half) {
@@ -63,13 +62,7 @@ struct Avx2 : Avx2Lanes {
         _mm256_permute4x64_epi64(_mm256_packs_epi32(v.lo, v.hi), 0xd8);  // back to natural order
     const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
     const __m128i bytes = is_signed ? _mm_packs_epi16(low, high) : _mm_packus_epi16(low, high);
-    if (count >= 16) {
-      _mm_storeu_si128(static_cast<__m128i*>(p), bytes);
-    } else {
-      uint8_t lanes[16];
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(lanes), bytes);
-      memcpy(p, lanes, static_cast<size_t>(count));
-    }
+    store_first(static_cast<uint8_t*>(p), bytes, count);
   }
   static TORCHQ_INLINE void store_panel(uint8_t* p, Int v, bool is_signed) {
     store_bytes(p, v, kPanel, is_signed);
@@ -199,9 +192,8 @@ struct Avx2 : Avx2Lanes {
   using Bytes = __m256i;
   static TORCHQ_INLINE Bytes load_channels(const uint8_t* p, int count) {
     if (count >= 32) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    uint8_t bytes[32] = {};
-    memcpy(bytes, p, static_cast<size_t>(count));
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
+    if (count < 16) return _mm256_zextsi128_si256(load_short(p, count));
+    return _mm256_set_m128i(load_short(p + 16, count - 16), load_bytes(p, 16));
   }
   static TORCHQ_INLINE Bytes load_rows(const uint8_t* const (&p)[1], int count) {
     return load_channels(p[0], count);
@@ -247,15 +239,7 @@ struct Avx2 : Avx2Lanes {
                                        int count) {
     if (rows == 1) return store_channels(p + offset[0], v, count);
     const __m128i half[2] = {_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)};
-    for (int r = 0; r < 2; ++r) {
-      if (count >= 16) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p + offset[r]), half[r]);
-      } else {
-        uint8_t bytes[16];
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), half[r]);
-        memcpy(p + offset[r], bytes, static_cast<size_t>(count));
-      }
-    }
+    for (int r = 0; r < 2; ++r) store_first(p + offset[r], half[r], count);
   }
   static TORCHQ_INLINE void natural_order(Int (&v)[2]) {
     const Int a = v[0], b = v[1];
@@ -284,13 +268,9 @@ struct Avx2 : Avx2Lanes {
   // whole vectors of bytes
   static constexpr int kByteLanes = 32;
   static TORCHQ_INLINE void store_channels(uint8_t* p, Bytes v, int count) {
-    if (count >= 32) {
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v);
-    } else {
-      uint8_t bytes[32];
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(bytes), v);
-      memcpy(p, bytes, static_cast<size_t>(count));
-    }
+    if (count >= 32) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v);
+    store_first(p, _mm256_castsi256_si128(v), count);
+    if (count > 16) store_first(p + 16, _mm256_extracti128_si256(v, 1), count - 16);
   }
   static TORCHQ_INLINE Bytes max_bytes(Bytes a, Bytes b, bool is_signed) {
     return is_signed ? _mm256_max_epi8(a, b) : _mm256_max_epu8(a, b);

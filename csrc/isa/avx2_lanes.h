@@ -43,12 +43,9 @@ struct Avx2Lanes {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v.lo);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), v.hi);
   }
-  /// Through memory: vpmaskmov stores are microcoded on AMD.
   static TORCHQ_INLINE void store_int(int32_t* p, Int v, Mask count) {
-    if (count >= 16) return store_int(p, v);
-    int32_t lanes[16];
-    store_int(lanes, v);
-    memcpy(p, lanes, static_cast<size_t>(count) * 4);
+    store(reinterpret_cast<float*>(p), {_mm256_castsi256_ps(v.lo), _mm256_castsi256_ps(v.hi)},
+          count);
   }
   static TORCHQ_INLINE Int add(Int a, Int b) {
     return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
@@ -83,11 +80,27 @@ struct Avx2Lanes {
     _mm256_storeu_ps(p, v.lo);
     _mm256_storeu_ps(p + 8, v.hi);
   }
+  /// In parts: vpmaskmov stores are microcoded on AMD.
   static TORCHQ_INLINE void store(float* p, Float v, Mask count) {
     if (count >= 16) return store(p, v);
-    float lanes[16];
-    store(lanes, v);
-    memcpy(p, lanes, static_cast<size_t>(count) * 4);
+    __m256 eight = v.lo;
+    if (count & 8) {
+      _mm256_storeu_ps(p, v.lo);
+      eight = v.hi;
+      p += 8;
+    }
+    __m128 four = _mm256_castps256_ps128(eight);
+    if (count & 4) {
+      _mm_storeu_ps(p, four);
+      four = _mm256_extractf128_ps(eight, 1);
+      p += 4;
+    }
+    if (count & 2) {
+      _mm_storel_pi(reinterpret_cast<__m64*>(p), four);
+      four = _mm_movehl_ps(four, four);
+      p += 2;
+    }
+    if (count & 1) _mm_store_ss(p, four);
   }
   static TORCHQ_INLINE Float add(Float a, Float b) {
     return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};

@@ -222,6 +222,8 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
     }
     if (chunk.split == 1 && Isa::kDepthwiseSplits == 4 && left <= kChannels * 3 / 4 && !slide)
       chunk.split = 2;
+    // Without masks two halves that overlap beat a vector with lanes that have no channel.
+    if (Isa::kDepthwiseSplits == 2 && d.channels < kChannels) chunk.split = 2;
     const int width = chunk.width = kChannels / chunk.split;
     chunk.channel = left < width && d.channels >= width ? d.channels - width : channel;
     chunk.count = min_int(d.channels - chunk.channel, width);

@@ -244,9 +244,11 @@ c10::SmallVector<int64_t, 5> ConvPacking::packed_sizes() const {
 }
 
 int run_dimension(c10::IntArrayRef kernel) {
-  int d = static_cast<int>(kernel.size()) - 1;
-  while (d > 0 && kernel[d] == 1) --d;
-  return kernel[d] == 1 ? static_cast<int>(kernel.size()) - 1 : d;
+  const int last = static_cast<int>(kernel.size()) - 1;
+  for (int d = last; d >= 0; --d) {
+    if (kernel[d] > 1) return d;
+  }
+  return last;
 }
 
 ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t groups,
