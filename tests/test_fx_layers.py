@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -454,3 +455,70 @@ def test_what_only_moves_is_compared_as_it_is() -> None:
     assert isinstance(converted, torch.fx.GraphModule)
     with torch.no_grad():
         assert sqnr(model(x), converted(x)) > 25
+
+
+# Gates
+
+
+@pytest.mark.parametrize(
+    ("dim", "channels"), [(1, 4), (-1, 8), (-3, 4)], ids=["channels", "columns", "from_behind"]
+)
+def test_a_gated_linear_unit(dim: int, channels: int) -> None:
+    """A table and a product, on views of halves; also as a function."""
+    for gate in (nn.GLU(dim), Wired(lambda m, x: F.glu(x, dim=dim))):
+        model = Wired(lambda m, x: m.b(m.g(m.a(x))), a=conv(), g=gate, b=nn.Conv2d(channels, 8, 1))
+        converted = convert(model, 2, 8, 9, 8)
+        assert names(converted) == ["QConv2d", "QLookup", "QMul", "QConv2d"]
+
+
+def test_a_gate_of_other_sizes() -> None:
+    """Odd ones raise, as in the float model."""
+    model = Wired(lambda m, x: m.b(F.glu(m.a(x), 2)), a=conv(), b=conv())
+    converted = convert(model, 2, 8, 6, 5)
+    with torch.no_grad():
+        assert sqnr(model(y := torch.randn(2, 8, 8, 7)), converted(y)) > 28
+        for odd in (3, 5):
+            for run in (model, converted):
+                with pytest.raises(RuntimeError):
+                    run(torch.randn(2, 8, odd, 5))
+
+
+# Linear layers that are no modules, quantized by the range of each call
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda m, x: F.linear(x, m.w, m.c),
+        lambda m, x: x @ m.w.t(),
+        lambda m, x: torch.addmm(m.c, x, m.w.t()),
+        lambda m, x: torch.einsum("bi,oi->bo", x, m.w),
+        lambda m, x: m.p(x),
+    ],
+    ids=["linear", "matmul", "addmm", "einsum", "parametrized"],
+)
+def test_a_dynamic_product_with_a_constant(product: Any, tmp_path: Path) -> None:
+    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(16, 12))
+    model = Wired(lambda m, x: m.a(torch.relu(product(m, x))), a=nn.Linear(12, 4), p=parametrized)
+    model.w, model.c = nn.Parameter(torch.randn(12, 16)), nn.Parameter(torch.randn(12))
+    x = torch.randn(5, 16)
+    converted = torchq.quantize(model.eval(), None, x, torchq.QConfig(dynamic=True))
+    assert names(converted) == ["DynamicQLinear"] * 2
+    rows = [row for row in torchq.explain(converted).rows if row.is_matmul]
+    assert len(rows) == 2 and all(row.quantized for row in rows)
+    with torch.no_grad():
+        for given in (x, 100 * torch.randn(3, 16)):
+            assert sqnr(model(given), converted(given)) > 35
+    torchq.save(converted, tmp_path / "model")
+    for other in (torchq.load(tmp_path / "model"), torch.jit.script(converted)):
+        assert torch.equal(other(x), converted(x))
+
+
+def test_an_override_keeps_a_dynamic_product_float() -> None:
+    model = Wired(lambda m, x: F.linear(F.linear(x, m.w), m.w)).eval()
+    model.w = nn.Parameter(torch.randn(16, 16))
+    config, x = torchq.QConfig(dynamic=True), torch.randn(5, 16)
+    converted = torchq.quantize(model, None, x, config, {"linear_1": None})
+    assert names(converted) == ["DynamicQLinear"]
+    mixed = torchq.quantize(model, [x], x, overrides={"linear_1": config})
+    assert names(mixed) == ["QLinear", "DynamicQLinear"]

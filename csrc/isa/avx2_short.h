@@ -20,8 +20,8 @@ TORCHQ_INLINE void write(uint8_t* p, T value) {
   memcpy(p, &value, sizeof value);
 }
 
-/// The first `count` bytes, 0 to 15, and zeros; no others are read. Two parts, which overlap: a call
-/// of memcpy, and the load of what it wrote, took 5 ns.
+/// The first `count` bytes, 0 to 15, and zeros; no others are read. Two parts, which overlap: a
+/// call of memcpy, and the load of what it wrote, took 5 ns.
 TORCHQ_INLINE __m128i load_short(const uint8_t* p, int count) {
   const int last = 8 * (count & 7);
   if (count >= 8) {

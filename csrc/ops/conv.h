@@ -22,7 +22,7 @@ struct Conv {
   bool is_signed;
   bool narrow;
   const int32_t* weight_zero_point;  // of depthwise weights, to be taken off; or null
-  int64_t output[3], dst_pitch[3];  // elements of dst
+  int64_t output[3], dst_pitch[3];   // elements of dst
   LastStep last_step;
 
   /// The term of Note [Compensation].

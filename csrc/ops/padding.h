@@ -46,8 +46,8 @@ struct PadOptions {
 /// A copy with the zero point around it, as wide as the paddings of its window.
 Source pad(const char* op, ScratchFrame& scratch, const Source& s, const PadOptions& options);
 
-/// The same pixels and their window with dimension d as the last one: a copy, unless those behind it
-/// have size 1.
+/// The same pixels and their window with dimension d as the last one: a copy, unless those behind
+/// it have size 1.
 Source move_last(ScratchFrame& scratch, const Source& s, int d);
 
 /// A copy behind which may be read: for runs whose last quad is read in full.

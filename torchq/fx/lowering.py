@@ -28,6 +28,7 @@ from torchq.nn.module import QModule
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.qparams import QParams
+from torchq.standalone import DynamicLinear, converted
 
 
 class Lowering:
@@ -66,10 +67,7 @@ class Lowering:
             if layer is not None:
                 self._layer(layer)
             elif op is not None and op.role is Role.DYNAMIC:
-                assert isinstance(op.module, Attention)
-                sources = [self.float_of(src) for src in op.srcs] + self._attention_arguments(op)
-                module = DynamicQAttention(op.module.options)
-                self._float[node] = self._call(op.name, module, *sources)
+                self._float[node] = self._dynamic(op)
             elif (
                 node.op in ("placeholder", "output")
                 or node.target in GUARDS
@@ -285,6 +283,16 @@ class Lowering:
         if isinstance(layer.op.module, Attention):
             args += self._attention_arguments(layer.op)
         return [args] if isinstance(layer.op.module, Cat) else args
+
+    def _dynamic(self, op: Op) -> fx.Node:
+        sources = [self.float_of(src) for src in op.srcs]
+        if isinstance(op.module, Attention):
+            sources += self._attention_arguments(op)
+            return self._call(op.name, DynamicQAttention(op.module.options), *sources)
+        config = self.plan.config(op.base)
+        assert isinstance(op.module, nn.Linear) and config is not None
+        linear = converted(DynamicLinear(op.module, config), f"{self.plan.prefix}{op.base}")
+        return self._call(op.name, linear, *sources)
 
     def _attention_arguments(self, op: Op) -> list[Any]:
         """The mask, of all that are added; the scale, where it is known at run time only."""

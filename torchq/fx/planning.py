@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
 from torchq.explain import Row
@@ -34,6 +34,13 @@ from torchq.standalone import stands_alone, why_float
 
 _HARD = (Role.MATMUL, Role.PRODUCT)  # what int8 is for: they quantize what they read
 _KEEPING = (Role.MOVE, Role.PASS, Role.POOL, Role.PAD)
+
+
+def _has_dynamic_form(op: Op) -> bool:
+    """Attention, and linear layers that are no modules of the model: those stand alone."""
+    if op.role is Role.PRODUCT:
+        return isinstance(op.module, Attention)
+    return op.role is Role.MATMUL and op.owner is None and isinstance(op.module, nn.Linear)
 
 
 class Plan:
@@ -60,8 +67,7 @@ class Plan:
         self.ops = recognize(captured, lambda name: self.config(name) is None)
         fuse_attention(self.ops)
         for op in self.ops.values():
-            product = op.role is Role.PRODUCT and isinstance(op.module, Attention)
-            if product and self._no_dynamic_form(op):
+            if _has_dynamic_form(op) and self._no_dynamic_form(op):
                 op.role = Role.DYNAMIC
                 for part in op.absorbed:  # no layers, whatever their own configuration
                     part.role = Role.OPAQUE

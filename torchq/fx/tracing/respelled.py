@@ -80,9 +80,18 @@ def instead(tracer: Recorder, kind: str, target: Any, args: Sequence[Any], kwarg
         return functools.reduce(operator.mul, args[0], kwargs.get("start", 1))
     if target is F.multi_head_attention_forward:
         return attention(tuple(args), kwargs, source.dim() if isinstance(source, Tensor) else 0)
+    if target is F.glu:
+        return _gated(*args, **kwargs)
     if target is torch.einsum:
         return einsum(args, lambda x: _known(tracer, x))
     return None
+
+
+def _gated(input: Proxy, dim: int = -1) -> Any:
+    """F.glu as a table and a product; like it, this raises where the size of ``dim`` is odd."""
+    halves = input.unflatten(dim, (2, -1))
+    value, gate = halves.unbind(dim if dim >= 0 else dim - 1)
+    return value * torch.sigmoid(gate)
 
 
 def _known(tracer: Recorder, x: Any) -> tuple[Tensor, bool]:

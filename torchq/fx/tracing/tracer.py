@@ -200,6 +200,8 @@ class Tracer(Recorder):
             return False  # a pad, and a convolution without
         if isinstance(m, nn.Sequential):  # an empty one is a shortcut that changes nothing
             return False
+        if isinstance(m, nn.GLU):  # a table and a product, see `respelled`
+            return False
         library = type(m).__module__.startswith(("torch.nn.", "torchq.")) and not is_patched(m)
         return library and (isinstance(m, _WHOLE) or next(m.children(), None) is None)
 
