@@ -255,8 +255,8 @@ ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t grou
                          c10::IntArrayRef kernel, c10::IntArrayRef dilation) {
   const int64_t taps = product(kernel);
   if (groups > 1 && inputs_per_group == 1 && outputs == groups) {
-    const int64_t width = kernel.back(), rows = taps / width,
-                  rest = rows % kQuad;  // as depthwise_taps has them
+    const int64_t width = kernel.back();
+    const int64_t rows = taps / width, rest = rows % kQuad;  // as depthwise_taps has them
     const int64_t last = rest == 1 ? quads_of(width) : rest > 1 ? width : 0;
     const int64_t quads = rows / kQuad * width + last;
     return {ConvPacking::kDepthwise, 1, outputs, outputs, groups, taps, quads};
