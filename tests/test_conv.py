@@ -132,6 +132,17 @@ def test_streams_of_weights(batch: int, channels: tuple[int, int]):
             sampled(shape, src).check((size, src))
 
 
+@pytest.mark.parametrize("groups", (1, 4), ids=str)
+def test_threads_change_no_bit(groups: int):
+    """Their shares end within classes of pixels, at tiles where a share has many rows."""
+    for batch, size in ((2, 14), (1, 9)):
+        shape = cases.conv("threads", (64, 64), (size, size), 3, 1, 1, batch=batch, groups=groups)
+        call = sampled(shape)
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            call.check(f"{shape}, {count} threads")
+
+
 @pytest.mark.parametrize("channels", ((64, 32), (48, 48), (52, 64), (64, 112)), ids=str)
 def test_ends_overlap_products_of_many_runs(channels: tuple[int, int]):
     shape = cases.conv("overlapped", channels, (7, 9), 3, 1, 1)
