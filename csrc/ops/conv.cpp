@@ -199,6 +199,8 @@ void run_dense(Conv c, Source s, const Epilogue& epilogue, OpTrace& trace) {
   }
 
   GemmProblem problem = make_problem(c, s, c.is_signed && padded_copy == nullptr);
+  AccInits acc_inits(scratch, c.tier, c.compensation, c.acc_bias, c.effective_zero_point(),
+                     problem);
   c10::SmallVector<TapSet, 9> tap_sets;
   tap_sets.reserve(classes[0].size() * classes[1].size() *
                    classes[2].size());  // runs are referred to
@@ -209,9 +211,7 @@ void run_dense(Conv c, Source s, const Epilogue& epilogue, OpTrace& trace) {
         tap_sets.push_back(make_taps(c, s, at));
         GemmClass g = make_class(c, s, at);
         g.runs = tap_sets.back().runs;
-        g.acc_init = make_acc_init(scratch, c.tier, c.compensation, tap_sets.back().taps,
-                                   c.acc_bias, c.effective_zero_point(), problem.groups,
-                                   problem.group_channels, problem.panels_per_group);
+        g.acc_init = acc_inits.of(tap_sets.back().taps);
         problem.classes.push_back(g);
       }
     }

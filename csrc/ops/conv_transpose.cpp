@@ -207,7 +207,8 @@ void run(Layer& l, Source s, const Epilogue& epilogue, OpTrace& trace) {
   problem.panels_per_group = static_cast<int>(l.packing.panels_per_group());
   problem.narrow = l.narrow;
   problem.last_step = l.last_step;
-  const int32_t* bias_only = nullptr;  // of destinations that meet no tap
+  AccInits acc_inits(scratch, l.tier, l.compensation, l.acc_bias, l.effective_zero_point(),
+                     problem);
   for (const Stretch& d : classes[0]) {
     for (const Stretch& h : classes[1]) {
       for (const Stretch& w : classes[2]) {
@@ -215,14 +216,7 @@ void run(Layer& l, Source s, const Epilogue& epilogue, OpTrace& trace) {
         GemmClass g = make_class(l, s, at, shift, l.packing.outputs());
         const TapSet set = make_taps(scratch, l, s, at);
         g.runs = set.runs;
-        if (set.taps.empty() && bias_only != nullptr) {
-          g.acc_init = bias_only;
-        } else {
-          g.acc_init = make_acc_init(scratch, l.tier, l.compensation, set.taps, l.acc_bias,
-                                     l.effective_zero_point(), problem.groups,
-                                     problem.group_channels, problem.panels_per_group);
-        }
-        if (set.taps.empty()) bias_only = g.acc_init;
+        g.acc_init = acc_inits.of(set.taps);
         problem.classes.push_back(g);
       }
     }

@@ -363,6 +363,16 @@ const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,
   return init;
 }
 
+const int32_t* AccInits::of(c10::ArrayRef<int32_t> taps) {
+  const bool adds_nothing = zero_point_ == 0 || taps.empty();
+  if (adds_nothing && bias_only_ != nullptr) return bias_only_;
+  const int32_t* const init =
+      make_acc_init(scratch_, tier_, compensation_, taps, acc_bias_, zero_point_, problem_.groups,
+                    problem_.group_channels, problem_.panels_per_group);
+  if (adds_nothing) bias_only_ = init;
+  return init;
+}
+
 void check_acc_bias(const char* op, const std::optional<at::Tensor>& acc_bias, int64_t channels) {
   if (!acc_bias.has_value()) return;
   check_param(op, "acc_bias", *acc_bias, at::kInt);
