@@ -110,7 +110,7 @@ $(LIBRARY): setup.py pyproject.toml $(SOURCES) $(VENV)/.torch
 	$(PIP) install --quiet --no-build-isolation -e '.[test]'
 	@touch $@
 
-# A stamp for each further extra.
+# A stamp for each further extra, of what is installed by now; what comes as sources builds apart.
 $(VENV)/.%: pyproject.toml $(LIBRARY)
-	$(PIP) install --quiet --no-build-isolation -e '.[$*]'
+	$(PIP) install --quiet 'torchq[$*]'
 	@touch $@
