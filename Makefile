@@ -110,7 +110,8 @@ $(LIBRARY): setup.py pyproject.toml $(SOURCES) $(VENV)/.torch
 	$(PIP) install --quiet --no-build-isolation -e '.[test]'
 	@touch $@
 
-# A stamp for each further extra, of what is installed by now; what comes as sources builds apart.
+# A stamp for each further extra. torchq itself is installed: pip adds what the extra needs, and
+# builds sources in isolation, with what these ask for.
 $(VENV)/.%: pyproject.toml $(LIBRARY)
 	$(PIP) install --quiet 'torchq[$*]'
 	@touch $@

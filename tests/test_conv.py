@@ -218,8 +218,10 @@ def raw(shape: ConvShape, **args: Tensor) -> Call:
 def test_raw_accumulators(shape: ConvShape):
     for src, bias in itertools.product((U8, S8), (None, S32)):
         args = cases.sample(shape, src, bias=bias)
-        names = ("src", "weight", "bias", "src_zero_point")
-        raw(shape, **{name: args[name] for name in names}).check((src, bias))
+        call = {name: args[name] for name in ("src", "weight", "bias", "src_zero_point")}
+        raw(shape, **call).check((src, bias))
+        call["src_zero_point"] = torch.tensor(cases.RANGE[src][0], dtype=S32)
+        raw(shape, **call).check((src, bias, "pixels at the border need no compensation"))
 
 
 @pytest.mark.parametrize("pair", cases.EXTREME_PAIRS, ids=str)

@@ -250,16 +250,19 @@ class Worker {
 /// What the end of a sum costs, in quads: that of 4 rows x 4 panels takes 38 cycles on Zen 4.
 constexpr int64_t kEndQuads = 2;
 
-/// Rows of the tiles that most are in, and how many a thread has where a tile's are worth little.
-constexpr int64_t kUnitRows = 4, kManyRows = 64;
+/// Rows of a tile that overlaps the next (gemm_overlap.h), and the rows of a thread from which such
+/// a tile more or less is cheap.
+constexpr int64_t kOverlappedRows = 4, kManyRows = 64;
 
-/// The first row behind so much of the work, counted in quads; a class is cut at multiples of
-/// `unit`.
+/// The first row behind so much of the work, counted in quads; a class is cut at the nearest
+/// multiple of `unit` rows.
 int64_t row_behind(const GemmProblem& p, int64_t work, int64_t unit) {
   int64_t first = 0;
   for (const GemmClass& c : p.classes) {
     const int64_t row_work = c.quads() + kEndQuads;
-    if (work < c.rows() * row_work) return first + work / row_work / unit * unit;
+    if (work < c.rows() * row_work) {
+      return first + std::min((work / row_work + unit / 2) / unit * unit, c.rows());
+    }
     work -= c.rows() * row_work;
     first += c.rows();
   }
@@ -306,7 +309,7 @@ void run_on_vectors(const GemmProblem& p, const Epilogue& epilogue, const Kernel
   // tiles 1.87 to 1.94).
   const int row_parts = static_cast<int>(std::min<int64_t>(threads / block_parts, tiles));
   const int64_t work = row_quads + kEndQuads * p.rows();
-  const int64_t unit = p.rows() >= row_parts * kManyRows ? kUnitRows : 1;
+  const int64_t unit = p.rows() >= row_parts * kManyRows ? kOverlappedRows : 1;
   parallel_parts(block_parts * row_parts, [&](int i) {
     const Range part = part_of(work, row_parts, i / block_parts);
     Worker worker(p, epilogue, tier, weights, blocking);
