@@ -94,7 +94,13 @@ struct Avx512Vnni : Avx512 {
       store_channels(dst + i, _mm512_mask_blend_epi8(_mm512_movepi8_mask(v), low, high), count);
     }
   }
-  static TORCHQ_INLINE bool has_vbmi() { return __builtin_cpu_supports("avx512vbmi"); }
+  static TORCHQ_INLINE bool has_vbmi() {
+#ifdef TORCHQ_EMULATED
+    return false;  // a function with this target passes emulated vectors in other places
+#else
+    return __builtin_cpu_supports("avx512vbmi");
+#endif
+  }
 };
 
 }  // namespace
