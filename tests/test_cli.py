@@ -105,6 +105,17 @@ def test_threads_are_positive(model: str, capsys: pytest.CaptureFixture[str]) ->
     assert "argument --threads: must be positive, got 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ("--html", "--save"))
+def test_folders_exist_before_the_run(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (tmp_path / "missing" / "file", tmp_path):
+        with pytest.raises(SystemExit):
+            main(["analyze", "no.such.module:function", option, str(path)])
+        message = capsys.readouterr().err
+        assert f"{option}: must be a file in a folder that exists, got {str(path)!r}" in message
+
+
 def test_type_errors_of_torchq_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

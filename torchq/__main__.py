@@ -54,6 +54,13 @@ def _positive(text: str) -> int:
     return number
 
 
+def _new_file(text: str) -> str:
+    """What a run writes last: its folder is looked for before the run begins."""
+    if not Path(text).absolute().parent.is_dir() or Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, got {text!r}")
+    return text
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The arguments that say what to quantize."""
     parser.add_argument("model", metavar="MODEL", help="file.py:function or package:function")
@@ -65,8 +72,8 @@ def add_analyze(parser: argparse.ArgumentParser) -> None:
     """As bench, with the reports."""
     add_model(parser)
     parser.add_argument("--sensitivity", action="store_true", help="two quantizations per layer")
-    parser.add_argument("--html", help="file for the report")
-    parser.add_argument("--save", help="file for the quantized model")
+    parser.add_argument("--html", type=_new_file, help="file for the report")
+    parser.add_argument("--save", type=_new_file, help="file for the quantized model")
 
 
 def analyze(args: argparse.Namespace) -> int:
