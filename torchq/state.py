@@ -82,7 +82,8 @@ def _skeleton(model: nn.Module) -> dict[int, Any]:
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:
-    plain = {key: value for key, value in vars(module).items() if key not in _INTERNAL}
+    dropped = _INTERNAL | {"forward", "__prepare_scriptable__"}
+    plain = {key: value for key, value in vars(module).items() if key not in dropped}
     return plain | module._buffers
 
 

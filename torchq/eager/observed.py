@@ -11,6 +11,7 @@ from torchq.config import QConfig
 from torchq.lowering import matmul_from_float, naming
 from torchq.nn.swapped import Standing, Swapped, constants_of, without_padding
 from torchq.post_ops import PostOps
+from torchq.qparams import QParams
 
 
 class ObservedLayer(Standing):
@@ -45,7 +46,7 @@ class ObservedLayer(Standing):
         dst: Tensor = self.module(input)
         return dst
 
-    def convert(self) -> Swapped:
+    def convert(self, src: QParams | None = None) -> Swapped:
         """The quantized layer.
 
         Raises:
@@ -53,7 +54,9 @@ class ObservedLayer(Standing):
             ValueError: its weight cannot be quantized; the message names it.
         """
         config, module, observer = self.config, self.module, self.src_observer
-        src = observer.qparams(config.activation_dtype, config.activation_bits, config.symmetric)
+        if src is None:
+            options_ = config.activation_dtype, config.activation_bits, config.symmetric
+            src = observer.qparams(*options_)
         options: dict[str, Any] = {"contiguous": self.contiguous}
         with naming(self.layer_name):
             whole = without_padding(module)

@@ -175,7 +175,7 @@ class Lowering:
 
     def _padding(self, op: Op) -> Any:
         """Numbers or nodes, of a PAD."""
-        if op.owner is not None:
+        if op.node.op == "call_module":
             return list(op.owner.padding)  # type: ignore[arg-type]
         pad = op.node.args[1] if len(op.node.args) > 1 else op.node.kwargs["pad"]
         return fx.node.map_arg(pad, self.any_of)
@@ -273,7 +273,7 @@ class Lowering:
     def _sources(self, layer: Layer) -> list[Any]:
         """What the layer's module is called with."""
         args: list[Any] = [self._src(src) for src in layer.srcs]
-        if layer.needs_rows:
+        if layer.needs_rows and "aten" not in layer.op.node.meta:
             rank = self.graph.call_method("dim", (args[0],))
             where = f" (the number of dims of what '{layer.name}' reads: dim 1 has its channels)"
             self.graph.call_function(expect, (rank, 2, where))
@@ -326,7 +326,7 @@ class Lowering:
     def _checked(self, node: fx.Node) -> fx.Node:
         """The float32 form, for a quantized module: an input of the model may be of any dtype."""
         src = self.float_of(node)
-        if _may_be_given(src, self.modules):
+        if "aten" not in node.meta and _may_be_given(src, self.modules):
             self.graph.call_function(expect_float, (src,))
             for user in [user for user in src.users if user.target is expect_tensor]:
                 self.graph.erase_node(user)
@@ -350,4 +350,5 @@ def _may_be_given(src: fx.Node, modules: dict[str, Any]) -> bool:
 
 def _is_resampling(op: Op) -> bool:
     nearest = op.node.target is F.interpolate or isinstance(op.owner, nn.Upsample)
+    nearest = nearest or "upsample_nearest" in str(op.node.meta.get("aten"))
     return nearest and op.role is Role.MOVE

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torchq.explain import Row
 from torchq.fx.direct import direct_and_forward
 from torchq.fx.exporting import ByName
-from torchq.fx.names import BY_NAME, NAMES
+from torchq.fx.names import by_name, name_of
 from torchq.fx.tracing.sequences import SequenceTracer
 from torchq.nn.standing import Stands, put
 from torchq.running import without_gradients
@@ -113,7 +113,8 @@ def plain_nodes(graph: fx.Graph, keys: Collection[str]) -> list[tuple[Any, ...]]
     for n in graph.nodes:
         meta = {key: n.meta[key] for key in keys if key in n.meta}
         args, kwargs, meta = (fx.node.map_aggregate(a, named) for a in (n.args, n.kwargs, meta))
-        target = _Ref(NAMES[id(n.target)]) if id(n.target) in NAMES else n.target
+        name = name_of(n.target)
+        target = n.target if name is None else _Ref(name)
         nodes.append((n.op, n.name, target, args, kwargs, dict(meta), n.type))
     return nodes
 
@@ -127,7 +128,7 @@ def graph_of(plain: list[tuple[Any, ...]]) -> fx.Graph:
 
     for op, node_name, target, args, kwargs, meta, kind in plain:
         args, kwargs = (fx.node.map_aggregate(a, resolve) for a in (args, kwargs))
-        target = BY_NAME[target.name] if isinstance(target, _Ref) else target
+        target = by_name(target.name) if isinstance(target, _Ref) else target
         node = graph.create_node(op, target, args, kwargs, name=node_name, type_expr=kind)
         nodes[node_name] = node
         for key, value in meta.items():

@@ -17,6 +17,7 @@ from torchq.fx.tracing import guards
 _NAMESPACES: dict[str, Any] = {
     "torch": torch._C._VariableFunctions,  # functions of tensors, and nothing else of torch
     "functional": F,
+    "nn": torch._C._nn,
     "operator": operator,
     "math": math,
     "rnn": rnn,
@@ -49,3 +50,24 @@ def _functions() -> dict[str, Callable[..., Any]]:
 BY_NAME = _functions()
 NAMES = {id(function): name for name, function in reversed(BY_NAME.items())}
 """By identity: some functions of torch.nn.functional have no name of their own."""
+
+
+def name_of(function: Any) -> str | None:
+    """Returns the name that a stored graph has for a function; None for one that it may not call."""
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return str(function._qualified_op_name)
+    return NAMES.get(id(function))
+
+
+def by_name(name: str) -> Callable[..., Any]:
+    """Returns the function of such a name.
+
+    Raises:
+        KeyError: there is none, or it is of another library than ATen.
+    """
+    if name.startswith("aten::"):
+        found = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
+        if found is None:
+            raise KeyError(name)
+        return found  # type: ignore[no-any-return]
+    return BY_NAME[name]

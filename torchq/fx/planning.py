@@ -40,7 +40,8 @@ def _has_dynamic_form(op: Op) -> bool:
     """Attention, and linear layers that are no modules of the model: those stand alone."""
     if op.role is Role.PRODUCT:
         return isinstance(op.module, Attention)
-    return op.role is Role.MATMUL and op.owner is None and isinstance(op.module, nn.Linear)
+    linear = op.role is Role.MATMUL and isinstance(op.module, nn.Linear)
+    return linear and op.node.op != "call_module"
 
 
 class Plan:
@@ -206,7 +207,8 @@ class Plan:
         """Gives these modules' calls their reason; the names of those without one."""
         calls: dict[str, list[Op]] = defaultdict(list)
         for op in self.ops.values():
-            if op.owner is not None and stands_alone(op.owner, self.config(op.base)):
+            called = op.node.op == "call_module"
+            if called and stands_alone(op.owner, self.config(op.base)):
                 calls[op.base].append(op)
         names = []
         attributes = [n for n in self.captured.graph.nodes if n.op == "get_attr"]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from torchq.convert.patterns import arguments_of, row_of
 from torchq.fake_quantize import FakeQuantize
 from torchq.folding import MAX_SHIFTED_REDUCTION
 from torchq.fx.ops import Arguments, Made, Op, Pattern, Role, is_float, parse_signature
@@ -47,10 +48,12 @@ def recognize(captured: Captured, keep_float: Callable[[str], bool]) -> dict[fx.
             node.meta["fake"] = _fake_constant(node, captured)
             continue
         made, owner = _made(node, captured)
-        if node.op == "call_module":
-            base = str(node.target)
+        leaf = node.meta.get("owner", "")
+        if node.op == "call_module" or leaf:
+            base = leaf or str(node.target)
             name = base if calls[base] == 0 else f"{base}_{calls[base]}"
             calls[base] += 1
+            owner = owner or captured.model.get_submodule(base)
         else:
             scope = node.meta["scope"]
             first = f"{scope}.{_function_name(node)}".lstrip(".")
@@ -167,6 +170,8 @@ def _made(node: fx.Node, captured: Captured) -> tuple[Made, nn.Module | None]:
     if node.op == "call_module":
         module = captured.model.get_submodule(str(node.target))
         return _module_made(node, module, captured), module
+    if "aten" in node.meta:
+        return _call_made(node), None
     row = _BY_FUNCTION.get(node.target)
     if row is None or row.make is None:
         return _opaque(f"{_function_name(node)} has no int8 form"), None
@@ -185,6 +190,19 @@ def _made(node: fx.Node, captured: Captured) -> tuple[Made, nn.Module | None]:
     made = _opaque(made) if isinstance(made, str) else made
     made.is_matmul = Role.MATMUL in (row.role, made.role) or row.is_matmul
     return made, None
+
+
+def _call_made(node: fx.Node) -> Made:
+    """What the table of ATen calls says about a node."""
+    row = row_of(node)
+    if row is None:
+        return _opaque(f"{_function_name(node)} has no int8 form")
+    made = row.make(arguments_of(node))
+    if not isinstance(made, str) and not all(isinstance(src, fx.Node) for src in made.srcs):
+        made = "its source is a constant"
+    made = _opaque(made) if isinstance(made, str) else made
+    made.is_matmul = Role.MATMUL in (row.role, made.role) or row.is_matmul
+    return made
 
 
 def _module_made(node: fx.Node, module: nn.Module, captured: Captured) -> Made:
@@ -266,6 +284,8 @@ def _why_float(op: Op, written: str) -> str:
         return written
     if op.role is not Role.MOVE and value.shape is None:
         return "it returns no tensor"
+    if any(src.meta.get("positional") for src in op.srcs):
+        return "it reads what depends on sizes and positions alone"
     for src in op.srcs:
         if not is_float(src):
             return f"its source is {src.meta['value'].dtype}, not torch.float32"

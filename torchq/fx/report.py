@@ -43,7 +43,9 @@ def report_rows(plan: Plan, inside: dict[str, list[Row]]) -> list[Row]:
         unpacks = op.owner is None and op.srcs and op.srcs[0].meta["value"].is_sequence
         if unpacks and not plan.is_joined(op.node):  # the results of a module
             continue
-        name = str(op.node.target) if op.owner is not None else op.name
+        if op.node.meta.get("positional"):  # of sizes and positions alone
+            continue
+        name = op.base if op.owner is not None else op.name
         if name in inside:
             why = f"{op.reason}; its modules were swapped, its functions and operators stay float"
             whole = replace(_row(plan, op, None, name), reason=why, is_matmul=False)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three verbs and the one-liner."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchq import eager
+from torchq.config import Overrides, QConfig
+from torchq.convert.dispatch import Dispatch, attach, dispatches
+from torchq.convert.parts import Part, find_parts
+from torchq.eager import calibrate
+from torchq.explain import Row, check_strict
+from torchq.fx.lowering import Lowering
+from torchq.fx.planning import Plan
+from torchq.fx.prepared import Prepared
+from torchq.fx.report import report_rows
+from torchq.eager.observed import ObservedLayer
+from torchq.nn.swapped import Swapped
+from torchq.running import Inputs, batches, check_fit, split_inputs, without_gradients, working_copy
+from torchq.standalone import STANDALONE, DynamicLinear, converted
+
+__all__ = ["calibrate", "convert", "prepare", "quantize"]
+
+
+def prepare(
+    model: nn.Module,
+    example_inputs: Inputs,
+    config: QConfig | None = None,
+    overrides: Overrides | None = None,
+) -> nn.Module:
+    """Returns a copy of ``model`` that computes the same and records what quantization needs."""
+    if config is not None and not isinstance(config, QConfig):
+        raise TypeError(
+            f"torchq.prepare: config must be a QConfig or None, got {type(config).__name__}. "
+            "Write torchq.QConfig(activation_bits=7), say."
+        )
+    eager.check_model(model)
+    args, kwargs = split_inputs(example_inputs)
+    try:
+        with torch.autocast("cpu", enabled=False):
+            return _prepared(model, args, kwargs, config or QConfig(), overrides)
+    except TypeError:
+        check_fit(model, args, kwargs)
+        raise
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _prepared(
+    model: nn.Module, args: Any, kwargs: Any, config: QConfig, overrides: Overrides | None
+) -> nn.Module:
+    float_model = working_copy(model)
+    prepared = eager.prepare_call(float_model, args, kwargs, config, overrides)
+    parts = find_parts(float_model, args, kwargs)
+    rows = {row.name: row for row in prepared.torchq_report}
+    for part in parts.found:
+        if graph := _graph(part, prepared, config, overrides):
+            owner = prepared.get_submodule(part.name)
+            attach(Dispatch(owner, graph, part.exported, part.name, strict=False))
+            own = {row.name: row for row in graph.torchq_report}
+            rows = {n: r for n, r in rows.items() if n not in own} | own
+    prepared.torchq_report = list(rows.values())
+    if "" in parts.reasons:
+        prepared.torchq_note = f"the whole is not captured: {parts.reasons['']}"
+    return prepared
+
+
+def _graph(
+    part: Part, prepared: nn.Module, config: QConfig, overrides: Overrides | None
+) -> Prepared | None:
+    """Returns the observed graph of a part; None where nothing in it is int8."""
+    plan = Plan(part.captured, config, overrides)
+    if not part.name:
+        plan.check_patterns()
+    opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.standalone}
+    graph = Prepared(plan, opaque, report_rows(plan, {})).eval()
+    return graph if any(row.quantized and row.is_matmul for row in graph.torchq_report) else None
+
+
+def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
+    """Returns the quantized model; the prepared one stays as it is."""
+    return _converted(prepared, strict)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
+    eager.checks.check_prepared("convert", prepared)
+    rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
+    if strict:
+        check_strict(rows)
+    graphs = dispatches(prepared)
+    sources = {
+        f"{d.graph.plan.prefix}{layer.op.base}": (d.graph, layer)
+        for d in graphs
+        for layer in d.graph.plan.layer_at.values()
+        if layer.op.owner is not None
+    }
+    memo: dict[int, Any] = {}
+    for name, module in prepared.named_modules():
+        if isinstance(module, ObservedLayer):
+            memo[id(module)] = _leaf(name, module, sources)
+        elif isinstance(module, STANDALONE):
+            layer = converted(module, name)
+            alone = not name or not isinstance(module, DynamicLinear)
+            memo[id(module)] = layer if alone else Swapped.of(module.module, layer)
+    for dispatch in graphs:
+        graph = dispatch.graph
+        opaque = {
+            name: memo[id(graph.graph_module.get_submodule(name))] for name in graph.opaque_names
+        }
+        memo[id(graph)] = Lowering(graph, opaque).run()
+    result = copy.deepcopy(prepared, memo)
+    result.torchq_report = rows
+    left = [row for row in rows if row.is_matmul and not row.requested]
+    if left and not any(row.quantized for row in rows):
+        warnings.warn(
+            f"torchq.convert: nothing runs in int8; '{left[0].name}' is float: {left[0].reason}. "
+            "torchq.explain tells the others.",
+            stacklevel=5,
+        )
+    return without_gradients(result.eval())
+
+
+def _leaf(name: str, module: ObservedLayer, sources: dict[str, Any]) -> nn.Module:
+    if module.src_observer.calibrated or name not in sources:
+        return module.convert()
+    graph, layer = sources[name]
+    return module.convert(graph.qparams(layer.srcs[0]))
+
+
+def quantize(
+    model: nn.Module,
+    data: Iterable[Any] | None = None,
+    example_inputs: Inputs | None = None,
+    config: QConfig | None = None,
+    overrides: Overrides | None = None,
+    strict: bool = False,
+) -> nn.Module:
+    """Calls :func:`prepare`, :func:`calibrate` and :func:`convert`."""
+    if data is None:
+        if example_inputs is None:
+            raise TypeError(
+                "torchq.quantize: data must be batches to calibrate with, got None. Where nothing "
+                "needs calibration, as with QConfig(dynamic=True), pass example_inputs alone."
+            )
+        return _converted(prepare(model, example_inputs, config, overrides), strict)
+    if example_inputs is None:
+        rest = iter(batches("quantize", data, progress=False))
+        args, kwargs = split_inputs(next(rest))
+        example_inputs = kwargs or args
+        data = itertools.chain([example_inputs], rest)
+    prepared = prepare(model, example_inputs, config, overrides)
+    return _converted(calibrate(prepared, data), strict)

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an exported program to a plain graph: tensors in, torch functions, the results out.
+
+The graph scripts. Its calls are those of ``torch`` where there is one, else methods of tensors, else
+``torch.ops.aten``; sizes are ``x.size(i)``; what only checks is dropped. Each node has in ``meta``:
+"aten" (the ATen call), "value" (a Meta of the example), "owner" (name of the leaf module that makes
+the call), "scope" (name of the module around it), "varying" (whether it depends on the inputs),
+"static" (whether it depends on sizes and positions alone) and, where it does not vary, "constant".
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.jit._builtins import _find_builtin
+from torch.utils import _pytree as pytree
+
+from torchq.convert.capture import PREFIX, Exported
+from torchq.convert.patterns import row_of
+from torchq.fx.tracing.capture import Captured, Meta
+
+_DROPPED = {
+    "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range_for_size",
+    "sym_constrain_range", "_assert_async",
+}  # fmt: skip
+_PASSED = {"lift_fresh_copy", "detach", "alias", "lift", "_unsafe_view_copy"}
+_RENAMED = {"view": "reshape", "_unsafe_view": "reshape", "_to_copy": "to"}
+_REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+_IGNORED = ("layout", "device", "pin_memory", "non_blocking", "copy")
+_METHODS = {
+    "reshape", "expand", "contiguous", "repeat", "expand_as", "view_as", "type_as", "unfold",
+    "new_zeros", "new_ones", "new_full", "new_empty", "item",
+}  # fmt: skip
+_NUMBERS: dict[Any, Any] = {
+    torch.sym_max: max, torch.sym_min: min, torch.sym_float: float, torch.sym_int: int,
+    torch.sym_not: operator.not_,
+}  # fmt: skip
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.bool)
+
+
+def plain_graph(exported: Exported, model: nn.Module) -> Captured:
+    """Returns the graph of a captured call of ``model``, whose parameters it refers to."""
+    return _Plain(exported, model).run()
+
+
+class _Plain:
+    def __init__(self, exported: Exported, model: nn.Module) -> None:
+        self.program, self.model, self.exported = exported.program, model, exported
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, Any] = {}
+        self.values: dict[fx.Node, Any] = {}  # on the example
+        self.held: dict[str, fx.Node] = {}
+        self.modules = dict(model.named_modules())
+        self.entered: set[str] = {""}
+        self.fakes = iter(range(1, sys.maxsize))
+
+    def run(self) -> Captured:
+        inputs = iter(self.exported.tensors)
+        self._region(self.program.graph, self.program.graph_module, inputs, None)
+        unused(self.graph)
+        self._name_leaves()
+        return Captured(self.graph, self.model, entered=self.entered)
+
+    def _name_leaves(self) -> None:
+        """Leaves to each leaf module the one call that stands for the module."""
+        calls: dict[str, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            if node.op.startswith("call_") and node.meta["call"]:
+                calls.setdefault(node.meta["call"], []).append(node)
+        for nodes in calls.values():
+            rows = [row_of(node) for node in nodes]
+            products = [n for n, row in zip(nodes, rows, strict=True) if row and row.is_matmul]
+            main = products[0] if products else nodes[0] if len(nodes) == 1 else None
+            for node in nodes:
+                if node is not main:
+                    node.meta.update(scope=node.meta["owner"], owner="")
+
+    # Nodes
+
+    def _region(
+        self, source: fx.Graph, module: nn.Module, tensors: Any, given: Any
+    ) -> Any:
+        """Writes the nodes of a graph, or of a region inside; returns what it gives."""
+        kinds = {s.arg.name: s for s in self.program.graph_signature.input_specs}
+        for node in source.nodes:
+            if node.op == "placeholder":
+                if given is not None:
+                    self.env[node] = next(given)
+                elif kinds[node.name].kind.name == "USER_INPUT":
+                    self.env[node] = self._input(node, next(tensors))
+                else:
+                    self.env[node] = self._held(kinds[node.name].target)
+            elif node.op == "get_attr":
+                self.env[node] = self._attribute(str(node.target), module)
+            elif node.op == "output":
+                if given is not None:
+                    return fx.map_arg(node.args[0], self.env.__getitem__)
+                self._output(node)
+            else:
+                self._call(node)
+        return None
+
+    def _input(self, node: fx.Node, value: Tensor) -> fx.Node:
+        made = self.graph.placeholder(node.name)
+        self.values[made] = value
+        integral = value.dtype in _INTEGERS
+        return self._noted(made, node, varying=True, static=False, positional=integral)
+
+    def _held(self, target: str) -> fx.Node:
+        """A parameter, buffer or constant of the program."""
+        if target not in self.held:
+            name = target.removeprefix(PREFIX)
+            value = {**self.program.state_dict, **self.program.constants}[target]
+            if not target.startswith(PREFIX) or not _has(self.model, name):
+                name = f"_torchq_constant_{len(self.held)}"
+                self.model.register_buffer(name, value)
+            self.held[target] = self._stored(name, value)
+        return self.held[target]
+
+    def _attribute(self, target: str, module: nn.Module) -> Any:
+        value = operator.attrgetter(target)(module)
+        if isinstance(value, nn.Module):
+            return value
+        name = f"_torchq_constant_{len(self.held)}"
+        self.model.register_buffer(name, value)
+        self.held[name] = self._stored(name, value)
+        return self.held[name]
+
+    def _stored(self, name: str, value: Tensor) -> fx.Node:
+        first = next(iter(self.graph.nodes), None)
+        with self.graph.inserting_before(first):
+            made = self.graph.create_node("get_attr", name)
+        self.values[made] = value
+        made.meta.update(
+            value=_meta(value, next(self.fakes)), scope="", writes=[], varying=False, static=False,
+            positional=False, constant=value, doubled=tuple(map(str, value.shape)), phase=None,
+        )  # fmt: skip
+        return made
+
+    def _output(self, node: fx.Node) -> None:
+        specs = self.program.graph_signature.output_specs
+        found = fx.map_arg(node.args[0], self.env.__getitem__)
+        kept = [v for v, s in zip(found, specs, strict=True) if s.kind.name == "USER_OUTPUT"]
+        made = self.graph.output(pytree.tree_unflatten(kept, self.program.call_spec.out_spec))
+        made.meta.update(scope="", writes=[], varying=True, static=False, positional=False)
+
+    def _call(self, node: fx.Node) -> None:
+        target, name = node.target, _base(node.target)
+        args, kwargs = (fx.node.map_aggregate(a, self._known) for a in (node.args, node.kwargs))
+        if name in _REGIONS:
+            at = next(i for i, arg in enumerate(args) if isinstance(arg, fx.GraphModule))
+            self.env[node] = self._region(args[at].graph, args[at], None, iter(args[at + 1 :]))
+        elif name in _DROPPED:
+            return
+        elif name in _PASSED or _is_whole_slice(node, args) or _is_eval_dropout(node, args):
+            self.env[node] = args[0]
+        elif target is operator.getitem and isinstance(args[0], tuple | list):
+            self.env[node] = args[0][args[1]]
+        elif name == "recurrent":
+            self.env[node] = self._recurrent(node, args)
+        elif name == "baddbmm" and not kwargs:
+            product = self._function(node, args[1:], {}, torch.ops.aten.bmm.default)
+            added = (product, args[0])
+            self.env[node] = self._function(node, added, {}, torch.ops.aten.add.Tensor)
+        elif name == "_native_batch_norm_legit_no_training":
+            src, weight, bias, mean, var, momentum, eps = args
+            given = (src, weight, bias, mean, var, False, momentum, eps, False)
+            made = self._function(node, given, {}, torch.ops.aten.batch_norm.default)
+            self.env[node] = (made, None, None)
+        else:
+            self.env[node] = self._function(node, args, kwargs)
+
+    def _known(self, value: Any) -> Any:
+        return self.env[value] if isinstance(value, fx.Node) else value
+
+    def _function(self, node: fx.Node, args: Any, kwargs: Any, call: Any = None) -> fx.Node:
+        """Writes a call, of ``node`` or another one in its place."""
+        call = call or node.target
+        op, target, args, kwargs = spelled(call, args, kwargs)
+        made = self.graph.create_node(op, target, tuple(args), dict(kwargs))
+        sources = made.all_input_nodes
+        varying = any(n.meta["varying"] for n in sources) or _is_random(call)
+        static = varying and all(n.meta["static"] or not n.meta["varying"] for n in sources)
+        name = _base(call)
+        if target in ("size", "numel"):
+            static = varying = True
+        made.meta["aten"] = _full_name(call)
+        self.values[made] = self._computed(made)
+        looks_up = name in ("embedding", "index", "index_select", "gather")
+        known = [n.meta["positional"] or n.meta["static"] for n in sources if n.meta["varying"]]
+        positional = bool(known) and all(known) and not (looks_up and not static)
+        return self._noted(made, node, varying=varying, static=static, positional=positional)
+
+    def _recurrent(self, node: fx.Node, args: Any) -> list[fx.Node]:
+        """The call of a recurrent module, and its results one by one."""
+        srcs, name, kind = args[0], args[1], args[2]
+        states = [tuple(srcs[1:])] if "LSTM" in kind and srcs[1:] else srcs[1:]
+        made = self.graph.call_module(name, (srcs[0], *states))
+        self.values[made] = self._computed(made)
+        self._noted(made, node, varying=True, static=False, positional=False)
+
+        def part(source: fx.Node, index: int) -> fx.Node:
+            item = self.graph.call_function(operator.getitem, (source, index))
+            item.meta["aten"] = None
+            self.values[item] = self._computed(item)
+            return self._noted(item, node, varying=True, static=False, positional=False)
+
+        if kind == "LSTM":
+            state = part(made, 1)
+            return [part(made, 0), part(state, 0), part(state, 1)]
+        if kind.endswith("Cell") and kind != "LSTMCell":
+            return [made]
+        return [part(made, 0), part(made, 1)]
+
+    # What is known of them
+
+    def _computed(self, made: fx.Node) -> Any:
+        args, kwargs = fx.node.map_arg((made.args, made.kwargs), self.values.__getitem__)
+        if made.op == "call_module":
+            return self.modules[str(made.target)](*args, **kwargs)
+        if made.op == "call_method":
+            return getattr(args[0], str(made.target))(*args[1:], **kwargs)
+        assert callable(made.target)
+        return made.target(*args, **kwargs)
+
+    def _noted(self, made: fx.Node, node: fx.Node, **flags: bool) -> fx.Node:
+        value, symbolic = self.values[made], node.meta.get("val")
+        scope, owner, call = self._place(node)
+        made.meta.update(flags, value=_meta(value, next(self.fakes)), scope=scope, owner=owner)
+        made.meta["call"] = call
+        shape = getattr(symbolic, "shape", None)
+        made.meta.update(
+            writes=[], doubled=None if shape is None else tuple(map(str, shape)),
+            phase=_phase(made, self.values), positional=flags["positional"] or flags["static"],
+        )  # fmt: skip
+        if not flags["varying"]:
+            made.meta["constant"] = value
+        return made
+
+    def _place(self, node: fx.Node) -> tuple[str, str, str]:
+        """Names of the module around a call, and of the leaf module that makes it ("" for none).
+
+        The third name tells calls of one leaf module apart.
+        """
+        stack = (node.meta.get("nn_module_stack") or {}).values()
+        paths = [path for path, _ in stack if f"{path}.".startswith(PREFIX)]
+        names = [re.sub(r"@\d+", "", path)[len(PREFIX) :] for path in paths]
+        names = [name for name in names if name in self.modules]
+        self.entered.update(names)
+        if not names:
+            return "", "", ""
+        leaf = self.modules[names[-1]]
+        if names[-1] and next(leaf.children(), None) is None:
+            return (names[-2] if len(names) > 1 else ""), names[-1], paths[-1]
+        return names[-1], "", ""
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    try:
+        return isinstance(operator.attrgetter(name)(model), Tensor)
+    except AttributeError:
+        return False
+
+
+def _base(target: Any) -> str:
+    """Returns the name of an ATen call without its overload."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1]
+    return str(getattr(target, "__name__", target))
+
+
+def _full_name(target: Any) -> str | None:
+    """Returns the name of an ATen call as in its schema; None for Python's operators."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    return f"{target._schema.name}.{target._schema.overload_name}".rstrip(".")
+
+
+def _is_random(target: Any) -> bool:
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in target.tags
+    )
+
+
+def _is_whole_slice(node: fx.Node, args: Any) -> bool:
+    if _base(node.target) != "slice" or len(args) < 4 or args[4:] not in ((), (1,)):
+        return False
+    return args[2] in (0, None) and args[3] in (sys.maxsize, None)
+
+
+def _is_eval_dropout(node: fx.Node, args: Any) -> bool:
+    return "dropout" in _base(node.target) and len(args) > 2 and args[2] is False
+
+
+def spelled(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
+    """Returns kind, target and arguments of the node that makes an ATen call."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return "call_function", _NUMBERS.get(target, target), args, kwargs
+    name, schema = _base(target), target._schema
+    if name == "sym_size":
+        return "call_method", "size", args, {}
+    if name == "sym_numel":
+        return "call_method", "numel", args, {}
+    args, kwargs = _floats(schema, args, kwargs)
+    kwargs = {k: v for k, v in kwargs.items() if v is not None}
+    if target.namespace != "aten":
+        return "call_function", target.overloadpacket, args, kwargs
+    if name == "slice":
+        return _slice(args)
+    kwargs = {k: v for k, v in kwargs.items() if k not in _IGNORED}
+    name = _RENAMED.get(name, name)
+    if name in ("to", "_to_copy"):
+        dtype = kwargs.pop("dtype", None) or next((a for a in args if type(a) is torch.dtype), None)
+        if dtype is None:
+            return "call_method", "contiguous", args[:1], {}
+        return "call_method", "to", (args[0], dtype), {}
+    if name.endswith("_") and not name.endswith("__"):
+        raise NotImplementedError(f"{name} writes in place")
+    function = _function_of(name)
+    if function is not None:
+        return "call_function", function, args, kwargs
+    if name in _METHODS:
+        return "call_method", name, args, kwargs
+    return "call_function", target.overloadpacket, args, kwargs
+
+
+def _function_of(name: str) -> Callable[..., Any] | None:
+    """Returns the function of torch that TorchScript compiles to this ATen call."""
+    for namespace in (torch, torch._C._nn):
+        function = getattr(namespace, name, None)
+        if function is not None and _find_builtin(function) == f"aten::{name}":
+            return function  # type: ignore[no-any-return]
+    return None
+
+
+def _slice(args: Any) -> tuple[str, Any, Any, Any]:
+    """``x[:, start:end]``, which is faster than the call."""
+    src, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    end = None if end == sys.maxsize else end
+    if not isinstance(dim, int) or dim < 0:
+        return "call_function", torch.ops.aten.slice, args, {}
+    part = slice(start or None if not isinstance(start, fx.Node) else start, end, step)
+    part = slice(part.start, part.stop, None if step == 1 else step)
+    return "call_function", operator.getitem, (src, (*[slice(None)] * dim, part)), {}
+
+
+def _floats(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Integers that a schema takes as floats, as floats: TorchScript does not convert them."""
+    kinds = {a.name: str(a.type) for a in schema.arguments}
+
+    def as_float(value: Any, kind: str) -> Any:
+        if "float" not in kind:
+            return value
+        if isinstance(value, list | tuple):
+            return [as_float(v, kind) for v in value]
+        return float(value) if type(value) is int else value
+
+    names = list(kinds)
+    args = tuple(as_float(a, kinds[n]) for n, a in zip(names, args, strict=False))
+    return args, {n: as_float(v, kinds[n]) for n, v in kwargs.items()}
+
+
+def _meta(value: Any, storage: int) -> Meta:
+    if isinstance(value, Tensor):
+        return Meta(tuple(value.shape), value.dtype, storage)
+    if isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value):
+        first = next(v for v in value if isinstance(v, Tensor))
+        return Meta(None, first.dtype, storage, is_sequence=True, length=len(value))
+    return Meta(is_number=isinstance(value, bool | int | float), is_int=type(value) is int)
+
+
+def _phase(made: fx.Node, values: dict[fx.Node, Any]) -> float | None:
+    """The largest phase that a sine or cosine of data takes on the example."""
+    if made.target not in (torch.sin, torch.cos) or not made.all_input_nodes:
+        return None
+    source = values[made.all_input_nodes[0]]
+    if not isinstance(source, Tensor) or not source.numel() or not source.is_floating_point():
+        return None
+    return float(source.abs().max())
+
+
+def unused(graph: fx.Graph) -> None:
+    """Erases nodes that nobody reads."""
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("placeholder", "output") and not node.users:
+            graph.erase_node(node)
+
+
+__all__ = ["plain_graph", "spelled", "unused"]
