@@ -304,30 +304,3 @@ def test_patched_recurrent_module(flow) -> None:
     model = nn.Sequential(lstm, nn.Linear(8, 5)).eval()
     result = converted(flow, model, [rows() for _ in range(3)])
     assert not torchq.explain(result).rows[0].quantized
-
-
-def test_products_outside_of_modules_are_counted() -> None:
-    """With parameters, or what is made of them; not products of two results."""
-
-    class Functions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.w = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = F.linear(self.linear(x) @ self.w[0].outer(self.w[1]), self.w)
-            y = y + x @ self.w.t() + (y @ y.mT).mean() * 1e-6
-            return y * 2 if float(y.sum()) > 1e9 else y
-
-    torch.manual_seed(0)
-    model, data = Functions().eval(), [rows() for _ in range(3)]
-    found = {row.name: row for row in torchq.explain(converted(torchq, model, data)).rows}
-    names = ["matmul", "linear_1", "matmul_1"]
-    assert [name for name in found if found[name].is_matmul] == ["linear", *names]
-    assert [found[name].reason for name in names] == [
-        "a function of a model whose modules are swapped"
-    ] * 3
-    with pytest.raises(RuntimeError, match="matmul"):
-        converted(torchq, model, data, strict=True)
-    kept = dict.fromkeys(["linear", *names])
-    converted(torchq, model, data, overrides=kept, strict=True)

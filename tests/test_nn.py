@@ -97,7 +97,7 @@ def _oracle_matmul(module: Any, srcs: list[Tensor]) -> Tensor:
 def check_every_module(model: nn.Module, x: Tensor) -> int:
     """Runs the model; each quantized module must give the oracle's bits. Returns how many did."""
     checked = []
-    idle = (tnn.Dequantize, tnn.Swapped)
+    idle = (tnn.Dequantize, tnn.QuantizedLeaf)
 
     def hook(module: Any, args: Any, result: Tensor) -> None:
         srcs = list(args[0]) if isinstance(args[0], list) else list(args)
@@ -228,7 +228,7 @@ def every_module() -> dict[str, tnn.QModule]:
         tnn.Quantize(seven),
         tnn.Dequantize(U8),
     ]
-    made.append(tnn.Swapped.of(nn.Linear(4, 8), copy.deepcopy(made[0])))
+    made.append(tnn.QuantizedLeaf.of(nn.Linear(4, 8), copy.deepcopy(made[0])))
     return {type(module).__name__: module for module in made}
 
 
@@ -255,7 +255,7 @@ def test_every_class_is_tried() -> None:
 def test_spec_rebuilds_the_module(name: str) -> None:
     module = every_module()[name]
     again = tnn.QModule.registry[name].from_spec(module.read_spec())
-    if isinstance(again, tnn.Swapped):
+    if isinstance(again, tnn.QuantizedLeaf):
         again.layer = tnn.QLinear.from_spec(module.layer.read_spec())
     again.load_state_dict(module.state_dict())
     for key, value in module.named_buffers():
@@ -280,7 +280,7 @@ MODULES = every_module()
 def test_the_default_dtype_changes_no_state(name: str, float64_by_default: None) -> None:
     module = MODULES[name]
     again = tnn.QModule.registry[name].from_spec(module.read_spec())
-    if isinstance(again, tnn.Swapped):
+    if isinstance(again, tnn.QuantizedLeaf):
         again.layer = tnn.QLinear.from_spec(module.layer.read_spec())
     again.load_state_dict(module.state_dict())
     for key, value in module.named_buffers():

@@ -76,7 +76,7 @@ def test_module_registered_twice(file_format: str, tmp_path: Path) -> None:
     ).eval()  # fmt: skip
     x = torch.randn(4, 8)
     converted = eager.quantize(model, [x], x)
-    assert converted.a is converted.b and isinstance(converted.a, tnn.Swapped)
+    assert converted.a is converted.b and isinstance(converted.a, tnn.QuantizedLeaf)
     assert converted.chain is converted.again and isinstance(converted.chain, torch.fx.GraphModule)
     torchq.save(converted, tmp_path / "model")
     loaded = torchq.load(tmp_path / "model", model)

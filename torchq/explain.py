@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from torchq.nn.leaf import by_float_name
 from torchq.nn.module import QModule
-from torchq.nn.swapped import by_float_name
 from torchq.saturation import seven_bits
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")

@@ -21,8 +21,6 @@ from torchq.fx.tracing.capture import CaptureError
 from torchq.running import Inputs, batches, check_fit, split_inputs
 from torchq.standalone import stands_alone
 
-eager.flow.graphs = graph
-
 
 def prepare(
     model: nn.Module,

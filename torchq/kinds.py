@@ -9,6 +9,12 @@ from torchq.affine import TRANSPOSED
 from torchq.nn.binary import Add, Cat, Mul
 from torchq.nn.quantize import DeQuantStub, QuantStub
 
+_LIBRARY = ("torch.nn.", "torchq.")
+_HARMLESS = {
+    *("__init__", "__module__", "__doc__", "__annotations__", "__constants__", "__dict__"),
+    *("__weakref__", "__repr__", "__orig_bases__", "__parameters__", "__static_attributes__"),
+    *("__firstlineno__", "extra_repr", "reset_parameters"),
+}
 MATMUL = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 AVERAGES = (
@@ -46,3 +52,11 @@ NO_DYNAMIC_FORM = "only linear layers, recurrent ones and attention have a dynam
 def is_patched(module: nn.Module) -> bool:
     """Whether an object has a forward of its own, which its class does not know."""
     return not vars(module).keys().isdisjoint(("forward", "_conv_forward"))
+
+
+def inherits(cls: type) -> bool:
+    """Returns True where nothing that matters to a call is a class's own, and not the library's."""
+    base = next(c for c in cls.__mro__ if c.__module__.startswith(_LIBRARY))
+    known = {*dir(base), *(n for c in base.__mro__ for n in vars(c).get("__annotations__", ()))}
+    own = {name for c in cls.__mro__[: cls.__mro__.index(base)] for name in vars(c)}
+    return base is not nn.Module and not own & known - _HARMLESS

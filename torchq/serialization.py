@@ -18,17 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from torchq._arguments import check_type
-from torchq.eager.weights import leave_fast_paths, settle_weights
+from torchq.eager.weights import leave_fast_paths, settled
 from torchq.explain import Row
 from torchq.fake_quantize import FakeQuantize
 from torchq.fx.module import QuantizedGraph
 from torchq.fx.structure import GRAPH_KEY, decode, encode, plain_module
 from torchq.nn.module import QModule, read_spec
-from torchq.nn.standing import put
-from torchq.nn.swapped import described
 from torchq.observers import Observer
 from torchq.running import working_copy
 
@@ -146,14 +143,10 @@ def _swapped(
         modules[name] = _traced(own.pop(GRAPH_KEY), _submodule(model, name, path), own, path)
     inside = tuple(f"{name}." for name in modules)
     modules |= _quantized({k: v for k, v in state.items() if not k.startswith(inside)})
-    settled, known = _settled(model), dict[int, Any]()  # known by id, so settled must live on
-    for name, module in modules.items():
-        if name:
-            put(module, described(_submodule(settled, name, path), known))
     memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in modules.items()}
     swapped = working_copy(model, memo, "load")  # its float layers became what prepare made of them
     kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
-    settle_weights(swapped, kept)
+    swapped = settled(swapped, kept)
     leave_fast_paths(swapped)
     return swapped
 
@@ -232,15 +225,6 @@ def _submodule(model: nn.Module, name: str, path: str | os.PathLike[str]) -> nn.
             f"torchq.load: {path} has a quantized module '{name}', but the model has no such "
             "module. Pass the architecture the file was saved from."
         ) from error
-
-
-def _settled(model: nn.Module) -> nn.Module:
-    """The model as it was in prepare: weights that are computed are parameters."""
-    parts = list(model.modules())
-    if any(parametrize.is_parametrized(part) or part._forward_pre_hooks for part in parts):
-        model = working_copy(model, caller="load")
-        settle_weights(model)
-    return model
 
 
 def _aliases(model: nn.Module, state: dict[str, Tensor]) -> set[str]:

@@ -14,25 +14,23 @@ import torch
 from torch import nn
 
 from torchq.config import QConfig
-from torchq.kinds import EXPOSED, MAX_REDUCTION, is_patched
+from torchq.kinds import EXPOSED, MAX_REDUCTION, inherits, is_patched
 from torchq.lowering import naming
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.module import QModule
-from torchq.nn.rnn_observed import CELLS, NETWORKS, ObservedRNN, ObservedRNNCell
-from torchq.nn.swapped import Standing, constants_of
+from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
 
-FOREIGN = "it is a subclass; of recurrent modules, only torch.nn's own classes have an int8 form"
+FOREIGN = "it is a recurrent module with code of its own, which has no int8 form"
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
-class DynamicLinear(Standing):
+class DynamicLinear(nn.Module):
     """A float linear layer that becomes a dynamic one; there is nothing to observe."""
 
     def __init__(self, module: nn.Linear, config: QConfig) -> None:
         """``config`` tells how to quantize the weight."""
         super().__init__()
         self.module, self.config = module, config
-        self._fix(constants_of(module))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The float layer's result."""
@@ -51,7 +49,7 @@ STANDALONE = (ObservedRNN, ObservedRNNCell, DynamicLinear)
 
 def is_foreign(module: nn.Module) -> bool:
     """Whether it is a recurrent module with a forward of its own, which may compute anything."""
-    known = type(module) in (*NETWORKS, *CELLS) and not is_patched(module)
+    known = inherits(type(module)) and not is_patched(module)
     return isinstance(module, RECURRENT) and not known
 
 

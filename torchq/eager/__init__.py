@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eager flow: swap modules, leave the model's own Python code as it is.
+"""Replace the leaves of a model by quantized ones, and leave the model's own code as it is.
 
-Nothing is known about that code, so nothing is assumed: a convolution or linear layer that it calls
-takes float32 and gives float32, whatever way later inputs go and whatever reads the result.
-int8 values go from layer to layer, and batch norms and activations into them, only where all code
-in between is torch's: in an ``nn.Sequential`` of modules of torch.nn. If the model calls it as a
-whole, and none of its parts elsewhere, :mod:`torchq.fx` makes it a graph; a part of that cannot be
-called by itself any more. What that code asks of its modules, their classes, parts and parameters,
-is answered as before, or raises (:mod:`torchq.nn.standing`).
+A leaf is a linear layer, a convolution or a recurrent module. A quantized leaf takes float32 and
+gives float32, so it is right whatever the code around it does. The converted model is a copy of the
+given one: the same class, attributes, methods and hooks.
 
-recording -> planning -> observed, joined in flow; checks says what it refuses, leaves which modules
-count as a whole, report what became of each module.
+calls (one run) -> planning -> observed leaves -> compare, joined in flow. leaves finds the leaves,
+checks refuses, report tells what became of each module.
 """
 
 from torchq.eager.checks import check_model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both flows refuse: no model, one that is not float32 on the CPU, verbs out of order."""
+"""Refuse what no flow takes: no model, one that is not float32 on the CPU, verbs out of order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchq.eager.observed import ObservedLayer
+from torchq.eager.observed import ObservedLeaf
 from torchq.isa import isa
 from torchq.kinds import QUANTIZABLE
 from torchq.nn.module import QModule
@@ -52,7 +52,7 @@ def check_model(model: nn.Module) -> None:
     check_mode("prepare", model)
     isa()  # raises for a TORCHQ_ISA that is not available here
     for name, module in model.named_modules():
-        if isinstance(module, (Observer, ObservedLayer, QModule, *STANDALONE)):
+        if isinstance(module, (Observer, ObservedLeaf, QModule, *STANDALONE)):
             raise ValueError(
                 f"torchq.prepare: model must be a float model, got a {type(module).__name__} in "
                 f"'{name}'. Prepare the model that it was made from."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules are recorded as one call, and as a call of what.
+"""Find the layers of a model, and the layer of torch.nn that each of them computes.
 
 Those of torch.nn and torchq.nn without children are, and classes that only inherit from them. Other
 classes are where all that their code does is one linear layer or convolution, perhaps with a
@@ -16,16 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.kinds import is_patched
-from torchq.nn.swapped import constants_of
+from torchq.kinds import inherits, is_patched
+from torchq.nn.leaf import constants_of
 from torchq.state import twin
 
-_LIBRARY = ("torch.nn.", "torchq.")
-_HARMLESS = {
-    *("__init__", "__module__", "__doc__", "__annotations__", "__constants__", "__dict__"),
-    *("__weakref__", "__repr__", "__orig_bases__", "__parameters__", "__static_attributes__"),
-    *("__firstlineno__", "extra_repr", "reset_parameters"),
-}
 _ADDS = (operator.add, torch.add, "add")
 _RESHAPES = ("view", "reshape", "flatten", torch.reshape, torch.flatten)
 
@@ -34,7 +28,7 @@ def stand_in(module: nn.Module) -> nn.Module | None:
     """The module itself, one of torch.nn that computes the same, or None where it is no leaf."""
     if next(module.children(), None) is not None or is_patched(module):
         return None
-    if _inherits(type(module)):
+    if inherits(type(module)):
         return module
     own_call = type(module).__call__ is not nn.Module.__call__
     if own_call or module._forward_hooks or module._forward_pre_hooks or not module._parameters:
@@ -46,17 +40,18 @@ def stand_in(module: nn.Module) -> nn.Module | None:
             return None
         own = constants_of(module)
         vars(layer)["_stands_for"] = own
+        vars(layer)["_turned"] = _is_turned(module, layer)
         return layer if constants_of(copied) == own else None  # else it keeps state
     except Exception:  # of its code, when it is traced or gets a source of another shape
         return None
 
 
-def _inherits(cls: type) -> bool:
-    """Whether nothing that matters to a call is a class's own, and not the library's."""
-    base = next(c for c in cls.__mro__ if c.__module__.startswith(_LIBRARY))
-    known = {*dir(base), *(n for c in base.__mro__ for n in vars(c).get("__annotations__", ()))}
-    own = {name for c in cls.__mro__[: cls.__mro__.index(base)] for name in vars(c)}
-    return base is not nn.Module and not own & known - _HARMLESS
+def _is_turned(module: nn.Module, layer: Any) -> bool:
+    """Returns True where the module's own ``weight`` is the transpose of the layer's."""
+    own = getattr(module, "weight", None)
+    if not isinstance(own, Tensor) or own.dim() != 2 or torch.equal(own, layer.weight):
+        return False
+    return torch.equal(own, layer.weight.t())
 
 
 class _Code:

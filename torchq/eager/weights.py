@@ -1,31 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reads or computes the weights of layers beside their forward, and must not."""
+"""Make layers plain: weights that are computed for each call, code that goes around ``forward``."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
+from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
 
 from torchq.kinds import QUANTIZABLE
+from torchq.standalone import RECURRENT
 
 
-def settle_weights(model: nn.Module, besides: Collection[str] = ()) -> None:
-    """Computes the weights of parametrized layers once, of all ``besides`` these names.
+def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
+    """Returns the model with parametrized layers replaced by plain ones of the same weights.
 
-    Not with ``remove_parametrizations``: that changes the class, which the original has, too.
+    Args:
+        model: changed in its places, and returned, unless it is such a layer itself.
+        besides: names of layers to leave.
     """
-    for name, module in list(model.named_modules()):
-        if name in besides or not isinstance(module, QUANTIZABLE):
-            continue
-        if parametrize.is_parametrized(module):
-            names = list(module.parametrizations)  # type: ignore[arg-type]
-            values = {name: getattr(module, name).detach().clone() for name in names}
-            del module.parametrizations
-            module.__class__ = type(module).__mro__[1]
-            for name, value in values.items():
-                module.register_parameter(name, nn.Parameter(value, False))
+    memo: dict[int, Any] = {
+        id(module): _plain(module)
+        for name, module in model.named_modules()
+        if name not in besides
+        and isinstance(module, (*QUANTIZABLE, *RECURRENT))
+        and parametrize.is_parametrized(module)
+    }
+    return copy.deepcopy(model, memo) if memo else model
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """Returns a layer of the class that ``parametrize`` derived from.
+
+    Not ``remove_parametrizations``: copies share the derived class, which that changes.
+    """
+    cls: Any = type(module).__mro__[1]
+    values = {name: getattr(module, name).detach().clone() for name in module.parametrizations}  # type: ignore[union-attr]
+    plain = cls.__new__(cls)
+    state = {key: copy.copy(value) for key, value in vars(module).items()}
+    plain.__setstate__(state)
+    del plain.parametrizations
+    for name, value in values.items():
+        setattr(plain, name, nn.Parameter(value, False))
+    result: nn.Module = plain
+    return result
 
 
 def leave_fast_paths(model: nn.Module) -> None:

@@ -64,10 +64,9 @@ def _function(source: str, names: dict[str, Any]) -> Callable[..., Any]:
 class _Sites(ast.NodeTransformer):
     """``getattr(self.features, "0")(x)`` as ``site(module, x)``.
 
-    ``module = self.__dict__["_modules"]["features"]._modules["0"]`` is written in front of all, for
-    ``self`` may stand in a float module's place (``nn.standing``). Where that is
-    no more, as when ``features`` was replaced by what ``torch.compile`` makes of it, ``_plain``
-    runs instead, before anything else did.
+    ``module = self.__dict__["_modules"]["features"]._modules["0"]`` is written in front of all.
+    Where that is no more, as when ``features`` was replaced by what ``torch.compile`` makes of it,
+    ``_plain`` runs instead, before anything else did.
 
     Attributes:
         made: the sites by their names.

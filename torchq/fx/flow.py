@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchq import eager
 from torchq.config import Overrides, QConfig
@@ -28,7 +28,7 @@ from torchq.running import Inputs, split_inputs, working_copy
 from torchq.standalone import STANDALONE, converted, observed, stands_alone
 from torchq.state import changes
 
-__all__ = ["Prepared", "convert", "prepare", "prepare_call", "prepare_sequence"]
+__all__ = ["Prepared", "convert", "prepare", "prepare_call"]
 
 
 @torch.inference_mode(False)
@@ -87,24 +87,6 @@ def prepare_call(
     prepared = Prepared(plan, opaque, report_rows(plan, rows))
     prepared.eval()
     return prepared
-
-
-def prepare_sequence(
-    module: nn.Module,
-    source: Tensor | None,
-    config: QConfig,
-    overrides: Overrides | None,
-    prefix: str,
-    contiguous: bool,
-) -> Prepared | None:
-    """As :class:`torchq.eager.flow.Graphs` says."""
-    try:
-        prepared = prepare_call(module, (source,), {}, config, overrides, prefix, contiguous)
-    except CaptureError:
-        return None
-    return (
-        prepared if any(row.quantized and row.is_matmul for row in prepared.torchq_report) else None
-    )
 
 
 def _prepare_opaque(

@@ -15,11 +15,10 @@ from torchq.fx.direct import direct_and_forward
 from torchq.fx.exporting import ByName
 from torchq.fx.names import by_name, name_of
 from torchq.fx.tracing.sequences import SequenceTracer
-from torchq.nn.standing import Stands, put
 from torchq.running import without_gradients
 
 
-class QuantizedGraph(Stands, fx.GraphModule):
+class QuantizedGraph(fx.GraphModule):
     """A graph of quantized modules and torch functions.
 
     Attributes:
@@ -77,7 +76,6 @@ class QuantizedGraph(Stands, fx.GraphModule):
         """A copy with the report."""
         copied = super().__deepcopy__(memo)
         assert isinstance(copied, QuantizedGraph)
-        put(copied, self.__dict__.get("_stood"))
         return copied.with_report(self.torchq_report)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,8 +90,7 @@ class QuantizedGraph(Stands, fx.GraphModule):
             for n in self.graph.nodes
             if n.op in ("call_module", "get_attr")
         }
-        state = {"_stood": self.__dict__.get("_stood")}
-        return _rebuild, (nodes, owned, type(self).__name__, self.torchq_report), state
+        return _rebuild, (nodes, owned, type(self).__name__, self.torchq_report)
 
 
 @dataclass(frozen=True)

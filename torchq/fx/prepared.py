@@ -80,8 +80,7 @@ class Prepared(nn.Module):
         nodes = plain_nodes(captured.graph, _META)
         opaque = {name: self.graph_module.get_submodule(name) for name in self.opaque_names}
         parts = replace(captured, graph=None), plan._config, plan._overrides  # type: ignore[arg-type]
-        state = {"_stood": self.__dict__.get("_stood")}
-        return _rebuild, (nodes, *parts, opaque, self.torchq_report, list(self.observers)), state
+        return _rebuild, (nodes, *parts, opaque, self.torchq_report, list(self.observers))
 
     def _result_nodes(self) -> list[tuple[str, fx.Node]]:
         """Where the converted model will have a quantized module, and the node of its result."""

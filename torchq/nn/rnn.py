@@ -11,7 +11,6 @@ from typing_extensions import Self
 
 from torchq.nn.module import QModule, dtype_name
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer, RecurrentWeight
-from torchq.nn.standing import Stands
 from torchq.qparams import QParams
 
 MERGES = ("concat", "sum")
@@ -83,7 +82,7 @@ def check_bound(op: str, name: str, module: nn.Module, src: QParams | None, stat
         )
 
 
-class _QRecurrent(Stands, QModule):
+class _QRecurrent(QModule):
     """What networks of all cells share.
 
     Args of :meth:`from_float`:

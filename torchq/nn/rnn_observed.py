@@ -25,6 +25,11 @@ CELLS: dict[type[nn.Module], Any] = {
 }
 
 
+def torch_class(module: nn.Module, known: Any) -> Any:
+    """Returns the class of torch.nn that a module is of or inherits from, or None."""
+    return next((cls for cls in type(module).__mro__ if cls in known), None)
+
+
 def single_layers(module: nn.RNNBase) -> list[nn.RNNBase]:
     """One network per layer, on the parameters of ``module``; the batch is never first."""
     layers = []
@@ -36,7 +41,7 @@ def single_layers(module: nn.RNNBase) -> list[nn.RNNBase]:
         if isinstance(module, nn.RNN):
             options["nonlinearity"] = module.nonlinearity
         inputs = module.input_size if i == 0 else width * (2 if module.bidirectional else 1)
-        make: Any = type(module)
+        make = torch_class(module, NETWORKS)
         layer: nn.RNNBase = make(inputs, module.hidden_size, device="meta", **options)
         for name, _ in list(layer.named_parameters()):
             setattr(layer, name, getattr(module, name.replace("_l0", f"_l{i}")))
@@ -49,7 +54,7 @@ class _Observed(nn.Module):
 
     def __init__(self, module: nn.Module, config: QConfig | None, name: str, known: Any) -> None:
         super().__init__()
-        if type(module) not in known or next(module.parameters()).dtype != torch.float32:
+        if torch_class(module, known) is None or next(module.parameters()).dtype != torch.float32:
             names = ", ".join(cls.__name__ for cls in known)
             raise TypeError(
                 f"torchq.nn.{type(self).__name__}: module must be one of {names} of torch.nn in "
@@ -78,7 +83,7 @@ class ObservedRNN(_Observed):
     Run it on representative data in place of the float network, then :meth:`convert` it.
 
     Args:
-        module: ``torch.nn.LSTM``, ``GRU`` or ``RNN``, float32.
+        module: ``torch.nn.LSTM``, ``GRU`` or ``RNN``, float32, or a class that only inherits.
         config: how to quantize; ``dynamic`` needs no data.
         name: of the module, for messages.
 
@@ -140,7 +145,7 @@ class ObservedRNN(_Observed):
         Raises:
             RuntimeError: it was never run (static configurations).
         """
-        cls, options = NETWORKS[type(self.module)], self._weights()
+        cls, options = NETWORKS[torch_class(self.module, NETWORKS)], self._weights()
         result: QLSTM | QGRU | QRNN
         if self.config.dynamic:
             result = cls.from_float(self.module, **options)
@@ -201,7 +206,7 @@ class ObservedRNNCell(_Observed):
 
     def convert(self) -> QLSTMCell | QGRUCell | QRNNCell:
         """The quantized cell; see :meth:`ObservedRNN.convert`."""
-        cls, options = CELLS[type(self.module)], self._weights()
+        cls, options = CELLS[torch_class(self.module, CELLS)], self._weights()
         if not self.config.dynamic:
             options["src"] = self._qparams(self.src_observer)
             options["state"] = self._qparams(self.state_observer)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose
 from torchq.nn.layer import QLayer
+from torchq.nn.leaf import by_float_name
 from torchq.nn.linear import QLinear
-from torchq.nn.swapped import by_float_name
 from torchq.packing import PackedWeight
 from torchq.saturation.pairs import HIGHEST, LOWEST, SHIFT, U8_MAX, as_conv_weight, halve
 

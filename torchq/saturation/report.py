@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose
 from torchq.nn.layer import QLayer, sources_of
+from torchq.nn.leaf import by_float_name
 from torchq.nn.linear import QLinear
 from torchq.nn.module import QModule
-from torchq.nn.swapped import by_float_name
 from torchq.running import batches, call, decibels, float_tensors
 from torchq.saturation.pairs import (
     Sums,
