@@ -18,14 +18,16 @@ from torchq.convert.dispatch import Dispatch, attach, dispatches
 from torchq.convert.parts import Part, find_parts
 from torchq.eager import calibrate
 from torchq.explain import Row, check_strict
+from torchq.fx.layers import Layer
 from torchq.fx.lowering import Lowering
 from torchq.fx.planning import Plan
 from torchq.fx.prepared import Prepared
 from torchq.fx.report import report_rows
-from torchq.eager.observed import ObservedLayer
-from torchq.nn.swapped import Swapped
-from torchq.running import Inputs, batches, check_fit, split_inputs, without_gradients, working_copy
-from torchq.standalone import STANDALONE, DynamicLinear, converted
+from torchq.eager.flow import plain_copy, prepare_settled
+from torchq.eager.observed import ObservedLeaf
+from torchq.nn.leaf import take_hooks
+from torchq.running import Inputs, batches, check_fit, split_inputs, without_gradients
+from torchq.standalone import STANDALONE, converted
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
 
@@ -57,8 +59,9 @@ def prepare(
 def _prepared(
     model: nn.Module, args: Any, kwargs: Any, config: QConfig, overrides: Overrides | None
 ) -> nn.Module:
-    float_model = working_copy(model)
-    prepared = eager.prepare_call(float_model, args, kwargs, config, overrides)
+    float_model = plain_copy(model)
+    # patterns may name functions of a graph, too
+    prepared = prepare_settled(float_model, args, kwargs, config, overrides, check=False)
     parts = find_parts(float_model, args, kwargs)
     rows = {row.name: row for row in prepared.torchq_report}
     for part in parts.found:
@@ -98,20 +101,13 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
     if strict:
         check_strict(rows)
     graphs = dispatches(prepared)
-    sources = {
-        f"{d.graph.plan.prefix}{layer.op.base}": (d.graph, layer)
-        for d in graphs
-        for layer in d.graph.plan.layer_at.values()
-        if layer.op.owner is not None
-    }
+    layers = _layers(graphs)
     memo: dict[int, Any] = {}
     for name, module in prepared.named_modules():
-        if isinstance(module, ObservedLayer):
-            memo[id(module)] = _leaf(name, module, sources)
+        if isinstance(module, ObservedLeaf):
+            memo[id(module)] = take_hooks(_leaf(name, module, layers), module)
         elif isinstance(module, STANDALONE):
-            layer = converted(module, name)
-            alone = not name or not isinstance(module, DynamicLinear)
-            memo[id(module)] = layer if alone else Swapped.of(module.module, layer)
+            memo[id(module)] = take_hooks(converted(module, name), module)
     for dispatch in graphs:
         graph = dispatch.graph
         opaque = {
@@ -130,10 +126,28 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
     return without_gradients(result.eval())
 
 
-def _leaf(name: str, module: ObservedLayer, sources: dict[str, Any]) -> nn.Module:
-    if module.src_observer.calibrated or name not in sources:
+def _layers(graphs: list[Dispatch]) -> dict[str, tuple[Prepared, Layer]]:
+    """Returns the quantized layers of graphs by the names of the float modules."""
+    return {
+        f"{d.graph.plan.prefix}{layer.op.base}": (d.graph, layer)
+        for d in graphs
+        for layer in d.graph.plan.layer_at.values()
+        if layer.op.owner is not None
+    }
+
+
+def _leaf(
+    name: str, module: ObservedLeaf, layers: dict[str, tuple[Prepared, Layer]]
+) -> nn.Module:
+    """Returns the quantized leaf, or the float layer where neither way was calibrated.
+
+    A leaf that only the graph has seen takes the graph's parameters of its source.
+    """
+    if module.observer is None or module.observer.calibrated:
         return module.convert()
-    graph, layer = sources[name]
+    if name not in layers:
+        return module.module
+    graph, layer = layers[name]
     return module.convert(graph.qparams(layer.srcs[0]))
 
 

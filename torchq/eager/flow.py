@@ -66,10 +66,28 @@ def prepare_call(
     With a ``prefix``, the model is a submodule of another one: names in overrides, messages and
     the report begin with it, and patterns are not checked.
     """
+    return prepare_settled(plain_copy(model), args, kwargs, config, overrides, prefix)
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model whose layers call ``forward`` and have plain weights."""
     model = settled(working_copy(model))
     leave_fast_paths(model)
+    return model
+
+
+def prepare_settled(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    config: QConfig,
+    overrides: Overrides | None,
+    prefix: str = "",
+    check: bool = True,
+) -> nn.Module:
+    """Prepares a copy that :func:`plain_copy` made; the result shares its parameters."""
     plan = Plan(model, record(copy.deepcopy(model), args, kwargs), config, overrides, prefix)
-    if not prefix:
+    if check and not prefix:
         plan.check_patterns()
     prepared = _assembled(model, plan, args, kwargs)
     prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
@@ -82,8 +100,10 @@ def _assembled(
     """Returns the prepared model; leaves that its code would notice stay float."""
     comparison = Comparison(model, args, kwargs)
 
+    shared = {id(p): p for p in model.parameters()}
+
     def assemble(names: list[str], contiguous: bool) -> nn.Module:
-        return _with_modules(model, plan.replacements(names, contiguous)).eval()
+        return _with_modules(model, plan.replacements(names, contiguous), shared).eval()
 
     def agrees(names: list[str]) -> bool:
         return comparison.agrees(assemble(names, True))
@@ -167,10 +187,13 @@ def quantize(
     return convert(calibrate(prepared, data), strict)
 
 
-def _with_modules(model: nn.Module, modules: dict[str, nn.Module]) -> nn.Module:
+def _with_modules(
+    model: nn.Module, modules: dict[str, nn.Module], shared: Mapping[int, Any] | None = None
+) -> nn.Module:
     """A copy of ``model`` with other modules in some places; what they replace is not copied.
 
-    Works for the model itself, and for modules that are registered under several names.
+    Works for the model itself, and for modules that are registered under several names. What is
+    ``shared``, by id, is not copied either.
     """
     memo: dict[int, Any] = {id(model.get_submodule(n)): new for n, new in modules.items()}
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(model, memo | dict(shared or {}))
