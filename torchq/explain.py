@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from torchq.nn.leaf import by_float_name
+from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule
 from torchq.saturation import seven_bits
 
@@ -128,7 +128,7 @@ def explain(model: nn.Module) -> Explanation:
         )
     details = {
         name: str(module.extra_repr())
-        for name, module in by_float_name(model)
+        for name, module in computing_modules(model).items()
         if isinstance(module, QModule)
     }
     return Explanation(tuple(rows), details, seven_bits(model), getattr(model, "torchq_note", ""))

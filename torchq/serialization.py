@@ -20,6 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from torchq._arguments import check_type
+from torchq.convert.dispatch import dispatches
+from torchq.convert.share import share_weights
+from torchq.convert.stored import CALL_KEY, describe, restore
 from torchq.eager.weights import leave_fast_paths, settled
 from torchq.explain import Row
 from torchq.fake_quantize import FakeQuantize
@@ -31,6 +34,8 @@ from torchq.running import working_copy
 
 REPORT_KEY = "torchq_report"
 """Name of the tensor that holds the text of the report, compressed by zlib."""
+ALIAS_KEY = "torchq_aliases"
+"""Name of the tensor that tells which names stand for another one's tensor."""
 _NOTE = "torchq_note"
 
 
@@ -62,13 +67,15 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             "has observers or nothing quantized. torchq.save_calibration is for prepared models."
         )
     state = _state(model)
+    for dispatch in dispatches(model):
+        state[_under(dispatch.name, GRAPH_KEY)] = encode(dispatch.graph)
+        state[_under(dispatch.name, CALL_KEY)] = describe(dispatch)
+    if isinstance(model, QuantizedGraph):
+        state[GRAPH_KEY] = encode(model)
     if report is not None:
         fields = {"rows": [astuple(row) for row in report], "note": getattr(model, _NOTE, "")}
         text = zlib.compress(json.dumps(fields, separators=(",", ":")).encode())
         state[REPORT_KEY] = torch.tensor(list(text), dtype=torch.uint8)
-    for name, part in model.named_modules():
-        if isinstance(part, QuantizedGraph):
-            state[f"{name}.{GRAPH_KEY}".lstrip(".")] = encode(part)
     try:
         from safetensors.torch import save as dump
     except ImportError:
@@ -98,17 +105,21 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     if model is not None:
         check_type("torchq.load: model", model, nn.Module, "Pass the float model.")
     state = read_state(Path(path))
-    text, report = state.pop(GRAPH_KEY, None), state.pop(REPORT_KEY, None)
-    loaded = _swapped(model, state, path) if text is None else _traced(text, model, state, path)
-    state = {name: value for name, value in state.items() if not name.endswith(GRAPH_KEY)}
+    report = state.pop(REPORT_KEY, None)
+    for alias, name in _json(state.pop(ALIAS_KEY, None)).items():
+        state[alias] = state[name]
+    if model is None and GRAPH_KEY in state:
+        loaded, state = _graph_alone(state)
+    else:
+        loaded, state = _with_class(model, state, path)
     # the model's own ones may know other names, and no results
     missing, unexpected = nn.Module.load_state_dict(loaded, state, strict=False)
-    left = [name for name in missing if name not in _aliases(loaded, state)]
-    if left or unexpected:
+    if missing or unexpected:
         raise RuntimeError(
-            f"torchq.load: {path} and the model must fit together, but the file lacks {left[:5]} "
+            f"torchq.load: {path} and the model must fit together, but the file lacks {missing[:5]} "
             f"and has {unexpected[:5]} too many. Pass the architecture the file was saved from."
         )
+    share_weights(loaded)
     if report is not None:
         vars(loaded)["torchq_report"], vars(loaded)[_NOTE] = _report(report)
     return loaded.eval().requires_grad_(False)
@@ -126,47 +137,68 @@ def _report(text: Tensor) -> tuple[list[Row], str]:
         ) from error
 
 
-def _swapped(
-    model: nn.Module | None, state: dict[str, Tensor], path: str | os.PathLike[str]
-) -> nn.Module:
-    """A copy of the model with the quantized modules of the state in their places."""
-    if model is None:
-        raise ValueError(
-            f"torchq.load: {path} holds float modules that are not of torch.nn, or a model that "
-            "was not traced: model must be given. Pass a float model of the architecture the file "
-            "was saved from."
-        )
-    modules: dict[str, nn.Module] = {}
-    for key in sorted(key for key in state if key.endswith(f".{GRAPH_KEY}")):
-        name = key.removesuffix(f".{GRAPH_KEY}")
-        own = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
-        modules[name] = _traced(own.pop(GRAPH_KEY), _submodule(model, name, path), own, path)
-    inside = tuple(f"{name}." for name in modules)
-    modules |= _quantized({k: v for k, v in state.items() if not k.startswith(inside)})
-    memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in modules.items()}
-    swapped = working_copy(model, memo, "load")  # its float layers became what prepare made of them
-    kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
-    swapped = settled(swapped, kept)
-    leave_fast_paths(swapped)
-    return swapped
+def _under(name: str, key: str) -> str:
+    """Returns the name that something of a module has in the state of the model."""
+    return f"{name}.{key}" if name else key
 
 
-def _traced(
-    text: Tensor, model: nn.Module | None, state: dict[str, Tensor], path: str | os.PathLike[str]
-) -> nn.Module:
-    """The graph of the file, with its quantized modules and the float modules of the model."""
+def _json(text: Tensor | None) -> dict[str, str]:
+    return {} if text is None else dict(json.loads(bytes(text.tolist())))
+
+
+def _inside(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Returns the tensors whose names begin so, by the rest of their names."""
+    start = f"{prefix}." if prefix else ""
+    return {key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
+
+
+def _graph_alone(state: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Returns the graph of the whole model, without the model's class, and its tensors."""
+    text = state.pop(GRAPH_KEY)
+    own = _inside(state, GRAPH_KEY) or state
+    return _graph(text, own), own
+
+
+def _graph(text: Tensor, state: dict[str, Tensor]) -> nn.Module:
+    """Returns a graph whose tensors are still to be loaded."""
     quantized = _quantized(state)
 
     def module(name: str, source: str | None, plain: dict[str, Any] | None = None) -> nn.Module:
         if source is None:
             return quantized[name]
-        inside = f"{name}."
-        own = {k.removeprefix(inside): v for k, v in state.items() if k.startswith(inside)}
-        if plain is not None:
-            return plain_module(plain, own)
-        return _swapped(None if model is None else _submodule(model, source, path), own, path)
+        if plain is None:
+            raise ValueError(
+                f"torchq.load: the file's graph must call modules of torch.nn, got '{source}'. "
+                "Save the model with torch.save."
+            )
+        return plain_module(plain, _inside(state, name))
 
     return decode(text, module, state)
+
+
+def _with_class(
+    model: nn.Module | None, state: dict[str, Tensor], path: str | os.PathLike[str]
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Returns a copy of the model with the leaves and graphs of the state, and its tensors."""
+    if model is None:
+        raise ValueError(
+            f"torchq.load: {path} holds a model that was captured in parts, or not at all: model "
+            "must be given. Pass a float model of the architecture the file was saved from."
+        )
+    calls = [key for key in state if f".{key}".endswith(f".{CALL_KEY}")]
+    names = [key.removesuffix(CALL_KEY).rstrip(".") for key in calls]
+    texts = {n: (state.pop(_under(n, GRAPH_KEY)), state.pop(_under(n, CALL_KEY))) for n in names}
+    graphs = tuple(f"{_under(name, GRAPH_KEY)}." for name in names)
+    leaves = _quantized({k: v for k, v in state.items() if not k.startswith(graphs)})
+    memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in leaves.items()}
+    loaded = working_copy(model, memo, "load")  # its float layers became what prepare made of them
+    kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
+    loaded = settled(loaded, kept)
+    leave_fast_paths(loaded)
+    for name, (graph, call) in texts.items():
+        made = _graph(graph, _inside(state, _under(name, GRAPH_KEY)))
+        restore(_submodule(loaded, name, path), made, name, call)
+    return loaded, state
 
 
 def _quantized(state: dict[str, Tensor]) -> dict[str, nn.Module]:
@@ -199,14 +231,16 @@ def build(spec: dict[str, Any]) -> QModule:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """Contiguous tensors that share no memory; what has several names has the first."""
+    """Contiguous tensors that share no memory, and text that tells other names of each."""
     state: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    seen: dict[int, str] = {}
+    aliases: dict[str, str] = {}
     storages: set[int] = set()
     for name, tensor in nn.Module.state_dict(model, keep_vars=True).items():
         if id(tensor) in seen:
+            aliases[name] = seen[id(tensor)]
             continue
-        seen.add(id(tensor))
+        seen[id(tensor)] = name
         value = tensor.detach().contiguous()
         storage = value.untyped_storage()
         whole = storage.nbytes() == value.numel() * value.element_size()
@@ -214,6 +248,9 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
             value = value.clone()
         storages.add(storage.data_ptr())
         state[name] = value
+    if aliases:
+        text = json.dumps(aliases, separators=(",", ":"))
+        state[ALIAS_KEY] = torch.tensor(list(text.encode()), dtype=torch.uint8)
     return state
 
 
@@ -225,13 +262,6 @@ def _submodule(model: nn.Module, name: str, path: str | os.PathLike[str]) -> nn.
             f"torchq.load: {path} has a quantized module '{name}', but the model has no such "
             "module. Pass the architecture the file was saved from."
         ) from error
-
-
-def _aliases(model: nn.Module, state: dict[str, Tensor]) -> set[str]:
-    """Names of tensors that are another name's tensor; a file holds them once."""
-    tensors = dict(nn.Module.state_dict(model, keep_vars=True))
-    present = {id(tensor) for name, tensor in tensors.items() if name in state}
-    return {name for name, tensor in tensors.items() if name not in state and id(tensor) in present}
 
 
 def read_state(path: Path) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from torchq.eager.checks import check_prepared
 from torchq.explain import explain
 from torchq.flow import prepare, quantize
 from torchq.fx.prepared import Prepared
+from torchq.nn.attached import computing_modules, graphs_of
 from torchq.nn.module import QModule
 from torchq.observers import Observer
 from torchq.running import Inputs, batches, call, decibels, float_tensors, with_progress
@@ -154,7 +155,7 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
             noises[name] = noise.add(expected, real(module, dst), _clipped(module, expected))
 
     handles = []
-    for name, module in qmodel.named_modules():
+    for name, module in computing_modules(qmodel).items():
         if isinstance(module, QModule) and name in floats:
             handles.append(floats[name].register_forward_hook(partial(keep, name)))
             handles.append(module.register_forward_hook(partial(against, name)))
@@ -188,18 +189,19 @@ def _first(dst: Any) -> Any:
 
 def float_layers(prepared: nn.Module) -> dict[str, nn.Module]:
     """Name of a module of the converted model -> a module that returns its float destination."""
-    found = {} if isinstance(prepared, Prepared) else dict(prepared.named_modules())
-    for name, module in prepared.named_modules():
-        if isinstance(module, Prepared):
+    found = dict(prepared.named_modules())
+    for name, graph in graphs_of(prepared):
+        if isinstance(graph, Prepared):
             prefix = f"{name}." if name else ""
-            found |= {f"{prefix}{own}": result for own, result in module.results().items()}
+            found |= {f"{prefix}{own}": result for own, result in graph.results().items()}
     return found
 
 
 def without_observers(prepared: nn.Module) -> nn.Module:
     """A copy that computes the same and records nothing."""
     copied = copy.deepcopy(prepared)
-    for module in copied.modules():
+    graphs = [graph for _, graph in graphs_of(copied)]
+    for module in (*copied.modules(), *(m for graph in graphs for m in graph.modules())):
         for name, child in module.named_children():
             if isinstance(child, Observer):
                 setattr(module, name, nn.Identity())

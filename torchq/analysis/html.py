@@ -29,6 +29,7 @@ from torchq.analysis.accuracy import (
 from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.explain import NOT_CALLED, Row, explain
 from torchq.isa import cpu_info, isa
+from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule
 from torchq.running import Inputs, batches, call
 
@@ -284,7 +285,7 @@ class _Histogram:
 def _histograms(prepared: nn.Module, qmodel: nn.Module, batch: Inputs) -> dict[str, str]:
     """An SVG of every quantized layer's float destination on one batch."""
     floats = without_observers(prepared)
-    quantized = {n: m for n, m in qmodel.named_modules() if isinstance(m, QModule)}
+    quantized = {n: m for n, m in computing_modules(qmodel).items() if isinstance(m, QModule)}
     found: dict[str, str] = {}
 
     def look(name: str, module: nn.Module, args: object, dst: Any) -> None:

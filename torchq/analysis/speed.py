@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torchq.explain import explain
+from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule
 from torchq.running import Inputs, call
 from torchq.state import as_before
@@ -98,7 +99,7 @@ def profile(
     for row in explain(qmodel).rows:
         if row.quantized:
             parts[row.site].append(row.name)
-    floats, int8s = dict(model.named_modules()), dict(qmodel.named_modules())
+    floats, int8s = dict(model.named_modules()), computing_modules(qmodel)
     sites = [s for s in parts if isinstance(int8s.get(s), QModule)]
     with as_before(model), as_before(qmodel), torch.inference_mode():
         whole = milliseconds({"float": model, "int8": qmodel}, example_inputs, rounds)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from torchq.nn.attached import computing_modules
 from torchq.observers import Observer
 
 _FORMAT = "torchq-calibration-1"
@@ -18,7 +19,7 @@ _FORMAT = "torchq-calibration-1"
 
 def observers(prepared: nn.Module) -> dict[str, Observer]:
     """The observers of a prepared model by qualified name."""
-    return {name: m for name, m in prepared.named_modules() if isinstance(m, Observer)}
+    return {name: m for name, m in computing_modules(prepared).items() if isinstance(m, Observer)}
 
 
 def save_calibration(prepared: nn.Module, path: str | os.PathLike[str]) -> None:

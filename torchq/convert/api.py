@@ -14,7 +14,8 @@ from torch import nn
 
 from torchq import eager
 from torchq.config import Overrides, QConfig
-from torchq.convert.dispatch import Dispatch, attach, dispatches
+from torchq.convert.dispatch import Dispatch, Example, attach, dispatches
+from torchq.convert.share import share_weights
 from torchq.convert.parts import Part, find_parts
 from torchq.eager import calibrate
 from torchq.explain import Row, check_strict
@@ -67,7 +68,8 @@ def _prepared(
     for part in parts.found:
         if graph := _graph(part, prepared, config, overrides):
             owner = prepared.get_submodule(part.name)
-            attach(Dispatch(owner, graph, part.exported, part.name, strict=False))
+            example = Example.of(owner, part.exported)
+            attach(Dispatch(owner, graph, example, part.name, strict=False))
             own = {row.name: row for row in graph.torchq_report}
             rows = {n: r for n, r in rows.items() if n not in own} | own
     prepared.torchq_report = list(rows.values())
@@ -115,6 +117,7 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
         }
         memo[id(graph)] = Lowering(graph, opaque).run()
     result = copy.deepcopy(prepared, memo)
+    share_weights(result)
     result.torchq_report = rows
     left = [row for row in rows if row.is_matmul and not row.requested]
     if left and not any(row.quantized for row in rows):

@@ -13,6 +13,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -22,12 +23,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from torchq.convert.capture import Argument, Exported
+from torchq.nn.attached import Attachment, attachment_of
 
 _KEY = "torchq_graph."
 """Begins the names of a graph's tensors in the state of its module."""
 
 
-class Dispatch:
+class Dispatch(Attachment):
     """A module's graph beside the module's own code.
 
     Attributes:
@@ -39,11 +41,11 @@ class Dispatch:
     """
 
     def __init__(
-        self, module: nn.Module, graph: nn.Module, exported: Exported, name: str, strict: bool
+        self, module: nn.Module, graph: nn.Module, example: Example, name: str, strict: bool
     ) -> None:
-        """``exported``: the captured call, whose arguments and guards count."""
+        """``example``: which calls take the graph."""
         self.module, self.graph, self.name, self.strict = module, graph, name, strict
-        self.example = _Example(module, exported)
+        self.example = example
         self.graph_calls = self.own_calls = 0
         self._warned = False
         self._seen = -1
@@ -112,7 +114,7 @@ class Dispatch:
 
     def save(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Adds the graph's tensors to a state_dict of the module."""
-        for name, value in self.graph.state_dict().items():
+        for name, value in self.graph.state_dict(keep_vars=True).items():
             state[f"{prefix}{_KEY}{name}"] = value
 
     def load(
@@ -143,7 +145,7 @@ def attach(dispatch: Dispatch) -> None:
 
 def dispatch_of(module: nn.Module) -> Dispatch | None:
     """Returns what a module's calls go through; None for a module without a graph."""
-    owner = getattr(vars(module).get("forward"), "__self__", None)
+    owner = attachment_of(module)
     return owner if isinstance(owner, Dispatch) else None
 
 
@@ -164,24 +166,48 @@ def _hook_ids(module: nn.Module) -> set[int]:
     }
 
 
-class _Example:
+@dataclass
+class Structure:
+    """How a module's results are built, where they are more than tuples, lists and dicts."""
+
+    spec: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
+        """Returns itself: nothing changes it."""
+        return self
+
+
+@dataclass
+class Example:
     """What a call must be like to take the graph: that of the example, but for dynamic sizes.
 
     Attributes:
+        cls: of the module, whose forward has the signature.
+        arguments: the tensors that the graph takes.
+        guards: conditions on their shapes ``s0``, ``s1``, ...
         values: parameter of ``forward`` -> what the example gave; tensors are Arguments.
+        structure: of the results; None where the graph gives them as they are.
     """
 
-    def __init__(self, module: nn.Module, exported: Exported) -> None:
-        self.cls = type(module)
-        self.arguments, self.guards = exported.arguments, exported.guards
+    cls: type[nn.Module]
+    arguments: list[Argument]
+    guards: list[str]
+    values: dict[str, Any]
+    structure: Structure | None
+
+    @classmethod
+    def of(cls, module: nn.Module, exported: Exported) -> Example:
+        """Returns that of a captured call."""
         leaves, spec = pytree.tree_flatten((exported.args, exported.kwargs))
-        for argument in self.arguments:
+        for argument in exported.arguments:
             leaves[argument.index] = argument
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        bound = self.signature.bind(None, *args, **kwargs)
+        bound = inspect.signature(type(module).forward).bind(None, *args, **kwargs)
         bound.apply_defaults()
-        self.values: dict[str, Any] = dict(list(bound.arguments.items())[1:])
-        self.result = exported.program.call_spec.out_spec
+        values = dict(list(bound.arguments.items())[1:])
+        result = exported.program.call_spec.out_spec
+        structure = None if _is_plain(result) else Structure(result)
+        return cls(type(module), exported.arguments, exported.guards, values, structure)
 
     @property
     def signature(self) -> inspect.Signature:
@@ -190,9 +216,9 @@ class _Example:
 
     def restore(self) -> Callable[[Any], Any]:
         """Returns the function that gives results the structure that the module gives them."""
-        spec = self.result
-        if _is_plain(spec):
+        if self.structure is None:
             return _same
+        spec = self.structure.spec
         return lambda result: pytree.tree_unflatten(pytree.tree_leaves(result), spec)
 
     def chooser(self) -> Callable[..., tuple[Tensor, ...] | None]:
@@ -240,8 +266,8 @@ class _Example:
         return ""
 
 
-def _source(example: _Example) -> tuple[str, dict[str, Any]]:
-    """Returns the source of :meth:`_Example.chooser`, and what the source refers to."""
+def _source(example: Example) -> tuple[str, dict[str, Any]]:
+    """Returns the source of :meth:`Example.chooser`, and what the source refers to."""
     names: dict[str, Any] = {"Tensor": Tensor, "torch": torch, "math": math, "flat": _flat}
     names["traced"] = _is_traced
     parameters = list(example.signature.parameters.values())[1:]
@@ -286,7 +312,7 @@ def _source(example: _Example) -> tuple[str, dict[str, Any]]:
     ), names
 
 
-def _tensor_conditions(example: _Example, argument: Argument, text: str) -> list[str]:
+def _tensor_conditions(example: Example, argument: Argument, text: str) -> list[str]:
     """Conditions on a tensor's class, dtype, rank and constant sizes."""
     i = example.arguments.index(argument)
     conditions = [

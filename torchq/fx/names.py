@@ -59,6 +59,11 @@ def name_of(function: Any) -> str | None:
     return NAMES.get(id(function))
 
 
+def is_known(name: str) -> bool:
+    """Returns whether there is a function of such a name."""
+    return name in BY_NAME or hasattr(torch.ops.aten, name.removeprefix("aten::"))
+
+
 def by_name(name: str) -> Callable[..., Any]:
     """Returns the function of such a name.
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.fx.module import QuantizedGraph
-from torchq.fx.names import BY_NAME, NAMES
+from torchq.fx.names import by_name, is_known, name_of
 from torchq.fx.tracing.sequences import SequenceTracer
 from torchq.nn.module import QModule
 
 GRAPH_KEY = "torchq_graph"
 """Name of the tensor that holds the text in a saved state."""
 
-_VERSION = 1
+_VERSION = 2
 _TYPES: dict[str, Any] = {
     str(kind): kind for kind in (Tensor, bool, int, float, str, list[Tensor], dict[str, Tensor])
 } | {  # their str is another one in later Pythons
@@ -184,14 +184,15 @@ def _encode_target(node: fx.Node) -> str:
         )
     if node.op != "call_function":
         return str(node.target)
-    if isinstance(node.target, type) and id(node.target) not in NAMES:
+    name = name_of(node.target)
+    if isinstance(node.target, type) and name is None:
         return f"class:{node.target.__module__}:{node.target.__qualname__}"
-    if id(node.target) not in NAMES:
+    if name is None:
         raise NotImplementedError(
             f"torchq.save: the graph must call functions of torch only, got {node.target} in "
             f"{node.name}. Save the whole model with torch.save, or as TorchScript."
         )
-    return NAMES[id(node.target)]
+    return name
 
 
 def _result_class(target: str) -> Any:
@@ -218,7 +219,7 @@ def _is_method(name: str) -> bool:
 def _decode_target(op: str, target: str) -> Any:
     if op == "call_function" and target.startswith("class:"):
         return _result_class(target)
-    if op == "call_function" and target not in BY_NAME:
+    if op == "call_function" and not is_known(target):
         raise ValueError(
             f"torchq.load: the file's graph must call functions of torch only, got '{target}'. "
             "Was it written by torchq.save?"
@@ -228,7 +229,7 @@ def _decode_target(op: str, target: str) -> Any:
             f"torchq.load: the file's graph must call methods of tensors only, got '{target}'. "
             "Was it written by torchq.save?"
         )
-    return BY_NAME[target] if op == "call_function" else target
+    return by_name(target) if op == "call_function" else target
 
 
 def _encode(value: Any, node: fx.Node) -> Any:

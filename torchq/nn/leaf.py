@@ -273,9 +273,3 @@ def _hashable(value: Any) -> Any:
     """Returns tuples, which JSON writes as lists."""
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
-
-def by_float_name(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns ``named_modules`` with the layers themselves in place of the leaves around them."""
-    held = {id(m.layer): name for name, m in model.named_modules() if isinstance(m, QuantizedLeaf)}
-    parts = [part for part in model.named_modules() if not isinstance(part[1], QuantizedLeaf)]
-    return [(held.get(id(module), name), module) for name, module in parts]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose
 from torchq.nn.layer import QLayer
-from torchq.nn.leaf import by_float_name
+from torchq.nn.attached import computing_modules
 from torchq.nn.linear import QLinear
 from torchq.packing import PackedWeight
 from torchq.saturation.pairs import HIGHEST, LOWEST, SHIFT, U8_MAX, as_conv_weight, halve
@@ -115,7 +115,7 @@ def seven_bits(model: nn.Module) -> dict[str, str]:
     their source are not listed.
     """
     found = {}
-    for name, module in by_float_name(model):
+    for name, module in computing_modules(model).items():
         if not isinstance(module, EMULATED):
             continue
         proof = prove_module(module)

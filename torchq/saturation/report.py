@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose
 from torchq.nn.layer import QLayer, sources_of
-from torchq.nn.leaf import by_float_name
+from torchq.nn.attached import computing_modules
 from torchq.nn.linear import QLinear
 from torchq.nn.module import QModule
 from torchq.running import batches, call, decibels, float_tensors
@@ -148,7 +148,7 @@ def emulate(
     Raises:
         ValueError: ``model`` has no quantized linear or convolution, or ``data`` no batch.
     """
-    modules = {n: m for n, m in by_float_name(model) if isinstance(m, EMULATED)}
+    modules = {n: m for n, m in computing_modules(model).items() if isinstance(m, EMULATED)}
     if not modules:
         raise ValueError(
             "torchq.saturation.emulate: model must have quantized linears or convolutions, got "
@@ -157,7 +157,7 @@ def emulate(
     report = Report(not_emulated=_not_emulated(model))
     weights = dict(float_weights or {})
     second = twin(model)  # what a model keeps between calls is of one way to run it
-    copies = {n: m for n, m in by_float_name(second) if n in modules}
+    copies = {n: m for n, m in computing_modules(second).items() if n in modules}
     with as_before(model), torch.no_grad():
         for batch in batches("saturation.emulate", data, progress=False):
             with _hooked(modules, weights, report, replace=False):
@@ -296,7 +296,7 @@ def _layout(dst: Tensor) -> torch.memory_format:
 def _not_emulated(model: nn.Module) -> list[str]:
     return [
         f"{name} ({type(module).__name__})"
-        for name, module in by_float_name(model)
+        for name, module in computing_modules(model).items()
         if isinstance(module, QModule)
         and not isinstance(module, EMULATED)
         and any(key.startswith("weight") for key, _ in module.named_buffers(recurse=False))
