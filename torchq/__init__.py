@@ -15,10 +15,9 @@ from torchq.analysis import (
 from torchq.attr import Attr
 from torchq.compose import compose
 from torchq.config import QConfig
-from torchq.eager import calibrate
-from torchq.explain import explain
+from torchq.convert.api import calibrate, convert, prepare, quantize
+from torchq.convert.explain import explain
 from torchq.fake_quantize import FakeQuantize
-from torchq.convert.api import convert, prepare, quantize
 from torchq.isa import cpu_info, isa, last_kernel, memory_info, supported_isas, use_isa
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 import torchq
 from torchq._text import float_text
-from torchq.fx.structure import GRAPH_KEY
+from torchq.convert.inputs import Inputs, split_inputs
+from torchq.convert.structure import GRAPH_KEY
 from torchq.nn.module import read_spec
 from torchq.ops import LIBRARY_PATH
-from torchq.running import Inputs, split_inputs
 from torchq.serialization import REPORT_KEY, read_state
 
 

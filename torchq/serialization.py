@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 from torchq._arguments import check_type
 from torchq.convert.dispatch import dispatches
+from torchq.convert.explain import Row
+from torchq.convert.graph_module import QuantizedGraph
+from torchq.convert.inputs import working_copy
 from torchq.convert.share import share_weights
 from torchq.convert.stored import CALL_KEY, describe, restore
-from torchq.eager.weights import leave_fast_paths, settled
-from torchq.explain import Row
+from torchq.convert.structure import GRAPH_KEY, decode, encode, plain_module
+from torchq.convert.swap.weights import leave_fast_paths, settled
 from torchq.fake_quantize import FakeQuantize
-from torchq.fx.module import QuantizedGraph
-from torchq.fx.structure import GRAPH_KEY, decode, encode, plain_module
 from torchq.nn.module import QModule, read_spec
 from torchq.observers import Observer
-from torchq.running import working_copy
 
 REPORT_KEY = "torchq_report"
 """Name of the tensor that holds the text of the report, compressed by zlib."""

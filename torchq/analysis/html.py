@@ -27,11 +27,11 @@ from torchq.analysis.accuracy import (
     without_observers,
 )
 from torchq.analysis.speed import LayerTime, Profile, profile
-from torchq.explain import NOT_CALLED, Row, explain
+from torchq.convert.explain import NOT_CALLED, Row, explain
+from torchq.convert.inputs import Inputs, batches, call
 from torchq.isa import cpu_info, isa
 from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule
-from torchq.running import Inputs, batches, call
 
 _BINS, _MOST = 48, 6
 

@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from torchq.explain import explain
+from torchq.convert.explain import explain
+from torchq.convert.inputs import Inputs, call
+from torchq.convert.model_state import as_before
 from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule
-from torchq.running import Inputs, call
-from torchq.state import as_before
 
 
 @dataclass(frozen=True)

@@ -12,23 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq import eager
 from torchq.config import Overrides, QConfig
 from torchq.convert.dispatch import Dispatch, Example, attach, dispatches
-from torchq.convert.share import share_weights
+from torchq.convert.explain import Row, check_strict
+from torchq.convert.fuse import Layer
+from torchq.convert.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
+from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, find_parts
-from torchq.eager import calibrate
-from torchq.explain import Row, check_strict
-from torchq.fx.layers import Layer
-from torchq.fx.lowering import Lowering
-from torchq.fx.planning import Plan
-from torchq.fx.prepared import Prepared
-from torchq.fx.report import report_rows
-from torchq.eager.flow import plain_copy, prepare_settled
-from torchq.eager.observed import ObservedLeaf
+from torchq.convert.plan import Plan
+from torchq.convert.prepared import Prepared
+from torchq.convert.report import merged, report_rows
+from torchq.convert.self_contained import STANDALONE, converted
+from torchq.convert.share import share_weights
+from torchq.convert.swap.checks import check_model, check_prepared
+from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
+from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.leaf import take_hooks
-from torchq.running import Inputs, batches, check_fit, split_inputs, without_gradients
-from torchq.standalone import STANDALONE, converted
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
 
@@ -45,7 +44,7 @@ def prepare(
             f"torchq.prepare: config must be a QConfig or None, got {type(config).__name__}. "
             "Write torchq.QConfig(activation_bits=7), say."
         )
-    eager.check_model(model)
+    check_model(model)
     args, kwargs = split_inputs(example_inputs)
     try:
         with torch.autocast("cpu", enabled=False):
@@ -64,15 +63,14 @@ def _prepared(
     # patterns may name functions of a graph, too
     prepared = prepare_settled(float_model, args, kwargs, config, overrides, check=False)
     parts = find_parts(float_model, args, kwargs)
-    rows = {row.name: row for row in prepared.torchq_report}
+    graphs: list[tuple[str, list[Row]]] = []
     for part in parts.found:
         if graph := _graph(part, prepared, config, overrides):
             owner = prepared.get_submodule(part.name)
             example = Example.of(owner, part.exported)
             attach(Dispatch(owner, graph, example, part.name, strict=False))
-            own = {row.name: row for row in graph.torchq_report}
-            rows = {n: r for n, r in rows.items() if n not in own} | own
-    prepared.torchq_report = list(rows.values())
+            graphs.append((part.name, graph.torchq_report))
+    prepared.torchq_report = merged(prepared.torchq_report, graphs)
     if "" in parts.reasons:
         prepared.torchq_note = f"the whole is not captured: {parts.reasons['']}"
     return prepared
@@ -86,7 +84,7 @@ def _graph(
     if not part.name:
         plan.check_patterns()
     opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.standalone}
-    graph = Prepared(plan, opaque, report_rows(plan, {})).eval()
+    graph = Prepared(plan, opaque, report_rows(plan)).eval()
     return graph if any(row.quantized and row.is_matmul for row in graph.torchq_report) else None
 
 
@@ -98,7 +96,7 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
-    eager.checks.check_prepared("convert", prepared)
+    check_prepared("convert", prepared)
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     if strict:
         check_strict(rows)
@@ -139,9 +137,7 @@ def _layers(graphs: list[Dispatch]) -> dict[str, tuple[Prepared, Layer]]:
     }
 
 
-def _leaf(
-    name: str, module: ObservedLeaf, layers: dict[str, tuple[Prepared, Layer]]
-) -> nn.Module:
+def _leaf(name: str, module: ObservedLeaf, layers: dict[str, tuple[Prepared, Layer]]) -> nn.Module:
     """Returns the quantized leaf, or the float layer where neither way was calibrated.
 
     A leaf that only the graph has seen takes the graph's parameters of its source.

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From an exported program to a plain graph: tensors in, torch functions, the results out.
 
-The graph scripts. Its calls are those of ``torch`` where there is one, else methods of tensors, else
-``torch.ops.aten``; sizes are ``x.size(i)``; what only checks is dropped. Each node has in ``meta``:
-"aten" (the ATen call), "value" (a Meta of the example), "owner" (name of the leaf module that makes
-the call), "scope" (name of the module around it), "varying" (whether it depends on the inputs),
-"static" (whether it depends on sizes and positions alone) and, where it does not vary, "constant".
+The graph scripts. Its calls are those of ``torch`` where there is one, else methods of tensors,
+else ``torch.ops.aten``. Sizes are ``x.size(i)``. What only checks is dropped.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ from torch.jit._builtins import _find_builtin
 from torch.utils import _pytree as pytree
 
 from torchq.convert.capture import PREFIX, Exported
+from torchq.convert.graph import Captured, Meta, remove_unused
 from torchq.convert.patterns import row_of
-from torchq.fx.tracing.capture import Captured, Meta
 
 _DROPPED = {
     "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range_for_size",
@@ -58,12 +55,11 @@ class _Plain:
         self.held: dict[str, fx.Node] = {}
         self.modules = dict(model.named_modules())
         self.entered: set[str] = {""}
-        self.fakes = iter(range(1, sys.maxsize))
 
     def run(self) -> Captured:
         inputs = iter(self.exported.tensors)
         self._region(self.program.graph, self.program.graph_module, inputs, None)
-        unused(self.graph)
+        remove_unused(self.graph)
         self._name_leaves()
         return Captured(self.graph, self.model, entered=self.entered)
 
@@ -83,9 +79,7 @@ class _Plain:
 
     # Nodes
 
-    def _region(
-        self, source: fx.Graph, module: nn.Module, tensors: Any, given: Any
-    ) -> Any:
+    def _region(self, source: fx.Graph, module: nn.Module, tensors: Any, given: Any) -> Any:
         """Writes the nodes of a graph, or of a region inside; returns what it gives."""
         kinds = {s.arg.name: s for s in self.program.graph_signature.input_specs}
         for node in source.nodes:
@@ -138,8 +132,8 @@ class _Plain:
             made = self.graph.create_node("get_attr", name)
         self.values[made] = value
         made.meta.update(
-            value=_meta(value, next(self.fakes)), scope="", writes=[], varying=False, static=False,
-            positional=False, constant=value, doubled=tuple(map(str, value.shape)), phase=None,
+            value=_meta(value), scope="", varying=False, static=False,
+            positional=False, constant=value, sizes=tuple(map(str, value.shape)), phase=None,
         )  # fmt: skip
         return made
 
@@ -148,7 +142,7 @@ class _Plain:
         found = fx.map_arg(node.args[0], self.env.__getitem__)
         kept = [v for v, s in zip(found, specs, strict=True) if s.kind.name == "USER_OUTPUT"]
         made = self.graph.output(pytree.tree_unflatten(kept, self.program.call_spec.out_spec))
-        made.meta.update(scope="", writes=[], varying=True, static=False, positional=False)
+        made.meta.update(scope="", varying=True, static=False, positional=False)
 
     def _call(self, node: fx.Node) -> None:
         target, name = node.target, _base(node.target)
@@ -232,11 +226,11 @@ class _Plain:
     def _noted(self, made: fx.Node, node: fx.Node, **flags: bool) -> fx.Node:
         value, symbolic = self.values[made], node.meta.get("val")
         scope, owner, call = self._place(node)
-        made.meta.update(flags, value=_meta(value, next(self.fakes)), scope=scope, owner=owner)
+        made.meta.update(flags, value=_meta(value), scope=scope, owner=owner)
         made.meta["call"] = call
         shape = getattr(symbolic, "shape", None)
         made.meta.update(
-            writes=[], doubled=None if shape is None else tuple(map(str, shape)),
+            sizes=None if shape is None else tuple(map(str, shape)),
             phase=_phase(made, self.values), positional=flags["positional"] or flags["static"],
         )  # fmt: skip
         if not flags["varying"]:
@@ -367,13 +361,13 @@ def _floats(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, {n: as_float(v, kinds[n]) for n, v in kwargs.items()}
 
 
-def _meta(value: Any, storage: int) -> Meta:
+def _meta(value: Any) -> Meta:
     if isinstance(value, Tensor):
-        return Meta(tuple(value.shape), value.dtype, storage)
+        return Meta(tuple(value.shape), value.dtype)
     if isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value):
         first = next(v for v in value if isinstance(v, Tensor))
-        return Meta(None, first.dtype, storage, is_sequence=True, length=len(value))
-    return Meta(is_number=isinstance(value, bool | int | float), is_int=type(value) is int)
+        return Meta(None, first.dtype, is_sequence=True, length=len(value))
+    return Meta(is_number=isinstance(value, bool | int | float))
 
 
 def _phase(made: fx.Node, values: dict[fx.Node, Any]) -> float | None:
@@ -384,13 +378,3 @@ def _phase(made: fx.Node, values: dict[fx.Node, Any]) -> float | None:
     if not isinstance(source, Tensor) or not source.numel() or not source.is_floating_point():
         return None
     return float(source.abs().max())
-
-
-def unused(graph: fx.Graph) -> None:
-    """Erases nodes that nobody reads."""
-    for node in reversed(list(graph.nodes)):
-        if node.op not in ("placeholder", "output") and not node.users:
-            graph.erase_node(node)
-
-
-__all__ = ["plain_graph", "spelled", "unused"]

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from torchq.convert.model_state import changed, state_of, twin
 from torchq.convert.recurrent import as_one_call
-from torchq.state import changed, state_of, twin
 
 _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION", "PARAMETER_MUTATION")
 
@@ -100,7 +100,9 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         CaptureError: torch.export does not capture the call, or the module keeps what it computes.
     """
     if odd := [leaf for leaf in pytree.tree_leaves((args, kwargs)) if not _is_constant(leaf)]:
-        raise CaptureError(f"it takes a {type(odd[0]).__name__}, which is no tensor and no constant")
+        raise CaptureError(
+            f"it takes a {type(odd[0]).__name__}, which is no tensor and no constant"
+        )
     args, kwargs = _clean(tuple(args)), _clean(dict(kwargs))
     if why := _why_stateful(module, args, kwargs):
         raise CaptureError(why)
@@ -214,9 +216,7 @@ def _mutates(program: ExportedProgram) -> bool:
     )
 
 
-def _arguments(
-    program: ExportedProgram, positions: list[int], leaves: list[Any]
-) -> list[Argument]:
+def _arguments(program: ExportedProgram, positions: list[int], leaves: list[Any]) -> list[Argument]:
     names = [s.arg.name for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
     values = {n.name: n.meta.get("val") for n in program.graph.find_nodes(op="placeholder")}
     result = []

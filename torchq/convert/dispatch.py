@@ -91,7 +91,9 @@ class Dispatch(Attachment):
         self.own_calls += 1
         if self._warned and not self.strict:
             return
-        reason = "a submodule has a new hook" if found is not None else self.example.why(args, kwargs)
+        reason = (
+            "a submodule has a new hook" if found is not None else self.example.why(args, kwargs)
+        )
         where = f"'{self.name}'" if self.name else type(self.module).__name__
         text = f"torchq: this call of {where} does not run its int8 graph: {reason}."
         if self.strict:
@@ -249,7 +251,11 @@ class Example:
             before, structure = pytree.tree_flatten(expected)
             if not any(isinstance(leaf, Argument) for leaf in before):
                 same = type(value) is type(expected) and _equal(value, expected)
-                return "" if same else f"its argument '{name}' is {_brief(value)}, not {_brief(expected)}"
+                return (
+                    ""
+                    if same
+                    else f"its argument '{name}' is {_brief(value)}, not {_brief(expected)}"
+                )
             if spec != structure:
                 return f"its argument '{name}' holds other parts than the example's"
             pairs = zip(before, leaves, strict=True)
@@ -262,7 +268,9 @@ class Example:
         sizes = zip(value.shape, expected.shape, strict=False)
         if value.dim() != len(expected.shape) or any(e not in (None, s) for s, e in sizes):
             wanted = [n if n is not None else "any" for n in expected.shape]
-            return f"its argument '{name}' has shape {list(value.shape)}, not {wanted}".replace("'any'", "any")
+            return f"its argument '{name}' has shape {list(value.shape)}, not {wanted}".replace(
+                "'any'", "any"
+            )
         return ""
 
 

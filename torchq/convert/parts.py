@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 
 from torchq.convert.aten import plain_graph
 from torchq.convert.capture import CaptureError, Exported, export, holds
-from torchq.eager.leaves import stand_in
-from torchq.fx.constants import compute_once
-from torchq.fx.tracing.capture import Captured
-from torchq.kinds import MATMUL
-from torchq.running import float_tensors
-from torchq.standalone import RECURRENT
-from torchq.state import twin
+from torchq.convert.constants import compute_once
+from torchq.convert.graph import Captured
+from torchq.convert.inputs import float_tensors
+from torchq.convert.model_state import twin
+from torchq.convert.module_kinds import MATMUL
+from torchq.convert.self_contained import RECURRENT
+from torchq.convert.swap.leaves import stand_in
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.fx import matmuls, moves
-from torchq.fx import patterns as makers
-from torchq.fx.ops import Arguments, Made, Pointwise, Role
+from torchq.convert import makers, matmuls, moves
+from torchq.convert.makers import unary
+from torchq.convert.ops import Arguments, Made, Pointwise, Role
 from torchq.nn.binary import Add, Mul
 
 Maker = Callable[[Arguments], Made | str]
@@ -67,10 +67,6 @@ def _with(make: Maker, **defaults: Any) -> Maker:
         return make(a)
 
     return completed
-
-
-def _unary(make: Callable[[Arguments], nn.Module]) -> Maker:
-    return makers._unary(make)
 
 
 def _convolution(a: Arguments) -> Made | str:
@@ -136,12 +132,12 @@ def _resize(mode: str) -> Maker:
 def _elu(a: Arguments) -> Made | str:
     if a.scale != 1 or a.input_scale != 1:
         return "its scales have no int8 form"
-    return _unary(lambda a: nn.ELU(a.alpha))(a)
+    return unary(lambda a: nn.ELU(a.alpha))(a)
 
 
 def _functions(*names: str) -> list[Row]:
     return [
-        _row(Role.UNARY, name, _unary(lambda a, f=getattr(torch, name): Pointwise(f)))  # type: ignore[misc]
+        _row(Role.UNARY, name, unary(lambda a, f=getattr(torch, name): Pointwise(f)))  # type: ignore[misc]
         for name in names
     ]
 
@@ -155,7 +151,7 @@ def _rsub(a: Arguments) -> Made | str:
     """``other - self``."""
     a["input"], a["other"] = a.other, a.input
     a.nodes["input"], a.nodes["other"] = a.nodes["other"], a.nodes["input"]
-    return makers._binary(None, torch.sub)(a)
+    return makers.binary(None, torch.sub)(a)
 
 
 def _shape(a: Arguments) -> Made | str:
@@ -191,37 +187,37 @@ TABLE: list[Row] = [
            is_matmul=True),
     _row(Role.NORM, "batch_norm", matmuls.batch_norm),
     # several tensors
-    _row(Role.COMBINE, "add", makers._binary(Add, torch.add)),
-    _row(Role.COMBINE, "mul multiply", makers._binary(Mul, torch.mul)),
-    _row(Role.COMBINE, "sub subtract", makers._binary(None, torch.sub)),
+    _row(Role.COMBINE, "add", makers.binary(Add, torch.add)),
+    _row(Role.COMBINE, "mul multiply", makers.binary(Mul, torch.mul)),
+    _row(Role.COMBINE, "sub subtract", makers.binary(None, torch.sub)),
     _row(Role.COMBINE, "rsub", _rsub),
-    _row(Role.COMBINE, "div divide true_divide", makers._binary(None, torch.div)),
-    _row(Role.COMBINE, "pow", _named(makers._binary(None, torch.pow), other="exponent")),
-    _row(Role.COMBINE, "cat concat concatenate", makers._cat),
+    _row(Role.COMBINE, "div divide true_divide", makers.binary(None, torch.div)),
+    _row(Role.COMBINE, "pow", _named(makers.binary(None, torch.pow), other="exponent")),
+    _row(Role.COMBINE, "cat concat concatenate", makers.cat),
     # functions of each element
-    _row(Role.UNARY, "relu", _unary(lambda a: nn.ReLU())),
-    _row(Role.UNARY, "relu6", _unary(lambda a: nn.ReLU6())),
-    _row(Role.UNARY, "hardtanh", _unary(lambda a: makers._clip(a.min_val, a.max_val))),
-    _row(Role.UNARY, "clamp clip", makers._clamp),
-    _row(Role.UNARY, "clamp_min", _unary(lambda a: makers._clip(a.min, None))),
-    _row(Role.UNARY, "clamp_max", _unary(lambda a: makers._clip(None, a.max))),
-    _row(Role.UNARY, "sigmoid", _unary(lambda a: nn.Sigmoid())),
-    _row(Role.UNARY, "tanh", _unary(lambda a: nn.Tanh())),
-    _row(Role.UNARY, "silu", _unary(lambda a: nn.SiLU())),
-    _row(Role.UNARY, "mish", _unary(lambda a: nn.Mish())),
-    _row(Role.UNARY, "gelu", _unary(lambda a: nn.GELU(a.approximate))),
+    _row(Role.UNARY, "relu", unary(lambda a: nn.ReLU())),
+    _row(Role.UNARY, "relu6", unary(lambda a: nn.ReLU6())),
+    _row(Role.UNARY, "hardtanh", unary(lambda a: makers.clip(a.min_val, a.max_val))),
+    _row(Role.UNARY, "clamp clip", makers.clamp),
+    _row(Role.UNARY, "clamp_min", unary(lambda a: makers.clip(a.min, None))),
+    _row(Role.UNARY, "clamp_max", unary(lambda a: makers.clip(None, a.max))),
+    _row(Role.UNARY, "sigmoid", unary(lambda a: nn.Sigmoid())),
+    _row(Role.UNARY, "tanh", unary(lambda a: nn.Tanh())),
+    _row(Role.UNARY, "silu", unary(lambda a: nn.SiLU())),
+    _row(Role.UNARY, "mish", unary(lambda a: nn.Mish())),
+    _row(Role.UNARY, "gelu", unary(lambda a: nn.GELU(a.approximate))),
     _row(Role.UNARY, "elu", _elu),
-    _row(Role.UNARY, "selu", _unary(lambda a: nn.SELU())),
-    _row(Role.UNARY, "celu", _unary(lambda a: nn.CELU(a.alpha))),
-    _row(Role.UNARY, "leaky_relu", _unary(lambda a: nn.LeakyReLU(a.negative_slope))),
-    _row(Role.UNARY, "prelu", makers._prelu),
-    _row(Role.UNARY, "hardswish", _unary(lambda a: nn.Hardswish())),
-    _row(Role.UNARY, "hardsigmoid", _unary(lambda a: nn.Hardsigmoid())),
-    _row(Role.UNARY, "softplus", _unary(lambda a: nn.Softplus(a.beta, a.threshold))),
-    _row(Role.UNARY, "log_sigmoid", _unary(lambda a: nn.LogSigmoid())),
-    _row(Role.UNARY, "hardshrink", _unary(lambda a: nn.Hardshrink(a.lambd))),
-    _row(Role.UNARY, "softshrink", _unary(lambda a: nn.Softshrink(a.lambd))),
-    _row(Role.UNARY, "threshold", _unary(lambda a: nn.Threshold(a.threshold, a.value))),
+    _row(Role.UNARY, "selu", unary(lambda a: nn.SELU())),
+    _row(Role.UNARY, "celu", unary(lambda a: nn.CELU(a.alpha))),
+    _row(Role.UNARY, "leaky_relu", unary(lambda a: nn.LeakyReLU(a.negative_slope))),
+    _row(Role.UNARY, "prelu", makers.prelu),
+    _row(Role.UNARY, "hardswish", unary(lambda a: nn.Hardswish())),
+    _row(Role.UNARY, "hardsigmoid", unary(lambda a: nn.Hardsigmoid())),
+    _row(Role.UNARY, "softplus", unary(lambda a: nn.Softplus(a.beta, a.threshold))),
+    _row(Role.UNARY, "log_sigmoid", unary(lambda a: nn.LogSigmoid())),
+    _row(Role.UNARY, "hardshrink", unary(lambda a: nn.Hardshrink(a.lambd))),
+    _row(Role.UNARY, "softshrink", unary(lambda a: nn.Softshrink(a.lambd))),
+    _row(Role.UNARY, "threshold", unary(lambda a: nn.Threshold(a.threshold, a.value))),
     *_functions("abs", "exp", "neg", "square", "sqrt", "rsqrt", "reciprocal", "log", "log1p",
                 "expm1", "sin", "cos", "erf", "sign", "floor", "ceil", "round"),
     # pools
@@ -252,7 +248,7 @@ TABLE: list[Row] = [
            "group_norm instance_norm rms_norm"),
     # what quantization-aware training leaves
     _row(Role.FAKE, "fake_quantize_per_tensor_affine fake_quantize_per_channel_affine",
-         makers._fake),
+         makers.fake),
     _row(Role.SHAPE, "size numel sym_size sym_numel", _shape),
 ]  # fmt: skip
 

@@ -272,4 +272,3 @@ def without_padding(module: nn.Module) -> nn.Module:
 def _hashable(value: Any) -> Any:
     """Returns tuples, which JSON writes as lists."""
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
-

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchq.nn.attached import computing_modules
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose
 from torchq.nn.layer import QLayer
-from torchq.nn.attached import computing_modules
 from torchq.nn.linear import QLinear
 from torchq.packing import PackedWeight
 from torchq.saturation.pairs import HIGHEST, LOWEST, SHIFT, U8_MAX, as_conv_weight, halve

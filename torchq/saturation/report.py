@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.convert.inputs import batches, call, decibels, float_tensors
+from torchq.convert.model_state import as_before, twin
+from torchq.nn.attached import computing_modules
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose
 from torchq.nn.layer import QLayer, sources_of
-from torchq.nn.attached import computing_modules
 from torchq.nn.linear import QLinear
 from torchq.nn.module import QModule
-from torchq.running import batches, call, decibels, float_tensors
 from torchq.saturation.pairs import (
     Sums,
     emulate_conv,
@@ -28,7 +29,6 @@ from torchq.saturation.pairs import (
 )
 from torchq.saturation.proof import EMULATED, Proof, prove_module
 from torchq.saturation.results import dequantized, real_result, stored
-from torchq.state import as_before, twin
 
 PAIRING = (
     "Pairs are consecutive k within a tap, (0, 1), (2, 3), ...; a layout that pairs otherwise "

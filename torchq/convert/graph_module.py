@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The converted model: a torch.fx GraphModule that keeps its report when copied or pickled."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from torchq.convert.direct import direct_and_forward
+from torchq.convert.explain import Row
+from torchq.convert.inputs import without_gradients
+from torchq.convert.names import by_name, name_of
+
+
+class QuantizedGraph(fx.GraphModule):
+    """A graph of quantized modules and torch functions.
+
+    Attributes:
+        torchq_report: what was decided for each module; empty if it was loaded from a file.
+    """
+
+    # A function of its own: TorchScript reads its source, and GraphModule's gives a warning there.
+    def __init__(
+        self, root: nn.Module | dict[str, Any], graph: fx.Graph, class_name: str = "QuantizedGraph"
+    ) -> None:
+        """As a GraphModule; in eval mode, without gradients."""
+        super().__init__(root, graph, class_name)
+        self.torchq_report = getattr(root, "torchq_report", None)
+        without_gradients(self.eval())
+
+    def __getattr__(self, name: str) -> Any:
+        """As nn.Module's; who asks for another method of the model learns where it is.
+
+        Raises:
+            AttributeError: there is no such attribute.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name.startswith("_"):
+                raise
+            raise AttributeError(
+                f"{error}: this is a graph of the model's forward, without its other methods and "
+                "attributes. torchq.eager.prepare, calibrate and convert swap modules instead, and "
+                "keep the model's class.",
+                name=name,
+                obj=self,
+            ) from None
+
+    def recompile(self) -> fx.graph.PythonCode:
+        """As a GraphModule; in eager mode the code calls its modules faster."""
+        code, cls = super().recompile(), type(self)
+        called = {str(node.target) for node in self.graph.find_nodes(op="call_module")}
+        given = [str(node.target) for node in self.graph.find_nodes(op="placeholder")]
+        cls._plain = cls.forward  # type: ignore[attr-defined]
+        direct, cls.forward = direct_and_forward(code.src, code.globals, called, given)
+        cls._direct = direct  # type: ignore[attr-defined]
+        return code
+
+    def with_report(self, rows: list[Row] | None) -> QuantizedGraph:
+        """Sets the report; returns self."""
+        self.torchq_report = rows
+        return self
+
+    def _deepcopy_init(self) -> Callable[..., None]:
+        return QuantizedGraph.__init__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedGraph:
+        """A copy with the report."""
+        copied = super().__deepcopy__(memo)
+        assert isinstance(copied, QuantizedGraph)
+        return copied.with_report(self.torchq_report)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the modules, the graph as data, and the report.
+
+        A GraphModule pickles its code, which torch.fx would trace anew: without example values, so
+        that code that acts on sizes fails.
+        """
+        nodes = plain_nodes(self.graph, ("source",))
+        owned = {
+            str(n.target): operator.attrgetter(str(n.target))(self)
+            for n in self.graph.nodes
+            if n.op in ("call_module", "get_attr")
+        }
+        return _rebuild, (nodes, owned, type(self).__name__, self.torchq_report)
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """The result of another node, or a function of torch."""
+
+    name: str
+
+
+def plain_nodes(graph: fx.Graph, keys: Collection[str]) -> list[tuple[Any, ...]]:
+    """A graph as data that pickle takes, with these entries of its nodes' ``meta``."""
+
+    def named(value: Any) -> Any:
+        return _Ref(value.name) if isinstance(value, fx.Node) else value
+
+    nodes = []
+    for n in graph.nodes:
+        meta = {key: n.meta[key] for key in keys if key in n.meta}
+        args, kwargs, meta = (fx.node.map_aggregate(a, named) for a in (n.args, n.kwargs, meta))
+        name = name_of(n.target)
+        target = n.target if name is None else _Ref(name)
+        nodes.append((n.op, n.name, target, args, kwargs, dict(meta), n.type))
+    return nodes
+
+
+def graph_of(plain: list[tuple[Any, ...]]) -> fx.Graph:
+    """The inverse of :func:`plain_nodes`."""
+    graph, nodes = fx.Graph(), dict[str, fx.Node]()
+
+    def resolve(value: Any) -> Any:
+        return nodes[value.name] if isinstance(value, _Ref) else value
+
+    for op, node_name, target, args, kwargs, meta, kind in plain:
+        args, kwargs = (fx.node.map_aggregate(a, resolve) for a in (args, kwargs))
+        target = by_name(target.name) if isinstance(target, _Ref) else target
+        node = graph.create_node(op, target, args, kwargs, name=node_name, type_expr=kind)
+        nodes[node_name] = node
+        for key, value in meta.items():
+            node.meta[key] = fx.node.map_aggregate(value, resolve)
+    return graph
+
+
+def _rebuild(
+    plain: list[tuple[Any, ...]], owned: dict[str, Any], name: str, rows: list[Row] | None
+) -> QuantizedGraph:
+    return QuantizedGraph(owned, graph_of(plain), name).with_report(rows)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions that a stored graph may call, by name."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_NAMESPACES: dict[str, Any] = {
+    "torch": torch._C._VariableFunctions,  # functions of tensors, and nothing else of torch
+    "nn": torch._C._nn,
+    "operator": operator,
+    "math": math,
+}
+_BUILTINS = ("int", "float", "max", "min", "abs", "len")
+_REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem")
+
+
+def _functions() -> dict[str, Callable[..., Any]]:
+    found: dict[str, Callable[..., Any]] = {name: getattr(builtins, name) for name in _BUILTINS}
+    for prefix, namespace in _NAMESPACES.items():
+        for name in dir(namespace):
+            function = getattr(namespace, name)
+            known = callable(function) and not isinstance(function, type)
+            if known and not name.startswith("_") and name not in _REFUSED:
+                found[f"{prefix}.{name}"] = function
+    for name in ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor"):
+        found[f"torch.{name}"] = getattr(torch, name)
+    return found
+
+
+BY_NAME = _functions()
+NAMES = {id(function): name for name, function in reversed(BY_NAME.items())}
+
+
+def name_of(function: Any) -> str | None:
+    """Returns the name that a stored graph has for a function; None for one it may not call."""
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return str(function._qualified_op_name)
+    return NAMES.get(id(function))
+
+
+def is_known(name: str) -> bool:
+    """Returns whether there is a function of such a name."""
+    return name in BY_NAME or hasattr(torch.ops.aten, name.removeprefix("aten::"))
+
+
+def by_name(name: str) -> Callable[..., Any]:
+    """Returns the function of such a name.
+
+    Raises:
+        KeyError: there is none, or it is of another library than ATen.
+    """
+    if name.startswith("aten::"):
+        found = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
+        if found is None:
+            raise KeyError(name)
+        return found  # type: ignore[no-any-return]
+    return BY_NAME[name]

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make layers plain: weights that are computed for each call, code that goes around ``forward``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from torchq.convert.module_kinds import QUANTIZABLE
+from torchq.convert.self_contained import RECURRENT
+
+
+def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
+    """Returns the model with parametrized layers replaced by plain ones of the same weights.
+
+    Args:
+        model: changed in its places, and returned, unless it is such a layer itself.
+        besides: names of layers to leave.
+    """
+    memo: dict[int, Any] = {
+        id(module): _plain(module)
+        for name, module in model.named_modules()
+        if name not in besides
+        and isinstance(module, (*QUANTIZABLE, *RECURRENT))
+        and parametrize.is_parametrized(module)
+    }
+    return copy.deepcopy(model, memo) if memo else model
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """Returns a layer of the class that ``parametrize`` derived from.
+
+    Not ``remove_parametrizations``: copies share the derived class, which that changes.
+    """
+    cls: Any = type(module).__mro__[1]
+    values = {name: getattr(module, name).detach().clone() for name in module.parametrizations}  # type: ignore[union-attr]
+    plain = cls.__new__(cls)
+    state = {key: copy.copy(value) for key, value in vars(module).items()}
+    plain.__setstate__(state)
+    del plain.parametrizations
+    for name, value in values.items():
+        setattr(plain, name, nn.Parameter(value, False))
+    result: nn.Module = plain
+    return result
+
+
+def leave_fast_paths(model: nn.Module) -> None:
+    """Makes transformer encoders call their linears instead of reading their weights."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
