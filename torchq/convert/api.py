@@ -116,6 +116,9 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
         memo[id(graph)] = Lowering(graph, opaque).run()
     result = copy.deepcopy(prepared, memo)
     share_weights(result)
+    for module in result.modules():
+        if hasattr(type(module), "save_pretrained"):
+            vars(module)["save_pretrained"] = _save_pretrained
     result.torchq_report = rows
     left = [row for row in rows if row.is_matmul and not row.requested]
     if left and not any(row.quantized for row in rows):
@@ -125,6 +128,15 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
             stacklevel=5,
         )
     return without_gradients(result.eval())
+
+
+def _save_pretrained(*args: Any, **kwargs: Any) -> None:
+    """Raises NotImplementedError: transformers would load the file with random weights."""
+    raise NotImplementedError(
+        "save_pretrained: a model that torchq converted cannot be written so, since from_pretrained "
+        "would make a float model of it. Call torchq.save(model, path), and "
+        "torchq.load(path, float_model) to read it."
+    )
 
 
 def _layers(graphs: list[Dispatch]) -> dict[str, tuple[Prepared, Layer]]:
