@@ -29,6 +29,7 @@ from torchq.convert.stored import CALL_KEY, describe, restore
 from torchq.convert.structure import GRAPH_KEY, decode, encode, plain_module
 from torchq.convert.swap.weights import leave_fast_paths, settled
 from torchq.fake_quantize import FakeQuantize
+from torchq.nn.experts import QExperts
 from torchq.nn.module import QModule, read_spec
 from torchq.observers import Observer
 
@@ -191,6 +192,9 @@ def _with_class(
     graphs = tuple(f"{_under(name, GRAPH_KEY)}." for name in names)
     leaves = _quantized({k: v for k, v in state.items() if not k.startswith(graphs)})
     memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in leaves.items()}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, QExperts):
+            leaf.adopt(_submodule(model, name, path))
     loaded = working_copy(model, memo, "load")  # its float layers became what prepare made of them
     kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
     loaded = settled(loaded, kept)

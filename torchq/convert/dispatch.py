@@ -65,15 +65,27 @@ class Dispatch(Attachment):
                 self.graph_calls += 1
                 return restore(self.graph(*found))
             self._miss(found, args, kwargs)
+            first = RemovableHandle.next_id
             try:
                 return own(self.module, *args, **kwargs)
             finally:
-                if RemovableHandle.next_id != self._seen:  # hooks that the code itself makes
-                    self._known |= _hook_ids(self.module)
+                if RemovableHandle.next_id != first:
+                    self._remove_hooks(first)
 
         forward.__signature__ = signature  # type: ignore[attr-defined]
         forward.__doc__, forward.__name__ = own.__doc__, "forward"
         return MethodType(forward, self)
+
+    def _remove_hooks(self, first: int) -> None:
+        """Removes hooks that the code itself installed in a call, as transformers does.
+
+        Its hooks for hidden states are local functions, which pickle refuses. Without its flag the
+        next call that needs them installs them again.
+        """
+        for part in self.module.modules():
+            for key in [key for key in part._forward_hooks if key >= first]:
+                del part._forward_hooks[key]
+            vars(part).pop("_output_capturing_hooks_installed", None)
 
     def _is_clean(self) -> bool:
         """Returns whether no submodule has hooks that are newer than the graph."""
@@ -105,7 +117,7 @@ class Dispatch(Attachment):
             f"{text} The module's own code runs instead, with int8 layers but float32 between them. "
             "Example inputs that are called so make a graph of such calls; torchq.explain counts "
             "the calls of either kind.",
-            stacklevel=4,
+            stacklevel=5,  # the call of the module
         )
 
     def scriptable(self) -> nn.Module:

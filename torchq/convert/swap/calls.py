@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.self_contained import RECURRENT
 from torchq.convert.swap.leaves import stand_in
+from torchq.nn.experts import is_experts
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         layer = stand_in(module)
         if isinstance(layer, (*MATMUL, *RECURRENT)):
             recording.leaves[name] = layer
+        elif is_experts(module):
+            recording.leaves[name] = module
     args, kwargs = copied(args, kwargs)
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
         for name in recording.leaves:

@@ -14,6 +14,7 @@ from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, NO_DYNAMIC_FORM
 from torchq.convert.self_contained import FOREIGN, RECURRENT, is_foreign, observed
 from torchq.convert.swap.calls import Recording
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.nn.experts import is_experts
 from torchq.nn.leaf import take_hooks
 
 OTHER_CODE = "the model's code does something else with another kind of layer"
@@ -80,7 +81,7 @@ class Plan:
             full = self.full_name(name)
             leaf = (
                 observed(layer, config, full)
-                if isinstance(layer, RECURRENT)
+                if isinstance(layer, RECURRENT) or is_experts(layer)
                 else ObservedLeaf(layer, config, full, contiguous)
             )
             result[name] = take_hooks(leaf, self._model.get_submodule(name))
@@ -91,6 +92,8 @@ class Plan:
         calls = self.recording.calls[name]
         if config is None:
             return "kept float by an override"
+        if is_experts(layer):
+            return ""
         if isinstance(layer, RECURRENT):
             if is_foreign(layer):
                 return FOREIGN
