@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -69,11 +70,11 @@ class _Reads(TorchFunctionMode):
 
 
 def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
-    """Runs ``model(*args, **kwargs)`` without grad.
+    """Runs a copy of the model without grad.
 
     A module that is registered under several names is recorded under the first.
     """
-    recording, reads = Recording(), _Reads()
+    recording, reads, run = Recording(), _Reads(), copy.deepcopy(model)
     for name, module in model.named_modules():
         layer = stand_in(module)
         if isinstance(layer, (*MATMUL, *RECURRENT)):
@@ -82,13 +83,12 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
         for name in recording.leaves:
             hook = _noting(recording.calls[name])
-            module = model.get_submodule(name)
-            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+            handle = run.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
         stack.enter_context(reads)
-        model(*args, **kwargs)
+        run(*args, **kwargs)
     for name, calls in recording.calls.items():
-        own = map(id, model.get_submodule(name).parameters())
+        own = map(id, run.get_submodule(name).parameters())
         if not calls and not reads.seen.isdisjoint(own):
             recording.read.add(name)
     return recording
@@ -107,8 +107,8 @@ def _noting(calls: list[Call]) -> Callable[..., None]:
 def copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns copies: a model may write to its inputs, and inference tensors have no version."""
 
-    def copy(leaf: Any) -> Any:
+    def clone(leaf: Any) -> Any:
         return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
-    given: tuple[Any, Any] = tree_map(copy, (tuple(args), dict(kwargs)))
+    given: tuple[Any, Any] = tree_map(clone, (tuple(args), dict(kwargs)))
     return given

@@ -68,7 +68,7 @@ def prepare_call(
     """
     model = settled(working_copy(model))
     leave_fast_paths(model)
-    plan = Plan(model, record(copy.deepcopy(model), args, kwargs), config, overrides, prefix)
+    plan = Plan(model, record(model, args, kwargs), config, overrides, prefix)
     if not prefix:
         plan.check_patterns()
     prepared = _assembled(model, plan, args, kwargs)

@@ -13,7 +13,7 @@ from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
 from torchq.eager.calls import Recording
 from torchq.eager.observed import ObservedLeaf
 from torchq.kinds import MATMUL, MAX_REDUCTION, NO_DYNAMIC_FORM
-from torchq.nn.leaf import take_hooks
+from torchq.nn.leaf import take_hooks, without_hooks
 from torchq.standalone import FOREIGN, RECURRENT, is_foreign, observed
 
 OTHER_CODE = "the model's code does something else with another kind of layer"
@@ -75,7 +75,7 @@ class Plan:
         """Returns the observed leaves by name; ``contiguous`` is for convolutions."""
         result: dict[str, nn.Module] = {}
         for name in names:
-            layer, config = self.recording.leaves[name], self.config(name)
+            layer, config = without_hooks(self.recording.leaves[name]), self.config(name)
             assert config is not None
             full = self.full_name(name)
             leaf = (
