@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.eager.leaves import stand_in
-from torchq.kinds import MATMUL
-from torchq.standalone import RECURRENT
 
 
 @dataclass(frozen=True)
@@ -26,12 +24,12 @@ class Call:
 
     Attributes:
         dtypes: of the tensors it got.
-        rank: number of dimensions of the first one.
+        shape: of the first one.
         more: it got other arguments than ``input``, as torch.nn calls the parameter.
     """
 
     dtypes: frozenset[torch.dtype]
-    rank: int
+    shape: tuple[int, ...]
     more: bool
 
 
@@ -76,8 +74,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """
     recording, reads, run = Recording(), _Reads(), copy.deepcopy(model)
     for name, module in model.named_modules():
-        layer = stand_in(module)
-        if isinstance(layer, (*MATMUL, *RECURRENT)):
+        if (layer := stand_in(module)) is not None:
             recording.leaves[name] = layer
     args, kwargs = copied(args, kwargs)
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
@@ -98,8 +95,8 @@ def _noting(calls: list[Call]) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         more = len(args) > 1 or bool(kwargs.keys() - {"input"})
-        rank = tensors[0].dim() if tensors else 0
-        calls.append(Call(frozenset(x.dtype for x in tensors), rank, more))
+        shape = tuple(tensors[0].shape) if tensors else ()
+        calls.append(Call(frozenset(x.dtype for x in tensors), shape, more))
 
     return hook
 

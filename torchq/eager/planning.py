@@ -40,8 +40,11 @@ class Plan:
         """Decides; nothing is changed yet."""
         self.recording, self.prefix = recording, prefix
         self._model, self._config, self._overrides = model, config, overrides
-        called = [name for name, calls in recording.calls.items() if calls]
-        self.reasons = {name: self._why_float(name) for name in called}
+        self.reasons = {
+            name: self._why_float(name)
+            for name, layer in recording.leaves.items()
+            if isinstance(layer, (*MATMUL, *RECURRENT)) and recording.calls[name]
+        }
 
     @property
     def quantized(self) -> list[str]:
@@ -109,7 +112,9 @@ class Plan:
             dtypes.discard(torch.int64)  # of packed sequences
         if dtypes:
             return f"its source is {dtypes.pop()}, not torch.float32"
-        spatial = not isinstance(layer, (nn.Linear, *RECURRENT))
-        if spatial and any(call.rank != len(layer.get_parameter("weight").shape) for call in calls):
-            return "its source has no batch dimension"
+        if isinstance(layer, (nn.Linear, *RECURRENT)):
+            return ""
+        for call in calls:
+            if len(call.shape) != len(layer.get_parameter("weight").shape):
+                return f"its source {list(call.shape)} has no batch dimension"
         return ""
