@@ -198,3 +198,26 @@ def test_observed_leaves_answer_likewise() -> None:
 def test_sharing_memory_between_processes(leaf: Any) -> None:
     assert leaf.weight.shape == (6, 8)
     assert torchq.sqnr(leaf.share_memory()(torch.ones(1, 8)), leaf(torch.ones(1, 8))) > 100
+
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lambda: nn.LSTM(8, 6, 2, bidirectional=True, proj_size=4),
+    "gru": lambda: nn.GRU(8, 6),
+    "cell": lambda: nn.LSTMCell(8, 6),
+}
+
+
+@pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_parameters_of_recurrent_modules(name: str, granularity: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(RECURRENT[name]())
+    q = converted(module, torch.randn(4, 8), QConfig(weight_granularity=granularity))[0]
+    for own, value in module[0].named_parameters():
+        got = getattr(q, own)
+        assert type(got) is FloatWeight and got.shape == value.shape
+        torch.testing.assert_close(got + 0, value.detach(), rtol=0, atol=0.01)
+        with pytest.raises(RuntimeError, match=f"{own} of a quantized layer"):
+            got.zero_()
+    assert not hasattr(q, "weight_ih_l7") and not hasattr(q, "weight_hh_l0_reversed")
+    assert hasattr(q, "weight_hr_l0") == (name == "lstm")
