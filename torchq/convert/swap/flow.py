@@ -93,7 +93,7 @@ def prepare_settled(
     check: bool = True,
 ) -> nn.Module:
     """Prepares a copy that :func:`plain_copy` made; the result shares its parameters."""
-    plan = Plan(model, record(copy.deepcopy(model), args, kwargs), config, overrides, prefix)
+    plan = Plan(model, record(model, args, kwargs), config, overrides, prefix)
     if check and not prefix:
         plan.check_patterns()
     prepared = _assembled(model, plan, args, kwargs)

@@ -15,7 +15,7 @@ from torchq.convert.self_contained import FOREIGN, RECURRENT, is_foreign, observ
 from torchq.convert.swap.calls import Recording
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.experts import is_experts
-from torchq.nn.leaf import take_hooks
+from torchq.nn.leaf import take_hooks, without_hooks
 
 OTHER_CODE = "the model's code does something else with another kind of layer"
 _TOO_LONG = f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
@@ -41,8 +41,11 @@ class Plan:
         """Decides; nothing is changed yet."""
         self.recording, self.prefix = recording, prefix
         self._model, self._config, self._overrides = model, config, overrides
-        called = [name for name, calls in recording.calls.items() if calls]
-        self.reasons = {name: self._why_float(name) for name in called}
+        self.reasons = {
+            name: self._why_float(name)
+            for name, layer in recording.leaves.items()
+            if isinstance(layer, (*MATMUL, *RECURRENT)) and recording.calls[name]
+        }
 
     @property
     def quantized(self) -> list[str]:
@@ -76,7 +79,7 @@ class Plan:
         """Returns the observed leaves by name; ``contiguous`` is for convolutions."""
         result: dict[str, nn.Module] = {}
         for name in names:
-            layer, config = self.recording.leaves[name], self.config(name)
+            layer, config = without_hooks(self.recording.leaves[name]), self.config(name)
             assert config is not None
             full = self.full_name(name)
             leaf = (
@@ -112,7 +115,9 @@ class Plan:
             dtypes.discard(torch.int64)  # of packed sequences
         if dtypes:
             return f"its source is {dtypes.pop()}, not torch.float32"
-        spatial = not isinstance(layer, (nn.Linear, *RECURRENT))
-        if spatial and any(call.rank != len(layer.get_parameter("weight").shape) for call in calls):
-            return "its source has no batch dimension"
+        if isinstance(layer, (nn.Linear, *RECURRENT)):
+            return ""
+        for call in calls:
+            if len(call.shape) != len(layer.get_parameter("weight").shape):
+                return f"its source {list(call.shape)} has no batch dimension"
         return ""

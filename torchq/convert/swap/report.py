@@ -36,8 +36,10 @@ def _row(name: str, module: nn.Module, plan: Plan) -> Row:
 def _without_layer(name: str, module: nn.Module, plan: Plan) -> str:
     if is_foreign(module):
         return FOREIGN
+    if name not in plan.recording.leaves:
+        return "only leaf modules of torch.nn and torchq.nn have an int8 form"
+    if plan.recording.calls[name]:
+        return "the model's own code calls it, which gets and gives float32"
     if name in plan.recording.read:
         return "its parameters are used outside of it, and it is not called"
-    if name in plan.recording.leaves:
-        return NOT_CALLED
-    return "only linear, convolution and recurrent layers have an int8 form"
+    return NOT_CALLED
