@@ -89,7 +89,7 @@ def matmul(
         )
     check_source("matmul", src, attr)
     check_8bit("matmul", "weight", weight)
-    n, k = weight.shape[-1], weight.shape[-2]
+    k = weight.shape[-2]
     _check_masks(attr, src, weight)
     groups = _groups(attr, src, weight)
     zeros = attr.values("weights", "zero_points")
@@ -97,10 +97,7 @@ def matmul(
         plain = zeros is None and weight.dtype == torch.int8
         check_int32_bias("matmul", bias, k if plain else 2 * k)
 
-    batch = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-        src.shape[:-2], weight.shape[:-2]
-    )
-    dims = [*batch, src.shape[-2], n]
+    dims = _dst_dims(src, weight)
     chain = _by_rows_and_columns(attr.post_ops, dims)
     srcs = _expanded(attr.post_ops, chain, dims, post_op_srcs)
     _check_dst_zero_points(attr, src, groups, dst_dtype)
@@ -121,6 +118,19 @@ def matmul(
         post_op_sources("matmul", Attr().set_post_ops(chain), dst_dtype, srcs, lambda: dims),
     )
     return result
+
+
+def _dst_dims(src: Tensor, weight: Tensor) -> list[int]:
+    try:
+        batch = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+            src.shape[:-2], weight.shape[:-2]
+        )
+    except RuntimeError:
+        raise ValueError(
+            "torchq.matmul: the batch dimensions of src and weight must be equal or 1, got "
+            f"{list(src.shape)} and {list(weight.shape)}. Expand one of them."
+        ) from None
+    return [*batch, src.shape[-2], weight.shape[-1]]
 
 
 def _by_rows_and_columns(chain: PostOps, dims: Sequence[int]) -> PostOps:
