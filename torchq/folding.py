@@ -63,7 +63,7 @@ def check_attr(op: str, attr: Attr, masks: Masks) -> None:
         raise NotImplementedError(
             f"torchq.{op}: rounding of {arg} must be nearest (half to even), got {mode}. The "
             "nearest supported form is a float32 dst and torchq.functional.reorder of that, which "
-            "takes set_rounding."
+            "takes the rounding of dst."
         )
     for (kind, arg), param in attr._params.items():
         if (kind, arg) not in masks:

@@ -55,7 +55,8 @@ class QMatMul(_QCombine):
                 raise NotImplementedError(
                     f"torchq.nn.QMatMul: post_ops must be eltwise or sum, or have an operand of "
                     f"mask 1 or 3 without values, got {op} in '{chain}'. The nearest supported "
-                    "form is torchq.functional.matmul with these post-ops."
+                    "form is torchq.functional.matmul with these post-ops, whose masks index all "
+                    "dims there."
                 )
         super().__init__(srcs, dst, post_ops=str(chain))
         self.post_ops = str(chain)
