@@ -50,7 +50,7 @@ def _(
 
 
 @fake("reorder")
-def _(src: Tensor, output_scales: Tensor, dst_dtype: int) -> Tensor:
+def _(src: Tensor, output_scales: Tensor, dst_dtype: int, *zero_points: Tensor | None) -> Tensor:
     return torch.empty_like(src, dtype=DTYPES[dst_dtype])
 
 

@@ -154,7 +154,7 @@ fake("unpack_conv_transpose")(_fake_unpack)
 
 
 def _fake_fold(like: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Both folds end in channels, dst_dtype, post_ops, post_op_values."""
+    """The arguments end in channels, dst_dtype, post_ops, post_op_values."""
     channels, dst_dtype, post_ops, _ = args[-4:]
     # One by one: matmul's sum over groups of k stands beside sums of other dtypes.
     parts = post_ops.split("+") if post_ops else []
@@ -172,7 +172,19 @@ def _fake_fold(like: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 fake("fold")(_fake_fold)
-fake("fold_output_scales")(_fake_fold)
+
+
+@fake("fold_output_scales")
+def _(
+    output_scales: Tensor,
+    bias: Tensor | None,
+    channels: int,
+    dst_dtype: int,
+    post_ops: str,
+    post_op_values: list[Tensor],
+    dst_zero_point: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_fold(output_scales, channels, dst_dtype, post_ops, post_op_values)
 
 
 def _result_dtype(op: str, dst_dtype: int, table: Tensor | None) -> torch.dtype:

@@ -27,8 +27,8 @@ _REMEDY = "Pass a uint8, int8, int32 or float32 tensor; a number with torch.tens
 def eltwise(
     src: Tensor,
     alg: str,
-    alpha: float = 0.0,
-    beta: float = 0.0,
+    alpha: float | None = None,
+    beta: float | None = None,
     attr: Attr | None = None,
     dst_dtype: torch.dtype | None = None,
     post_op_srcs: Sequence[Tensor] = (),
@@ -40,7 +40,7 @@ def eltwise(
         alg: ``abs``, ``clip``, ``elu``, ``exp``, ``gelu_erf``, ``gelu_tanh``, ``hardsigmoid``,
             ``hardswish``, ``linear``, ``log``, ``logistic``, ``mish``, ``pow``, ``relu``,
             ``round``, ``soft_relu``, ``sqrt``, ``square``, ``swish`` or ``tanh``.
-        alpha: see :mod:`torchq.post_ops` for the formulas, as for ``beta``.
+        alpha: see :mod:`torchq.post_ops` for the formulas and the defaults, as for ``beta``.
         beta: ditto.
         attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops, which follow ``alg``
             in float32, their masks indexing the dims of dst.

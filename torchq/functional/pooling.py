@@ -92,9 +92,11 @@ def avg_pool(
 ) -> Tensor:
     """``rne(float(sum) / float(count))`` over windows of ``(N, C, spatial...)``.
 
-    Padding counts as real zero (``zero_point``) with ``count_include_pad``. The other arguments
-    and the defaults are those of ``torch.nn.functional.avg_pool2d``; the last three, which leave
-    the zero point to ``attr``, and the errors, are those of :func:`max_pool`.
+    Padding counts as real zero (``zero_point``) with ``count_include_pad``. ``divisor_override``
+    takes a zero point in ``attr`` only: a sum divided by another number does not keep
+    ``zero_point``, NotImplementedError. The other arguments and the defaults are those of
+    ``torch.nn.functional.avg_pool2d``; the last three, which leave the zero point to ``attr``, and
+    the errors, are those of :func:`max_pool`.
     """
     geometry = _geometry("avg_pool", src, kernel_size, stride, padding, 1)
 
