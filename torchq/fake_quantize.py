@@ -149,10 +149,10 @@ class FakeQuantize(nn.Module):
                 "or leave the module out."
             )
         axis = getattr(module, "ch_axis", -1)
-        scale = torch.as_tensor(found["scale"])
+        scale = _bound("scale", found["scale"])
         return cls.from_affine(
             scale,
-            torch.as_tensor(found["zero_point"]),
+            found["zero_point"],
             int(found["quant_min"]),
             int(found["quant_max"]),
             int(axis) if scale.numel() > 1 else None,
@@ -371,7 +371,9 @@ class FakeQuantize(nn.Module):
 
 def _bound(name: str, value: Bound) -> Tensor:
     try:
-        bound = torch.as_tensor(value, dtype=torch.float64).detach().reshape(-1).clone()
+        # tensors stay on their device; numbers go to the default one, as a module's parameters do
+        given = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        bound = given.detach().to(torch.float64).reshape(-1).clone()
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
             f"torchq.FakeQuantize: {name} must be a number or a tensor of numbers, got {value!r}. "

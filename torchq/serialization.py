@@ -68,7 +68,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if report is not None:
         fields = {"rows": [astuple(row) for row in report], "note": getattr(model, _NOTE, "")}
         text = zlib.compress(json.dumps(fields, separators=(",", ":")).encode())
-        state[REPORT_KEY] = torch.tensor(list(text), dtype=torch.uint8)
+        state[REPORT_KEY] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
     for name, part in model.named_modules():
         if isinstance(part, QuantizedGraph):
             state[f"{name}.{GRAPH_KEY}".lstrip(".")] = encode(part)

@@ -127,7 +127,7 @@ def reorder(
             f"torchq.reorder: output_scales must come without zero points, got {attr}. Use scales "
             "of src, or of dst with their reciprocals."
         )
-    scales = torch.empty(0, dtype=torch.float32)
+    scales = torch.empty(0, dtype=torch.float32, device="cpu")
     if attr.mask("dst", "output_scales") is not None:
         scales = attr.resolve("dst", src.shape, "output_scales")
     result: Tensor = torch.ops.torchq.reorder(src, scales, code)
@@ -152,7 +152,10 @@ def _reorder_real(
         masked = any(x.numel() > 1 for x in (*scales, *zeros))
         if rounding == "nearest" and not masked:
             return _sum([src, values], step, scales, zeros, code)
-        one, none = torch.ones(1, dtype=torch.float32), torch.zeros(1, dtype=torch.int32)
+        one, none = (
+            torch.ones(1, dtype=torch.float32, device="cpu"),
+            torch.zeros(1, dtype=torch.int32, device="cpu"),
+        )
         real = requantize(src, scales[0], zeros[0], one, none, torch.float32)
         src = _sum([real, values], step, [one, one], [none, none], dtype_code(torch.float32))
         scales[0], zeros[0] = one, none
@@ -195,10 +198,10 @@ def _sum(
     """``scales`` and ``zeros``: one of src and one of dst."""
     factors = [
         scales[0].reshape(1),
-        torch.tensor([step.scale], dtype=torch.float32),
+        torch.tensor([step.scale], dtype=torch.float32, device="cpu"),
         scales[1].reshape(1),
     ]
-    offset = torch.tensor([step.zero_point], dtype=torch.int32)
+    offset = torch.tensor([step.zero_point], dtype=torch.int32, device="cpu")
     offsets = [zeros[0].reshape(1), offset, zeros[1].reshape(1)]
     result: Tensor = torch.ops.torchq.sum(srcs, torch.cat(factors), torch.cat(offsets), code)
     return result

@@ -98,7 +98,7 @@ class QModule(nn.Module):
         # beside the buffer, which loses its values on meta
         self._spec_text = json.dumps(fields, separators=(",", ":"))
         text = list(self._spec_text.encode())
-        self.register_buffer("spec", torch.tensor(text, dtype=torch.uint8))
+        self.register_buffer("spec", torch.tensor(text, dtype=torch.uint8, device="cpu"))
 
     def read_spec(self) -> dict[str, Any]:
         """The spec as a dict."""
@@ -129,7 +129,7 @@ class QModule(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         given = state_dict.get(prefix + "spec")
-        text = torch.tensor(list(self._spec_text.encode()), dtype=torch.uint8)
+        text = torch.tensor(list(self._spec_text.encode()), dtype=torch.uint8, device="cpu")
         if given is not None and not torch.equal(given, text):
             raise RuntimeError(
                 f"torchq.nn.{type(self).__name__}: the state of '{prefix.rstrip('.')}' has spec "

@@ -171,10 +171,9 @@ class Observer(nn.Module):
     def _text(self, problem: str, remedy: str) -> str:
         return f"torchq.{type(self).__name__} of {self.name or '<unnamed>'!r}: {problem}. {remedy}"
 
-    def _add_buffer(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Registers ``torch.tensor(*args)`` as a float32 buffer unless a dtype is given."""
-        kwargs.setdefault("dtype", torch.float32)
-        self._set_buffer(name, lambda: torch.tensor(*args, **kwargs))
+    def _add_buffer(self, name: str, value: Any, dtype: torch.dtype = torch.float32) -> None:
+        """Registers ``torch.tensor(value)`` as a buffer."""
+        self._set_buffer(name, lambda: torch.tensor(value, dtype=dtype, device="cpu"))
 
     def _set_buffer(self, name: str, make: Callable[[], Tensor]) -> None:
         # A tensor made in inference mode could not be updated in place outside of it.

@@ -76,7 +76,9 @@ def join(values: dict[fx.Node, Any], first: fx.Node, second: fx.Node) -> None:
     """Moves all that is in the memory of either to one block, as if nothing had been copied."""
     blocks = [values[node].untyped_storage() for node in (first, second)]
     starts = [0, -(-blocks[0].nbytes() // _ALIGNMENT) * _ALIGNMENT]
-    joined = torch.empty(starts[1] + blocks[1].nbytes(), dtype=torch.uint8).untyped_storage()
+    joined = torch.empty(
+        starts[1] + blocks[1].nbytes(), dtype=torch.uint8, device="cpu"
+    ).untyped_storage()
     offsets = dict[int, int]()
     for start, block in zip(starts, blocks, strict=True):
         joined[start : start + block.nbytes()].copy_(block)
@@ -88,7 +90,7 @@ def join(values: dict[fx.Node, Any], first: fx.Node, second: fx.Node) -> None:
             return leaf
         if id(leaf) not in known:
             offset = leaf.storage_offset() + offsets[memory(leaf)] // leaf.itemsize
-            new = torch.empty(0, dtype=leaf.dtype)
+            new = torch.empty(0, dtype=leaf.dtype, device="cpu")
             known[id(leaf)] = new.set_(joined, offset, leaf.shape, leaf.stride())
         return known[id(leaf)]
 

@@ -83,7 +83,7 @@ def _move(tracer: Recorder, source: fx.Node, nodes: list[fx.Node], storage: int)
             return leaf
         if leaf.untyped_storage().data_ptr() != storage:
             return leaf
-        new = torch.empty(0, dtype=leaf.dtype)
+        new = torch.empty(0, dtype=leaf.dtype, device="cpu")
         return new.set_(memory, leaf.storage_offset(), leaf.shape, leaf.stride())
 
     for node in nodes:
