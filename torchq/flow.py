@@ -48,7 +48,8 @@ def prepare(
             patterns win.
 
     Raises:
-        ValueError: the model is in training mode or prepared already, or a pattern matches nothing.
+        ValueError: the model is in training mode or prepared already, a weight has NaN or inf, or a
+            pattern matches nothing.
         TypeError: the model is no nn.Module or not float32, ``example_inputs`` are not those of its
             forward, or ``config`` is no QConfig.
     """

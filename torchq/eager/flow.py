@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.config import Overrides, QConfig
-from torchq.eager.checks import check_mode, check_model, check_prepared
+from torchq.eager.checks import check_finite, check_mode, check_model, check_prepared
 from torchq.eager.observed import ObservedLayer
 from torchq.eager.planning import Plan, inside
 from torchq.eager.recording import copied, record
@@ -77,7 +77,8 @@ def prepare(
             pattern means only destinations, in what becomes a graph. Later patterns win.
 
     Raises:
-        ValueError: the model is in training mode or prepared already, or a pattern matches nothing.
+        ValueError: the model is in training mode or prepared already, a weight has NaN or inf, or a
+            pattern matches nothing.
         TypeError: the model is no nn.Module in Python, or not float32.
     """
     config = QConfig() if config is None else config
@@ -206,14 +207,19 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
 
     Raises:
         TypeError: ``data`` is one tensor or dict instead of batches of them.
-        ValueError: ``data`` has no batches, a batch contains NaN or inf (the message names the
-            module), or ``prepared`` is in training mode or no prepared model.
+        ValueError: ``data`` has no batches, a batch or a parameter contains NaN or inf (the message
+            names it), or ``prepared`` is in training mode or no prepared model.
     """
     check_prepared("calibrate", prepared)
     check_mode("calibrate", prepared)
     with as_before(prepared), torch.inference_mode(), torch.autocast("cpu", enabled=False):
         for batch in batches("calibrate", data, progress):
-            call(prepared, batch)
+            try:
+                call(prepared, batch)
+            except ValueError:
+                model = prepared.graph_module if isinstance(prepared, graphs.Prepared) else prepared
+                check_finite("calibrate", model, recurse=True)  # type: ignore[arg-type]
+                raise
     return prepared
 
 
