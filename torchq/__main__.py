@@ -35,8 +35,10 @@ def doctor(args: argparse.Namespace) -> int:
     """Says what torchq found here, and runs every tier once against the reference."""
     for key, value in {**torchq.cpu_info(), "library": LIBRARY_PATH}.items():
         print(f"{key:18}{', '.join(value) if isinstance(value, list) else value}")
-    src = torch.arange(256, dtype=torch.uint8).repeat(9, 3)
-    weight = torch.arange(-128, 128, dtype=torch.int8).repeat_interleave(3).repeat(33, 1)
+    src = torch.arange(256, dtype=torch.uint8, device="cpu").repeat(9, 3)
+    weight = (
+        torch.arange(-128, 128, dtype=torch.int8, device="cpu").repeat_interleave(3).repeat(33, 1)
+    )
     results = {}
     for tier in torchq.supported_isas():
         with torchq.use_isa(tier):

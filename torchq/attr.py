@@ -218,8 +218,8 @@ class Attr:
         if param is not None:
             return param.resolve(f"torchq.Attr.resolve: {kind} of {arg}", dims)
         if kind == "zero_points":
-            return torch.zeros([1] * len(dims), dtype=torch.int32)
-        return torch.ones([1] * len(dims), dtype=torch.float32)
+            return torch.zeros([1] * len(dims), dtype=torch.int32, device="cpu")
+        return torch.ones([1] * len(dims), dtype=torch.float32, device="cpu")
 
     @staticmethod
     def expected_values(mask: int, dims: Sequence[int]) -> int:

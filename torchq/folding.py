@@ -119,7 +119,7 @@ def fold(
             attr.values("dst", "zero_points"),
         )
     elif _is_raw(attr, float_bias, dst_dtype):
-        folded = (torch.empty(0, dtype=torch.float32),) * 3
+        folded = (torch.empty(0, dtype=torch.float32, device="cpu"),) * 3
         dst_zero_point = attr.values("dst", "zero_points")
         acc_bias = _shifted(op, acc_bias, dst_zero_point, weight, _range(weight_zero_point))
     else:

@@ -76,7 +76,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if report is not None:
         fields = {"rows": [astuple(row) for row in report], "note": getattr(model, _NOTE, "")}
         text = zlib.compress(json.dumps(fields, separators=(",", ":")).encode())
-        state[REPORT_KEY] = torch.tensor(list(text), dtype=torch.uint8)
+        state[REPORT_KEY] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
     try:
         from safetensors.torch import save as dump
     except ImportError:
@@ -254,7 +254,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
         state[name] = value
     if aliases:
         text = json.dumps(aliases, separators=(",", ":"))
-        state[ALIAS_KEY] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        state[ALIAS_KEY] = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
     return state
 
 

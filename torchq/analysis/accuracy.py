@@ -236,7 +236,9 @@ def covered(module: nn.Module) -> tuple[float, float] | None:
     if dtype not in (torch.uint8, torch.int8):
         return None
     limits = torch.iinfo(dtype)
-    ends = real(module, torch.tensor([limits.min, limits.max], dtype=dtype).view(1, 1, 2))
+    ends = real(
+        module, torch.tensor([limits.min, limits.max], dtype=dtype, device="cpu").view(1, 1, 2)
+    )
     return float(ends.min()), float(ends.max())
 
 

@@ -49,7 +49,11 @@ def fake_quantizer(module: nn.Module) -> FakeQuantize | None:
     if not hasattr(module, "fake_quant_enabled") or not hasattr(module, "scale"):
         return None
     enabled = module.fake_quant_enabled
-    return FakeQuantize.from_torch(module) if bool(torch.as_tensor(enabled).any()) else None
+    return (
+        FakeQuantize.from_torch(module)
+        if bool(torch.as_tensor(enabled, device="cpu").any())
+        else None
+    )
 
 
 def is_watcher(module: object) -> bool:

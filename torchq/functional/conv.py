@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import check_type
+from torchq._windows import conv_sizes
 from torchq.attr import Attr
 from torchq.folding import check_attr_type, fold
 from torchq.functional.arguments import (
@@ -23,7 +24,7 @@ from torchq.functional.arguments import (
     spread,
 )
 from torchq.functional.depthwise import padding_end, split_at_dw_conv
-from torchq.ops import conv_sizes, dtype_code
+from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_conv
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import check_type
+from torchq._windows import conv_transpose_sizes
 from torchq.attr import Attr
 from torchq.folding import fold
 from torchq.functional.arguments import (
@@ -22,7 +23,7 @@ from torchq.functional.arguments import (
     spatial_dims,
     spread,
 )
-from torchq.ops import conv_transpose_sizes, dtype_code
+from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_conv_transpose
 
 

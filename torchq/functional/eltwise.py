@@ -147,7 +147,10 @@ def prelu(
     dst_dtype = src.dtype if dst_dtype is None else dst_dtype
     rest, operands = real_post_ops("prelu", attr, dst_dtype, post_op_srcs, lambda: src.shape)
     code = dtype_code(dst_dtype, "prelu")
-    one, zero = torch.ones(1, dtype=torch.float32), torch.zeros(1, dtype=torch.int32)
+    one, zero = (
+        torch.ones(1, dtype=torch.float32, device="cpu"),
+        torch.zeros(1, dtype=torch.int32, device="cpu"),
+    )
     result: Tensor = torch.ops.torchq.binary(
         src,
         weight,
@@ -190,7 +193,7 @@ def sum(
         raise ValueError("torchq.sum: srcs must be 1 to 32 tensors, got 0 tensors. Pass some.")
     names = [f"src{i}" for i in range(len(srcs))]
     dst_scale, zero_points = real_params("sum", attr, [*names, "dst"], scaled=["dst"])
-    factors = torch.ones(len(srcs), dtype=torch.float32)
+    factors = torch.ones(len(srcs), dtype=torch.float32, device="cpu")
     if scales is not None:
         factors = float_values("torchq.sum: scales", scales, positive=False)
     if factors.numel() != len(srcs):

@@ -271,7 +271,7 @@ def _by_group(attr: Attr, arg: str, t: Tensor, groups: int, kind: str = "scales"
     k, n = values.shape[-2:]
     values = values.reshape(k, n)
     if k == 0:
-        return torch.ones((groups, n), dtype=values.dtype)
+        return torch.ones((groups, n), dtype=values.dtype, device="cpu")
     return values.expand(groups, n) if k == 1 else values[:: k // groups]
 
 
@@ -306,7 +306,7 @@ def _fold(
 ) -> Folded:
     """Folds as for a linear layer of the same scales, once per group of k."""
     n, k = weight.shape[-1], weight.shape[-2]
-    empty = torch.empty(0, dtype=torch.float32)
+    empty = torch.empty(0, dtype=torch.float32, device="cpu")
     layer = PackedWeight(empty, empty, empty, (n, k), 1, ())
     by_row = _scaled_by_row(attr, src) or attr.mask("src") is None
     src_scales = None if by_row else _by_group(attr, "src", src, groups)

@@ -142,7 +142,7 @@ def _converted(src: Tensor, dtype: torch.dtype, attr: Attr) -> Tensor:
             attr.resolve("dst", src.shape, "zero_points"),
             dtype,
         )
-    none = torch.empty(0, dtype=torch.float32)
+    none = torch.empty(0, dtype=torch.float32, device="cpu")
     result: Tensor = torch.ops.torchq.reorder(src, none, dtype_code(dtype, "reorder"))
     return result
 
@@ -169,7 +169,7 @@ def _reorder_real(
     scales = [attr.resolve(arg, src.shape) for arg in ("src", "dst")]
     zeros = [attr.resolve(arg, src.shape, "zero_points") for arg in ("src", "dst")]
     code = dtype_code(dtype, "reorder")
-    one, none = torch.ones(1, dtype=torch.float32), torch.zeros(1, dtype=torch.int32)
+    one, none = torch.ones(1, dtype=torch.float32, device="cpu"), torch.zeros(1, dtype=torch.int32, device="cpu")
     if attr.mask("dst", "output_scales") is not None:  # of any sign, unlike scales
         src, zeros[0] = _multiplied(src, torch.float32, attr, None), none
     if attr.post_ops or old is not None:
@@ -219,10 +219,10 @@ def _sum(
     """``scales`` and ``zeros``: one of src and one of dst."""
     factors = [
         scales[0].reshape(1),
-        torch.tensor([step.scale], dtype=torch.float32),
+        torch.tensor([step.scale], dtype=torch.float32, device="cpu"),
         scales[1].reshape(1),
     ]
-    offset = torch.tensor([step.zero_point], dtype=torch.int32)
+    offset = torch.tensor([step.zero_point], dtype=torch.int32, device="cpu")
     offsets = [zeros[0].reshape(1), offset, zeros[1].reshape(1)]
     result: Tensor = torch.ops.torchq.sum(srcs, torch.cat(factors), torch.cat(offsets), code)
     return result

@@ -91,9 +91,11 @@ class DynamicQLinear(QModule):
     def from_spec(cls, spec: dict[str, Any]) -> "DynamicQLinear":
         """See the base class."""
         outputs, inputs = spec["weight"]
-        packed = pack_linear(torch.zeros(outputs, inputs, dtype=torch.int8))
-        bias = torch.zeros(outputs, dtype=torch.float32) if spec["bias"] else None
-        return cls(packed, torch.ones(1, dtype=torch.float32), bias, spec["src_range"])
+        packed = pack_linear(torch.zeros(outputs, inputs, dtype=torch.int8, device="cpu"))
+        bias = torch.zeros(outputs, dtype=torch.float32, device="cpu") if spec["bias"] else None
+        return cls(
+            packed, torch.ones(1, dtype=torch.float32, device="cpu"), bias, spec["src_range"]
+        )
 
     def packed(self) -> PackedWeight:
         """The weight with the shape it was packed from."""

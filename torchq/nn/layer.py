@@ -57,9 +57,9 @@ def _placeholder_weight(spec: dict[str, Any]) -> PackedWeight:
     dilation: Sequence[int] = spec["dilation"]
     if "stride" in spec:
         transposed = [shape[1] * groups, shape[0] // groups, *shape[2:]]
-        zeros = torch.zeros(transposed, dtype=dtype)
+        zeros = torch.zeros(transposed, dtype=dtype, device="cpu")
         return pack_conv_transpose(zeros, groups, spec["stride"], dilation)
-    weight = torch.zeros(shape, dtype=dtype)
+    weight = torch.zeros(shape, dtype=dtype, device="cpu")
     return pack_conv(weight, groups, dilation) if dilation else pack_linear(weight)
 
 
@@ -172,7 +172,9 @@ class QLayer(QModule):
             spec["weight_dtype"] = dtype_name(weight.dtype)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self.post_ops = str(chain)
-        values = torch.cat([torch.empty(0, dtype=torch.float32), *chain.channel_values])
+        values = torch.cat(
+            [torch.empty(0, dtype=torch.float32, device="cpu"), *chain.channel_values]
+        )
         self.register_buffer("post_op_values", values)
         self._set_spec(
             weight=list(weight.shape),
@@ -190,7 +192,9 @@ class QLayer(QModule):
         )
         self.lookup: QLookup | None = None  # a plain None costs no look-up through nn.Module
         for name in ("multiplier", "offset", "post_op_params"):
-            self.register_buffer(name, torch.empty(0, dtype=torch.float32), persistent=False)
+            self.register_buffer(
+                name, torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False
+            )
         self.refold()
 
     def with_lookup(self, lookup: QLookup) -> Self:
@@ -314,19 +318,23 @@ class QLayer(QModule):
         # Bits of dst are in the chain already: the clip at its end.
         dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"])
         if dst is not None and spec["dst_scales"] > 1:
-            scale = torch.ones(spec["dst_scales"], dtype=torch.float32)
+            scale = torch.ones(spec["dst_scales"], dtype=torch.float32, device="cpu")
             dst = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), dst.dtype, 1)
         sizes = spec["post_op_values"]
         zeros = spec.get("weight_zero_points")
         return {
             "weight": packed,
-            "weight_scale": torch.ones(spec["weight_scales"], dtype=torch.float32),
-            "weight_zero_point": None if zeros is None else torch.zeros(zeros, dtype=torch.int32),
-            "bias": torch.zeros(spec["weight"][0], dtype=torch.float32) if spec["bias"] else None,
+            "weight_scale": torch.ones(spec["weight_scales"], dtype=torch.float32, device="cpu"),
+            "weight_zero_point": None
+            if zeros is None
+            else torch.zeros(zeros, dtype=torch.int32, device="cpu"),
+            "bias": torch.zeros(spec["weight"][0], dtype=torch.float32, device="cpu")
+            if spec["bias"]
+            else None,
             "src": placeholder_qparams(spec["src"], spec["src_bits"]),
             "dst": dst,
             "post_ops": PostOps.parse(spec["post_ops"]).with_channel_values(
-                [torch.zeros(n, dtype=torch.float32) for n in sizes]
+                [torch.zeros(n, dtype=torch.float32, device="cpu") for n in sizes]
             ),
         }
 

@@ -101,7 +101,7 @@ class QModule(nn.Module):
         # beside the buffer, which loses its values on meta
         self._spec_text = json.dumps(fields, separators=(",", ":"))
         text = list(self._spec_text.encode())
-        self.register_buffer("spec", torch.tensor(text, dtype=torch.uint8))
+        self.register_buffer("spec", torch.tensor(text, dtype=torch.uint8, device="cpu"))
 
     def read_spec(self) -> dict[str, Any]:
         """The spec as a dict."""

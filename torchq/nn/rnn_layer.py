@@ -176,17 +176,19 @@ class QRecurrentLayer(QModule):
         shape = [directions, gates, self.hidden_size]
         for name, value in (("bias_src", bias_src), ("bias_state", bias_state)):
             given = (
-                torch.zeros(shape, dtype=torch.float32)
+                torch.zeros(shape, dtype=torch.float32, device="cpu")
                 if value is None
                 else value.detach().reshape(shape)
             )
             self.register_buffer(name, given.to(torch.float32).clone())
         self.register_buffer("peephole", None if peephole is None else peephole.detach().clone())
         for name in ("multiplier_src", "multiplier_state", "bias", "scales", "zero_points"):
-            self.register_buffer(name, torch.empty(0, dtype=torch.float32), persistent=False)
+            self.register_buffer(
+                name, torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False
+            )
         has_extra = cell == "gru" or peephole is not None
         for name, present in (("multiplier_projection", projection), ("extra", has_extra or None)):
-            value = None if present is None else torch.empty(0, dtype=torch.float32)
+            value = None if present is None else torch.empty(0, dtype=torch.float32, device="cpu")
             self.register_buffer(name, value, persistent=False)
         self.state_code = dtype_code(state.dtype)
         self.dst_dtype, self.dst_code = dst_dtype, dtype_code(dst_dtype)
@@ -246,7 +248,7 @@ class QRecurrentLayer(QModule):
         src = 1.0 if self.dynamic else self.src_scale.double()
         state, hidden = self.state_scale.double(), self.hidden_scale.double()
         if self.dynamic:
-            state = hidden = torch.ones(1, dtype=torch.float64)
+            state = hidden = torch.ones(1, dtype=torch.float64, device="cpu")
         self.multiplier_src = _folded(self.scale_src.double() * src, shape)
         self.multiplier_state = _folded(self.scale_state.double() * state, shape)
         if self.scale_projection is not None:
@@ -267,7 +269,7 @@ class QRecurrentLayer(QModule):
         zero_points = (self.src_zero_point, self.state_zero_point, self.hidden_zero_point)
         self.zero_points = torch.cat(zero_points)
         if self.dynamic:
-            self.zero_points = torch.tensor([0, 128, 128], dtype=torch.int32)
+            self.zero_points = torch.tensor([0, 128, 128], dtype=torch.int32, device="cpu")
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QRecurrentLayer":
@@ -277,9 +279,11 @@ class QRecurrentLayer(QModule):
 
         def weight(index: int, *shape: int) -> "RecurrentWeight":
             scales = torch.ones(
-                1 if spec["weight_scales"][index] == 1 else shape[:-1], dtype=torch.float32
+                1 if spec["weight_scales"][index] == 1 else shape[:-1],
+                dtype=torch.float32,
+                device="cpu",
             )
-            return RecurrentWeight(torch.zeros(shape, dtype=torch.int8), scales)
+            return RecurrentWeight(torch.zeros(shape, dtype=torch.int8, device="cpu"), scales)
 
         dynamic = spec["src"] == "dynamic"
         return cls(
@@ -287,7 +291,7 @@ class QRecurrentLayer(QModule):
             weight(0, directions, gates, hidden, inputs),
             weight(1, directions, gates, hidden, projection or hidden),
             projection=weight(2, directions, 1, projection, hidden) if projection else None,
-            peephole=torch.zeros(directions, 3, hidden, dtype=torch.float32)
+            peephole=torch.zeros(directions, 3, hidden, dtype=torch.float32, device="cpu")
             if spec["peephole"]
             else None,
             src=None if dynamic else placeholder_qparams(spec["src"], spec["src_bits"]),
