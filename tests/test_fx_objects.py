@@ -21,7 +21,7 @@ from state_cases import batches, follows, quantized
 from torch import Tensor, fx, nn
 
 import torchq
-from torchq.state import changed
+from torchq.convert.model_state import changed
 
 
 class Slotted:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.fx.module import QuantizedGraph
+from torchq.convert.graph_module import QuantizedGraph
 
 REALS = torch.linspace(1, 4, 8)
 INTS = torch.arange(8) % 3 + 1

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import torchq
 from torchq import QConfig
-from torchq.fx.prepared import Prepared
-from torchq.running import float_tensors
+from torchq.convert.prepared import Prepared
+from torchq.convert.inputs import float_tensors
 
 CASES = models.CASES | fx_models.CASES
 

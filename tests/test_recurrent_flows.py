@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torchq
 from torchq import QConfig, eager, fx
-from torchq.explain import Row
+from torchq.convert.explain import Row
 
 FLOWS = {"fx": fx, "eager": eager}
 
