@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from html import escape
 from importlib import resources
-from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from torchq._files import write_file
 from torchq.analysis.accuracy import (
     Accuracy,
     LayerAccuracy,
@@ -54,6 +54,7 @@ def write_report(
         title: heading; the class of the model by default.
 
     Raises:
+        OSError: the file cannot be written.
         ValueError: ``data`` is empty, or the models do not belong together.
     """
     data = list(batches("write_report", data, progress=False))
@@ -78,33 +79,28 @@ def write_report(
     losing = sorted(times.losing, key=lambda layer: layer.float_ms - layer.int8_ms)
     slowest = sorted(times.layers, key=lambda layer: -layer.int8_ms)[:_MOST]
     page = Template(resources.files("torchq.analysis").joinpath("report.html").read_text("utf-8"))
-    Path(path).write_text(
-        page.substitute(
-            title=escape(title or type(model).__name__),
-            **_headline(rows, accuracy, times, _bytes(model), _bytes(qmodel)),
-            machine=escape(f"{_machine()}; times of {_batch(data[0])}"),
-            floats=_floats(rows),
-            losing=_table(
-                ("layer", "float ms", "int8 ms"),
-                [(x.name, _ms(x.float_ms), _ms(x.int8_ms)) for x in losing[:_MOST]],
-                len(losing[_MOST:]),
-            ),
-            worst=_table(
-                ("layer", "SQNR dB", "clipped %"),
-                [(x.name, f"{x.sqnr:.1f}", f"{100 * x.clipped:.2f}") for x in worst],
-            ),
-            slowest=_table(
-                ("layer", "int8 ms", "% of all"),
-                [
-                    (x.name, _ms(x.int8_ms), f"{100 * x.int8_ms / times.int8_ms:.0f}")
-                    for x in slowest
-                ],
-            ),
-            fused=_switch(sum(_is_fused(row) for row in rows)),
-            rows="\n".join(body),
+    text = page.substitute(
+        title=escape(title or type(model).__name__),
+        **_headline(rows, accuracy, times, _bytes(model), _bytes(qmodel)),
+        machine=escape(f"{_machine()}; times of {_batch(data[0])}"),
+        floats=_floats(rows),
+        losing=_table(
+            ("layer", "float ms", "int8 ms"),
+            [(x.name, _ms(x.float_ms), _ms(x.int8_ms)) for x in losing[:_MOST]],
+            len(losing[_MOST:]),
         ),
-        encoding="utf-8",
+        worst=_table(
+            ("layer", "SQNR dB", "clipped %"),
+            [(x.name, f"{x.sqnr:.1f}", f"{100 * x.clipped:.2f}") for x in worst],
+        ),
+        slowest=_table(
+            ("layer", "int8 ms", "% of all"),
+            [(x.name, _ms(x.int8_ms), f"{100 * x.int8_ms / times.int8_ms:.0f}") for x in slowest],
+        ),
+        fused=_switch(sum(_is_fused(row) for row in rows)),
+        rows="\n".join(body),
     )
+    write_file("torchq.write_report", path, [text.encode()])
 
 
 def _headline(
