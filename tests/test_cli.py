@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import re
+from itertools import accumulate, cycle
 from pathlib import Path
 
 import pytest
 
 import torchq
 from torchq.__main__ import main
+from torchq.analysis import timing
 
 DEFINITION = """
 import torch
@@ -69,7 +72,24 @@ def test_analyze_then_inspect(
 def test_bench(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", model]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["float", "int8", "int8, frozen TorchScript"]
+    assert [line.split("  ")[0] for line in lines[:3]] == [
+        "float",
+        "int8",
+        "int8, frozen TorchScript",
+    ]
+    assert all(re.search(r" ms \([\d.]+ to [\d.]+\)", line) for line in lines[:3])
+
+
+def test_bench_of_a_disturbed_run(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of a machine that stops now and then."""
+    jumps = cycle([0.001, 0.001, 0.9, 0.002, 0.4])
+    ticks = accumulate(jumps)
+    monkeypatch.setattr(timing, "clock", lambda: next(ticks))
+    assert main(["bench", model]) == 0
+    out = capsys.readouterr().out
+    assert "no speedup: " in out and not re.search(r"\dx", out)
 
 
 @pytest.mark.parametrize(

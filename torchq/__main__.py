@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import torchq
 from torchq._text import float_text
+from torchq.analysis import Speedup, measure
+from torchq.analysis.timing import UNSTEADY, crowded
 from torchq.fx.structure import GRAPH_KEY
 from torchq.nn.module import read_spec
 from torchq.ops import LIBRARY_PATH
@@ -103,9 +105,15 @@ def bench(args: argparse.Namespace) -> int:
         with torch.inference_mode():
             traced: Any = torch.jit.trace(qmodel, positional)  # type: ignore[no-untyped-call]
             models["int8, frozen TorchScript"] = torch.jit.freeze(traced)
-    times = torchq.milliseconds(models, data[0])
-    for name, ms in times.items():
-        print(f"{name:26}{ms:9.3f} ms  {times['float'] / ms:5.1f}x")
+    times = measure(models, data[0])
+    speedups = {name: Speedup.of(times["float"], each) for name, each in times.items()}
+    note = crowded()
+    if not note and not all(speedup.is_steady for speedup in speedups.values()):
+        note = UNSTEADY
+    for name, each in times.items():
+        print(f"{name:26}{each}  {'' if note else speedups[name]}".rstrip())
+    if note:
+        print(f"no speedup: {note}")
     return 0
 
 

@@ -27,6 +27,7 @@ from torchq.analysis.accuracy import (
     without_observers,
 )
 from torchq.analysis.speed import LayerTime, Profile, profile
+from torchq.analysis.timing import UNSTEADY
 from torchq.explain import NOT_CALLED, Row, explain
 from torchq.isa import cpu_info, isa
 from torchq.nn.module import QModule
@@ -95,7 +96,7 @@ def write_report(
         ),
         slowest=_table(
             ("layer", "int8 ms", "% of all"),
-            [(x.name, _ms(x.int8_ms), f"{100 * x.int8_ms / times.int8_ms:.0f}") for x in slowest],
+            [(x.name, _ms(x.int8_ms), f"{100 * x.share:.0f}") for x in slowest],
         ),
         fused=_switch(sum(_is_fused(row) for row in rows)),
         rows="\n".join(body),
@@ -109,21 +110,29 @@ def _headline(
     """The sentence on top, and the figures below it."""
     matmuls = [row for row in rows if row.is_matmul and row.reason != NOT_CALLED]
     quantized = sum(row.quantized for row in matmuls)
-    faster, smaller = times.float_ms / times.int8_ms, before / max(after, 1)
+    speedup, smaller = times.speedup, before / max(after, 1)
     share = 100 * 10 ** (-accuracy.output / 20)
+    faster = f"{_ratio(speedup.median, 'faster', 'slower')} and " if times.is_steady else ""
     lead = (
-        f"{_ratio(faster, 'faster', 'slower')} and {_ratio(smaller, 'smaller', 'larger')} than "
-        f"float; the results differ by {share:.2g} % of their size. "
+        f"{faster}{_ratio(smaller, 'smaller', 'larger')} than float; the results differ by "
+        f"{share:.2g} % of their size. "
         f"{quantized} of {len(matmuls)} convolutions, linear and recurrent layers run in int8."
     )
     facts = [
-        (f"{faster:.1f}x", f"faster: {_ms(times.float_ms)} to {_ms(times.int8_ms)} ms"),
+        _speed_fact(times),
         (f"{smaller:.1f}x", f"smaller: {before / 1e6:.2f} to {after / 1e6:.2f} MB"),
         (f"{accuracy.output:.1f} dB", "SQNR of the output"),
         (f"{quantized} of {len(matmuls)}", "convolutions and linears in int8"),
     ]
     boxes = "".join(f"<div><b>{escape(v)}</b>{escape(k)}</div>" for v, k in facts)
     return {"lead": escape(lead), "facts": boxes}
+
+
+def _speed_fact(times: Profile) -> tuple[str, str]:
+    """The speed, or why there is no figure for it."""
+    if times.is_steady:
+        return str(times.speedup), f"faster: {_ms(times.float_ms)} to {_ms(times.int8_ms)} ms"
+    return "speed unknown", times.note or f"{times.speedup}: {UNSTEADY}"
 
 
 def _ratio(value: float, more: str, less: str) -> str:
@@ -180,7 +189,8 @@ def _line(
     if not about.startswith(kind):  # a table of values says what it is
         about = f"{kind} · {about}" if about else kind
     name = f"{_name(row.name or '(the model)')}<small>{escape(about)}</small>"
-    faster = spent.float_ms / spent.int8_ms if spent and spent.int8_ms else None
+    speedup = spent.speedup if spent else None
+    faster = speedup.median if speedup and speedup.is_steady else None
     cells = [
         f'<td class="name">{name}</td>',
         _badge(row),
