@@ -131,11 +131,11 @@ def _loaded(
             f"and has {unexpected[:5]} too many. Pass the architecture the file was saved from."
         )
     if report is not None:
-        vars(loaded)["torchq_report"], vars(loaded)[_NOTE] = _report(report)
+        vars(loaded)["torchq_report"], vars(loaded)[_NOTE] = read_report(report)
     return loaded.eval().requires_grad_(False)
 
 
-def _report(text: Tensor) -> tuple[list[Row], str]:
+def read_report(text: Tensor) -> tuple[list[Row], str]:
     """The rows and the note that :func:`save` wrote."""
     try:
         fields = json.loads(zlib.decompress(bytes(text.tolist())))

@@ -9,6 +9,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from torchq._arguments import kind_text
+
 __all__ = [
     "GUARDS",
     "OPTIONAL",
@@ -116,7 +118,7 @@ def expect_float(value: Tensor) -> None:
         TypeError: naming what it is.
     """
     if not isinstance(value, Tensor):
-        _raise_input(f"{value}")
+        _raise_input(kind_text(value))
     if value.dtype != torch.float32:
         _raise_input(f"{value.dtype}")
 
@@ -172,7 +174,7 @@ def expect_same(value: Any, expected: Any) -> None:
         RuntimeError: naming both.
     """
     if not _is_same(value, expected):
-        _raise_other(f"{expected}", f"{value}")
+        _raise_other(f"{expected}", kind_text(value))
 
 
 @torch.fx.wrap
@@ -205,7 +207,7 @@ def expect_tensor(value: Tensor) -> None:
         RuntimeError: it is none.
     """
     if not isinstance(value, Tensor):
-        _raise_other("a tensor", f"{value}")
+        _raise_other("a tensor", kind_text(value))
 
 
 @torch.fx.wrap
