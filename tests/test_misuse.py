@@ -3,7 +3,7 @@
 
 import copy
 import functools
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
 import numpy as np
@@ -309,3 +309,20 @@ def test_nan_in_other_parameters(flow):
     prepared = flow.prepare(model, x)
     with pytest.raises(ValueError, match=r"calibrate: '0.bias' of the model .* got 1 NaN and 0"):
         flow.calibrate(prepared, [x])
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}])
+def test_numpy_inputs_are_not_printed(options):
+    qmodel = torchq.quantize(MODEL, DATA, DATA[0], torchq.QConfig(**options))
+    with pytest.raises((TypeError, RuntimeError)) as error:
+        qmodel(DATA[0].numpy())
+    assert "got a numpy array of float32 [" in str(error.value) and "[[" not in str(error.value)
+    assert "torch.from_numpy" in str(error.value)
+
+
+def test_errors_of_a_converted_model_name_the_module():
+    body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    model = nn.Sequential(OrderedDict(body=body, flat=nn.Flatten(), head=nn.Linear(144, 2))).eval()
+    qmodel = torchq.quantize(model, [torch.randn(2, 3, 8, 8)])
+    with pytest.raises(ValueError, match=r"torchq.conv: .*got 4 .* The module is 'body.0'\."):
+        qmodel(torch.randn(2, 4, 8, 8))
+    with pytest.raises(ValueError, match=r"torchq.linear: .* 144 .* The module is 'head'\."):
+        qmodel(torch.randn(2, 3, 9, 8))

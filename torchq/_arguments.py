@@ -29,6 +29,17 @@ MAX_DIMS = 12  # oneDNN's DNNL_MAX_NDIMS
 INT32 = torch.iinfo(torch.int32)
 
 
+def kind_text(value: object) -> str:
+    """Returns a value for an error: short, and of arrays and tensors only what they are."""
+    if isinstance(value, np.ndarray):
+        shape = list(value.shape)
+        return f"a numpy array of {value.dtype} {shape}, which torch.from_numpy converts"
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} {list(value.shape)}"
+    text = f"{value}"
+    return text if len(text) < 200 else text[:200] + "..."
+
+
 def check_type(where: str, value: object, kind: type, remedy: str) -> None:
     """Raises TypeError unless ``value`` is a ``kind``; a Tensor must be dense, too."""
     if not isinstance(value, kind):

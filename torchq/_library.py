@@ -19,6 +19,14 @@ DTYPES = {0: torch.uint8, 1: torch.int8, 3: torch.int32, 6: torch.float32}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
+def built_for() -> str:
+    """Returns the torch release that the library was built for, as the build noted it."""
+    try:
+        return LIBRARY_PATH.with_name("built_for.txt").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
 def dtype_code(dtype: torch.dtype, op: str = "") -> int:
     """The ``dst_dtype`` argument of an op for a torch dtype.
 

@@ -72,6 +72,19 @@ class PackedWeight(NamedTuple):
             return self.shape
         return (self.groups, self.shape[0] // self.groups, *self.shape[1:])
 
+    def repacked(self) -> PackedWeight:
+        """Returns the weight unpacked and packed again.
+
+        Sums and bounds, which prove kernels exact, and the padding follow from the weight alone.
+        """
+        return _pack(self.unpack(), self.groups, self.stride, self.dilation)
+
+    def tensors(self, suffix: str = "") -> dict[str, Tensor]:
+        """Returns the tensors by name, each name followed by the suffix."""
+        parts = {"weight": self.weight, "compensation": self.compensation}
+        parts["pair_bound"] = self.pair_bound
+        return {f"{name}{suffix}": part for name, part in parts.items()}
+
     def unpack(self) -> Tensor:
         """The weight as it was before packing."""
         if self.dtype == torch.uint8:
@@ -90,6 +103,32 @@ class PackedWeight(NamedTuple):
             self.weight, list(self.shape), self.groups, list(self.dilation)
         )
         return conv
+
+
+def empty_packed(
+    weight_shape: Sequence[int],
+    dtype: torch.dtype = torch.int8,
+    groups: int = 1,
+    stride: Sequence[int] = (),
+    dilation: Sequence[int] = (),
+) -> PackedWeight:
+    """Returns memory, filled with zeros, for a weight of this shape; packs nothing.
+
+    The shape is the one that ``pack_linear``, or with a dilation ``pack_conv``, or with a stride
+    ``pack_conv_transpose`` takes.
+    """
+    weight = torch.empty(list(weight_shape), dtype=dtype, device="meta")
+    packed = _pack(weight, groups, stride, dilation)
+    zeros = [torch.zeros_like(part, device="cpu") for part in packed.tensors().values()]
+    return packed._replace(weight=zeros[0], compensation=zeros[1], pair_bound=zeros[2])
+
+
+def _pack(
+    weight: Tensor, groups: int, stride: Sequence[int], dilation: Sequence[int]
+) -> PackedWeight:
+    if stride:
+        return pack_conv_transpose(weight, groups, stride, dilation)
+    return pack_conv(weight, groups, dilation) if dilation else pack_linear(weight)
 
 
 def pack_linear(weight: Tensor) -> PackedWeight:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state that linear layers and convolutions share."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torchq.folding import fold
 from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.nn.quantize import QLookup
 from torchq.ops import dtype_code
-from torchq.packing import PackedWeight, pack_conv, pack_conv_transpose, pack_linear
+from torchq.packing import PackedWeight, empty_packed
 from torchq.qparams import QParams
 
 
@@ -50,17 +49,12 @@ def with_destination_range(post_ops: PostOps, dst: QParams | None) -> PostOps:
 
 
 def _placeholder_weight(spec: dict[str, Any]) -> PackedWeight:
-    """Zeros, packed as the spec says."""
-    shape: list[int] = spec["weight"]
-    groups: int = spec["groups"]
+    """Memory for a weight that is packed as the spec says."""
+    shape, groups, stride = spec["weight"], spec["groups"], spec.get("stride", ())
+    if stride:
+        shape = [shape[1] * groups, shape[0] // groups, *shape[2:]]
     dtype = dtype_from_name(spec.get("weight_dtype", "s8"))
-    dilation: Sequence[int] = spec["dilation"]
-    if "stride" in spec:
-        transposed = [shape[1] * groups, shape[0] // groups, *shape[2:]]
-        zeros = torch.zeros(transposed, dtype=dtype, device="cpu")
-        return pack_conv_transpose(zeros, groups, spec["stride"], dilation)
-    weight = torch.zeros(shape, dtype=dtype, device="cpu")
-    return pack_conv(weight, groups, dilation) if dilation else pack_linear(weight)
+    return empty_packed(shape, dtype, groups, stride, spec["dilation"])
 
 
 def _module_chain(post_ops: PostOps) -> PostOps:
@@ -278,6 +272,9 @@ class QLayer(QModule):
             tuple(spec.get("stride", ())),
             dtype_from_name(spec.get("weight_dtype", "s8")),
         )
+
+    def _repacked(self) -> dict[str, Tensor]:
+        return self.packed().repacked().tensors()
 
     @property
     def attr(self) -> Attr:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every quantized module shares: a spec, readable state, refolding after loading."""
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -115,12 +116,44 @@ class QModule(nn.Module):
     def refold(self) -> None:
         """Recomputes what follows from other tensors; call it after changing them."""
 
+    def _repacked(self) -> dict[str, Tensor]:
+        """Returns the buffers that packed weights decide, computed anew from the weights."""
+        return {}
+
+    def _check_packed(self, name: str) -> None:
+        """Raises ValueError unless packed weights, their sums and their pair bounds fit together.
+
+        Kernels take them as proof that their own sums are exact, so a loaded state must prove them.
+        """
+        buffers = [b for b in self._buffers.values() if b is not None]
+        if any(type(b) is not Tensor or b.is_meta for b in buffers):  # fake or meta: no values
+            return
+        for key, expected in self._repacked().items():
+            if not torch.equal(self._buffers[key], expected):  # type: ignore[arg-type]
+                raise ValueError(
+                    f"torchq.nn.{type(self).__name__}: '{key}' of the state of '{name}' must "
+                    "follow from its weight, got other values. The state was damaged or changed by "
+                    "hand: load the original, or quantize the model again."
+                )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """As usual; what was in memory needs no check, unlike what is unpickled."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickles."""
+        """Unpickles.
+
+        Raises:
+            ValueError: packed weights, their sums and their bounds do not fit together.
+        """
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if "_spec_text" not in self.__dict__:  # of an older version
             self._spec_text = bytes(self.spec.tolist()).decode()
         self._own_empty_buffers()
+        self._check_packed("")
 
     def _own_empty_buffers(self) -> None:
         """``torch.export.save`` fails at empty tensors in a file that is mapped to memory."""
@@ -149,6 +182,7 @@ class QModule(nn.Module):
             if text != self._spec_text:
                 self._spec_text, self.post_ops = text, json.loads(text)["post_ops"]
             self._own_empty_buffers()
+            self._check_packed(prefix.rstrip("."))
             self.refold()
 
     def _checked_spec(self, given: Tensor | None, prefix: str) -> str:

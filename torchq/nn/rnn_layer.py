@@ -74,6 +74,11 @@ def grouped(values: Tensor) -> Tensor:
     return split.transpose(1, 2).contiguous()
 
 
+def _packed(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Buffer -> tensor of a weight ``[D, gates, units, inputs]``."""
+    return pack_linear(grouped(weight).flatten(0, 3)).tensors(f"_{name}")
+
+
 def ungrouped(values: Tensor, units: int) -> Tensor:
     """The inverse of :func:`grouped`."""
     return values.transpose(1, 2).flatten(2, 3)[:, :, :units].contiguous()
@@ -222,10 +227,8 @@ class QRecurrentLayer(QModule):
             for part in ("weight", "compensation", "pair_bound", "scale"):
                 self.register_buffer(f"{part}_{name}", None)
             return
-        packed = pack_linear(grouped(weight.weight).flatten(0, 3))
-        self.register_buffer(f"weight_{name}", packed.weight)
-        self.register_buffer(f"compensation_{name}", packed.compensation)
-        self.register_buffer(f"pair_bound_{name}", packed.pair_bound)
+        for key, value in _packed(name, weight.weight).items():
+            self.register_buffer(key, value)
         self.register_buffer(f"scale_{name}", weight.scale.clone())
 
     def unpacked(self, name: str) -> Tensor:
@@ -241,6 +244,10 @@ class QRecurrentLayer(QModule):
         packed = self._buffers[f"weight_{name}"]
         flat: Tensor = torch.ops.torchq.unpack_linear(packed, count, columns)
         return ungrouped(flat.reshape(self.directions, groups, gates, 16, columns), rows)
+
+    def _repacked(self) -> dict[str, Tensor]:
+        names = ["src", "state", *(["projection"] if self.projection_size else [])]
+        return {k: v for name in names for k, v in _packed(name, self.unpacked(name)).items()}
 
     def refold(self) -> None:
         """Folds scales, zero points and biases anew, in double, rounded to float32 once."""
