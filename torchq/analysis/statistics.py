@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchq.nn.attached import computing_modules
 from torchq._tensor_file import is_zip, read_pickled, read_tensors, write_tensors
+from torchq.nn.attached import computing_modules
 from torchq.observers import Observer
 
 _FORMAT = "torchq-calibration-2"
