@@ -69,7 +69,9 @@ def doctor(args: argparse.Namespace) -> int:
 def _wrong_tiers() -> list[str]:
     """Tiers whose products are not exact."""
     src = torch.arange(256, dtype=torch.uint8, device="cpu").repeat(9, 3)
-    weight = torch.arange(-128, 128, dtype=torch.int8, device="cpu").repeat_interleave(3).repeat(33, 1)
+    weight = (
+        torch.arange(-128, 128, dtype=torch.int8, device="cpu").repeat_interleave(3).repeat(33, 1)
+    )
     expected, wrong = (src.double() @ weight.double().T).int(), []
     for tier in torchq.supported_isas():
         with torchq.use_isa(tier):

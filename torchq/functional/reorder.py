@@ -169,7 +169,10 @@ def _reorder_real(
     scales = [attr.resolve(arg, src.shape) for arg in ("src", "dst")]
     zeros = [attr.resolve(arg, src.shape, "zero_points") for arg in ("src", "dst")]
     code = dtype_code(dtype, "reorder")
-    one, none = torch.ones(1, dtype=torch.float32, device="cpu"), torch.zeros(1, dtype=torch.int32, device="cpu")
+    one, none = (
+        torch.ones(1, dtype=torch.float32, device="cpu"),
+        torch.zeros(1, dtype=torch.int32, device="cpu"),
+    )
     if attr.mask("dst", "output_scales") is not None:  # of any sign, unlike scales
         src, zeros[0] = _multiplied(src, torch.float32, attr, None), none
     if attr.post_ops or old is not None:

@@ -93,7 +93,9 @@ class DynamicQLinear(QModule):
         outputs, inputs = spec["weight"]
         packed = empty_packed((outputs, inputs))
         bias = torch.zeros(outputs, dtype=torch.float32, device="cpu") if spec["bias"] else None
-        return cls(packed, torch.ones(1, dtype=torch.float32, device="cpu"), bias, spec["src_range"])
+        return cls(
+            packed, torch.ones(1, dtype=torch.float32, device="cpu"), bias, spec["src_range"]
+        )
 
     def packed(self) -> PackedWeight:
         """The weight with the shape it was packed from."""

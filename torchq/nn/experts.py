@@ -83,9 +83,7 @@ class QExperts(QModule):
         gate.__dict__["_parameters"] = {}
         self._gate = [gate]
 
-    def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Runs the experts that rows ask for."""
         dst = torch.zeros_like(hidden_states)
         gate: Any = self._gate[0]
