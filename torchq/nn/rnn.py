@@ -328,8 +328,7 @@ class QGRU(_QRecurrent):
 
     The state stays float32 between steps; only what the recurrent weight multiplies is quantized.
     oneDNN's vanilla form, which resets before the matmul, is made of layers with the cell
-    ``gru_vanilla``. There the state is quantized after each step, as in oneDNN. See :class:`QLSTM`
-    for the shapes; there is no cell state.
+    ``gru_vanilla``. See :class:`QLSTM` for the shapes; there is no cell state.
     """
 
     _float = nn.GRU
