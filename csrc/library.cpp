@@ -181,6 +181,8 @@ TORCH_LIBRARY(torchq, m) {
   m.def("_last_kernel() -> str", &torchq::last_kernel);
   m.def("_scratch_bytes() -> int", &torchq::scratch_bytes);
   m.def("_idle_bytes() -> int", &torchq::idle_bytes);
+  m.def("_release_memory() -> int",
+        []() { return torchq::release_scratch() + torchq::release_idle(); });
   m.def("_set_timing(bool on) -> bool", &torchq::set_timing);
   m.def("_last_us() -> float", &torchq::last_microseconds);
 }
