@@ -23,7 +23,7 @@ from torchq.nn import (
     RecurrentWeight,
 )
 from torchq.qparams import QParams
-from torchq.saturation.recurrent import Tally, emulate_recurrent
+from torchq.saturation import Tally, emulate_recurrent
 
 U8, S8 = torch.uint8, torch.int8
 UNIT, SIGNED = QParams.per_tensor(1 / 127, 128), QParams.per_tensor(1 / 127, 0, S8)
@@ -182,3 +182,13 @@ def test_what_is_not_listed_never_saturates(seed: int, factor: int) -> None:
 def test_dynamic_linear_layers_are_listed() -> None:
     layers = [DynamicQLinear.from_float(nn.Linear(64, 8), bits=bits) for bits in (8, 7)]
     assert list(saturation.seven_bits(nn.Sequential(*layers))) == ["0"]
+
+
+def test_networks_are_emulated_layer_by_layer() -> None:
+    q = QLSTM.from_float(nn.LSTM(20, 8), UNIT)
+    with pytest.raises(TypeError, match=r"layer must be of type QRecurrentLayer, got QLSTM"):
+        emulate_recurrent(q, X)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a recurrent one: emulate_recurrent"):
+        saturation.emulate_module(q, X)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"float64"):
+        emulate_recurrent(q.layers[0], X.double())

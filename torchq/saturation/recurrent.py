@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchq._arguments import check_type
 from torchq._library import DTYPES
 from torchq.nn.rnn import QGRU, QLSTM
 from torchq.nn.rnn_cell import QGRUCell, QLSTMCell
@@ -79,7 +80,16 @@ def emulate_recurrent(
         c_0: see there.
         saturates: whether pairs saturate, or are summed exactly.
         tally: counts pairs, if given.
+
+    Raises:
+        TypeError: ``layer`` is another module, or ``src`` has another dtype.
     """
+    check_type(
+        "torchq.saturation.emulate_recurrent: layer",
+        layer,
+        QRecurrentLayer,
+        "Pass a layer of the network, such as qlstm.layers[0].",
+    )
     src = src if layer.dynamic else layer._quantized_src(src)
     if batch_sizes is None:
         steps, batch = src.shape[:2]

@@ -202,7 +202,7 @@ def emulate_module(
         raise TypeError(
             "torchq.saturation.emulate_module: module must be a QLinear, QConv or "
             f"QConvTranspose, got {type(module).__name__}. Emulate the accumulators: "
-            "emulate_linear, emulate_conv."
+            "emulate_linear, emulate_conv; or a layer of a recurrent one: emulate_recurrent."
         )
     if getattr(module, "dw", None) is not None:
         raise NotImplementedError(
