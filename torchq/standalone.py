@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from torchq.config import QConfig
-from torchq.kinds import EXPOSED, MAX_REDUCTION, inherits, is_patched
+from torchq.kinds import EXPOSED, MAX_REDUCTION, is_patched
 from torchq.lowering import naming
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.module import QModule
-from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
+from torchq.nn.rnn_observed import CELLS, NETWORKS, ObservedRNN, ObservedRNNCell
 
-FOREIGN = "it is a recurrent module with code of its own, which has no int8 form"
+FOREIGN = "it is a subclass; of recurrent modules, only torch.nn's own classes have an int8 form"
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
@@ -49,7 +49,7 @@ STANDALONE = (ObservedRNN, ObservedRNNCell, DynamicLinear)
 
 def is_foreign(module: nn.Module) -> bool:
     """Whether it is a recurrent module with a forward of its own, which may compute anything."""
-    known = inherits(type(module)) and not is_patched(module)
+    known = type(module) in (*NETWORKS, *CELLS) and not is_patched(module)
     return isinstance(module, RECURRENT) and not known
 
 

@@ -14,7 +14,7 @@ from torchq.eager.calls import Recording
 from torchq.eager.observed import ObservedLeaf
 from torchq.kinds import MATMUL, MAX_REDUCTION, NO_DYNAMIC_FORM
 from torchq.nn.leaf import take_hooks, without_hooks
-from torchq.standalone import FOREIGN, RECURRENT, is_foreign, observed
+from torchq.standalone import RECURRENT, observed
 
 OTHER_CODE = "the model's code does something else with another kind of layer"
 _TOO_LONG = f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
@@ -95,8 +95,6 @@ class Plan:
         if config is None:
             return "kept float by an override"
         if isinstance(layer, RECURRENT):
-            if is_foreign(layer):
-                return FOREIGN
             if max(p.size(-1) for p in layer.parameters() if p.dim() > 1) > MAX_REDUCTION:
                 return _TOO_LONG
         else:

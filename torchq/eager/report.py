@@ -8,7 +8,7 @@ from torch import nn
 from torchq.eager.planning import Plan
 from torchq.explain import NOT_CALLED, Row
 from torchq.kinds import MATMUL
-from torchq.standalone import FOREIGN, RECURRENT, is_foreign
+from torchq.standalone import RECURRENT
 
 
 def report_rows(model: nn.Module, plan: Plan) -> list[Row]:
@@ -33,9 +33,9 @@ def _row(name: str, module: nn.Module, plan: Plan) -> Row:
 
 
 def _without_layer(name: str, module: nn.Module, plan: Plan) -> str:
-    if is_foreign(module):
-        return FOREIGN
     if name not in plan.recording.leaves:
+        if isinstance(module, RECURRENT):
+            return "it is a recurrent module with code of its own"
         return "only leaf modules of torch.nn and torchq.nn have an int8 form"
     if plan.recording.calls[name]:
         return "the model's own code calls it, which gets and gives float32"
