@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq._arguments import check_type
-from torchq.eager.weights import leave_fast_paths, settled
+from torchq.eager.weights import leave_fast_paths, settled, split_attention
 from torchq.explain import Row
 from torchq.fake_quantize import FakeQuantize
 from torchq.fx.module import QuantizedGraph
@@ -143,6 +143,7 @@ def _swapped(
         modules[name] = _traced(own.pop(GRAPH_KEY), _submodule(model, name, path), own, path)
     inside = tuple(f"{name}." for name in modules)
     modules |= _quantized({k: v for k, v in state.items() if not k.startswith(inside)})
+    model = split_attention(model, [n.removesuffix(".q_proj") for n in modules])
     memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in modules.items()}
     swapped = working_copy(model, memo, "load")  # its float layers became what prepare made of them
     kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.config import Overrides, QConfig
+from torchq.config import Overrides, QConfig, resolve
 from torchq.eager.calls import record
 from torchq.eager.checks import check_mode, check_model, check_prepared
 from torchq.eager.compare import Comparison, fitting
 from torchq.eager.observed import ObservedLeaf
 from torchq.eager.planning import Plan
 from torchq.eager.report import report_rows
-from torchq.eager.weights import leave_fast_paths, settled
+from torchq.eager.weights import leave_fast_paths, settled, split_attention
 from torchq.explain import Row, check_strict
 from torchq.nn.leaf import take_hooks
 from torchq.running import Inputs, batches, call, split_inputs, without_gradients, working_copy
@@ -68,19 +68,22 @@ def prepare_call(
     """
     model = settled(working_copy(model))
     leave_fast_paths(model)
+    comparison = Comparison(model, args, kwargs)
+    names = [name for name, _ in model.named_modules()]
+    asked = [n for n in names if resolve(overrides, f"{prefix}{n}", config) is not None]
+    split = split_attention(model, asked)
+    if split is not model and comparison.agrees(split):
+        model = split
     plan = Plan(model, record(model, args, kwargs), config, overrides, prefix)
     if not prefix:
         plan.check_patterns()
-    prepared = _assembled(model, plan, args, kwargs)
+    prepared = _assembled(model, plan, comparison)
     prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
     return prepared
 
 
-def _assembled(
-    model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> nn.Module:
+def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Module:
     """Returns the prepared model; leaves that its code would notice stay float."""
-    comparison = Comparison(model, args, kwargs)
 
     def assemble(names: list[str], contiguous: bool) -> nn.Module:
         return _with_modules(model, plan.replacements(names, contiguous)).eval()
