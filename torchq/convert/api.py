@@ -154,12 +154,12 @@ def _leaf(name: str, module: ObservedLeaf, layers: dict[str, tuple[Prepared, Lay
 
     A leaf that only the graph has seen takes the graph's parameters of its source.
     """
+    if name in layers and module.observer is not None:
+        graph, layer = layers[name]
+        return module.convert(graph.qparams(layer.srcs[0]))
     if module.observer is None or module.observer.calibrated:
         return module.convert()
-    if name not in layers:
-        return module.module
-    graph, layer = layers[name]
-    return module.convert(graph.qparams(layer.srcs[0]))
+    return module.module
 
 
 def quantize(

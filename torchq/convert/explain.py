@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from torchq.nn.attached import computing_modules
 from torchq._table import html_table
+from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule
 from torchq.saturation import seven_bits
 
