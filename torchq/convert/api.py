@@ -7,15 +7,17 @@ import copy
 import itertools
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchq.config import Overrides, QConfig
-from torchq.convert.dispatch import Dispatch, Example, attach, dispatches
+from torchq.convert.dispatch import Dispatch, attach, dispatches
 from torchq.convert.explain import Row, check_strict
 from torchq.convert.fuse import Layer
+from torchq.convert.guards import Example
 from torchq.convert.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, find_parts
@@ -68,7 +70,7 @@ def _prepared(
         if graph := _graph(part, prepared, config, overrides):
             owner = prepared.get_submodule(part.name)
             example = Example.of(owner, part.exported)
-            attach(Dispatch(owner, graph, example, part.name, strict=False))
+            attach(Dispatch(owner, graph, example, part.name, config.strict))
             graphs.append((part.name, graph.torchq_report))
     prepared.torchq_report = merged(prepared.torchq_report, graphs)
     if "" in parts.reasons:
@@ -101,6 +103,8 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
     if strict:
         check_strict(rows)
     graphs = dispatches(prepared)
+    for dispatch in graphs:
+        _check_calibrated(dispatch)
     layers = _layers(graphs)
     memo: dict[int, Any] = {}
     for name, module in prepared.named_modules():
@@ -115,6 +119,8 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
         }
         memo[id(graph)] = Lowering(graph, opaque).run()
     result = copy.deepcopy(prepared, memo)
+    for dispatch in dispatches(result):
+        dispatch.begin(strict)
     share_weights(result)
     result.torchq_report = rows
     left = [row for row in rows if row.is_matmul and not row.requested]
@@ -125,6 +131,19 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
             stacklevel=5,
         )
     return without_gradients(result.eval())
+
+
+def _check_calibrated(dispatch: Dispatch) -> None:
+    """Raises RuntimeError where every call of calibration ran the module's own code."""
+    assert isinstance(dispatch.graph, Prepared)
+    observers = list(dispatch.graph.observers)
+    if observers and not any(observer.calibrated for observer in observers):
+        where = f"'{dispatch.name}'" if dispatch.name else "the model"
+        raise RuntimeError(
+            f"torchq.convert: calibration must reach the graph of {where}, got no call that meets "
+            f"its guards: {'; '.join(dispatch.example.describe())}. Give torchq.prepare "
+            "example_inputs that are like the data, or torchq.calibrate more data."
+        )
 
 
 def _layers(graphs: list[Dispatch]) -> dict[str, tuple[Prepared, Layer]]:
@@ -159,6 +178,8 @@ def quantize(
     strict: bool = False,
 ) -> nn.Module:
     """Calls :func:`prepare`, :func:`calibrate` and :func:`convert`."""
+    if strict:
+        config = replace(config or QConfig(), strict=True)
     if data is None:
         if example_inputs is None:
             raise TypeError(

@@ -22,6 +22,7 @@ from torchq.convert.model_state import twin
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.self_contained import RECURRENT
 from torchq.convert.swap.leaves import stand_in
+from torchq.nn.leaf import HOOKS
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -56,10 +57,13 @@ class Parts:
 
 def find_parts(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts:
     """Captures ``model(*args, **kwargs)``; where that fails, the calls of its parts."""
-    parts = Parts()
-    if not _capture(parts, model, "", (tuple(args), dict(kwargs))):
+    parts, calls = Parts(), dict[int, Call]()
+    if _is_layer(model):
+        return parts
+    if model._forward_pre_hooks:  # which give ``forward`` other arguments
         calls = _calls(model, args, kwargs)
-        _descend(parts, model, "", calls)
+    if not _capture(parts, model, "", calls.get(id(model), (tuple(args), dict(kwargs)))):
+        _descend(parts, model, "", calls or _calls(model, args, kwargs))
     return parts
 
 
@@ -77,10 +81,17 @@ def _is_worth(module: nn.Module) -> bool:
     """Returns whether a module has parts, and a layer that can be int8 among them."""
     if next(module.children(), None) is None or stand_in(module) is not None:
         return False
-    return any(isinstance(stand_in(m), (*MATMUL, *RECURRENT)) for m in module.modules())
+    return any(map(_is_layer, module.modules()))
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(stand_in(module), (*MATMUL, *RECURRENT))
 
 
 def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
+    module = twin(module)
+    for hooks in HOOKS:  # they run around a graph as around the module's own code
+        vars(module)[hooks].clear()
     try:
         exported = export(module, *call)
         captured = plain_graph(exported, twin(module))
@@ -88,6 +99,10 @@ def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
         check(module, exported, captured)
     except CaptureError as error:
         parts.reasons[name] = str(error)
+        return False
+    except Exception as error:  # the model's own code runs anyway
+        first = str(error).partition("\n")[0]
+        parts.reasons[name] = f"it makes no graph, got {type(error).__name__}: {first}"
         return False
     compute_once(captured)
     parts.found.append(Part(name, exported, captured))
@@ -126,9 +141,9 @@ def check(module: nn.Module, exported: Exported, captured: Captured) -> None:
     if not _agree(module, graph, exported, tensors):
         raise CaptureError("its graph computes something else than its code")
     for guard, smaller in _ones(exported):
-        if all(holds(g, smaller) for g in exported.guards):
-            if not _agree(module, graph, exported, smaller):
-                exported.guards.append(guard)
+        met = all(holds(g, smaller) for g in exported.guards)
+        if met and not _agree(module, graph, exported, smaller):
+            exported.guards.append(guard)
 
 
 def _ones(exported: Exported) -> Iterator[tuple[str, list[Tensor]]]:

@@ -15,7 +15,7 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 from torchq.nn.float_weight import FloatWeight
 from torchq.nn.module import QModule
 
-_HOOKS = (
+HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
@@ -49,7 +49,7 @@ def _is_plain(value: Any) -> bool:
 
 def take_hooks(new: nn.Module, module: nn.Module) -> nn.Module:
     """Returns ``new`` with the forward hooks of the module whose place it takes."""
-    for name in _HOOKS:
+    for name in HOOKS:
         vars(new)[name] = vars(module)[name].copy()
     return new
 
