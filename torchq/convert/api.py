@@ -30,6 +30,7 @@ from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.leaf import take_hooks
+from torchq.qparams import QParams, choose_qparams
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
 
@@ -159,14 +160,27 @@ def _layers(graphs: list[Dispatch]) -> dict[str, tuple[Prepared, Layer]]:
 def _leaf(name: str, module: ObservedLeaf, layers: dict[str, tuple[Prepared, Layer]]) -> nn.Module:
     """Returns the quantized leaf, or the float layer where neither way was calibrated.
 
-    A leaf that only the graph has seen takes the graph's parameters of its source.
+    What the graph has seen of the source counts as well, or all there is: most calls take the graph.
     """
-    if module.observer is None or module.observer.calibrated:
-        return module.convert()
-    if name not in layers:
-        return module.module
+    own = module.observer is None or module.observer.calibrated
+    if name not in layers or module.observer is None:
+        return module.convert() if own else module.module
     graph, layer = layers[name]
-    return module.convert(graph.qparams(layer.srcs[0]))
+    src = graph.qparams(layer.srcs[0])
+    if own and graph.plan.fixed(layer.srcs[0]) is None:
+        src = _wider(module.qparams(), src, module.config)
+    return module.convert(src)
+
+
+def _wider(a: QParams, b: QParams, config: QConfig) -> QParams:
+    """Returns parameters for the values of both: the leaf's and the graph's."""
+    if (a.dtype, a.bits) != (b.dtype, b.bits):
+        return a
+    if config.symmetric:
+        return a if float(a.scale) > float(b.scale) else b
+    low = min(float(q.scale * (q.integers[0] - q.zero_point)) for q in (a, b))
+    high = max(float(q.scale * (q.integers[1] - q.zero_point)) for q in (a, b))
+    return choose_qparams(low, high, a.dtype, a.bits)
 
 
 def quantize(

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torchq.convert.model_state import changed, state_of, twin
 from torchq.convert.recurrent import as_one_call
 
+_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION", "PARAMETER_MUTATION")
 
 
@@ -160,10 +161,13 @@ def _clean(value: Any) -> Any:
 
 def _why_own_code(module: nn.Module, args: Any, kwargs: Any) -> str:
     """Returns the reason why calls depend on earlier ones or return what is unknown, or ""."""
-    copied = twin(module)
-    before = state_of(copied)
+    copied, given = twin(module), copy.deepcopy((args, kwargs))
+    before, (leaves, spec) = state_of(copied), pytree.tree_flatten(given)
     with torch.no_grad():
-        result = copied(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        result = copied(*given[0], **given[1])
+    now = pytree.tree_flatten(given)
+    if now[1] != spec or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
+        return "its code changes what its arguments hold"
     found = changed(before, state_of(copied))
     for name, keys in found.items():
         where = f"'{name}.{keys[0]}'" if name else f"'{keys[0]}'"
@@ -221,14 +225,17 @@ def _export(module: nn.Module, args: Any, kwargs: Any) -> Exported:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hides what torch.export prints and logs of graphs that fail."""
-    before = logging.root.manager.disable
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        logging.disable(logging.CRITICAL)
         try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
             yield
         finally:
-            logging.disable(before)
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)
 
 
 def _first(error: Exception) -> str:

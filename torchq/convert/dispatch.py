@@ -71,17 +71,29 @@ class Dispatch(Attachment):
             reason = "" if self._warned and not self.strict else self._why(found, args, kwargs)
             if self.strict:
                 raise RuntimeError(f"{reason} With strict=True this is an error.")
+            first = RemovableHandle.next_id
             try:
                 result = own(self.module, *args, **kwargs)
             finally:
-                if RemovableHandle.next_id != self._seen:  # hooks that the code itself makes
-                    self._known |= _hooks(self.module)
+                if RemovableHandle.next_id != first:
+                    self._remove_hooks(first)
             self._count(reason)
             return result
 
         forward.__signature__ = signature  # type: ignore[attr-defined]
         forward.__doc__, forward.__name__ = own.__doc__, "forward"
         return MethodType(forward, self)
+
+    def _remove_hooks(self, first: int) -> None:
+        """Removes hooks that the code itself installed in a call, as transformers does.
+
+        Its hooks for hidden states are local functions, which pickle refuses. Without its flag the
+        next call that needs them installs them again.
+        """
+        for part in self.module.modules():
+            for key in [key for key in part._forward_hooks if key >= first]:
+                del part._forward_hooks[key]
+            vars(part).pop("_output_capturing_hooks_installed", None)
 
     def _is_clean(self) -> bool:
         """Returns whether no submodule has hooks that are newer than the graph."""
@@ -157,8 +169,8 @@ def attach(dispatch: Dispatch) -> None:
     module = dispatch.module
     vars(module)["forward"] = dispatch.forward
     vars(module)["__prepare_scriptable__"] = dispatch.scriptable
-    module.register_state_dict_post_hook(functools.partial(Dispatch.save, dispatch))
-    module.register_load_state_dict_pre_hook(dispatch.load)
+    module.register_state_dict_post_hook(functools.partial(Dispatch.save, dispatch))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(dispatch.load)  # type: ignore[no-untyped-call]
 
 
 def dispatch_of(module: nn.Module) -> Dispatch | None:

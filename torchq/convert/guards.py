@@ -156,24 +156,25 @@ class Example:
 
 def _source(example: Example) -> tuple[str, dict[str, Any]]:
     """Returns the source of :meth:`Example.chooser`, and what the source refers to."""
-    names: dict[str, Any] = {"torch": torch, "math": math, "Tensor": Tensor}
-    names |= {"flat": _flat, "equal": _equal, "is_tensor": _is_tensor}
+    # with underscores: a parameter may be named s1 or math
+    names: dict[str, Any] = {"_torch": torch, "_math": math, "_Tensor": Tensor, "_len": len}
+    names |= {"_flat": _flat, "_equal": _equal, "_is_tensor": _is_tensor}
     head, parts, others = _parameters(example, names), [], []
     given: dict[Argument, str] = {}
     for name, expected in example.values.items():
         found = [leaf for leaf in pytree.tree_leaves(expected) if isinstance(leaf, Argument)]
-        names[f"expected_{name}"] = expected
+        names[f"_expected_{name}"] = expected
         if isinstance(expected, Argument):
             given[expected] = name
         elif found:
-            parts.append(f"(f_{name} := flat({name}, expected_{name})) is not None")
-            given |= {argument: f"f_{name}[{i}]" for i, argument in enumerate(found)}
+            parts.append(f"(_f_{name} := _flat({name}, _expected_{name})) is not None")
+            given |= {argument: f"_f_{name}[{i}]" for i, argument in enumerate(found)}
         elif expected is None or isinstance(expected, bool):
             others.append(f"{name} is {expected}")
         elif not expected and f"*{name}" in head:
             others.append(f"not {name}")
         else:
-            others.append(f"equal({name}, expected_{name})")
+            others.append(f"_equal({name}, _expected_{name})")
     texts = [given[argument] for argument in example.arguments]
     conditions = [*others, *parts, *_on_tensors(example, texts, names)]
     return (
@@ -192,9 +193,9 @@ def _parameters(example: Example, names: dict[str, Any]) -> str:
         if p.kind is p.KEYWORD_ONLY and not star:
             head.append("*")
             star = True
-        stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
-        default = "" if p.default is p.empty else f"=default_{p.name}"
-        names[f"default_{p.name}"] = p.default
+        stars = "*" * (p.kind is p.VAR_POSITIONAL) + "**" * (p.kind is p.VAR_KEYWORD)
+        default = "" if p.default is p.empty else f"=_default_{p.name}"
+        names[f"_default_{p.name}"] = p.default
         head.append(f"{stars}{p.name}{default}")
     return ", ".join(head)
 
@@ -206,17 +207,18 @@ def _on_tensors(example: Example, texts: list[str], names: dict[str, Any]) -> li
     """
     leaders, conditions = _leaders(example), []
     for i, (text, argument) in enumerate(zip(texts, example.arguments, strict=True)):
-        conditions.append(f"({text}.__class__ is Tensor or is_tensor({text}))")
+        conditions.append(f"({text}.__class__ is _Tensor or _is_tensor({text}))")
         if leaders[i] != i:
-            conditions.append(f"{text}.shape == s{leaders[i]}")
+            conditions.append(f"{text}.shape == _s{leaders[i]}")
         else:
-            conditions.append(f"len(s{i} := {text}.shape) == {len(argument.shape)}")
+            conditions.append(f"_len(_s{i} := {text}.shape) == {len(argument.shape)}")
             sizes = enumerate(argument.shape)
-            conditions += [f"s{i}[{d}] == {size}" for d, size in sizes if size is not None]
-        names[f"dtype_{i}"] = argument.dtype
-        conditions.append(f"{text}.dtype is dtype_{i}")
+            conditions += [f"_s{i}[{d}] == {size}" for d, size in sizes if size is not None]
+        names[f"_dtype_{i}"] = argument.dtype
+        conditions.append(f"{text}.dtype is _dtype_{i}")
     for guard in example.guards:
-        left = _SIZE.sub(lambda match: f"s{leaders[int(match[1])]}[{match[2]}]", guard)
+        left = re.sub(r"\b(torch|math)\.", r"_\1.", guard)
+        left = _SIZE.sub(lambda match: f"_s{leaders[int(match[1])]}[{match[2]}]", left)
         sides = left.split(" == ")
         if len(set(sides)) == len(sides) and f"({left})" not in conditions:
             conditions.append(f"({left})")

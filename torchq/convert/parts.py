@@ -21,8 +21,9 @@ from torchq.convert.inputs import float_tensors
 from torchq.convert.model_state import twin
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.self_contained import RECURRENT
+from torchq.convert.swap.calls import copied
 from torchq.convert.swap.leaves import stand_in
-from torchq.nn.leaf import HOOKS
+from torchq.nn.leaf import without_hooks
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -57,9 +58,10 @@ class Parts:
 
 def find_parts(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts:
     """Captures ``model(*args, **kwargs)``; where that fails, the calls of its parts."""
-    parts, calls = Parts(), dict[int, Call]()
-    if _is_layer(model):
+    parts = Parts()
+    if stand_in(model) is not None:  # one layer, which needs no graph
         return parts
+    calls: dict[int, Call] = {}
     if model._forward_pre_hooks:  # which give ``forward`` other arguments
         calls = _calls(model, args, kwargs)
     if not _capture(parts, model, "", calls.get(id(model), (tuple(args), dict(kwargs)))):
@@ -81,17 +83,11 @@ def _is_worth(module: nn.Module) -> bool:
     """Returns whether a module has parts, and a layer that can be int8 among them."""
     if next(module.children(), None) is None or stand_in(module) is not None:
         return False
-    return any(map(_is_layer, module.modules()))
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return isinstance(stand_in(module), (*MATMUL, *RECURRENT))
+    return any(isinstance(stand_in(m), (*MATMUL, *RECURRENT)) for m in module.modules())
 
 
 def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
-    module = twin(module)
-    for hooks in HOOKS:  # they run around a graph as around the module's own code
-        vars(module)[hooks].clear()
+    module = without_hooks(module)  # they run around a graph, as around the module's own code
     try:
         exported = export(module, *call)
         captured = plain_graph(exported, twin(module))
@@ -113,8 +109,8 @@ def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """Returns the first call of each module, by id, in one run of the model."""
     found: dict[int, Call] = {}
     run, twins = twin(model), {}
-    for original, copied in zip(model.modules(), run.modules(), strict=True):
-        twins[copied] = id(original)
+    for original, other in zip(model.modules(), run.modules(), strict=True):
+        twins[other] = id(original)
 
     def record(module: nn.Module, args: Any, kwargs: Any) -> None:
         if twins[module] not in found:
@@ -123,6 +119,7 @@ def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
     for module in run.modules():
         module.register_forward_pre_hook(record, with_kwargs=True)
+    args, kwargs = copied(args, kwargs)
     with torch.no_grad(), contextlib.suppress(Exception):
         run(*args, **kwargs)
     return found

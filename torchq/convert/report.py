@@ -14,7 +14,6 @@ from torchq.convert.ops import Op, Role
 from torchq.convert.plan import Plan
 from torchq.convert.self_contained import RECURRENT
 
-FUSED = "fused into "
 ONCE = "nothing that it reads depends on the inputs: it is computed once"
 
 
@@ -36,16 +35,8 @@ def report_rows(plan: Plan) -> list[Row]:
         rows[name].append(_row(plan, op, layer_of.get(op), name))
     found = [_together(several) for several in rows.values()]
     found += [_once(plan, name) for name in sorted(plan.captured.once - rows.keys())]
-    return [_under(row, plan.prefix) for row in found]
-
-
-def _under(row: Row, prefix: str) -> Row:
-    """Returns a row of a submodule as one of the whole model."""
-    into = row.reason.removeprefix(FUSED)
-    reason = row.reason
-    if into != reason:
-        reason = FUSED + ", ".join(f"{prefix}{name}" for name in into.split(", "))
-    return replace(row, name=f"{prefix}{row.name}", site=f"{prefix}{row.site}", reason=reason)
+    prefix = plan.prefix
+    return [replace(row, name=f"{prefix}{row.name}", site=f"{prefix}{row.site}") for row in found]
 
 
 def merged(leaves: Iterable[Row], graphs: Iterable[tuple[str, list[Row]]]) -> list[Row]:
@@ -73,9 +64,9 @@ def _together(rows: list[Row]) -> Row:
     quantized = [row for row in rows if row.quantized]
     if not quantized or len(quantized) == len(rows):
         reasons = dict.fromkeys(row.reason for row in rows)
-        if all(r.startswith(FUSED) for r in reasons):
-            into = dict.fromkeys(r.removeprefix(FUSED) for r in reasons)
-            return replace(rows[0], reason=FUSED + ", ".join(into))
+        if all(r.startswith("fused into ") for r in reasons):
+            into = dict.fromkeys(r.removeprefix("fused into ") for r in reasons)
+            return replace(rows[0], reason="fused into " + ", ".join(into))
         return replace(rows[0], reason="; ".join(r for r in reasons if r))
     left = next(row.reason for row in rows if not row.quantized)
     first = quantized[0]
@@ -87,7 +78,7 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     if op.node.op == "call_module":
         quantized, site = op.base in plan.standalone, op.base
     elif (whole := plan.dynamic_wholes.get(op)) is not None:
-        quantized, reason, site = True, f"{FUSED}{whole.name}", whole.name
+        quantized, reason, site = True, f"fused into {plan.prefix}{whole.name}", whole.name
     elif layer is not None:
         reason = plan.reasons[layer]
         quantized = not reason
@@ -95,7 +86,7 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
             reason = layer.note
         host = plan.table_hosts.get(layer, layer)
         if quantized and op is not host.op:
-            reason, site = f"{FUSED}{host.name}", host.name
+            reason, site = f"fused into {plan.prefix}{host.name}", host.name
     elif op.role in (Role.MOVE, Role.PASS, Role.POOL, Role.PAD):
         quantized = plan.is_int8(op.node)
         reason = "passes values on as they are" if op.role is Role.PASS else ""
