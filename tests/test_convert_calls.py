@@ -196,7 +196,7 @@ def test_strict_calls_take_the_graph_or_raise(encoder: nn.Module, how: str) -> N
     config = torchq.QConfig(strict=how == "config")
     strict = torchq.quantize(encoder, data, config=config, strict=how == "argument")
     near(encoder, strict, *tokens(2, 4))
-    with pytest.raises(RuntimeError, match="'mask' is None.* strict=True"):
+    with pytest.raises(RuntimeError, match=r"'mask' is None.* strict=True"):
         strict(IDS)
     with pytest.raises(TypeError, match="strict must be a bool"):
         torchq.QConfig(strict=1)  # type: ignore[arg-type]
@@ -637,7 +637,7 @@ def test_a_state_that_does_not_fit_is_refused(encoder: nn.Module, converted: nn.
     fewer = {key: value for key, value in state.items() if key != name}
     with pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "{name}"'):
         converted.load_state_dict(fewer)
-    with pytest.raises(RuntimeError, match='Unexpected key.* "torchq_graph.nonsense"'):
+    with pytest.raises(RuntimeError, match=r'Unexpected key.* "torchq_graph.nonsense"'):
         converted.load_state_dict({**state, "torchq_graph.nonsense": torch.zeros(1)})
     assert converted.load_state_dict(fewer, strict=False).missing_keys == [name]
     with pytest.raises(RuntimeError, match="of the float model"):

@@ -160,7 +160,7 @@ def _layers(graphs: list[Dispatch]) -> dict[str, tuple[Prepared, Layer]]:
 def _leaf(name: str, module: ObservedLeaf, layers: dict[str, tuple[Prepared, Layer]]) -> nn.Module:
     """Returns the quantized leaf, or the float layer where neither way was calibrated.
 
-    What the graph has seen of the source counts as well, or all there is: most calls take the graph.
+    What the graph has seen of the source counts as well: most calls take the graph.
     """
     own = module.observer is None or module.observer.calibrated
     if name not in layers or module.observer is None:
