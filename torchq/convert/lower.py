@@ -13,6 +13,7 @@ from torch import fx, nn
 from torchq.convert.from_float import naming, pool_from_float
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_module import QuantizedGraph
+from torchq.convert.names import is_reserved
 from torchq.convert.ops import Op, Role
 from torchq.convert.prepared import Prepared
 from torchq.convert.quantized import lookup, quantized
@@ -211,6 +212,8 @@ class Lowering:
 
     def _free(self, name: str) -> str:
         """``name``, or the first with a number behind it that nothing has."""
+        if is_reserved(name):
+            name = f"torchq_{name}"
         original, i = name, 1
         while name in self.modules:
             name, i = f"{original}_{i}", i + 1

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
 _NAMESPACES: dict[str, Any] = {
     "torch": torch._C._VariableFunctions,  # functions of tensors, and nothing else of torch
@@ -62,3 +63,8 @@ def by_name(name: str) -> Callable[..., Any]:
             raise KeyError(name)
         return found  # type: ignore[no-any-return]
     return BY_NAME[name]
+
+
+def is_reserved(name: str) -> bool:
+    """Returns whether a qualified name begins with an attribute of every GraphModule."""
+    return hasattr(fx.GraphModule, name.partition(".")[0])

@@ -83,7 +83,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         for name in recording.leaves:
             hook = _noting(recording.calls[name])
             module = model.get_submodule(name)
-            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+            handle = module.register_forward_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
         stack.enter_context(reads)
         model(*args, **kwargs)
@@ -95,7 +95,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _noting(calls: list[Call]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         more = len(args) > 1 or bool(kwargs.keys() - {"input"})
         rank = tensors[0].dim() if tensors else 0
