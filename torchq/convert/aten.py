@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.jit._builtins import _find_builtin
 from torch.utils import _pytree as pytree
 
-from torchq.convert.capture import PREFIX, Exported
+from torchq.convert.capture import PREFIX, CaptureError, Exported
 from torchq.convert.graph import Captured, Meta, remove_unused
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.names import is_reserved
@@ -179,6 +179,11 @@ class _Plain:
             self.env[node] = args[0][args[1]]
         elif name == "recurrent":
             self.env[node] = self._recurrent(node, args)
+        elif name == "fake_quantize" and target.namespace == "torchq_capture":
+            self.env[node] = self._module(node, args[1], args[:1])
+        elif name.startswith("fake_quantize_per_"):
+            call = getattr(getattr(torch.ops.aten, name), target._overloadname)
+            self.env[node] = self._function(node, args, kwargs, call)
         elif name == "baddbmm" and not kwargs:
             product = self._function(node, args[1:], {}, torch.ops.aten.bmm.default)
             added = (product, args[0])
@@ -216,9 +221,7 @@ class _Plain:
         """The call of a recurrent module, and its results one by one."""
         srcs, name, kind = args[0], args[1], args[2]
         states = [tuple(srcs[1:])] if "LSTM" in kind and srcs[1:] else srcs[1:]
-        made = self.graph.call_module(name, (srcs[0], *states))
-        self.values[made] = self._computed(made)
-        self._noted(made, node, varying=True, static=False, positional=False)
+        made = self._module(node, name, (srcs[0], *states))
 
         def part(source: fx.Node, index: int) -> fx.Node:
             item = self.graph.call_function(operator.getitem, (source, index))
@@ -232,6 +235,16 @@ class _Plain:
         if kind.endswith("Cell") and kind != "LSTMCell":
             return [made]
         return [part(made, 0), part(made, 1)]
+
+    def _module(self, node: fx.Node, name: str, args: Any) -> fx.Node:
+        """The call of a module that is one call in the program, too."""
+        if is_reserved(name):
+            raise CaptureError(f"torch.fx has another meaning for the name '{name}'")
+        made = self.graph.call_module(name, args)
+        varying = any(n.meta["varying"] for n in made.all_input_nodes)
+        self.values[made] = self._computed(made)
+        made.meta["aten"] = None
+        return self._noted(made, node, varying=varying, static=False, positional=False)
 
     # What is known of them
 

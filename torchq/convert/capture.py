@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from torchq.convert.fake_calls import FakeFunctions, as_fake_calls
 from torchq.convert.model_state import changed, state_of, twin
 from torchq.convert.recurrent import as_one_call
 
@@ -163,12 +164,12 @@ def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
 
 def _export(module: nn.Module, args: Any, kwargs: Any) -> Exported:
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    adapter = _Adapter(as_one_call(twin(module)), leaves, spec).eval()
+    adapter = _Adapter(as_fake_calls(as_one_call(twin(module))), leaves, spec).eval()
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     if not tensors:
         raise CaptureError("it takes no tensor")
     dims = (tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors),)
-    with _quiet(), torch.no_grad():
+    with _quiet(), torch.no_grad(), FakeFunctions():
         try:
             program = torch.export.export(adapter, tensors, dynamic_shapes=dims, strict=False)
             if _mutates(program):

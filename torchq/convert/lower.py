@@ -17,10 +17,10 @@ from torchq.convert.names import is_reserved
 from torchq.convert.ops import Op, Role
 from torchq.convert.prepared import Prepared
 from torchq.convert.quantized import lookup, quantized
-from torchq.convert.self_contained import DynamicLinear, converted
 from torchq.convert.sharing import shared_qparams
 from torchq.nn.attention import Attention, DynamicQAttention
 from torchq.nn.binary import Cat
+from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.qparams import QParams
@@ -250,7 +250,11 @@ class Lowering:
             return self._call(op.name, DynamicQAttention(op.module.options), *sources)
         config = self.plan.config(op.base)
         assert isinstance(op.module, nn.Linear) and config is not None
-        linear = converted(DynamicLinear(op.module, config), f"{self.plan.prefix}{op.base}")
+        with naming(f"{self.plan.prefix}{op.base}"):
+            linear = DynamicQLinear.from_float(
+                op.module, granularity=config.weight_granularity, bits=config.weight_bits,
+                weight_scale=op.weight_scale,
+            )  # fmt: skip
         return self._call(op.name, linear, *sources)
 
     def _attention_arguments(self, op: Op) -> list[Any]:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from torchq.convert.module_kinds import QUANTIZABLE
@@ -13,6 +15,12 @@ from torchq.convert.swap.observed import ObservedLeaf
 from torchq.isa import isa
 from torchq.nn.module import QModule
 from torchq.observers import Observer
+
+_QUANTIZED = re.compile(
+    r"torch\.ao\.nn\.(intrinsic\.|sparse\.)?quantized\.(?!.*FloatFunctional)"
+    r"|torchao\.quantization\.linear_quant_modules\."
+)
+"""Begins the full names of int8 modules of other tools."""
 
 
 def check_prepared(op: str, prepared: nn.Module) -> None:
@@ -37,6 +45,24 @@ def check_mode(op: str, model: nn.Module) -> None:
         )
 
 
+def check_not_quantized(model: nn.Module) -> None:
+    """Raises ValueError for a model that torch.ao or torchao has quantized."""
+    names = [(name, _full_name(module)) for name, module in model.named_modules()]
+    found = [(name, full) for name, full in names if _QUANTIZED.match(full)]
+    tensors = [(name, _full_name(value)) for name, value in model.named_parameters()]
+    found += [(name, full) for name, full in tensors if full.startswith("torchao.")]
+    for name, full in found:
+        raise ValueError(
+            f"torchq.prepare: model must be a float model, got {full} in '{name}': "
+            f"{'torchao' if 'torchao' in full else 'torch.ao'} has quantized it already. "
+            "Prepare the model that it was made from."
+        )
+
+
+def _full_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__name__}"
+
+
 def check_model(model: nn.Module) -> None:
     """Raises what :func:`torchq.prepare` promises."""
     if not isinstance(model, nn.Module):
@@ -49,7 +75,9 @@ def check_model(model: nn.Module) -> None:
             f"torchq.prepare: model must be the Python module, got a {type(model).__name__}, which "
             "is compiled. Prepare the module that it was made from, and compile the converted one."
         )
-    check_mode("prepare", model)
+    if not isinstance(model, fx.GraphModule):  # whose graph is of one mode
+        check_mode("prepare", model)
+    check_not_quantized(model)
     isa()  # raises for a TORCHQ_ISA that is not available here
     for name, module in model.named_modules():
         if isinstance(module, (Observer, ObservedLeaf, QModule, *STANDALONE)):
