@@ -339,8 +339,8 @@ def test_reasons() -> None:
     assert "it has a scale per channel" in rows["a"].reason and not rows["a"].quantized
     assert "must contain zero" in rows["b"].reason
     assert rows["conv"].quantized
-    fine = FakeQuantize.from_affine(1e-3, 0, 0, 65535)
-    reason = torchq.explain(torchq.prepare(nn.Sequential(fine).eval(), x)).rows[0].reason
+    fine = nn.Sequential(FakeQuantize.from_affine(1e-3, 0, 0, 65535), nn.Conv2d(8, 4, 3)).eval()
+    reason = torchq.explain(torchq.prepare(fine, x)).rows[0].reason
     assert reason == "it has 65536 levels, and int8 has 256"
 
 
@@ -354,7 +354,7 @@ def test_weight_with_a_zero_point() -> None:
     converted = convert(model, x)
     rows = {row.name: row for row in torchq.explain(converted).rows}
     assert "has a zero point that int8 cannot do without: it is quantized anew" in (
-        rows["conv.conv2d"].reason
+        rows["conv"].reason
     )
     with torch.no_grad():
         torch.testing.assert_close(converted(x), model(x), rtol=0.05, atol=0.05)
@@ -368,8 +368,8 @@ def test_what_is_not_fake_quantized_needs_data() -> None:
 
 def test_float_layer_behind_a_fake_quantizer() -> None:
     """Rounding is not lost where nothing reads the value as int8."""
-    model = nn.Sequential(u8(6, 128), nn.Softmax(1)).eval()
+    model = nn.Sequential(u8(6, 128), nn.Softmax(1), u8(1), nn.Conv2d(8, 4, 1)).eval()
     x = torch.randn(X)
     converted = convert(model, x)
     assert names(converted)[:2] == ["Quantize", "Dequantize"]
-    torch.testing.assert_close(converted(x), model(x))
+    torch.testing.assert_close(converted(x), model(x), rtol=0.02, atol=5e-3)

@@ -88,7 +88,7 @@ def _graph(
         plan.check_patterns()
     opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.standalone}
     graph = Prepared(plan, opaque, report_rows(plan)).eval()
-    return graph if any(row.quantized and row.is_matmul for row in graph.torchq_report) else None
+    return graph if plan.multiplies else None
 
 
 def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:

@@ -41,6 +41,8 @@ NAMES = {id(function): name for name, function in reversed(BY_NAME.items())}
 
 def name_of(function: Any) -> str | None:
     """Returns the name that a stored graph has for a function; None for one it may not call."""
+    if isinstance(function, torch._ops.OpOverload) and function.namespace == "aten":
+        function = function.overloadpacket
     if isinstance(function, torch._ops.OpOverloadPacket):
         return str(function._qualified_op_name)
     return NAMES.get(id(function))

@@ -129,6 +129,13 @@ class Plan:
                 f"The quantizable modules are {quantizable}."
             )
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether it computes anything in int8 that is worth a graph."""
+        hard = any(layer.role in _HARD for layer in self.layer_at.values())
+        dynamic = any(op.role is Role.DYNAMIC for op in self.ops.values())
+        return hard or dynamic or bool(self.standalone)
+
     def root(self, node: fx.Node) -> fx.Node:
         """The node that stands for the group of ``node``."""
         while self._parent.get(node, node) is not node:

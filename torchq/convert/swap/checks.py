@@ -6,9 +6,10 @@ from __future__ import annotations
 import re
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
+from torchq.convert.graph_code import is_exported
 from torchq.convert.module_kinds import QUANTIZABLE
 from torchq.convert.self_contained import RECURRENT, STANDALONE
 from torchq.convert.swap.observed import ObservedLeaf
@@ -37,7 +38,8 @@ def check_prepared(op: str, prepared: nn.Module) -> None:
 
 def check_mode(op: str, model: nn.Module) -> None:
     """Raises ValueError if a module is in training mode."""
-    training = [name or "the model" for name, m in model.named_modules() if m.training]
+    modules = [(name, m) for name, m in model.named_modules() if type(m) is not nn.Module]
+    training = [name or "the model" for name, m in modules if m.training]
     if training:
         raise ValueError(
             f"torchq.{op}: model must be in eval mode, got training mode in {training[0]} "
@@ -75,7 +77,7 @@ def check_model(model: nn.Module) -> None:
             f"torchq.prepare: model must be the Python module, got a {type(model).__name__}, which "
             "is compiled. Prepare the module that it was made from, and compile the converted one."
         )
-    if not isinstance(model, fx.GraphModule):  # whose graph is of one mode
+    if not is_exported(model):
         check_mode("prepare", model)
     check_not_quantized(model)
     isa()  # raises for a TORCHQ_ISA that is not available here
