@@ -325,6 +325,70 @@ def test_models_of_torch_ao(kind: str, tmp_path: Path) -> None:
     assert torch.equal(torchq.load(tmp_path / "model")(x), got)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("off", [False, True])
+def test_observers_of_torch_ao_pass_values_on(off: bool) -> None:
+    """Observers, and fake quantizers that are switched off, are no part of the graph."""
+    tq, x = torch.ao.quantization, torch.randn(X)
+    model = nn.Sequential(tq.QuantStub(), nn.Conv2d(8, 8, 3), nn.ReLU()).train()
+    model.qconfig = tq.get_default_qat_qconfig("x86") if off else tq.get_default_qconfig("x86")
+    watched = tq.prepare_qat(model) if off else tq.prepare(model.eval())
+    watched(x)
+    watched.apply(tq.disable_fake_quant).eval()
+    converted = torchq.quantize(watched, [x], strict=True)
+    kinds = {type(m).__module__ for m in graph_of(converted).modules()}
+    assert not any("torch.ao" in kind for kind in kinds)
+    with torch.no_grad():
+        assert torchq.sqnr(watched(x), converted(x)) > 35
+
+
+def torchao_qat(activation: bool, dtype: torch.dtype, granularity: Any, symmetric: bool) -> Any:
+    ao = pytest.importorskip("torchao.quantization")
+    qat = pytest.importorskip("torchao.quantization.qat")
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).train()
+    tokens = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+    options = {"group_size": 8} if granularity == "per_group" else {"granularity": granularity}
+    weights = qat.IntxFakeQuantizeConfig(dtype, is_symmetric=symmetric, **options)
+    config = qat.QATConfig(
+        activation_config=tokens if activation else None, weight_config=weights, step="prepare"
+    )
+    ao.quantize_(model, config)
+    with torch.no_grad():
+        model[0].weight[0, 0] = -3.0  # the lowest level, which amax / 127 would miss
+    return model.eval()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("activation", [True, False], ids=["tokens", "weights"])
+@pytest.mark.parametrize(
+    ("granularity", "dtype", "symmetric"),
+    [
+        ("per_channel", torch.int8, True),
+        ("per_channel", torch.int8, False),
+        ("per_channel", torch.int4, True),
+        ("per_group", torch.int4, True),
+    ],
+)
+def test_models_of_torchao(
+    activation: bool, granularity: str, dtype: torch.dtype, symmetric: bool
+) -> None:
+    """Tokens make dynamic layers; the weights of a channel keep their scale."""
+    model = torchao_qat(activation, dtype, granularity, symmetric)
+    data = [torch.randn(4, 32) for _ in range(3)]
+    converted = torchq.quantize(model, data, strict=True)
+    kinds = names(converted)
+    assert "IntxFakeQuantizer" not in kinds and "FakeQuantize" not in kinds
+    layers = found(converted, tnn.DynamicQLinear if activation else tnn.QLinear)
+    assert len(layers) == 2
+    if granularity == "per_channel" and symmetric:
+        model(data[0])
+        scale = model[0].weight_fake_quantizer.scale.flatten()
+        torch.testing.assert_close(layers[0].weight_scale, scale)
+    with torch.no_grad():
+        for x in (*data, data[0][:1], data[0][0]):
+            assert torchq.sqnr(model(x), converted(x)) > 35
+
+
 # What cannot be taken
 
 

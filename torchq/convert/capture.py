@@ -105,8 +105,7 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             f"it takes a {type(odd[0]).__name__}, which is no tensor and no constant"
         )
     args, kwargs = _clean(tuple(args)), _clean(dict(kwargs))
-    if why := _why_stateful(module, args, kwargs):
-        raise CaptureError(why)
+    module = _warm(module, args, kwargs)
     wider = _widened(module, args, kwargs)
     if wider is not None:
         try:
@@ -127,17 +126,35 @@ def _clean(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.detach().clone().contiguous(), value)
 
 
-def _why_stateful(module: nn.Module, args: Any, kwargs: Any) -> str:
-    """Returns the reason why calls depend on earlier ones, or ""."""
-    copied = twin(module)
-    before = state_of(copied)
-    with torch.no_grad():
-        copied(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-    found = changed(before, state_of(copied))
+def _warm(module: nn.Module, args: Any, kwargs: Any) -> nn.Module:
+    """Returns the module, or a copy that keeps what its first call has worked out for the sizes.
+
+    Raises:
+        CaptureError: each call changes what it keeps, or the values of the first one decide.
+    """
+    warm, again = twin(module), twin(module)
+    before = state_of(warm)
+    _run(warm, args, kwargs)
+    if not changed(before, state_of(warm)):
+        return module
+    first = state_of(warm)
+    _run(warm, args, kwargs)
+    with contextlib.suppress(Exception):  # of values that the code refuses
+        _run(again, *pytree.tree_map_only(Tensor, _other_values, (args, kwargs)))
+    found = changed(first, state_of(warm)) or changed(first, state_of(again))
     for name, keys in found.items():
         where = f"'{name}.{keys[0]}'" if name else f"'{keys[0]}'"
-        return f"its code changes {where} in each call"
-    return ""
+        raise CaptureError(f"its code changes {where} in each call")
+    return warm
+
+
+def _run(module: nn.Module, args: Any, kwargs: Any) -> None:
+    with torch.no_grad():
+        module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+
+
+def _other_values(tensor: Tensor) -> Tensor:
+    return tensor / 2 if tensor.is_floating_point() else tensor.flip(0) if tensor.dim() else tensor
 
 
 def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -61,9 +61,10 @@ def fake_quantizer(module: nn.Module) -> FakeQuantize | str:
         return FakeQuantize.from_torch(module)
     config: Any = module.config
     low, high = _LEVELS.get(str(config.dtype).rpartition(".")[2], (0, 0))
-    scale, zero_point = module.scale, module.zero_point
     if type(config.granularity).__name__ != "PerAxis" or high == 0:
         return f"fake quantization of {config.dtype} by {config.granularity} has no int8 form"
+    scale: Any = module.scale
+    zero_point: Any = module.zero_point
     return FakeQuantize.from_affine(scale, zero_point, low, high, 0)
 
 

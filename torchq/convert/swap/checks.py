@@ -77,9 +77,9 @@ def check_model(model: nn.Module) -> None:
             f"torchq.prepare: model must be the Python module, got a {type(model).__name__}, which "
             "is compiled. Prepare the module that it was made from, and compile the converted one."
         )
+    check_not_quantized(model)
     if not is_exported(model):
         check_mode("prepare", model)
-    check_not_quantized(model)
     isa()  # raises for a TORCHQ_ISA that is not available here
     for name, module in model.named_modules():
         if isinstance(module, (Observer, ObservedLeaf, QModule, *STANDALONE)):

@@ -10,12 +10,15 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
+from torchq.convert.fake import is_fake
 from torchq.convert.module_kinds import QUANTIZABLE
 from torchq.convert.self_contained import RECURRENT
 
 
 def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
     """Returns the model with parametrized layers replaced by plain ones of the same weights.
+
+    Those with fake-quantized weights stay: the graph takes their scales.
 
     Args:
         model: changed in its places, and returned, unless it is such a layer itself.
@@ -27,6 +30,7 @@ def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
         if name not in besides
         and isinstance(module, (*QUANTIZABLE, *RECURRENT))
         and parametrize.is_parametrized(module)
+        and not any(map(is_fake, module.modules()))
     }
     return copy.deepcopy(model, memo) if memo else model
 
