@@ -16,7 +16,9 @@ from torch import nn
 from torchq.config import Overrides, QConfig
 from torchq.convert.dispatch import Dispatch, attach, dispatches
 from torchq.convert.explain import Row, check_strict
+from torchq.convert.fake_calls import without_observers
 from torchq.convert.fuse import Layer
+from torchq.convert.graph_code import as_module
 from torchq.convert.guards import Example
 from torchq.convert.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.convert.lower import Lowering
@@ -47,6 +49,7 @@ def prepare(
             f"torchq.prepare: config must be a QConfig or None, got {type(config).__name__}. "
             "Write torchq.QConfig(activation_bits=7), say."
         )
+    model = as_module(model)
     check_model(model)
     args, kwargs = split_inputs(example_inputs)
     try:
@@ -62,7 +65,7 @@ def prepare(
 def _prepared(
     model: nn.Module, args: Any, kwargs: Any, config: QConfig, overrides: Overrides | None
 ) -> nn.Module:
-    float_model = plain_copy(model)
+    float_model = without_observers(plain_copy(model))
     # patterns may name functions of a graph, too
     prepared = prepare_settled(float_model, args, kwargs, config, overrides, check=False)
     parts = find_parts(float_model, args, kwargs)
@@ -88,7 +91,7 @@ def _graph(
         plan.check_patterns()
     opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.standalone}
     graph = Prepared(plan, opaque, report_rows(plan)).eval()
-    return graph if any(row.quantized and row.is_matmul for row in graph.torchq_report) else None
+    return graph if plan.multiplies else None
 
 
 def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:

@@ -18,8 +18,10 @@ from torch import Tensor, fx, nn
 from torch.jit._builtins import _find_builtin
 from torch.utils import _pytree as pytree
 
-from torchq.convert.capture import PREFIX, Exported
+from torchq.convert.capture import PREFIX, CaptureError, Exported
 from torchq.convert.graph import Captured, Meta, remove_unused
+from torchq.convert.module_kinds import MATMUL
+from torchq.convert.names import is_reserved
 from torchq.convert.patterns import row_of
 
 _DROPPED = {
@@ -76,6 +78,24 @@ class _Plain:
             for node in nodes:
                 if node is not main:
                     node.meta.update(scope=node.meta["owner"], owner="")
+        for node in self.graph.nodes:
+            if node.op == "call_function" and not node.meta["owner"]:
+                row = row_of(node)
+                if row is not None and row.is_matmul:
+                    node.meta["owner"] = self._layer_of_weight(node)
+
+    def _layer_of_weight(self, node: fx.Node) -> str:
+        """Returns the name of the layer whose parameters other code multiplies by, or ""."""
+        left = [n for n in node.all_input_nodes if not n.meta["varying"]]
+        names: set[str] = set()
+        while left:
+            constant = left.pop()
+            left += constant.all_input_nodes
+            if constant.op == "get_attr":
+                name = str(constant.target).partition(".parametrizations.")[0]
+                names |= {name, name.rpartition(".")[0]}
+        found = [n for n in names if n and isinstance(self.modules.get(n), MATMUL)]
+        return found[0] if len(found) == 1 else ""
 
     # Nodes
 
@@ -111,7 +131,8 @@ class _Plain:
         if target not in self.held:
             name = target.removeprefix(PREFIX)
             value = {**self.program.state_dict, **self.program.constants}[target]
-            if not target.startswith(PREFIX) or not _has(self.model, name):
+            own = target.startswith(PREFIX) and _has(self.model, name)
+            if not own or is_reserved(name):
                 name = f"_torchq_constant_{len(self.held)}"
                 self.model.register_buffer(name, value)
             self.held[target] = self._stored(name, value)
@@ -162,6 +183,11 @@ class _Plain:
             self.env[node] = args[0][args[1]]
         elif name == "recurrent":
             self.env[node] = self._recurrent(node, args)
+        elif name == "fake_quantize" and target.namespace == "torchq_capture":
+            self.env[node] = self._module(node, args[1], args[:1])
+        elif name.startswith("fake_quantize_per_"):
+            call = getattr(getattr(torch.ops.aten, name), target._overloadname)
+            self.env[node] = self._function(node, args, kwargs, call)
         elif name == "baddbmm" and not kwargs:
             product = self._function(node, args[1:], {}, torch.ops.aten.bmm.default)
             added = (product, args[0])
@@ -199,9 +225,7 @@ class _Plain:
         """The call of a recurrent module, and its results one by one."""
         srcs, name, kind = args[0], args[1], args[2]
         states = [tuple(srcs[1:])] if "LSTM" in kind and srcs[1:] else srcs[1:]
-        made = self.graph.call_module(name, (srcs[0], *states))
-        self.values[made] = self._computed(made)
-        self._noted(made, node, varying=True, static=False, positional=False)
+        made = self._module(node, name, (srcs[0], *states))
 
         def part(source: fx.Node, index: int) -> fx.Node:
             item = self.graph.call_function(operator.getitem, (source, index))
@@ -215,6 +239,16 @@ class _Plain:
         if kind.endswith("Cell") and kind != "LSTMCell":
             return [made]
         return [part(made, 0), part(made, 1)]
+
+    def _module(self, node: fx.Node, name: str, args: Any) -> fx.Node:
+        """The call of a module that is one call in the program, too."""
+        if is_reserved(name):
+            raise CaptureError(f"torch.fx has another meaning for the name '{name}'")
+        made = self.graph.call_module(name, args)
+        varying = any(n.meta["varying"] for n in made.all_input_nodes)
+        self.values[made] = self._computed(made)
+        made.meta["aten"] = None
+        return self._noted(made, node, varying=varying, static=False, positional=False)
 
     # What is known of them
 
@@ -246,16 +280,16 @@ class _Plain:
 
         The third name tells calls of one leaf module apart.
         """
-        stack = (node.meta.get("nn_module_stack") or {}).values()
-        paths = [path for path, _ in stack if f"{path}.".startswith(PREFIX)]
-        names = [re.sub(r"@\d+", "", path)[len(PREFIX) :] for path in paths]
+        stack = node.meta.get("nn_module_stack") or {}
+        found = {key: path for key, (path, _) in stack.items() if f"{path}.".startswith(PREFIX)}
+        names = [re.sub(r"@\d+", "", path)[len(PREFIX) :] for path in found.values()]
         names = [name for name in names if name in self.modules]
         self.entered.update(names)
         if not names:
             return "", "", ""
         leaf = self.modules[names[-1]]
         if names[-1] and next(leaf.children(), None) is None:
-            return (names[-2] if len(names) > 1 else ""), names[-1], paths[-1]
+            return (names[-2] if len(names) > 1 else ""), names[-1], list(found)[-1]
         return names[-1], "", ""
 
 

@@ -11,6 +11,7 @@ from torchq.convert.explain import Row
 from torchq.convert.fuse import Layer
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.ops import Op, Role
+from torchq.convert.patterns import GETITEM, row_of
 from torchq.convert.plan import Plan
 from torchq.convert.self_contained import RECURRENT
 
@@ -29,7 +30,7 @@ def report_rows(plan: Plan) -> list[Row]:
         unpacks = op.owner is None and op.srcs and op.srcs[0].meta["value"].is_sequence
         if unpacks and not plan.is_joined(op.node):  # the results of a module
             continue
-        if op.owner is None and op.srcs and op.srcs[0].op == "call_module":
+        if row_of(op.node) is GETITEM and op.srcs and op.srcs[0].op == "call_module":
             continue
         name = op.base if op.owner is not None else op.name
         rows[name].append(_row(plan, op, layer_of.get(op), name))
@@ -75,7 +76,7 @@ def _together(rows: list[Row]) -> Row:
 
 def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     quantized, reason, site = False, op.reason, op.name
-    if op.node.op == "call_module":
+    if op.base in plan.standalone or isinstance(op.owner, RECURRENT):
         quantized, site = op.base in plan.standalone, op.base
     elif (whole := plan.dynamic_wholes.get(op)) is not None:
         quantized, reason, site = True, f"fused into {plan.prefix}{whole.name}", whole.name
