@@ -34,6 +34,7 @@ _METHODS = {
     "reshape", "expand", "contiguous", "repeat", "expand_as", "view_as", "type_as", "unfold",
     "new_zeros", "new_ones", "new_full", "new_empty", "item",
 }  # fmt: skip
+_REPEATED = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _NUMBERS: dict[Any, Any] = {
     torch.sym_max: max, torch.sym_min: min, torch.sym_float: float, torch.sym_int: int,
     torch.sym_not: operator.not_,
@@ -152,7 +153,7 @@ class _Plain:
             self.env[node] = self._region(args[at].graph, args[at], None, iter(args[at + 1 :]))
         elif name in _DROPPED:
             return
-        elif name in _PASSED or _is_whole_slice(node, args) or _is_eval_dropout(node, args):
+        elif name in _PASSED or _is_whole_slice(node, args) or _does_nothing(node, args):
             self.env[node] = args[0]
         elif target is operator.getitem and isinstance(args[0], tuple | list):
             self.env[node] = args[0][args[1]]
@@ -187,8 +188,10 @@ class _Plain:
         made.meta["aten"] = _full_name(call)
         self.values[made] = self._computed(made)
         looks_up = name in ("embedding", "index", "index_select", "gather")
-        known = [n.meta["positional"] or n.meta["static"] for n in sources if n.meta["varying"]]
-        positional = bool(known) and all(known) and not (looks_up and not static)
+        known = [n.meta["positional"] for n in sources if n.meta["varying"]]
+        positional = target in ("size", "numel") or (bool(known) and all(known))
+        if (looks_up and not static) or (name in _REPEATED and not sources[0].meta["varying"]):
+            positional = False  # values of a table, all of them where it is repeated
         return self._noted(made, node, varying=varying, static=static, positional=positional)
 
     def _recurrent(self, node: fx.Node, args: Any) -> list[fx.Node]:
@@ -225,13 +228,15 @@ class _Plain:
 
     def _noted(self, made: fx.Node, node: fx.Node, **flags: bool) -> fx.Node:
         value, symbolic = self.values[made], node.meta.get("val")
+        if isinstance(symbolic, tuple | list) and isinstance(value, Tensor):
+            symbolic = symbolic[0]  # of a batch norm
         scope, owner, call = self._place(node)
         made.meta.update(flags, value=_meta(value), scope=scope, owner=owner)
         made.meta["call"] = call
         shape = getattr(symbolic, "shape", None)
         made.meta.update(
             sizes=None if shape is None else tuple(map(str, shape)),
-            phase=_phase(made, self.values), positional=flags["positional"] or flags["static"],
+            phase=_phase(made, self.values),
         )  # fmt: skip
         if not flags["varying"]:
             made.meta["constant"] = value
@@ -242,16 +247,17 @@ class _Plain:
 
         The third name tells calls of one leaf module apart.
         """
-        stack = (node.meta.get("nn_module_stack") or {}).values()
-        paths = [path for path, _ in stack if f"{path}.".startswith(PREFIX)]
-        names = [re.sub(r"@\d+", "", path)[len(PREFIX) :] for path in paths]
-        names = [name for name in names if name in self.modules]
+        stack = (node.meta.get("nn_module_stack") or {}).items()
+        paths = [(re.sub(r"@\d+", "", path), key) for key, (path, _) in stack]
+        inside = [(p[len(PREFIX) :], key) for p, key in paths if f"{p}.".startswith(PREFIX)]
+        calls = {name: key for name, key in inside if name in self.modules}
+        names = list(calls)
         self.entered.update(names)
         if not names:
             return "", "", ""
         leaf = self.modules[names[-1]]
         if names[-1] and next(leaf.children(), None) is None:
-            return (names[-2] if len(names) > 1 else ""), names[-1], paths[-1]
+            return (names[-2] if len(names) > 1 else ""), names[-1], calls[names[-1]]
         return names[-1], "", ""
 
 
@@ -289,7 +295,9 @@ def _is_whole_slice(node: fx.Node, args: Any) -> bool:
     return args[2] in (0, None) and args[3] in (sys.maxsize, None)
 
 
-def _is_eval_dropout(node: fx.Node, args: Any) -> bool:
+def _does_nothing(node: fx.Node, args: Any) -> bool:
+    if _base(node.target) == "clone":  # what is left of one where in-place code was rewritten
+        return not node.kwargs and all(user.op != "output" for user in node.users)
     return "dropout" in _base(node.target) and len(args) > 2 and args[2] is False
 
 
@@ -309,6 +317,8 @@ def spelled(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
     if name == "slice":
         return _slice(args)
     kwargs = {k: v for k, v in kwargs.items() if k not in _IGNORED}
+    if schema.overload_name == "dtype":  # a view of the bits
+        return "call_method", name, args, kwargs
     name = _RENAMED.get(name, name)
     if name in ("to", "_to_copy"):
         dtype = kwargs.pop("dtype", None) or next((a for a in args if type(a) is torch.dtype), None)

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torchq.convert.model_state import changed, state_of, twin
 from torchq.convert.recurrent import as_one_call
 
+_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION", "PARAMETER_MUTATION")
 
 
@@ -189,15 +190,17 @@ def _export(module: nn.Module, args: Any, kwargs: Any) -> Exported:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hides what torch.export prints and logs of graphs that fail."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        logger.setLevel(logging.CRITICAL)
         try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
             yield
         finally:
-            logger.setLevel(before)
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)
 
 
 def _first(error: Exception) -> str:

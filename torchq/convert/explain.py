@@ -18,6 +18,9 @@ _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 NOT_CALLED = "not called with example_inputs"
 """The reason of what did not run when the model was prepared."""
 
+READ = "its parameters are used outside of it, and it is not called"
+"""The reason of a layer whose parameters the model's own code reads."""
+
 
 @dataclass(frozen=True)
 class Row:

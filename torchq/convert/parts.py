@@ -57,6 +57,8 @@ class Parts:
 def find_parts(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts:
     """Captures ``model(*args, **kwargs)``; where that fails, the calls of its parts."""
     parts = Parts()
+    if stand_in(model) is not None:  # one layer, which needs no graph
+        return parts
     if not _capture(parts, model, "", (tuple(args), dict(kwargs))):
         calls = _calls(model, args, kwargs)
         _descend(parts, model, "", calls)

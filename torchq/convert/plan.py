@@ -241,7 +241,7 @@ class Plan:
         src = op.srcs[0]
         if src.meta["value"].is_sequence:  # of a chunk, yes; of an LSTM, no
             return src in self._joined
-        return bool(src.meta["varying"])
+        return bool(src.meta["varying"]) or not op.node.meta["positional"]
 
     def _join(self, node: fx.Node, src: fx.Node) -> None:
         self._parent[self.root(node)] = self.root(src)

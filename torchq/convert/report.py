@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from torchq.convert.explain import Row
+from torchq.convert.explain import READ, Row
 from torchq.convert.fuse import Layer
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.ops import Op, Role
@@ -52,7 +52,8 @@ def merged(leaves: Iterable[Row], graphs: Iterable[tuple[str, list[Row]]]) -> li
         found |= {row.name: row for row in rows}
         inside.append(f"{name}." if name else "")
     for row in leaves:
-        captured = row.name.startswith(tuple(inside)) and not row.is_matmul
+        shown = row.is_matmul and row.reason != READ  # the graph has the function that reads
+        captured = row.name.startswith(tuple(inside)) and not shown
         if row.name not in found and not captured:
             found[row.name] = row
     return list(found.values())

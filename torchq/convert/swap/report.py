@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchq.convert.explain import NOT_CALLED, Row
+from torchq.convert.explain import NOT_CALLED, READ, Row
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.self_contained import FOREIGN, RECURRENT, is_foreign
 from torchq.convert.swap.planning import Plan
@@ -36,7 +36,7 @@ def _without_layer(name: str, module: nn.Module, plan: Plan) -> str:
     if is_foreign(module):
         return FOREIGN
     if name in plan.recording.read:
-        return "its parameters are used outside of it, and it is not called"
+        return READ
     if name in plan.recording.leaves:
         return NOT_CALLED
     return "only linear, convolution and recurrent layers have an int8 form"
