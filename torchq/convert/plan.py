@@ -13,12 +13,11 @@ int8 value is read as float32, the converted graph dequantizes it there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from torch import Tensor, fx, nn
 
-from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
-from torchq.convert.explain import Row
+from torchq.config import Overrides, QConfig, resolve
 from torchq.convert.fake import Fixed, fixed_qparams, same
 from torchq.convert.fuse import Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
@@ -109,24 +108,6 @@ class Plan:
     def config(self, name: str) -> QConfig | None:
         """How to quantize a module, or its destination ``<name>.dst``; None keeps it float."""
         return resolve(self._overrides, f"{self.prefix}{name}", self._config)
-
-    def check_patterns(self, swapped: Collection[Row] = ()) -> None:
-        """Raises ValueError for an override that matches nothing.
-
-        ``swapped``: rows of what is in opaque submodules.
-        """
-        names = [name for name, _ in self.captured.model.named_modules()]
-        names += [row.name for row in swapped]
-        names += [op.base for op in self.ops.values()]
-        names += [f"{layer.op.base}.dst" for layer in self.layers]
-        unmatched = unmatched_patterns(self._overrides, names)
-        if unmatched:
-            own = {*(layer.op.base for layer in self.layers), *self.standalone}
-            quantizable = sorted(own | {row.name for row in swapped if row.quantized})
-            raise ValueError(
-                f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
-                f"The quantizable modules are {quantizable}."
-            )
 
     def root(self, node: fx.Node) -> fx.Node:
         """The node that stands for the group of ``node``."""

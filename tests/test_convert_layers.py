@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a traced graph fuses or keeps in int8 beside convolutions and linears."""
+"""What a graph fuses or keeps in int8 beside convolutions and linears."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from flows import names, sqnr
+from flows import graph_of, names, sqnr
 from models import Wired, conv, randomize
 from torch import Tensor, nn
 
