@@ -253,23 +253,6 @@ def test_what_is_all_int8_loads_without_the_float_model(tmp_path: Path) -> None:
     assert torch.equal(torchq.load(tmp_path / "model.torchq")(x), converted(x))
 
 
-def test_arguments_with_names_that_guards_use() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, s1: Tensor, s0: Tensor, torch: Tensor) -> Tensor:
-            return self.a(s1) + self.b(s0) * torch
-
-    inputs = tuple(torch.randn(4, 8) for _ in range(3))
-    model = Net().eval()
-    converted = torchq.quantize(model, [inputs])
-    with torch.no_grad():
-        assert sqnr(model(*inputs), converted(*inputs)) > 25
-    assert torch.equal(torch.jit.script(converted)(*inputs), converted(*inputs))
-
-
 def test_whole_numbers_for_lists_of_floats() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

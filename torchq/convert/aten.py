@@ -7,6 +7,7 @@ else ``torch.ops.aten``. Sizes are ``x.size(i)``. What only checks is dropped.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 import sys
@@ -19,9 +20,11 @@ from torch.jit._builtins import _find_builtin
 from torch.utils import _pytree as pytree
 
 from torchq.convert.capture import PREFIX, Exported
+from torchq.convert.einsum import as_product
 from torchq.convert.graph import Captured, Meta, remove_unused
 from torchq.convert.patterns import row_of
 
+_ATEN = torch.ops.aten
 _DROPPED = {
     "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range_for_size",
     "sym_constrain_range", "_assert_async",
@@ -160,13 +163,20 @@ class _Plain:
         elif name == "recurrent":
             self.env[node] = self._recurrent(node, args)
         elif name == "baddbmm" and not kwargs:
-            product = self._function(node, args[1:], {}, torch.ops.aten.bmm.default)
+            product = self._function(node, args[1:], {}, _ATEN.bmm.default)
             added = (product, args[0])
-            self.env[node] = self._function(node, added, {}, torch.ops.aten.add.Tensor)
+            self.env[node] = self._function(node, added, {}, _ATEN.add.Tensor)
+        elif name == "glu":
+            halves = self._function(node, (args[0], 2, *(args[1:] or (-1,))), {}, _ATEN.chunk.default)
+            value, gate = (self._item(node, halves, i) for i in range(2))
+            gate = self._function(node, (gate,), {}, _ATEN.sigmoid.default)
+            self.env[node] = self._function(node, (value, gate), {}, _ATEN.mul.Tensor)
+        elif name == "einsum" and (product := self._einsum(node, *args)) is not None:
+            self.env[node] = product
         elif name == "_native_batch_norm_legit_no_training":
             src, weight, bias, mean, var, momentum, eps = args
             given = (src, weight, bias, mean, var, False, momentum, eps, False)
-            made = self._function(node, given, {}, torch.ops.aten.batch_norm.default)
+            made = self._function(node, given, {}, _ATEN.batch_norm.default)
             self.env[node] = (made, None, None)
         else:
             self.env[node] = self._function(node, args, kwargs)
@@ -194,6 +204,15 @@ class _Plain:
             positional = False  # values of a table, all of them where it is repeated
         return self._noted(made, node, varying=varying, static=static, positional=positional)
 
+    def _einsum(self, node: fx.Node, equation: str, operands: Any, path: Any = None) -> Any:
+        """Writes an einsum as the matrix product that it is; None where it is none."""
+
+        def emit(call: Any, *args: Any) -> fx.Node:
+            return self._function(node, args, {}, call)
+
+        known = [(tuple(self.values[x].shape), x.meta["varying"]) for x in operands]
+        return as_product(emit, equation, operands, known)
+
     def _recurrent(self, node: fx.Node, args: Any) -> list[fx.Node]:
         """The call of a recurrent module, and its results one by one."""
         srcs, name, kind = args[0], args[1], args[2]
@@ -202,18 +221,21 @@ class _Plain:
         self.values[made] = self._computed(made)
         self._noted(made, node, varying=True, static=False, positional=False)
 
-        def part(source: fx.Node, index: int) -> fx.Node:
-            item = self.graph.call_function(operator.getitem, (source, index))
-            item.meta["aten"] = None
-            self.values[item] = self._computed(item)
-            return self._noted(item, node, varying=True, static=False, positional=False)
-
+        part = functools.partial(self._item, node)
         if kind == "LSTM":
             state = part(made, 1)
             return [part(made, 0), part(state, 0), part(state, 1)]
         if kind.endswith("Cell") and kind != "LSTMCell":
             return [made]
         return [part(made, 0), part(made, 1)]
+
+    def _item(self, node: fx.Node, source: fx.Node, index: int) -> fx.Node:
+        """One of several results."""
+        item = self.graph.call_function(operator.getitem, (source, index))
+        item.meta["aten"] = None
+        self.values[item] = self._computed(item)
+        flags = {name: source.meta[name] for name in ("varying", "static", "positional")}
+        return self._noted(item, node, **flags)
 
     # What is known of them
 
@@ -236,7 +258,7 @@ class _Plain:
         shape = getattr(symbolic, "shape", None)
         made.meta.update(
             sizes=None if shape is None else tuple(map(str, shape)),
-            phase=_phase(made, self.values),
+            phase=_phase(made, self.values), line=node.meta.get("stack_trace"),
         )  # fmt: skip
         if not flags["varying"]:
             made.meta["constant"] = value
@@ -247,17 +269,16 @@ class _Plain:
 
         The third name tells calls of one leaf module apart.
         """
-        stack = (node.meta.get("nn_module_stack") or {}).items()
-        paths = [(re.sub(r"@\d+", "", path), key) for key, (path, _) in stack]
-        inside = [(p[len(PREFIX) :], key) for p, key in paths if f"{p}.".startswith(PREFIX)]
-        calls = {name: key for name, key in inside if name in self.modules}
-        names = list(calls)
+        stack = node.meta.get("nn_module_stack") or {}
+        found = {key: path for key, (path, _) in stack.items() if f"{path}.".startswith(PREFIX)}
+        names = [re.sub(r"@\d+", "", path)[len(PREFIX) :] for path in found.values()]
+        names = [name for name in names if name in self.modules]
         self.entered.update(names)
         if not names:
             return "", "", ""
         leaf = self.modules[names[-1]]
         if names[-1] and next(leaf.children(), None) is None:
-            return (names[-2] if len(names) > 1 else ""), names[-1], calls[names[-1]]
+            return (names[-2] if len(names) > 1 else ""), names[-1], list(found)[-1]
         return names[-1], "", ""
 
 
@@ -349,7 +370,7 @@ def _slice(args: Any) -> tuple[str, Any, Any, Any]:
     src, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
     end = None if end == sys.maxsize else end
     if not isinstance(dim, int) or dim < 0:
-        return "call_function", torch.ops.aten.slice, args, {}
+        return "call_function", _ATEN.slice, args, {}
     part = slice(start or None if not isinstance(start, fx.Node) else start, end, step)
     part = slice(part.start, part.stop, None if step == 1 else step)
     return "call_function", operator.getitem, (src, (*[slice(None)] * dim, part)), {}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -277,9 +276,8 @@ class Example:
 
 def _source(example: Example) -> tuple[str, dict[str, Any]]:
     """Returns the source of :meth:`Example.chooser`, and what the source refers to."""
-    # with underscores: a parameter may be named s1 or math
-    names: dict[str, Any] = {"_Tensor": Tensor, "_torch": torch, "_math": math, "_flat": _flat}
-    names |= {"_traced": _is_traced, "_len": len, "_equal": _equal}
+    names: dict[str, Any] = {"Tensor": Tensor, "torch": torch, "math": math, "flat": _flat}
+    names["traced"] = _is_traced
     parameters = list(example.signature.parameters.values())[1:]
     head, conditions, tensors = [], [], {}
     star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -301,7 +299,7 @@ def _source(example: Example) -> tuple[str, dict[str, Any]]:
             conditions += _tensor_conditions(example, expected, name)
         elif any(isinstance(leaf, Argument) for leaf in leaves):
             names[f"expected_{name}"] = expected
-            conditions.append(f"(f_{name} := _flat({name}, expected_{name})) is not None")
+            conditions.append(f"(f_{name} := flat({name}, expected_{name})) is not None")
             found = [leaf for leaf in leaves if isinstance(leaf, Argument)]
             for i, argument in enumerate(found):
                 tensors[argument] = f"f_{name}[{i}]"
@@ -311,11 +309,10 @@ def _source(example: Example) -> tuple[str, dict[str, Any]]:
         elif expected is None or isinstance(expected, bool):
             conditions.append(f"{name} is {expected}")
         else:
-            names[f"expected_{name}"] = expected
-            conditions.append(f"_equal({name}, expected_{name})")
+            names[f"expected_{name}"], names["equal"] = expected, _equal
+            conditions.append(f"equal({name}, expected_{name})")
     given = [tensors[argument] for argument in example.arguments]
-    guards = (re.sub(r"\b(s\d+|torch|math)\b", r"_\1", guard) for guard in example.guards)
-    condition = " and ".join([*conditions, *(f"({guard})" for guard in guards)]) or "True"
+    condition = " and ".join([*conditions, *(f"({guard})" for guard in example.guards)]) or "True"
     return (
         f"def choose({', '.join(head)}):\n"
         f"    if {condition}:\n"
@@ -327,12 +324,12 @@ def _tensor_conditions(example: Example, argument: Argument, text: str) -> list[
     """Conditions on a tensor's class, dtype, rank and constant sizes."""
     i = example.arguments.index(argument)
     conditions = [
-        f"({text}.__class__ is _Tensor or _traced({text}))",
-        f"_len(_s{i} := {text}.shape) == {len(argument.shape)}",
-        f"{text}.dtype is _{argument.dtype}",
+        f"({text}.__class__ is Tensor or traced({text}))",
+        f"len(s{i} := {text}.shape) == {len(argument.shape)}",
+        f"{text}.dtype is {argument.dtype}",
     ]
     sizes = enumerate(argument.shape)
-    return conditions + [f"_s{i}[{d}] == {size}" for d, size in sizes if size is not None]
+    return conditions + [f"s{i}[{d}] == {size}" for d, size in sizes if size is not None]
 
 
 def _is_traced(value: Any) -> bool:

@@ -21,6 +21,7 @@ def report_rows(plan: Plan) -> list[Row]:
     """Returns rows in the order of calls; what depends on sizes and positions alone has none."""
     layer_of = {part: layer for layer in plan.layers for part in layer.parts}
     rows: dict[str, list[Row]] = defaultdict(list)
+    firsts: dict[tuple[str, str, str], str] = {}
     for op in plan.ops.values():
         if op.node.meta["positional"] or op.role is Role.SHAPE:
             continue
@@ -32,7 +33,11 @@ def report_rows(plan: Plan) -> list[Row]:
         if op.owner is None and op.srcs and op.srcs[0].op == "call_module":
             continue
         name = op.base if op.owner is not None else op.name
-        rows[name].append(_row(plan, op, layer_of.get(op), name))
+        row = _row(plan, op, layer_of.get(op), name)
+        if op.owner is None and op.node.meta["line"]:
+            line = op.kind, op.node.meta["scope"], op.node.meta["line"]
+            row = replace(row, first=f"{plan.prefix}{firsts.setdefault(line, name)}")
+        rows[name].append(row)
     found = [_together(several) for several in rows.values()]
     found += [_once(plan, name) for name in sorted(plan.captured.once - rows.keys())]
     prefix = plan.prefix
