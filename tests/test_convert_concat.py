@@ -90,11 +90,13 @@ def test_a_source_is_not_clipped() -> None:
 
 
 def test_fake_quantizers_keep_their_scale() -> None:
-    fake = torchq.FakeQuantize(-4.0, 127 / 32)
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.fake_quantize_per_tensor_affine(m.a(x), 1 / 32, 128, 0, 255)
+        return m.c(y), m.d(torch.cat([y, m.b(x)], 1))
+
     model = Wired(
-        lambda m, x: (m.c(y := m.fake(m.a(x))), m.d(torch.cat([y, m.b(x)], 1))),
+        forward,
         a=nn.Conv2d(8, 8, 1), b=nn.Conv2d(8, 8, 1), c=nn.Conv2d(8, 8, 1), d=nn.Conv2d(16, 8, 1),
-        fake=fake,
     )  # fmt: skip
     x = torch.randn(4, *X[1:])
     (cat,) = concatenations(torchq.quantize(randomize(model), [x], x))

@@ -219,6 +219,28 @@ def test_what_is_written_in_place_is_the_result_of_writing() -> None:
     assert names(found).count("QConv2d") == 3
 
 
+# Sizes as arguments
+
+SIZED: dict[str, Any] = {
+    "avg_pool2d": lambda y: F.avg_pool2d(y, y.size()[2:]),
+    "max_pool2d": lambda y: F.max_pool2d(y, y.shape[-2:]),
+    "two sizes": lambda y: F.avg_pool2d(y, (y.size(2), y.size(3))),
+    "irfft2": lambda y: torch.fft.irfft2(torch.fft.rfft2(y), s=y.shape[-2:]),
+    "reshape": lambda y: y.view(y.size(0), y.size(1), -1).mean(-1)[:, :, None, None],
+}
+
+
+@pytest.mark.filterwarnings("ignore:torchq. this call")
+@pytest.mark.parametrize("name", SIZED)
+def test_sizes_of_other_images(name: str) -> None:
+    """Global pools and transforms, as old networks spell them; some make guards on sizes."""
+    model = Wired(lambda m, x: m.b(SIZED[name](m.a(x))), a=conv(), b=conv(k=1))
+    converted = convert(model, bound=25)
+    with torch.no_grad():
+        for shape in ((1, 8, 20, 18), (3, 8, 7, 32)):
+            assert sqnr(model(x := torch.randn(shape)), converted(x)) > 20
+
+
 # Padding that is not zeros, and names of overrides
 
 

@@ -167,7 +167,9 @@ class _Plain:
             added = (product, args[0])
             self.env[node] = self._function(node, added, {}, _ATEN.add.Tensor)
         elif name == "glu":
-            halves = self._function(node, (args[0], 2, *(args[1:] or (-1,))), {}, _ATEN.chunk.default)
+            halves = self._function(
+                node, (args[0], 2, *(args[1:] or (-1,))), {}, _ATEN.chunk.default
+            )
             value, gate = (self._item(node, halves, i) for i in range(2))
             gate = self._function(node, (gate,), {}, _ATEN.sigmoid.default)
             self.env[node] = self._function(node, (value, gate), {}, _ATEN.mul.Tensor)
