@@ -139,7 +139,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     [
         ("batch_first", True, "none"), ("batch_first", False, "both"),
         ("batch_first", True, "both"), ("no_bias", True, "causal"), ("no_bias", False, "bool"),
-        ("added_keys", False, "none"), ("other_sizes", False, "none"), ("other_sizes", True, "padding"),
+        ("added_keys", False, "none"), ("other_sizes", False, "none"),
+        ("other_sizes", True, "padding"),
     ],
 )  # fmt: skip
 def test_multihead_attention(options: str, weights: bool, masks: str, tmp_path: Path) -> None:

@@ -11,18 +11,17 @@ import functools
 import operator
 import re
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.jit._builtins import _find_builtin
 from torch.utils import _pytree as pytree
 
 from torchq.convert.capture import PREFIX, Exported
 from torchq.convert.einsum import as_product
 from torchq.convert.graph import Captured, Meta, remove_unused
 from torchq.convert.patterns import row_of
+from torchq.convert.spelling import base_name, spelled
 
 _ATEN = torch.ops.aten
 _DROPPED = {
@@ -30,18 +29,8 @@ _DROPPED = {
     "sym_constrain_range", "_assert_async",
 }  # fmt: skip
 _PASSED = {"lift_fresh_copy", "detach", "alias", "lift", "_unsafe_view_copy"}
-_RENAMED = {"view": "reshape", "_unsafe_view": "reshape", "_to_copy": "to"}
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-_IGNORED = ("layout", "device", "pin_memory", "non_blocking", "copy")
-_METHODS = {
-    "reshape", "expand", "contiguous", "repeat", "expand_as", "view_as", "type_as", "unfold",
-    "new_zeros", "new_ones", "new_full", "new_empty", "item",
-}  # fmt: skip
 _REPEATED = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
-_NUMBERS: dict[Any, Any] = {
-    torch.sym_max: max, torch.sym_min: min, torch.sym_float: float, torch.sym_int: int,
-    torch.sym_not: operator.not_,
-}  # fmt: skip
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.bool)
 
 
@@ -149,7 +138,7 @@ class _Plain:
         made.meta.update(scope="", varying=True, static=False, positional=False)
 
     def _call(self, node: fx.Node) -> None:
-        target, name = node.target, _base(node.target)
+        target, name = node.target, base_name(node.target)
         args, kwargs = (fx.node.map_aggregate(a, self._known) for a in (node.args, node.kwargs))
         if name in _REGIONS:
             at = next(i for i, arg in enumerate(args) if isinstance(arg, fx.GraphModule))
@@ -194,7 +183,7 @@ class _Plain:
         sources = made.all_input_nodes
         varying = any(n.meta["varying"] for n in sources) or _is_random(call)
         static = varying and all(n.meta["static"] or not n.meta["varying"] for n in sources)
-        name = _base(call)
+        name = base_name(call)
         if target in ("size", "numel"):
             static = varying = True
         made.meta["aten"] = _full_name(call)
@@ -291,13 +280,6 @@ def _has(model: nn.Module, name: str) -> bool:
         return False
 
 
-def _base(target: Any) -> str:
-    """Returns the name of an ATen call without its overload."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[1]
-    return str(getattr(target, "__name__", target))
-
-
 def _full_name(target: Any) -> str | None:
     """Returns the name of an ATen call as in its schema; None for Python's operators."""
     if not isinstance(target, torch._ops.OpOverload):
@@ -313,85 +295,15 @@ def _is_random(target: Any) -> bool:
 
 
 def _is_whole_slice(node: fx.Node, args: Any) -> bool:
-    if _base(node.target) != "slice" or len(args) < 4 or args[4:] not in ((), (1,)):
+    if base_name(node.target) != "slice" or len(args) < 4 or args[4:] not in ((), (1,)):
         return False
     return args[2] in (0, None) and args[3] in (sys.maxsize, None)
 
 
 def _does_nothing(node: fx.Node, args: Any) -> bool:
-    if _base(node.target) == "clone":  # what is left of one where in-place code was rewritten
+    if base_name(node.target) == "clone":  # what is left of one where in-place code was rewritten
         return not node.kwargs and all(user.op != "output" for user in node.users)
-    return "dropout" in _base(node.target) and len(args) > 2 and args[2] is False
-
-
-def spelled(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
-    """Returns kind, target and arguments of the node that makes an ATen call."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return "call_function", _NUMBERS.get(target, target), args, kwargs
-    name, schema = _base(target), target._schema
-    if name == "sym_size":
-        return "call_method", "size", args, {}
-    if name == "sym_numel":
-        return "call_method", "numel", args, {}
-    args, kwargs = _floats(schema, args, kwargs)
-    kwargs = {k: v for k, v in kwargs.items() if v is not None}
-    if target.namespace != "aten":
-        return "call_function", target.overloadpacket, args, kwargs
-    if name == "slice":
-        return _slice(args)
-    kwargs = {k: v for k, v in kwargs.items() if k not in _IGNORED}
-    if schema.overload_name == "dtype":  # a view of the bits
-        return "call_method", name, args, kwargs
-    name = _RENAMED.get(name, name)
-    if name in ("to", "_to_copy"):
-        dtype = kwargs.pop("dtype", None) or next((a for a in args if type(a) is torch.dtype), None)
-        if dtype is None:
-            return "call_method", "contiguous", args[:1], {}
-        return "call_method", "to", (args[0], dtype), {}
-    if name.endswith("_") and not name.endswith("__"):
-        raise NotImplementedError(f"{name} writes in place")
-    function = _function_of(name)
-    if function is not None:
-        return "call_function", function, args, kwargs
-    if name in _METHODS:
-        return "call_method", name, args, kwargs
-    return "call_function", target.overloadpacket, args, kwargs
-
-
-def _function_of(name: str) -> Callable[..., Any] | None:
-    """Returns the function of torch that TorchScript compiles to this ATen call."""
-    for namespace in (torch, torch._C._nn):
-        function = getattr(namespace, name, None)
-        if function is not None and _find_builtin(function) == f"aten::{name}":
-            return function  # type: ignore[no-any-return]
-    return None
-
-
-def _slice(args: Any) -> tuple[str, Any, Any, Any]:
-    """``x[:, start:end]``, which is faster than the call."""
-    src, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
-    end = None if end == sys.maxsize else end
-    if not isinstance(dim, int) or dim < 0:
-        return "call_function", _ATEN.slice, args, {}
-    part = slice(start or None if not isinstance(start, fx.Node) else start, end, step)
-    part = slice(part.start, part.stop, None if step == 1 else step)
-    return "call_function", operator.getitem, (src, (*[slice(None)] * dim, part)), {}
-
-
-def _floats(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Integers that a schema takes as floats, as floats: TorchScript does not convert them."""
-    kinds = {a.name: str(a.type) for a in schema.arguments}
-
-    def as_float(value: Any, kind: str) -> Any:
-        if "float" not in kind:
-            return value
-        if isinstance(value, list | tuple):
-            return [as_float(v, kind) for v in value]
-        return float(value) if type(value) is int else value
-
-    names = list(kinds)
-    args = tuple(as_float(a, kinds[n]) for n, a in zip(names, args, strict=False))
-    return args, {n: as_float(v, kinds[n]) for n, v in kwargs.items()}
+    return "dropout" in base_name(node.target) and len(args) > 2 and args[2] is False
 
 
 def _meta(value: Any) -> Meta:

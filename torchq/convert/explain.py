@@ -150,7 +150,7 @@ def check_strict(rows: list[Row]) -> None:
 
 
 def check_patterns(model: nn.Module, rows: list[Row], overrides: Overrides | None) -> None:
-    """Raises ValueError for an override that matches no module and no row, nor a ``.dst`` of one."""
+    """Raises ValueError for an override that matches no module, no row, and no ``.dst`` of one."""
     names = [*(name for name, _ in model.named_modules()), *(row.name for row in rows)]
     if unmatched := unmatched_patterns(overrides, [*names, *(f"{name}.dst" for name in names)]):
         quantizable = sorted({row.name for row in rows if row.quantized or row.is_matmul})
