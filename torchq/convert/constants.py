@@ -33,7 +33,7 @@ def compute_once(captured: Captured) -> None:
         model.register_buffer(name, value.detach().clone())
         with graph.inserting_before(node):
             stored = graph.create_node("get_attr", name)
-        stored.meta.update(node.meta, constant=getattr(model, name))
+        stored.meta.update(node.meta, constant=getattr(model, name), owner="")
         node.replace_all_uses_with(stored)
     remove_unused(graph)
     captured.once = owners - {node.meta.get("owner") for node in graph.nodes}
