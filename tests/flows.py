@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq import QConfig
+from torchq.nn.attached import graphs_of
 
 CONFIGS = {
     "u7": QConfig(activation_bits=7),
@@ -73,3 +74,8 @@ def build(case: models.Case) -> tuple[nn.Module, list[Tensor]]:
 def names(converted: Any) -> list[str]:
     calls = [n for n in converted.graph.nodes if n.op == "call_module"]
     return [type(converted.get_submodule(n.target)).__name__ for n in calls]
+
+
+def graph_of(model: nn.Module) -> Any:
+    """The root's graph, or the model if it is one."""
+    return dict(graphs_of(model)).get("", model)

@@ -60,7 +60,12 @@ class Dispatch(Attachment):
         restore = self.example.restore()
 
         def forward(self: Dispatch, *args: Any, **kwargs: Any) -> Any:
-            found = choose(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                found = choose(*args, **kwargs)
+                if found is None or _hook_ids(self.module) - self._known:
+                    return own(self.module, *args, **kwargs)
+                return restore(self.graph(*found))
+            found = choose(*args, **kwargs) if _tracing() is None else _untraced(choose, args, kwargs)
             if found is not None and (RemovableHandle.next_id == self._seen or self._is_clean()):
                 self.graph_calls += 1
                 return restore(self.graph(*found))
@@ -146,6 +151,19 @@ class Dispatch(Attachment):
             return
         missing.extend(f"{start}{name}" for name in lacks)
         unexpected.extend(f"{start}{name}" for name in more)
+
+
+_tracing = torch._C._get_tracing_state
+
+
+def _untraced(choose: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Returns what ``choose`` does, within ``torch.jit.trace``: its conditions are no part of a trace."""
+    state = _tracing()
+    torch._C._set_tracing_state(None)
+    try:
+        return choose(*args, **kwargs)
+    finally:
+        torch._C._set_tracing_state(state)
 
 
 def attach(dispatch: Dispatch) -> None:
