@@ -135,11 +135,11 @@ def test_uint8_images_are_not_quantized_values(qmodel, tmp_path):
     ):
         model(src.float())
         for run in (model, torch.jit.script(model)):
-            with pytest.raises(Exception, match=r"input must be torch.float32.* input.float\(\)"):
+            with pytest.raises(Exception, match=r"torch.float32.*got torch.uint8.*input.float\(\)"):
                 run(src)
 
 
-@pytest.mark.parametrize("where", ["dict", "list", "part", "rolled", "twice", "chosen"])
+@pytest.mark.parametrize("where", ["dict", "list", "rolled", "twice", "chosen"])
 def test_uint8_in_what_holds_inputs_is_not_quantized_values(where):
     def held(x):
         return {"dict": {"x": x}, "list": [x]}.get(where, x)
@@ -162,7 +162,7 @@ def test_uint8_in_what_holds_inputs_is_not_quantized_values(where):
     float_input = (held(image.float()),)
     model = torchq.quantize(Held().eval(), [float_input])
     model(*float_input)
-    with pytest.raises(TypeError, match=r"input must be torch.float32"):
+    with pytest.raises(TypeError, match=r"torch.float32.*got torch.uint8"):
         model(held(image))
 
 
@@ -273,7 +273,7 @@ def test_parameters_that_are_not_there_yet():
         with pytest.raises(ValueError, match=r"none yet in '0', a LazyConv2d. Run the model on"):
             prepare(model, DATA[0])
     model(DATA[0])
-    assert torchq.quantize(model, DATA).get_submodule("0").weight_scale.numel() == 8
+    assert all(row.quantized for row in torchq.explain(torchq.quantize(model, DATA)).rows)
 
 
 @pytest.mark.parametrize("flow", [torchq, torchq.eager])

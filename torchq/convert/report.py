@@ -78,7 +78,7 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     if op.node.op == "call_module":
         quantized, site = op.base in plan.standalone, op.base
     elif (whole := plan.dynamic_wholes.get(op)) is not None:
-        quantized, reason, site = True, f"fused into {whole.name}", whole.name
+        quantized, reason, site = True, f"fused into {plan.prefix}{whole.name}", whole.name
     elif layer is not None:
         reason = plan.reasons[layer]
         quantized = not reason
@@ -86,7 +86,7 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
             reason = layer.note
         host = plan.table_hosts.get(layer, layer)
         if quantized and op is not host.op:
-            reason, site = f"fused into {host.name}", host.name
+            reason, site = f"fused into {plan.prefix}{host.name}", host.name
     elif op.role in (Role.MOVE, Role.PASS, Role.POOL, Role.PAD):
         quantized = plan.is_int8(op.node)
         reason = "passes values on as they are" if op.role is Role.PASS else ""

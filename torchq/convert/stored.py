@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchq.convert.capture import Argument
-from torchq.convert.dispatch import Dispatch, Example, Structure, attach
+from torchq.convert.dispatch import Dispatch, attach
+from torchq.convert.guards import Example, Structure
 
 CALL_KEY = "torchq_call"
 """Name of the tensor that holds the text, in the state of the graph's module."""

@@ -223,6 +223,17 @@ class QuantizedLeaf(Leaf, QModule):
         """Returns a leaf without its layer, which has a spec of its own."""
         return cls(nn.Identity(), spec["constants"], spec["weight"], spec["pad"], spec["mode"])
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        if f"{prefix}weight" in state_dict:
+            raise RuntimeError(
+                f"torchq.nn.{type(self).__name__}: '{prefix}weight' of the state is of the float "
+                "model, and this layer is quantized. Give it what state_dict() of the converted "
+                "model returned."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     @torch.jit.unused
     def _weight_shape(self) -> torch.Size:
         return torch.Size(self._shape[::-1] if self._turned else self._shape)
