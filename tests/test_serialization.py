@@ -108,8 +108,7 @@ def test_computed_weights_of_swapped_models(computed: Any, overrides: Any, tmp_p
         for _ in range(2)
     ]  # fmt: skip
     x = torch.randn(4, 8)
-    with pytest.warns(UserWarning, match="cannot be traced"):
-        converted = torchq.quantize(made[0], [x], x, overrides=overrides)
+    converted = torchq.quantize(made[0], [x], x, overrides=overrides)
     torchq.save(converted, tmp_path / "model")
     for model in made:
         assert torch.equal(torchq.load(tmp_path / "model", model)(x), converted(x))
@@ -162,8 +161,7 @@ class OldNames(nn.Module):
 
 def test_models_with_a_state_dict_of_their_own(tmp_path: Path) -> None:
     model, x = OldNames().eval(), torch.randn(4, 8)
-    with pytest.warns(UserWarning, match="cannot be traced"):
-        converted = torchq.quantize(model, [x], x)
+    converted = torchq.quantize(model, [x], x)
     torchq.save(converted, tmp_path / "model")
     assert torch.equal(torchq.load(tmp_path / "model", model)(x), converted(x))
 
@@ -363,10 +361,9 @@ class Giver(nn.Module):
         return self.head(self.given(x, self.layer) if half.is_integer() else x)
 
 
-def test_modules_as_arguments_and_methods_of_numbers(tmp_path: Path) -> None:
+def test_modules_as_arguments(tmp_path: Path) -> None:
     model, x = Giver().eval(), torch.randn(2, 6, 8)
     converted = torchq.quantize(model, [x], x)
-    assert isinstance(converted, torch.fx.GraphModule)
     torchq.save(converted, tmp_path / "model")
     assert torch.equal(torchq.load(tmp_path / "model", Giver())(x), converted(x))
 
