@@ -235,3 +235,26 @@ def test_functions_of_the_float_model_have_no_time() -> None:
     assert unknown and not {layer.name for layer in times.losing} & set(unknown)
     assert "        - ms float" in str(times) and "nan ms" not in str(times)
     assert "x  nanc" in str(times) and repr(times) == str(times)
+
+
+@pytest.mark.parametrize("what", ["explain", "compare", "profile", "sensitivity"])
+def test_results_show_themselves(flow, what: str) -> None:
+    """As text where Python prints them, as a table in a notebook."""
+    model, prepared, qmodel, data = flow
+    results = {
+        "explain": lambda: torchq.explain(qmodel),
+        "compare": lambda: torchq.compare(prepared, qmodel, data[:1]),
+        "profile": lambda: torchq.profile(model, qmodel, data[0], rounds=1),
+        "sensitivity": lambda: torchq.sensitivity(model, data[:1], data[0], progress=False),
+    }
+    result = results[what]()
+    assert repr(result) == str(result) and "(rows=" not in repr(result)
+    html = result._repr_html_()
+    rows = 7 if what == "explain" else 3 if what == "sensitivity" else 4
+    assert html.startswith("<table>") and html.count("<tr>") == 1 + rows
+    assert html.count("<td") % rows == 0 and "<p>" in html
+
+
+def test_tables_escape_names() -> None:
+    layer = torchq.analysis.LayerAccuracy("<b>&", 1.0, 1.0, 0.0)
+    assert "&lt;b&gt;&amp;" in torchq.analysis.Accuracy(1.0, (layer,))._repr_html_()

@@ -431,7 +431,9 @@ def test_channels_of_rows_and_of_sequences(kind: Any, flow: Any) -> None:
         converted = flow.quantize(model, [x, 2 * x, 3 * x], x)
         with torch.no_grad():
             assert torchq.sqnr(model(x), converted(x)) > 20
-            if x is rows:
+            if flow is torchq.eager:  # its layers know of no other part
+                assert torchq.sqnr(model(other), converted(other)) > 15
+            elif x is rows:
                 scripted = torch.jit.script(converted)
                 assert torch.equal(scripted(x), converted(x))
                 for one in (converted, scripted):

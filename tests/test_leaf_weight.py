@@ -49,6 +49,24 @@ def test_values_are_those_that_the_layer_computes_with(name: str, granularity: s
         assert torch.equal(leaf.bias + 0, layer.bias.detach())
 
 
+class Reads(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.layer.weight.sum()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_scripted_code_reads_weights(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape = LAYERS[name]
+    x = torch.randn(shape)
+    model = converted(Reads(make()), x)
+    assert torch.equal(torch.jit.script(model)(x), model(x))
+
+
 @pytest.fixture
 def leaf() -> Any:
     torch.manual_seed(0)

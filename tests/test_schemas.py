@@ -106,6 +106,7 @@ _supported_isas() -> str[]
 _last_kernel() -> str
 _scratch_bytes() -> int
 _idle_bytes() -> int
+_release_memory() -> int
 """.strip().splitlines()
 
 

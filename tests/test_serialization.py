@@ -274,9 +274,7 @@ def test_explain_table() -> None:
         ("exposed", {"b": "",
                      "c": "its parameters are used outside of it, and it is not called"}),
         ("forward_directly", {"a": "its parameters are used outside of it, and it is not called"}),
-        ("attention", {"mha.out_proj":
-                       "its parameters are used outside of it, and it is not called",
-                       "mha": "only leaf modules of torch.nn and torchq.nn have an int8 form"}),
+        ("attention", {"mha.out_proj": "", "mha.q_proj": ""}),
         ("add_both", {"add": OWN, "relu": OWN}),
         ("bn_other_reader", {"bn": OWN}),
         ("residual", {"a": "", "b": ""}),

@@ -97,6 +97,12 @@ def _(src0: Tensor, src1: Tensor, *args: Any) -> Tensor:
     return _fake_binary("mul", src0, src1, *args[:3])
 
 
+def _is_expanded(src: Tensor) -> bool:
+    return any(
+        size > 1 and stride == 0 for size, stride in zip(src.shape, src.stride(), strict=True)
+    )
+
+
 @fake("concat")
 def _(
     srcs: Sequence[Tensor], scales: Tensor, zero_points: Tensor, dim: int, dst_dtype: int
@@ -117,7 +123,9 @@ def _(
             )
     sizes = list(first.shape)
     sizes[dim] = sum(src.shape[dim] for src in srcs)
-    order = sorted(range(first.dim()), key=lambda d: -first.stride()[d])
+    # The order of a source that is not expanded; contiguous where there is none.
+    like = next((src for src in srcs if not _is_expanded(src)), torch.empty(sizes, device="meta"))
+    order = sorted(range(first.dim()), key=lambda d: -like.stride()[d])
     strides = [0] * first.dim()
     stride = 1
     for d in reversed(order):

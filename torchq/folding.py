@@ -54,8 +54,8 @@ def check_attr(op: str, attr: Attr, masks: Masks) -> None:
     known = ", ".join(f"{kind} of {arg}" for kind, arg in masks)
     if attr.rnn_data_qparams is not None:
         raise ValueError(
-            f"torchq.{op}: attr must set only {known}, got rnn_data, which RNN ops read: {attr}. "
-            "Use scales and zero points."
+            f"torchq.{op}: attr must set only {known}, got rnn_data, which recurrent modules read "
+            f"(torchq.nn.QLSTM.from_float and the like): {attr}. Use scales and zero points."
         )
     for arg, mode in attr._rounding.items():
         if ("rounding", arg) in masks:

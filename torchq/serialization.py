@@ -27,7 +27,7 @@ from torchq.convert.inputs import working_copy
 from torchq.convert.share import share_weights
 from torchq.convert.stored import CALL_KEY, describe, restore
 from torchq.convert.structure import GRAPH_KEY, decode, encode, plain_module
-from torchq.convert.swap.weights import leave_fast_paths, settled
+from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.fake_quantize import FakeQuantize
 from torchq.nn.experts import QExperts
 from torchq.nn.module import QModule, read_spec
@@ -209,6 +209,7 @@ def _with_class(
     texts = {n: (state.pop(_under(n, GRAPH_KEY)), state.pop(_under(n, CALL_KEY))) for n in names}
     graphs = tuple(f"{_under(name, GRAPH_KEY)}." for name in names)
     leaves = _quantized({k: v for k, v in state.items() if not k.startswith(graphs)})
+    model = split_attention(model, [n.removesuffix(".q_proj") for n in leaves])
     memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in leaves.items()}
     for name, leaf in leaves.items():
         if isinstance(leaf, QExperts):

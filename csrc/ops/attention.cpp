@@ -37,7 +37,6 @@ at::Tensor read_mask(const char* op, const at::Tensor& given, c10::IntArrayRef s
                    op, ": mask must be bool (true: attend) or float32 (added), got ",
                    dtype_name(given.scalar_type()), ". Convert it with .float() or .bool().");
   check_cpu(op, "mask", given);
-  check_no_grad(op, "mask", given);
   TORCH_CHECK_VALUE(at::is_expandable_to(given.sizes(), sizes), "torchq.", op,
                     ": mask must broadcast to ", sizes, ", the scores of all heads, got ",
                     given.sizes(), ". Its last dimensions are queries and keys.");
@@ -330,7 +329,6 @@ at::Tensor dynamic_attention(const at::Tensor& query, const at::Tensor& key,
                      " must be float32, got ", dtype_name(t.scalar_type()),
                      ". Convert it with .float(), or use attention for quantized operands.");
     check_cpu(op, arg, t);
-    check_no_grad(op, arg, t);
   };
   check("query", query);
   check("key", key);

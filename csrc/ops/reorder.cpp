@@ -33,7 +33,6 @@ void check_scale(const char* op, const char* arg, const at::Tensor& scale, bool 
                    " must be float32, got ", dtype_name(scale.scalar_type()),
                    ". Convert it with .float().");
   check_cpu(op, arg, scale);
-  check_no_grad(op, arg, scale);
   const at::Tensor dense = scale.contiguous();
   const float* values = dense.const_data_ptr<float>();
   for (int64_t i = 0; i < dense.numel(); ++i) {
@@ -90,7 +89,6 @@ at::Tensor convert_op(const char* op, OpTrace& trace, const at::Tensor& src,
   trace.ran(tier, "convert");
   const DType src_dtype = dtype_of(op, "src", src);
   check_cpu(op, "src", src);
-  check_no_grad(op, "src", src);
   check_zero_point(op, "src_zero_point", src_zero_point, src_dtype);
   check_zero_point(op, "dst_zero_point", dst_zero_point, dst_dtype);
   check_finite(op, factor);
@@ -150,7 +148,6 @@ at::Tensor reorder(const at::Tensor& src, const at::Tensor& output_scales, int64
   const bool shifts = src_zero_point.has_value() || dst_zero_point.has_value();
   if (output_scales.numel() == 0 && !shifts && src.scalar_type() == scalar_type(dtype)) {
     check_cpu("reorder", "src", src);
-    check_no_grad("reorder", "src", src);
     trace.ran(kernels(), "copy");
     const at::Tensor dst = src.clone();
     trace.describe([&] { return describe_call({src}, dst); });

@@ -13,6 +13,7 @@ from statistics import median
 import torch
 from torch import nn
 
+from torchq._table import html_table
 from torchq.analysis import timing
 from torchq.analysis.timing import UNSTEADY, Speedup, Times, crowded, measure
 from torchq.convert.explain import explain
@@ -105,6 +106,15 @@ class Profile:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        rows = [
+            (x.name, f"{x.float_ms:.3f}", f"{x.int8_ms:.3f}", x.speedup or "-", f"{x.share:.0%}")
+            for x in self.layers
+        ]
+        heads = ("layer", "float ms", "int8 ms", "float by int8", "of the int8 time")
+        return html_table(heads, rows, str(self).splitlines()[len(rows) :])
 
 
 def profile(

@@ -140,8 +140,8 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
 def _save_pretrained(*args: Any, **kwargs: Any) -> None:
     """Raises NotImplementedError: transformers would load the file with random weights."""
     raise NotImplementedError(
-        "save_pretrained: a model that torchq converted cannot be written so, since from_pretrained "
-        "would make a float model of it. Call torchq.save(model, path), and "
+        "save_pretrained: a model that torchq converted cannot be written so: from_pretrained would "
+        "make a float model of it. Call torchq.save(model, path), and "
         "torchq.load(path, float_model) to read it."
     )
 

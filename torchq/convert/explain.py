@@ -9,12 +9,15 @@ from typing import Any
 
 from torch import nn
 
+from torchq._table import html_table
 from torchq.convert.dispatch import dispatches
 from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule
 from torchq.saturation import seven_bits
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
+
+_HEADS = ("module", "class", "runs in", "attributes, or why it is float")
 
 NOT_CALLED = "not called with example_inputs"
 """The reason of what did not run when the model was prepared."""
@@ -73,7 +76,7 @@ class GraphRow:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The rows, and a table of them as ``str``.
 
@@ -97,7 +100,23 @@ class Explanation:
 
         Calls in a loop are one line, with the scales of the first.
         """
-        cells = [("module", "class", "runs in", "attributes, or why it is float")]
+        cells = [_HEADS, *self._cells()]
+        widths = [max(len(cell[i]) for cell in cells) for i in range(3)]
+        lines = [
+            "  ".join(text.ljust(width) for text, width in zip(cell, [*widths, 0], strict=True))
+            for cell in cells
+        ]
+        return "\n".join(line.rstrip() for line in [*lines, *self._notes()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same table, for notebooks."""
+        return html_table(_HEADS, self._cells(), self._notes())
+
+    def _cells(self) -> list[tuple[str, str, str, str]]:
+        """The lines of the table."""
+        cells = []
         for rows in self._alike():
             row, calls = rows[0], sum(row.calls for row in rows)
             detail = row.reason or self.details.get(row.site, "")
@@ -105,11 +124,11 @@ class Explanation:
             kind = f"{row.kind} x{calls}" if calls > 1 else row.kind
             place = "int8" if row.quantized else "float"
             cells.append((name or "(the model)", kind, place, detail))
-        widths = [max(len(cell[i]) for cell in cells) for i in range(3)]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(cell, [*widths, 0], strict=True))
-            for cell in cells
-        ]
+        return cells
+
+    def _notes(self) -> list[str]:
+        """What stands below the table."""
+        lines = []
         if self.seven_bits:
             names = list(self.seven_bits)
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -133,7 +152,7 @@ class Explanation:
         idle = sum(row.reason == NOT_CALLED for row in layers)
         more = f"; {idle} more are {NOT_CALLED}" if idle else ""
         lines.append(f"{quantized} of {len(layers) - idle} {kinds} run in int8{more}")
-        return "\n".join(line.rstrip() for line in lines)
+        return lines
 
     def _alike(self) -> list[list[Row]]:
         """Rows of one line of code that share their fate."""

@@ -32,25 +32,6 @@ class QuantizedGraph(fx.GraphModule):
         self.torchq_report = getattr(root, "torchq_report", None)
         without_gradients(self.eval())
 
-    def __getattr__(self, name: str) -> Any:
-        """As nn.Module's; who asks for another method of the model learns where it is.
-
-        Raises:
-            AttributeError: there is no such attribute.
-        """
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            if name.startswith("_"):
-                raise
-            raise AttributeError(
-                f"{error}: this is a graph of the model's forward, without its other methods and "
-                "attributes. torchq.eager.prepare, calibrate and convert swap modules instead, and "
-                "keep the model's class.",
-                name=name,
-                obj=self,
-            ) from None
-
     def recompile(self) -> fx.graph.PythonCode:
         """As a GraphModule; in eager mode the code calls its modules faster."""
         code, cls = super().recompile(), type(self)
@@ -81,7 +62,7 @@ class QuantizedGraph(fx.GraphModule):
         A GraphModule pickles its code, which torch.fx would trace anew: without example values, so
         that code that acts on sizes fails.
         """
-        nodes = plain_nodes(self.graph, ("source",))
+        nodes = plain_nodes(self.graph, ())
         owned = {
             str(n.target): operator.attrgetter(str(n.target))(self)
             for n in self.graph.nodes

@@ -189,10 +189,7 @@ class Lowering:
                 self._attributes[id(value)] = self._free(str(node.target).replace(".", "_"))
             copied.target = self._attributes[id(value)]
             self.modules[copied.target] = value
-            if isinstance(value, nn.Module):  # an argument of a module that was not traced
-                copied.meta["source"] = str(node.target)
         if node.op == "call_module":
-            copied.meta["source"] = str(node.target)
             copied.target = self._float_module(str(node.target))
         return copied
 
@@ -257,8 +254,8 @@ class Lowering:
             if isinstance(mask, tuple):
                 call = (self.float_of(mask[0]), *mask[1:])
                 terms.append(self.graph.call_function(torch.where, call))
-            else:  # what is added is float32: the op takes a bool mask for another thing
-                terms.append(self.float_of(mask) if op.absorbed else self.float_of(mask))
+            else:
+                terms.append(self.float_of(mask))
         for i in range(1, len(terms)):
             terms[i] = self.graph.call_function(operator.add, (terms[i - 1], terms[i]))
         assert isinstance(op.module, Attention)

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """One quantized recurrent layer, all directions: the part that networks and cells are made of."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchq.attr import Attr
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
+from torchq.nn.rnn_attr import attr_of
+from torchq.nn.rnn_weight import RecurrentWeight, grouped, ungrouped
 from torchq.ops import dtype_code
 from torchq.packing import pack_linear
 from torchq.qparams import QParams
-from torchq.ranges import WEIGHT_GRANULARITIES, check_bits, check_choice
+from torchq.ranges import check_choice
 
 CELLS = {"lstm": 0, "gru": 1, "gru_vanilla": 2, "rnn_tanh": 3, "rnn_relu": 4}
 """Name of a cell -> its number in the op."""
@@ -24,64 +26,9 @@ UNIT_STATE_S8 = QParams.per_tensor(1 / 127, 0, torch.int8)
 """The same for int8, shift 0."""
 
 
-@dataclass(frozen=True, eq=False)
-class RecurrentWeight:
-    """An int8 weight of a layer and its scales.
-
-    Attributes:
-        weight: int8 ``[directions, gates, units, inputs]``; a projection has one gate.
-        scale: float32 ``[directions, gates, units]``, or ``[1]``: real units per step.
-    """
-
-    weight: Tensor
-    scale: Tensor
-
-    @classmethod
-    def quantize(
-        cls, weight: Tensor, granularity: str = "per_channel", bits: int = 8
-    ) -> "RecurrentWeight":
-        """Symmetric: ``scale = max|weight| / 127`` (63 at 7 bits), per gate and unit or for all.
-
-        Raises:
-            ValueError: an argument is out of its domain, or ``weight`` has NaN or inf.
-        """
-        check_bits("RecurrentWeight", "bits", bits)
-        check_choice("RecurrentWeight", "granularity", granularity, WEIGHT_GRANULARITIES)
-        values = weight.detach().to(torch.float64)
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError(
-                "torchq.RecurrentWeight: weight must be finite, got NaN or inf values. Repair the "
-                "checkpoint or keep this module float."
-            )
-        limit = 2 ** (bits - 1) - 1
-        flat = values.flatten(3) if granularity == "per_channel" else values.reshape(1, 1, 1, -1)
-        if flat.shape[-1] == 0:
-            flat = flat.new_zeros([*flat.shape[:-1], 1])
-        largest = flat.abs().amax(-1).clamp_min(limit * 2.0**-126)
-        scale = (largest / limit).to(torch.float32)
-        quantized = torch.round(values / scale.to(torch.float64)[..., None])
-        q = quantized.clamp(-limit, limit).to(torch.int8)
-        return cls(q, scale if granularity == "per_channel" else scale.reshape(1))
-
-
-def grouped(values: Tensor) -> Tensor:
-    """``[D, G, H, ...]`` to ``[D, H/16, G, 16, ...]``, units padded with zeros to whole groups."""
-    directions, gates, units = values.shape[:3]
-    groups = -(-units // 16)
-    padded = values.new_zeros([directions, gates, groups * 16, *values.shape[3:]])
-    padded[:, :, :units] = values
-    split = padded.reshape([directions, gates, groups, 16, *values.shape[3:]])
-    return split.transpose(1, 2).contiguous()
-
-
 def _packed(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Buffer -> tensor of a weight ``[D, gates, units, inputs]``."""
+    """Returns the buffers of a weight ``[D, gates, units, inputs]``, by name."""
     return pack_linear(grouped(weight).flatten(0, 3)).tensors(f"_{name}")
-
-
-def ungrouped(values: Tensor, units: int) -> Tensor:
-    """The inverse of :func:`grouped`."""
-    return values.transpose(1, 2).flatten(2, 3)[:, :, :units].contiguous()
 
 
 class QRecurrentLayer(QModule):
@@ -132,6 +79,8 @@ class QRecurrentLayer(QModule):
     extra: Tensor | None
     scales: Tensor
     zero_points: Tensor
+
+    __jit_unused_properties__ = ("attr",)
 
     def __init__(
         self,
@@ -249,6 +198,18 @@ class QRecurrentLayer(QModule):
         names = ["src", "state", *(["projection"] if self.projection_size else [])]
         return {k: v for name in names for k, v in _packed(name, self.unpacked(name)).items()}
 
+    @property
+    def attr(self) -> Attr:
+        """The attributes, as oneDNN has them; see :func:`torchq.nn.rnn_attr.attr_of`."""
+        names = ["src", "state"]
+        if self.projection_size or self.cell == "gru_vanilla":
+            names.append("hidden")
+        data = [
+            (float(getattr(self, f"{name}_scale")), int(getattr(self, f"{name}_zero_point")))
+            for name in ([] if self.dynamic else names)
+        ]
+        return attr_of(data, self.scale_src, self.scale_state, self.scale_projection)
+
     def refold(self) -> None:
         """Folds scales, zero points and biases anew, in double, rounded to float32 once."""
         shape = [self.directions, GATES[self.cell], self.hidden_size]
@@ -355,12 +316,13 @@ class QRecurrentLayer(QModule):
         return result
 
     def extra_repr(self) -> str:
-        """Sizes and dtypes on one line."""
+        """Sizes, dtypes and attributes on one line."""
         spec = self.read_spec()
         inputs, hidden, projection = spec["sizes"]
         sizes = f"{inputs}, {hidden}" + (f", projection={projection}" if projection else "")
         both = ", bidirectional" if self.directions == 2 else ""
-        return f"{self.cell}, {sizes}{both}, {spec['src']} -> {spec['dst']}, state {spec['state']}"
+        dtypes = f"{spec['src']} -> {spec['dst']}, state {spec['state']}"
+        return f"{self.cell}, {sizes}{both}, {dtypes}, {self.attr}"
 
 
 _DTYPES = {"u8": torch.uint8, "s8": torch.int8, "f32": torch.float32}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.config import Overrides, QConfig
+from torchq.config import Overrides, QConfig, resolve
 from torchq.convert.explain import Row, check_strict
 from torchq.convert.inputs import (
     Inputs,
@@ -28,7 +28,7 @@ from torchq.convert.swap.compare import Comparison, fitting
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.planning import Plan
 from torchq.convert.swap.report import report_rows
-from torchq.convert.swap.weights import leave_fast_paths, settled
+from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.nn.leaf import take_hooks
 
 
@@ -93,19 +93,22 @@ def prepare_settled(
     check: bool = True,
 ) -> nn.Module:
     """Prepares a copy that :func:`plain_copy` made; the result shares its parameters."""
+    comparison = Comparison(model, args, kwargs)
+    names = [name for name, _ in model.named_modules()]
+    asked = [n for n in names if resolve(overrides, f"{prefix}{n}", config) is not None]
+    split = split_attention(model, asked)
+    if split is not model and comparison.agrees(split):
+        model = split
     plan = Plan(model, record(model, args, kwargs), config, overrides, prefix)
     if check and not prefix:
         plan.check_patterns()
-    prepared = _assembled(model, plan, args, kwargs)
+    prepared = _assembled(model, plan, comparison)
     prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
     return prepared
 
 
-def _assembled(
-    model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> nn.Module:
+def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Module:
     """Returns the prepared model; leaves that its code would notice stay float."""
-    comparison = Comparison(model, args, kwargs)
 
     shared = {id(p): p for p in model.parameters()}
 

@@ -11,7 +11,7 @@ from torch import nn
 from torchq.affine import reduction
 from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
 from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, NO_DYNAMIC_FORM
-from torchq.convert.self_contained import FOREIGN, RECURRENT, is_foreign, observed
+from torchq.convert.self_contained import RECURRENT, observed
 from torchq.convert.swap.calls import Recording
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.experts import is_experts
@@ -98,8 +98,6 @@ class Plan:
         if is_experts(layer):
             return ""
         if isinstance(layer, RECURRENT):
-            if is_foreign(layer):
-                return FOREIGN
             if max(p.size(-1) for p in layer.parameters() if p.dim() > 1) > MAX_REDUCTION:
                 return _TOO_LONG
         else:

@@ -7,7 +7,7 @@ from torch import nn
 
 from torchq.convert.explain import NOT_CALLED, Row
 from torchq.convert.module_kinds import MATMUL
-from torchq.convert.self_contained import FOREIGN, RECURRENT, is_foreign
+from torchq.convert.self_contained import RECURRENT
 from torchq.convert.swap.planning import Plan
 from torchq.nn.experts import is_experts
 
@@ -34,9 +34,9 @@ def _row(name: str, module: nn.Module, plan: Plan) -> Row:
 
 
 def _without_layer(name: str, module: nn.Module, plan: Plan) -> str:
-    if is_foreign(module):
-        return FOREIGN
     if name not in plan.recording.leaves:
+        if isinstance(module, RECURRENT):
+            return "it is a recurrent module with code of its own"
         return "only leaf modules of torch.nn and torchq.nn have an int8 form"
     if plan.recording.calls[name]:
         return "the model's own code calls it, which gets and gives float32"
