@@ -84,11 +84,6 @@ def build(case: models.Case) -> tuple[nn.Module, list[Tensor]]:
     return models.randomize(make()), [torch.randn(shape) for _ in range(4)]
 
 
-def graph_of(model: nn.Module) -> Any:
-    """The root's graph; the model, where it has none."""
-    return dict(graphs_of(model)).get("", model)
-
-
 def names(converted: nn.Module) -> list[str]:
     """Classes of the modules that the graph calls, in order."""
     graph = graph_of(converted)

@@ -309,6 +309,8 @@ def test_nan_in_other_parameters(flow):
     prepared = flow.prepare(model, x)
     with pytest.raises(ValueError, match=r"calibrate: '0.bias' of the model .* got 1 NaN and 0"):
         flow.calibrate(prepared, [x])
+
+
 @pytest.mark.parametrize("options", [{}, {"dynamic": True}])
 def test_numpy_inputs_are_not_printed(options):
     qmodel = torchq.quantize(MODEL, DATA, DATA[0], torchq.QConfig(**options))
