@@ -244,15 +244,13 @@ class QRecurrentLayer(QModule):
         return ungrouped(flat.reshape(self.directions, groups, gates, 16, columns), rows)
 
     def _packed_weights(self) -> dict[str, PackedWeight]:
-        names = ["src", "state", *(["projection"] if self.projection_size else [])]
         found = {}
-        for name in names:
-            parts = (self._buffers[f"{part}_{name}"] for part in ("weight", "compensation"))
-            weight, sums = (part for part in parts if part is not None)
-            bound = self._buffers[f"pair_bound_{name}"]
-            assert bound is not None
-            shape = sums.shape[1], self._sizes(name)[2]
-            found[f"_{name}"] = PackedWeight(weight, sums, bound, shape, 1, ())
+        for name in ("src", "state", "projection"):
+            kinds = ("weight", "compensation", "pair_bound")
+            weight, sums, bound = (self._buffers[f"{kind}_{name}"] for kind in kinds)
+            if weight is not None and sums is not None and bound is not None:
+                shape = sums.shape[-1], self._sizes(name)[2]
+                found[f"_{name}"] = PackedWeight(weight, sums, bound, shape, 1, ())
         return found
 
     def refold(self) -> None:
