@@ -32,8 +32,8 @@ TORCH_LIBRARY(torchq, m) {
       tags);
   m.def(
       "fold_output_scales(Tensor output_scales, Tensor? bias, int channels, int dst_dtype, "
-      "str post_ops, Tensor[] post_op_values) -> (Tensor multiplier, Tensor offset, "
-      "Tensor post_op_params)",
+      "str post_ops, Tensor[] post_op_values, Tensor? dst_zero_point=None) -> "
+      "(Tensor multiplier, Tensor offset, Tensor post_op_params)",
       tags);
 
   m.def(
@@ -95,7 +95,10 @@ TORCH_LIBRARY(torchq, m) {
       "requantize(Tensor src, Tensor src_scale, Tensor src_zero_point, Tensor dst_scale, "
       "Tensor dst_zero_point, int dst_dtype) -> Tensor",
       tags);
-  m.def("reorder(Tensor src, Tensor output_scales, int dst_dtype) -> Tensor", tags);
+  m.def(
+      "reorder(Tensor src, Tensor output_scales, int dst_dtype, Tensor? src_zero_point=None, "
+      "Tensor? dst_zero_point=None) -> Tensor",
+      tags);
   m.def("lookup(Tensor src, Tensor table) -> Tensor", tags);
   m.def(
       "add(Tensor src0, Tensor src1, Tensor scales, Tensor zero_points, int dst_dtype, bool relu) "

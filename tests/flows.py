@@ -79,3 +79,8 @@ def build(case: models.Case) -> tuple[nn.Module, list[Tensor]]:
 def names(converted: Any) -> list[str]:
     calls = [n for n in converted.graph.nodes if n.op == "call_module"]
     return [type(converted.get_submodule(n.target)).__name__ for n in calls]
+
+
+def graph_of(model: nn.Module) -> Any:
+    """The root's graph, or the model if it is one."""
+    return dict(graphs_of(model)).get("", model)

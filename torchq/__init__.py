@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchq: exact, fast int8 inference on CPUs for PyTorch."""
 
-from torchq import saturation
+from torchq import eager, saturation
 from torchq.analysis import (
     compare,
     load_calibration,
@@ -36,6 +36,7 @@ __all__ = [
     "compose",
     "convert",
     "cpu_info",
+    "eager",
     "explain",
     "isa",
     "last_kernel",

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 import torchq.ops  # noqa: F401  loads the library
+from torchq._cpus import usable_cpus
 
 
 def supported_isas() -> list[str]:
@@ -60,13 +61,17 @@ def last_kernel() -> str:
 
 
 def cpu_info() -> dict[str, object]:
-    """Model, architecture, tiers, the selected tier, threads, and torch's name for the CPU."""
+    """Model, architecture, tiers, the selected tier, threads, and torch's name for the CPU.
+
+    ``cpus``: how many this process may use, by its affinity and the quotas of its cgroups.
+    """
     return {
         "model": _model_name(),
         "machine": platform.machine(),
         "supported_isas": supported_isas(),
         "isa": isa(),
         "threads": torch.get_num_threads(),
+        "cpus": usable_cpus(),
         "torch": torch.__version__,
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
     }

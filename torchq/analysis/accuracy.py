@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torchq.config import Overrides, QConfig, resolve
+from torchq.convert.api import prepare, quantize
 from torchq.convert.explain import explain
 from torchq.convert.inputs import Inputs, batches, call, decibels, float_tensors, with_progress
 from torchq.convert.model_state import as_before
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.checks import check_prepared
-from torchq.convert.api import prepare, quantize
 from torchq.nn.attached import computing_modules, graphs_of
 from torchq.nn.module import QModule
 from torchq.observers import Observer
@@ -236,7 +236,9 @@ def covered(module: nn.Module) -> tuple[float, float] | None:
     if dtype not in (torch.uint8, torch.int8):
         return None
     limits = torch.iinfo(dtype)
-    ends = real(module, torch.tensor([limits.min, limits.max], dtype=dtype).view(1, 1, 2))
+    ends = real(
+        module, torch.tensor([limits.min, limits.max], dtype=dtype, device="cpu").view(1, 1, 2)
+    )
     return float(ends.min()), float(ends.max())
 
 

@@ -162,7 +162,11 @@ class _Plain:
         specs = self.program.graph_signature.output_specs
         found = fx.map_arg(node.args[0], self.env.__getitem__)
         kept = [v for v, s in zip(found, specs, strict=True) if s.kind.name == "USER_OUTPUT"]
-        made = self.graph.output(pytree.tree_unflatten(kept, self.program.call_spec.out_spec))
+        result, known = pytree.tree_unflatten(kept, self.program.call_spec.out_spec), []
+        fx.map_arg(result, known.append)
+        if len(known) < sum(isinstance(value, fx.Node) for value in kept):
+            result = tuple(kept)  # of a class that torch.fx does not look into
+        made = self.graph.output(result)
         made.meta.update(scope="", varying=True, static=False, positional=False)
 
     def _call(self, node: fx.Node) -> None:

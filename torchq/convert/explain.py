@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from torchq.convert.dispatch import dispatches
 from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule
 from torchq.saturation import seven_bits
@@ -48,6 +49,31 @@ class Row:
 
 
 @dataclass(frozen=True)
+class GraphRow:
+    """A graph, and how often it ran.
+
+    Attributes:
+        module: qualified name of the module whose calls the graph takes; "" for the whole model.
+        guards: conditions that a call must meet, as text.
+        graph_calls: how many calls met them.
+        own_calls: how many calls ran the module's own code.
+    """
+
+    module: str
+    guards: tuple[str, ...]
+    graph_calls: int
+    own_calls: int
+
+    def __str__(self) -> str:
+        """One line."""
+        where = f"'{self.module}'" if self.module else "the model"
+        return (
+            f"graph of {where}: {self.graph_calls} calls, {self.own_calls} of own code; guards: "
+            f"{'; '.join(self.guards)}"
+        )
+
+
+@dataclass(frozen=True)
 class Explanation:
     """The rows, and a table of them as ``str``.
 
@@ -56,12 +82,15 @@ class Explanation:
         details: attributes of the quantized modules, by name.
         seven_bits: where 7 bits would matter on other libraries' terms, and why, by name; see
             :func:`torchq.saturation.seven_bits`.
+        note: why the whole model has no graph; "" where it has one.
+        graphs: of the model or its parts.
     """
 
     rows: tuple[Row, ...]
     details: dict[str, str]
     seven_bits: dict[str, str] = field(default_factory=dict)
     note: str = ""
+    graphs: tuple[GraphRow, ...] = ()
 
     def __str__(self) -> str:
         """One line per module: name, class, int8 or float, and the scales or the reason.
@@ -92,6 +121,9 @@ class Explanation:
         quantized = sum(row.quantized for row in layers)
         if self.note:
             lines.append(self.note)
+        lines.extend(str(graph) for graph in self.graphs[:4])
+        if len(self.graphs) > 4:
+            lines.append(f"and {len(self.graphs) - 4} more graphs")
         recurrent = any(row.kind in _RECURRENT for row in layers)
         kinds = (
             "convolutions, linears and recurrent modules"
@@ -131,7 +163,12 @@ def explain(model: nn.Module) -> Explanation:
         for name, module in computing_modules(model).items()
         if isinstance(module, QModule)
     }
-    return Explanation(tuple(rows), details, seven_bits(model), getattr(model, "torchq_note", ""))
+    graphs = tuple(
+        GraphRow(d.name, tuple(d.example.describe()), d.graph_calls, d.own_calls)
+        for d in dispatches(model)
+    )
+    note = getattr(model, "torchq_note", "")
+    return Explanation(tuple(rows), details, seven_bits(model), note, graphs)
 
 
 def check_strict(rows: list[Row]) -> None:

@@ -50,7 +50,7 @@ def is_fake(module: nn.Module) -> bool:
     enabled = getattr(module, "fake_quant_enabled", None)
     if enabled is None or not hasattr(module, "scale"):
         return False
-    return bool(torch.as_tensor(enabled).any())
+    return bool(torch.as_tensor(enabled, device="cpu").any())
 
 
 def fake_quantizer(module: nn.Module) -> FakeQuantize | str:

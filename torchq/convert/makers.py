@@ -43,7 +43,7 @@ def binary(
         if isinstance(other, Tensor) and not bool(torch.isfinite(other).all()):
             srcs = [a.nodes["input"], a.nodes["other"]]
             return Made(Role.COMBINE, None if module is None else module(), srcs, reason=NOT_FINITE)
-        affine = _affine(function, torch.as_tensor(other), position)
+        affine = _affine(function, torch.as_tensor(other, device="cpu"), position)
         if _number(other) or other.dim() == 0:
             pointwise = Pointwise(function, float(other), position=position)
             return Made(Role.UNARY, pointwise, [src], affine=affine)
@@ -61,7 +61,7 @@ def _affine(
 ) -> tuple[Tensor, Tensor] | None:
     """(scale, shift), if a function of a tensor at ``position`` and a constant is linear."""
     value = other.detach().double()
-    one, zero = torch.ones(()).double(), torch.zeros(()).double()
+    one, zero = torch.ones((), device="cpu").double(), torch.zeros((), device="cpu").double()
     found = {
         (torch.add, 0): (one, value),
         (torch.add, 1): (one, value),
@@ -111,7 +111,7 @@ def prelu(a: Arguments) -> Made | str:
         return f"its {a.varying('input')[0]} is computed at run time"
     if a.weight.numel() == 1:
         return Made(Role.UNARY, nn.LeakyReLU(float(a.weight)), [a.input])
-    module = nn.PReLU(a.weight.numel())
+    module = nn.PReLU(a.weight.numel(), device="cpu")
     module.weight = nn.Parameter(a.weight.detach().reshape(-1), False)
     return Made(Role.SLOPES, module, [a.input])
 

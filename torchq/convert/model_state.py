@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from torchq.convert.inputs import detached
+from torchq.observers import Observer
 
 State = dict[str, dict[str, Any]]
 """Qualified name of a module -> its buffers and plain attributes, by name."""
 
 _INTERNAL = frozenset(vars(nn.Module()))
-_LIBRARIES = ("torch.", "torchq.", "torchao.")  # their modules keep nothing in eval mode but what they observe
+_LIBRARIES = ("torch.", "torchq.", "torchao.")  # their modules keep nothing in eval mode
 
 
 def twin(model: nn.Module) -> nn.Module:
@@ -29,11 +30,12 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 def state_of(model: nn.Module) -> State:
-    """A copy of what the modules of others keep."""
+    """A copy of what the modules of others keep; what observers recorded is not the model's."""
+    observing = {part for m in model.modules() if isinstance(m, Observer) for part in m.modules()}
     found = {
         name: _kept(module)
         for name, module in model.named_modules()
-        if not type(module).__module__.startswith(_LIBRARIES)
+        if module not in observing and not type(module).__module__.startswith(_LIBRARIES)
     }
     copied: State = _copied(found, detached(model) | _skeleton(model))
     return copied

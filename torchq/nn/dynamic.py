@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchq.functional import quantize_weight
 from torchq.functional.dynamic import RANGES, check_dynamic_weight
 from torchq.nn.module import QModule
-from torchq.packing import PackedWeight, pack_linear
+from torchq.packing import PackedWeight, empty_packed, pack_linear
 from torchq.qparams import weight_qparams
 from torchq.ranges import check_choice
 
@@ -93,14 +93,19 @@ class DynamicQLinear(QModule):
     def from_spec(cls, spec: dict[str, Any]) -> "DynamicQLinear":
         """See the base class."""
         outputs, inputs = spec["weight"]
-        packed = pack_linear(torch.zeros(outputs, inputs, dtype=torch.int8))
-        bias = torch.zeros(outputs, dtype=torch.float32) if spec["bias"] else None
-        return cls(packed, torch.ones(1, dtype=torch.float32), bias, spec["src_range"])
+        packed = empty_packed((outputs, inputs))
+        bias = torch.zeros(outputs, dtype=torch.float32, device="cpu") if spec["bias"] else None
+        return cls(
+            packed, torch.ones(1, dtype=torch.float32, device="cpu"), bias, spec["src_range"]
+        )
 
     def packed(self) -> PackedWeight:
         """The weight with the shape it was packed from."""
         shape = (self.out_features, self.in_features)
         return PackedWeight(self.weight, self.compensation, self.pair_bound, shape, 1, ())
+
+    def _repacked(self) -> dict[str, Tensor]:
+        return self.packed().repacked().tensors()
 
     def forward(self, input: Tensor) -> Tensor:
         """Applies the layer; the argument is called as that of ``torch.nn.Linear``."""

@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from torchq.nn.module import QModule, dtype_name
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer, RecurrentWeight
+from torchq.nn.rnn_weights import FloatParameters
 from torchq.qparams import QParams
 
 MERGES = ("concat", "sum")
@@ -82,7 +83,7 @@ def check_bound(op: str, name: str, module: nn.Module, src: QParams | None, stat
         )
 
 
-class _QRecurrent(QModule):
+class _QRecurrent(FloatParameters, QModule):
     """What networks of all cells share.
 
     Args of :meth:`from_float`:

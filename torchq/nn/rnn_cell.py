@@ -9,10 +9,11 @@ from typing_extensions import Self
 from torchq.nn.module import QModule
 from torchq.nn.rnn import check_bound, layer_from_float
 from torchq.nn.rnn_layer import QRecurrentLayer
+from torchq.nn.rnn_weights import FloatParameters
 from torchq.qparams import QParams
 
 
-class _QCell(QModule):
+class _QCell(FloatParameters, QModule):
     """A cell: one layer, one step."""
 
     def __init__(self, layer: QRecurrentLayer) -> None:

@@ -74,6 +74,11 @@ def grouped(values: Tensor) -> Tensor:
     return split.transpose(1, 2).contiguous()
 
 
+def _packed(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Buffer -> tensor of a weight ``[D, gates, units, inputs]``."""
+    return pack_linear(grouped(weight).flatten(0, 3)).tensors(f"_{name}")
+
+
 def ungrouped(values: Tensor, units: int) -> Tensor:
     """The inverse of :func:`grouped`."""
     return values.transpose(1, 2).flatten(2, 3)[:, :, :units].contiguous()
@@ -176,17 +181,19 @@ class QRecurrentLayer(QModule):
         shape = [directions, gates, self.hidden_size]
         for name, value in (("bias_src", bias_src), ("bias_state", bias_state)):
             given = (
-                torch.zeros(shape, dtype=torch.float32)
+                torch.zeros(shape, dtype=torch.float32, device="cpu")
                 if value is None
                 else value.detach().reshape(shape)
             )
             self.register_buffer(name, given.to(torch.float32).clone())
         self.register_buffer("peephole", None if peephole is None else peephole.detach().clone())
         for name in ("multiplier_src", "multiplier_state", "bias", "scales", "zero_points"):
-            self.register_buffer(name, torch.empty(0, dtype=torch.float32), persistent=False)
+            self.register_buffer(
+                name, torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False
+            )
         has_extra = cell == "gru" or peephole is not None
         for name, present in (("multiplier_projection", projection), ("extra", has_extra or None)):
-            value = None if present is None else torch.empty(0, dtype=torch.float32)
+            value = None if present is None else torch.empty(0, dtype=torch.float32, device="cpu")
             self.register_buffer(name, value, persistent=False)
         self.state_code = dtype_code(state.dtype)
         self.dst_dtype, self.dst_code = dst_dtype, dtype_code(dst_dtype)
@@ -220,10 +227,8 @@ class QRecurrentLayer(QModule):
             for part in ("weight", "compensation", "pair_bound", "scale"):
                 self.register_buffer(f"{part}_{name}", None)
             return
-        packed = pack_linear(grouped(weight.weight).flatten(0, 3))
-        self.register_buffer(f"weight_{name}", packed.weight)
-        self.register_buffer(f"compensation_{name}", packed.compensation)
-        self.register_buffer(f"pair_bound_{name}", packed.pair_bound)
+        for key, value in _packed(name, weight.weight).items():
+            self.register_buffer(key, value)
         self.register_buffer(f"scale_{name}", weight.scale.clone())
 
     def unpacked(self, name: str) -> Tensor:
@@ -240,13 +245,17 @@ class QRecurrentLayer(QModule):
         flat: Tensor = torch.ops.torchq.unpack_linear(packed, count, columns)
         return ungrouped(flat.reshape(self.directions, groups, gates, 16, columns), rows)
 
+    def _repacked(self) -> dict[str, Tensor]:
+        names = ["src", "state", *(["projection"] if self.projection_size else [])]
+        return {k: v for name in names for k, v in _packed(name, self.unpacked(name)).items()}
+
     def refold(self) -> None:
         """Folds scales, zero points and biases anew, in double, rounded to float32 once."""
         shape = [self.directions, GATES[self.cell], self.hidden_size]
         src = 1.0 if self.dynamic else self.src_scale.double()
         state, hidden = self.state_scale.double(), self.hidden_scale.double()
         if self.dynamic:
-            state = hidden = torch.ones(1, dtype=torch.float64)
+            state = hidden = torch.ones(1, dtype=torch.float64, device="cpu")
         self.multiplier_src = _folded(self.scale_src.double() * src, shape)
         self.multiplier_state = _folded(self.scale_state.double() * state, shape)
         if self.scale_projection is not None:
@@ -267,7 +276,7 @@ class QRecurrentLayer(QModule):
         zero_points = (self.src_zero_point, self.state_zero_point, self.hidden_zero_point)
         self.zero_points = torch.cat(zero_points)
         if self.dynamic:
-            self.zero_points = torch.tensor([0, 128, 128], dtype=torch.int32)
+            self.zero_points = torch.tensor([0, 128, 128], dtype=torch.int32, device="cpu")
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QRecurrentLayer":
@@ -277,9 +286,11 @@ class QRecurrentLayer(QModule):
 
         def weight(index: int, *shape: int) -> "RecurrentWeight":
             scales = torch.ones(
-                1 if spec["weight_scales"][index] == 1 else shape[:-1], dtype=torch.float32
+                1 if spec["weight_scales"][index] == 1 else shape[:-1],
+                dtype=torch.float32,
+                device="cpu",
             )
-            return RecurrentWeight(torch.zeros(shape, dtype=torch.int8), scales)
+            return RecurrentWeight(torch.zeros(shape, dtype=torch.int8, device="cpu"), scales)
 
         dynamic = spec["src"] == "dynamic"
         return cls(
@@ -287,7 +298,7 @@ class QRecurrentLayer(QModule):
             weight(0, directions, gates, hidden, inputs),
             weight(1, directions, gates, hidden, projection or hidden),
             projection=weight(2, directions, 1, projection, hidden) if projection else None,
-            peephole=torch.zeros(directions, 3, hidden, dtype=torch.float32)
+            peephole=torch.zeros(directions, 3, hidden, dtype=torch.float32, device="cpu")
             if spec["peephole"]
             else None,
             src=None if dynamic else placeholder_qparams(spec["src"], spec["src_bits"]),

@@ -99,8 +99,23 @@ def check_model(model: nn.Module) -> None:
                 f"torchq.prepare: model must be float32, got {dtypes.pop()} in {place}. Call "
                 "model.float() first."
             )
+        if isinstance(module, (*QUANTIZABLE, *RECURRENT)):
+            check_finite("prepare", module, name)
         if devices := {p.device.type for p in own} - {"cpu"}:
             raise ValueError(
                 f"torchq.prepare: model must be on the CPU, got {devices.pop()} in {place}. Call "
                 "model.cpu() first, and give it tensors on the CPU."
             )
+
+
+def check_finite(op: str, module: nn.Module, prefix: str = "", recurse: bool = False) -> None:
+    """Raises ValueError for a parameter with NaN or inf, which calibration would blame on data."""
+    for name, parameter in module.named_parameters(prefix, recurse):
+        if parameter.is_meta or bool(torch.isfinite(parameter).all()):
+            continue
+        nans, infs = int(parameter.isnan().sum()), int(parameter.isinf().sum())
+        raise ValueError(
+            f"torchq.{op}: '{name}' of the model must be finite, got "
+            f"{nans} NaN and {infs} inf among {parameter.numel()} values. Repair the checkpoint, "
+            "and load it before torchq.prepare."
+        )

@@ -23,7 +23,7 @@ from torchq.convert.inputs import (
 from torchq.convert.model_state import as_before
 from torchq.convert.self_contained import STANDALONE, converted
 from torchq.convert.swap.calls import record
-from torchq.convert.swap.checks import check_mode, check_model, check_prepared
+from torchq.convert.swap.checks import check_finite, check_mode, check_model, check_prepared
 from torchq.convert.swap.compare import Comparison, fitting
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.planning import Plan
@@ -93,7 +93,7 @@ def prepare_settled(
     check: bool = True,
 ) -> nn.Module:
     """Prepares a copy that :func:`plain_copy` made; the result shares its parameters."""
-    plan = Plan(model, record(copy.deepcopy(model), args, kwargs), config, overrides, prefix)
+    plan = Plan(model, record(model, args, kwargs), config, overrides, prefix)
     if check and not prefix:
         plan.check_patterns()
     prepared = _assembled(model, plan, args, kwargs)
@@ -139,14 +139,18 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
 
     Raises:
         TypeError: ``data`` is one tensor or dict instead of batches of them.
-        ValueError: ``data`` has no batches, a batch contains NaN or inf (the message names the
-            module), or ``prepared`` is in training mode or no prepared model.
+        ValueError: ``data`` has no batches, a batch or a parameter contains NaN or inf (the message
+            names it), or ``prepared`` is in training mode or no prepared model.
     """
     check_prepared("calibrate", prepared)
     check_mode("calibrate", prepared)
     with as_before(prepared), torch.inference_mode(), torch.autocast("cpu", enabled=False):
         for batch in batches("calibrate", data, progress):
-            call(prepared, batch)
+            try:
+                call(prepared, batch)
+            except ValueError:
+                check_finite("calibrate", prepared, recurse=True)
+                raise
     return prepared
 
 
