@@ -15,7 +15,7 @@ from torch import nn
 
 from torchq.config import Overrides, QConfig
 from torchq.convert.dispatch import Dispatch, attach, dispatches
-from torchq.convert.explain import Row, check_strict
+from torchq.convert.explain import Row, check_patterns, check_strict
 from torchq.convert.fake_calls import without_observers
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_code import as_module
@@ -70,13 +70,17 @@ def _prepared(
     prepared = prepare_settled(float_model, args, kwargs, config, overrides, check=False)
     parts = find_parts(float_model, args, kwargs)
     graphs: list[tuple[str, list[Row]]] = []
+    rows: list[Row] = []
     for part in parts.found:
-        if graph := _graph(part, prepared, config, overrides):
+        graph = _graph(part, prepared, config, overrides)
+        rows += graph.torchq_report
+        if graph.plan.multiplies:
             owner = prepared.get_submodule(part.name)
             example = Example.of(owner, part.exported)
             attach(Dispatch(owner, graph, example, part.name, config.strict))
             graphs.append((part.name, graph.torchq_report))
     prepared.torchq_report = merged(prepared.torchq_report, graphs)
+    check_patterns(float_model, [*prepared.torchq_report, *rows], overrides)
     if "" in parts.reasons:
         prepared.torchq_note = f"the whole is not captured: {parts.reasons['']}"
     return prepared
@@ -84,14 +88,11 @@ def _prepared(
 
 def _graph(
     part: Part, prepared: nn.Module, config: QConfig, overrides: Overrides | None
-) -> Prepared | None:
-    """Returns the observed graph of a part; None where nothing in it is int8."""
+) -> Prepared:
+    """Returns the observed graph of a part."""
     plan = Plan(part.captured, config, overrides)
-    if not part.name:
-        plan.check_patterns()
     opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.standalone}
-    graph = Prepared(plan, opaque, report_rows(plan)).eval()
-    return graph if plan.multiplies else None
+    return Prepared(plan, opaque, report_rows(plan)).eval()
 
 
 def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:

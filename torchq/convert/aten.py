@@ -7,6 +7,7 @@ else ``torch.ops.aten``. Sizes are ``x.size(i)``. What only checks is dropped.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 import sys
@@ -19,11 +20,13 @@ from torch.jit._builtins import _find_builtin
 from torch.utils import _pytree as pytree
 
 from torchq.convert.capture import PREFIX, CaptureError, Exported
+from torchq.convert.einsum import as_product
 from torchq.convert.graph import Captured, Meta, remove_unused
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.names import is_reserved
 from torchq.convert.patterns import row_of
 
+_ATEN = torch.ops.aten
 _DROPPED = {
     "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range_for_size",
     "sym_constrain_range", "_assert_async",
@@ -36,6 +39,7 @@ _METHODS = {
     "reshape", "expand", "contiguous", "repeat", "expand_as", "view_as", "type_as", "unfold",
     "new_zeros", "new_ones", "new_full", "new_empty", "item",
 }  # fmt: skip
+_REPEATED = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _NUMBERS: dict[Any, Any] = {
     torch.sym_max: max, torch.sym_min: min, torch.sym_float: float, torch.sym_int: int,
     torch.sym_not: operator.not_,
@@ -177,7 +181,7 @@ class _Plain:
             self.env[node] = self._region(args[at].graph, args[at], None, iter(args[at + 1 :]))
         elif name in _DROPPED:
             return
-        elif name in _PASSED or _is_whole_slice(node, args) or _is_eval_dropout(node, args):
+        elif name in _PASSED or _is_whole_slice(node, args) or _does_nothing(node, args):
             self.env[node] = args[0]
         elif target is operator.getitem and isinstance(args[0], tuple | list):
             self.env[node] = args[0][args[1]]
@@ -189,13 +193,20 @@ class _Plain:
             call = getattr(getattr(torch.ops.aten, name), target._overloadname)
             self.env[node] = self._function(node, args, kwargs, call)
         elif name == "baddbmm" and not kwargs:
-            product = self._function(node, args[1:], {}, torch.ops.aten.bmm.default)
+            product = self._function(node, args[1:], {}, _ATEN.bmm.default)
             added = (product, args[0])
-            self.env[node] = self._function(node, added, {}, torch.ops.aten.add.Tensor)
+            self.env[node] = self._function(node, added, {}, _ATEN.add.Tensor)
+        elif name == "glu":
+            halves = self._function(node, (args[0], 2, *(args[1:] or (-1,))), {}, _ATEN.chunk.default)
+            value, gate = (self._item(node, halves, i) for i in range(2))
+            gate = self._function(node, (gate,), {}, _ATEN.sigmoid.default)
+            self.env[node] = self._function(node, (value, gate), {}, _ATEN.mul.Tensor)
+        elif name == "einsum" and (product := self._einsum(node, *args)) is not None:
+            self.env[node] = product
         elif name == "_native_batch_norm_legit_no_training":
             src, weight, bias, mean, var, momentum, eps = args
             given = (src, weight, bias, mean, var, False, momentum, eps, False)
-            made = self._function(node, given, {}, torch.ops.aten.batch_norm.default)
+            made = self._function(node, given, {}, _ATEN.batch_norm.default)
             self.env[node] = (made, None, None)
         else:
             self.env[node] = self._function(node, args, kwargs)
@@ -217,9 +228,20 @@ class _Plain:
         made.meta["aten"] = _full_name(call)
         self.values[made] = self._computed(made)
         looks_up = name in ("embedding", "index", "index_select", "gather")
-        known = [n.meta["positional"] or n.meta["static"] for n in sources if n.meta["varying"]]
-        positional = bool(known) and all(known) and not (looks_up and not static)
+        known = [n.meta["positional"] for n in sources if n.meta["varying"]]
+        positional = target in ("size", "numel") or (bool(known) and all(known))
+        if (looks_up and not static) or (name in _REPEATED and not sources[0].meta["varying"]):
+            positional = False  # values of a table, all of them where it is repeated
         return self._noted(made, node, varying=varying, static=static, positional=positional)
+
+    def _einsum(self, node: fx.Node, equation: str, operands: Any, path: Any = None) -> Any:
+        """Writes an einsum as the matrix product that it is; None where it is none."""
+
+        def emit(call: Any, *args: Any) -> fx.Node:
+            return self._function(node, args, {}, call)
+
+        known = [(tuple(self.values[x].shape), x.meta["varying"]) for x in operands]
+        return as_product(emit, equation, operands, known)
 
     def _recurrent(self, node: fx.Node, args: Any) -> list[fx.Node]:
         """The call of a recurrent module, and its results one by one."""
@@ -227,12 +249,7 @@ class _Plain:
         states = [tuple(srcs[1:])] if "LSTM" in kind and srcs[1:] else srcs[1:]
         made = self._module(node, name, (srcs[0], *states))
 
-        def part(source: fx.Node, index: int) -> fx.Node:
-            item = self.graph.call_function(operator.getitem, (source, index))
-            item.meta["aten"] = None
-            self.values[item] = self._computed(item)
-            return self._noted(item, node, varying=True, static=False, positional=False)
-
+        part = functools.partial(self._item, node)
         if kind == "LSTM":
             state = part(made, 1)
             return [part(made, 0), part(state, 0), part(state, 1)]
@@ -250,6 +267,14 @@ class _Plain:
         made.meta["aten"] = None
         return self._noted(made, node, varying=varying, static=False, positional=False)
 
+    def _item(self, node: fx.Node, source: fx.Node, index: int) -> fx.Node:
+        """One of several results."""
+        item = self.graph.call_function(operator.getitem, (source, index))
+        item.meta["aten"] = None
+        self.values[item] = self._computed(item)
+        flags = {name: source.meta[name] for name in ("varying", "static", "positional")}
+        return self._noted(item, node, **flags)
+
     # What is known of them
 
     def _computed(self, made: fx.Node) -> Any:
@@ -263,13 +288,15 @@ class _Plain:
 
     def _noted(self, made: fx.Node, node: fx.Node, **flags: bool) -> fx.Node:
         value, symbolic = self.values[made], node.meta.get("val")
+        if isinstance(symbolic, tuple | list) and isinstance(value, Tensor):
+            symbolic = symbolic[0]  # of a batch norm
         scope, owner, call = self._place(node)
         made.meta.update(flags, value=_meta(value), scope=scope, owner=owner)
         made.meta["call"] = call
         shape = getattr(symbolic, "shape", None)
         made.meta.update(
             sizes=None if shape is None else tuple(map(str, shape)),
-            phase=_phase(made, self.values), positional=flags["positional"] or flags["static"],
+            phase=_phase(made, self.values), line=node.meta.get("stack_trace"),
         )  # fmt: skip
         if not flags["varying"]:
             made.meta["constant"] = value
@@ -327,7 +354,9 @@ def _is_whole_slice(node: fx.Node, args: Any) -> bool:
     return args[2] in (0, None) and args[3] in (sys.maxsize, None)
 
 
-def _is_eval_dropout(node: fx.Node, args: Any) -> bool:
+def _does_nothing(node: fx.Node, args: Any) -> bool:
+    if _base(node.target) == "clone":  # what is left of one where in-place code was rewritten
+        return not node.kwargs and all(user.op != "output" for user in node.users)
     return "dropout" in _base(node.target) and len(args) > 2 and args[2] is False
 
 
@@ -347,6 +376,8 @@ def spelled(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
     if name == "slice":
         return _slice(args)
     kwargs = {k: v for k, v in kwargs.items() if k not in _IGNORED}
+    if schema.overload_name == "dtype":  # a view of the bits
+        return "call_method", name, args, kwargs
     name = _RENAMED.get(name, name)
     if name in ("to", "_to_copy"):
         dtype = kwargs.pop("dtype", None) or next((a for a in args if type(a) is torch.dtype), None)
@@ -377,7 +408,7 @@ def _slice(args: Any) -> tuple[str, Any, Any, Any]:
     src, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
     end = None if end == sys.maxsize else end
     if not isinstance(dim, int) or dim < 0:
-        return "call_function", torch.ops.aten.slice, args, {}
+        return "call_function", _ATEN.slice, args, {}
     part = slice(start or None if not isinstance(start, fx.Node) else start, end, step)
     part = slice(part.start, part.stop, None if step == 1 else step)
     return "call_function", operator.getitem, (src, (*[slice(None)] * dim, part)), {}

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from torchq.config import Overrides, unmatched_patterns
 from torchq.convert.dispatch import dispatches
 from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule
@@ -18,6 +19,9 @@ _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 
 NOT_CALLED = "not called with example_inputs"
 """The reason of what did not run when the model was prepared."""
+
+READ = "its parameters are used outside of it, and it is not called"
+"""The reason of a layer whose parameters the model's own code reads."""
 
 
 @dataclass(frozen=True)
@@ -179,4 +183,15 @@ def check_strict(rows: list[Row]) -> None:
         raise RuntimeError(
             f"torchq.convert: strict=True, but {len(left)} convolution, linear or recurrent "
             f"modules stay float: {lines}. Change the model, or name them in overrides with None."
+        )
+
+
+def check_patterns(model: nn.Module, rows: list[Row], overrides: Overrides | None) -> None:
+    """Raises ValueError for an override that matches no module and no row, nor a ``.dst`` of one."""
+    names = [*(name for name, _ in model.named_modules()), *(row.name for row in rows)]
+    if unmatched := unmatched_patterns(overrides, [*names, *(f"{name}.dst" for name in names)]):
+        quantizable = sorted({row.name for row in rows if row.quantized or row.is_matmul})
+        raise ValueError(
+            f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
+            f"The quantizable modules are {quantizable}."
         )

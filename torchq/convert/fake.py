@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torchq.fake_quantize import FakeQuantize
 from torchq.qparams import QParams
 
-
 _LEVELS = {f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in range(2, 9)}
 _LEVELS |= {f"uint{bits}": (0, 2**bits - 1) for bits in range(2, 9)}
 

@@ -13,12 +13,11 @@ int8 value is read as float32, the converted graph dequantizes it there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from torch import Tensor, fx, nn
 
-from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
-from torchq.convert.explain import Row
+from torchq.config import Overrides, QConfig, resolve
 from torchq.convert.fake import Fixed, fixed_qparams, is_per_token, same
 from torchq.convert.fuse import Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
@@ -110,24 +109,6 @@ class Plan:
     def config(self, name: str) -> QConfig | None:
         """How to quantize a module, or its destination ``<name>.dst``; None keeps it float."""
         return resolve(self._overrides, f"{self.prefix}{name}", self._config)
-
-    def check_patterns(self, swapped: Collection[Row] = ()) -> None:
-        """Raises ValueError for an override that matches nothing.
-
-        ``swapped``: rows of what is in opaque submodules.
-        """
-        names = [name for name, _ in self.captured.model.named_modules()]
-        names += [row.name for row in swapped]
-        names += [op.base for op in self.ops.values()]
-        names += [f"{layer.op.base}.dst" for layer in self.layers]
-        unmatched = unmatched_patterns(self._overrides, names)
-        if unmatched:
-            own = {*(layer.op.base for layer in self.layers), *self.standalone}
-            quantizable = sorted(own | {row.name for row in swapped if row.quantized})
-            raise ValueError(
-                f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
-                f"The quantizable modules are {quantizable}."
-            )
 
     @property
     def multiplies(self) -> bool:
@@ -255,7 +236,7 @@ class Plan:
         src = op.srcs[0]
         if src.meta["value"].is_sequence:  # of a chunk, yes; of an LSTM, no
             return src in self._joined
-        return bool(src.meta["varying"])
+        return bool(src.meta["varying"]) or not op.node.meta["positional"]
 
     def _join(self, node: fx.Node, src: fx.Node) -> None:
         self._parent[self.root(node)] = self.root(src)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from torchq.convert.fake import composed, fake_quantizer, is_fake, is_per_token, why_not_fixed
+from torchq.convert.fake import composed, fake_quantizer, is_fake, why_not_fixed
 from torchq.convert.graph import Captured
 from torchq.convert.module_kinds import AVERAGES
 from torchq.convert.ops import Made, Op, Role, is_float

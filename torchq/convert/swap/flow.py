@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchq.config import Overrides, QConfig
-from torchq.convert.explain import Row, check_strict
+from torchq.convert.explain import Row, check_patterns, check_strict
 from torchq.convert.inputs import (
     Inputs,
     batches,
@@ -94,10 +94,11 @@ def prepare_settled(
 ) -> nn.Module:
     """Prepares a copy that :func:`plain_copy` made; the result shares its parameters."""
     plan = Plan(model, record(model, args, kwargs), config, overrides, prefix)
+    rows = report_rows(model, plan)
     if check and not prefix:
-        plan.check_patterns()
+        check_patterns(model, rows, overrides)
     prepared = _assembled(model, plan, args, kwargs)
-    prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
+    prepared.torchq_report = rows  # type: ignore[assignment]
     return prepared
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transposed convolutions in a traced graph: modules, functions, what is folded and fused."""
+"""Transposed convolutions of a model: modules, functions, what is folded and fused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from flows import sqnr
+from flows import graph_of, sqnr
 from models import Wired
 from torch import Tensor, nn
 
@@ -31,9 +31,9 @@ def layers(model: nn.Module, x: Tensor, bound: float = 32) -> list[nn.Module]:
         assert sqnr(model(x), converted(x)) > bound
         other = torch.cat([x, x])
         assert sqnr(model(other), converted(other)) > bound
-    assert isinstance(converted, torch.fx.GraphModule)
-    calls = [node for node in converted.graph.nodes if node.op == "call_module"]
-    return [converted.get_submodule(node.target) for node in calls]
+    graph = graph_of(converted)
+    calls = [node for node in graph.graph.nodes if node.op == "call_module"]
+    return [graph.get_submodule(node.target) for node in calls]
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
