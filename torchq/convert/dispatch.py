@@ -16,6 +16,7 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.compiler import is_compiling
 from torch.nn.modules import module as everywhere
 from torch.utils.hooks import RemovableHandle
 
@@ -67,7 +68,10 @@ class Dispatch(Attachment):
                 and (RemovableHandle.next_id == self._seen or self._is_clean())
             ):
                 self.graph_calls += 1
-                return restore(self.graph(*found))
+                if is_compiling():
+                    return restore(self.graph(*found))
+                run = getattr(self.graph, "_direct", self.graph)  # without the graph's own checks
+                return restore(run(*found))
             reason = "" if self._warned and not self.strict else self._why(found, args, kwargs)
             if self.strict:
                 raise RuntimeError(f"{reason} With strict=True this is an error.")

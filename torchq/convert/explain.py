@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from torchq.convert.dispatch import dispatches
+from torchq.convert.guards import joined
 from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule
 from torchq.saturation import seven_bits
@@ -69,7 +70,7 @@ class GraphRow:
         where = f"'{self.module}'" if self.module else "the model"
         return (
             f"graph of {where}: {self.graph_calls} calls, {self.own_calls} of own code; guards: "
-            f"{'; '.join(self.guards)}"
+            f"{joined(self.guards)}"
         )
 
 

@@ -29,7 +29,8 @@ def _functions() -> dict[str, Callable[..., Any]]:
             known = callable(function) and not isinstance(function, type)
             if known and not name.startswith("_") and name not in _REFUSED:
                 found[f"{prefix}.{name}"] = function
-    for name in ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor"):
+    made = ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor")
+    for name in (*made, "_assert"):
         found[f"torch.{name}"] = getattr(torch, name)
     return found
 
