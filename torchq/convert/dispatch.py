@@ -16,6 +16,7 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch._C import _get_tracing_state, _set_tracing_state
 from torch.compiler import is_compiling
 from torch.nn.modules import module as everywhere
 from torch.utils.hooks import RemovableHandle
@@ -57,21 +58,27 @@ class Dispatch(Attachment):
         choose = self.example.chooser()
         restore = self.example.restore()
 
+        def untraced(*args: Any, **kwargs: Any) -> Any:
+            """Chooses as a call that torch.jit.trace does not record."""
+            state = _get_tracing_state()
+            _set_tracing_state(None)
+            try:
+                return choose(*args, **kwargs)
+            finally:
+                _set_tracing_state(state)
+
         def forward(self: Dispatch, *args: Any, **kwargs: Any) -> Any:
             try:
-                found = choose(*args, **kwargs)
+                found = (choose if _get_tracing_state() is None else untraced)(*args, **kwargs)
             except TypeError:  # own code takes the call otherwise, or says what is wrong with it
                 found = None
-            if (
-                found is not None
-                and not self.module.training
-                and (RemovableHandle.next_id == self._seen or self._is_clean())
-            ):
-                self.graph_calls += 1
+            if found is not None and not self.module.training:
                 if is_compiling():
                     return restore(self.graph(*found))
-                run = getattr(self.graph, "_direct", self.graph)  # without the graph's own checks
-                return restore(run(*found))
+                if RemovableHandle.next_id == self._seen or self._is_clean():
+                    self.graph_calls += 1
+                    run = getattr(self.graph, "_direct", self.graph)  # without its own checks
+                    return restore(run(*found))
             reason = "" if self._warned and not self.strict else self._why(found, args, kwargs)
             if self.strict:
                 raise RuntimeError(f"{reason} With strict=True this is an error.")

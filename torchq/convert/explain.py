@@ -91,7 +91,7 @@ class Explanation:
     details: dict[str, str]
     seven_bits: dict[str, str] = field(default_factory=dict)
     note: str = ""
-    graphs: tuple[GraphRow, ...] = ()
+    graphs: tuple[GraphRow, ...] = field(default=(), compare=False)  # they count calls
 
     def __str__(self) -> str:
         """One line per module: name, class, int8 or float, and the scales or the reason.
