@@ -31,7 +31,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
             if known and not name.startswith("_") and name not in _REFUSED:
                 found[f"{prefix}.{name}"] = function
     made = ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor")
-    for name in (*made, *torch.functional.__all__):
+    for name in (*made, "_assert", *torch.functional.__all__):
         found[f"torch.{name}"] = getattr(torch, name)
     return found
 
