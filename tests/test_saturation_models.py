@@ -189,7 +189,7 @@ def test_transposed_modules(dtype: torch.dtype) -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="quantized linears or convolutions"):
+    with pytest.raises(ValueError, match="quantized linears, convolutions or recurrent"):
         saturation.emulate(nn.ReLU(), [random((2, 4), U8)])
     with pytest.raises(TypeError, match="must be a QLinear, QConv or QConvTranspose, got ReLU"):
         emulate_module(nn.ReLU(), random((2, 4), U8))

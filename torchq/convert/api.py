@@ -7,15 +7,19 @@ import copy
 import itertools
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchq.config import Overrides, QConfig
-from torchq.convert.dispatch import Dispatch, Example, attach, dispatches
+from torchq.convert.dispatch import Dispatch, attach, dispatches
 from torchq.convert.explain import Row, check_patterns, check_strict
+from torchq.convert.fake_calls import without_observers
 from torchq.convert.fuse import Layer
+from torchq.convert.graph_code import as_module
+from torchq.convert.guards import Example
 from torchq.convert.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, find_parts
@@ -28,6 +32,7 @@ from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.leaf import take_hooks
+from torchq.qparams import QParams, choose_qparams
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
 
@@ -44,6 +49,7 @@ def prepare(
             f"torchq.prepare: config must be a QConfig or None, got {type(config).__name__}. "
             "Write torchq.QConfig(activation_bits=7), say."
         )
+    model = as_module(model)
     check_model(model)
     args, kwargs = split_inputs(example_inputs)
     try:
@@ -59,7 +65,7 @@ def prepare(
 def _prepared(
     model: nn.Module, args: Any, kwargs: Any, config: QConfig, overrides: Overrides | None
 ) -> nn.Module:
-    float_model = plain_copy(model)
+    float_model = without_observers(plain_copy(model))
     # patterns may name functions of a graph, too
     prepared = prepare_settled(float_model, args, kwargs, config, overrides, check=False)
     parts = find_parts(float_model, args, kwargs)
@@ -68,13 +74,15 @@ def _prepared(
     for part in parts.found:
         graph = _graph(part, prepared, config, overrides)
         rows += graph.torchq_report
-        if any(row.quantized and row.is_matmul for row in graph.torchq_report):
+        if graph.plan.multiplies:
             owner = prepared.get_submodule(part.name)
             example = Example.of(owner, part.exported)
-            attach(Dispatch(owner, graph, example, part.name, strict=False))
+            attach(Dispatch(owner, graph, example, part.name, config.strict))
             graphs.append((part.name, graph.torchq_report))
-    prepared.torchq_report = merged(prepared.torchq_report, graphs)
-    check_patterns(float_model, [*prepared.torchq_report, *rows], overrides)
+    leaves: list[Row] = prepared.torchq_report  # type: ignore[assignment]
+    check_patterns(float_model, [*leaves, *rows], overrides)
+    names = {name for name, _ in float_model.named_modules()}
+    prepared.torchq_report = merged(leaves, graphs, names)  # type: ignore[assignment]
     if "" in parts.reasons:
         prepared.torchq_note = f"the whole is not captured: {parts.reasons['']}"
     return prepared
@@ -102,6 +110,8 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
     if strict:
         check_strict(rows)
     graphs = dispatches(prepared)
+    for dispatch in graphs:
+        _check_calibrated(dispatch)
     layers = _layers(graphs)
     memo: dict[int, Any] = {}
     for name, module in prepared.named_modules():
@@ -116,7 +126,12 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
         }
         memo[id(graph)] = Lowering(graph, opaque).run()
     result = copy.deepcopy(prepared, memo)
+    for dispatch in dispatches(result):
+        dispatch.begin(strict)
     share_weights(result)
+    for module in result.modules():
+        if hasattr(type(module), "save_pretrained"):
+            vars(module)["save_pretrained"] = _save_pretrained
     result.torchq_report = rows
     left = [row for row in rows if row.is_matmul and not row.requested]
     if left and not any(row.quantized for row in rows):
@@ -126,6 +141,28 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
             stacklevel=5,
         )
     return without_gradients(result.eval())
+
+
+def _save_pretrained(*args: Any, **kwargs: Any) -> None:
+    """Raises NotImplementedError: transformers would load the file with random weights."""
+    raise NotImplementedError(
+        "save_pretrained: a model that torchq converted cannot be written so: from_pretrained would "
+        "make a float model of it. Call torchq.save(model, path), and "
+        "torchq.load(path, float_model) to read it."
+    )
+
+
+def _check_calibrated(dispatch: Dispatch) -> None:
+    """Raises RuntimeError where every call of calibration ran the module's own code."""
+    assert isinstance(dispatch.graph, Prepared)
+    observers = list(dispatch.graph.observers)
+    if observers and not any(observer.calibrated for observer in observers):
+        where = f"'{dispatch.name}'" if dispatch.name else "the model"
+        raise RuntimeError(
+            f"torchq.convert: calibration must reach the graph of {where}, got no call that meets "
+            f"its guards: {'; '.join(dispatch.example.describe())}. Give torchq.prepare "
+            "example_inputs that are like the data, or torchq.calibrate more data."
+        )
 
 
 def _layers(graphs: list[Dispatch]) -> dict[str, tuple[Prepared, Layer]]:
@@ -141,14 +178,27 @@ def _layers(graphs: list[Dispatch]) -> dict[str, tuple[Prepared, Layer]]:
 def _leaf(name: str, module: ObservedLeaf, layers: dict[str, tuple[Prepared, Layer]]) -> nn.Module:
     """Returns the quantized leaf, or the float layer where neither way was calibrated.
 
-    A leaf that only the graph has seen takes the graph's parameters of its source.
+    What the graph has seen of the source counts as well: most calls take the graph.
     """
-    if module.observer is None or module.observer.calibrated:
-        return module.convert()
-    if name not in layers:
-        return module.module
+    own = module.observer is None or module.observer.calibrated
+    if name not in layers or module.observer is None:
+        return module.convert() if own else module.module
     graph, layer = layers[name]
-    return module.convert(graph.qparams(layer.srcs[0]))
+    src = graph.qparams(layer.srcs[0])
+    if own and graph.plan.fixed(layer.srcs[0]) is None:
+        src = _wider(module.qparams(), src, module.config)
+    return module.convert(src)
+
+
+def _wider(a: QParams, b: QParams, config: QConfig) -> QParams:
+    """Returns parameters for the values of both: the leaf's and the graph's."""
+    if (a.dtype, a.bits) != (b.dtype, b.bits):
+        return a
+    if config.symmetric:
+        return a if float(a.scale) > float(b.scale) else b
+    low = min(float(q.scale * (q.integers[0] - q.zero_point)) for q in (a, b))
+    high = max(float(q.scale * (q.integers[1] - q.zero_point)) for q in (a, b))
+    return choose_qparams(low, high, a.dtype, a.bits)
 
 
 def quantize(
@@ -160,6 +210,8 @@ def quantize(
     strict: bool = False,
 ) -> nn.Module:
     """Calls :func:`prepare`, :func:`calibrate` and :func:`convert`."""
+    if strict:
+        config = replace(config or QConfig(), strict=True)
     if data is None:
         if example_inputs is None:
             raise TypeError(

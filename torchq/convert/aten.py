@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchq.convert.capture import PREFIX, Exported
+from torchq.convert.capture import PREFIX, CaptureError, Exported
 from torchq.convert.einsum import as_product
 from torchq.convert.graph import Captured, Meta, remove_unused
+from torchq.convert.module_kinds import MATMUL
+from torchq.convert.names import is_reserved
 from torchq.convert.patterns import row_of
 from torchq.convert.spelling import base_name, spelled
 
@@ -69,6 +71,24 @@ class _Plain:
             for node in nodes:
                 if node is not main:
                     node.meta.update(scope=node.meta["owner"], owner="")
+        for node in self.graph.nodes:
+            if node.op == "call_function" and not node.meta["owner"]:
+                row = row_of(node)
+                if row is not None and row.is_matmul:
+                    node.meta["owner"] = self._layer_of_weight(node)
+
+    def _layer_of_weight(self, node: fx.Node) -> str:
+        """Returns the name of the layer whose parameters other code multiplies by, or ""."""
+        left = [n for n in node.all_input_nodes if not n.meta["varying"]]
+        names: set[str] = set()
+        while left:
+            constant = left.pop()
+            left += constant.all_input_nodes
+            if constant.op == "get_attr":
+                name = str(constant.target).partition(".parametrizations.")[0]
+                names |= {name, name.rpartition(".")[0]}
+        found = [n for n in names if n and isinstance(self.modules.get(n), MATMUL)]
+        return found[0] if len(found) == 1 else ""
 
     # Nodes
 
@@ -104,7 +124,8 @@ class _Plain:
         if target not in self.held:
             name = target.removeprefix(PREFIX)
             value = {**self.program.state_dict, **self.program.constants}[target]
-            if not target.startswith(PREFIX) or not _has(self.model, name):
+            own = target.startswith(PREFIX) and _has(self.model, name)
+            if not own or is_reserved(name):
                 name = f"_torchq_constant_{len(self.held)}"
                 self.model.register_buffer(name, value)
             self.held[target] = self._stored(name, value)
@@ -134,7 +155,11 @@ class _Plain:
         specs = self.program.graph_signature.output_specs
         found = fx.map_arg(node.args[0], self.env.__getitem__)
         kept = [v for v, s in zip(found, specs, strict=True) if s.kind.name == "USER_OUTPUT"]
-        made = self.graph.output(pytree.tree_unflatten(kept, self.program.call_spec.out_spec))
+        result, known = pytree.tree_unflatten(kept, self.program.call_spec.out_spec), []
+        fx.map_arg(result, known.append)
+        if len(known) < sum(isinstance(value, fx.Node) for value in kept):
+            result = tuple(kept)  # of a class that torch.fx does not look into
+        made = self.graph.output(result)
         made.meta.update(scope="", varying=True, static=False, positional=False)
 
     def _call(self, node: fx.Node) -> None:
@@ -151,6 +176,11 @@ class _Plain:
             self.env[node] = args[0][args[1]]
         elif name == "recurrent":
             self.env[node] = self._recurrent(node, args)
+        elif name == "fake_quantize" and target.namespace == "torchq_capture":
+            self.env[node] = self._module(node, args[1], args[:1])
+        elif name.startswith("fake_quantize_per_"):
+            call = getattr(getattr(torch.ops.aten, name), target._overloadname)
+            self.env[node] = self._function(node, args, kwargs, call)
         elif name == "baddbmm" and not kwargs:
             product = self._function(node, args[1:], {}, _ATEN.bmm.default)
             added = (product, args[0])
@@ -208,9 +238,7 @@ class _Plain:
         """The call of a recurrent module, and its results one by one."""
         srcs, name, kind = args[0], args[1], args[2]
         states = [tuple(srcs[1:])] if "LSTM" in kind and srcs[1:] else srcs[1:]
-        made = self.graph.call_module(name, (srcs[0], *states))
-        self.values[made] = self._computed(made)
-        self._noted(made, node, varying=True, static=False, positional=False)
+        made = self._module(node, name, (srcs[0], *states))
 
         part = functools.partial(self._item, node)
         if kind == "LSTM":
@@ -227,6 +255,16 @@ class _Plain:
         self.values[item] = self._computed(item)
         flags = {name: source.meta[name] for name in ("varying", "static", "positional")}
         return self._noted(item, node, **flags)
+
+    def _module(self, node: fx.Node, name: str, args: Any) -> fx.Node:
+        """The call of a module that is one call in the program, too."""
+        if is_reserved(name):
+            raise CaptureError(f"torch.fx has another meaning for the name '{name}'")
+        made = self.graph.call_module(name, args)
+        varying = any(n.meta["varying"] for n in made.all_input_nodes)
+        self.values[made] = self._computed(made)
+        made.meta["aten"] = None
+        return self._noted(made, node, varying=varying, static=False, positional=False)
 
     # What is known of them
 

@@ -10,19 +10,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import inspect
 import io
 import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from torchq.convert.fake_calls import FakeFunctions, as_fake_calls
 from torchq.convert.model_state import changed, state_of, twin
 from torchq.convert.recurrent import as_one_call
 
@@ -100,13 +102,10 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     Raises:
         CaptureError: torch.export does not capture the call, or the module keeps what it computes.
     """
-    if odd := [leaf for leaf in pytree.tree_leaves((args, kwargs)) if not _is_constant(leaf)]:
-        raise CaptureError(
-            f"it takes a {type(odd[0]).__name__}, which is no tensor and no constant"
-        )
-    args, kwargs = _clean(tuple(args)), _clean(dict(kwargs))
-    if why := _why_stateful(module, args, kwargs):
+    if why := _why_not(module, args, kwargs) or _why_unknown("takes", (args, kwargs)):
         raise CaptureError(why)
+    args, kwargs = _clean(tuple(args)), _clean(dict(kwargs))
+    module = _warm(module, args, kwargs)
     wider = _widened(module, args, kwargs)
     if wider is not None:
         try:
@@ -114,6 +113,39 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         except CaptureError:
             pass
     return _export(module, args, kwargs)
+
+
+def _why_not(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Returns why a graph cannot stand for calls of the module's ``forward``, or ""."""
+    own = type(module).__call__ is not nn.Module.__call__ and not isinstance(module, fx.GraphModule)
+    if own or "forward" in vars(module):
+        return f"its {'__call__' if own else 'forward'} was replaced"
+    try:
+        inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    except TypeError as error:  # of a decorator that takes more, and names the forward inside
+        return f"its forward says that it does not take such calls: {error}"
+    for name, part in module.named_modules():
+        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        if part is not module and any(map(_is_users, hooks)):
+            return f"'{name}' has a forward hook, which runs with its own code"
+    return ""
+
+
+def _is_users(hook: Any) -> bool:
+    """Returns False for hooks that a library makes in its models, and that a graph does without."""
+    module = getattr(hook, "__module__", None) or ""
+    return not module.startswith(("torch.", "transformers."))
+
+
+def _why_unknown(does: str, values: Any) -> str:
+    """Returns why a graph cannot take or return such values, or ""."""
+    for leaf in pytree.tree_leaves(values):
+        kind = type(leaf).__name__
+        if is_dataclass(leaf):
+            return f"it {does} a {kind}. Call torch.export.register_dataclass({kind}) first"
+        if does == "takes" and not _is_constant(leaf):
+            return f"it takes a {kind}, which is no tensor and no constant"
+    return ""
 
 
 def _is_constant(leaf: Any) -> bool:
@@ -127,17 +159,43 @@ def _clean(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.detach().clone().contiguous(), value)
 
 
-def _why_stateful(module: nn.Module, args: Any, kwargs: Any) -> str:
-    """Returns the reason why calls depend on earlier ones, or ""."""
-    copied = twin(module)
-    before = state_of(copied)
+def _warm(module: nn.Module, args: Any, kwargs: Any) -> nn.Module:
+    """Returns the module, or a copy that keeps what its first call has worked out for the sizes.
+
+    Raises:
+        CaptureError: each call changes what it keeps, the values of the first one decide, the code
+            changes what its arguments hold, or it returns what no graph holds.
+    """
+    warm, again = twin(module), twin(module)
+    before, given = state_of(warm), copy.deepcopy((args, kwargs))
+    leaves, spec = pytree.tree_flatten(given)
     with torch.no_grad():
-        copied(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-    found = changed(before, state_of(copied))
+        result = warm(*given[0], **given[1])
+    now = pytree.tree_flatten(given)
+    if now[1] != spec or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
+        raise CaptureError("its code changes what its arguments hold")
+    if why := _why_unknown("returns", result):
+        raise CaptureError(why)
+    if not changed(before, state_of(warm)):
+        return module
+    first = state_of(warm)
+    _run(warm, args, kwargs)
+    with contextlib.suppress(Exception):  # of values that the code refuses
+        _run(again, *pytree.tree_map_only(Tensor, _other_values, (args, kwargs)))
+    found = changed(first, state_of(warm)) or changed(first, state_of(again))
     for name, keys in found.items():
         where = f"'{name}.{keys[0]}'" if name else f"'{keys[0]}'"
-        return f"its code changes {where} in each call"
-    return ""
+        raise CaptureError(f"its code changes {where} in each call")
+    return warm
+
+
+def _run(module: nn.Module, args: Any, kwargs: Any) -> None:
+    with torch.no_grad():
+        module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+
+
+def _other_values(tensor: Tensor) -> Tensor:
+    return tensor / 2 if tensor.is_floating_point() else tensor.flip(0) if tensor.dim() else tensor
 
 
 def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -164,18 +222,18 @@ def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
 
 def _export(module: nn.Module, args: Any, kwargs: Any) -> Exported:
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    adapter = _Adapter(as_one_call(twin(module)), leaves, spec).eval()
+    adapter = _Adapter(as_fake_calls(as_one_call(twin(module))), leaves, spec).eval()
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     if not tensors:
         raise CaptureError("it takes no tensor")
     dims = (tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors),)
-    with _quiet(), torch.no_grad():
+    with _quiet(), torch.no_grad(), FakeFunctions():
         try:
             program = torch.export.export(adapter, tensors, dynamic_shapes=dims, strict=False)
             if _mutates(program):
                 program = program.run_decompositions({})
         except Exception as error:
-            raise CaptureError(f"torch.export does not capture it: {_first(error)}") from error
+            raise CaptureError(_first(error)) from error
     kinds = {spec.kind.name for spec in program.graph_signature.output_specs}
     if mutated := kinds.intersection(_MUTATIONS):
         raise CaptureError(f"its code writes to its arguments or buffers ({mutated.pop()})")
@@ -204,9 +262,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _first(error: Exception) -> str:
-    """Returns the first line of a message that may be pages long."""
+    """Returns the first line of a message that may be pages long, or plain words for it."""
+    if type(error).__name__ == "GuardOnDataDependentSymNode":
+        return "its code acts on the values of a tensor"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    text = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return f"torch.export does not capture it: {text[:300]}"
 
 
 def _mutates(program: ExportedProgram) -> bool:
@@ -214,7 +275,7 @@ def _mutates(program: ExportedProgram) -> bool:
     return any(
         isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
         for module in program.graph_module.modules()
-        if isinstance(module, torch.fx.GraphModule)
+        if isinstance(module, fx.GraphModule)
         for node in module.graph.nodes
     )
 

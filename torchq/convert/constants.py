@@ -41,7 +41,7 @@ def compute_once(captured: Captured) -> None:
 
 def _is_made(node: fx.Node, made: dict[fx.Node, None]) -> bool:
     """Returns whether it is such a call, or what a function makes of results and constants."""
-    if not node.op.startswith("call_") or node.meta["varying"]:
+    if node.op not in ("call_function", "call_method") or node.meta["varying"]:
         return False
     row = row_of(node)
     if row is not None and row.role in (Role.MATMUL, Role.PRODUCT):

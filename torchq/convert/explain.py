@@ -9,12 +9,16 @@ from typing import Any
 
 from torch import nn
 
+from torchq._table import html_table
 from torchq.config import Overrides, unmatched_patterns
+from torchq.convert.dispatch import dispatches
 from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule
 from torchq.saturation import seven_bits
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
+
+_HEADS = ("module", "class", "runs in", "attributes, or why it is float")
 
 NOT_CALLED = "not called with example_inputs"
 """The reason of what did not run when the model was prepared."""
@@ -52,6 +56,31 @@ class Row:
 
 
 @dataclass(frozen=True)
+class GraphRow:
+    """A graph, and how often it ran.
+
+    Attributes:
+        module: qualified name of the module whose calls the graph takes; "" for the whole model.
+        guards: conditions that a call must meet, as text.
+        graph_calls: how many calls met them.
+        own_calls: how many calls ran the module's own code.
+    """
+
+    module: str
+    guards: tuple[str, ...]
+    graph_calls: int
+    own_calls: int
+
+    def __str__(self) -> str:
+        """One line."""
+        where = f"'{self.module}'" if self.module else "the model"
+        return (
+            f"graph of {where}: {self.graph_calls} calls, {self.own_calls} of own code; guards: "
+            f"{'; '.join(self.guards)}"
+        )
+
+
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The rows, and a table of them as ``str``.
 
@@ -60,19 +89,38 @@ class Explanation:
         details: attributes of the quantized modules, by name.
         seven_bits: where 7 bits would matter on other libraries' terms, and why, by name; see
             :func:`torchq.saturation.seven_bits`.
+        note: why the whole model has no graph; "" where it has one.
+        graphs: of the model or its parts.
     """
 
     rows: tuple[Row, ...]
     details: dict[str, str]
     seven_bits: dict[str, str] = field(default_factory=dict)
     note: str = ""
+    graphs: tuple[GraphRow, ...] = ()
 
     def __str__(self) -> str:
         """One line per module: name, class, int8 or float, and the scales or the reason.
 
         Calls in a loop are one line, with the scales of the first.
         """
-        cells = [("module", "class", "runs in", "attributes, or why it is float")]
+        cells = [_HEADS, *self._cells()]
+        widths = [max(len(cell[i]) for cell in cells) for i in range(3)]
+        lines = [
+            "  ".join(text.ljust(width) for text, width in zip(cell, [*widths, 0], strict=True))
+            for cell in cells
+        ]
+        return "\n".join(line.rstrip() for line in [*lines, *self._notes()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same table, for notebooks."""
+        return html_table(_HEADS, self._cells(), self._notes())
+
+    def _cells(self) -> list[tuple[str, str, str, str]]:
+        """The lines of the table."""
+        cells = []
         for rows in self._alike():
             row, calls = rows[0], sum(row.calls for row in rows)
             detail = row.reason or self.details.get(row.site, "")
@@ -80,11 +128,11 @@ class Explanation:
             kind = f"{row.kind} x{calls}" if calls > 1 else row.kind
             place = "int8" if row.quantized else "float"
             cells.append((name or "(the model)", kind, place, detail))
-        widths = [max(len(cell[i]) for cell in cells) for i in range(3)]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(cell, [*widths, 0], strict=True))
-            for cell in cells
-        ]
+        return cells
+
+    def _notes(self) -> list[str]:
+        """What stands below the table."""
+        lines = []
         if self.seven_bits:
             names = list(self.seven_bits)
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -96,6 +144,9 @@ class Explanation:
         quantized = sum(row.quantized for row in layers)
         if self.note:
             lines.append(self.note)
+        lines.extend(str(graph) for graph in self.graphs[:4])
+        if len(self.graphs) > 4:
+            lines.append(f"and {len(self.graphs) - 4} more graphs")
         recurrent = any(row.kind in _RECURRENT for row in layers)
         kinds = (
             "convolutions, linears and recurrent modules"
@@ -105,7 +156,7 @@ class Explanation:
         idle = sum(row.reason == NOT_CALLED for row in layers)
         more = f"; {idle} more are {NOT_CALLED}" if idle else ""
         lines.append(f"{quantized} of {len(layers) - idle} {kinds} run in int8{more}")
-        return "\n".join(line.rstrip() for line in lines)
+        return lines
 
     def _alike(self) -> list[list[Row]]:
         """Rows of one line of code that share their fate."""
@@ -135,7 +186,12 @@ def explain(model: nn.Module) -> Explanation:
         for name, module in computing_modules(model).items()
         if isinstance(module, QModule)
     }
-    return Explanation(tuple(rows), details, seven_bits(model), getattr(model, "torchq_note", ""))
+    graphs = tuple(
+        GraphRow(d.name, tuple(d.example.describe()), d.graph_calls, d.own_calls)
+        for d in dispatches(model)
+    )
+    note = getattr(model, "torchq_note", "")
+    return Explanation(tuple(rows), details, seven_bits(model), note, graphs)
 
 
 def check_strict(rows: list[Row]) -> None:

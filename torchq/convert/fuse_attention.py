@@ -175,7 +175,10 @@ def _scores_filled(op: Op, found: _Found) -> fx.Node | None:
 def _hiding(value: Any) -> float | None:
     """What to add where a number is filled in that hides scores; None for others."""
     number = value.meta.get("constant") if isinstance(value, fx.Node) else value
-    if not isinstance(number, int | float | Tensor) or torch.as_tensor(number).numel() != 1:
+    if (
+        not isinstance(number, int | float | Tensor)
+        or torch.as_tensor(number, device="cpu").numel() != 1
+    ):
         return None
     if float(number) == -math.inf:
         return -math.inf

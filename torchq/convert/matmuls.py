@@ -34,11 +34,6 @@ def check_matmul(module: Any) -> str:
     return ""
 
 
-def check_norm(module: Any) -> str:
-    """Ditto, of a batch norm."""
-    return "it takes the statistics of each batch" if module.running_mean is None else ""
-
-
 def batch_norm(a: Arguments) -> Made | str:
     """``F.batch_norm`` in evaluation."""
     if a.varying("input"):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
 _NAMESPACES: dict[str, Any] = {
     "torch": torch._C._VariableFunctions,  # functions of tensors, and nothing else of torch
@@ -40,6 +41,8 @@ NAMES = {id(function): name for name, function in reversed(BY_NAME.items())}
 
 def name_of(function: Any) -> str | None:
     """Returns the name that a stored graph has for a function; None for one it may not call."""
+    if isinstance(function, torch._ops.OpOverload) and function.namespace == "aten":
+        function = function.overloadpacket
     if isinstance(function, torch._ops.OpOverloadPacket):
         return str(function._qualified_op_name)
     return NAMES.get(id(function))
@@ -62,3 +65,8 @@ def by_name(name: str) -> Callable[..., Any]:
             raise KeyError(name)
         return found  # type: ignore[no-any-return]
     return BY_NAME[name]
+
+
+def is_reserved(name: str) -> bool:
+    """Returns whether a qualified name begins with an attribute of every GraphModule."""
+    return hasattr(fx.GraphModule, name.partition(".")[0])

@@ -21,7 +21,9 @@ from torchq.convert.inputs import float_tensors
 from torchq.convert.model_state import twin
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.self_contained import RECURRENT
+from torchq.convert.swap.calls import copied
 from torchq.convert.swap.leaves import stand_in
+from torchq.nn.leaf import without_hooks
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -59,9 +61,11 @@ def find_parts(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     parts = Parts()
     if stand_in(model) is not None:  # one layer, which needs no graph
         return parts
-    if not _capture(parts, model, "", (tuple(args), dict(kwargs))):
+    calls: dict[int, Call] = {}
+    if model._forward_pre_hooks:  # which give ``forward`` other arguments
         calls = _calls(model, args, kwargs)
-        _descend(parts, model, "", calls)
+    if not _capture(parts, model, "", calls.get(id(model), (tuple(args), dict(kwargs)))):
+        _descend(parts, model, "", calls or _calls(model, args, kwargs))
     return parts
 
 
@@ -83,6 +87,7 @@ def _is_worth(module: nn.Module) -> bool:
 
 
 def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
+    module = without_hooks(module)  # they run around a graph, as around the module's own code
     try:
         exported = export(module, *call)
         captured = plain_graph(exported, twin(module))
@@ -90,6 +95,10 @@ def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
         check(module, exported, captured)
     except CaptureError as error:
         parts.reasons[name] = str(error)
+        return False
+    except Exception as error:  # the model's own code runs anyway
+        first = str(error).partition("\n")[0]
+        parts.reasons[name] = f"it makes no graph, got {type(error).__name__}: {first}"
         return False
     compute_once(captured)
     parts.found.append(Part(name, exported, captured))
@@ -100,8 +109,8 @@ def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """Returns the first call of each module, by id, in one run of the model."""
     found: dict[int, Call] = {}
     run, twins = twin(model), {}
-    for original, copied in zip(model.modules(), run.modules(), strict=True):
-        twins[copied] = id(original)
+    for original, other in zip(model.modules(), run.modules(), strict=True):
+        twins[other] = id(original)
 
     def record(module: nn.Module, args: Any, kwargs: Any) -> None:
         if twins[module] not in found:
@@ -110,6 +119,7 @@ def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
     for module in run.modules():
         module.register_forward_pre_hook(record, with_kwargs=True)
+    args, kwargs = copied(args, kwargs)
     with torch.no_grad(), contextlib.suppress(Exception):
         run(*args, **kwargs)
     return found
@@ -128,9 +138,9 @@ def check(module: nn.Module, exported: Exported, captured: Captured) -> None:
     if not _agree(module, graph, exported, tensors):
         raise CaptureError("its graph computes something else than its code")
     for guard, smaller in _ones(exported):
-        if all(holds(g, smaller) for g in exported.guards):
-            if not _agree(module, graph, exported, smaller):
-                exported.guards.append(guard)
+        met = all(holds(g, smaller) for g in exported.guards)
+        if met and not _agree(module, graph, exported, smaller):
+            exported.guards.append(guard)
 
 
 def _ones(exported: Exported) -> Iterator[tuple[str, list[Tensor]]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from torch import Tensor, fx, nn
 
 from torchq.config import Overrides, QConfig, resolve
-from torchq.convert.fake import Fixed, fixed_qparams, same
+from torchq.convert.fake import Fixed, fixed_qparams, is_per_token, same
 from torchq.convert.fuse import Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
 from torchq.convert.graph import Captured
@@ -67,6 +67,7 @@ class Plan:
         self.ops = recognize(captured, lambda name: self.config(name) is None)
         fuse_attention(self.ops)
         for op in self.ops.values():
+            self._read_tokens(op)
             if _has_dynamic_form(op) and self._no_dynamic_form(op):
                 op.role = Role.DYNAMIC
                 for part in op.absorbed:  # no layers, whatever their own configuration
@@ -108,6 +109,13 @@ class Plan:
     def config(self, name: str) -> QConfig | None:
         """How to quantize a module, or its destination ``<name>.dst``; None keeps it float."""
         return resolve(self._overrides, f"{self.prefix}{name}", self._config)
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it computes anything in int8 that is worth a graph."""
+        hard = any(layer.role in _HARD for layer in self.layer_at.values())
+        dynamic = any(op.role is Role.DYNAMIC for op in self.ops.values())
+        return hard or dynamic or bool(self.standalone)
 
     def root(self, node: fx.Node) -> fx.Node:
         """The node that stands for the group of ``node``."""
@@ -204,6 +212,12 @@ class Plan:
             if not reason:
                 names.append(name)
         return names
+
+    def _read_tokens(self, op: Op) -> None:
+        """Makes a linear layer dynamic if its source is fake-quantized token by token."""
+        fake = self.ops.get(op.srcs[0]) if op.role is Role.MATMUL else None
+        if fake is not None and is_per_token(fake.owner) and isinstance(op.module, nn.Linear):
+            op.role, op.absorbed, op.srcs = Role.DYNAMIC, [fake], [fake.node.all_input_nodes[0]]
 
     def _no_dynamic_form(self, op: Op) -> str:
         config = self.config(op.base)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchq.convert.capture import Argument
-from torchq.convert.dispatch import Dispatch, Example, Structure, attach
+from torchq.convert.dispatch import Dispatch, attach
+from torchq.convert.guards import Example, Structure
 
 CALL_KEY = "torchq_call"
 """Name of the tensor that holds the text, in the state of the graph's module."""
@@ -34,7 +35,7 @@ def describe(dispatch: Dispatch) -> Tensor:
         "result": None if structure is None else pytree.treespec_dumps(structure.spec),
         "strict": dispatch.strict,
     }
-    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8, device="cpu")
 
 
 def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> None:

@@ -2,6 +2,7 @@
 """A quantized layer in the place of a float one: float32 in, float32 out, for any code around."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,16 @@ def take_hooks(new: nn.Module, module: nn.Module) -> nn.Module:
 def _is_traced() -> bool:
     """Returns True while calls of operators are recorded: a tracer does not know FloatWeight."""
     return is_compiling() or _get_tracing_state() is not None
+
+
+def without_hooks(module: nn.Module) -> nn.Module:
+    """Returns the module, or one on the same parameters that has no forward hooks."""
+    if not any(vars(module)[name] for name in _HOOKS):
+        return module
+    plain = copy.copy(module)
+    for name in _HOOKS:
+        vars(plain)[name] = OrderedDict()
+    return plain
 
 
 class _Read:
@@ -211,6 +222,17 @@ class QuantizedLeaf(Leaf, QModule):
     def from_spec(cls, spec: dict[str, Any]) -> "QuantizedLeaf":
         """Returns a leaf without its layer, which has a spec of its own."""
         return cls(nn.Identity(), spec["constants"], spec["weight"], spec["pad"], spec["mode"])
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        if f"{prefix}weight" in state_dict:
+            raise RuntimeError(
+                f"torchq.nn.{type(self).__name__}: '{prefix}weight' of the state is of the float "
+                "model, and this layer is quantized. Give it what state_dict() of the converted "
+                "model returned."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @torch.jit.unused
     def _weight_shape(self) -> torch.Size:

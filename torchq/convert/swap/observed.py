@@ -57,6 +57,18 @@ class ObservedLeaf(Leaf):
             return dst.contiguous()
         return dst.movedim(1, -1).contiguous().movedim(-1, 1)
 
+    def qparams(self) -> QParams:
+        """Returns parameters of the source, as observed.
+
+        Raises:
+            RuntimeError: it was never calibrated; the message names it.
+        """
+        assert self.observer is not None
+        config = self.config
+        return self.observer.qparams(
+            config.activation_dtype, config.activation_bits, config.symmetric
+        )
+
     def convert(self, src: QParams | None = None) -> QuantizedLeaf:
         """Returns the quantized leaf.
 
@@ -68,10 +80,7 @@ class ObservedLeaf(Leaf):
             ValueError: its weight cannot be quantized; the message names it.
         """
         if src is None and self.observer is not None:
-            config = self.config
-            src = self.observer.qparams(
-                config.activation_dtype, config.activation_bits, config.symmetric
-            )
+            src = self.qparams()
         with naming(self.name):
             return QuantizedLeaf.of(self.module, self._layer(src))
 
