@@ -12,7 +12,7 @@ import functools
 import itertools
 import linecache
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,12 @@ _CHOICE = """    if not _torchq_torch.jit.is_scripting():
             return self._plain({0})
         return self._direct({0})
 """
+_CHECK = """    if {0}.dtype != _torchq_torch.float32:
+        raise TypeError(
+            "torchq: the model's input must be torch.float32, as in example_inputs, got "
+            f"{{{0}.dtype}}. Give it what the float model takes, such as input.float()."
+        )
+"""
 _LOOK = """    try:
 {0}    except KeyError:
         return self._plain({1})
@@ -38,7 +44,10 @@ _numbers = itertools.count()
 
 
 def direct_and_forward(
-    source: str, names: dict[str, Any], modules: Collection[str], arguments: Collection[str]
+    source: str,
+    names: dict[str, Any],
+    modules: Collection[str],
+    arguments: Mapping[str, str | None],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns ``_direct``, and a ``forward`` that chooses: ``_plain`` is what torch.fx wrote.
 
@@ -46,7 +55,8 @@ def direct_and_forward(
         source: of ``forward``, as torch.fx writes it.
         names: what the source refers to.
         modules: full names of the submodules that it calls.
-        arguments: of ``forward``, as they are written in a call.
+        arguments: of ``forward``, with the dtypes of the example. A layer would take integers for
+            its quantized source, so that ``forward`` refuses them where it knows of float32.
     """
     names = {"torch": torch, **names, "_torchq_torch": torch}
     given = ", ".join(arguments)
@@ -63,7 +73,9 @@ def direct_and_forward(
         direct = _LOOK.format("".join(found), given, run)
         lines = (head + colon + direct).splitlines()
         sites["_torchq_named"] = functools.partial(_named, lines, list(modules))
-    choice = _function(head + colon + _CHOICE.format(given) + body, names)
+    floats = [name for name, dtype in arguments.items() if dtype == "torch.float32"]
+    checks = "".join(_CHECK.format(name) for name in floats)
+    choice = _function(head + colon + checks + _CHOICE.format(given) + body, names)
     return _function(head + colon + direct, {**names, **sites}), choice
 
 
