@@ -98,7 +98,7 @@ class Dispatch(Attachment):
     def _compiled(
         self, choose: Callable[..., Any], restore: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Takes a call within torch.compile or torch.export; a count would compile each call anew."""
+        """Takes a call within torch.compile or torch.export; counts would compile each anew."""
         found = choose(*args, **kwargs)
         if found is None or self.module.training or _hooks(self.module) - self._known:
             if self.strict:

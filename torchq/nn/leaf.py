@@ -13,6 +13,7 @@ from torch._C import _get_tracing_state
 from torch.compiler import is_compiling
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
+from torchq._arguments import kind_text
 from torchq.nn.float_weight import FloatWeight
 from torchq.nn.module import QModule
 
@@ -68,6 +69,14 @@ def without_hooks(module: nn.Module) -> nn.Module:
     for name in _HOOKS:
         vars(plain)[name] = OrderedDict()
     return plain
+
+
+def _kind(value: Tensor) -> str:
+    """Returns what a source is, for an error; TorchScript compiles this."""
+    if not is_scripting():  # noqa: SIM102 - TorchScript leaves out such a block alone
+        if not isinstance(value, Tensor):
+            return kind_text(value)
+    return f"{value.dtype}"
 
 
 class _Read:
@@ -273,7 +282,7 @@ class QuantizedLeaf(Leaf, QModule):
         if input.dtype != torch.float32:
             raise TypeError(
                 "torchq.nn: a layer that a model's own code calls takes torch.float32, as the "
-                f"float layer does, got {input.dtype}. Give it input.float(), say, and call it "
+                f"float layer does, got {_kind(input)}. Give it input.float(), say, and call it "
                 "outside of autocast."
             )
         if len(self._pad) > 0:
