@@ -86,6 +86,8 @@ class BuildTorchq(BuildExtension):
             objects = list(pool.map(lambda s: self.compile_isa(compiler, s), sources))
         self.extensions[0].extra_objects.extend(objects)
         super().build_extensions()
+        library = Path(self.get_ext_fullpath("torchq.libtorchq"))
+        library.with_name("built_for.txt").write_text(f"{torch.__version__}\n")
 
     def compile_isa(self, compiler: str, source: str) -> str:
         """Compiles one ISA object unless it is newer than everything it could include."""

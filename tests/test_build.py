@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import torchq
+from torchq import _library
 from torchq.ops import LIBRARY_PATH
 
 ROOT = Path(__file__).parent.parent
@@ -137,3 +138,13 @@ def test_a_kernel_that_does_not_compile(source: Path):
     message = build(source)
     assert message.startswith("torchq: compiling csrc/kernels/reference.cpp failed")
     assert not list(source.glob("**/*.so"))
+
+
+def test_the_torch_release_that_the_library_was_built_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The build notes it beside the library."""
+    monkeypatch.setattr(_library, "LIBRARY_PATH", tmp_path / "libtorchq.so")
+    assert _library.built_for() == "unknown"
+    (tmp_path / "built_for.txt").write_text("2.13.0+cpu\n")
+    assert _library.built_for() == "2.13.0+cpu"

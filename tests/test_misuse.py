@@ -284,3 +284,37 @@ def test_autocast_changes_nothing(flow):
         converted = flow.quantize(MODEL, DATA, DATA[0], strict=True)
         assert torch.equal(converted(DATA[0]), expected)
     assert torch.equal(converted(DATA[0]), expected)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("flow", [torchq, torchq.eager], ids=["fx", "eager"])
+@pytest.mark.parametrize("name", ["0.weight", "4.bias"])
+def test_nan_in_weights_is_no_nan_of_the_data(flow, name, dynamic):
+    model = copy.deepcopy(MODEL)
+    model.get_parameter(name).data.flatten()[:2] = torch.tensor([torch.nan, torch.inf])
+    told = rf"torchq.prepare: '{name}' of the model must be finite, got 1 NaN and 1 inf among"
+    with pytest.raises(ValueError, match=told):
+        flow.prepare(model, DATA[0], torchq.QConfig(dynamic=dynamic))
+
+
+@pytest.mark.parametrize("flow", [torchq, torchq.eager], ids=["fx", "eager"])
+def test_nan_in_other_parameters(flow):
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 2), nn.LSTM(2, 2)).eval()
+    x = torch.randn(4, 8)
+    with pytest.raises(ValueError, match=r"prepare: '2.weight_hh_l0' .* 1 NaN and 0 inf among 16"):
+        broken = copy.deepcopy(model)
+        broken[2].weight_hh_l0.data[0, 0] = torch.nan
+        flow.prepare(broken, x)
+    model[0].bias.data[3] = torch.nan
+    prepared = flow.prepare(model, x)
+    with pytest.raises(ValueError, match=r"calibrate: '0.bias' of the model .* got 1 NaN and 0"):
+        flow.calibrate(prepared, [x])
+
+
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}])
+def test_numpy_inputs_are_not_printed(options):
+    qmodel = torchq.quantize(MODEL, DATA, DATA[0], torchq.QConfig(**options))
+    with pytest.raises((TypeError, RuntimeError)) as error:
+        qmodel(DATA[0].numpy())
+    assert "got a numpy array of float32 [" in str(error.value) and "[[" not in str(error.value)
+    assert "torch.from_numpy" in str(error.value)

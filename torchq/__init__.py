@@ -18,7 +18,15 @@ from torchq.config import QConfig
 from torchq.convert.api import calibrate, convert, prepare, quantize
 from torchq.convert.explain import explain
 from torchq.fake_quantize import FakeQuantize
-from torchq.isa import cpu_info, isa, last_kernel, memory_info, supported_isas, use_isa
+from torchq.isa import (
+    cpu_info,
+    isa,
+    last_kernel,
+    memory_info,
+    release_memory,
+    supported_isas,
+    use_isa,
+)
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 from torchq.serialization import load, save
@@ -47,6 +55,7 @@ __all__ = [
     "prepare",
     "profile",
     "quantize",
+    "release_memory",
     "saturation",
     "save",
     "save_calibration",

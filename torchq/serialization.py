@@ -2,15 +2,14 @@
 """``torchq.save`` and ``torchq.load``: a converted model in one file of plain tensors.
 
 Each quantized module describes itself in its ``spec`` tensor, so the file needs nothing else: no
-pickle, no calibration, no observers. With safetensors installed the file is a safetensors file,
-otherwise ``torch.save`` of the state dict, which ``torch.load(weights_only=True)`` reads.
+pickle, no calibration, no observers. The file is a safetensors file, whether or not that package is
+installed, with a digest that ``torchq.load`` checks.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import zlib
 from dataclasses import astuple
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq._arguments import check_type
+from torchq._tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 from torchq.convert.dispatch import dispatches
 from torchq.convert.explain import Row
 from torchq.convert.graph_module import QuantizedGraph
@@ -27,8 +27,9 @@ from torchq.convert.inputs import working_copy
 from torchq.convert.share import share_weights
 from torchq.convert.stored import CALL_KEY, describe, restore
 from torchq.convert.structure import GRAPH_KEY, decode, encode, plain_module
-from torchq.convert.swap.weights import leave_fast_paths, settled
+from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.fake_quantize import FakeQuantize
+from torchq.nn.experts import QExperts
 from torchq.nn.module import QModule, read_spec
 from torchq.observers import Observer
 
@@ -40,7 +41,9 @@ _NOTE = "torchq_note"
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Writes the state of a converted model.
+    """Writes the state of a converted model: a safetensors file, whole or not at all.
+
+    An error or a crash leaves the file that was there. Other readers of safetensors read it too.
 
     Args:
         model: from :func:`torchq.convert`, or with FakeQuantize modules; its float modules are
@@ -48,7 +51,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: of the file.
 
     Raises:
-        NotImplementedError: its graph calls functions that are not of torch.
+        NotImplementedError: its graph calls functions that are not of torch, or a tensor has a
+            dtype that safetensors does not know.
+        OSError: the file cannot be written.
         TypeError: ``path`` is no path.
         ValueError: ``model`` was not converted.
     """
@@ -75,14 +80,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if report is not None:
         fields = {"rows": [astuple(row) for row in report], "note": getattr(model, _NOTE, "")}
         text = zlib.compress(json.dumps(fields, separators=(",", ":")).encode())
-        state[REPORT_KEY] = torch.tensor(list(text), dtype=torch.uint8)
-    try:
-        from safetensors.torch import save as dump
-    except ImportError:
-        torch.save(state, path)
-    else:
-        # save, not save_file: that one makes files that only their owner can read
-        Path(path).write_bytes(dump(state, metadata={"format": "pt", "writer": "torchq"}))
+        state[REPORT_KEY] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+    write_tensors("torchq.save", path, state)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
@@ -97,18 +96,38 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     Raises:
         TypeError: ``model`` is no nn.Module.
         FileNotFoundError: there is no such file.
-        ValueError: the file is not of torchq.save, a spec in it is not one of torchq or names an
-            unknown module class; or ``model`` is needed.
+        ValueError: the file is not of torchq.save or was damaged, a spec in it is not of torchq or
+            names an unknown module class; or ``model`` is needed.
         RuntimeError: the file and the model do not fit together; names what is missing or left
             over.
     """
     if model is not None:
         check_type("torchq.load: model", model, nn.Module, "Pass the float model.")
     state = read_state(Path(path))
+    try:
+        return _loaded(state, model, path)
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        text = str(error).removeprefix("torchq.load: ")
+        raise ValueError(f"torchq.load: {path}: {text}") from error
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
+        if str(error).startswith("torchq"):
+            raise
+        why = (
+            f"{type(error).__name__}: {error}"  # of a file without a digest, or of another version
+        )
+        raise _not_ours(Path(path), why) from error
+
+
+def _loaded(
+    state: dict[str, Tensor], model: nn.Module | None, path: str | os.PathLike[str]
+) -> nn.Module:
+    """What :func:`load` returns."""
     report = state.pop(REPORT_KEY, None)
     for alias, name in _json(state.pop(ALIAS_KEY, None)).items():
         state[alias] = state[name]
-    if model is None and GRAPH_KEY in state:
+    if GRAPH_KEY in state and (model is None or CALL_KEY not in state):
         loaded, state = _graph_alone(state)
     else:
         loaded, state = _with_class(model, state, path)
@@ -121,11 +140,11 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
         )
     share_weights(loaded)
     if report is not None:
-        vars(loaded)["torchq_report"], vars(loaded)[_NOTE] = _report(report)
+        vars(loaded)["torchq_report"], vars(loaded)[_NOTE] = read_report(report)
     return loaded.eval().requires_grad_(False)
 
 
-def _report(text: Tensor) -> tuple[list[Row], str]:
+def read_report(text: Tensor) -> tuple[list[Row], str]:
     """The rows and the note that :func:`save` wrote."""
     try:
         fields = json.loads(zlib.decompress(bytes(text.tolist())))
@@ -191,7 +210,11 @@ def _with_class(
     texts = {n: (state.pop(_under(n, GRAPH_KEY)), state.pop(_under(n, CALL_KEY))) for n in names}
     graphs = tuple(f"{_under(name, GRAPH_KEY)}." for name in names)
     leaves = _quantized({k: v for k, v in state.items() if not k.startswith(graphs)})
+    model = split_attention(model, [n.removesuffix(".q_proj") for n in leaves])
     memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in leaves.items()}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, QExperts):
+            leaf.adopt(_submodule(model, name, path))
     loaded = working_copy(model, memo, "load")  # its float layers became what prepare made of them
     kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
     loaded = settled(loaded, kept)
@@ -226,7 +249,8 @@ def build(spec: dict[str, Any]) -> QModule:
     if name not in QModule.registry:
         raise ValueError(
             f"torchq.load: the spec's class must be one of {sorted(QModule.registry)}, got "
-            f"'{name}'. The file was written by another version of torchq."
+            f"'{name}'. The file was written by another version of torchq: quantize the model "
+            "again, and save it with this one."
         )
     return QModule.registry[name].from_spec(spec)
 
@@ -251,7 +275,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
         state[name] = value
     if aliases:
         text = json.dumps(aliases, separators=(",", ":"))
-        state[ALIAS_KEY] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        state[ALIAS_KEY] = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
     return state
 
 
@@ -276,33 +300,20 @@ def read_state(path: Path) -> dict[str, Tensor]:
         raise FileNotFoundError(f"torchq.load: {path} does not exist.")
     if path.is_dir():
         raise _not_ours(path, "it is a directory")
-    with path.open("rb") as file:
-        is_zip = file.read(2) == b"PK"
-    if is_zip:
-        try:
-            state: Any = torch.load(path, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError) as error:
-            raise _not_ours(path, str(error).splitlines()[0]) from None
-        known = GRAPH_KEY, REPORT_KEY
-        ours = isinstance(state, dict) and all(isinstance(v, Tensor) for v in state.values())
-        if not ours or not any(key in known or f".{key}".endswith(".spec") for key in state):
-            raise _not_ours(path, "it holds no quantized module")
-        return dict(state)
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError:
-        raise ImportError(
-            f"torchq.load: {path} is a safetensors file. Run `pip install safetensors`."
-        ) from None
-    try:
-        return load_file(path)
-    except SafetensorError as error:
+        state, metadata = (read_pickled(path), {}) if is_zip(path) else read_tensors(path)
+    except ValueError as error:
         raise _not_ours(path, str(error)) from None
+    known = GRAPH_KEY, REPORT_KEY
+    tensors = isinstance(state, dict) and all(isinstance(v, Tensor) for v in state.values())
+    ours = metadata.get("writer") == "torchq"
+    if not tensors or not (ours or any(k in known or f".{k}".endswith(".spec") for k in state)):
+        raise _not_ours(path, "it holds no quantized module")
+    return dict(state)
 
 
 def _not_ours(path: Path, why: str) -> ValueError:
     return ValueError(
         f"torchq.load: path must be a file written by torchq.save, got {path}, which is not one: "
-        f"{why}. Save the converted model with torchq.save."
+        f"{why}. Save the converted model with torchq.save, or copy the file anew."
     )

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from torchq._table import html_table
 from torchq.config import Overrides, QConfig, resolve
+from torchq.convert.api import prepare, quantize
 from torchq.convert.explain import explain
 from torchq.convert.inputs import Inputs, batches, call, decibels, float_tensors, with_progress
 from torchq.convert.model_state import as_before
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.checks import check_prepared
-from torchq.convert.api import prepare, quantize
 from torchq.nn.attached import computing_modules, graphs_of
 from torchq.nn.module import QModule
 from torchq.observers import Observer
@@ -109,7 +110,7 @@ class LayerAccuracy:
     clipped: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Accuracy:
     """``output`` is the SQNR of the whole model's result; ``layers`` are in order of execution."""
 
@@ -125,6 +126,17 @@ class Accuracy:
             for layer in sorted(self.layers, key=lambda layer: layer.sqnr)
         ]
         return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        rows = [
+            (x.name, f"{x.sqnr:.1f}", f"{x.worst:.3g}", f"{x.clipped:.2%}")
+            for x in sorted(self.layers, key=lambda x: x.sqnr)
+        ]
+        heads = ("layer", "SQNR dB", "worst error", "clipped")
+        return html_table(heads, rows, [f"output {self.output:.1f} dB"])
 
 
 def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> Accuracy:
@@ -236,7 +248,9 @@ def covered(module: nn.Module) -> tuple[float, float] | None:
     if dtype not in (torch.uint8, torch.int8):
         return None
     limits = torch.iinfo(dtype)
-    ends = real(module, torch.tensor([limits.min, limits.max], dtype=dtype).view(1, 1, 2))
+    ends = real(
+        module, torch.tensor([limits.min, limits.max], dtype=dtype, device="cpu").view(1, 1, 2)
+    )
     return float(ends.min()), float(ends.max())
 
 
@@ -281,6 +295,14 @@ class Sensitivities(list[Sensitivity]):
             for entry in self
         ]
         return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        rows = [(x.name, f"{x.alone:.1f}", f"{x.kept:.1f}") for x in self]
+        heads = ("layer", "dB, alone in int8", "dB, alone in float")
+        return html_table(heads, rows, str(self).splitlines()[:1])
 
 
 def sensitivity(

@@ -8,8 +8,10 @@ then costs as much as the op of a small layer (csrc/python/site.cpp).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
+import re
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -26,6 +28,14 @@ _CHOICE = """    if not _torchq_torch.jit.is_scripting():
 """
 CHECK = "torchq_check"
 """Begins the names of nodes that check arguments: ``_direct`` is for calls that meet the guards."""
+_LOOK = """    try:
+{0}    except KeyError:
+        return self._plain({1})
+    try:
+{2}
+    except (TypeError, ValueError) as error:
+        raise _torchq_named(error) from None
+"""
 _numbers = itertools.count()
 
 
@@ -43,10 +53,10 @@ def direct_and_forward(
     names = {"torch": torch, **names, "_torchq_torch": torch}
     given = ", ".join(arguments)
     head, colon, body = source.partition(":\n")
-    lines = body.splitlines(keepends=True)
-    checks = [f"    {line}" for line in lines if line.lstrip().startswith(CHECK)]
-    body_alone = "".join(line for line in lines if not line.lstrip().startswith(CHECK))
-    sites, found, direct = dict[str, Any](), [], body_alone
+    of_body = body.splitlines(keepends=True)
+    checks = [f"    {line}" for line in of_body if line.lstrip().startswith(CHECK)]
+    direct = "".join(line for line in of_body if not line.lstrip().startswith(CHECK))
+    sites, found = dict[str, Any](), []
     for i, name in enumerate(modules):
         call = f"{_format_target('self', name)}("
         direct = direct.replace(f"= {call}", f"= _torchq_site_{i}(_torchq_module_{i}, ")
@@ -54,12 +64,24 @@ def direct_and_forward(
         path = "".join(f"._modules[{part!r}]" for part in name.split("."))
         found.append(f"        _torchq_module_{i} = self{path}\n")
     if found:  # a module may be gone, as when torch.compile's took its place
-        look = (
-            f"    try:\n{''.join(found)}    except KeyError:\n        return self._plain({given})\n"
-        )
-        direct = look + direct
+        run = "".join(f" {line}" for line in direct.splitlines(keepends=True))
+        direct = _LOOK.format("".join(found), given, run)
+        lines = (head + colon + direct).splitlines()
+        sites["_torchq_named"] = functools.partial(_named, lines, list(modules))
     choice = _function(head + colon + _CHOICE.format(given, "".join(checks)) + body, names)
     return _function(head + colon + direct, {**names, **sites}), choice
+
+
+def _named(lines: list[str], modules: list[str], error: Exception) -> Exception:
+    """Returns the error of an op with the name of the module that called it.
+
+    The name is looked for in the line that failed, only then: calls cost nothing more.
+    """
+    trace = error.__traceback__
+    site = re.search(r"_torchq_site_(\d+)\(", lines[trace.tb_lineno - 1]) if trace else None
+    if site is None or not str(error).startswith("torchq."):
+        return error
+    return type(error)(f"{error} The module is '{modules[int(site[1])]}'.")
 
 
 def _function(source: str, names: dict[str, Any]) -> Callable[..., Any]:

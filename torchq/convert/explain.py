@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from torchq._table import html_table
+from torchq.config import Overrides, unmatched_patterns
 from torchq.convert.dispatch import dispatches
 from torchq.convert.guards import joined
 from torchq.nn.attached import computing_modules
@@ -17,8 +19,13 @@ from torchq.saturation import seven_bits
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 
+_HEADS = ("module", "class", "runs in", "attributes, or why it is float")
+
 NOT_CALLED = "not called with example_inputs"
 """The reason of what did not run when the model was prepared."""
+
+READ = "its parameters are used outside of it, and it is not called"
+"""The reason of a layer whose parameters the model's own code reads."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class GraphRow:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The rows, and a table of them as ``str``.
 
@@ -98,7 +105,23 @@ class Explanation:
 
         Calls in a loop are one line, with the scales of the first.
         """
-        cells = [("module", "class", "runs in", "attributes, or why it is float")]
+        cells = [_HEADS, *self._cells()]
+        widths = [max(len(cell[i]) for cell in cells) for i in range(3)]
+        lines = [
+            "  ".join(text.ljust(width) for text, width in zip(cell, [*widths, 0], strict=True))
+            for cell in cells
+        ]
+        return "\n".join(line.rstrip() for line in [*lines, *self._notes()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same table, for notebooks."""
+        return html_table(_HEADS, self._cells(), self._notes())
+
+    def _cells(self) -> list[tuple[str, str, str, str]]:
+        """The lines of the table."""
+        cells = []
         for rows in self._alike():
             row, calls = rows[0], sum(row.calls for row in rows)
             detail = row.reason or self.details.get(row.site, "")
@@ -106,11 +129,11 @@ class Explanation:
             kind = f"{row.kind} x{calls}" if calls > 1 else row.kind
             place = "int8" if row.quantized else "float"
             cells.append((name or "(the model)", kind, place, detail))
-        widths = [max(len(cell[i]) for cell in cells) for i in range(3)]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(cell, [*widths, 0], strict=True))
-            for cell in cells
-        ]
+        return cells
+
+    def _notes(self) -> list[str]:
+        """What stands below the table."""
+        lines = []
         if self.seven_bits:
             names = list(self.seven_bits)
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -134,7 +157,7 @@ class Explanation:
         idle = sum(row.reason == NOT_CALLED for row in layers)
         more = f"; {idle} more are {NOT_CALLED}" if idle else ""
         lines.append(f"{quantized} of {len(layers) - idle} {kinds} run in int8{more}")
-        return "\n".join(line.rstrip() for line in lines)
+        return lines
 
     def _alike(self) -> list[list[Row]]:
         """Rows of one line of code that share their fate."""
@@ -180,4 +203,15 @@ def check_strict(rows: list[Row]) -> None:
         raise RuntimeError(
             f"torchq.convert: strict=True, but {len(left)} convolution, linear or recurrent "
             f"modules stay float: {lines}. Change the model, or name them in overrides with None."
+        )
+
+
+def check_patterns(model: nn.Module, rows: list[Row], overrides: Overrides | None) -> None:
+    """Raises ValueError for an override that matches no module, no row, and no ``.dst`` of one."""
+    names = [*(name for name, _ in model.named_modules()), *(row.name for row in rows)]
+    if unmatched := unmatched_patterns(overrides, [*names, *(f"{name}.dst" for name in names)]):
+        quantizable = sorted({row.name for row in rows if row.quantized or row.is_matmul})
+        raise ValueError(
+            f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
+            f"The quantizable modules are {quantizable}."
         )

@@ -43,7 +43,7 @@ def binary(
         if isinstance(other, Tensor) and not bool(torch.isfinite(other).all()):
             srcs = [a.nodes["input"], a.nodes["other"]]
             return Made(Role.COMBINE, None if module is None else module(), srcs, reason=NOT_FINITE)
-        affine = _affine(function, torch.as_tensor(other), position)
+        affine = _affine(function, torch.as_tensor(other, device="cpu"), position)
         if _number(other) or other.dim() == 0:
             pointwise = Pointwise(function, float(other), position=position)
             return Made(Role.UNARY, pointwise, [src], affine=affine)
@@ -61,7 +61,7 @@ def _affine(
 ) -> tuple[Tensor, Tensor] | None:
     """(scale, shift), if a function of a tensor at ``position`` and a constant is linear."""
     value = other.detach().double()
-    one, zero = torch.ones(()).double(), torch.zeros(()).double()
+    one, zero = torch.ones((), device="cpu").double(), torch.zeros((), device="cpu").double()
     found = {
         (torch.add, 0): (one, value),
         (torch.add, 1): (one, value),
@@ -76,6 +76,7 @@ def _affine(
 
 
 def cat(a: Arguments) -> Made | str:
+    """Makes ``torch.cat`` of sources that are listed one by one."""
     if isinstance(a.tensors, fx.Node):
         return "its sources are not listed one by one"
     return Made(Role.COMBINE, Cat(a.dim), list(a.nodes["tensors"]))
@@ -85,6 +86,8 @@ def cat(a: Arguments) -> Made | str:
 
 
 def unary(make: Callable[[Arguments], nn.Module]) -> Callable[[Arguments], Made | str]:
+    """Returns the maker of a function of one tensor, whose other arguments are constants."""
+
     def unary(a: Arguments) -> Made | str:
         if a.varying("input"):
             return f"its {a.varying('input')[0]} is computed at run time"
@@ -94,6 +97,7 @@ def unary(make: Callable[[Arguments], nn.Module]) -> Callable[[Arguments], Made 
 
 
 def clip(low: float | None, high: float | None) -> nn.Module:
+    """Returns the module that clips to these bounds."""
     if low == 0 and high is None:
         return nn.ReLU()
     low, high = (-math.inf if low is None else low), (math.inf if high is None else high)
@@ -101,17 +105,19 @@ def clip(low: float | None, high: float | None) -> nn.Module:
 
 
 def clamp(a: Arguments) -> Made | str:
+    """Makes ``torch.clamp``."""
     if any(isinstance(a[name], Tensor) for name in ("min", "max")):
         return "its bounds are tensors"
     return unary(lambda a: clip(a.min, a.max))(a)
 
 
 def prelu(a: Arguments) -> Made | str:
+    """Makes ``F.prelu``: a leaky relu, or a slope per channel."""
     if a.varying("input"):
         return f"its {a.varying('input')[0]} is computed at run time"
     if a.weight.numel() == 1:
         return Made(Role.UNARY, nn.LeakyReLU(float(a.weight)), [a.input])
-    module = nn.PReLU(a.weight.numel())
+    module = nn.PReLU(a.weight.numel(), device="cpu")
     module.weight = nn.Parameter(a.weight.detach().reshape(-1), False)
     return Made(Role.SLOPES, module, [a.input])
 

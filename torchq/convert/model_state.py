@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import IOBase
 from typing import Any
 
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from torchq.convert.inputs import detached
+from torchq.observers import Observer
 
 State = dict[str, dict[str, Any]]
 """Qualified name of a module -> its buffers and plain attributes, by name."""
 
 _INTERNAL = frozenset(vars(nn.Module()))
-_LIBRARIES = ("torch.", "torchq.")  # their modules keep nothing in eval mode but what they observe
+_LIBRARIES = ("torch.", "torchq.", "torchao.")  # their modules keep nothing in eval mode
 
 
 def twin(model: nn.Module) -> nn.Module:
@@ -29,11 +30,12 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 def state_of(model: nn.Module) -> State:
-    """A copy of what the modules of others keep."""
+    """A copy of what the modules of others keep; what observers recorded is not the model's."""
+    observing = {part for m in model.modules() if isinstance(m, Observer) for part in m.modules()}
     found = {
         name: _kept(module)
         for name, module in model.named_modules()
-        if not type(module).__module__.startswith(_LIBRARIES)
+        if module not in observing and not type(module).__module__.startswith(_LIBRARIES)
     }
     copied: State = _copied(found, detached(model) | _skeleton(model))
     return copied
@@ -98,14 +100,9 @@ def changed(before: State, after: State) -> dict[str, list[str]]:
     return found
 
 
-def put_back(model: nn.Module, before: State, prefix: str = "") -> None:
-    """Gives the attributes that differ their old values, of modules at and under ``prefix``."""
-    under = f"{prefix}." if prefix else ""
-    modules = {
-        name: model.get_submodule(name)
-        for name in before
-        if name == prefix or name.startswith(under)
-    }
+def put_back(model: nn.Module, before: State) -> None:
+    """Gives the attributes that differ their old values."""
+    modules = {name: model.get_submodule(name) for name in before}
     found = changed(before, {n: _kept(m) for n, m in modules.items()})
     old = {
         n: {key: before[n][key] for key in keys if key in before[n]} for n, keys in found.items()
@@ -128,39 +125,6 @@ def as_before(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         put_back(model, before)
-
-
-def changes(model: nn.Module, modules: Iterable[str], run: Callable[[str], Any]) -> list[str]:
-    """Which of these modules change what others of them can reach, too, when they run.
-
-    Args:
-        model: owns the modules.
-        modules: qualified names.
-        run: calls a module; what it raises is left for later.
-    """
-    skeleton = _skeleton(model)
-    reached = {name: _reached(model.get_submodule(name), skeleton) for name in modules}
-    owners = Counter(key for found in reached.values() for key in found)
-    shared = {n: [x for key, x in f.items() if owners[key] > 1] for n, f in reached.items()}
-    guilty = []
-    for name, values in shared.items():
-        if values:
-            before = _copied(values, skeleton)
-            with suppress(Exception):
-                run(name)
-            if not _same(before, values, {}):
-                guilty.append(name)
-    return guilty
-
-
-def _reached(module: nn.Module, skeleton: dict[int, Any]) -> dict[int, Any]:
-    """By id, what ``deepcopy`` of a module copies, but for modules and parameters."""
-    memo = dict(skeleton)
-    for part in module.modules():
-        if not _copies(vars(part), memo):
-            memo |= _handles(vars(part), memo)
-        copy.deepcopy(vars(part), memo)
-    return {id(x): x for x in memo[id(memo)]}  # where deepcopy keeps the originals alive
 
 
 _MISSING = object()

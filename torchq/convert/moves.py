@@ -56,7 +56,7 @@ def mean(a: Arguments) -> Made | str:
 
 def move(a: Arguments) -> Made | str:
     """Torch's own operation on any dtype."""
-    return Made(Role.MOVE, None, [a.input])
+    return Made(Role.MOVE, None, [a.nodes["input"]])
 
 
 def index(a: Arguments) -> Made | str:
@@ -71,15 +71,6 @@ def view(a: Arguments) -> Made | str:
     if isinstance(a.get("shape"), torch.dtype):
         return "it looks at the bits of float32 numbers"
     return Made(Role.MOVE, None, [a.input])
-
-
-def get_attribute(a: Arguments) -> Made | str:
-    """What getattr takes of a tensor."""
-    if a.name in ("shape",):
-        return Made(Role.SHAPE, None, [])
-    if a.name in ("T", "mT"):
-        return Made(Role.MOVE, None, [a.input])
-    return f"its {a.name} is taken"
 
 
 def interpolate(a: Arguments) -> Made | str:
@@ -105,28 +96,6 @@ def interpolate(a: Arguments) -> Made | str:
     elif size is not None:
         module.size = tuple(size) if isinstance(size, Sequence) else (size,) * dims
     return made
-
-
-def upsample(made: Made) -> None:
-    """``nn.Upsample``, by its function."""
-    module = made.module
-    assert isinstance(module, nn.Upsample | nn.UpsamplingBilinear2d | nn.UpsamplingNearest2d)
-    a = Arguments()
-    a.update(
-        input=made.srcs[0], size=module.size, scale_factor=module.scale_factor, mode=module.mode,
-        align_corners=module.align_corners, antialias=False,
-    )  # fmt: skip
-    found = interpolate(a)
-    if isinstance(found, str):
-        made.reason = found
-    else:
-        made.role, made.module = found.role, found.module
-
-
-def pad_module(made: Made) -> None:
-    """``nn.ZeroPad2d`` and the like."""
-    padding: Any = made.module.padding  # type: ignore[union-attr]
-    made.pad = _spatial_pad(len(shape_of(made.srcs[0])), padding)
 
 
 def pad(a: Arguments) -> Made | str:

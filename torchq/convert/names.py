@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
 _NAMESPACES: dict[str, Any] = {
     "torch": torch._C._VariableFunctions,  # functions of tensors, and nothing else of torch
@@ -18,7 +19,7 @@ _NAMESPACES: dict[str, Any] = {
     "math": math,
 }
 _BUILTINS = ("int", "float", "max", "min", "abs", "len")
-_REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem")
+_REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem", "from_file", "save")
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
@@ -29,6 +30,8 @@ def _functions() -> dict[str, Callable[..., Any]]:
             known = callable(function) and not isinstance(function, type)
             if known and not name.startswith("_") and name not in _REFUSED:
                 found[f"{prefix}.{name}"] = function
+    for name in torch.functional.__all__:
+        found[f"functional.{name}"] = getattr(torch.functional, name)
     made = ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor")
     for name in (*made, "_assert"):
         found[f"torch.{name}"] = getattr(torch, name)
@@ -41,6 +44,8 @@ NAMES = {id(function): name for name, function in reversed(BY_NAME.items())}
 
 def name_of(function: Any) -> str | None:
     """Returns the name that a stored graph has for a function; None for one it may not call."""
+    if isinstance(function, torch._ops.OpOverload) and function.namespace == "aten":
+        function = function.overloadpacket
     if isinstance(function, torch._ops.OpOverloadPacket):
         return str(function._qualified_op_name)
     return NAMES.get(id(function))
@@ -48,7 +53,10 @@ def name_of(function: Any) -> str | None:
 
 def is_known(name: str) -> bool:
     """Returns whether there is a function of such a name."""
-    return name in BY_NAME or hasattr(torch.ops.aten, name.removeprefix("aten::"))
+    library, _, own = name.rpartition("::")
+    if library == "aten":
+        return own not in _REFUSED and hasattr(torch.ops.aten, own)
+    return name in BY_NAME
 
 
 def by_name(name: str) -> Callable[..., Any]:
@@ -57,9 +65,13 @@ def by_name(name: str) -> Callable[..., Any]:
     Raises:
         KeyError: there is none, or it is of another library than ATen.
     """
+    if not is_known(name):
+        raise KeyError(name)
     if name.startswith("aten::"):
-        found = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
-        if found is None:
-            raise KeyError(name)
-        return found  # type: ignore[no-any-return]
+        return getattr(torch.ops.aten, name.removeprefix("aten::"))  # type: ignore[no-any-return]
     return BY_NAME[name]
+
+
+def is_reserved(name: str) -> bool:
+    """Returns whether a qualified name begins with an attribute of every GraphModule."""
+    return hasattr(fx.GraphModule, name.partition(".")[0])

@@ -17,6 +17,7 @@ from torchq.config import QConfig
 from torchq.convert.from_float import naming
 from torchq.convert.module_kinds import EXPOSED, MAX_REDUCTION, inherits, is_patched
 from torchq.nn.dynamic import DynamicQLinear
+from torchq.nn.experts import QExperts, is_experts
 from torchq.nn.module import QModule
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
 
@@ -43,7 +44,25 @@ class DynamicLinear(nn.Module):
         return DynamicQLinear.from_float(self.module, granularity=granularity, bits=bits)
 
 
-STANDALONE = (ObservedRNN, ObservedRNNCell, DynamicLinear)
+class FloatExperts(nn.Module):
+    """Experts of a mixture that become dynamic ones; there is nothing to observe."""
+
+    def __init__(self, module: nn.Module, config: QConfig) -> None:
+        """``config`` tells how to quantize the weights."""
+        super().__init__()
+        self.module, self.config = module, config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the float experts."""
+        return self.module(*args, **kwargs)
+
+    def convert(self) -> QExperts:
+        """Returns the quantized experts."""
+        granularity, bits = self.config.weight_granularity, self.config.weight_bits
+        return QExperts.from_float(self.module, granularity=granularity, bits=bits)
+
+
+STANDALONE = (ObservedRNN, ObservedRNNCell, DynamicLinear, FloatExperts)
 """What a prepared model has in their places."""
 
 
@@ -74,8 +93,6 @@ def why_float(
         return "kept float by an override"
     if is_foreign(module):
         return FOREIGN
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "it has forward hooks, which would be lost"
     if exposed:
         return EXPOSED
     if other := dtypes - {torch.float32}:
@@ -91,6 +108,8 @@ def observed(module: nn.Module, config: QConfig, name: str) -> nn.Module:
         return ObservedRNN(module, config, name)
     if isinstance(module, nn.RNNCellBase):
         return ObservedRNNCell(module, config, name)
+    if is_experts(module):
+        return FloatExperts(module, config)
     assert isinstance(module, nn.Linear)
     return DynamicLinear(module, config)
 

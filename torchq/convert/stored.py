@@ -35,7 +35,7 @@ def describe(dispatch: Dispatch) -> Tensor:
         "result": None if structure is None else pytree.treespec_dumps(structure.spec),
         "strict": dispatch.strict,
     }
-    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8, device="cpu")
 
 
 def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> None:

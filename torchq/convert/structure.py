@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
-from typing import Any, Optional, get_args, get_origin
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,12 +18,6 @@ GRAPH_KEY = "torchq_graph"
 """Name of the tensor that holds the text in a saved state."""
 
 _VERSION = 2
-_TYPES: dict[str, Any] = {
-    str(kind): kind for kind in (Tensor, bool, int, float, str, list[Tensor], dict[str, Tensor])
-} | {  # their str is another one in later Pythons
-    f"Optional[{kind.__name__}]": Optional[kind]  # noqa: UP045 - as OPTIONAL
-    for kind in (Tensor, bool, int, float, str)
-}
 _CONSTANTS = {
     str(value): value
     for value in vars(torch).values()
@@ -47,15 +39,13 @@ def encode(model: fx.GraphModule) -> Tensor:
         module = _owned(model, node)
         if module is not None:
             quantized = isinstance(module, QModule)
-            entry.append(None if quantized else node.meta.get("source", node.target))
+            entry.append(None if quantized else str(node.target))
             if not quantized and (plain := _encode_module(module, node)) is not None:
                 entry.append(plain)
-        elif node.op == "placeholder":
-            entry.extend([] if node.type is None else [_encode_type(node.type)])
         nodes.append(entry)
     fields = {"version": _VERSION, "name": type(model).__name__, "nodes": nodes}
     text = json.dumps(fields, separators=(",", ":"))
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
 
 def decode(
@@ -81,7 +71,7 @@ def decode(
         raise ValueError(
             "torchq.load: the file's graph must be the text of version "
             f"{_VERSION} of torchq's graphs, got {bytes(text.tolist())[:60]!r}. Was it written by "
-            "another version of torchq?"
+            "another version of torchq? Quantize the model again, and save it with this one."
         )
     graph, nodes, owned = (
         fx.Graph(),
@@ -96,24 +86,7 @@ def decode(
         resolved = _decode_target(op, target)
         values = tuple(_decode(args, nodes)), _decode(kwargs, nodes)
         nodes[name] = graph.create_node(op, resolved, *values, name=name)
-        if op == "placeholder" and more:
-            nodes[name].type = _decode_type(more[0])
-        elif more and more[0] is not None:
-            nodes[name].meta["source"] = more[0]
     return QuantizedGraph(owned, graph, fields["name"])
-
-
-def _encode_type(kind: Any) -> Any:
-    """Its name; of further types that hold others a list."""
-    known = next((text for text, each in _TYPES.items() if each == kind), None)
-    return known or [get_origin(kind).__name__, *map(_encode_type, get_args(kind))]
-
-
-def _decode_type(fields: Any) -> Any:
-    if isinstance(fields, str):
-        return _TYPES.get(fields)
-    holder: Any = {"tuple": tuple, "list": list, "dict": dict}[fields[0]]
-    return holder[tuple(map(_decode_type, fields[1:]))]
 
 
 def plain_module(plain: dict[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
@@ -184,29 +157,12 @@ def _encode_target(node: fx.Node) -> str:
     if node.op != "call_function":
         return str(node.target)
     name = name_of(node.target)
-    if isinstance(node.target, type) and name is None:
-        return f"class:{node.target.__module__}:{node.target.__qualname__}"
     if name is None:
         raise NotImplementedError(
             f"torchq.save: the graph must call functions of torch only, got {node.target} in "
             f"{node.name}. Save the whole model with torch.save, or as TorchScript."
         )
     return name
-
-
-def _result_class(target: str) -> Any:
-    """The class of what a model returns; it must be imported already."""
-    _, module, name = target.split(":")
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    holds = isinstance(found, type) and (issubclass(found, tuple | dict) or is_dataclass(found))
-    if not holds:
-        raise ValueError(
-            f"torchq.load: the model returns a {module}.{name}, a tuple, dict or dataclass that "
-            f"must be known. Import {module} first."
-        )
-    return found
 
 
 def _is_method(name: str) -> bool:
@@ -216,8 +172,6 @@ def _is_method(name: str) -> bool:
 
 
 def _decode_target(op: str, target: str) -> Any:
-    if op == "call_function" and target.startswith("class:"):
-        return _result_class(target)
     if op == "call_function" and not is_known(target):
         raise ValueError(
             f"torchq.load: the file's graph must call functions of torch only, got '{target}'. "

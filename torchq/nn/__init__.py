@@ -27,8 +27,9 @@ from torchq.nn.quantize import Dequantize, DeQuantStub, QLookup, Quantize, Quant
 from torchq.nn.resample import QResample
 from torchq.nn.rnn import QGRU, QLSTM, QRNN
 from torchq.nn.rnn_cell import QGRUCell, QLSTMCell, QRNNCell
-from torchq.nn.rnn_layer import QRecurrentLayer, RecurrentWeight
+from torchq.nn.rnn_layer import QRecurrentLayer
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
+from torchq.nn.rnn_weight import RecurrentWeight
 
 __all__ = [
     "QGRU",

@@ -42,9 +42,10 @@ class FloatWeight(Tensor):
         if func._schema.is_mutable:
             for i, expected in enumerate(func._schema.arguments):
                 given = args[i] if i < len(args) else kwargs.get(expected.name)
-                written = expected.alias_info is not None and expected.alias_info.is_write
-                if written and isinstance(given, FloatWeight):
-                    given._refuse()
+                if expected.alias_info is not None and expected.alias_info.is_write:
+                    for weight in given if isinstance(given, list | tuple) else (given,):
+                        if isinstance(weight, FloatWeight):
+                            weight._refuse()
         args, kwargs = tree_map_only(FloatWeight, lambda weight: weight._values(), (args, kwargs))
         return func(*args, **kwargs)
 

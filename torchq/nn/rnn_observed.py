@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
 from torchq.config import QConfig
+from torchq.nn.float_weight import FloatWeight
 from torchq.nn.rnn import QGRU, QLSTM, QRNN
 from torchq.nn.rnn_cell import QGRUCell, QLSTMCell, QRNNCell
 from torchq.observers import Observer
 from torchq.qparams import QParams
 
+_SIZES = ["input_size", "hidden_size", "proj_size", "num_layers", "bidirectional", "batch_first"]
 NETWORKS: dict[type[nn.Module], Any] = {nn.LSTM: QLSTM, nn.GRU: QGRU, nn.RNN: QRNN}
 CELLS: dict[type[nn.Module], Any] = {
     nn.LSTMCell: QLSTMCell,
@@ -64,6 +66,21 @@ class _Observed(nn.Module):
         self.config = config or QConfig()
         self.layer_name = name
         self.src_observer = self._observer()
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the quantized module has, too: sizes and float parameters.
+
+        Raises:
+            AttributeError: there is neither.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self._modules.get("module")
+            if module is None or not (name in _SIZES or name in module._parameters):
+                raise
+            found = getattr(module, name)
+        return FloatWeight(found.detach, found.shape, name) if isinstance(found, Tensor) else found
 
     def _observer(self) -> Observer | None:
         return None if self.config.dynamic else self.config.make_observer(self.layer_name)

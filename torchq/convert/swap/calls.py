@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchq.convert.module_kinds import MATMUL
-from torchq.convert.self_contained import RECURRENT
+from torchq.convert.model_state import twin
 from torchq.convert.swap.leaves import stand_in
+from torchq.nn.experts import is_experts
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Call:
 
     Attributes:
         dtypes: of the tensors it got.
-        rank: number of dimensions of the first one.
+        shape: of the first one.
         more: it got other arguments than ``input``, as torch.nn calls the parameter.
     """
 
     dtypes: frozenset[torch.dtype]
-    rank: int
+    shape: tuple[int, ...]
     more: bool
 
 
@@ -69,37 +69,37 @@ class _Reads(TorchFunctionMode):
 
 
 def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
-    """Runs ``model(*args, **kwargs)`` without grad.
+    """Runs a copy of the model without grad.
 
     A module that is registered under several names is recorded under the first.
     """
-    recording, reads = Recording(), _Reads()
+    recording, reads, run = Recording(), _Reads(), twin(model)
     for name, module in model.named_modules():
-        layer = stand_in(module)
-        if isinstance(layer, (*MATMUL, *RECURRENT)):
+        if (layer := stand_in(module)) is not None:
             recording.leaves[name] = layer
+        elif is_experts(module):
+            recording.leaves[name] = module
     args, kwargs = copied(args, kwargs)
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
         for name in recording.leaves:
             hook = _noting(recording.calls[name])
-            module = model.get_submodule(name)
-            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+            handle = run.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
         stack.enter_context(reads)
-        model(*args, **kwargs)
+        run(*args, **kwargs)
     for name, calls in recording.calls.items():
-        own = map(id, model.get_submodule(name).parameters())
+        own = map(id, run.get_submodule(name).parameters())
         if not calls and not reads.seen.isdisjoint(own):
             recording.read.add(name)
     return recording
 
 
 def _noting(calls: list[Call]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         more = len(args) > 1 or bool(kwargs.keys() - {"input"})
-        rank = tensors[0].dim() if tensors else 0
-        calls.append(Call(frozenset(x.dtype for x in tensors), rank, more))
+        shape = tuple(tensors[0].shape) if tensors else ()
+        calls.append(Call(frozenset(x.dtype for x in tensors), shape, more))
 
     return hook
 
@@ -107,8 +107,8 @@ def _noting(calls: list[Call]) -> Callable[..., None]:
 def copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns copies: a model may write to its inputs, and inference tensors have no version."""
 
-    def copy(leaf: Any) -> Any:
+    def clone(leaf: Any) -> Any:
         return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
-    given: tuple[Any, Any] = tree_map(copy, (tuple(args), dict(kwargs)))
+    given: tuple[Any, Any] = tree_map(clone, (tuple(args), dict(kwargs)))
     return given

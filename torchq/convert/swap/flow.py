@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.config import Overrides, QConfig
-from torchq.convert.explain import Row, check_strict
+from torchq.config import Overrides, QConfig, resolve
+from torchq.convert.explain import Row, check_patterns, check_strict
 from torchq.convert.inputs import (
     Inputs,
     batches,
@@ -23,12 +23,12 @@ from torchq.convert.inputs import (
 from torchq.convert.model_state import as_before
 from torchq.convert.self_contained import STANDALONE, converted
 from torchq.convert.swap.calls import record
-from torchq.convert.swap.checks import check_mode, check_model, check_prepared
+from torchq.convert.swap.checks import check_finite, check_mode, check_model, check_prepared
 from torchq.convert.swap.compare import Comparison, fitting
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.planning import Plan
 from torchq.convert.swap.report import report_rows
-from torchq.convert.swap.weights import leave_fast_paths, settled
+from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.nn.leaf import take_hooks
 
 
@@ -93,19 +93,23 @@ def prepare_settled(
     check: bool = True,
 ) -> nn.Module:
     """Prepares a copy that :func:`plain_copy` made; the result shares its parameters."""
-    plan = Plan(model, record(copy.deepcopy(model), args, kwargs), config, overrides, prefix)
+    comparison = Comparison(model, args, kwargs)
+    names = [name for name, _ in model.named_modules()]
+    asked = [n for n in names if resolve(overrides, f"{prefix}{n}", config) is not None]
+    split = split_attention(model, asked)
+    if split is not model and comparison.agrees(split):
+        model = split
+    plan = Plan(model, record(model, args, kwargs), config, overrides, prefix)
+    rows = report_rows(model, plan)
     if check and not prefix:
-        plan.check_patterns()
-    prepared = _assembled(model, plan, args, kwargs)
-    prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
+        check_patterns(model, rows, overrides)
+    prepared = _assembled(model, plan, comparison)
+    prepared.torchq_report = rows  # type: ignore[assignment]
     return prepared
 
 
-def _assembled(
-    model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> nn.Module:
+def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Module:
     """Returns the prepared model; leaves that its code would notice stay float."""
-    comparison = Comparison(model, args, kwargs)
 
     shared = {id(p): p for p in model.parameters()}
 
@@ -139,14 +143,18 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
 
     Raises:
         TypeError: ``data`` is one tensor or dict instead of batches of them.
-        ValueError: ``data`` has no batches, a batch contains NaN or inf (the message names the
-            module), or ``prepared`` is in training mode or no prepared model.
+        ValueError: ``data`` has no batches, a batch or a parameter contains NaN or inf (the message
+            names it), or ``prepared`` is in training mode or no prepared model.
     """
     check_prepared("calibrate", prepared)
     check_mode("calibrate", prepared)
     with as_before(prepared), torch.inference_mode(), torch.autocast("cpu", enabled=False):
         for batch in batches("calibrate", data, progress):
-            call(prepared, batch)
+            try:
+                call(prepared, batch)
+            except ValueError:
+                check_finite("calibrate", prepared, recurse=True)
+                raise
     return prepared
 
 

@@ -157,6 +157,6 @@ def _agree(module: nn.Module, layer: Any) -> bool:
         sides = [d * (k - 1) + 2 for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
         shapes = [(n, layer.in_channels, *(side + n for side in sides)) for n in (1, 2)]
     generator = torch.Generator().manual_seed(0)
-    sources = [torch.randn(shape, generator=generator) for shape in shapes]
+    sources = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
     pairs = [(module(src), layer(src)) for src in sources]
     return all(a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-5) for a, b in pairs)

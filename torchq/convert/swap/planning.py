@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from torchq.affine import reduction
-from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
+from torchq.config import Overrides, QConfig, resolve
 from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, NO_DYNAMIC_FORM
-from torchq.convert.self_contained import FOREIGN, RECURRENT, is_foreign, observed
+from torchq.convert.self_contained import RECURRENT, observed
 from torchq.convert.swap.calls import Recording
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.nn.leaf import take_hooks
+from torchq.nn.experts import is_experts
+from torchq.nn.leaf import take_hooks, without_hooks
 
 OTHER_CODE = "the model's code does something else with another kind of layer"
 _TOO_LONG = f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
@@ -40,8 +41,11 @@ class Plan:
         """Decides; nothing is changed yet."""
         self.recording, self.prefix = recording, prefix
         self._model, self._config, self._overrides = model, config, overrides
-        called = [name for name, calls in recording.calls.items() if calls]
-        self.reasons = {name: self._why_float(name) for name in called}
+        self.reasons = {
+            name: self._why_float(name)
+            for name, layer in recording.leaves.items()
+            if isinstance(layer, (*MATMUL, *RECURRENT)) and recording.calls[name]
+        }
 
     @property
     def quantized(self) -> list[str]:
@@ -56,17 +60,6 @@ class Plan:
         """Returns how to quantize a module; None keeps it float."""
         return resolve(self._overrides, f"{self.prefix}{name}", self._config)
 
-    def check_patterns(self) -> None:
-        """Raises ValueError for an override that matches no module."""
-        names = [name for name, _ in self._model.named_modules()]
-        names += [f"{name}.dst" for name in names]
-        unmatched = unmatched_patterns(self._overrides, names)
-        if unmatched:
-            raise ValueError(
-                f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
-                f"The quantizable modules are {sorted(self.reasons)}."
-            )
-
     def leave_float(self, names: Iterable[str]) -> None:
         """Keeps leaves float for whose sake the model's code would do something else."""
         self.reasons.update(dict.fromkeys(names, OTHER_CODE))
@@ -75,15 +68,16 @@ class Plan:
         """Returns the observed leaves by name; ``contiguous`` is for convolutions."""
         result: dict[str, nn.Module] = {}
         for name in names:
-            layer, config = self.recording.leaves[name], self.config(name)
+            layer, config = without_hooks(self.recording.leaves[name]), self.config(name)
             assert config is not None
             full = self.full_name(name)
             leaf = (
                 observed(layer, config, full)
-                if isinstance(layer, RECURRENT)
+                if isinstance(layer, RECURRENT) or is_experts(layer)
                 else ObservedLeaf(layer, config, full, contiguous)
             )
             result[name] = take_hooks(leaf, self._model.get_submodule(name))
+            take_hooks(layer, nn.Module())  # which would run inside once more
         return result
 
     def _why_float(self, name: str) -> str:
@@ -91,9 +85,9 @@ class Plan:
         calls = self.recording.calls[name]
         if config is None:
             return "kept float by an override"
+        if is_experts(layer):
+            return ""
         if isinstance(layer, RECURRENT):
-            if is_foreign(layer):
-                return FOREIGN
             if max(p.size(-1) for p in layer.parameters() if p.dim() > 1) > MAX_REDUCTION:
                 return _TOO_LONG
         else:
@@ -109,7 +103,9 @@ class Plan:
             dtypes.discard(torch.int64)  # of packed sequences
         if dtypes:
             return f"its source is {dtypes.pop()}, not torch.float32"
-        spatial = not isinstance(layer, (nn.Linear, *RECURRENT))
-        if spatial and any(call.rank != len(layer.get_parameter("weight").shape) for call in calls):
-            return "its source has no batch dimension"
+        if isinstance(layer, (nn.Linear, *RECURRENT)):
+            return ""
+        for call in calls:
+            if len(call.shape) != len(layer.get_parameter("weight").shape):
+                return f"its source {list(call.shape)} has no batch dimension"
         return ""

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchq.convert.explain import NOT_CALLED, Row
+from torchq.convert.explain import NOT_CALLED, READ, Row
 from torchq.convert.module_kinds import MATMUL
-from torchq.convert.self_contained import FOREIGN, RECURRENT, is_foreign
+from torchq.convert.self_contained import RECURRENT
 from torchq.convert.swap.planning import Plan
+from torchq.nn.experts import is_experts
 
 
 def report_rows(model: nn.Module, plan: Plan) -> list[Row]:
@@ -25,7 +26,7 @@ def _row(name: str, module: nn.Module, plan: Plan) -> Row:
     reason = _without_layer(name, module, plan) if known is None else known
     calls = len(plan.recording.calls.get(name, ()))
     full, made = plan.full_name(name), plan.recording.leaves.get(name, module)
-    is_matmul = isinstance(made, (*MATMUL, *RECURRENT))
+    is_matmul = isinstance(made, (*MATMUL, *RECURRENT)) or is_experts(made)
     requested = plan.config(name) is None
     return Row(
         full, type(module).__name__, known == "", reason, full, is_matmul, requested, max(calls, 1)
@@ -33,10 +34,12 @@ def _row(name: str, module: nn.Module, plan: Plan) -> Row:
 
 
 def _without_layer(name: str, module: nn.Module, plan: Plan) -> str:
-    if is_foreign(module):
-        return FOREIGN
+    if name not in plan.recording.leaves:
+        if isinstance(module, RECURRENT):
+            return "it is a recurrent module with code of its own"
+        return "only leaf modules of torch.nn and torchq.nn have an int8 form"
+    if plan.recording.calls[name]:
+        return "the model's own code calls it, which gets and gives float32"
     if name in plan.recording.read:
-        return "its parameters are used outside of it, and it is not called"
-    if name in plan.recording.leaves:
-        return NOT_CALLED
-    return "only linear, convolution and recurrent layers have an int8 form"
+        return READ
+    return NOT_CALLED

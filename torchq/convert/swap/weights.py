@@ -10,12 +10,17 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from torchq.convert.module_kinds import QUANTIZABLE
+from torchq.convert.fake import is_fake
+from torchq.convert.inputs import working_copy
+from torchq.convert.module_kinds import QUANTIZABLE, is_patched
 from torchq.convert.self_contained import RECURRENT
+from torchq.nn.multihead import SplitMultiheadAttention
 
 
 def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
     """Returns the model with parametrized layers replaced by plain ones of the same weights.
+
+    Those with fake-quantized weights stay: the graph takes their scales.
 
     Args:
         model: changed in its places, and returned, unless it is such a layer itself.
@@ -27,6 +32,7 @@ def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
         if name not in besides
         and isinstance(module, (*QUANTIZABLE, *RECURRENT))
         and parametrize.is_parametrized(module)
+        and not any(map(is_fake, module.modules()))
     }
     return copy.deepcopy(model, memo) if memo else model
 
@@ -46,6 +52,16 @@ def _plain(module: nn.Module) -> nn.Module:
         setattr(plain, name, nn.Parameter(value, False))
     result: nn.Module = plain
     return result
+
+
+def split_attention(model: nn.Module, names: Collection[str]) -> nn.Module:
+    """Returns the model, or a copy whose attention modules of these names have layers."""
+    memo: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        if name in names and type(module) is nn.MultiheadAttention and not is_patched(module):
+            memo[id(module)] = SplitMultiheadAttention.of(module)
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    return working_copy(model, shared | memo) if memo else model
 
 
 def leave_fast_paths(model: nn.Module) -> None:
