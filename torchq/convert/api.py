@@ -16,11 +16,11 @@ from torch import nn
 from torchq.config import Overrides, QConfig
 from torchq.convert.checks import add_checks
 from torchq.convert.dispatch import Dispatch, attach, dispatches
-from torchq.convert.explain import Row, check_patterns, check_strict
+from torchq.convert.explain import Row, check_patterns, check_strict, joined
 from torchq.convert.fake_calls import without_observers
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_code import as_module
-from torchq.convert.guards import Example, joined
+from torchq.convert.guards import Example
 from torchq.convert.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, find_parts
@@ -160,13 +160,13 @@ def _check_calibrated(dispatch: Dispatch) -> None:
         where = f"'{dispatch.name}'" if dispatch.name else "the model"
         raise RuntimeError(
             f"torchq.convert: calibration must reach the graph of {where}, got no call that meets "
-            f"its guards: {joined(dispatch.example.describe())}. Give torchq.prepare "
+            f"its guards: {joined(dispatch.conditions())}. Give torchq.prepare "
             "example_inputs that are like the data, or torchq.calibrate more data."
         )
 
 
 def _layers(graphs: list[Dispatch]) -> dict[str, list[tuple[Prepared, Layer]]]:
-    """Returns the quantized layers of graphs by the names of the float modules: one for each call."""
+    """Returns the quantized layers of graphs by the names of the float modules, call by call."""
     found: dict[str, list[tuple[Prepared, Layer]]] = {}
     for d in graphs:
         for layer in d.graph.plan.layer_at.values():

@@ -160,6 +160,10 @@ class Dispatch(Attachment):
         """Another process counts hooks anew."""
         return {**vars(self), "_seen": -1}
 
+    def conditions(self) -> list[str]:
+        """Returns what a call must meet to take the graph, as text."""
+        return self.example.describe()
+
     def scriptable(self) -> nn.Module:
         """What ``torch.jit.script`` compiles in place of the module."""
         return self.graph
