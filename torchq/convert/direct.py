@@ -54,7 +54,9 @@ def direct_and_forward(
     given = ", ".join(arguments)
     head, colon, body = source.partition(":\n")
     of_body = body.splitlines(keepends=True)
-    checks = [f"    {line}" for line in of_body if line.lstrip().startswith(CHECK)]
+    checks = [f"        {line}" for line in of_body if line.lstrip().startswith(CHECK)]
+    if checks:  # torch.jit.trace would take sizes for tensors
+        checks.insert(0, "        if _torchq_torch._C._get_tracing_state() is None:\n")
     direct = "".join(line for line in of_body if not line.lstrip().startswith(CHECK))
     sites, found = dict[str, Any](), []
     for i, name in enumerate(modules):
