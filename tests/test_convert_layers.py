@@ -296,14 +296,14 @@ def test_overrides_of_a_module_hold_for_what_it_computes() -> None:
     attention = nn.MultiheadAttention(8, 2)
     model = Wired(lambda m, x: m.b(m.a(x, x, x)[0]), a=attention, b=nn.Linear(8, 8)).eval()
     x = torch.randn(5, 2, 8)
-    for pattern, expected in (("a", 1), ("a.linear_1", 2), ("b", 2)):
+    for pattern, expected in (("a", 1), ("a.out_proj", 2), ("b", 2)):
         found = torchq.quantize(model, [x], x, overrides={pattern: None}, strict=True)
         rows = [row for row in torchq.explain(found).rows if row.is_matmul]
         assert (sum(row.quantized for row in rows), len(rows)) == (expected, 3)
-    bits = {"a": torchq.QConfig(weight_bits=7), "a.linear_1": torchq.QConfig()}
+    bits = {"a": torchq.QConfig(weight_bits=7), "a.out_proj": torchq.QConfig()}
     found = torchq.quantize(model, [x], x, overrides=bits)
     assert graph_of(found).get_submodule("a.linear").packed().unpack().abs().max() == 63
-    assert graph_of(found).get_submodule("a.linear_1").packed().unpack().abs().max() == 127
+    assert graph_of(found).get_submodule("a.out_proj").packed().unpack().abs().max() == 127
 
 
 # Matrix products by other names, and loops

@@ -80,8 +80,10 @@ def _prepared(
             example = Example.of(owner, part.exported)
             attach(Dispatch(owner, graph, example, part.name, config.strict))
             graphs.append((part.name, graph.torchq_report))
-    prepared.torchq_report = merged(prepared.torchq_report, graphs)
-    check_patterns(float_model, [*prepared.torchq_report, *rows], overrides)
+    leaves: list[Row] = prepared.torchq_report  # type: ignore[assignment]
+    check_patterns(float_model, [*leaves, *rows], overrides)
+    names = {name for name, _ in float_model.named_modules()}
+    prepared.torchq_report = merged(leaves, graphs, names)  # type: ignore[assignment]
     if "" in parts.reasons:
         prepared.torchq_note = f"the whole is not captured: {parts.reasons['']}"
     return prepared

@@ -26,8 +26,6 @@ _CHOICE = """    if not _torchq_torch.jit.is_scripting():
             return self._plain({0})
 {1}        return self._direct({0})
 """
-CHECK = "torchq_check"
-"""Begins the names of nodes that check arguments: ``_direct`` is for calls that meet the guards."""
 _LOOK = """    try:
 {0}    except KeyError:
         return self._plain({1})
@@ -36,6 +34,8 @@ _LOOK = """    try:
     except (TypeError, ValueError) as error:
         raise _torchq_named(error) from None
 """
+CHECK = "torchq_check"
+"""Begins the names of nodes that check arguments: ``_direct`` is for calls that meet the guards."""
 _numbers = itertools.count()
 
 

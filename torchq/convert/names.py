@@ -30,10 +30,8 @@ def _functions() -> dict[str, Callable[..., Any]]:
             known = callable(function) and not isinstance(function, type)
             if known and not name.startswith("_") and name not in _REFUSED:
                 found[f"{prefix}.{name}"] = function
-    for name in torch.functional.__all__:
-        found[f"functional.{name}"] = getattr(torch.functional, name)
     made = ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor")
-    for name in (*made, "_assert"):
+    for name in (*made, "_assert", *torch.functional.__all__):
         found[f"torch.{name}"] = getattr(torch, name)
     return found
 

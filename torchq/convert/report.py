@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from torchq.convert.explain import READ, Row
@@ -45,12 +45,15 @@ def report_rows(plan: Plan) -> list[Row]:
     return [replace(row, name=f"{prefix}{row.name}", site=f"{prefix}{row.site}") for row in found]
 
 
-def merged(leaves: Iterable[Row], graphs: Iterable[tuple[str, list[Row]]]) -> list[Row]:
+def merged(
+    leaves: Iterable[Row], graphs: Iterable[tuple[str, list[Row]]], names: Collection[str]
+) -> list[Row]:
     """Returns the rows of a model: of its graphs, and of leaves that no graph calls.
 
     Args:
         leaves: rows of every leaf, as the model's own code calls it.
         graphs: names of modules that have a graph, and the graphs' rows.
+        names: of the float model's modules; parts of one that was split are counted once.
     """
     found: dict[str, Row] = {}
     inside: list[str] = []
@@ -58,7 +61,8 @@ def merged(leaves: Iterable[Row], graphs: Iterable[tuple[str, list[Row]]]) -> li
         found |= {row.name: row for row in rows}
         inside.append(f"{name}." if name else "")
     for row in leaves:
-        shown = row.is_matmul and row.reason != READ  # the graph has the function that reads
+        shown = row.is_matmul and row.name in names
+        shown = shown and row.reason != READ  # the graph has the function that reads
         captured = row.name.startswith(tuple(inside)) and not shown
         if row.name not in found and not captured:
             found[row.name] = row
