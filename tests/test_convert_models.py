@@ -78,7 +78,7 @@ def calls(converted: nn.Module) -> list[str]:
     for node in graph.graph.nodes:
         if node.op == "call_module":
             found.append(type(graph.get_submodule(node.target)).__name__)
-        elif node.op in ("call_function", "call_method"):
+        elif node.op in ("call_function", "call_method") and "torchq_check" not in node.name:
             found.append(str(getattr(node.target, "__name__", node.target)))
     return found
 

@@ -16,11 +16,11 @@ from torch import nn
 from torchq.config import Overrides, QConfig
 from torchq.convert.checks import add_checks
 from torchq.convert.dispatch import Dispatch, attach, dispatches
-from torchq.convert.explain import Row, check_patterns, check_strict
+from torchq.convert.explain import Row, check_patterns, check_strict, joined
 from torchq.convert.fake_calls import without_observers
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_code import as_module
-from torchq.convert.guards import Example, joined
+from torchq.convert.guards import Example
 from torchq.convert.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, find_parts
@@ -162,22 +162,25 @@ def _check_calibrated(dispatch: Dispatch) -> None:
         where = f"'{dispatch.name}'" if dispatch.name else "the model"
         raise RuntimeError(
             f"torchq.convert: calibration must reach the graph of {where}, got no call that meets "
-            f"its guards: {joined(dispatch.example.describe())}. Give torchq.prepare "
+            f"its guards: {joined(dispatch.conditions())}. Give torchq.prepare "
             "example_inputs that are like the data, or torchq.calibrate more data."
         )
 
 
-def _layers(graphs: list[Dispatch]) -> dict[str, tuple[Prepared, Layer]]:
-    """Returns the quantized layers of graphs by the names of the float modules."""
-    return {
-        f"{d.graph.plan.prefix}{layer.op.base}": (d.graph, layer)
-        for d in graphs
-        for layer in d.graph.plan.layer_at.values()
-        if layer.op.owner is not None
-    }
+def _layers(graphs: list[Dispatch]) -> dict[str, list[tuple[Prepared, Layer]]]:
+    """Returns the quantized layers of graphs by the names of the float modules, call by call."""
+    found: dict[str, list[tuple[Prepared, Layer]]] = {}
+    for d in graphs:
+        for layer in d.graph.plan.layer_at.values():
+            if layer.op.owner is not None:
+                name = f"{d.graph.plan.prefix}{layer.op.base}"
+                found.setdefault(name, []).append((d.graph, layer))
+    return found
 
 
-def _leaf(name: str, module: ObservedLeaf, layers: dict[str, tuple[Prepared, Layer]]) -> nn.Module:
+def _leaf(
+    name: str, module: ObservedLeaf, layers: dict[str, list[tuple[Prepared, Layer]]]
+) -> nn.Module:
     """Returns the quantized leaf, or the float layer where neither way was calibrated.
 
     What the graph has seen of the source counts as well: most calls take the graph.
@@ -185,17 +188,18 @@ def _leaf(name: str, module: ObservedLeaf, layers: dict[str, tuple[Prepared, Lay
     own = module.observer is None or module.observer.calibrated
     if name not in layers or module.observer is None:
         return module.convert() if own else module.module
-    graph, layer = layers[name]
-    src = graph.qparams(layer.srcs[0])
-    if own and graph.plan.fixed(layer.srcs[0]) is None:
-        src = _wider(module.qparams(), src, module.config)
+    seen = [graph.qparams(layer.srcs[0]) for graph, layer in layers[name]]
+    fixed = any(graph.plan.fixed(layer.srcs[0]) for graph, layer in layers[name])
+    src = seen[0]
+    for other in () if fixed else (*seen[1:], *([module.qparams()] if own else ())):
+        src = _wider(src, other, module.config)
     return module.convert(src)
 
 
 def _wider(a: QParams, b: QParams, config: QConfig) -> QParams:
-    """Returns parameters for the values of both: the leaf's and the graph's."""
+    """Returns parameters for the values of both."""
     if (a.dtype, a.bits) != (b.dtype, b.bits):
-        return a
+        return b
     if config.symmetric:
         return a if float(a.scale) > float(b.scale) else b
     low = min(float(q.scale * (q.integers[0] - q.zero_point)) for q in (a, b))

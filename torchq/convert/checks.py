@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from torchq.convert.direct import CHECK
-from torchq.convert.guards import Example, joined
+from torchq.convert.explain import joined
+from torchq.convert.guards import Example
 
 
 class _Tracer(fx.proxy.GraphAppendingTracer):

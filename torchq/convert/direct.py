@@ -57,10 +57,12 @@ def direct_and_forward(
     names = {"torch": torch, **names, "_torchq_torch": torch}
     given = ", ".join(arguments)
     head, colon, body = source.partition(":\n")
-    lines = body.splitlines(keepends=True)
-    checks = [f"    {line}" for line in lines if line.lstrip().startswith(CHECK)]
-    body_alone = "".join(line for line in lines if not line.lstrip().startswith(CHECK))
-    sites, found, direct = dict[str, Any](), [], body_alone
+    of_body = body.splitlines(keepends=True)
+    checks = [f"        {line}" for line in of_body if line.lstrip().startswith(CHECK)]
+    if checks:  # torch.jit.trace would take sizes for tensors
+        checks.insert(0, "        if _torchq_torch._C._get_tracing_state() is None:\n")
+    direct = "".join(line for line in of_body if not line.lstrip().startswith(CHECK))
+    sites, found = dict[str, Any](), []
     for i, name in enumerate(modules):
         call = f"{_format_target('self', name)}("
         direct = direct.replace(f"= {call}", f"= _torchq_site_{i}(_torchq_module_{i}, ")

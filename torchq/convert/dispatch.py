@@ -74,17 +74,21 @@ class Dispatch(Attachment):
                 found = (choose if _get_tracing_state() is None else untraced)(*args, **kwargs)
             except TypeError:  # own code takes the call otherwise, or says what is wrong with it
                 found = None
-            if found is not None and not self.module.training:
-                if RemovableHandle.next_id == self._seen or self._is_clean():
-                    self.graph_calls += 1
-                    run = getattr(self.graph, "_direct", self.graph)  # without its own checks
-                    return restore(run(*found))
+            clean = RemovableHandle.next_id == self._seen or self._is_clean()
+            if found is not None and clean and not self.module.training:
+                self.graph_calls += 1
+                run = getattr(self.graph, "_direct", self.graph)  # without its own checks
+                return restore(run(*found))
             reason = "" if self._warned and not self.strict else self._why(found, args, kwargs)
             if self.strict:
                 raise RuntimeError(f"{reason} With strict=True this is an error.")
             first = RemovableHandle.next_id
             try:
                 result = own(self.module, *args, **kwargs)
+            except (TypeError, RuntimeError) as error:
+                if told := self.example.why_array(args, kwargs):
+                    raise TypeError(told) from error
+                raise
             finally:
                 if RemovableHandle.next_id != first:
                     self._remove_hooks(first)
@@ -98,8 +102,11 @@ class Dispatch(Attachment):
     def _compiled(
         self, choose: Callable[..., Any], restore: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Takes a call within torch.compile or torch.export; counts would compile each anew."""
-        found = choose(*args, **kwargs)
+        """Takes a call within torch.compile or export; a count would compile each call anew."""
+        try:
+            found = choose(*args, **kwargs)
+        except TypeError:
+            found = None
         if found is None or self.module.training or _hooks(self.module) - self._known:
             if self.strict:
                 raise RuntimeError(
@@ -158,6 +165,10 @@ class Dispatch(Attachment):
     def __getstate__(self) -> dict[str, Any]:
         """Another process counts hooks anew."""
         return {**vars(self), "_seen": -1}
+
+    def conditions(self) -> list[str]:
+        """Returns what a call must meet to take the graph, as text."""
+        return self.example.describe()
 
     def scriptable(self) -> nn.Module:
         """What ``torch.jit.script`` compiles in place of the module."""

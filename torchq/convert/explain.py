@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +12,7 @@ from torch import nn
 
 from torchq._table import html_table
 from torchq.config import Overrides, unmatched_patterns
-from torchq.convert.dispatch import dispatches
-from torchq.convert.guards import joined
-from torchq.nn.attached import computing_modules
+from torchq.nn.attached import attachment_of, computing_modules
 from torchq.nn.module import QModule
 from torchq.saturation import seven_bits
 
@@ -54,6 +53,12 @@ class Row:
     requested: bool
     calls: int = 1
     first: str = ""
+
+
+def joined(conditions: Sequence[str]) -> str:
+    """Returns the first conditions as one text; there may be hundreds."""
+    more = f"; and {len(conditions) - 12} more" if len(conditions) > 12 else ""
+    return "; ".join(conditions[:12]) + more
 
 
 @dataclass(frozen=True)
@@ -187,9 +192,9 @@ def explain(model: nn.Module) -> Explanation:
         for name, module in computing_modules(model).items()
         if isinstance(module, QModule)
     }
+    owners = [owner for module in model.modules() if (owner := attachment_of(module))]
     graphs = tuple(
-        GraphRow(d.name, tuple(d.example.describe()), d.graph_calls, d.own_calls)
-        for d in dispatches(model)
+        GraphRow(o.name, tuple(o.conditions()), o.graph_calls, o.own_calls) for o in owners
     )
     note = getattr(model, "torchq_note", "")
     return Explanation(tuple(rows), details, seven_bits(model), note, graphs)
