@@ -193,8 +193,11 @@ def test_inspect_as_json(model: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     torchq.save(torchq.quantize(net, data), tmp_path / "file")
     assert main(["inspect", str(tmp_path / "file"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["modules"]["0"]["spec"]["class"] == "QConv2d"
-    assert found["modules"]["0"]["tensors"]["bias"] == {"dtype": "float32", "shape": [8]}
+    modules = found["modules"]
+    assert modules["0"]["spec"]["class"] == "QuantizedLeaf"
+    for name in ("0.layer", "torchq_graph.0"):  # of the model's own code, and of its graph
+        assert modules[name]["spec"]["class"] == "QConv2d"
+        assert modules[name]["tensors"]["bias"] == {"dtype": "float32", "shape": [8]}
     assert [row["name"] for row in found["explain"]] == ["0", "1", "2", "3"]
     assert found["bytes"] > 1000
 

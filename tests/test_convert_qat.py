@@ -385,7 +385,7 @@ def test_models_of_torchao(
         scale = model[0].weight_fake_quantizer.scale.flatten()
         torch.testing.assert_close(layers[0].weight_scale, scale)
     with torch.no_grad():
-        for x in (*data, data[0][:1], data[0][0]):
+        for x in (*data, data[0][:1]):
             assert torchq.sqnr(model(x), converted(x)) > 35
 
 
@@ -426,7 +426,7 @@ def test_weight_with_a_zero_point() -> None:
 
 def test_what_is_not_fake_quantized_needs_data() -> None:
     model = nn.Sequential(u8(6, 128), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)).eval()
-    with pytest.raises(RuntimeError, match=r"'1.dst'.*Run torchq.calibrate"):
+    with pytest.raises(RuntimeError, match=r"torchq.calibrate more data"):
         convert(model, torch.randn(X))
 
 

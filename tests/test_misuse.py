@@ -135,7 +135,7 @@ def test_uint8_images_are_not_quantized_values(qmodel, tmp_path):
     ):
         model(src.float())
         for run in (model, torch.jit.script(model)):
-            with pytest.raises(Exception, match=r"torch.float32.*got torch.uint8.*input.float\(\)"):
+            with pytest.raises(Exception, match=r"got torch.uint8.*input.float\(\)|is float32"):
                 run(src)
 
 
@@ -309,6 +309,8 @@ def test_nan_in_other_parameters(flow):
     prepared = flow.prepare(model, x)
     with pytest.raises(ValueError, match=r"calibrate: '0.bias' of the model .* got 1 NaN and 0"):
         flow.calibrate(prepared, [x])
+
+
 @pytest.mark.parametrize("options", [{}, {"dynamic": True}])
 def test_numpy_inputs_are_not_printed(options):
     qmodel = torchq.quantize(MODEL, DATA, DATA[0], torchq.QConfig(**options))

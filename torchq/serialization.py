@@ -127,7 +127,7 @@ def _loaded(
     report = state.pop(REPORT_KEY, None)
     for alias, name in _json(state.pop(ALIAS_KEY, None)).items():
         state[alias] = state[name]
-    if model is None and GRAPH_KEY in state:
+    if GRAPH_KEY in state and (model is None or CALL_KEY not in state):
         loaded, state = _graph_alone(state)
     else:
         loaded, state = _with_class(model, state, path)
@@ -184,7 +184,8 @@ def _graph(text: Tensor, state: dict[str, Tensor]) -> nn.Module:
 
     def module(name: str, source: str | None, plain: dict[str, Any] | None = None) -> nn.Module:
         if source is None:
-            return quantized[name]
+            outer = next(n for n in quantized if f"{name}.".startswith(f"{n}."))
+            return quantized[outer].get_submodule(name[len(outer) + 1 :])
         if plain is None:
             raise ValueError(
                 f"torchq.load: the file's graph must call modules of torch.nn, got '{source}'. "
@@ -248,7 +249,8 @@ def build(spec: dict[str, Any]) -> QModule:
     if name not in QModule.registry:
         raise ValueError(
             f"torchq.load: the spec's class must be one of {sorted(QModule.registry)}, got "
-            f"'{name}'. The file was written by another version of torchq."
+            f"'{name}'. The file was written by another version of torchq: quantize the model "
+            "again, and save it with this one."
         )
     return QModule.registry[name].from_spec(spec)
 

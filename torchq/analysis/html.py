@@ -233,8 +233,9 @@ def _machine() -> str:
 
 
 def _bytes(model: nn.Module) -> int:
-    """Of everything the model stores."""
-    return sum(x.numel() * x.element_size() for x in model.state_dict().values() if x is not None)
+    """Of everything the model stores; its graphs share weights with its layers."""
+    storages = [value.untyped_storage() for value in model.state_dict().values()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _badge(row: Row) -> str:

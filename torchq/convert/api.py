@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from torchq.config import Overrides, QConfig
+from torchq.convert.checks import add_checks
 from torchq.convert.dispatch import Dispatch, attach, dispatches
 from torchq.convert.explain import Row, check_patterns, check_strict
 from torchq.convert.fake_calls import without_observers
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_code import as_module
-from torchq.convert.guards import Example
+from torchq.convert.guards import Example, joined
 from torchq.convert.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, find_parts
@@ -124,7 +125,8 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
         opaque = {
             name: memo[id(graph.graph_module.get_submodule(name))] for name in graph.opaque_names
         }
-        memo[id(graph)] = Lowering(graph, opaque).run()
+        memo[id(graph)] = lowered = Lowering(graph, opaque).run()
+        add_checks(lowered, dispatch.example)
     result = copy.deepcopy(prepared, memo)
     for dispatch in dispatches(result):
         dispatch.begin(strict)
@@ -160,7 +162,7 @@ def _check_calibrated(dispatch: Dispatch) -> None:
         where = f"'{dispatch.name}'" if dispatch.name else "the model"
         raise RuntimeError(
             f"torchq.convert: calibration must reach the graph of {where}, got no call that meets "
-            f"its guards: {'; '.join(dispatch.example.describe())}. Give torchq.prepare "
+            f"its guards: {joined(dispatch.example.describe())}. Give torchq.prepare "
             "example_inputs that are like the data, or torchq.calibrate more data."
         )
 

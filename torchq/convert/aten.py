@@ -251,14 +251,6 @@ class _Plain:
             return [made]
         return [part(made, 0), part(made, 1)]
 
-    def _item(self, node: fx.Node, source: fx.Node, index: int) -> fx.Node:
-        """One of several results."""
-        item = self.graph.call_function(operator.getitem, (source, index))
-        item.meta["aten"] = None
-        self.values[item] = self._computed(item)
-        flags = {name: source.meta[name] for name in ("varying", "static", "positional")}
-        return self._noted(item, node, **flags)
-
     def _module(self, node: fx.Node, name: str, args: Any) -> fx.Node:
         """The call of a module that is one call in the program, too."""
         if is_reserved(name):
@@ -268,6 +260,14 @@ class _Plain:
         self.values[made] = self._computed(made)
         made.meta["aten"] = None
         return self._noted(made, node, varying=varying, static=False, positional=False)
+
+    def _item(self, node: fx.Node, source: fx.Node, index: int) -> fx.Node:
+        """One of several results."""
+        item = self.graph.call_function(operator.getitem, (source, index))
+        item.meta["aten"] = None
+        self.values[item] = self._computed(item)
+        flags = {name: source.meta[name] for name in ("varying", "static", "positional")}
+        return self._noted(item, node, **flags)
 
     # What is known of them
 

@@ -166,9 +166,8 @@ def _warm(module: nn.Module, args: Any, kwargs: Any) -> nn.Module:
         CaptureError: each call changes what it keeps, the values of the first one decide, the code
             changes what its arguments hold, or it returns what no graph holds.
     """
-    warm, again = twin(module), twin(module)
-    before, given = state_of(warm), copy.deepcopy((args, kwargs))
-    leaves, spec = pytree.tree_flatten(given)
+    warm, again, given = twin(module), twin(module), copy.deepcopy((args, kwargs))
+    before, (leaves, spec) = state_of(warm), pytree.tree_flatten(given)
     with torch.no_grad():
         result = warm(*given[0], **given[1])
     now = pytree.tree_flatten(given)
@@ -176,22 +175,18 @@ def _warm(module: nn.Module, args: Any, kwargs: Any) -> nn.Module:
         raise CaptureError("its code changes what its arguments hold")
     if why := _why_unknown("returns", result):
         raise CaptureError(why)
-    if not changed(before, state_of(warm)):
-        return module
     first = state_of(warm)
-    _run(warm, args, kwargs)
-    with contextlib.suppress(Exception):  # of values that the code refuses
-        _run(again, *pytree.tree_map_only(Tensor, _other_values, (args, kwargs)))
+    if not changed(before, first):
+        return module
+    with torch.no_grad(), contextlib.suppress(Exception):  # of values that the code refuses
+        warm(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, _other_values, (args, kwargs))
+        again(*args, **kwargs)
     found = changed(first, state_of(warm)) or changed(first, state_of(again))
     for name, keys in found.items():
         where = f"'{name}.{keys[0]}'" if name else f"'{keys[0]}'"
         raise CaptureError(f"its code changes {where} in each call")
     return warm
-
-
-def _run(module: nn.Module, args: Any, kwargs: Any) -> None:
-    with torch.no_grad():
-        module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
 
 
 def _other_values(tensor: Tensor) -> Tensor:

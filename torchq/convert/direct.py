@@ -24,7 +24,7 @@ from torchq.nn.module import QModule
 _CHOICE = """    if not _torchq_torch.jit.is_scripting():
         if _torchq_torch.compiler.is_compiling():
             return self._plain({0})
-        return self._direct({0})
+{1}        return self._direct({0})
 """
 _LOOK = """    try:
 {0}    except KeyError:
@@ -34,6 +34,8 @@ _LOOK = """    try:
     except (TypeError, ValueError) as error:
         raise _torchq_named(error) from None
 """
+CHECK = "torchq_check"
+"""Begins the names of nodes that check arguments: ``_direct`` is for calls that meet the guards."""
 _numbers = itertools.count()
 
 
@@ -51,7 +53,10 @@ def direct_and_forward(
     names = {"torch": torch, **names, "_torchq_torch": torch}
     given = ", ".join(arguments)
     head, colon, body = source.partition(":\n")
-    sites, found, direct = dict[str, Any](), [], body
+    lines = body.splitlines(keepends=True)
+    checks = [f"    {line}" for line in lines if line.lstrip().startswith(CHECK)]
+    body_alone = "".join(line for line in lines if not line.lstrip().startswith(CHECK))
+    sites, found, direct = dict[str, Any](), [], body_alone
     for i, name in enumerate(modules):
         call = f"{_format_target('self', name)}("
         direct = direct.replace(f"= {call}", f"= _torchq_site_{i}(_torchq_module_{i}, ")
@@ -63,7 +68,7 @@ def direct_and_forward(
         direct = _LOOK.format("".join(found), given, run)
         lines = (head + colon + direct).splitlines()
         sites["_torchq_named"] = functools.partial(_named, lines, list(modules))
-    choice = _function(head + colon + _CHOICE.format(given) + body, names)
+    choice = _function(head + colon + _CHOICE.format(given, "".join(checks)) + body, names)
     return _function(head + colon + direct, {**names, **sites}), choice
 
 

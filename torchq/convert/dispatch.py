@@ -16,6 +16,8 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch._C import _get_tracing_state, _set_tracing_state
+from torch.compiler import is_compiling
 from torch.nn.modules import module as everywhere
 from torch.utils.hooks import RemovableHandle
 
@@ -56,18 +58,27 @@ class Dispatch(Attachment):
         choose = self.example.chooser()
         restore = self.example.restore()
 
-        def forward(self: Dispatch, *args: Any, **kwargs: Any) -> Any:
+        def untraced(*args: Any, **kwargs: Any) -> Any:
+            """Chooses as a call that torch.jit.trace does not record."""
+            state = _get_tracing_state()
+            _set_tracing_state(None)
             try:
-                found = choose(*args, **kwargs)
+                return choose(*args, **kwargs)
+            finally:
+                _set_tracing_state(state)
+
+        def forward(self: Dispatch, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return self._compiled(choose, restore, args, kwargs)
+            try:
+                found = (choose if _get_tracing_state() is None else untraced)(*args, **kwargs)
             except TypeError:  # own code takes the call otherwise, or says what is wrong with it
                 found = None
-            if (
-                found is not None
-                and not self.module.training
-                and (RemovableHandle.next_id == self._seen or self._is_clean())
-            ):
-                self.graph_calls += 1
-                return restore(self.graph(*found))
+            if found is not None and not self.module.training:
+                if RemovableHandle.next_id == self._seen or self._is_clean():
+                    self.graph_calls += 1
+                    run = getattr(self.graph, "_direct", self.graph)  # without its own checks
+                    return restore(run(*found))
             reason = "" if self._warned and not self.strict else self._why(found, args, kwargs)
             if self.strict:
                 raise RuntimeError(f"{reason} With strict=True this is an error.")
@@ -83,6 +94,19 @@ class Dispatch(Attachment):
         forward.__signature__ = signature  # type: ignore[attr-defined]
         forward.__doc__, forward.__name__ = own.__doc__, "forward"
         return MethodType(forward, self)
+
+    def _compiled(
+        self, choose: Callable[..., Any], restore: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Takes a call within torch.compile or torch.export; a count would compile each call anew."""
+        found = choose(*args, **kwargs)
+        if found is None or self.module.training or _hooks(self.module) - self._known:
+            if self.strict:
+                raise RuntimeError(
+                    f"{self._why(found, args, kwargs)} With strict=True this is an error."
+                )
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return restore(self.graph(*found))
 
     def _remove_hooks(self, first: int) -> None:
         """Removes hooks that the code itself installed in a call, as transformers does.

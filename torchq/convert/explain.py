@@ -12,6 +12,7 @@ from torch import nn
 from torchq._table import html_table
 from torchq.config import Overrides, unmatched_patterns
 from torchq.convert.dispatch import dispatches
+from torchq.convert.guards import joined
 from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule
 from torchq.saturation import seven_bits
@@ -76,7 +77,7 @@ class GraphRow:
         where = f"'{self.module}'" if self.module else "the model"
         return (
             f"graph of {where}: {self.graph_calls} calls, {self.own_calls} of own code; guards: "
-            f"{'; '.join(self.guards)}"
+            f"{joined(self.guards)}"
         )
 
 
@@ -97,7 +98,7 @@ class Explanation:
     details: dict[str, str]
     seven_bits: dict[str, str] = field(default_factory=dict)
     note: str = ""
-    graphs: tuple[GraphRow, ...] = ()
+    graphs: tuple[GraphRow, ...] = field(default=(), compare=False)  # they count calls
 
     def __str__(self) -> str:
         """One line per module: name, class, int8 or float, and the scales or the reason.

@@ -283,6 +283,12 @@ def _equal(value: Any, expected: Any) -> bool:
         return False
 
 
+def joined(conditions: Sequence[str]) -> str:
+    """Returns the first conditions as one text; there may be hundreds."""
+    more = f"; and {len(conditions) - 12} more" if len(conditions) > 12 else ""
+    return "; ".join(conditions[:12]) + more
+
+
 def _same(result: Any) -> Any:
     return result
 

@@ -19,7 +19,7 @@ _NAMESPACES: dict[str, Any] = {
     "math": math,
 }
 _BUILTINS = ("int", "float", "max", "min", "abs", "len")
-_REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem")
+_REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem", "from_file", "save")
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
@@ -30,7 +30,8 @@ def _functions() -> dict[str, Callable[..., Any]]:
             known = callable(function) and not isinstance(function, type)
             if known and not name.startswith("_") and name not in _REFUSED:
                 found[f"{prefix}.{name}"] = function
-    for name in ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor"):
+    made = ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor")
+    for name in (*made, "_assert", *torch.functional.__all__):
         found[f"torch.{name}"] = getattr(torch, name)
     return found
 
@@ -50,7 +51,10 @@ def name_of(function: Any) -> str | None:
 
 def is_known(name: str) -> bool:
     """Returns whether there is a function of such a name."""
-    return name in BY_NAME or hasattr(torch.ops.aten, name.removeprefix("aten::"))
+    library, _, own = name.rpartition("::")
+    if library == "aten":
+        return own not in _REFUSED and hasattr(torch.ops.aten, own)
+    return name in BY_NAME
 
 
 def by_name(name: str) -> Callable[..., Any]:
@@ -59,11 +63,10 @@ def by_name(name: str) -> Callable[..., Any]:
     Raises:
         KeyError: there is none, or it is of another library than ATen.
     """
+    if not is_known(name):
+        raise KeyError(name)
     if name.startswith("aten::"):
-        found = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
-        if found is None:
-            raise KeyError(name)
-        return found  # type: ignore[no-any-return]
+        return getattr(torch.ops.aten, name.removeprefix("aten::"))  # type: ignore[no-any-return]
     return BY_NAME[name]
 
 

@@ -71,7 +71,7 @@ def decode(
         raise ValueError(
             "torchq.load: the file's graph must be the text of version "
             f"{_VERSION} of torchq's graphs, got {bytes(text.tolist())[:60]!r}. Was it written by "
-            "another version of torchq?"
+            "another version of torchq? Quantize the model again, and save it with this one."
         )
     graph, nodes, owned = (
         fx.Graph(),

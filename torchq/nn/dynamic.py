@@ -104,8 +104,8 @@ class DynamicQLinear(QModule):
         shape = (self.out_features, self.in_features)
         return PackedWeight(self.weight, self.compensation, self.pair_bound, shape, 1, ())
 
-    def _repacked(self) -> dict[str, Tensor]:
-        return self.packed().repacked().tensors()
+    def _packed_weights(self) -> dict[str, PackedWeight]:
+        return {"": self.packed()}
 
     def forward(self, input: Tensor) -> Tensor:
         """Applies the layer; the argument is called as that of ``torch.nn.Linear``."""

@@ -287,7 +287,9 @@ def _hooked(
 
 def _emulated(model: nn.Module) -> dict[str, nn.Module]:
     """The modules whose sums this package knows, in the order of the model."""
-    found: dict[str, nn.Module] = {n: m for n, m in computing_modules(model).items() if isinstance(m, EMULATED)}
+    found: dict[str, nn.Module] = {
+        n: m for n, m in computing_modules(model).items() if isinstance(m, EMULATED)
+    }
     return found | recurrent_layers(model)
 
 

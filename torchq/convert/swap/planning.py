@@ -77,7 +77,6 @@ class Plan:
                 else ObservedLeaf(layer, config, full, contiguous)
             )
             result[name] = take_hooks(leaf, self._model.get_submodule(name))
-            take_hooks(layer, nn.Module())  # which would run inside once more
         return result
 
     def _why_float(self, name: str) -> str:
