@@ -153,9 +153,10 @@ class _Plain:
 
     def _output(self, node: fx.Node) -> None:
         specs = self.program.graph_signature.output_specs
-        found = fx.map_arg(node.args[0], self.env.__getitem__)
+        found: Any = fx.map_arg(node.args[0], self.env.__getitem__)
         kept = [v for v, s in zip(found, specs, strict=True) if s.kind.name == "USER_OUTPUT"]
-        result, known = pytree.tree_unflatten(kept, self.program.call_spec.out_spec), []
+        result = pytree.tree_unflatten(kept, self.program.call_spec.out_spec)
+        known: list[fx.Node] = []
         fx.map_arg(result, known.append)
         if len(known) < sum(isinstance(value, fx.Node) for value in kept):
             result = tuple(kept)  # of a class that torch.fx does not look into
@@ -163,8 +164,10 @@ class _Plain:
         made.meta.update(scope="", varying=True, static=False, positional=False)
 
     def _call(self, node: fx.Node) -> None:
-        target, name = node.target, base_name(node.target)
-        args, kwargs = (fx.node.map_aggregate(a, self._known) for a in (node.args, node.kwargs))
+        target: Any = node.target
+        name = base_name(target)
+        args: Any = fx.node.map_aggregate(node.args, self._known)
+        kwargs: Any = fx.node.map_aggregate(node.kwargs, self._known)
         if name in _REGIONS:
             at = next(i for i, arg in enumerate(args) if isinstance(arg, fx.GraphModule))
             self.env[node] = self._region(args[at].graph, args[at], None, iter(args[at + 1 :]))
