@@ -27,11 +27,6 @@ CONFIGS = {
 }
 
 
-def graph_of(model: Any) -> Any:
-    """The graph of the whole, or the model where it is one itself."""
-    return dict(graphs_of(model)).get("", model)
-
-
 def tensors(result: Any) -> list[Tensor]:
     if isinstance(result, models.Output):
         result = [result.hidden, result.out]

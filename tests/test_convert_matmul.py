@@ -142,9 +142,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         ("added_keys", False, "none"), ("other_sizes", False, "none"), ("other_sizes", True, "padding"),
     ],
 )  # fmt: skip
-def test_multihead_attention(
-    options: str, weights: bool, masks: str, tmp_path: Path
-) -> None:
+def test_multihead_attention(options: str, weights: bool, masks: str, tmp_path: Path) -> None:
     """Linears are int8; masks, with -inf in them, are added in float32."""
     chosen = OPTIONS[options]
     length = TOKENS[1 if chosen.get("batch_first") else 0]
