@@ -193,7 +193,8 @@ class _Plain:
         elif name == "fake_quantize" and target.namespace == "torchq_capture":
             self.env[node] = self._module(node, args[1], args[:1])
         elif name.startswith("fake_quantize_per_"):
-            call = getattr(getattr(torch.ops.aten, name), target._overloadname)
+            overload = getattr(target, "_overloadname", "default")
+            call = getattr(getattr(_ATEN, name), overload)
             self.env[node] = self._function(node, args, kwargs, call)
         elif name == "baddbmm" and not kwargs:
             product = self._function(node, args[1:], {}, _ATEN.bmm.default)
@@ -332,7 +333,8 @@ def _argument_names(exported: Exported, model: nn.Module) -> list[str]:
     positional = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
     found: list[str] = []
     for i, argument in enumerate(exported.arguments):
-        (source, first, *rest), _ = leaves[argument.index]
+        path: Any = leaves[argument.index][0]
+        source, first, *rest = path
         names = dict(enumerate(positional)) if source.idx == 0 else {}
         name = names.get(getattr(first, "idx", -1)) or str(getattr(first, "key", f"tensors_{i}"))
         name = "_".join([name, *(str(getattr(k, "idx", getattr(k, "key", i))) for k in rest)])
