@@ -27,7 +27,11 @@ import torchq
 from torchq.nn.attached import graphs_of
 
 # Parts that have graphs, where torch.export does not capture the whole.
-PARTS = {"translation": ["body.encoder", "body.decoder.layers.0"], "attempts": []}
+PARTS = {
+    "translation": ["body.encoder", "body.decoder.layers.0"],
+    "attempts": [],
+    "grouped_experts": [],
+}
 # One of each kind of result, argument and layer; the others differ in nothing that is deployed.
 DEPLOYED = ("siamese", "functional", "bert", "text_cnn", "patches", "unet_bilinear", "gpt")
 
