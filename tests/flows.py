@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import torchq
 from torchq import QConfig
-from torchq.nn.attached import graphs_of
 
 CONFIGS = {
     "u7": QConfig(activation_bits=7),
@@ -25,11 +24,6 @@ CONFIGS = {
     "w7": QConfig(weight_bits=7),
     "minmax": QConfig(activation_observer="minmax"),
 }
-
-
-def graph_of(model: Any) -> Any:
-    """The graph of the whole, or the model where it is one itself."""
-    return dict(graphs_of(model)).get("", model)
 
 
 def tensors(result: Any) -> list[Tensor]:
