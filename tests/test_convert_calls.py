@@ -11,6 +11,7 @@ import warnings
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -682,3 +683,38 @@ def test_data_that_never_meets_the_guards_is_an_error() -> None:
         torchq.calibrate(prepared, [values(2, 4, 8)])
     with pytest.raises(RuntimeError, match="must reach the graph of the model, got no call that"):
         torchq.convert(prepared)
+
+
+# Graphs without the model's own code
+
+
+def test_scripted_and_loaded_graphs_check_their_guards(tmp_path: Path) -> None:
+    """They have no other code, so that a call that the graph is not for raises."""
+    model, x = wired(unrolled), values(50, 5, 8)
+    converted = torchq.quantize(model, [x])
+    torchq.save(converted, tmp_path / "model")
+    for found in (torchq.load(tmp_path / "model"), torch.jit.script(converted)):
+        assert torch.equal(found(x[:3]), converted(x[:3]))
+        for other in (values(3, 6, 8), values(3, 5), torch.zeros(3, 5, 8, dtype=torch.uint8)):
+            with pytest.raises((AssertionError, torch.jit.Error), match="must meet its guards"):
+                found(other)
+
+
+def test_python_operators_are_saved_and_scripted(tmp_path: Path) -> None:
+    def forward(m: Any, x: Tensor) -> list[Tensor]:
+        y, n = m.a(x), (x * 4).round().int().clamp(0, 7)
+        t = torch.linspace(1, 4, 8)
+        floats = [-y, abs(y), y + t, t - y, 2 - y, y * t, y / t, 2 / t, y // 2, y % t, abs(y) ** t]
+        masks = [y < t, y >= 2, t == y, ~(y > t), (y > 0) & (y < t), (y > 0) ^ (x > 0)]
+        ints = [~n, n << 1, 7 >> n, n & 3, n | 1, n ^ n, -n, n // 2, n % 3]
+        return [m.b(y), y @ torch.eye(8), *floats, *masks, *ints]
+
+    model, x = wired(forward), values(50, 8)
+    prepared = torchq.calibrate(torchq.prepare(model, x), [x])
+    for a, b in zip(model(x), prepared(x), strict=True):
+        assert torch.equal(a, b)
+    converted = torchq.convert(prepared)
+    torchq.save(converted, tmp_path / "model")
+    for found in (torchq.load(tmp_path / "model"), torch.jit.script(converted)):
+        for a, b in zip(converted(x), found(x), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 import torchq
 from torchq._files import write_file
 from torchq._tensor_file import read_tensors, write_tensors
+from torchq.nn.proof import unproven
+from torchq.packing import PackedWeight, _pack, pack_linear
 
 X = torch.linspace(-1, 1, 32).reshape(2, 16)
 
@@ -316,3 +318,44 @@ def test_sums_and_bounds_must_follow_from_the_weights(name: str, way: str, tmp_p
             assert way != "load" or str(path) in str(error.value)
         finally:
             value.view(-1)[-1] ^= 1 << 20
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "depthwise"])
+def test_padding_must_be_zero(name: str) -> None:
+    """It meets bytes of other rows; layouts without padding have nothing to check."""
+    make, x, options = LAYERS[name]
+    qmodel = torchq.quantize(make().eval(), [x], config=torchq.QConfig(**options))
+    buffers = dict(qmodel.named_buffers())
+    keys = [k for k, v in buffers.items() if v.dtype == torch.int8 and ".weight" in f".{k}"]
+    assert keys
+    for key in keys:
+        layer = qmodel.get_submodule(key.rpartition(".")[0])
+        packed = layer._packed_weights()[key.rpartition(".")[2].removeprefix("weight")]
+        assert unproven(packed) == ""
+        padding = (empty_like_ones(packed) == 0).nonzero()
+        for place in padding[:: max(len(padding) // 5, 1)]:
+            packed.weight[tuple(place)] = 1
+            assert unproven(packed) != ""
+            packed.weight[tuple(place)] = 0
+
+
+def empty_like_ones(packed: PackedWeight) -> Tensor:
+    """Ones where the packed weight has values."""
+    return _pack(torch.ones_like(packed.unpack()), packed.groups, packed.stride, packed.dilation)[0]
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+@pytest.mark.parametrize("address", [0, 1])
+def test_pair_bounds_of_any_weight(bits: int, address: int) -> None:
+    limit = 2 ** (bits - 1)
+    weight = torch.randint(-limit, limit, (45, 67), dtype=torch.int8)
+    weight[3, 4:6] = -limit
+    packed = pack_linear(weight)
+    memory = torch.empty(packed.weight.numel() + address, dtype=torch.int8)[address:]
+    moved = packed._replace(weight=memory.view(packed.weight.shape).copy_(packed.weight))
+    assert unproven(moved) == ""
+    for change in (-1, 1):
+        assert unproven(moved._replace(pair_bound=packed.pair_bound + change)) == "pair_bound"
+        assert unproven(moved._replace(compensation=packed.compensation + change)) == "compensation"
+    memory[-1 - address] ^= 3
+    assert unproven(moved) != ""

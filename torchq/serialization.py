@@ -184,7 +184,8 @@ def _graph(text: Tensor, state: dict[str, Tensor]) -> nn.Module:
 
     def module(name: str, source: str | None, plain: dict[str, Any] | None = None) -> nn.Module:
         if source is None:
-            return quantized[name]
+            outer = next(n for n in quantized if f"{name}.".startswith(f"{n}."))
+            return quantized[outer].get_submodule(name[len(outer) + 1 :])
         if plain is None:
             raise ValueError(
                 f"torchq.load: the file's graph must call modules of torch.nn, got '{source}'. "

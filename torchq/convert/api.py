@@ -14,9 +14,12 @@ import torch
 from torch import nn
 
 from torchq.config import Overrides, QConfig
+from torchq.convert.checks import add_checks
 from torchq.convert.dispatch import Dispatch, attach, dispatches
-from torchq.convert.explain import Row, check_strict
+from torchq.convert.explain import Row, check_patterns, check_strict, joined
+from torchq.convert.fake_calls import without_observers
 from torchq.convert.fuse import Layer
+from torchq.convert.graph_code import as_module
 from torchq.convert.guards import Example
 from torchq.convert.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.convert.lower import Lowering
@@ -47,6 +50,7 @@ def prepare(
             f"torchq.prepare: config must be a QConfig or None, got {type(config).__name__}. "
             "Write torchq.QConfig(activation_bits=7), say."
         )
+    model = as_module(model)
     check_model(model)
     args, kwargs = split_inputs(example_inputs)
     try:
@@ -62,18 +66,24 @@ def prepare(
 def _prepared(
     model: nn.Module, args: Any, kwargs: Any, config: QConfig, overrides: Overrides | None
 ) -> nn.Module:
-    float_model = plain_copy(model)
+    float_model = without_observers(plain_copy(model))
     # patterns may name functions of a graph, too
     prepared = prepare_settled(float_model, args, kwargs, config, overrides, check=False)
     parts = find_parts(float_model, args, kwargs)
     graphs: list[tuple[str, list[Row]]] = []
+    rows: list[Row] = []
     for part in parts.found:
-        if graph := _graph(part, prepared, config, overrides):
+        graph = _graph(part, prepared, config, overrides)
+        rows += graph.torchq_report
+        if graph.plan.multiplies:
             owner = prepared.get_submodule(part.name)
             example = Example.of(owner, part.exported)
             attach(Dispatch(owner, graph, example, part.name, config.strict))
             graphs.append((part.name, graph.torchq_report))
-    prepared.torchq_report = merged(prepared.torchq_report, graphs)
+    leaves: list[Row] = prepared.torchq_report  # type: ignore[assignment]
+    check_patterns(float_model, [*leaves, *rows], overrides)
+    names = {name for name, _ in float_model.named_modules()}
+    prepared.torchq_report = merged(leaves, graphs, names)  # type: ignore[assignment]
     if "" in parts.reasons:
         prepared.torchq_note = f"the whole is not captured: {parts.reasons['']}"
     return prepared
@@ -81,14 +91,11 @@ def _prepared(
 
 def _graph(
     part: Part, prepared: nn.Module, config: QConfig, overrides: Overrides | None
-) -> Prepared | None:
-    """Returns the observed graph of a part; None where nothing in it is int8."""
+) -> Prepared:
+    """Returns the observed graph of a part."""
     plan = Plan(part.captured, config, overrides)
-    if not part.name:
-        plan.check_patterns()
     opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.standalone}
-    graph = Prepared(plan, opaque, report_rows(plan)).eval()
-    return graph if any(row.quantized and row.is_matmul for row in graph.torchq_report) else None
+    return Prepared(plan, opaque, report_rows(plan)).eval()
 
 
 def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
@@ -118,7 +125,8 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
         opaque = {
             name: memo[id(graph.graph_module.get_submodule(name))] for name in graph.opaque_names
         }
-        memo[id(graph)] = Lowering(graph, opaque).run()
+        memo[id(graph)] = lowered = Lowering(graph, opaque).run()
+        add_checks(lowered, dispatch.example)
     result = copy.deepcopy(prepared, memo)
     for dispatch in dispatches(result):
         dispatch.begin(strict)
@@ -154,22 +162,25 @@ def _check_calibrated(dispatch: Dispatch) -> None:
         where = f"'{dispatch.name}'" if dispatch.name else "the model"
         raise RuntimeError(
             f"torchq.convert: calibration must reach the graph of {where}, got no call that meets "
-            f"its guards: {'; '.join(dispatch.example.describe())}. Give torchq.prepare "
+            f"its guards: {joined(dispatch.conditions())}. Give torchq.prepare "
             "example_inputs that are like the data, or torchq.calibrate more data."
         )
 
 
-def _layers(graphs: list[Dispatch]) -> dict[str, tuple[Prepared, Layer]]:
-    """Returns the quantized layers of graphs by the names of the float modules."""
-    return {
-        f"{d.graph.plan.prefix}{layer.op.base}": (d.graph, layer)
-        for d in graphs
-        for layer in d.graph.plan.layer_at.values()
-        if layer.op.owner is not None
-    }
+def _layers(graphs: list[Dispatch]) -> dict[str, list[tuple[Prepared, Layer]]]:
+    """Returns the quantized layers of graphs by the names of the float modules, call by call."""
+    found: dict[str, list[tuple[Prepared, Layer]]] = {}
+    for d in graphs:
+        for layer in d.graph.plan.layer_at.values():
+            if layer.op.owner is not None:
+                name = f"{d.graph.plan.prefix}{layer.op.base}"
+                found.setdefault(name, []).append((d.graph, layer))
+    return found
 
 
-def _leaf(name: str, module: ObservedLeaf, layers: dict[str, tuple[Prepared, Layer]]) -> nn.Module:
+def _leaf(
+    name: str, module: ObservedLeaf, layers: dict[str, list[tuple[Prepared, Layer]]]
+) -> nn.Module:
     """Returns the quantized leaf, or the float layer where neither way was calibrated.
 
     What the graph has seen of the source counts as well: most calls take the graph.
@@ -177,17 +188,18 @@ def _leaf(name: str, module: ObservedLeaf, layers: dict[str, tuple[Prepared, Lay
     own = module.observer is None or module.observer.calibrated
     if name not in layers or module.observer is None:
         return module.convert() if own else module.module
-    graph, layer = layers[name]
-    src = graph.qparams(layer.srcs[0])
-    if own and graph.plan.fixed(layer.srcs[0]) is None:
-        src = _wider(module.qparams(), src, module.config)
+    seen = [graph.qparams(layer.srcs[0]) for graph, layer in layers[name]]
+    fixed = any(graph.plan.fixed(layer.srcs[0]) for graph, layer in layers[name])
+    src = seen[0]
+    for other in () if fixed else (*seen[1:], *([module.qparams()] if own else ())):
+        src = _wider(src, other, module.config)
     return module.convert(src)
 
 
 def _wider(a: QParams, b: QParams, config: QConfig) -> QParams:
-    """Returns parameters for the values of both: the leaf's and the graph's."""
+    """Returns parameters for the values of both."""
     if (a.dtype, a.bits) != (b.dtype, b.bits):
-        return a
+        return b
     if config.symmetric:
         return a if float(a.scale) > float(b.scale) else b
     low = min(float(q.scale * (q.integers[0] - q.zero_point)) for q in (a, b))

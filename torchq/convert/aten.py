@@ -7,37 +7,32 @@ else ``torch.ops.aten``. Sizes are ``x.size(i)``. What only checks is dropped.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.jit._builtins import _find_builtin
 from torch.utils import _pytree as pytree
 
-from torchq.convert.capture import PREFIX, Exported
+from torchq.convert.capture import PREFIX, CaptureError, Exported
+from torchq.convert.einsum import as_product
 from torchq.convert.graph import Captured, Meta, remove_unused
+from torchq.convert.module_kinds import MATMUL
+from torchq.convert.names import is_reserved
 from torchq.convert.patterns import row_of
+from torchq.convert.spelling import base_name, spelled
 
+_ATEN = torch.ops.aten
 _DROPPED = {
     "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range_for_size",
     "sym_constrain_range", "_assert_async",
 }  # fmt: skip
 _PASSED = {"lift_fresh_copy", "detach", "alias", "lift", "_unsafe_view_copy"}
-_RENAMED = {"view": "reshape", "_unsafe_view": "reshape", "_to_copy": "to"}
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-_IGNORED = ("layout", "device", "pin_memory", "non_blocking", "copy")
-_METHODS = {
-    "reshape", "expand", "contiguous", "repeat", "expand_as", "view_as", "type_as", "unfold",
-    "new_zeros", "new_ones", "new_full", "new_empty", "item",
-}  # fmt: skip
-_NUMBERS: dict[Any, Any] = {
-    torch.sym_max: max, torch.sym_min: min, torch.sym_float: float, torch.sym_int: int,
-    torch.sym_not: operator.not_,
-}  # fmt: skip
+_REPEATED = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.bool)
 
 
@@ -76,6 +71,24 @@ class _Plain:
             for node in nodes:
                 if node is not main:
                     node.meta.update(scope=node.meta["owner"], owner="")
+        for node in self.graph.nodes:
+            if node.op == "call_function" and not node.meta["owner"]:
+                row = row_of(node)
+                if row is not None and row.is_matmul:
+                    node.meta["owner"] = self._layer_of_weight(node)
+
+    def _layer_of_weight(self, node: fx.Node) -> str:
+        """Returns the name of the layer whose parameters other code multiplies by, or ""."""
+        left = [n for n in node.all_input_nodes if not n.meta["varying"]]
+        names: set[str] = set()
+        while left:
+            constant = left.pop()
+            left += constant.all_input_nodes
+            if constant.op == "get_attr":
+                name = str(constant.target).partition(".parametrizations.")[0]
+                names |= {name, name.rpartition(".")[0]}
+        found = [n for n in names if n and isinstance(self.modules.get(n), MATMUL)]
+        return found[0] if len(found) == 1 else ""
 
     # Nodes
 
@@ -111,7 +124,8 @@ class _Plain:
         if target not in self.held:
             name = target.removeprefix(PREFIX)
             value = {**self.program.state_dict, **self.program.constants}[target]
-            if not target.startswith(PREFIX) or not _has(self.model, name):
+            own = target.startswith(PREFIX) and _has(self.model, name)
+            if not own or is_reserved(name):
                 name = f"_torchq_constant_{len(self.held)}"
                 self.model.register_buffer(name, value)
             self.held[target] = self._stored(name, value)
@@ -149,27 +163,41 @@ class _Plain:
         made.meta.update(scope="", varying=True, static=False, positional=False)
 
     def _call(self, node: fx.Node) -> None:
-        target, name = node.target, _base(node.target)
+        target, name = node.target, base_name(node.target)
         args, kwargs = (fx.node.map_aggregate(a, self._known) for a in (node.args, node.kwargs))
         if name in _REGIONS:
             at = next(i for i, arg in enumerate(args) if isinstance(arg, fx.GraphModule))
             self.env[node] = self._region(args[at].graph, args[at], None, iter(args[at + 1 :]))
         elif name in _DROPPED:
             return
-        elif name in _PASSED or _is_whole_slice(node, args) or _is_eval_dropout(node, args):
+        elif name in _PASSED or _is_whole_slice(node, args) or _does_nothing(node, args):
             self.env[node] = args[0]
         elif target is operator.getitem and isinstance(args[0], tuple | list):
             self.env[node] = args[0][args[1]]
         elif name == "recurrent":
             self.env[node] = self._recurrent(node, args)
+        elif name == "fake_quantize" and target.namespace == "torchq_capture":
+            self.env[node] = self._module(node, args[1], args[:1])
+        elif name.startswith("fake_quantize_per_"):
+            call = getattr(getattr(torch.ops.aten, name), target._overloadname)
+            self.env[node] = self._function(node, args, kwargs, call)
         elif name == "baddbmm" and not kwargs:
-            product = self._function(node, args[1:], {}, torch.ops.aten.bmm.default)
+            product = self._function(node, args[1:], {}, _ATEN.bmm.default)
             added = (product, args[0])
-            self.env[node] = self._function(node, added, {}, torch.ops.aten.add.Tensor)
+            self.env[node] = self._function(node, added, {}, _ATEN.add.Tensor)
+        elif name == "glu":
+            halves = self._function(
+                node, (args[0], 2, *(args[1:] or (-1,))), {}, _ATEN.chunk.default
+            )
+            value, gate = (self._item(node, halves, i) for i in range(2))
+            gate = self._function(node, (gate,), {}, _ATEN.sigmoid.default)
+            self.env[node] = self._function(node, (value, gate), {}, _ATEN.mul.Tensor)
+        elif name == "einsum" and (product := self._einsum(node, *args)) is not None:
+            self.env[node] = product
         elif name == "_native_batch_norm_legit_no_training":
             src, weight, bias, mean, var, momentum, eps = args
             given = (src, weight, bias, mean, var, False, momentum, eps, False)
-            made = self._function(node, given, {}, torch.ops.aten.batch_norm.default)
+            made = self._function(node, given, {}, _ATEN.batch_norm.default)
             self.env[node] = (made, None, None)
         else:
             self.env[node] = self._function(node, args, kwargs)
@@ -185,36 +213,58 @@ class _Plain:
         sources = made.all_input_nodes
         varying = any(n.meta["varying"] for n in sources) or _is_random(call)
         static = varying and all(n.meta["static"] or not n.meta["varying"] for n in sources)
-        name = _base(call)
+        name = base_name(call)
         if target in ("size", "numel"):
             static = varying = True
         made.meta["aten"] = _full_name(call)
         self.values[made] = self._computed(made)
         looks_up = name in ("embedding", "index", "index_select", "gather")
-        known = [n.meta["positional"] or n.meta["static"] for n in sources if n.meta["varying"]]
-        positional = bool(known) and all(known) and not (looks_up and not static)
+        known = [n.meta["positional"] for n in sources if n.meta["varying"]]
+        positional = target in ("size", "numel") or (bool(known) and all(known))
+        if (looks_up and not static) or (name in _REPEATED and not sources[0].meta["varying"]):
+            positional = False  # values of a table, all of them where it is repeated
         return self._noted(made, node, varying=varying, static=static, positional=positional)
+
+    def _einsum(self, node: fx.Node, equation: str, operands: Any, path: Any = None) -> Any:
+        """Writes an einsum as the matrix product that it is; None where it is none."""
+
+        def emit(call: Any, *args: Any) -> fx.Node:
+            return self._function(node, args, {}, call)
+
+        known = [(tuple(self.values[x].shape), x.meta["varying"]) for x in operands]
+        return as_product(emit, equation, operands, known)
 
     def _recurrent(self, node: fx.Node, args: Any) -> list[fx.Node]:
         """The call of a recurrent module, and its results one by one."""
         srcs, name, kind = args[0], args[1], args[2]
         states = [tuple(srcs[1:])] if "LSTM" in kind and srcs[1:] else srcs[1:]
-        made = self.graph.call_module(name, (srcs[0], *states))
-        self.values[made] = self._computed(made)
-        self._noted(made, node, varying=True, static=False, positional=False)
+        made = self._module(node, name, (srcs[0], *states))
 
-        def part(source: fx.Node, index: int) -> fx.Node:
-            item = self.graph.call_function(operator.getitem, (source, index))
-            item.meta["aten"] = None
-            self.values[item] = self._computed(item)
-            return self._noted(item, node, varying=True, static=False, positional=False)
-
+        part = functools.partial(self._item, node)
         if kind == "LSTM":
             state = part(made, 1)
             return [part(made, 0), part(state, 0), part(state, 1)]
         if kind.endswith("Cell") and kind != "LSTMCell":
             return [made]
         return [part(made, 0), part(made, 1)]
+
+    def _module(self, node: fx.Node, name: str, args: Any) -> fx.Node:
+        """The call of a module that is one call in the program, too."""
+        if is_reserved(name):
+            raise CaptureError(f"torch.fx has another meaning for the name '{name}'")
+        made = self.graph.call_module(name, args)
+        varying = any(n.meta["varying"] for n in made.all_input_nodes)
+        self.values[made] = self._computed(made)
+        made.meta["aten"] = None
+        return self._noted(made, node, varying=varying, static=False, positional=False)
+
+    def _item(self, node: fx.Node, source: fx.Node, index: int) -> fx.Node:
+        """One of several results."""
+        item = self.graph.call_function(operator.getitem, (source, index))
+        item.meta["aten"] = None
+        self.values[item] = self._computed(item)
+        flags = {name: source.meta[name] for name in ("varying", "static", "positional")}
+        return self._noted(item, node, **flags)
 
     # What is known of them
 
@@ -229,13 +279,15 @@ class _Plain:
 
     def _noted(self, made: fx.Node, node: fx.Node, **flags: bool) -> fx.Node:
         value, symbolic = self.values[made], node.meta.get("val")
+        if isinstance(symbolic, tuple | list) and isinstance(value, Tensor):
+            symbolic = symbolic[0]  # of a batch norm
         scope, owner, call = self._place(node)
         made.meta.update(flags, value=_meta(value), scope=scope, owner=owner)
         made.meta["call"] = call
         shape = getattr(symbolic, "shape", None)
         made.meta.update(
             sizes=None if shape is None else tuple(map(str, shape)),
-            phase=_phase(made, self.values), positional=flags["positional"] or flags["static"],
+            phase=_phase(made, self.values), line=node.meta.get("stack_trace"),
         )  # fmt: skip
         if not flags["varying"]:
             made.meta["constant"] = value
@@ -246,16 +298,16 @@ class _Plain:
 
         The third name tells calls of one leaf module apart.
         """
-        stack = (node.meta.get("nn_module_stack") or {}).values()
-        paths = [path for path, _ in stack if f"{path}.".startswith(PREFIX)]
-        names = [re.sub(r"@\d+", "", path)[len(PREFIX) :] for path in paths]
+        stack = node.meta.get("nn_module_stack") or {}
+        found = {key: path for key, (path, _) in stack.items() if f"{path}.".startswith(PREFIX)}
+        names = [re.sub(r"@\d+", "", path)[len(PREFIX) :] for path in found.values()]
         names = [name for name in names if name in self.modules]
         self.entered.update(names)
         if not names:
             return "", "", ""
         leaf = self.modules[names[-1]]
         if names[-1] and next(leaf.children(), None) is None:
-            return (names[-2] if len(names) > 1 else ""), names[-1], paths[-1]
+            return (names[-2] if len(names) > 1 else ""), names[-1], list(found)[-1]
         return names[-1], "", ""
 
 
@@ -264,13 +316,6 @@ def _has(model: nn.Module, name: str) -> bool:
         return isinstance(operator.attrgetter(name)(model), Tensor)
     except AttributeError:
         return False
-
-
-def _base(target: Any) -> str:
-    """Returns the name of an ATen call without its overload."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[1]
-    return str(getattr(target, "__name__", target))
 
 
 def _full_name(target: Any) -> str | None:
@@ -288,81 +333,15 @@ def _is_random(target: Any) -> bool:
 
 
 def _is_whole_slice(node: fx.Node, args: Any) -> bool:
-    if _base(node.target) != "slice" or len(args) < 4 or args[4:] not in ((), (1,)):
+    if base_name(node.target) != "slice" or len(args) < 4 or args[4:] not in ((), (1,)):
         return False
     return args[2] in (0, None) and args[3] in (sys.maxsize, None)
 
 
-def _is_eval_dropout(node: fx.Node, args: Any) -> bool:
-    return "dropout" in _base(node.target) and len(args) > 2 and args[2] is False
-
-
-def spelled(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
-    """Returns kind, target and arguments of the node that makes an ATen call."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return "call_function", _NUMBERS.get(target, target), args, kwargs
-    name, schema = _base(target), target._schema
-    if name == "sym_size":
-        return "call_method", "size", args, {}
-    if name == "sym_numel":
-        return "call_method", "numel", args, {}
-    args, kwargs = _floats(schema, args, kwargs)
-    kwargs = {k: v for k, v in kwargs.items() if v is not None}
-    if target.namespace != "aten":
-        return "call_function", target.overloadpacket, args, kwargs
-    if name == "slice":
-        return _slice(args)
-    kwargs = {k: v for k, v in kwargs.items() if k not in _IGNORED}
-    name = _RENAMED.get(name, name)
-    if name in ("to", "_to_copy"):
-        dtype = kwargs.pop("dtype", None) or next((a for a in args if type(a) is torch.dtype), None)
-        if dtype is None:
-            return "call_method", "contiguous", args[:1], {}
-        return "call_method", "to", (args[0], dtype), {}
-    if name.endswith("_") and not name.endswith("__"):
-        raise NotImplementedError(f"{name} writes in place")
-    function = _function_of(name)
-    if function is not None:
-        return "call_function", function, args, kwargs
-    if name in _METHODS:
-        return "call_method", name, args, kwargs
-    return "call_function", target.overloadpacket, args, kwargs
-
-
-def _function_of(name: str) -> Callable[..., Any] | None:
-    """Returns the function of torch that TorchScript compiles to this ATen call."""
-    for namespace in (torch, torch._C._nn):
-        function = getattr(namespace, name, None)
-        if function is not None and _find_builtin(function) == f"aten::{name}":
-            return function  # type: ignore[no-any-return]
-    return None
-
-
-def _slice(args: Any) -> tuple[str, Any, Any, Any]:
-    """``x[:, start:end]``, which is faster than the call."""
-    src, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
-    end = None if end == sys.maxsize else end
-    if not isinstance(dim, int) or dim < 0:
-        return "call_function", torch.ops.aten.slice, args, {}
-    part = slice(start or None if not isinstance(start, fx.Node) else start, end, step)
-    part = slice(part.start, part.stop, None if step == 1 else step)
-    return "call_function", operator.getitem, (src, (*[slice(None)] * dim, part)), {}
-
-
-def _floats(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Integers that a schema takes as floats, as floats: TorchScript does not convert them."""
-    kinds = {a.name: str(a.type) for a in schema.arguments}
-
-    def as_float(value: Any, kind: str) -> Any:
-        if "float" not in kind:
-            return value
-        if isinstance(value, list | tuple):
-            return [as_float(v, kind) for v in value]
-        return float(value) if type(value) is int else value
-
-    names = list(kinds)
-    args = tuple(as_float(a, kinds[n]) for n, a in zip(names, args, strict=False))
-    return args, {n: as_float(v, kinds[n]) for n, v in kwargs.items()}
+def _does_nothing(node: fx.Node, args: Any) -> bool:
+    if base_name(node.target) == "clone":  # what is left of one where in-place code was rewritten
+        return not node.kwargs and all(user.op != "output" for user in node.users)
+    return "dropout" in base_name(node.target) and len(args) > 2 and args[2] is False
 
 
 def _meta(value: Any) -> Meta:

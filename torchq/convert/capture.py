@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from torchq.convert.fake_calls import FakeFunctions, as_fake_calls
 from torchq.convert.model_state import changed, state_of, twin
 from torchq.convert.recurrent import as_one_call
 
@@ -104,8 +105,7 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if why := _why_not(module, args, kwargs) or _why_unknown("takes", (args, kwargs)):
         raise CaptureError(why)
     args, kwargs = _clean(tuple(args)), _clean(dict(kwargs))
-    if why := _why_own_code(module, args, kwargs):
-        raise CaptureError(why)
+    module = _warm(module, args, kwargs)
     wider = _widened(module, args, kwargs)
     if wider is not None:
         try:
@@ -159,20 +159,38 @@ def _clean(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.detach().clone().contiguous(), value)
 
 
-def _why_own_code(module: nn.Module, args: Any, kwargs: Any) -> str:
-    """Returns the reason why calls depend on earlier ones or return what is unknown, or ""."""
-    copied, given = twin(module), copy.deepcopy((args, kwargs))
-    before, (leaves, spec) = state_of(copied), pytree.tree_flatten(given)
+def _warm(module: nn.Module, args: Any, kwargs: Any) -> nn.Module:
+    """Returns the module, or a copy that keeps what its first call has worked out for the sizes.
+
+    Raises:
+        CaptureError: each call changes what it keeps, the values of the first one decide, the code
+            changes what its arguments hold, or it returns what no graph holds.
+    """
+    warm, again, given = twin(module), twin(module), copy.deepcopy((args, kwargs))
+    before, (leaves, spec) = state_of(warm), pytree.tree_flatten(given)
     with torch.no_grad():
-        result = copied(*given[0], **given[1])
+        result = warm(*given[0], **given[1])
     now = pytree.tree_flatten(given)
     if now[1] != spec or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
-        return "its code changes what its arguments hold"
-    found = changed(before, state_of(copied))
+        raise CaptureError("its code changes what its arguments hold")
+    if why := _why_unknown("returns", result):
+        raise CaptureError(why)
+    first = state_of(warm)
+    if not changed(before, first):
+        return module
+    with torch.no_grad(), contextlib.suppress(Exception):  # of values that the code refuses
+        warm(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, _other_values, (args, kwargs))
+        again(*args, **kwargs)
+    found = changed(first, state_of(warm)) or changed(first, state_of(again))
     for name, keys in found.items():
         where = f"'{name}.{keys[0]}'" if name else f"'{keys[0]}'"
-        return f"its code changes {where} in each call"
-    return _why_unknown("returns", result)
+        raise CaptureError(f"its code changes {where} in each call")
+    return warm
+
+
+def _other_values(tensor: Tensor) -> Tensor:
+    return tensor / 2 if tensor.is_floating_point() else tensor.flip(0) if tensor.dim() else tensor
 
 
 def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -199,12 +217,12 @@ def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
 
 def _export(module: nn.Module, args: Any, kwargs: Any) -> Exported:
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    adapter = _Adapter(as_one_call(twin(module)), leaves, spec).eval()
+    adapter = _Adapter(as_fake_calls(as_one_call(twin(module))), leaves, spec).eval()
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     if not tensors:
         raise CaptureError("it takes no tensor")
     dims = (tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors),)
-    with _quiet(), torch.no_grad():
+    with _quiet(), torch.no_grad(), FakeFunctions():
         try:
             program = torch.export.export(adapter, tensors, dynamic_shapes=dims, strict=False)
             if _mutates(program):

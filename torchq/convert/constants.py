@@ -33,7 +33,7 @@ def compute_once(captured: Captured) -> None:
         model.register_buffer(name, value.detach().clone())
         with graph.inserting_before(node):
             stored = graph.create_node("get_attr", name)
-        stored.meta.update(node.meta, constant=getattr(model, name))
+        stored.meta.update(node.meta, constant=getattr(model, name), owner="")
         node.replace_all_uses_with(stored)
     remove_unused(graph)
     captured.once = owners - {node.meta.get("owner") for node in graph.nodes}
@@ -41,7 +41,7 @@ def compute_once(captured: Captured) -> None:
 
 def _is_made(node: fx.Node, made: dict[fx.Node, None]) -> bool:
     """Returns whether it is such a call, or what a function makes of results and constants."""
-    if not node.op.startswith("call_") or node.meta["varying"]:
+    if node.op not in ("call_function", "call_method") or node.meta["varying"]:
         return False
     row = row_of(node)
     if row is not None and row.role in (Role.MATMUL, Role.PRODUCT):

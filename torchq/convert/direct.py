@@ -24,13 +24,7 @@ from torchq.nn.module import QModule
 _CHOICE = """    if not _torchq_torch.jit.is_scripting():
         if _torchq_torch.compiler.is_compiling():
             return self._plain({0})
-        return self._direct({0})
-"""
-_CHECK = """    if {0}.dtype != _torchq_torch.float32:
-        raise TypeError(
-            "torchq: the model's input must be torch.float32, as in example_inputs, got "
-            f"{{{0}.dtype}}. Give it what the float model takes, such as input.float()."
-        )
+{1}        return self._direct({0})
 """
 _LOOK = """    try:
 {0}    except KeyError:
@@ -40,6 +34,8 @@ _LOOK = """    try:
     except (TypeError, ValueError) as error:
         raise _torchq_named(error) from None
 """
+CHECK = "torchq_check"
+"""Begins the names of nodes that check arguments: ``_direct`` is for calls that meet the guards."""
 _numbers = itertools.count()
 
 
@@ -61,7 +57,12 @@ def direct_and_forward(
     names = {"torch": torch, **names, "_torchq_torch": torch}
     given = ", ".join(arguments)
     head, colon, body = source.partition(":\n")
-    sites, found, direct = dict[str, Any](), [], body
+    of_body = body.splitlines(keepends=True)
+    checks = [f"        {line}" for line in of_body if line.lstrip().startswith(CHECK)]
+    if checks:  # torch.jit.trace would take sizes for tensors
+        checks.insert(0, "        if _torchq_torch._C._get_tracing_state() is None:\n")
+    direct = "".join(line for line in of_body if not line.lstrip().startswith(CHECK))
+    sites, found = dict[str, Any](), []
     for i, name in enumerate(modules):
         call = f"{_format_target('self', name)}("
         direct = direct.replace(f"= {call}", f"= _torchq_site_{i}(_torchq_module_{i}, ")
@@ -73,9 +74,7 @@ def direct_and_forward(
         direct = _LOOK.format("".join(found), given, run)
         lines = (head + colon + direct).splitlines()
         sites["_torchq_named"] = functools.partial(_named, lines, list(modules))
-    floats = [name for name, dtype in arguments.items() if dtype == "torch.float32"]
-    checks = "".join(_CHECK.format(name) for name in floats)
-    choice = _function(head + colon + checks + _CHOICE.format(given) + body, names)
+    choice = _function(head + colon + _CHOICE.format(given, "".join(checks)) + body, names)
     return _function(head + colon + direct, {**names, **sites}), choice
 
 

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
+from torch._C import _get_tracing_state, _set_tracing_state
+from torch.compiler import is_compiling
 from torch.nn.modules import module as everywhere
 from torch.utils.hooks import RemovableHandle
 
@@ -57,26 +58,37 @@ class Dispatch(Attachment):
         choose = self.example.chooser()
         restore = self.example.restore()
 
+        def untraced(*args: Any, **kwargs: Any) -> Any:
+            """Chooses as a call that torch.jit.trace does not record."""
+            state = _get_tracing_state()
+            _set_tracing_state(None)
+            try:
+                return choose(*args, **kwargs)
+            finally:
+                _set_tracing_state(state)
+
         def forward(self: Dispatch, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 return self._compiled(choose, restore, args, kwargs)
             try:
-                found = _chosen(choose, args, kwargs) if _tracing() else choose(*args, **kwargs)
+                found = (choose if _get_tracing_state() is None else untraced)(*args, **kwargs)
             except TypeError:  # own code takes the call otherwise, or says what is wrong with it
                 found = None
-            if (
-                found is not None
-                and not self.module.training
-                and (RemovableHandle.next_id == self._seen or self._is_clean())
-            ):
+            clean = RemovableHandle.next_id == self._seen or self._is_clean()
+            if found is not None and clean and not self.module.training:
                 self.graph_calls += 1
-                return restore(self.graph.forward(*found))  # 2 us less than a call of the graph
+                run = getattr(self.graph, "_direct", self.graph)  # without its own checks
+                return restore(run(*found))
             reason = "" if self._warned and not self.strict else self._why(found, args, kwargs)
             if self.strict:
                 raise RuntimeError(f"{reason} With strict=True this is an error.")
             first = RemovableHandle.next_id
             try:
                 result = own(self.module, *args, **kwargs)
+            except (TypeError, RuntimeError) as error:
+                if told := self.example.why_array(args, kwargs):
+                    raise TypeError(told) from error
+                raise
             finally:
                 if RemovableHandle.next_id != first:
                     self._remove_hooks(first)
@@ -90,8 +102,11 @@ class Dispatch(Attachment):
     def _compiled(
         self, choose: Callable[..., Any], restore: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Takes a call within torch.compile or torch.export; counts would compile each anew."""
-        found = choose(*args, **kwargs)
+        """Takes a call within torch.compile or export; a count would compile each call anew."""
+        try:
+            found = choose(*args, **kwargs)
+        except TypeError:
+            found = None
         if found is None or self.module.training or _hooks(self.module) - self._known:
             if self.strict:
                 raise RuntimeError(
@@ -151,6 +166,10 @@ class Dispatch(Attachment):
         """Another process counts hooks anew."""
         return {**vars(self), "_seen": -1}
 
+    def conditions(self) -> list[str]:
+        """Returns what a call must meet to take the graph, as text."""
+        return self.example.describe()
+
     def scriptable(self) -> nn.Module:
         """What ``torch.jit.script`` compiles in place of the module."""
         return self.graph
@@ -178,19 +197,6 @@ class Dispatch(Attachment):
             return
         missing.extend(f"{start}{name}" for name in lacks)
         unexpected.extend(f"{start}{name}" for name in more)
-
-
-_tracing = torch._C._get_tracing_state
-
-
-def _chosen(choose: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Chooses within ``torch.jit.trace``: the conditions are no part of the trace."""
-    state = _tracing()
-    torch._C._set_tracing_state(None)
-    try:
-        return choose(*args, **kwargs)
-    finally:
-        torch._C._set_tracing_state(state)
 
 
 def attach(dispatch: Dispatch) -> None:

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from torchq._table import html_table
-from torchq.convert.dispatch import dispatches
-from torchq.nn.attached import computing_modules
+from torchq.config import Overrides, unmatched_patterns
+from torchq.nn.attached import attachment_of, computing_modules
 from torchq.nn.module import QModule
 from torchq.saturation import seven_bits
 
@@ -21,6 +22,9 @@ _HEADS = ("module", "class", "runs in", "attributes, or why it is float")
 
 NOT_CALLED = "not called with example_inputs"
 """The reason of what did not run when the model was prepared."""
+
+READ = "its parameters are used outside of it, and it is not called"
+"""The reason of a layer whose parameters the model's own code reads."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,12 @@ class Row:
     first: str = ""
 
 
+def joined(conditions: Sequence[str]) -> str:
+    """Returns the first conditions as one text; there may be hundreds."""
+    more = f"; and {len(conditions) - 12} more" if len(conditions) > 12 else ""
+    return "; ".join(conditions[:12]) + more
+
+
 @dataclass(frozen=True)
 class GraphRow:
     """A graph, and how often it ran.
@@ -72,7 +82,7 @@ class GraphRow:
         where = f"'{self.module}'" if self.module else "the model"
         return (
             f"graph of {where}: {self.graph_calls} calls, {self.own_calls} of own code; guards: "
-            f"{'; '.join(self.guards)}"
+            f"{joined(self.guards)}"
         )
 
 
@@ -93,7 +103,7 @@ class Explanation:
     details: dict[str, str]
     seven_bits: dict[str, str] = field(default_factory=dict)
     note: str = ""
-    graphs: tuple[GraphRow, ...] = ()
+    graphs: tuple[GraphRow, ...] = field(default=(), compare=False)  # they count calls
 
     def __str__(self) -> str:
         """One line per module: name, class, int8 or float, and the scales or the reason.
@@ -182,9 +192,9 @@ def explain(model: nn.Module) -> Explanation:
         for name, module in computing_modules(model).items()
         if isinstance(module, QModule)
     }
+    owners = [owner for module in model.modules() if (owner := attachment_of(module))]
     graphs = tuple(
-        GraphRow(d.name, tuple(d.example.describe()), d.graph_calls, d.own_calls)
-        for d in dispatches(model)
+        GraphRow(o.name, tuple(o.conditions()), o.graph_calls, o.own_calls) for o in owners
     )
     note = getattr(model, "torchq_note", "")
     return Explanation(tuple(rows), details, seven_bits(model), note, graphs)
@@ -198,4 +208,15 @@ def check_strict(rows: list[Row]) -> None:
         raise RuntimeError(
             f"torchq.convert: strict=True, but {len(left)} convolution, linear or recurrent "
             f"modules stay float: {lines}. Change the model, or name them in overrides with None."
+        )
+
+
+def check_patterns(model: nn.Module, rows: list[Row], overrides: Overrides | None) -> None:
+    """Raises ValueError for an override that matches no module, no row, and no ``.dst`` of one."""
+    names = [*(name for name, _ in model.named_modules()), *(row.name for row in rows)]
+    if unmatched := unmatched_patterns(overrides, [*names, *(f"{name}.dst" for name in names)]):
+        quantizable = sorted({row.name for row in rows if row.quantized or row.is_matmul})
+        raise ValueError(
+            f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
+            f"The quantizable modules are {quantizable}."
         )

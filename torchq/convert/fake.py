@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchq.fake_quantize import FakeQuantize
 from torchq.qparams import QParams
+
+_LEVELS = {f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in range(2, 9)}
+_LEVELS |= {f"uint{bits}": (0, 2**bits - 1) for bits in range(2, 9)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,37 +42,51 @@ def same(a: QParams, b: QParams) -> bool:
     return alike and torch.equal(a.scale, b.scale) and torch.equal(a.zero_point, b.zero_point)
 
 
-def fake_quantizer(module: nn.Module) -> FakeQuantize | None:
-    """The module, or what it computes if it is one of ``torch.ao``'s; None if it is none.
+def is_fake(module: nn.Module) -> bool:
+    """Returns whether a module rounds to levels: torchq's, and torch.ao's or torchao's in use."""
+    if isinstance(module, FakeQuantize) or _is_torchao(module):
+        return True
+    enabled = getattr(module, "fake_quant_enabled", None)
+    if enabled is None or not hasattr(module, "scale"):
+        return False
+    return bool(torch.as_tensor(enabled, device="cpu").any())
 
-    One of torch.ao's is known by its attributes. If it is switched off, it passes values on, and is
-    none.
-    """
+
+def fake_quantizer(module: nn.Module) -> FakeQuantize | str:
+    """Returns what a module for which :func:`is_fake` holds computes, or why there is none."""
     if isinstance(module, FakeQuantize):
         return module
-    if not hasattr(module, "fake_quant_enabled") or not hasattr(module, "scale"):
-        return None
-    enabled = module.fake_quant_enabled
-    return (
-        FakeQuantize.from_torch(module)
-        if bool(torch.as_tensor(enabled, device="cpu").any())
-        else None
-    )
+    if not _is_torchao(module):
+        return FakeQuantize.from_torch(module)
+    config: Any = module.config
+    low, high = _LEVELS.get(str(config.dtype).rpartition(".")[2], (0, 0))
+    if type(config.granularity).__name__ != "PerAxis" or high == 0:
+        return f"fake quantization of {config.dtype} by {config.granularity} has no int8 form"
+    scale: Any = module.scale
+    zero_point: Any = module.zero_point
+    return FakeQuantize.from_affine(scale, zero_point, low, high, 0)
 
 
-def is_watcher(module: object) -> bool:
-    """Whether a module of torch.ao only records what passes: an observer."""
-    off = hasattr(module, "fake_quant_enabled") and not hasattr(module, "levels")
-    return isinstance(module, nn.Module) and (off or hasattr(module, "calculate_qparams"))
+def is_per_token(module: object) -> bool:
+    """Returns whether it takes int8 levels of each row from the row, as dynamic layers do."""
+    if not isinstance(module, nn.Module) or not _is_torchao(module):
+        return False
+    config: Any = module.config
+    rows = type(config.granularity).__name__ == "PerToken" and config.is_dynamic
+    return rows and config.dtype is torch.int8
 
 
-def freeze_observers(model: nn.Module) -> None:
-    """Stops fake quantizers from changing their scales when the model runs."""
-    for module in model.modules():
-        enabled = getattr(module, "observer_enabled", None)
-        if isinstance(enabled, Tensor):
-            with torch.no_grad():
-                enabled.zero_()
+def _is_torchao(module: nn.Module) -> bool:
+    """Returns whether it is a fake quantizer of torchao to integers, and switched on."""
+    known = any(cls.__name__ == "FakeQuantizerBase" for cls in type(module).__mro__)
+    config = getattr(module, "config", None)
+    return known and hasattr(config, "granularity") and bool(getattr(module, "enabled", True))
+
+
+def is_watcher(module: nn.Module) -> bool:
+    """Returns whether a module of torch.ao passes values on: an observer, or one switched off."""
+    off = hasattr(module, "fake_quant_enabled") and not is_fake(module)
+    return off or (hasattr(module, "calculate_qparams") and not is_fake(module))
 
 
 def fixed_qparams(fake: FakeQuantize, dtype: torch.dtype) -> Fixed:

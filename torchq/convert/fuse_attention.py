@@ -45,15 +45,11 @@ class _Found:
 
 def fuse_attention(ops: dict[fx.Node, Op]) -> None:
     """Makes the second product of each attention the whole of it, in place."""
-    written = {
-        source.meta["value"].storage for node in ops for source in node.meta.get("writes", ())
-    }
     for op in ops.values():
         if op.role is Role.PRODUCT and isinstance(op.module, MatMul):
             found = _Found()
             first = _first_product(ops, op, found)
-            masks = [mask[0] if isinstance(mask, tuple) else mask for mask in found.masks]
-            if first is not None and written.isdisjoint(m.meta["value"].storage for m in masks):
+            if first is not None:
                 options = AttentionOptions(scale=found.scale, transposed_key=True)
                 op.module, op.srcs = Attention(options), [*first.srcs, op.srcs[1]]
                 op.masks, op.factors = found.masks[::-1], found.factors

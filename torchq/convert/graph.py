@@ -44,6 +44,7 @@ class Captured:
             - "positional": whether it depends on sizes and integer inputs alone, as positions do.
             - "sizes": of a tensor, as text, where equal texts mean equal sizes in every call.
             - "phase": of a sine or cosine of data, the largest argument in the example.
+            - "line": of the model's code; the same for what one line calls again and again.
             - "constant": the value of what does not vary.
         model: owns the modules and parameters that the graph refers to.
         entered: qualified names of the modules whose code was captured.

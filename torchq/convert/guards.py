@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -113,6 +114,20 @@ class Example:
                 got = " and ".join(f"{labels[i]} has {list(shapes[f's{i}'])}" for i in used)
                 return f"{_readable(guard, labels)} does not hold, since {got}"
         return "its arguments are of other kinds than those of the example inputs"
+
+    def why_array(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Returns the mistake where a call gave an array in place of a tensor, or ""."""
+        try:
+            bound = self.signature.bind(None, *args, **kwargs)
+        except TypeError:
+            return ""
+        for name, value in bound.arguments.items():
+            if isinstance(value, np.ndarray) and isinstance(self.values[name], Argument):
+                return (
+                    f"torchq: {name} must be a tensor, got {_brief(value)}. Convert arrays with "
+                    "torch.from_numpy."
+                )
+        return ""
 
     def _why_other(self, name: str, expected: Any, value: Any, shapes: dict[str, Any]) -> str:
         if not isinstance(expected, Argument):
@@ -314,5 +329,7 @@ def _brief(value: Any) -> str:
     if isinstance(value, Tensor):
         kind = "tensor" if type(value) is Tensor else type(value).__name__
         return f"a {kind} of {value.dtype}"
+    if isinstance(value, np.ndarray):
+        return f"a numpy array of {value.dtype} {list(value.shape)}"
     text = repr(value)
     return text if len(text) < 60 else f"a {type(value).__name__}"

@@ -13,13 +13,14 @@ from torch import fx, nn
 from torchq.convert.from_float import naming, pool_from_float
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_module import QuantizedGraph
+from torchq.convert.names import is_reserved
 from torchq.convert.ops import Op, Role
 from torchq.convert.prepared import Prepared
 from torchq.convert.quantized import lookup, quantized
-from torchq.convert.self_contained import DynamicLinear, converted
 from torchq.convert.sharing import shared_qparams
 from torchq.nn.attention import Attention, DynamicQAttention
 from torchq.nn.binary import Cat
+from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.qparams import QParams
@@ -210,6 +211,8 @@ class Lowering:
 
     def _free(self, name: str) -> str:
         """``name``, or the first with a number behind it that nothing has."""
+        if is_reserved(name):
+            name = f"torchq_{name}"
         original, i = name, 1
         while name in self.modules:
             name, i = f"{original}_{i}", i + 1
@@ -246,7 +249,11 @@ class Lowering:
             return self._call(op.name, DynamicQAttention(op.module.options), *sources)
         config = self.plan.config(op.base)
         assert isinstance(op.module, nn.Linear) and config is not None
-        linear = converted(DynamicLinear(op.module, config), f"{self.plan.prefix}{op.base}")
+        with naming(f"{self.plan.prefix}{op.base}"):
+            linear = DynamicQLinear.from_float(
+                op.module, granularity=config.weight_granularity, bits=config.weight_bits,
+                weight_scale=op.weight_scale,
+            )  # fmt: skip
         return self._call(op.name, linear, *sources)
 
     def _attention_arguments(self, op: Op) -> list[Any]:

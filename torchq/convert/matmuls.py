@@ -72,6 +72,8 @@ def linear(a: Arguments) -> Made | str:
     """``F.linear`` with constant parameters."""
     if a.varying("input"):
         return f"its {a.varying('input')[0]} is computed at run time"
+    if a.weight.dim() != 2:
+        return "its weight is a vector"
     module = nn.Linear(1, 1, device="meta")
     module.out_features, module.in_features = a.weight.shape
     return _matmul(a, module)
@@ -113,23 +115,6 @@ def inner(a: Arguments) -> Made | str:
     if not isinstance(a.other, Tensor) or a.other.dim() != 2 or not shape_of(a.input):
         return "an inner product without a constant matrix on its right has no int8 form"
     return linear_of(a.input, a.other, None)
-
-
-def contraction(a: Arguments) -> Made | str:
-    """torch.einsum of a tensor's last dim and one of a constant matrix: a linear layer of it."""
-    reason = "an einsum that is no linear layer of a constant matrix has no int8 form"
-    if not isinstance(a.equation, str) or not isinstance(a.other, Tensor):
-        return reason
-    sources, _, dst = a.equation.replace(" ", "").partition("->")
-    src, _, matrix = sources.partition(",")
-    reduced, made = src[-1:], dst[-1:]
-    if {matrix[:1], matrix[1:]} != {reduced, made} or a.other.dim() != 2:
-        return reason
-    if src[:-1] != dst[:-1] or reduced == made or not reduced.isalpha() or src.count(reduced) > 1:
-        return reason
-    if made in src:  # a diagonal
-        return reason
-    return linear_of(a.input, a.other if matrix[0] == made else a.other.t(), None)
 
 
 def add_product(a: Arguments) -> Made | str:

@@ -21,7 +21,7 @@ State = dict[str, dict[str, Any]]
 """Qualified name of a module -> its buffers and plain attributes, by name."""
 
 _INTERNAL = frozenset(vars(nn.Module()))
-_LIBRARIES = ("torch.", "torchq.")  # their modules keep nothing in eval mode
+_LIBRARIES = ("torch.", "torchq.", "torchao.")  # their modules keep nothing in eval mode
 
 
 def twin(model: nn.Module) -> nn.Module:

@@ -56,7 +56,7 @@ def mean(a: Arguments) -> Made | str:
 
 def move(a: Arguments) -> Made | str:
     """Torch's own operation on any dtype."""
-    return Made(Role.MOVE, None, [a.input])
+    return Made(Role.MOVE, None, [a.nodes["input"]])
 
 
 def index(a: Arguments) -> Made | str:

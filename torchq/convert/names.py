@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
 _NAMESPACES: dict[str, Any] = {
     "torch": torch._C._VariableFunctions,  # functions of tensors, and nothing else of torch
@@ -29,9 +30,8 @@ def _functions() -> dict[str, Callable[..., Any]]:
             known = callable(function) and not isinstance(function, type)
             if known and not name.startswith("_") and name not in _REFUSED:
                 found[f"{prefix}.{name}"] = function
-    for name in torch.functional.__all__:
-        found[f"functional.{name}"] = getattr(torch.functional, name)
-    for name in ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor"):
+    made = ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor")
+    for name in (*made, "_assert", *torch.functional.__all__):
         found[f"torch.{name}"] = getattr(torch, name)
     return found
 
@@ -42,6 +42,8 @@ NAMES = {id(function): name for name, function in reversed(BY_NAME.items())}
 
 def name_of(function: Any) -> str | None:
     """Returns the name that a stored graph has for a function; None for one it may not call."""
+    if isinstance(function, torch._ops.OpOverload) and function.namespace == "aten":
+        function = function.overloadpacket
     if isinstance(function, torch._ops.OpOverloadPacket):
         return str(function._qualified_op_name)
     return NAMES.get(id(function))
@@ -66,3 +68,8 @@ def by_name(name: str) -> Callable[..., Any]:
     if name.startswith("aten::"):
         return getattr(torch.ops.aten, name.removeprefix("aten::"))  # type: ignore[no-any-return]
     return BY_NAME[name]
+
+
+def is_reserved(name: str) -> bool:
+    """Returns whether a qualified name begins with an attribute of every GraphModule."""
+    return hasattr(fx.GraphModule, name.partition(".")[0])

@@ -118,7 +118,8 @@ def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
                 found[twins[module]] = copy.deepcopy((args, kwargs))
 
     for module in run.modules():
-        module.register_forward_pre_hook(record, with_kwargs=True)
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.register_forward_pre_hook(record, with_kwargs=True)
     args, kwargs = copied(args, kwargs)
     with torch.no_grad(), contextlib.suppress(Exception):
         run(*args, **kwargs)

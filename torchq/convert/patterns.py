@@ -82,15 +82,6 @@ def _convolution(a: Arguments) -> Made | str:
     return matmuls.conv(cls)(a)
 
 
-def _einsum(a: Arguments) -> Made | str:
-    """Two operands, the second one a constant matrix."""
-    if not isinstance(a.tensors, tuple | list) or len(a.tensors) != 2:
-        return "an einsum of other than two tensors has no int8 form"
-    a["input"], a["other"] = a.tensors
-    a.nodes["input"], a.nodes["other"] = a.nodes["tensors"]
-    return matmuls.contraction(a)
-
-
 def _tensordot(a: Arguments) -> Made | str:
     """The last dim of a tensor and one of a constant matrix: a linear layer."""
     reason = "a tensordot that is no linear layer of a constant matrix has no int8 form"
@@ -177,12 +168,13 @@ TABLE: list[Row] = [
     _row(Role.MATMUL, "conv_transpose3d", matmuls.conv(nn.ConvTranspose3d)),
     _row(Role.MATMUL, "convolution", _convolution),
     _row(Role.MATMUL, "addmm", _named(matmuls.add_product)),
-    _row(Role.PRODUCT, "matmul bmm mm", _named(matmuls.product, other="mat2")),
+    _row(Role.PRODUCT, "matmul linalg_matmul bmm mm", _named(matmuls.product, other="mat2")),
     _row(Role.PRODUCT, "inner", matmuls.inner),
-    _row(Role.PRODUCT, "einsum", _einsum),
+    _float("an einsum that is no product of two matrices has no int8 form", "einsum"),
     _row(Role.PRODUCT, "tensordot", _tensordot),
     _row(Role.PRODUCT, "scaled_dot_product_attention", matmuls.attention),
     _float("its weight multiplies two tensors", "bilinear", is_matmul=True),
+    _float("a product of several matrices has no int8 form", "linalg_multi_dot", is_matmul=True),
     _float("which of its matrices a row is multiplied by is known at run time only", "_grouped_mm",
            is_matmul=True),
     _row(Role.NORM, "batch_norm", matmuls.batch_norm),

@@ -13,13 +13,12 @@ int8 value is read as float32, the converted graph dequantizes it there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from torch import Tensor, fx, nn
 
-from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
-from torchq.convert.explain import Row
-from torchq.convert.fake import Fixed, fixed_qparams, same
+from torchq.config import Overrides, QConfig, resolve
+from torchq.convert.fake import Fixed, fixed_qparams, is_per_token, same
 from torchq.convert.fuse import Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
 from torchq.convert.graph import Captured
@@ -68,6 +67,7 @@ class Plan:
         self.ops = recognize(captured, lambda name: self.config(name) is None)
         fuse_attention(self.ops)
         for op in self.ops.values():
+            self._read_tokens(op)
             if _has_dynamic_form(op) and self._no_dynamic_form(op):
                 op.role = Role.DYNAMIC
                 for part in op.absorbed:  # no layers, whatever their own configuration
@@ -110,23 +110,12 @@ class Plan:
         """How to quantize a module, or its destination ``<name>.dst``; None keeps it float."""
         return resolve(self._overrides, f"{self.prefix}{name}", self._config)
 
-    def check_patterns(self, swapped: Collection[Row] = ()) -> None:
-        """Raises ValueError for an override that matches nothing.
-
-        ``swapped``: rows of what is in opaque submodules.
-        """
-        names = [name for name, _ in self.captured.model.named_modules()]
-        names += [row.name for row in swapped]
-        names += [op.base for op in self.ops.values()]
-        names += [f"{layer.op.base}.dst" for layer in self.layers]
-        unmatched = unmatched_patterns(self._overrides, names)
-        if unmatched:
-            own = {*(layer.op.base for layer in self.layers), *self.standalone}
-            quantizable = sorted(own | {row.name for row in swapped if row.quantized})
-            raise ValueError(
-                f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
-                f"The quantizable modules are {quantizable}."
-            )
+    @property
+    def multiplies(self) -> bool:
+        """Whether it computes anything in int8 that is worth a graph."""
+        hard = any(layer.role in _HARD for layer in self.layer_at.values())
+        dynamic = any(op.role is Role.DYNAMIC for op in self.ops.values())
+        return hard or dynamic or bool(self.standalone)
 
     def root(self, node: fx.Node) -> fx.Node:
         """The node that stands for the group of ``node``."""
@@ -224,6 +213,12 @@ class Plan:
                 names.append(name)
         return names
 
+    def _read_tokens(self, op: Op) -> None:
+        """Makes a linear layer dynamic if its source is fake-quantized token by token."""
+        fake = self.ops.get(op.srcs[0]) if op.role is Role.MATMUL else None
+        if fake is not None and is_per_token(fake.owner) and isinstance(op.module, nn.Linear):
+            op.role, op.absorbed, op.srcs = Role.DYNAMIC, [fake], [fake.node.all_input_nodes[0]]
+
     def _no_dynamic_form(self, op: Op) -> str:
         config = self.config(op.base)
         return NO_DYNAMIC_FORM if config is not None and config.dynamic else ""
@@ -241,7 +236,7 @@ class Plan:
         src = op.srcs[0]
         if src.meta["value"].is_sequence:  # of a chunk, yes; of an LSTM, no
             return src in self._joined
-        return bool(src.meta["varying"])
+        return bool(src.meta["varying"]) or not op.node.meta["positional"]
 
     def _join(self, node: fx.Node, src: fx.Node) -> None:
         self._parent[self.root(node)] = self.root(src)

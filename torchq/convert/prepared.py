@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torchq.config import Overrides, QConfig
 from torchq.convert.explain import Row
 from torchq.convert.graph import Captured
-from torchq.convert.graph_module import graph_of, plain_nodes
+from torchq.convert.graph_data import graph_of, plain_nodes
 from torchq.convert.ops import Role
 from torchq.convert.plan import Plan
 from torchq.observers import HistogramObserver, Observer

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from torchq.convert.fake import composed, why_not_fixed
+from torchq.convert.fake import composed, fake_quantizer, is_fake, why_not_fixed
 from torchq.convert.graph import Captured
 from torchq.convert.module_kinds import AVERAGES
 from torchq.convert.ops import Made, Op, Role, is_float
@@ -33,7 +33,7 @@ def recognize(captured: Captured, keep_float: Callable[[str], bool]) -> dict[fx.
         if not node.op.startswith("call_"):
             continue
         if not node.meta["varying"]:
-            node.meta["fake"] = _fake_constant(node)
+            node.meta["fake"] = _fake_constant(node, captured.model)
             continue
         made, owner = _made(node, captured.model)
         name, base = names.of(node)
@@ -76,14 +76,18 @@ def function_name(node: fx.Node) -> str:
     return name.partition("::")[2].partition(".")[0] or name
 
 
-def _fake_constant(node: fx.Node) -> FakeQuantize | None:
+def _fake_constant(node: fx.Node, model: nn.Module) -> FakeQuantize | None:
     """Returns the fake quantizer of a constant: of a weight."""
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        found = fake_quantizer(module) if is_fake(module) else ""
+        return None if isinstance(found, str) else found
     row = row_of(node)
     if row is None or row.role is not Role.FAKE:
         return None
     made = row.make(arguments_of(node))
-    module = None if isinstance(made, str) else made.module
-    return module if isinstance(module, FakeQuantize) else None
+    fake = None if isinstance(made, str) else made.module
+    return fake if isinstance(fake, FakeQuantize) else None
 
 
 def _dequantization(op: Op, ops: dict[fx.Node, Op]) -> Op:
@@ -100,8 +104,10 @@ def _dequantization(op: Op, ops: dict[fx.Node, Op]) -> Op:
 
 def _made(node: fx.Node, model: nn.Module) -> tuple[Made, nn.Module | None]:
     """Returns what the table says about a node, and the module that makes the call."""
-    if node.op == "call_module":  # recurrent
+    if node.op == "call_module":  # recurrent, or a fake quantizer
         module = model.get_submodule(str(node.target))
+        if is_fake(module):
+            return _made_fake(node, module), module
         return _opaque(f"{type(module).__name__} has no int8 form"), module
     owner = model.get_submodule(node.meta["owner"]) if node.meta["owner"] else None
     value = node.meta["value"]
@@ -116,6 +122,13 @@ def _made(node: fx.Node, model: nn.Module) -> tuple[Made, nn.Module | None]:
     made = _opaque(made) if isinstance(made, str) else made
     made.is_matmul = Role.MATMUL in (row.role, made.role) or row.is_matmul
     return made, owner
+
+
+def _made_fake(node: fx.Node, module: nn.Module) -> Made:
+    fake = fake_quantizer(module)
+    if isinstance(fake, str):
+        return _opaque(fake)
+    return Made(Role.FAKE, fake, [node.all_input_nodes[0]], reason=why_not_fixed(fake))
 
 
 def _opaque(reason: str) -> Made:

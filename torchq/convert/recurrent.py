@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from torchq.convert.module_kinds import inherits, is_patched
+from torchq.convert.self_contained import is_foreign
 
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
@@ -43,7 +43,7 @@ def _fake(
 def as_one_call(model: nn.Module) -> nn.Module:
     """Makes each recurrent module of a copy of a model call ``torchq_capture::recurrent``."""
     for name, module in model.named_modules():
-        if isinstance(module, RECURRENT) and inherits(type(module)) and not is_patched(module):
+        if isinstance(module, RECURRENT) and not is_foreign(module):
             vars(module)["_torchq_name"] = name
             vars(module)["forward"] = types.MethodType(_forward, module)
     return model
@@ -53,6 +53,8 @@ def _forward(module: Any, input: Any, hx: Any = None) -> Any:
     """Calls the op; gives the results as the module does."""
     if isinstance(input, PackedSequence):
         raise TypeError(f"'{module._torchq_name}' reads a packed sequence")
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise TypeError(f"'{module._torchq_name}' has hooks, which its quantized form keeps")
     kind = next(cls.__name__ for cls in type(module).__mro__ if cls in RECURRENT)
     states = [] if hx is None else [hx] if isinstance(hx, Tensor) else list(hx)
     cell = kind.endswith("Cell")

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from torchq.convert.explain import Row
+from torchq.convert.explain import READ, Row
 from torchq.convert.fuse import Layer
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.ops import Op, Role
+from torchq.convert.patterns import GETITEM, row_of
 from torchq.convert.plan import Plan
 from torchq.convert.self_contained import RECURRENT
 
@@ -21,6 +22,7 @@ def report_rows(plan: Plan) -> list[Row]:
     """Returns rows in the order of calls; what depends on sizes and positions alone has none."""
     layer_of = {part: layer for layer in plan.layers for part in layer.parts}
     rows: dict[str, list[Row]] = defaultdict(list)
+    firsts: dict[tuple[str, str, str], str] = {}
     for op in plan.ops.values():
         if op.node.meta["positional"] or op.role is Role.SHAPE:
             continue
@@ -29,22 +31,29 @@ def report_rows(plan: Plan) -> list[Row]:
         unpacks = op.owner is None and op.srcs and op.srcs[0].meta["value"].is_sequence
         if unpacks and not plan.is_joined(op.node):  # the results of a module
             continue
-        if op.owner is None and op.srcs and op.srcs[0].op == "call_module":
+        if row_of(op.node) is GETITEM and op.srcs and op.srcs[0].op == "call_module":
             continue
         name = op.base if op.owner is not None else op.name
-        rows[name].append(_row(plan, op, layer_of.get(op), name))
+        row = _row(plan, op, layer_of.get(op), name)
+        if op.owner is None and op.node.meta["line"]:
+            line = op.kind, op.node.meta["scope"], op.node.meta["line"]
+            row = replace(row, first=f"{plan.prefix}{firsts.setdefault(line, name)}")
+        rows[name].append(row)
     found = [_together(several) for several in rows.values()]
     found += [_once(plan, name) for name in sorted(plan.captured.once - rows.keys())]
     prefix = plan.prefix
     return [replace(row, name=f"{prefix}{row.name}", site=f"{prefix}{row.site}") for row in found]
 
 
-def merged(leaves: Iterable[Row], graphs: Iterable[tuple[str, list[Row]]]) -> list[Row]:
+def merged(
+    leaves: Iterable[Row], graphs: Iterable[tuple[str, list[Row]]], names: Collection[str]
+) -> list[Row]:
     """Returns the rows of a model: of its graphs, and of leaves that no graph calls.
 
     Args:
         leaves: rows of every leaf, as the model's own code calls it.
         graphs: names of modules that have a graph, and the graphs' rows.
+        names: of the float model's modules; parts of one that was split are counted once.
     """
     found: dict[str, Row] = {}
     inside: list[str] = []
@@ -52,7 +61,9 @@ def merged(leaves: Iterable[Row], graphs: Iterable[tuple[str, list[Row]]]) -> li
         found |= {row.name: row for row in rows}
         inside.append(f"{name}." if name else "")
     for row in leaves:
-        captured = row.name.startswith(tuple(inside)) and not row.is_matmul
+        shown = row.is_matmul and row.name in names
+        shown = shown and row.reason != READ  # the graph has the function that reads
+        captured = row.name.startswith(tuple(inside)) and not shown
         if row.name not in found and not captured:
             found[row.name] = row
     return list(found.values())
@@ -75,7 +86,7 @@ def _together(rows: list[Row]) -> Row:
 
 def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     quantized, reason, site = False, op.reason, op.name
-    if op.node.op == "call_module":
+    if op.base in plan.standalone or isinstance(op.owner, RECURRENT):
         quantized, site = op.base in plan.standalone, op.base
     elif (whole := plan.dynamic_wholes.get(op)) is not None:
         quantized, reason, site = True, f"fused into {plan.prefix}{whole.name}", whole.name

@@ -93,8 +93,6 @@ def why_float(
         return "kept float by an override"
     if is_foreign(module):
         return FOREIGN
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "it has forward hooks, which would be lost"
     if exposed:
         return EXPOSED
     if other := dtypes - {torch.float32}:

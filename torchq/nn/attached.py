@@ -16,10 +16,19 @@ class Attachment:
     Attributes:
         module: whose calls it takes.
         graph: computes them.
+        name: qualified name of the module in the model.
+        graph_calls, own_calls: how many calls the graph and the module's own code took.
     """
 
     module: nn.Module
     graph: nn.Module
+    name: str
+    graph_calls: int
+    own_calls: int
+
+    def conditions(self) -> list[str]:
+        """Returns what a call must meet to take the graph, as text."""
+        raise NotImplementedError
 
 
 def attachment_of(module: nn.Module) -> Attachment | None:

@@ -273,8 +273,8 @@ class QLayer(QModule):
             dtype_from_name(spec.get("weight_dtype", "s8")),
         )
 
-    def _repacked(self) -> dict[str, Tensor]:
-        return self.packed().repacked().tensors()
+    def _packed_weights(self) -> dict[str, PackedWeight]:
+        return {"": self.packed()}
 
     @property
     def attr(self) -> Attr:

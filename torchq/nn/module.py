@@ -13,7 +13,9 @@ from typing_extensions import Self
 
 from torchq._arguments import DTYPE_NAMES, check_type
 from torchq.chains import Eltwise, PostOp, PostOps, Sum
+from torchq.nn.proof import unproven
 from torchq.ops import dtype_code
+from torchq.packing import PackedWeight
 from torchq.qparams import QParams
 
 LAYOUT_VERSION = 1
@@ -116,8 +118,8 @@ class QModule(nn.Module):
     def refold(self) -> None:
         """Recomputes what follows from other tensors; call it after changing them."""
 
-    def _repacked(self) -> dict[str, Tensor]:
-        """Returns the buffers that packed weights decide, computed anew from the weights."""
+    def _packed_weights(self) -> dict[str, PackedWeight]:
+        """Returns the packed weights by what follows ``weight`` in the names of their buffers."""
         return {}
 
     def _check_packed(self, name: str) -> None:
@@ -128,12 +130,12 @@ class QModule(nn.Module):
         buffers = [b for b in self._buffers.values() if b is not None]
         if any(type(b) is not Tensor or b.is_meta for b in buffers):  # fake or meta: no values
             return
-        for key, expected in self._repacked().items():
-            if not torch.equal(self._buffers[key], expected):  # type: ignore[arg-type]
+        for suffix, packed in self._packed_weights().items():
+            if wrong := unproven(packed):
                 raise ValueError(
-                    f"torchq.nn.{type(self).__name__}: '{key}' of the state of '{name}' must "
-                    "follow from its weight, got other values. The state was damaged or changed by "
-                    "hand: load the original, or quantize the model again."
+                    f"torchq.nn.{type(self).__name__}: '{wrong}{suffix}' of the state of '{name}' "
+                    "must follow from its weight, got other values. The state was damaged or "
+                    "changed by hand: load the original, or quantize the model again."
                 )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -11,7 +11,7 @@ from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.nn.rnn_attr import attr_of
 from torchq.nn.rnn_weight import RecurrentWeight, grouped, ungrouped
 from torchq.ops import dtype_code
-from torchq.packing import pack_linear
+from torchq.packing import PackedWeight, pack_linear
 from torchq.qparams import QParams
 from torchq.ranges import check_choice
 
@@ -176,27 +176,38 @@ class QRecurrentLayer(QModule):
             for part in ("weight", "compensation", "pair_bound", "scale"):
                 self.register_buffer(f"{part}_{name}", None)
             return
-        for key, value in _packed(name, weight.weight).items():
+        packed = pack_linear(grouped(weight.weight).flatten(0, 3))
+        for key, value in packed.tensors(f"_{name}").items():
             self.register_buffer(key, value)
         self.register_buffer(f"scale_{name}", weight.scale.clone())
 
-    def unpacked(self, name: str) -> Tensor:
-        """The int8 weight ``src``, ``state`` or ``projection``: ``[D, gates, units, inputs]``."""
+    def _sizes(self, name: str) -> tuple[int, int, int]:
+        """Gates, units and inputs of a weight."""
         units = self.projection_size or self.hidden_size
-        gates, rows, columns = {
+        return {
             "src": (GATES[self.cell], self.hidden_size, self.input_size),
             "state": (GATES[self.cell], self.hidden_size, units),
             "projection": (1, self.projection_size, self.hidden_size),
         }[name]
+
+    def unpacked(self, name: str) -> Tensor:
+        """The int8 weight ``src``, ``state`` or ``projection``: ``[D, gates, units, inputs]``."""
+        gates, rows, columns = self._sizes(name)
         groups = -(-rows // 16)
         count = self.directions * groups * gates * 16
         packed = self._buffers[f"weight_{name}"]
         flat: Tensor = torch.ops.torchq.unpack_linear(packed, count, columns)
         return ungrouped(flat.reshape(self.directions, groups, gates, 16, columns), rows)
 
-    def _repacked(self) -> dict[str, Tensor]:
-        names = ["src", "state", *(["projection"] if self.projection_size else [])]
-        return {k: v for name in names for k, v in _packed(name, self.unpacked(name)).items()}
+    def _packed_weights(self) -> dict[str, PackedWeight]:
+        found = {}
+        for name in ("src", "state", "projection"):
+            kinds = ("weight", "compensation", "pair_bound")
+            weight, sums, bound = (self._buffers[f"{kind}_{name}"] for kind in kinds)
+            if weight is not None and sums is not None and bound is not None:
+                shape = sums.shape[-1], self._sizes(name)[2]
+                found[f"_{name}"] = PackedWeight(weight, sums, bound, shape, 1, ())
+        return found
 
     @property
     def attr(self) -> Attr:

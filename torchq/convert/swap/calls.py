@@ -83,7 +83,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
         for name in recording.leaves:
             hook = _noting(recording.calls[name])
-            handle = run.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+            handle = run.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
         stack.enter_context(reads)
         run(*args, **kwargs)
@@ -95,7 +95,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _noting(calls: list[Call]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         more = len(args) > 1 or bool(kwargs.keys() - {"input"})
         shape = tuple(tensors[0].shape) if tensors else ()

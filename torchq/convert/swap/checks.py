@@ -3,16 +3,25 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from torchq.convert.graph_code import is_exported
 from torchq.convert.module_kinds import QUANTIZABLE
 from torchq.convert.self_contained import RECURRENT, STANDALONE
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.isa import isa
 from torchq.nn.module import QModule
 from torchq.observers import Observer
+
+_QUANTIZED = re.compile(
+    r"torch\.ao\.nn\.(intrinsic\.|sparse\.)?quantized\.(?!.*FloatFunctional)"
+    r"|torchao\.quantization\.linear_quant_modules\."
+)
+"""Begins the full names of int8 modules of other tools."""
 
 
 def check_prepared(op: str, prepared: nn.Module) -> None:
@@ -29,12 +38,31 @@ def check_prepared(op: str, prepared: nn.Module) -> None:
 
 def check_mode(op: str, model: nn.Module) -> None:
     """Raises ValueError if a module is in training mode."""
-    training = [name or "the model" for name, m in model.named_modules() if m.training]
+    modules = [(name, m) for name, m in model.named_modules() if type(m) is not nn.Module]
+    training = [name or "the model" for name, m in modules if m.training]
     if training:
         raise ValueError(
             f"torchq.{op}: model must be in eval mode, got training mode in {training[0]} "
             f"({len(training)} modules). Call model.eval() first."
         )
+
+
+def check_not_quantized(model: nn.Module) -> None:
+    """Raises ValueError for a model that torch.ao or torchao has quantized."""
+    names = [(name, _full_name(module)) for name, module in model.named_modules()]
+    found = [(name, full) for name, full in names if _QUANTIZED.match(full)]
+    tensors = [(name, _full_name(value)) for name, value in model.named_parameters()]
+    found += [(name, full) for name, full in tensors if full.startswith("torchao.")]
+    for name, full in found:
+        raise ValueError(
+            f"torchq.prepare: model must be a float model, got {full} in '{name}': "
+            f"{'torchao' if 'torchao' in full else 'torch.ao'} has quantized it already. "
+            "Prepare the model that it was made from."
+        )
+
+
+def _full_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__name__}"
 
 
 def check_model(model: nn.Module) -> None:
@@ -49,7 +77,9 @@ def check_model(model: nn.Module) -> None:
             f"torchq.prepare: model must be the Python module, got a {type(model).__name__}, which "
             "is compiled. Prepare the module that it was made from, and compile the converted one."
         )
-    check_mode("prepare", model)
+    check_not_quantized(model)
+    if not is_exported(model):
+        check_mode("prepare", model)
     isa()  # raises for a TORCHQ_ISA that is not available here
     for name, module in model.named_modules():
         if isinstance(module, (Observer, ObservedLeaf, QModule, *STANDALONE)):

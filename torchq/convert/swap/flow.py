@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchq.config import Overrides, QConfig, resolve
-from torchq.convert.explain import Row, check_strict
+from torchq.convert.explain import Row, check_patterns, check_strict
 from torchq.convert.inputs import (
     Inputs,
     batches,
@@ -100,10 +100,11 @@ def prepare_settled(
     if split is not model and comparison.agrees(split):
         model = split
     plan = Plan(model, record(model, args, kwargs), config, overrides, prefix)
+    rows = report_rows(model, plan)
     if check and not prefix:
-        plan.check_patterns()
+        check_patterns(model, rows, overrides)
     prepared = _assembled(model, plan, comparison)
-    prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
+    prepared.torchq_report = rows  # type: ignore[assignment]
     return prepared
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchq.affine import reduction
-from torchq.config import Overrides, QConfig, resolve, unmatched_patterns
+from torchq.config import Overrides, QConfig, resolve
 from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, NO_DYNAMIC_FORM
 from torchq.convert.self_contained import RECURRENT, observed
 from torchq.convert.swap.calls import Recording
@@ -59,17 +59,6 @@ class Plan:
     def config(self, name: str) -> QConfig | None:
         """Returns how to quantize a module; None keeps it float."""
         return resolve(self._overrides, f"{self.prefix}{name}", self._config)
-
-    def check_patterns(self) -> None:
-        """Raises ValueError for an override that matches no module."""
-        names = [name for name, _ in self._model.named_modules()]
-        names += [f"{name}.dst" for name in names]
-        unmatched = unmatched_patterns(self._overrides, names)
-        if unmatched:
-            raise ValueError(
-                f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
-                f"The quantizable modules are {sorted(self.reasons)}."
-            )
 
     def leave_float(self, names: Iterable[str]) -> None:
         """Keeps leaves float for whose sake the model's code would do something else."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchq.convert.explain import NOT_CALLED, Row
+from torchq.convert.explain import NOT_CALLED, READ, Row
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.self_contained import RECURRENT
 from torchq.convert.swap.planning import Plan
@@ -41,5 +41,5 @@ def _without_layer(name: str, module: nn.Module, plan: Plan) -> str:
     if plan.recording.calls[name]:
         return "the model's own code calls it, which gets and gives float32"
     if name in plan.recording.read:
-        return "its parameters are used outside of it, and it is not called"
+        return READ
     return NOT_CALLED

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
+from torchq.convert.fake import is_fake
 from torchq.convert.inputs import working_copy
 from torchq.convert.module_kinds import QUANTIZABLE, is_patched
 from torchq.convert.self_contained import RECURRENT
@@ -18,6 +19,8 @@ from torchq.nn.multihead import SplitMultiheadAttention
 
 def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
     """Returns the model with parametrized layers replaced by plain ones of the same weights.
+
+    Those with fake-quantized weights stay: the graph takes their scales.
 
     Args:
         model: changed in its places, and returned, unless it is such a layer itself.
@@ -29,6 +32,7 @@ def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
         if name not in besides
         and isinstance(module, (*QUANTIZABLE, *RECURRENT))
         and parametrize.is_parametrized(module)
+        and not any(map(is_fake, module.modules()))
     }
     return copy.deepcopy(model, memo) if memo else model
 

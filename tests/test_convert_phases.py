@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fourier features: a matmul stays float where sine and cosine take many periods of it."""
+"""Fourier features and rotary embeddings: what sine and cosine read where 8 bits are too coarse."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Encoded(nn.Module):
         return self.fc(self.features(self, x))
 
 
-def decibels(model: nn.Module, quantized: nn.Module, x: Tensor) -> float:
-    want = model(x).detach()
-    noise = (quantized(x) - want).square().sum()
+def decibels(model: nn.Module, quantized: nn.Module, *inputs: Tensor) -> float:
+    want = model(*inputs).detach()
+    noise = (quantized(*inputs) - want).square().sum()
     return float(10 * torch.log10(want.square().sum() / noise))
 
 
@@ -71,3 +71,47 @@ def test_a_sine_behind_a_layer_is_its_table() -> None:
     quantized = torchq.quantize(model.eval(), data)
     assert all(row.quantized for row in torchq.explain(quantized).rows)
     assert decibels(model, quantized, data[1]) > 25
+
+
+class Rotary(nn.Module):
+    """Queries and keys turned by their positions: of all tokens, or as an argument gives them."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__()
+        self.qk, self.out, self.spelling = nn.Linear(32, 64), nn.Linear(8, 8), spelling
+        self.register_buffer("frequencies", 10000 ** (-torch.arange(4) / 4))
+
+    def angles(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        steps = torch.arange(x.shape[1]) if positions is None else positions
+        if self.spelling == "outer":
+            angles = torch.outer(steps.float(), self.frequencies)
+        elif self.spelling == "einsum":
+            angles = torch.einsum("i,j->ij", steps.to(self.frequencies.dtype), self.frequencies)
+        else:
+            angles = (self.frequencies[None, :, None] @ steps[..., None, :].float()).mT
+        return torch.cat((angles, angles), -1)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        angles = self.angles(x, positions)
+        cos, sin = angles.cos(), angles.sin()
+        q, k = self.qk(x).unflatten(-1, (2, 4, 8)).permute(2, 0, 3, 1, 4)
+
+        def turned(y: Tensor) -> Tensor:
+            first, second = y.chunk(2, -1)
+            return y * cos + torch.cat((-second, first), -1) * sin
+
+        return self.out(turned(q)) + turned(k)
+
+
+@pytest.mark.parametrize("spelling", ["outer", "einsum", "matmul", "positions"])
+@torch.no_grad()
+def test_rotary_embeddings_beyond_what_was_calibrated(spelling: str) -> None:
+    """What sizes and positions alone decide is never quantized: its range is not that of data."""
+    model = Rotary(spelling).eval()
+
+    def inputs(length: int) -> tuple[Tensor, ...]:
+        x = 2 * torch.randn(2, length, 32)
+        return (x, torch.arange(length)[None]) if spelling == "positions" else (x,)
+
+    quantized = torchq.quantize(model, [inputs(16) for _ in range(4)], strict=True)
+    assert decibels(model, quantized, *inputs(2048)) > 25

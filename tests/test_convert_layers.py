@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a traced graph fuses or keeps in int8 beside convolutions and linears."""
+"""What a graph fuses or keeps in int8 beside convolutions and linears."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from flows import names, sqnr
+from flows import graph_of, names, sqnr
 from models import Wired, conv, randomize
 from torch import Tensor, nn
 
 import torchq
+import torchq.eager
 import torchq.nn as tnn
 
 X = (2, 8, 9, 9)
@@ -71,7 +72,7 @@ def test_relu_of_a_sum_and_a_product() -> None:
         if combine is torch.mul:
             found = convert(model, bound=28)
             assert names(found).count("QLookup") == 0
-            assert next(m for m in found.modules() if isinstance(m, tnn.QMul)).relu
+            assert next(m for m in graph_of(found).modules() if isinstance(m, tnn.QMul)).relu
 
 
 # Slopes per channel
@@ -98,7 +99,7 @@ def test_an_empty_sequential_passes_on() -> None:
     )  # fmt: skip
     converted = convert(model)
     assert names(converted) == ["QConv2d"] * 3
-    assert "u8" in str(converted.b.post_ops)
+    assert "u8" in str(graph_of(converted).b.post_ops)
 
 
 def prelu(channels: int) -> nn.PReLU:
@@ -114,8 +115,8 @@ def test_slopes_per_channel_are_a_post_op() -> None:
     )  # fmt: skip
     found = convert(model, bound=30)
     assert "PReLU" not in names(found)
-    assert found.a.post_ops == "prelu:2" and found.b.post_ops.startswith("sum:")
-    assert found.b.post_ops.endswith("+prelu:2")
+    assert graph_of(found).a.post_ops == "prelu:2" and graph_of(found).b.post_ops.startswith("sum:")
+    assert graph_of(found).b.post_ops.endswith("+prelu:2")
     found = convert(nn.Sequential(nn.Linear(8, 8), prelu(8), nn.Linear(8, 4)), 5, 8)
     assert names(found) == ["QLinear", "QLinear"]
 
@@ -148,12 +149,12 @@ def test_bilinear(resize: Any, dtype: torch.dtype) -> None:
     model = Wired(lambda m, x: m.b(resize(m.a(x), x)), a=conv(stride=2), b=conv())
     x = torch.randn(X)
     config = torchq.QConfig(activation_dtype=dtype)
-    found = torchq.quantize(model.eval(), [x], x, config)
+    found = graph_of(torchq.quantize(model.eval(), [x], x, config))
     assert names(found) == ["QConv2d", "QResample", "QConv2d"]
     src = found.a(x)
     scale, zero = found.a.dst_scale, found.a.dst_zero_point
     want = resize(scale.double() * (src.double() - zero), x) / scale.double() + zero
-    resample = next(m for m in found.modules() if isinstance(m, tnn.QResample))
+    resample = next(m for m in graph_of(found).modules() if isinstance(m, tnn.QResample))
     got: list[Tensor] = []
     resample.register_forward_hook(lambda m, args, result: got.append(result))
     found(x)
@@ -177,7 +178,7 @@ def test_upsample_modules_in_other_dims() -> None:
     [
         (nn.UpsamplingBilinear2d(scale_factor=2), "align_corners=True has no int8 form"),
         (nn.Upsample(scale_factor=1.5, mode="bilinear"), "only by whole numbers"),
-        (nn.Upsample(scale_factor=2, mode="bicubic"), "mode 'bicubic' has no int8 form"),
+        (nn.Upsample(scale_factor=2, mode="bicubic"), "upsample_bicubic2d has no int8 form"),
     ],
 )
 def test_other_interpolations_stay_float(up: nn.Module, reason: str) -> None:
@@ -193,7 +194,7 @@ def test_nearest(dtype: torch.dtype) -> None:
         model = Wired(lambda m, x, way=way: m.b(way(m.a(x))), a=conv(), b=conv()).eval()
         x = torch.randn(X)
         found = torchq.quantize(model, [x], x, torchq.QConfig(activation_dtype=dtype))
-        assert found.a.dst_dtype == dtype
+        assert graph_of(found).a.dst_dtype == dtype
         with torch.no_grad():
             assert sqnr(model(x), found(x)) > 30
         for deployed in (torch.jit.script(found), torch.jit.trace(found, x)):
@@ -218,28 +219,26 @@ def test_what_is_written_in_place_is_the_result_of_writing() -> None:
     assert names(found).count("QConv2d") == 3
 
 
-def test_views_see_what_is_written_to_their_tensor() -> None:
-    """An alias from before the write: right, though float, or refused."""
+# Sizes as arguments
 
-    def forward(m: Any, x: Tensor) -> Tensor:
-        y = m.a(x)
-        view = y[:, :4]
-        y.mul_(3)
-        return m.b(torch.cat([view, view], 1))
+SIZED: dict[str, Any] = {
+    "avg_pool2d": lambda y: F.avg_pool2d(y, y.size()[2:]),
+    "max_pool2d": lambda y: F.max_pool2d(y, y.shape[-2:]),
+    "two sizes": lambda y: F.avg_pool2d(y, (y.size(2), y.size(3))),
+    "irfft2": lambda y: torch.fft.irfft2(torch.fft.rfft2(y), s=y.shape[-2:]),
+    "reshape": lambda y: y.view(y.size(0), y.size(1), -1).mean(-1)[:, :, None, None],
+}
 
-    convert(Wired(forward, a=conv(), b=conv()), bound=30)
 
-    def assigns(m: Any, x: Tensor) -> Tensor:
-        y = m.a(x)
-        view = y[:, :4]
-        view[:, 0] = 9.0
-        return m.b(y)
-
-    model, x = Wired(assigns, a=conv(), b=conv()).eval(), torch.randn(X)
-    with pytest.warns(UserWarning, match="its graph computes something else than the model"):
-        found = torchq.quantize(model, [x], x)
+@pytest.mark.filterwarnings("ignore:torchq. this call")
+@pytest.mark.parametrize("name", SIZED)
+def test_sizes_of_other_images(name: str) -> None:
+    """Global pools and transforms, as old networks spell them; some make guards on sizes."""
+    model = Wired(lambda m, x: m.b(SIZED[name](m.a(x))), a=conv(), b=conv(k=1))
+    converted = convert(model, bound=25)
     with torch.no_grad():
-        assert sqnr(model(x), found(x)) > 25
+        for shape in ((1, 8, 20, 18), (3, 8, 7, 32)):
+            assert sqnr(model(x := torch.randn(shape)), converted(x)) > 20
 
 
 # Padding that is not zeros, and names of overrides
@@ -253,15 +252,15 @@ def test_padding_moves_values(mode: str, dims: int) -> None:
     model = nn.Sequential(cls(4, 8, 3), cls(8, 8, 3, padding=1, padding_mode=mode), nn.ReLU())
     found = convert(model, 2, 4, *[7] * dims, bound=26)
     assert names(found) == [f"QConv{dims}d"] * 2
-    layers = [m for m in found.modules() if isinstance(m, tnn.QModule)]
+    layers = [m for m in graph_of(found).modules() if isinstance(m, tnn.QModule)]
     assert layers[0].dst_dtype == torch.uint8 and layers[1].post_ops == "eltwise_relu"
 
 
 ZEROS: dict[str, tuple[nn.Module, nn.Module, tuple[int, ...], list[str]]] = {
-    "all": (nn.Identity(), nn.ZeroPad2d((1, 0, 2, 1)), X, ["Quantize", "QConv2d"]),
+    "all": (nn.Identity(), nn.ZeroPad2d((1, 0, 2, 1)), X, ["QConv2d"]),
     "cropped": (conv(), nn.ZeroPad2d((-1, 0, 0, 0)), X, ["QConv2d", "QPad", "QConv2d"]),
-    "width": (nn.Identity(), nn.ZeroPad1d(2), X, ["Quantize", "QConv2d"]),
-    "images": (nn.Identity(), nn.ZeroPad2d(1), (2, 8, 5, 5, 5), ["Quantize", "QConv3d"]),
+    "width": (nn.Identity(), nn.ZeroPad1d(2), X, ["QConv2d"]),
+    "images": (nn.Identity(), nn.ZeroPad2d(1), (2, 8, 5, 5, 5), ["QConv3d"]),
 }
 
 
@@ -288,8 +287,8 @@ def test_padding_modules() -> None:
     pads = nn.ReflectionPad2d(2), nn.ReplicationPad2d(1), nn.CircularPad2d((1, 0, 2, 0))
     for pad in pads:
         found = convert(nn.Sequential(conv(), pad, conv(padding=0)))
-        assert names(found) == ["QConv2d", type(pad).__name__, "QConv2d"]
-        assert found.get_submodule("0").dst_dtype == torch.uint8
+        assert names(found) == ["QConv2d", "QConv2d"]
+        assert graph_of(found).get_submodule("0").dst_dtype == torch.uint8
 
 
 def test_overrides_of_a_module_hold_for_what_it_computes() -> None:
@@ -297,14 +296,14 @@ def test_overrides_of_a_module_hold_for_what_it_computes() -> None:
     attention = nn.MultiheadAttention(8, 2)
     model = Wired(lambda m, x: m.b(m.a(x, x, x)[0]), a=attention, b=nn.Linear(8, 8)).eval()
     x = torch.randn(5, 2, 8)
-    for pattern, expected in (("a", 1), ("a.linear_1", 2), ("b", 2)):
+    for pattern, expected in (("a", 1), ("a.out_proj", 2), ("b", 2)):
         found = torchq.quantize(model, [x], x, overrides={pattern: None}, strict=True)
         rows = [row for row in torchq.explain(found).rows if row.is_matmul]
         assert (sum(row.quantized for row in rows), len(rows)) == (expected, 3)
-    bits = {"a": torchq.QConfig(weight_bits=7), "a.linear_1": torchq.QConfig()}
+    bits = {"a": torchq.QConfig(weight_bits=7), "a.out_proj": torchq.QConfig()}
     found = torchq.quantize(model, [x], x, overrides=bits)
-    assert found.get_submodule("a.linear").packed().unpack().abs().max() == 63
-    assert found.get_submodule("a.linear_1").packed().unpack().abs().max() == 127
+    assert graph_of(found).get_submodule("a.linear").packed().unpack().abs().max() == 63
+    assert graph_of(found).get_submodule("a.out_proj").packed().unpack().abs().max() == 127
 
 
 # Matrix products by other names, and loops
@@ -318,6 +317,8 @@ PRODUCTS: dict[str, Any] = {
     "addmm": lambda m, y: torch.addmm(m.w[0], y, m.w),
     "addmm_of_a_row": lambda m, y: torch.addmm(m.w[:1], y, m.w),
     "inner": lambda m, y: torch.inner(y, m.w),
+    "aten": lambda m, y: torch.ops.aten.linear(y, m.w),
+    "tensordot": lambda m, y: torch.tensordot(y, m.w, dims=([1], [1])),
     "einsum": lambda m, y: torch.einsum("bi,io->bo", y, m.w),
     "einsum_transposed": lambda m, y: torch.einsum("...i, oi -> ...o", y, m.w),
 }
@@ -335,11 +336,24 @@ def test_a_product_with_a_constant_counts_as_a_linear(name: str) -> None:
     assert "2 of 2 convolutions and linears run in int8" in str(torchq.explain(converted))
 
 
+def test_convolutions_by_other_names() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = torch.ops.aten.conv2d(x, m.w, None, [1, 1], [1, 1])
+        y = torch.convolution(y, m.w, m.b, [2, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        return torch.convolution(y, m.w, m.b, [2, 1], [1, 1], [1, 1], True, [1, 0], 1)
+
+    model = Wired(forward)
+    model.w, model.b = nn.Parameter(torch.randn(8, 8, 3, 3) / 8), nn.Parameter(torch.randn(8))
+    assert names(convert(model)) == ["QConv2d", "QConv2d", "QConvTranspose2d"]
+
+
 FLOAT_PRODUCTS: dict[str, tuple[Any, str]] = {
     "bilinear": (lambda m, y: F.bilinear(y, y, m.b), "its weight multiplies two tensors"),
     "addmm": (lambda m, y: torch.addmm(y, y, m.w), "its input is computed at run time"),
     "mm": (lambda m, y: torch.mm(m.w, y), ""),
-    "einsum": (lambda m, y: torch.einsum("bi,ib->bi", y, m.w), "an einsum that is no linear"),
+    "einsum": (lambda m, y: torch.einsum("bi,ib->bi", y, m.w), "an einsum that is no product"),
+    "multi_dot": (lambda m, y: torch.linalg.multi_dot((y, m.w, m.w)), "a product of several"),
+    "vector": (lambda m, y: F.linear(y, m.w[0]), "its weight is a vector"),
     "inner": (lambda m, y: torch.inner(y, y), "an inner product without a constant matrix"),
 }
 
@@ -354,7 +368,7 @@ def test_other_products_say_why_they_are_none(name: str) -> None:
     converted = torchq.quantize(model, [x], x)
     row = torchq.explain(converted).rows[-1]
     assert row.reason.startswith(reason) and (row.quantized or reason)
-    counted = "1 of 2" if name in ("bilinear", "addmm") else "1 of 1"
+    counted = "1 of 1" if name in ("mm", "einsum", "inner") else "1 of 2"
     assert f"{counted} convolutions and linears" in str(torchq.explain(converted))
     with torch.no_grad():
         assert sqnr(model(x), converted(x)) > 25
@@ -377,35 +391,10 @@ def test_calls_in_a_loop_are_one_line() -> None:
     named = [cell[0] for cell in cells]
     assert "sigmoid_3" in named and "sigmoid_1" not in named
     rows = torchq.explain(torchq.eager.quantize(model, [x], x)).rows
-    assert {row.name: row.calls for row in rows} == {"a": 3, "act": 3, "b": 1}
+    assert {row.name: row.calls for row in rows if row.is_matmul} == {"a": 3, "b": 1}
 
 
 # What counts
-
-
-class Steps(nn.Module):
-    """Dilations are numbers of numpy; ``flag`` is read as Python reads it."""
-
-    def __init__(self, reads: bool) -> None:
-        super().__init__()
-        self.reads, self.dilations = reads, np.array([1, 2], dtype=np.int32)
-        self.register_buffer("weight", torch.randn(4, 4, 3))
-        self.register_buffer("flag", torch.tensor(True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.reads and not self.flag:
-            return x
-        weight = self.get_buffer("weight")
-        return sum((F.conv1d(x, weight, dilation=d)[..., :8] for d in self.dilations), x[..., :8])
-
-
-@pytest.mark.parametrize("reads", [False, True])
-def test_a_module_that_is_not_traced_counts_with_its_products(reads: bool) -> None:
-    model = nn.Sequential(nn.Conv1d(4, 4, 1), Steps(reads), nn.Flatten(), nn.Linear(32, 4)).eval()
-    x = torch.randn(2, 4, 16)
-    text = str(torchq.explain(torchq.prepare(model, x)))
-    expected = "2 of 3" if reads else "4 of 4"
-    assert text.endswith(f"{expected} convolutions and linears run in int8"), text
 
 
 def test_what_is_not_called_does_not_count() -> None:
@@ -419,7 +408,7 @@ def test_what_is_not_called_does_not_count() -> None:
 @pytest.mark.parametrize("flow", [torchq, torchq.eager])
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.PReLU])
 def test_channels_of_rows_and_of_sequences(kind: Any, flow: Any) -> None:
-    """A linear layer that took over what has its channels in dim 1 is for rows."""
+    """What has its channels in dim 1 folds into a linear layer of rows only."""
     torch.manual_seed(0)
     part = kind(8)
     for value in part.state_dict().values():
@@ -429,34 +418,10 @@ def test_channels_of_rows_and_of_sequences(kind: Any, flow: Any) -> None:
     rows, sequences = torch.randn(4, 8), torch.randn(4, 8, 8)
     for x, other in ((rows, sequences), (sequences, rows)):
         converted = flow.quantize(model, [x, 2 * x, 3 * x], x)
-        with torch.no_grad():
-            assert torchq.sqnr(model(x), converted(x)) > 20
-            if flow is torchq.eager:  # its layers know of no other part
-                assert torchq.sqnr(model(other), converted(other)) > 15
-            elif x is rows:
-                scripted = torch.jit.script(converted)
-                assert torch.equal(scripted(x), converted(x))
-                for one in (converted, scripted):
-                    with pytest.raises((RuntimeError, torch.jit.Error), match="was 2, got 3"):
-                        one(other)
-
-
-def test_what_only_moves_is_compared_as_it_is() -> None:
-    """A layer reads the same values as int8, in which -0.777 is another number."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        moved = x.transpose(0, 1).contiguous().transpose(0, 1)
-        given = moved[:, :1] != -0.777
-        y: Tensor = m.a(moved) * given
-        return y
-
-    torch.manual_seed(0)
-    model, x = Wired(forward, a=nn.Linear(8, 8)).eval(), torch.randn(6, 8)
-    x[::2, 0] = -0.777
-    converted = torchq.quantize(model, [x])
-    assert isinstance(converted, torch.fx.GraphModule)
-    with torch.no_grad():
-        assert sqnr(model(x), converted(x)) > 25
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # the graph is for the rank of the example
+            for given in (x, other):
+                assert torchq.sqnr(model(given), converted(given)) > 20
 
 
 # Gates
@@ -506,8 +471,7 @@ def test_a_dynamic_product_with_a_constant(product: Any, tmp_path: Path) -> None
     x = torch.randn(5, 16)
     converted = torchq.quantize(model.eval(), None, x, torchq.QConfig(dynamic=True))
     assert names(converted) == ["DynamicQLinear"] * 2
-    rows = [row for row in torchq.explain(converted).rows if row.is_matmul]
-    assert len(rows) == 2 and all(row.quantized for row in rows)
+    assert sum(row.quantized and row.is_matmul for row in torchq.explain(converted).rows) == 2
     with torch.no_grad():
         for given in (x, 100 * torch.randn(3, 16)):
             assert sqnr(model(given), converted(given)) > 35

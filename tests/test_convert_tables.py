@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from flows import names, sqnr
+from flows import graph_of, names, sqnr
 from models import Wired, conv, randomize
-from test_fx_layers import X, convert
+from test_convert_layers import X, convert
 from torch import nn
 
 import torchq
@@ -32,7 +32,8 @@ def test_a_function_behind_a_matmul_is_its_table() -> None:
     assert rows["silu"].reason == "fused into a" and rows["hardswish"].reason == "fused into c"
     x = torch.randn(X)
     expected = found(x)
-    for layer in (found.a, found.c):
+    graph = graph_of(found)
+    for layer in (graph.a, graph.c):
         lookup, layer.lookup = layer.lookup, None
         layer.register_forward_hook(lambda module, args, dst, lookup=lookup: lookup(dst))
     assert torch.equal(found(x), expected)
@@ -51,7 +52,7 @@ def test_a_function_behind_a_matmul_is_its_table() -> None:
 def test_functions_that_stay_lookups(forward: Any) -> None:
     model = Wired(forward, a=conv(), b=conv(), c=conv(), p=nn.MaxPool2d(2))
     found = convert(model, bound=20)
-    assert all(getattr(module, "lookup", None) is None for module in found.modules())
+    assert all(getattr(module, "lookup", None) is None for module in graph_of(found).modules())
 
 
 # Ranges in front of functions
@@ -67,7 +68,7 @@ def test_a_range_before_a_function_is_chosen_by_its_results() -> None:
     x, lows = torch.randn(X), []
     for model in (alone, total, both):
         randomize(model).a.weight.data.mul_(8)
-        converted = torchq.quantize(model, [x], x)
+        converted = graph_of(torchq.quantize(model, [x], x))
         lows.append(-float(converted.a.dst_scale) * int(converted.a.dst_zero_point))
         assert float(model.a(x).min()) < -6
     assert -3.2 < lows[0] < -2.9
@@ -103,7 +104,7 @@ def test_means_have_parameters_of_their_own(mean: Any) -> None:
     """A mean of 81 values covers less than they do: on their levels it would lose 3 bits."""
     model = Wired(lambda m, x: m.fc(mean(m.conv(x))), conv=conv(), fc=nn.Linear(8, 5))
     converted = convert(model, bound=33)
-    _, pool, linear = converted.children()
+    _, pool, linear = graph_of(converted).children()
     assert "AvgPool2d" in type(pool).__name__ and isinstance(linear, tnn.QLinear)
     assert float(pool.dst_scale) * 5 < float(pool.src_scale)
     assert torch.equal(pool.dst_scale, linear.src_scale)
@@ -129,5 +130,5 @@ def test_means_that_nobody_reads_as_int8() -> None:
 def test_means_of_one_position_change_nothing() -> None:
     model = Wired(lambda m, x: m.b(F.adaptive_avg_pool2d(m.a(x), 1)), a=conv(), b=conv(k=1))
     converted = convert(model, 2, 8, 1, 1)
-    pool = converted.get_submodule("adaptive_avg_pool2d")
+    pool = graph_of(converted).get_submodule("adaptive_avg_pool2d")
     assert pool.scales is None and "dst_scale" not in pool.state_dict()

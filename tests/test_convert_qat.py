@@ -11,6 +11,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
+from flows import graph_of
 from models import Wired
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -56,9 +57,14 @@ def check(model: nn.Module, *inputs: Tensor, step: float, **kwargs: Any) -> nn.M
 
 def names(converted: nn.Module) -> list[str]:
     """Classes of the modules that the graph calls, in order."""
-    assert isinstance(converted, torch.fx.GraphModule)
-    calls = [n for n in converted.graph.nodes if n.op == "call_module"]
-    return [type(converted.get_submodule(n.target)).__name__ for n in calls]
+    graph = graph_of(converted)
+    calls = [n for n in graph.graph.nodes if n.op == "call_module"]
+    return [type(graph.get_submodule(n.target)).__name__ for n in calls]
+
+
+def found(converted: nn.Module, *classes: type[nn.Module]) -> list[Any]:
+    """Modules of these classes in the graph."""
+    return [m for m in graph_of(converted).modules() if isinstance(m, classes)]
 
 
 class Weighted(nn.Conv2d):
@@ -98,8 +104,7 @@ def test_scales_are_kept(
     model, x = models.randomize(network(first, second, third)), 2 * torch.randn(X)
     converted = check(model, x, step=float(third.output_scale), config=config)
     assert names(converted) == ["Quantize", "QConv2d", "QMaxPool2d", "QConv2d", "Dequantize"]
-    found = [m for m in converted.modules() if isinstance(m, tnn.QConv2d)]
-    for conv, dst in zip(found, (second, third), strict=True):
+    for conv, dst in zip(found(converted, tnn.QConv2d), (second, third), strict=True):
         torch.testing.assert_close(conv.dst_scale.double(), dst.output_scale, rtol=1e-6, atol=0)
 
 
@@ -109,7 +114,7 @@ def test_weight_scales_are_kept_through_batch_norm() -> None:
     conv, norm = model[1], model[2]
     nn.init.uniform_(norm.weight, -1.5, 1.5)  # also below zero
     converted = convert(model, torch.randn(X))
-    layer = next(m for m in converted.modules() if isinstance(m, tnn.QConv2d))
+    (layer,) = found(converted, tnn.QConv2d)[:1]
     factor = norm.weight / torch.sqrt(norm.running_var + norm.eps)
     steps = conv.fake(conv.weight) / conv.fake.output_scale.reshape(-1, 1, 1, 1)
     sign = factor.sign().reshape(-1, 1, 1, 1)
@@ -146,7 +151,7 @@ def test_integers_and_explicit_dequantization(signed: bool) -> None:
     x = torch.randn(X)
     converted = check(model, x, step=3 / 255)
     assert names(converted) == ["Quantize", "QConv2d", "Dequantize"]
-    assert abs(float(converted.get_submodule("conv.conv2d").src_scale) - 0.01) < 1e-6
+    assert abs(float(graph_of(converted).conv.src_scale) - 0.01) < 1e-6
 
 
 def test_a_layer_that_emits_integers() -> None:
@@ -158,8 +163,8 @@ def test_a_layer_that_emits_integers() -> None:
     x = torch.randn(X)
     converted = convert(model, x)
     assert names(converted) == ["Quantize", "QConv2d", "QConv2d"]
-    assert abs(float(converted.get_submodule("a.conv2d").dst_scale) - 0.01) < 1e-6
-    assert abs(float(converted.b.src_scale) - 0.02) < 1e-6
+    assert abs(float(graph_of(converted).a.dst_scale) - 0.01) < 1e-6
+    assert abs(float(graph_of(converted).b.src_scale) - 0.02) < 1e-6
     with torch.no_grad():
         torch.testing.assert_close(converted(x), model(x), rtol=0.05, atol=0.02)
 
@@ -184,7 +189,7 @@ def test_functions_of_torch() -> None:
     x = torch.randn(X)
     converted = check(Model(), x, step=0.06)
     assert names(converted) == ["Quantize", "QConv2d", "Dequantize"]
-    torch.testing.assert_close(converted.conv2d.weight_scale, scale)
+    torch.testing.assert_close(graph_of(converted).conv2d.weight_scale, scale)
 
 
 def test_parametrized_weight() -> None:
@@ -199,9 +204,7 @@ def test_parametrized_weight() -> None:
     converted = check(model, torch.randn(X), step=1 / 255)
     assert names(converted) == ["Quantize", "QConv2d", "Quantize", "QLinear", "Dequantize"]
     fake = linear.parametrizations.weight[0]
-    torch.testing.assert_close(
-        converted.get_submodule("linear.linear").weight_scale, fake.output_scale.float()
-    )
+    torch.testing.assert_close(graph_of(converted).linear.weight_scale, fake.output_scale.float())
 
 
 @pytest.mark.parametrize(
@@ -216,7 +219,7 @@ def test_means(pool: Any) -> None:
         )  # fmt: skip
         x = torch.randn(X)
         converted = check(model, x, step=1 / 255) if behind else convert(model, x)
-        (mean,) = (m for m in converted.modules() if "Pool" in type(m).__name__)
+        (mean,) = found(converted, tnn.QAdaptiveAvgPool2d, tnn.QAvgPool2d)
         scale = 0.5 / 255 if behind else 6 / 255
         torch.testing.assert_close(mean.dst_scale, torch.tensor([scale]))
 
@@ -313,13 +316,77 @@ def test_models_of_torch_ao(kind: str, tmp_path: Path) -> None:
     qat.apply(tq.disable_observer)
     with torch.no_grad():
         want = qat(x)
-    got, last = converted(x), [m for m in converted.modules() if isinstance(m, tnn.QLinear)][-1]
+    got, last = converted(x), found(converted, tnn.QLinear)[-1]
     # torch rounds before it adds the zero point, and sums in float32: a step now and then
     assert float(((got - want) / last.dst_scale).abs().max()) < 3.01
     rows = torchq.explain(converted).rows
     assert all(row.quantized for row in rows), [row for row in rows if not row.quantized]
     torchq.save(converted, tmp_path / "model")
     assert torch.equal(torchq.load(tmp_path / "model")(x), got)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("off", [False, True])
+def test_observers_of_torch_ao_pass_values_on(off: bool) -> None:
+    """Observers, and fake quantizers that are switched off, are no part of the graph."""
+    tq, x = torch.ao.quantization, torch.randn(X)
+    model = nn.Sequential(tq.QuantStub(), nn.Conv2d(8, 8, 3), nn.ReLU()).train()
+    model.qconfig = tq.get_default_qat_qconfig("x86") if off else tq.get_default_qconfig("x86")
+    watched = tq.prepare_qat(model) if off else tq.prepare(model.eval())
+    watched(x)
+    watched.apply(tq.disable_fake_quant).eval()
+    converted = torchq.quantize(watched, [x], strict=True)
+    kinds = {type(m).__module__ for m in graph_of(converted).modules()}
+    assert not any("torch.ao" in kind for kind in kinds)
+    with torch.no_grad():
+        assert torchq.sqnr(watched(x), converted(x)) > 35
+
+
+def torchao_qat(activation: bool, dtype: torch.dtype, granularity: Any, symmetric: bool) -> Any:
+    ao = pytest.importorskip("torchao.quantization")
+    qat = pytest.importorskip("torchao.quantization.qat")
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).train()
+    tokens = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+    options = {"group_size": 8} if granularity == "per_group" else {"granularity": granularity}
+    weights = qat.IntxFakeQuantizeConfig(dtype, is_symmetric=symmetric, **options)
+    config = qat.QATConfig(
+        activation_config=tokens if activation else None, weight_config=weights, step="prepare"
+    )
+    ao.quantize_(model, config)
+    with torch.no_grad():
+        model[0].weight[0, 0] = -3.0  # the lowest level, which amax / 127 would miss
+    return model.eval()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("activation", [True, False], ids=["tokens", "weights"])
+@pytest.mark.parametrize(
+    ("granularity", "dtype", "symmetric"),
+    [
+        ("per_channel", torch.int8, True),
+        ("per_channel", torch.int8, False),
+        ("per_channel", torch.int4, True),
+        ("per_group", torch.int4, True),
+    ],
+)
+def test_models_of_torchao(
+    activation: bool, granularity: str, dtype: torch.dtype, symmetric: bool
+) -> None:
+    """Tokens make dynamic layers; the weights of a channel keep their scale."""
+    model = torchao_qat(activation, dtype, granularity, symmetric)
+    data = [torch.randn(4, 32) for _ in range(3)]
+    converted = torchq.quantize(model, data, strict=True)
+    kinds = names(converted)
+    assert "IntxFakeQuantizer" not in kinds and "FakeQuantize" not in kinds
+    layers = found(converted, tnn.DynamicQLinear if activation else tnn.QLinear)
+    assert len(layers) == 2
+    if granularity == "per_channel" and symmetric:
+        model(data[0])
+        scale = model[0].weight_fake_quantizer.scale.flatten()
+        torch.testing.assert_close(layers[0].weight_scale, scale)
+    with torch.no_grad():
+        for x in (*data, data[0][:1]):
+            assert torchq.sqnr(model(x), converted(x)) > 35
 
 
 # What cannot be taken
@@ -336,8 +403,8 @@ def test_reasons() -> None:
     assert "it has a scale per channel" in rows["a"].reason and not rows["a"].quantized
     assert "must contain zero" in rows["b"].reason
     assert rows["conv"].quantized
-    fine = FakeQuantize.from_affine(1e-3, 0, 0, 65535)
-    reason = torchq.explain(torchq.prepare(nn.Sequential(fine).eval(), x)).rows[0].reason
+    fine = nn.Sequential(FakeQuantize.from_affine(1e-3, 0, 0, 65535), nn.Conv2d(8, 4, 3)).eval()
+    reason = torchq.explain(torchq.prepare(fine, x)).rows[0].reason
     assert reason == "it has 65536 levels, and int8 has 256"
 
 
@@ -351,7 +418,7 @@ def test_weight_with_a_zero_point() -> None:
     converted = convert(model, x)
     rows = {row.name: row for row in torchq.explain(converted).rows}
     assert "has a zero point that int8 cannot do without: it is quantized anew" in (
-        rows["conv.conv2d"].reason
+        rows["conv"].reason
     )
     with torch.no_grad():
         torch.testing.assert_close(converted(x), model(x), rtol=0.05, atol=0.05)
@@ -359,14 +426,14 @@ def test_weight_with_a_zero_point() -> None:
 
 def test_what_is_not_fake_quantized_needs_data() -> None:
     model = nn.Sequential(u8(6, 128), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)).eval()
-    with pytest.raises(RuntimeError, match=r"'1.dst'.*Run torchq.calibrate"):
+    with pytest.raises(RuntimeError, match=r"torchq.calibrate more data"):
         convert(model, torch.randn(X))
 
 
 def test_float_layer_behind_a_fake_quantizer() -> None:
     """Rounding is not lost where nothing reads the value as int8."""
-    model = nn.Sequential(u8(6, 128), nn.Softmax(1)).eval()
+    model = nn.Sequential(u8(6, 128), nn.Softmax(1), u8(1), nn.Conv2d(8, 4, 1)).eval()
     x = torch.randn(X)
     converted = convert(model, x)
     assert names(converted)[:2] == ["Quantize", "Dequantize"]
-    torch.testing.assert_close(converted(x), model(x))
+    torch.testing.assert_close(converted(x), model(x), rtol=0.02, atol=5e-3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.einsum in traced models: as a matrix product where it is one."""
+"""torch.einsum: a matrix product where it is one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchq.fx.tracing.capture import capture
+from torchq.convert.aten import plain_graph
+from torchq.convert.capture import export
 
 PRODUCTS = {
     "bhid,bhjd->bhij": ((2, 3, 4, 5), (2, 3, 6, 5)),
@@ -57,7 +58,7 @@ def test_einsum(equation: str, constant: str) -> None:
         model, inputs = Einsum(equation, x, True), (y,)
     if constant == "second":
         model, inputs = Einsum(equation, y, False), (x,)
-    captured = capture(model, inputs, {})
+    captured = plain_graph(export(model.eval(), inputs, {}), model)
     targets = {node.target for node in captured.graph.nodes}
     assert (torch.matmul in targets) == (equation in PRODUCTS)
     assert (torch.einsum in targets) == (equation in OTHERS)

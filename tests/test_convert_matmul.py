@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products of activations and attention in a traced graph."""
+"""Matrix products of activations, and attention of torch's modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from flows import names, sqnr, tensors
+from flows import graph_of, names, sqnr, tensors
 from models import Wired
 from torch import Tensor, nn
 
@@ -23,7 +23,6 @@ TOKENS = (3, 7, 32)
 def convert(model: nn.Module, *inputs: Tensor, bound: float = 30) -> nn.Module:
     """Its result is near the float one's, for other batches too."""
     converted = torchq.quantize(model.eval(), [inputs], inputs, strict=True)
-    assert isinstance(converted, torch.fx.GraphModule)
     with torch.no_grad():
         for given in (inputs, [x[:2] for x in inputs]):
             want, got = tensors(model(*given)), tensors(converted(*given))
@@ -64,7 +63,7 @@ def test_products_are_int8(spelling: str) -> None:
         return
     found = [name for name in names(converted) if name != "Quantize"]  # behind softmax
     assert found == ["QLinear", "QMatMul", "QMatMul", "QLinear"]
-    first, second = (m for m in converted.modules() if isinstance(m, tnn.QMatMul))
+    first, second = (m for m in graph_of(converted).modules() if isinstance(m, tnn.QMatMul))
     assert first.dst_dtype == torch.float32 and second.dst_dtype == torch.uint8
     assert "too coarse" in reasons(converted)["softmax"]
 
@@ -78,7 +77,7 @@ def test_product_with_relu_and_constants() -> None:
     model = Wired(forward, a=nn.Linear(32, 32), b=nn.Linear(16, 4), p=params)
     converted = convert(model, torch.randn(TOKENS))
     assert names(converted) == ["QLinear", "QMatMul", "QLinear", "QLinear"]
-    product = next(m for m in converted.modules() if isinstance(m, tnn.QMatMul))
+    product = next(m for m in graph_of(converted).modules() if isinstance(m, tnn.QMatMul))
     assert product.post_ops == "eltwise_linear:0.5:1+eltwise_relu"
 
 
@@ -89,7 +88,14 @@ def test_addmm_is_a_linear() -> None:
                   p=params, a=nn.Linear(16, 4))  # fmt: skip
     converted = convert(model, torch.randn(TOKENS))
     assert names(converted) == ["Quantize", "QLinear", "QLinear"]
-    torch.testing.assert_close(converted.addmm.bias, params["b"].data)
+    torch.testing.assert_close(graph_of(converted).addmm.bias, params["b"].data)
+
+
+def test_a_product_that_is_added_to() -> None:
+    model = Wired(lambda m, x: torch.baddbmm(m.p["c"], m.a(x), m.a(x).mT), a=nn.Linear(32, 32),
+                  p=nn.ParameterDict({"c": torch.randn(7, 7)}))  # fmt: skip
+    converted = convert(model, torch.randn(TOKENS))
+    assert names(converted) == ["Quantize", "QLinear", "QLinear", "QMatMul"]
 
 
 def test_what_is_no_product_of_matrices() -> None:
@@ -117,25 +123,31 @@ def test_transformers(make: Any) -> None:
 def test_decoder() -> None:
     model = nn.TransformerDecoderLayer(32, 4, 64, batch_first=True)
     inputs = torch.randn(TOKENS), torch.randn(3, 5, 32)
-    assert names(convert(model, *inputs)).count("QLinear") == 8
+    assert names(convert(model, *inputs)).count("QLinear") == 7
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "batch_first": {"batch_first": True},
     "no_bias": {"bias": False},
+    "added_keys": {"add_bias_kv": True},
     "other_sizes": {"kdim": 32, "vdim": 32, "batch_first": True},
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("weights", [True, False])
-@pytest.mark.parametrize("masks", ["none", "causal", "bool", "padding", "both"])
-def test_multihead_attention(
-    options: dict[str, Any], weights: bool, masks: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("options", "weights", "masks"),
+    [
+        ("batch_first", True, "none"), ("batch_first", False, "both"),
+        ("batch_first", True, "both"), ("no_bias", True, "causal"), ("no_bias", False, "bool"),
+        ("added_keys", False, "none"), ("other_sizes", False, "none"),
+        ("other_sizes", True, "padding"),
+    ],
+)  # fmt: skip
+def test_multihead_attention(options: str, weights: bool, masks: str, tmp_path: Path) -> None:
     """Linears are int8; masks, with -inf in them, are added in float32."""
-    length = TOKENS[1 if options.get("batch_first") else 0]
-    padding = torch.zeros(TOKENS[0] if options.get("batch_first") else TOKENS[1], length).bool()
+    chosen = OPTIONS[options]
+    length = TOKENS[1 if chosen.get("batch_first") else 0]
+    padding = torch.zeros(TOKENS[0] if chosen.get("batch_first") else TOKENS[1], length).bool()
     padding[:, -1] = True
     given = {"attn_mask": torch.full((length, length), -math.inf).triu(1)}
     if masks == "bool":
@@ -148,8 +160,8 @@ def test_multihead_attention(
     def forward(m: Any, x: Tensor) -> Any:
         return m.a(x, x, x, need_weights=weights, **given)[: 2 if weights else 1]
 
-    model, x = Wired(forward, a=nn.MultiheadAttention(32, 4, **options)).eval(), torch.randn(TOKENS)
-    if options.get("kdim"):
+    model, x = Wired(forward, a=nn.MultiheadAttention(32, 4, **chosen)).eval(), torch.randn(TOKENS)
+    if chosen.get("kdim"):
         model.a._qkv_same_embed_dim = False
         for name in ("q", "k", "v"):
             setattr(model.a, f"{name}_proj_weight", nn.Parameter(torch.randn(32, 32) / 6))
@@ -164,23 +176,6 @@ def test_multihead_attention(
     assert all(map(torch.equal, tensors(again(x)), tensors(converted(x))))
 
 
-def test_attention_that_stays_whole() -> None:
-    """What its decomposition does not cover is torch's own, and says so."""
-    model = Wired(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(32, 4, add_bias_kv=True))
-    x = torch.randn(TOKENS)
-    converted = torchq.quantize(model.eval(), [x], x)
-    with torch.no_grad():
-        torch.testing.assert_close(converted(x), model(x))
-    assert "add_bias_kv" in reasons(converted)["a.multi_head_attention_forward"]
-
-
-def test_attention_without_a_batch_is_a_linear_that_stays_float() -> None:
-    model = Wired(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(32, 4)).eval()
-    x = torch.randn(7, 32)
-    with pytest.raises(RuntimeError, match=r"strict=True, but 1 .* has no batch dimension"):
-        torchq.quantize(model, [x], x, strict=True)
-
-
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_attention_of_no_batch_at_all(batch_first: bool) -> None:
     attention = nn.MultiheadAttention(32, 4, batch_first=batch_first)
@@ -188,11 +183,3 @@ def test_attention_of_no_batch_at_all(batch_first: bool) -> None:
     converted = torchq.quantize(model, [torch.randn(TOKENS)])
     empty = (0, 5, 32) if batch_first else (5, 0, 32)
     assert converted(torch.zeros(empty)).shape == empty
-
-
-def test_fast_paths_are_as_before() -> None:
-    for before in (True, False):
-        torch.backends.mha.set_fastpath_enabled(before)
-        torchq.prepare(nn.Linear(4, 4).eval(), torch.randn(2, 4))
-        assert torch.backends.mha.get_fastpath_enabled() is before
-    torch.backends.mha.set_fastpath_enabled(True)

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from flows import sqnr
+from flows import graph_of, names, sqnr
 from models import Wired, randomize
 from torch import Tensor, nn
 
@@ -19,7 +17,7 @@ X = (2, 8, 9, 9)
 
 
 def concatenations(converted: nn.Module) -> list[tnn.QCat]:
-    return [module for module in converted.modules() if isinstance(module, tnn.QCat)]
+    return [module for module in graph_of(converted).modules() if isinstance(module, tnn.QCat)]
 
 
 def shares(cat: tnn.QCat) -> bool:
@@ -45,11 +43,11 @@ class Dense(nn.Module):
 def test_a_chain_shares_and_loses_nothing_on_its_way() -> None:
     """The concatenated values are those of the first, bit for bit."""
     x = torch.randn(4, *X[1:])
-    converted: Any = torchq.quantize(randomize(Dense(12)), [x], x)
+    converted = torchq.quantize(randomize(Dense(12)), [x], x)
     cats = concatenations(converted)
     assert len(cats) == 12 and all(map(shares, cats))
     results: list[Tensor] = []
-    for module in (converted.first, cats[-1]):
+    for module in (graph_of(converted).first, cats[-1]):
         module.register_forward_hook(lambda m, args, dst: results.append(dst))
     converted(x)
     assert torch.equal(results[0], results[1][:, :8])
@@ -90,11 +88,13 @@ def test_a_source_is_not_clipped() -> None:
 
 
 def test_fake_quantizers_keep_their_scale() -> None:
-    fake = torchq.FakeQuantize(-4.0, 127 / 32)
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.fake_quantize_per_tensor_affine(m.a(x), 1 / 32, 128, 0, 255)
+        return m.c(y), m.d(torch.cat([y, m.b(x)], 1))
+
     model = Wired(
-        lambda m, x: (m.c(y := m.fake(m.a(x))), m.d(torch.cat([y, m.b(x)], 1))),
+        forward,
         a=nn.Conv2d(8, 8, 1), b=nn.Conv2d(8, 8, 1), c=nn.Conv2d(8, 8, 1), d=nn.Conv2d(16, 8, 1),
-        fake=fake,
     )  # fmt: skip
     x = torch.randn(4, *X[1:])
     (cat,) = concatenations(torchq.quantize(randomize(model), [x], x))
@@ -102,15 +102,16 @@ def test_fake_quantizers_keep_their_scale() -> None:
     assert float(cat.scales[2]) != 1 / 32
 
 
-@pytest.mark.parametrize("kind", [tuple, list])
-def test_what_passes_several_values_on(kind: type) -> None:
-    """An nn.Identity in the place of a neck gets all levels, and returns them."""
+def test_expanded_sources() -> None:
+    """A class token and a global context, repeated for a batch and for every position."""
     model = Wired(
-        lambda m, x: (torch.cat(levels := m.neck(kind((m.a(x), m.b(x)))), 1), levels[1]),
-        a=nn.Conv2d(8, 2, 1), b=nn.Conv2d(8, 3, 1), neck=nn.Identity(),
+        lambda m, x: m.b(torch.cat([m.p["t"].expand(x.shape[0], -1, -1), y := m.a(x),
+                                    y.mean(1, True).expand_as(y)], 1)),
+        a=nn.Linear(8, 8), b=nn.Linear(8, 4), p=nn.ParameterDict({"t": torch.randn(1, 1, 8)}),
     )  # fmt: skip
-    x = torch.randn(4, *X[1:])
-    converted = torchq.quantize(randomize(model), [x], x)
-    assert all(isinstance(m, torchq.nn.QConv2d) for m in (converted.a, converted.b))
-    with torch.no_grad():
-        assert all(sqnr(a, b) > 30 for a, b in zip(model(x), converted(x), strict=True))
+    x = torch.randn(4, 6, 8)
+    converted = torchq.quantize(model.eval(), [x, 2 * x], strict=True)
+    assert names(converted).count("QCat") == 1
+    for given in (x[:1], torch.randn(3, 9, 8)):
+        with torch.no_grad():
+            assert sqnr(model(given), converted(given)) > 28

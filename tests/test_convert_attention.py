@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in a traced graph: one function, or spelled out; static and dynamic."""
+"""Attention of a model: one function, or spelled out; static and dynamic."""
 
 from __future__ import annotations
 
@@ -248,46 +248,6 @@ def test_what_is_no_attention(name: str) -> None:
         assert sqnr(model(x, mask), converted(x, mask)) > 25
 
 
-def test_masks_that_are_written_later() -> None:
-    """What a mask was when the model added it, not what it is when the result is needed."""
-
-    def weigh(m: Any, q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-        hidden = mask < -1
-        scores = (q @ k.mT).masked_fill(hidden, -1e9)
-        hidden.fill_(True)
-        weights = scores.softmax(-1)
-        return weights + hidden.float().mean() - 1
-
-    model, x, mask = Spelled(weigh).eval(), torch.randn(TOKENS), torch.randn(3, 1, 1, 7)
-    converted = torchq.quantize(model, [(x, mask)], (x, mask))
-    with torch.no_grad():
-        assert sqnr(model(x, mask), converted(x, mask)) > 30
-
-
-@pytest.mark.parametrize("before", [False, True], ids=["behind", "in_front"])
-def test_hooks_of_softmax_run(before: bool) -> None:
-    model, x = Spelled(lambda m, q, k, mask: m.norm(q @ k.mT)).eval(), torch.randn(TOKENS)
-    if before:
-        model.norm.register_forward_pre_hook(lambda module, args: (5 * args[0],))
-    else:
-        model.norm.register_forward_hook(lambda module, args, result: result / 4)
-    converted = torchq.quantize(model, [x], x)
-    with torch.no_grad():
-        assert sqnr(model(x), converted(x)) > 25
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_a_bool_mask_in_place_of_one_that_is_added(dynamic: bool) -> None:
-    """The model would add 1; the op would hide scores."""
-    x = torch.randn(TOKENS)
-    for weigh in (SPELLED["module"], SPELLED["two_biases"]):
-        model = Spelled(weigh).eval()
-        inputs = (x, torch.randn(3, 1, 1, 7))
-        converted = torchq.quantize(model, [inputs], inputs, torchq.QConfig(dynamic=dynamic))
-        with pytest.raises(TypeError, match=r"must be torch\.float32, .* got torch\.bool"):
-            converted(x, inputs[1] > 0)
-
-
 def test_masks_that_are_constants() -> None:
     """Minus infinity in one is what hides a score; other sums with it stay float."""
     hides = torch.full((7, 7), -math.inf).triu(1)
@@ -313,7 +273,6 @@ def test_scales_computed_from_sizes() -> None:
         longer = torch.randn(2, 19, 32)
         with torch.no_grad():
             assert sqnr(model(longer), converted(longer)) > 28
-            assert torch.equal(torch.jit.script(converted)(longer), converted(longer))
 
 
 def test_an_override_keeps_a_part_float() -> None:
