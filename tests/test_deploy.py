@@ -297,10 +297,9 @@ def test_compile_inductor(resnet: Built) -> None:
         assert torch.equal(compiled(x), expected)
 
 
-@pytest.mark.parametrize("name", ["resnet", "geometry"])
-def test_aot_inductor(name: str, tmp_path: Path) -> None:
+def test_aot_inductor(resnet: Built, tmp_path: Path) -> None:
     """Its programs call ops without Python, and hand them None where a list of tensors is empty."""
-    model, x, expected = build(name)
+    model, x, expected = resnet
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, about its own pytrees
         exported = torch.export.export(model, (x,))

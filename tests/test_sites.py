@@ -338,17 +338,18 @@ def test_modes_see_the_call():
     assert_same(traced(other), module(other))
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.pool = nn.MaxPool2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.a(x)) + self.b(x)
+        return self.pool(torch.cat([x, torch.sigmoid(x)], 1))
+
+
 def network() -> nn.Module:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
-            self.pool = nn.MaxPool2d(2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.relu(self.a(x)) + self.b(x)
-            return self.pool(torch.cat([x, torch.sigmoid(x)], 1))
-
     torch.manual_seed(1)
     return nn.Sequential(nn.Conv2d(3, 8, 3), Block(), nn.Conv2d(16, 4, 1)).eval()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flows import graph_of
 from torch import Tensor, nn
 
 import torchq
@@ -81,7 +82,7 @@ def test_no_headline_of_a_disturbed_run(
     qmodel = torchq.convert(prepared)
     spent = {id(model): cycle(DISTURBED if disturbed else (20.0,)), id(qmodel): cycle((4.0,))}
     for net in (model, qmodel):
-        first = next(net.children())
+        first = next(graph_of(net).children())
 
         def wait(module: nn.Module, args: object, key: int = id(net)) -> None:
             clock.now += next(spent[key]) / 1e3
