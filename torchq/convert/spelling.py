@@ -78,7 +78,8 @@ def _function_of(name: str) -> Callable[..., Any] | None:
 
 def _slice(args: tuple[Any, ...]) -> tuple[str, Any, Any, Any]:
     """``x[:, start:end]``, which is faster than the call."""
-    src, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    given = [*args, *(0, None, None, 1)[len(args) - 1 :]]
+    src, dim, start, end, step = given
     end = None if end == sys.maxsize else end
     if not isinstance(dim, int) or dim < 0:
         return "call_function", torch.ops.aten.slice, args, {}
