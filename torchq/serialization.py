@@ -136,7 +136,8 @@ def _loaded(
     if missing or unexpected:
         raise RuntimeError(
             f"torchq.load: {path} and the model must fit together, but the file lacks "
-            f"{missing[:5]} and has {unexpected[:5]} too many. Pass the architecture the file was saved from."
+            f"{missing[:5]} and has {unexpected[:5]} too many. Pass the architecture the file was "
+            "saved from."
         )
     share_weights(loaded)
     if report is not None:

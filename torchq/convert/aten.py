@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torchq.convert.capture import PREFIX, CaptureError, Exported
 from torchq.convert.einsum import as_product
 from torchq.convert.graph import Captured, Meta, remove_unused
+from torchq.convert.in_place import functional
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.names import is_reserved
 from torchq.convert.patterns import row_of
@@ -169,6 +170,8 @@ class _Plain:
     def _call(self, node: fx.Node) -> None:
         target: Any = node.target
         name = base_name(target)
+        in_place = name.endswith("_") and not name.endswith("__")
+        call = functional(target) if in_place else None
         args: Any = fx.node.map_aggregate(node.args, self._known)
         kwargs: Any = fx.node.map_aggregate(node.kwargs, self._known)
         if name in _REGIONS:
@@ -207,7 +210,7 @@ class _Plain:
             made = self._function(node, given, {}, _ATEN.batch_norm.default)
             self.env[node] = (made, None, None)
         else:
-            self.env[node] = self._function(node, args, kwargs)
+            self.env[node] = self._function(node, args, kwargs, call)
 
     def _known(self, value: Any) -> Any:
         return self.env[value] if isinstance(value, fx.Node) else value

@@ -25,6 +25,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from torchq.convert.fake_calls import FakeFunctions, as_fake_calls
+from torchq.convert.in_place import needs_functions
 from torchq.convert.model_state import changed, state_of, twin
 from torchq.convert.recurrent import as_one_call
 
@@ -105,14 +106,14 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if why := _why_not(module, args, kwargs) or _why_unknown("takes", (args, kwargs)):
         raise CaptureError(why)
     args, kwargs = _clean(tuple(args)), _clean(dict(kwargs))
-    module = _warm(module, args, kwargs)
+    module, fakes = _warm(module, args, kwargs)
     wider = _widened(module, args, kwargs)
     if wider is not None:
         try:
-            return _export(module, *wider)
+            return _export(module, *wider, fakes)
         except CaptureError:
             pass
-    return _export(module, args, kwargs)
+    return _export(module, args, kwargs, fakes)
 
 
 def _why_not(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -159,8 +160,10 @@ def _clean(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.detach().clone().contiguous(), value)
 
 
-def _warm(module: nn.Module, args: Any, kwargs: Any) -> nn.Module:
+def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
     """Returns the module, or a copy that keeps what its first call has worked out for the sizes.
+
+    The second result tells whether its code calls ``torch.fake_quantize_*``.
 
     Raises:
         CaptureError: each call changes what it keeps, the values of the first one decide, the code
@@ -168,7 +171,7 @@ def _warm(module: nn.Module, args: Any, kwargs: Any) -> nn.Module:
     """
     warm, again, given = twin(module), twin(module), copy.deepcopy((args, kwargs))
     before, (leaves, spec) = state_of(warm), pytree.tree_flatten(given)
-    with torch.no_grad():
+    with torch.no_grad(), FakeFunctions(replace=False) as functions:
         result = warm(*given[0], **given[1])
     now = pytree.tree_flatten(given)
     if now[1] != spec or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
@@ -177,7 +180,7 @@ def _warm(module: nn.Module, args: Any, kwargs: Any) -> nn.Module:
         raise CaptureError(why)
     first = state_of(warm)
     if not changed(before, first):
-        return module
+        return module, functions.seen
     with torch.no_grad(), contextlib.suppress(Exception):  # of values that the code refuses
         warm(*copy.deepcopy(args), **copy.deepcopy(kwargs))
         args, kwargs = pytree.tree_map_only(Tensor, _other_values, (args, kwargs))
@@ -186,7 +189,7 @@ def _warm(module: nn.Module, args: Any, kwargs: Any) -> nn.Module:
     for name, keys in found.items():
         where = f"'{name}.{keys[0]}'" if name else f"'{keys[0]}'"
         raise CaptureError(f"its code changes {where} in each call")
-    return warm
+    return warm, functions.seen
 
 
 def _other_values(tensor: Tensor) -> Tensor:
@@ -215,17 +218,17 @@ def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     return wide if any(t.dim() and t.shape[0] == 2 for t in found) else None
 
 
-def _export(module: nn.Module, args: Any, kwargs: Any) -> Exported:
+def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     adapter = _Adapter(as_fake_calls(as_one_call(twin(module))), leaves, spec).eval()
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     if not tensors:
         raise CaptureError("it takes no tensor")
     dims = (tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors),)
-    with _quiet(), torch.no_grad(), FakeFunctions():
+    with _quiet(), torch.no_grad(), FakeFunctions() if fakes else contextlib.nullcontext():
         try:
             program = torch.export.export(adapter, tensors, dynamic_shapes=dims, strict=False)
-            if _mutates(program):
+            if needs_functions(program):
                 program = program.run_decompositions({})
         except Exception as error:
             raise CaptureError(_first(error)) from error
@@ -263,16 +266,6 @@ def _first(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0] if lines else ''}"
     return f"torch.export does not capture it: {text[:300]}"
-
-
-def _mutates(program: ExportedProgram) -> bool:
-    """Returns whether an ATen call in the graph writes to its arguments."""
-    return any(
-        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        for module in program.graph_module.modules()
-        if isinstance(module, fx.GraphModule)
-        for node in module.graph.nodes
-    )
 
 
 def _arguments(program: ExportedProgram, positions: list[int], leaves: list[Any]) -> list[Argument]:
