@@ -3,7 +3,7 @@
 
 import copy
 import functools
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
 import numpy as np
