@@ -148,6 +148,8 @@ def test_the_torch_release_that_the_library_was_built_for(
     assert _library.built_for() == "unknown"
     (tmp_path / "built_for.txt").write_text("2.13.0+cpu\n")
     assert _library.built_for() == "2.13.0+cpu"
+
+
 COMPILER = """#!{python}
 # Logs its flags, and fails on what belongs to torch's part of the build.
 import fcntl, pathlib, sys, time

@@ -136,7 +136,8 @@ def row_of(model: nn.Module, name: str) -> Row:
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(
-    ("name", "flow"), [*((name, "graph") for name in CASES), ("tagger", "eager"), ("given", "eager")]
+    ("name", "flow"),
+    [*((name, "graph") for name in CASES), ("tagger", "eager"), ("given", "eager")],
 )
 def test_a_network_with_recurrent_modules(
     name: str, flow: str, dynamic: bool, tmp_path: Path

@@ -29,7 +29,16 @@ from torchq.nn.attached import graphs_of
 # Parts that have graphs, where torch.export does not capture the whole.
 PARTS = {"translation": ["body.encoder", "body.decoder.layers.0"], "attempts": []}
 # One of each kind of result, argument and layer; the others differ in nothing that is deployed.
-DEPLOYED = ("siamese", "functional", "bert", "text_cnn", "patches", "unet", "gpt", "tcn_weight_norm")
+DEPLOYED = (
+    "siamese",
+    "functional",
+    "bert",
+    "text_cnn",
+    "patches",
+    "unet",
+    "gpt",
+    "tcn_weight_norm",
+)
 
 
 def call(model: nn.Module, inputs: Any) -> list[Tensor]:
