@@ -27,11 +27,6 @@ CONFIGS = {
 }
 
 
-def graph_of(model: Any) -> Any:
-    """The graph of the whole, or the model where it is one itself."""
-    return dict(graphs_of(model)).get("", model)
-
-
 def tensors(result: Any) -> list[Tensor]:
     if isinstance(result, models.Output):
         result = [result.hidden, result.out]
@@ -82,6 +77,11 @@ def build(case: models.Case) -> tuple[nn.Module, list[Tensor]]:
     """A network with fixed weights, and batches for it."""
     make, shape, _, _ = case
     return models.randomize(make()), [torch.randn(shape) for _ in range(4)]
+
+
+def graph_of(model: Any) -> Any:
+    """The graph of the whole, or the model where it is one itself."""
+    return dict(graphs_of(model)).get("", model)
 
 
 def names(converted: nn.Module) -> list[str]:

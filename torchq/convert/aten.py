@@ -8,6 +8,8 @@ else ``torch.ops.aten``. Sizes are ``x.size(i)``. What only checks is dropped.
 from __future__ import annotations
 
 import functools
+import inspect
+import keyword
 import operator
 import re
 import sys
@@ -50,6 +52,7 @@ class _Plain:
         self.held: dict[str, fx.Node] = {}
         self.modules = dict(model.named_modules())
         self.entered: set[str] = {""}
+        self.names = _argument_names(exported, model)
 
     def run(self) -> Captured:
         inputs = iter(self.exported.tensors)
@@ -114,7 +117,7 @@ class _Plain:
         return None
 
     def _input(self, node: fx.Node, value: Tensor) -> fx.Node:
-        made = self.graph.placeholder(node.name)
+        made = self.graph.placeholder(self.names.pop(0))
         self.values[made] = value
         integral = value.dtype in _INTEGERS
         return self._noted(made, node, varying=True, static=False, positional=integral)
@@ -153,9 +156,10 @@ class _Plain:
 
     def _output(self, node: fx.Node) -> None:
         specs = self.program.graph_signature.output_specs
-        found = fx.map_arg(node.args[0], self.env.__getitem__)
+        found: Any = fx.map_arg(node.args[0], self.env.__getitem__)
         kept = [v for v, s in zip(found, specs, strict=True) if s.kind.name == "USER_OUTPUT"]
-        result, known = pytree.tree_unflatten(kept, self.program.call_spec.out_spec), []
+        result = pytree.tree_unflatten(kept, self.program.call_spec.out_spec)
+        known: list[fx.Node] = []
         fx.map_arg(result, known.append)
         if len(known) < sum(isinstance(value, fx.Node) for value in kept):
             result = tuple(kept)  # of a class that torch.fx does not look into
@@ -163,8 +167,10 @@ class _Plain:
         made.meta.update(scope="", varying=True, static=False, positional=False)
 
     def _call(self, node: fx.Node) -> None:
-        target, name = node.target, base_name(node.target)
-        args, kwargs = (fx.node.map_aggregate(a, self._known) for a in (node.args, node.kwargs))
+        target: Any = node.target
+        name = base_name(target)
+        args: Any = fx.node.map_aggregate(node.args, self._known)
+        kwargs: Any = fx.node.map_aggregate(node.kwargs, self._known)
         if name in _REGIONS:
             at = next(i for i, arg in enumerate(args) if isinstance(arg, fx.GraphModule))
             self.env[node] = self._region(args[at].graph, args[at], None, iter(args[at + 1 :]))
@@ -179,7 +185,8 @@ class _Plain:
         elif name == "fake_quantize" and target.namespace == "torchq_capture":
             self.env[node] = self._module(node, args[1], args[:1])
         elif name.startswith("fake_quantize_per_"):
-            call = getattr(getattr(torch.ops.aten, name), target._overloadname)
+            overload = getattr(target, "_overloadname", "default")
+            call = getattr(getattr(_ATEN, name), overload)
             self.env[node] = self._function(node, args, kwargs, call)
         elif name == "baddbmm" and not kwargs:
             product = self._function(node, args[1:], {}, _ATEN.bmm.default)
@@ -309,6 +316,23 @@ class _Plain:
         if names[-1] and next(leaf.children(), None) is None:
             return (names[-2] if len(names) > 1 else ""), names[-1], list(found)[-1]
         return names[-1], "", ""
+
+
+def _argument_names(exported: Exported, model: nn.Module) -> list[str]:
+    """Returns the names that the model's code has for its tensors, which scripts keep."""
+    leaves, _ = pytree.tree_flatten_with_path((exported.args, exported.kwargs))
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    positional = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    found: list[str] = []
+    for i, argument in enumerate(exported.arguments):
+        path: Any = leaves[argument.index][0]
+        source, first, *rest = path
+        names = dict(enumerate(positional)) if source.idx == 0 else {}
+        name = names.get(getattr(first, "idx", -1)) or str(getattr(first, "key", f"tensors_{i}"))
+        name = "_".join([name, *(str(getattr(k, "idx", getattr(k, "key", i))) for k in rest)])
+        fine = name.isidentifier() and name not in found and not keyword.iskeyword(name)
+        found.append(name if fine and name != "self" else f"tensors_{i}")
+    return found
 
 
 def _has(model: nn.Module, name: str) -> bool:

@@ -54,7 +54,10 @@ def direct_and_forward(
     given = ", ".join(arguments)
     head, colon, body = source.partition(":\n")
     of_body = body.splitlines(keepends=True)
-    checks = [f"        {line}" for line in of_body if line.lstrip().startswith(CHECK)]
+    last = max(
+        (i for i, line in enumerate(of_body, 1) if line.lstrip().startswith(CHECK)), default=0
+    )
+    checks = [f"        {line}" for line in of_body[:last]]  # and what renames arguments for them
     if checks:  # torch.jit.trace would take sizes for tensors
         checks.insert(0, "        if _torchq_torch._C._get_tracing_state() is None:\n")
     direct = "".join(line for line in of_body if not line.lstrip().startswith(CHECK))

@@ -16,7 +16,7 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
-from torch._C import _get_tracing_state, _set_tracing_state
+from torch._C import _get_tracing_state, _set_tracing_state  # type: ignore[attr-defined]
 from torch.compiler import is_compiling
 from torch.nn.modules import module as everywhere
 from torch.utils.hooks import RemovableHandle
@@ -37,6 +37,7 @@ class Dispatch(Attachment):
         name: qualified name of the module in the model.
         strict: raise where a call does not meet the guards.
         graph_calls, own_calls: how many calls took which way.
+        runs_both: run the own code, too, for observers of leaves that the graph does not call.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Dispatch(Attachment):
         self.module, self.graph, self.name, self.strict = module, graph, name, strict
         self.example = example
         self.graph_calls = self.own_calls = 0
-        self._warned = False
+        self.runs_both = self._warned = False
         self._seen = -1
         self._known = _hooks(module)
 
@@ -77,6 +78,8 @@ class Dispatch(Attachment):
             clean = RemovableHandle.next_id == self._seen or self._is_clean()
             if found is not None and clean and not self.module.training:
                 self.graph_calls += 1
+                if self.runs_both:
+                    own(self.module, *args, **kwargs)
                 run = getattr(self.graph, "_direct", self.graph)  # without its own checks
                 return restore(run(*found))
             reason = "" if self._warned and not self.strict else self._why(found, args, kwargs)
@@ -161,6 +164,7 @@ class Dispatch(Attachment):
         """Forgets the calls of calibration."""
         self.graph_calls = self.own_calls = 0
         self._warned, self.strict = False, self.strict or strict
+        self.runs_both = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process counts hooks anew."""

@@ -24,12 +24,12 @@ def _empty(src: Tensor, *args: Any) -> Tensor:
     return torch.empty_like(src)
 
 
-_library = torch.library.Library("torchq_capture", "FRAGMENT")
+_library = torch.library.Library("torchq_capture", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _define(name: str, schema: str) -> None:
-    _library.define(f"{name}({schema}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, _empty, "Meta")
+    _library.define(f"{name}({schema}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(name, _empty, "Meta")  # type: ignore[no-untyped-call]
 
 
 _define("fake_quantize", "Tensor src, str name")

@@ -58,7 +58,7 @@ class GraphCode(nn.Module):
         for i, (value, sizes) in enumerate(zip(tree_leaves(given), self._sizes, strict=False)):
             for d, size in sizes.items():
                 message = f"torchq: dim {d} of input {i} must be {size}: it was exported for that"
-                torch._check(value.shape[d] == size, lambda message=message: message)
+                torch._check(value.shape[d] == size, lambda message=message: message)  # type: ignore[no-untyped-call]
         return fx.Interpreter(self, graph=self._code).run(*given)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class GraphCode(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Makes the graph again."""
         nodes, codegen = state["_code"]
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._code = graph_of(nodes)
         self._code.set_codegen(codegen)
 

@@ -8,6 +8,7 @@ Everything behind the table (fusing, planning, lowering) sees that module only.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,9 +127,13 @@ def _elu(a: Arguments) -> Made | str:
     return unary(lambda a: nn.ELU(a.alpha))(a)
 
 
+def _pointwise(function: Callable[..., Any], a: Arguments) -> nn.Module:
+    return Pointwise(function)
+
+
 def _functions(*names: str) -> list[Row]:
     return [
-        _row(Role.UNARY, name, unary(lambda a, f=getattr(torch, name): Pointwise(f)))  # type: ignore[misc]
+        _row(Role.UNARY, name, unary(functools.partial(_pointwise, getattr(torch, name))))
         for name in names
     ]
 

@@ -14,8 +14,8 @@ from torchq.convert.self_contained import is_foreign
 
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
-_library = torch.library.Library("torchq_capture", "DEF")
-_library.define(
+_library = torch.library.Library("torchq_capture", "DEF")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
     "recurrent(Tensor[] srcs, str name, str kind, int hidden, int projected, int layers, "
     "int directions, bool batch_first) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),

@@ -69,14 +69,17 @@ def _function_of(name: str) -> Callable[..., Any] | None:
     """Returns the function of torch that TorchScript compiles to this ATen call."""
     for namespace in (torch, torch._C._nn):
         function = getattr(namespace, name, None)
-        if function is not None and _find_builtin(function) == f"aten::{name}":
+        if function is None:
+            continue
+        if _find_builtin(function) == f"aten::{name}":  # type: ignore[no-untyped-call]
             return function  # type: ignore[no-any-return]
     return None
 
 
-def _slice(args: Any) -> tuple[str, Any, Any, Any]:
+def _slice(args: tuple[Any, ...]) -> tuple[str, Any, Any, Any]:
     """``x[:, start:end]``, which is faster than the call."""
-    src, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    given = [*args, *(0, None, None, 1)[len(args) - 1 :]]
+    src, dim, start, end, step = given
     end = None if end == sys.maxsize else end
     if not isinstance(dim, int) or dim < 0:
         return "call_function", torch.ops.aten.slice, args, {}

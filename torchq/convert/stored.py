@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -28,6 +31,8 @@ def describe(dispatch: Dispatch) -> Tensor:
     """
     example = dispatch.example
     structure = example.structure
+    if structure is not None:
+        _register_tuples(structure.spec)
     fields = {
         "arguments": [[a.index, str(a.dtype), list(a.shape)] for a in example.arguments],
         "values": {name: _encode(value, example, name) for name, value in example.values.items()},
@@ -50,6 +55,7 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
     structure = None
     if fields["result"] is not None:
         try:
+            _register_imported(fields["result"])
             structure = Structure(pytree.treespec_loads(fields["result"]))
         except Exception as error:  # NotImplementedError and what else the registry raises
             raise ValueError(
@@ -58,6 +64,28 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
             ) from error
     example = Example(type(module), arguments, fields["guards"], values, structure)
     attach(Dispatch(module, graph, example, name, fields["strict"]))
+
+
+def _register_tuples(spec: pytree.TreeSpec) -> None:
+    """Gives the namedtuples of a result their names, without which torch does not write them."""
+    if spec.type is namedtuple:
+        _register(spec.context)
+    for child in spec.children():
+        _register_tuples(child)
+
+
+def _register_imported(text: str) -> None:
+    """Gives namedtuples of modules that are imported the names that a file has for them."""
+    for module, name in re.findall(r"namedtuple:([\w.]+):(\w+)", text):
+        cls = getattr(sys.modules.get(module), name, None)
+        if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
+            _register(cls)
+
+
+def _register(cls: type) -> None:
+    if cls not in pytree.SUPPORTED_SERIALIZED_TYPES:
+        name = f"namedtuple:{cls.__module__}:{cls.__qualname__}"
+        pytree._register_namedtuple(cls, serialized_type_name=name)
 
 
 def _encode(value: Any, example: Example, name: str) -> Any:

@@ -54,12 +54,13 @@ class QExperts(QModule):
     @classmethod
     def from_float(cls, module: Any, *, granularity: str, bits: int) -> QExperts:
         """Returns the experts of a module for which :func:`is_experts` holds."""
-        layers = []
+        layers: list[list[nn.Module]] = []
         for name in _names(module):
-            weight, bias = getattr(module, name), getattr(module, f"{name}_bias", None)
-            made = []
+            weight: Any = getattr(module, name)
+            bias: Any = getattr(module, f"{name}_bias", None)
+            made: list[nn.Module] = []
             for i in range(weight.shape[0]):
-                linear = nn.Linear(1, 1, device="meta")
+                linear: Any = nn.Linear(1, 1, device="meta")
                 own = weight[i].detach().t() if module.is_transposed else weight[i].detach()
                 linear.weight = nn.Parameter(own.contiguous(), False)
                 given = bias is not None and module.has_bias
@@ -87,7 +88,7 @@ class QExperts(QModule):
         """Runs the experts that rows ask for."""
         dst = torch.zeros_like(hidden_states)
         gate: Any = self._gate[0]
-        for expert in top_k_index.unique().tolist():
+        for expert in torch.unique(top_k_index).tolist():
             if not 0 <= expert < len(self.up):
                 continue
             rows, place = torch.where(top_k_index == expert)

@@ -110,7 +110,6 @@ def prepare_settled(
 
 def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Module:
     """Returns the prepared model; leaves that its code would notice stay float."""
-
     shared = {id(p): p for p in model.parameters()}
 
     def assemble(names: list[str], contiguous: bool) -> nn.Module:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from torchq.convert.explain import NOT_CALLED, READ, Row
@@ -10,6 +11,8 @@ from torchq.convert.module_kinds import MATMUL
 from torchq.convert.self_contained import RECURRENT
 from torchq.convert.swap.planning import Plan
 from torchq.nn.experts import is_experts
+
+_SCRIPTED = {cls.__name__ for cls in (*MATMUL, nn.LSTM, nn.GRU, nn.RNN)}
 
 
 def report_rows(model: nn.Module, plan: Plan) -> list[Row]:
@@ -26,14 +29,16 @@ def _row(name: str, module: nn.Module, plan: Plan) -> Row:
     reason = _without_layer(name, module, plan) if known is None else known
     calls = len(plan.recording.calls.get(name, ()))
     full, made = plan.full_name(name), plan.recording.leaves.get(name, module)
+    kind = getattr(module, "original_name", type(module).__name__)  # of TorchScript
     is_matmul = isinstance(made, (*MATMUL, *RECURRENT)) or is_experts(made)
+    is_matmul |= isinstance(module, torch.jit.ScriptModule) and kind in _SCRIPTED
     requested = plan.config(name) is None
-    return Row(
-        full, type(module).__name__, known == "", reason, full, is_matmul, requested, max(calls, 1)
-    )  # fmt: skip
+    return Row(full, kind, known == "", reason, full, is_matmul, requested, max(calls, 1))
 
 
 def _without_layer(name: str, module: nn.Module, plan: Plan) -> str:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "TorchScript compiled it: quantize first, then script the result"
     if name not in plan.recording.leaves:
         if isinstance(module, RECURRENT):
             return "it is a recurrent module with code of its own"
