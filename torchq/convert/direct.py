@@ -12,7 +12,7 @@ import functools
 import itertools
 import linecache
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -40,10 +40,7 @@ _numbers = itertools.count()
 
 
 def direct_and_forward(
-    source: str,
-    names: dict[str, Any],
-    modules: Collection[str],
-    arguments: Mapping[str, str | None],
+    source: str, names: dict[str, Any], modules: Collection[str], arguments: Collection[str]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns ``_direct``, and a ``forward`` that chooses: ``_plain`` is what torch.fx wrote.
 
@@ -51,14 +48,16 @@ def direct_and_forward(
         source: of ``forward``, as torch.fx writes it.
         names: what the source refers to.
         modules: full names of the submodules that it calls.
-        arguments: of ``forward``, with the dtypes of the example. A layer would take integers for
-            its quantized source, so that ``forward`` refuses them where it knows of float32.
+        arguments: of ``forward``, as they are written in a call.
     """
     names = {"torch": torch, **names, "_torchq_torch": torch}
     given = ", ".join(arguments)
     head, colon, body = source.partition(":\n")
     of_body = body.splitlines(keepends=True)
-    checks = [f"        {line}" for line in of_body if line.lstrip().startswith(CHECK)]
+    last = max(
+        (i for i, line in enumerate(of_body, 1) if line.lstrip().startswith(CHECK)), default=0
+    )
+    checks = [f"        {line}" for line in of_body[:last]]  # and what renames arguments for them
     if checks:  # torch.jit.trace would take sizes for tensors
         checks.insert(0, "        if _torchq_torch._C._get_tracing_state() is None:\n")
     direct = "".join(line for line in of_body if not line.lstrip().startswith(CHECK))

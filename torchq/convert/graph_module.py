@@ -35,8 +35,7 @@ class QuantizedGraph(fx.GraphModule):
         """As a GraphModule; in eager mode the code calls its modules faster."""
         code, cls = super().recompile(), type(self)
         called = {str(node.target) for node in self.graph.find_nodes(op="call_module")}
-        arguments = self.graph.find_nodes(op="placeholder")
-        given = {str(node.target): node.meta.get("dtype") for node in arguments}
+        given = [str(node.target) for node in self.graph.find_nodes(op="placeholder")]
         cls._plain = cls.forward  # type: ignore[attr-defined]
         direct, cls.forward = direct_and_forward(code.src, code.globals, called, given)
         cls._direct = direct  # type: ignore[attr-defined]

@@ -192,8 +192,6 @@ class Lowering:
             self.modules[copied.target] = value
         if node.op == "call_module":
             copied.target = self._float_module(str(node.target))
-        if node.op == "placeholder":
-            copied.meta["dtype"] = str(node.meta["value"].dtype)
         return copied
 
     def _float_module(self, name: str) -> str:

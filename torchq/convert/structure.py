@@ -42,8 +42,6 @@ def encode(model: fx.GraphModule) -> Tensor:
             entry.append(None if quantized else str(node.target))
             if not quantized and (plain := _encode_module(module, node)) is not None:
                 entry.append(plain)
-        elif node.op == "placeholder":
-            entry.append(node.meta.get("dtype"))
         nodes.append(entry)
     fields = {"version": _VERSION, "name": type(model).__name__, "nodes": nodes}
     text = json.dumps(fields, separators=(",", ":"))
@@ -88,8 +86,6 @@ def decode(
         resolved = _decode_target(op, target)
         values = tuple(_decode(args, nodes)), _decode(kwargs, nodes)
         nodes[name] = graph.create_node(op, resolved, *values, name=name)
-        if op == "placeholder" and more:
-            nodes[name].meta["dtype"] = more[0]
     return QuantizedGraph(owned, graph, fields["name"])
 
 
