@@ -22,6 +22,7 @@ from torch.nn.modules import module as everywhere
 from torch.utils.hooks import RemovableHandle
 
 from torchq.convert.guards import Example
+from torchq.convert.swap.weights import without_capturing_hooks
 from torchq.nn.attached import Attachment, attachment_of
 
 _KEY = "torchq_graph."
@@ -94,7 +95,7 @@ class Dispatch(Attachment):
                 raise
             finally:
                 if RemovableHandle.next_id != first:
-                    self._remove_hooks(first)
+                    without_capturing_hooks(self.module, first)
             self._count(reason)
             return result
 
@@ -117,17 +118,6 @@ class Dispatch(Attachment):
                 )
             return type(self.module).forward(self.module, *args, **kwargs)
         return restore(self.graph(*found))
-
-    def _remove_hooks(self, first: int) -> None:
-        """Removes hooks that the code itself installed in a call, as transformers does.
-
-        Its hooks for hidden states are local functions, which pickle refuses. Without its flag the
-        next call that needs them installs them again.
-        """
-        for part in self.module.modules():
-            for key in [key for key in part._forward_hooks if key >= first]:
-                del part._forward_hooks[key]
-            vars(part).pop("_output_capturing_hooks_installed", None)
 
     def _is_clean(self) -> bool:
         """Returns whether no submodule has hooks that are newer than the graph."""

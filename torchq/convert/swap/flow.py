@@ -28,7 +28,12 @@ from torchq.convert.swap.compare import Comparison, fitting
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.planning import Plan
 from torchq.convert.swap.report import report_rows
-from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
+from torchq.convert.swap.weights import (
+    leave_fast_paths,
+    settled,
+    split_attention,
+    without_capturing_hooks,
+)
 from torchq.nn.leaf import take_hooks
 
 
@@ -80,6 +85,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
     """Returns a copy of a model whose layers call ``forward`` and have plain weights."""
     model = settled(working_copy(model))
     leave_fast_paths(model)
+    without_capturing_hooks(model)
     return model
 
 

@@ -44,7 +44,8 @@ class Plan:
         self.reasons = {
             name: self._why_float(name)
             for name, layer in recording.leaves.items()
-            if isinstance(layer, (*MATMUL, *RECURRENT)) and recording.calls[name]
+            if (isinstance(layer, (*MATMUL, *RECURRENT)) or is_experts(layer))
+            and recording.calls[name]
         }
 
     @property

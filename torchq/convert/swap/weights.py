@@ -16,6 +16,8 @@ from torchq.convert.module_kinds import QUANTIZABLE, is_patched
 from torchq.convert.self_contained import RECURRENT
 from torchq.nn.multihead import SplitMultiheadAttention
 
+_CAPTURING = "transformers.utils.output_capturing"
+
 
 def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
     """Returns the model with parametrized layers replaced by plain ones of the same weights.
@@ -62,6 +64,23 @@ def split_attention(model: nn.Module, names: Collection[str]) -> nn.Module:
             memo[id(module)] = SplitMultiheadAttention.of(module)
     shared = {id(parameter): parameter for parameter in model.parameters()}
     return working_copy(model, shared | memo) if memo else model
+
+
+def without_capturing_hooks(model: nn.Module, first: int = 0) -> None:
+    """Removes the hooks with which transformers collects hidden states.
+
+    They are local functions, which pickle refuses. Without the flag of the model, the next call
+    that needs them installs them again.
+
+    Args:
+        model: changed in its places.
+        first: leave hooks with smaller numbers.
+    """
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if key >= first and getattr(hook, "__module__", "") == _CAPTURING:
+                del module._forward_hooks[key]
+        vars(module).pop("_output_capturing_hooks_installed", None)
 
 
 def leave_fast_paths(model: nn.Module) -> None:
