@@ -20,7 +20,7 @@ from flows import sqnr, tensors
 from models import Wired
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._pytree import register_pytree_node
+from torch.utils._pytree import MappingKey, register_pytree_node
 
 import torchq
 
@@ -42,6 +42,7 @@ register_pytree_node(
     lambda out: (list(out.values()), list(out)),
     lambda values, keys: Output(zip(keys, values, strict=True)),
     serialized_type_name="test_convert_calls.Output",
+    flatten_with_keys_fn=lambda out: ([(MappingKey(k), v) for k, v in out.items()], list(out)),
 )
 
 

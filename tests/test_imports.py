@@ -74,7 +74,6 @@ def test_low_folders_import_no_high_ones() -> None:
     assert not upward
 
 
-@pytest.mark.xfail(reason="explain tells of seven bits, which saturation knows", strict=True)
 def test_no_circle_between_folders() -> None:
     """Not even by imports in functions, which circles would be hidden in."""
     edges = {(folder(m), folder(other)) for m, others in ALL.items() for other in others}

@@ -178,4 +178,4 @@ def test_the_state_of_the_model_is_still_put_back():
     config = torchq.QConfig(activation_observer=Assigned)
     prepared = torchq.eager.prepare(Counter().eval(), BATCHES[0], config)
     torchq.calibrate(prepared, BATCHES)
-    assert prepared.calls == 0 and prepared.fc.src_observer.calls == 2
+    assert prepared.calls == 0 and prepared.fc.observer.calls == 2

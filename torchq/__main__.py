@@ -26,8 +26,8 @@ from torchq._cpus import usable_cpus
 from torchq._text import float_text
 from torchq.analysis import Speedup, measure
 from torchq.analysis.timing import UNSTEADY, crowded
-from torchq.convert.inputs import Inputs, split_inputs
 from torchq.convert.structure import GRAPH_KEY
+from torchq.inputs import Inputs, split_inputs
 from torchq.nn.module import read_spec
 from torchq.ops import LIBRARY_PATH
 from torchq.serialization import REPORT_KEY, read_report, read_state

@@ -166,7 +166,7 @@ def _tensor(
         raise ValueError(f"'{name}' must have {count} bytes from {start} on, not [{begin}, {end}]")
     if count > os.fstat(file.fileno()).st_size:  # before so much memory is asked for
         raise ValueError(f"it ends within '{name}'")
-    stored = torch.empty(count, dtype=torch.uint8)
+    stored = torch.empty(count, dtype=torch.uint8, device="cpu")
     view = stored.numpy().data
     if file.readinto(view) != count:  # type: ignore[attr-defined]
         raise ValueError(f"it ends within '{name}'")

@@ -8,6 +8,7 @@ installed, with a digest that ``torchq.load`` checks.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import zlib
@@ -22,13 +23,14 @@ from torchq._arguments import check_type
 from torchq._tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 from torchq.convert.dispatch import dispatches
 from torchq.convert.explain import Row
+from torchq.convert.graph_code import with_code
 from torchq.convert.graph_module import QuantizedGraph
-from torchq.convert.inputs import working_copy
 from torchq.convert.share import share_weights
 from torchq.convert.stored import CALL_KEY, describe, restore
 from torchq.convert.structure import GRAPH_KEY, decode, encode, plain_module
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.fake_quantize import FakeQuantize
+from torchq.inputs import working_copy
 from torchq.nn.experts import QExperts
 from torchq.nn.module import QModule, read_spec
 from torchq.observers import Observer
@@ -179,20 +181,22 @@ def _graph_alone(state: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]
     return _graph(text, own), own
 
 
-def _graph(text: Tensor, state: dict[str, Tensor]) -> nn.Module:
-    """Returns a graph whose tensors are still to be loaded."""
+def _graph(text: Tensor, state: dict[str, Tensor], model: nn.Module | None = None) -> nn.Module:
+    """Returns a graph whose tensors are still to be loaded; ``model`` has its float modules."""
     quantized = _quantized(state)
 
     def module(name: str, source: str | None, plain: dict[str, Any] | None = None) -> nn.Module:
         if source is None:
             outer = next(n for n in quantized if f"{name}.".startswith(f"{n}."))
             return quantized[outer].get_submodule(name[len(outer) + 1 :])
-        if plain is None:
+        if plain is not None:
+            return plain_module(plain, _inside(state, name))
+        if model is None:
             raise ValueError(
-                f"torchq.load: the file's graph must call modules of torch.nn, got '{source}'. "
-                "Save the model with torch.save."
+                f"torchq.load: the file's graph calls the float module '{source}': model must be "
+                "given. Pass a float model of the architecture the file was saved from."
             )
-        return plain_module(plain, _inside(state, name))
+        return copy.deepcopy(model.get_submodule(source))
 
     return decode(text, module, state)
 
@@ -216,12 +220,15 @@ def _with_class(
     for name, leaf in leaves.items():
         if isinstance(leaf, QExperts):
             leaf.adopt(_submodule(model, name, path))
-    loaded = working_copy(model, memo, "load")  # its float layers became what prepare made of them
+    loaded = with_code(
+        working_copy(model, memo, "load")
+    )  # its float layers became what prepare made of them
     kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
     loaded = settled(loaded, kept)
     leave_fast_paths(loaded)
     for name, (graph, call) in texts.items():
-        made = _graph(graph, _inside(state, _under(name, GRAPH_KEY)))
+        own = _inside(state, _under(name, GRAPH_KEY))
+        made = _graph(graph, own, _submodule(loaded, name, path))
         restore(_submodule(loaded, name, path), made, name, call)
     return loaded, state
 

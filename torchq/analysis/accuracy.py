@@ -20,10 +20,10 @@ from torchq._table import html_table
 from torchq.config import Overrides, QConfig, resolve
 from torchq.convert.api import prepare, quantize
 from torchq.convert.explain import explain
-from torchq.convert.inputs import Inputs, batches, call, decibels, float_tensors, with_progress
-from torchq.convert.model_state import as_before
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.checks import check_prepared
+from torchq.inputs import Inputs, batches, call, decibels, float_tensors, with_progress
+from torchq.model_state import as_before
 from torchq.nn.attached import computing_modules, graphs_of
 from torchq.nn.module import QModule
 from torchq.observers import Observer

@@ -29,7 +29,7 @@ from torchq.analysis.accuracy import (
 from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.timing import UNSTEADY
 from torchq.convert.explain import NOT_CALLED, Row, explain
-from torchq.convert.inputs import Inputs, batches, call
+from torchq.inputs import Inputs, batches, call
 from torchq.isa import cpu_info, isa
 from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule

@@ -17,8 +17,8 @@ from torchq._table import html_table
 from torchq.analysis import timing
 from torchq.analysis.timing import UNSTEADY, Speedup, Times, crowded, measure
 from torchq.convert.explain import explain
-from torchq.convert.inputs import Inputs, call
-from torchq.convert.model_state import as_before
+from torchq.inputs import Inputs, call
+from torchq.model_state import as_before
 from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchq._cpus import usable_cpus
-from torchq.convert.inputs import Inputs, call
+from torchq.inputs import Inputs, call
 
 clock = time.perf_counter
 _TICK = 1e-6  # milliseconds: a clock may be too coarse to see a call

@@ -21,7 +21,6 @@ from torchq.convert.fake_calls import without_observers
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_code import as_module
 from torchq.convert.guards import Example
-from torchq.convert.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, find_parts
 from torchq.convert.plan import Plan
@@ -32,6 +31,7 @@ from torchq.convert.share import share_weights
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.qparams import QParams, choose_qparams
 
@@ -160,7 +160,8 @@ def _check_calibrated(dispatch: Dispatch) -> None:
     """Raises RuntimeError where every call of calibration ran the module's own code."""
     assert isinstance(dispatch.graph, Prepared)
     observers = list(dispatch.graph.observers)
-    if observers and not any(observer.calibrated for observer in observers):
+    seen = dispatch.graph_calls or any(observer.calibrated for observer in observers)
+    if observers and not seen:
         where = f"'{dispatch.name}'" if dispatch.name else "the model"
         raise RuntimeError(
             f"torchq.convert: calibration must reach the graph of {where}, got no call that meets "
@@ -182,13 +183,15 @@ def _layers(graphs: list[Dispatch]) -> dict[str, list[tuple[Prepared, Layer]]]:
 
 
 def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
-    """Returns whether a module has leaves that its graph does not call by their names."""
+    """Returns whether a module has observed leaves that its graph does not call."""
+    graph: Any = dispatch.graph
     prefix = f"{dispatch.name}." if dispatch.name else ""
-    known = _layers([dispatch])
+    known = _layers([dispatch]).keys() | {f"{prefix}{name}" for name in graph.opaque_names}
     return any(
-        f"{prefix}{name}" not in known and leaf.observer is not None
+        f"{prefix}{name}" not in known
         for name, leaf in owner.named_modules()
-        if isinstance(leaf, ObservedLeaf)
+        if (isinstance(leaf, ObservedLeaf) and leaf.observer is not None)
+        or isinstance(leaf, STANDALONE)
     )
 
 

@@ -228,6 +228,8 @@ class _Plain:
             static = varying = True
         made.meta["aten"] = _full_name(call)
         self.values[made] = self._computed(made)
+        if name == "as_strided" and not self._is_in_order(made.all_input_nodes[0]):
+            raise CaptureError("its code reads the memory of a view by strides")
         looks_up = name in ("embedding", "index", "index_select", "gather")
         known = [n.meta["positional"] for n in sources if n.meta["varying"]]
         positional = target in ("size", "numel") or (bool(known) and all(known))
@@ -243,6 +245,12 @@ class _Plain:
 
         known = [(tuple(self.values[x].shape), x.meta["varying"]) for x in operands]
         return as_product(emit, equation, operands, known)
+
+    def _is_in_order(self, node: fx.Node) -> bool:
+        """Returns whether a tensor of the example fills its memory, in the order of its dims."""
+        value = self.values[node]
+        whole = value.untyped_storage().nbytes() == value.numel() * value.itemsize
+        return bool(value.is_contiguous() and whole)
 
     def _recurrent(self, node: fx.Node, args: Any) -> list[fx.Node]:
         """The call of a recurrent module, and its results one by one."""

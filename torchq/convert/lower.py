@@ -25,6 +25,8 @@ from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.qparams import QParams
 
+_OF_STRIDES = ("as_strided", "as_strided_copy", "as_strided_scatter", "view_as_complex")
+
 
 class Lowering:
     """Writes the converted graph, in the order of the float one.
@@ -182,7 +184,7 @@ class Lowering:
     def _copy(self, node: fx.Node, form: Any = None) -> fx.Node:
         """The node as it is in the float model."""
         form = form or self.float_of
-        copied = self.graph.node_copy(node, form)
+        copied = self.graph.node_copy(node, self._in_order(form) if _reads_strides(node) else form)
         if node.op == "get_attr":
             value = operator.attrgetter(str(node.target))(self.plan.captured.model)
             # not the original name: its module may be a quantized one, with a weight of its own
@@ -193,6 +195,17 @@ class Lowering:
         if node.op == "call_module":
             copied.target = self._float_module(str(node.target))
         return copied
+
+    def _in_order(self, form: Any) -> Any:
+        """Sources with the strides of the float model: convolutions give channels-last ones."""
+
+        def read(node: fx.Node) -> fx.Node:
+            made: fx.Node = form(node)
+            if node.meta["value"].shape is None:
+                return made
+            return self.graph.call_method("contiguous", (made,))
+
+        return read
 
     def _float_module(self, name: str) -> str:
         """Where the converted model has this float module."""
@@ -282,6 +295,12 @@ class Lowering:
         if made or not alone:
             return self.int8_of(node)
         return self.float_of(node)
+
+
+def _reads_strides(node: fx.Node) -> bool:
+    """Returns whether a call reads other elements where its source has other strides."""
+    name = str(node.meta.get("aten")).partition("::")[2]
+    return name.partition(".")[0] in _OF_STRIDES or name == "view.dtype"
 
 
 def _is_resampling(op: Op) -> bool:

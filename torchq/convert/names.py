@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import builtins
 import math
 import operator
 from collections.abc import Callable
@@ -18,12 +17,12 @@ _NAMESPACES: dict[str, Any] = {
     "operator": operator,
     "math": math,
 }
-_BUILTINS = ("int", "float", "max", "min", "abs", "len")
+_PYTHON = (int, float, max, min, abs, len)
 _REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem", "from_file", "save")
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {name: getattr(builtins, name) for name in _BUILTINS}
+    found: dict[str, Callable[..., Any]] = {function.__name__: function for function in _PYTHON}
     for prefix, namespace in _NAMESPACES.items():
         for name in dir(namespace):
             function = getattr(namespace, name)

@@ -17,12 +17,12 @@ from torchq.convert.aten import plain_graph
 from torchq.convert.capture import CaptureError, Exported, export, holds
 from torchq.convert.constants import compute_once
 from torchq.convert.graph import Captured
-from torchq.convert.inputs import float_tensors
-from torchq.convert.model_state import twin
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.self_contained import RECURRENT
 from torchq.convert.swap.calls import copied
 from torchq.convert.swap.leaves import stand_in
+from torchq.inputs import float_tensors
+from torchq.model_state import twin
 from torchq.nn.leaf import without_hooks
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

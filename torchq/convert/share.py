@@ -13,9 +13,11 @@ _PACKED = ("weight", "compensation", "pair_bound")
 
 
 def share_weights(model: nn.Module) -> None:
-    """Gives a leaf the tensors of the graph's layer of the same name, where they are equal.
+    """Gives a leaf the packed weight of the graph's layer of the same name.
 
-    Batch norms that a graph folds into a weight change its scales, and seldom its integers.
+    Batch norms that a graph folds into a weight change its scales. Its integers change by a step
+    at most, where the rounding of the product moves one over a tie; those of a channel with a
+    negative factor have the other sign, and such a leaf keeps its own.
     """
     for prefix, graph in graphs_of(model):
         layers = dict(graph.named_modules())
@@ -26,13 +28,14 @@ def share_weights(model: nn.Module) -> None:
 
 
 def _share(leaf: nn.Module, layer: nn.Module) -> None:
-    pairs = [(leaf._buffers.get(key), layer._buffers.get(key)) for key in _PACKED]
-    if all(_equal(a, b) for a, b in pairs):
-        for key, (_, tensor) in zip(_PACKED, pairs, strict=True):
-            leaf._buffers[key] = tensor
+    own, other = (module._buffers.get("weight") for module in (leaf, layer))
+    if own is not None and other is not None and _is_near(own, other):
+        for key in _PACKED:
+            leaf._buffers[key] = layer._buffers[key]
 
 
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
+def _is_near(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two packed weights differ by a step at most."""
+    if a is b or a.shape != b.shape or a.dtype != b.dtype:
         return a is b
-    return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+    return torch.equal(a, b) or bool(((a.short() - b.short()).abs() <= 1).all())

@@ -12,10 +12,10 @@ import torch
 from torch import fx
 from torch.jit._builtins import _find_builtin
 
-_RENAMED = {"view": "reshape", "_unsafe_view": "reshape", "_to_copy": "to"}
+_RENAMED = {"view": "reshape", "view_as": "reshape_as", "_unsafe_view": "reshape", "_to_copy": "to"}
 _IGNORED = ("layout", "device", "pin_memory", "non_blocking", "copy")
 _METHODS = {
-    "reshape", "expand", "contiguous", "repeat", "expand_as", "view_as", "type_as", "unfold",
+    "reshape", "expand", "contiguous", "repeat", "expand_as", "reshape_as", "type_as", "unfold",
     "new_zeros", "new_ones", "new_full", "new_empty", "item",
 }  # fmt: skip
 _NUMBERS: dict[Any, Any] = {

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.convert.inputs import batches, call, decibels, float_tensors
-from torchq.convert.model_state import as_before, twin
+from torchq.inputs import batches, call, decibels, float_tensors
+from torchq.model_state import as_before, twin
 from torchq.nn.attached import computing_modules
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchq.convert.model_state import twin
 from torchq.convert.swap.leaves import stand_in
+from torchq.model_state import twin
 from torchq.nn.experts import is_experts
 
 

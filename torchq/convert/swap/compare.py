@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.convert.inputs import float_tensors
 from torchq.convert.swap.calls import copied
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.inputs import float_tensors
 
 
 class Comparison:

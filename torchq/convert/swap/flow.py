@@ -12,15 +12,7 @@ from torch import nn
 
 from torchq.config import Overrides, QConfig, resolve
 from torchq.convert.explain import Row, check_patterns, check_strict
-from torchq.convert.inputs import (
-    Inputs,
-    batches,
-    call,
-    split_inputs,
-    without_gradients,
-    working_copy,
-)
-from torchq.convert.model_state import as_before
+from torchq.convert.graph_code import with_code
 from torchq.convert.self_contained import STANDALONE, converted
 from torchq.convert.swap.calls import record
 from torchq.convert.swap.checks import check_finite, check_mode, check_model, check_prepared
@@ -34,6 +26,15 @@ from torchq.convert.swap.weights import (
     split_attention,
     without_capturing_hooks,
 )
+from torchq.inputs import (
+    Inputs,
+    batches,
+    call,
+    split_inputs,
+    without_gradients,
+    working_copy,
+)
+from torchq.model_state import as_before
 from torchq.nn.leaf import take_hooks
 
 
@@ -83,7 +84,7 @@ def prepare_call(
 
 def plain_copy(model: nn.Module) -> nn.Module:
     """Returns a copy of a model whose layers call ``forward`` and have plain weights."""
-    model = settled(working_copy(model))
+    model = settled(with_code(working_copy(model)))
     leave_fast_paths(model)
     without_capturing_hooks(model)
     return model
@@ -106,11 +107,10 @@ def prepare_settled(
     if split is not model and comparison.agrees(split):
         model = split
     plan = Plan(model, record(model, args, kwargs), config, overrides, prefix)
-    rows = report_rows(model, plan)
     if check and not prefix:
-        check_patterns(model, rows, overrides)
+        check_patterns(model, report_rows(model, plan), overrides)
     prepared = _assembled(model, plan, comparison)
-    prepared.torchq_report = rows  # type: ignore[assignment]
+    prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
     return prepared
 
 

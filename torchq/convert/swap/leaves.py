@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert.model_state import twin
 from torchq.convert.module_kinds import inherits, is_patched
+from torchq.model_state import twin
 from torchq.nn.leaf import constants_of
 
 _ADDS = (operator.add, torch.add, "add")

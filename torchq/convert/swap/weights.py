@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from torchq.convert.fake import is_fake
-from torchq.convert.inputs import working_copy
 from torchq.convert.module_kinds import QUANTIZABLE, is_patched
 from torchq.convert.self_contained import RECURRENT
+from torchq.inputs import working_copy
 from torchq.nn.multihead import SplitMultiheadAttention
 
 _CAPTURING = "transformers.utils.output_capturing"

@@ -20,8 +20,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 from torch.utils._pytree import tree_leaves
 
-from torchq.convert.graph_code import with_code
-
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 """One input of a model, a sequence of its inputs, or a mapping of keyword arguments."""
 
@@ -71,7 +69,7 @@ def working_copy(
                 remove_spectral_norm(module, hook.name)
             elif isinstance(hook, prune.BasePruningMethod):
                 prune.remove(module, hook._tensor_name)  # type: ignore[no-untyped-call]
-    return with_code(copied)
+    return copied
 
 
 def _uncopied(model: nn.Module) -> str:

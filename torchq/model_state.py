@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchq.convert.inputs import detached
+from torchq.inputs import detached
 from torchq.observers import Observer
 
 State = dict[str, dict[str, Any]]
