@@ -66,7 +66,7 @@ format: $(VENV)/.lint  ## Rewrite the sources in the project's format
 	$(BIN)/clang-format -i $(FORMATTED)
 
 clean:  ## Remove what was built, keep .venv
-	rm -rf build dist *.egg-info torchq/*.so compile_commands.json
+	rm -rf build dist *.egg-info torchq/*.so torchq/built_for.txt compile_commands.json
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,13 @@ if EMULATED:
         ISA_FLAGS[source] = [*flags, "-include", intrinsics]
 
 
+def jobs() -> int:
+    """How many compilers run at a time: MAX_JOBS, as for torch's part, or the CPUs we may use."""
+    asked = os.environ.get("MAX_JOBS", "")
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(int(asked) if asked.isdigit() else cpus or 1, 1)
+
+
 def torch_release() -> tuple[int, int]:
     """Major and minor version of the installed torch."""
     major, minor = torch.__version__.split(".")[:2]
@@ -72,35 +80,45 @@ class BuildTorchq(BuildExtension):
         """Builds everything; says in one sentence when that cannot work."""
         if torch_release() < (2, 13):
             sys.exit(f"torchq: torch 2.13 or newer is required, found {torch.__version__}.")
-        compiler = os.environ.get("CXX", "g++")
+        name = os.environ.get("CXX") or "g++"
+        compiler = shlex.split(name)
         try:
-            subprocess.run([compiler, "--version"], check=True, capture_output=True)
+            subprocess.run([*compiler, "--version"], check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError):
             sys.exit(
-                f"torchq: no working C++ compiler: `{compiler} --version` failed. Install g++ 12 "
+                f"torchq: no working C++ compiler: `{name} --version` failed. Install g++ 12 "
                 "or newer, or set CXX."
             )
+        # The same variables as setuptools reads for the other objects, in front of our flags.
+        for variable in ("CFLAGS", "CXXFLAGS", "CPPFLAGS"):
+            compiler += shlex.split(os.environ.get(variable, ""))
         x86 = os.uname().machine == "x86_64"
         sources = [s for s in ISA_FLAGS if x86 or "/isa/" not in s]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(jobs()) as pool:
             objects = list(pool.map(lambda s: self.compile_isa(compiler, s), sources))
         self.extensions[0].extra_objects.extend(objects)
         super().build_extensions()
+        library = Path(self.get_ext_fullpath("torchq.libtorchq"))
+        library.with_name("built_for.txt").write_text(f"{torch.__version__}\n")
 
-    def compile_isa(self, compiler: str, source: str) -> str:
-        """Compiles one ISA object unless it is newer than everything it could include."""
+    def compile_isa(self, compiler: list[str], source: str) -> str:
+        """Compiles one ISA object unless this command made it from what it could include now."""
         target = Path(self.build_temp) / "isa" / (Path(source).stem + ".o")
         target.parent.mkdir(parents=True, exist_ok=True)
-        inputs = [ROOT / source, ROOT / "setup.py"]
-        inputs += [*ROOT.glob("csrc/kernels/*.h"), *ROOT.glob("csrc/isa/*.h")]
+        inputs = [ROOT / source, *ROOT.glob("csrc/kernels/*.h"), *ROOT.glob("csrc/isa/*.h")]
         inputs += ROOT.glob("tests/emulated/*.h") if EMULATED else []
         newest = max(path.stat().st_mtime for path in inputs)
-        if not target.exists() or target.stat().st_mtime < newest:
-            flags = [*COMMON, *KERNEL, *WARNINGS, *ISA_FLAGS[source]]
-            command = [compiler, *flags, "-c", str(ROOT / source), "-o", str(target)]
-            print(" ".join(command), flush=True)
+        flags = [*COMMON, *KERNEL, *WARNINGS, *ISA_FLAGS[source]]
+        command = [*compiler, *flags, "-c", str(ROOT / source), "-o", str(target)]
+        made_by = target.with_suffix(".command")  # written when the object is complete
+        text = shlex.join(command)
+        known = target.exists() and made_by.exists() and made_by.read_text() == text
+        if not known or target.stat().st_mtime < newest:
+            made_by.unlink(missing_ok=True)
+            print(text, flush=True)
             if subprocess.run(command).returncode != 0:
                 sys.exit(f"torchq: compiling {source} failed; the compiler's message is above.")
+            made_by.write_text(text)
         return str(target)
 
 

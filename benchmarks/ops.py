@@ -38,7 +38,7 @@ from benchmarks.onednn import Peer, RefusedError, WheelsUnavailableError, sums_a
 from benchmarks.peak import PATIENT, BusyMachineError, Peak, measure
 from benchmarks.primitives import ELEMENTWISE, Primitive
 from benchmarks.suites import SUITES, Layer
-from benchmarks.timing import FULL, QUICK, Plan, call_blocks, interleave, op_blocks
+from benchmarks.timing import FULL, QUICK, Plan, call_blocks, interleave, op_blocks, use_threads
 
 __all__ = ["add_arguments", "run"]
 
@@ -193,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
     if args.line or args.suite == "elementwise":
         names = [name for name in names if name != "torch"]  # it has no such ops
     layers = read_lines(args.line) if args.line else LAYERS[args.suite]
-    torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     torch.manual_seed(0)
     peak = measure(args.threads, args.isa, 1 if args.quick else PATIENT)
     if not args.quick:

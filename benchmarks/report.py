@@ -13,11 +13,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.peak import Peak
-from benchmarks.timing import Samples
+from benchmarks.timing import Samples, write_text
 
 __all__ = [
     "Row",
@@ -149,7 +148,7 @@ def _total(rows: Sequence[Row], microseconds: Sequence[float]) -> float:
 
 
 def write_json(rows: Sequence[Row], path: str) -> None:
-    Path(path).write_text(json.dumps([row.json() for row in rows], indent=1) + "\n")
+    write_text(path, json.dumps([row.json() for row in rows], indent=1) + "\n")
 
 
 def require_matplotlib() -> None:

@@ -17,7 +17,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,18 @@ from torch import Tensor, nn
 import torchq
 from benchmarks.onednn import Peer
 from benchmarks.peak import PATIENT, REQUIRED_FRACTION, Peak, measure
-from benchmarks.timing import FULL, QUICK, Blocks, Plan, Samples, call_blocks, interleave, op_blocks
+from benchmarks.timing import (
+    FULL,
+    QUICK,
+    Blocks,
+    Plan,
+    Samples,
+    call_blocks,
+    interleave,
+    op_blocks,
+    use_threads,
+    write_text,
+)
 from torchq.nn import QGRU, QLSTM
 from torchq.qparams import QParams
 
@@ -138,7 +148,7 @@ def measured(
 
 
 def run(args: argparse.Namespace) -> int:
-    torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     torch.manual_seed(0)
     if not args.quick:
         measure(args.threads, args.isa, PATIENT).check_quiet()
@@ -165,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
     if busy and not args.quick:
         print(f"benchmarks: the machine was busy during {', '.join(busy)}", file=sys.stderr)
     if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
+        write_text(args.json, json.dumps(rows, indent=1) + "\n")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,21 @@ from typing import Any
 import torch
 
 import torchq.ops  # noqa: F401  loads the library
+from torchq._files import write_file
+from torchq.analysis.timing import crowded
 
-__all__ = ["FULL", "QUICK", "Blocks", "Plan", "Samples", "call_blocks", "interleave", "op_blocks"]
+__all__ = [
+    "FULL",
+    "QUICK",
+    "Blocks",
+    "Plan",
+    "Samples",
+    "call_blocks",
+    "interleave",
+    "op_blocks",
+    "use_threads",
+    "write_text",
+]
 
 Blocks = Callable[[int, int], list[float]]
 """(iterations, count) to seconds per execution of ``count`` blocks of ``iterations`` executions."""
@@ -63,6 +77,18 @@ class Samples:
         """Distance between the quartiles."""
         low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
         return high - low
+
+
+def use_threads(count: int) -> None:
+    """Sets the number of threads; says where that is more than there are CPUs."""
+    torch.set_num_threads(count)
+    if note := crowded():
+        print(f"benchmarks: {note}", file=sys.stderr)
+
+
+def write_text(path: str, text: str) -> None:
+    """Writes a file whole or not at all: a run may have taken hours."""
+    write_file("benchmarks", path, [text.encode()])
 
 
 def call_blocks(function: Callable[..., Any], args: Sequence[Any]) -> Blocks:

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include "kernels/table.h"
@@ -97,19 +96,11 @@ inline DType check_src(const char* op, const char* arg, const at::Tensor& t) {
   return t.scalar_type() == at::kByte ? DType::u8 : DType::s8;
 }
 
-inline void check_no_grad(const char* op, const char* arg, const at::Tensor& t) {
-  TORCH_CHECK(
-      !(t.requires_grad() && at::GradMode::is_enabled()), "torchq.", op, ": ", arg,
-      " requires grad, but torchq's ops have no backward. Run them under torch.no_grad() or ",
-      "torch.inference_mode(), or pass ", arg, ".detach().");
-}
-
-/// A parameter tensor: dtype, contiguous, on the CPU, without gradients.
+/// A parameter tensor: dtype, contiguous, on the CPU.
 inline void check_param(const char* op, const char* arg, const at::Tensor& t, at::ScalarType type) {
   TORCH_CHECK_TYPE(t.scalar_type() == type, "torchq.", op, ": ", arg, " must be ", dtype_name(type),
                    ", got ", dtype_name(t.scalar_type()), ". Pass what fold/pack returned.");
   check_cpu(op, arg, t);
-  check_no_grad(op, arg, t);
   TORCH_CHECK_VALUE(t.is_contiguous(), "torchq.", op, ": ", arg,
                     " must be contiguous, got strides ", t.strides(), ". Call .contiguous().");
 }

@@ -80,6 +80,15 @@ class IdleBlocks {
     busy_.clear(std::memory_order_release);
   }
 
+  /// Frees all blocks, unless another thread takes or puts one at this moment; returns their bytes.
+  size_t release() {
+    if (busy_.test_and_set(std::memory_order_acquire)) return 0;
+    const size_t released = bytes();
+    while (count_ > 0) delete_block(remove(count_ - 1));
+    busy_.clear(std::memory_order_release);
+    return released;
+  }
+
   size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 
  private:
@@ -149,5 +158,7 @@ at::Tensor empty_dst_like(const at::Tensor& src, at::ScalarType dtype) {
 }
 
 int64_t idle_bytes() { return static_cast<int64_t>(idle_blocks.bytes()); }
+
+int64_t release_idle() { return static_cast<int64_t>(idle_blocks.release()); }
 
 }  // namespace torchq

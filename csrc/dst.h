@@ -24,4 +24,7 @@ at::Tensor empty_dst_like(const at::Tensor& src, at::ScalarType dtype);
 /// Bytes that are kept for results to come.
 int64_t idle_bytes();
 
+/// Frees them; returns how many there were.
+int64_t release_idle();
+
 }  // namespace torchq

@@ -73,7 +73,6 @@ void check_post_op_src(const char* op, c10::string_view post_ops, size_t i, cons
                        int32_t zero_point) {
   const DType dtype = dtype_of(op, "post_op_srcs", src);
   check_cpu(op, "post_op_srcs", src);
-  check_no_grad(op, "post_op_srcs", src);
   TORCH_CHECK_TYPE(expected == dtype, "torchq.", op, ": post_op_srcs[", i, "] must be ",
                    dtype_name(scalar_type(expected)), " as '", post_ops, "' says, got ",
                    dtype_name(src.scalar_type()), ". Convert it with reorder.");

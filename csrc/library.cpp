@@ -4,6 +4,7 @@
 //
 // dst_dtype is a ScalarType's number (uint8 0, int8 1, int32 3, float32 6): an int costs a call 0.6
 // us less. geometry is one list for the same reason; its layout is in ops/geometry.h.
+#include <c10/core/GradMode.h>
 #include <torch/library.h>
 
 #include "checks.h"
@@ -32,8 +33,8 @@ TORCH_LIBRARY(torchq, m) {
       tags);
   m.def(
       "fold_output_scales(Tensor output_scales, Tensor? bias, int channels, int dst_dtype, "
-      "str post_ops, Tensor[] post_op_values) -> (Tensor multiplier, Tensor offset, "
-      "Tensor post_op_params)",
+      "str post_ops, Tensor[] post_op_values, Tensor? dst_zero_point=None) -> "
+      "(Tensor multiplier, Tensor offset, Tensor post_op_params)",
       tags);
 
   m.def(
@@ -95,7 +96,10 @@ TORCH_LIBRARY(torchq, m) {
       "requantize(Tensor src, Tensor src_scale, Tensor src_zero_point, Tensor dst_scale, "
       "Tensor dst_zero_point, int dst_dtype) -> Tensor",
       tags);
-  m.def("reorder(Tensor src, Tensor output_scales, int dst_dtype) -> Tensor", tags);
+  m.def(
+      "reorder(Tensor src, Tensor output_scales, int dst_dtype, Tensor? src_zero_point=None, "
+      "Tensor? dst_zero_point=None) -> Tensor",
+      tags);
   m.def("lookup(Tensor src, Tensor table) -> Tensor", tags);
   m.def(
       "add(Tensor src0, Tensor src1, Tensor scales, Tensor zero_points, int dst_dtype, bool relu) "
@@ -180,6 +184,8 @@ TORCH_LIBRARY(torchq, m) {
   m.def("_last_kernel() -> str", &torchq::last_kernel);
   m.def("_scratch_bytes() -> int", &torchq::scratch_bytes);
   m.def("_idle_bytes() -> int", &torchq::idle_bytes);
+  m.def("_release_memory() -> int",
+        []() { return torchq::release_scratch() + torchq::release_idle(); });
   m.def("_set_timing(bool on) -> bool", &torchq::set_timing);
   m.def("_last_us() -> float", &torchq::last_microseconds);
 }
@@ -212,15 +218,51 @@ void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK_TYPE(false, "torchq.", name, ": tensors must be dense CPU tensors, got others.");
 }
 
-void refuse_all(torch::Library& m) {
+void check_no_gradient(const c10::OperatorHandle& op, size_t i, const at::Tensor& t) {
+  if (!t.defined()) return;
+  const bool backward = t.requires_grad() && at::GradMode::is_enabled();
+  const bool forward = t._fw_grad(0).defined();
+  if (!backward && !forward) return;
+  const std::string name = op.schema().name().substr(std::string("torchq::").size());
+  const std::string& arg = op.schema().arguments()[i].name();
+  TORCH_CHECK(
+      !backward, "torchq.", name, ": ", arg,
+      " requires grad, but torchq's ops have no backward. Run them under torch.no_grad() or ",
+      "torch.inference_mode(), or pass ", arg, ".detach().");
+  TORCH_CHECK(!forward, "torchq.", name, ": ", arg,
+              " has a tangent, but torchq's ops have no forward-mode derivative. Pass ",
+              "torch.autograd.forward_ad.unpack_dual(", arg, ").primal.");
+}
+
+/// Boxed, of every op, in front of its kernels. Without it PyTorch takes derivatives of an op for
+/// zeros, and only here are those of torch.func seen, whose tensors kernels get unwrapped.
+void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                      torch::jit::Stack* stack) {
+  const size_t count = op.schema().arguments().size();
+  for (size_t i = 0; i < count; ++i) {
+    const c10::IValue& given = torch::jit::peek(*stack, i, count);
+    if (given.isTensor()) {
+      check_no_gradient(op, i, given.toTensor());
+    } else if (given.isTensorList()) {
+      for (const c10::IValue& t : given.toListRef()) check_no_gradient(op, i, t.toTensor());
+    }
+  }
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+template <auto* kBoxed>
+void implement_all(torch::Library& m) {
   for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames())
     if (op.getNamespace() == "torchq")
-      m.impl(op.name.c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse>());
+      m.impl(op.name.c_str(), torch::CppFunction::makeFromBoxedFunction<kBoxed>());
 }
+
+void refuse_all(torch::Library& m) { implement_all<&refuse>(m); }
 
 }  // namespace
 }  // namespace torchq
 
+TORCH_LIBRARY_IMPL(torchq, Autograd, m) { torchq::implement_all<&torchq::refuse_gradients>(m); }
 TORCH_LIBRARY_IMPL(torchq, QuantizedCPU, m) { torchq::refuse_all(m); }
 TORCH_LIBRARY_IMPL(torchq, SparseCPU, m) { torchq::refuse_all(m); }
 TORCH_LIBRARY_IMPL(torchq, SparseCsrCPU, m) { torchq::refuse_all(m); }

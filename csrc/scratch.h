@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Thread-local memory for one op call: grows until it fits, then stays, so that a call whose shapes
-// were seen before allocates only its output.
+// were seen before allocates only its output. Beyond a bound for all threads it is freed after the
+// call.
 #pragma once
 
 #include <cstddef>
@@ -29,5 +30,8 @@ class ScratchFrame {
 
 /// Bytes of scratch held by all threads together.
 int64_t scratch_bytes();
+
+/// Frees the scratch of all threads but those that run an op at this moment; returns its bytes.
+int64_t release_scratch();
 
 }  // namespace torchq

@@ -113,7 +113,8 @@ def fold(args: dict[str, Any], channels: int) -> tuple[Tensor, Tensor, Tensor]:
     values = args.get("post_op_values", [])
     if "output_scales" in args:
         scales = args["output_scales"]
-        return ops.fold_output_scales(scales, bias, channels, code, post_ops, values)
+        zero = args.get("dst_zero_point")
+        return ops.fold_output_scales(scales, bias, channels, code, post_ops, values, zero)
     names = ("src_scale", "weight_scale", "dst_scale")
     scales = [args.get(name) for name in names]
     if args["dst_dtype"] == S32 and scales == [None] * 3 and not post_ops and bias is None:

@@ -172,6 +172,10 @@ def sample(
     elif bias is not None:
         args["bias"] = torch.randint(-(2**14), 2**14, (n,), generator=rng).to(bias)
     step = {torch.uint8: 0.025, torch.int8: 0.025, torch.int32: 1e-5, torch.float32: 1.0}[dst_dtype]
+    if dst_dtype != torch.float32:
+        args["dst_zero_point"] = torch.tensor(
+            {torch.uint8: 101, torch.int8: -7}.get(dst_dtype, 5), dtype=torch.int32
+        )
     if output_scales:
         return args | {"output_scales": uniform(0.5, 1.5, n) / (spread * step)}
     args["src_scale"] = uniform(0.1, 0.2) / math.sqrt(max(shape.reduction, 1))
@@ -179,9 +183,6 @@ def sample(
     if dst_dtype != torch.float32:
         size = (n,) if per_channel_dst else ()
         args["dst_scale"] = uniform(0.8, 1.2, *size) * (4.0 * step)
-        args["dst_zero_point"] = torch.tensor(
-            {torch.uint8: 101, torch.int8: -7}.get(dst_dtype, 5), dtype=torch.int32
-        )
     return args
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq import QConfig
+from torchq.nn.attached import graphs_of
 
 CONFIGS = {
     "u7": QConfig(activation_bits=7),
@@ -45,8 +46,12 @@ def check(
     convert: Callable[[nn.Module], nn.Module],
     config: QConfig | None = None,
     bound: float = 25.0,
+    batches: bool = False,
 ) -> nn.Module:
-    """Prepared equals float, converted is near it, and the report counts what it should."""
+    """Prepared equals float, converted is near it, and the report counts what it should.
+
+    ``batches``: other batch sizes are tried, too.
+    """
     model, data = build(case)
     expected = copy.deepcopy(model)
     prepared = prepare(model, data[0], config)
@@ -59,6 +64,10 @@ def check(
     converted = convert(torchq.calibrate(prepared, data))
     for a, b in zip(want, tensors(converted(data[1])), strict=True):
         assert sqnr(a, b) > bound
+    with torch.no_grad():
+        for x in (torch.cat(data), data[0][:1]) if batches else ():
+            for a, b in zip(tensors(expected(x)), tensors(converted(x)), strict=True):
+                assert sqnr(a, b) > bound - 5
     rows = [row for row in torchq.explain(converted).rows if row.is_matmul]
     assert (sum(row.quantized for row in rows), len(rows)) == case[2:]
     return converted
@@ -70,6 +79,13 @@ def build(case: models.Case) -> tuple[nn.Module, list[Tensor]]:
     return models.randomize(make()), [torch.randn(shape) for _ in range(4)]
 
 
-def names(converted: Any) -> list[str]:
-    calls = [n for n in converted.graph.nodes if n.op == "call_module"]
-    return [type(converted.get_submodule(n.target)).__name__ for n in calls]
+def graph_of(model: Any) -> Any:
+    """The graph of the whole, or the model where it is one itself."""
+    return dict(graphs_of(model)).get("", model)
+
+
+def names(converted: nn.Module) -> list[str]:
+    """Classes of the modules that the graph calls, in order."""
+    graph = graph_of(converted)
+    calls = [n for n in graph.graph.nodes if n.op == "call_module"]
+    return [type(graph.get_submodule(n.target)).__name__ for n in calls]

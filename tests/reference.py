@@ -80,7 +80,7 @@ def finish(
     scaled = not (src_scale is None and weight_scale is None and dst_scale is None)
     if output_scales is not None:
         assert not scaled, "output_scales exclude all other scales"
-        real = scaled_units(output_scales, bias, channels)
+        real = scaled_units(output_scales, bias, dst_zero_point, channels)
         return epilogue(acc, real, chain, dst_dtype, axis, side)
     if dst_dtype == torch.int32 and bias is None and not chain and not scaled:
         return acc.to(torch.int32)
@@ -188,9 +188,18 @@ def requantize(
 reorder = requantize  # one formula for every pair of dtypes, float32 included
 
 
-def reorder_output_scales(src: Tensor, scales: Number, dst_dtype: torch.dtype) -> Tensor:
-    """v1: clamp(rne(float(q) * scale))"""
-    return store(f32(src) * f32(scales), 0, dst_dtype)
+def reorder_output_scales(
+    src: Tensor,
+    scales: Number,
+    dst_dtype: torch.dtype,
+    src_zero_point: Number = 0,
+    dst_zero_point: Number = 0,
+) -> Tensor:
+    """v1: clamp(rne(fma(float(q - zs), scale, zd))); a float destination is not rounded."""
+    real = f32(src.double() - f64(src_zero_point))
+    if dst_dtype == torch.float32:
+        return real * f32(scales)  # keeps the sign of zero
+    return store(fma32(real, f32(scales), f32(dst_zero_point)), dst_zero_point, dst_dtype)
 
 
 def concat(

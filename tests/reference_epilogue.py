@@ -58,11 +58,13 @@ def real_units(
     return Real(*(part.reshape(-1).expand(channels) for part in parts))
 
 
-def scaled_units(output_scales: Number, bias: Tensor | None, channels: int) -> Real:
+def scaled_units(
+    output_scales: Number, bias: Tensor | None, dst_zero_point: Number, channels: int
+) -> Real:
     """v1: the bias is added before the scale; post-ops act in destination units."""
     multiplier = f64(output_scales)
     offset = f64(0.0 if bias is None else bias) * multiplier
-    parts = (multiplier, offset, f64(1.0), f64(0.0))
+    parts = (multiplier, offset, f64(1.0), f64(dst_zero_point))
     return Real(*(part.reshape(-1).expand(channels) for part in parts))
 
 
@@ -125,9 +127,10 @@ def fold_output_scales(
     values: Sequence[Tensor],
     channels: int,
     dst_dtype: torch.dtype,
+    dst_zero_point: Number = 0,
 ) -> Folded:
     """The parameters of rule 3 from v1's output scales."""
-    real = scaled_units(output_scales, bias, channels)
+    real = scaled_units(output_scales, bias, dst_zero_point, channels)
     return fold_chain(real, bind(post_ops, values), dst_dtype)
 
 

@@ -199,7 +199,7 @@ class Speech(nn.Module):
 # Language: tokens sorted by their expert, all experts in one grouped product, a router
 
 
-@model("experts", lambda: torch.randint(0, 20, (2, 9)), 3, 5)
+@model("grouped_experts", lambda: torch.randint(0, 20, (2, 9)), 3)
 class Experts(nn.Module):
     def __init__(self, d: int = 16, experts: int = 4, top: int = 2) -> None:
         super().__init__()

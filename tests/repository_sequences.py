@@ -85,13 +85,13 @@ class TCN(nn.Module):
         return self.end(F.relu(skips))
 
 
-model("tcn_weight_norm", lambda: torch.randn(2, 4, 40), 13)(
+model("tcn_weight_norm", lambda: torch.randn(2, 4, 40), 14)(
     lambda: TCN(parametrizations.weight_norm)
 )
-model("tcn_spectral_norm", lambda: torch.randn(2, 4, 40), 13)(
+model("tcn_spectral_norm", lambda: torch.randn(2, 4, 40), 14)(
     lambda: TCN(parametrizations.spectral_norm)
 )
-model("tcn_old_weight_norm", lambda: torch.randn(2, 4, 40), 13)(
+model("tcn_old_weight_norm", lambda: torch.randn(2, 4, 40), 14)(
     lambda: TCN(lambda m: nn.utils.weight_norm(m))
 )
 

@@ -126,7 +126,7 @@ class Patches(nn.Module):
 # nn.Transformer whole, with a mask whose kind it looks for
 
 
-@model("translation", lambda: (torch.randn(2, 7, 32), torch.randn(2, 5, 32)), 13)
+@model("translation", lambda: (torch.randn(2, 7, 32), torch.randn(2, 5, 32)), 12)
 class Translation(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from torchq.analysis import speed, timing
 from torchq.observers import MovingAverageObserver
 
 
@@ -122,7 +124,7 @@ def test_profile_times_fused_layers_together(flow) -> None:
     modules = {layer.name: set(layer.modules) for layer in times.layers}
     assert modules["0"] == {"0", "1", "2"}
     assert all(layer.float_ms > 0 and layer.int8_ms > 0 for layer in times.layers)
-    assert times.losing == tuple(x for x in times.layers if x.int8_ms > x.float_ms)
+    assert all(0 < layer.share <= 1 for layer in times.layers)
     assert times.float_ms > 0 and "ms int8" in str(times)
     assert not model[0]._forward_hooks and not qmodel.get_submodule("0")._forward_hooks
     with pytest.raises(ValueError, match=r"rounds must be positive, got 0"):
@@ -195,8 +197,12 @@ def test_calibration_files_are_checked(flow, tmp_path: Path) -> None:
         torchq.save_calibration(network(), tmp_path / "float.pt")
 
 
-def test_report_names_every_layer_and_needs_nothing_else(flow, tmp_path: Path) -> None:
+def test_report_names_every_layer_and_needs_nothing_else(
+    flow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, prepared, qmodel, data = flow
+    monkeypatch.setattr(timing, "clock", count().__next__)
+    monkeypatch.setattr(speed, "crowded", str)
     path = tmp_path / "report.html"
     torchq.write_report(path, model, prepared, qmodel, data, title="a <b> & c")
     text = path.read_text()
@@ -228,4 +234,27 @@ def test_functions_of_the_float_model_have_no_time() -> None:
     unknown = [layer.name for layer in times.layers if math.isnan(layer.float_ms)]
     assert unknown and not {layer.name for layer in times.losing} & set(unknown)
     assert "        - ms float" in str(times) and "nan ms" not in str(times)
-    assert "x  nanc" in str(times)
+    assert "x  nanc" in str(times) and repr(times) == str(times)
+
+
+@pytest.mark.parametrize("what", ["explain", "compare", "profile", "sensitivity"])
+def test_results_show_themselves(flow, what: str) -> None:
+    """As text where Python prints them, as a table in a notebook."""
+    model, prepared, qmodel, data = flow
+    results = {
+        "explain": lambda: torchq.explain(qmodel),
+        "compare": lambda: torchq.compare(prepared, qmodel, data[:1]),
+        "profile": lambda: torchq.profile(model, qmodel, data[0], rounds=1),
+        "sensitivity": lambda: torchq.sensitivity(model, data[:1], data[0], progress=False),
+    }
+    result = results[what]()
+    assert repr(result) == str(result) and "(rows=" not in repr(result)
+    html = result._repr_html_()
+    rows = 7 if what == "explain" else 3 if what == "sensitivity" else 4
+    assert html.startswith("<table>") and html.count("<tr>") == 1 + rows
+    assert html.count("<td") % rows == 0 and "<p>" in html
+
+
+def test_tables_escape_names() -> None:
+    layer = torchq.analysis.LayerAccuracy("<b>&", 1.0, 1.0, 0.0)
+    assert "&lt;b&gt;&amp;" in torchq.analysis.Accuracy(1.0, (layer,))._repr_html_()

@@ -91,12 +91,22 @@ def symmetric(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return torch.where(factor.isnan(), 0.0, q).long(), scale
 
 
+def seen_keys(mask: Tensor, heads: torch.Size) -> Tensor:
+    """``(..., S)``: 0 for keys that the mask hides from every query that sees another one."""
+    hidden = ~mask if mask.dtype == torch.bool else mask <= -1e4
+    seen = ~hidden | hidden.all(-1, keepdim=True)
+    return seen.any(-2).expand(*heads, -1).float()
+
+
 def dynamic_oracle(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> Tensor:
     """The docstring of `torchq.functional.dynamic_attention`."""
     q, q_scale = symmetric(query, (-1,))
     k, k_scale = symmetric(key, (-1,))
+    if mask is not None:
+        whole = mask.broadcast_to(torch.broadcast_shapes(mask.shape, (1, key.shape[-2])))
+        value = value * seen_keys(whole, query.shape[:2]).unsqueeze(-1)
     v, v_scale = symmetric(value, (-2, -1))
     of_keys = f32(k_scale.double() * f64(scale)).mT
     x = f32(f32(f32(q @ k.mT).double() * of_keys.double()).double() * q_scale.double())

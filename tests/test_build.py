@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import torchq
+from torchq import _library
 from torchq.ops import LIBRARY_PATH
 
 ROOT = Path(__file__).parent.parent
@@ -137,3 +138,87 @@ def test_a_kernel_that_does_not_compile(source: Path):
     message = build(source)
     assert message.startswith("torchq: compiling csrc/kernels/reference.cpp failed")
     assert not list(source.glob("**/*.so"))
+
+
+def test_the_torch_release_that_the_library_was_built_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The build notes it beside the library."""
+    monkeypatch.setattr(_library, "LIBRARY_PATH", tmp_path / "libtorchq.so")
+    assert _library.built_for() == "unknown"
+    (tmp_path / "built_for.txt").write_text("2.13.0+cpu\n")
+    assert _library.built_for() == "2.13.0+cpu"
+
+
+COMPILER = """#!{python}
+# Logs its flags, and fails on what belongs to torch's part of the build.
+import fcntl, pathlib, sys, time
+here = pathlib.Path({folder!r})
+def log(text):
+    with open(here / "log", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(text + "\\n")
+args = sys.argv[1:]
+source = next((a for a in args if a.endswith(".cpp")), "")
+if "/isa/" in source or "/kernels/" in source:
+    log("begin " + " ".join(args))
+    time.sleep(0.2)
+    pathlib.Path(args[args.index("-o") + 1]).write_text("")
+    log("end")
+sys.exit("/ops/" in source)
+"""
+
+
+class Compiles:
+    """Builds with a compiler that only logs; each call gives the lines of the kernels' objects."""
+
+    def __init__(self, source: Path, folder: Path) -> None:
+        self.source, self.log = source, folder / "log"
+        self.compiler = folder / "compiler"
+        self.compiler.write_text(COMPILER.format(python=sys.executable, folder=str(folder)))
+        self.compiler.chmod(0o755)
+
+    def __call__(self, *prefix: str, **environment: str) -> list[str]:
+        self.log.write_text("")
+        base = {k: v for k, v in os.environ.items() if k not in ("CFLAGS", "CXXFLAGS", "MAX_JOBS")}
+        subprocess.run(
+            [*prefix, sys.executable, "setup.py", "-q", "build_ext"],
+            cwd=self.source,
+            env={**base, "CXX": str(self.compiler)} | environment,
+            capture_output=True,
+            timeout=120,
+        )
+        return self.log.read_text().splitlines()
+
+
+@pytest.fixture
+def compiles(source: Path, tmp_path: Path) -> Compiles:
+    folder = tmp_path / "compiler"
+    folder.mkdir()
+    return Compiles(source, folder)
+
+
+def count(lines: list[str]) -> int:
+    return sum(line.startswith("begin") for line in lines)
+
+
+@needs_source
+def test_kernels_are_compiled_again_where_their_command_changes(compiles: Compiles):
+    objects = count(compiles())
+    assert objects == (6 if os.uname().machine == "x86_64" else 1)
+    assert count(compiles()) == 0
+    lines = compiles(CFLAGS="-DONE", CXXFLAGS="-DTWO", CPPFLAGS="-DTHREE='a b'")
+    assert count(lines) == sum(" -DONE -DTWO -DTHREE=a b " in line for line in lines) == objects
+    assert count(compiles(CXX=f"env {compiles.compiler}")) == objects, "a compiler with arguments"
+
+
+@needs_source
+@pytest.mark.parametrize("limit", ["MAX_JOBS", "affinity"])
+def test_one_compiler_at_a_time(compiles: Compiles, limit: str):
+    if limit == "MAX_JOBS":
+        lines = compiles(MAX_JOBS="1")
+    elif shutil.which("taskset") is None:
+        pytest.skip("taskset is not installed")
+    else:
+        lines = compiles("taskset", "-c", str(min(os.sched_getaffinity(0))))
+    assert [line.split()[0] for line in lines] == ["begin", "end"] * count(lines), lines

@@ -168,8 +168,7 @@ def parts(m: Any, x: Tensor, way: str = "") -> Tensor:
 class Ways:
     """A model, the call it is calibrated with, and calls that go other ways.
 
-    A call of ``wrong`` must raise: either it does for the float model, too, or what it asks for is
-    not there any more.
+    A call of ``wrong`` must raise, as it does for the float model.
     """
 
     def __init__(
@@ -205,12 +204,12 @@ WAYS = {
                 "relu": nn.ReLU}, (IMAGE,),
         [(IMAGE, False), (IMAGE, True, False), (IMAGE, False, False)]),
     "residual": Ways(residual, {**TWO, "add": torchq.nn.Add}, (X,), [(X, False)]),
-    "early": Ways(early, {"s": chain}, (X,), [(X[:1],)], [(X, 1), (X, 2), (X, 3)]),
+    "early": Ways(early, {"s": chain}, (X,), [(X[:1],), (X, 1), (X, 2), (X, 3)]),
     "iterated": Ways(early, {"s": chain}, (X, 4), [(X,), (X, 1), (X, 2), (X, 3)]),
     "repeated": Ways(repeated, S, (X,), [(X, 2), (X, 3), (X, 0)]),
     "repeated less": Ways(repeated, S, (X, 3), [(X, 1)]),
     "mask": Ways(mask, TWO, (X, X > 0), [(X, BITS), (X, FACTOR)], [(U8, X)]),
-    "tokens": Ways(tokens, {"t": tied}, (IDS,), [(IDS.byte(),), (IDS[:1, :2],)], [(IDS, 1)]),
+    "tokens": Ways(tokens, {"t": tied}, (IDS,), [(IDS.byte(),), (IDS[:1, :2],), (IDS, 1)]),
     "tied": Ways(tokens, {"t": tied}, (IDS, 1), [(IDS, 1), (IDS,)]),
     "in place": Ways(in_place, TWO, (X,), [(X, True)]),
     "first writes": Ways(
@@ -218,13 +217,13 @@ WAYS = {
     "forks": Ways(forks, TWO, (X,), [(-X,), (-X[:2],)]),
     "looks": Ways(looks, S, (X,), [(X, w) for w in (
         "dtype", "bits", "numpy", "numbers", "views", "argmax")]),
-    "weights": Ways(weights, {"a": lin}, (X,), [(X, w) for w in ("shape", "dtype", "described")],
-                    [(X, w) for w in ("sum", "bias", "linear")]),
-    "dtypes are read": Ways(weights, {"a": lin}, (X, "described"), [(X, "dtype")], [(X, "sum")]),
+    "weights": Ways(weights, {"a": lin}, (X,), [(X, w) for w in (
+        "shape", "dtype", "described", "sum", "bias", "linear")]),
+    "dtypes are read": Ways(weights, {"a": lin}, (X, "described"), [(X, "dtype"), (X, "sum")]),
     "sizes are read": Ways(weights, {"a": lin}, (X, "shape"), [(X,)]),
     "weights are read": Ways(weights, {"a": lin}, (X, "sum"), [(X,), (X, "dtype"), (X, "bias")]),
-    "parts": Ways(parts, S, (X,), [(X, "keyword"), (X, "forward")], [
-        (X, "index"), (X, "slice"), (X, "length")]),
+    "parts": Ways(parts, S, (X,), [
+        (X, w) for w in ("keyword", "forward", "index", "slice", "length")]),
     "length": Ways(parts, S, (X, "length"), [(X, "index"), (X, "slice")]),
     "alias": Ways(parts, S, (X,), [(X, w) for w in ("alias", "index", "slice")], change=alias),
     "sizes": Ways(parts, CONVS, (IMAGE,), [
@@ -264,21 +263,20 @@ def test_models_convert_in_int8() -> None:
     for name, ways in WAYS.items():
         converted = eager.quantize(ways.model(), [ways.seen], ways.seen)
         some = any(isinstance(m, torchq.nn.module.QModule) for m in converted.modules())
-        assert some == (name not in ("weights are read", "tied"))
+        assert some == (name != "tied")
 
 
 def test_dynamic_layers() -> None:
-    """Their packed weights are not read for those of the float model either."""
+    """Their weights can be read, too."""
     ways = WAYS["weights"]
     model = ways.model()
     with torch.no_grad():
         converted = eager.quantize(model, [(X,)], (X, "shape"), torchq.QConfig(dynamic=True))
         assert isinstance(converted.a.layer, torchq.nn.DynamicQLinear)
-        for args in ((X,), (X, "shape"), (50 * X,)):
+        for args in ((X,), (50 * X,), *ways.right):
             holds(model(*args), converted(*args))
-        for args in (*ways.wrong, (U8,)):
-            with pytest.raises((TypeError, RuntimeError)):
-                converted(*args)
+        with pytest.raises(TypeError):
+            converted(U8)
 
 
 def test_autocast_hooks_and_replaced_modules() -> None:
@@ -325,7 +323,7 @@ def test_every_way_to_run_goes_every_way(tmp_path: Any) -> None:
     model, factor = Optionally().eval(), torch.randn(4, 8)
     with torch.no_grad():
         converted = eager.quantize(model, [X, 3 * X], X)
-        assert converted.get_submodule("s.0").dst_dtype == torch.uint8
+        assert converted.get_submodule("s.0.layer").src_dtype == torch.uint8
         calls = [(X,), (X, factor)]
         expected = [converted(*args) for args in calls]
         for args, got in zip(calls, expected, strict=True):

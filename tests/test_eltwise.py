@@ -204,7 +204,7 @@ def test_errors():
     refuse(TypeError, "torchq.eltwise: src must be uint8, int8, int32 or", TF.eltwise, q.long(),
            "abs", dst_dtype=U8)  # fmt: skip
     refuse(ValueError, "alg must be", TF.eltwise, q, "sin")
-    refuse(ValueError, "alpha must be nonzero for soft_relu", TF.eltwise, q, "soft_relu")
+    refuse(ValueError, "alpha must be nonzero for soft_relu", TF.eltwise, q, "soft_relu", 0)
     x = torch.rand(3, requires_grad=True)
     refuse(RuntimeError, "src requires grad", TF.eltwise, x, "abs")
     attr = attr_of(src=(0.5, 0))
@@ -313,6 +313,50 @@ def test_reorder_with_masks_on_both_sides(
     assert_same(got, reference.store(whole[rounding], zero, dst))
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "environment"])
+@pytest.mark.parametrize("with_sum", [False, True])
+@pytest.mark.parametrize(("src", "dst"), [(U8, S8), (F32, U8), (S8, S32)])
+def test_reorder_with_output_scales_sum_and_rounding(
+    src: torch.dtype, dst: torch.dtype, with_sum: bool, rounding: str
+):
+    """Output scales, of any sign, stand for the source's scale; dst has scale 1."""
+    x, old = source((3, 500), src, 1), source((3, 500), dst, 2)
+    for scale in (torch.randn(500), torch.tensor([-0.75])):
+        mask = 2 if scale.numel() > 1 else 0
+        zero = torch.tensor(7 if dst == U8 else -9, dtype=S32)
+        src_zero = torch.tensor(0 if src == F32 else 3, dtype=S32)
+        attr = Attr().set_output_scales(mask, scale).set_rounding("dst", rounding)
+        attr.set_zero_points("src", 0, src_zero).set_zero_points("dst", 0, zero)
+        shifted = reference.f32(x.double() - src_zero)
+        real = reference.f32(shifted.double() * scale.double())
+        if with_sum:
+            attr.post_ops.append_sum(-0.7, 5)
+            real = reference.f32(real.double() + reference.real(old, (-0.7, 5)).double())
+        y = reference.fma32(real, torch.ones(1), zero.double())
+        if rounding == "stochastic":
+            u = torch.tensor([splitmix(7, i) for i in range(x.numel())]).reshape(x.shape)
+            y = torch.where(y - y.floor() > u, y.floor() + 1, y.floor())
+        elif rounding == "environment":
+            y = y.ceil()
+        elif not with_sum:
+            y = reference.fma32(shifted, scale, zero.double())
+        with rounding_upward() if rounding == "environment" else contextlib.nullcontext():
+            got = TF.reorder(x, dst, attr, old if with_sum else None, seed=7)
+        assert_same(got, reference.store(y, zero, dst))
+
+
+def test_reorder_to_another_layout():
+    x = source((2, 3, 4, 5), F32, 1)
+    for attr in (attr_of(dst=DST[S8]), attr_of(dst=DST[S8]).set_rounding("dst", "environment")):
+        got = TF.reorder(x, S8, attr, memory_format=torch.channels_last)
+        assert got.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(got, TF.reorder(x, S8, attr))
+        back = TF.reorder(got, F32, memory_format=torch.contiguous_format)
+        assert back.is_contiguous() and torch.equal(back, got.float())
+    refuse(TypeError, "memory_format must be of type memory_format", TF.reorder, x, S8,
+           memory_format="nhwc")  # fmt: skip
+
+
 def test_reorder_with_sum_errors():
     q = random_q((2, 6), U8)
     attr = Attr()
@@ -323,8 +367,6 @@ def test_reorder_with_sum_errors():
     refuse(NotImplementedError, "must be empty or one sum", TF.reorder, q, U8, Attr(), q)
     attr.set_scales("src", 2, [1.0] * 5)
     refuse(ValueError, "must be 6 values", TF.reorder, q, U8, attr, q)
-    attr = Attr().set_output_scales(0, 0.5).set_rounding("dst", "stochastic")
-    refuse(NotImplementedError, "without output_scales", TF.reorder, q, U8, attr)
     for scales, zeros, message in (
         (torch.ones(2, 5), torch.zeros(2, dtype=S32), "scales must broadcast against src"),
         (torch.ones(3), torch.zeros(2, dtype=S32), r"must be \[2, ...\]"),

@@ -95,9 +95,12 @@ def test_folded_output_scales(chain: str, dst: torch.dtype):
     for bias in (F32, None):
         args = cases.sample(SHAPE, U8, dst, chain, bias, output_scales=True)
         scales, values = args["output_scales"], args["post_op_values"]
-        got = ops.fold_output_scales(scales, args["bias"], N, dtype_code(dst), chain, values)
-        want = reference.fold_output_scales(scales, args["bias"], chain, values, N, dst)
-        check(got, want, chain, 0.0)
+        zp = args.get("dst_zero_point")
+        given = (scales, args["bias"], N, dtype_code(dst), chain, values)
+        for zero in (None, zp):
+            number = 0.0 if zero is None else float(zero)
+            want = reference.fold_output_scales(scales, args["bias"], chain, values, N, dst, number)
+            check(ops.fold_output_scales(*given, zero), want, chain, number)
 
 
 @pytest.mark.parametrize("chain", cases.FLOAT_CHAINS)
@@ -220,6 +223,9 @@ def test_zero_point_lies_in_the_destination(dst: torch.dtype, value: int):
     scale = {} if dst != F32 else {"dst_scale": None}
     with pytest.raises(ValueError, match=r"torchq\.fold: .*zero.point"):
         fold(dst_dtype=dst, dst_zero_point=zero_point(value), **scale)
+    with pytest.raises(ValueError, match=r"torchq\.fold_output_scales: dst_zero_point must lie"):
+        code = dtype_code(dst)
+        ops.fold_output_scales(torch.ones(1), None, N, code, "", [], zero_point(value))
 
 
 @pytest.mark.parametrize("value", (-(2**31), -129, 128, 1000, 2**31 - 1))

@@ -44,6 +44,7 @@ def attr_of(args: dict[str, Any], shape: cases.LinearShape | cases.ConvShape) ->
         attr.set_scales("weights", 3 if grouped else 1, args["weight_scale"])
     if "dst_scale" in args:
         attr.set_scales("dst", 2 if args["dst_scale"].numel() > 1 else 0, args["dst_scale"])
+    if "dst_zero_point" in args:
         attr.set_zero_points("dst", 0, args["dst_zero_point"])
     return attr.set_post_ops(PostOps.parse(args["post_ops"], args["post_op_values"]))
 

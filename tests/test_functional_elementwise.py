@@ -7,6 +7,7 @@ One tier is enough here: the kernels are tested on all of them, in test_reorder.
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import cases
@@ -64,6 +65,14 @@ def test_reorder_with_output_scales(dst: torch.dtype) -> None:
         attr = Attr().set_output_scales(mask, scales)
         resolved = attr.resolve("dst", dims, "output_scales")
         expected = reference.reorder_output_scales(src, resolved, dst)
+        assert_same(TF.reorder(src, dst, attr), expected, attr)
+        zeros = [torch.zeros(1, dtype=S32)] * 2
+        for i, (arg, dtype) in enumerate((("src", source), ("dst", dst))):
+            if dtype != F32:
+                values = torch.randint(0, 100, (math.prod(resolved.shape),), dtype=S32)
+                attr.set_zero_points(arg, mask, values)
+                zeros[i] = attr.resolve(arg, dims, "zero_points")
+        expected = reference.reorder_output_scales(src, resolved, dst, *zeros)
         assert_same(TF.reorder(src, dst, attr), expected, attr)
 
 

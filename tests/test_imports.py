@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torchq's own files import from each other, and which names they say are public."""
+"""Layers of torchq's own files: imports go down only, and what a module says is public is there."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 import torchq
 
@@ -16,28 +20,43 @@ FILES = {
     for path in ROOT.rglob("*.py")
 }
 TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
+FOLDERS = {module.split(".")[1] for module in FILES if module.count(".") > 1}
+LOW = {"attributes", "runtime", "quantization", "functional", "nn"} & FOLDERS
+HIGH = {"convert", "onednn", "analysis"} & FOLDERS
 
 
-def imported(module: str) -> set[str]:
-    """The modules that its code names, in functions, too; not the packages that hold them."""
+def imported(module: str, nodes: Iterator[ast.AST] | list[ast.stmt]) -> set[str]:
+    """The modules that these statements name; not the packages that hold them."""
+    package = module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
     found = set[str]()
-    for node in ast.walk(TREES[module]):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found.update(name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            parts = {f"{node.module}.{name.name}" for name in node.names}
-            found.update(part if part in TREES else node.module for part in parts)
-    return found.intersection(TREES)
+        elif isinstance(node, ast.ImportFrom):
+            up = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            parts = {f"{base}.{name.name}" for name in node.names}
+            found.update(part if part in TREES else base for part in parts)
+    return found.intersection(TREES) - {module, "torchq"}
 
 
-def test_no_import_leads_back():
+ALL = {module: imported(module, ast.walk(tree)) for module, tree in TREES.items()}
+"""Module -> what it imports, in functions, too."""
+
+
+def folder(module: str) -> str:
+    name = f"{module}.".split(".")[1]
+    return name if name in FOLDERS else ""
+
+
+def test_no_import_leads_back() -> None:
     above, done = list[str](), set[str]()
 
     def visit(module: str) -> None:
         assert module not in above, " -> ".join([*above[above.index(module) :], module])
         if module not in done:
             above.append(module)
-            for other in sorted(imported(module)):
+            for other in sorted(imported(module, TREES[module].body)):
                 visit(other)
             done.add(above.pop())
 
@@ -45,13 +64,48 @@ def test_no_import_leads_back():
         visit(module)
 
 
-def test_the_flow_that_swaps_knows_nothing_of_the_other():
-    for module in TREES:
-        if module.startswith("torchq.eager"):
-            assert not any(other.startswith("torchq.fx") for other in imported(module)), module
+def test_low_folders_import_no_high_ones() -> None:
+    upward = [
+        f"{module} imports {other}"
+        for module, others in ALL.items()
+        for other in others
+        if folder(module) in LOW and folder(other) in HIGH
+    ]
+    assert not upward
 
 
-def test_public_names_are_all_there():
+def test_no_circle_between_folders() -> None:
+    """Not even by imports in functions, which circles would be hidden in."""
+    edges = {(folder(m), folder(other)) for m, others in ALL.items() for other in others}
+    edges = {(a, b) for a, b in edges if a and b and a != b}
+    assert not {tuple(sorted(edge)) for edge in edges if edge[::-1] in edges}
+
+
+@pytest.mark.xfail(reason="loose modules are not in their folders yet", strict=True)
+def test_chains_of_imports_are_short() -> None:
+    """Who reads a file should not have to know thirty others."""
+
+    @cache
+    def chain(module: str) -> list[str]:
+        below = [chain(other) for other in imported(module, TREES[module].body)]
+        return [module, *max(below, key=len, default=[])]
+
+    longest = max(map(chain, set(TREES) - {"torchq"}), key=len)
+    assert len(longest) <= 16, " > ".join(longest)
+
+
+@pytest.mark.xfail(reason="compose and isa are both", strict=True)
+def test_a_name_is_a_module_or_a_function() -> None:
+    """But for the folder of the flow, whose name the verb has."""
+    both = [
+        name
+        for name in torchq.__all__
+        if f"torchq.{name}" in TREES and callable(getattr(torchq, name))
+    ]
+    assert set(both) <= {"convert"}
+
+
+def test_public_names_are_all_there() -> None:
     """Where a module lists its names, it lists every function and class without an underscore."""
     for module, tree in TREES.items():
         listed = [

@@ -166,6 +166,15 @@ def test_bias_and_output_scales(isa: str):
     expected = reference_matmul.matmul(src, weight, real_bias, output_scales=scales, dst_dtype=U8)
     attr = Attr().set_output_scales(2, scales)
     assert_same(TF.matmul(src, weight, real_bias, attr, U8), expected)
+    for batch, text in (((), "eltwise_relu"), ((2,), "eltwise_tanh")):
+        rows = src.expand(*batch, *src.shape)
+        expected = reference_matmul.matmul(
+            rows, weight, real_bias, output_scales=scales, dst_dtype=U8, dst_zero_point=9,
+            post_ops=text,
+        )  # fmt: skip
+        attr = Attr().set_output_scales(2 << len(batch), scales).set_zero_points("dst", 0, 9)
+        attr.set_post_ops(PostOps.parse(text))
+        assert_same(TF.matmul(rows, weight, real_bias, attr, U8), expected)
 
 
 def test_per_column_destination_scales(isa: str):

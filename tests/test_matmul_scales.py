@@ -53,7 +53,8 @@ def test_source_scales_per_row(isa: str, dst: torch.dtype, batch: Any):
             )  # fmt: skip
             attr = attributes(args | {"src_scale": 1.0}, (weight.dim(), expected.dim()))
             attr.set_zero_points("src", 0, -3).set_zero_points("weights", 0, 7)
-            attr.set_post_ops(PostOps.parse(more, values[-1:]))
+            columns = f"eltwise_relu:0.1+binary_mul:{1 << (expected.dim() - 1)}"
+            attr.set_post_ops(PostOps.parse(columns, values[-1:]))
             mask = (1 << (src.dim() - 1)) - 1 if all_rows else 1 << (src.dim() - 2)
             for groups in (None, (1, 33)):
                 given = mask if groups is None else mask | 1 << (src.dim() - 1)
@@ -142,14 +143,33 @@ def test_scales_per_row_and_per_group_of_k(isa: str):
 
 
 @pytest.mark.parametrize("batch", ((), (2,), (2, 3)), ids=str)
-def test_masks_of_post_ops_index_rows_and_columns(batch: tuple[int, ...]):
-    src, weight = operands((4, 5, 6), U8, S8, (batch, batch))
+def test_masks_of_post_ops_index_all_dims(batch: tuple[int, ...]):
+    """As oneDNN's do: with M = N a mask 2 of three dims is per row, not per column."""
+    dims = (*batch, 5, 5)
+    src, weight = operands((5, 5, 5), U8, S8, (batch, batch))
     acc = TF.matmul(src, weight)
-    for mask, shape in ((0, (1,)), (1, (*batch, 4, 1)), (2, (6,)), (3, (*batch, 4, 6))):
-        operand = torch.randn(shape)
+    columns = 1 << len(dims) - 1
+    for mask in range(1 << len(dims)):
+        operand = torch.randn([size if mask >> d & 1 else 1 for d, size in enumerate(dims)])
         given = PostOps().append_binary("add", operand.reshape(-1), mask)
         assert_same(TF.matmul(src, weight, attr=Attr().set_post_ops(given)), acc + operand, mask)
-        if mask in (1, 3):
-            later = Attr().set_post_ops(PostOps.parse(f"binary_add:{mask}"))
-            got = TF.matmul(src, weight, attr=later, post_op_srcs=[operand])
-            assert_same(got, acc + operand, mask)
+        slopes = Attr().set_post_ops(PostOps().append_prelu(operand.reshape(-1), mask))
+        expected = torch.where(acc >= 0, acc, acc * operand)
+        assert_same(TF.matmul(src, weight, attr=slopes), expected, mask)
+        if mask not in (0, columns):
+            later = Attr().set_post_ops(PostOps.parse(f"binary_add:{mask}+sum:1:0:f32"))
+            got = TF.matmul(src, weight, attr=later, post_op_srcs=[operand, acc])
+            assert_same(got, acc + operand + acc, mask)
+
+
+def test_operands_have_the_shape_of_their_mask():
+    src, weight = operands((4, 5, 6), U8, S8, ((2,), (2,)))
+    for mask, values in ((2, 6), (4, 4), (3, 4)):
+        attr = Attr().set_post_ops(PostOps().append_binary("add", torch.ones(values), mask))
+        with pytest.raises(ValueError, match=rf"torchq.matmul: values of .*mask {mask} of dims"):
+            TF.matmul(src, weight, attr=attr)
+    attr = Attr().set_post_ops(PostOps.parse("binary_add:2"))
+    with pytest.raises(ValueError, match=r"post_op_srcs\[0\] must be \[1, 4, 1\] for binary_add:2"):
+        TF.matmul(src, weight, attr=attr, post_op_srcs=[torch.ones(2, 4, 1)])
+    with pytest.raises(ValueError, match="must use a mask below 8"):
+        TF.matmul(src, weight, attr=Attr().set_post_ops(PostOps.parse("binary_add:8")))

@@ -142,7 +142,7 @@ def test_opcheck_fold(post_ops: str):
     for code in (0, 3, 6):
         dst = (None, None) if code == 6 else (one, zero)
         opcheck(ops.fold.default, (one, per_channel, per_channel, *dst, 6, code, post_ops, values))
-        opcheck(ops.fold_output_scales.default, (one, None, 6, code, post_ops, values))
+        opcheck(ops.fold_output_scales.default, (one, None, 6, code, post_ops, values, dst[1]))
 
 
 @pytest.mark.parametrize(
@@ -226,6 +226,7 @@ def test_fakes_of_reorders(shape: tuple[int, ...]):
             check_fake(ops.quantize, (x, one, zero, code), significant_strides)
             check_fake(ops.requantize, (q, one, zero, one, zero, code), significant_strides)
             check_fake(ops.reorder, (q, one, code), significant_strides)
+            check_fake(ops.reorder, (q, one, code, zero, zero), significant_strides)
         check_fake(ops.reorder, (q, torch.empty(0), 0), significant_strides)
         check_fake(ops.dequantize, (q, one, zero), significant_strides)
         check_fake(ops.lookup, (q, random_q((256,), S8)), significant_strides)

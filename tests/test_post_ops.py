@@ -3,14 +3,19 @@
 
 import copy
 import pickle
+import re
 import struct
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+import torchq.functional as TF
+from torchq import Attr
 from torchq.post_ops import (
     BINARY_ALGS,
     ELTWISE_ALGS,
@@ -207,7 +212,92 @@ def test_clip_needs_ordered_bounds() -> None:
 
 def test_soft_relu_needs_alpha() -> None:
     with pytest.raises(ValueError, match="Use alpha=1 for oneDNN v2's soft_relu"):
-        PostOps().append_eltwise("soft_relu")
+        PostOps().append_eltwise("soft_relu", 0)
+
+
+X = torch.linspace(-4, 4, 33)
+
+
+@pytest.mark.parametrize(
+    ("alg", "alpha", "beta", "expected"),
+    [
+        ("relu", None, None, F.relu(X)),
+        ("elu", None, None, F.elu(X)),
+        ("swish", None, None, F.silu(X)),
+        ("soft_relu", None, None, F.softplus(X)),
+        ("hardsigmoid", None, None, F.hardsigmoid(X)),
+        ("hardswish", None, None, F.hardswish(X)),
+        ("linear", 2, None, 2 * X),
+        ("pow", None, 3, X**3),
+        ("swish", 0, None, X / 2),
+        ("hardsigmoid", 0.2, None, (0.2 * X + 0.5).clamp(0, 1)),
+        ("hardsigmoid", None, 0, (X / 6).clamp(0, 1)),
+    ],
+)
+def test_parameters_that_are_left_out_are_those_of_the_field(
+    alg: str, alpha: float | None, beta: float | None, expected: Tensor
+) -> None:
+    """Not 0, with which swish is x / 2, hardswish 0 and elu relu; the text says them all."""
+    torch.testing.assert_close(TF.eltwise(X, alg, alpha, beta), expected, rtol=1e-5, atol=1e-6)
+    chain = PostOps().append_eltwise(alg, alpha, beta)
+    again = TF.binary(X, torch.zeros(1), "add", Attr().set_post_ops(PostOps.parse(str(chain))))
+    torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("alg", "given", "name"),
+    [
+        ("clip", {}, "alpha"),
+        ("clip", {"alpha": 0}, "beta"),
+        ("linear", {}, "alpha"),
+        ("pow", {}, "beta"),
+    ],
+)
+def test_parameters_without_a_default_must_be_given(
+    alg: str, given: dict[str, float], name: str
+) -> None:
+    needed = rf"append_eltwise: {name} must be given for {alg}, .*Pass a number"
+    with pytest.raises(ValueError, match=needed):
+        PostOps().append_eltwise(alg, **given)
+    with pytest.raises(ValueError, match=needed):
+        TF.eltwise(X, alg, **given)
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        ("eltwise_swish", "eltwise_swish:<alpha>[:<beta>][:<scale>]"),
+        ("eltwise_linear", "eltwise_linear:<alpha>[:<beta>][:<scale>]"),
+        ("eltwise_hardswish:0.2", "eltwise_hardswish:<alpha>:<beta>[:<scale>]"),
+        ("eltwise_pow:2", "eltwise_pow:<alpha>:<beta>[:<scale>]"),
+    ],
+)
+def test_text_has_the_parameters_whose_default_is_not_zero(text: str, form: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"must have the form {form}")):
+        PostOps.parse(text)
+    zeros = str(PostOps().append_eltwise(text.partition(":")[0].removeprefix("eltwise_"), 0, 0))
+    assert PostOps.parse(zeros)[0].alpha == PostOps.parse(zeros)[0].beta == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("alg", "nearest"),
+    [
+        ("eltwise_relu", "relu"),
+        ("eltwise_soft_relu", "soft_relu"),
+        ("bounded_relu", "clip"),
+        ("relu6", "clip"),
+        ("silu", "swish"),
+        ("sigmoid", "logistic"),
+        ("clip_v2", "clip"),
+        ("tanh_use_dst_for_bwd", "tanh"),
+    ],
+)
+def test_names_of_others_get_the_right_hint(alg: str, nearest: str) -> None:
+    with pytest.raises(ValueError, match=f"Did you mean '{nearest}'"):
+        PostOps().append_eltwise(alg, 1.0)
+    if not alg.startswith("eltwise_"):
+        with pytest.raises(ValueError, match=f"Did you mean 'eltwise_{nearest}'"):
+            PostOps.parse(f"eltwise_{alg}:1")
 
 
 @pytest.mark.parametrize(
@@ -323,7 +413,7 @@ def test_check_prints_both_numbers() -> None:
         chain.check((3,))
 
 
-@pytest.mark.parametrize("text", [f"eltwise_{alg}" for alg in ELTWISE_ALGS if alg != "soft_relu"])
+@pytest.mark.parametrize("text", [f"eltwise_{alg}:1:1" for alg in ELTWISE_ALGS])
 def test_every_eltwise_is_supported(text: str) -> None:
     PostOps.parse(text).check_supported("linear")
 

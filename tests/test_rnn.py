@@ -14,7 +14,8 @@ from cases import random_q
 from torch import Tensor
 
 import torchq
-from torchq.nn.rnn_layer import GATES, UNIT_STATE, UNIT_STATE_S8, QRecurrentLayer, RecurrentWeight
+from torchq.nn.rnn_layer import GATES, UNIT_STATE, UNIT_STATE_S8, QRecurrentLayer
+from torchq.nn.rnn_weight import RecurrentWeight
 from torchq.qparams import QParams
 
 

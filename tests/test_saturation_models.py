@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import torchq
 import torchq.nn as tnn
 from torchq import PostOps, QConfig, QParams, saturation
+from torchq.nn.attached import computing_modules
 from torchq.packing import pack_conv
 from torchq.saturation import (
     emulate_module,
@@ -152,7 +153,7 @@ def test_s8_halves_convolutions_but_not_linears() -> None:
     assert conv.saturating == 0 and conv.changed > 0 and 20 < conv.sqnr < 80
     assert "weights halved" in str(report)
     assert "oneDNN without VNNI halves these weights" in seven_bits(qmodel)["conv"]
-    module = qmodel.get_submodule("conv")
+    module: Any = computing_modules(qmodel)["conv"]
     module.weight_scale.fill_(2.0**-9)  # divides exactly
     module.refold()
     conv = saturation.emulate(qmodel, data).layers[0]
@@ -189,7 +190,7 @@ def test_transposed_modules(dtype: torch.dtype) -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="quantized linears or convolutions"):
+    with pytest.raises(ValueError, match="quantized linears, convolutions or recurrent"):
         saturation.emulate(nn.ReLU(), [random((2, 4), U8)])
     with pytest.raises(TypeError, match="must be a QLinear, QConv or QConvTranspose, got ReLU"):
         emulate_module(nn.ReLU(), random((2, 4), U8))

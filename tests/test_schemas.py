@@ -22,7 +22,8 @@ fold(Tensor src_scale, Tensor weight_scale, Tensor? bias, Tensor? dst_scale, \
 Tensor? dst_zero_point, int channels, int dst_dtype, str post_ops, Tensor[] post_op_values) -> \
 (Tensor multiplier, Tensor offset, Tensor post_op_params)
 fold_output_scales(Tensor output_scales, Tensor? bias, int channels, int dst_dtype, str post_ops, \
-Tensor[] post_op_values) -> (Tensor multiplier, Tensor offset, Tensor post_op_params)
+Tensor[] post_op_values, Tensor? dst_zero_point=None) -> (Tensor multiplier, Tensor offset, \
+Tensor post_op_params)
 linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, Tensor multiplier, \
 Tensor offset, Tensor? acc_bias, Tensor? src_zero_point, int in_features, int dst_dtype, \
 str post_ops, Tensor post_op_params, Tensor[]? post_op_srcs, \
@@ -35,7 +36,8 @@ quantize(Tensor src, Tensor scale, Tensor zero_point, int dst_dtype) -> Tensor
 dequantize(Tensor src, Tensor scale, Tensor zero_point) -> Tensor
 requantize(Tensor src, Tensor src_scale, Tensor src_zero_point, Tensor dst_scale, \
 Tensor dst_zero_point, int dst_dtype) -> Tensor
-reorder(Tensor src, Tensor output_scales, int dst_dtype) -> Tensor
+reorder(Tensor src, Tensor output_scales, int dst_dtype, Tensor? src_zero_point=None, \
+Tensor? dst_zero_point=None) -> Tensor
 lookup(Tensor src, Tensor table) -> Tensor
 add(Tensor src0, Tensor src1, Tensor scales, Tensor zero_points, int dst_dtype, bool relu) -> Tensor
 mul(Tensor src0, Tensor src1, Tensor scales, Tensor zero_points, int dst_dtype, bool relu) -> Tensor
@@ -104,6 +106,7 @@ _supported_isas() -> str[]
 _last_kernel() -> str
 _scratch_bytes() -> int
 _idle_bytes() -> int
+_release_memory() -> int
 """.strip().splitlines()
 
 

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+import json
 import os
+import pickle
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,34 +24,28 @@ from torch.nn.utils import prune
 import torchq
 import torchq.nn as tnn
 from torchq import eager
+from torchq.serialization import read_state
 
 
-def build(name: str, **kwargs: Any) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+@functools.cache
+def build(
+    name: str, flow: Any = torchq, config: torchq.QConfig | None = None
+) -> tuple[nn.Module, nn.Module, torch.Tensor]:
     make, shape, _, _ = models.CASES[name]
     model, x = models.randomize(make()), torch.randn(shape)
-    return model, eager.quantize(model, [x, 2 * x], x, **kwargs), x
+    return model, flow.quantize(model, [x, 2 * x], x, config), x
 
 
-@pytest.fixture(params=["safetensors", "torch.save"])
-def file_format(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch.save":  # as if safetensors were not installed
-        monkeypatch.setitem(sys.modules, "safetensors", None)
-        monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    else:
-        pytest.importorskip("safetensors")
-    return str(request.param)
+NAMES = ["resnet", "shared_relu6", "tied", "root", "lookups", "lenet", "lstm", "stubs",
+         "called_twice", "module_list"]  # fmt: skip
 
 
-NAMES = ["resnet", "shared_relu6", "tied", "root", "lookups", "lenet", "lstm", "mul_gate", "stubs",
-         "called_twice", "module_list", "add_residual_first", "add_constant"]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_round_trip(name: str, file_format: str, tmp_path: Path) -> None:
-    _, converted, x = build(name)
+@pytest.mark.parametrize(
+    ("name", "flow"), [*((name, torchq) for name in NAMES), ("mul_gate", eager), ("resnet", eager)]
+)
+def test_round_trip(name: str, flow: Any, tmp_path: Path) -> None:
+    _, converted, x = build(name, flow)
     torchq.save(converted, tmp_path / "model")
-    with (tmp_path / "model").open("rb") as file:
-        assert (file.read(2) == b"PK") == (file_format == "torch.save")
     fresh = models.randomize(models.CASES[name][0]())
     before = copy.deepcopy(fresh.state_dict())
     loaded = torchq.load(os.fspath(tmp_path / "model"), fresh)
@@ -57,18 +55,18 @@ def test_round_trip(name: str, file_format: str, tmp_path: Path) -> None:
     assert repr(loaded) == repr(converted)
 
 
-def test_narrow_configurations(file_format: str, tmp_path: Path) -> None:
+def test_narrow_configurations(tmp_path: Path) -> None:
     for config in (
         torchq.QConfig(activation_bits=7),
         torchq.QConfig(activation_dtype=torch.int8, weight_granularity="per_tensor"),
     ):
-        model, converted, x = build("mul_gate", config=config)
+        model, converted, x = build("mul_gate", torchq, config)
         torchq.save(converted, tmp_path / "model")
         loaded = torchq.load(tmp_path / "model", model)
         assert torch.equal(loaded(100 * x), converted(100 * x))
 
 
-def test_module_registered_twice(file_format: str, tmp_path: Path) -> None:
+def test_module_registered_twice(tmp_path: Path) -> None:
     shared = nn.Linear(8, 8)
     model = models.Wired(
         lambda m, x: m.b(m.chain(m.again(m.a(torch.relu(x))))), a=shared, b=shared,
@@ -76,15 +74,15 @@ def test_module_registered_twice(file_format: str, tmp_path: Path) -> None:
     ).eval()  # fmt: skip
     x = torch.randn(4, 8)
     converted = eager.quantize(model, [x], x)
-    assert converted.a is converted.b and isinstance(converted.a, tnn.Swapped)
-    assert converted.chain is converted.again and isinstance(converted.chain, torch.fx.GraphModule)
+    assert converted.a is converted.b and isinstance(converted.a, tnn.QuantizedLeaf)
+    assert converted.chain is converted.again
     torchq.save(converted, tmp_path / "model")
     loaded = torchq.load(tmp_path / "model", model)
     assert loaded.a is loaded.b and torch.equal(loaded(x), converted(x))
     assert loaded.chain is loaded.again
 
 
-def test_float_weights_of_any_strides(file_format: str, tmp_path: Path) -> None:
+def test_float_weights_of_any_strides(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()).eval()
     model = model.to(memory_format=torch.channels_last)
     x = torch.randn(2, 4, 6, 6)
@@ -108,9 +106,7 @@ COMPUTED: list[Callable[[nn.Module], nn.Module]] = [
 
 @pytest.mark.parametrize("overrides", [None, {"b": None}])
 @pytest.mark.parametrize("computed", COMPUTED)
-def test_computed_weights_of_swapped_models(
-    computed: Any, overrides: Any, file_format: str, tmp_path: Path
-) -> None:
+def test_computed_weights_of_swapped_models(computed: Any, overrides: Any, tmp_path: Path) -> None:
     """``deepcopy`` refuses some, and prepare settles them: the file has their values."""
     made = [
         models.Wired(
@@ -120,8 +116,7 @@ def test_computed_weights_of_swapped_models(
         for _ in range(2)
     ]  # fmt: skip
     x = torch.randn(4, 8)
-    with pytest.warns(UserWarning, match="cannot be traced"):
-        converted = torchq.quantize(made[0], [x], x, overrides=overrides)
+    converted = torchq.quantize(made[0], [x], x, overrides=overrides)
     torchq.save(converted, tmp_path / "model")
     for model in made:
         assert torch.equal(torchq.load(tmp_path / "model", model)(x), converted(x))
@@ -131,7 +126,7 @@ ENCODER = partial(nn.TransformerEncoderLayer, 16, 2, 32, batch_first=True)
 
 
 @pytest.mark.parametrize("make", [ENCODER, lambda: nn.TransformerEncoder(ENCODER(), 2)])
-def test_swapped_encoders_have_no_fast_path(make: Any, file_format: str, tmp_path: Path) -> None:
+def test_swapped_encoders_have_no_fast_path(make: Any, tmp_path: Path) -> None:
     """It would read float weights, which are not there after loading either."""
     model, x = make().eval(), torch.randn(2, 5, 16)
     converted = eager.quantize(model, [x], x)
@@ -172,10 +167,9 @@ class OldNames(nn.Module):
         super().load_state_dict({n.removeprefix("old."): v for n, v in state.items()}, strict)
 
 
-def test_models_with_a_state_dict_of_their_own(file_format: str, tmp_path: Path) -> None:
+def test_models_with_a_state_dict_of_their_own(tmp_path: Path) -> None:
     model, x = OldNames().eval(), torch.randn(4, 8)
-    with pytest.warns(UserWarning, match="cannot be traced"):
-        converted = torchq.quantize(model, [x], x)
+    converted = torchq.quantize(model, [x], x)
     torchq.save(converted, tmp_path / "model")
     assert torch.equal(torchq.load(tmp_path / "model", model)(x), converted(x))
 
@@ -202,7 +196,7 @@ def test_errors(tmp_path: Path) -> None:
     larger.more = nn.Linear(4, 4)
     with pytest.raises(RuntimeError, match=r"the file lacks \['more.weight', 'more.bias'\]"):
         torchq.load(path, larger)
-    state = converted.state_dict()
+    state = read_state(path)
     text = bytes(state["layers.0.layer.spec"].tolist())
     for wrong, message in (
         (text.replace(b"QConv2d", b"QNonsense"), "class must be one of .*'QNonsense'"),
@@ -215,15 +209,87 @@ def test_errors(tmp_path: Path) -> None:
             torchq.load(path, model)
 
 
-def test_safetensors_file_without_safetensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("safetensors")
-    model, converted, _ = build("sequential")
+# What the file is
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> tuple[nn.Module, nn.Module, torch.Tensor, Path]:
+    """A float model, its conversion, an input, and the file."""
+    model, converted, x = build("sequential")
     torchq.save(converted, tmp_path / "model")
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ImportError, match="pip install safetensors"):
-        torchq.load(tmp_path / "model", model)
+    return model, converted, x, tmp_path / "model"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_format_is_always_safetensors(
+    installed: bool, small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, converted, x, path = small
+    if installed:
+        read = pytest.importorskip("safetensors.torch").load_file(path)
+        state = converted.state_dict()
+        assert all(torch.equal(state[name], v) for name, v in read.items() if name in state)
+        assert {"0.layer.weight", "torchq_graph.0.bias"} <= state.keys() & read.keys()
+    else:
+        monkeypatch.setitem(sys.modules, "safetensors", None)
+        monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    before = path.read_bytes()
+    torchq.save(converted, path)
+    assert path.read_bytes() == before and before[8:9] == b"{"
+    assert torch.equal(torchq.load(path, model)(x), converted(x))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch.save"])
+def test_files_without_a_digest_load(form: str, small: Any) -> None:
+    """Other tools write them, from the tensors of one of ours."""
+    model, converted, x, path = small
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    del header["__metadata__"]["sha256"]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    if form == "torch.save":
+        torch.save(read_state(path), path)
+    assert torch.equal(torchq.load(path, model)(x), converted(x))
+
+
+@pytest.mark.parametrize(
+    ("key", "now", "before", "lacks"),
+    [
+        ("torchq_graph", b'"version":2', b'"version":1', "torchq_call"),
+        ("0.spec", b'"class":"QuantizedLeaf"', b'"class":"Swapped"', ("torchq_call", "torchq_gr")),
+    ],
+)
+def test_files_of_the_last_version_say_what_to_do(
+    key: str, now: bytes, before: bytes, lacks: Any, small: Any
+) -> None:
+    """Its graphs took other arguments, and nothing told which calls take them."""
+    model, _, _, path = small
+    state = read_state(path)
+    text = bytes(state[key].tolist())
+    assert now in text
+    state[key] = torch.tensor(list(text.replace(now, before)), dtype=torch.uint8)
+    state = {name: value for name, value in state.items() if not name.startswith(lacks)}
+    torch.save(state, path)
+    with pytest.raises(ValueError, match=r"[Qq]uantize the model again"):
+        torchq.load(path, model)
+
+
+def test_copies_in_threads(small: Any) -> None:
+    """ast.parse of CPython 3.11 fails in threads, so nothing here may call it."""
+    model, converted, x, path = small
+    expected, pickled = converted(x), pickle.dumps(converted)
+    ways: list[Callable[[], nn.Module]] = [
+        lambda: torchq.load(path),
+        lambda: torchq.load(path, model),
+        lambda: pickle.loads(pickled),
+        lambda: copy.deepcopy(converted),
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        for way in ways:
+            made = [pool.submit(way) for _ in range(24)]
+            assert all(torch.equal(future.result()(x), expected) for future in made)
 
 
 # explain
@@ -232,19 +298,18 @@ def test_safetensors_file_without_safetensors(
 OWN = "the model's own code calls it, which gets and gives float32"
 
 
-def reasons(name: str, **kwargs: Any) -> dict[str, str]:
-    _, converted, _ = build(name, **kwargs)
+def reasons(name: str) -> dict[str, str]:
+    _, converted, _ = build(name, eager)
     return {row.name: row.reason for row in torchq.explain(converted).rows}
 
 
 def test_explain_table() -> None:
-    _, converted, _ = build("shared_relu6")
+    _, converted, _ = build("shared_relu6", eager)
     text = str(torchq.explain(converted))
     lines = text.splitlines()
     assert " ".join(lines[0].split()) == "module class runs in attributes, or why it is float"
-    assert lines[1].startswith("0       Conv2d    int8     [8, 8, 1, 1], u8 -> u8, scales:src:0+")
-    assert lines[1].endswith("post_ops:eltwise_clip:0:6")
-    assert lines[2] == "1       ReLU6 x2  int8     fused into 0, 2"
+    assert lines[1].startswith("0       Conv2d    int8     [8, 8, 1, 1], u8 -> f32, scales:src:0+")
+    assert lines[2] == f"1       ReLU6 x2  float    {OWN}"
     assert lines[-1] == "3 of 3 convolutions and linears run in int8"
 
 
@@ -254,16 +319,14 @@ def test_explain_table() -> None:
         ("unbatched", {"a": "its source [8, 10, 10] has no batch dimension"}),
         ("never_called", {"b": "not called with example_inputs"}),
         ("keyword_layer", {"lin": ""}),
-        ("exposed", {"b": "its parameters are used outside of it too",
+        ("exposed", {"b": "",
                      "c": "its parameters are used outside of it, and it is not called"}),
         ("forward_directly", {"a": "its parameters are used outside of it, and it is not called"}),
-        ("attention", {"mha.out_proj":
-                       "its parameters are used outside of it, and it is not called",
-                       "mha": "only leaf modules of torch.nn and torchq.nn have an int8 form"}),
+        ("attention", {"mha.out_proj": "", "mha.q_proj": ""}),
         ("add_both", {"add": OWN, "relu": OWN}),
         ("bn_other_reader", {"bn": OWN}),
         ("residual", {"a": "", "b": ""}),
-        ("dropout", {"1": "fused into 0", "3": "fused into 0"}),
+        ("dropout", {"1": OWN, "3": OWN}),
         ("stubs", {"q": OWN, "dq": OWN}),
     ],
 )  # fmt: skip
@@ -292,14 +355,15 @@ def test_custom_modules_are_reported() -> None:
         eager.convert(eager.calibrate(prepared, [x]), strict=True)
 
 
-def test_the_report_is_saved(file_format: str, tmp_path: Path) -> None:
+def test_the_report_is_saved(tmp_path: Path) -> None:
     model, converted, _ = build("sequential")
     torchq.save(converted, tmp_path / "model")
     loaded = torchq.load(tmp_path / "model", model)
-    assert str(torchq.explain(loaded)) == str(torchq.explain(converted))
+    assert torchq.explain(loaded).rows == torchq.explain(converted).rows
     with pytest.raises(ValueError, match=r"model must come from torchq.prepare"):
         torchq.explain(model)
-    state = converted.state_dict() | {"torchq_report": torch.tensor([1, 2], dtype=torch.uint8)}
+    state = read_state(tmp_path / "model")
+    state["torchq_report"] = torch.tensor([1, 2], dtype=torch.uint8)
     torch.save(state, tmp_path / "other")
     with pytest.raises(ValueError, match=r"the file's report must be rows that torchq.save wrote"):
         torchq.load(tmp_path / "other", model)
@@ -344,10 +408,9 @@ class Giver(nn.Module):
         return self.head(self.given(x, self.layer) if half.is_integer() else x)
 
 
-def test_modules_as_arguments_and_methods_of_numbers(file_format: str, tmp_path: Path) -> None:
+def test_modules_as_arguments(tmp_path: Path) -> None:
     model, x = Giver().eval(), torch.randn(2, 6, 8)
     converted = torchq.quantize(model, [x], x)
-    assert isinstance(converted, torch.fx.GraphModule)
     torchq.save(converted, tmp_path / "model")
     assert torch.equal(torchq.load(tmp_path / "model", Giver())(x), converted(x))
 
@@ -383,9 +446,11 @@ def test_lists_of_ranges_and_entries_of_dicts(masked: bool, tmp_path: Path) -> N
     batch = {"x": torch.randn(2, 3, 9, 7)} | ({"mask": torch.ones(1, 8, 1, 1)} if masked else {})
     converted = torchq.quantize(Gridded().eval(), [(batch,)])
     torchq.save(converted, tmp_path / "model")
-    loaded = torchq.load(tmp_path / "model")
+    graph, loaded = torchq.load(tmp_path / "model"), torchq.load(tmp_path / "model", Gridded())
     for x in (batch["x"], torch.randn(1, 3, 12, 20)):
-        assert torch.equal(loaded({**batch, "x": x}), converted({**batch, "x": x}))
+        given = {**batch, "x": x}
+        assert torch.equal(loaded(given), converted(given))
+        assert torch.equal(graph(*given.values()), converted(given))
 
 
 def _images() -> nn.Module:

@@ -224,8 +224,8 @@ def test_code_that_sees_strides(name: str) -> None:
 
 
 def test_layers_in_front_of_copies_keep_their_layout() -> None:
-    """Only what is written to needs strides: a copy of other values is as good."""
-    wired = Wired(lambda m, x: m.a(x).reshape(2, -1).relu_(), a=nn.Conv2d(3, 8, 3)).eval()
+    """Only ``view`` needs strides: a copy of other values is as good."""
+    wired = Wired(lambda m, x: m.a(x).view(2, -1).relu(), a=nn.Conv2d(3, 8, 3)).eval()
     x = torch.randn(2, 3, 8, 8)
     assert torchq.eager.quantize(wired, [x], x).a.layer.contiguous
     wired.wiring[0] = lambda m, x: m.a(x).reshape(2, -1).relu()

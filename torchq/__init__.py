@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchq: exact, fast int8 inference on CPUs for PyTorch."""
 
-from torchq import saturation
+from torchq import eager, saturation
 from torchq.analysis import (
     compare,
     load_calibration,
@@ -15,11 +15,18 @@ from torchq.analysis import (
 from torchq.attr import Attr
 from torchq.compose import compose
 from torchq.config import QConfig
-from torchq.eager import calibrate
-from torchq.explain import explain
+from torchq.convert.api import calibrate, convert, prepare, quantize
+from torchq.convert.explain import explain
 from torchq.fake_quantize import FakeQuantize
-from torchq.flow import convert, prepare, quantize
-from torchq.isa import cpu_info, isa, last_kernel, memory_info, supported_isas, use_isa
+from torchq.isa import (
+    cpu_info,
+    isa,
+    last_kernel,
+    memory_info,
+    release_memory,
+    supported_isas,
+    use_isa,
+)
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 from torchq.serialization import load, save
@@ -37,6 +44,7 @@ __all__ = [
     "compose",
     "convert",
     "cpu_info",
+    "eager",
     "explain",
     "isa",
     "last_kernel",
@@ -47,6 +55,7 @@ __all__ = [
     "prepare",
     "profile",
     "quantize",
+    "release_memory",
     "saturation",
     "save",
     "save_calibration",

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m torchq doctor | analyze | bench | inspect``.
-
-A MODEL is ``file.py:function`` or ``package.module:function``; the function takes nothing and
-returns the float model, in eval mode, and a list of calibration batches.
-"""
+"""``python -m torchq doctor | analyze | bench | inspect``."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import importlib.util
+import io
+import json
+import os
+import platform
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +21,64 @@ import torch
 from torch import Tensor, nn
 
 import torchq
+from torchq import _library
+from torchq._cpus import usable_cpus
 from torchq._text import float_text
-from torchq.fx.structure import GRAPH_KEY
+from torchq.analysis import Speedup, measure
+from torchq.analysis.timing import UNSTEADY, crowded
+from torchq.convert.structure import GRAPH_KEY
+from torchq.inputs import Inputs, split_inputs
 from torchq.nn.module import read_spec
 from torchq.ops import LIBRARY_PATH
-from torchq.running import Inputs, split_inputs
-from torchq.serialization import REPORT_KEY, read_state
+from torchq.serialization import REPORT_KEY, read_report, read_state
+
+_DESCRIPTION = """Quantizes, times and inspects models.
+
+A MODEL is file.py:function or package.module:function; the function takes nothing and returns the
+float model, in eval mode, and a list of calibration batches."""
 
 
-def add_doctor(parser: argparse.ArgumentParser) -> None:
-    """Takes no argument."""
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """How to print."""
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def doctor(args: argparse.Namespace) -> int:
     """Says what torchq found here, and runs every tier once against the reference."""
-    for key, value in {**torchq.cpu_info(), "library": LIBRARY_PATH}.items():
-        print(f"{key:18}{', '.join(value) if isinstance(value, list) else value}")
-    src = torch.arange(256, dtype=torch.uint8).repeat(9, 3)
-    weight = torch.arange(-128, 128, dtype=torch.int8).repeat_interleave(3).repeat(33, 1)
-    results = {}
+    wrong = _wrong_tiers()
+    facts: dict[str, Any] = {
+        "torchq": torchq.__version__,
+        "python": platform.python_version(),
+        "glibc": platform.libc_ver()[1] or "none",
+        **torchq.cpu_info(),
+        "torch_built_for": _library.built_for(),
+        "library": str(LIBRARY_PATH),
+        "self_test": f"wrong on {', '.join(wrong)}" if wrong else "exact on every tier",
+    }
+    if args.json:
+        print(json.dumps(facts, indent=1))
+        return len(wrong) > 0
+    for key, value in facts.items():
+        text = ", ".join(value) if isinstance(value, list) else value
+        print(f"{key.replace('_', ' '):18}{f'{text:g}' if isinstance(text, float) else text}")
+    if note := crowded():
+        print(f"{'advice':18}{note}")
+    return len(wrong) > 0
+
+
+def _wrong_tiers() -> list[str]:
+    """Tiers whose products are not exact."""
+    src = torch.arange(256, dtype=torch.uint8, device="cpu").repeat(9, 3)
+    weight = (
+        torch.arange(-128, 128, dtype=torch.int8, device="cpu").repeat_interleave(3).repeat(33, 1)
+    )
+    expected, wrong = (src.double() @ weight.double().T).int(), []
     for tier in torchq.supported_isas():
         with torchq.use_isa(tier):
-            results[tier] = torchq.functional.linear(src, weight, dst_dtype=torch.int32)
-    expected = (src.double() @ weight.double().T).int()
-    wrong = [tier for tier, result in results.items() if not torch.equal(result, expected)]
-    print(f"{'self test':18}{'wrong on ' + ', '.join(wrong) if wrong else 'exact on every tier'}")
-    return len(wrong) > 0
+            result = torchq.functional.linear(src, weight, dst_dtype=torch.int32)
+        if not torch.equal(result, expected):
+            wrong.append(tier)
+    return wrong
 
 
 def _positive(text: str) -> int:
@@ -103,36 +137,58 @@ def bench(args: argparse.Namespace) -> int:
         with torch.inference_mode():
             traced: Any = torch.jit.trace(qmodel, positional)  # type: ignore[no-untyped-call]
             models["int8, frozen TorchScript"] = torch.jit.freeze(traced)
-    times = torchq.milliseconds(models, data[0])
-    for name, ms in times.items():
-        print(f"{name:26}{ms:9.3f} ms  {times['float'] / ms:5.1f}x")
+    times = measure(models, data[0])
+    speedups = {name: Speedup.of(times["float"], each) for name, each in times.items()}
+    note = crowded()
+    if not note and not all(speedup.is_steady for speedup in speedups.values()):
+        note = UNSTEADY
+    for name, each in times.items():
+        print(f"{name:26}{each}  {'' if note else speedups[name]}".rstrip())
+    if note:
+        print(f"no speedup: {note}")
     return 0
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
     """The file."""
     parser.add_argument("file", help="written by torchq.save")
+    add_json(parser)
 
 
 def inspect(args: argparse.Namespace) -> int:
     """Lists the modules of a saved model: what they are and the tensors they hold."""
     state = read_state(Path(args.file))
+    report = state.pop(REPORT_KEY, None)
+    total = sum(value.numel() * value.element_size() for value in state.values())
     holders: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
-        if key in (GRAPH_KEY, REPORT_KEY):
-            continue
         holder, _, name = key.rpartition(".")
-        holders.setdefault(holder, {})[name] = value
+        if name != GRAPH_KEY:
+            holders.setdefault(holder, {})[name] = value
+    specs = {
+        holder: read_spec(tensors.pop("spec")) if "spec" in tensors else {"class": "float"}
+        for holder, tensors in holders.items()
+    }
+    if args.json:
+        rows = [] if report is None else [asdict(row) for row in read_report(report)[0]]
+        modules = {
+            holder: {"spec": specs[holder], "tensors": {k: _form(v) for k, v in tensors.items()}}
+            for holder, tensors in holders.items()
+        }
+        print(json.dumps({"modules": modules, "explain": rows, "bytes": total}, indent=1))
+        return 0
     for holder, tensors in holders.items():
-        spec = read_spec(tensors.pop("spec")) if "spec" in tensors else {"class": "float"}
-        fields = " ".join(f"{k}={v}" for k, v in spec.items() if k != "class")
-        print(f"{holder or '(the model)'}: {spec['class']} {fields}".rstrip())
+        fields = " ".join(f"{k}={v}" for k, v in specs[holder].items() if k != "class")
+        print(f"{holder or '(the model)'}: {specs[holder]['class']} {fields}".rstrip())
         for name, value in tensors.items():
-            dtype = str(value.dtype).removeprefix("torch.")
-            print(f"    {name:18}{dtype:8}{list(value.shape)}{_few(value)}")
-    total = sum(value.numel() * value.element_size() for value in state.values())
+            form = _form(value)
+            print(f"    {name:18}{form['dtype']:8}{form['shape']}{_few(value)}")
     print(f"{len(holders)} modules, {total / 1e6:.3f} MB")
     return 0
+
+
+def _form(value: Tensor) -> dict[str, Any]:
+    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
 
 
 def _few(value: Tensor) -> str:
@@ -183,33 +239,58 @@ def load_model(spec: str) -> tuple[nn.Module, Sequence[Inputs]]:
 
 
 Setup = Callable[[argparse.ArgumentParser], None]
-COMMANDS: dict[str, tuple[Setup, Callable[[argparse.Namespace], int]]] = {
-    "doctor": (add_doctor, doctor),
-    "analyze": (add_analyze, analyze),
-    "bench": (add_model, bench),
-    "inspect": (add_inspect, inspect),
+COMMANDS: dict[str, tuple[str, Setup, Callable[[argparse.Namespace], int]]] = {
+    "doctor": ("say what torchq found here, and test every tier", add_json, doctor),
+    "analyze": ("quantize a model and say what happened to every layer", add_analyze, analyze),
+    "bench": ("time a model in float, in int8, and as frozen TorchScript", add_model, bench),
+    "inspect": ("list the modules of a saved model and their tensors", add_inspect, inspect),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; a mistake in its arguments is said in one line."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m torchq", description=__doc__, formatter_class=raw)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, (setup, run) in COMMANDS.items():
-        summary = (run.__doc__ or "").splitlines()[0]
-        setup(commands.add_parser(name, help=summary, description=summary))
-    args = parser.parse_args(argv)
-    if getattr(args, "threads", None):
-        torch.set_num_threads(args.threads)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of modules may be any text
+            stream.reconfigure(errors="backslashreplace")
+    args = _parser().parse_args(argv)
+    if "threads" in args:
+        usable = max(int(usable_cpus()), 1)
+        torch.set_num_threads(args.threads or min(torch.get_num_threads(), usable))
     try:
         with torchq.use_isa(getattr(args, "isa", None) or torchq.isa()):
-            return COMMANDS[args.command][1](args)
-    except (ValueError, TypeError, FileNotFoundError) as error:
-        if isinstance(error, TypeError) and not str(error).startswith("torchq"):
-            raise  # of the model's own code
-        print(error, file=sys.stderr)
+            status = COMMANDS[args.command][2](args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who reads has enough, as with "| head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, TypeError, OSError) as error:
+        if not str(error.args[-1] if error.args else "").startswith("torchq"):
+            raise  # of the model's own code: the traceback says where
+        print(f"{error}{_place(error)}", file=sys.stderr)
         return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    # no docstrings: python -OO has none
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python -m torchq", description=_DESCRIPTION, formatter_class=raw
+    )
+    parser.add_argument("--version", action="version", version=f"torchq {torchq.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (summary, setup, _) in COMMANDS.items():
+        setup(commands.add_parser(name, help=summary, description=f"{summary.capitalize()}."))
+    return parser
+
+
+def _place(error: BaseException) -> str:
+    """Where in the user's own files an error of torchq came up, if it did."""
+    libraries = tuple(str(Path(module.__file__ or "").parent) for module in (torchq, torch, os))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*libraries, "<")):
+            return f" (in {frame.filename}, line {frame.lineno}, in {frame.name})"
+    return ""
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, TypeAlias
@@ -27,6 +27,17 @@ DTYPE_NAMES = {torch.uint8: "u8", torch.int8: "s8", torch.int32: "s32", torch.fl
 ARGS = ("src", "weights", "dst", "dw_weights", "dw_dst")  # and src<i>
 MAX_DIMS = 12  # oneDNN's DNNL_MAX_NDIMS
 INT32 = torch.iinfo(torch.int32)
+
+
+def kind_text(value: object) -> str:
+    """Returns a value for an error: short, and of arrays and tensors only what they are."""
+    if isinstance(value, np.ndarray):
+        shape = list(value.shape)
+        return f"a numpy array of {value.dtype} {shape}, which torch.from_numpy converts"
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} {list(value.shape)}"
+    text = f"{value}"
+    return text if len(text) < 200 else text[:200] + "..."
 
 
 def check_type(where: str, value: object, kind: type, remedy: str) -> None:
@@ -95,12 +106,20 @@ def to_dtype(where: str, dtype: torch.dtype | str) -> torch.dtype:
     raise ValueError(f"{where} must be one of {names}, got {dtype!r}. Convert to one of them.")
 
 
-def check_choice(where: str, value: str, known: Iterable[str]) -> str:
-    """Raises ValueError with the known choices and the nearest one."""
+def check_choice(
+    where: str, value: str, known: Iterable[str], aliases: Mapping[str, str] | None = None
+) -> str:
+    """Raises ValueError with the known choices and the nearest one.
+
+    ``aliases`` are names that others use, and what they mean here.
+    """
     known = list(known)
     if value in known:
         return value
-    nearest = [name for name in known if f"_{value}_" in f"_{name}_"]
+    nearest = [found] if (found := (aliases or {}).get(str(value))) else []
+    nearest += [name for name in known if f"_{value}_" in f"_{name}_"]
+    within = [name for name in known if f"_{name}_" in f"_{value}_"]
+    nearest += sorted(within, key=len, reverse=True)
     nearest += difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)
     raise ValueError(
         f"{where} must be one of {', '.join(known)}, got {value!r}. Did you mean {nearest[0]!r}?"

@@ -9,7 +9,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchq._library import DTYPES, empty_channels_last, window_output
+from torchq._library import DTYPES, empty_channels_last
+from torchq._windows import (
+    adaptive_sizes,
+    broadcast,
+    pool_sizes,
+    reduced_sizes,
+    resampled_sizes,
+)
 
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
@@ -25,6 +32,15 @@ def fake(name: str) -> Callable[[_Kernel], _Kernel]:
         return kernel
 
     return add
+
+
+def check_dim(op: str, src: Tensor, dim: int) -> None:
+    """Raises ValueError unless ``src`` has the dimension; negative counts from the end."""
+    if not -src.dim() <= dim < src.dim():
+        raise ValueError(
+            f"torchq.{op}: dim must lie in [{-src.dim()}, {src.dim() - 1}] for src "
+            f"{list(src.shape)}, got {dim}."
+        )
 
 
 @fake("quantize")
@@ -50,7 +66,7 @@ def _(
 
 
 @fake("reorder")
-def _(src: Tensor, output_scales: Tensor, dst_dtype: int) -> Tensor:
+def _(src: Tensor, output_scales: Tensor, dst_dtype: int, *zero_points: Tensor | None) -> Tensor:
     return torch.empty_like(src, dtype=DTYPES[dst_dtype])
 
 
@@ -60,41 +76,62 @@ def _(src: Tensor, table: Tensor) -> Tensor:
 
 
 def _fake_binary(
-    src0: Tensor, src1: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int, relu: bool
+    op: str, src0: Tensor, src1: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int
 ) -> Tensor:
-    shape = torch.broadcast_shapes(src0.shape, src1.shape)  # type: ignore[no-untyped-call]
+    got = f"{list(src0.shape)} and {list(src1.shape)}. Reshape one of them."
+    problem = f"src0 and src1 must broadcast, got {got}"
+    shape = broadcast(op, problem, src0.shape, src1.shape)
     for src in (src0, src1):
         if src.shape == shape:
             return torch.empty_like(src, dtype=DTYPES[dst_dtype])
     return src0.new_empty(shape, dtype=DTYPES[dst_dtype])
 
 
-fake("add")(_fake_binary)
-fake("mul")(_fake_binary)
+@fake("add")
+def _(src0: Tensor, src1: Tensor, *args: Any) -> Tensor:
+    return _fake_binary("add", src0, src1, *args[:3])
+
+
+@fake("mul")
+def _(src0: Tensor, src1: Tensor, *args: Any) -> Tensor:
+    return _fake_binary("mul", src0, src1, *args[:3])
+
+
+def _is_expanded(src: Tensor) -> bool:
+    return any(
+        size > 1 and stride == 0 for size, stride in zip(src.shape, src.stride(), strict=True)
+    )
 
 
 @fake("concat")
 def _(
     srcs: Sequence[Tensor], scales: Tensor, zero_points: Tensor, dim: int, dst_dtype: int
 ) -> Tensor:
+    if not srcs or srcs[0].dim() == 0:
+        raise ValueError(
+            "torchq.concat: srcs must be at least one tensor with dimensions, got "
+            f"{len(srcs)} tensors."
+        )
     first = srcs[0]
+    check_dim("concat", first, dim)
     dim = dim % first.dim()
+    for src in srcs:
+        if src.dim() != first.dim():
+            raise ValueError(
+                f"torchq.concat: srcs must agree in every dimension but {dim}, got "
+                f"{list(first.shape)} and {list(src.shape)}."
+            )
     sizes = list(first.shape)
     sizes[dim] = sum(src.shape[dim] for src in srcs)
-    order = sorted(range(first.dim()), key=lambda d: -first.stride()[d])
+    # The order of a source that is not expanded; contiguous where there is none.
+    like = next((src for src in srcs if not _is_expanded(src)), torch.empty(sizes, device="meta"))
+    order = sorted(range(first.dim()), key=lambda d: -like.stride()[d])
     strides = [0] * first.dim()
     stride = 1
     for d in reversed(order):
         strides[d] = stride
         stride = stride * max(sizes[d], 1)
     return torch.empty_strided(sizes, strides, dtype=DTYPES[dst_dtype], device=first.device)
-
-
-def pool_sizes(src: Sequence[int], geometry: Sequence[int], ceil_mode: bool) -> list[int]:
-    """Shape of a pool's dst."""
-    dims = len(src) - 2
-    spatial = [window_output(src[d + 2], geometry, dims, d, ceil_mode) for d in range(dims)]
-    return [*src[:2], *spatial]
 
 
 def _fake_pooled(src: Tensor, sizes: Sequence[int], real: Sequence[Any]) -> Tensor:
@@ -105,7 +142,7 @@ def _fake_pooled(src: Tensor, sizes: Sequence[int], real: Sequence[Any]) -> Tens
 
 @fake("max_pool")
 def _(src: Tensor, geometry: Sequence[int], ceil_mode: bool, *real: Any) -> Tensor:
-    return _fake_pooled(src, pool_sizes(src.shape, geometry, ceil_mode), real)
+    return _fake_pooled(src, pool_sizes("max_pool", src.shape, geometry, ceil_mode), real)
 
 
 @fake("avg_pool")
@@ -118,12 +155,12 @@ def _(
     divisor_override: int | None,
     *real: Any,
 ) -> Tensor:
-    return _fake_pooled(src, pool_sizes(src.shape, geometry, ceil_mode), real)
+    return _fake_pooled(src, pool_sizes("avg_pool", src.shape, geometry, ceil_mode), real)
 
 
 @fake("adaptive_avg_pool")
 def _(src: Tensor, output_size: Sequence[int], *real: Any) -> Tensor:
-    return _fake_pooled(src, [*src.shape[:2], *output_size], real)
+    return _fake_pooled(src, adaptive_sizes(src.shape, output_size), real)
 
 
 @fake("rnn")
@@ -163,11 +200,13 @@ def _(
     dst_dtype: int,
     *chain: Any,
 ) -> Tensor:
-    return _fake_binary(src0, src1, scales, zero_points, dst_dtype, False)
+    return _fake_binary("binary", src0, src1, scales, zero_points, dst_dtype)
 
 
 @fake("sum")
 def _(srcs: Sequence[Tensor], scales: Tensor, zero_points: Tensor, dst_dtype: int) -> Tensor:
+    if not srcs:
+        raise ValueError("torchq.sum: srcs must be 1 to 32 tensors, got 0. Sum in several steps.")
     return torch.empty_like(srcs[0], dtype=DTYPES[dst_dtype])
 
 
@@ -186,14 +225,25 @@ def _(
     dst_dtype: int,
     *chain: Any,
 ) -> Tensor:
+    check_dim("softmax", src, dim)
     sizes = src.movedim(dim, -1).shape
     return src.new_empty(sizes, dtype=DTYPES[dst_dtype]).movedim(-1, dim)
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+def _attended(op: str, query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     """Queries stand where they do in query's memory."""
-    leading = [src.shape[:-2] for src in (query, key, value)]
-    batch = torch.broadcast_shapes(*leading)  # type: ignore[no-untyped-call]
+    shapes = [src.shape for src in (query, key, value)]
+    q, k, v = map(list, shapes)
+    if min(map(len, shapes)) < 2:
+        raise ValueError(
+            f"torchq.{op}: query, key and value must be (..., L, E), (..., S, E) and (..., S, Ev), "
+            f"got {q}, {k} and {v}. Add the missing dimension with unsqueeze."
+        )
+    problem = (
+        f"the batch dimensions of query, key and value must broadcast, got {q}, {k} and {v}. "
+        "Repeat the heads of key and value where there are fewer."
+    )
+    batch = broadcast(op, problem, *(shape[:-2] for shape in shapes))
     sizes = [*batch, query.shape[-2], value.shape[-1]]
     last = at = len(batch)
     while query.dim() == last + 2 and at > 0 and query.stride(at - 1) < query.stride(last):
@@ -204,12 +254,12 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> 
 
 @fake("attention")
 def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
-    return _attended(query, key, value, DTYPES[args[5]])
+    return _attended("attention", query, key, value, DTYPES[args[5]])
 
 
 @fake("dynamic_attention")
 def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
-    return _attended(query, key, value, torch.float32)
+    return _attended("dynamic_attention", query, key, value, torch.float32)
 
 
 # The next ones end in dst_dtype, post_ops and post_op_srcs, which may be left out.
@@ -220,25 +270,23 @@ def _(src: Tensor, *args: Any) -> Tensor:
     return src.new_empty(src.shape, dtype=DTYPES[args[6]])
 
 
-def _by_channel(src: Tensor, dst_dtype: int) -> Tensor:
+def _by_channel(op: str, src: Tensor, dst_dtype: int) -> Tensor:
+    if src.dim() < 2:
+        raise ValueError(
+            f"torchq.{op}: src must be (N, C, ...), got {list(src.shape)}. Add a batch dimension "
+            "with unsqueeze(0)."
+        )
     return src.new_empty(src.movedim(1, -1).shape, dtype=DTYPES[dst_dtype]).movedim(-1, 1)
 
 
 @fake("group_norm")
 def _(src: Tensor, *args: Any) -> Tensor:
-    return _by_channel(src, args[6])
+    return _by_channel("group_norm", src, args[6])
 
 
 @fake("batch_norm")
 def _(src: Tensor, *args: Any) -> Tensor:
-    return _by_channel(src, args[7])
-
-
-def reduced_sizes(src: Sequence[int], dims: Sequence[int], keepdim: bool) -> list[int]:
-    """Shape of a reduction's dst."""
-    gone = {d + len(src) if d < 0 else d for d in dims}  # the op refuses others
-    sizes = [1 if d in gone else size for d, size in enumerate(src)]
-    return [size for d, size in enumerate(sizes) if keepdim or d not in gone]
+    return _by_channel("batch_norm", src, args[7])
 
 
 @fake("reduction")
@@ -248,4 +296,4 @@ def _(src: Tensor, alg: str, dims: Sequence[int], keepdim: bool, *args: Any) -> 
 
 @fake("resampling")
 def _(src: Tensor, alg: str, size: Sequence[int], *args: Any) -> Tensor:
-    return empty_channels_last(src, [*src.shape[:2], *size], DTYPES[args[2]])
+    return empty_channels_last(src, resampled_sizes(src.shape, size), DTYPES[args[2]])

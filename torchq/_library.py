@@ -19,6 +19,14 @@ DTYPES = {0: torch.uint8, 1: torch.int8, 3: torch.int32, 6: torch.float32}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
+def built_for() -> str:
+    """Returns the torch release that the library was built for, as the build noted it."""
+    try:
+        return LIBRARY_PATH.with_name("built_for.txt").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
 def dtype_code(dtype: torch.dtype, op: str = "") -> int:
     """The ``dst_dtype`` argument of an op for a torch dtype.
 
@@ -102,15 +110,3 @@ def channels_last_strides(sizes: Sequence[int]) -> list[int]:
 def empty_channels_last(src: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A new (N, C, spatial...) on the device of ``src``."""
     return torch.empty_strided(sizes, channels_last_strides(sizes), dtype=dtype, device=src.device)
-
-
-def window_output(
-    size: int, geometry: Sequence[int], dims: int, d: int, ceil_mode: bool = False
-) -> int:
-    """Size of dst along spatial dimension ``d`` of a convolution or pool."""
-    kernel, stride, begin, end, dilation = (geometry[f * dims + d] for f in range(5))
-    span = size + begin + end - dilation * (kernel - 1) - 1
-    if not ceil_mode:
-        return span // stride + 1
-    output = -(-span // stride) + 1
-    return output - 1 if (output - 1) * stride >= size + begin else output

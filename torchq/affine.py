@@ -44,8 +44,12 @@ def fold_affines(module: Any, affines: Sequence[Affine]) -> nn.Module:
 
 def combined(affines: Sequence[Affine], bias: Tensor | None = None) -> Affine:
     """All of them as one, behind the addition of a bias."""
-    scale = torch.ones((), dtype=torch.float64)
-    shift = torch.zeros((), dtype=torch.float64) if bias is None else bias.detach().double()
+    scale = torch.ones((), dtype=torch.float64, device="cpu")
+    shift = (
+        torch.zeros((), dtype=torch.float64, device="cpu")
+        if bias is None
+        else bias.detach().double()
+    )
     for factor, more in affines:
         scale, shift = scale * factor, shift * factor + more
     return scale, shift

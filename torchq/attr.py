@@ -5,7 +5,7 @@
 
     scales (v3)         dst = post_ops(src_scale * weight_scale[n] * acc + bias[n]) / dst_scale
                               + dst_zero_point
-    output scales (v1)  dst = post_ops(output_scale[n] * (acc + bias[n]))
+    output scales (v1)  dst = post_ops(output_scale[n] * (acc + bias[n])) + dst_zero_point
                         with output_scale[n] = src_scale * weight_scale[n] / dst_scale
 
 acc is the exact int32 sum. Output scales come first, then the post-ops; dst's scale comes after
@@ -120,10 +120,12 @@ class Attr:
         ``x = output_scales[n] * float(acc + bias)``, then the post-ops, then
         ``dst = clamp(rne(x + dst_zero_point))`` to integers, ``x`` to float32. ``acc`` is the int32
         sum of products, and a bias, int32 or float32, has its unit. Neither src, weights nor dst
-        have scales of their own.
+        have scales of their own. A reorder multiplies its source:
+        ``x = output_scales[n] * float(src - src_zero_point)``.
 
         Args:
-            mask: 0 for one value, 2 for one per channel of dst; others raise in the op.
+            mask: 0 for one value, 2 for one per channel of dst, in matmul the bit of its last dim;
+                others raise in the op, but for reorder.
             values: finite float32 numbers of any sign, as many as the mask selects; None where
                 they are supplied at execution.
 
@@ -137,7 +139,9 @@ class Attr:
     def set_rounding(self, arg: str, mode: str) -> Attr:
         """Sets how ``arg`` is rounded: ``nearest`` even (default), ``environment``, ``stochastic``.
 
-        ``environment`` is the mode of the calling thread (MXCSR), as oneDNN does.
+        ``environment`` is the mode of the calling thread (MXCSR), as oneDNN does. Only
+        :func:`torchq.functional.reorder` takes another mode than ``nearest``, for ``dst``. Other
+        ops refuse it with NotImplementedError: give these a float32 dst, and reorder that.
         """
         check_arg("torchq.Attr.set_rounding", arg)
         check_choice("torchq.Attr.set_rounding: mode", mode, ROUNDING_MODES)
@@ -214,8 +218,8 @@ class Attr:
         if param is not None:
             return param.resolve(f"torchq.Attr.resolve: {kind} of {arg}", dims)
         if kind == "zero_points":
-            return torch.zeros([1] * len(dims), dtype=torch.int32)
-        return torch.ones([1] * len(dims), dtype=torch.float32)
+            return torch.zeros([1] * len(dims), dtype=torch.int32, device="cpu")
+        return torch.ones([1] * len(dims), dtype=torch.float32, device="cpu")
 
     @staticmethod
     def expected_values(mask: int, dims: Sequence[int]) -> int:

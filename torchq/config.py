@@ -42,6 +42,9 @@ class QConfig:
         weight_granularity: "per_channel" or "per_tensor".
         weight_bits: 8 or 7. Weights are int8 and symmetric.
         dynamic: choose activation parameters at run time; the observer is then not used.
+        strict: raise where a call of the model, or of a part, cannot take its int8 graph, instead
+            of warning and running the model's own code. That of the whole model counts, overrides
+            have no say.
 
     Raises:
         TypeError: a field has another type.
@@ -55,6 +58,7 @@ class QConfig:
     weight_granularity: str = "per_channel"
     weight_bits: int = 8
     dynamic: bool = False
+    strict: bool = False
 
     def __post_init__(self) -> None:
         """Validates every field."""
@@ -66,6 +70,7 @@ class QConfig:
         if self.activation_symmetric is not None:
             _check_bool("activation_symmetric", self.activation_symmetric)
         _check_bool("dynamic", self.dynamic)
+        _check_bool("strict", self.strict)
 
     def _check_observer(self) -> None:
         observer = self.activation_observer

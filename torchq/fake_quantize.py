@@ -25,10 +25,12 @@ _BITS = {256: 8, 128: 7}
 
 
 class FakeQuantize(nn.Module):
-    """Rounds float values as a quantized tensor would; float in, float out, no gradient.
+    """Rounds float values as a quantized tensor would; float in, float out.
 
     The formula at the top of this file, evaluated in float64 and rounded once to the dtype of the
     source. NaN stays NaN. Where ``input_low >= input_high`` it is still the definition, literally.
+    Gradients go straight through, times ``(oh - ol) / (ih - il)``, where a value rounds to one of
+    the levels; outside they are zero, as those of torch's fake quantizers. Bounds get none.
 
     Shapes:
         src: any floating-point shape; dst has the same shape and dtype.
@@ -147,10 +149,10 @@ class FakeQuantize(nn.Module):
                 "or leave the module out."
             )
         axis = getattr(module, "ch_axis", -1)
-        scale = torch.as_tensor(found["scale"])
+        scale = _bound("scale", found["scale"])
         return cls.from_affine(
             scale,
-            torch.as_tensor(found["zero_point"]),
+            found["zero_point"],
             int(found["quant_min"]),
             int(found["quant_max"]),
             int(axis) if scale.numel() > 1 else None,
@@ -308,6 +310,12 @@ class FakeQuantize(nn.Module):
         dst = q / steps * (output_high - output_low) + output_low
         dst = torch.where(x > torch.maximum(input_low, input_high), output_high, dst)
         dst = torch.where(x <= torch.minimum(input_low, input_high), output_low, dst)
+        slope = (output_high - output_low) / (input_high - input_low)
+        slope = torch.where(torch.isfinite(slope), slope, torch.zeros_like(slope))
+        through = src.to(torch.float64) * slope
+        inside = (q >= 0) & (q <= steps) & torch.isfinite(through)
+        through = torch.where(inside, through, torch.zeros_like(through))
+        dst = dst - (through.detach() - through)  # less +0: even -0 keeps its bits
         return dst.to(src.dtype).reshape(src.shape)
 
     def extra_repr(self) -> str:
@@ -363,7 +371,9 @@ class FakeQuantize(nn.Module):
 
 def _bound(name: str, value: Bound) -> Tensor:
     try:
-        bound = torch.as_tensor(value, dtype=torch.float64).detach().reshape(-1).clone()
+        # tensors stay on their device; numbers go to the default one, as a module's parameters do
+        given = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        bound = given.detach().to(torch.float64).reshape(-1).clone()
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
             f"torchq.FakeQuantize: {name} must be a number or a tensor of numbers, got {value!r}. "

@@ -54,15 +54,16 @@ def check_attr(op: str, attr: Attr, masks: Masks) -> None:
     known = ", ".join(f"{kind} of {arg}" for kind, arg in masks)
     if attr.rnn_data_qparams is not None:
         raise ValueError(
-            f"torchq.{op}: attr must set only {known}, got rnn_data, which RNN ops read: {attr}. "
-            "Use scales and zero points."
+            f"torchq.{op}: attr must set only {known}, got rnn_data, which recurrent modules read "
+            f"(torchq.nn.QLSTM.from_float and the like): {attr}. Use scales and zero points."
         )
     for arg, mode in attr._rounding.items():
         if ("rounding", arg) in masks:
             continue
         raise NotImplementedError(
-            f"torchq.{op}: rounding of {arg} must be nearest (half to even), got {mode}. "
-            "Leave set_rounding out."
+            f"torchq.{op}: rounding of {arg} must be nearest (half to even), got {mode}. The "
+            "nearest supported form is a float32 dst and torchq.functional.reorder of that, which "
+            "takes the rounding of dst."
         )
     for (kind, arg), param in attr._params.items():
         if (kind, arg) not in masks:
@@ -109,10 +110,16 @@ def fold(
     src_zero_point = attr.values("src", "zero_points")
     if attr.mask("dst", "output_scales") is not None:
         folded = torch.ops.torchq.fold_output_scales(
-            attr.values("dst", "output_scales"), float_bias, weight.channels, code, text, values
+            attr.values("dst", "output_scales"),
+            float_bias,
+            weight.channels,
+            code,
+            text,
+            values,
+            attr.values("dst", "zero_points"),
         )
     elif _is_raw(attr, float_bias, dst_dtype):
-        folded = (torch.empty(0, dtype=torch.float32),) * 3
+        folded = (torch.empty(0, dtype=torch.float32, device="cpu"),) * 3
         dst_zero_point = attr.values("dst", "zero_points")
         acc_bias = _shifted(op, acc_bias, dst_zero_point, weight, _range(weight_zero_point))
     else:
@@ -165,11 +172,6 @@ def _check(op: str, attr: Attr, weight: PackedWeight, dst_dtype: torch.dtype) ->
     attr.post_ops.check(dst_dims, CHANNEL_MASKS)
     has_scale = attr.mask("dst") is not None
     zero_point = attr.values("dst", "zero_points")
-    if attr.mask("dst", "output_scales") is not None and zero_point is not None:
-        raise ValueError(
-            f"torchq.{op}: output_scales leave dst without a scale, so it must have no zero point "
-            f"either, got {attr}. Use scales of src, weights and dst instead."
-        )
     if dst_dtype == torch.float32 and (has_scale or zero_point is not None):
         raise ValueError(
             f"torchq.{op}: dst must be an integer to have a scale or zero point, got dst_dtype "

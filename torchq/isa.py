@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 import torchq.ops  # noqa: F401  loads the library
+from torchq._cpus import usable_cpus
 
 
 def supported_isas() -> list[str]:
@@ -60,13 +61,17 @@ def last_kernel() -> str:
 
 
 def cpu_info() -> dict[str, object]:
-    """Model, architecture, tiers, the selected tier, threads, and torch's name for the CPU."""
+    """Model, architecture, tiers, the selected tier, threads, and torch's name for the CPU.
+
+    ``cpus``: how many this process may use, by its affinity and the quotas of its cgroups.
+    """
     return {
         "model": _model_name(),
         "machine": platform.machine(),
         "supported_isas": supported_isas(),
         "isa": isa(),
         "threads": torch.get_num_threads(),
+        "cpus": usable_cpus(),
         "torch": torch.__version__,
         "torch_capability": torch.backends.cpu.get_cpu_capability(),
     }
@@ -85,11 +90,21 @@ def memory_info() -> dict[str, int]:
     """Memory torchq keeps between calls.
 
     ``scratch_bytes``: the working memory of all threads that ran an op. It grows to what the
-    largest call of a thread needed and then stays. ``idle_bytes``: memory that results no longer in
-    use have left to those to come, at most 64 MiB. There is nothing else: geometry is worked out
-    in every call, not cached by shape.
+    largest call of a thread needed. A thread keeps 1 MiB of it, and more as long as all threads
+    together keep at most 64 MiB. ``idle_bytes``: memory that results no longer in use have left to
+    those to come, at most 64 MiB. There is nothing else: geometry is worked out in every call, not
+    cached by shape. :func:`release_memory` frees both.
     """
     return {
         "scratch_bytes": int(torch.ops.torchq._scratch_bytes()),
         "idle_bytes": int(torch.ops.torchq._idle_bytes()),
     }
+
+
+def release_memory() -> int:
+    """Frees the memory torchq keeps between calls; returns how many bytes that were.
+
+    The next calls allocate it again. Threads that run an op at this moment keep theirs.
+    :func:`memory_info` says what there is.
+    """
+    return int(torch.ops.torchq._release_memory())

@@ -25,15 +25,20 @@ from torchq._library import (
     dtype_code,
     empty_channels_last,
     shorten_calls,
-    window_output,
+)
+from torchq._windows import (
+    broadcast,
+    check_groups,
+    check_kernel,
+    check_steps,
+    conv_sizes,
+    conv_transpose_sizes,
 )
 from torchq.chains import CHANNEL_MASKS, Binary, PostOps, PReLU, foldable, post_ops_of
 
 __all__ = [
     "LIBRARY_PATH",
     "channels_last_strides",
-    "conv_sizes",
-    "conv_transpose_sizes",
     "dtype_code",
     "fake",
 ]
@@ -49,7 +54,7 @@ def fake(name: str) -> Callable[[_Kernel], _Kernel]:
     def add(kernel: _Kernel) -> _Kernel:
         @functools.wraps(kernel)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            _check_devices(name, args, kwargs)
+            _check_arguments(name, args, kwargs)
             return kernel(*args, **kwargs)
 
         register(checked)
@@ -58,14 +63,23 @@ def fake(name: str) -> Callable[[_Kernel], _Kernel]:
     return add
 
 
-def _check_devices(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses CPU sources with meta tensors: dst would be on the CPU, and nothing written to it."""
+def _check_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses unknown dtypes, as the op does, and CPU sources with meta tensors.
+
+    With these dst would be on the CPU, and nothing written to it.
+    """
     names = [
         argument.name for argument in getattr(torch.ops.torchq, name).default._schema.arguments
     ]
     devices: dict[bool, list[str]] = {False: [], True: []}
     on_meta: list[bool] = []
     for argument, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        if argument in ("dst_dtype", "h_n_dtype") and value is not None and value not in DTYPES:
+            known = ", ".join(f"{code} ({str(d)[6:]})" for code, d in DTYPES.items())
+            raise NotImplementedError(
+                f"torchq.{name}: dst_dtype must be {' or '.join(known.rsplit(', ', 1))}, got "
+                f"{value}. The nearest supported destination is float32."
+            )
         for tensor in value if isinstance(value, list | tuple) else [value]:
             if isinstance(tensor, Tensor):
                 on_meta.append(tensor.device.type == "meta")
@@ -140,7 +154,10 @@ def _(packed: Tensor, out_features: int, in_features: int) -> Tensor:
 
 @fake("pack_conv")
 def _(weight: Tensor, groups: int, dilation: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    check_kernel("pack_conv", "OC, IC/G", weight.shape)
     outputs, inputs = weight.shape[:2]
+    check_groups("pack_conv", "output", weight.shape, groups)
+    check_steps("pack_conv", "dilation", weight.shape, dilation)
     packing = _conv_packing(outputs, inputs, groups, weight.shape[2:], dilation)
     return _fake_packed(weight, outputs, *packing)
 
@@ -154,7 +171,7 @@ fake("unpack_conv_transpose")(_fake_unpack)
 
 
 def _fake_fold(like: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Both folds end in channels, dst_dtype, post_ops, post_op_values."""
+    """The arguments end in channels, dst_dtype, post_ops, post_op_values."""
     channels, dst_dtype, post_ops, _ = args[-4:]
     # One by one: matmul's sum over groups of k stands beside sums of other dtypes.
     parts = post_ops.split("+") if post_ops else []
@@ -172,7 +189,19 @@ def _fake_fold(like: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 fake("fold")(_fake_fold)
-fake("fold_output_scales")(_fake_fold)
+
+
+@fake("fold_output_scales")
+def _(
+    output_scales: Tensor,
+    bias: Tensor | None,
+    channels: int,
+    dst_dtype: int,
+    post_ops: str,
+    post_op_values: list[Tensor],
+    dst_zero_point: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_fold(output_scales, channels, dst_dtype, post_ops, post_op_values)
 
 
 def _result_dtype(op: str, dst_dtype: int, table: Tensor | None) -> torch.dtype:
@@ -222,13 +251,6 @@ def _(
     return src.new_empty(sizes, dtype=_result_dtype("linear", dst_dtype, table))
 
 
-def conv_sizes(src: Sequence[int], channels: int, geometry: Sequence[int]) -> list[int]:
-    """Shape of a convolution's dst (csrc/ops/geometry.h tells what ``geometry`` holds)."""
-    dims = len(src) - 2
-    spatial = [window_output(src[d + 2], geometry, dims, d) for d in range(dims)]
-    return [src[0], channels, *spatial]
-
-
 @fake("conv")
 def _(
     src: Tensor,
@@ -256,20 +278,12 @@ def _(
 def _(
     weight: Tensor, groups: int, stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
+    layout = " That is the layout of torch.nn.ConvTranspose."
+    check_kernel("pack_conv_transpose", "IC, OC/G", weight.shape, layout)
+    check_groups("pack_conv_transpose", "input", weight.shape, groups)
     inputs, outputs = weight.shape[0] // groups, weight.shape[1] * groups
     packing = _dense_packing(outputs, inputs, groups, math.prod(weight.shape[2:]))
     return _fake_packed(weight, outputs, *packing)
-
-
-def conv_transpose_sizes(src: Sequence[int], channels: int, geometry: Sequence[int]) -> list[int]:
-    """Shape of a transposed convolution's dst."""
-    dims = len(src) - 2
-    sizes = [src[0], channels]
-    for d in range(dims):
-        kernel, stride, begin, end, dilation, extra = (geometry[f * dims + d] for f in range(6))
-        size = (src[d + 2] - 1) * stride - begin - end
-        sizes.append(size + dilation * (kernel - 1) + extra + 1)
-    return sizes
 
 
 @fake("conv_transpose")
@@ -308,7 +322,14 @@ def _(
     post_op_params: Tensor,
     post_op_srcs: Sequence[Tensor] | None,
 ) -> Tensor:
-    batch = torch.broadcast_shapes(src.shape[:-2], weight.shape[:-2])  # type: ignore[no-untyped-call]
+    if min(src.dim(), weight.dim()) < 2:
+        raise ValueError(
+            f"torchq.matmul: src and weight must be (..., M, K) and (..., K, N), got "
+            f"{list(src.shape)} and {list(weight.shape)}. Add the missing dimension with unsqueeze."
+        )
+    got = f"src {list(src.shape)} and weight {list(weight.shape)}. Sizes must be equal or 1."
+    problem = f"the batch dimensions of src and weight must broadcast, got {got}"
+    batch = broadcast("matmul", problem, src.shape[:-2], weight.shape[:-2])
     sizes = [*batch, src.shape[-2], weight.shape[-1]]
     return src.new_empty(sizes, dtype=DTYPES[dst_dtype])
 

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed weights: plain tensors in the one layout that every ISA reads."""
+"""Packed weights: plain tensors in the one layout that every ISA reads.
+
+oneDNN's reorder of weights with compensation is ``quantize_weight``, for int8 weights and scales,
+and one of the functions here. The compensation of the whole kernel is ``compensation.sum(0)``. The
+shift of an s8 source by 128, and its zero point, multiply these sums in the ops. oneDNN's grouped
+weights (G, OC/G, IC/G, k...) are ``weight.flatten(0, 1)`` here.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +24,11 @@ class PackedWeight(NamedTuple):
     """What the matmul-like ops read; made by the functions of this module.
 
     Attributes:
-        weight: int8 ``[ceil(N/16), taps, ceil(K/4), 16, 4]``; depthwise
+        weight: int8 ``[ceil(N/16), rows, ceil(K/4), 16, 4]``; depthwise
             ``[ceil(C/16), quads, 16, 4]``.
-        compensation: int32 ``[taps, N]``, the sum of the weights per tap and channel.
+        compensation: int32 ``[rows, N]``, sums of the weights per channel. A row is one tap of the
+            kernel; of a convolution whose IC/groups is no multiple of 4 it may be all taps along
+            one dim, as in a 3x3 stem (3, OC). A depthwise one has one row for all, (1, C).
         pair_bound: int32, one per panel: the largest sum of two adjacent weights of one sign.
         shape: of the unpacked weight; of a transposed convolution (OC, IC/groups, k...).
         groups: of the convolution; 1 for linear.
@@ -64,6 +72,19 @@ class PackedWeight(NamedTuple):
             return self.shape
         return (self.groups, self.shape[0] // self.groups, *self.shape[1:])
 
+    def repacked(self) -> PackedWeight:
+        """Returns the weight unpacked and packed again.
+
+        Sums and bounds, which prove kernels exact, and the padding follow from the weight alone.
+        """
+        return _pack(self.unpack(), self.groups, self.stride, self.dilation)
+
+    def tensors(self, suffix: str = "") -> dict[str, Tensor]:
+        """Returns the tensors by name, each name followed by the suffix."""
+        parts = {"weight": self.weight, "compensation": self.compensation}
+        parts["pair_bound"] = self.pair_bound
+        return {f"{name}{suffix}": part for name, part in parts.items()}
+
     def unpack(self) -> Tensor:
         """The weight as it was before packing."""
         if self.dtype == torch.uint8:
@@ -84,6 +105,32 @@ class PackedWeight(NamedTuple):
         return conv
 
 
+def empty_packed(
+    weight_shape: Sequence[int],
+    dtype: torch.dtype = torch.int8,
+    groups: int = 1,
+    stride: Sequence[int] = (),
+    dilation: Sequence[int] = (),
+) -> PackedWeight:
+    """Returns memory, filled with zeros, for a weight of this shape; packs nothing.
+
+    The shape is the one that ``pack_linear``, or with a dilation ``pack_conv``, or with a stride
+    ``pack_conv_transpose`` takes.
+    """
+    weight = torch.empty(list(weight_shape), dtype=dtype, device="meta")
+    packed = _pack(weight, groups, stride, dilation)
+    zeros = [torch.zeros_like(part, device="cpu") for part in packed.tensors().values()]
+    return packed._replace(weight=zeros[0], compensation=zeros[1], pair_bound=zeros[2])
+
+
+def _pack(
+    weight: Tensor, groups: int, stride: Sequence[int], dilation: Sequence[int]
+) -> PackedWeight:
+    if stride:
+        return pack_conv_transpose(weight, groups, stride, dilation)
+    return pack_conv(weight, groups, dilation) if dilation else pack_linear(weight)
+
+
 def pack_linear(weight: Tensor) -> PackedWeight:
     """Packs an int8 or uint8 weight ``(out_features, in_features)``.
 
@@ -99,6 +146,9 @@ def pack_linear(weight: Tensor) -> PackedWeight:
 
 def pack_conv(weight: Tensor, groups: int = 1, dilation: int | Sequence[int] = 1) -> PackedWeight:
     """Packs an int8 or uint8 weight ``(OC, IC/groups, k...)`` with 1 to 3 kernel dimensions.
+
+    A grouped weight of oneDNN, (G, OC/G, IC/G, k...), has one dim more: pass
+    ``weight.flatten(0, 1)``.
 
     Raises:
         TypeError: ``weight`` is neither.

@@ -102,8 +102,8 @@ class QParams:
         scale = to_float32(f"{where}scale", scale)
         number: Any = zero_point.item() if isinstance(zero_point, Tensor) else zero_point
         zero_point = to_int(f"{where}zero_point", number, INT32.min, INT32.max)
-        scales = torch.tensor(scale, dtype=torch.float32)
-        return cls(scales, torch.tensor(zero_point, dtype=torch.int32), dtype)
+        scales = torch.tensor(scale, dtype=torch.float32, device="cpu")
+        return cls(scales, torch.tensor(zero_point, dtype=torch.int32, device="cpu"), dtype)
 
     @property
     def integers(self) -> tuple[int, int]:

@@ -2,15 +2,15 @@
 """``torchq.save`` and ``torchq.load``: a converted model in one file of plain tensors.
 
 Each quantized module describes itself in its ``spec`` tensor, so the file needs nothing else: no
-pickle, no calibration, no observers. With safetensors installed the file is a safetensors file,
-otherwise ``torch.save`` of the state dict, which ``torch.load(weights_only=True)`` reads.
+pickle, no calibration, no observers. The file is a safetensors file, whether or not that package is
+installed, with a digest that ``torchq.load`` checks.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-import pickle
 import zlib
 from dataclasses import astuple
 from pathlib import Path
@@ -18,27 +18,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from torchq._arguments import check_type
-from torchq.eager.weights import leave_fast_paths, settle_weights
-from torchq.explain import Row
+from torchq._tensor_file import is_zip, read_pickled, read_tensors, write_tensors
+from torchq.convert.dispatch import dispatches
+from torchq.convert.explain import Row
+from torchq.convert.graph_code import with_code
+from torchq.convert.graph_module import QuantizedGraph
+from torchq.convert.share import share_weights
+from torchq.convert.stored import CALL_KEY, describe, restore
+from torchq.convert.structure import GRAPH_KEY, decode, encode, plain_module
+from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.fake_quantize import FakeQuantize
-from torchq.fx.module import QuantizedGraph
-from torchq.fx.structure import GRAPH_KEY, decode, encode, plain_module
+from torchq.inputs import working_copy
+from torchq.nn.experts import QExperts
 from torchq.nn.module import QModule, read_spec
-from torchq.nn.standing import put
-from torchq.nn.swapped import described
 from torchq.observers import Observer
-from torchq.running import working_copy
 
 REPORT_KEY = "torchq_report"
 """Name of the tensor that holds the text of the report, compressed by zlib."""
+ALIAS_KEY = "torchq_aliases"
+"""Name of the tensor that tells which names stand for another one's tensor."""
 _NOTE = "torchq_note"
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Writes the state of a converted model.
+    """Writes the state of a converted model: a safetensors file, whole or not at all.
+
+    An error or a crash leaves the file that was there. Other readers of safetensors read it too.
 
     Args:
         model: from :func:`torchq.convert`, or with FakeQuantize modules; its float modules are
@@ -46,7 +53,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: of the file.
 
     Raises:
-        NotImplementedError: its graph calls functions that are not of torch.
+        NotImplementedError: its graph calls functions that are not of torch, or a tensor has a
+            dtype that safetensors does not know.
+        OSError: the file cannot be written.
         TypeError: ``path`` is no path.
         ValueError: ``model`` was not converted.
     """
@@ -65,20 +74,16 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             "has observers or nothing quantized. torchq.save_calibration is for prepared models."
         )
     state = _state(model)
+    for dispatch in dispatches(model):
+        state[_under(dispatch.name, GRAPH_KEY)] = encode(dispatch.graph)  # type: ignore[arg-type]
+        state[_under(dispatch.name, CALL_KEY)] = describe(dispatch)
+    if isinstance(model, QuantizedGraph):
+        state[GRAPH_KEY] = encode(model)
     if report is not None:
         fields = {"rows": [astuple(row) for row in report], "note": getattr(model, _NOTE, "")}
         text = zlib.compress(json.dumps(fields, separators=(",", ":")).encode())
-        state[REPORT_KEY] = torch.tensor(list(text), dtype=torch.uint8)
-    for name, part in model.named_modules():
-        if isinstance(part, QuantizedGraph):
-            state[f"{name}.{GRAPH_KEY}".lstrip(".")] = encode(part)
-    try:
-        from safetensors.torch import save as dump
-    except ImportError:
-        torch.save(state, path)
-    else:
-        # save, not save_file: that one makes files that only their owner can read
-        Path(path).write_bytes(dump(state, metadata={"format": "pt", "writer": "torchq"}))
+        state[REPORT_KEY] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+    write_tensors("torchq.save", path, state)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
@@ -93,31 +98,56 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     Raises:
         TypeError: ``model`` is no nn.Module.
         FileNotFoundError: there is no such file.
-        ValueError: the file is not of torchq.save, a spec in it is not one of torchq or names an
-            unknown module class; or ``model`` is needed.
+        ValueError: the file is not of torchq.save or was damaged, a spec in it is not of torchq or
+            names an unknown module class; or ``model`` is needed.
         RuntimeError: the file and the model do not fit together; names what is missing or left
             over.
     """
     if model is not None:
         check_type("torchq.load: model", model, nn.Module, "Pass the float model.")
     state = read_state(Path(path))
-    text, report = state.pop(GRAPH_KEY, None), state.pop(REPORT_KEY, None)
-    loaded = _swapped(model, state, path) if text is None else _traced(text, model, state, path)
-    state = {name: value for name, value in state.items() if not name.endswith(GRAPH_KEY)}
+    try:
+        return _loaded(state, model, path)
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        text = str(error).removeprefix("torchq.load: ")
+        raise ValueError(f"torchq.load: {path}: {text}") from error
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
+        if str(error).startswith("torchq"):
+            raise
+        why = (
+            f"{type(error).__name__}: {error}"  # of a file without a digest, or of another version
+        )
+        raise _not_ours(Path(path), why) from error
+
+
+def _loaded(
+    state: dict[str, Tensor], model: nn.Module | None, path: str | os.PathLike[str]
+) -> nn.Module:
+    """What :func:`load` returns."""
+    report = state.pop(REPORT_KEY, None)
+    for alias, name in _json(state.pop(ALIAS_KEY, None)).items():
+        state[alias] = state[name]
+    if GRAPH_KEY in state and (model is None or CALL_KEY not in state):
+        loaded, state = _graph_alone(state)
+    else:
+        loaded, state = _with_class(model, state, path)
     # the model's own ones may know other names, and no results
     missing, unexpected = nn.Module.load_state_dict(loaded, state, strict=False)
-    left = [name for name in missing if name not in _aliases(loaded, state)]
-    if left or unexpected:
+    if missing or unexpected:
         raise RuntimeError(
-            f"torchq.load: {path} and the model must fit together, but the file lacks {left[:5]} "
-            f"and has {unexpected[:5]} too many. Pass the architecture the file was saved from."
+            f"torchq.load: {path} and the model must fit together, but the file lacks "
+            f"{missing[:5]} and has {unexpected[:5]} too many. Pass the architecture the file was "
+            "saved from."
         )
+    share_weights(loaded)
     if report is not None:
-        vars(loaded)["torchq_report"], vars(loaded)[_NOTE] = _report(report)
+        vars(loaded)["torchq_report"], vars(loaded)[_NOTE] = read_report(report)
     return loaded.eval().requires_grad_(False)
 
 
-def _report(text: Tensor) -> tuple[list[Row], str]:
+def read_report(text: Tensor) -> tuple[list[Row], str]:
     """The rows and the note that :func:`save` wrote."""
     try:
         fields = json.loads(zlib.decompress(bytes(text.tolist())))
@@ -129,51 +159,78 @@ def _report(text: Tensor) -> tuple[list[Row], str]:
         ) from error
 
 
-def _swapped(
-    model: nn.Module | None, state: dict[str, Tensor], path: str | os.PathLike[str]
-) -> nn.Module:
-    """A copy of the model with the quantized modules of the state in their places."""
-    if model is None:
-        raise ValueError(
-            f"torchq.load: {path} holds float modules that are not of torch.nn, or a model that "
-            "was not traced: model must be given. Pass a float model of the architecture the file "
-            "was saved from."
-        )
-    modules: dict[str, nn.Module] = {}
-    for key in sorted(key for key in state if key.endswith(f".{GRAPH_KEY}")):
-        name = key.removesuffix(f".{GRAPH_KEY}")
-        own = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
-        modules[name] = _traced(own.pop(GRAPH_KEY), _submodule(model, name, path), own, path)
-    inside = tuple(f"{name}." for name in modules)
-    modules |= _quantized({k: v for k, v in state.items() if not k.startswith(inside)})
-    settled, known = _settled(model), dict[int, Any]()  # known by id, so settled must live on
-    for name, module in modules.items():
-        if name:
-            put(module, described(_submodule(settled, name, path), known))
-    memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in modules.items()}
-    swapped = working_copy(model, memo, "load")  # its float layers became what prepare made of them
-    kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
-    settle_weights(swapped, kept)
-    leave_fast_paths(swapped)
-    return swapped
+def _under(name: str, key: str) -> str:
+    """Returns the name that something of a module has in the state of the model."""
+    return f"{name}.{key}" if name else key
 
 
-def _traced(
-    text: Tensor, model: nn.Module | None, state: dict[str, Tensor], path: str | os.PathLike[str]
-) -> nn.Module:
-    """The graph of the file, with its quantized modules and the float modules of the model."""
+def _json(text: Tensor | None) -> dict[str, str]:
+    return {} if text is None else dict(json.loads(bytes(text.tolist())))
+
+
+def _inside(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Returns the tensors whose names begin so, by the rest of their names."""
+    start = f"{prefix}." if prefix else ""
+    return {key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
+
+
+def _graph_alone(state: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Returns the graph of the whole model, without the model's class, and its tensors."""
+    text = state.pop(GRAPH_KEY)
+    own = _inside(state, GRAPH_KEY) or state
+    return _graph(text, own), own
+
+
+def _graph(text: Tensor, state: dict[str, Tensor], model: nn.Module | None = None) -> nn.Module:
+    """Returns a graph whose tensors are still to be loaded; ``model`` has its float modules."""
     quantized = _quantized(state)
 
     def module(name: str, source: str | None, plain: dict[str, Any] | None = None) -> nn.Module:
         if source is None:
-            return quantized[name]
-        inside = f"{name}."
-        own = {k.removeprefix(inside): v for k, v in state.items() if k.startswith(inside)}
+            outer = next(n for n in quantized if f"{name}.".startswith(f"{n}."))
+            return quantized[outer].get_submodule(name[len(outer) + 1 :])
         if plain is not None:
-            return plain_module(plain, own)
-        return _swapped(None if model is None else _submodule(model, source, path), own, path)
+            return plain_module(plain, _inside(state, name))
+        if model is None:
+            raise ValueError(
+                f"torchq.load: the file's graph calls the float module '{source}': model must be "
+                "given. Pass a float model of the architecture the file was saved from."
+            )
+        return copy.deepcopy(model.get_submodule(source))
 
     return decode(text, module, state)
+
+
+def _with_class(
+    model: nn.Module | None, state: dict[str, Tensor], path: str | os.PathLike[str]
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Returns a copy of the model with the leaves and graphs of the state, and its tensors."""
+    if model is None:
+        raise ValueError(
+            f"torchq.load: {path} holds a model that was captured in parts, or not at all: model "
+            "must be given. Pass a float model of the architecture the file was saved from."
+        )
+    calls = [key for key in state if f".{key}".endswith(f".{CALL_KEY}")]
+    names = [key.removesuffix(CALL_KEY).rstrip(".") for key in calls]
+    texts = {n: (state.pop(_under(n, GRAPH_KEY)), state.pop(_under(n, CALL_KEY))) for n in names}
+    graphs = tuple(f"{_under(name, GRAPH_KEY)}." for name in names)
+    leaves = _quantized({k: v for k, v in state.items() if not k.startswith(graphs)})
+    model = split_attention(model, [n.removesuffix(".q_proj") for n in leaves])
+    memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in leaves.items()}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, QExperts):
+            leaf.adopt(_submodule(model, name, path))
+    loaded = with_code(
+        working_copy(model, memo, "load")
+    )  # its float layers became what prepare made of them
+    kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
+    loaded = settled(loaded, kept)
+    leave_fast_paths(loaded)
+    for name, (graph, call) in texts.items():
+        own = _inside(state, _under(name, GRAPH_KEY))
+        made = _graph(graph, own, _submodule(loaded, name, path))
+        restore(_submodule(loaded, name, path), made, name, call)
+    return loaded, state
 
 
 def _quantized(state: dict[str, Tensor]) -> dict[str, nn.Module]:
@@ -200,20 +257,23 @@ def build(spec: dict[str, Any]) -> QModule:
     if name not in QModule.registry:
         raise ValueError(
             f"torchq.load: the spec's class must be one of {sorted(QModule.registry)}, got "
-            f"'{name}'. The file was written by another version of torchq."
+            f"'{name}'. The file was written by another version of torchq: quantize the model "
+            "again, and save it with this one."
         )
     return QModule.registry[name].from_spec(spec)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """Contiguous tensors that share no memory; what has several names has the first."""
+    """Contiguous tensors that share no memory, and text that tells other names of each."""
     state: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    seen: dict[int, str] = {}
+    aliases: dict[str, str] = {}
     storages: set[int] = set()
     for name, tensor in nn.Module.state_dict(model, keep_vars=True).items():
         if id(tensor) in seen:
+            aliases[name] = seen[id(tensor)]
             continue
-        seen.add(id(tensor))
+        seen[id(tensor)] = name
         value = tensor.detach().contiguous()
         storage = value.untyped_storage()
         whole = storage.nbytes() == value.numel() * value.element_size()
@@ -221,6 +281,9 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
             value = value.clone()
         storages.add(storage.data_ptr())
         state[name] = value
+    if aliases:
+        text = json.dumps(aliases, separators=(",", ":"))
+        state[ALIAS_KEY] = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
     return state
 
 
@@ -234,22 +297,6 @@ def _submodule(model: nn.Module, name: str, path: str | os.PathLike[str]) -> nn.
         ) from error
 
 
-def _settled(model: nn.Module) -> nn.Module:
-    """The model as it was in prepare: weights that are computed are parameters."""
-    parts = list(model.modules())
-    if any(parametrize.is_parametrized(part) or part._forward_pre_hooks for part in parts):
-        model = working_copy(model, caller="load")
-        settle_weights(model)
-    return model
-
-
-def _aliases(model: nn.Module, state: dict[str, Tensor]) -> set[str]:
-    """Names of tensors that are another name's tensor; a file holds them once."""
-    tensors = dict(nn.Module.state_dict(model, keep_vars=True))
-    present = {id(tensor) for name, tensor in tensors.items() if name in state}
-    return {name for name, tensor in tensors.items() if name not in state and id(tensor) in present}
-
-
 def read_state(path: Path) -> dict[str, Tensor]:
     """The tensors of a file that :func:`save` wrote, by name.
 
@@ -261,33 +308,20 @@ def read_state(path: Path) -> dict[str, Tensor]:
         raise FileNotFoundError(f"torchq.load: {path} does not exist.")
     if path.is_dir():
         raise _not_ours(path, "it is a directory")
-    with path.open("rb") as file:
-        is_zip = file.read(2) == b"PK"
-    if is_zip:
-        try:
-            state: Any = torch.load(path, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError) as error:
-            raise _not_ours(path, str(error).splitlines()[0]) from None
-        known = GRAPH_KEY, REPORT_KEY
-        ours = isinstance(state, dict) and all(isinstance(v, Tensor) for v in state.values())
-        if not ours or not any(key in known or f".{key}".endswith(".spec") for key in state):
-            raise _not_ours(path, "it holds no quantized module")
-        return dict(state)
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError:
-        raise ImportError(
-            f"torchq.load: {path} is a safetensors file. Run `pip install safetensors`."
-        ) from None
-    try:
-        return load_file(path)
-    except SafetensorError as error:
+        state, metadata = (read_pickled(path), {}) if is_zip(path) else read_tensors(path)
+    except ValueError as error:
         raise _not_ours(path, str(error)) from None
+    known = GRAPH_KEY, REPORT_KEY
+    tensors = isinstance(state, dict) and all(isinstance(v, Tensor) for v in state.values())
+    ours = metadata.get("writer") == "torchq"
+    if not tensors or not (ours or any(k in known or f".{k}".endswith(".spec") for k in state)):
+        raise _not_ours(path, "it holds no quantized module")
+    return dict(state)
 
 
 def _not_ours(path: Path, why: str) -> ValueError:
     return ValueError(
         f"torchq.load: path must be a file written by torchq.save, got {path}, which is not one: "
-        f"{why}. Save the converted model with torchq.save."
+        f"{why}. Save the converted model with torchq.save, or copy the file anew."
     )

@@ -25,7 +25,7 @@ from benchmarks import peak
 from benchmarks.inference.markdown import page
 from benchmarks.inference.measure import PEERS, WAYS, Measured, installed, measure
 from benchmarks.models import NETWORKS
-from benchmarks.timing import FULL, QUICK
+from benchmarks.timing import FULL, QUICK, use_threads, write_text
 
 __all__ = ["add_arguments", "run"]
 
@@ -58,14 +58,15 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         rows += _in_process(name, args) if len(names) > 1 else _measured(name, peers, args)
     if args.json:
-        Path(args.json).write_text(json.dumps(rows[0] if len(rows) == 1 else rows, indent=1) + "\n")
+        found = rows[0] if len(rows) == 1 else rows
+        write_text(args.json, json.dumps(found, indent=1) + "\n")
     if args.markdown:
-        Path(args.markdown).write_text(page(rows))
+        write_text(args.markdown, page(rows))
     return int(len({row["model"] for row in rows}) < len(names))
 
 
 def _measured(name: str, peers: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
-    torch.set_num_threads(max(args.threads))
+    use_threads(max(args.threads))
     busy = [] if args.quick else [_share_of_peak(max(args.threads))]
     plan, ways = QUICK if args.quick else FULL, WAYS if args.ways else ()
     result = measure(name, peers, args.threads, plan, args.small, ways)

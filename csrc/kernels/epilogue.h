@@ -29,12 +29,15 @@ TORCHQ_INLINE typename Isa::Float load_as_float(const void* base, DType dtype, i
 }
 
 /// y in destination units (integers: rounded, saturated, NaN becomes zero_point) or real units
-/// (f32).
+/// (f32: NaN becomes the one of Note [One operation sequence]).
 template <class Isa, DType kDtype>
 TORCHQ_INLINE void store_as(void* base, int64_t index, typename Isa::Float y,
                             typename Isa::Float zero_point, typename Isa::Mask mask) {
   void* dst = element(base, kDtype, index);
-  if constexpr (kDtype == DType::f32) return Isa::store(static_cast<float*>(dst), y, mask);
+  if constexpr (kDtype == DType::f32) {
+    y = Isa::replace_nan(y, Isa::set(Math<Isa>::kNan));
+    return Isa::store(static_cast<float*>(dst), y, mask);
+  }
   y = Isa::replace_nan(y, zero_point);
   if constexpr (kDtype == DType::s32) {
     return Isa::store_int(static_cast<int32_t*>(dst), Isa::to_int_saturated(y), mask);

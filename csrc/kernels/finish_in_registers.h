@@ -126,7 +126,9 @@ TORCHQ_INLINE void finish_to_floats(const Epilogue& e, typename Isa::Int (&acc)[
         acc[r][p] = Isa::sub(acc[r][p], Isa::mul(term, factor));
       }
     }
-    const Float multiplier = Isa::load(e.multiplier + n), offset = Isa::load(e.offset + n);
+    const Float nan = Isa::set(Math<Isa>::kNan), multiplier = Isa::load(e.multiplier + n);
+    // Without sums and scales of rows, whose NaNs are replaced below, it is NaN where y is.
+    const Float offset = Isa::replace_nan(Isa::load(e.offset + n), nan);
     Float y[MR];
     TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
       y[r] = Isa::fma(Isa::to_float(acc[r][p]), multiplier, offset);
@@ -134,14 +136,14 @@ TORCHQ_INLINE void finish_to_floats(const Epilogue& e, typename Isa::Int (&acc)[
     if (e.row_scale != nullptr) {
       const Float bias = e.row_bias != nullptr ? Isa::load(e.row_bias + n) : offset;
       TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-        y[r] = scale_row<Isa>(e, y[r], dst_offset[r], bias);
+        y[r] = Isa::replace_nan(scale_row<Isa>(e, y[r], dst_offset[r], bias), nan);
       }
     }
     for (int s = 0; s < e.num_sums; ++s) {
       const Float factor = Isa::load(e.sums[s].scale + n);
       const float* old = static_cast<const float*>(e.sums[s].data) + n;
       TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
-        y[r] = Isa::fma(Isa::load(old + dst_offset[r]), factor, y[r]);
+        y[r] = Isa::replace_nan(Isa::fma(Isa::load(old + dst_offset[r]), factor, y[r]), nan);
       }
     }
     if (e.lo != nullptr || e.clamp) {

@@ -8,6 +8,11 @@
 // the bits. There is no approximate reciprocal, no libm, no branch on the data and no contraction
 // the compiler could choose (-ffp-contract=off). So all tiers return the same bits.
 //
+// A NaN in a float32 result is always the quiet one of sign 0 and payload 0, 0x7fc00000. IEEE
+// arithmetic leaves open which operand's NaN an operation hands on, and compilers swap operands. So
+// NaNs are replaced where results are stored. (Not in recurrent layers: only their parameters can
+// be NaN there.)
+//
 // Special values are those of the formulas in IEEE arithmetic: NaN stays NaN, exp(inf) = inf,
 // exp(-inf) = 0, log(0) = -inf, log(-1) = NaN, tanh(inf) = 1, swish(-inf) = -inf * 0 = NaN. The
 // stated errors are checked against float64 over the whole range in tests/test_math.py.
@@ -49,8 +54,8 @@ struct Scalar {
   static Float mul(Float a, Float b) { return a * b; }
   static Float div(Float a, Float b) { return a / b; }
   static Float fma(Float a, Float b, Float c) { return __builtin_fmaf(a, b, c); }
-  /// c - a b; NaN keeps its sign, as in vectors.
-  static Float fnma(Float a, Float b, Float c) { return fma(a, b == b ? -b : b, c); }
+  /// c - a b.
+  static Float fnma(Float a, Float b, Float c) { return fma(a, -b, c); }
   static Float sqrt(Float x) { return __builtin_sqrtf(x); }
   static Float round(Float x) { return __builtin_nearbyintf(x); }
   /// As vmaxps and vminps: the second operand if either is NaN, or if both are equal.

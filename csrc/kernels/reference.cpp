@@ -31,10 +31,11 @@ float load_value(const void* base, DType dtype, int64_t index, int32_t zero_poin
 float max_float(float a, float b) { return a > b ? a : b; }
 float min_float(float a, float b) { return a < b ? a : b; }
 
-/// Integers: rne, saturated, NaN becomes zero_point. f32: as it is.
+/// Integers: rne, saturated, NaN becomes zero_point. f32: as it is, every NaN the same.
 void store_value(void* base, DType dtype, int64_t index, float y, float zero_point) {
   void* p = element(base, dtype, index);
   if (dtype == DType::f32) {
+    if (y != y) y = Math<Scalar>::kNan;
     memcpy(p, &y, sizeof y);
     return;
   }

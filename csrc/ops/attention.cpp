@@ -37,7 +37,6 @@ at::Tensor read_mask(const char* op, const at::Tensor& given, c10::IntArrayRef s
                    op, ": mask must be bool (true: attend) or float32 (added), got ",
                    dtype_name(given.scalar_type()), ". Convert it with .float() or .bool().");
   check_cpu(op, "mask", given);
-  check_no_grad(op, "mask", given);
   TORCH_CHECK_VALUE(at::is_expandable_to(given.sizes(), sizes), "torchq.", op,
                     ": mask must broadcast to ", sizes, ", the scores of all heads, got ",
                     given.sizes(), ". Its last dimensions are queries and keys.");
@@ -211,12 +210,17 @@ class QuantizedHeads final : public Heads {
   float score_scale_;
 };
 
+/// Masks add this or less to the score of a key that is not to be seen.
+constexpr float kHidden = -1e4f;
+
 /// float32 operands, quantized symmetrically in each call: queries and keys row by row, the values
-/// of a head together.
+/// of a head together. Values of keys that no query sees count as 0: padding must not set the scale
+/// of a text.
 class FloatHeads final : public Heads {
  public:
-  FloatHeads(const Call& call, double scale)
-      : tier_(kernels()),
+  FloatHeads(const Call& call, const Attention& attention, double scale)
+      : attention_(attention),
+        tier_(kernels()),
         query_(call, with_unit_stride(call.query, false)),
         key_(call, with_unit_stride(call.key, false)),
         value_(call, with_unit_stride(call.value, false)),
@@ -231,7 +235,9 @@ class FloatHeads final : public Heads {
     pack_columns(tier_, {k.data, 1, k.stride, key_.tensor.size(-1), 0, true}, keys,
                  padded_keys(keys), kZero, head.keys);
     const int64_t size = value_.tensor.size(-1);
-    const Rows v = quantized(scratch, value_, h, 0, keys, true);
+    const float* values = seen_values(scratch, h);
+    const Rows v = values == nullptr ? quantized(scratch, value_, h, 0, keys, true)
+                                     : quantized(scratch, values, size, size, keys, true);
     pack_columns(tier_, {v.data, v.stride, 1, keys, 0, true}, size, panels_of(size) * kPanel, 0,
                  head.values);
     head.mean_scale = v.scale[0];
@@ -251,14 +257,43 @@ class FloatHeads final : public Heads {
   };
   Rows quantized(ScratchFrame& scratch, const Operand& operand, size_t h, int64_t first,
                  int64_t count, bool shared) const {
-    const int64_t size = operand.tensor.size(-1), stride = operand.tensor.stride(-2);
+    const int64_t stride = operand.tensor.stride(-2);
+    return quantized(scratch, operand.head<float>(h) + first * stride, stride,
+                     operand.tensor.size(-1), count, shared);
+  }
+  Rows quantized(ScratchFrame& scratch, const float* src, int64_t stride, int64_t size,
+                 int64_t count, bool shared) const {
     const int64_t padded = quads_of(size) * kQuad;
     uint8_t* bytes = scratch.take<uint8_t>(count * padded);
     float* scale = scratch.take<float>(shared ? 1 : count);
-    tier_.quantize_symmetric({operand.head<float>(h) + first * stride, stride, count, size, shared,
-                              bytes, padded, scale});
+    tier_.quantize_symmetric({src, stride, count, size, shared, bytes, padded, scale});
     return {bytes, scale, padded};
   }
+  /// A copy of a head's values with zeros for keys that the mask hides from every query; null
+  /// where each is seen. A query from which all keys are hidden weighs them as if it saw them.
+  const float* seen_values(ScratchFrame& scratch, size_t h) const {
+    if (!attention_.mask.defined()) return nullptr;
+    const int64_t keys = attention_.keys, size = value_.tensor.size(-1);
+    const int64_t stride = attention_.mask.stride(-2);
+    const float* mask = attention_.mask.const_data_ptr<float>() + attention_.mask_offset[h];
+    bool* seen = scratch.take<bool>(keys);
+    std::fill_n(seen, keys, false);
+    for (int64_t i = 0; i < attention_.mask.size(-2); ++i) {
+      const float* row = mask + i * stride;
+      const bool hides_all = std::all_of(row, row + keys, [](float m) { return m <= kHidden; });
+      for (int64_t j = 0; j < keys; ++j) seen[j] |= hides_all || row[j] > kHidden;
+      if (std::all_of(seen, seen + keys, [](bool s) { return s; })) return nullptr;
+    }
+    float* values = scratch.take<float>(keys * size);
+    const float* src = value_.head<float>(h);
+    for (int64_t j = 0; j < keys; ++j) {
+      const float* value = src + j * value_.tensor.stride(-2);
+      if (seen[j]) std::copy_n(value, size, values + j * size);
+      else std::fill_n(values + j * size, size, 0.0f);
+    }
+    return values;
+  }
+  const Attention& attention_;
   const Kernels& tier_;
   Operand query_, key_, value_;
   float scale_;
@@ -294,7 +329,6 @@ at::Tensor dynamic_attention(const at::Tensor& query, const at::Tensor& key,
                      " must be float32, got ", dtype_name(t.scalar_type()),
                      ". Convert it with .float(), or use attention for quantized operands.");
     check_cpu(op, arg, t);
-    check_no_grad(op, arg, t);
   };
   check("query", query);
   check("key", key);
@@ -302,7 +336,8 @@ at::Tensor dynamic_attention(const at::Tensor& query, const at::Tensor& key,
   const Call call(trace, op, query, key, value, mask, is_causal, scale, DType::f32);
   if (call.dst.numel() == 0) return call.dst;
   if (key.size(-2) == 0) return call.dst.fill_(0);
-  run_attention(call.attention(is_causal, {DType::f32, 1, 0}), FloatHeads(call, scale));
+  const Attention run = call.attention(is_causal, {DType::f32, 1, 0});
+  run_attention(run, FloatHeads(call, run, scale));
   return call.dst;
 }
 

@@ -2,6 +2,7 @@
 // add, mul and concat of quantized tensors, each with its own scale and zero point.
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorIterator.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <torch/library.h>
 
@@ -112,6 +113,54 @@ void run_rows(RowFn run, BinaryRows row, char** data, const int64_t* strides, in
   }
 }
 
+/// Strides of a dense tensor whose dimensions lie in memory in the same order as those of `like`.
+c10::SmallVector<int64_t, 5> strides_in_order_of(const at::Tensor& like, c10::IntArrayRef sizes) {
+  c10::SmallVector<int64_t, 5> order(sizes.size()), strides(sizes.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return like.stride(a) > like.stride(b); });
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[static_cast<size_t>(order[i])] = stride;
+    stride *= std::max<int64_t>(sizes[static_cast<size_t>(order[i])], 1);
+  }
+  return strides;
+}
+
+bool is_expanded(const at::Tensor& t) {
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    if (t.size(d) > 1 && t.stride(d) == 0) return true;
+  }
+  return false;
+}
+
+/// Whether `src` lies in memory as dense tensors of the order of `like` do.
+bool lies_like(const at::Tensor& src, const at::Tensor& like) {
+  const auto strides = strides_in_order_of(like, src.sizes());
+  for (int64_t d = 0; d < src.dim(); ++d) {
+    if (src.size(d) > 1 && src.stride(d) != strides[static_cast<size_t>(d)]) return false;
+  }
+  return true;
+}
+
+/// `src`, or a dense copy in the order of `like`. Values whose strides fit no vector are converted
+/// one by one: measured on Zen 4, an expanded source took 50 times as long as its copy and that.
+at::Tensor in_order_of(const at::Tensor& like, const at::Tensor& src) {
+  if (lies_like(src, like)) return src;
+  const at::Tensor dense =
+      empty_dst(src.sizes(), strides_in_order_of(like, src.sizes()), src.scalar_type());
+  return dense.copy_(src);
+}
+
+/// `src`, or a dense copy where its steps along the innermost dimension of `dst` fit no vector.
+at::Tensor with_short_steps(const at::Tensor& dst, const at::Tensor& src) {
+  if (src.sizes() != dst.sizes()) return src;
+  for (int64_t d = 0; d < dst.dim(); ++d) {
+    if (dst.size(d) > 1 && dst.stride(d) == 1 && src.stride(d) > 1) return in_order_of(dst, src);
+  }
+  return src;
+}
+
 /// `swaps`: the smaller source may come second, where its rows are shared.
 at::Tensor binary(const char* op, OpTrace& trace, RowFn run, const at::Tensor& src0,
                   const at::Tensor& src1, BinaryRows row, bool swaps) {
@@ -128,12 +177,14 @@ at::Tensor binary(const char* op, OpTrace& trace, RowFn run, const at::Tensor& s
     std::swap(row.dtype0, row.dtype1);
     std::swap(row.z0, row.z1);
   }
+  const at::Tensor first = with_short_steps(dst, swap ? src1 : src0);
+  const at::Tensor second = with_short_steps(dst, swap ? src0 : src1);
   at::TensorIterator iter = at::TensorIteratorConfig()
                                 .check_all_same_dtype(false)
                                 .resize_outputs(false)
                                 .add_output(dst)
-                                .add_const_input(swap ? src1 : src0)
-                                .add_const_input(swap ? src0 : src1)
+                                .add_const_input(first)
+                                .add_const_input(second)
                                 .build();
   iter.for_each(
       [&](char** data, const int64_t* strides, int64_t n, int64_t rows) {
@@ -184,20 +235,6 @@ at::Tensor mul(const at::Tensor& src0, const at::Tensor& src1, const at::Tensor&
   row.m0 = static_cast<float>(double{p.scale[0]} * p.scale[1] / p.scale[2]);
   row.c = static_cast<float>(p.zero_point[2]);
   return binary("mul", trace, tier.mul, src0, src1, row, true);
-}
-
-/// Strides of a dense tensor whose dimensions lie in memory in the same order as those of `like`.
-c10::SmallVector<int64_t, 5> strides_in_order_of(const at::Tensor& like, c10::IntArrayRef sizes) {
-  c10::SmallVector<int64_t, 5> order(sizes.size()), strides(sizes.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t a, int64_t b) { return like.stride(a) > like.stride(b); });
-  int64_t stride = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    strides[static_cast<size_t>(order[i])] = stride;
-    stride *= std::max<int64_t>(sizes[static_cast<size_t>(order[i])], 1);
-  }
-  return strides;
 }
 
 /// `rows` rows of `width` bytes each, to `stride` bytes apart. Narrow rows, such as DenseNet's 32
@@ -255,18 +292,17 @@ void concat_rows(const Kernels& tier, c10::ArrayRef<ConcatSource> sources, const
   }
 }
 
-/// Whether `src` lies in memory as dense tensors of the order of `like` do.
-bool lies_like(const at::Tensor& src, const at::Tensor& like) {
-  const auto strides = strides_in_order_of(like, src.sizes());
-  for (int64_t d = 0; d < src.dim(); ++d) {
-    if (src.size(d) > 1 && src.stride(d) != strides[static_cast<size_t>(d)]) return false;
+/// The first source with memory of its own for every value decides the order of the dimensions. An
+/// expanded one says nothing about it; where there are no others, dst is contiguous.
+c10::SmallVector<int64_t, 5> concat_strides(at::TensorList srcs, c10::IntArrayRef sizes) {
+  for (const at::Tensor& src : srcs) {
+    if (!is_expanded(src)) return strides_in_order_of(src, sizes);
   }
-  return true;
+  return strides_in_order_of(at::empty(sizes, at::kByte), sizes);
 }
 
-/// A row goes from the start of `dim` through the dimensions inside it. Sources in another memory
-/// order, destinations of 32 bits, and long rows that are too few for the threads, go tensor by
-/// tensor.
+/// A row goes from the start of `dim` through the dimensions inside it. Destinations of 32 bits,
+/// and long rows that are too few for the threads, go tensor by tensor. The sources lie like dst.
 void concat_into(const Kernels& tier, const at::Tensor& dst, at::TensorList srcs, const Params& p,
                  int64_t dim) {
   const size_t last = srcs.size();
@@ -275,7 +311,6 @@ void concat_into(const Kernels& tier, const at::Tensor& dst, at::TensorList srcs
   c10::SmallVector<float, 32> factors;
   c10::SmallVector<ConcatSource, 32> sources;
   factors.reserve(last);
-  bool in_rows = element_size(dst_dtype) == 1;
   for (size_t i = 0; i < last; ++i) {
     const at::Tensor& src = srcs[i];
     factors.push_back(static_cast<float>(double{p.scale[i]} / p.scale[last]));
@@ -285,7 +320,6 @@ void concat_into(const Kernels& tier, const at::Tensor& dst, at::TensorList srcs
     if (src.numel() == 0) continue;
     const bool same = src.scalar_type() == dst.scalar_type() && p.scale[i] == p.scale[last] &&
                       p.zero_point[i] == p.zero_point[last];
-    in_rows = in_rows && lies_like(src, dst);
     ConvertRow row{};
     row.src_dtype = dtype_of("concat", "src", src);
     row.dst_dtype = dst_dtype;
@@ -296,7 +330,7 @@ void concat_into(const Kernels& tier, const at::Tensor& dst, at::TensorList srcs
   }
   const int64_t stride = dst.size(dim) * inner, rows = dst.numel() / stride;
   const int parts = threads_for(dst.numel(), kGrain);
-  if (in_rows && rows >= parts) {
+  if (element_size(dst_dtype) == 1 && rows >= parts) {
     uint8_t* to = static_cast<uint8_t*>(dst.mutable_data_ptr());
     return parallel_parts(parts, [&](int part) {
       concat_rows(tier, sources, part_of(rows, parts, part), to, stride);
@@ -343,9 +377,12 @@ at::Tensor concat(at::TensorList srcs, const at::Tensor& scales, const at::Tenso
                       srcs[0].sizes(), " and ", src.sizes(), ".");
     sizes[static_cast<size_t>(dim)] += src.size(dim);
   }
-  at::Tensor dst = empty_dst(sizes, strides_in_order_of(srcs[0], sizes), scalar_type(dst_type));
+  at::Tensor dst = empty_dst(sizes, concat_strides(srcs, sizes), scalar_type(dst_type));
   trace.describe([&] { return describe_call(srcs, dst); });
-  if (dst.numel() > 0) concat_into(tier, dst, srcs, p, dim);
+  if (dst.numel() == 0) return dst;
+  c10::SmallVector<at::Tensor, 8> dense;
+  for (const at::Tensor& src : srcs) dense.push_back(in_order_of(dst, src));
+  concat_into(tier, dst, dense, p, dim);
   return dst;
 }
 

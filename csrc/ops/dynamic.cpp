@@ -182,7 +182,6 @@ at::Tensor dynamic_linear(const at::Tensor& src_arg, const at::Tensor& weight,
                    dtype_name(src_arg.scalar_type()),
                    ". Convert it with .float(), or use linear for quantized sources.");
   check_cpu(kOp, "src", src_arg);
-  check_no_grad(kOp, "src", src_arg);
   check_weight(src_arg, weight, compensation, in_features);
   const int64_t n = compensation.size(1);
   check_param(kOp, "weight_scale", weight_scale, at::kFloat);

@@ -21,7 +21,6 @@ constexpr int64_t kGrain = 4096;
 void check_source(const char* op, const char* arg, const at::Tensor& src) {
   dtype_of(op, arg, src);
   check_cpu(op, arg, src);
-  check_no_grad(op, arg, src);
 }
 
 /// body(data, strides, n, first): n <= kRealBlock adjacent values of dst, from element `first` of

@@ -237,7 +237,8 @@ Folded fold(const at::Tensor& src_scale, const at::Tensor& weight_scale,
 
 Folded fold_output_scales(const at::Tensor& output_scales, const std::optional<at::Tensor>& bias,
                           int64_t channels, int64_t dst_dtype, c10::string_view post_ops,
-                          at::TensorList post_op_values) {
+                          at::TensorList post_op_values,
+                          const std::optional<at::Tensor>& dst_zero_point) {
   const FloatMode mode;
   Problem p = make_problem("fold_output_scales", channels, dst_dtype, post_ops, post_op_values);
   const at::Tensor one = at::ones({1}, at::kFloat), zero = at::zeros({1}, at::kFloat);
@@ -249,6 +250,7 @@ Folded fold_output_scales(const at::Tensor& output_scales, const std::optional<a
   TORCH_CHECK_VALUE(!bias.has_value() || bias->numel() == channels,
                     "torchq.fold_output_scales: bias must have ", channels, " values, got ",
                     b.size(), ". Expand it to one per output channel.");
+  set_dst_zero_points(&p, dst_zero_point);
   const PerChannel unit("fold_output_scales", "dst_scale", one, 1);
   return fold_with(p, unit, [&](int64_t n) { return Affine{scales[n], b[n] * scales[n], {}}; });
 }

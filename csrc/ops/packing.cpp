@@ -2,11 +2,9 @@
 // pack_linear, pack_conv and their inverses.
 #include "packing.h"
 
-#include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "../checks.h"
 #include "gemm.h"
@@ -20,94 +18,22 @@ int64_t product(c10::IntArrayRef values) {
   return result;
 }
 
-/// Where weight[output][input][tap] of one group lives in the packed tensor.
-int64_t packed_index(const ConvPacking& p, int64_t kernel_width, int64_t output, int64_t input,
-                     int64_t tap) {
-  const int64_t group = output / p.group_outputs, n = output % p.group_outputs;
-  const int64_t panel = group * p.panels_per_group() + n / kPanel;
-  int64_t run = tap, k = input;
-  if (p.form == ConvPacking::kRowRuns) {
-    run = tap / kernel_width;
-    k = tap % kernel_width * p.group_inputs + input;
-  }
-  return (((panel * p.taps + run) * p.quads + k / kQuad) * kPanel + n % kPanel) * kQuad + k % kQuad;
+/// (OC, IC/G, taps), contiguous; linear is one group with one tap.
+WeightLayout conv_layout(c10::IntArrayRef shape, int64_t groups, c10::IntArrayRef kernel) {
+  const int64_t outputs = shape[0] / groups, inputs = shape[1], taps = product(kernel);
+  WeightLayout layout{outputs, inputs, outputs * inputs * taps, inputs * taps, taps, {}};
+  for (int64_t t = 0; t < taps; ++t) layout.taps.push_back(t);
+  return layout;
 }
 
-/// The same of small groups, in one of the panels that have the output.
-int64_t small_group_index(const ConvPacking& p, int64_t panel, int64_t output, int64_t input,
-                          int64_t tap) {
-  const int64_t first = std::min(panel * kPanel, p.outputs() - kPanel);
-  const int64_t n = output % p.group_outputs;
-  const int64_t k = output - n + input - first;  // among the panel's 16 inputs
-  const int64_t vector = (panel * p.taps + tap) * p.quads + n / kQuad;
-  return (vector * kPanel + n % kQuad * kQuad + k / kQuad) * kQuad + k % kQuad;
-}
-
-/// Calls body(packed index, output, input within its original group, tap) for every weight; twice
-/// for those of small groups that two panels have.
-template <class Body>
-void for_each_weight(const ConvPacking& p, int64_t inputs_per_group, c10::IntArrayRef kernel,
-                     const Body& body) {
-  const int64_t taps = product(kernel), outputs = p.outputs();
-  if (p.form == ConvPacking::kDepthwise) {
-    const auto order = depthwise_taps(kernel);
-    for (int64_t c = 0; c < outputs; ++c) {
-      for (size_t slot = 0; slot < order.size(); ++slot) {
-        if (order[slot] < 0) continue;
-        const int64_t quad = static_cast<int64_t>(slot) / kQuad;
-        const int64_t index = ((c / kPanel * p.quads + quad) * kPanel + c % kPanel) * kQuad +
-                              static_cast<int64_t>(slot) % kQuad;
-        body(index, c, 0, order[slot]);
-      }
-    }
-    return;
-  }
-  const int64_t outputs_per_group = p.group_outputs / p.merged;
-  const int64_t width = kernel[run_dimension(kernel)];
-  for (int64_t n = 0; n < outputs; ++n) {
-    const int64_t first_input = n % p.group_outputs / outputs_per_group * inputs_per_group;
-    for (int64_t k = 0; k < inputs_per_group; ++k) {
-      for (int64_t t = 0; t < taps; ++t) {
-        if (p.form != ConvPacking::kSmallGroups) {
-          body(packed_index(p, width, n, first_input + k, t), n, k, t);
-          continue;
-        }
-        const int64_t panel = n / kPanel, last = p.panels() - 1;
-        body(small_group_index(p, panel, n, first_input + k, t), n, k, t);
-        if (panel < last && n >= outputs - kPanel) {
-          body(small_group_index(p, last, n, first_input + k, t), n, k, t);
-        }
-      }
-    }
-  }
-}
-
-/// The largest |sum| of adjacent weights of one sign, per panel: at most 128 means that 16-bit pair
-/// sums are exact for every u8 source (255 * 128 = 32640; 255 * 129 overflows).
-at::Tensor pair_bounds(const at::Tensor& packed, int64_t panels) {
-  at::Tensor bounds = at::detail::empty_cpu({panels}, at::kInt);
-  const int8_t* w = packed.const_data_ptr<int8_t>();
-  const int64_t panel_bytes = panels == 0 ? 0 : packed.numel() / panels;
-  for (int64_t p = 0; p < panels; ++p) {
-    int bound = 0;
-    for (int64_t i = p * panel_bytes; i < (p + 1) * panel_bytes; i += 2) {
-      const int positive = std::max<int>(w[i], 0) + std::max<int>(w[i + 1], 0);
-      const int negative = std::min<int>(w[i], 0) + std::min<int>(w[i + 1], 0);
-      bound = std::max({bound, positive, -negative});
-    }
-    bounds.mutable_data_ptr<int32_t>()[p] = bound;
-  }
-  return bounds;
-}
-
-Packed pack(const char* op, const ConvPacking& p, const at::Tensor& weight,
+Packed pack(const char* op, const ConvPacking& p, const at::Tensor& weight, int64_t groups,
             c10::IntArrayRef kernel) {
   const int64_t inputs = weight.size(1), taps = product(kernel);
   TORCH_CHECK_VALUE(inputs * taps <= kMaxReduction, "torchq.", op, ": weight sums ", inputs * taps,
                     " products per output, got weight ", weight.sizes(), "; more than ",
                     kMaxReduction,
                     " could overflow int32 (255 * 128 * K). Split the layer along its inputs.");
-  return pack_weights(p, weight, kernel);
+  return pack_weights(p, conv_layout(weight.sizes(), groups, kernel), weight, kernel);
 }
 
 void check_weight(const char* op, const at::Tensor& weight, int64_t min_dim, int64_t max_dim,
@@ -126,15 +52,16 @@ ConvPacking linear_packing(int64_t outputs, int64_t inputs) {
 
 Packed pack_linear(const at::Tensor& weight) {
   check_weight("pack_linear", weight, 2, 2, "(out_features, in_features)");
-  return pack("pack_linear", linear_packing(weight.size(0), weight.size(1)), weight, {1});
+  return pack("pack_linear", linear_packing(weight.size(0), weight.size(1)), weight, 1, {1});
 }
 
 at::Tensor unpack_linear(const at::Tensor& packed, int64_t out_features, int64_t in_features) {
   TORCH_CHECK_VALUE(
       out_features >= 0 && in_features >= 0, "torchq.unpack_linear: out_features and ",
       "in_features must not be negative, got ", out_features, " and ", in_features, ".");
-  return unpack_weights("unpack_linear", linear_packing(out_features, in_features), packed,
-                        {out_features, in_features}, {1});
+  const int64_t shape[] = {out_features, in_features};
+  return unpack_weights("unpack_linear", linear_packing(out_features, in_features),
+                        conv_layout(shape, 1, {1}), packed, shape, {1});
 }
 
 ConvPacking checked_conv_packing(const char* op, c10::IntArrayRef shape, int64_t groups,
@@ -161,7 +88,7 @@ ConvPacking checked_conv_packing(const char* op, c10::IntArrayRef shape, int64_t
 Packed pack_conv(const at::Tensor& weight, int64_t groups, c10::IntArrayRef dilation) {
   check_weight("pack_conv", weight, 3, 5, "(OC, IC/G, k...) with one to three kernel dimensions");
   const ConvPacking p = checked_conv_packing("pack_conv", weight.sizes(), groups, dilation);
-  return pack("pack_conv", p, weight, weight.sizes().slice(2));
+  return pack("pack_conv", p, weight, groups, weight.sizes().slice(2));
 }
 
 at::Tensor unpack_conv(const at::Tensor& packed, c10::IntArrayRef weight_shape, int64_t groups,
@@ -171,7 +98,9 @@ at::Tensor unpack_conv(const at::Tensor& packed, c10::IntArrayRef weight_shape, 
           std::all_of(weight_shape.begin(), weight_shape.end(), [](int64_t d) { return d >= 0; }),
       "torchq.unpack_conv: weight_shape must be (OC, IC/G, k...), got ", weight_shape, ".");
   const ConvPacking p = checked_conv_packing("unpack_conv", weight_shape, groups, dilation);
-  return unpack_weights("unpack_conv", p, packed, weight_shape, weight_shape.slice(2));
+  const c10::IntArrayRef kernel = weight_shape.slice(2);
+  return unpack_weights("unpack_conv", p, conv_layout(weight_shape, groups, kernel), packed,
+                        weight_shape, kernel);
 }
 
 }  // namespace
@@ -197,45 +126,6 @@ void check_packed(const char* op, const ConvPacking& p, const at::Tensor& src,
                     ", which needs weight ", c10::IntArrayRef(sizes), " with compensation [", taps,
                     ", ", compensation.size(1), "]; got ", weight.sizes(), " and ",
                     compensation.sizes(), ". ", remedy);
-}
-
-Packed pack_weights(const ConvPacking& p, const at::Tensor& weight, c10::IntArrayRef kernel) {
-  const int64_t inputs = weight.size(1), taps = product(kernel);
-  at::Tensor packed = at::detail::empty_cpu(p.packed_sizes(), at::kChar);
-  packed.zero_();
-  const int64_t comp_taps = p.compensation_taps();
-  at::Tensor compensation = at::detail::empty_cpu({comp_taps, p.outputs()}, at::kInt);
-  compensation.zero_();
-  const at::Tensor dense = weight.contiguous();
-  const int8_t* src = dense.const_data_ptr<int8_t>();
-  int8_t* dst = packed.mutable_data_ptr<int8_t>();
-  int32_t* sums = compensation.mutable_data_ptr<int32_t>();
-  for_each_weight(p, inputs, kernel, [&](int64_t index, int64_t n, int64_t k, int64_t t) {
-    dst[index] = src[(n * inputs + k) * taps + t];
-  });
-  const int64_t taps_per_row = taps / comp_taps;  // comp_taps: all, or one a kernel row, or one
-  for (int64_t n = 0; n < p.outputs(); ++n) {
-    for (int64_t i = 0; i < inputs * taps; ++i) {
-      sums[i % taps / taps_per_row * p.outputs() + n] += src[n * inputs * taps + i];
-    }
-  }
-  return {packed, compensation, pair_bounds(packed, packed.size(0))};
-}
-
-at::Tensor unpack_weights(const char* op, const ConvPacking& p, const at::Tensor& packed,
-                          c10::IntArrayRef weight_shape, c10::IntArrayRef kernel) {
-  check_param(op, "packed", packed, at::kChar);
-  TORCH_CHECK_VALUE(packed.sizes() == c10::IntArrayRef(p.packed_sizes()), "torchq.", op,
-                    ": packed must be ", c10::IntArrayRef(p.packed_sizes()), " for weight shape ",
-                    weight_shape, ", got ", packed.sizes(), ". Pass the shape it was packed from.");
-  at::Tensor weight = at::detail::empty_cpu(weight_shape, at::kChar);
-  const int8_t* src = packed.const_data_ptr<int8_t>();
-  int8_t* dst = weight.mutable_data_ptr<int8_t>();
-  const int64_t inputs = weight_shape[1], taps = product(kernel);
-  for_each_weight(p, inputs, kernel, [&](int64_t index, int64_t n, int64_t k, int64_t t) {
-    dst[(n * inputs + k) * taps + t] = src[index];
-  });
-  return weight;
 }
 
 c10::SmallVector<int64_t, 5> ConvPacking::packed_sizes() const {

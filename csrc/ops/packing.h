@@ -70,12 +70,27 @@ void check_packed(const char* op, const ConvPacking& p, const at::Tensor& src,
 /// weight, compensation and pair bounds.
 using Packed = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-/// Packs a checked weight (OC, IC/G, k...).
-Packed pack_weights(const ConvPacking& p, const at::Tensor& weight, c10::IntArrayRef kernel);
+/// The elements of a weight in memory. A tap's elements have stride 1.
+struct WeightLayout {
+  int64_t outputs, inputs;  // of one group, before merging
+  int64_t group_stride, output_stride, input_stride;
+  /// packed position -> tap
+  c10::SmallVector<int64_t, 64> taps;
+
+  /// Of tap 0; `output` and `input` count within the group.
+  int64_t index(int64_t group, int64_t output, int64_t input) const {
+    return group * group_stride + output * output_stride + input * input_stride;
+  }
+};
+
+/// Packs a checked weight, whose elements are where `layout` says once it is contiguous.
+Packed pack_weights(const ConvPacking& p, const WeightLayout& layout, const at::Tensor& weight,
+                    c10::IntArrayRef kernel);
 
 /// The inverse; checks that `packed` has the shape of `p`.
-at::Tensor unpack_weights(const char* op, const ConvPacking& p, const at::Tensor& packed,
-                          c10::IntArrayRef weight_shape, c10::IntArrayRef kernel);
+at::Tensor unpack_weights(const char* op, const ConvPacking& p, const WeightLayout& layout,
+                          const at::Tensor& packed, c10::IntArrayRef weight_shape,
+                          c10::IntArrayRef kernel);
 
 /// The taps of each depthwise quad, -1 where a slot is empty. Up to four kernel rows share a quad,
 /// column by column, so that a kernel can slide along the row; a single leftover row is cut into

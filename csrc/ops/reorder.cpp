@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 
 #include "../checks.h"
 #include "../dst.h"
@@ -32,7 +33,6 @@ void check_scale(const char* op, const char* arg, const at::Tensor& scale, bool 
                    " must be float32, got ", dtype_name(scale.scalar_type()),
                    ". Convert it with .float().");
   check_cpu(op, arg, scale);
-  check_no_grad(op, arg, scale);
   const at::Tensor dense = scale.contiguous();
   const float* values = dense.const_data_ptr<float>();
   for (int64_t i = 0; i < dense.numel(); ++i) {
@@ -89,7 +89,6 @@ at::Tensor convert_op(const char* op, OpTrace& trace, const at::Tensor& src,
   trace.ran(tier, "convert");
   const DType src_dtype = dtype_of(op, "src", src);
   check_cpu(op, "src", src);
-  check_no_grad(op, "src", src);
   check_zero_point(op, "src_zero_point", src_zero_point, src_dtype);
   check_zero_point(op, "dst_zero_point", dst_zero_point, dst_dtype);
   check_finite(op, factor);
@@ -140,20 +139,23 @@ at::Tensor requantize(const at::Tensor& src, const at::Tensor& src_scale,
                     src_zero_point, dst_zero_point, dst_dtype_of("requantize", dst_dtype));
 }
 
-at::Tensor reorder(const at::Tensor& src, const at::Tensor& output_scales, int64_t dst_dtype) {
+at::Tensor reorder(const at::Tensor& src, const at::Tensor& output_scales, int64_t dst_dtype,
+                   const std::optional<at::Tensor>& src_zero_point,
+                   const std::optional<at::Tensor>& dst_zero_point) {
   OpTrace trace("reorder");
   const DType dtype = dst_dtype_of("reorder", dst_dtype);
   check_scale("reorder", "output_scales", output_scales, false);
-  if (output_scales.numel() == 0 && src.scalar_type() == scalar_type(dtype)) {
+  const bool shifts = src_zero_point.has_value() || dst_zero_point.has_value();
+  if (output_scales.numel() == 0 && !shifts && src.scalar_type() == scalar_type(dtype)) {
     check_cpu("reorder", "src", src);
-    check_no_grad("reorder", "src", src);
     trace.ran(kernels(), "copy");
     const at::Tensor dst = src.clone();
     trace.describe([&] { return describe_call({src}, dst); });
     return dst;
   }
   const at::Tensor factor = output_scales.numel() == 0 ? scalar(1.0f) : output_scales.contiguous();
-  return convert_op("reorder", trace, src, factor, scalar(0), scalar(0), dtype);
+  return convert_op("reorder", trace, src, factor, src_zero_point.value_or(scalar(0)),
+                    dst_zero_point.value_or(scalar(0)), dtype);
 }
 
 at::Tensor lookup(const at::Tensor& src, const at::Tensor& table) {

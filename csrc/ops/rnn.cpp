@@ -192,7 +192,6 @@ const void* initial_state(const char* arg, const std::optional<at::Tensor>& stat
                    quantized == at::kFloat ? "" : dtype_name(quantized), ", got ",
                    dtype_name(state->scalar_type()), ". Dequantize it first.");
   check_cpu(kOp, arg, *state);
-  check_no_grad(kOp, arg, *state);
   check_size(arg, *state, sizes);
   keep = state->contiguous();
   if (keep.scalar_type() == at::kFloat) check_finite(arg, keep);
@@ -308,7 +307,6 @@ Results rnn(const at::Tensor& src_arg, const std::optional<at::Tensor>& batch_si
                    "torchq.rnn: src must be uint8, int8 or, for a dynamic ",
                    "layer, float32, got int32. Quantize it first.");
   check_cpu(kOp, "src", src_arg);
-  check_no_grad(kOp, "src", src_arg);
   RnnLayer l{};
   g.fill(l);
   read_dtypes(l, src_dtype, dst_dtype, state_dtype, h_n_dtype);

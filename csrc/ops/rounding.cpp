@@ -80,7 +80,6 @@ at::Tensor reorder_rounded(const at::Tensor& src, const at::Tensor& scales,
   trace.ran(tier, kOp);
   dtype_of(kOp, "src", src);
   check_cpu(kOp, "src", src);
-  check_no_grad(kOp, "src", src);
   const DType dtype = dst_dtype_of(kOp, dst_dtype);
   TORCH_CHECK_VALUE(dtype != DType::f32, "torchq.", kOp,
                     ": dst_dtype must be an integer type, got float32. Nothing is rounded there.");

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // pack_conv_transpose and its inverse: the weights of a transposed convolution, rearranged to those
 // of the ordinary convolutions it consists of (Note [Transposed convolution]).
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <numeric>
-#include <vector>
 
 #include "../checks.h"
 #include "gemm.h"
@@ -20,25 +18,29 @@ struct Shape {
   int64_t groups, inputs, outputs;  // channels of one group
   c10::SmallVector<int64_t, 3> kernel;
   /// packed position -> tap
-  at::Tensor order;
+  c10::SmallVector<int64_t, 64> order;
 
-  int64_t taps() const { return order.numel(); }
+  ConvPacking packing() const { return dense_packing(outputs * groups, inputs, groups, kernel); }
+  /// (G, IC/G, OC/G, taps), contiguous.
+  WeightLayout layout() const {
+    const int64_t taps = static_cast<int64_t>(order.size());
+    return {outputs, inputs, inputs * outputs * taps, taps, outputs * taps, order};
+  }
 };
 
 /// Flat tap indices in packed order: the product of the orders along each dimension.
-at::Tensor flat_order(c10::IntArrayRef kernel, c10::IntArrayRef stride, c10::IntArrayRef dilation) {
-  std::vector<int64_t> order = {0};
+c10::SmallVector<int64_t, 64> flat_order(c10::IntArrayRef kernel, c10::IntArrayRef stride,
+                                         c10::IntArrayRef dilation) {
+  c10::SmallVector<int64_t, 64> order = {0};
   for (size_t d = 0; d < kernel.size(); ++d) {
     const auto taps = transposed_taps(kernel[d], stride[d], dilation[d]);
-    std::vector<int64_t> longer;
+    c10::SmallVector<int64_t, 64> longer;
     for (const int64_t outer : order) {
       for (const int64_t tap : taps) longer.push_back(outer * kernel[d] + tap);
     }
     order = std::move(longer);
   }
-  at::Tensor result = at::empty({static_cast<int64_t>(order.size())}, at::kLong);
-  std::copy(order.begin(), order.end(), result.mutable_data_ptr<int64_t>());
-  return result;
+  return order;
 }
 
 Shape checked_shape(const char* op, c10::IntArrayRef sizes, int64_t groups, c10::IntArrayRef stride,
@@ -92,15 +94,7 @@ Packed pack_conv_transpose(const at::Tensor& weight, int64_t groups, c10::IntArr
                    ". Quantize it first: torchq.functional.quantize_weight(weight, scale).");
   check_cpu(op, "weight", weight);
   const Shape s = checked_shape(op, weight.sizes(), groups, stride, dilation);
-  const ConvPacking p = dense_packing(s.outputs * groups, s.inputs, groups, s.kernel);
-  // (G, IC/G, OC/G, taps) to (OC, IC/G, taps in packed order).
-  c10::SmallVector<int64_t, 5> sizes = {groups * s.outputs, s.inputs};
-  sizes.append(s.kernel.begin(), s.kernel.end());
-  const at::Tensor ordered = weight.reshape({groups, s.inputs, s.outputs, s.taps()})
-                                 .transpose(1, 2)
-                                 .index_select(3, s.order)
-                                 .reshape(sizes);
-  return pack_weights(p, ordered, s.kernel);
+  return pack_weights(s.packing(), s.layout(), weight, s.kernel);
 }
 
 at::Tensor unpack_conv_transpose(const at::Tensor& packed, c10::IntArrayRef weight_shape,
@@ -108,14 +102,7 @@ at::Tensor unpack_conv_transpose(const at::Tensor& packed, c10::IntArrayRef weig
                                  c10::IntArrayRef dilation) {
   constexpr const char* op = "unpack_conv_transpose";
   const Shape s = checked_shape(op, weight_shape, groups, stride, dilation);
-  const ConvPacking p = dense_packing(s.outputs * groups, s.inputs, groups, s.kernel);
-  c10::SmallVector<int64_t, 5> sizes = {groups * s.outputs, s.inputs};
-  sizes.append(s.kernel.begin(), s.kernel.end());
-  const at::Tensor ordered = unpack_weights(op, p, packed, sizes, s.kernel);
-  return ordered.reshape({groups, s.outputs, s.inputs, s.taps()})
-      .index_select(3, s.order.argsort())
-      .transpose(1, 2)
-      .reshape(weight_shape);
+  return unpack_weights(op, s.packing(), s.layout(), packed, weight_shape, s.kernel);
 }
 
 }  // namespace

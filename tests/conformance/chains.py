@@ -86,8 +86,8 @@ class Chain:
     """What each side is given.
 
     Attributes:
-        words: The post-ops, with torchq's masks.
-        theirs: The same with oneDNN's, which index all dims of a matmul's dst.
+        words: The post-ops as the oracle has them: masks of a matmul index (rows, columns).
+        theirs: The same with the masks of torchq and oneDNN, which index all dims of dst.
         values: Operands of binary and prelu, 1-D, in order.
         olds: Sources of sums, in order.
         oracle_values: The operands that the oracle wants as values.
@@ -113,7 +113,7 @@ class Chain:
         self.steps.append(step)
 
     def post_ops(self) -> PostOps:
-        return PostOps.parse(self.text).with_values(self.values)
+        return PostOps.parse("+".join(self.theirs)).with_values(self.values)
 
     def oracle(self) -> dict[str, Any]:
         return {
@@ -209,10 +209,10 @@ class ChainMaker:
         )
 
     def _masks(self) -> tuple[int, int]:
-        """Of an operand: torchq's, oneDNN's."""
+        """Of an operand: the oracle's, and that of torchq and oneDNN."""
         dims, channel = len(self.shape), 1 << self.axis
         full = (1 << dims) - 1
-        rows = dims > 2 and self.axis + 1 == dims  # a matmul's masks index (rows, columns)
+        rows = dims > 2 and self.axis + 1 == dims  # the oracle's index (rows, columns) of a matmul
         some = (full ^ channel,) if self.axis + 1 == dims else (1, full ^ 3, full ^ 1)
         theirs = {"one": 0, "channel": channel, "full": full, "some": self.rng.choice(some)}
         mask = theirs[self.rng.choice(self.broadcasts)]

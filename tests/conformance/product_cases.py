@@ -92,6 +92,9 @@ def output_scales(rng: random.Random, data: torch.Generator, index: int) -> Case
     bias = torch.randint(-5000, 5000, (outputs,), generator=data, dtype=S32)
     bias = rng.choice((None, bias, bias.float()))
     attr = Attr().set_output_scales(0 if count == 1 else 2, scale).set_post_ops(chain.post_ops())
+    zero_point = 0 if dst_dtype == F32 else rng.choice((0, 7, 100))
+    if zero_point:
+        attr.set_zero_points("dst", 0, zero_point)
     padding = kernel // 2
 
     def exact() -> Exact:
@@ -99,10 +102,11 @@ def output_scales(rng: random.Random, data: torch.Generator, index: int) -> Case
         addend = (torch.zeros(1) if bias is None else bias).double().reshape(-1, 1, 1)
         biased, factor = acc + addend, scale.double().reshape(-1, 1, 1)
         size = (acc.abs() + addend.abs()) * factor
-        return chain.exact(Exact(biased * factor, 4 * EPSILON * size, biased))
+        result = chain.exact(Exact(biased * factor, 4 * EPSILON * size, biased))
+        return result.plus(torch.tensor(float(zero_point), dtype=torch.float64))
 
     return Case(
-        text=f"{src_dtype} {tuple(src.shape)} {tuple(weight.shape)} -> {dst_dtype} "
+        text=f"{src_dtype} {tuple(src.shape)} {tuple(weight.shape)} -> {dst_dtype} zp {zero_point} "
         f"'{chain.text}' bias {None if bias is None else bias.dtype}",
         torchq=lambda: TF.conv2d(
             src,
@@ -123,6 +127,7 @@ def output_scales(rng: random.Random, data: torch.Generator, index: int) -> Case
             padding=([padding] * 2, [padding] * 2),
             dilation=[1, 1],
             output_scales=scale,
+            dst_zero_point=zero_point,
             dst_dtype=dst_dtype,
             **chain.oracle(),
         ),
@@ -132,12 +137,14 @@ def output_scales(rng: random.Random, data: torch.Generator, index: int) -> Case
             bias,
             padding=padding,
             output_scale=scale,
+            dst_zero_point=zero_point or None,
             dst_dtype=dst_dtype,
             **chain.onednn(dst_dtype),
         ),
         exact=exact,
         approximate=chain.approximate,
         sided=True,
+        zero_points=zero_point != 0,
         padding=padding > 0,
     )
 

@@ -19,8 +19,9 @@ from torchq.analysis.accuracy import (
     sqnr,
 )
 from torchq.analysis.html import write_report
-from torchq.analysis.speed import LayerTime, Profile, milliseconds, profile
+from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.statistics import load_calibration, save_calibration
+from torchq.analysis.timing import Speedup, Times, measure, milliseconds
 
 __all__ = [
     "Accuracy",
@@ -29,8 +30,11 @@ __all__ = [
     "Profile",
     "Sensitivities",
     "Sensitivity",
+    "Speedup",
+    "Times",
     "compare",
     "load_calibration",
+    "measure",
     "milliseconds",
     "profile",
     "save_calibration",

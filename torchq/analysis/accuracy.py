@@ -16,15 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from torchq._table import html_table
 from torchq.config import Overrides, QConfig, resolve
-from torchq.eager.checks import check_prepared
-from torchq.explain import explain
-from torchq.flow import prepare, quantize
-from torchq.fx.prepared import Prepared
+from torchq.convert.api import prepare, quantize
+from torchq.convert.explain import explain
+from torchq.convert.prepared import Prepared
+from torchq.convert.swap.checks import check_prepared
+from torchq.inputs import Inputs, batches, call, decibels, float_tensors, with_progress
+from torchq.model_state import as_before
+from torchq.nn.attached import computing_modules, graphs_of
 from torchq.nn.module import QModule
 from torchq.observers import Observer
-from torchq.running import Inputs, batches, call, decibels, float_tensors, with_progress
-from torchq.state import as_before
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class LayerAccuracy:
     clipped: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Accuracy:
     """``output`` is the SQNR of the whole model's result; ``layers`` are in order of execution."""
 
@@ -124,6 +126,17 @@ class Accuracy:
             for layer in sorted(self.layers, key=lambda layer: layer.sqnr)
         ]
         return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        rows = [
+            (x.name, f"{x.sqnr:.1f}", f"{x.worst:.3g}", f"{x.clipped:.2%}")
+            for x in sorted(self.layers, key=lambda x: x.sqnr)
+        ]
+        heads = ("layer", "SQNR dB", "worst error", "clipped")
+        return html_table(heads, rows, [f"output {self.output:.1f} dB"])
 
 
 def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> Accuracy:
@@ -154,7 +167,7 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
             noises[name] = noise.add(expected, real(module, dst), _clipped(module, expected))
 
     handles = []
-    for name, module in qmodel.named_modules():
+    for name, module in computing_modules(qmodel).items():
         if isinstance(module, QModule) and name in floats:
             handles.append(floats[name].register_forward_hook(partial(keep, name)))
             handles.append(module.register_forward_hook(partial(against, name)))
@@ -188,18 +201,19 @@ def _first(dst: Any) -> Any:
 
 def float_layers(prepared: nn.Module) -> dict[str, nn.Module]:
     """Name of a module of the converted model -> a module that returns its float destination."""
-    found = {} if isinstance(prepared, Prepared) else dict(prepared.named_modules())
-    for name, module in prepared.named_modules():
-        if isinstance(module, Prepared):
+    found = dict(prepared.named_modules())
+    for name, graph in graphs_of(prepared):
+        if isinstance(graph, Prepared):
             prefix = f"{name}." if name else ""
-            found |= {f"{prefix}{own}": result for own, result in module.results().items()}
+            found |= {f"{prefix}{own}": result for own, result in graph.results().items()}
     return found
 
 
 def without_observers(prepared: nn.Module) -> nn.Module:
     """A copy that computes the same and records nothing."""
     copied = copy.deepcopy(prepared)
-    for module in copied.modules():
+    graphs = [graph for _, graph in graphs_of(copied)]
+    for module in (*copied.modules(), *(m for graph in graphs for m in graph.modules())):
         for name, child in module.named_children():
             if isinstance(child, Observer):
                 setattr(module, name, nn.Identity())
@@ -234,7 +248,9 @@ def covered(module: nn.Module) -> tuple[float, float] | None:
     if dtype not in (torch.uint8, torch.int8):
         return None
     limits = torch.iinfo(dtype)
-    ends = real(module, torch.tensor([limits.min, limits.max], dtype=dtype).view(1, 1, 2))
+    ends = real(
+        module, torch.tensor([limits.min, limits.max], dtype=dtype, device="cpu").view(1, 1, 2)
+    )
     return float(ends.min()), float(ends.max())
 
 
@@ -279,6 +295,14 @@ class Sensitivities(list[Sensitivity]):
             for entry in self
         ]
         return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        rows = [(x.name, f"{x.alone:.1f}", f"{x.kept:.1f}") for x in self]
+        heads = ("layer", "dB, alone in int8", "dB, alone in float")
+        return html_table(heads, rows, str(self).splitlines()[:1])
 
 
 def sensitivity(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from html import escape
 from importlib import resources
-from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from torchq._files import write_file
 from torchq.analysis.accuracy import (
     Accuracy,
     LayerAccuracy,
@@ -27,10 +27,12 @@ from torchq.analysis.accuracy import (
     without_observers,
 )
 from torchq.analysis.speed import LayerTime, Profile, profile
-from torchq.explain import NOT_CALLED, Row, explain
+from torchq.analysis.timing import UNSTEADY
+from torchq.convert.explain import NOT_CALLED, Row, explain
+from torchq.inputs import Inputs, batches, call
 from torchq.isa import cpu_info, isa
+from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule
-from torchq.running import Inputs, batches, call
 
 _BINS, _MOST = 48, 6
 
@@ -54,6 +56,7 @@ def write_report(
         title: heading; the class of the model by default.
 
     Raises:
+        OSError: the file cannot be written.
         ValueError: ``data`` is empty, or the models do not belong together.
     """
     data = list(batches("write_report", data, progress=False))
@@ -78,33 +81,28 @@ def write_report(
     losing = sorted(times.losing, key=lambda layer: layer.float_ms - layer.int8_ms)
     slowest = sorted(times.layers, key=lambda layer: -layer.int8_ms)[:_MOST]
     page = Template(resources.files("torchq.analysis").joinpath("report.html").read_text("utf-8"))
-    Path(path).write_text(
-        page.substitute(
-            title=escape(title or type(model).__name__),
-            **_headline(rows, accuracy, times, _bytes(model), _bytes(qmodel)),
-            machine=escape(f"{_machine()}; times of {_batch(data[0])}"),
-            floats=_floats(rows),
-            losing=_table(
-                ("layer", "float ms", "int8 ms"),
-                [(x.name, _ms(x.float_ms), _ms(x.int8_ms)) for x in losing[:_MOST]],
-                len(losing[_MOST:]),
-            ),
-            worst=_table(
-                ("layer", "SQNR dB", "clipped %"),
-                [(x.name, f"{x.sqnr:.1f}", f"{100 * x.clipped:.2f}") for x in worst],
-            ),
-            slowest=_table(
-                ("layer", "int8 ms", "% of all"),
-                [
-                    (x.name, _ms(x.int8_ms), f"{100 * x.int8_ms / times.int8_ms:.0f}")
-                    for x in slowest
-                ],
-            ),
-            fused=_switch(sum(_is_fused(row) for row in rows)),
-            rows="\n".join(body),
+    text = page.substitute(
+        title=escape(title or type(model).__name__),
+        **_headline(rows, accuracy, times, _bytes(model), _bytes(qmodel)),
+        machine=escape(f"{_machine()}; times of {_batch(data[0])}"),
+        floats=_floats(rows),
+        losing=_table(
+            ("layer", "float ms", "int8 ms"),
+            [(x.name, _ms(x.float_ms), _ms(x.int8_ms)) for x in losing[:_MOST]],
+            len(losing[_MOST:]),
         ),
-        encoding="utf-8",
+        worst=_table(
+            ("layer", "SQNR dB", "clipped %"),
+            [(x.name, f"{x.sqnr:.1f}", f"{100 * x.clipped:.2f}") for x in worst],
+        ),
+        slowest=_table(
+            ("layer", "int8 ms", "% of all"),
+            [(x.name, _ms(x.int8_ms), f"{100 * x.share:.0f}") for x in slowest],
+        ),
+        fused=_switch(sum(_is_fused(row) for row in rows)),
+        rows="\n".join(body),
     )
+    write_file("torchq.write_report", path, [text.encode()])
 
 
 def _headline(
@@ -113,21 +111,29 @@ def _headline(
     """The sentence on top, and the figures below it."""
     matmuls = [row for row in rows if row.is_matmul and row.reason != NOT_CALLED]
     quantized = sum(row.quantized for row in matmuls)
-    faster, smaller = times.float_ms / times.int8_ms, before / max(after, 1)
+    speedup, smaller = times.speedup, before / max(after, 1)
     share = 100 * 10 ** (-accuracy.output / 20)
+    faster = f"{_ratio(speedup.median, 'faster', 'slower')} and " if times.is_steady else ""
     lead = (
-        f"{_ratio(faster, 'faster', 'slower')} and {_ratio(smaller, 'smaller', 'larger')} than "
-        f"float; the results differ by {share:.2g} % of their size. "
+        f"{faster}{_ratio(smaller, 'smaller', 'larger')} than float; the results differ by "
+        f"{share:.2g} % of their size. "
         f"{quantized} of {len(matmuls)} convolutions, linear and recurrent layers run in int8."
     )
     facts = [
-        (f"{faster:.1f}x", f"faster: {_ms(times.float_ms)} to {_ms(times.int8_ms)} ms"),
+        _speed_fact(times),
         (f"{smaller:.1f}x", f"smaller: {before / 1e6:.2f} to {after / 1e6:.2f} MB"),
         (f"{accuracy.output:.1f} dB", "SQNR of the output"),
         (f"{quantized} of {len(matmuls)}", "convolutions and linears in int8"),
     ]
     boxes = "".join(f"<div><b>{escape(v)}</b>{escape(k)}</div>" for v, k in facts)
     return {"lead": escape(lead), "facts": boxes}
+
+
+def _speed_fact(times: Profile) -> tuple[str, str]:
+    """The speed, or why there is no figure for it."""
+    if times.is_steady:
+        return str(times.speedup), f"faster: {_ms(times.float_ms)} to {_ms(times.int8_ms)} ms"
+    return "speed unknown", times.note or f"{times.speedup}: {UNSTEADY}"
 
 
 def _ratio(value: float, more: str, less: str) -> str:
@@ -184,7 +190,8 @@ def _line(
     if not about.startswith(kind):  # a table of values says what it is
         about = f"{kind} · {about}" if about else kind
     name = f"{_name(row.name or '(the model)')}<small>{escape(about)}</small>"
-    faster = spent.float_ms / spent.int8_ms if spent and spent.int8_ms else None
+    speedup = spent.speedup if spent else None
+    faster = speedup.median if speedup and speedup.is_steady else None
     cells = [
         f'<td class="name">{name}</td>',
         _badge(row),
@@ -226,8 +233,9 @@ def _machine() -> str:
 
 
 def _bytes(model: nn.Module) -> int:
-    """Of everything the model stores."""
-    return sum(x.numel() * x.element_size() for x in model.state_dict().values() if x is not None)
+    """Of everything the model stores; its graphs share weights with its layers."""
+    storages = [value.untyped_storage() for value in model.state_dict().values()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _badge(row: Row) -> str:
@@ -284,7 +292,7 @@ class _Histogram:
 def _histograms(prepared: nn.Module, qmodel: nn.Module, batch: Inputs) -> dict[str, str]:
     """An SVG of every quantized layer's float destination on one batch."""
     floats = without_observers(prepared)
-    quantized = {n: m for n, m in qmodel.named_modules() if isinstance(m, QModule)}
+    quantized = {n: m for n, m in computing_modules(qmodel).items() if isinstance(m, QModule)}
     found: dict[str, str] = {}
 
     def look(name: str, module: nn.Module, args: object, dst: Any) -> None:

@@ -4,20 +4,23 @@
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 from torch import nn
 
-from torchq.explain import explain
+from torchq._table import html_table
+from torchq.analysis import timing
+from torchq.analysis.timing import UNSTEADY, Speedup, Times, crowded, measure
+from torchq.convert.explain import explain
+from torchq.inputs import Inputs, call
+from torchq.model_state import as_before
+from torchq.nn.attached import computing_modules
 from torchq.nn.module import QModule
-from torchq.running import Inputs, call
-from torchq.state import as_before
 
 
 @dataclass(frozen=True)
@@ -30,26 +33,57 @@ class LayerTime:
         float_ms: of all of these together; NaN for functions, as in ``a + b``, which have no module
             to be timed at.
         int8_ms: of the quantized module.
+        speedup: float by int8; None where there is no float time.
+        share: of the time of the same calls of the whole quantized model.
     """
 
     name: str
     modules: tuple[str, ...]
     float_ms: float
     int8_ms: float
+    speedup: Speedup | None = None
+    share: float = math.nan
 
     @property
     def loses(self) -> bool:
-        """Whether int8 is slower than float here."""
-        return self.int8_ms > self.float_ms
+        """Whether int8 is slower than float here, by more than the spread."""
+        return self.speedup is not None and self.speedup.high < 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Profile:
-    """Whole-model times, measured without hooks, and the layers in order of execution."""
+    """Whole-model times, measured without hooks, and the layers in order of execution.
 
-    float_ms: float
-    int8_ms: float
+    Attributes:
+        float_times, int8_times: of each round.
+        layers: the quantized ones.
+        note: why the times say little, if they do.
+    """
+
+    float_times: Times
+    int8_times: Times
     layers: tuple[LayerTime, ...]
+    note: str = ""
+
+    @property
+    def float_ms(self) -> float:
+        """Median time of the float model."""
+        return self.float_times.median
+
+    @property
+    def int8_ms(self) -> float:
+        """Median time of the quantized model."""
+        return self.int8_times.median
+
+    @property
+    def speedup(self) -> Speedup:
+        """Of the whole model."""
+        return Speedup.of(self.float_times, self.int8_times)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the times bear out one figure for the whole model."""
+        return self.speedup.is_steady and not self.note
 
     @property
     def losing(self) -> tuple[LayerTime, ...]:
@@ -59,16 +93,28 @@ class Profile:
     def __str__(self) -> str:
         """One line per layer, then the whole, then what loses; a function has no float time."""
         lines = [
-            f"{layer.float_ms:9.3f} ms float  {layer.int8_ms:9.3f} ms int8  "
-            f"{layer.float_ms / layer.int8_ms:5.1f}x".replace("nan", "  -")
-            + f"  {layer.name}"
+            f"{layer.float_ms:9.3f} ms float  {layer.int8_ms:9.3f} ms int8  ".replace("nan", "  -")
+            + f"{layer.speedup or '-'!s:>6}  {layer.name}"
             for layer in self.layers
         ]
-        whole = self.float_ms / self.int8_ms
-        lines.append(f"{self.float_ms:9.3f} ms float  {self.int8_ms:9.3f} ms int8  {whole:5.1f}x")
+        lines.append(f"{self.float_times} float  {self.int8_times} int8")
+        lines.append(f"float by int8: {self.speedup}")
+        if not self.is_steady:
+            lines.append(self.note or UNSTEADY)
         if self.losing:
             lines.append("int8 is slower in: " + ", ".join(layer.name for layer in self.losing))
         return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        rows = [
+            (x.name, f"{x.float_ms:.3f}", f"{x.int8_ms:.3f}", x.speedup or "-", f"{x.share:.0%}")
+            for x in self.layers
+        ]
+        heads = ("layer", "float ms", "int8 ms", "float by int8", "of the int8 time")
+        return html_table(heads, rows, str(self).splitlines()[len(rows) :])
 
 
 def profile(
@@ -98,96 +144,69 @@ def profile(
     for row in explain(qmodel).rows:
         if row.quantized:
             parts[row.site].append(row.name)
-    floats, int8s = dict(model.named_modules()), dict(qmodel.named_modules())
+    floats, int8s = dict(model.named_modules()), computing_modules(qmodel)
     sites = [s for s in parts if isinstance(int8s.get(s), QModule)]
     with as_before(model), as_before(qmodel), torch.inference_mode():
-        whole = milliseconds({"float": model, "int8": qmodel}, example_inputs, rounds)
+        whole = measure({"float": model, "int8": qmodel}, example_inputs, rounds)
         watched = {name: floats[name] for site in sites for name in parts[site] if name in floats}
         before, after = _Watch(watched), _Watch({site: int8s[site] for site in sites})
         for _ in range(rounds):
-            for net, watch in ((model, before), (qmodel, after)):
-                with watch:
-                    call(net, example_inputs)
+            before.run(model, example_inputs)
+            after.run(qmodel, example_inputs)
     layers = [
-        LayerTime(
-            site,
-            tuple(parts[site]),
-            _together([before.median(name) for name in parts[site] if name in watched]),
-            after.median(site),
-        )
+        _layer(site, parts[site], before.times([n for n in parts[site] if n in watched]), after)
         for site in sites
-        if after.times[site]
+        if any(site in ran for ran in after.rounds)
     ]
-    return Profile(whole["float"], whole["int8"], tuple(layers))
+    return Profile(whole["float"], whole["int8"], tuple(layers), crowded())
 
 
-def _together(times: list[float]) -> float:
-    return sum(times) if times else math.nan
+def _layer(site: str, names: Sequence[str], floats: Times | None, after: _Watch) -> LayerTime:
+    int8s = after.times([site])
+    assert int8s is not None
+    share = median(own / all_ for own, all_ in zip(int8s.rounds, after.wholes, strict=True))
+    if floats is None:
+        return LayerTime(site, tuple(names), math.nan, int8s.median, None, share)
+    speedup = Speedup.of(floats, int8s)
+    return LayerTime(site, tuple(names), floats.median, int8s.median, speedup, share)
 
 
 class _Watch:
-    """Times the calls of modules while it is entered; a call's time is summed over its run."""
+    """Times the calls of modules inside calls of a model; a module's time is summed over each.
+
+    Attributes:
+        rounds: milliseconds by name, for each call of the model.
+        wholes: milliseconds of these calls.
+    """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.modules = modules
-        self.times: dict[str, list[float]] = defaultdict(list)
-
-    def median(self, name: str) -> float:
-        return statistics.median(self.times[name]) if self.times[name] else 0.0
-
-    def __enter__(self) -> None:
-        self._run: dict[str, float] = defaultdict(float)
+        self.rounds: list[dict[str, float]] = []
+        self.wholes: list[float] = []
         self._started: dict[str, float] = {}
-        self._handles = []
-        for name, module in self.modules.items():
-            self._handles.append(module.register_forward_pre_hook(partial(self._start, name)))
-            self._handles.append(module.register_forward_hook(partial(self._stop, name)))
 
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for name, elapsed in self._run.items():
-            self.times[name].append(1e3 * elapsed)
+    def times(self, names: Sequence[str]) -> Times | None:
+        """Of these modules together; None without any."""
+        sums = (sum(ran.get(name, 0.0) for name in names) for ran in self.rounds)
+        return Times(tuple(sums)) if names else None
+
+    def run(self, model: nn.Module, inputs: Inputs) -> None:
+        """One call of the model."""
+        self.rounds.append(defaultdict(float))
+        handles = []
+        for name, module in self.modules.items():
+            handles.append(module.register_forward_pre_hook(partial(self._start, name)))
+            handles.append(module.register_forward_hook(partial(self._stop, name)))
+        try:
+            start = timing.clock()
+            call(model, inputs)
+            self.wholes.append(max(1e3 * (timing.clock() - start), 1e-9))
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _start(self, name: str, module: nn.Module, args: object) -> None:
-        self._started[name] = time.perf_counter()
+        self._started[name] = timing.clock()
 
     def _stop(self, name: str, module: nn.Module, args: object, result: object) -> None:
-        self._run[name] += time.perf_counter() - self._started[name]
-
-
-def milliseconds(
-    models: Mapping[str, nn.Module], inputs: Inputs, rounds: int = 11, calls: int = 1
-) -> dict[str, float]:
-    """Median time of one call, in milliseconds, for each model.
-
-    The models take turns, so that a busy machine slows all alike: the times of one call of this
-    function can be compared, those of two hardly. Each model runs three times before, in inference
-    mode, with as many threads as ``torch.get_num_threads()``.
-
-    Args:
-        models: by the names that the result has.
-        inputs: of every call: one input, a tuple of them, or a dict of keyword arguments.
-        rounds: how many times each model has its turn; the median is of these.
-        calls: of a turn, which counts as their mean: more for models of a few microseconds.
-
-    Raises:
-        ValueError: ``rounds`` or ``calls`` is less than 1.
-    """
-    if min(rounds, calls) < 1:
-        raise ValueError(
-            f"torchq.milliseconds: rounds and calls must be positive, got {rounds} and {calls}. "
-            "Leave them out."
-        )
-    samples: dict[str, list[float]] = {name: [] for name in models}
-    with torch.inference_mode():
-        for model in models.values():
-            for _ in range(3):
-                call(model, inputs)
-        for _ in range(rounds):
-            for name, model in models.items():
-                start = time.perf_counter()
-                for _ in range(calls):
-                    call(model, inputs)
-                samples[name].append((time.perf_counter() - start) * 1e3 / calls)
-    return {name: statistics.median(times) for name, times in samples.items()}
+        self.rounds[-1][name] += 1e3 * (timing.clock() - self._started[name])

@@ -4,36 +4,48 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
-import pickle
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from torchq._tensor_file import is_zip, read_pickled, read_tensors, write_tensors
+from torchq.nn.attached import computing_modules
 from torchq.observers import Observer
 
-_FORMAT = "torchq-calibration-1"
+_FORMAT = "torchq-calibration-2"
+_FORMAT_0_1 = "torchq-calibration-1"
+Saved = dict[str, tuple[str, dict[str, Tensor]]]
+"""Qualified name -> kind and state of an observer."""
 
 
 def observers(prepared: nn.Module) -> dict[str, Observer]:
     """The observers of a prepared model by qualified name."""
-    return {name: m for name, m in prepared.named_modules() if isinstance(m, Observer)}
+    return {name: m for name, m in computing_modules(prepared).items() if isinstance(m, Observer)}
 
 
 def save_calibration(prepared: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes what the observers have recorded, so that calibration can go on elsewhere.
 
+    The file is written whole or not at all, and has a digest that :func:`load_calibration` checks.
+
     Args:
         prepared: from :func:`torchq.prepare`, calibrated or not.
-        path: of the file; `torch.load(weights_only=True)` reads it.
+        path: of the file, in the format of safetensors.
 
     Raises:
+        OSError: the file cannot be written.
         ValueError: ``prepared`` has no observers.
     """
     found = _some_observers("save_calibration", prepared)
-    entries = {name: (_kind(observer), observer.state_dict()) for name, observer in found.items()}
-    torch.save({"format": _FORMAT, "observers": entries}, path)
+    tensors: dict[str, Tensor] = {}
+    for i, observer in enumerate(found.values()):
+        tensors |= {f"{i}.{key}": value for key, value in observer.state_dict().items()}
+    kinds = [[name, _kind(observer)] for name, observer in found.items()]
+    metadata = {"format": _FORMAT, "observers": json.dumps(kinds)}
+    write_tensors("torchq.save_calibration", path, tensors, metadata)
 
 
 def load_calibration(
@@ -49,7 +61,8 @@ def load_calibration(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no calibration, or its observers are not those of ``prepared``.
+        ValueError: the file is no calibration or was damaged, or its observers are not those of
+            ``prepared``.
         RuntimeError: ``merge`` with an observer that cannot.
     """
     if not Path(path).exists():
@@ -57,16 +70,7 @@ def load_calibration(
             f"torchq.load_calibration: path must be a file written by save_calibration, got "
             f"'{path}', which does not exist."
         )
-    try:
-        content = torch.load(path, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError):  # what it raises of other files
-        content = None
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(
-            f"torchq.load_calibration: path must be a file written by save_calibration, got "
-            f"'{path}', which is not one."
-        )
-    saved: dict[str, tuple[str, dict[str, Tensor]]] = content["observers"]
+    saved = _read(Path(path))
     own = _some_observers("load_calibration", prepared)
     kinds = {name: _kind(observer) for name, observer in own.items()}
     given = {name: kind for name, (kind, _) in saved.items()}
@@ -78,14 +82,52 @@ def load_calibration(
             "QConfig and overrides."
         )
     loaded = {name: copy.deepcopy(observer) for name, observer in own.items()}
-    for name, observer in loaded.items():
-        observer.load_state_dict(saved[name][1])
+    try:
+        for name, observer in loaded.items():
+            observer.load_state_dict(saved[name][1])
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise _not_ours(Path(path), f"the state of '{name}' does not fit") from error
     for name, observer in own.items():
         if merge:
             observer.merge(loaded[name])
         else:
             observer.load_state_dict(saved[name][1])
     return prepared
+
+
+def _read(path: Path) -> Saved:
+    """What a file holds.
+
+    Raises:
+        ValueError: it is no calibration, or was damaged.
+    """
+    if path.is_dir():
+        raise _not_ours(path, "it is a directory")
+    try:
+        if is_zip(path):
+            content: Any = read_pickled(path)
+            if content["format"] != _FORMAT_0_1:
+                raise ValueError("it is of another version")
+            old: Saved = content["observers"]
+            return {name: (kind, dict(state)) for name, (kind, state) in old.items()}
+        tensors, metadata = read_tensors(path)
+        if metadata.get("format") != _FORMAT:
+            raise ValueError("it holds no calibration")
+        kinds = json.loads(metadata["observers"])
+        states: list[dict[str, Tensor]] = [{} for _ in kinds]
+        for key, value in tensors.items():
+            i, _, name = key.partition(".")
+            states[int(i)][name] = value
+        return {name: (kind, state) for (name, kind), state in zip(kinds, states, strict=True)}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _not_ours(path, str(error)) from None
+
+
+def _not_ours(path: Path, why: str) -> ValueError:
+    return ValueError(
+        f"torchq.load_calibration: path must be a file written by save_calibration, got '{path}', "
+        f"which is not one: {why}. Save the calibrated model anew, or copy the file again."
+    )
 
 
 def _kind(observer: Observer) -> str:

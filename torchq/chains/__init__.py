@@ -2,7 +2,7 @@
 """Chains of post-ops; :mod:`torchq.post_ops` has the formulas and the text."""
 
 from torchq.chains.chain import MAX_POST_OPS, PostOps, foldable, post_ops_of
-from torchq.chains.sources import CHANNEL_MASKS
+from torchq.chains.sources import CHANNEL_MASKS, is_full, selects
 from torchq.chains.types import (
     BINARY_ALGS,
     ELTWISE_ALGS,
@@ -28,6 +28,8 @@ __all__ = [
     "PostOps",
     "Sum",
     "foldable",
+    "is_full",
     "post_ops_of",
     "read_post_ops",
+    "selects",
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checked arguments of post-ops: zero points, operands, depthwise convolutions."""
+"""Checked arguments of post-ops: coefficients, zero points, operands, depthwise convolutions."""
 
 from __future__ import annotations
 
@@ -12,15 +12,51 @@ from torch import Tensor
 from torchq._arguments import (
     INT32,
     Values,
+    check_choice,
     check_single,
     check_type,
     float_values,
     to_dtype,
+    to_float32,
     to_int,
 )
-from torchq.chains.types import DwConv
+from torchq.chains.types import (
+    ELTWISE_ALGS,
+    ELTWISE_ALIASES,
+    ELTWISE_DEFAULTS,
+    NEEDED_FOR,
+    DwConv,
+    Eltwise,
+)
 
 WHERE = "torchq.PostOps.append_dw_conv"
+
+
+def make_eltwise(alg: str, alpha: float | None, beta: float | None, scale: float) -> Eltwise:
+    """The post-op; None is the algorithm's default."""
+    where = "torchq.PostOps.append_eltwise"
+    check_choice(f"{where}: alg", alg, ELTWISE_ALGS, ELTWISE_ALIASES)
+    defaults, scalars = ELTWISE_DEFAULTS.get(alg, (0.0, 0.0)), dict[str, float]()
+    for name, value, default in zip(("alpha", "beta"), (alpha, beta), defaults, strict=True):
+        number = default if value is None else value
+        if number is None:
+            raise ValueError(
+                f"{where}: {name} must be given for {alg}, {NEEDED_FOR[alg]}, got none. Pass a "
+                "number."
+            )
+        scalars[name] = to_float32(f"{where}: {name}", number)
+    op = Eltwise(alg, **scalars, scale=to_float32(f"{where}: scale", scale))
+    if alg == "clip" and op.beta < op.alpha:
+        raise ValueError(
+            f"{where}: beta must be >= alpha for clip, got alpha {op.alpha}, beta {op.beta}. "
+            "The order is lower, upper; in text eltwise_clip:<alpha>:<beta>."
+        )
+    if alg == "soft_relu" and op.alpha == 0:
+        raise ValueError(
+            f"{where}: alpha must be nonzero for soft_relu, (1/alpha) * log(1 + "
+            "exp(alpha * x)), got 0. Use alpha=1 for oneDNN v2's soft_relu."
+        )
+    return op
 
 
 def make_dw_conv(

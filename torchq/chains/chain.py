@@ -26,6 +26,7 @@ from torchq._arguments import (
 from torchq.chains.arguments import (
     check_zero_point,
     make_dw_conv,
+    make_eltwise,
     operand_values,
     with_dw_values,
 )
@@ -37,7 +38,6 @@ from torchq.chains.sources import (
 )
 from torchq.chains.types import (
     BINARY_ALGS,
-    ELTWISE_ALGS,
     Binary,
     DwConv,
     Eltwise,
@@ -84,24 +84,20 @@ class PostOps:
         return self._append(Sum(to_float32(f"{where}: scale", scale), zero_point, sum_dtype))
 
     def append_eltwise(
-        self, alg: str, alpha: float = 0.0, beta: float = 0.0, scale: float = 1.0
+        self, alg: str, alpha: float | None = None, beta: float | None = None, scale: float = 1.0
     ) -> PostOps:
-        """Appends ``x = scale * f(x)`` with f the algorithm ``alg``, such as ``"relu"``."""
-        where = "torchq.PostOps.append_eltwise"
-        check_choice(f"{where}: alg", alg, ELTWISE_ALGS)
-        scalars = {"alpha": alpha, "beta": beta, "scale": scale}
-        op = Eltwise(alg, *(to_float32(f"{where}: {name}", scalars[name]) for name in scalars))
-        if alg == "clip" and op.beta < op.alpha:
-            raise ValueError(
-                f"{where}: beta must be >= alpha for clip, got alpha {op.alpha}, beta {op.beta}. "
-                "The order is lower, upper; in text eltwise_clip:<alpha>:<beta>."
-            )
-        if alg == "soft_relu" and op.alpha == 0:
-            raise ValueError(
-                f"{where}: alpha must be nonzero for soft_relu, (1/alpha) * log(1 + "
-                "exp(alpha * x)), got 0. Use alpha=1 for oneDNN v2's soft_relu."
-            )
-        return self._append(op)
+        """Appends ``x = scale * f(x)`` with f the algorithm ``alg``, such as ``"relu"``.
+
+        Args:
+            alg: One of the table in :mod:`torchq.post_ops`.
+            alpha: None is the default of that table.
+            beta: Ditto.
+            scale: Of the result.
+
+        Raises:
+            ValueError: ``alg`` is unknown, needs alpha or beta, or has another range of them.
+        """
+        return self._append(make_eltwise(alg, alpha, beta, scale))
 
     def append_binary(
         self, alg: str, src1: Values | None, mask: int, dtype: torch.dtype | str | None = None

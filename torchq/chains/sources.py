@@ -30,7 +30,7 @@ def owners_of(ops: Iterable[PostOp]) -> list[PostOp]:
     """The post-op that each source belongs to; a select's operand comes before its condition."""
     owners = list[PostOp]()
     for op in ops:
-        owners += [op] * (isinstance(op, Sum) + is_full(op) + _selects(op))
+        owners += [op] * (isinstance(op, Sum) + is_full(op) + selects(op))
     return owners
 
 
@@ -55,12 +55,13 @@ def merged_sources(
             result.append(op.values.reshape(_operand_shape(op_name, op, dims(), rows)))
         elif isinstance(op, Sum) or is_full(op):
             result.append(next(remaining))
-        if _selects(op):
+        if selects(op):
             result.append(next(remaining))
     return result
 
 
-def _selects(op: PostOp) -> bool:
+def selects(op: PostOp) -> bool:
+    """Whether the post-op has a condition, which is a source."""
     return isinstance(op, Binary) and op.alg == "select"
 
 

@@ -22,6 +22,29 @@ BINARY_ALGS = (
     *("add", "sub", "mul", "div", "max", "min"),
     *("ge", "gt", "le", "lt", "eq", "ne", "select"),
 )
+ELTWISE_DEFAULTS: dict[str, tuple[float | None, float | None]] = {
+    "clip": (None, None),
+    "elu": (1.0, 0.0),
+    "hardsigmoid": (1 / 6, 0.5),
+    "hardswish": (1 / 6, 0.5),
+    "linear": (None, 0.0),
+    "pow": (1.0, None),
+    "soft_relu": (1.0, 0.0),
+    "swish": (1.0, 0.0),
+}
+"""alpha and beta where they are left out, None: they must be given. Of all others 0."""
+NEEDED_FOR = {
+    "clip": "min(max(x, alpha), beta)",
+    "linear": "alpha * x + beta",
+    "pow": "alpha * x ** beta",
+}
+TEXT_FIELDS = {"hardsigmoid": 2, "hardswish": 2, "pow": 2}
+"""How many of alpha and beta the text has at least, where not 1 for those of ELTWISE_DEFAULTS."""
+ELTWISE_ALIASES = {
+    **{"bounded_relu": "clip", "hardtanh": "clip", "relu6": "clip", "leaky_relu": "relu"},
+    **{"sigmoid": "logistic", "silu": "swish", "softplus": "soft_relu", "logsigmoid": "soft_relu"},
+}
+"""Names of oneDNN v2 and torch, and what to take instead."""
 POST_OP_NAMES = ["sum", *(f"eltwise_{alg}" for alg in ELTWISE_ALGS)]
 POST_OP_NAMES += [*(f"binary_{alg}" for alg in BINARY_ALGS), "prelu", "dw_conv"]
 
@@ -44,7 +67,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Eltwise:
-    """``x = scale * f(x)``; ``alpha`` and ``beta`` as oneDNN defines them for ``alg``."""
+    """``x = scale * f(x)``; ``alpha`` and ``beta`` as :mod:`torchq.post_ops` has them."""
 
     alg: str
     alpha: float = 0.0
@@ -59,7 +82,11 @@ class Eltwise:
     def __str__(self) -> str:
         """The post-op as text."""
         scalars = (self.alpha, "0"), (self.beta, "0"), (self.scale, "1")
-        return join_fields(self.name, *((float_text(value), default) for value, default in scalars))
+        kept = _text_fields(self.alg)  # a 0 that nobody asked for is not to be read from it
+        fields = enumerate(scalars)
+        return join_fields(
+            self.name, *((float_text(v), "" if i < kept else default) for i, (v, default) in fields)
+        )
 
 
 @dataclass(frozen=True)
@@ -141,11 +168,21 @@ def read_post_ops(post_ops: object, text: str, start: int, op: str) -> None:
     for position, token in split_at(text, "+", start) if text else ():
         name = token.partition(":")[0]
         with at_position(op, position, name):
-            check_choice("post-op", name, POST_OP_NAMES)
+            check_choice("post-op", name, POST_OP_NAMES, _NAME_ALIASES)
         method, args, names, required = _grammar(name)
         fields = read_fields(op, position, token, names, required)
+        if method == "eltwise":  # the text leaves zeros out, and no other default
+            fields = {"alpha": 0.0, "beta": 0.0} | fields
         with at_position(op, position, token):
             getattr(post_ops, f"append_{method}")(*args, **fields)
+
+
+_NAME_ALIASES = {f"eltwise_{old}": f"eltwise_{new}" for old, new in ELTWISE_ALIASES.items()}
+
+
+def _text_fields(alg: str) -> int:
+    """How many of alpha and beta the text must have."""
+    return TEXT_FIELDS.get(alg, int(alg in ELTWISE_DEFAULTS))
 
 
 def _grammar(name: str) -> tuple[str, list[str | None], list[str], int]:
@@ -154,7 +191,7 @@ def _grammar(name: str) -> tuple[str, list[str | None], list[str], int]:
     if kind == "sum":
         return "sum", [], ["scale", "zero_point", "dtype"], 0
     if kind == "eltwise":
-        return "eltwise", [alg], ["alpha", "beta", "scale"], 0
+        return "eltwise", [alg], ["alpha", "beta", "scale"], _text_fields(alg)
     if kind == "binary":
         return "binary", [alg, None], ["mask", "dtype"], 1
     if kind == "dw":

@@ -321,7 +321,7 @@ def _post_ops(ops: Sequence[PostOp]) -> PostOps:
 
 def _values(where: str, given: Values, channels: int) -> Tensor:
     """One value or one per channel, finite, in float64."""
-    values = torch.as_tensor(given, dtype=torch.float64).detach().reshape(-1)
+    values = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach().reshape(-1)
     if values.numel() not in (1, channels) or not bool(torch.isfinite(values).all()):
         raise ValueError(
             f"torchq.compose: {where} must be 1 or {channels} finite values, got "

@@ -94,9 +94,15 @@ class Composer:
             return replace(st, dst_zero_point=round(float(b))).note("C11: dst's zero point")
         if values.numel() > 1 and not st.ops and self._bias_can_change(st):
             # v1 adds the bias before the output scale.
-            per_bias = torch.ones(1, dtype=torch.float64) if self._bias_is_real else st.scale
+            per_bias = (
+                torch.ones(1, dtype=torch.float64, device="cpu") if self._bias_is_real else st.scale
+            )
             if bool((per_bias != 0).all()):
-                old = torch.zeros(1, dtype=torch.float64) if st.bias is None else st.bias
+                old = (
+                    torch.zeros(1, dtype=torch.float64, device="cpu")
+                    if st.bias is None
+                    else st.bias
+                )
                 bias = old.double() + values / per_bias
                 return replace(st, bias=bias.expand(self.channels)).note("C15: added to the bias")
         if b.numel() == 1:
@@ -286,7 +292,7 @@ def collapse(values: Tensor) -> Tensor:
 
 
 def _number(value: float) -> Tensor:
-    return torch.tensor([value], dtype=torch.float64)
+    return torch.tensor([value], dtype=torch.float64, device="cpu")
 
 
 def _is_constant(op: PostOp, alg: str) -> TypeGuard[Binary]:

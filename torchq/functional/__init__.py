@@ -4,15 +4,53 @@
 Sources are plain uint8 or int8 tensors with ``real = scale * (q - zero_point)``; scales, zero
 points and post-ops come in an :class:`~torchq.Attr`, whose masks index oneDNN's logical dimensions.
 Folding costs O(channels) a call; modules in :mod:`torchq.nn` fold once.
+
+Where oneDNN's primitives are:
+
+    inner_product                linear, also as inner_product
+    convolution                  conv1d, conv2d, conv3d; convolution takes the dims of src
+    deconvolution                conv_transpose1d, 2d, 3d; deconvolution takes the dims of src.
+                                 Weights are torch's (C, OC/groups, k...), masks oneDNN's
+    matmul, gemm_u8s8s32, eltwise, binary, prelu, sum, concat, shuffle, softmax, reduction,
+    resampling                   the same names; log_softmax too
+    pooling                      max_pool, avg_pool, adaptive_avg_pool
+    batch_, group_ and layer_normalization
+                                 batch_norm, group_norm, layer_norm
+    reorder                      reorder (memory_format: the destination's layout); quantize,
+                                 dequantize, requantize
+    reorder of weights, with compensation
+                                 quantize_weight, then pack_linear, pack_conv or
+                                 pack_conv_transpose of torchq.packing
+    lstm, gru, lbr_gru, vanilla_rnn
+                                 torchq.nn.QLSTM, QGRU and QRNN, which hold their weights; below
+    primitive_attr, post_ops     torchq.Attr, torchq.PostOps
+    dilates                      dilation; 1 is dense, where oneDNN has 0
+    grouped weights              weight.flatten(0, 1); masks index (G, OC/G, C/G, k...)
+
+A layer of oneDNN's lstm, whose weights are ldigo with the scales of ``set_rnn_weights_qparams``
+(mask 24) and data with those of ``set_rnn_data_qparams``, all of them multipliers::
+
+    def weight(ldigo, scales):  # scales: (gates, outputs)
+        return RecurrentWeight(ldigo[layer].permute(0, 2, 3, 1), 1 / scales.expand(d, -1, -1))
+
+    data = QParams.per_tensor(1 / scale, shift)
+    lstm = QRecurrentLayer("lstm", weight(weights_layer, scales), weight(weights_iter, scales),
+                           bias[layer], src=data, state=data, hidden=data)
+    dst, dst_iter, dst_iter_c = lstm(src, None, src_iter[layer], src_iter_c[layer])
+
+``d`` is the number of directions. oneDNN's gru is the cell ``gru_vanilla``; its gates, update,
+reset and output, go in the order ``[1, 0, 2]``. oneDNN chains the layers of each direction by
+itself, where torch's networks read both.
 """
 
 from torchq.functional.attention import attention, dynamic_attention
 from torchq.functional.combine import add, concat, lookup, lookup_table, mul, pad
-from torchq.functional.conv import conv1d, conv2d, conv3d
+from torchq.functional.conv import conv1d, conv2d, conv3d, convolution
 from torchq.functional.conv_transpose import (
     conv_transpose1d,
     conv_transpose2d,
     conv_transpose3d,
+    deconvolution,
 )
 from torchq.functional.dynamic import dynamic_linear, requantize_dynamic
 from torchq.functional.eltwise import binary, eltwise, prelu, shuffle, sum
@@ -36,6 +74,9 @@ from torchq.functional.reorder import (
     requantize,
 )
 
+inner_product = linear
+"""oneDNN's name of :func:`linear`."""
+
 __all__ = [
     "adaptive_avg_pool",
     "add",
@@ -50,6 +91,8 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "convolution",
+    "deconvolution",
     "dequantize",
     "dynamic_attention",
     "dynamic_linear",
@@ -57,6 +100,7 @@ __all__ = [
     "gemm_s8s8s32",
     "gemm_u8s8s32",
     "group_norm",
+    "inner_product",
     "layer_norm",
     "linear",
     "log_softmax",

@@ -24,14 +24,14 @@ def to_scale(where: str, value: Floats) -> Tensor:
     """A float32 tensor; tensors pass as they are, and the op checks them."""
     if isinstance(value, Tensor):
         return value
-    return torch.tensor(to_float32(where, value), dtype=torch.float32)
+    return torch.tensor(to_float32(where, value), dtype=torch.float32, device="cpu")
 
 
 def to_zero_point(where: str, value: Zeros) -> Tensor:
     """An int32 tensor; tensors pass as they are, and the op checks them."""
     if isinstance(value, Tensor):
         return value
-    return torch.tensor(to_int(where, value, INT32.min, INT32.max), dtype=torch.int32)
+    return torch.tensor(to_int(where, value, INT32.min, INT32.max), dtype=torch.int32, device="cpu")
 
 
 def check_8bit(op: str, name: str, src: Tensor) -> None:

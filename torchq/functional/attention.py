@@ -90,8 +90,10 @@ def dynamic_attention(
 
         x[i, j] = float(acc[i, j]) * (key_scale[j] * scale) * query_scale[i] + mask[i, j]
 
-    A query's result depends on its own row, and on all keys and values of its head. Where these, or
-    the row, have NaN or infinity, it is NaN.
+    Values of keys that the mask hides from every query (false, or -1e4 and less) count as 0, so
+    that padding does not change a result. A query from which all keys are hidden counts as one that
+    sees them. A query's result depends on its own row, and on the other keys and values of its
+    head. Where these, or the row, have NaN or infinity, it is NaN.
 
     Args:
         query: float32 ``(..., L, E)``; strides as in :func:`attention`.

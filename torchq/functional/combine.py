@@ -91,7 +91,7 @@ def lookup_table(function: Callable[[Tensor], Tensor], src: QParams, dst: QParam
                 "scales. Use QParams.per_tensor."
             )
     low = torch.iinfo(src.dtype).min
-    q = torch.arange(low, low + 256, dtype=torch.int32)
+    q = torch.arange(low, low + 256, dtype=torch.int32, device="cpu")
     with torch.no_grad():
         real = function(src.scale * (q - src.zero_point).to(torch.float32))
         if real.shape != q.shape:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import check_type
+from torchq._windows import conv_sizes
 from torchq.attr import Attr
 from torchq.folding import check_attr_type, fold
 from torchq.functional.arguments import (
@@ -19,10 +20,11 @@ from torchq.functional.arguments import (
     integer,
     packed_arguments,
     post_op_sources,
+    spatial_dims,
     spread,
 )
 from torchq.functional.depthwise import padding_end, split_at_dw_conv
-from torchq.ops import conv_sizes, dtype_code
+from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_conv
 
 
@@ -64,7 +66,8 @@ def conv2d(
     Args:
         src: uint8 or int8 ``(N, C, H, W)``; channels-last is read in place, others are copied.
         weight: int8 or uint8 ``(OC, C/groups, kh, kw)``, or packed by
-            :func:`~torchq.packing.pack_conv`.
+            :func:`~torchq.packing.pack_conv`. oneDNN's (G, OC/G, C/G, kh, kw) is
+            ``weight.flatten(0, 1)``.
         bias: ``[OC]``; float32 or int32 as in :func:`~torchq.functional.linear`.
         stride: one number or one per spatial dimension; so are ``padding`` and ``dilation``.
         padding: added before, and after unless ``padding_end`` is given.
@@ -112,6 +115,26 @@ def conv3d(
     """As :func:`conv2d` for ``src`` (N, C, D, H, W) and ``weight`` (OC, C/groups, kd, kh, kw)."""
     window = _Window(stride, padding, padding_end, dilation, groups)
     return _conv(3, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
+
+
+def convolution(
+    src: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
+    padding_end: Ints | None = None,
+) -> Tensor:
+    """As :func:`conv2d` for one to three spatial dimensions, those of ``src``."""
+    check_type("torchq.convolution: src", src, Tensor, "Pass a uint8 or int8 tensor.")
+    window = _Window(stride, padding, padding_end, dilation, groups)
+    dims = spatial_dims("convolution", src)
+    return _conv(dims, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
 
 
 class _Window(NamedTuple):
@@ -176,9 +199,15 @@ def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) 
         check_type(f"torchq.{op}: weight", weight, Tensor, "Pass an int8 or uint8 tensor.")
     shape = tuple(weight.shape)
     if len(shape) != dims + 2:
+        remedy = "Use conv1d, conv2d, conv3d or linear by its number of dims."
+        if len(shape) == dims + 3:
+            remedy = (
+                "A grouped weight (G, OC/G, C/G, kernel...) is weight.flatten(0, 1) here, with "
+                "groups=G."
+            )
         raise ValueError(
             f"torchq.{op}: weight must be (OC, C/groups, kernel...) with {dims + 2} dims, got "
-            f"{list(shape)}. Use conv1d, conv2d, conv3d or linear by its number of dims."
+            f"{list(shape)}. {remedy}"
         )
     if not isinstance(weight, PackedWeight):
         return pack_conv(weight, window.groups, dilation)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import check_type
+from torchq._windows import conv_transpose_sizes
 from torchq.attr import Attr
 from torchq.folding import fold
 from torchq.functional.arguments import (
@@ -19,9 +20,10 @@ from torchq.functional.arguments import (
     integer,
     packed_arguments,
     post_op_sources,
+    spatial_dims,
     spread,
 )
-from torchq.ops import conv_transpose_sizes, dtype_code
+from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_conv_transpose
 
 
@@ -66,7 +68,9 @@ def conv_transpose2d(
     Args:
         src: uint8 or int8 ``(N, C, H, W)``; channels-last is read in place, others are copied.
         weight: int8 or uint8 ``(C, OC/groups, kh, kw)`` as torch has it, or packed by
-            :func:`~torchq.packing.pack_conv_transpose`.
+            :func:`~torchq.packing.pack_conv_transpose`. oneDNN's (OC, C, kh, kw) is
+            ``weight.transpose(0, 1)``, (G, OC/G, C/G, kh, kw) ``weight.transpose(1, 2).flatten(0,
+            1)``.
         bias: ``[OC]``; float32 or int32 as in :func:`~torchq.functional.linear`.
         stride: one number or one per spatial dimension; so are the others.
         padding: cut off before, and after unless ``padding_end`` is given.
@@ -78,7 +82,7 @@ def conv_transpose2d(
             (G, OC/G, C/G, kh, kw): mask 3 per group and channel, mask 2 is OC/G values shared by
             the groups. dst is (N, OC, OH, OW), mask 2 per channel.
         dst_dtype: torch.uint8, int8, int32 or float32, as in :func:`~torchq.functional.linear`.
-        post_op_srcs: for each ``sum``, a tensor of dst's shape and the sum's dtype.
+        post_op_srcs: as in :func:`~torchq.functional.conv2d`: sums, operands, conditions.
         padding_end: padding after, where it differs.
 
     Returns:
@@ -112,6 +116,27 @@ def conv_transpose3d(
     """As :func:`conv_transpose2d` for (N, C, D, H, W) and ``weight`` (C, OC/groups, kd, kh, kw)."""
     window = _Window(stride, padding, padding_end, dilation, output_padding, groups)
     return _conv_transpose(3, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
+
+
+def deconvolution(
+    src: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
+    padding_end: Ints | None = None,
+) -> Tensor:
+    """As :func:`conv_transpose2d` for one to three spatial dimensions, those of ``src``."""
+    check_type("torchq.deconvolution: src", src, Tensor, "Pass a uint8 or int8 tensor.")
+    window = _Window(stride, padding, padding_end, dilation, output_padding, groups)
+    dims = spatial_dims("deconvolution", src)
+    return _conv_transpose(dims, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
 
 
 def conv_transpose_geometry(
@@ -190,7 +215,8 @@ def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) 
     if len(shape) != dims + 2:
         raise ValueError(
             f"torchq.{op}: weight must be (C, OC/groups, kernel...) with {dims + 2} dims, got "
-            f"{list(shape)}. Use conv_transpose1d, 2d or 3d by its number of dims."
+            f"{list(shape)}. Use conv_transpose1d, 2d or 3d by its number of dims; oneDNN's "
+            "(G, OC/G, C/G, kernel...) is weight.transpose(1, 2).flatten(0, 1) here."
         )
     if not isinstance(weight, PackedWeight):
         return pack_conv_transpose(weight, window.groups, stride, dilation)

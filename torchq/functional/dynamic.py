@@ -48,7 +48,7 @@ def requantize_dynamic(
     factor = to_scale("torchq.requantize_dynamic: scale", scale)
     real = acc.to(torch.float64) * factor.to(torch.float64) if factor.numel() > 1 else acc
     if acc.numel() == 0:
-        bounds = torch.zeros(2, dtype=torch.float64)
+        bounds = torch.zeros(2, dtype=torch.float64, device="cpu")
     else:
         bounds = torch.stack(real.aminmax()).to(torch.float64)
         bounds = bounds * (1.0 if factor.numel() > 1 else factor.reshape(1).to(torch.float64))
@@ -61,7 +61,7 @@ def requantize_dynamic(
     q: Tensor = torch.ops.torchq.requantize(
         acc,
         factor,
-        torch.zeros((), dtype=torch.int32),
+        torch.zeros((), dtype=torch.int32, device="cpu"),
         dst_scale,
         zero_point,
         dtype_code(dst_dtype),

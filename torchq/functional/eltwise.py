@@ -27,8 +27,8 @@ _REMEDY = "Pass a uint8, int8, int32 or float32 tensor; a number with torch.tens
 def eltwise(
     src: Tensor,
     alg: str,
-    alpha: float = 0.0,
-    beta: float = 0.0,
+    alpha: float | None = None,
+    beta: float | None = None,
     attr: Attr | None = None,
     dst_dtype: torch.dtype | None = None,
     post_op_srcs: Sequence[Tensor] = (),
@@ -40,7 +40,7 @@ def eltwise(
         alg: ``abs``, ``clip``, ``elu``, ``exp``, ``gelu_erf``, ``gelu_tanh``, ``hardsigmoid``,
             ``hardswish``, ``linear``, ``log``, ``logistic``, ``mish``, ``pow``, ``relu``,
             ``round``, ``soft_relu``, ``sqrt``, ``square``, ``swish`` or ``tanh``.
-        alpha: see :mod:`torchq.post_ops` for the formulas, as for ``beta``.
+        alpha: see :mod:`torchq.post_ops` for the formulas and the defaults, as for ``beta``.
         beta: ditto.
         attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops, which follow ``alg``
             in float32, their masks indexing the dims of dst.
@@ -147,7 +147,10 @@ def prelu(
     dst_dtype = src.dtype if dst_dtype is None else dst_dtype
     rest, operands = real_post_ops("prelu", attr, dst_dtype, post_op_srcs, lambda: src.shape)
     code = dtype_code(dst_dtype, "prelu")
-    one, zero = torch.ones(1, dtype=torch.float32), torch.zeros(1, dtype=torch.int32)
+    one, zero = (
+        torch.ones(1, dtype=torch.float32, device="cpu"),
+        torch.zeros(1, dtype=torch.int32, device="cpu"),
+    )
     result: Tensor = torch.ops.torchq.binary(
         src,
         weight,
@@ -190,7 +193,7 @@ def sum(
         raise ValueError("torchq.sum: srcs must be 1 to 32 tensors, got 0 tensors. Pass some.")
     names = [f"src{i}" for i in range(len(srcs))]
     dst_scale, zero_points = real_params("sum", attr, [*names, "dst"], scaled=["dst"])
-    factors = torch.ones(len(srcs), dtype=torch.float32)
+    factors = torch.ones(len(srcs), dtype=torch.float32, device="cpu")
     if scales is not None:
         factors = float_values("torchq.sum: scales", scales, positive=False)
     if factors.numel() != len(srcs):

@@ -99,7 +99,7 @@ def _gemm(
 ) -> Tensor:
     if not isinstance(co, Tensor):
         value = to_int(f"torchq.{op}: co", co, INT32.min, INT32.max)
-        co = torch.tensor([value], dtype=torch.int32)
+        co = torch.tensor([value], dtype=torch.int32, device="cpu")
     ao, bo = integer(op, "ao", ao), integer(op, "bo", bo)
     result: Tensor = torch.ops.torchq.gemm(
         a, b, c, trans_a, trans_b, alpha, beta, ao, bo, offsetc, co.contiguous()

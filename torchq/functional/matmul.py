@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from torchq._arguments import check_type
+from torchq._arguments import check_count, check_tensors, check_type, selected_dims
 from torchq.attr import Attr
-from torchq.chains import PostOps, post_ops_of
+from torchq.chains import Binary, PostOp, PostOps, PReLU, Sum, is_full, post_ops_of, selects
 from torchq.folding import Folded, check_attr, check_attr_type, check_int32_bias, fold
 from torchq.functional.arguments import check_8bit, check_source, post_op_sources
 from torchq.ops import dtype_code
@@ -52,11 +53,14 @@ def matmul(
             Scales of ``src``: mask 0; K with groups ``(1, k)``, per group of k columns; or any
             mask without K, or groups ``(1, K)``, per row. Scales and zero points of ``weights``: 0,
             K, N or both, in groups. Zero points of ``src``: 0, or K with groups. Scales and zero
-            points of ``dst``, and output scales: 0 or N. Post-ops' masks index (rows, columns) as
-            those of :func:`torchq.functional.linear`: 1 per row, 2 per column.
+            points of ``dst``, and output scales: 0 or N. Post-ops' masks are any of dst's dims: of
+            (B, M, N), mask 4 is per column, 2 per row of each matrix, 3 per row of all.
         dst_dtype: torch.uint8, int8, int32 or float32. Without scales, and zero points per group,
             int32 gives the exact accumulators.
-        post_op_srcs: as of :func:`torchq.functional.linear`.
+        post_op_srcs: in the order of the chain, a tensor of dst's shape and the sum's dtype for
+            each ``sum``; for each binary or prelu with another mask than 0 and N and without values
+            its operand, of dst's shape with 1 where the mask has no bit; the condition of each
+            select.
 
     Returns:
         ``(..., M, N)``.
@@ -85,7 +89,7 @@ def matmul(
         )
     check_source("matmul", src, attr)
     check_8bit("matmul", "weight", weight)
-    n, k = weight.shape[-1], weight.shape[-2]
+    k = weight.shape[-2]
     _check_masks(attr, src, weight)
     groups = _groups(attr, src, weight)
     zeros = attr.values("weights", "zero_points")
@@ -93,16 +97,12 @@ def matmul(
         plain = zeros is None and weight.dtype == torch.int8
         check_int32_bias("matmul", bias, k if plain else 2 * k)
 
-    def sizes() -> list[int]:
-        batch = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-            src.shape[:-2], weight.shape[:-2]
-        )
-        return [*batch, src.shape[-2], n]
-
-    chain = attr.post_ops
+    dims = _dst_dims(src, weight)
+    chain = _by_rows_and_columns(attr.post_ops, dims)
+    srcs = _expanded(attr.post_ops, chain, dims, post_op_srcs)
     _check_dst_zero_points(attr, src, groups, dst_dtype)
     if _scaled_by_row(attr, src):
-        chain, bias = _by_rows(attr, src, bias, sizes())
+        chain, bias = _by_rows(attr, chain, src, bias, dims)
     folded = _fold(attr, chain, src, weight, groups, bias, dst_dtype)
     result: Tensor = torch.ops.torchq.matmul(
         src,
@@ -115,9 +115,82 @@ def matmul(
         dtype_code(dst_dtype),
         folded.post_ops,
         folded.post_op_params,
-        post_op_sources("matmul", Attr().set_post_ops(chain), dst_dtype, post_op_srcs, sizes),
+        post_op_sources("matmul", Attr().set_post_ops(chain), dst_dtype, srcs, lambda: dims),
     )
     return result
+
+
+def _dst_dims(src: Tensor, weight: Tensor) -> list[int]:
+    try:
+        batch = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+            src.shape[:-2], weight.shape[:-2]
+        )
+    except RuntimeError:
+        raise ValueError(
+            "torchq.matmul: the batch dimensions of src and weight must be equal or 1, got "
+            f"{list(src.shape)} and {list(weight.shape)}. Expand one of them."
+        ) from None
+    return [*batch, src.shape[-2], weight.shape[-1]]
+
+
+def _by_rows_and_columns(chain: PostOps, dims: Sequence[int]) -> PostOps:
+    """The chain with the op's masks: 1 for any of the rows, of all matrices, 2 for the columns."""
+    if len(dims) == 2:
+        return chain
+    ops = list[PostOp]()
+    for op in chain:
+        if isinstance(op, Binary | PReLU):
+            where = f"torchq.matmul: values of {op}"
+            shape, full = selected_dims(where, op.mask, dims), _full_shape(op, dims)
+            check_count(where, op.mask, op.values, shape, dims)
+            values = op.values
+            if values is not None:
+                values = values.reshape(shape).expand(full).reshape(-1)
+            op = replace(op, mask=_op_mask(op, dims), values=values)
+        ops.append(op)
+    return post_ops_of(ops)
+
+
+def _op_mask(op: Binary | PReLU, dims: Sequence[int]) -> int:
+    rows, columns = op.mask & ((1 << len(dims) - 1) - 1), op.mask >> len(dims) - 1
+    return int(rows > 0) + 2 * columns
+
+
+def _full_shape(op: Binary | PReLU, dims: Sequence[int]) -> list[int]:
+    """Of the operand in the op: all rows, if the mask has any of them."""
+    mask = _op_mask(op, dims)
+    rows = list(dims[:-1]) if mask & 1 else [1] * (len(dims) - 1)
+    return [*rows, dims[-1] if mask & 2 else 1]
+
+
+def _expanded(
+    chain: PostOps, by_rows: PostOps, dims: Sequence[int], srcs: Sequence[Tensor]
+) -> list[Tensor]:
+    """The caller's sources, operands in the shape that the op's own masks ask for.
+
+    Raises:
+        ValueError: an operand has another shape than its mask says.
+    """
+    check_tensors("torchq.matmul: post_op_srcs", srcs)
+    result, index = list(srcs), 0
+    for op, own in zip(chain, by_rows, strict=True):
+        if isinstance(op, Binary | PReLU) and is_full(own) and own.values is None:
+            if index < len(result):
+                result[index] = _operand(index, result[index], op, dims)
+            index += 1
+        index += isinstance(op, Sum) + selects(op)
+    return result
+
+
+def _operand(index: int, src: Tensor, op: Binary | PReLU, dims: Sequence[int]) -> Tensor:
+    where = f"torchq.matmul: post_op_srcs[{index}]"
+    shape = selected_dims(where, op.mask, dims)
+    if list(src.shape) != shape:
+        raise ValueError(
+            f"{where} must be {shape} for {op} and dst {list(dims)}, got {list(src.shape)}. Give "
+            "it 1 where the mask has no bit."
+        )
+    return src.expand(_full_shape(op, dims))
 
 
 def _check_shapes(src: Tensor, weight: Tensor) -> None:
@@ -198,7 +271,7 @@ def _by_group(attr: Attr, arg: str, t: Tensor, groups: int, kind: str = "scales"
     k, n = values.shape[-2:]
     values = values.reshape(k, n)
     if k == 0:
-        return torch.ones((groups, n), dtype=values.dtype)
+        return torch.ones((groups, n), dtype=values.dtype, device="cpu")
     return values.expand(groups, n) if k == 1 else values[:: k // groups]
 
 
@@ -212,14 +285,14 @@ def _zero_points(attr: Attr, arg: str, t: Tensor, groups: int) -> Tensor | None:
 
 
 def _by_rows(
-    attr: Attr, src: Tensor, bias: Tensor | None, dims: list[int]
+    attr: Attr, chain: PostOps, src: Tensor, bias: Tensor | None, dims: list[int]
 ) -> tuple[PostOps, Tensor | None]:
-    """The post-ops that apply scales per row and a float bias; the bias that is left."""
+    """The chain behind post-ops for scales per row and a float bias; the bias that is left."""
     scales = attr.resolve("src", src.shape)[..., :1]
-    chain = PostOps().append_binary("mul", scales.expand(*dims[:-1], 1).reshape(-1), 1)
+    first = PostOps().append_binary("mul", scales.expand(*dims[:-1], 1).reshape(-1), 1)
     if bias is not None and bias.dtype == torch.float32 and bias.shape == (dims[-1],):
-        chain, bias = chain.append_binary("add", bias.detach(), 2), None
-    return post_ops_of([*chain, *attr.post_ops]), bias
+        first, bias = first.append_binary("add", bias.detach(), 2), None
+    return post_ops_of([*first, *chain]), bias
 
 
 def _fold(
@@ -233,7 +306,7 @@ def _fold(
 ) -> Folded:
     """Folds as for a linear layer of the same scales, once per group of k."""
     n, k = weight.shape[-1], weight.shape[-2]
-    empty = torch.empty(0, dtype=torch.float32)
+    empty = torch.empty(0, dtype=torch.float32, device="cpu")
     layer = PackedWeight(empty, empty, empty, (n, k), 1, ())
     by_row = _scaled_by_row(attr, src) or attr.mask("src") is None
     src_scales = None if by_row else _by_group(attr, "src", src, groups)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq._fakes import pool_sizes
+from torchq._windows import pool_sizes
 from torchq.attr import Attr
 from torchq.folding import check_attr_type
 from torchq.functional.arguments import (
@@ -70,7 +70,7 @@ def max_pool(
     geometry = _geometry("max_pool", src, kernel_size, stride, padding, dilation)
 
     def sizes() -> list[int]:
-        return pool_sizes(src.shape, geometry, ceil_mode)
+        return pool_sizes("max_pool", src.shape, geometry, ceil_mode)
 
     real = _real("max_pool", src, attr, dst_dtype, post_op_srcs, sizes)
     result: Tensor = torch.ops.torchq.max_pool(src, geometry, ceil_mode, *real)
@@ -92,14 +92,16 @@ def avg_pool(
 ) -> Tensor:
     """``rne(float(sum) / float(count))`` over windows of ``(N, C, spatial...)``.
 
-    Padding counts as real zero (``zero_point``) with ``count_include_pad``. The other arguments
-    and the defaults are those of ``torch.nn.functional.avg_pool2d``; the last three, which leave
-    the zero point to ``attr``, and the errors, are those of :func:`max_pool`.
+    Padding counts as real zero (``zero_point``) with ``count_include_pad``. ``divisor_override``
+    takes a zero point in ``attr`` only: a sum divided by another number does not keep
+    ``zero_point``, NotImplementedError. The other arguments and the defaults are those of
+    ``torch.nn.functional.avg_pool2d``; the last three, which leave the zero point to ``attr``, and
+    the errors, are those of :func:`max_pool`.
     """
     geometry = _geometry("avg_pool", src, kernel_size, stride, padding, 1)
 
     def sizes() -> list[int]:
-        return pool_sizes(src.shape, geometry, ceil_mode)
+        return pool_sizes("avg_pool", src.shape, geometry, ceil_mode)
 
     real = _real("avg_pool", src, attr, dst_dtype, post_op_srcs, sizes)
     zero = to_zero_point("torchq.avg_pool: zero_point", zero_point)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchq._fakes import reduced_sizes
+from torchq._windows import reduced_sizes
 from torchq.attr import Attr
 from torchq.functional.arguments import (
     Ints,
@@ -62,7 +62,11 @@ def reduction(
     given = dims if isinstance(dims, Sequence) else [dims]
     gone = [integer("reduction", "dims", dim) for dim in given]
     chain = real_post_ops(
-        "reduction", attr, dst_dtype, post_op_srcs, lambda: reduced_sizes(src.shape, gone, keepdim)
+        "reduction",
+        attr,
+        dst_dtype,
+        post_op_srcs,
+        lambda: reduced_sizes(src.shape, gone, keepdim),
     )
     result: Tensor = torch.ops.torchq.reduction(
         src,

@@ -79,41 +79,61 @@ def reorder(
     attr: Attr | None = None,
     old: Tensor | None = None,
     seed: int = 0,
+    memory_format: torch.memory_format = torch.preserve_format,
 ) -> Tensor:
     """Converts between float32, int32, int8 and uint8 with any mask on either side.
 
     With scales (v3): ``dst = (src - src_zero_point) * src_scale / dst_scale + dst_zero_point``;
-    the ratio of the scales is rounded once. With ``output_scales`` (v1): ``dst = src *
-    output_scale``. Integer destinations round half to even and saturate. Without scales, integers
-    convert exactly. Masks index the dims of ``src``; strides are kept.
+    the ratio of the scales is rounded once. With ``output_scales`` (v1): ``dst = (src -
+    src_zero_point) * output_scale + dst_zero_point``. Integer destinations round half to even and
+    saturate. Without scales, integers convert exactly. A float32 tensor has no zero point. Masks
+    index the dims of ``src``.
 
     One post-op is possible, a sum: ``x = (src - src_zero_point) * src_scale + sum_scale *
     (old - sum_zero_point)``, each product and the sum rounded to float32, then ``dst =
     clamp(rne(fma(x, 1 / dst_scale, dst_zero_point)))``. ``old`` has the shape of ``src`` and the
-    sum's dtype, by default that of dst.
+    sum's dtype, by default that of dst. Output scales stand for ``src_scale``; ``dst_scale`` is
+    then 1.
 
     Another ``rounding`` of an integer dst gives a contiguous result, rounding the same ``y =
     fma(x, 1 / dst_scale, dst_zero_point)``: ``environment`` as the calling thread's
     ``fesetround`` says; ``stochastic`` up where ``y - floor(y) > u``, with ``u`` the upper 24 bits
     of splitmix64's value number ``i`` from ``seed``, for element ``i`` in row-major order.
 
+    ``memory_format`` is the layout of dst, such as ``torch.channels_last``; by default the strides
+    of ``src`` are kept. Weights get the layout of the kernels, and their compensation, from
+    :mod:`torchq.packing`.
+
     Raises:
+        TypeError: ``src`` is no tensor.
         ValueError: ``attr`` sets another argument than src and dst, or the number of values of a
             mask is not the product of the selected dims of ``src``.
-        NotImplementedError: ``attr`` has other post-ops, or output scales with zero points, a sum
-            or a rounding.
+        NotImplementedError: ``attr`` has other post-ops.
     """
     attr = Attr() if attr is None else attr
-    code = dtype_code(dtype, "reorder")
     check_attr("reorder", attr, dict.fromkeys([*_SCALED, _V1, ("rounding", "dst")]))
     check_type("torchq.reorder: src", src, Tensor, "Pass a tensor.")
+    check_type(
+        "torchq.reorder: memory_format",
+        memory_format,
+        torch.memory_format,
+        "Pass torch.contiguous_format, torch.channels_last or torch.channels_last_3d.",
+    )
     seed = to_int("torchq.reorder: seed", seed, -(2**63), 2**63 - 1)
     for arg in ("src", "dst"):
         attr.check(arg, src.shape)
-    if attr.rounding("dst") != "nearest" or attr.post_ops or old is not None:
-        return _reorder_real(src, dtype, attr, old, seed)
-    scaled = any(attr.mask(arg, kind) is not None for kind, arg in _SCALED)
-    if attr.mask("dst", "output_scales") is None and scaled:
+    plain = attr.rounding("dst") == "nearest" and not attr.post_ops and old is None
+    dst = _converted(src, dtype, attr) if plain else _reorder_real(src, dtype, attr, old, seed)
+    if memory_format == torch.preserve_format:
+        return dst
+    return dst.contiguous(memory_format=memory_format)
+
+
+def _converted(src: Tensor, dtype: torch.dtype, attr: Attr) -> Tensor:
+    """In one step."""
+    if attr.mask("dst", "output_scales") is not None:
+        return _multiplied(src, dtype, attr, attr.resolve("dst", src.shape, "zero_points"))
+    if any(attr.mask(arg, kind) is not None for kind, arg in _SCALED):
         return requantize(
             src,
             attr.resolve("src", src.shape),
@@ -122,15 +142,22 @@ def reorder(
             attr.resolve("dst", src.shape, "zero_points"),
             dtype,
         )
-    if scaled:
-        raise NotImplementedError(
-            f"torchq.reorder: output_scales must come without zero points, got {attr}. Use scales "
-            "of src, or of dst with their reciprocals."
-        )
-    scales = torch.empty(0, dtype=torch.float32)
-    if attr.mask("dst", "output_scales") is not None:
-        scales = attr.resolve("dst", src.shape, "output_scales")
-    result: Tensor = torch.ops.torchq.reorder(src, scales, code)
+    none = torch.empty(0, dtype=torch.float32, device="cpu")
+    result: Tensor = torch.ops.torchq.reorder(src, none, dtype_code(dtype, "reorder"))
+    return result
+
+
+def _multiplied(
+    src: Tensor, dtype: torch.dtype, attr: Attr, dst_zero_point: Tensor | None
+) -> Tensor:
+    """By the output scales."""
+    result: Tensor = torch.ops.torchq.reorder(
+        src,
+        attr.resolve("dst", src.shape, "output_scales"),
+        dtype_code(dtype, "reorder"),
+        attr.resolve("src", src.shape, "zero_points"),
+        dst_zero_point,
+    )
     return result
 
 
@@ -139,20 +166,20 @@ def _reorder_real(
 ) -> Tensor:
     """With a sum, or another rounding than to nearest: by way of real units where need be."""
     rounding = attr.rounding("dst")
-    if attr.mask("dst", "output_scales") is not None:
-        raise NotImplementedError(
-            f"torchq.reorder: a sum and rounding {rounding} must come without output_scales, got "
-            f"{attr}. Use scales of src, or of dst with their reciprocals."
-        )
     scales = [attr.resolve(arg, src.shape) for arg in ("src", "dst")]
     zeros = [attr.resolve(arg, src.shape, "zero_points") for arg in ("src", "dst")]
     code = dtype_code(dtype, "reorder")
+    one, none = (
+        torch.ones(1, dtype=torch.float32, device="cpu"),
+        torch.zeros(1, dtype=torch.int32, device="cpu"),
+    )
+    if attr.mask("dst", "output_scales") is not None:  # of any sign, unlike scales
+        src, zeros[0] = _multiplied(src, torch.float32, attr, None), none
     if attr.post_ops or old is not None:
         step, values = _checked_sum(src, dtype, attr, old)
         masked = any(x.numel() > 1 for x in (*scales, *zeros))
         if rounding == "nearest" and not masked:
             return _sum([src, values], step, scales, zeros, code)
-        one, none = torch.ones(1, dtype=torch.float32), torch.zeros(1, dtype=torch.int32)
         real = requantize(src, scales[0], zeros[0], one, none, torch.float32)
         src = _sum([real, values], step, [one, one], [none, none], dtype_code(torch.float32))
         scales[0], zeros[0] = one, none
@@ -195,10 +222,10 @@ def _sum(
     """``scales`` and ``zeros``: one of src and one of dst."""
     factors = [
         scales[0].reshape(1),
-        torch.tensor([step.scale], dtype=torch.float32),
+        torch.tensor([step.scale], dtype=torch.float32, device="cpu"),
         scales[1].reshape(1),
     ]
-    offset = torch.tensor([step.zero_point], dtype=torch.int32)
+    offset = torch.tensor([step.zero_point], dtype=torch.int32, device="cpu")
     offsets = [zeros[0].reshape(1), offset, zeros[1].reshape(1)]
     result: Tensor = torch.ops.torchq.sum(srcs, torch.cat(factors), torch.cat(offsets), code)
     return result

@@ -6,6 +6,7 @@ from torchq.nn.binary import Add, Cat, Mul, QAdd, QCat, QMul
 from torchq.nn.conv import QConv1d, QConv2d, QConv3d
 from torchq.nn.conv_transpose import QConvTranspose1d, QConvTranspose2d, QConvTranspose3d
 from torchq.nn.dynamic import DynamicQLinear
+from torchq.nn.leaf import QuantizedLeaf
 from torchq.nn.linear import QLinear
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
@@ -26,9 +27,9 @@ from torchq.nn.quantize import Dequantize, DeQuantStub, QLookup, Quantize, Quant
 from torchq.nn.resample import QResample
 from torchq.nn.rnn import QGRU, QLSTM, QRNN
 from torchq.nn.rnn_cell import QGRUCell, QLSTMCell, QRNNCell
-from torchq.nn.rnn_layer import QRecurrentLayer, RecurrentWeight
+from torchq.nn.rnn_layer import QRecurrentLayer
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
-from torchq.nn.swapped import Swapped
+from torchq.nn.rnn_weight import RecurrentWeight
 
 __all__ = [
     "QGRU",
@@ -78,6 +79,6 @@ __all__ = [
     "QSoftmax",
     "QuantStub",
     "Quantize",
+    "QuantizedLeaf",
     "RecurrentWeight",
-    "Swapped",
 ]

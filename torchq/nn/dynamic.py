@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchq.functional import quantize_weight
 from torchq.functional.dynamic import RANGES, check_dynamic_weight
 from torchq.nn.module import QModule
-from torchq.packing import PackedWeight, pack_linear
+from torchq.packing import PackedWeight, empty_packed, pack_linear
 from torchq.qparams import weight_qparams
 from torchq.ranges import check_choice
 
@@ -71,6 +71,7 @@ class DynamicQLinear(QModule):
         src_range: str = "per_row",
         granularity: str = "per_channel",
         bits: int = 8,
+        weight_scale: Tensor | None = None,
     ) -> "DynamicQLinear":
         """Quantizes the weight symmetrically and packs it.
 
@@ -80,25 +81,31 @@ class DynamicQLinear(QModule):
                 row's result depends on nothing but the row.
             granularity: of the weight scale, "per_channel" or "per_tensor".
             bits: of the weight, 8 or 7.
+            weight_scale: of the weight, where it is known: one, or one per output.
         """
         weight = module.weight.detach()
-        params = weight_qparams(weight, granularity, bits)
-        scale, _ = params.broadcast(weight.dim())
-        packed = pack_linear(quantize_weight(weight, scale, bits))
-        return cls(packed, params.scale, module.bias, src_range)
+        if weight_scale is None:
+            weight_scale = weight_qparams(weight, granularity, bits).scale
+        packed = pack_linear(quantize_weight(weight, weight_scale.reshape(-1, 1), bits))
+        return cls(packed, weight_scale, module.bias, src_range)
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "DynamicQLinear":
         """See the base class."""
         outputs, inputs = spec["weight"]
-        packed = pack_linear(torch.zeros(outputs, inputs, dtype=torch.int8))
-        bias = torch.zeros(outputs, dtype=torch.float32) if spec["bias"] else None
-        return cls(packed, torch.ones(1, dtype=torch.float32), bias, spec["src_range"])
+        packed = empty_packed((outputs, inputs))
+        bias = torch.zeros(outputs, dtype=torch.float32, device="cpu") if spec["bias"] else None
+        return cls(
+            packed, torch.ones(1, dtype=torch.float32, device="cpu"), bias, spec["src_range"]
+        )
 
     def packed(self) -> PackedWeight:
         """The weight with the shape it was packed from."""
         shape = (self.out_features, self.in_features)
         return PackedWeight(self.weight, self.compensation, self.pair_bound, shape, 1, ())
+
+    def _packed_weights(self) -> dict[str, PackedWeight]:
+        return {"": self.packed()}
 
     def forward(self, input: Tensor) -> Tensor:
         """Applies the layer; the argument is called as that of ``torch.nn.Linear``."""

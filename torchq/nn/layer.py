@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state that linear layers and convolutions share."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torchq.folding import fold
 from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.nn.quantize import QLookup
 from torchq.ops import dtype_code
-from torchq.packing import PackedWeight, pack_conv, pack_conv_transpose, pack_linear
+from torchq.packing import PackedWeight, empty_packed
 from torchq.qparams import QParams
 
 
@@ -50,17 +49,12 @@ def with_destination_range(post_ops: PostOps, dst: QParams | None) -> PostOps:
 
 
 def _placeholder_weight(spec: dict[str, Any]) -> PackedWeight:
-    """Zeros, packed as the spec says."""
-    shape: list[int] = spec["weight"]
-    groups: int = spec["groups"]
+    """Memory for a weight that is packed as the spec says."""
+    shape, groups, stride = spec["weight"], spec["groups"], spec.get("stride", ())
+    if stride:
+        shape = [shape[1] * groups, shape[0] // groups, *shape[2:]]
     dtype = dtype_from_name(spec.get("weight_dtype", "s8"))
-    dilation: Sequence[int] = spec["dilation"]
-    if "stride" in spec:
-        transposed = [shape[1] * groups, shape[0] // groups, *shape[2:]]
-        zeros = torch.zeros(transposed, dtype=dtype)
-        return pack_conv_transpose(zeros, groups, spec["stride"], dilation)
-    weight = torch.zeros(shape, dtype=dtype)
-    return pack_conv(weight, groups, dilation) if dilation else pack_linear(weight)
+    return empty_packed(shape, dtype, groups, stride, spec["dilation"])
 
 
 def _module_chain(post_ops: PostOps) -> PostOps:
@@ -172,7 +166,9 @@ class QLayer(QModule):
             spec["weight_dtype"] = dtype_name(weight.dtype)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self.post_ops = str(chain)
-        values = torch.cat([torch.empty(0, dtype=torch.float32), *chain.channel_values])
+        values = torch.cat(
+            [torch.empty(0, dtype=torch.float32, device="cpu"), *chain.channel_values]
+        )
         self.register_buffer("post_op_values", values)
         self._set_spec(
             weight=list(weight.shape),
@@ -190,7 +186,9 @@ class QLayer(QModule):
         )
         self.lookup: QLookup | None = None  # a plain None costs no look-up through nn.Module
         for name in ("multiplier", "offset", "post_op_params"):
-            self.register_buffer(name, torch.empty(0, dtype=torch.float32), persistent=False)
+            self.register_buffer(
+                name, torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False
+            )
         self.refold()
 
     def with_lookup(self, lookup: QLookup) -> Self:
@@ -275,6 +273,9 @@ class QLayer(QModule):
             dtype_from_name(spec.get("weight_dtype", "s8")),
         )
 
+    def _packed_weights(self) -> dict[str, PackedWeight]:
+        return {"": self.packed()}
+
     @property
     def attr(self) -> Attr:
         """Scales, zero points and post-ops; weight scales have mask 3 with groups, else mask 1."""
@@ -314,19 +315,23 @@ class QLayer(QModule):
         # Bits of dst are in the chain already: the clip at its end.
         dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"])
         if dst is not None and spec["dst_scales"] > 1:
-            scale = torch.ones(spec["dst_scales"], dtype=torch.float32)
+            scale = torch.ones(spec["dst_scales"], dtype=torch.float32, device="cpu")
             dst = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), dst.dtype, 1)
         sizes = spec["post_op_values"]
         zeros = spec.get("weight_zero_points")
         return {
             "weight": packed,
-            "weight_scale": torch.ones(spec["weight_scales"], dtype=torch.float32),
-            "weight_zero_point": None if zeros is None else torch.zeros(zeros, dtype=torch.int32),
-            "bias": torch.zeros(spec["weight"][0], dtype=torch.float32) if spec["bias"] else None,
+            "weight_scale": torch.ones(spec["weight_scales"], dtype=torch.float32, device="cpu"),
+            "weight_zero_point": None
+            if zeros is None
+            else torch.zeros(zeros, dtype=torch.int32, device="cpu"),
+            "bias": torch.zeros(spec["weight"][0], dtype=torch.float32, device="cpu")
+            if spec["bias"]
+            else None,
             "src": placeholder_qparams(spec["src"], spec["src_bits"]),
             "dst": dst,
             "post_ops": PostOps.parse(spec["post_ops"]).with_channel_values(
-                [torch.zeros(n, dtype=torch.float32) for n in sizes]
+                [torch.zeros(n, dtype=torch.float32, device="cpu") for n in sizes]
             ),
         }
 

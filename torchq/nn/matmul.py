@@ -41,7 +41,9 @@ class QMatMul(_QCombine):
 
         ``post_ops`` may hold eltwise operations (a factor ``1 / sqrt(d)`` is
         ``append_eltwise("linear", 1 / sqrt(d), 0)``), sums, and binaries and prelu whose operand
-        comes with each call (mask 1 per row, 3 for each value): an attention mask.
+        comes with each call (mask 1 per row, 3 for each value): an attention mask. Masks index
+        (rows, columns) whatever the sources' dims are, unlike those of
+        :func:`torchq.functional.matmul`.
 
         Raises:
             NotImplementedError: other post-ops; use :func:`torchq.functional.matmul`.
@@ -53,12 +55,15 @@ class QMatMul(_QCombine):
                 raise NotImplementedError(
                     f"torchq.nn.QMatMul: post_ops must be eltwise or sum, or have an operand of "
                     f"mask 1 or 3 without values, got {op} in '{chain}'. The nearest supported "
-                    "form is torchq.functional.matmul with these post-ops."
+                    "form is torchq.functional.matmul with these post-ops, whose masks index all "
+                    "dims there."
                 )
         super().__init__(srcs, dst, post_ops=str(chain))
         self.post_ops = str(chain)
         for name in ("multiplier", "offset", "post_op_params"):
-            self.register_buffer(name, torch.empty(0, dtype=torch.float32), persistent=False)
+            self.register_buffer(
+                name, torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False
+            )
         self.refold()
 
     @classmethod

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every quantized module shares: a spec, readable state, refolding after loading."""
 
+import copy
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +12,10 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torchq._arguments import DTYPE_NAMES, check_type
+from torchq.chains import Eltwise, PostOp, PostOps, Sum
+from torchq.nn.proof import unproven
 from torchq.ops import dtype_code
+from torchq.packing import PackedWeight
 from torchq.qparams import QParams
 
 LAYOUT_VERSION = 1
@@ -53,8 +58,9 @@ class QModule(nn.Module):
     """Base of the quantized modules.
 
     State is plain tensors. What is not a number (class, layout version, dtypes, geometry, post-ops)
-    is JSON text in the uint8 buffer ``spec``; ``load_state_dict`` raises when it differs. Tensors
-    that follow from others (multiplier, offset, ...) are non-persistent buffers, recomputed by
+    is JSON text in the uint8 buffer ``spec``; ``load_state_dict`` raises when it differs, and takes
+    over what calibration chose in it: scale and zero point of a sum, bounds of a clip. Tensors that
+    follow from others (multiplier, offset, ...) are non-persistent buffers, recomputed by
     :meth:`refold`. The tensors' dtypes are part of their meaning, so ``half()`` and the like raise.
     """
 
@@ -98,7 +104,7 @@ class QModule(nn.Module):
         # beside the buffer, which loses its values on meta
         self._spec_text = json.dumps(fields, separators=(",", ":"))
         text = list(self._spec_text.encode())
-        self.register_buffer("spec", torch.tensor(text, dtype=torch.uint8))
+        self.register_buffer("spec", torch.tensor(text, dtype=torch.uint8, device="cpu"))
 
     def read_spec(self) -> dict[str, Any]:
         """The spec as a dict."""
@@ -112,12 +118,44 @@ class QModule(nn.Module):
     def refold(self) -> None:
         """Recomputes what follows from other tensors; call it after changing them."""
 
+    def _packed_weights(self) -> dict[str, PackedWeight]:
+        """Returns the packed weights by what follows ``weight`` in the names of their buffers."""
+        return {}
+
+    def _check_packed(self, name: str) -> None:
+        """Raises ValueError unless packed weights, their sums and their pair bounds fit together.
+
+        Kernels take them as proof that their own sums are exact, so a loaded state must prove them.
+        """
+        buffers = [b for b in self._buffers.values() if b is not None]
+        if any(type(b) is not Tensor or b.is_meta for b in buffers):  # fake or meta: no values
+            return
+        for suffix, packed in self._packed_weights().items():
+            if wrong := unproven(packed):
+                raise ValueError(
+                    f"torchq.nn.{type(self).__name__}: '{wrong}{suffix}' of the state of '{name}' "
+                    "must follow from its weight, got other values. The state was damaged or "
+                    "changed by hand: load the original, or quantize the model again."
+                )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """As usual; what was in memory needs no check, unlike what is unpickled."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickles."""
+        """Unpickles.
+
+        Raises:
+            ValueError: packed weights, their sums and their bounds do not fit together.
+        """
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if "_spec_text" not in self.__dict__:  # of an older version
             self._spec_text = bytes(self.spec.tolist()).decode()
         self._own_empty_buffers()
+        self._check_packed("")
 
     def _own_empty_buffers(self) -> None:
         """``torch.export.save`` fails at empty tensors in a file that is mapped to memory."""
@@ -128,15 +166,7 @@ class QModule(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        given = state_dict.get(prefix + "spec")
-        text = torch.tensor(list(self._spec_text.encode()), dtype=torch.uint8)
-        if given is not None and not torch.equal(given, text):
-            raise RuntimeError(
-                f"torchq.nn.{type(self).__name__}: the state of '{prefix.rstrip('.')}' has spec "
-                f"{bytes(given.tolist()).decode(errors='replace')}, but this module is "
-                f"{self._spec_text}. "
-                "Build the module for that spec, or load with torchq.load."
-            )
+        text = self._checked_spec(state_dict.get(prefix + "spec"), prefix)
         for name, own in self._buffers.items():
             given = state_dict.get(prefix + name)
             if own is not None and given is not None and given.dtype != own.dtype:
@@ -146,11 +176,33 @@ class QModule(nn.Module):
                     "converted with half() or the like? Give it what state_dict() of the converted "
                     "model returned."
                 )
+        if text != self._spec_text:  # maybe of another length
+            self.spec = torch.empty_like(state_dict[prefix + "spec"])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         error_msgs: list[str] = args[-1] if args else kwargs["error_msgs"]
         if not error_msgs:
+            if text != self._spec_text:
+                self._spec_text, self.post_ops = text, json.loads(text)["post_ops"]
             self._own_empty_buffers()
+            self._check_packed(prefix.rstrip("."))
             self.refold()
+
+    def _checked_spec(self, given: Tensor | None, prefix: str) -> str:
+        """The text of a state's spec, or the module's own without one.
+
+        Raises:
+            RuntimeError: they differ in more than what calibration chose.
+        """
+        if given is None:
+            return self._spec_text
+        text = bytes(given.tolist()).decode(errors="replace")
+        if text == self._spec_text or _uncalibrated(text) == _uncalibrated(self._spec_text):
+            return text
+        raise RuntimeError(
+            f"torchq.nn.{type(self).__name__}: the state of '{prefix.rstrip('.')}' has spec "
+            f"{text}, but this module is {self._spec_text}. Build the module for that spec, or "
+            "load with torchq.load."
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         for name, own in self._buffers.items():
@@ -227,6 +279,23 @@ def read_spec(spec: Tensor) -> dict[str, Any]:
         "torchq.nn: spec must be the JSON text of a torchq module, got "
         f"{bytes(spec.tolist())[:60]!r}. Is this a state saved by torchq?"
     )
+
+
+def _uncalibrated(text: str) -> object:
+    """The fields of a spec, without the numbers in its post-ops that calibration chose."""
+
+    def without_numbers(op: PostOp) -> PostOp:
+        if isinstance(op, Sum):
+            return replace(op, scale=1.0, zero_point=0)
+        if isinstance(op, Eltwise) and op.alg == "clip":
+            return replace(op, alpha=0.0, beta=0.0)
+        return op
+
+    try:
+        fields = json.loads(text)
+        return fields | {"post_ops": list(map(without_numbers, PostOps.parse(fields["post_ops"])))}
+    except (KeyError, TypeError, ValueError):  # no post-ops, or no spec
+        return text
 
 
 def placeholder_qparams(dtype: str, bits: int = 8) -> QParams:

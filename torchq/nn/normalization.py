@@ -144,7 +144,7 @@ class _QAffineNorm(_QNorm):
         given = dict[str, bool]()
         for name, values in affine.items():
             if values is None and places[name]:
-                affine[name] = torch.zeros(tuple(shape), dtype=torch.float32)
+                affine[name] = torch.zeros(tuple(shape), dtype=torch.float32, device="cpu")
             elif values is not None and list(values.shape) != list(shape):
                 raise ValueError(
                     f"torchq.nn: {name} of a normalization must have shape {list(shape)}, got "

@@ -2,88 +2,33 @@
 """Quantized LSTM, GRU and RNN: drop-in for torch's, static or dynamic."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import Self
 
+from torchq.attr import Attr
 from torchq.nn.module import QModule, dtype_name
-from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer, RecurrentWeight
-from torchq.nn.standing import Stands
+from torchq.nn.rnn_attr import read_attr
+from torchq.nn.rnn_float import (
+    cell_of,
+    check_bound,
+    data_params,
+    layer_from_float,
+)
+from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer
+from torchq.nn.rnn_onednn import layers_from_onednn, read_weights
+from torchq.nn.rnn_weights import FloatParameters
 from torchq.qparams import QParams
+from torchq.ranges import check_choice
 
 MERGES = ("concat", "sum")
 """What becomes of two directions; a sum is taken in float32, so that it cannot clip."""
 
 
-def cell_of(module: nn.Module) -> str:
-    """The name of the cell of a float module: ``lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``."""
-    if isinstance(module, nn.LSTM | nn.LSTMCell):
-        return "lstm"
-    if isinstance(module, nn.GRU | nn.GRUCell):
-        return "gru"
-    return f"rnn_{module.nonlinearity}"
-
-
-def _stacked(module: nn.Module, name: str, layer: int, gates: int) -> Tensor | None:
-    """A parameter of one layer, ``[directions, gates, ...]``; None if the module has none."""
-    suffixes = ("", "_reverse") if getattr(module, "bidirectional", False) else ("",)
-    names = [f"{name}_l{layer}{suffix}" for suffix in suffixes]
-    if isinstance(module, nn.RNNCellBase):
-        names = [name]
-    values = [getattr(module, each, None) for each in names]
-    if any(value is None for value in values):
-        return None
-    both = torch.stack([value.detach() for value in values if value is not None])
-    return both.reshape(len(values), gates, -1, *both.shape[2:])
-
-
-def layer_from_float(
-    module: nn.Module,
-    layer: int,
-    src: QParams | None,
-    state: QParams | None,
-    granularity: str,
-    bits: int,
-    **options: Any,
-) -> QRecurrentLayer:
-    """Quantizes one layer of a float module."""
-    cell = cell_of(module)
-    gates = GATES[cell]
-
-    def quantized(name: str, count: int) -> RecurrentWeight | None:
-        value = _stacked(module, name, layer, count)
-        return None if value is None else RecurrentWeight.quantize(value, granularity, bits)
-
-    weight_src, weight_state = quantized("weight_ih", gates), quantized("weight_hh", gates)
-    assert weight_src is not None and weight_state is not None
-    return QRecurrentLayer(
-        cell,
-        weight_src,
-        weight_state,
-        _stacked(module, "bias_ih", layer, gates),
-        _stacked(module, "bias_hh", layer, gates),
-        projection=quantized("weight_hr", 1),
-        src=src,
-        state=UNIT_STATE if state is None else state,
-        **options,
-    )
-
-
-def check_bound(op: str, name: str, module: nn.Module, src: QParams | None, state: object) -> None:
-    """Raises ValueError where [-1, 1] would not hold the states of a static network."""
-    relu, projection = cell_of(module) == "rnn_relu", bool(getattr(module, "proj_size", 0))
-    if src is not None and state is None and (relu or projection):
-        kind = "relu" if relu else "a projection"
-        raise ValueError(
-            f"torchq.nn.{op}: {name} must be given for {kind}, whose hidden state has no bound, "
-            "got None. Observe it (torchq.nn.ObservedRNN), or use a dynamic network (src=None)."
-        )
-
-
-class _QRecurrent(Stands, QModule):
+class _QRecurrent(FloatParameters, QModule):
     """What networks of all cells share.
 
     Args of :meth:`from_float`:
@@ -97,7 +42,15 @@ class _QRecurrent(Stands, QModule):
         hidden: parameters of what a projection reads; None means [-1, 1].
         h_n_dtype: float32, or the dtype of the states, whose parameters h_n then has. Initial
             states may have either.
+        attr: oneDNN's ``set_rnn_data_qparams`` for source and all states, in place of ``src``,
+            ``states`` and ``hidden``, and ``set_rnn_weights_qparams`` and
+            ``set_rnn_weights_projection_qparams`` for the weights, in place of ``granularity`` and
+            ``bits``. Its scales multiply, and its gates are in oneDNN's order: i f c o, or u r o.
+        data_dtype: uint8 or int8, of what ``set_rnn_data_qparams`` describes.
     """
+
+    __jit_unused_properties__ = ("attr",)
+    _cells: ClassVar[tuple[str, ...]]
 
     def __init__(
         self, layers: Sequence[QRecurrentLayer], batch_first: bool = False, merge: str = "concat"
@@ -147,20 +100,30 @@ class _QRecurrent(Stands, QModule):
         dst_dtype: torch.dtype = torch.float32,
         hidden: QParams | None = None,
         h_n_dtype: torch.dtype = torch.float32,
+        attr: Attr | None = None,
+        data_dtype: torch.dtype = torch.uint8,
     ) -> Self:
         """Quantizes and packs a float network; see the class for the arguments.
 
         Raises:
             TypeError: ``module`` is not the float network of this class.
             ValueError: a weight has NaN or inf, ``states`` has another number of layers, or is None
-                where a static network's states have no bound: with relu or a projection.
+                where a static network's states have no bound: with relu or a projection; ``attr``
+                sets something else, or what other arguments tell too.
+            NotImplementedError: another mask in ``attr`` than 0 or 24, of projections 0 or 8.
         """
         if not isinstance(module, cls._float):  # type: ignore[attr-defined]
             raise TypeError(
                 f"torchq.nn.{cls.__name__}: module must be a torch.nn.{cls.__name__[1:]}, got "
                 f"{type(module).__name__}."
             )
-        check_bound(cls.__name__, "states", module, src, states)
+        op, gates = cls.__name__, GATES[cell_of(module)]
+        width = getattr(module, "proj_size", 0)
+        params = read_attr(f"nn.{op}", attr, gates, module.hidden_size, width, data_dtype)
+        src = data_params(op, params, src, (states, hidden))
+        if params.data is not None:
+            states = hidden = params.data
+        check_bound(op, "states", module, src, states)
         count: int = getattr(module, "num_layers", 1)
         given = [states] * count if states is None or isinstance(states, QParams) else list(states)
         if len(given) != count:
@@ -180,6 +143,7 @@ class _QRecurrent(Stands, QModule):
                     state,
                     granularity,
                     bits,
+                    params,
                     dst_dtype=inner if i < count - 1 else dst_dtype,
                     hidden=hidden,
                     h_n_dtype=h_n_dtype,
@@ -188,10 +152,61 @@ class _QRecurrent(Stands, QModule):
         return cls(layers, bool(getattr(module, "batch_first", False)))
 
     @classmethod
+    def from_onednn(
+        cls,
+        weights_layer: Tensor,
+        weights_iter: Tensor,
+        bias: Tensor | None = None,
+        attr: Attr | None = None,
+        *,
+        weights_projection: Tensor | None = None,
+        cell: str | None = None,
+        data_dtype: torch.dtype = torch.uint8,
+        dst_dtype: torch.dtype = torch.float32,
+        h_n_dtype: torch.dtype = torch.float32,
+        merge: str = "concat",
+    ) -> Self:
+        """From the tensors of a oneDNN primitive, gates in its order; results are torch's.
+
+        Args:
+            weights_layer: ldigo, of floats, or int8 with the scales of ``attr``.
+            weights_iter: the same, of the hidden state.
+            bias: float32, ldgo.
+            attr: see the class. Without data parameters the network is dynamic.
+            weights_projection: ldio, of an LSTM.
+            cell: None is oneDNN's int8 one: ``lstm``, ``gru_vanilla``, ``rnn_tanh``. The others are
+                ``gru`` (oneDNN's lbr_gru, with four biases) and ``rnn_relu``.
+            data_dtype: uint8 or int8, of what ``set_rnn_data_qparams`` describes.
+            dst_dtype: float32, or ``data_dtype``.
+            h_n_dtype: float32, or ``data_dtype``.
+            merge: of two directions, "concat" or "sum".
+
+        Raises:
+            TypeError: a weight is no tensor.
+            ValueError: shapes do not fit, int8 weights come without scales, or ``attr`` sets
+                something else.
+            NotImplementedError: several layers with two directions, or another mask.
+        """
+        cell = cls._cells[0] if cell is None else cell
+        check_choice(f"nn.{cls.__name__}", "cell", cell, cls._cells)
+        op = f"nn.{cls.__name__}.from_onednn"
+        w = read_weights(
+            op, cell, GATES[cell], weights_layer, weights_iter, bias, weights_projection
+        )
+        dtypes = data_dtype, dst_dtype, h_n_dtype
+        return cls(layers_from_onednn(op, cell, w, attr, *dtypes), merge=merge)
+
+    @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> Self:
         """See the base class."""
         layers = [QRecurrentLayer.from_spec(layer) for layer in spec["layers"]]
         return cls(layers, spec["batch_first"], spec["merge"])
+
+    @property
+    def attr(self) -> Attr:
+        """Those of the first layer, as oneDNN has them; the others' are ``layers[i].attr``."""
+        attr: Attr = self.layers[0].attr  # type: ignore[assignment]
+        return attr
 
     def flatten_parameters(self) -> None:
         """Nothing, for code that calls it in its forward: the weights are packed."""
@@ -276,7 +291,7 @@ class _QRecurrent(Stands, QModule):
         return result, h_last, c_last
 
     def extra_repr(self) -> str:
-        """Sizes and dtypes on one line."""
+        """Sizes, dtypes and the attributes of the layers on one line."""
         spec = self.read_spec()["layers"][0]
         words = [f"{self.cell}, {self.input_size}, {self.hidden_size}"]
         words += [f"num_layers={self.num_layers}"] if self.num_layers > 1 else []
@@ -284,15 +299,17 @@ class _QRecurrent(Stands, QModule):
         words += ["bidirectional"] if self.bidirectional else []
         words += ["batch_first"] if self.batch_first else []
         words += ["merge=sum"] if self.sums else []
-        state = "" if spec["src"] == "dynamic" else f", states {spec['state']}"
-        return f"{', '.join(words)}, {spec['src']} -> {dtype_name(self.dst_dtype)}{state}"
+        words.append(f"{spec['src']} -> {dtype_name(self.dst_dtype)}")
+        words += [] if spec["src"] == "dynamic" else [f"states {spec['state']}"]
+        words += dict.fromkeys(str(layer.attr) for layer in self.layers)
+        return ", ".join(words)
 
 
 class QLSTM(_QRecurrent):
     """Quantized :class:`torch.nn.LSTM`: the same arguments, results and shapes.
 
     ``real(q) = (q - zero_point) * scale`` for source and hidden state; the cell state is float32.
-    With oneDNN's ``set_rnn_data_qparams(scale, shift)`` the parameters are
+    With oneDNN's ``set_rnn_data_qparams(scale, shift)``, which ``attr`` takes, the parameters are
     ``QParams.per_tensor(1 / scale, shift)``, one for source and states.
 
     Shapes:
@@ -307,6 +324,7 @@ class QLSTM(_QRecurrent):
     """
 
     _float = nn.LSTM
+    _cells = ("lstm",)
 
     def forward(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
@@ -328,10 +346,13 @@ class QGRU(_QRecurrent):
 
     The state stays float32 between steps; only what the recurrent weight multiplies is quantized.
     oneDNN's vanilla form, which resets before the matmul, is made of layers with the cell
-    ``gru_vanilla``. See :class:`QLSTM` for the shapes; there is no cell state.
+    ``gru_vanilla``, as :meth:`from_onednn` makes them. As in oneDNN, its state is quantized again
+    in each step: the next one goes on with the rounded values. See :class:`QLSTM` for the shapes;
+    there is no cell state.
     """
 
     _float = nn.GRU
+    _cells = ("gru_vanilla", "gru")
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Applies all layers."""
@@ -346,3 +367,4 @@ class QRNN(QGRU):
     """Quantized :class:`torch.nn.RNN`."""
 
     _float = nn.RNN  # type: ignore[assignment]
+    _cells = ("rnn_tanh", "rnn_relu")

@@ -3,18 +3,23 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchq.attr import Attr
 from torchq.nn.module import QModule
-from torchq.nn.rnn import check_bound, layer_from_float
-from torchq.nn.rnn_layer import QRecurrentLayer
-from torchq.nn.standing import Stands
+from torchq.nn.rnn_attr import read_attr
+from torchq.nn.rnn_float import cell_of, check_bound, data_params, layer_from_float
+from torchq.nn.rnn_layer import GATES, QRecurrentLayer
+from torchq.nn.rnn_weights import FloatParameters
 from torchq.qparams import QParams
 
 
-class _QCell(Stands, QModule):
+class _QCell(FloatParameters, QModule):
     """A cell: one layer, one step."""
+
+    __jit_unused_properties__ = ("attr",)
 
     def __init__(self, layer: QRecurrentLayer) -> None:
         super().__init__()
@@ -23,8 +28,13 @@ class _QCell(Stands, QModule):
         self.op = type(self).__name__  # TorchScript has no type()
         self._set_spec(layer=layer.read_spec())
 
+    @property
+    def attr(self) -> Attr:
+        """Those of the layer, as oneDNN has them."""
+        return self.layer.attr
+
     def extra_repr(self) -> str:
-        """Sizes and dtypes on one line."""
+        """Sizes, dtypes and attributes on one line."""
         return self.layer.extra_repr()
 
     @classmethod
@@ -36,20 +46,29 @@ class _QCell(Stands, QModule):
         *,
         granularity: str = "per_channel",
         bits: int = 8,
+        attr: Attr | None = None,
+        data_dtype: torch.dtype = torch.uint8,
     ) -> Self:
         """Quantizes a float cell; ``src`` None makes it dynamic.
 
+        ``attr`` and ``data_dtype`` are those of :meth:`QLSTM.from_float`.
+
         Raises:
             TypeError: ``module`` is not the float cell of this class.
-            ValueError: ``state`` is None for a static cell with relu, whose state has no bound.
+            ValueError: ``state`` is None for a static cell with relu, whose state has no bound; or
+                ``attr`` sets something else, or what other arguments tell too.
         """
         if not isinstance(module, cls._float):  # type: ignore[attr-defined]
             raise TypeError(
                 f"torchq.nn.{cls.__name__}: module must be a torch.nn.{cls.__name__[1:]}, got "
                 f"{type(module).__name__}."
             )
-        check_bound(cls.__name__, "state", module, src, state)
-        return cls(layer_from_float(module, 0, src, state, granularity, bits))
+        op, gates = cls.__name__, GATES[cell_of(module)]
+        params = read_attr(f"nn.{op}", attr, gates, module.hidden_size, 0, data_dtype)
+        src = data_params(op, params, src, [state])
+        state = params.data or state
+        check_bound(op, "state", module, src, state)
+        return cls(layer_from_float(module, 0, src, state, granularity, bits, params))
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> Self:

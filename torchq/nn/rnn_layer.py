@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """One quantized recurrent layer, all directions: the part that networks and cells are made of."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchq.attr import Attr
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
+from torchq.nn.rnn_attr import attr_of
+from torchq.nn.rnn_weight import RecurrentWeight, grouped, ungrouped
 from torchq.ops import dtype_code
-from torchq.packing import pack_linear
+from torchq.packing import PackedWeight, pack_linear
 from torchq.qparams import QParams
-from torchq.ranges import WEIGHT_GRANULARITIES, check_bits, check_choice
+from torchq.ranges import check_choice
 
 CELLS = {"lstm": 0, "gru": 1, "gru_vanilla": 2, "rnn_tanh": 3, "rnn_relu": 4}
 """Name of a cell -> its number in the op."""
@@ -24,59 +26,9 @@ UNIT_STATE_S8 = QParams.per_tensor(1 / 127, 0, torch.int8)
 """The same for int8, shift 0."""
 
 
-@dataclass(frozen=True, eq=False)
-class RecurrentWeight:
-    """An int8 weight of a layer and its scales.
-
-    Attributes:
-        weight: int8 ``[directions, gates, units, inputs]``; a projection has one gate.
-        scale: float32 ``[directions, gates, units]``, or ``[1]``: real units per step.
-    """
-
-    weight: Tensor
-    scale: Tensor
-
-    @classmethod
-    def quantize(
-        cls, weight: Tensor, granularity: str = "per_channel", bits: int = 8
-    ) -> "RecurrentWeight":
-        """Symmetric: ``scale = max|weight| / 127`` (63 at 7 bits), per gate and unit or for all.
-
-        Raises:
-            ValueError: an argument is out of its domain, or ``weight`` has NaN or inf.
-        """
-        check_bits("RecurrentWeight", "bits", bits)
-        check_choice("RecurrentWeight", "granularity", granularity, WEIGHT_GRANULARITIES)
-        values = weight.detach().to(torch.float64)
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError(
-                "torchq.RecurrentWeight: weight must be finite, got NaN or inf values. Repair the "
-                "checkpoint or keep this module float."
-            )
-        limit = 2 ** (bits - 1) - 1
-        flat = values.flatten(3) if granularity == "per_channel" else values.reshape(1, 1, 1, -1)
-        if flat.shape[-1] == 0:
-            flat = flat.new_zeros([*flat.shape[:-1], 1])
-        largest = flat.abs().amax(-1).clamp_min(limit * 2.0**-126)
-        scale = (largest / limit).to(torch.float32)
-        quantized = torch.round(values / scale.to(torch.float64)[..., None])
-        q = quantized.clamp(-limit, limit).to(torch.int8)
-        return cls(q, scale if granularity == "per_channel" else scale.reshape(1))
-
-
-def grouped(values: Tensor) -> Tensor:
-    """``[D, G, H, ...]`` to ``[D, H/16, G, 16, ...]``, units padded with zeros to whole groups."""
-    directions, gates, units = values.shape[:3]
-    groups = -(-units // 16)
-    padded = values.new_zeros([directions, gates, groups * 16, *values.shape[3:]])
-    padded[:, :, :units] = values
-    split = padded.reshape([directions, gates, groups, 16, *values.shape[3:]])
-    return split.transpose(1, 2).contiguous()
-
-
-def ungrouped(values: Tensor, units: int) -> Tensor:
-    """The inverse of :func:`grouped`."""
-    return values.transpose(1, 2).flatten(2, 3)[:, :, :units].contiguous()
+def _packed(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Returns the buffers of a weight ``[D, gates, units, inputs]``, by name."""
+    return pack_linear(grouped(weight).flatten(0, 3)).tensors(f"_{name}")
 
 
 class QRecurrentLayer(QModule):
@@ -128,6 +80,8 @@ class QRecurrentLayer(QModule):
     scales: Tensor
     zero_points: Tensor
 
+    __jit_unused_properties__ = ("attr",)
+
     def __init__(
         self,
         cell: str,
@@ -176,17 +130,19 @@ class QRecurrentLayer(QModule):
         shape = [directions, gates, self.hidden_size]
         for name, value in (("bias_src", bias_src), ("bias_state", bias_state)):
             given = (
-                torch.zeros(shape, dtype=torch.float32)
+                torch.zeros(shape, dtype=torch.float32, device="cpu")
                 if value is None
                 else value.detach().reshape(shape)
             )
             self.register_buffer(name, given.to(torch.float32).clone())
         self.register_buffer("peephole", None if peephole is None else peephole.detach().clone())
         for name in ("multiplier_src", "multiplier_state", "bias", "scales", "zero_points"):
-            self.register_buffer(name, torch.empty(0, dtype=torch.float32), persistent=False)
+            self.register_buffer(
+                name, torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False
+            )
         has_extra = cell == "gru" or peephole is not None
         for name, present in (("multiplier_projection", projection), ("extra", has_extra or None)):
-            value = None if present is None else torch.empty(0, dtype=torch.float32)
+            value = None if present is None else torch.empty(0, dtype=torch.float32, device="cpu")
             self.register_buffer(name, value, persistent=False)
         self.state_code = dtype_code(state.dtype)
         self.dst_dtype, self.dst_code = dst_dtype, dtype_code(dst_dtype)
@@ -221,24 +177,49 @@ class QRecurrentLayer(QModule):
                 self.register_buffer(f"{part}_{name}", None)
             return
         packed = pack_linear(grouped(weight.weight).flatten(0, 3))
-        self.register_buffer(f"weight_{name}", packed.weight)
-        self.register_buffer(f"compensation_{name}", packed.compensation)
-        self.register_buffer(f"pair_bound_{name}", packed.pair_bound)
+        for key, value in packed.tensors(f"_{name}").items():
+            self.register_buffer(key, value)
         self.register_buffer(f"scale_{name}", weight.scale.clone())
 
-    def unpacked(self, name: str) -> Tensor:
-        """The int8 weight ``src``, ``state`` or ``projection``: ``[D, gates, units, inputs]``."""
+    def _sizes(self, name: str) -> tuple[int, int, int]:
+        """Gates, units and inputs of a weight."""
         units = self.projection_size or self.hidden_size
-        gates, rows, columns = {
+        return {
             "src": (GATES[self.cell], self.hidden_size, self.input_size),
             "state": (GATES[self.cell], self.hidden_size, units),
             "projection": (1, self.projection_size, self.hidden_size),
         }[name]
+
+    def unpacked(self, name: str) -> Tensor:
+        """The int8 weight ``src``, ``state`` or ``projection``: ``[D, gates, units, inputs]``."""
+        gates, rows, columns = self._sizes(name)
         groups = -(-rows // 16)
         count = self.directions * groups * gates * 16
         packed = self._buffers[f"weight_{name}"]
         flat: Tensor = torch.ops.torchq.unpack_linear(packed, count, columns)
         return ungrouped(flat.reshape(self.directions, groups, gates, 16, columns), rows)
+
+    def _packed_weights(self) -> dict[str, PackedWeight]:
+        found = {}
+        for name in ("src", "state", "projection"):
+            kinds = ("weight", "compensation", "pair_bound")
+            weight, sums, bound = (self._buffers[f"{kind}_{name}"] for kind in kinds)
+            if weight is not None and sums is not None and bound is not None:
+                shape = sums.shape[-1], self._sizes(name)[2]
+                found[f"_{name}"] = PackedWeight(weight, sums, bound, shape, 1, ())
+        return found
+
+    @property
+    def attr(self) -> Attr:
+        """The attributes, as oneDNN has them; see :func:`torchq.nn.rnn_attr.attr_of`."""
+        names = ["src", "state"]
+        if self.projection_size or self.cell == "gru_vanilla":
+            names.append("hidden")
+        data = [
+            (float(getattr(self, f"{name}_scale")), int(getattr(self, f"{name}_zero_point")))
+            for name in ([] if self.dynamic else names)
+        ]
+        return attr_of(data, self.scale_src, self.scale_state, self.scale_projection)
 
     def refold(self) -> None:
         """Folds scales, zero points and biases anew, in double, rounded to float32 once."""
@@ -246,7 +227,7 @@ class QRecurrentLayer(QModule):
         src = 1.0 if self.dynamic else self.src_scale.double()
         state, hidden = self.state_scale.double(), self.hidden_scale.double()
         if self.dynamic:
-            state = hidden = torch.ones(1, dtype=torch.float64)
+            state = hidden = torch.ones(1, dtype=torch.float64, device="cpu")
         self.multiplier_src = _folded(self.scale_src.double() * src, shape)
         self.multiplier_state = _folded(self.scale_state.double() * state, shape)
         if self.scale_projection is not None:
@@ -267,7 +248,7 @@ class QRecurrentLayer(QModule):
         zero_points = (self.src_zero_point, self.state_zero_point, self.hidden_zero_point)
         self.zero_points = torch.cat(zero_points)
         if self.dynamic:
-            self.zero_points = torch.tensor([0, 128, 128], dtype=torch.int32)
+            self.zero_points = torch.tensor([0, 128, 128], dtype=torch.int32, device="cpu")
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QRecurrentLayer":
@@ -277,9 +258,11 @@ class QRecurrentLayer(QModule):
 
         def weight(index: int, *shape: int) -> "RecurrentWeight":
             scales = torch.ones(
-                1 if spec["weight_scales"][index] == 1 else shape[:-1], dtype=torch.float32
+                1 if spec["weight_scales"][index] == 1 else shape[:-1],
+                dtype=torch.float32,
+                device="cpu",
             )
-            return RecurrentWeight(torch.zeros(shape, dtype=torch.int8), scales)
+            return RecurrentWeight(torch.zeros(shape, dtype=torch.int8, device="cpu"), scales)
 
         dynamic = spec["src"] == "dynamic"
         return cls(
@@ -287,7 +270,7 @@ class QRecurrentLayer(QModule):
             weight(0, directions, gates, hidden, inputs),
             weight(1, directions, gates, hidden, projection or hidden),
             projection=weight(2, directions, 1, projection, hidden) if projection else None,
-            peephole=torch.zeros(directions, 3, hidden, dtype=torch.float32)
+            peephole=torch.zeros(directions, 3, hidden, dtype=torch.float32, device="cpu")
             if spec["peephole"]
             else None,
             src=None if dynamic else placeholder_qparams(spec["src"], spec["src_bits"]),
@@ -344,12 +327,13 @@ class QRecurrentLayer(QModule):
         return result
 
     def extra_repr(self) -> str:
-        """Sizes and dtypes on one line."""
+        """Sizes, dtypes and attributes on one line."""
         spec = self.read_spec()
         inputs, hidden, projection = spec["sizes"]
         sizes = f"{inputs}, {hidden}" + (f", projection={projection}" if projection else "")
         both = ", bidirectional" if self.directions == 2 else ""
-        return f"{self.cell}, {sizes}{both}, {spec['src']} -> {spec['dst']}, state {spec['state']}"
+        dtypes = f"{spec['src']} -> {spec['dst']}, state {spec['state']}"
+        return f"{self.cell}, {sizes}{both}, {dtypes}, {self.attr}"
 
 
 _DTYPES = {"u8": torch.uint8, "s8": torch.int8, "f32": torch.float32}

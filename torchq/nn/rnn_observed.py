@@ -12,17 +12,24 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
 from torchq.config import QConfig
+from torchq.nn.float_weight import FloatWeight
 from torchq.nn.rnn import QGRU, QLSTM, QRNN
 from torchq.nn.rnn_cell import QGRUCell, QLSTMCell, QRNNCell
 from torchq.observers import Observer
 from torchq.qparams import QParams
 
+_SIZES = ["input_size", "hidden_size", "proj_size", "num_layers", "bidirectional", "batch_first"]
 NETWORKS: dict[type[nn.Module], Any] = {nn.LSTM: QLSTM, nn.GRU: QGRU, nn.RNN: QRNN}
 CELLS: dict[type[nn.Module], Any] = {
     nn.LSTMCell: QLSTMCell,
     nn.GRUCell: QGRUCell,
     nn.RNNCell: QRNNCell,
 }
+
+
+def torch_class(module: nn.Module, known: Any) -> Any:
+    """Returns the class of torch.nn that a module is of or inherits from, or None."""
+    return next((cls for cls in type(module).__mro__ if cls in known), None)
 
 
 def single_layers(module: nn.RNNBase) -> list[nn.RNNBase]:
@@ -36,7 +43,7 @@ def single_layers(module: nn.RNNBase) -> list[nn.RNNBase]:
         if isinstance(module, nn.RNN):
             options["nonlinearity"] = module.nonlinearity
         inputs = module.input_size if i == 0 else width * (2 if module.bidirectional else 1)
-        make: Any = type(module)
+        make = torch_class(module, NETWORKS)
         layer: nn.RNNBase = make(inputs, module.hidden_size, device="meta", **options)
         for name, _ in list(layer.named_parameters()):
             setattr(layer, name, getattr(module, name.replace("_l0", f"_l{i}")))
@@ -49,7 +56,7 @@ class _Observed(nn.Module):
 
     def __init__(self, module: nn.Module, config: QConfig | None, name: str, known: Any) -> None:
         super().__init__()
-        if type(module) not in known or next(module.parameters()).dtype != torch.float32:
+        if torch_class(module, known) is None or next(module.parameters()).dtype != torch.float32:
             names = ", ".join(cls.__name__ for cls in known)
             raise TypeError(
                 f"torchq.nn.{type(self).__name__}: module must be one of {names} of torch.nn in "
@@ -59,6 +66,21 @@ class _Observed(nn.Module):
         self.config = config or QConfig()
         self.layer_name = name
         self.src_observer = self._observer()
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the quantized module has, too: sizes and float parameters.
+
+        Raises:
+            AttributeError: there is neither.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self._modules.get("module")
+            if module is None or not (name in _SIZES or name in module._parameters):
+                raise
+            found = getattr(module, name)
+        return FloatWeight(found.detach, found.shape, name) if isinstance(found, Tensor) else found
 
     def _observer(self) -> Observer | None:
         return None if self.config.dynamic else self.config.make_observer(self.layer_name)
@@ -78,7 +100,7 @@ class ObservedRNN(_Observed):
     Run it on representative data in place of the float network, then :meth:`convert` it.
 
     Args:
-        module: ``torch.nn.LSTM``, ``GRU`` or ``RNN``, float32.
+        module: ``torch.nn.LSTM``, ``GRU`` or ``RNN``, float32, or a class that only inherits.
         config: how to quantize; ``dynamic`` needs no data.
         name: of the module, for messages.
 
@@ -140,7 +162,7 @@ class ObservedRNN(_Observed):
         Raises:
             RuntimeError: it was never run (static configurations).
         """
-        cls, options = NETWORKS[type(self.module)], self._weights()
+        cls, options = NETWORKS[torch_class(self.module, NETWORKS)], self._weights()
         result: QLSTM | QGRU | QRNN
         if self.config.dynamic:
             result = cls.from_float(self.module, **options)
@@ -201,7 +223,7 @@ class ObservedRNNCell(_Observed):
 
     def convert(self) -> QLSTMCell | QGRUCell | QRNNCell:
         """The quantized cell; see :meth:`ObservedRNN.convert`."""
-        cls, options = CELLS[type(self.module)], self._weights()
+        cls, options = CELLS[torch_class(self.module, CELLS)], self._weights()
         if not self.config.dynamic:
             options["src"] = self._qparams(self.src_observer)
             options["state"] = self._qparams(self.state_observer)

@@ -17,8 +17,9 @@ from torchq.ranges import activation_range
 class Observer(nn.Module):
     """Base of all observers: ``forward(x)`` records ``x`` and returns it unchanged.
 
-    Subclasses implement ``_record``, ``_range`` and, where it is possible, ``_merge``; they create
-    their buffers with ``_add_buffer`` and change them in place.
+    Subclasses implement ``_record``. Those that keep more than ``min_value`` and ``max_value``
+    implement ``_range`` too, and ``_merge`` where it is possible. Buffers, which calibration files
+    hold, come from ``_add_buffer`` and change in place.
 
     Attributes:
         name: qualified name of what is observed, set by the calibration flow for error messages.
@@ -26,15 +27,29 @@ class Observer(nn.Module):
         max_value: float32, same shape; -inf before the first value.
     """
 
+    name: str
     min_value: Tensor
     max_value: Tensor
+    _elsewhere: bool
 
-    def __init__(self) -> None:
-        """Starts without data."""
-        super().__init__()
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Starts without data; here, as the ``__init__`` of a dataclass calls no other."""
+        self = super().__new__(cls)
+        nn.Module.__init__(self)
         self.name = ""
+        self._elsewhere = False  # whether a subclass recorded data and left min_value, max_value
         self._add_buffer("min_value", torch.inf)
         self._add_buffer("max_value", -torch.inf)
+        return self
+
+    def __init__(self) -> None:
+        """Nothing is left to do."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Modules are hashed by identity, also where a dataclass or the subclass compares them."""
+        super().__init_subclass__(**kwargs)
+        if vars(cls).get("__hash__") is None:
+            cls.__hash__ = nn.Module.__hash__  # type: ignore[method-assign]
 
     def forward(self, x: Tensor) -> Tensor:
         """Records ``x`` (floating point, any shape; empty tensors are ignored) and returns it.
@@ -50,6 +65,7 @@ class Observer(nn.Module):
         if x.numel():
             with torch.no_grad():
                 self._record(x.detach().to(torch.float32))
+            self._elsewhere = self._elsewhere or not self.calibrated
         return x
 
     def qparams(
@@ -73,7 +89,8 @@ class Observer(nn.Module):
     @property
     def calibrated(self) -> bool:
         """Whether any value was recorded."""
-        return self.min_value.numel() > 0 and bool((self.min_value <= self.max_value).all())
+        ranged = self.min_value.numel() > 0 and bool((self.min_value <= self.max_value).all())
+        return ranged or self._elsewhere
 
     def merge(self, other: Observer) -> Self:
         """Adds what ``other`` recorded, as if its data had come here too; returns self.
@@ -94,6 +111,7 @@ class Observer(nn.Module):
         with torch.no_grad():
             if other.calibrated:
                 self._merge(other)
+                self._elsewhere = self._elsewhere or not self.calibrated
         return self
 
     def extra_repr(self) -> str:
@@ -105,15 +123,28 @@ class Observer(nn.Module):
         return None
 
     def _record(self, values: Tensor) -> None:
-        """Records a float32 tensor with at least one element."""
-        raise NotImplementedError
+        """Records a float32 tensor with at least one element; the model may change it later."""
+        raise NotImplementedError(
+            self._text(
+                f"class {type(self).__name__} must implement _record(self, values), got a subclass "
+                "of Observer without it",
+                "Implement it, such as: self._widen(*self._min_max(values)).",
+            )
+        )
 
     def _range(self, integers: tuple[int, int], symmetric: bool) -> tuple[Any, Any]:
         """The real range to cover with the given integers."""
         return self.min_value, self.max_value
 
     def _merge(self, other: Self) -> None:
-        raise NotImplementedError
+        """Adds what another observer of this class and these settings recorded."""
+        raise NotImplementedError(
+            self._text(
+                f"class {type(self).__name__} must implement _merge(self, other) for merge, got a "
+                "subclass of Observer without it",
+                "Implement it, or calibrate in one process.",
+            )
+        )
 
     def _min_max(self, values: Tensor) -> tuple[Tensor, Tensor]:
         low, high = torch.aminmax(values)
@@ -140,10 +171,9 @@ class Observer(nn.Module):
     def _text(self, problem: str, remedy: str) -> str:
         return f"torchq.{type(self).__name__} of {self.name or '<unnamed>'!r}: {problem}. {remedy}"
 
-    def _add_buffer(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Registers ``torch.tensor(*args)`` as a float32 buffer unless a dtype is given."""
-        kwargs.setdefault("dtype", torch.float32)
-        self._set_buffer(name, lambda: torch.tensor(*args, **kwargs))
+    def _add_buffer(self, name: str, value: Any, dtype: torch.dtype = torch.float32) -> None:
+        """Registers ``torch.tensor(value)`` as a buffer."""
+        self._set_buffer(name, lambda: torch.tensor(value, dtype=dtype, device="cpu"))
 
     def _set_buffer(self, name: str, make: Callable[[], Tensor]) -> None:
         # A tensor made in inference mode could not be updated in place outside of it.

@@ -158,8 +158,9 @@ class HistogramObserver(_BinnedObserver):
         The range is the one with the least error of the function's results: see
         :func:`torchq.observers.clipping.error_behind`.
         """
-        if not self.calibrated:
-            return self.qparams(dtype, bits, symmetric)  # raises
+        own = type(self)._range, type(self).qparams
+        if not self.calibrated or own != (HistogramObserver._range, Observer.qparams):
+            return self.qparams(dtype, bits, symmetric)  # raises, or a subclass chooses
         integers = activation_range(dtype, bits)
         low, high = best_range(self.histogram(), "mse", integers, symmetric, function)
         return choose_qparams(low, high, dtype, bits, symmetric)

@@ -92,10 +92,12 @@ class PerChannelMinMaxObserver(Observer):
 
     def _resize(self, channels: int) -> None:
         self._set_buffer(
-            "min_value", lambda: torch.full((channels,), torch.inf, dtype=torch.float32)
+            "min_value",
+            lambda: torch.full((channels,), torch.inf, dtype=torch.float32, device="cpu"),
         )
         self._set_buffer(
-            "max_value", lambda: torch.full((channels,), -torch.inf, dtype=torch.float32)
+            "max_value",
+            lambda: torch.full((channels,), -torch.inf, dtype=torch.float32, device="cpu"),
         )
 
     def _match(self, channels: int) -> None:

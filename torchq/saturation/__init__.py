@@ -5,9 +5,9 @@ torchq's own results are exact on every CPU. This package answers, on any CPU, f
 models that also run elsewhere: there, u8 times s8 products are added in pairs that saturate to 16
 bits (VPMADDUBSW), and
 
-    u8 source   nothing is done: pairs saturate (convolutions, inner product, GEMM)
+    u8 source   nothing is done: pairs saturate (convolutions, inner product, GEMM, RNN)
     s8 source   runs as u8 with +128, and 128 times the weight sums are subtracted;
-                inner product, GEMM: pairs saturate
+                inner product, GEMM, RNN: pairs saturate
                 convolutions: the weights are halved, ``rne(w * 0.5)``, and the result doubled:
                 no pair saturates, but odd weights lose half a step
 
@@ -26,6 +26,7 @@ from torchq.saturation.pairs import (
     halve,
 )
 from torchq.saturation.proof import Proof, prove, seven_bits
+from torchq.saturation.recurrent import Tally, emulate_recurrent
 from torchq.saturation.report import LayerReport, Report, emulate, emulate_module
 
 __all__ = [
@@ -33,11 +34,13 @@ __all__ = [
     "Proof",
     "Report",
     "Sums",
+    "Tally",
     "emulate",
     "emulate_conv",
     "emulate_conv_transpose",
     "emulate_linear",
     "emulate_module",
+    "emulate_recurrent",
     "halve",
     "prove",
     "seven_bits",

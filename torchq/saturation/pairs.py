@@ -305,7 +305,7 @@ def _sums(rows: Tensor, weight: Tensor, used: Tensor, zero: int) -> tuple[Tensor
     centered = F.pad((rows - zero) * present, odd).flatten(1).double()
     w, u = (F.pad(x.double(), odd).flatten(1) for x in (weight, used))
     exact, saturated = centered @ w.t(), centered @ u.t()
-    saturating = torch.zeros(len(u), dtype=torch.int64)
+    saturating = torch.zeros(len(u), dtype=torch.int64, device="cpu")
     pairs = u.reshape(len(u), u.shape[1] // 2, 2)
     positive, negative = pairs.clamp(min=0).sum(2), pairs.clamp(max=0).sum(2)
     unsafe = (U8_MAX * positive > HIGHEST) | (U8_MAX * negative < LOWEST)

@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchq._library import DTYPES
+from torchq.nn.attached import computing_modules
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose
+from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.layer import QLayer
 from torchq.nn.linear import QLinear
-from torchq.nn.swapped import by_float_name
+from torchq.nn.rnn_layer import QRecurrentLayer
 from torchq.packing import PackedWeight
 from torchq.saturation.pairs import HIGHEST, LOWEST, SHIFT, U8_MAX, as_conv_weight, halve
+from torchq.saturation.recurrent import recurrent_layers
 
 EMULATED = (QConv, QConvTranspose, QLinear)
 
@@ -107,30 +112,71 @@ def prove_module(module: QLayer) -> Proof:
     return prove(module.packed(), module.src_dtype, halved)
 
 
+def prove_recurrent(layer: QRecurrentLayer) -> dict[str, tuple[Proof, int]]:
+    """By factor of the layer's products, the proof and the factor's largest value.
+
+    The factors are the source, the hidden state, and what a projection reads.
+    """
+    state_dtype, state_high = DTYPES[layer.state_code], layer.geometry[-1]
+    factors = {"src": (torch.uint8 if layer.dynamic else layer.src_dtype, layer.src_high)}
+    factors["state"] = (state_dtype, state_high)
+    if layer.projection_size:
+        factors["projection"] = (state_dtype, state_high)
+    return {
+        name: (prove(layer.unpacked(name).flatten(0, 2), dtype), high)
+        for name, (dtype, high) in factors.items()
+    }
+
+
+def whole_proof(layer: QRecurrentLayer) -> Proof:
+    """All proofs of a recurrent layer as one, in terms of a source of the first one's dtype."""
+    proofs = [proof for proof, _ in prove_recurrent(layer).values()]
+    dtype = proofs[0].src_dtype
+    shifts = [SHIFT if proof.src_dtype == torch.int8 else 0 for proof in proofs]
+    both = zip(proofs, shifts, strict=True)
+    largest = torch.cat([proof.largest + shift - shifts[0] for proof, shift in both])
+    return Proof(dtype, largest, False)
+
+
 def seven_bits(model: nn.Module) -> dict[str, str]:
     """Where 7 bits for activations or weights would matter, by the name of the module.
 
     On torchq nowhere: it is exact. What is listed would be saturated or halved on a CPU without
-    VNNI under oneDNN's rules; modules that cannot saturate with their weights and the range of
-    their source are not listed.
+    VNNI under oneDNN's rules. Modules with weights that are not listed cannot saturate, whatever
+    comes. Products of two activations, of matmul and attention, are never listed: their weights
+    are data.
     """
     found = {}
-    for name, module in by_float_name(model):
-        if not isinstance(module, EMULATED):
-            continue
-        proof = prove_module(module)
-        unsafe = int((~proof.safe_up_to(module.src_high)).sum())
-        if proof.halved:
-            found[name] = (
-                "oneDNN without VNNI halves these weights for the s8 source; u8 with "
-                "activation_bits=7 keeps them whole"
-            )
-        elif unsafe:
-            remedy = "weight_bits=7"
-            if module.src_dtype == torch.uint8:
-                remedy += " or activation_bits=7"
-            found[name] = (
-                f"oneDNN without VNNI could saturate {unsafe} of {proof.largest.numel()} channels "
-                f"above a source of {int(proof.largest.min())}; {remedy} rules it out"
-            )
-    return found
+    for name, module in computing_modules(model).items():
+        if isinstance(module, EMULATED):
+            proof = prove_module(module)
+            if proof.halved:
+                found[name] = (
+                    "oneDNN without VNNI halves these weights for the s8 source; u8 with "
+                    "activation_bits=7 keeps them whole"
+                )
+            else:
+                _list(found, name, [(proof, module.src_high)])
+        elif isinstance(module, DynamicQLinear):
+            _list(found, name, [(prove(module.packed(), torch.uint8), U8_MAX)], dynamic=True)
+    for name, layer in recurrent_layers(model).items():
+        _list(found, name, list(prove_recurrent(layer).values()), layer.dynamic)
+    order = {name: i for i, (name, _) in enumerate(computing_modules(model).items())}
+    return dict(sorted(found.items(), key=lambda item: order.get(item[0], 0)))
+
+
+def _list(
+    found: dict[str, str], name: str, proofs: Sequence[tuple[Proof, int]], dynamic: bool = False
+) -> None:
+    """Adds what the proofs, each up to a source value, leave open."""
+    unsafe = sum(int((~proof.safe_up_to(high)).sum()) for proof, high in proofs)
+    if not unsafe:
+        return
+    total = sum(proof.largest.numel() for proof, _ in proofs)
+    least = min(int(proof.largest.min()) for proof, _ in proofs if proof.largest.numel())
+    unsigned = all(proof.src_dtype == torch.uint8 for proof, _ in proofs)
+    remedy = "weight_bits=7" + " or activation_bits=7" * (unsigned and not dynamic)
+    found[name] = (
+        f"oneDNN without VNNI could saturate {unsafe} of {total} channels above a source of "
+        f"{least}; {remedy} rules it out"
+    )

@@ -4,21 +4,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchq.inputs import batches, call, decibels, float_tensors
+from torchq.model_state import as_before, twin
+from torchq.nn.attached import computing_modules
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose
 from torchq.nn.layer import QLayer, sources_of
 from torchq.nn.linear import QLinear
 from torchq.nn.module import QModule
-from torchq.nn.swapped import by_float_name
-from torchq.running import batches, call, decibels, float_tensors
+from torchq.nn.rnn_layer import QRecurrentLayer
 from torchq.saturation.pairs import (
     Sums,
     emulate_conv,
@@ -26,9 +29,9 @@ from torchq.saturation.pairs import (
     emulate_linear,
     halve,
 )
-from torchq.saturation.proof import EMULATED, Proof, prove_module
+from torchq.saturation.proof import EMULATED, Proof, prove_module, whole_proof
+from torchq.saturation.recurrent import Result, Tally, emulate_recurrent, recurrent_layers
 from torchq.saturation.results import dequantized, real_result, stored
-from torchq.state import as_before, twin
 
 PAIRING = (
     "Pairs are consecutive k within a tap, (0, 1), (2, 3), ...; a layout that pairs otherwise "
@@ -146,18 +149,20 @@ def emulate(
             with an s8 source then halve these, ``rne(w * 0.5 / scale)``, instead of the int8 ones.
 
     Raises:
-        ValueError: ``model`` has no quantized linear or convolution, or ``data`` no batch.
+        ValueError: ``model`` has no quantized linear, convolution or recurrent layer, or ``data``
+            no batch.
     """
-    modules = {n: m for n, m in by_float_name(model) if isinstance(m, EMULATED)}
+    modules = _emulated(model)
     if not modules:
         raise ValueError(
-            "torchq.saturation.emulate: model must have quantized linears or convolutions, got "
-            f"none in {type(model).__name__}. Convert it first: torchq.quantize."
+            "torchq.saturation.emulate: model must have quantized linears, convolutions or "
+            f"recurrent layers, got none in {type(model).__name__}. Convert it first: "
+            "torchq.quantize."
         )
     report = Report(not_emulated=_not_emulated(model))
     weights = dict(float_weights or {})
     second = twin(model)  # what a model keeps between calls is of one way to run it
-    copies = {n: m for n, m in by_float_name(second) if n in modules}
+    copies = _emulated(second)
     with as_before(model), torch.no_grad():
         for batch in batches("saturation.emulate", data, progress=False):
             with _hooked(modules, weights, report, replace=False):
@@ -197,7 +202,7 @@ def emulate_module(
         raise TypeError(
             "torchq.saturation.emulate_module: module must be a QLinear, QConv or "
             f"QConvTranspose, got {type(module).__name__}. Emulate the accumulators: "
-            "emulate_linear, emulate_conv."
+            "emulate_linear, emulate_conv; or a layer of a recurrent one: emulate_recurrent."
         )
     if getattr(module, "dw", None) is not None:
         raise NotImplementedError(
@@ -254,14 +259,19 @@ def _hooked(
     layers = {layer.name: layer for layer in report.layers}
 
     def hook(name: str) -> Any:
-        def run(module: QLayer, args: Any, kwargs: Any, dst: Tensor) -> Tensor:
+        def run(module: Any, args: Any, kwargs: Any, dst: Any) -> Any:
             layer = None
             if not replace:
                 if name not in layers:
-                    src = "u8" if module.src_dtype == torch.uint8 else "s8"
-                    layers[name] = LayerReport(name, src, prove_module(module))
+                    layers[name] = _new_report(name, module)
                     report.layers.append(layers[name])
                 layer = layers[name]
+            if isinstance(module, QRecurrentLayer):
+                run_it = partial(emulate_recurrent, module, *args, **kwargs)
+                if layer is None:
+                    return tuple(run_it())
+                _add_recurrent(layer, module, run_it)
+                return dst
             changed = _call(module, weights.get(name), layer, *args, **kwargs)
             return changed.to(memory_format=_layout(dst)) if replace else dst
 
@@ -273,6 +283,35 @@ def _hooked(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _emulated(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose sums this package knows, in the order of the model."""
+    found: dict[str, nn.Module] = {
+        n: m for n, m in computing_modules(model).items() if isinstance(m, EMULATED)
+    }
+    return found | recurrent_layers(model)
+
+
+def _new_report(name: str, module: Any) -> LayerReport:
+    is_recurrent = isinstance(module, QRecurrentLayer)
+    proof = whole_proof(module) if is_recurrent else prove_module(module)
+    return LayerReport(name, "u8" if proof.src_dtype == torch.uint8 else "s8", proof)
+
+
+def _add_recurrent(report: LayerReport, layer: QRecurrentLayer, run: Callable[..., Result]) -> None:
+    """Counts the states that the layer emits; pairs are those of its exact states."""
+    tally = Tally()
+    exact, changed = run(saturates=False, tally=tally), run()
+    real = [
+        dst.double()
+        if dst.is_floating_point()
+        else (dst.double() - layer.state_zero_point) * layer.state_scale.double()
+        for dst in (exact.dst, changed.dst)
+    ]
+    differs = int((exact.dst != changed.dst).sum())
+    counted = torch.tensor([tally.saturating], device="cpu")
+    report.add(Sums(counted, counted, counted, tally.pairs), real[0], real[1], differs)
 
 
 def _call(
@@ -296,9 +335,9 @@ def _layout(dst: Tensor) -> torch.memory_format:
 def _not_emulated(model: nn.Module) -> list[str]:
     return [
         f"{name} ({type(module).__name__})"
-        for name, module in by_float_name(model)
+        for name, module in computing_modules(model).items()
         if isinstance(module, QModule)
-        and not isinstance(module, EMULATED)
+        and not isinstance(module, (*EMULATED, QRecurrentLayer))
         and any(key.startswith("weight") for key, _ in module.named_buffers(recurse=False))
     ]
 

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of models in turns, and what their spread lets one say."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from torchq._cpus import usable_cpus
+from torchq.inputs import Inputs, call
+
+clock = time.perf_counter
+_TICK = 1e-6  # milliseconds: a clock may be too coarse to see a call
+_WIDEST = 1.3
+"""Quartiles of a ratio further apart than this bear out no single figure."""
+
+UNSTEADY = (
+    "the times differ too much from round to round for one figure: run again on an idle machine"
+)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of one call, one figure for each round."""
+
+    rounds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(self.rounds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """The lower and the upper quartile of the rounds."""
+        return _quartiles(self.rounds)
+
+    def __str__(self) -> str:
+        """Median and quartiles."""
+        low, high = self.quartiles
+        return f"{self.median:9.3f} ms ({low:.3f} to {high:.3f})"
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How many times as fast one model is as another: the ratio of each round's two times.
+
+    Attributes:
+        median: of the rounds.
+        low, high: the quartiles.
+        best: the ratio of the shortest times.
+    """
+
+    median: float
+    low: float
+    high: float
+    best: float
+
+    @classmethod
+    def of(cls, slow: Times, fast: Times) -> Speedup:
+        """From the times of the same rounds."""
+        pairs = zip(slow.rounds, fast.rounds, strict=True)
+        ratios = [max(a, _TICK) / max(b, _TICK) for a, b in pairs]
+        best = max(min(slow.rounds), _TICK) / max(min(fast.rounds), _TICK)
+        return cls(statistics.median(ratios), *_quartiles(ratios), best)
+
+    @property
+    def is_steady(self) -> bool:
+        """Returns True where the spread bears out the median.
+
+        The shortest times, which a busy machine disturbs least, must agree with it.
+        """
+        apart = max(self.best, self.median) / min(self.best, self.median)
+        return self.high <= _WIDEST * self.low and apart <= _WIDEST
+
+    def __str__(self) -> str:
+        """The median, or only the range where the spread does not bear it out."""
+        if self.is_steady:
+            return f"{self.median:.1f}x"
+        low, high = min(self.low, self.best), max(self.high, self.best)
+        return f"{low:.1f}x to {high:.1f}x"
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def crowded() -> str:
+    """Returns a sentence where there are more threads than CPUs to run them, else nothing."""
+    threads, cpus = torch.get_num_threads(), usable_cpus()
+    if threads <= max(cpus, 1):
+        return ""
+    return (
+        f"{threads} threads share {cpus:g} CPUs, so that the times say little: call "
+        f"torch.set_num_threads({max(int(cpus), 1)})"
+    )
+
+
+def measure(
+    models: Mapping[str, nn.Module], inputs: Inputs, rounds: int = 11, calls: int = 1
+) -> dict[str, Times]:
+    """Times one call of each model, in turns.
+
+    A busy machine slows all alike, so the times of one round can be compared. Each model runs three
+    times before, in inference mode, with as many threads as ``torch.get_num_threads()``.
+
+    Args:
+        models: by the names that the result has.
+        inputs: of every call: one input, a tuple of them, or a dict of keyword arguments.
+        rounds: how many times each model has its turn.
+        calls: of a turn, which counts as their mean: more for models of a few microseconds.
+
+    Raises:
+        ValueError: ``rounds`` or ``calls`` is less than 1.
+    """
+    if min(rounds, calls) < 1:
+        raise ValueError(
+            f"torchq.milliseconds: rounds and calls must be positive, got {rounds} and {calls}. "
+            "Leave them out."
+        )
+    samples: dict[str, list[float]] = {name: [] for name in models}
+    with torch.inference_mode():
+        for model in models.values():
+            for _ in range(3):
+                call(model, inputs)
+        for _ in range(rounds):
+            for name, model in models.items():
+                start = clock()
+                for _ in range(calls):
+                    call(model, inputs)
+                samples[name].append((clock() - start) * 1e3 / calls)
+    return {name: Times(tuple(times)) for name, times in samples.items()}
+
+
+def milliseconds(
+    models: Mapping[str, nn.Module], inputs: Inputs, rounds: int = 11, calls: int = 1
+) -> dict[str, float]:
+    """Returns the median time of one call of each model; see :func:`measure`."""
+    times = measure(models, inputs, rounds, calls)
+    return {name: each.median for name, each in times.items()}

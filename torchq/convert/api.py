@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three verbs and the one-liner."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchq.config import Overrides, QConfig
+from torchq.convert.checks import add_checks
+from torchq.convert.dispatch import Dispatch, attach, dispatches
+from torchq.convert.explain import Row, check_patterns, check_strict, joined
+from torchq.convert.fake_calls import without_observers
+from torchq.convert.fuse import Layer
+from torchq.convert.graph_code import as_module
+from torchq.convert.guards import Example
+from torchq.convert.lower import Lowering
+from torchq.convert.parts import Part, find_parts
+from torchq.convert.plan import Plan
+from torchq.convert.prepared import Prepared
+from torchq.convert.report import merged, report_rows
+from torchq.convert.self_contained import STANDALONE, converted
+from torchq.convert.share import share_weights
+from torchq.convert.swap.checks import check_model, check_prepared
+from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
+from torchq.convert.swap.observed import ObservedLeaf
+from torchq.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
+from torchq.nn.leaf import take_hooks
+from torchq.qparams import QParams, choose_qparams
+
+__all__ = ["calibrate", "convert", "prepare", "quantize"]
+
+
+def prepare(
+    model: nn.Module,
+    example_inputs: Inputs,
+    config: QConfig | None = None,
+    overrides: Overrides | None = None,
+) -> nn.Module:
+    """Returns a copy of ``model`` that computes the same and records what quantization needs."""
+    if config is not None and not isinstance(config, QConfig):
+        raise TypeError(
+            f"torchq.prepare: config must be a QConfig or None, got {type(config).__name__}. "
+            "Write torchq.QConfig(activation_bits=7), say."
+        )
+    model = as_module(model)
+    check_model(model)
+    args, kwargs = split_inputs(example_inputs)
+    try:
+        with torch.autocast("cpu", enabled=False):
+            return _prepared(model, args, kwargs, config or QConfig(), overrides)
+    except TypeError:
+        check_fit(model, args, kwargs)
+        raise
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _prepared(
+    model: nn.Module, args: Any, kwargs: Any, config: QConfig, overrides: Overrides | None
+) -> nn.Module:
+    float_model = without_observers(plain_copy(model))
+    # patterns may name functions of a graph, too
+    prepared = prepare_settled(float_model, args, kwargs, config, overrides, check=False)
+    parts = find_parts(float_model, args, kwargs)
+    graphs: list[tuple[str, list[Row]]] = []
+    rows: list[Row] = []
+    for part in parts.found:
+        graph = _graph(part, prepared, config, overrides)
+        rows += graph.torchq_report
+        if graph.plan.multiplies:
+            owner = prepared.get_submodule(part.name)
+            example = Example.of(owner, part.exported)
+            dispatch = Dispatch(owner, graph, example, part.name, config.strict)
+            dispatch.runs_both = _has_other_leaves(owner, dispatch)
+            attach(dispatch)
+            graphs.append((part.name, graph.torchq_report))
+    leaves: list[Row] = prepared.torchq_report  # type: ignore[assignment]
+    check_patterns(float_model, [*leaves, *rows], overrides)
+    names = {name for name, _ in float_model.named_modules()}
+    prepared.torchq_report = merged(leaves, graphs, names)  # type: ignore[assignment]
+    if "" in parts.reasons:
+        vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.reasons['']}"
+    return prepared
+
+
+def _graph(
+    part: Part, prepared: nn.Module, config: QConfig, overrides: Overrides | None
+) -> Prepared:
+    """Returns the observed graph of a part."""
+    plan = Plan(part.captured, config, overrides)
+    opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.standalone}
+    return Prepared(plan, opaque, report_rows(plan)).eval()
+
+
+def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
+    """Returns the quantized model; the prepared one stays as it is."""
+    return _converted(prepared, strict)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
+    check_prepared("convert", prepared)
+    rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
+    if strict:
+        check_strict(rows)
+    graphs = dispatches(prepared)
+    for dispatch in graphs:
+        _check_calibrated(dispatch)
+    layers = _layers(graphs)
+    memo: dict[int, Any] = {}
+    for name, module in prepared.named_modules():
+        if isinstance(module, ObservedLeaf):
+            memo[id(module)] = take_hooks(_leaf(name, module, layers), module)
+        elif isinstance(module, STANDALONE):
+            memo[id(module)] = take_hooks(converted(module, name), module)
+    for dispatch in graphs:
+        graph: Any = dispatch.graph
+        opaque = {
+            name: memo[id(graph.graph_module.get_submodule(name))] for name in graph.opaque_names
+        }
+        memo[id(graph)] = lowered = Lowering(graph, opaque).run()
+        add_checks(lowered, dispatch.example)
+    result = copy.deepcopy(prepared, memo)
+    for dispatch in dispatches(result):
+        dispatch.begin(strict)
+    share_weights(result)
+    for module in result.modules():
+        if hasattr(type(module), "save_pretrained"):
+            vars(module)["save_pretrained"] = _save_pretrained
+    vars(result)["torchq_report"] = rows
+    left = [row for row in rows if row.is_matmul and not row.requested]
+    if left and not any(row.quantized for row in rows):
+        warnings.warn(
+            f"torchq.convert: nothing runs in int8; '{left[0].name}' is float: {left[0].reason}. "
+            "torchq.explain tells the others.",
+            stacklevel=5,
+        )
+    return without_gradients(result.eval())
+
+
+def _save_pretrained(*args: Any, **kwargs: Any) -> None:
+    """Raises NotImplementedError: transformers would load the file with random weights."""
+    raise NotImplementedError(
+        "save_pretrained: a model that torchq converted cannot be written so: from_pretrained "
+        "would make a float model of it. Call torchq.save(model, path), and "
+        "torchq.load(path, float_model) to read it."
+    )
+
+
+def _check_calibrated(dispatch: Dispatch) -> None:
+    """Raises RuntimeError where every call of calibration ran the module's own code."""
+    assert isinstance(dispatch.graph, Prepared)
+    observers = list(dispatch.graph.observers)
+    seen = dispatch.graph_calls or any(observer.calibrated for observer in observers)
+    if observers and not seen:
+        where = f"'{dispatch.name}'" if dispatch.name else "the model"
+        raise RuntimeError(
+            f"torchq.convert: calibration must reach the graph of {where}, got no call that meets "
+            f"its guards: {joined(dispatch.conditions())}. Give torchq.prepare "
+            "example_inputs that are like the data, or torchq.calibrate more data."
+        )
+
+
+def _layers(graphs: list[Dispatch]) -> dict[str, list[tuple[Prepared, Layer]]]:
+    """Returns the quantized layers of graphs by the names of the float modules, call by call."""
+    found: dict[str, list[tuple[Prepared, Layer]]] = {}
+    for dispatch in graphs:
+        graph: Any = dispatch.graph
+        for layer in graph.plan.layer_at.values():
+            if layer.op.owner is not None:
+                name = f"{graph.plan.prefix}{layer.op.base}"
+                found.setdefault(name, []).append((graph, layer))
+    return found
+
+
+def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
+    """Returns whether a module has observed leaves that its graph does not call."""
+    graph: Any = dispatch.graph
+    prefix = f"{dispatch.name}." if dispatch.name else ""
+    known = _layers([dispatch]).keys() | {f"{prefix}{name}" for name in graph.opaque_names}
+    return any(
+        f"{prefix}{name}" not in known
+        for name, leaf in owner.named_modules()
+        if (isinstance(leaf, ObservedLeaf) and leaf.observer is not None)
+        or isinstance(leaf, STANDALONE)
+    )
+
+
+def _leaf(
+    name: str, module: ObservedLeaf, layers: dict[str, list[tuple[Prepared, Layer]]]
+) -> nn.Module:
+    """Returns the quantized leaf, or the float layer where neither way was calibrated.
+
+    What the graph has seen of the source counts as well: most calls take the graph.
+    """
+    own = module.observer is None or module.observer.calibrated
+    if name not in layers or module.observer is None:
+        return module.convert() if own else module.module
+    seen = [graph.qparams(layer.srcs[0]) for graph, layer in layers[name]]
+    fixed = any(graph.plan.fixed(layer.srcs[0]) for graph, layer in layers[name])
+    src = seen[0]
+    for other in () if fixed else (*seen[1:], *([module.qparams()] if own else ())):
+        src = _wider(src, other, module.config)
+    return module.convert(src)
+
+
+def _wider(a: QParams, b: QParams, config: QConfig) -> QParams:
+    """Returns parameters for the values of both."""
+    if (a.dtype, a.bits) != (b.dtype, b.bits):
+        return b
+    if config.symmetric:
+        return a if float(a.scale) > float(b.scale) else b
+    low = min(float(q.scale * (q.integers[0] - q.zero_point)) for q in (a, b))
+    high = max(float(q.scale * (q.integers[1] - q.zero_point)) for q in (a, b))
+    return choose_qparams(low, high, a.dtype, a.bits)
+
+
+def quantize(
+    model: nn.Module,
+    data: Iterable[Any] | None = None,
+    example_inputs: Inputs | None = None,
+    config: QConfig | None = None,
+    overrides: Overrides | None = None,
+    strict: bool = False,
+) -> nn.Module:
+    """Calls :func:`prepare`, :func:`calibrate` and :func:`convert`."""
+    if strict:
+        config = replace(config or QConfig(), strict=True)
+    if data is None:
+        if example_inputs is None:
+            raise TypeError(
+                "torchq.quantize: data must be batches to calibrate with, got None. Where nothing "
+                "needs calibration, as with QConfig(dynamic=True), pass example_inputs alone."
+            )
+        return _converted(prepare(model, example_inputs, config, overrides), strict)
+    if example_inputs is None:
+        rest = iter(batches("quantize", data, progress=False))
+        args, kwargs = split_inputs(next(rest))
+        example_inputs = kwargs or args
+        data = itertools.chain([example_inputs], rest)
+    prepared = prepare(model, example_inputs, config, overrides)
+    return _converted(calibrate(prepared, data), strict)

@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an exported program to a plain graph: tensors in, torch functions, the results out.
+
+The graph scripts. Its calls are those of ``torch`` where there is one, else methods of tensors,
+else ``torch.ops.aten``. Sizes are ``x.size(i)``. What only checks is dropped.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import keyword
+import operator
+import re
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from torchq.convert.capture import PREFIX, CaptureError, Exported
+from torchq.convert.einsum import as_product
+from torchq.convert.graph import Captured, Meta, remove_unused
+from torchq.convert.in_place import functional
+from torchq.convert.module_kinds import MATMUL
+from torchq.convert.names import is_reserved
+from torchq.convert.patterns import row_of
+from torchq.convert.spelling import base_name, spelled
+
+_ATEN = torch.ops.aten
+_DROPPED = {
+    "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range_for_size",
+    "sym_constrain_range", "_assert_async",
+}  # fmt: skip
+_PASSED = {"lift_fresh_copy", "detach", "alias", "lift", "_unsafe_view_copy"}
+_REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+_REPEATED = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.bool)
+
+
+def plain_graph(exported: Exported, model: nn.Module) -> Captured:
+    """Returns the graph of a captured call of ``model``, whose parameters it refers to."""
+    return _Plain(exported, model).run()
+
+
+class _Plain:
+    def __init__(self, exported: Exported, model: nn.Module) -> None:
+        self.program, self.model, self.exported = exported.program, model, exported
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, Any] = {}
+        self.values: dict[fx.Node, Any] = {}  # on the example
+        self.held: dict[str, fx.Node] = {}
+        self.modules = dict(model.named_modules())
+        self.entered: set[str] = {""}
+        self.names = _argument_names(exported, model)
+
+    def run(self) -> Captured:
+        inputs = iter(self.exported.tensors)
+        self._region(self.program.graph, self.program.graph_module, inputs, None)
+        remove_unused(self.graph)
+        self._name_leaves()
+        return Captured(self.graph, self.model, entered=self.entered)
+
+    def _name_leaves(self) -> None:
+        """Leaves to each leaf module the one call that stands for the module."""
+        calls: dict[str, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            if node.op.startswith("call_") and node.meta["call"]:
+                calls.setdefault(node.meta["call"], []).append(node)
+        for nodes in calls.values():
+            rows = [row_of(node) for node in nodes]
+            products = [n for n, row in zip(nodes, rows, strict=True) if row and row.is_matmul]
+            main = products[0] if products else nodes[0] if len(nodes) == 1 else None
+            for node in nodes:
+                if node is not main:
+                    node.meta.update(scope=node.meta["owner"], owner="")
+        for node in self.graph.nodes:
+            if node.op == "call_function" and not node.meta["owner"]:
+                row = row_of(node)
+                if row is not None and row.is_matmul:
+                    node.meta["owner"] = self._layer_of_weight(node)
+
+    def _layer_of_weight(self, node: fx.Node) -> str:
+        """Returns the name of the layer whose parameters other code multiplies by, or ""."""
+        left = [n for n in node.all_input_nodes if not n.meta["varying"]]
+        names: set[str] = set()
+        while left:
+            constant = left.pop()
+            left += constant.all_input_nodes
+            if constant.op == "get_attr":
+                name = str(constant.target).partition(".parametrizations.")[0]
+                names |= {name, name.rpartition(".")[0]}
+        found = [n for n in names if n and isinstance(self.modules.get(n), MATMUL)]
+        return found[0] if len(found) == 1 else ""
+
+    # Nodes
+
+    def _region(self, source: fx.Graph, module: nn.Module, tensors: Any, given: Any) -> Any:
+        """Writes the nodes of a graph, or of a region inside; returns what it gives."""
+        kinds = {s.arg.name: s for s in self.program.graph_signature.input_specs}
+        for node in source.nodes:
+            if node.op == "placeholder":
+                if given is not None:
+                    self.env[node] = next(given)
+                elif kinds[node.name].kind.name == "USER_INPUT":
+                    self.env[node] = self._input(node, next(tensors))
+                else:
+                    self.env[node] = self._held(kinds[node.name].target)
+            elif node.op == "get_attr":
+                self.env[node] = self._attribute(str(node.target), module)
+            elif node.op == "output":
+                if given is not None:
+                    return fx.map_arg(node.args[0], self.env.__getitem__)
+                self._output(node)
+            else:
+                self._call(node)
+        return None
+
+    def _input(self, node: fx.Node, value: Tensor) -> fx.Node:
+        made = self.graph.placeholder(self.names.pop(0))
+        self.values[made] = value
+        integral = value.dtype in _INTEGERS
+        return self._noted(made, node, varying=True, static=False, positional=integral)
+
+    def _held(self, target: str) -> fx.Node:
+        """A parameter, buffer or constant of the program."""
+        if target not in self.held:
+            name = target.removeprefix(PREFIX)
+            value = {**self.program.state_dict, **self.program.constants}[target]
+            own = target.startswith(PREFIX) and _has(self.model, name)
+            if not own or is_reserved(name):
+                name = f"_torchq_constant_{len(self.held)}"
+                self.model.register_buffer(name, value)
+            self.held[target] = self._stored(name, value)
+        return self.held[target]
+
+    def _attribute(self, target: str, module: nn.Module) -> Any:
+        value = operator.attrgetter(target)(module)
+        if isinstance(value, nn.Module):
+            return value
+        name = f"_torchq_constant_{len(self.held)}"
+        self.model.register_buffer(name, value)
+        self.held[name] = self._stored(name, value)
+        return self.held[name]
+
+    def _stored(self, name: str, value: Tensor) -> fx.Node:
+        first = next(iter(self.graph.nodes), None)
+        with self.graph.inserting_before(first):
+            made = self.graph.create_node("get_attr", name)
+        self.values[made] = value
+        made.meta.update(
+            value=_meta(value), scope="", varying=False, static=False,
+            positional=False, constant=value, sizes=tuple(map(str, value.shape)), phase=None,
+        )  # fmt: skip
+        return made
+
+    def _output(self, node: fx.Node) -> None:
+        specs = self.program.graph_signature.output_specs
+        found: Any = fx.map_arg(node.args[0], self.env.__getitem__)
+        kept = [v for v, s in zip(found, specs, strict=True) if s.kind.name == "USER_OUTPUT"]
+        result = pytree.tree_unflatten(kept, self.program.call_spec.out_spec)
+        known: list[fx.Node] = []
+        fx.map_arg(result, known.append)
+        if len(known) < sum(isinstance(value, fx.Node) for value in kept):
+            result = tuple(kept)  # of a class that torch.fx does not look into
+        made = self.graph.output(result)
+        made.meta.update(scope="", varying=True, static=False, positional=False)
+
+    def _call(self, node: fx.Node) -> None:
+        target: Any = node.target
+        name = base_name(target)
+        in_place = name.endswith("_") and not name.endswith("__")
+        call = functional(target) if in_place else None
+        args: Any = fx.node.map_aggregate(node.args, self._known)
+        kwargs: Any = fx.node.map_aggregate(node.kwargs, self._known)
+        if name in _REGIONS:
+            at = next(i for i, arg in enumerate(args) if isinstance(arg, fx.GraphModule))
+            self.env[node] = self._region(args[at].graph, args[at], None, iter(args[at + 1 :]))
+        elif name in _DROPPED:
+            return
+        elif name in _PASSED or _is_whole_slice(node, args) or _does_nothing(node, args):
+            self.env[node] = args[0]
+        elif target is operator.getitem and isinstance(args[0], tuple | list):
+            self.env[node] = args[0][args[1]]
+        elif name == "recurrent":
+            self.env[node] = self._recurrent(node, args)
+        elif name == "fake_quantize" and target.namespace == "torchq_capture":
+            self.env[node] = self._module(node, args[1], args[:1])
+        elif name.startswith("fake_quantize_per_"):
+            overload = getattr(target, "_overloadname", "default")
+            call = getattr(getattr(_ATEN, name), overload)
+            self.env[node] = self._function(node, args, kwargs, call)
+        elif name == "baddbmm" and not kwargs:
+            product = self._function(node, args[1:], {}, _ATEN.bmm.default)
+            added = (product, args[0])
+            self.env[node] = self._function(node, added, {}, _ATEN.add.Tensor)
+        elif name == "glu":
+            halves = self._function(
+                node, (args[0], 2, *(args[1:] or (-1,))), {}, _ATEN.chunk.default
+            )
+            value, gate = (self._item(node, halves, i) for i in range(2))
+            gate = self._function(node, (gate,), {}, _ATEN.sigmoid.default)
+            self.env[node] = self._function(node, (value, gate), {}, _ATEN.mul.Tensor)
+        elif name == "einsum" and (product := self._einsum(node, *args)) is not None:
+            self.env[node] = product
+        elif name == "_native_batch_norm_legit_no_training":
+            src, weight, bias, mean, var, momentum, eps = args
+            given = (src, weight, bias, mean, var, False, momentum, eps, False)
+            made = self._function(node, given, {}, _ATEN.batch_norm.default)
+            self.env[node] = (made, None, None)
+        else:
+            self.env[node] = self._function(node, args, kwargs, call)
+
+    def _known(self, value: Any) -> Any:
+        return self.env[value] if isinstance(value, fx.Node) else value
+
+    def _function(self, node: fx.Node, args: Any, kwargs: Any, call: Any = None) -> fx.Node:
+        """Writes a call, of ``node`` or another one in its place."""
+        call = call or node.target
+        op, target, args, kwargs = spelled(call, args, kwargs)
+        made = self.graph.create_node(op, target, tuple(args), dict(kwargs))
+        sources = made.all_input_nodes
+        varying = any(n.meta["varying"] for n in sources) or _is_random(call)
+        static = varying and all(n.meta["static"] or not n.meta["varying"] for n in sources)
+        name = base_name(call)
+        if target in ("size", "numel"):
+            static = varying = True
+        made.meta["aten"] = _full_name(call)
+        self.values[made] = self._computed(made)
+        if name == "as_strided" and not self._is_in_order(made.all_input_nodes[0]):
+            raise CaptureError("its code reads the memory of a view by strides")
+        looks_up = name in ("embedding", "index", "index_select", "gather")
+        known = [n.meta["positional"] for n in sources if n.meta["varying"]]
+        positional = target in ("size", "numel") or (bool(known) and all(known))
+        if (looks_up and not static) or (name in _REPEATED and not sources[0].meta["varying"]):
+            positional = False  # values of a table, all of them where it is repeated
+        return self._noted(made, node, varying=varying, static=static, positional=positional)
+
+    def _einsum(self, node: fx.Node, equation: str, operands: Any, path: Any = None) -> Any:
+        """Writes an einsum as the matrix product that it is; None where it is none."""
+
+        def emit(call: Any, *args: Any) -> fx.Node:
+            return self._function(node, args, {}, call)
+
+        known = [(tuple(self.values[x].shape), x.meta["varying"]) for x in operands]
+        return as_product(emit, equation, operands, known)
+
+    def _is_in_order(self, node: fx.Node) -> bool:
+        """Returns whether a tensor of the example fills its memory, in the order of its dims."""
+        value = self.values[node]
+        whole = value.untyped_storage().nbytes() == value.numel() * value.itemsize
+        return bool(value.is_contiguous() and whole)
+
+    def _recurrent(self, node: fx.Node, args: Any) -> list[fx.Node]:
+        """The call of a recurrent module, and its results one by one."""
+        srcs, name, kind = args[0], args[1], args[2]
+        states = [tuple(srcs[1:])] if "LSTM" in kind and srcs[1:] else srcs[1:]
+        made = self._module(node, name, (srcs[0], *states))
+
+        part = functools.partial(self._item, node)
+        if kind == "LSTM":
+            state = part(made, 1)
+            return [part(made, 0), part(state, 0), part(state, 1)]
+        if kind.endswith("Cell") and kind != "LSTMCell":
+            return [made]
+        return [part(made, 0), part(made, 1)]
+
+    def _module(self, node: fx.Node, name: str, args: Any) -> fx.Node:
+        """The call of a module that is one call in the program, too."""
+        if is_reserved(name):
+            raise CaptureError(f"torch.fx has another meaning for the name '{name}'")
+        made = self.graph.call_module(name, args)
+        varying = any(n.meta["varying"] for n in made.all_input_nodes)
+        self.values[made] = self._computed(made)
+        made.meta["aten"] = None
+        return self._noted(made, node, varying=varying, static=False, positional=False)
+
+    def _item(self, node: fx.Node, source: fx.Node, index: int) -> fx.Node:
+        """One of several results."""
+        item = self.graph.call_function(operator.getitem, (source, index))
+        item.meta["aten"] = None
+        self.values[item] = self._computed(item)
+        flags = {name: source.meta[name] for name in ("varying", "static", "positional")}
+        return self._noted(item, node, **flags)
+
+    # What is known of them
+
+    def _computed(self, made: fx.Node) -> Any:
+        args, kwargs = fx.node.map_arg((made.args, made.kwargs), self.values.__getitem__)
+        if made.op == "call_module":
+            return self.modules[str(made.target)](*args, **kwargs)
+        if made.op == "call_method":
+            return getattr(args[0], str(made.target))(*args[1:], **kwargs)
+        assert callable(made.target)
+        return made.target(*args, **kwargs)
+
+    def _noted(self, made: fx.Node, node: fx.Node, **flags: bool) -> fx.Node:
+        value, symbolic = self.values[made], node.meta.get("val")
+        if isinstance(symbolic, tuple | list) and isinstance(value, Tensor):
+            symbolic = symbolic[0]  # of a batch norm
+        scope, owner, call = self._place(node)
+        made.meta.update(flags, value=_meta(value), scope=scope, owner=owner)
+        made.meta["call"] = call
+        shape = getattr(symbolic, "shape", None)
+        made.meta.update(
+            sizes=None if shape is None else tuple(map(str, shape)),
+            phase=_phase(made, self.values), line=node.meta.get("stack_trace"),
+        )  # fmt: skip
+        if not flags["varying"]:
+            made.meta["constant"] = value
+        return made
+
+    def _place(self, node: fx.Node) -> tuple[str, str, str]:
+        """Names of the module around a call, and of the leaf module that makes it ("" for none).
+
+        The third name tells calls of one leaf module apart.
+        """
+        stack = node.meta.get("nn_module_stack") or {}
+        found = {key: path for key, (path, _) in stack.items() if f"{path}.".startswith(PREFIX)}
+        names = [re.sub(r"@\d+", "", path)[len(PREFIX) :] for path in found.values()]
+        names = [name for name in names if name in self.modules]
+        self.entered.update(names)
+        if not names:
+            return "", "", ""
+        leaf = self.modules[names[-1]]
+        if names[-1] and next(leaf.children(), None) is None:
+            return (names[-2] if len(names) > 1 else ""), names[-1], list(found)[-1]
+        return names[-1], "", ""
+
+
+def _argument_names(exported: Exported, model: nn.Module) -> list[str]:
+    """Returns the names that the model's code has for its tensors, which scripts keep."""
+    leaves, _ = pytree.tree_flatten_with_path((exported.args, exported.kwargs))
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    positional = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    found: list[str] = []
+    for i, argument in enumerate(exported.arguments):
+        path: Any = leaves[argument.index][0]
+        source, first, *rest = path
+        names = dict(enumerate(positional)) if source.idx == 0 else {}
+        name = names.get(getattr(first, "idx", -1)) or str(getattr(first, "key", f"tensors_{i}"))
+        name = "_".join([name, *(str(getattr(k, "idx", getattr(k, "key", i))) for k in rest)])
+        fine = name.isidentifier() and name not in found and not keyword.iskeyword(name)
+        found.append(name if fine and name != "self" else f"tensors_{i}")
+    return found
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    try:
+        return isinstance(operator.attrgetter(name)(model), Tensor)
+    except AttributeError:
+        return False
+
+
+def _full_name(target: Any) -> str | None:
+    """Returns the name of an ATen call as in its schema; None for Python's operators."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    return f"{target._schema.name}.{target._schema.overload_name}".rstrip(".")
+
+
+def _is_random(target: Any) -> bool:
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in target.tags
+    )
+
+
+def _is_whole_slice(node: fx.Node, args: Any) -> bool:
+    if base_name(node.target) != "slice" or len(args) < 4 or args[4:] not in ((), (1,)):
+        return False
+    return args[2] in (0, None) and args[3] in (sys.maxsize, None)
+
+
+def _does_nothing(node: fx.Node, args: Any) -> bool:
+    if base_name(node.target) == "clone":  # what is left of one where in-place code was rewritten
+        return not node.kwargs and all(user.op != "output" for user in node.users)
+    return "dropout" in base_name(node.target) and len(args) > 2 and args[2] is False
+
+
+def _meta(value: Any) -> Meta:
+    if isinstance(value, Tensor):
+        return Meta(tuple(value.shape), value.dtype)
+    if isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value):
+        first = next(v for v in value if isinstance(v, Tensor))
+        return Meta(None, first.dtype, is_sequence=True, length=len(value))
+    return Meta(is_number=isinstance(value, bool | int | float))
+
+
+def _phase(made: fx.Node, values: dict[fx.Node, Any]) -> float | None:
+    """The largest phase that a sine or cosine of data takes on the example."""
+    if made.target not in (torch.sin, torch.cos) or not made.all_input_nodes:
+        return None
+    source = values[made.all_input_nodes[0]]
+    if not isinstance(source, Tensor) or not source.numel() or not source.is_floating_point():
+        return None
+    return float(source.abs().max())

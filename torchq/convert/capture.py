@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures a module as a graph of ATen calls, with ``torch.export``.
+
+This file alone knows which release of torch runs. Every dimension of an input is dynamic unless the
+module's code decides otherwise; such decisions come back as guards, conditions on sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import inspect
+import io
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from torchq.convert.fake_calls import FakeFunctions, as_fake_calls
+from torchq.convert.in_place import needs_functions
+from torchq.convert.recurrent import as_one_call
+from torchq.model_state import changed, state_of, twin
+
+_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+_MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION", "PARAMETER_MUTATION")
+
+
+class CaptureError(ValueError):
+    """The module cannot be captured; the message says why."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor that a graph takes.
+
+    Attributes:
+        index: position among the leaves of ``(args, kwargs)``.
+        dtype: of the example.
+        shape: a size, or None where it is dynamic, for each dimension.
+    """
+
+    index: int
+    dtype: torch.dtype
+    shape: tuple[int | None, ...]
+
+
+@dataclass
+class Exported:
+    """A captured call.
+
+    Attributes:
+        program: the graph of ATen calls; its inputs are the tensors of the call, in order.
+        args, kwargs: of the example, perhaps with a larger batch.
+        arguments: the tensors that the graph takes.
+        guards: conditions on ``s0[0]`` and the like: sizes of the tensors.
+    """
+
+    program: ExportedProgram
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    arguments: list[Argument]
+    guards: list[str] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The example's tensors, in the order of the graph's inputs."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return [leaves[argument.index] for argument in self.arguments]
+
+
+class _Adapter(nn.Module):
+    """Takes tensors alone: everything else in a call is bound here."""
+
+    def __init__(self, module: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
+        super().__init__()
+        self.module, self.spec = module, spec
+        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def forward(self, *tensors: Tensor) -> Any:
+        leaves = list(self.constants)
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            leaves[position] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.module(*args, **kwargs)
+
+
+PREFIX = "module."
+"""Begins the names of the module's own parameters in a captured program."""
+
+
+def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exported:
+    """Captures ``module(*args, **kwargs)``; the module itself is not changed.
+
+    Raises:
+        CaptureError: torch.export does not capture the call, or the module keeps what it computes.
+    """
+    if why := _why_not(module, args, kwargs) or _why_unknown("takes", (args, kwargs)):
+        raise CaptureError(why)
+    args, kwargs = _clean(tuple(args)), _clean(dict(kwargs))
+    module, fakes = _warm(module, args, kwargs)
+    wider = _widened(module, args, kwargs)
+    if wider is not None:
+        try:
+            return _export(module, *wider, fakes)
+        except CaptureError:
+            pass
+    return _export(module, args, kwargs, fakes)
+
+
+def _why_not(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Returns why a graph cannot stand for calls of the module's ``forward``, or ""."""
+    own = type(module).__call__ is not nn.Module.__call__ and not isinstance(module, fx.GraphModule)
+    if own or "forward" in vars(module):
+        return f"its {'__call__' if own else 'forward'} was replaced"
+    try:
+        inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    except TypeError as error:  # of a decorator that takes more, and names the forward inside
+        return f"its forward says that it does not take such calls: {error}"
+    for name, part in module.named_modules():
+        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        if part is not module and any(map(_is_users, hooks)):
+            return f"'{name}' has a forward hook, which runs with its own code"
+    return ""
+
+
+def _is_users(hook: Any) -> bool:
+    """Returns False for hooks that a library makes in its models, and that a graph does without."""
+    module = getattr(hook, "__module__", None) or ""
+    return not module.startswith(("torch.", "transformers."))
+
+
+def _why_unknown(does: str, values: Any) -> str:
+    """Returns why a graph cannot take or return such values, or ""."""
+    for leaf in pytree.tree_leaves(values):
+        kind = type(leaf).__name__
+        if is_dataclass(leaf):
+            return f"it {does} a {kind}. Call torch.export.register_dataclass({kind}) first"
+        if does == "takes" and not _is_constant(leaf):
+            return f"it takes a {kind}, which is no tensor and no constant"
+    return ""
+
+
+def _is_constant(leaf: Any) -> bool:
+    """Returns whether a graph may hold a value that is no tensor as a constant."""
+    kinds = (Tensor, bool, int, float, str, torch.dtype, torch.device, enum.Enum, type(None))
+    return isinstance(leaf, kinds)
+
+
+def _clean(value: Any) -> Any:
+    """Contiguous copies of tensors, since other strides would become guards."""
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone().contiguous(), value)
+
+
+def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
+    """Returns the module, or a copy that keeps what its first call has worked out for the sizes.
+
+    The second result tells whether its code calls ``torch.fake_quantize_*``.
+
+    Raises:
+        CaptureError: each call changes what it keeps, the values of the first one decide, the code
+            changes what its arguments hold, or it returns what no graph holds.
+    """
+    warm, again, given = twin(module), twin(module), copy.deepcopy((args, kwargs))
+    before, (leaves, spec) = state_of(warm), pytree.tree_flatten(given)
+    with torch.no_grad(), FakeFunctions(replace=False) as functions:
+        result = warm(*given[0], **given[1])
+    now = pytree.tree_flatten(given)
+    if now[1] != spec or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
+        raise CaptureError("its code changes what its arguments hold")
+    if why := _why_unknown("returns", result):
+        raise CaptureError(why)
+    first = state_of(warm)
+    if not changed(before, first):
+        return module, functions.seen
+    with torch.no_grad(), contextlib.suppress(Exception):  # of values that the code refuses
+        warm(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, _other_values, (args, kwargs))
+        again(*args, **kwargs)
+    found = changed(first, state_of(warm)) or changed(first, state_of(again))
+    for name, keys in found.items():
+        where = f"'{name}.{keys[0]}'" if name else f"'{keys[0]}'"
+        raise CaptureError(f"its code changes {where} in each call")
+    return warm, functions.seen
+
+
+def _other_values(tensor: Tensor) -> Tensor:
+    return tensor / 2 if tensor.is_floating_point() else tensor.flip(0) if tensor.dim() else tensor
+
+
+def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Returns the example with a batch of two, if its batch is one; None if that does not run.
+
+    torch.export takes a size of one for a constant.
+    """
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
+    if not tensors or any(t.shape[0] != 1 for t in tensors):
+        return None
+
+    def twice(t: Tensor) -> Tensor:
+        return torch.cat([t, t]) if t.dim() else t
+
+    wide = pytree.tree_map_only(Tensor, twice, (args, kwargs))
+    with torch.no_grad():
+        try:
+            results = twin(module)(*copy.deepcopy(wide[0]), **copy.deepcopy(wide[1]))
+        except Exception:  # of the model's own code
+            return None
+    found = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor)]
+    return wide if any(t.dim() and t.shape[0] == 2 for t in found) else None
+
+
+def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    adapter = _Adapter(as_fake_calls(as_one_call(twin(module))), leaves, spec).eval()
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    if not tensors:
+        raise CaptureError("it takes no tensor")
+    dims = (tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors),)
+    with _quiet(), torch.no_grad(), FakeFunctions() if fakes else contextlib.nullcontext():
+        try:
+            program = torch.export.export(adapter, tensors, dynamic_shapes=dims, strict=False)
+            if needs_functions(program):
+                program = program.run_decompositions({})
+        except Exception as error:
+            raise CaptureError(_first(error)) from error
+    kinds = {spec.kind.name for spec in program.graph_signature.output_specs}
+    if mutated := kinds.intersection(_MUTATIONS):
+        raise CaptureError(f"its code writes to its arguments or buffers ({mutated.pop()})")
+    positions = adapter.positions
+    arguments = _arguments(program, positions, leaves)
+    exported = Exported(program, args, kwargs, arguments, _guards(program, len(tensors)))
+    if failed := [guard for guard in exported.guards if not holds(guard, tensors)]:
+        raise CaptureError(f"a guard of torch.export cannot be checked: {failed[0]}")
+    return exported
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides what torch.export prints and logs of graphs that fail."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
+            yield
+        finally:
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)
+
+
+def _first(error: Exception) -> str:
+    """Returns the first line of a message that may be pages long, or plain words for it."""
+    if type(error).__name__ == "GuardOnDataDependentSymNode":
+        return "its code acts on the values of a tensor"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return f"torch.export does not capture it: {text[:300]}"
+
+
+def _arguments(program: ExportedProgram, positions: list[int], leaves: list[Any]) -> list[Argument]:
+    names = [s.arg.name for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
+    values = {n.name: n.meta.get("val") for n in program.graph.find_nodes(op="placeholder")}
+    result = []
+    for position, name in zip(positions, names, strict=True):
+        shape = tuple(size if isinstance(size, int) else None for size in values[name].shape)
+        result.append(Argument(position, leaves[position].dtype, shape))
+    return result
+
+
+def _guards(program: ExportedProgram, count: int) -> list[str]:
+    """Returns torch's guards as conditions on ``s0``, ``s1``, ...: the shapes of the tensors."""
+    result = []
+    for guard in getattr(program, "_guards_code", None) or []:
+        text = re.sub(r"L\['tensors'\]\[(\d+)\]\.size\(\)", r"s\1", guard)
+        text = re.sub(r"L\['args'\]\[0\]\[(\d+)\]\.size\(\)", r"s\1", text)
+        result.append(text)
+    return list(dict.fromkeys(result))
+
+
+def holds(guard: str, tensors: Sequence[Tensor]) -> bool:
+    """Returns whether a guard holds for these tensors; False where it cannot be evaluated."""
+    names = {f"s{i}": t.shape for i, t in enumerate(tensors)}
+    try:
+        return bool(eval(guard, {"torch": torch, "math": __import__("math")}, names))
+    except Exception:
+        return False

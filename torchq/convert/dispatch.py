@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses for each call of a module: its graph, or the module's own code.
+
+A :class:`Dispatch` is in ``vars(module)["forward"]``, as a bound method. Calls whose arguments meet
+the guards run the graph. All others run the code of the module's class on its quantized parts, and
+the first of them warns and names the guard.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch._C import _get_tracing_state, _set_tracing_state  # type: ignore[attr-defined]
+from torch.compiler import is_compiling
+from torch.nn.modules import module as everywhere
+from torch.utils.hooks import RemovableHandle
+
+from torchq.convert.guards import Example
+from torchq.convert.swap.weights import without_capturing_hooks
+from torchq.nn.attached import Attachment, attachment_of
+
+_KEY = "torchq_graph."
+"""Begins the names of a graph's tensors in the state of its module."""
+
+
+class Dispatch(Attachment):
+    """A module's graph beside the module's own code.
+
+    Attributes:
+        module: owns the code; the graph is not one of its submodules.
+        graph: takes the tensors of a call, in the order of the leaves of ``(args, kwargs)``.
+        name: qualified name of the module in the model.
+        strict: raise where a call does not meet the guards.
+        graph_calls, own_calls: how many calls took which way.
+        runs_both: run the own code, too, for observers of leaves that the graph does not call.
+    """
+
+    def __init__(
+        self, module: nn.Module, graph: nn.Module, example: Example, name: str, strict: bool
+    ) -> None:
+        """``example``: which calls take the graph."""
+        self.module, self.graph, self.name, self.strict = module, graph, name, strict
+        self.example = example
+        self.graph_calls = self.own_calls = 0
+        self.runs_both = self._warned = False
+        self._seen = -1
+        self._known = _hooks(module)
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The method that calls of the module reach; pickle asks for this name, too."""
+        own = type(self.module).forward
+        signature = inspect.signature(own)
+        choose = self.example.chooser()
+        restore = self.example.restore()
+
+        def untraced(*args: Any, **kwargs: Any) -> Any:
+            """Chooses as a call that torch.jit.trace does not record."""
+            state = _get_tracing_state()
+            _set_tracing_state(None)
+            try:
+                return choose(*args, **kwargs)
+            finally:
+                _set_tracing_state(state)
+
+        def forward(self: Dispatch, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return self._compiled(choose, restore, args, kwargs)
+            try:
+                found = (choose if _get_tracing_state() is None else untraced)(*args, **kwargs)
+            except TypeError:  # own code takes the call otherwise, or says what is wrong with it
+                found = None
+            clean = RemovableHandle.next_id == self._seen or self._is_clean()
+            if found is not None and clean and not self.module.training:
+                self.graph_calls += 1
+                if self.runs_both:
+                    own(self.module, *args, **kwargs)
+                run = getattr(self.graph, "_direct", self.graph)  # without its own checks
+                return restore(run(*found))
+            reason = "" if self._warned and not self.strict else self._why(found, args, kwargs)
+            if self.strict:
+                raise RuntimeError(f"{reason} With strict=True this is an error.")
+            first = RemovableHandle.next_id
+            try:
+                result = own(self.module, *args, **kwargs)
+            except (TypeError, RuntimeError) as error:
+                if told := self.example.why_array(args, kwargs):
+                    raise TypeError(told) from error
+                raise
+            finally:
+                if RemovableHandle.next_id != first:
+                    without_capturing_hooks(self.module, first)
+            self._count(reason)
+            return result
+
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        forward.__doc__, forward.__name__ = own.__doc__, "forward"
+        return MethodType(forward, self)
+
+    def _compiled(
+        self, choose: Callable[..., Any], restore: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Takes a call within torch.compile or export; a count would compile each call anew."""
+        try:
+            found = choose(*args, **kwargs)
+        except TypeError:
+            found = None
+        if found is None or self.module.training or _hooks(self.module) - self._known:
+            if self.strict:
+                raise RuntimeError(
+                    f"{self._why(found, args, kwargs)} With strict=True this is an error."
+                )
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return restore(self.graph(*found))
+
+    def _is_clean(self) -> bool:
+        """Returns whether no submodule has hooks that are newer than the graph."""
+        if _hooks(self.module) - self._known:
+            return False
+        self._seen = RemovableHandle.next_id
+        return True
+
+    def _why(self, found: Any, args: Any, kwargs: Any) -> str:
+        """Returns why a call does not take the graph, and what would avoid that."""
+        remedy = "Quantize with example inputs that are called so to have a graph of such calls."
+        if found is None:
+            reason = self.example.why(args, kwargs)
+        elif self.module.training:
+            reason, remedy = "it is in training mode", "Call eval() on the converted model."
+        else:
+            reason = "a submodule has a hook that is newer than the graph"
+            remedy = "Remove the hook where it is not needed any more."
+        where = f"'{self.name}'" if self.name else type(self.module).__name__
+        return f"torchq: this call of {where} does not run its int8 graph: {reason}. {remedy}"
+
+    def _count(self, reason: str) -> None:
+        """Counts a call of the module's own code; the first one warns."""
+        self.own_calls += 1
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{reason} The module's own code ran instead, with int8 layers but float32 between "
+                "them. torchq.explain counts the calls of either kind.",
+                stacklevel=5,
+            )
+
+    def begin(self, strict: bool) -> None:
+        """Forgets the calls of calibration."""
+        self.graph_calls = self.own_calls = 0
+        self._warned, self.strict = False, self.strict or strict
+        self.runs_both = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process counts hooks anew."""
+        return {**vars(self), "_seen": -1}
+
+    def conditions(self) -> list[str]:
+        """Returns what a call must meet to take the graph, as text."""
+        return self.example.describe()
+
+    def scriptable(self) -> nn.Module:
+        """What ``torch.jit.script`` compiles in place of the module."""
+        return self.graph
+
+    # The state of the graph goes with that of the module
+
+    def save(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Adds the graph's tensors to a state_dict of the module."""
+        for name, value in self.graph.state_dict(keep_vars=True).items():
+            state[f"{prefix}{_KEY}{name}"] = value
+
+    def load(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        """Takes the graph's tensors out of a state that is being loaded."""
+        start = f"{prefix}{_KEY}"
+        own = {name: state.pop(name) for name in list(state) if name.startswith(start)}
+        own = {name[len(start) :]: value for name, value in own.items()}
+        try:
+            assign = bool(metadata.get("assign_to_params_buffers"))
+            lacks, more = self.graph.load_state_dict(own, strict=False, assign=assign)
+        except RuntimeError as error:
+            errors.append(str(error))
+            return
+        missing.extend(f"{start}{name}" for name in lacks)
+        unexpected.extend(f"{start}{name}" for name in more)
+
+
+def attach(dispatch: Dispatch) -> None:
+    """Makes calls of a module go through its dispatch."""
+    module = dispatch.module
+    vars(module)["forward"] = dispatch.forward
+    vars(module)["__prepare_scriptable__"] = dispatch.scriptable
+    module.register_state_dict_post_hook(functools.partial(Dispatch.save, dispatch))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(dispatch.load)  # type: ignore[no-untyped-call]
+
+
+def dispatch_of(module: nn.Module) -> Dispatch | None:
+    """Returns what a module's calls go through; None for a module without a graph."""
+    owner = attachment_of(module)
+    return owner if isinstance(owner, Dispatch) else None
+
+
+def dispatches(model: nn.Module) -> list[Dispatch]:
+    """Returns all of them in a model, in the order of its modules."""
+    found = (dispatch_of(module) for module in model.modules())
+    return [dispatch for dispatch in found if dispatch is not None]
+
+
+def _hooks(module: nn.Module) -> set[tuple[str, int]]:
+    """Returns the hooks of a module's parts; its own ones run whatever a call takes."""
+    found = {
+        (name, key)
+        for name, part in module.named_modules()
+        if part is not module
+        for hooks in (part._forward_hooks, part._forward_pre_hooks)
+        for key in hooks
+    }
+    of_all = (*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks)
+    return found | {("*", key) for key in of_all}

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is int8, what stayed float, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from torchq._table import html_table
+from torchq.config import Overrides, unmatched_patterns
+from torchq.nn.attached import attachment_of, computing_modules
+from torchq.nn.module import QModule
+from torchq.saturation import seven_bits
+
+_RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
+
+_HEADS = ("module", "class", "runs in", "attributes, or why it is float")
+
+NOT_CALLED = "not called with example_inputs"
+"""The reason of what did not run when the model was prepared."""
+
+READ = "its parameters are used outside of it, and it is not called"
+"""The reason of a layer whose parameters the model's own code reads."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module of the float model.
+
+    Attributes:
+        name: qualified name.
+        kind: class of the float module.
+        quantized: whether it runs in int8, by itself or fused.
+        reason: why it stays float, or what it was fused into; "" otherwise.
+        site: name of the module that now computes it.
+        is_matmul: whether it is a convolution, linear or recurrent module.
+        requested: whether an override kept it float.
+        calls: how often the model calls the module.
+        first: of a function that one line of code calls again and again, the name of the first row
+            of it; "" otherwise.
+    """
+
+    name: str
+    kind: str
+    quantized: bool
+    reason: str
+    site: str
+    is_matmul: bool
+    requested: bool
+    calls: int = 1
+    first: str = ""
+
+
+def joined(conditions: Sequence[str]) -> str:
+    """Returns the first conditions as one text; there may be hundreds."""
+    more = f"; and {len(conditions) - 12} more" if len(conditions) > 12 else ""
+    return "; ".join(conditions[:12]) + more
+
+
+@dataclass(frozen=True)
+class GraphRow:
+    """A graph, and how often it ran.
+
+    Attributes:
+        module: qualified name of the module whose calls the graph takes; "" for the whole model.
+        guards: conditions that a call must meet, as text.
+        graph_calls: how many calls met them.
+        own_calls: how many calls ran the module's own code.
+    """
+
+    module: str
+    guards: tuple[str, ...]
+    graph_calls: int
+    own_calls: int
+
+    def __str__(self) -> str:
+        """One line."""
+        where = f"'{self.module}'" if self.module else "the model"
+        return (
+            f"graph of {where}: {self.graph_calls} calls, {self.own_calls} of own code; guards: "
+            f"{joined(self.guards)}"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The rows, and a table of them as ``str``.
+
+    Attributes:
+        rows: one per module of the float model.
+        details: attributes of the quantized modules, by name.
+        seven_bits: where 7 bits would matter on other libraries' terms, and why, by name; see
+            :func:`torchq.saturation.seven_bits`.
+        note: why the whole model has no graph; "" where it has one.
+        graphs: of the model or its parts.
+    """
+
+    rows: tuple[Row, ...]
+    details: dict[str, str]
+    seven_bits: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+    graphs: tuple[GraphRow, ...] = field(default=(), compare=False)  # they count calls
+
+    def __str__(self) -> str:
+        """One line per module: name, class, int8 or float, and the scales or the reason.
+
+        Calls in a loop are one line, with the scales of the first.
+        """
+        cells = [_HEADS, *self._cells()]
+        widths = [max(len(cell[i]) for cell in cells) for i in range(3)]
+        lines = [
+            "  ".join(text.ljust(width) for text, width in zip(cell, [*widths, 0], strict=True))
+            for cell in cells
+        ]
+        return "\n".join(line.rstrip() for line in [*lines, *self._notes()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same table, for notebooks."""
+        return html_table(_HEADS, self._cells(), self._notes())
+
+    def _cells(self) -> list[tuple[str, str, str, str]]:
+        """The lines of the table."""
+        cells = []
+        for rows in self._alike():
+            row, calls = rows[0], sum(row.calls for row in rows)
+            detail = row.reason or self.details.get(row.site, "")
+            name = f"{row.name} .. {rows[-1].name}" if len(rows) > 1 else row.name
+            kind = f"{row.kind} x{calls}" if calls > 1 else row.kind
+            place = "int8" if row.quantized else "float"
+            cells.append((name or "(the model)", kind, place, detail))
+        return cells
+
+    def _notes(self) -> list[str]:
+        """What stands below the table."""
+        lines = []
+        if self.seven_bits:
+            names = list(self.seven_bits)
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            lines.append(
+                "exact here; under oneDNN's rules without VNNI 7 bits would matter in "
+                f"{', '.join(names[:4])}{more} (torchq.saturation.seven_bits says why)"
+            )
+        layers = [row for row in self.rows if row.is_matmul]
+        quantized = sum(row.quantized for row in layers)
+        if self.note:
+            lines.append(self.note)
+        lines.extend(str(graph) for graph in self.graphs[:4])
+        if len(self.graphs) > 4:
+            lines.append(f"and {len(self.graphs) - 4} more graphs")
+        recurrent = any(row.kind in _RECURRENT for row in layers)
+        kinds = (
+            "convolutions, linears and recurrent modules"
+            if recurrent
+            else "convolutions and linears"
+        )
+        idle = sum(row.reason == NOT_CALLED for row in layers)
+        more = f"; {idle} more are {NOT_CALLED}" if idle else ""
+        lines.append(f"{quantized} of {len(layers) - idle} {kinds} run in int8{more}")
+        return lines
+
+    def _alike(self) -> list[list[Row]]:
+        """Rows of one line of code that share their fate."""
+        found: dict[Any, list[Row]] = {}
+        for row in self.rows:
+            reason = re.sub(r"_\d+\b", "", row.reason)  # of what it was fused into
+            alike = row.first or row.name, row.quantized, reason
+            found.setdefault(alike, []).append(row)
+        return list(found.values())
+
+
+def explain(model: nn.Module) -> Explanation:
+    """What :func:`torchq.prepare` decided for each module of a prepared or converted model.
+
+    Raises:
+        ValueError: the model comes from neither.
+    """
+    rows = getattr(model, "torchq_report", None)
+    if rows is None:
+        raise ValueError(
+            "torchq.explain: model must come from torchq.prepare or torchq.convert, got "
+            f"{type(model).__name__}. Convert the float model, or load what "
+            "torchq.save wrote."
+        )
+    details = {
+        name: str(module.extra_repr())
+        for name, module in computing_modules(model).items()
+        if isinstance(module, QModule)
+    }
+    owners = [owner for module in model.modules() if (owner := attachment_of(module))]
+    graphs = tuple(
+        GraphRow(o.name, tuple(o.conditions()), o.graph_calls, o.own_calls) for o in owners
+    )
+    note = getattr(model, "torchq_note", "")
+    return Explanation(tuple(rows), details, seven_bits(model), note, graphs)
+
+
+def check_strict(rows: list[Row]) -> None:
+    """Raises RuntimeError for matmuls that stay float without an override that says so."""
+    left = [r for r in rows if r.is_matmul and not r.quantized and not r.requested]
+    if left:
+        lines = "; ".join(f"{row.name}: {row.reason}" for row in left)
+        raise RuntimeError(
+            f"torchq.convert: strict=True, but {len(left)} convolution, linear or recurrent "
+            f"modules stay float: {lines}. Change the model, or name them in overrides with None."
+        )
+
+
+def check_patterns(model: nn.Module, rows: list[Row], overrides: Overrides | None) -> None:
+    """Raises ValueError for an override that matches no module, no row, and no ``.dst`` of one."""
+    names = [*(name for name, _ in model.named_modules()), *(row.name for row in rows)]
+    if unmatched := unmatched_patterns(overrides, [*names, *(f"{name}.dst" for name in names)]):
+        quantizable = sorted({row.name for row in rows if row.quantized or row.is_matmul})
+        raise ValueError(
+            f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
+            f"The quantizable modules are {quantizable}."
+        )

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fake quantizers in a model: the scales and zero points that it was trained with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.fake_quantize import FakeQuantize
+from torchq.qparams import QParams
+
+_LEVELS = {f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in range(2, 9)}
+_LEVELS |= {f"uint{bits}": (0, 2**bits - 1) for bits in range(2, 9)}
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """What a fake quantizer fixes about an activation.
+
+    Attributes:
+        quantize: from its source to integers.
+        dequantize: what these integers stand for; the same unless the output bounds are others.
+        clip: bounds of its source, where it has fewer levels than the integers.
+    """
+
+    quantize: QParams
+    dequantize: QParams
+    clip: tuple[float, float] | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it only rounds: values on its levels stay what they are."""
+        return self.clip is None and same(self.quantize, self.dequantize)
+
+
+def same(a: QParams, b: QParams) -> bool:
+    """Whether two parameters are the same."""
+    alike = a.dtype == b.dtype and a.bits == b.bits and a.axis == b.axis
+    return alike and torch.equal(a.scale, b.scale) and torch.equal(a.zero_point, b.zero_point)
+
+
+def is_fake(module: nn.Module) -> bool:
+    """Returns whether a module rounds to levels: torchq's, and torch.ao's or torchao's in use."""
+    if isinstance(module, FakeQuantize) or _is_torchao(module):
+        return True
+    enabled = getattr(module, "fake_quant_enabled", None)
+    if enabled is None or not hasattr(module, "scale"):
+        return False
+    return bool(torch.as_tensor(enabled, device="cpu").any())
+
+
+def fake_quantizer(module: nn.Module) -> FakeQuantize | str:
+    """Returns what a module for which :func:`is_fake` holds computes, or why there is none."""
+    if isinstance(module, FakeQuantize):
+        return module
+    if not _is_torchao(module):
+        return FakeQuantize.from_torch(module)
+    config: Any = module.config
+    low, high = _LEVELS.get(str(config.dtype).rpartition(".")[2], (0, 0))
+    if type(config.granularity).__name__ != "PerAxis" or high == 0:
+        return f"fake quantization of {config.dtype} by {config.granularity} has no int8 form"
+    scale: Any = module.scale
+    zero_point: Any = module.zero_point
+    return FakeQuantize.from_affine(scale, zero_point, low, high, 0)
+
+
+def is_per_token(module: object) -> bool:
+    """Returns whether it takes int8 levels of each row from the row, as dynamic layers do."""
+    if not isinstance(module, nn.Module) or not _is_torchao(module):
+        return False
+    config: Any = module.config
+    rows = type(config.granularity).__name__ == "PerToken" and config.is_dynamic
+    return rows and config.dtype is torch.int8
+
+
+def _is_torchao(module: nn.Module) -> bool:
+    """Returns whether it is a fake quantizer of torchao to integers, and switched on."""
+    known = any(cls.__name__ == "FakeQuantizerBase" for cls in type(module).__mro__)
+    config = getattr(module, "config", None)
+    return known and hasattr(config, "granularity") and bool(getattr(module, "enabled", True))
+
+
+def is_watcher(module: nn.Module) -> bool:
+    """Returns whether a module of torch.ao passes values on: an observer, or one switched off."""
+    off = hasattr(module, "fake_quant_enabled") and not is_fake(module)
+    return off or (hasattr(module, "calculate_qparams") and not is_fake(module))
+
+
+def fixed_qparams(fake: FakeQuantize, dtype: torch.dtype) -> Fixed:
+    """Parameters of an activation; :func:`why_not_fixed` must have said "".
+
+    Fewer levels than the integers have are those of 256, clipped.
+    """
+    wide, clip = fake, None
+    if fake.levels not in (128, 256):
+        wide = _widened(fake)
+        clip = float(fake.input_low), float(fake.input_high)
+    return Fixed(*wide.qparams(dtype), clip)
+
+
+def why_not_fixed(fake: FakeQuantize) -> str:
+    """Why an activation with this fake quantizer cannot be int8; "" if it can."""
+    if fake.is_per_channel:
+        return "it has a scale per channel, and what reads activations takes one"
+    if fake.levels > 256:
+        return f"it has {fake.levels} levels, and int8 has 256"
+    if bool((fake.input_low >= fake.input_high).any()):
+        return fake.why_float()
+    return (fake if fake.levels in (128, 256) else _widened(fake)).why_float()
+
+
+def _widened(fake: FakeQuantize) -> FakeQuantize:
+    """With 256 levels, the first of them the same."""
+    high = fake.input_low + 255 * fake.input_scale
+    return FakeQuantize(
+        fake.input_low, high, fake.output_low, fake.output_low + 255 * fake.output_scale
+    )
+
+
+def composed(fake: FakeQuantize, scale: float, shift: float) -> FakeQuantize:
+    """``fake(x) * scale + shift``: an explicit dequantization behind it."""
+    low, high = (bound * scale + shift for bound in (fake.output_low, fake.output_high))
+    return FakeQuantize(fake.input_low, fake.input_high, low, high, fake.levels, fake.axis)
+
+
+def weight_scale(fake: FakeQuantize, weight: Tensor, axis: int, groups: int) -> Tensor | str:
+    """Scales of a fake-quantized weight, one or one per output channel; or why there are none.
+
+    Args:
+        fake: what the weight came from.
+        weight: on its levels.
+        axis: of the output channels.
+        groups: that split dimension 0, where ``axis`` is another.
+    """
+    scale = fake.output_scale
+    if fake.axis is not None and fake.axis % weight.dim() != axis:
+        return "its weight has scales along another dimension than its output channels"
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        return "its weight's fake quantizer has no positive scale"
+    shape = [1] * weight.dim()
+    shape[axis] = -1
+    steps = weight.detach().double() / (scale.reshape(shape) if fake.axis is not None else scale)
+    if steps.numel() and float((steps - steps.round()).abs().max()) > 0.01:
+        return "zero is no level of its weight's fake quantizer"
+    if steps.numel() and not -128.5 < float(steps.min()) <= float(steps.max()) < 127.5:
+        return "its weight's fake quantizer has a zero point that int8 cannot do without"
+    repeated = scale.repeat(groups) if axis != 0 and scale.numel() > 1 else scale
+    return repeated.float()

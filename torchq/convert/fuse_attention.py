@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention that a model spells out: products, masks and softmax become one operation.
+
+``softmax(q @ k.mT * scale + bias, -1) @ v`` with any number of biases, or with a ``masked_fill`` in
+their place, with or without dropout, where nothing else reads what is in between.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from torchq.convert.ops import NOT_FINITE, Mask, Op, Role, is_float, is_size
+from torchq.nn.attention import Attention, AttentionOptions
+from torchq.nn.binary import Add, MatMul
+
+_SOFTMAX = {
+    F.softmax: ("input", "dim", "_stacklevel", "dtype"),
+    torch.softmax: ("input", "dim", "dtype"),
+    "softmax": ("input", "dim", "dtype"),
+}
+_CASTS = {"float": 1, "to": 2, "type_as": 2}  # and how many arguments they have
+_FILLS = ("masked_fill", "masked_fill_", torch.masked_fill)
+_FACTORS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
+_DIVISIONS = (operator.truediv, operator.itruediv, torch.div, "div", "div_")
+_HIDES = -1e4  # whose exponential is 0 in float32, beside that of any score worth mentioning
+_HIDES_SURELY = -1e30  # where it is added, scores are lost as they are where it is filled in
+
+
+@dataclass
+class _Found:
+    """What lies between the two products, the last one first."""
+
+    parts: list[Op] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
+    scale: float = 1.0
+    factors: list[tuple[fx.Node, bool]] = field(default_factory=list)
+
+
+def fuse_attention(ops: dict[fx.Node, Op]) -> None:
+    """Makes the second product of each attention the whole of it, in place."""
+    for op in ops.values():
+        if op.role is Role.PRODUCT and isinstance(op.module, MatMul):
+            found = _Found()
+            first = _first_product(ops, op, found)
+            if first is not None:
+                options = AttentionOptions(scale=found.scale, transposed_key=True)
+                op.module, op.srcs = Attention(options), [*first.srcs, op.srcs[1]]
+                op.masks, op.factors = found.masks[::-1], found.factors
+                op.absorbed = found.parts
+
+
+def _first_product(ops: dict[fx.Node, Op], second: Op, found: _Found) -> Op | None:
+    """Walks back from the second product; None where anything else is in between."""
+    node: fx.Node | None = second.srcs[0]
+    user, normalized = second.node, False
+    while node is not None and list(node.users) == [user]:
+        op = ops.get(node)
+        if op is None or op.requested or _times_read(user, node) != 1:
+            return None
+        found.parts.append(op)
+        if normalized and op.role is Role.PRODUCT and isinstance(op.module, MatMul):
+            return op
+        user = node
+        if op.role is Role.PASS:
+            node = op.srcs[0]
+        elif (source := _source_of_cast(op.node)) is not None:
+            node = source
+        elif normalized:
+            node = _scores_behind(op, found)
+        else:
+            normalized = _is_softmax(op)
+            node = op.node.all_input_nodes[0] if normalized else None
+    return None
+
+
+def _times_read(user: fx.Node, node: fx.Node) -> int:
+    """Squares and sums of a node with itself read it twice."""
+    read: list[fx.Node] = []
+    fx.node.map_arg((user.args, user.kwargs), read.append)
+    return read.count(node)
+
+
+def _source_of_cast(node: fx.Node) -> fx.Node | None:
+    """Of one from float32 to float32: nothing here is what a caller gives, so it does nothing."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or node.kwargs:
+        return None
+    cast = _CASTS.get(str(node.target)) == len(node.args)
+    return source if cast and is_float(source) and is_float(node) else None
+
+
+def _is_softmax(op: Op) -> bool:
+    """Along the last dimension, in float32; hooks may make anything of it."""
+    node, options = op.node, dict(op.node.kwargs)
+    rank = len(node.meta["value"].shape or ())
+    if type(op.owner) is nn.Softmax:
+        if op.owner._forward_hooks or op.owner._forward_pre_hooks:
+            return False
+        options = {"dim": op.owner.dim}
+    elif node.target in _SOFTMAX:
+        options |= dict(zip(_SOFTMAX[node.target], node.args, strict=False))
+    else:
+        return False
+    last = rank > 0 and options.get("dim") in (-1, rank - 1)
+    return last and options.get("dtype") in (None, torch.float32) and is_float(node)
+
+
+def _scores_behind(op: Op, found: _Found) -> fx.Node | None:
+    """The scores to which a factor or a mask is applied; it is then in ``found``."""
+    if op.role is Role.UNARY and op.affine is not None:
+        scale, shift = (float(value) for value in op.affine)
+        found.scale *= scale
+        return op.srcs[0] if 0 < scale < math.inf and shift == 0 else None
+    count = 0 if op.node.kwargs else len(op.node.args)  # a division may round, say
+    if count == 2 and op.node.target in (*_FACTORS, *_DIVISIONS):
+        return _scores_times_number(op, found)
+    if found.factors or found.scale != 1:  # the mask would be scaled, too
+        return None
+    if isinstance(op.module, Add) and (op.role is Role.COMBINE or op.reason == NOT_FINITE):
+        return _scores_added_to(op, found)
+    if count == 3 and (op.node.target in _FILLS or op.node.target is torch.where):
+        return _scores_filled(op, found)
+    return None
+
+
+def _scores_times_number(op: Op, found: _Found) -> fx.Node | None:
+    """Of a number that the model computes from sizes, such as 1 / sqrt(q.size(-1))."""
+    scores, number = op.node.args
+    if not isinstance(scores, fx.Node) or not isinstance(number, fx.Node):
+        return None
+    if not is_size(number) or scores.meta["value"].shape is None:
+        return None
+    found.factors.append((number, op.node.target in _DIVISIONS))
+    return scores
+
+
+def _scores_added_to(op: Op, found: _Found) -> fx.Node | None:
+    shape = op.node.meta["value"].shape
+    if not all(map(is_float, [*op.srcs, op.node])):
+        return None
+    for scores, bias in (op.srcs, op.srcs[::-1]):
+        if scores.meta["value"].shape == shape and not any(map(_fills, found.masks)):
+            found.masks.append(bias)
+            return scores
+    return None
+
+
+def _scores_filled(op: Op, found: _Found) -> fx.Node | None:
+    """``masked_fill(scores, mask, value)``, ``where(mask, scores, value)`` or the other way round.
+
+    What hides a score in its place hides it when added, as 0 changes no other one.
+    """
+    first, second, third = op.node.args
+    if op.node.target in _FILLS:
+        scores, mask, value, inside = first, second, _hiding(third), True
+    elif _hiding(third) is not None:
+        scores, mask, value, inside = second, first, _hiding(third), False
+    else:
+        scores, mask, value, inside = third, first, _hiding(second), True
+    if not isinstance(scores, fx.Node) or not isinstance(mask, fx.Node) or found.masks:
+        return None
+    if value is None or mask.meta["value"].dtype != torch.bool:
+        return None
+    found.masks.append((mask, value, 0.0) if inside else (mask, 0.0, value))
+    return scores if scores.meta["value"].shape == op.node.meta["value"].shape else None
+
+
+def _hiding(value: Any) -> float | None:
+    """What to add where a number is filled in that hides scores; None for others."""
+    number = value.meta.get("constant") if isinstance(value, fx.Node) else value
+    if (
+        not isinstance(number, int | float | Tensor)
+        or torch.as_tensor(number, device="cpu").numel() != 1
+    ):
+        return None
+    if float(number) == -math.inf:
+        return -math.inf
+    return _HIDES_SURELY if float(number) <= _HIDES else None
+
+
+def _fills(mask: Mask) -> bool:
+    return isinstance(mask, tuple)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A captured module as a plain graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What is known about the value of a node on the example inputs.
+
+    Attributes:
+        shape: of a tensor; None for any other value.
+        dtype: of a tensor, or of the first one in a sequence.
+        is_sequence: whether it is a tuple or list that holds tensors.
+        length: of a sequence.
+        is_number: whether it is an int, a float or a bool.
+    """
+
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    is_sequence: bool = False
+    length: int = 0
+    is_number: bool = False
+
+
+@dataclass
+class Captured:
+    """A captured module.
+
+    Attributes:
+        graph: its nodes have, in ``meta``:
+
+            - "value": a Meta.
+            - "aten": name of the ATen call, ``aten::add.Tensor``; None for Python's operators.
+            - "owner": qualified name of the leaf module that the call stands for, or "".
+            - "scope": qualified name of the module around that.
+            - "varying": whether it depends on the inputs, by values or sizes.
+            - "static": whether it depends on sizes alone.
+            - "positional": whether it depends on sizes and integer inputs alone, as positions do.
+            - "sizes": of a tensor, as text, where equal texts mean equal sizes in every call.
+            - "phase": of a sine or cosine of data, the largest argument in the example.
+            - "line": of the model's code; the same for what one line calls again and again.
+            - "constant": the value of what does not vary.
+        model: owns the modules and parameters that the graph refers to.
+        entered: qualified names of the modules whose code was captured.
+        prefix: of what is a submodule of another model, its name there with a dot behind it.
+        once: modules that are called with constants only, and whose results the graph holds.
+    """
+
+    graph: fx.Graph
+    model: nn.Module
+    entered: set[str] = field(default_factory=set)
+    prefix: str = ""
+    once: set[str] = field(default_factory=set)
+
+
+def remove_unused(graph: fx.Graph) -> None:
+    """Erases nodes that nobody reads."""
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("placeholder", "output") and not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's graph as a plain module: copies and pickles of a GraphModule drop what is attached."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
+
+from torchq.convert.graph_data import graph_of, plain_nodes
+
+
+def is_exported(module: nn.Module) -> bool:
+    """Returns whether a module is that of an exported program, which has no other mode."""
+    return any(cls.__name__ == "_StatefulGraphModule" for cls in type(module).__mro__)
+
+
+class GraphCode(nn.Module):
+    """Runs the graph of a GraphModule on modules, parameters and buffers of the same names."""
+
+    def __init__(self, source: fx.GraphModule) -> None:
+        """Takes the parts of ``source`` themselves."""
+        super().__init__()
+        internal = vars(fx.GraphModule(nn.Module(), fx.Graph())).keys() - vars(self).keys()
+        vars(self).update({k: v for k, v in vars(source).items() if k not in internal})
+        self._code, self._sizes = source.graph, list[dict[int, int]]()
+        self._call = inspect.signature(source.forward)
+        if is_exported(source):
+            self._take_checks()
+        self.eval()
+
+    def _take_checks(self) -> None:
+        """Checks fixed sizes here: the functions that an exported program checks with are local."""
+        for hooks in (self._forward_hooks, self._forward_pre_hooks):
+            hooks.clear()
+        self._forward_hooks_always_called.clear()
+        self._forward_pre_hooks_with_kwargs.clear()
+        for node in self._code.find_nodes(op="call_module", target="_guards_fn"):
+            self._code.erase_node(node)
+        self._modules.pop("_guards_fn", None)
+        for node in self._code.find_nodes(op="placeholder"):
+            shape = enumerate(getattr(node.meta.get("val"), "shape", ()))
+            self._sizes.append({d: size for d, size in shape if isinstance(size, int)})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph.
+
+        Raises:
+            RuntimeError: a size differs from the one that a program was exported for.
+        """
+        bound = self._call.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = [*bound.args, *bound.kwargs.values()]
+        for i, (value, sizes) in enumerate(zip(tree_leaves(given), self._sizes, strict=False)):
+            for d, size in sizes.items():
+                message = f"torchq: dim {d} of input {i} must be {size}: it was exported for that"
+                torch._check(value.shape[d] == size, lambda message=message: message)  # type: ignore[no-untyped-call]
+        return fx.Interpreter(self, graph=self._code).run(*given)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keeps the graph as data, which pickle takes."""
+        code = plain_nodes(self._code, ()), self._code._codegen
+        return {**vars(self), "_code": code}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Makes the graph again."""
+        nodes, codegen = state["_code"]
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._code = graph_of(nodes)
+        self._code.set_codegen(codegen)
+
+
+def as_module(model: Any) -> Any:
+    """Returns the module of an exported program; anything else as it is."""
+    return model.module() if isinstance(model, ExportedProgram) else model
+
+
+def with_code(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model with a :class:`GraphCode` for each GraphModule in it."""
+    if isinstance(model, fx.GraphModule):
+        return GraphCode(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, fx.GraphModule):
+            model.set_submodule(name, GraphCode(module))
+    return model

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides which calls of a module take its graph: conditions on arguments, made into a function."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchq.convert.capture import Argument, Exported
+
+_SIZE = re.compile(r"\bs(\d+)\[(\d+)\]")
+_EQUAL = re.compile(r"s(\d+)\[(\d+)\] == s(\d+)\[(\d+)\]")
+
+
+@dataclass
+class Structure:
+    """How a module's results are built, where they are more than tuples, lists and dicts."""
+
+    spec: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
+        """Returns itself: nothing changes it."""
+        return self
+
+
+@dataclass
+class Example:
+    """What a call must be like to take the graph: that of the example, but for dynamic sizes.
+
+    Attributes:
+        cls: of the module, whose forward has the signature.
+        arguments: the tensors that the graph takes.
+        guards: conditions on their shapes ``s0``, ``s1``, ...
+        values: parameter of ``forward`` -> what the example gave; tensors are Arguments.
+        structure: of the results; None where the graph gives them as they are.
+    """
+
+    cls: type[nn.Module]
+    arguments: list[Argument]
+    guards: list[str]
+    values: dict[str, Any]
+    structure: Structure | None
+
+    @classmethod
+    def of(cls, module: nn.Module, exported: Exported) -> Example:
+        """Returns that of a captured call."""
+        leaves, spec = pytree.tree_flatten((exported.args, exported.kwargs))
+        for argument in exported.arguments:
+            leaves[argument.index] = argument
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        bound = inspect.signature(type(module).forward).bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        values = dict(list(bound.arguments.items())[1:])
+        result = exported.program.call_spec.out_spec
+        structure = None if _is_plain(result) else Structure(result)
+        return cls(type(module), exported.arguments, exported.guards, values, structure)
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """That of the module's forward, with self."""
+        return inspect.signature(self.cls.forward)
+
+    def restore(self) -> Callable[[Any], Any]:
+        """Returns the function that gives results the structure that the module gives them."""
+        if self.structure is None:
+            return _same
+        spec = self.structure.spec
+        return lambda result: pytree.tree_unflatten(pytree.tree_leaves(result), spec)
+
+    def chooser(self) -> Callable[..., tuple[Tensor, ...] | None]:
+        """Returns a function with the module's signature: the graph's tensors, or None."""
+        source, names = _source(self)
+        exec(compile(source, "<torchq guards>", "exec", dont_inherit=True), names)
+        return names["choose"]  # type: ignore[no-any-return]
+
+    def describe(self) -> list[str]:
+        """Returns the conditions as text, as ``x is float32 of shape [any, 8]``."""
+        labels = self._labels()
+        tensors = [
+            f"{label} is {str(a.dtype).removeprefix('torch.')} of shape {_sizes(a.shape)}"
+            for label, a in zip(labels, self.arguments, strict=True)
+        ]
+        others = [
+            f"{name} is {_brief(value)}"
+            for name, value in self.values.items()
+            if value and not any(isinstance(x, Argument) for x in pytree.tree_leaves(value))
+        ]
+        return [*tensors, *others, *(_readable(guard, labels) for guard in self.guards)]
+
+    def why(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Returns what of a call does not meet the guards."""
+        try:
+            bound = self.signature.bind(None, *args, **kwargs)
+        except TypeError as error:
+            return str(error)
+        bound.apply_defaults()
+        shapes: dict[str, Any] = {}
+        for name, value in list(bound.arguments.items())[1:]:
+            if reason := self._why_other(name, self.values[name], value, shapes):
+                return reason
+        labels = self._labels()
+        for guard in self.guards:
+            if not _holds(guard, shapes):
+                used = sorted({int(match[1]) for match in _SIZE.finditer(guard)})
+                got = " and ".join(f"{labels[i]} has {list(shapes[f's{i}'])}" for i in used)
+                return f"{_readable(guard, labels)} does not hold, since {got}"
+        return "its arguments are of other kinds than those of the example inputs"
+
+    def why_array(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Returns the mistake where a call gave an array in place of a tensor, or ""."""
+        try:
+            bound = self.signature.bind(None, *args, **kwargs)
+        except TypeError:
+            return ""
+        for name, value in bound.arguments.items():
+            if isinstance(value, np.ndarray) and isinstance(self.values[name], Argument):
+                return (
+                    f"torchq: {name} must be a tensor, got {_brief(value)}. Convert arrays with "
+                    "torch.from_numpy."
+                )
+        return ""
+
+    def _why_other(self, name: str, expected: Any, value: Any, shapes: dict[str, Any]) -> str:
+        if not isinstance(expected, Argument):
+            return self._why_constant(name, expected, value, shapes)
+        if type(value) is not Tensor and not _is_tensor(value):
+            return f"its argument '{name}' is {_brief(value)}, not a plain tensor"
+        shapes[f"s{self.arguments.index(expected)}"] = value.shape
+        if value.dtype != expected.dtype:
+            return f"its argument '{name}' is {value.dtype}, not {expected.dtype}"
+        sizes = zip(value.shape, expected.shape, strict=False)
+        if value.dim() != len(expected.shape) or any(e not in (None, s) for s, e in sizes):
+            wanted = _sizes(expected.shape)
+            return f"its argument '{name}' has shape {list(value.shape)}, not {wanted}"
+        return ""
+
+    def _why_constant(self, name: str, expected: Any, value: Any, shapes: dict[str, Any]) -> str:
+        before, structure = pytree.tree_flatten(expected)
+        if not any(isinstance(leaf, Argument) for leaf in before):
+            if _equal(value, expected):
+                return ""
+            return f"its argument '{name}' is {_brief(value)}, not {_brief(expected)}"
+        leaves, spec = pytree.tree_flatten(value)
+        if spec != structure:
+            return f"its argument '{name}' holds other parts than the example's"
+        pairs = zip(before, leaves, strict=True)
+        return next((r for a, b in pairs if (r := self._why_other(name, a, b, shapes))), "")
+
+    def _labels(self) -> list[str]:
+        """Returns how the caller names each tensor: ``input_ids``, ``batch['x']``."""
+        found: dict[Any, str] = {}
+        for name, value in self.values.items():
+            try:
+                pairs = pytree.tree_flatten_with_path(value)[0]
+            except ValueError:  # a class of others, whose parts have no names
+                pairs = [((), leaf) for leaf in pytree.tree_leaves(value)]
+            for path, leaf in pairs:
+                if isinstance(leaf, Argument):
+                    found[leaf] = f"{name}{pytree.keystr(path)}"
+        return [found[argument] for argument in self.arguments]
+
+
+def _source(example: Example) -> tuple[str, dict[str, Any]]:
+    """Returns the source of :meth:`Example.chooser`, and what the source refers to."""
+    # with underscores: a parameter may be named s1 or math
+    names: dict[str, Any] = {"_torch": torch, "_math": math, "_Tensor": Tensor, "_len": len}
+    names |= {"_flat": _flat, "_equal": _equal, "_is_tensor": _is_tensor}
+    head, parts, others = _parameters(example, names), [], []
+    given: dict[Argument, str] = {}
+    for name, expected in example.values.items():
+        found = [leaf for leaf in pytree.tree_leaves(expected) if isinstance(leaf, Argument)]
+        names[f"_expected_{name}"] = expected
+        if isinstance(expected, Argument):
+            given[expected] = name
+        elif found:
+            parts.append(f"(_f_{name} := _flat({name}, _expected_{name})) is not None")
+            given |= {argument: f"_f_{name}[{i}]" for i, argument in enumerate(found)}
+        elif expected is None or isinstance(expected, bool):
+            others.append(f"{name} is {expected}")
+        elif not expected and f"*{name}" in head:
+            others.append(f"not {name}")
+        else:
+            others.append(f"_equal({name}, _expected_{name})")
+    texts = [given[argument] for argument in example.arguments]
+    conditions = [*others, *parts, *_on_tensors(example, texts, names)]
+    return (
+        f"def choose({head}):\n"
+        f"    if {' and '.join(conditions)}:\n"
+        f"        return ({', '.join(texts)},)\n"
+    ), names
+
+
+def _parameters(example: Example, names: dict[str, Any]) -> str:
+    """Returns the parameters of the module's forward, whose defaults are ``names`` then."""
+    head = []
+    parameters = list(example.signature.parameters.values())[1:]
+    star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    for p in parameters:
+        if p.kind is p.KEYWORD_ONLY and not star:
+            head.append("*")
+            star = True
+        stars = "*" * (p.kind is p.VAR_POSITIONAL) + "**" * (p.kind is p.VAR_KEYWORD)
+        default = "" if p.default is p.empty else f"=_default_{p.name}"
+        names[f"_default_{p.name}"] = p.default
+        head.append(f"{stars}{p.name}{default}")
+    return ", ".join(head)
+
+
+def _on_tensors(example: Example, texts: list[str], names: dict[str, Any]) -> list[str]:
+    """Conditions on class, shape and dtype of the tensors ``texts``, and torch's guards.
+
+    Whole shapes that are equal in every call are compared at once: reading one size takes as long.
+    """
+    leaders, conditions = _leaders(example), []
+    for i, (text, argument) in enumerate(zip(texts, example.arguments, strict=True)):
+        conditions.append(f"({text}.__class__ is _Tensor or _is_tensor({text}))")
+        if leaders[i] != i:
+            conditions.append(f"{text}.shape == _s{leaders[i]}")
+        else:
+            conditions.append(f"_len(_s{i} := {text}.shape) == {len(argument.shape)}")
+            sizes = enumerate(argument.shape)
+            conditions += [f"_s{i}[{d}] == {size}" for d, size in sizes if size is not None]
+        names[f"_dtype_{i}"] = argument.dtype
+        conditions.append(f"{text}.dtype is _dtype_{i}")
+    for guard in example.guards:
+        left = re.sub(r"\b(torch|math)\.", r"_\1.", guard)
+        left = _SIZE.sub(lambda match: f"_s{leaders[int(match[1])]}[{match[2]}]", left)
+        sides = left.split(" == ")
+        if len(set(sides)) == len(sides) and f"({left})" not in conditions:
+            conditions.append(f"({left})")
+    return conditions
+
+
+def _leaders(example: Example) -> list[int]:
+    """Returns, for each tensor, the first one that has the same shape in every call."""
+    same: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def first(size: tuple[int, int]) -> tuple[int, int]:
+        while size in same:
+            size = same[size]
+        return size
+
+    for guard in example.guards:
+        if match := _EQUAL.fullmatch(guard):
+            i, d, j, e = map(int, match.groups())
+            a, b = sorted((first((i, d)), first((j, e))))
+            if a != b:
+                same[b] = a
+    shapes = [
+        [first((i, d)) if size is None else size for d, size in enumerate(argument.shape)]
+        for i, argument in enumerate(example.arguments)
+    ]
+    return [shapes.index(shape) for shape in shapes]
+
+
+def _is_tensor(value: Any) -> bool:
+    """Returns True for a parameter, and for a tensor of torch.export or torch.compile."""
+    if type(value) is nn.Parameter:
+        return True
+    return isinstance(value, Tensor) and torch.compiler.is_compiling()
+
+
+def _flat(value: Any, expected: Any) -> list[Any] | None:
+    """Returns the tensors of a value that holds the same as the example's, else None."""
+    leaves, spec = pytree.tree_flatten(value)
+    before, structure = pytree.tree_flatten(expected)
+    if spec != structure:
+        return None
+    tensors = []
+    for leaf, known in zip(leaves, before, strict=True):
+        if isinstance(known, Argument):
+            tensors.append(leaf)
+        elif not _equal(leaf, known):
+            return None
+    return tensors
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    """Returns True where a value that is no tensor is that of the example, and of its class."""
+    if value is expected:
+        return True
+    if type(value) is not type(expected):
+        return False
+    if isinstance(value, tuple | list):
+        return len(value) == len(expected) and all(map(_equal, value, expected))
+    try:
+        return bool(value == expected)
+    except Exception:  # of a class that does not compare
+        return False
+
+
+def _same(result: Any) -> Any:
+    return result
+
+
+def _is_plain(spec: Any) -> bool:
+    """Returns whether results are tuples, lists and dicts of tensors, as graphs give them."""
+    if spec.is_leaf():
+        return True
+    return spec.type in (tuple, list, dict) and all(map(_is_plain, spec.children()))
+
+
+def _holds(guard: str, shapes: dict[str, Any]) -> bool:
+    try:
+        return bool(eval(guard, {"torch": torch, "math": math}, shapes))
+    except Exception:
+        return False
+
+
+def _readable(guard: str, labels: list[str]) -> str:
+    """Returns a guard in the caller's words: ``x.shape[1] == 5``."""
+    return _SIZE.sub(lambda match: f"{labels[int(match[1])]}.shape[{match[2]}]", guard)
+
+
+def _sizes(shape: Sequence[int | None]) -> str:
+    return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Tensor):
+        kind = "tensor" if type(value) is Tensor else type(value).__name__
+        return f"a {kind} of {value.dtype}"
+    if isinstance(value, np.ndarray):
+        return f"a numpy array of {value.dtype} {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) < 60 else f"a {type(value).__name__}"

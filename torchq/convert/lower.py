@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a calibrated plan to the converted graph."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from torchq.convert.from_float import naming, pool_from_float
+from torchq.convert.fuse import Layer
+from torchq.convert.graph_module import QuantizedGraph
+from torchq.convert.names import is_reserved
+from torchq.convert.ops import Op, Role
+from torchq.convert.prepared import Prepared
+from torchq.convert.quantized import lookup, quantized
+from torchq.convert.sharing import shared_qparams
+from torchq.nn.attention import Attention, DynamicQAttention
+from torchq.nn.binary import Cat
+from torchq.nn.dynamic import DynamicQLinear
+from torchq.nn.pad import QPad
+from torchq.nn.quantize import Dequantize, QLookup, Quantize
+from torchq.qparams import QParams
+
+_OF_STRIDES = ("as_strided", "as_strided_copy", "as_strided_scatter", "view_as_complex")
+
+
+class Lowering:
+    """Writes the converted graph, in the order of the float one.
+
+    Each value may exist as float32, as int8, or both; what is not there yet is made where it is
+    first needed. Layers and opaque operations are written in order; what only moves values is
+    written when somebody reads it.
+    """
+
+    def __init__(self, prepared: Prepared, opaque: dict[str, nn.Module]) -> None:
+        """``opaque``: submodules that were converted by themselves."""
+        self.prepared, self.plan = prepared, prepared.plan
+        self.graph = fx.Graph()
+        self.modules: dict[str, Any] = {}
+        self._opaque, self._names = opaque, dict[str, str]()
+        self._attributes: dict[int, str] = {}  # id of a tensor -> name in the converted model
+        self._float: dict[fx.Node, fx.Node] = {}
+        self._int8: dict[fx.Node, fx.Node] = {}
+        self._qparams = shared_qparams(prepared)
+        self._readers = self.plan.readers()
+
+    def run(self) -> QuantizedGraph:
+        """The converted model."""
+        for node in self.plan.captured.graph.nodes:
+            layer = self.plan.layer_at.get(node)
+            op = self.plan.ops.get(node)
+            if layer is not None:
+                self._layer(layer)
+            elif op is not None and op.role is Role.DYNAMIC:
+                self._float[node] = self._dynamic(op)
+            elif node.op in ("placeholder", "output") or (
+                node not in self.plan.inside and op is not None and not self._is_lazy(op)
+            ):
+                self._float[node] = self._copy(node)
+        return QuantizedGraph(self.modules, self.graph, type(self.plan.captured.model).__name__)
+
+    def _is_lazy(self, op: Op) -> bool:
+        kinds = (Role.SHAPE, Role.MOVE, Role.PASS, Role.POOL, Role.PAD, Role.FAKE)
+        return op.role in kinds
+
+    def qparams(self, node: fx.Node) -> QParams:
+        """Parameters of the group of a node."""
+        root = self.plan.root(node)
+        if root not in self._qparams:
+            self._qparams[root] = self.prepared.qparams(node)
+        return self._qparams[root]
+
+    # Values
+
+    def float_of(self, node: fx.Node) -> fx.Node:
+        """The float32 form of a value, or a value that is no tensor."""
+        if node not in self._float:
+            self._float[node] = self._make_float(node)
+        return self._float[node]
+
+    def _make_float(self, node: fx.Node) -> fx.Node:
+        op = self.plan.ops.get(node)
+        if op is not None and op.role is Role.SHAPE:
+            return self._copy(node, self.any_of)
+        joined = self.plan.is_joined(node) and not node.meta["value"].is_sequence
+        if op is not None and self._moves_float(op):
+            return self.float_of(op.srcs[0]) if op.role is Role.PASS else self._copy(node)
+        if node in self._int8 or node in self.plan.fakes or (joined and self.plan.is_int8(node)):
+            src = self.int8_of(node)
+            return self._call(f"{node.name}_dequantize", Dequantize(self.qparams(node)), src)
+        if op is not None and op.role is Role.PASS:
+            return self.float_of(op.srcs[0])
+        return self._copy(node)
+
+    def _moves_float(self, op: Op) -> bool:
+        """Whether it moves what is float32 and only its other readers quantize: nothing is rounded.
+
+        Code that compares these values, with what stands for padding, say, sees them as they are.
+        """
+        node = op.node
+        while self.plan.is_joined(node) and self.plan.fixed(node) is None:
+            part = self.plan.ops[node]
+            if part.role not in (Role.MOVE, Role.PASS):
+                return False
+            node = part.srcs[0]
+        return node is not op.node and node.op != "get_attr" and not self.plan.comes_as_int8(node)
+
+    def any_of(self, node: fx.Node) -> fx.Node:
+        """Any form, of a value whose shape is asked for."""
+        if node in self._int8:
+            return self._int8[node]
+        op = self.plan.ops.get(node)
+        lazy = op is not None and self._is_lazy(op) and op.role is not Role.SHAPE
+        if node not in self._float and lazy and self.plan.is_int8(node):
+            return self.int8_of(node)
+        return self.float_of(node)
+
+    def int8_of(self, node: fx.Node) -> fx.Node:
+        """The int8 form of a value whose group is int8."""
+        if node not in self._int8:
+            op = self.plan.ops.get(node)
+            if op is not None and self.plan.is_joined(node):
+                self._int8[node] = self._moved(op)
+            elif node in self.plan.fakes and op is not None:
+                self._int8[node] = self._rounded(op)
+            elif "constant" in node.meta:
+                self._int8[node] = self._constant(node)
+            else:
+                quantize = Quantize(self.qparams(node))
+                name = f"{node.name}_quantize"
+                self._int8[node] = self._call(name, quantize, self.float_of(node))
+        return self._int8[node]
+
+    def _moved(self, op: Op) -> fx.Node:
+        """What moves or pools elements, on int8."""
+        src, qparams = self.int8_of(op.srcs[0]), self.qparams(op.node)
+        if op.role is Role.PASS:
+            return src
+        if op.role is Role.POOL:
+            assert op.module is not None
+            size = [] if op.size is None else [fx.node.map_arg(op.size, self.any_of)]
+            dst = self._call(op.name, pool_from_float(op.module, qparams), src, *size)
+            return self._flat(op, dst)
+        if op.role is Role.PAD:
+            return self._call(op.name, QPad(qparams), src, self._padding(op))
+        signed = qparams.dtype == torch.int8 and _is_resampling(op)
+        if signed:  # torch interpolates uint8, but not int8; TorchScript has no view(dtype)
+            src = self.graph.call_method("to", (src, torch.uint8))  # the same bytes
+        dst = self._copy(op.node, lambda n: src if n is op.srcs[0] else self.any_of(n))
+        return self.graph.call_method("to", (dst, torch.int8)) if signed else dst
+
+    def _flat(self, op: Op, dst: fx.Node) -> fx.Node:
+        return self.graph.call_method("flatten", (dst, 1)) if op.flatten else dst
+
+    def _padding(self, op: Op) -> Any:
+        """Numbers or nodes, of a PAD."""
+        pad = op.node.args[1] if len(op.node.args) > 1 else op.node.kwargs["pad"]
+        return fx.node.map_arg(pad, self.any_of)
+
+    def _rounded(self, op: Op) -> fx.Node:
+        """What a fake quantizer gives that no layer took over."""
+        src, fixed = op.srcs[0], self.plan.fakes[op.node]
+        if self.plan.comes_as_int8(src):
+            assert op.module is not None
+            table = QLookup(op.module, self.qparams(src), fixed.dequantize, op.kind)
+            return self._call(f"{op.node.name}_lookup", table, self.int8_of(src))
+        value = self.float_of(src)
+        if fixed.clip is not None:
+            value = self.graph.call_function(torch.clamp, (value, *fixed.clip))
+        return self._call(f"{op.node.name}_quantize", Quantize(fixed.quantize), value)
+
+    def _constant(self, node: fx.Node) -> fx.Node:
+        value, qparams = self.prepared.constant(node), self.qparams(node)
+        name = self._free(f"{node.name}_int8")
+        self.modules[name] = Quantize(qparams)(value.detach())
+        return self.graph.get_attr(name)
+
+    # Nodes
+
+    def _copy(self, node: fx.Node, form: Any = None) -> fx.Node:
+        """The node as it is in the float model."""
+        form = form or self.float_of
+        copied = self.graph.node_copy(node, self._in_order(form) if _reads_strides(node) else form)
+        if node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(self.plan.captured.model)
+            # not the original name: its module may be a quantized one, with a weight of its own
+            if id(value) not in self._attributes:  # files hold a tensor under one name
+                self._attributes[id(value)] = self._free(str(node.target).replace(".", "_"))
+            copied.target = self._attributes[id(value)]
+            self.modules[copied.target] = value
+        if node.op == "call_module":
+            copied.target = self._float_module(str(node.target))
+        return copied
+
+    def _in_order(self, form: Any) -> Any:
+        """Sources with the strides of the float model: convolutions give channels-last ones."""
+
+        def read(node: fx.Node) -> fx.Node:
+            made: fx.Node = form(node)
+            if node.meta["value"].shape is None:
+                return made
+            return self.graph.call_method("contiguous", (made,))
+
+        return read
+
+    def _float_module(self, name: str) -> str:
+        """Where the converted model has this float module."""
+        if name not in self._names:
+            module = copy.deepcopy(self.plan.captured.model.get_submodule(name))
+            self._names[name] = self._free(name)
+            self.modules[self._names[name]] = self._opaque.get(name, module)
+        return self._names[name]
+
+    def _call(self, name: str, module: nn.Module, *args: Any) -> fx.Node:
+        name = self._free(name)
+        self.modules[name] = module
+        return self.graph.call_module(name, args)
+
+    def _free(self, name: str) -> str:
+        """``name``, or the first with a number behind it that nothing has."""
+        if is_reserved(name):
+            name = f"torchq_{name}"
+        original, i = name, 1
+        while name in self.modules:
+            name, i = f"{original}_{i}", i + 1
+        return name
+
+    # Layers
+
+    def _layer(self, layer: Layer) -> None:
+        host = self.plan.table_hosts.get(layer)
+        if host is not None:
+            node = self._int8[layer.dst] = self._int8[host.dst]
+            self.modules[str(node.target)].with_lookup(lookup(layer, self.plan, self.qparams))
+            return
+        with naming(f"{self.plan.prefix}{layer.op.base}"):
+            module = quantized(layer, self.plan, self.qparams)
+        form = self._int8 if self.plan.emits_int8(layer) else self._float
+        dst = self._call(layer.name, module, *self._sources(layer))
+        form[layer.dst] = self._flat(layer.op, dst)
+
+    def _sources(self, layer: Layer) -> list[Any]:
+        """What the layer's module is called with."""
+        args: list[Any] = [self._src(src) for src in layer.srcs]
+        if layer.residual is not None:
+            as_int8 = self.plan.comes_as_int8(layer.residual)
+            args.append((self.int8_of if as_int8 else self.float_of)(layer.residual))
+        if isinstance(layer.op.module, Attention):
+            args += self._attention_arguments(layer.op)
+        return [args] if isinstance(layer.op.module, Cat) else args
+
+    def _dynamic(self, op: Op) -> fx.Node:
+        sources = [self.float_of(src) for src in op.srcs]
+        if isinstance(op.module, Attention):
+            sources += self._attention_arguments(op)
+            return self._call(op.name, DynamicQAttention(op.module.options), *sources)
+        config = self.plan.config(op.base)
+        assert isinstance(op.module, nn.Linear) and config is not None
+        with naming(f"{self.plan.prefix}{op.base}"):
+            linear = DynamicQLinear.from_float(
+                op.module, granularity=config.weight_granularity, bits=config.weight_bits,
+                weight_scale=op.weight_scale,
+            )  # fmt: skip
+        return self._call(op.name, linear, *sources)
+
+    def _attention_arguments(self, op: Op) -> list[Any]:
+        """The mask, of all that are added; the scale, where it is known at run time only."""
+        terms: list[fx.Node] = []
+        for mask in op.masks:
+            if isinstance(mask, tuple):
+                call = (self.float_of(mask[0]), *mask[1:])
+                terms.append(self.graph.call_function(torch.where, call))
+            else:
+                terms.append(self.float_of(mask))
+        for i in range(1, len(terms)):
+            terms[i] = self.graph.call_function(operator.add, (terms[i - 1], terms[i]))
+        assert isinstance(op.module, Attention)
+        scale: Any = op.module.options.scale
+        for factor, divides in op.factors:
+            function = operator.truediv if divides else operator.mul
+            scale = self.graph.call_function(function, (scale, self.float_of(factor)))
+        if not op.factors:
+            return [*terms[-1:]]
+        return [terms[-1] if terms else None, scale]
+
+    def _src(self, node: fx.Node) -> fx.Node:
+        """A source: int8, or a float32 value of which this layer is the only reader."""
+        alone = self._readers[self.plan.root(node)] == 1
+        made = self.plan.is_joined(node) or node in self.plan.fakes or "constant" in node.meta
+        made |= node in self._int8
+        if made or not alone:
+            return self.int8_of(node)
+        return self.float_of(node)
+
+
+def _reads_strides(node: fx.Node) -> bool:
+    """Returns whether a call reads other elements where its source has other strides."""
+    name = str(node.meta.get("aten")).partition("::")[2]
+    return name.partition(".")[0] in _OF_STRIDES or name == "view.dtype"
+
+
+def _is_resampling(op: Op) -> bool:
+    return op.role is Role.MOVE and "upsample_nearest" in str(op.node.meta["aten"])

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float modules of what combines tensors, and of functions of each element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchq.convert.fake import why_not_fixed
+from torchq.convert.ops import NOT_FINITE, Arguments, Made, Pointwise, Role
+from torchq.fake_quantize import FakeQuantize
+from torchq.nn.binary import Cat
+
+# Combining
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def binary(
+    module: type[nn.Module] | None, function: Callable[..., Any]
+) -> Callable[[Arguments], Made | str]:
+    """Two tensors combine; a tensor and a number are a function of the tensor."""
+
+    def make(a: Arguments) -> Made | str:
+        if a.get("alpha", 1) != 1 or a.get("rounding_mode") is not None:
+            return "its options have no int8 form"
+        if not all(isinstance(x, fx.Node | Tensor) or _number(x) for x in (a.input, a.other)):
+            return "an operand is not a tensor"
+        position = 0 if isinstance(a.input, fx.Node) else 1  # of the tensor that varies
+        src, other = (a.input, a.other) if position == 0 else (a.other, a.input)
+        if isinstance(other, fx.Node):
+            if other.meta["value"].shape is None or src.meta["value"].shape is None:
+                return "a number that depends on the input's sizes has no int8 form"
+            if module is None:
+                return f"{function.__name__} of two tensors has no int8 form"
+            return Made(Role.COMBINE, module(), [a.input, a.other])
+        if isinstance(other, Tensor) and not bool(torch.isfinite(other).all()):
+            srcs = [a.nodes["input"], a.nodes["other"]]
+            return Made(Role.COMBINE, None if module is None else module(), srcs, reason=NOT_FINITE)
+        affine = _affine(function, torch.as_tensor(other, device="cpu"), position)
+        if _number(other) or other.dim() == 0:
+            pointwise = Pointwise(function, float(other), position=position)
+            return Made(Role.UNARY, pointwise, [src], affine=affine)
+        if module is not None:
+            return Made(Role.COMBINE, module(), [a.nodes["input"], a.nodes["other"]], affine=affine)
+        if affine is None:
+            return f"{function.__name__} of two tensors has no int8 form"
+        return Made(Role.NORM, Pointwise(function, other, position=position), [src], affine=affine)
+
+    return make
+
+
+def _affine(
+    function: Callable[..., Any], other: Tensor, position: int
+) -> tuple[Tensor, Tensor] | None:
+    """(scale, shift), if a function of a tensor at ``position`` and a constant is linear."""
+    value = other.detach().double()
+    one, zero = torch.ones((), device="cpu").double(), torch.zeros((), device="cpu").double()
+    found = {
+        (torch.add, 0): (one, value),
+        (torch.add, 1): (one, value),
+        (torch.sub, 0): (one, -value),
+        (torch.sub, 1): (-one, value),
+        (torch.mul, 0): (value, zero),
+        (torch.mul, 1): (value, zero),
+        (torch.div, 0): (1 / value, zero),
+    }.get((function, position))
+    finite = found is not None and all(bool(torch.isfinite(v).all()) for v in found)
+    return found if finite else None
+
+
+def cat(a: Arguments) -> Made | str:
+    """Makes ``torch.cat`` of sources that are listed one by one."""
+    if isinstance(a.tensors, fx.Node):
+        return "its sources are not listed one by one"
+    return Made(Role.COMBINE, Cat(a.dim), list(a.nodes["tensors"]))
+
+
+# Functions of each element
+
+
+def unary(make: Callable[[Arguments], nn.Module]) -> Callable[[Arguments], Made | str]:
+    """Returns the maker of a function of one tensor, whose other arguments are constants."""
+
+    def unary(a: Arguments) -> Made | str:
+        if a.varying("input"):
+            return f"its {a.varying('input')[0]} is computed at run time"
+        return Made(Role.UNARY, make(a), [a.input])
+
+    return unary
+
+
+def clip(low: float | None, high: float | None) -> nn.Module:
+    """Returns the module that clips to these bounds."""
+    if low == 0 and high is None:
+        return nn.ReLU()
+    low, high = (-math.inf if low is None else low), (math.inf if high is None else high)
+    return nn.Hardtanh(low, high) if low < high else Pointwise(torch.clamp, low, high)
+
+
+def clamp(a: Arguments) -> Made | str:
+    """Makes ``torch.clamp``."""
+    if any(isinstance(a[name], Tensor) for name in ("min", "max")):
+        return "its bounds are tensors"
+    return unary(lambda a: clip(a.min, a.max))(a)
+
+
+def prelu(a: Arguments) -> Made | str:
+    """Makes ``F.prelu``: a leaky relu, or a slope per channel."""
+    if a.varying("input"):
+        return f"its {a.varying('input')[0]} is computed at run time"
+    if a.weight.numel() == 1:
+        return Made(Role.UNARY, nn.LeakyReLU(float(a.weight)), [a.input])
+    module = nn.PReLU(a.weight.numel(), device="cpu")
+    module.weight = nn.Parameter(a.weight.detach().reshape(-1), False)
+    return Made(Role.SLOPES, module, [a.input])
+
+
+def fake(a: Arguments) -> Made | str:
+    """torch.fake_quantize_per_tensor_affine and torch.fake_quantize_per_channel_affine."""
+    if a.varying("input"):
+        return f"its {a.varying('input')[0]} is computed at run time"
+    fake = FakeQuantize.from_affine(a.scale, a.zero_point, a.quant_min, a.quant_max, a.get("axis"))
+    return Made(Role.FAKE, fake, [a.nodes["input"]], reason=why_not_fixed(fake))

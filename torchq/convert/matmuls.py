@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float modules of the matmuls and norms that a graph calls as functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchq.affine import TRANSPOSED, reduction
+from torchq.convert.fake import weight_scale
+from torchq.convert.ops import Arguments, Made, Role, is_size
+from torchq.nn.attention import Attention, AttentionOptions
+from torchq.nn.binary import MatMul
+
+_MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Of a tensor; () for anything else."""
+    return node.meta["value"].shape or ()
+
+
+def check_matmul(module: Any) -> str:
+    """Why a float layer has no int8 form, or ""."""
+    mode = getattr(module, "padding_mode", "zeros")
+    if mode != "zeros":
+        return f"padding_mode is '{mode}', only 'zeros' is supported"
+    if reduction(module) > _MAX_REDUCTION:
+        return f"it sums more than {_MAX_REDUCTION} products, which could overflow int32"
+    return ""
+
+
+def batch_norm(a: Arguments) -> Made | str:
+    """``F.batch_norm`` in evaluation."""
+    if a.varying("input"):
+        return f"its {a.varying('input')[0]} is computed at run time"
+    if a.training or a.running_mean is None:
+        return "it takes the statistics of each batch"
+    scale = (a.running_var.double() + a.eps).rsqrt()
+    scale = scale if a.weight is None else scale * a.weight
+    shift = -a.running_mean * scale if a.bias is None else a.bias - a.running_mean * scale
+    shape = [-1] + [1] * (len(shape_of(a.input)) - 2)
+    return Made(Role.NORM, None, [a.input], affine=(scale.reshape(shape), shift.reshape(shape)))
+
+
+def _with_weight(module: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    module.weight = nn.Parameter(weight.detach(), False)
+    module.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), False))
+    return module.eval()
+
+
+def _matmul(a: Arguments, module: nn.Module, axis: int = 0, groups: int = 1) -> Made:
+    """A module with the weight and bias of the arguments; ``axis`` is of the output channels."""
+    made = Made(Role.MATMUL, _with_weight(module, a.weight, a.bias), [a.input])
+    made.reason = check_matmul(module)
+    source = a.nodes["weight"]
+    fake = source.meta.get("fake") if isinstance(source, fx.Node) else None
+    if fake is not None:
+        scale = weight_scale(fake, a.weight, axis, groups)
+        if isinstance(scale, str):
+            made.note = f"{scale}: it is quantized anew"
+        else:
+            made.weight_scale = scale
+    return made
+
+
+def linear(a: Arguments) -> Made | str:
+    """``F.linear`` with constant parameters."""
+    if a.varying("input"):
+        return f"its {a.varying('input')[0]} is computed at run time"
+    if a.weight.dim() != 2:
+        return "its weight is a vector"
+    module = nn.Linear(1, 1, device="meta")
+    module.out_features, module.in_features = a.weight.shape
+    return _matmul(a, module)
+
+
+def product(a: Arguments) -> Made | str:
+    """Of two tensors at run time; a constant matrix on the right makes it a linear layer."""
+    ranks = [x.dim() if isinstance(x, Tensor) else len(shape_of(x)) for x in (a.input, a.other)]
+    if min(ranks) < 2:
+        return "an operand is a vector"
+    if isinstance(a.other, Tensor) and ranks[1] == 2:
+        return linear_of(a.input, a.other.t(), None)
+    return Made(Role.PRODUCT, MatMul(), [a.nodes["input"], a.nodes["other"]])
+
+
+def attention(a: Arguments) -> Made | str:
+    """F.scaled_dot_product_attention; a mask comes with each call, in float or bool."""
+    sources = [a.nodes[name] for name in ("query", "key", "value")]
+    sized = isinstance(a.scale, fx.Node) and is_size(a.scale)
+    if varying := a.varying("query", "key", "value", "attn_mask", *(["scale"] if sized else [])):
+        return f"its {varying[0]} is computed at run time"
+    if a.dropout_p != 0:
+        return "it drops at random"
+    given = 1.0 if sized else a.scale
+    if given is not None and not 0 < given < math.inf:
+        return f"its scale {given} is not above 0"
+    mask = a.nodes["attn_mask"]
+    if mask is not None and mask.meta["value"].dtype not in (torch.bool, torch.float32):
+        return f"its mask is {mask.meta['value'].dtype}, not torch.float32 or torch.bool"
+    scale = None if given is None else float(given)  # TorchScript tells them apart
+    module = Attention(AttentionOptions(bool(a.is_causal), scale, bool(a.enable_gqa)))
+    made = Made(Role.PRODUCT, module, sources, masks=[] if mask is None else [mask])
+    made.factors = [(a.scale, False)] if sized else []
+    return made
+
+
+def inner(a: Arguments) -> Made | str:
+    """torch.inner with a constant matrix: a linear layer of it."""
+    if not isinstance(a.other, Tensor) or a.other.dim() != 2 or not shape_of(a.input):
+        return "an inner product without a constant matrix on its right has no int8 form"
+    return linear_of(a.input, a.other, None)
+
+
+def add_product(a: Arguments) -> Made | str:
+    """torch.addmm of constants."""
+    if a.varying("mat1"):
+        return f"its {a.varying('mat1')[0]} is computed at run time"
+    if not isinstance(a.mat1, fx.Node):
+        return "its matrix is a constant"
+    bias = a.input * a.beta
+    if bias.numel() not in (1, a.mat2.shape[1]) or bias.shape[-1:].numel() != bias.numel():
+        return "what it adds differs from row to row"
+    return linear_of(a.mat1, a.mat2.t() * a.alpha, bias.reshape(-1).expand(a.mat2.shape[1]))
+
+
+def linear_of(src: fx.Node, weight: Tensor, bias: Tensor | None) -> Made:
+    """A linear layer of a constant matrix ``[out, in]``."""
+    module = nn.Linear(1, 1, device="meta")
+    module.out_features, module.in_features = weight.shape
+    made = Made(Role.MATMUL, _with_weight(module, weight.contiguous(), bias), [src])
+    made.reason = check_matmul(module)
+    return made
+
+
+def conv(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
+    """A convolution; or a transposed one, whose weight has the channels the other way round."""
+    transposed = issubclass(cls, TRANSPOSED)
+
+    def make(a: Arguments) -> Made | str:
+        if a.varying("input"):
+            return f"its {a.varying('input')[0]} is computed at run time"
+        first, second, *kernel = a.weight.shape
+        channels = (first, second * a.groups) if transposed else (second * a.groups, first)
+        options = {
+            name: _spread(a[name], len(kernel))
+            for name in ("stride", "padding", "dilation", "output_padding")
+            if name in a
+        }
+        module = cls(*channels, tuple(kernel), groups=a.groups, device="meta", **options)
+        return _matmul(a, module, *((1, a.groups) if transposed else ()))
+
+    return make
+
+
+def _spread(value: Any, dims: int) -> Any:
+    """One value per spatial dim, or a word."""
+    if isinstance(value, str):
+        return value
+    values = list(value) if isinstance(value, tuple | list) else [value]
+    return tuple((values * dims)[:dims])
+
+
+CONV = "input weight bias=None stride=1 padding=0 dilation=1 groups=1"
+CONV_TRANSPOSE = "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1"

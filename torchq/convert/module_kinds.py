@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float modules that both flows know, by what becomes of them; why one may have to stay float."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torchq.affine import TRANSPOSED
+from torchq.nn.binary import Add, Cat, Mul
+from torchq.nn.quantize import DeQuantStub, QuantStub
+
+_LIBRARY = ("torch.nn.", "torchq.")
+_HARMLESS = {
+    *("__init__", "__module__", "__doc__", "__annotations__", "__constants__", "__dict__"),
+    *("__weakref__", "__repr__", "__orig_bases__", "__parameters__", "__static_attributes__"),
+    *("__firstlineno__", "extra_repr", "reset_parameters"),
+}
+MATMUL = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
+BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+AVERAGES = (
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d,
+)
+POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, *AVERAGES)
+COMBINE = (Add, Mul, Cat)
+UNARY = (
+    nn.ReLU,
+    nn.ReLU6,
+    nn.Hardtanh,
+    nn.Sigmoid,
+    nn.Tanh,
+    nn.SiLU,
+    nn.Mish,
+    nn.GELU,
+    nn.ELU,
+    nn.LeakyReLU,
+    nn.Hardswish,
+    nn.Hardsigmoid,
+    nn.Softplus,
+)
+STUBS = (QuantStub, DeQuantStub)
+QUANTIZABLE = (*MATMUL, *COMBINE, *UNARY, *POOLS, *STUBS)
+MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
+EXPOSED = "its parameters are used outside of it too"
+NO_DYNAMIC_FORM = "only linear layers, recurrent ones and attention have a dynamic form"
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether an object has a forward of its own, which its class does not know."""
+    return not vars(module).keys().isdisjoint(("forward", "_conv_forward"))
+
+
+def inherits(cls: type) -> bool:
+    """Returns True where nothing that matters to a call is a class's own, and not the library's."""
+    base = next(c for c in cls.__mro__ if c.__module__.startswith(_LIBRARY))
+    known = {*dir(base), *(n for c in base.__mro__ for n in vars(c).get("__annotations__", ()))}
+    own = {name for c in cls.__mro__[: cls.__mro__.index(base)] for name in vars(c)}
+    return base is not nn.Module and not own & known - _HARMLESS

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a node of a graph is to quantization: its role, the float module that computes it."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx, nn
+
+
+class Role(enum.Enum):
+    """How an operation relates to scales."""
+
+    MATMUL = "a sum of products: reads int8, emits int8 or float32"
+    NORM = "a factor and a shift per channel: folds into a MATMUL, or becomes a depthwise one"
+    PRODUCT = "a matrix product of tensors, or attention: reads int8, emits int8 or float32"
+    DYNAMIC = "attention or a linear, quantized by what it reads in each call: float32 in and out"
+    COMBINE = "several tensors in, requantized: add, mul, cat"
+    SLOPES = "a leaky relu with one slope per channel: a post-op of a MATMUL"
+    UNARY = "a function of each element: a post-op, or a table between two int8 tensors"
+    MEAN = "an average over all positions: finer than its source, so with parameters of its own"
+    POOL = "keeps scale and zero point, in a kernel of its own"
+    MOVE = "moves elements: torch's own operation on int8"
+    PAD = "moves elements, and puts real zeros around them"
+    PASS = "returns what it got"
+    FAKE = "rounds to levels: says what the scale and zero point are"
+    SHAPE = "asks for sizes only"
+    OPAQUE = "anything else, in float32"
+
+
+Mask: TypeAlias = fx.Node | tuple[fx.Node, float, float]
+NOT_FINITE = "its constant is not finite"
+"""Why a sum stays float that is no mask of attention."""
+
+
+@dataclass(eq=False)
+class Made:
+    """A recognised operation: what computes it in float, and the nodes it reads.
+
+    Attributes:
+        role: see Role.
+        module: float module on the sources; None for what torch computes on int8 as well.
+        srcs: nodes.
+        flatten: whether the result's spatial dims, all 1, are dropped.
+        pad: zeros before and after each spatial dim, of a PAD: (begin..., end...).
+        reason: why it has to stay float all the same.
+        note: what the report says of it, where it is int8.
+        affine: (scale, shift) in float64, which broadcast against the result, where it is
+            ``x * scale + shift`` of its first source: a matmul in front of it takes that over.
+        weight_scale: of a MATMUL, where its weight was fake-quantized: one, or one per channel.
+        size: that the module is called with at run time, with nodes; None for none.
+        masks: of attention: what is added to its scores, or (where, what is added there, what
+            elsewhere); a bool mask alone says what is seen.
+        factors: of attention: numbers made of sizes by which its scores are multiplied or, if true,
+            divided.
+        is_matmul: whether the function is a convolution or linear, int8 or not.
+    """
+
+    role: Role
+    module: nn.Module | None
+    srcs: list[fx.Node]
+    flatten: bool = False
+    pad: tuple[list[int], list[int]] | None = None
+    reason: str = ""
+    note: str = ""
+    affine: tuple[Tensor, Tensor] | None = None
+    weight_scale: Tensor | None = None
+    is_matmul: bool = False
+    size: Any = None
+    masks: list[Mask] = field(default_factory=list)
+    factors: list[tuple[fx.Node, bool]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Op(Made):
+    """A node of the graph; the attributes of Made and these.
+
+    Attributes:
+        node: its node.
+        name: qualified name: of the module, or of the caller and the function; each only once.
+        base: of a module, the name without the number of the call: what overrides match.
+        kind: class of the module, or name of the function.
+        requested: whether an override keeps it float.
+        owner: module of the float model, if it is one.
+        absorbed: operations in front of it that it computes as well.
+    """
+
+    node: fx.Node = field(kw_only=True)
+    name: str = field(kw_only=True)
+    base: str = field(kw_only=True)
+    kind: str = field(kw_only=True)
+    requested: bool = False
+    owner: nn.Module | None = None
+    absorbed: list[Op] = field(default_factory=list)
+
+
+class Arguments(dict[str, Any]):
+    """Arguments by name; constants are values, what depends on the inputs is a node.
+
+    Attributes:
+        nodes: the same, with constants as nodes too.
+    """
+
+    def __init__(self) -> None:
+        """Empty."""
+        super().__init__()
+        self.nodes: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """The argument."""
+        return self[name]
+
+    def varying(self, *allowed: str) -> list[str]:
+        """Names of arguments that are computed at run time, without those ``allowed``."""
+        found = []
+        for name, value in self.items():
+            nodes: list[fx.Node] = []
+            fx.node.map_arg(value, nodes.append)
+            if nodes and name not in allowed:
+                found.append(name)
+        return found
+
+
+class Pointwise(nn.Module):
+    """A function of each element, with constant arguments beside the tensor."""
+
+    def __init__(self, function: Callable[..., Any] | str, *args: Any, position: int = 0) -> None:
+        """``function`` of torch, or the name of a method; the tensor is at ``position``."""
+        super().__init__()
+        self.function, self.arguments, self.position = function, args, position
+
+    def forward(self, src: Tensor) -> Tensor:
+        """Applies it."""
+        args = [*self.arguments]
+        args.insert(self.position, src)
+        if isinstance(self.function, str):
+            result = getattr(args[0], self.function)(*args[1:])
+        else:
+            result = self.function(*args)
+        assert isinstance(result, Tensor)
+        return result
+
+
+def clip_bounds(module: nn.Module | None) -> tuple[float, float] | None:
+    """The bounds of an activation that only clips."""
+    if isinstance(module, nn.Hardtanh):  # ReLU6 is one
+        return float(module.min_val), float(module.max_val)
+    return (0.0, math.inf) if isinstance(module, nn.ReLU) else None
+
+
+def is_float(node: fx.Node) -> bool:
+    """Whether it is a float32 tensor."""
+    return bool(node.meta["value"].dtype == torch.float32)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether it is a number that the model computes from sizes."""
+    return bool(node.meta["static"]) and node.meta["value"].is_number

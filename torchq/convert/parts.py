@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the largest modules of a model that can be captured, and their graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from torchq.convert.aten import plain_graph
+from torchq.convert.capture import CaptureError, Exported, export, holds
+from torchq.convert.constants import compute_once
+from torchq.convert.graph import Captured
+from torchq.convert.module_kinds import MATMUL
+from torchq.convert.self_contained import RECURRENT
+from torchq.convert.swap.calls import copied
+from torchq.convert.swap.leaves import stand_in
+from torchq.inputs import float_tensors
+from torchq.model_state import twin
+from torchq.nn.leaf import without_hooks
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class Part:
+    """A module with its graph.
+
+    Attributes:
+        name: qualified name in the model; "" for the whole.
+        exported: the captured call.
+        captured: the same as a plain graph.
+    """
+
+    name: str
+    exported: Exported
+    captured: Captured
+
+
+@dataclass
+class Parts:
+    """What of a model is captured.
+
+    Attributes:
+        found: in the order of the modules.
+        reasons: module that is not captured -> why.
+    """
+
+    found: list[Part] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def find_parts(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts:
+    """Captures ``model(*args, **kwargs)``; where that fails, the calls of its parts."""
+    parts = Parts()
+    if stand_in(model) is not None:  # one layer, which needs no graph
+        return parts
+    calls: dict[int, Call] = {}
+    if model._forward_pre_hooks:  # which give ``forward`` other arguments
+        calls = _calls(model, args, kwargs)
+    if not _capture(parts, model, "", calls.get(id(model), (tuple(args), dict(kwargs)))):
+        _descend(parts, model, "", calls or _calls(model, args, kwargs))
+    return parts
+
+
+def _descend(parts: Parts, module: nn.Module, name: str, calls: dict[int, Call]) -> None:
+    for key, child in module.named_children():
+        full = f"{name}.{key}".lstrip(".")
+        if not _is_worth(child):
+            continue
+        call = calls.get(id(child))
+        if call is None or not _capture(parts, child, full, call):
+            _descend(parts, child, full, calls)
+
+
+def _is_worth(module: nn.Module) -> bool:
+    """Returns whether a module has parts, and a layer that can be int8 among them."""
+    if next(module.children(), None) is None or stand_in(module) is not None:
+        return False
+    return any(isinstance(stand_in(m), (*MATMUL, *RECURRENT)) for m in module.modules())
+
+
+def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
+    module = without_hooks(module)  # they run around a graph, as around the module's own code
+    try:
+        exported = export(module, *call)
+        captured = plain_graph(exported, twin(module))
+        captured.prefix = f"{name}." if name else ""
+        check(module, exported, captured)
+    except CaptureError as error:
+        parts.reasons[name] = str(error)
+        return False
+    except Exception as error:  # the model's own code runs anyway
+        first = str(error).partition("\n")[0]
+        parts.reasons[name] = f"it makes no graph, got {type(error).__name__}: {first}"
+        return False
+    compute_once(captured)
+    parts.found.append(Part(name, exported, captured))
+    return True
+
+
+def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Call]:
+    """Returns the first call of each module, by id, in one run of the model."""
+    found: dict[int, Call] = {}
+    run, twins = twin(model), {}
+    for original, other in zip(model.modules(), run.modules(), strict=True):
+        twins[other] = id(original)
+
+    def record(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if twins[module] not in found:
+            with contextlib.suppress(Exception):  # of arguments that do not copy
+                found[twins[module]] = copy.deepcopy((args, kwargs))
+
+    for module in run.modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.register_forward_pre_hook(record, with_kwargs=True)
+    args, kwargs = copied(args, kwargs)
+    with torch.no_grad(), contextlib.suppress(Exception):
+        run(*args, **kwargs)
+    return found
+
+
+def check(module: nn.Module, exported: Exported, captured: Captured) -> None:
+    """Compares the graph with the module, on the example and where a dynamic size is one.
+
+    A size of one that goes another way becomes a guard.
+
+    Raises:
+        CaptureError: they differ on the example.
+    """
+    graph = fx.GraphModule(captured.model, captured.graph)
+    tensors = exported.tensors
+    if not _agree(module, graph, exported, tensors):
+        raise CaptureError("its graph computes something else than its code")
+    for guard, smaller in _ones(exported):
+        met = all(holds(g, smaller) for g in exported.guards)
+        if met and not _agree(module, graph, exported, smaller):
+            exported.guards.append(guard)
+
+
+def _ones(exported: Exported) -> Iterator[tuple[str, list[Tensor]]]:
+    """For each dynamic size, a guard and tensors where all sizes that are equal to it are one."""
+    tensors = exported.tensors
+    seen: set[int] = set()
+    for i, argument in enumerate(exported.arguments):
+        for d, size in enumerate(argument.shape):
+            length = tensors[i].shape[d]
+            if size is None and length > 1 and length not in seen:
+                seen.add(length)
+                yield f"s{i}[{d}] != 1", [_cut(t, a.shape, length) for t, a in zip(
+                    tensors, exported.arguments, strict=True)]  # fmt: skip
+
+
+def _cut(tensor: Tensor, shape: tuple[int | None, ...], length: int) -> Tensor:
+    for d, size in enumerate(shape):
+        if size is None and tensor.shape[d] == length:
+            tensor = tensor.narrow(d, 0, 1)
+    return tensor.contiguous()
+
+
+def _agree(module: nn.Module, graph: nn.Module, exported: Exported, tensors: list[Tensor]) -> bool:
+    """Returns whether graph and module give the same; True where the module itself fails."""
+    leaves, spec = pytree.tree_flatten((exported.args, exported.kwargs))
+    for argument, tensor in zip(exported.arguments, tensors, strict=True):
+        leaves[argument.index] = tensor.clone()
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            expected = float_tensors(twin(module)(*args, **kwargs))
+        except Exception:  # of the module's own code, which a call would raise as well
+            return tensors is not exported.tensors
+        torch.manual_seed(0)
+        try:
+            result = float_tensors(graph(*[t.clone() for t in tensors]))
+        except Exception:
+            return False
+    return len(expected) == len(result) and all(map(_close, expected, result))
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    finite = a[a.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    return torch.allclose(a, b, 1e-4, 1e-4 * largest, equal_nan=True)

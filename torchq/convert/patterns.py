@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table of ATen calls that torchq recognises. To add a pattern, add a row.
+
+A row names the calls, without their overloads, and makes the float module that computes them from
+the arguments of a call, which have the names of the call's schema (``self`` is ``input``).
+Everything behind the table (fusing, planning, lowering) sees that module only.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchq.convert import makers, matmuls, moves
+from torchq.convert.makers import unary
+from torchq.convert.ops import Arguments, Made, Pointwise, Role
+from torchq.nn.binary import Add, Mul
+
+Maker = Callable[[Arguments], Made | str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table.
+
+    Attributes:
+        role: see Role.
+        names: of ATen calls, without overloads.
+        make: from the arguments of a call to what it is, or to the reason why it stays float.
+        is_matmul: whether the call multiplies by a weight, also where it has no int8 form.
+    """
+
+    role: Role
+    names: tuple[str, ...]
+    make: Maker
+    is_matmul: bool = False
+
+
+def _row(role: Role, names: str, make: Maker, *, is_matmul: bool = False) -> Row:
+    return Row(role, tuple(names.split()), make, is_matmul or role is Role.MATMUL)
+
+
+def _named(make: Maker, **names: str) -> Maker:
+    """The maker, for a call whose schema has other names: ``other="mat2"``."""
+
+    def named(a: Arguments) -> Made | str:
+        for name, schema in names.items():
+            if schema in a:
+                a[name], a.nodes[name] = a.pop(schema), a.nodes.pop(schema)
+        return make(a)
+
+    return named
+
+
+def _with(make: Maker, **defaults: Any) -> Maker:
+    """The maker, for a call whose schema lacks arguments."""
+
+    def completed(a: Arguments) -> Made | str:
+        for name, value in defaults.items():
+            a.setdefault(name, value)
+            a.nodes.setdefault(name, value)
+        return make(a)
+
+    return completed
+
+
+def _convolution(a: Arguments) -> Made | str:
+    """``torch.convolution``, plain or transposed."""
+    if a.varying("input"):
+        return f"its {a.varying('input')[0]} is computed at run time"
+    dims = a.weight.dim() - 2
+    plain = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    transposed = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    cls = (transposed if a.transposed else plain)[dims - 1]
+    if not a.transposed:
+        a.pop("output_padding"), a.nodes.pop("output_padding")
+    return matmuls.conv(cls)(a)
+
+
+def _tensordot(a: Arguments) -> Made | str:
+    """The last dim of a tensor and one of a constant matrix: a linear layer."""
+    reason = "a tensordot that is no linear layer of a constant matrix has no int8 form"
+    if not isinstance(a.other, Tensor) or a.other.dim() != 2 or not isinstance(a.input, fx.Node):
+        return reason
+    rank, src, matrix = len(matmuls.shape_of(a.input)), list(a.dims_self), list(a.dims_other)
+    if [d % rank for d in src] != [rank - 1] or len(matrix) != 1:
+        return reason
+    return matmuls.linear_of(a.input, a.other if matrix[0] % 2 else a.other.t(), None)
+
+
+def _pool(cls: type[nn.Module]) -> Maker:
+    make = moves.pool(cls)
+
+    def pool(a: Arguments) -> Made | str:
+        for name, value in a.items():
+            a[name] = tuple(value) if isinstance(value, list) else value
+        return make(a)
+
+    return pool
+
+
+def _resize(mode: str) -> Maker:
+    """An upsampling call; ``scales`` or ``output_size`` is given."""
+
+    def resize(a: Arguments) -> Made | str:
+        scales = a.get("scale_factors")
+        inner = Arguments()
+        inner.update(
+            input=a.input, size=a.output_size, scale_factor=scales, mode=mode,
+            align_corners=a.get("align_corners"), antialias=False,
+        )  # fmt: skip
+        inner.nodes = dict(inner)
+        return moves.interpolate(inner)
+
+    return resize
+
+
+def _elu(a: Arguments) -> Made | str:
+    if a.scale != 1 or a.input_scale != 1:
+        return "its scales have no int8 form"
+    return unary(lambda a: nn.ELU(a.alpha))(a)
+
+
+def _pointwise(function: Callable[..., Any], a: Arguments) -> nn.Module:
+    return Pointwise(function)
+
+
+def _functions(*names: str) -> list[Row]:
+    return [
+        _row(Role.UNARY, name, unary(functools.partial(_pointwise, getattr(torch, name))))
+        for name in names
+    ]
+
+
+def _float(reason: str, names: str, *, is_matmul: bool = False) -> Row:
+    """A row of what has no int8 form."""
+    return _row(Role.OPAQUE, names, lambda a: reason, is_matmul=is_matmul)
+
+
+def _rsub(a: Arguments) -> Made | str:
+    """``other - self``."""
+    a["input"], a["other"] = a.other, a.input
+    a.nodes["input"], a.nodes["other"] = a.nodes["other"], a.nodes["input"]
+    return makers.binary(None, torch.sub)(a)
+
+
+def _shape(a: Arguments) -> Made | str:
+    return Made(Role.SHAPE, None, [])
+
+
+_MOVED = (
+    "flatten permute transpose t swapaxes swapdims moveaxis movedim squeeze unsqueeze contiguous "
+    "clone chunk split split_with_sizes tensor_split narrow select slice expand expand_as unbind "
+    "view_as repeat tile roll flip reshape_as broadcast_to unflatten repeat_interleave index "
+    "index_select pixel_shuffle pixel_unshuffle channel_shuffle reshape view _unsafe_view "
+    "numpy_T mT unfold im2col unsafe_split unsafe_chunk"
+)
+
+TABLE: list[Row] = [
+    # matmuls
+    _row(Role.MATMUL, "linear", matmuls.linear),
+    _row(Role.MATMUL, "conv1d", matmuls.conv(nn.Conv1d)),
+    _row(Role.MATMUL, "conv2d", matmuls.conv(nn.Conv2d)),
+    _row(Role.MATMUL, "conv3d", matmuls.conv(nn.Conv3d)),
+    _row(Role.MATMUL, "conv_transpose1d", matmuls.conv(nn.ConvTranspose1d)),
+    _row(Role.MATMUL, "conv_transpose2d", matmuls.conv(nn.ConvTranspose2d)),
+    _row(Role.MATMUL, "conv_transpose3d", matmuls.conv(nn.ConvTranspose3d)),
+    _row(Role.MATMUL, "convolution", _convolution),
+    _row(Role.MATMUL, "addmm", _named(matmuls.add_product)),
+    _row(Role.PRODUCT, "matmul linalg_matmul bmm mm", _named(matmuls.product, other="mat2")),
+    _row(Role.PRODUCT, "inner", matmuls.inner),
+    _float("an einsum that is no product of two matrices has no int8 form", "einsum"),
+    _row(Role.PRODUCT, "tensordot", _tensordot),
+    _row(Role.PRODUCT, "scaled_dot_product_attention", matmuls.attention),
+    _float("its weight multiplies two tensors", "bilinear", is_matmul=True),
+    _float("a product of several matrices has no int8 form", "linalg_multi_dot", is_matmul=True),
+    _float("which of its matrices a row is multiplied by is known at run time only", "_grouped_mm",
+           is_matmul=True),
+    _row(Role.NORM, "batch_norm", matmuls.batch_norm),
+    # several tensors
+    _row(Role.COMBINE, "add", makers.binary(Add, torch.add)),
+    _row(Role.COMBINE, "mul multiply", makers.binary(Mul, torch.mul)),
+    _row(Role.COMBINE, "sub subtract", makers.binary(None, torch.sub)),
+    _row(Role.COMBINE, "rsub", _rsub),
+    _row(Role.COMBINE, "div divide true_divide", makers.binary(None, torch.div)),
+    _row(Role.COMBINE, "pow", _named(makers.binary(None, torch.pow), other="exponent")),
+    _row(Role.COMBINE, "cat concat concatenate", makers.cat),
+    # functions of each element
+    _row(Role.UNARY, "relu", unary(lambda a: nn.ReLU())),
+    _row(Role.UNARY, "relu6", unary(lambda a: nn.ReLU6())),
+    _row(Role.UNARY, "hardtanh", unary(lambda a: makers.clip(a.min_val, a.max_val))),
+    _row(Role.UNARY, "clamp clip", makers.clamp),
+    _row(Role.UNARY, "clamp_min", unary(lambda a: makers.clip(a.min, None))),
+    _row(Role.UNARY, "clamp_max", unary(lambda a: makers.clip(None, a.max))),
+    _row(Role.UNARY, "sigmoid", unary(lambda a: nn.Sigmoid())),
+    _row(Role.UNARY, "tanh", unary(lambda a: nn.Tanh())),
+    _row(Role.UNARY, "silu", unary(lambda a: nn.SiLU())),
+    _row(Role.UNARY, "mish", unary(lambda a: nn.Mish())),
+    _row(Role.UNARY, "gelu", unary(lambda a: nn.GELU(a.approximate))),
+    _row(Role.UNARY, "elu", _elu),
+    _row(Role.UNARY, "selu", unary(lambda a: nn.SELU())),
+    _row(Role.UNARY, "celu", unary(lambda a: nn.CELU(a.alpha))),
+    _row(Role.UNARY, "leaky_relu", unary(lambda a: nn.LeakyReLU(a.negative_slope))),
+    _row(Role.UNARY, "prelu", makers.prelu),
+    _row(Role.UNARY, "hardswish", unary(lambda a: nn.Hardswish())),
+    _row(Role.UNARY, "hardsigmoid", unary(lambda a: nn.Hardsigmoid())),
+    _row(Role.UNARY, "softplus", unary(lambda a: nn.Softplus(a.beta, a.threshold))),
+    _row(Role.UNARY, "log_sigmoid", unary(lambda a: nn.LogSigmoid())),
+    _row(Role.UNARY, "hardshrink", unary(lambda a: nn.Hardshrink(a.lambd))),
+    _row(Role.UNARY, "softshrink", unary(lambda a: nn.Softshrink(a.lambd))),
+    _row(Role.UNARY, "threshold", unary(lambda a: nn.Threshold(a.threshold, a.value))),
+    *_functions("abs", "exp", "neg", "square", "sqrt", "rsqrt", "reciprocal", "log", "log1p",
+                "expm1", "sin", "cos", "erf", "sign", "floor", "ceil", "round"),
+    # pools
+    _row(Role.POOL, "max_pool1d", _pool(nn.MaxPool1d)),
+    _row(Role.POOL, "max_pool2d", _pool(nn.MaxPool2d)),
+    _row(Role.POOL, "max_pool3d", _pool(nn.MaxPool3d)),
+    _row(Role.POOL, "avg_pool1d", _pool(nn.AvgPool1d)),
+    _row(Role.POOL, "avg_pool2d", _pool(nn.AvgPool2d)),
+    _row(Role.POOL, "avg_pool3d", _pool(nn.AvgPool3d)),
+    _row(Role.POOL, "adaptive_avg_pool1d", _pool(nn.AdaptiveAvgPool1d)),
+    _row(Role.POOL, "adaptive_avg_pool2d", _pool(nn.AdaptiveAvgPool2d)),
+    _row(Role.POOL, "adaptive_avg_pool3d", _pool(nn.AdaptiveAvgPool3d)),
+    _row(Role.POOL, "mean", _with(moves.mean, dim=None, keepdim=False, dtype=None)),
+    # what moves elements
+    _row(Role.MOVE, _MOVED, moves.move),
+    _row(Role.MOVE, "upsample_nearest1d upsample_nearest2d upsample_nearest3d", _resize("nearest")),
+    _row(Role.MOVE, "_upsample_nearest_exact1d _upsample_nearest_exact2d "
+         "_upsample_nearest_exact3d", _resize("nearest-exact")),
+    _row(Role.MOVE, "upsample_linear1d", _resize("linear")),
+    _row(Role.MOVE, "upsample_bilinear2d", _resize("bilinear")),
+    _row(Role.MOVE, "upsample_trilinear3d", _resize("trilinear")),
+    _row(Role.PAD, "pad", _with(moves.pad, mode="constant", value=None)),
+    _row(Role.PAD, "constant_pad_nd", _with(moves.pad, mode="constant", value=None)),
+    # what stays float, and why
+    _float("8 bits of the scores are too coarse for their exponentials", "softmax log_softmax "
+           "_softmax _safe_softmax"),
+    _float("8 bits of what it reads, often a sum, are too coarse for its variance", "layer_norm "
+           "group_norm instance_norm rms_norm"),
+    # what quantization-aware training leaves
+    _row(Role.FAKE, "fake_quantize_per_tensor_affine fake_quantize_per_channel_affine",
+         makers.fake),
+    _row(Role.SHAPE, "size numel sym_size sym_numel", _shape),
+]  # fmt: skip
+
+BY_NAME = {name: row for row in TABLE for name in row.names}
+GETITEM = Row(Role.MOVE, ("getitem",), moves.index)
+
+
+def row_of(node: fx.Node) -> Row | None:
+    """Returns the row of a call in a captured graph; None for calls that the table lacks."""
+    if node.target is operator.getitem and node.meta.get("aten") is None:
+        return GETITEM
+    return BY_NAME.get(str(node.meta.get("aten")).partition("::")[2].partition(".")[0])
+
+
+def arguments_of(node: fx.Node) -> Arguments:
+    """Returns the arguments of a call by name; what does not depend on the inputs is its value."""
+    arguments = Arguments()
+    for name, value in _named_arguments(node).items():
+        name = "input" if name == "self" else name
+        arguments.nodes[name] = value
+        arguments[name] = fx.node.map_arg(value, lambda n: n.meta.get("constant", n))
+    return arguments
+
+
+def _named_arguments(node: fx.Node) -> dict[str, Any]:
+    if node.meta.get("aten") is None:
+        return {"input": node.args[0], "index": node.args[1]}
+    name, _, overload = str(node.meta["aten"]).partition("::")[2].partition(".")
+    schema = getattr(getattr(torch.ops.aten, name), overload or "default")._schema
+    if node.target in (operator.getitem, "to"):  # a slice or a cast, spelled otherwise
+        return {"self": node.args[0]}
+    names = [argument.name for argument in schema.arguments]
+    given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    return given | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)

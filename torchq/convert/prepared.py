@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prepared model: the float graph with observers at the values that will be int8."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from torchq.config import Overrides, QConfig
+from torchq.convert.explain import Row
+from torchq.convert.graph import Captured
+from torchq.convert.graph_data import graph_of, plain_nodes
+from torchq.convert.ops import Role
+from torchq.convert.plan import Plan
+from torchq.observers import HistogramObserver, Observer
+from torchq.qparams import QParams
+
+_META = (
+    *("value", "aten", "owner", "scope", "varying", "static", "positional", "sizes", "phase"),
+    "constant",
+)
+
+
+class Prepared(nn.Module):
+    """Computes what the float model computes, and records ranges on the way.
+
+    Attributes:
+        plan: what each node will become.
+        observers: one for each group of values that will share a scale and zero point.
+        graph_module: the traced model; its opaque submodules may be prepared by torchq.eager.
+        opaque_names: those submodules.
+        torchq_report: what was decided for each module.
+    """
+
+    def __init__(self, plan: Plan, opaque: dict[str, nn.Module], rows: list[Row]) -> None:
+        """``opaque``: submodules that were prepared by themselves."""
+        super().__init__()
+        self.plan = plan
+        self.torchq_report = rows
+        self.opaque_names = list(opaque)
+        self.observers = nn.ModuleList()
+        # name of a node -> index of its observer, and what its group is quantized by
+        self._groups: dict[str, tuple[int, QConfig]] = {}
+        graph = copy.deepcopy(plan.captured.graph)
+        twins = dict(zip(plan.captured.graph.nodes, graph.nodes, strict=True))
+        model = fx.GraphModule(plan.captured.model, graph)
+        for name, module in opaque.items():
+            model.set_submodule(name, module)
+        for i, (root, producers) in enumerate(plan.groups().items()):
+            name, config = plan.group_config(producers)
+            self.observers.append(config.make_observer(name))
+            self._groups[root.name] = i, config
+            model.add_submodule(f"torchq_observer_{i}", self.observers[i])
+            for node in producers:
+                with graph.inserting_after(twins[node]):
+                    graph.call_module(f"torchq_observer_{i}", (twins[node],))
+        self._result_names: dict[str, str] = {}
+        for i, (name, node) in enumerate(self._result_nodes()):
+            self._result_names[name] = f"torchq_result_{i}"
+            model.add_submodule(f"torchq_result_{i}", nn.Identity())
+            with graph.inserting_after(twins[node]):
+                graph.call_module(f"torchq_result_{i}", (twins[node],))
+        model.recompile()
+        self.graph_module = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prepared:
+        """The plan is shared: nothing changes it."""
+        memo[id(self.plan)] = self.plan
+        other = Prepared.__new__(Prepared)
+        memo[id(self)] = other
+        other.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles what the plan was made of, and makes it again: it holds functions of its own."""
+        captured, plan = self.plan.captured, self.plan
+        nodes = plain_nodes(captured.graph, _META)
+        opaque = {name: self.graph_module.get_submodule(name) for name in self.opaque_names}
+        parts = replace(captured, graph=None), plan._config, plan._overrides  # type: ignore[arg-type]
+        return _rebuild, (nodes, *parts, opaque, self.torchq_report, list(self.observers))
+
+    def _result_nodes(self) -> list[tuple[str, fx.Node]]:
+        """Where the converted model will have a quantized module, and the node of its result."""
+        pools = [op for op in self.plan.ops.values() if op.role is Role.POOL]
+        int8 = [(op, op.node) for op in pools if self.plan.is_int8(op.node)]
+        # of a function whose table is a matmul's, the matmul's name again: the later one counts
+        hosts = self.plan.table_hosts
+        layers = [(hosts.get(v, v).op, node) for node, v in self.plan.layer_at.items()]
+        return [(op.name, node) for op, node in layers + int8 if not op.flatten]
+
+    def results(self) -> dict[str, nn.Module]:
+        """Name of a quantized module to be -> a module here that passes on its float result."""
+        found = {}
+        for name, target in self._result_names.items():
+            found[name] = self.graph_module.get_submodule(target)
+        for name in self.plan.standalone:
+            found[name] = self.graph_module.get_submodule(name)
+        return found
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the float model."""
+        return self.graph_module(*args, **kwargs)
+
+    def qparams(self, node: fx.Node) -> QParams:
+        """Scale and zero point of a node of the plan's graph.
+
+        Raises:
+            RuntimeError: it was never calibrated; the message names the module.
+        """
+        fixed = self.plan.fixed(node)
+        if fixed is not None:
+            return fixed.dequantize
+        root = self.plan.root(node)
+        i, config = self._groups[root.name]
+        observer = self.observers[i]
+        assert isinstance(observer, Observer)
+        options = config.activation_dtype, config.activation_bits, config.symmetric
+        function = self.plan.function_behind(root)
+        if function is not None and isinstance(observer, HistogramObserver):
+            return observer.qparams_before(function, *options)
+        return observer.qparams(*options)
+
+    def constant(self, node: fx.Node) -> Tensor:
+        """The value of a node that does not depend on the inputs."""
+        value = node.meta["constant"]
+        assert isinstance(value, Tensor)
+        return value
+
+
+def _rebuild(
+    nodes: list[tuple[Any, ...]],
+    captured: Captured,
+    config: QConfig,
+    overrides: Overrides | None,
+    opaque: dict[str, nn.Module],
+    rows: list[Row],
+    observers: list[nn.Module],
+) -> Prepared:
+    plan = Plan(replace(captured, graph=graph_of(nodes)), config, overrides)
+    prepared = Prepared(plan, opaque, rows)
+    for i, observer in enumerate(observers):
+        prepared.observers[i] = observer
+        prepared.graph_module.set_submodule(f"torchq_observer_{i}", observer)
+    return prepared.eval()

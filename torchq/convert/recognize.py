@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the nodes of a graph to operations, by the table of patterns."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from torchq.convert.fake import composed, fake_quantizer, is_fake, why_not_fixed
+from torchq.convert.graph import Captured
+from torchq.convert.module_kinds import AVERAGES
+from torchq.convert.ops import Made, Op, Role, is_float
+from torchq.convert.patterns import arguments_of, row_of
+from torchq.fake_quantize import FakeQuantize
+from torchq.folding import MAX_SHIFTED_REDUCTION
+
+POSITIONS = "it reads what depends on sizes and positions alone"
+
+
+def recognize(captured: Captured, keep_float: Callable[[str], bool]) -> dict[fx.Node, Op]:
+    """Returns what every node that depends on the inputs is; constants and inputs are left out.
+
+    ``keep_float`` tells names that stay float on request.
+    """
+    names = _Names(captured.model)
+    ops: dict[fx.Node, Op] = {}
+    for node in captured.graph.nodes:
+        if not node.op.startswith("call_"):
+            continue
+        if not node.meta["varying"]:
+            node.meta["fake"] = _fake_constant(node, captured.model)
+            continue
+        made, owner = _made(node, captured.model)
+        name, base = names.of(node)
+        kind = function_name(node) if owner is None else type(owner).__name__
+        op = Op(**vars(made), node=node, name=name, base=base, kind=kind, owner=owner)
+        op.requested = keep_float(base)
+        op.reason = _why_float(op)
+        if op.reason:
+            op.role = Role.OPAQUE
+        elif _is_mean(op):
+            op.role = Role.MEAN
+        ops[node] = _dequantization(op, ops)
+    return ops
+
+
+class _Names:
+    """Qualified names of calls: of the module, or of the caller and the function."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._used = Counter(name for name, _ in model.named_modules())
+        self._calls: Counter[str] = Counter()
+
+    def of(self, node: fx.Node) -> tuple[str, str]:
+        """Returns the name of a call, each only once, and the name that overrides match."""
+        base = str(node.target) if node.op == "call_module" else node.meta["owner"]
+        if base:
+            count = self._calls[base]
+            self._calls[base] += 1
+            return (f"{base}_{count}" if count else base), base
+        first = f"{node.meta['scope']}.{function_name(node)}".lstrip(".")
+        count = self._used[first]
+        self._used[first] += 1
+        name = f"{first}_{count}" if count else first
+        return name, name
+
+
+def function_name(node: fx.Node) -> str:
+    """Returns the name of the function that a node calls."""
+    name = str(node.meta["aten"] or getattr(node.target, "__name__", node.target))
+    return name.partition("::")[2].partition(".")[0] or name
+
+
+def _fake_constant(node: fx.Node, model: nn.Module) -> FakeQuantize | None:
+    """Returns the fake quantizer of a constant: of a weight."""
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        found = fake_quantizer(module) if is_fake(module) else ""
+        return None if isinstance(found, str) else found
+    row = row_of(node)
+    if row is None or row.role is not Role.FAKE:
+        return None
+    made = row.make(arguments_of(node))
+    fake = None if isinstance(made, str) else made.module
+    return fake if isinstance(fake, FakeQuantize) else None
+
+
+def _dequantization(op: Op, ops: dict[fx.Node, Op]) -> Op:
+    """A number added to or multiplied with what a fake quantizer gives changes its levels only."""
+    before = ops.get(op.srcs[0]) if op.role is Role.UNARY else None
+    if before is None or before.role is not Role.FAKE or op.affine is None or op.requested:
+        return op
+    assert isinstance(before.module, FakeQuantize)
+    fake = composed(before.module, *(float(value) for value in op.affine))
+    if len(before.node.users) == 1 and not why_not_fixed(fake):
+        op.role, op.module, op.srcs = Role.FAKE, fake, before.srcs
+    return op
+
+
+def _made(node: fx.Node, model: nn.Module) -> tuple[Made, nn.Module | None]:
+    """Returns what the table says about a node, and the module that makes the call."""
+    if node.op == "call_module":  # recurrent, or a fake quantizer
+        module = model.get_submodule(str(node.target))
+        if is_fake(module):
+            return _made_fake(node, module), module
+        return _opaque(f"{type(module).__name__} has no int8 form"), module
+    owner = model.get_submodule(node.meta["owner"]) if node.meta["owner"] else None
+    value = node.meta["value"]
+    if node.meta["static"] and value.shape is None and not value.is_sequence:
+        return Made(Role.SHAPE, None, []), owner  # a number made of sizes
+    row = row_of(node)
+    if row is None:
+        return _opaque(f"{function_name(node)} has no int8 form"), owner
+    made = row.make(arguments_of(node))
+    if not isinstance(made, str) and not all(isinstance(src, fx.Node) for src in made.srcs):
+        made = "its source is a constant"
+    made = _opaque(made) if isinstance(made, str) else made
+    made.is_matmul = Role.MATMUL in (row.role, made.role) or row.is_matmul
+    return made, owner
+
+
+def _made_fake(node: fx.Node, module: nn.Module) -> Made:
+    fake = fake_quantizer(module)
+    if isinstance(fake, str):
+        return _opaque(fake)
+    return Made(Role.FAKE, fake, [node.all_input_nodes[0]], reason=why_not_fixed(fake))
+
+
+def _opaque(reason: str) -> Made:
+    return Made(Role.OPAQUE, None, [], reason=reason)
+
+
+def _why_float(op: Op) -> str:
+    """Returns why an operation that the table knows must stay float; "" if it need not."""
+    if op.role in (Role.SHAPE, Role.PASS):
+        return ""
+    if op.requested:
+        return "kept float by an override"
+    if op.reason:
+        return op.reason
+    value = op.node.meta["value"]
+    if op.role is not Role.MOVE and value.shape is None:
+        return "it returns no tensor"
+    for src in op.srcs:
+        if src.meta["positional"]:
+            return POSITIONS
+        if not is_float(src):
+            return f"its source is {src.meta['value'].dtype}, not torch.float32"
+    dims = _spatial_dims(op.module)
+    if op.role is Role.PRODUCT and _reduction(op) > MAX_SHIFTED_REDUCTION:
+        return f"it sums more than {MAX_SHIFTED_REDUCTION} products, which could overflow int32"
+    if dims is not None and op.srcs and len(op.srcs[0].meta["value"].shape or ()) != dims + 2:
+        return f"its source {list(op.srcs[0].meta['value'].shape)} has no batch dimension"
+    if value.dtype != torch.float32:
+        return f"its result is {value.dtype}, not torch.float32"
+    return ""
+
+
+def _is_mean(op: Op) -> bool:
+    """Returns whether a pool averages all of several positions."""
+    if op.role is not Role.POOL or not isinstance(op.module, AVERAGES):
+        return False
+    before, after = (math.prod(n.meta["value"].shape[2:]) for n in (op.srcs[0], op.node))
+    return bool(after == 1 < before)
+
+
+def _reduction(op: Op) -> int:
+    shape = op.srcs[0].meta["value"].shape
+    return int(shape[-1]) if shape else 0
+
+
+def _spatial_dims(module: Any) -> int | None:
+    """Returns those of a convolution or pool, by its name."""
+    for cls in type(module).__mro__:
+        name = cls.__name__
+        if name[-2:] in ("1d", "2d", "3d") and ("Conv" in name or "Pool" in name):
+            return int(name[-2])
+    return None

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One row for each module of the float model and each function that its graph calls."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from torchq.convert.explain import READ, Row
+from torchq.convert.fuse import Layer
+from torchq.convert.module_kinds import MATMUL
+from torchq.convert.ops import Op, Role
+from torchq.convert.patterns import GETITEM, row_of
+from torchq.convert.plan import Plan
+from torchq.convert.self_contained import RECURRENT
+
+ONCE = "nothing that it reads depends on the inputs: it is computed once"
+
+
+def report_rows(plan: Plan) -> list[Row]:
+    """Returns rows in the order of calls; what depends on sizes and positions alone has none."""
+    layer_of = {part: layer for layer in plan.layers for part in layer.parts}
+    rows: dict[str, list[Row]] = defaultdict(list)
+    firsts: dict[tuple[str, str, str], str] = {}
+    for op in plan.ops.values():
+        if op.node.meta["positional"] or op.role is Role.SHAPE:
+            continue
+        if op.owner is None and op.role is Role.PASS:
+            continue
+        unpacks = op.owner is None and op.srcs and op.srcs[0].meta["value"].is_sequence
+        if unpacks and not plan.is_joined(op.node):  # the results of a module
+            continue
+        if row_of(op.node) is GETITEM and op.srcs and op.srcs[0].op == "call_module":
+            continue
+        name = op.base if op.owner is not None else op.name
+        row = _row(plan, op, layer_of.get(op), name)
+        if op.owner is None and op.node.meta["line"]:
+            line = op.kind, op.node.meta["scope"], op.node.meta["line"]
+            row = replace(row, first=f"{plan.prefix}{firsts.setdefault(line, name)}")
+        rows[name].append(row)
+    found = [_together(several) for several in rows.values()]
+    found += [_once(plan, name) for name in sorted(plan.captured.once - rows.keys())]
+    prefix = plan.prefix
+    return [replace(row, name=f"{prefix}{row.name}", site=f"{prefix}{row.site}") for row in found]
+
+
+def merged(
+    leaves: Iterable[Row], graphs: Iterable[tuple[str, list[Row]]], names: Collection[str]
+) -> list[Row]:
+    """Returns the rows of a model: of its graphs, and of leaves that no graph calls.
+
+    Args:
+        leaves: rows of every leaf, as the model's own code calls it.
+        graphs: names of modules that have a graph, and the graphs' rows.
+        names: of the float model's modules; parts of one that was split are counted once.
+    """
+    found: dict[str, Row] = {}
+    inside: list[str] = []
+    for name, rows in graphs:
+        found |= {row.name: row for row in rows}
+        inside.append(f"{name}." if name else "")
+    for row in leaves:
+        shown = row.is_matmul and row.name in names
+        shown = shown and row.reason != READ  # the graph has the function that reads
+        captured = row.name.startswith(tuple(inside)) and not shown
+        if row.name not in found and not captured:
+            found[row.name] = row
+    return list(found.values())
+
+
+def _together(rows: list[Row]) -> Row:
+    """Returns one row for all calls of a module."""
+    rows = [replace(row, calls=len(rows)) for row in rows]
+    quantized = [row for row in rows if row.quantized]
+    if not quantized or len(quantized) == len(rows):
+        reasons = dict.fromkeys(row.reason for row in rows)
+        if all(r.startswith("fused into ") for r in reasons):
+            into = dict.fromkeys(r.removeprefix("fused into ") for r in reasons)
+            return replace(rows[0], reason="fused into " + ", ".join(into))
+        return replace(rows[0], reason="; ".join(r for r in reasons if r))
+    left = next(row.reason for row in rows if not row.quantized)
+    first = quantized[0]
+    return replace(first, reason=f"{first.reason or 'int8'}; elsewhere float: {left}")
+
+
+def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
+    quantized, reason, site = False, op.reason, op.name
+    if op.base in plan.standalone or isinstance(op.owner, RECURRENT):
+        quantized, site = op.base in plan.standalone, op.base
+    elif (whole := plan.dynamic_wholes.get(op)) is not None:
+        quantized, reason, site = True, f"fused into {plan.prefix}{whole.name}", whole.name
+    elif layer is not None:
+        reason = plan.reasons[layer]
+        quantized = not reason
+        if quantized:
+            reason = layer.note
+        host = plan.table_hosts.get(layer, layer)
+        if quantized and op is not host.op:
+            reason, site = f"fused into {plan.prefix}{host.name}", host.name
+    elif op.role in (Role.MOVE, Role.PASS, Role.POOL, Role.PAD):
+        quantized = plan.is_int8(op.node)
+        reason = "passes values on as they are" if op.role is Role.PASS else ""
+        if not quantized:
+            reason = "its sources are float"
+    elif op.role is Role.DYNAMIC:
+        quantized = True
+    elif op.role is Role.FAKE:
+        quantized, reason = True, "says what the scale and zero point are"
+    elif op.role is Role.SLOPES:
+        reason = "it has a slope per channel, and no convolution or linear in front takes it over"
+    elif op.role is Role.NORM:
+        reason = "it stands alone on rows of features"
+    is_matmul = isinstance(op.owner, (*MATMUL, *RECURRENT)) or op.is_matmul
+    return Row(name, op.kind, quantized, reason, site, is_matmul, op.requested)
+
+
+def _once(plan: Plan, name: str) -> Row:
+    kind = type(plan.captured.model.get_submodule(name)).__name__
+    return Row(name, kind, False, ONCE, name, False, plan.config(name) is None)

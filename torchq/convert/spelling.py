@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a plain graph calls what a captured one calls by ATen overloads: so that it scripts."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.jit._builtins import _find_builtin
+
+_RENAMED = {"view": "reshape", "view_as": "reshape_as", "_unsafe_view": "reshape", "_to_copy": "to"}
+_IGNORED = ("layout", "device", "pin_memory", "non_blocking", "copy")
+_METHODS = {
+    "reshape", "expand", "contiguous", "repeat", "expand_as", "reshape_as", "type_as", "unfold",
+    "new_zeros", "new_ones", "new_full", "new_empty", "item",
+}  # fmt: skip
+_NUMBERS: dict[Any, Any] = {
+    torch.sym_max: max, torch.sym_min: min, torch.sym_float: float, torch.sym_int: int,
+    torch.sym_not: operator.not_,
+}  # fmt: skip
+
+
+def base_name(target: Any) -> str:
+    """Returns the name of an ATen call without its overload."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1]
+    return str(getattr(target, "__name__", target))
+
+
+def spelled(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
+    """Returns kind, target and arguments of the node that makes an ATen call."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return "call_function", _NUMBERS.get(target, target), args, kwargs
+    name, schema = base_name(target), target._schema
+    if name == "sym_size":
+        return "call_method", "size", args, {}
+    if name == "sym_numel":
+        return "call_method", "numel", args, {}
+    args, kwargs = _floats(schema, args, kwargs)
+    kwargs = {k: v for k, v in kwargs.items() if v is not None}
+    if target.namespace != "aten":
+        return "call_function", target.overloadpacket, args, kwargs
+    if name == "slice":
+        return _slice(args)
+    kwargs = {k: v for k, v in kwargs.items() if k not in _IGNORED}
+    if schema.overload_name == "dtype":  # a view of the bits
+        return "call_method", name, args, kwargs
+    name = _RENAMED.get(name, name)
+    if name in ("to", "_to_copy"):
+        dtype = kwargs.pop("dtype", None) or next((a for a in args if type(a) is torch.dtype), None)
+        if dtype is None:
+            return "call_method", "contiguous", args[:1], {}
+        return "call_method", "to", (args[0], dtype), {}
+    if name.endswith("_") and not name.endswith("__"):
+        raise NotImplementedError(f"{name} writes in place")
+    function = _function_of(name)
+    if function is not None:
+        return "call_function", function, args, kwargs
+    if name in _METHODS:
+        return "call_method", name, args, kwargs
+    return "call_function", target.overloadpacket, args, kwargs
+
+
+def _function_of(name: str) -> Callable[..., Any] | None:
+    """Returns the function of torch that TorchScript compiles to this ATen call."""
+    for namespace in (torch, torch._C._nn):
+        function = getattr(namespace, name, None)
+        if function is None:
+            continue
+        if _find_builtin(function) == f"aten::{name}":  # type: ignore[no-untyped-call]
+            return function  # type: ignore[no-any-return]
+    return None
+
+
+def _slice(args: tuple[Any, ...]) -> tuple[str, Any, Any, Any]:
+    """``x[:, start:end]``, which is faster than the call."""
+    given = [*args, *(0, None, None, 1)[len(args) - 1 :]]
+    src, dim, start, end, step = given
+    end = None if end == sys.maxsize else end
+    if not isinstance(dim, int) or dim < 0:
+        return "call_function", torch.ops.aten.slice, args, {}
+    part = slice(start or None if not isinstance(start, fx.Node) else start, end, step)
+    part = slice(part.start, part.stop, None if step == 1 else step)
+    return "call_function", operator.getitem, (src, (*[slice(None)] * dim, part)), {}
+
+
+def _floats(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Integers that a schema takes as floats, as floats: TorchScript does not convert them."""
+    kinds = {a.name: str(a.type) for a in schema.arguments}
+
+    def as_float(value: Any, kind: str) -> Any:
+        if "float" not in kind:
+            return value
+        if isinstance(value, list | tuple):
+            return [as_float(v, kind) for v in value]
+        return float(value) if type(value) is int else value
+
+    names = list(kinds)
+    args = tuple(as_float(a, kinds[n]) for n, a in zip(names, args, strict=False))
+    return args, {n: as_float(v, kinds[n]) for n, v in kwargs.items()}

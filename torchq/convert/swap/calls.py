@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of the float model: which leaves it calls, and with what."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torchq.convert.swap.leaves import stand_in
+from torchq.model_state import twin
+from torchq.nn.experts import is_experts
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a leaf.
+
+    Attributes:
+        dtypes: of the tensors it got.
+        shape: of the first one.
+        more: it got other arguments than ``input``, as torch.nn calls the parameter.
+    """
+
+    dtypes: frozenset[torch.dtype]
+    shape: tuple[int, ...]
+    more: bool
+
+
+@dataclass
+class Recording:
+    """What one run told, by qualified name.
+
+    Attributes:
+        leaves: the layer of torch.nn that a module is or computes (:func:`stand_in`).
+        calls: of leaves.
+        read: leaves that are not called, but whose parameters are used.
+    """
+
+    leaves: dict[str, nn.Module] = field(default_factory=dict)
+    calls: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
+    read: set[str] = field(default_factory=set)
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the tensors that functions of torch get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.seen.update(map(id, tree_leaves((args, kwargs))))
+        return func(*args, **kwargs)
+
+
+def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
+    """Runs a copy of the model without grad.
+
+    A module that is registered under several names is recorded under the first.
+    """
+    recording, reads, run = Recording(), _Reads(), twin(model)
+    for name, module in model.named_modules():
+        if (layer := stand_in(module)) is not None:
+            recording.leaves[name] = layer
+        elif is_experts(module):
+            recording.leaves[name] = module
+    args, kwargs = copied(args, kwargs)
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+        for name in recording.leaves:
+            hook = _noting(recording.calls[name])
+            handle = run.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
+        stack.enter_context(reads)
+        run(*args, **kwargs)
+    for name, calls in recording.calls.items():
+        own = map(id, run.get_submodule(name).parameters())
+        if not calls and not reads.seen.isdisjoint(own):
+            recording.read.add(name)
+    return recording
+
+
+def _noting(calls: list[Call]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        more = len(args) > 1 or bool(kwargs.keys() - {"input"})
+        shape = tuple(tensors[0].shape) if tensors else ()
+        calls.append(Call(frozenset(x.dtype for x in tensors), shape, more))
+
+    return hook
+
+
+def copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns copies: a model may write to its inputs, and inference tensors have no version."""
+
+    def clone(leaf: Any) -> Any:
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+    given: tuple[Any, Any] = tree_map(clone, (tuple(args), dict(kwargs)))
+    return given

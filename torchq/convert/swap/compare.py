@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a model's code do the same with observed leaves as with float layers?"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.convert.swap.calls import copied
+from torchq.convert.swap.observed import ObservedLeaf
+from torchq.inputs import float_tensors
+
+
+class Comparison:
+    """The results of a float model on the example inputs, and of others."""
+
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Runs the model twice: one that does not agree with itself is not compared."""
+        self._inputs = args, kwargs
+        self._expected = self._result(model)
+        self._is_steady = _are_close(self._expected, self._result(model))
+
+    def agrees(self, prepared: nn.Module) -> bool:
+        """Returns False where the code raises, or gives something else.
+
+        It may ask for the class of a layer, write to its weight, or need a result's strides.
+        """
+        try:
+            result = self._result(prepared)
+        except Exception:  # the float model raised nothing
+            return False
+        return not self._is_steady or _are_close(self._expected, result)
+
+    def _result(self, model: nn.Module) -> list[Tensor]:
+        model, (args, kwargs) = copy.deepcopy(model), copied(*self._inputs)
+        for module in model.modules():
+            if isinstance(module, ObservedLeaf):
+                module.observer = None  # it has opinions on the values
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return float_tensors(model(*args, **kwargs))
+
+
+def fitting(
+    model: nn.Module, names: Iterable[str], agrees: Callable[[list[str]], bool]
+) -> list[str]:
+    """Returns the leaves that can be replaced together, found by bisection.
+
+    Leaves in the same place of modules of the same class share their fate: the code is the same.
+
+    Args:
+        model: the float model.
+        names: of leaves.
+        agrees: tells whether the model's code does the same with these leaves replaced.
+    """
+    groups: dict[Any, list[str]] = defaultdict(list)
+    for name in names:
+        groups[_place(model, name)].append(name)
+    kept: list[str] = []
+
+    def add(part: list[list[str]]) -> None:
+        more = [name for group in part for name in group]
+        if agrees(kept + more):
+            kept.extend(more)
+        elif len(part) > 1:
+            add(part[: len(part) // 2])
+            add(part[len(part) // 2 :])
+
+    add(list(groups.values()))
+    return kept
+
+
+def _place(model: nn.Module, name: str) -> tuple[type, str]:
+    """Returns the class whose code calls a leaf, and the leaf's name in there."""
+    parent, _, own = name.rpartition(".")
+    while parent and type(model.get_submodule(parent)).__module__.startswith("torch.nn."):
+        parent, _, last = parent.rpartition(".")
+        own = f"{last}.{own}"
+    return type(model.get_submodule(parent)), own
+
+
+def _are_close(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(
+        a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-4 * _largest(a), equal_nan=True)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def _largest(values: Tensor) -> float:
+    finite = values[values.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The eager flow: prepare, calibrate and convert."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchq.config import Overrides, QConfig, resolve
+from torchq.convert.explain import Row, check_patterns, check_strict
+from torchq.convert.graph_code import with_code
+from torchq.convert.self_contained import STANDALONE, converted
+from torchq.convert.swap.calls import record
+from torchq.convert.swap.checks import check_finite, check_mode, check_model, check_prepared
+from torchq.convert.swap.compare import Comparison, fitting
+from torchq.convert.swap.observed import ObservedLeaf
+from torchq.convert.swap.planning import Plan
+from torchq.convert.swap.report import report_rows
+from torchq.convert.swap.weights import (
+    leave_fast_paths,
+    settled,
+    split_attention,
+    without_capturing_hooks,
+)
+from torchq.inputs import (
+    Inputs,
+    batches,
+    call,
+    split_inputs,
+    without_gradients,
+    working_copy,
+)
+from torchq.model_state import as_before
+from torchq.nn.leaf import take_hooks
+
+
+def prepare(
+    model: nn.Module,
+    example_inputs: Inputs,
+    config: QConfig | None = None,
+    overrides: Overrides | None = None,
+) -> nn.Module:
+    """A copy of ``model`` with observers in place.
+
+    Args:
+        model: float32, in eval mode.
+        example_inputs: one input, a tuple of them, or a dict of keyword arguments; copies of the
+            model are run on them. What they do not reach stays float.
+        config: how to quantize; the default is QConfig().
+        overrides: ``fnmatch`` patterns on qualified module names -> a QConfig, or None to keep
+            float. One that matches a module holds for all that is in it. Later patterns win.
+
+    Raises:
+        ValueError: the model is in training mode or prepared already, or a pattern matches nothing.
+        TypeError: the model is no nn.Module in Python, or not float32.
+    """
+    config = QConfig() if config is None else config
+    check_model(model)
+    args, kwargs = split_inputs(example_inputs)
+    with torch.autocast("cpu", enabled=False):
+        return prepare_call(model, args, kwargs, config, overrides)
+
+
+@torch.inference_mode(False)
+def prepare_call(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    config: QConfig,
+    overrides: Overrides | None,
+    prefix: str = "",
+) -> nn.Module:
+    """:func:`prepare` for ``model(*args, **kwargs)``.
+
+    With a ``prefix``, the model is a submodule of another one: names in overrides, messages and
+    the report begin with it, and patterns are not checked.
+    """
+    return prepare_settled(plain_copy(model), args, kwargs, config, overrides, prefix)
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model whose layers call ``forward`` and have plain weights."""
+    model = settled(with_code(working_copy(model)))
+    leave_fast_paths(model)
+    without_capturing_hooks(model)
+    return model
+
+
+def prepare_settled(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    config: QConfig,
+    overrides: Overrides | None,
+    prefix: str = "",
+    check: bool = True,
+) -> nn.Module:
+    """Prepares a copy that :func:`plain_copy` made; the result shares its parameters."""
+    comparison = Comparison(model, args, kwargs)
+    names = [name for name, _ in model.named_modules()]
+    asked = [n for n in names if resolve(overrides, f"{prefix}{n}", config) is not None]
+    split = split_attention(model, asked)
+    if split is not model and comparison.agrees(split):
+        model = split
+    plan = Plan(model, record(model, args, kwargs), config, overrides, prefix)
+    if check and not prefix:
+        check_patterns(model, report_rows(model, plan), overrides)
+    prepared = _assembled(model, plan, comparison)
+    prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
+    return prepared
+
+
+def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Module:
+    """Returns the prepared model; leaves that its code would notice stay float."""
+    shared = {id(p): p for p in model.parameters()}
+
+    def assemble(names: list[str], contiguous: bool) -> nn.Module:
+        return _with_modules(model, plan.replacements(names, contiguous), shared).eval()
+
+    def agrees(names: list[str]) -> bool:
+        return comparison.agrees(assemble(names, True))
+
+    wanted = plan.quantized
+    prepared = assemble(wanted, False)
+    if not comparison.agrees(prepared):
+        kept = fitting(model, wanted, agrees)
+        plan.leave_float(set(wanted) - set(kept))
+        prepared = assemble(kept, True)
+    return prepared
+
+
+def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = None) -> nn.Module:
+    """Runs the prepared model on data; its observers record. Calling it again adds data.
+
+    Args:
+        prepared: from :func:`prepare`; returned for chaining.
+        data: batches; a tensor is the model's one input, a tuple or list its inputs, a dict its
+            keywords.
+        progress: show a progress bar (needs tqdm); None shows one where tqdm is installed and the
+            output is a terminal.
+
+    What the model itself keeps between calls, as a memory of earlier frames, is afterwards what it
+    was: the converted model begins as the float one.
+
+    Raises:
+        TypeError: ``data`` is one tensor or dict instead of batches of them.
+        ValueError: ``data`` has no batches, a batch or a parameter contains NaN or inf (the message
+            names it), or ``prepared`` is in training mode or no prepared model.
+    """
+    check_prepared("calibrate", prepared)
+    check_mode("calibrate", prepared)
+    with as_before(prepared), torch.inference_mode(), torch.autocast("cpu", enabled=False):
+        for batch in batches("calibrate", data, progress):
+            try:
+                call(prepared, batch)
+            except ValueError:
+                check_finite("calibrate", prepared, recurse=True)
+                raise
+    return prepared
+
+
+@torch.inference_mode(False)
+def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
+    """The quantized model; the prepared one stays as it is.
+
+    It has no gradients: its float parameters do not require grad any more, and inputs that require
+    grad raise.
+
+    Args:
+        prepared: calibrated.
+        strict: raise if a convolution, linear or recurrent module stays float without an override
+            that says so.
+
+    Raises:
+        ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
+        RuntimeError: a module was never calibrated (the message names it), or ``strict`` and
+            something stays float.
+    """
+    check_prepared("convert", prepared)
+    rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
+    if strict:
+        check_strict(rows)
+    replacements: dict[str, nn.Module] = {}
+    for name, module in prepared.named_modules():
+        if isinstance(module, (ObservedLeaf, *STANDALONE)):
+            leaf = module.convert() if isinstance(module, ObservedLeaf) else converted(module, name)
+            replacements[name] = take_hooks(leaf, module)
+    result = _with_modules(prepared, replacements)
+    result.torchq_report = rows  # type: ignore[assignment]
+    return without_gradients(result.eval())
+
+
+def quantize(
+    model: nn.Module,
+    data: Iterable[Any],
+    example_inputs: Inputs,
+    config: QConfig | None = None,
+    overrides: Overrides | None = None,
+    strict: bool = False,
+) -> nn.Module:
+    """:func:`prepare`, :func:`calibrate` and :func:`convert` in one call."""
+    prepared = prepare(model, example_inputs, config, overrides)
+    return convert(calibrate(prepared, data), strict)
+
+
+def _with_modules(
+    model: nn.Module, modules: dict[str, nn.Module], shared: Mapping[int, Any] | None = None
+) -> nn.Module:
+    """A copy of ``model`` with other modules in some places; what they replace is not copied.
+
+    Works for the model itself, and for modules that are registered under several names. What is
+    ``shared``, by id, is not copied either.
+    """
+    memo: dict[int, Any] = {id(model.get_submodule(n)): new for n, new in modules.items()}
+    return copy.deepcopy(model, memo | dict(shared or {}))

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A float layer with an observer in front, which becomes a quantized leaf in the same place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.config import QConfig
+from torchq.convert.from_float import matmul_from_float, naming
+from torchq.nn.dynamic import DynamicQLinear
+from torchq.nn.leaf import Leaf, QuantizedLeaf, constants_of, without_padding
+from torchq.nn.module import QModule
+from torchq.post_ops import PostOps
+from torchq.qparams import QParams
+
+
+class ObservedLeaf(Leaf):
+    """Computes the float layer's values, in the memory format of the quantized one.
+
+    Attributes:
+        module: the float layer.
+        observer: of its source; None in a dynamic configuration.
+        config: how to quantize source and weight.
+        name: qualified, of the float module.
+        contiguous: make the result contiguous, for code that calls ``view``.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: QConfig, name: str = "", contiguous: bool = False
+    ) -> None:
+        """Starts without data."""
+        super().__init__()
+        self.module, self.config, self.name, self.contiguous = module, config, name, contiguous
+        self.observer = None if config.dynamic else config.make_observer(name)
+        self._fix(constants_of(module))
+
+    def _weight_shape(self) -> torch.Size:
+        return self._weight_values().shape
+
+    def _weight_values(self) -> Tensor:
+        weight = self.module.get_parameter("weight").detach()
+        return weight.t() if vars(self.module).get("_turned", False) else weight
+
+    def _bias_values(self) -> Tensor | None:
+        bias = self.module.bias
+        return bias.detach() if isinstance(bias, Tensor) else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Records the source; the argument has the name that ``torch.nn`` gives it."""
+        if self.observer is not None:
+            self.observer(input)
+        dst: Tensor = self.module(input)
+        if self.contiguous or isinstance(self.module, nn.Linear):
+            return dst.contiguous()
+        return dst.movedim(1, -1).contiguous().movedim(-1, 1)
+
+    def qparams(self) -> QParams:
+        """Returns parameters of the source, as observed.
+
+        Raises:
+            RuntimeError: it was never calibrated; the message names it.
+        """
+        assert self.observer is not None
+        config = self.config
+        return self.observer.qparams(
+            config.activation_dtype, config.activation_bits, config.symmetric
+        )
+
+    def convert(self, src: QParams | None = None) -> QuantizedLeaf:
+        """Returns the quantized leaf.
+
+        Args:
+            src: parameters of the source; None takes the observer's.
+
+        Raises:
+            RuntimeError: it was never calibrated; the message names it.
+            ValueError: its weight cannot be quantized; the message names it.
+        """
+        if src is None and self.observer is not None:
+            src = self.qparams()
+        with naming(self.name):
+            return QuantizedLeaf.of(self.module, self._layer(src))
+
+    def _layer(self, src: QParams | None) -> QModule:
+        module: Any = without_padding(self.module)
+        config = self.config
+        if src is None:
+            return DynamicQLinear.from_float(
+                module, granularity=config.weight_granularity, bits=config.weight_bits
+            )
+        return matmul_from_float(module, src, None, config, PostOps(), contiguous=self.contiguous)

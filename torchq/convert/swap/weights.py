@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make layers plain: weights that are computed for each call, code that goes around ``forward``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from torchq.convert.fake import is_fake
+from torchq.convert.module_kinds import QUANTIZABLE, is_patched
+from torchq.convert.self_contained import RECURRENT
+from torchq.inputs import working_copy
+from torchq.nn.multihead import SplitMultiheadAttention
+
+_CAPTURING = "transformers.utils.output_capturing"
+
+
+def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
+    """Returns the model with parametrized layers replaced by plain ones of the same weights.
+
+    Those with fake-quantized weights stay: the graph takes their scales.
+
+    Args:
+        model: changed in its places, and returned, unless it is such a layer itself.
+        besides: names of layers to leave.
+    """
+    memo: dict[int, Any] = {
+        id(module): _plain(module)
+        for name, module in model.named_modules()
+        if name not in besides
+        and isinstance(module, (*QUANTIZABLE, *RECURRENT))
+        and parametrize.is_parametrized(module)
+        and not any(map(is_fake, module.modules()))
+    }
+    return copy.deepcopy(model, memo) if memo else model
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """Returns a layer of the class that ``parametrize`` derived from.
+
+    Not ``remove_parametrizations``: copies share the derived class, which that changes.
+    """
+    cls: Any = type(module).__mro__[1]
+    values = {name: getattr(module, name).detach().clone() for name in module.parametrizations}  # type: ignore[union-attr]
+    plain = cls.__new__(cls)
+    state = {key: copy.copy(value) for key, value in vars(module).items()}
+    plain.__setstate__(state)
+    del plain.parametrizations
+    for name, value in values.items():
+        setattr(plain, name, nn.Parameter(value, False))
+    result: nn.Module = plain
+    return result
+
+
+def split_attention(model: nn.Module, names: Collection[str]) -> nn.Module:
+    """Returns the model, or a copy whose attention modules of these names have layers."""
+    memo: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        if name in names and type(module) is nn.MultiheadAttention and not is_patched(module):
+            memo[id(module)] = SplitMultiheadAttention.of(module)
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    return working_copy(model, shared | memo) if memo else model
+
+
+def without_capturing_hooks(model: nn.Module, first: int = 0) -> None:
+    """Removes the hooks with which transformers collects hidden states.
+
+    They are local functions, which pickle refuses. Without the flag of the model, the next call
+    that needs them installs them again.
+
+    Args:
+        model: changed in its places.
+        first: leave hooks with smaller numbers.
+    """
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if key >= first and getattr(hook, "__module__", "") == _CAPTURING:
+                del module._forward_hooks[key]
+        vars(module).pop("_output_capturing_hooks_installed", None)
+
+
+def leave_fast_paths(model: nn.Module) -> None:
+    """Makes transformer encoders call their linears instead of reading their weights."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False

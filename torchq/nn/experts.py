@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts of a mixture whose weights are one tensor for all, as in transformers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.nn.dynamic import DynamicQLinear
+from torchq.nn.module import QModule
+
+_SETTINGS = ("is_transposed", "has_bias", "has_gate")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Returns whether a module is such a set of experts: two linear layers each.
+
+    Modules that ``transformers.integrations.moe.use_experts_implementation`` decorates say how
+    their weights lie.
+    """
+    if any(not isinstance(getattr(module, name, None), bool) for name in _SETTINGS):
+        return False
+    weights = [getattr(module, name, None) for name in _names(module)]
+    stacked = all(isinstance(w, Tensor) and w.dim() == 3 for w in weights)
+    return stacked and not getattr(module, "has_post_expert_norm", False)
+
+
+def _names(module: Any) -> tuple[str, str]:
+    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+
+
+class QExperts(QModule):
+    """Experts with int8 weights; every row is quantized by its own range.
+
+    ``dst[row] = sum over k of weights[row, k] * down[e](gate(up[e](src[row])))``, where
+    ``e = index[row, k]``.
+
+    Shapes:
+        hidden_states: float32 ``(rows, features)``.
+        top_k_index: int64 ``(rows, k)``, the experts of a row; others than experts count nothing.
+        top_k_weights: float32 ``(rows, k)``.
+    """
+
+    def __init__(self, up: list[nn.Module], down: list[nn.Module], gate: nn.Module | None) -> None:
+        """``gate`` is the float module, without its weights."""
+        super().__init__()
+        self.up, self.down = nn.ModuleList(up), nn.ModuleList(down)
+        self._set_spec(experts=len(up))
+        self._gate = [gate]  # in a list: no submodule
+
+    @classmethod
+    def from_float(cls, module: Any, *, granularity: str, bits: int) -> QExperts:
+        """Returns the experts of a module for which :func:`is_experts` holds."""
+        layers: list[list[nn.Module]] = []
+        for name in _names(module):
+            weight: Any = getattr(module, name)
+            bias: Any = getattr(module, f"{name}_bias", None)
+            made: list[nn.Module] = []
+            for i in range(weight.shape[0]):
+                linear: Any = nn.Linear(1, 1, device="meta")
+                own = weight[i].detach().t() if module.is_transposed else weight[i].detach()
+                linear.weight = nn.Parameter(own.contiguous(), False)
+                given = bias is not None and module.has_bias
+                linear.bias = nn.Parameter(bias[i].detach(), False) if given else None
+                linear.out_features, linear.in_features = own.shape
+                made.append(DynamicQLinear.from_float(linear, granularity=granularity, bits=bits))
+            layers.append(made)
+        experts = cls(layers[0], layers[1], None)
+        experts.adopt(module)
+        return experts
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> QExperts:
+        """Returns experts whose layers have specs of their own; :meth:`adopt` comes next."""
+        count = spec["experts"]
+        return cls([nn.Identity()] * count, [nn.Identity()] * count, None)
+
+    def adopt(self, module: nn.Module) -> None:
+        """Takes the activation of a float module of the same class."""
+        gate = copy.copy(module)
+        gate.__dict__["_parameters"] = {}
+        self._gate = [gate]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Runs the experts that rows ask for."""
+        dst = torch.zeros_like(hidden_states)
+        gate: Any = self._gate[0]
+        for expert in torch.unique(top_k_index).tolist():
+            if not 0 <= expert < len(self.up):
+                continue
+            rows, place = torch.where(top_k_index == expert)
+            inner = self.up[expert](hidden_states[rows])
+            inner = gate._apply_gate(inner) if gate.has_gate else gate.act_fn(inner)
+            result = self.down[expert](inner) * top_k_weights[rows, place, None]
+            dst.index_add_(0, rows, result)
+        return dst

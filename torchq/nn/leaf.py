@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quantized layer in the place of a float one: float32 in, float32 out, for any code around."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C import _get_tracing_state
+from torch.compiler import is_compiling
+from torch.jit import is_scripting  # type: ignore[attr-defined]
+
+from torchq._arguments import kind_text
+from torchq.nn.float_weight import FloatWeight
+from torchq.nn.module import QModule
+
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+
+
+def constants_of(module: nn.Module) -> dict[str, Any]:
+    """Returns a float layer's public plain attributes by name: ``in_features`` and the like.
+
+    A class that is not of torch.nn may have some of its own. Of a layer that stands for a module
+    (``eager.leaves.stand_in``) they are that module's.
+    """
+    found: dict[str, Any] = {}
+    if "_stands_for" in vars(module):
+        return dict(vars(module)["_stands_for"])
+    for cls in reversed(type(module).__mro__):
+        names = getattr(cls, "__constants__", ())
+        if cls.__module__.startswith(("torch.", "torchq.")) or cls is object:
+            found.update((name, getattr(module, name, None)) for name in names)
+        else:
+            found.update(vars(cls))
+    found.update(vars(module))
+    ours = {"training", "weight", "bias"}
+    return {k: v for k, v in found.items() if k[0] != "_" and k not in ours and _is_plain(v)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return type(value) in (int, float, bool, str, type(None))
+
+
+def take_hooks(new: nn.Module, module: nn.Module) -> nn.Module:
+    """Returns ``new`` with the forward hooks of the module whose place it takes."""
+    for name in _HOOKS:
+        vars(new)[name] = vars(module)[name].copy()
+    return new
+
+
+def _is_traced() -> bool:
+    """Returns True while calls of operators are recorded: a tracer does not know FloatWeight."""
+    return is_compiling() or _get_tracing_state() is not None
+
+
+def without_hooks(module: nn.Module) -> nn.Module:
+    """Returns the module, or one on the same parameters that has no forward hooks."""
+    if not any(vars(module)[name] for name in _HOOKS):
+        return module
+    plain = copy.copy(module)
+    for name in _HOOKS:
+        vars(plain)[name] = OrderedDict()
+    return plain
+
+
+def _kind(value: Tensor) -> str:
+    """Returns what a source is, for an error; TorchScript compiles this."""
+    if not is_scripting():  # noqa: SIM102 - TorchScript leaves out such a block alone
+        if not isinstance(value, Tensor):
+            return kind_text(value)
+    return f"{value.dtype}"
+
+
+class _Read:
+    """The tensors that were made for readers; copies and tracers see none."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self) -> None:
+        self.weight: FloatWeight | None = None
+        self.bias: FloatWeight | None = None
+
+    def __reduce__(self) -> Any:
+        return _Read, ()
+
+
+class Leaf(nn.Module):
+    """Base of what takes a float layer's place: it has the attributes of that layer.
+
+    Setting them raises, since it would have no effect.
+    """
+
+    def __init__(self) -> None:
+        """Starts without attributes."""
+        super().__init__()
+        self._read = _Read()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises AttributeError for what the float layer had."""
+        fixed = vars(self).get("_fixed", {})
+        if name in ("weight", "bias") or (name in fixed and fixed[name] != value):
+            raise AttributeError(
+                f"torchq.nn: {name} of a layer must be what it was in torchq.prepare, got another. "
+                "Change the float model before torchq.prepare, or keep the layer float: name it in "
+                "overrides with None."
+            )
+        super().__setattr__(name, value)
+
+    def _fix(self, constants: dict[str, Any]) -> None:
+        """To be called last: what the leaf has itself is not replaced."""
+        own = vars(self).keys() | self._modules.keys()
+        fixed = {name: value for name, value in constants.items() if name not in own}
+        vars(self).update(fixed)
+        vars(self)["_fixed"] = fixed
+
+    @property
+    def weight(self) -> Tensor:
+        """The float32 weight that the layer computes with."""
+        if is_scripting():
+            return self._weight_values()
+        else:
+            found = self._read.weight
+            return self._read_weight() if found is None or _is_traced() else found
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The float32 bias, or None."""
+        if is_scripting():
+            return self._bias_values()
+        else:
+            found = self._read.bias
+            return self._read_bias() if found is None or _is_traced() else found
+
+    def _read_weight(self) -> Tensor:
+        if _is_traced():
+            return self._weight_values()
+        self._read.weight = FloatWeight(self._weight_values, self._weight_shape(), "weight")
+        return self._read.weight
+
+    def _read_bias(self) -> Tensor | None:
+        value = self._bias_values()
+        if value is not None and not _is_traced():
+            value = self._read.bias = FloatWeight(self._bias_values, value.shape, "bias")
+        return value
+
+    def _weight_shape(self) -> torch.Size:
+        raise NotImplementedError
+
+    def _weight_values(self) -> Tensor:
+        raise NotImplementedError
+
+    def _bias_values(self) -> Tensor | None:
+        raise NotImplementedError
+
+
+class QuantizedLeaf(Leaf, QModule):
+    """A quantized layer, and the attributes of the float one.
+
+    ``weight`` and ``bias`` are float32 tensors of the values that the layer computes with, made
+    when something reads them (:class:`~torchq.nn.float_weight.FloatWeight`). The packed weight is
+    ``layer.weight``.
+    """
+
+    _pad: list[int]
+    _pad_mode: str
+    _shape: list[int]
+    _dilation: list[int]
+    _stride: list[int]
+    _groups: int
+    _zero: int
+    _turned: bool
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        constants: dict[str, Any],
+        weight: dict[str, Any],
+        pad: Sequence[int] = (),
+        mode: str = "",
+    ) -> None:
+        """Wraps ``layer``, which has a float32 destination; :meth:`of` is the usual way.
+
+        Args:
+            layer: quantized.
+            constants: attributes of the float layer.
+            weight: how to unpack the weight: ``shape``, ``groups``, ``dilation``, ``stride``,
+                ``zero`` (128 of uint8) and ``turned`` (the float module holds the transpose).
+            pad: for :func:`torch.nn.functional.pad` in front of the layer.
+            mode: of that padding.
+        """
+        super().__init__()
+        self.layer, self._pad, self._pad_mode = layer, list(pad), mode
+        self._shape, self._dilation = list(weight["shape"]), list(weight["dilation"])
+        self._stride, self._groups = list(weight["stride"]), weight["groups"]
+        self._zero, self._turned = weight["zero"], weight["turned"]
+        self._set_spec(constants=constants, weight=weight, pad=list(pad), mode=mode)
+        self._fix({k: _hashable(value) for k, value in constants.items()})
+
+    @classmethod
+    def of(cls, module: Any, layer: Any) -> "QuantizedLeaf":
+        """Returns the leaf for a float module.
+
+        Args:
+            module: the float module, or the layer of torch.nn that stands for one.
+            layer: quantized from what :func:`without_padding` gives of the module.
+        """
+        packed = layer.packed()
+        shape, steps = list(packed.shape), list(packed.stride)
+        if steps:
+            shape[:2] = [shape[1] * packed.groups, shape[0] // packed.groups]
+        weight = {
+            "shape": shape, "groups": packed.groups, "dilation": list(packed.dilation),
+            "stride": steps, "zero": 128 * (packed.dtype == torch.uint8),
+            "turned": vars(module).get("_turned", False),
+        }  # fmt: skip
+        mode = getattr(module, "padding_mode", "zeros")
+        if mode == "zeros":
+            return cls(layer, constants_of(module), weight)
+        pad = module._reversed_padding_repeated_twice
+        return cls(layer, constants_of(module), weight, pad, mode)
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> "QuantizedLeaf":
+        """Returns a leaf without its layer, which has a spec of its own."""
+        return cls(nn.Identity(), spec["constants"], spec["weight"], spec["pad"], spec["mode"])
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        if f"{prefix}weight" in state_dict:
+            raise RuntimeError(
+                f"torchq.nn.{type(self).__name__}: '{prefix}weight' of the state is of the float "
+                "model, and this layer is quantized. Give it what state_dict() of the converted "
+                "model returned."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    @torch.jit.unused
+    def _weight_shape(self) -> torch.Size:
+        return torch.Size(self._shape[::-1] if self._turned else self._shape)
+
+    def _weight_values(self) -> Tensor:
+        split, rank = 1, len(self._shape)
+        if len(self._stride) > 0:
+            split = self._groups
+            q = torch.ops.torchq.unpack_conv_transpose(
+                self.layer.weight, self._shape, self._groups, self._stride, self._dilation
+            )
+        elif len(self._dilation) > 0:
+            q = torch.ops.torchq.unpack_conv(
+                self.layer.weight, self._shape, self._groups, self._dilation
+            )
+        else:
+            q = torch.ops.torchq.unpack_linear(self.layer.weight, self._shape[0], self._shape[1])
+        channels = [split, 1, -1] if len(self._stride) > 0 else [1, -1, 1]
+        channels = channels + [1] * (rank - 2)
+        grouped = [split, self._shape[0] // split] + self._shape[1:]  # noqa: RUF005 - scripted
+        values: Tensor = (q.float() + self._zero).reshape(grouped)
+        if hasattr(self.layer, "weight_zero_point"):
+            zero_point: Tensor | None = self.layer.weight_zero_point  # type: ignore[assignment]
+            if zero_point is not None:
+                values = values - zero_point.reshape(channels if zero_point.numel() > 1 else [1])
+        scale: Tensor = self.layer.weight_scale  # type: ignore[assignment]
+        values = values * scale.reshape(channels if scale.numel() > 1 else [1])
+        values = values.reshape(self._shape)
+        return values.t() if self._turned else values
+
+    def _bias_values(self) -> Tensor | None:
+        bias: Tensor | None = self.layer.bias  # type: ignore[assignment]
+        return None if bias is None else bias.clone()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Runs the layer; the argument has the name that ``torch.nn`` gives it."""
+        if input.dtype != torch.float32:
+            raise TypeError(
+                "torchq.nn: a layer that a model's own code calls takes torch.float32, as the "
+                f"float layer does, got {_kind(input)}. Give it input.float(), say, and call it "
+                "outside of autocast."
+            )
+        if len(self._pad) > 0:
+            input = F.pad(input, self._pad, self._pad_mode)
+        dst: Tensor = self.layer(input)
+        return dst
+
+
+def without_padding(module: nn.Module) -> nn.Module:
+    """Returns the float layer without a padding of other values than zeros, which a leaf does."""
+    if getattr(module, "padding_mode", "zeros") == "zeros":
+        return module
+    result: Any = copy.copy(module)
+    result.padding, result.padding_mode = (0,) * len(result.kernel_size), "zeros"
+    return result  # type: ignore[no-any-return]
+
+
+def _hashable(value: Any) -> Any:
+    """Returns tuples, which JSON writes as lists."""
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
