@@ -44,7 +44,29 @@ def prepare(
     config: QConfig | None = None,
     overrides: Overrides | None = None,
 ) -> nn.Module:
-    """Returns a copy of ``model`` that computes the same and records what quantization needs."""
+    """Returns a copy of ``model`` that computes the same and records what quantization needs.
+
+    The copy has the model's class. Its layers are observed, and so is the graph that torch.export
+    captures of the call; where the whole is not captured, its largest parts are.
+
+    Args:
+        model: float32, in eval mode; also an ExportedProgram or a GraphModule.
+        example_inputs: one input, a tuple of them, or a dict of keyword arguments. Copies of the
+            model are run on them. Later calls take the graph if they are like this one: the same
+            arguments that are no tensors, the same dtypes and ranks, and sizes that the model's
+            code treats alike.
+        config: how to quantize; the default is QConfig().
+        overrides: ``fnmatch`` patterns on qualified names of modules, or of functions as the report
+            names them -> a QConfig, or None to keep float. One that matches a module holds for all
+            that is in it. With ``.dst`` appended, a pattern means only the destinations. Later
+            patterns win.
+
+    Raises:
+        ValueError: the model is in training mode, prepared or quantized already, a weight has NaN
+            or inf, or a pattern matches nothing.
+        TypeError: the model is no nn.Module or not float32, ``example_inputs`` are not those of its
+            forward, or ``config`` is no QConfig.
+    """
     if config is not None and not isinstance(config, QConfig):
         raise TypeError(
             f"torchq.prepare: config must be a QConfig or None, got {type(config).__name__}. "
@@ -101,7 +123,21 @@ def _graph(
 
 
 def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
-    """Returns the quantized model; the prepared one stays as it is."""
+    """Returns the quantized model; the prepared one stays as it is.
+
+    The result is a copy with the model's class, of quantized layers and int8 graphs. It has no
+    gradients: its float parameters do not require grad any more; inputs that require grad raise.
+
+    Args:
+        prepared: calibrated.
+        strict: raise if a convolution, linear or recurrent module stays float without an override
+            that says so, and at calls that do not meet a graph's guards.
+
+    Raises:
+        ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
+        RuntimeError: calibration did not reach a graph or a module (the message names it), or
+            ``strict`` and something stays float.
+    """
     return _converted(prepared, strict)
 
 
@@ -232,7 +268,23 @@ def quantize(
     overrides: Overrides | None = None,
     strict: bool = False,
 ) -> nn.Module:
-    """Calls :func:`prepare`, :func:`calibrate` and :func:`convert`."""
+    """Calls :func:`prepare`, :func:`calibrate` and :func:`convert`.
+
+    Args:
+        model: see :func:`prepare`, as for ``config`` and ``overrides``.
+        data: batches to calibrate with; None where nothing needs calibration, as with
+            QConfig(dynamic=True) and fake quantizers in the model.
+        example_inputs: of :func:`prepare`; the default is the first batch of ``data``.
+        config: how to quantize.
+        overrides: exceptions, by name.
+        strict: see :func:`convert`.
+
+    Returns:
+        The quantized model, of the class of ``model``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as the three functions.
+    """
     if strict:
         config = replace(config or QConfig(), strict=True)
     if data is None:

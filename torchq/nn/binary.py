@@ -13,7 +13,7 @@ from torchq.qparams import QParams
 
 
 class Add(nn.Module):
-    """``src0 + src1``, as a module: what :mod:`torchq.fx` traces computes it in int8."""
+    """``src0 + src1``, as a module: a captured graph computes it in int8."""
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
         """Adds."""
