@@ -256,7 +256,7 @@ def test_every_byte_of_a_transposed_convolution(shape, groups: int, stride, dila
 
 @pytest.mark.parametrize("shape", [(2048, 2048), (512, 512, 3, 3)], ids=str)
 def test_packing_takes_no_longer_than_50_reversals(shape: tuple[int, ...]):
-    """Measured on Zen 4: 6 and 33 times as long as ``flip``; weight by weight it took 75 and more."""
+    """Measured on Zen 4: 6 and 33 times as long as ``flip``; one by one it took 75 and more."""
     weight = cases.random_s8(shape)
     flat = weight.flatten(1)
 

@@ -18,7 +18,10 @@ from torchq.convert.ops import Made, Op, Role, is_float
 from torchq.convert.patterns import arguments_of, row_of
 from torchq.fake_quantize import FakeQuantize
 from torchq.folding import MAX_SHIFTED_REDUCTION
+from torchq.nn.attention import Attention
 
+MAX_KEYS = 65793
+MAX_POSITIONS = 8388608
 POSITIONS = "it reads what depends on sizes and positions alone"
 
 
@@ -151,6 +154,10 @@ def _why_float(op: Op) -> str:
             return POSITIONS
         if not is_float(src):
             return f"its source is {src.meta['value'].dtype}, not torch.float32"
+    if isinstance(op.module, Attention) and _keys(op) > MAX_KEYS:
+        return f"it has more than {MAX_KEYS} keys, whose sums could overflow int32"
+    if op.role is Role.POOL and _positions(op) > MAX_POSITIONS:
+        return f"its window has more than {MAX_POSITIONS} positions, whose sum could overflow int32"
     dims = _spatial_dims(op.module)
     if op.role is Role.PRODUCT and _reduction(op) > MAX_SHIFTED_REDUCTION:
         return f"it sums more than {MAX_SHIFTED_REDUCTION} products, which could overflow int32"
@@ -167,6 +174,24 @@ def _is_mean(op: Op) -> bool:
         return False
     before, after = (math.prod(n.meta["value"].shape[2:]) for n in (op.srcs[0], op.node))
     return bool(after == 1 < before)
+
+
+def _keys(op: Op) -> int:
+    """Returns how many keys attention has in the example."""
+    shape = op.srcs[2].meta["value"].shape or (0, 0)
+    return int(shape[-2])
+
+
+def _positions(op: Op) -> int:
+    """Returns how many positions each result of an average sums; 0 for other pools."""
+    if not isinstance(op.module, AVERAGES):
+        return 0
+    before, after = (math.prod(n.meta["value"].shape[2:]) for n in (op.srcs[0], op.node))
+    kernel: Any = getattr(op.module, "kernel_size", 0)
+    if not kernel:
+        return int(before // max(after, 1))
+    sizes = kernel if isinstance(kernel, tuple | list) else (kernel,)
+    return math.prod(sizes * (len(op.node.meta["value"].shape) - 2 if len(sizes) == 1 else 1))
 
 
 def _reduction(op: Op) -> int:
