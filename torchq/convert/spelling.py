@@ -6,11 +6,11 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import fx
-from torch.jit._builtins import _find_builtin
 
 _RENAMED = {"view": "reshape", "view_as": "reshape_as", "_unsafe_view": "reshape", "_to_copy": "to"}
 _IGNORED = ("layout", "device", "pin_memory", "non_blocking", "copy")
@@ -66,13 +66,11 @@ def spelled(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
 
 
 def _function_of(name: str) -> Callable[..., Any] | None:
-    """Returns the function of torch that TorchScript compiles to this ATen call."""
+    """Returns the C++ function of torch that makes this ATen call: shorter than ``torch.ops``."""
     for namespace in (torch, torch._C._nn):
         function = getattr(namespace, name, None)
-        if function is None:
-            continue
-        if _find_builtin(function) == f"aten::{name}":  # type: ignore[no-untyped-call]
-            return function  # type: ignore[no-any-return]
+        if isinstance(function, BuiltinFunctionType):
+            return function
     return None
 
 
