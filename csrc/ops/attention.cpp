@@ -288,8 +288,10 @@ class FloatHeads final : public Heads {
     const float* src = value_.head<float>(h);
     for (int64_t j = 0; j < keys; ++j) {
       const float* value = src + j * value_.tensor.stride(-2);
-      if (seen[j]) std::copy_n(value, size, values + j * size);
-      else std::fill_n(values + j * size, size, 0.0f);
+      if (seen[j])
+        std::copy_n(value, size, values + j * size);
+      else
+        std::fill_n(values + j * size, size, 0.0f);
     }
     return values;
   }
