@@ -124,7 +124,7 @@ class _Plain:
         return self._noted(made, node, varying=True, static=False, positional=integral)
 
     def _held(self, target: str) -> fx.Node:
-        """A parameter, buffer or constant of the program."""
+        """Returns a parameter, buffer or constant of the program."""
         if target not in self.held:
             name = target.removeprefix(PREFIX)
             value = {**self.program.state_dict, **self.program.constants}[target]
@@ -253,7 +253,7 @@ class _Plain:
         return bool(value.is_contiguous() and whole)
 
     def _recurrent(self, node: fx.Node, args: Any) -> list[fx.Node]:
-        """The call of a recurrent module, and its results one by one."""
+        """Returns the call of a recurrent module, and its results one by one."""
         srcs, name, kind = args[0], args[1], args[2]
         states = [tuple(srcs[1:])] if "LSTM" in kind and srcs[1:] else srcs[1:]
         made = self._module(node, name, (srcs[0], *states))
@@ -267,7 +267,7 @@ class _Plain:
         return [part(made, 0), part(made, 1)]
 
     def _module(self, node: fx.Node, name: str, args: Any) -> fx.Node:
-        """The call of a module that is one call in the program, too."""
+        """Returns the call of a module that is one call in the program, too."""
         if is_reserved(name):
             raise CaptureError(f"torch.fx has another meaning for the name '{name}'")
         made = self.graph.call_module(name, args)
@@ -389,7 +389,7 @@ def _meta(value: Any) -> Meta:
 
 
 def _phase(made: fx.Node, values: dict[fx.Node, Any]) -> float | None:
-    """The largest phase that a sine or cosine of data takes on the example."""
+    """Returns the largest phase that a sine or cosine of data takes on the example."""
     if made.target not in (torch.sin, torch.cos) or not made.all_input_nodes:
         return None
     source = values[made.all_input_nodes[0]]

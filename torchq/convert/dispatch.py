@@ -85,7 +85,7 @@ class Dispatch(Attachment):
                 return restore(run(*found))
             reason = "" if self._warned and not self.strict else self._why(found, args, kwargs)
             if self.strict:
-                raise RuntimeError(f"{reason} With strict=True this is an error.")
+                raise RuntimeError(reason)
             first = RemovableHandle.next_id
             try:
                 result = own(self.module, *args, **kwargs)
@@ -113,9 +113,7 @@ class Dispatch(Attachment):
             found = None
         if found is None or self.module.training or _hooks(self.module) - self._known:
             if self.strict:
-                raise RuntimeError(
-                    f"{self._why(found, args, kwargs)} With strict=True this is an error."
-                )
+                raise RuntimeError(self._why(found, args, kwargs))
             return type(self.module).forward(self.module, *args, **kwargs)
         return restore(self.graph(*found))
 
@@ -137,7 +135,8 @@ class Dispatch(Attachment):
             reason = "a submodule has a hook that is newer than the graph"
             remedy = "Remove the hook where it is not needed any more."
         where = f"'{self.name}'" if self.name else type(self.module).__name__
-        return f"torchq: this call of {where} does not run its int8 graph: {reason}. {remedy}"
+        text = f"torchq: this call of {where} does not run its int8 graph: {reason}. {remedy}"
+        return f"{text} With strict=True this is an error." if self.strict else text
 
     def _count(self, reason: str) -> None:
         """Counts a call of the module's own code; the first one warns."""
@@ -165,7 +164,7 @@ class Dispatch(Attachment):
         return self.example.describe()
 
     def scriptable(self) -> nn.Module:
-        """What ``torch.jit.script`` compiles in place of the module."""
+        """Returns what ``torch.jit.script`` compiles in place of the module."""
         return self.graph
 
     # The state of the graph goes with that of the module

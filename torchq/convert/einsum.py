@@ -91,7 +91,7 @@ class _Product:
         return self.emit(_ATEN.flatten.using_ints, x, start, start + count - 1)
 
     def _split(self, x: fx.Node, dim: int, sizes: list[Any]) -> fx.Node:
-        """The inverse of :meth:`_one`."""
+        """Returns the inverse of :meth:`_one`."""
         if not sizes:
             return self.emit(_ATEN.squeeze.dim, x, dim)
         return x if len(sizes) == 1 else self.emit(_ATEN.unflatten.int, x, dim, sizes)

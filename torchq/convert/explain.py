@@ -121,11 +121,11 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """The same table, for notebooks."""
+        """Returns the same table, for notebooks."""
         return html_table(_HEADS, self._cells(), self._notes())
 
     def _cells(self) -> list[tuple[str, str, str, str]]:
-        """The lines of the table."""
+        """Returns the lines of the table."""
         cells = []
         for rows in self._alike():
             row, calls = rows[0], sum(row.calls for row in rows)
@@ -137,7 +137,7 @@ class Explanation:
         return cells
 
     def _notes(self) -> list[str]:
-        """What stands below the table."""
+        """Returns what stands below the table."""
         lines = []
         if self.seven_bits:
             names = list(self.seven_bits)
@@ -175,7 +175,7 @@ class Explanation:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """What :func:`torchq.prepare` decided for each module of a prepared or converted model.
+    """Returns what :func:`torchq.prepare` decided for each module of a prepared or converted model.
 
     Raises:
         ValueError: the model comes from neither.

@@ -37,7 +37,7 @@ class Fixed:
 
 
 def same(a: QParams, b: QParams) -> bool:
-    """Whether two parameters are the same."""
+    """Returns whether two parameters are the same."""
     alike = a.dtype == b.dtype and a.bits == b.bits and a.axis == b.axis
     return alike and torch.equal(a.scale, b.scale) and torch.equal(a.zero_point, b.zero_point)
 
@@ -102,7 +102,7 @@ def fixed_qparams(fake: FakeQuantize, dtype: torch.dtype) -> Fixed:
 
 
 def why_not_fixed(fake: FakeQuantize) -> str:
-    """Why an activation with this fake quantizer cannot be int8; "" if it can."""
+    """Returns why an activation with this fake quantizer cannot be int8; "" if it can."""
     if fake.is_per_channel:
         return "it has a scale per channel, and what reads activations takes one"
     if fake.levels > 256:

@@ -44,7 +44,7 @@ _Class = TypeVar("_Class")
 
 
 def _of_base(classes: dict[type[nn.Module], _Class], module: nn.Module) -> _Class:
-    """The entry of the module's class or the nearest base class."""
+    """Returns the entry of the module's class or the nearest base class."""
     return next(classes[base] for base in type(module).__mro__ if base in classes)
 
 
@@ -66,7 +66,7 @@ def matmul_from_float(
     pad: tuple[list[int], list[int]] | None = None,
     contiguous: bool = False,
 ) -> QModule:
-    """A float linear layer or convolution, between tensors with these parameters.
+    """Returns a float linear layer or convolution, between tensors with these parameters.
 
     Args:
         module: the float layer.
@@ -119,7 +119,7 @@ def post_op_chain(
 
 
 def append_clip(chain: PostOps, clip: tuple[float, float]) -> PostOps:
-    """The chain, and a relu or clip; returns it."""
+    """Appends a relu or clip to the chain and returns it."""
     if clip == (0.0, math.inf):
         chain.append_eltwise("relu")
     else:

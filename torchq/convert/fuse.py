@@ -71,7 +71,7 @@ class Layer:
         return self.op.note
 
     def float_module(self) -> nn.Module:
-        """The main operation with the factors and shifts folded into it."""
+        """Returns the main operation with the factors and shifts folded into it."""
         norm = self.op.role is Role.NORM
         module = _identity(self.dst.meta["value"].shape) if norm else self.op.module
         assert module is not None
@@ -151,7 +151,7 @@ class _Finder:
         return takes and not isinstance(getattr(op.module, "padding", None), str)
 
     def _is_alone(self, op: Op) -> bool:
-        """Whether it becomes a depthwise convolution."""
+        """Returns whether it becomes a depthwise convolution."""
         shape = op.node.meta["value"].shape
         same = bool(op.srcs) and op.srcs[0].meta["value"].shape == shape
         fits = op.role is Role.NORM and 2 < len(shape) < 6 and same
@@ -215,7 +215,7 @@ class _Finder:
             self.taken.add(op)
 
     def _next(self, node: fx.Node) -> Op | None:
-        """The one operation that reads a node, if it reads it once and may be fused."""
+        """Returns the one operation that reads a node, if it reads it once and may be fused."""
         users = list(node.users)
         op = self.ops.get(users[0]) if len(users) == 1 else None
         if op is None or op in self.taken or op.requested or op.srcs.count(node) != 1:
@@ -223,7 +223,7 @@ class _Finder:
         return None if op.role is Role.OPAQUE else op
 
     def _affine(self, layer: Layer, op: Op) -> Affine | None:
-        """What an operation does to each channel of a matmul in front of it."""
+        """Returns what an operation does to each channel of a matmul in front of it."""
         if layer.role is not Role.MATMUL or layer.clip or layer.residual is not None:
             return None
         shape = layer.dst.meta["value"].shape
@@ -248,7 +248,7 @@ class _Finder:
         return layer.role is Role.MATMUL or bounds == (0.0, math.inf)
 
     def _fits_slopes(self, layer: Layer, op: Op) -> bool:
-        """Whether the slopes are of the matmul's channels."""
+        """Returns whether the slopes are of the matmul's channels."""
         if layer.role is not Role.MATMUL or op.role is not Role.SLOPES or layer.clip is not None:
             return False
         linear = isinstance(layer.op.module, nn.Linear)
@@ -306,14 +306,14 @@ class _Finder:
         return table
 
     def _is_closed(self, last: Op, parts: tuple[Op, ...]) -> bool:
-        """Whether nobody else reads what is in between."""
+        """Returns whether nobody else reads what is in between."""
         nodes = {part.node for part in parts}
         free = self.taken.isdisjoint(parts)
         return free and all(set(part.node.users) <= nodes for part in parts if part is not last)
 
 
 def _evaluate(ops: dict[fx.Node, Op], root: fx.Node, node: fx.Node) -> Callable[[Tensor], Tensor]:
-    """A function of the root that computes the node."""
+    """Returns a function of the root that computes the node."""
 
     def run(value: Tensor) -> Tensor:
         known = {root: value.clone()}
@@ -349,7 +349,7 @@ def _channel_affine(op: Op, axis: int) -> Affine | None:
 
 
 def _identity(shape: tuple[int, ...]) -> nn.Module:
-    """A convolution of one tap per channel that changes nothing."""
+    """Returns a convolution of one tap per channel that changes nothing."""
     cls = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[len(shape)]
     conv = cls(shape[1], shape[1], 1, groups=shape[1], bias=False)
     conv.weight = nn.Parameter(torch.ones_like(conv.weight), False)

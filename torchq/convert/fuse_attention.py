@@ -113,7 +113,7 @@ def _is_softmax(op: Op) -> bool:
 
 
 def _scores_behind(op: Op, found: _Found) -> fx.Node | None:
-    """The scores to which a factor or a mask is applied; it is then in ``found``."""
+    """Returns the scores to which a factor or a mask is applied; it is then in ``found``."""
     if op.role is Role.UNARY and op.affine is not None:
         scale, shift = (float(value) for value in op.affine)
         found.scale *= scale
@@ -173,7 +173,7 @@ def _scores_filled(op: Op, found: _Found) -> fx.Node | None:
 
 
 def _hiding(value: Any) -> float | None:
-    """What to add where a number is filled in that hides scores; None for others."""
+    """Returns what to add where a number is filled in that hides scores; None for others."""
     number = value.meta.get("constant") if isinstance(value, fx.Node) else value
     if (
         not isinstance(number, int | float | Tensor)

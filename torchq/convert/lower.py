@@ -49,7 +49,7 @@ class Lowering:
         self._readers = self.plan.readers()
 
     def run(self) -> QuantizedGraph:
-        """The converted model."""
+        """Returns the converted model."""
         for node in self.plan.captured.graph.nodes:
             layer = self.plan.layer_at.get(node)
             op = self.plan.ops.get(node)
@@ -77,7 +77,7 @@ class Lowering:
     # Values
 
     def float_of(self, node: fx.Node) -> fx.Node:
-        """The float32 form of a value, or a value that is no tensor."""
+        """Returns the float32 form of a value, or a value that is no tensor."""
         if node not in self._float:
             self._float[node] = self._make_float(node)
         return self._float[node]
@@ -120,7 +120,7 @@ class Lowering:
         return self.float_of(node)
 
     def int8_of(self, node: fx.Node) -> fx.Node:
-        """The int8 form of a value whose group is int8."""
+        """Returns the int8 form of a value whose group is int8."""
         if node not in self._int8:
             op = self.plan.ops.get(node)
             if op is not None and self.plan.is_joined(node):
@@ -136,7 +136,7 @@ class Lowering:
         return self._int8[node]
 
     def _moved(self, op: Op) -> fx.Node:
-        """What moves or pools elements, on int8."""
+        """Returns what moves or pools elements, on int8."""
         src, qparams = self.int8_of(op.srcs[0]), self.qparams(op.node)
         if op.role is Role.PASS:
             return src
@@ -162,7 +162,7 @@ class Lowering:
         return fx.node.map_arg(pad, self.any_of)
 
     def _rounded(self, op: Op) -> fx.Node:
-        """What a fake quantizer gives that no layer took over."""
+        """Returns what a fake quantizer gives that no layer took over."""
         src, fixed = op.srcs[0], self.plan.fakes[op.node]
         if self.plan.comes_as_int8(src):
             assert op.module is not None
@@ -182,7 +182,7 @@ class Lowering:
     # Nodes
 
     def _copy(self, node: fx.Node, form: Any = None) -> fx.Node:
-        """The node as it is in the float model."""
+        """Returns the node as it is in the float model."""
         form = form or self.float_of
         copied = self.graph.node_copy(node, self._in_order(form) if _reads_strides(node) else form)
         if node.op == "get_attr":
@@ -244,7 +244,7 @@ class Lowering:
         form[layer.dst] = self._flat(layer.op, dst)
 
     def _sources(self, layer: Layer) -> list[Any]:
-        """What the layer's module is called with."""
+        """Returns what the layer's module is called with."""
         args: list[Any] = [self._src(src) for src in layer.srcs]
         if layer.residual is not None:
             as_int8 = self.plan.comes_as_int8(layer.residual)
@@ -288,7 +288,7 @@ class Lowering:
         return [terms[-1] if terms else None, scale]
 
     def _src(self, node: fx.Node) -> fx.Node:
-        """A source: int8, or a float32 value of which this layer is the only reader."""
+        """Returns a source: int8, or a float32 value of which this layer is the only reader."""
         alone = self._readers[self.plan.root(node)] == 1
         made = self.plan.is_joined(node) or node in self.plan.fakes or "constant" in node.meta
         made |= node in self._int8

@@ -25,7 +25,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def check_matmul(module: Any) -> str:
-    """Why a float layer has no int8 form, or ""."""
+    """Returns why a float layer has no int8 form, or ""."""
     mode = getattr(module, "padding_mode", "zeros")
     if mode != "zeros":
         return f"padding_mode is '{mode}', only 'zeros' is supported"
@@ -130,7 +130,7 @@ def add_product(a: Arguments) -> Made | str:
 
 
 def linear_of(src: fx.Node, weight: Tensor, bias: Tensor | None) -> Made:
-    """A linear layer of a constant matrix ``[out, in]``."""
+    """Returns a linear layer of a constant matrix ``[out, in]``."""
     module = nn.Linear(1, 1, device="meta")
     module.out_features, module.in_features = weight.shape
     made = Made(Role.MATMUL, _with_weight(module, weight.contiguous(), bias), [src])

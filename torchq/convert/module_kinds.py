@@ -50,7 +50,7 @@ NO_DYNAMIC_FORM = "only linear layers, recurrent ones and attention have a dynam
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether an object has a forward of its own, which its class does not know."""
+    """Returns whether an object has a forward of its own, which its class does not know."""
     return not vars(module).keys().isdisjoint(("forward", "_conv_forward"))
 
 

@@ -14,7 +14,7 @@ from torchq.convert.ops import Arguments, Made, Role
 
 
 def pool(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
-    """A pool by its function."""
+    """Returns a pool by its function."""
 
     def make(a: Arguments) -> Made | str:
         if a.varying("input"):
@@ -29,7 +29,7 @@ def pool(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
 
 
 def check_pool(module: Any) -> str:
-    """Why a pool has no int8 form, or ""."""
+    """Returns why a pool has no int8 form, or ""."""
     if getattr(module, "return_indices", False) or getattr(module, "divisor_override", None):
         return "its options have no int8 form"
     return ""
@@ -41,7 +41,7 @@ _GLOBAL = {3: nn.AdaptiveAvgPool1d, 4: nn.AdaptiveAvgPool2d, 5: nn.AdaptiveAvgPo
 
 
 def mean(a: Arguments) -> Made | str:
-    """A mean over all spatial dims."""
+    """Returns a mean over all spatial dims."""
     rank = len(shape_of(a.input))
     dims = a.dim if isinstance(a.dim, Sequence) else [a.dim]
     if a.dim is None or a.dtype is not None or rank not in _GLOBAL:

@@ -147,17 +147,17 @@ class Pointwise(nn.Module):
 
 
 def clip_bounds(module: nn.Module | None) -> tuple[float, float] | None:
-    """The bounds of an activation that only clips."""
+    """Returns the bounds of an activation that only clips."""
     if isinstance(module, nn.Hardtanh):  # ReLU6 is one
         return float(module.min_val), float(module.max_val)
     return (0.0, math.inf) if isinstance(module, nn.ReLU) else None
 
 
 def is_float(node: fx.Node) -> bool:
-    """Whether it is a float32 tensor."""
+    """Returns whether it is a float32 tensor."""
     return bool(node.meta["value"].dtype == torch.float32)
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether it is a number that the model computes from sizes."""
+    """Returns whether it is a number that the model computes from sizes."""
     return bool(node.meta["static"]) and node.meta["value"].is_number

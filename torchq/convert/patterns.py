@@ -47,7 +47,7 @@ def _row(role: Role, names: str, make: Maker, *, is_matmul: bool = False) -> Row
 
 
 def _named(make: Maker, **names: str) -> Maker:
-    """The maker, for a call whose schema has other names: ``other="mat2"``."""
+    """Returns the maker, for a call whose schema has other names: ``other="mat2"``."""
 
     def named(a: Arguments) -> Made | str:
         for name, schema in names.items():
@@ -59,7 +59,7 @@ def _named(make: Maker, **names: str) -> Maker:
 
 
 def _with(make: Maker, **defaults: Any) -> Maker:
-    """The maker, for a call whose schema lacks arguments."""
+    """Returns the maker, for a call whose schema lacks arguments."""
 
     def completed(a: Arguments) -> Made | str:
         for name, value in defaults.items():
@@ -84,7 +84,7 @@ def _convolution(a: Arguments) -> Made | str:
 
 
 def _tensordot(a: Arguments) -> Made | str:
-    """The last dim of a tensor and one of a constant matrix: a linear layer."""
+    """Returns the last dim of a tensor and one of a constant matrix: a linear layer."""
     reason = "a tensordot that is no linear layer of a constant matrix has no int8 form"
     if not isinstance(a.other, Tensor) or a.other.dim() != 2 or not isinstance(a.input, fx.Node):
         return reason
@@ -106,7 +106,7 @@ def _pool(cls: type[nn.Module]) -> Maker:
 
 
 def _resize(mode: str) -> Maker:
-    """An upsampling call; ``scales`` or ``output_size`` is given."""
+    """Returns an upsampling call; ``scales`` or ``output_size`` is given."""
 
     def resize(a: Arguments) -> Made | str:
         scales = a.get("scale_factors")
@@ -139,7 +139,7 @@ def _functions(*names: str) -> list[Row]:
 
 
 def _float(reason: str, names: str, *, is_matmul: bool = False) -> Row:
-    """A row of what has no int8 form."""
+    """Returns a row of what has no int8 form."""
     return _row(Role.OPAQUE, names, lambda a: reason, is_matmul=is_matmul)
 
 

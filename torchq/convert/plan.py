@@ -118,21 +118,21 @@ class Plan:
         return hard or dynamic or bool(self.standalone)
 
     def root(self, node: fx.Node) -> fx.Node:
-        """The node that stands for the group of ``node``."""
+        """Returns the node that stands for the group of ``node``."""
         while self._parent.get(node, node) is not node:
             node = self._parent[node]
         return node
 
     def is_int8(self, node: fx.Node) -> bool:
-        """Whether the value has an int8 form."""
+        """Returns whether the value has an int8 form."""
         return self.root(node) in self._int8
 
     def fixed(self, node: fx.Node) -> Fixed | None:
-        """What a fake quantizer says about the group of ``node``."""
+        """Returns what a fake quantizer says about the group of ``node``."""
         return self._fixed.get(self.root(node))
 
     def is_joined(self, node: fx.Node) -> bool:
-        """Whether it only moves or pools what it reads."""
+        """Returns whether it only moves or pools what it reads."""
         return node in self._joined
 
     def comes_as_int8(self, node: fx.Node) -> bool:
@@ -143,12 +143,12 @@ class Plan:
         return made and self.is_int8(node)
 
     def emits_int8(self, layer: Layer) -> bool:
-        """Whether a quantized layer's destination is int8."""
+        """Returns whether a quantized layer's destination is int8."""
         wanted = layer.fake is not None or self._may_emit_int8(layer)
         return self.is_int8(layer.dst) and wanted
 
     def _table_host(self, layer: Layer) -> Layer | None:
-        """The matmul whose int8 destination only this function reads."""
+        """Returns the matmul whose int8 destination only this function reads."""
         host = self.layer_at.get(layer.srcs[0]) if layer.role is Role.UNARY else None
         if host is None or host.role is not Role.MATMUL or not self.emits_int8(host):
             return None
@@ -288,7 +288,7 @@ class Plan:
         return True
 
     def _averages(self, node: fx.Node) -> bool:
-        """Whether it is a pool that may give others than the values it reads."""
+        """Returns whether it is a pool that may give others than the values it reads."""
         op = self.ops.get(node)
         pools = op is not None and op.role is Role.POOL
         return op is not None and pools and "Max" not in type(op.module).__name__
@@ -316,7 +316,7 @@ class Plan:
         return found
 
     def function_behind(self, root: fx.Node) -> Callable[[Tensor], Tensor] | None:
-        """The function that alone reads the values of a group, if it becomes a table.
+        """Returns the function that alone reads the values of a group, if it becomes a table.
 
         None where averages lie between: what it makes of them says little of what they are made of.
         """
@@ -339,7 +339,7 @@ class Plan:
                     self._merge(src, layer.dst)
 
     def _may_merge(self, src: fx.Node, dst: fx.Node) -> bool:
-        """Whether fake quantizers, if any, say the same or nothing of the source."""
+        """Returns whether fake quantizers, if any, say the same or nothing of the source."""
         first, second = self.fixed(src), self.fixed(dst)
         if first is None:
             return second is None or second.keeps
@@ -381,7 +381,7 @@ class Plan:
         return not failed
 
     def _why_not(self, layer: Layer, hard: set[fx.Node]) -> str:
-        """Why a layer that is no matmul would gain nothing from int8; "" where it does."""
+        """Returns why a layer that is no matmul would gain nothing from int8; "" where it does."""
         if not any(self.is_int8(node) for node in layer.srcs):
             return "its sources are float"
         wanted = hard.issuperset(self.root(node) for node in layer.srcs)

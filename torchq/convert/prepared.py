@@ -124,7 +124,7 @@ class Prepared(nn.Module):
         return observer.qparams(*options)
 
     def constant(self, node: fx.Node) -> Tensor:
-        """The value of a node that does not depend on the inputs."""
+        """Returns the value of a node that does not depend on the inputs."""
         value = node.meta["constant"]
         assert isinstance(value, Tensor)
         return value

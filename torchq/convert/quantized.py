@@ -48,7 +48,7 @@ def quantized(layer: Layer, plan: Plan, qparams: QParamsOf) -> QModule:
 
 
 def lookup(layer: Layer, plan: Plan, qparams: QParamsOf) -> QLookup:
-    """The table of a UNARY."""
+    """Returns the table of a UNARY."""
     assert layer.function is not None
     src = qparams(layer.srcs[0])
     dst = qparams(layer.dst) if layer.fake is None else plan.fakes[layer.dst].quantize
@@ -80,7 +80,7 @@ def _matmul(layer: Layer, plan: Plan, qparams: QParamsOf, dst: QParams | None) -
 
 
 def _factor(layer: Layer, plan: Plan) -> PostOps:
-    """What a matrix product takes over, in order."""
+    """Returns what a matrix product takes over, in order."""
     chain = PostOps()
     if layer.affines:
         scale, shift = combined(layer.affines)

@@ -34,12 +34,12 @@ class DynamicLinear(nn.Module):
         self.module, self.config = module, config
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The float layer's result."""
+        """Returns the float layer's result."""
         dst: torch.Tensor = self.module(input)
         return dst
 
     def convert(self) -> DynamicQLinear:
-        """The quantized layer."""
+        """Returns the quantized layer."""
         granularity, bits = self.config.weight_granularity, self.config.weight_bits
         return DynamicQLinear.from_float(self.module, granularity=granularity, bits=bits)
 
@@ -81,7 +81,7 @@ def stands_alone(module: nn.Module | None, config: QConfig | None) -> bool:
 def why_float(
     module: nn.Module, config: QConfig | None, dtypes: set[torch.dtype], exposed: bool
 ) -> str:
-    """Why such a module must stay float; "" where it need not.
+    """Returns why such a module must stay float; "" where it need not.
 
     Args:
         module: for which :func:`stands_alone` holds.
@@ -103,7 +103,7 @@ def why_float(
 
 
 def observed(module: nn.Module, config: QConfig, name: str) -> nn.Module:
-    """What takes the module's place while calibrating."""
+    """Returns what takes the module's place while calibrating."""
     if isinstance(module, nn.RNNBase):
         return ObservedRNN(module, config, name)
     if isinstance(module, nn.RNNCellBase):
@@ -115,7 +115,7 @@ def observed(module: nn.Module, config: QConfig, name: str) -> nn.Module:
 
 
 def converted(module: Any, name: str) -> QModule:
-    """The quantized form of an observed module.
+    """Returns the quantized form of an observed module.
 
     Raises:
         RuntimeError: it was never calibrated; the message names it.

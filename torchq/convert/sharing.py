@@ -57,7 +57,7 @@ def _covers(dst: QParams, src: QParams) -> bool:
 
 
 def _range(qparams: QParams) -> tuple[float, float]:
-    """The real values of the smallest and the largest integer."""
+    """Returns the real values of the smallest and the largest integer."""
     scale, zero_point = float(qparams.scale), int(qparams.zero_point)
     low, high = activation_range(qparams.dtype, qparams.bits)
     return scale * (low - zero_point), scale * (high - zero_point)

@@ -10,6 +10,6 @@ checks refuses, report tells what became of each module.
 """
 
 from torchq.convert.swap.checks import check_model
-from torchq.convert.swap.flow import calibrate, convert, prepare, prepare_call, quantize
+from torchq.convert.swap.flow import calibrate, convert, prepare, quantize
 
-__all__ = ["calibrate", "check_model", "convert", "prepare", "prepare_call", "quantize"]
+__all__ = ["calibrate", "check_model", "convert", "prepare", "quantize"]

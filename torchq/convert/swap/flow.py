@@ -38,13 +38,14 @@ from torchq.model_state import as_before
 from torchq.nn.leaf import take_hooks
 
 
+@torch.inference_mode(False)
 def prepare(
     model: nn.Module,
     example_inputs: Inputs,
     config: QConfig | None = None,
     overrides: Overrides | None = None,
 ) -> nn.Module:
-    """A copy of ``model`` with observers in place.
+    """Returns a copy of ``model`` with observers in place.
 
     Args:
         model: float32, in eval mode.
@@ -62,24 +63,7 @@ def prepare(
     check_model(model)
     args, kwargs = split_inputs(example_inputs)
     with torch.autocast("cpu", enabled=False):
-        return prepare_call(model, args, kwargs, config, overrides)
-
-
-@torch.inference_mode(False)
-def prepare_call(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    config: QConfig,
-    overrides: Overrides | None,
-    prefix: str = "",
-) -> nn.Module:
-    """:func:`prepare` for ``model(*args, **kwargs)``.
-
-    With a ``prefix``, the model is a submodule of another one: names in overrides, messages and
-    the report begin with it, and patterns are not checked.
-    """
-    return prepare_settled(plain_copy(model), args, kwargs, config, overrides, prefix)
+        return prepare_settled(plain_copy(model), args, kwargs, config, overrides)
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
@@ -96,18 +80,17 @@ def prepare_settled(
     kwargs: Mapping[str, Any],
     config: QConfig,
     overrides: Overrides | None,
-    prefix: str = "",
     check: bool = True,
 ) -> nn.Module:
     """Prepares a copy that :func:`plain_copy` made; the result shares its parameters."""
     comparison = Comparison(model, args, kwargs)
     names = [name for name, _ in model.named_modules()]
-    asked = [n for n in names if resolve(overrides, f"{prefix}{n}", config) is not None]
+    asked = [n for n in names if resolve(overrides, n, config) is not None]
     split = split_attention(model, asked)
     if split is not model and comparison.agrees(split):
         model = split
-    plan = Plan(model, record(model, args, kwargs), config, overrides, prefix)
-    if check and not prefix:
+    plan = Plan(model, record(model, args, kwargs), config, overrides)
+    if check:
         check_patterns(model, report_rows(model, plan), overrides)
     prepared = _assembled(model, plan, comparison)
     prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
@@ -165,7 +148,7 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
 
 @torch.inference_mode(False)
 def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
-    """The quantized model; the prepared one stays as it is.
+    """Returns the quantized model; the prepared one stays as it is.
 
     It has no gradients: its float parameters do not require grad any more, and inputs that require
     grad raise.
@@ -210,7 +193,7 @@ def quantize(
 def _with_modules(
     model: nn.Module, modules: dict[str, nn.Module], shared: Mapping[int, Any] | None = None
 ) -> nn.Module:
-    """A copy of ``model`` with other modules in some places; what they replace is not copied.
+    """Returns a copy of ``model`` with other modules in some places, not of those they replace.
 
     Works for the model itself, and for modules that are registered under several names. What is
     ``shared``, by id, is not copied either.

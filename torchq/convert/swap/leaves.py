@@ -68,7 +68,7 @@ class _Code:
         self.reshapes = False
 
     def run(self) -> nn.Module | None:
-        """The layer of torch.nn that it is; None where it is something else."""
+        """Returns the layer of torch.nn that it is; None where it is something else."""
         src, *nodes, output = self.interpreter.graph.nodes
         self.kinds[src] = "src"
         for node in nodes:
@@ -150,7 +150,7 @@ _PRODUCTS: dict[Any, Callable[..., nn.Module]] = {
 
 
 def _agree(module: nn.Module, layer: Any) -> bool:
-    """Whether both give the same for sources of two shapes."""
+    """Returns whether both give the same for sources of two shapes."""
     if isinstance(layer, nn.Linear):
         shapes = [(2, layer.in_features), (3, 2, layer.in_features)]
     else:

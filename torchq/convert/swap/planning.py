@@ -26,7 +26,6 @@ class Plan:
 
     Attributes:
         recording: the run of the float model.
-        prefix: what names in overrides, messages and the report begin with.
         reasons: leaf that was called -> why it stays float, or "".
     """
 
@@ -36,10 +35,9 @@ class Plan:
         recording: Recording,
         config: QConfig,
         overrides: Overrides | None,
-        prefix: str = "",
     ) -> None:
         """Decides; nothing is changed yet."""
-        self.recording, self.prefix = recording, prefix
+        self.recording = recording
         self._model, self._config, self._overrides = model, config, overrides
         self.reasons = {
             name: self._why_float(name)
@@ -53,13 +51,9 @@ class Plan:
         """Names of the leaves that become int8."""
         return [name for name, reason in self.reasons.items() if not reason]
 
-    def full_name(self, name: str) -> str:
-        """Returns the name with the prefix."""
-        return f"{self.prefix}{name}".rstrip(".")
-
     def config(self, name: str) -> QConfig | None:
         """Returns how to quantize a module; None keeps it float."""
-        return resolve(self._overrides, f"{self.prefix}{name}", self._config)
+        return resolve(self._overrides, name, self._config)
 
     def leave_float(self, names: Iterable[str]) -> None:
         """Keeps leaves float for whose sake the model's code would do something else."""
@@ -71,11 +65,10 @@ class Plan:
         for name in names:
             layer, config = without_hooks(self.recording.leaves[name]), self.config(name)
             assert config is not None
-            full = self.full_name(name)
             leaf = (
-                observed(layer, config, full)
+                observed(layer, config, name)
                 if isinstance(layer, RECURRENT) or is_experts(layer)
-                else ObservedLeaf(layer, config, full, contiguous)
+                else ObservedLeaf(layer, config, name, contiguous)
             )
             result[name] = take_hooks(leaf, self._model.get_submodule(name))
         return result

@@ -28,12 +28,12 @@ def _row(name: str, module: nn.Module, plan: Plan) -> Row:
     known = plan.reasons.get(name)
     reason = _without_layer(name, module, plan) if known is None else known
     calls = len(plan.recording.calls.get(name, ()))
-    full, made = plan.full_name(name), plan.recording.leaves.get(name, module)
+    made = plan.recording.leaves.get(name, module)
     kind = getattr(module, "original_name", type(module).__name__)  # of TorchScript
     is_matmul = isinstance(made, (*MATMUL, *RECURRENT)) or is_experts(made)
     is_matmul |= isinstance(module, torch.jit.ScriptModule) and kind in _SCRIPTED
     requested = plan.config(name) is None
-    return Row(full, kind, known == "", reason, full, is_matmul, requested, max(calls, 1))
+    return Row(name, kind, known == "", reason, name, is_matmul, requested, max(calls, 1))
 
 
 def _without_layer(name: str, module: nn.Module, plan: Plan) -> str:
