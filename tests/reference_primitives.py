@@ -99,6 +99,19 @@ def _hardsigmoid(x: Tensor, a: float, b: float) -> Tensor:
     return (a * x + b).clamp(0, 1)
 
 
+COEFFICIENTS = {
+    "clip": (-0.5, 1.25),
+    "elu": (0.7, 0.0),
+    "hardsigmoid": (0.2, 0.5),
+    "hardswish": (0.3, 0.4),
+    "linear": (-1.7, 0.3),
+    "pow": (0.6, 1.7),
+    "relu": (0.1, 0.0),
+    "soft_relu": (1.3, 0.0),
+    "swish": (1.1, 0.0),
+}
+"""alpha and beta of the eltwise algorithms that have some, as tests use them."""
+
 ELTWISE: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "abs": lambda x, a, b: x.abs(),
     "clip": lambda x, a, b: x.clamp(a, b),

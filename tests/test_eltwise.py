@@ -46,22 +46,9 @@ def source(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return random_q(shape, dtype, seed)
 
 
-COEFFICIENTS = {
-    "clip": (-0.5, 1.25),
-    "elu": (0.7, 0.0),
-    "hardsigmoid": (0.2, 0.5),
-    "hardswish": (0.3, 0.4),
-    "linear": (-1.7, 0.3),
-    "pow": (0.6, 1.7),
-    "relu": (0.1, 0.0),
-    "soft_relu": (1.3, 0.0),
-    "swish": (1.1, 0.0),
-}
-
-
 @pytest.mark.parametrize("alg", list(reference.ELTWISE))
 def test_eltwise(isa: str, alg: str):
-    alpha, beta = (float(torch.tensor(v)) for v in COEFFICIENTS.get(alg, (0.0, 0.0)))
+    alpha, beta = (float(torch.tensor(v)) for v in reference.COEFFICIENTS.get(alg, (0.0, 0.0)))
     for src_dtype, dst_dtype in itertools.product(ALL, ALL):
         src = source((7, 131), src_dtype)
         params, to = PARAMS[src_dtype], DST[dst_dtype]
@@ -81,7 +68,7 @@ def test_eltwise(isa: str, alg: str):
 
 def test_eltwise_has_the_same_bits_on_every_tier(isa: str):
     for alg in reference.ELTWISE:
-        alpha, beta = COEFFICIENTS.get(alg, (0.0, 0.0))
+        alpha, beta = reference.COEFFICIENTS.get(alg, (0.0, 0.0))
         for dtype in (S8, F32):
             src, attr = source((3, 331), dtype), attr_of(src=PARAMS[dtype])
             got = TF.eltwise(src, alg, alpha, beta, attr, F32)

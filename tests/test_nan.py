@@ -23,18 +23,7 @@ NANS = torch.tensor(PAYLOADS, dtype=S32).view(F32)  # quiet and signalling, of b
 OTHERS = torch.tensor([INF, -INF, 0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 1e-40, -1e-40, 3e38, -3e38])
 X = torch.cat([NANS, OTHERS]).repeat(3)
 V = X.flip(0).roll(5)  # meets X's NaNs with NaNs of other payloads
-COEFFICIENTS = {
-    "clip": (-0.5, 1.25),
-    "elu": (0.7, 0.0),
-    "hardsigmoid": (0.2, 0.5),
-    "hardswish": (0.3, 0.4),
-    "linear": (-1.7, 0.3),
-    "pow": (0.6, 1.7),
-    "relu": (0.1, 0.0),
-    "soft_relu": (1.3, 0.0),
-    "swish": (1.1, 0.0),
-}
-ALGORITHMS = [(alg, *COEFFICIENTS.get(alg, (0.0, 0.0))) for alg in reference.ELTWISE]
+ALGORITHMS = [(alg, *reference.COEFFICIENTS.get(alg, (0.0, 0.0))) for alg in reference.ELTWISE]
 ALGORITHMS += [("pow", -0.6, beta) for beta in (0.0, 0.5, 1.0, 2.0, -1.0, 3.0, -2.5)]
 ALGORITHMS += [("relu", 0.0, 0.0), ("soft_relu", -1.0, 0.0)]
 
