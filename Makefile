@@ -19,7 +19,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-emulated test-report conformance zoo lint format bench build clean distclean
+.PHONY: help demo test test-emulated test-report conformance zoo wheel wheel-test lint format bench build clean distclean
 
 help:  ## This list
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -53,6 +53,17 @@ bench: $(VENV)/.bench  ## Times against the peers; options: make bench ARGS=...
 	$(BIN)/python -m benchmarks $(ARGS)
 
 build: $(LIBRARY)  ## Only the environment and the extension
+
+# torch's own libraries are the user's, and libgomp the one that torch brings.
+wheel: $(VENV)/.wheel  ## dist/: a wheel for Python 3.10 to 3.13, and an sdist
+	rm -rf build/lib.* build/bdist.* build/wheel dist
+	TORCHQ_WHEEL=1 $(BIN)/python -m build --no-isolation --sdist --wheel --outdir build/wheel
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --plat manylinux_2_28_x86_64 --wheel-dir dist \
+	  --exclude 'libtorch*.so' --exclude libc10.so --exclude libgomp.so.1 build/wheel/*.whl
+	mv build/wheel/*.tar.gz dist
+
+wheel-test: $(LIBRARY)  ## The wheel in dist/ beside every torch and Python it supports; downloads gigabytes
+	$(BIN)/python tests/wheel/run.py dist/*.whl $(ARGS)
 
 lint: $(VENV)/.lint  ## ruff, mypy and clang-format, with the versions pinned in pyproject.toml
 	$(BIN)/ruff check .
@@ -113,5 +124,5 @@ $(LIBRARY): setup.py pyproject.toml $(SOURCES) $(VENV)/.torch
 # A stamp for each further extra. torchq itself is installed: pip adds what the extra needs, and
 # builds sources in isolation, with what these ask for.
 $(VENV)/.%: pyproject.toml $(LIBRARY)
-	$(PIP) install --quiet 'torchq[$*]'
+	$(PIP) install --quiet 'torchq-cpu[$*]'
 	@touch $@

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 
 try:
     import torch
@@ -49,6 +51,22 @@ if EMULATED:
     for source in ISA_FLAGS.keys() - {"csrc/kernels/reference.cpp", "csrc/isa/avx2.cpp"}:
         ISA_FLAGS[source] = [*flags, "-include", intrinsics]
 
+# TORCHQ_WHEEL=1: one wheel for these versions of Python, with torchq._C for each that is found.
+PYTHONS = ("3.10", "3.11", "3.12", "3.13") if os.environ.get("TORCHQ_WHEEL") else ()
+
+
+def include_folder(version: str) -> str | None:
+    """Returns the headers of a Python on PATH or of pyenv, None without them."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    found = [shutil.which(f"python{version}"), *pyenv.glob(f"{version}.*/bin/python{version}")]
+    show = "import sysconfig; print(sysconfig.get_path('include'))"
+    for python in filter(None, found):
+        result = subprocess.run([python, "-c", show], capture_output=True, text=True)
+        folder = Path(result.stdout.strip())
+        if result.returncode == 0 and (folder / "Python.h").exists():
+            return str(folder)
+    return None
+
 
 def jobs() -> int:
     """How many compilers run at a time: MAX_JOBS, as for torch's part, or the CPUs we may use."""
@@ -74,7 +92,17 @@ class BuildTorchq(BuildExtension):
     def get_ext_filename(self, ext_name: str) -> str:
         """Only torchq._C belongs to one Python, and says so in its name."""
         self.no_python_abi_suffix = ext_name.endswith("libtorchq")
-        return str(super().get_ext_filename(ext_name))
+        name, _, version = ext_name.partition("@")
+        file = str(super().get_ext_filename(name))
+        running = f"cpython-{sys.version_info.major}{sys.version_info.minor}"
+        return file.replace(running, f"cpython-{version}") if version else file
+
+    def build_extension(self, ext: Extension) -> None:
+        """Keeps the objects of each library apart: those of torchq._C depend on the Python."""
+        build_temp = self.build_temp
+        self.build_temp = str(Path(build_temp, ext.name.rpartition(".")[2]))
+        super().build_extension(ext)
+        self.build_temp = build_temp
 
     def build_extensions(self) -> None:
         """Builds everything; says in one sentence when that cannot work."""
@@ -99,7 +127,8 @@ class BuildTorchq(BuildExtension):
         self.extensions[0].extra_objects.extend(objects)
         super().build_extensions()
         library = Path(self.get_ext_fullpath("torchq.libtorchq"))
-        library.with_name("built_for.txt").write_text(f"{torch.__version__}\n")
+        built_for = f"torch {torch.__version__}, {os.uname().machine}"
+        library.with_name("built_for.txt").write_text(f"{built_for}\n")
 
     def compile_isa(self, compiler: list[str], source: str) -> str:
         """Compiles one ISA object unless this command made it from what it could include now."""
@@ -138,11 +167,31 @@ def extension(name: str, folders: list[str], libraries: list[str], link: list[st
     )
 
 
+class Wheel(bdist_wheel):
+    """Tags the wheel of TORCHQ_WHEEL for every Python, since it has a torchq._C for each."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Returns the tags of Python, ABI and platform."""
+        python, abi, platform = super().get_tag()
+        return ("py3", "none", platform) if PYTHONS else (python, abi, platform)
+
+
+# The library has no Python symbols, so a C++ program can load the same file.
+library = extension("libtorchq", ["csrc", "csrc/ops"], [], ["-Wl,--no-undefined"])
+bindings = [extension("_C", ["csrc/python"], ["torch_python"], [])]
+for version in PYTHONS:
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        continue
+    include = include_folder(version)
+    if include is None:
+        print(f"torchq: no headers of Python {version} found: the wheel will not serve it.")
+        continue
+    bindings.append(
+        extension(f"_C@{version.replace('.', '')}", ["csrc/python"], ["torch_python"], [])
+    )
+    bindings[-1].include_dirs.append(include)
+
 setup(
-    # The library has no Python symbols, so a C++ program can load the same file.
-    ext_modules=[
-        extension("libtorchq", ["csrc", "csrc/ops"], [], ["-Wl,--no-undefined"]),
-        extension("_C", ["csrc/python"], ["torch_python"], []),
-    ],
-    cmdclass={"build_ext": BuildTorchq.with_options(use_ninja=True)},
+    ext_modules=[library, *bindings],
+    cmdclass={"build_ext": BuildTorchq.with_options(use_ninja=True), "bdist_wheel": Wheel},
 )

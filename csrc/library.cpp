@@ -10,6 +10,7 @@
 #include "checks.h"
 #include "dispatch.h"
 #include "dst.h"
+#include "glibc.h"
 #include "scratch.h"
 
 TORCH_LIBRARY(torchq, m) {

@@ -2,7 +2,14 @@
 // Reads the text of post-ops; epilogue.cpp makes the chain an Epilogue.
 #include "post_ops.h"
 
+#include <locale.h>
+
+#include <cctype>
+#include <cerrno>
 #include <charconv>
+#include <cmath>
+#include <cstdlib>
+#include <string>
 
 #include "checks.h"
 
@@ -29,13 +36,32 @@ std::string_view next_field(std::string_view& text, char separator) {
   return field;
 }
 
+/// Reads the whole of `field`; returns false where it is not a number.
+template <class T>
+bool parse(std::string_view field, T* value) {
+  const auto [end, error] = std::from_chars(field.data(), field.data() + field.size(), *value);
+  return error == std::errc() && end == field.data() + field.size();
+}
+
+/// The same for float. std::from_chars of float came with GLIBCXX_3.4.29, after manylinux_2_28.
+bool parse(std::string_view field, float* value) {
+  static const locale_t c_locale = newlocale(LC_ALL_MASK, "C", nullptr);
+  // strtof also takes blanks and a plus sign in front, and hexadecimal numbers.
+  const auto first = static_cast<unsigned char>(field[0]);
+  if (std::isspace(first) || first == '+' || field.find_first_of("xX") != field.npos) return false;
+  const std::string text(field);
+  char* end = nullptr;
+  errno = 0;
+  *value = strtof_l(text.c_str(), &end, c_locale);
+  const bool overflow = errno == ERANGE && std::isinf(*value);
+  return end == text.c_str() + text.size() && !overflow;
+}
+
 template <class T>
 void read_number(const char* op, std::string_view field, std::string_view post_op, T* value) {
   if (field.empty()) return;
-  const auto result = std::from_chars(field.data(), field.data() + field.size(), *value);
-  TORCH_CHECK_VALUE(result.ec == std::errc() && result.ptr == field.data() + field.size(),
-                    "torchq.", op, ": post_ops: expected a number in '", post_op, "', got '", field,
-                    "'. Build the text with torchq.PostOps.");
+  TORCH_CHECK_VALUE(parse(field, value), "torchq.", op, ": post_ops: expected a number in '",
+                    post_op, "', got '", field, "'. Build the text with torchq.PostOps.");
 }
 
 std::optional<DType> read_dtype(const char* op, std::string_view field, std::string_view post_op) {

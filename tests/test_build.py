@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchq
 from torchq import _library
@@ -54,14 +57,16 @@ def test_a_missing_library(package: Path):
     assert message.startswith("ImportError: torchq: "), message
     assert str(package / LIBRARY_PATH.name) in message
     assert "was not built" in message and "pip install --no-build-isolation -e ." in message
+    assert f"This is Python {platform.python_version()}, torch {torch.__version__}" in message
 
 
 def test_a_library_that_does_not_load(package: Path):
     """Another torch's library fails in the dynamic linker, as a broken file does."""
     (package / LIBRARY_PATH.name).write_bytes(b"\x7fELF, but no library")
     message = import_error(package)
-    assert message.startswith(f"ImportError: torchq: {LIBRARY_PATH.name} does not load with torch ")
-    assert "Rebuild it with `pip install --no-build-isolation -e .`" in message
+    assert message.startswith(f"ImportError: torchq: {LIBRARY_PATH.name} does not load here: ")
+    assert "was built for unknown" in message and f"This is torch {torch.__version__}" in message
+    assert "`pip install --no-build-isolation -e .`" in message
 
 
 def test_a_binding_that_does_not_load(package: Path):
@@ -69,8 +74,47 @@ def test_a_binding_that_does_not_load(package: Path):
     shutil.copy(LIBRARY_PATH, package)
     (package / Path(torchq._C.__file__).name).write_bytes(b"\x7fELF, but no library")
     message = import_error(package)
-    assert message.startswith("ImportError: torchq: torchq._C does not load: it was built for ")
-    assert "Rebuild it with `pip install --no-build-isolation -e .`" in message
+    assert message.startswith("ImportError: torchq: torchq._C does not load in Python 3.")
+    assert f"There is {Path(torchq._C.__file__).name}." in message
+    assert "`pip install --no-build-isolation -e .`" in message
+
+
+@pytest.mark.parametrize("release", ["2.12.1", "2.16.0+cpu", "3.0.0a0"])
+def test_a_release_of_torch_that_was_not_tried(package: Path, release: str):
+    shutil.copy(LIBRARY_PATH, package)
+    (package / "built_for.txt").write_text("torch 2.13.0+cpu, x86_64\n")
+    code = f"import torch; torch.__version__ = {release!r}; import torchq"
+    result = run(["-c", code], package.parent, PYTHONPATH=str(package.parent))
+    message = result.stderr.strip().splitlines()[-1]
+    assert message.startswith(
+        "ImportError: torchq: torchq is for torch 2.13 to before 2.16, and was built for torch "
+        f"2.13.0+cpu, x86_64. This is torch {release}, "
+    )
+    assert "Install torch>=2.13,<2.16 and torchq-cpu for it" in message
+
+
+@needs_source
+def test_the_metadata_names_the_same_releases_of_torch():
+    oldest, newest = (f"{major}.{minor}" for major, minor in _library.SUPPORTED_TORCH)
+    text = (ROOT / "pyproject.toml").read_text()
+    assert text.count(f'"torch>={oldest},<{newest}"') == text.count('"torch>') == 2
+
+
+# Of manylinux_2_28, whose oldest members are Debian 10's glibc and GCC 8's libstdc++.
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GOMP": (4, 5)}
+
+
+@pytest.mark.parametrize(
+    "library", [LIBRARY_PATH, Path(torchq._C.__file__)], ids=["libtorchq", "_C"]
+)
+def test_symbols_are_those_of_manylinux_2_28(library: Path):
+    if shutil.which("objdump") is None:
+        pytest.skip("no objdump")
+    symbols = subprocess.run(["objdump", "-T", library], capture_output=True, text=True).stdout
+    found = re.findall(r"\(?(GLIBC|GLIBCXX|CXXABI|GOMP)_([0-9.]+)\)? +(\S+)", symbols)
+    assert len(found) > 20
+    late = [s for s in found if tuple(map(int, s[1].split("."))) > NEWEST[s[0]]]
+    assert not late
 
 
 @pytest.fixture
@@ -146,8 +190,8 @@ def test_the_torch_release_that_the_library_was_built_for(
     """The build notes it beside the library."""
     monkeypatch.setattr(_library, "LIBRARY_PATH", tmp_path / "libtorchq.so")
     assert _library.built_for() == "unknown"
-    (tmp_path / "built_for.txt").write_text("2.13.0+cpu\n")
-    assert _library.built_for() == "2.13.0+cpu"
+    (tmp_path / "built_for.txt").write_text("torch 2.13.0+cpu, x86_64\n")
+    assert _library.built_for() == "torch 2.13.0+cpu, x86_64"
 
 
 COMPILER = """#!{python}

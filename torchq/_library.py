@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -19,8 +20,12 @@ DTYPES = {0: torch.uint8, 1: torch.int8, 3: torch.int32, 6: torch.float32}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
+SUPPORTED_TORCH = ((2, 13), (2, 16))
+"""The oldest release of torch that works, and the first that was not tried."""
+
+
 def built_for() -> str:
-    """Returns the torch release that the library was built for, as the build noted it."""
+    """Returns the torch release and the machine that the library was built for."""
     try:
         return LIBRARY_PATH.with_name("built_for.txt").read_text().strip()
     except OSError:
@@ -43,25 +48,36 @@ def dtype_code(dtype: torch.dtype, op: str = "") -> int:
 
 def _load() -> ModuleType:
     """Loads the ops; returns the module ``_C``, which shortens calls of them."""
+    here = f"torch {torch.__version__}, {platform.machine()}"
+    python = f"Python {platform.python_version()}"
+    oldest, newest = (".".join(map(str, release)) for release in SUPPORTED_TORCH)
+    remedy = (
+        f"Install torch>={oldest},<{newest} and torchq-cpu for it, or build torchq for this torch: "
+        "`pip install --no-build-isolation -e .` in its source tree."
+    )
     if not LIBRARY_PATH.exists():
         raise ImportError(
-            f"torchq: {LIBRARY_PATH} does not exist: the extension was not built. Run "
-            "`pip install --no-build-isolation -e .` in the source tree."
+            f"torchq: {LIBRARY_PATH} does not exist: the extension was not built, or its build is "
+            f"not complete. This is {python}, {here}. {remedy}"
         )
+    expected = f"torchq is for torch {oldest} to before {newest}, and was built for {built_for()}"
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if not SUPPORTED_TORCH[0] <= release < SUPPORTED_TORCH[1]:
+        raise ImportError(f"torchq: {expected}. This is {here}. {remedy}")
     try:
         torch.ops.load_library(str(LIBRARY_PATH))  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ImportError(
-            f"torchq: {LIBRARY_PATH.name} does not load with torch {torch.__version__}; it was "
-            "probably built for another torch release. Rebuild it with "
-            f"`pip install --no-build-isolation -e .` ({error})"
+            f"torchq: {LIBRARY_PATH.name} does not load here: {expected}. This is {here}. "
+            f"{remedy} ({error})"
         ) from error
     try:
         return import_module("torchq._C")
     except ImportError as error:
+        found = sorted(path.name for path in LIBRARY_PATH.parent.glob("_C.*.so"))
         raise ImportError(
-            "torchq: torchq._C does not load: it was built for another Python or torch, or not at "
-            f"all. Rebuild it with `pip install --no-build-isolation -e .` ({error})"
+            f"torchq: torchq._C does not load in {python} ({error}). There is "
+            f"{', '.join(found) or 'none'}. {remedy}"
         ) from error
 
 
