@@ -2,9 +2,9 @@
 // 16 lanes of AVX2: two ymm registers where AVX-512 has one zmm. The interface is that of avx512.h.
 #pragma once
 
-#include "avx2_lanes.h"
-#include "avx2_short.h"
-#include "last_bytes.h"
+#include "isa/avx2_lanes.h"
+#include "isa/avx2_short.h"
+#include "isa/last_bytes.h"
 
 namespace {
 

@@ -3,9 +3,9 @@
 // linkage throughout, see Note [One symbol per ISA] in kernels/common.h.
 #pragma once
 
-#include "avx512_asm.h"
-#include "avx512_lanes.h"
-#include "last_bytes.h"
+#include "isa/avx512_asm.h"
+#include "isa/avx512_lanes.h"
+#include "isa/last_bytes.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 // 16 lanes of AVX-512 with VPDPBUSD, and what its tiles gain from on which CPU.
 #pragma once
 
-#include "avx512.h"
+#include "isa/avx512.h"
 
 namespace {
 

@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one microkernel of linear and of every dense convolution (contract: GemmTile in contract.h):
+// which tiles a call is cut into, and in which order they run.
+#pragma once
+
+#include "kernels/gemm/gemm_overlap.h"
+#include "kernels/gemm/gemm_short.h"
+#include "kernels/gemm/gemm_stream.h"
+#include "kernels/gemm/gemm_tile.h"
+
+namespace {
+
+/// Calls body(first row, rows) for as few tiles of up to `most` rows as there can be; their sizes
+/// differ by at most one: 49 rows are 6 6 6 6 5 5 5 5 5.
+template <class Body>
+TORCHQ_INLINE void for_each_tile(int rows, int most, const Body& body) {
+  const int tiles = (rows + most - 1) / most, least = rows / tiles, larger = rows % tiles;
+  for (int i = 0, first = 0; i < tiles; ++i) {
+    const int count = least + (i < larger);
+    body(first, count);
+    first += count;
+  }
+}
+
+/// Bytes of the weights of a tile that stay in L1 while all rows pass, and the next ones come.
+constexpr int64_t kTileWeightBytes = 24 * 1024;
+
+/// Layers with fewer bytes of weights do not wait for them, wherever they are.
+constexpr int64_t kFewWeightBytes = 64 * 1024;
+
+/// What tiles of NP panels from `panel` on ask for. Measured on Emerald Rapids, in MobileNet: 160
+/// to 960 channels take 0.87 of the time with the next panels, 320 to 1280 0.86, 96 to 576 0.93;
+/// hot 0.95 to 1. On Zen 5 requests take the place of products: 1x1 of 64 to 256 channels is 1.07
+/// times as fast without, of 256 to 1024 1.01, hot. In a whole network, where weights come from L3
+/// and beyond, those of the next panels are worth it: ResNet-50 takes 0.94 of the time.
+template <class Isa, int NP>
+TORCHQ_INLINE Ahead choose_ahead(const GemmTile& t, int panel) {
+  if constexpr (Isa::kPrefetches) {
+    if (t.rows <= kFewRows) return kOwnWeights;
+    const bool in_l1 = NP * t.panel_stride <= kTileWeightBytes;
+    const int panels = t.panels + t.panels_behind;
+    const bool has_next = NP == Isa::kMaxPanels && panel + NP < panels;
+    if (Isa::gains_from_l1()) return in_l1 && has_next ? kNextInL1 : kOwnWeights;
+    if (in_l1 && panels * t.panel_stride < kFewWeightBytes) return kNothing;
+    return has_next ? kNextInL2 : kOwnWeights;
+  }
+  return kNothing;
+}
+
+/// The rows from `begin` on x NP panels from `panel` on.
+template <class Isa, int NP, WeightForm kWeights, int kGroupPanels = 0>
+TORCHQ_INLINE void gemm_panels(const GemmTile& t, const Epilogue& e, int panel, int begin = 0) {
+  const Ahead ahead = kGroupPanels > 0 ? kNothing : choose_ahead<Isa, NP>(t, panel);
+  if constexpr (kHasWide<Isa> && kGroupPanels == 0 && NP > 1 && NP <= Isa::kMaxPanels) {
+    if (begin == 0 && (panel + NP) * kPanel <= t.channels && overlaps<Isa, NP>(t, e)) {
+      begin = gemm_overlapped<Isa, NP>(t, e, panel, ahead == kNextInL2);
+      if (begin == t.rows) return;
+    }
+  }
+  const auto& tiles = kTiles<Isa, NP, kWeights, kGroupPanels>.fn[ahead][src_form(t)];
+  for_each_tile(t.rows - begin, kMostRows<Isa, NP>,
+                [&](int first, int rows) { tiles[rows - 1](t, e, begin + first, panel); });
+}
+
+/// Whether the last panel is not full.
+TORCHQ_INLINE bool has_tail(const GemmTile& t) { return t.channels % kPanel != 0; }
+
+/// The panels from `panel` on, of which there are at most NP.
+template <class Isa, int NP, WeightForm kWeights>
+TORCHQ_INLINE void gemm_rest(const GemmTile& t, const Epilogue& e, int panel) {
+  if constexpr (Isa::kFinishesTails && NP == Isa::kMaxPanels) {
+    if (t.panels - panel == NP && has_tail(t)) {  // the widest tiles leave tails to memory
+      gemm_panels<Isa, NP - 1, kWeights>(t, e, panel);
+      return gemm_panels<Isa, 1, kWeights>(t, e, panel + NP - 1);
+    }
+  }
+  if (t.panels - panel == NP) return gemm_panels<Isa, NP, kWeights>(t, e, panel);
+  if constexpr (NP > 1) gemm_rest<Isa, NP - 1, kWeights>(t, e, panel);
+}
+
+/// Whether few rows take tiles of three panels, which have more rows than those of four: where that
+/// saves a pass over weights that are beyond L1 (up to 8 rows) or L2. Measured on Emerald Rapids,
+/// M x 4096 -> 4096: 1.26 times as fast with 8 rows as two tiles of 4 x 4, 1.11 with 16; from L2
+/// both are as fast with 8 rows, and 6 x 4 is with 16 (1.03).
+template <class Isa>
+TORCHQ_INLINE bool takes_three_panels(const GemmTile& t) {
+  constexpr int kTall = kMostRows<Isa, 3>, kWide = kMostRows<Isa, Isa::kMaxPanels>;
+  const bool fewer_tiles = (t.rows + kTall - 1) / kTall < (t.rows + kWide - 1) / kWide;
+  const int64_t bytes = t.panels * t.panel_stride;
+  return fewer_tiles && t.panels > 8 && (t.rows <= kTall || bytes > int64_t{1} << 20);
+}
+
+/// Up to kFewRows rows: panels outermost. One row or two take wide tiles where they do not take
+/// streams: measured on Emerald Rapids, 1.02 to 1.08 times as fast from L2, 1.01 from L3.
+template <class Isa, WeightForm kWeights>
+void gemm_few_rows(const GemmTile& t, const Epilogue& e) {
+  constexpr int kMost = Isa::kMaxPanels;
+  int panel = 0;
+  if constexpr (kHasWide<Isa>) {
+    if (takes_streams<Isa>(t)) {
+      panel = gemm_stream<Isa>(t, e);
+    } else if (t.rows <= 2) {
+      constexpr int kWide = kWidePanels;
+      for (; panel + kWide <= t.panels; panel += kWide) {
+        gemm_panels<Isa, kWide, kWeights>(t, e, panel);
+      }
+    }
+  }
+  if constexpr (kMost > 3) {
+    if (takes_three_panels<Isa>(t)) {
+      for (; panel + 3 <= t.panels; panel += 3) gemm_panels<Isa, 3, kWeights>(t, e, panel);
+    }
+  }
+  for (; panel + kMost <= t.panels; panel += kMost) gemm_panels<Isa, kMost, kWeights>(t, e, panel);
+  if (panel < t.panels) gemm_rest<Isa, kMost, kWeights>(t, e, panel);
+}
+
+/// NP full panels from `panel` on.
+template <class Isa, int NP, int kRuns, int kQuads>
+TORCHQ_INLINE void gemm_short_panels(const GemmTile& t, const Epilogue& e, int panel) {
+  const int done = gemm_short<Isa, NP, kRuns, kQuads>(t, e, panel);
+  if (done < t.rows) gemm_panels<Isa, NP, WeightForm::kWhole>(t, e, panel, done);
+}
+
+/// The full panels from `panel` on; returns the first that is left. One or two in front of one that
+/// is not full are left to a tile of all of them: with their own they take 1.1 times as long.
+template <class Isa, int kRuns, int kQuads>
+int gemm_short_rows(const GemmTile& t, const Epilogue& e, int panel) {
+  const int whole = t.channels / kPanel;
+  for (; panel + 4 <= whole; panel += 4) gemm_short_panels<Isa, 4, kRuns, kQuads>(t, e, panel);
+  const int rest = whole - panel;
+  if (rest < 3 && has_tail(t)) return panel;
+  if (rest == 3) gemm_short_panels<Isa, 3, kRuns, kQuads>(t, e, panel);
+  if (rest == 2) gemm_short_panels<Isa, 2, kRuns, kQuads>(t, e, panel);
+  if (rest == 1) gemm_short_panels<Isa, 1, kRuns, kQuads>(t, e, panel);
+  return whole;
+}
+
+/// The panels from `panel` on that `gemm_short` has a tile for; returns the first that is left.
+template <class Isa>
+TORCHQ_INLINE int gemm_if_short(const GemmTile& t, const Epilogue& e, int panel) {
+  if (t.flip || !finishes_to_bytes(e) || !is_plain(e)) return panel;
+  if (has_runs<1, 4>(t)) return gemm_short_rows<Isa, 1, 4>(t, e, panel);
+  if (has_runs<1, 6>(t)) return gemm_short_rows<Isa, 1, 6>(t, e, panel);
+  if (has_runs<1, 8>(t)) return gemm_short_rows<Isa, 1, 8>(t, e, panel);
+  if (has_runs<1, 10>(t)) return gemm_short_rows<Isa, 1, 10>(t, e, panel);
+  if (has_runs<1, 12>(t)) return gemm_short_rows<Isa, 1, 12>(t, e, panel);
+  if (has_runs<1, 16>(t)) return gemm_short_rows<Isa, 1, 16>(t, e, panel);
+  if (has_runs<1, 24>(t)) return gemm_short_rows<Isa, 1, 24>(t, e, panel);
+  if (has_runs<3, 3>(t)) return gemm_short_rows<Isa, 3, 3>(t, e, panel);
+  return panel;
+}
+
+/// All panels of the tile, as wide as the registers allow; the last chunk takes what is left.
+/// Panels are outermost where tiles ask for the next ones: these come while all rows pass, not all
+/// of them with the first rows, which L3 is too slow for.
+template <class Isa, WeightForm kWeights>
+void gemm(const GemmTile& t, const Epilogue& e) {
+  if (t.rows <= kFewRows) return gemm_few_rows<Isa, kWeights>(t, e);
+  constexpr int kMost = Isa::kMaxPanels;
+  int panel = 0;
+  if constexpr (kHasWide<Isa>) {
+    if (overlaps<Isa, kMost>(t, e)) {
+      const int whole = t.channels / kPanel;
+      for (; panel + kMost <= whole; panel += kMost) gemm_panels<Isa, kMost, kWeights>(t, e, panel);
+    }
+    if (!rest_overlaps<Isa>(t, e, t.panels - panel)) panel = gemm_if_short<Isa>(t, e, panel);
+  }
+  const int whole = Isa::kFinishesTails ? t.channels / kPanel : t.panels;
+  const Ahead ahead = choose_ahead<Isa, kMost>(t, panel);
+  if (ahead == kNextInL1 || ahead == kNextInL2) {
+    for (; panel + kMost <= whole; panel += kMost) gemm_panels<Isa, kMost, kWeights>(t, e, panel);
+  } else if (t.panels - panel > kMost) {
+    const auto& tiles = kTiles<Isa, kMost, kWeights>.fn[ahead][src_form(t)];
+    const int begin = panel, end = begin + (whole - begin) / kMost * kMost;
+    for_each_tile(t.rows, kMostRows<Isa, kMost>, [&](int first, int rows) {
+      for (panel = begin; panel < end; panel += kMost) tiles[rows - 1](t, e, first, panel);
+    });
+  }
+  if (panel < t.panels) gemm_rest<Isa, kMost, kWeights>(t, e, panel);
+}
+
+/// Whether tiles have panels of several groups. With all 16 or 32 channels of a group in one panel
+/// or two, tiles of one group have few sums. Measured on Emerald Rapids, 3x3, against tiles of 10 x
+/// 1 and 6 x 2: 1.31 to 1.41 times as fast with 16 channels, 1.10 with 32.
+template <class Isa>
+constexpr bool kJoinsGroups = kHasWide<Isa>;
+
+/// Four panels of one or two channels' groups at a time, the groups that are left one by one.
+template <class Isa>
+void gemm_groups(const GemmTile& t, const Epilogue& e) {
+  constexpr int kMost = Isa::kMaxPanels;
+  const int group_panels = t.group_quads * kQuad / kPanel;
+  int panel = 0;
+  for (; panel + kMost <= t.panels; panel += kMost) {
+    if (group_panels == 1) {
+      gemm_panels<Isa, kMost, WeightForm::kWhole, 1>(t, e, panel);
+    } else {
+      gemm_panels<Isa, kMost, WeightForm::kWhole, 2>(t, e, panel);
+    }
+  }
+  GemmTile group = t;
+  group.panels = group_panels;
+  group.channels = group_panels * kPanel;
+  group.panels_behind = 0;
+  for (; panel < t.panels; panel += group_panels) {
+    group.src = t.src + panel * kPanel;
+    group.weight = t.weight + panel * t.panel_stride;
+    group.channel = t.channel + panel * kPanel;
+    group.acc_init = t.acc_init + panel * kPanel;
+    gemm<Isa, WeightForm::kWhole>(group, e);
+  }
+}
+
+template <class Isa>
+void compensate(const int32_t* compensation, int64_t stride, const int32_t* taps, int num_taps,
+                const int32_t* bias, int32_t zero_point, int64_t n, int32_t* acc_init) {
+  for (int64_t i = 0; i < n; i += kPanel) {
+    const auto m = Isa::mask(min_int(n - i, kPanel));
+    auto sum = Isa::zero();
+    for (int t = 0; t < num_taps; ++t) {
+      sum = Isa::add(sum, Isa::load_int(compensation + taps[t] * stride + i, m));
+    }
+    auto init = bias == nullptr ? Isa::zero() : Isa::load_int(bias + i, m);
+    Isa::store_int(acc_init + i, Isa::sub(init, Isa::mul(sum, Isa::set_int(zero_point))), m);
+  }
+}
+
+}  // namespace

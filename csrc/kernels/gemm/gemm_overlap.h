@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+// Many rows with two to four panels: the end of a tile overlaps the products of the next one.
+//
+// Note [Overlapped tiles]
+// Zen multiplies with two of its four vector units. Conversions, maxima and packing, which a tile
+// ends with, run on the other two, but one after the other behind the last product they fill the
+// queue in front of them, and the next tile waits: 24 sums in registers end in 60 cycles, in 85
+// with a residual. So the ends of a tile stand among the products of the next one. 12 sums wait for
+// them in registers. Of 16 the compiler keeps six there and stores the others, on the way: a store
+// waits for its sum, so 16 in a row cost 8 cycles, 24 cost 30, and with all in L1 at once 64 inputs
+// take 1.05 of the time.
+//
+// Such tiles read weights 1.5 to 2 times as often as others, so L1 or a fast L2 must have them.
+// Measured on Zen 5 beside those, in turns, with 64, 128, 256 and 768 inputs: 1.09, 1.08, 1.045 and
+// 1.02 times as fast, with 1024 inputs 1.015, with 2048 and more 1.00; with a residual 1.15, 1.13
+// and 1.06. On Zen 4, without a residual, 1.04, 1.07, 1.02 and 1.015, with 512 inputs 1.02, with
+// 1024 1.01.
+#pragma once
+
+#include "kernels/epilogue/finish_in_registers.h"
+#include "kernels/gemm/dot_step.h"
+
+namespace {
+
+/// The sums of a tile: whole rows, and whole vectors of bytes. With 20, of five rows, 64 inputs
+/// take 1.03 of the time that they take without overlap.
+template <int kPanels>
+constexpr int kOverlappedSums = kPanels == 4 ? 16 : 12;
+/// How many sums end with a quad. With two, layers of 32 to 60 inputs overlap, too: four panels are
+/// 1.01 to 1.05 times as fast, with a residual 1.04 to 1.15, but three or two panels 0.93 to 1.00.
+template <int kPanels>
+constexpr int kEndsPerQuad = kPanels == 4 ? 2 : 1;
+
+/// The tiles of kPanels full panels. kResidual: the epilogue has one sum. kAsks: the weights of the
+/// next kPanels panels come into L2 meanwhile, the n-th panel's with the n-th tile.
+template <class Isa, int kPanels, bool kFlip, bool kResidual, bool kAsks>
+class OverlappedTiles {
+ public:
+  static constexpr int kSums = kOverlappedSums<kPanels>, kRows = kSums / kPanels;
+  using Sums = typename Isa::Int[kRows][kPanels];
+
+  OverlappedTiles(const GemmTile& tile, const Epilogue& epilogue, int panel)
+      : t_(tile),
+        e_(epilogue),
+        last_panel_(tile.panels + tile.panels_behind - 1 - panel),
+        channel_(tile.channel + panel * kPanel),
+        dst_(static_cast<uint8_t*>(epilogue.dst) + channel_),
+        is_signed_(epilogue.dst_dtype == DType::s8),
+        multiplier_(epilogue.multiplier + channel_),
+        offset_(epilogue.offset + channel_),
+        acc_init_(tile.acc_init + panel * kPanel),
+        panels_(tile.weight + panel * tile.panel_stride),
+        panel_stride_(tile.panel_stride) {
+    if constexpr (kResidual) {
+      factor_ = epilogue.sums->scale + channel_;
+      residual_ = static_cast<const uint8_t*>(epilogue.sums->data) + channel_;
+      residual_is_signed_ = epilogue.sums->dtype == DType::s8;
+    }
+  }
+
+  /// The rows from `first` on and before `end`, in whole tiles; returns the first that is left.
+  TORCHQ_INLINE int run(int first, int end) {
+    Sums acc;
+    begin(acc, first);
+    multiply_runs(acc, t_.runs);
+    for (first += kRows; first + kRows <= end; first += kRows) {
+      TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) {
+        TORCHQ_UNROLL for (int p = 0; p < kPanels; ++p) {
+          Isa::store_int(done_ + (r * kPanels + p) * kPanel, acc[r][p]);
+        }
+      }
+      begin(acc, first);
+      enter(*t_.runs);
+      multiply_and_finish<0>(acc, t_.dst_offset + first - kRows);
+      multiply(acc);
+      multiply_runs(acc, t_.runs + 1);
+    }
+    pin_sums<Isa>(acc);
+    finish_in_registers<Isa, kRows, kPanels>(e_, acc, t_.dst_offset + first - kRows, channel_);
+    return first;
+  }
+
+ private:
+  TORCHQ_INLINE void begin(Sums& acc, int first) {
+    asm("" : "+r"(acc_init_));  // from memory for each tile: registers are for sums
+    TORCHQ_UNROLL for (int p = 0; p < kPanels; ++p) {
+      const auto init = Isa::load_int(acc_init_ + p * kPanel);
+      TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) acc[r][p] = init;
+    }
+    TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) row_[r] = t_.src + t_.row_offset[first + r];
+    if constexpr (kAsks) {
+      ahead_ = min_int(kPanels + first / kRows, last_panel_) * panel_stride_;
+    }
+  }
+
+  TORCHQ_INLINE void enter(const GemmRun& run) {
+    k_ = run.src_offset;
+    end_ = k_ + run.quads * kQuad;
+    weight_ = panels_ + run.weight_offset;
+  }
+
+  TORCHQ_INLINE void multiply_quad(Sums& acc) {
+    asm("" : "+r"(k_), "+r"(weight_));
+    if constexpr (kAsks) Isa::prefetch_l2(weight_ + ahead_);
+    dot_step<Isa, kRows, kPanels, false>(acc, weight_, panel_stride_, [&](int r) {
+      const auto quad = Isa::broadcast(row_[r] + k_);
+      if constexpr (kFlip) return Isa::flip_sign(quad);
+      return quad;
+    });
+    k_ += kQuad;
+    weight_ += kPanel * kQuad;
+  }
+
+  /// What is left of the run.
+  TORCHQ_INLINE void multiply(Sums& acc) {
+    while (k_ != end_) multiply_quad(acc);
+  }
+
+  TORCHQ_INLINE void multiply_runs(Sums& acc, const GemmRun* run) {
+    for (; run != t_.runs + t_.num_runs; ++run) {
+      enter(*run);
+      multiply(acc);
+    }
+  }
+
+  /// Sum i of the tile before and those behind it.
+  template <int i>
+  TORCHQ_INLINE void multiply_and_finish(Sums& acc, const int64_t* dst_offset) {
+    if constexpr (i < kSums) {
+      typename Isa::Int panels[Isa::kStoredPanels];
+      multiply_and_finish<i, 0>(acc, panels, dst_offset);
+      store<i>(panels, dst_offset);
+      multiply_and_finish<i + Isa::kStoredPanels>(acc, dst_offset);
+    }
+  }
+
+  /// Sum first + i and those behind it that are stored with it.
+  template <int first, int i>
+  TORCHQ_INLINE void multiply_and_finish(Sums& acc, typename Isa::Int (&panels)[Isa::kStoredPanels],
+                                         const int64_t* dst_offset) {
+    if constexpr (i < Isa::kStoredPanels) {
+      constexpr int r = (first + i) / kPanels, p = (first + i) % kPanels;
+      if constexpr (i % kEndsPerQuad<kPanels> == 0) multiply_quad(acc);
+      panels[i] = finish(Isa::load_int(done_ + (first + i) * kPanel), p, dst_offset[r]);
+      multiply_and_finish<first, i + 1>(acc, panels, dst_offset);
+    }
+  }
+
+  /// Sums from `first` on, saturated.
+  template <int first>
+  TORCHQ_INLINE void store(const typename Isa::Int (&panels)[Isa::kStoredPanels],
+                           const int64_t* dst_offset) {
+    uint8_t* places[Isa::kStoredPanels];
+    TORCHQ_UNROLL for (int i = 0; i < Isa::kStoredPanels; ++i) {
+      const int r = (first + i) / kPanels, p = (first + i) % kPanels;
+      places[i] = dst_ + dst_offset[r] + p * kPanel;
+    }
+    Isa::store_panels(places, panels, is_signed_);
+  }
+
+  TORCHQ_INLINE typename Isa::Int finish(typename Isa::Int sum, int p, int64_t dst_offset) {
+    asm("" : "+r"(multiplier_), "+r"(offset_));  // from memory for each sum
+    auto y = Isa::fma(Isa::to_float(sum), Isa::load(multiplier_ + p * kPanel),
+                      Isa::load(offset_ + p * kPanel));
+    if constexpr (kResidual) {
+      asm("" : "+r"(factor_));
+      const uint8_t* from = residual_ + dst_offset + p * kPanel;
+      const auto old = residual_is_signed_ ? Isa::load_s8(from) : Isa::load_u8(from);
+      y = Isa::fma(Isa::to_float(old), Isa::load(factor_ + p * kPanel), y);
+    }
+    sum = Isa::to_int(y);
+    Isa::pin(sum);
+    return sum;
+  }
+
+  const GemmTile& t_;
+  const Epilogue& e_;
+  const int last_panel_;  // that there are weights of, counted from the tiles' first
+  const int channel_;
+  uint8_t* const dst_;
+  const bool is_signed_;
+  const float *multiplier_, *offset_;
+  const float* factor_ = nullptr;
+  const uint8_t* residual_ = nullptr;
+  bool residual_is_signed_ = false;
+  const int32_t* acc_init_;
+  const int8_t* const panels_;
+  const int64_t panel_stride_;
+  int64_t ahead_ = 0;
+
+  const uint8_t* row_[kRows];
+  int64_t k_, end_;
+  const int8_t* weight_;
+  alignas(64) int32_t done_[kSums * kPanel];  // the sums of the tile before
+};
+
+template <class Isa, int kPanels, bool kFlip, bool kResidual, bool kAsks>
+TORCHQ_NOINLINE int overlapped_tiles(const GemmTile& t, const Epilogue& e, int panel, int first,
+                                     int end) {
+  return OverlappedTiles<Isa, kPanels, kFlip, kResidual, kAsks>(t, e, panel).run(first, end);
+}
+
+/// Whether tiles of kPanels full panels can end as Note [Overlapped tiles] says, and gain.
+template <class Isa, int kPanels>
+TORCHQ_INLINE bool overlaps(const GemmTile& t, const Epilogue& e) {
+  const bool has_residual = e.num_sums == 1 && e.lo == nullptr && !e.clamp;
+  return kPanels * t.panel_stride <= Isa::overlapped_bytes() && t.rows > kFewRows &&
+         t.num_runs > 0 && t.runs->quads * kEndsPerQuad<kPanels> >= kOverlappedSums<kPanels> &&
+         finishes_to_bytes(e) && (is_plain(e) || has_residual);
+}
+
+/// kPanels full panels from `panel` on, where they overlap; returns the first row that is left. If
+/// it asks for the next panels, it does so with the first tiles.
+template <class Isa, int kPanels>
+TORCHQ_INLINE int gemm_overlapped(const GemmTile& t, const Epilogue& e, int panel, bool asks) {
+  using Tiles = int (*)(const GemmTile&, const Epilogue&, int panel, int first, int end);
+  static constexpr Tiles kOverlapped[2][2] = {{&overlapped_tiles<Isa, kPanels, false, false, false>,
+                                               &overlapped_tiles<Isa, kPanels, false, true, false>},
+                                              {&overlapped_tiles<Isa, kPanels, true, false, false>,
+                                               &overlapped_tiles<Isa, kPanels, true, true, false>}};
+  constexpr int kRows = kOverlappedSums<kPanels> / kPanels;
+  static_assert(kFewRows >= kRows + 2, "`end` would be none, but a run is a tile or more");
+  // A tile of one row or two would wait for L2, or for its sums.
+  const int rest = t.rows % kRows, end = t.rows - (rest == 1 || rest == 2 ? kRows + rest : rest);
+  int first = 0;
+  if constexpr (kPanels == Isa::kMaxPanels) {
+    static constexpr Tiles kAsking[2][2] = {{&overlapped_tiles<Isa, kPanels, false, false, true>,
+                                             &overlapped_tiles<Isa, kPanels, false, true, true>},
+                                            {&overlapped_tiles<Isa, kPanels, true, false, true>,
+                                             &overlapped_tiles<Isa, kPanels, true, true, true>}};
+    if (asks) first = kAsking[t.flip][e.num_sums](t, e, panel, 0, min_int(kPanels * kRows, end));
+  }
+  return first == end ? end : kOverlapped[t.flip][e.num_sums](t, e, panel, first, end);
+}
+
+/// Whether the last panels, of which there are fewer than kMaxPanels, overlap; one does not.
+template <class Isa>
+TORCHQ_INLINE bool rest_overlaps(const GemmTile& t, const Epilogue& e, int panels) {
+  return panels == 2 ? overlaps<Isa, 2>(t, e) : panels == 3 && overlaps<Isa, 3>(t, e);
+}
+
+}  // namespace
