@@ -27,7 +27,7 @@ struct Avx2 : Avx2Lanes {
   static constexpr int kMaxPanels = 1;
   static constexpr int kTallRows = kTileRows, kTallestRows = kTileRows;
   static constexpr bool kPrefetches = false;
-  static constexpr bool kFinishesTails = false;
+  static constexpr bool kMasksTails = false;
   static constexpr int kSteps = 2;
   static constexpr bool kWidensSrc = true;
   static constexpr bool kHasNarrow = true;

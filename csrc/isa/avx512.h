@@ -32,7 +32,7 @@ struct Avx512 : Avx512Lanes {
   static constexpr int kTallRows = kTileRows, kTallestRows = kTileRows;
   static constexpr bool kPrefetches = false;
   /// Whether masks make results of panels that are not full cheap to store.
-  static constexpr bool kFinishesTails = true;
+  static constexpr bool kMasksTails = true;
   /// Weight vectors per quad: 2 where a quad is processed as two pairs of 16-bit values.
   static constexpr int kSteps = 2;
   /// Four panels share what is split; copying rows took as long (Zen 5).

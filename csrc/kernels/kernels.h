@@ -48,7 +48,7 @@ constexpr Kernels make_kernels() {
   k.rnn_step = &rnn_step<VectorTiles<Isa>>;
   if constexpr (kHasWide<Isa>) k.rnn_pieces = &rnn_pieces<Isa>;
   k.quantize_row = &quantize_row<Isa>;
-  k.finish_row = &finish_row<Isa>;
+  k.epilogue_row = &epilogue_row<Isa>;
   k.row_range = &row_range<Isa>;
   k.softmax = &softmax<Isa>;
   k.moments = &moments<Isa>;

@@ -70,13 +70,13 @@ struct Kernels {
   void (*lookup)(const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size);
   void (*rnn_input)(const RnnInput&);
   void (*rnn_step)(const RnnStep&);
-  /// How many pieces of RnnAhead a step does; null: none.
+  /// How many pieces of RnnLookahead a step does; null: none.
   int64_t (*rnn_pieces)(const RnnStep&);
   void (*quantize_row)(QuantizeRow&);
   /// dst[i] = what the operations of a float chain and its end make of x[i], in real units; their
   /// channel is i, dst and sources begin at e.dst and e.sums. Overwrites x, which has room for
   /// whole panels.
-  void (*finish_row)(float* x, int64_t size, const Epilogue& e);
+  void (*epilogue_row)(float* x, int64_t size, const Epilogue& e);
   /// The smallest and largest of the values and 0; false, and they are nothing, where not all
   /// values are finite.
   bool (*row_range)(const float* src, int64_t size, float* lo, float* hi);

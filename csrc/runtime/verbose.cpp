@@ -22,10 +22,10 @@ int verbosity() {
   return level;
 }
 
-bool explains() { return verbosity() > 1; }
+bool logs_kernel_choice() { return verbosity() > 1; }
 
-void rejects(const char* kernel, const char* why) {
-  if (explains() && why != nullptr) std::printf("torchq,dispatch,%s,%s\n", kernel, why);
+void log_rejected(const char* kernel, const char* why) {
+  if (logs_kernel_choice() && why != nullptr) std::printf("torchq,dispatch,%s,%s\n", kernel, why);
 }
 
 }  // namespace torchq

@@ -9,7 +9,7 @@
 
 #include <immintrin.h>
 
-#include "kernels/amx/matrix_finish.h"
+#include "kernels/amx/matrix_epilogue.h"
 #include "kernels/amx/matrix_gather.h"
 
 namespace {
@@ -69,7 +69,7 @@ TORCHQ_INLINE void fetch_weights(const int8_t* weight, const int8_t* next, const
 /// registers; those there before are stored.
 template <class Isa, int kUnits, int NP, Weights kWeights>
 TORCHQ_NOINLINE void multiply_tile(const GemmTile& t, const UnitRows& rows, int row, int panel,
-                                   const Fetch& fetch, Finish<Isa>& finish) {
+                                   const Fetch& fetch, MatrixEpilogue<Isa>& epilogue) {
   constexpr int64_t kSumBytes = kPair * kPanel * sizeof(int32_t);
   const int64_t stride = rows.stride;
   const uint8_t* const upper = t.src + t.row_offset[row];
@@ -82,7 +82,7 @@ TORCHQ_NOINLINE void multiply_tile(const GemmTile& t, const UnitRows& rows, int 
     const int8_t* next = weight + run.panel_stride;
     for (int left = run.chunks; left > 0; --left) {
       const int32_t* init = t.acc_init + panel * kPanel;  // all rows begin alike
-      int32_t* held = finish.held();
+      int32_t* held = epilogue.held();
       _tile_loadd(4, src, stride);
       if constexpr (kWeights == Weights::near) {
         _tile_loadd(6, weight, kPanel * kQuad);
@@ -96,7 +96,7 @@ TORCHQ_NOINLINE void multiply_tile(const GemmTile& t, const UnitRows& rows, int 
       _tile_dpbusd(0, 4, 6);
       if constexpr (kUnits > 1) _tile_loadd(5, src + lower, stride);
       if (is_first) {
-        if (finish.holds_lower()) {
+        if (epilogue.holds_lower()) {
           _tile_stored(2, held + kUnitRows * kPair * kPanel, kSumBytes);
           _tile_stored(3, held + kUnitRows * kPair * kPanel + kPanel, kSumBytes);
         }
@@ -119,9 +119,9 @@ TORCHQ_NOINLINE void multiply_tile(const GemmTile& t, const UnitRows& rows, int 
       src += rows.chunk_bytes;
       weight += rows.chunk_bytes * kPanel;
       next += rows.chunk_bytes * kPanel;
-      if (is_first) finish.hold(panel, NP);
+      if (is_first) epilogue.hold(panel, NP);
       is_first = false;
-      finish.step();
+      epilogue.step();
     }
   }
 }
@@ -129,21 +129,21 @@ TORCHQ_NOINLINE void multiply_tile(const GemmTile& t, const UnitRows& rows, int 
 /// Panels from `begin` on, before `end`.
 template <class Isa, int kUnits>
 TORCHQ_INLINE void multiply_units(const GemmTile& t, const UnitRows& rows, int first, int begin,
-                                  int end, bool is_near, Finish<Isa>& finish) {
+                                  int end, bool is_near, MatrixEpilogue<Isa>& epilogue) {
   constexpr int kLines = kTileBytes / 64;
   const int blocks = (t.rows + 2 * kUnitRows - 1) / (2 * kUnitRows),
             block = first / (2 * kUnitRows);
   const Fetch fetch = {kFarPanels * rows.runs[0].panel_stride, kLines * block / blocks * 64,
                        kLines * (block + 1) / blocks * 64};
   const bool is_far = begin < rows.far_panels - kFarPanels;
-  finish.begin_rows(first);
+  epilogue.begin_rows(first);
   int panel = begin;
   const auto multiply = is_near  ? &multiply_tile<Isa, kUnits, kPair, Weights::near>
                         : is_far ? &multiply_tile<Isa, kUnits, kPair, Weights::far>
                                  : &multiply_tile<Isa, kUnits, kPair, Weights::in_l2>;
   const auto multiply_last = &multiply_tile<Isa, kUnits, 1, Weights::in_l2>;
-  for (; panel + 1 < end; panel += kPair) multiply(t, rows, first, panel, fetch, finish);
-  if (panel < end) multiply_last(t, rows, first, panel, fetch, finish);
+  for (; panel + 1 < end; panel += kPair) multiply(t, rows, first, panel, fetch, epilogue);
+  if (panel < end) multiply_last(t, rows, first, panel, fetch, epilogue);
 }
 
 /// Rows outermost, which stay in L1 while weights come from L2. Far weights instead meet all rows
@@ -153,20 +153,20 @@ template <class Isa>
 void multiply_rows(const GemmTile& t, const UnitRows& rows, const Epilogue& e) {
   int64_t chunks = 0;
   for (int i = 0; i < rows.num_runs; ++i) chunks += rows.runs[i].chunks;
-  Finish<Isa> finish(t, e, chunks);
+  MatrixEpilogue<Isa> epilogue(t, e, chunks);
   const bool is_near = t.panels * chunks * kTileBytes <= kNearBytes;
   const int step = rows.far_panels > 0 ? kFarPanels : t.panels;
   for (int panel = 0; panel < t.panels; panel += step) {
     const int end = min_int(panel + step, t.panels);
     for (int first = 0; first < t.rows; first += 2 * kUnitRows) {
       if (t.rows - first > kUnitRows) {
-        multiply_units<Isa, 2>(t, rows, first, panel, end, is_near, finish);
+        multiply_units<Isa, 2>(t, rows, first, panel, end, is_near, epilogue);
       } else {
-        multiply_units<Isa, 1>(t, rows, first, panel, end, is_near, finish);
+        multiply_units<Isa, 1>(t, rows, first, panel, end, is_near, epilogue);
       }
     }
   }
-  finish.end();
+  epilogue.end();
 }
 
 }  // namespace

@@ -237,7 +237,7 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
     run.stash_pairs = stash_fn<Isa>(chunk.split, d.flip, kPairs);
     run.stash_checked = stash_fn<Isa>(chunk.split, d.flip, kChecked);
     if (slide) {
-      const bool plain = byte_finish(chunk, e).plain;
+      const bool plain = byte_epilogue(chunk, e).plain;
       run.slide[0] = slide_fn<Isa>(d, chunk.split, false, plain);
       run.slide[1] = slide_fn<Isa>(d, chunk.split, true, plain);
     }

@@ -3,7 +3,7 @@
 // interleaved columns in L1 to the destination.
 #pragma once
 
-#include "kernels/conv/depthwise_finish.h"
+#include "kernels/conv/depthwise_epilogue.h"
 #include "kernels/conv/depthwise_stash.h"
 
 namespace {
@@ -111,11 +111,11 @@ TORCHQ_NOINLINE void dot_pixels(const DepthwiseChunk<Isa>& chunk, const uint8_t*
         words[half][b] = Isa::pack_words(y[0][b], y[kParts - 1][b]);
       }
     }
-    const ByteFinish finish = byte_finish(chunk, e);
+    const ByteEpilogue epilogue = byte_epilogue(chunk, e);
     uint8_t* const pixel = static_cast<uint8_t*>(e.dst);
     TORCHQ_UNROLL for (int b = 0; b < kPixels; ++b) {
-      finish_words<Isa>(finish, pixel + b * dst.step, dst.offset, chunk.split, words[0][b],
-                        words[1][b]);
+      store_words<Isa>(epilogue, pixel + b * dst.step, dst.offset, chunk.split, words[0][b],
+                       words[1][b]);
     }
   } else {
     alignas(64) int32_t tile[kPixels][kVectors][kPanel];
@@ -134,9 +134,9 @@ TORCHQ_NOINLINE void dot_pixels(const DepthwiseChunk<Isa>& chunk, const uint8_t*
         dst_offset[b * chunk.split + s] = dst.offset[s] + b * dst.step - chunk.channel;
       }
     }
-    finish_tile<Isa>({tile[0][0], kPixels * chunk.split, kVectors / chunk.split, dst_offset,
-                      chunk.channel, chunk.count},
-                     e);
+    memory_epilogue<Isa>({tile[0][0], kPixels * chunk.split, kVectors / chunk.split, dst_offset,
+                          chunk.channel, chunk.count},
+                         e);
   }
 }
 

@@ -4,7 +4,7 @@
 // weights and parameters stay there too (contract: DepthwiseLayer in contract.h).
 #pragma once
 
-#include "kernels/conv/depthwise_finish.h"
+#include "kernels/conv/depthwise_epilogue.h"
 #include "kernels/conv/depthwise_stash.h"
 
 namespace {
@@ -113,7 +113,7 @@ struct Slide {
     const int64_t src_step = d.channels, src_pixels = d.src_pixels;
     const uint8_t* const padding = d.padding + chunk.channel;
     const int count = chunk.count;
-    const ByteFinish finish = byte_finish(chunk, e);
+    const ByteEpilogue epilogue = byte_epilogue(chunk, e);
     uint8_t* const first_pixel = static_cast<uint8_t*>(e.dst) + x * src_step + chunk.channel;
     const int64_t first = x * kStride - d.pad_begin;  // the first column's pixel
     const int groups = rows.groups, channel = chunk.channel;
@@ -155,8 +155,8 @@ struct Slide {
           if constexpr (kHalf == 0) {
             Isa::store_channels(words, word, sizeof(Bytes));
           } else {
-            finish_words<Isa>(finish, pixel, from->offset[r], kSplit,
-                              Isa::load_channels(words, sizeof(Bytes)), word);
+            store_words<Isa>(epilogue, pixel, from->offset[r], kSplit,
+                             Isa::load_channels(words, sizeof(Bytes)), word);
           }
         }
         TORCHQ_UNROLL for (int j = 0; j < kNew; ++j) {

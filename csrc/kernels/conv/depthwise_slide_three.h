@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stride 1 where 32 registers have 16 lanes each and results are plain (ByteFinish): as Slide, but
-// three pixels at a time, after which each column is in its register again, and without a question
-// along the row but whether a border is near. On Zen 5, whose pipes would take 8.4 cycles for 64
-// outputs, instructions are what a pixel costs: 45 of them instead of 72, 11 to 13 cycles instead
-// of 12.5 to 17.
+// Stride 1 where 32 registers have 16 lanes each and results are plain (ByteEpilogue): as Slide,
+// but three pixels at a time, after which each column is in its register again, and without a
+// question along the row but whether a border is near. On Zen 5, whose pipes would take 8.4 cycles
+// for 64 outputs, instructions are what a pixel costs: 45 of them instead of 72, 11 to 13 cycles
+// instead of 12.5 to 17.
 #pragma once
 
 #include "kernels/conv/depthwise_slide_two.h"
@@ -52,7 +52,7 @@ struct SlideThree {
                                    const SlideRows& rows, int64_t x, int64_t pixels,
                                    const Epilogue& e) {
     const SlideSrc src(d, chunk.channel, chunk.count);
-    const ByteFinish finish = byte_finish(chunk, e);
+    const ByteEpilogue epilogue = byte_epilogue(chunk, e);
     uint8_t* const first_pixel = static_cast<uint8_t*>(e.dst) + x * src.step + src.channel;
     const int64_t first = x - d.pad_begin;  // the first column's pixel
     const int groups = rows.groups;
@@ -106,8 +106,8 @@ struct SlideThree {
           if constexpr (kHalf == 0) {
             Isa::store_channels(words, word, sizeof(Bytes));
           } else {
-            finish_pixel<Isa, Check>(finish, pixel, from->offset[r],
-                                     Isa::load_channels(words, sizeof(Bytes)), word);
+            store_pixel<Isa, Check>(epilogue, pixel, from->offset[r],
+                                    Isa::load_channels(words, sizeof(Bytes)), word);
           }
         }
         pixel += src.step;

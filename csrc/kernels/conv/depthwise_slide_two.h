@@ -80,14 +80,14 @@ TORCHQ_INLINE void for_each_pixel(int64_t first, int64_t src_pixels, int64_t pix
 
 /// Two vectors of words to the bytes of one pixel of kSplit rows.
 template <class Isa, class Check, int kSplit>
-TORCHQ_INLINE void finish_pixel(const ByteFinish& f, uint8_t* pixel,
-                                const int64_t (&offset)[kSplit], typename Isa::Bytes low,
-                                typename Isa::Bytes high) {
+TORCHQ_INLINE void store_pixel(const ByteEpilogue& f, uint8_t* pixel,
+                               const int64_t (&offset)[kSplit], typename Isa::Bytes low,
+                               typename Isa::Bytes high) {
   if constexpr (Check::plain) {
     Isa::store_rows(pixel, offset, kSplit, Isa::pack_bytes(low, high, false),
                     Isa::kDepthwiseChannels / kSplit);
   } else {
-    finish_words<Isa>(f, pixel, offset, kSplit, low, high);
+    store_words<Isa>(f, pixel, offset, kSplit, low, high);
   }
 }
 
@@ -137,7 +137,7 @@ struct SlidePairs {
                                   const SlideRows& rows, int64_t x, int64_t pixels,
                                   const Epilogue& e) {
     const SlideSrc src(d, chunk.channel, chunk.count);
-    const ByteFinish finish = byte_finish(chunk, e);
+    const ByteEpilogue epilogue = byte_epilogue(chunk, e);
     uint8_t* const first_pixel = static_cast<uint8_t*>(e.dst) + x * src.step + src.channel;
     const int groups = rows.groups;
     Int weight[3][kVectors];
@@ -166,7 +166,7 @@ struct SlidePairs {
       Isa::pair_bytes(b[0], b[1], pairs);
       Isa::interleave_pairs(pairs, pairs, before.quads);
       Isa::pair_bytes(b[2], b[2], before.pair);
-      for_each_pixel(first + 1, src.pixels, pixels, finish.plain,
+      for_each_pixel(first + 1, src.pixels, pixels, epilogue.plain,
                      [&](auto check, int64_t next) TORCHQ_INLINE_LAMBDA {
                        if constexpr (kSplit > 1)
                          asm("" : "+r"(from));  // read its pointers again, see Slide::kReread
@@ -174,8 +174,8 @@ struct SlidePairs {
                        load(check, next + 1, b);
                        const Bytes low = dot_half<0>(chunk, a, b, weight, before);
                        const Bytes high = dot_half<1>(chunk, a, b, weight, before);
-                       finish_pixel<Isa, decltype(check)>(finish, pixel, group.offset[0], low,
-                                                          high);
+                       store_pixel<Isa, decltype(check)>(epilogue, pixel, group.offset[0], low,
+                                                         high);
                        pixel += src.step;
                      });
     }
@@ -226,7 +226,7 @@ struct SlideFive {
                                    const Group& rows, int64_t x, int64_t pixels,
                                    const Epilogue& e) {
     const SlideSrc src(d, chunk.channel, chunk.count);
-    const ByteFinish finish = byte_finish(chunk, e);
+    const ByteEpilogue epilogue = byte_epilogue(chunk, e);
     int64_t dst_offset[kSplit];
     TORCHQ_UNROLL for (int s = 0; s < kSplit; ++s) dst_offset[s] = rows.offset[0][s];
     uint8_t* pixel = static_cast<uint8_t*>(e.dst) + x * src.step + src.channel;
@@ -253,7 +253,7 @@ struct SlideFive {
     pair = Isa::template pair_half<kHalf>(last[1], last[2]);
     Isa::interleave_half(Isa::template pair_half<kHalf>(last[0], last[0]), pair, before);
     for_each_pixel(
-        first + kNew, src.pixels, pixels, finish.plain,
+        first + kNew, src.pixels, pixels, epilogue.plain,
         [&](auto check, int64_t next) TORCHQ_INLINE_LAMBDA {
           if constexpr (kSplit > 1)
             asm("" : "+r"(from));  // read its pointers again, see Slide::kReread
@@ -285,8 +285,8 @@ struct SlideFive {
           if constexpr (kHalf == 0) {
             Isa::store_channels(words, word, sizeof(Bytes));
           } else {
-            finish_pixel<Isa, decltype(check)>(finish, pixel, dst_offset,
-                                               Isa::load_channels(words, sizeof(Bytes)), word);
+            store_pixel<Isa, decltype(check)>(epilogue, pixel, dst_offset,
+                                              Isa::load_channels(words, sizeof(Bytes)), word);
           }
           words += sizeof(Bytes);
           TORCHQ_UNROLL for (int p = 0; p < kParts; ++p) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which of the ways along a row (depthwise.h) a depthwise layer takes: asked by the kernel, and by
-// the op that explains it.
+// the op that logs it.
 #pragma once
 
 #include "kernels/conv/contract.h"

@@ -22,7 +22,7 @@ void small_groups(const GemmTile& t, const Epilogue& e) {
           acc += static_cast<uint32_t>(unsigned_src(src[k], t.flip) * weight[k]);
         }
       }
-      finish(e, static_cast<int32_t>(acc), t.channel + n, t.dst_offset[r] + t.channel + n);
+      apply_epilogue(e, static_cast<int32_t>(acc), t.channel + n, t.dst_offset[r] + t.channel + n);
     }
   }
 }
@@ -47,7 +47,7 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
         const int32_t w = weight[t / kQuad * kPanel * kQuad + t % kQuad];
         acc += static_cast<uint32_t>(unsigned_src(q, d.flip) * w);
       }
-      finish(e, static_cast<int32_t>(acc), c, rows.dst_offset[row] + x * d.channels + c);
+      apply_epilogue(e, static_cast<int32_t>(acc), c, rows.dst_offset[row] + x * d.channels + c);
     }
   }
 }

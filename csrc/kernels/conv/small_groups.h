@@ -57,7 +57,7 @@ TORCHQ_NOINLINE void small_group_tile(const GemmTile& t, const Epilogue& e,
                                     [&](int r) { return Isa::template split_src<1>(block(r)); });
     }
   }
-  finish_small_group<Isa, MR, Q>(t, e, acc, rows.dst, rows.count, first);
+  small_group_epilogue<Isa, MR, Q>(t, e, acc, rows.dst, rows.count, first);
 }
 
 /// `count` rows from `begin` on, as few tiles as there can be, of nearly the same size, each

@@ -6,7 +6,7 @@
 // where they begin and end; here rows end among the products of those behind them.
 #pragma once
 
-#include "kernels/conv/small_groups_finish.h"
+#include "kernels/conv/small_groups_epilogue.h"
 
 namespace {
 
@@ -150,15 +150,15 @@ TORCHQ_NOINLINE void small_group_slide(const GemmTile& t, const Epilogue& e, con
   using Sums = typename Isa::Int[Q];
   const int channel = t.channel + first;
   if (is_plain(e)) {
-    const TransposedEnd<Isa, Q> end(e, t.dst_offset, channel);
+    const TransposedEpilogue<Isa, Q> epilogue(e, t.dst_offset, channel);
     return slide_along<Isa, R, Q, kFlip>(t, taps, row, count, lines, panel, first,
                                          [&](int r, const Sums& sums)
-                                             TORCHQ_INLINE_LAMBDA { end.finish(r, sums); });
+                                             TORCHQ_INLINE_LAMBDA { epilogue.store(r, sums); });
   }
   slide_along<Isa, R, Q, kFlip>(
       t, taps, row, count, lines, panel, first, [&](int r, const Sums& sums) TORCHQ_INLINE_LAMBDA {
         typename Isa::Int sum[1][1] = {{in_order<Isa, Q>(add_up<Isa, Q>(sums))}};
-        finish_in_registers<Isa, 1, 1>(e, sum, t.dst_offset + r, channel);
+        register_epilogue<Isa, 1, 1>(e, sum, t.dst_offset + r, channel);
       });
 }
 
@@ -182,14 +182,14 @@ TORCHQ_NOINLINE void small_group_sums(const GemmTile& t, const LineTaps& taps, i
 
 /// The end of rows whose sums wait in the order of channels.
 template <class Isa>
-TORCHQ_INLINE void finish_waiting(const Epilogue& e, int32_t* waiting, int rows,
-                                  const int64_t* dst_offset, int channel) {
-  if (!finishes_in_registers(e, kPanel, 1)) {
-    return finish_tile<Isa>({waiting, rows, 1, dst_offset, channel, kPanel}, e);
+TORCHQ_INLINE void waiting_epilogue(const Epilogue& e, int32_t* waiting, int rows,
+                                    const int64_t* dst_offset, int channel) {
+  if (!fits_register_epilogue(e, kPanel, 1)) {
+    return memory_epilogue<Isa>({waiting, rows, 1, dst_offset, channel, kPanel}, e);
   }
   for (int r = 0; r < rows; ++r) {
     typename Isa::Int sum[1][1] = {{Isa::load_int(waiting + r * kPanel)}};
-    finish_in_registers<Isa, 1, 1>(e, sum, dst_offset + r, channel);
+    register_epilogue<Isa, 1, 1>(e, sum, dst_offset + r, channel);
   }
 }
 
@@ -208,7 +208,7 @@ void small_group_passes(const GemmTile& t, const Epilogue& e, const LineTaps& ta
       slide(pass, taps, row, count, panel, first, pass.runs != t.runs, waiting);
       pass.runs += kMostKernelRows * taps.behind;
     }
-    finish_waiting<Isa>(e, waiting, count, t.dst_offset + row, t.channel + first);
+    waiting_epilogue<Isa>(e, waiting, count, t.dst_offset + row, t.channel + first);
   }
 }
 
@@ -218,7 +218,7 @@ template <class Isa, int Q, bool kFlip>
 void small_group_lines(const GemmTile& t, const Epilogue& e, const LineTaps& taps, int begin,
                        int count, int lines) {
   const int kernel_rows = t.num_runs / kLineTaps;
-  if (kernel_rows > kMostKernelRows || !finishes_in_registers(e, kPanel, 1)) {
+  if (kernel_rows > kMostKernelRows || !fits_register_epilogue(e, kPanel, 1)) {
     for (int line = 0; line < lines; ++line) {
       for_each_tile(count, kWaitingRows, [&](int from, int rows) {
         small_group_passes<Isa, Q, kFlip>(t, e, taps, begin + line * count + from, rows);

@@ -2,12 +2,12 @@
 // From int32 accumulators to the destination, shared by gemm and depthwise (contract: Epilogue in
 // contract.h).
 //
-// Three forms. `finish_in_registers` (finish_in_registers.h) works on the accumulators where they
+// Three forms. `register_epilogue` (register_epilogue.h) works on the accumulators where they
 // are, in registers, and covers what nearly every layer needs: a folded chain to 8 bits, of whole
 // panels, or with masks of others, too; to float32 where a tile is full. The other two work on a
-// tile in L1: `finish_bytes` where channels do not fill their panels and masks cost too much, and
-// `finish_tile` for everything else, the float chain interpreter included (measured cost of that
-// detour: 4 % at K = 64, 1 % at K = 512).
+// tile in L1: `memory_byte_epilogue` where channels do not fill their panels and masks cost too
+// much, and `memory_epilogue` for everything else, the float chain interpreter included (measured
+// cost of that detour: 4 % at K = 64, 1 % at K = 512).
 #pragma once
 
 #include "kernels/epilogue/eltwise.h"
@@ -141,13 +141,13 @@ TORCHQ_INLINE void store_row_as(void* base, int64_t size, typename Isa::Float ze
 }
 
 /// A folded chain to 8 bits, where the conversion alone saturates: what nearly every layer has.
-TORCHQ_INLINE bool finishes_to_bytes(const Epilogue& e) {
+TORCHQ_INLINE bool is_byte_epilogue(const Epilogue& e) {
   return e.mode == Epilogue::kFolded && element_size(e.dst_dtype) == 1 && !e.guard;
 }
 
 /// Rows x panels of accumulators in memory; row r starts at tile + r * panels * 16. Overwritten
 /// with floats.
-struct FinishTile {
+struct EpilogueTile {
   int32_t* tile;
   int rows, panels;
   const int64_t* dst_offset;
@@ -157,7 +157,7 @@ struct FinishTile {
 /// Calls body(row, channel within the tile's panels, tile values, valid lanes) for every panel of
 /// every row.
 template <class Isa, class Body>
-TORCHQ_INLINE void for_each_panel(const FinishTile& t, Body body) {
+TORCHQ_INLINE void for_each_panel(const EpilogueTile& t, Body body) {
   for (int r = 0; r < t.rows; ++r) {
     for (int p = 0; p < t.panels; ++p) {
       const int n = p * kPanel;
@@ -176,7 +176,7 @@ TORCHQ_INLINE typename Isa::Float scale_row(const Epilogue& e, typename Isa::Flo
 }
 
 template <class Isa>
-TORCHQ_NOINLINE void run_chain_op(const FinishTile& t, const Epilogue& e, const ChainOp& op) {
+TORCHQ_NOINLINE void run_chain_op(const EpilogueTile& t, const Epilogue& e, const ChainOp& op) {
   using Float = typename Isa::Float;
   using Mask = typename Isa::Mask;
   const auto apply = [&](auto f) {
@@ -216,7 +216,7 @@ TORCHQ_NOINLINE void run_chain_op(const FinishTile& t, const Epilogue& e, const 
 
 /// acc -= row_terms[row][group of n] * channel_terms[n], modulo 2^32.
 template <class Isa>
-TORCHQ_NOINLINE void subtract_row_terms(const FinishTile& t, const Epilogue& e) {
+TORCHQ_NOINLINE void subtract_row_terms(const EpilogueTile& t, const Epilogue& e) {
   const int groups = e.channels / e.group_channels;
   for (int r = 0; r < t.rows; ++r) {
     const int32_t* terms = e.row_terms + t.dst_offset[r] / e.channels * groups;
@@ -239,10 +239,10 @@ TORCHQ_NOINLINE void subtract_row_terms(const FinishTile& t, const Epilogue& e) 
   }
 }
 
-/// Where finishes_to_bytes; channels that do not fill their panels come here. Beside the general
+/// Where is_byte_epilogue; channels that do not fill their panels come here. Beside the general
 /// form: 1x1 of 96 to 24 channels 1.1 times as fast, of 72 to 24 with a sum 1.2 times.
 template <class Isa>
-TORCHQ_NOINLINE void finish_bytes(const FinishTile& t, const Epilogue& e) {
+TORCHQ_NOINLINE void memory_byte_epilogue(const EpilogueTile& t, const Epilogue& e) {
   using Float = typename Isa::Float;
   const bool is_signed = e.dst_dtype == DType::s8;
   for (int p = 0; p * kPanel < t.channels; ++p) {
@@ -274,10 +274,10 @@ TORCHQ_NOINLINE void finish_bytes(const FinishTile& t, const Epilogue& e) {
 }
 
 template <class Isa>
-TORCHQ_NOINLINE void finish_tile(const FinishTile& t, const Epilogue& e) {
+TORCHQ_NOINLINE void memory_epilogue(const EpilogueTile& t, const Epilogue& e) {
   using Float = typename Isa::Float;
   using Mask = typename Isa::Mask;
-  if (finishes_to_bytes(e)) return finish_bytes<Isa>(t, e);
+  if (is_byte_epilogue(e)) return memory_byte_epilogue<Isa>(t, e);
   if (e.row_terms != nullptr) subtract_row_terms<Isa>(t, e);
   if (e.mode == Epilogue::kRaw) {
     for_each_panel<Isa>(t, [&](int r, int n, int32_t* tile, Mask m) {
@@ -329,10 +329,10 @@ TORCHQ_NOINLINE void finish_tile(const FinishTile& t, const Epilogue& e) {
 }
 
 template <class Isa>
-void finish_row(float* x, int64_t size, const Epilogue& e) {
+void epilogue_row(float* x, int64_t size, const Epilogue& e) {
   const int64_t start = 0;
   const int panels = static_cast<int>((size + kPanel - 1) / kPanel);
-  const FinishTile t{reinterpret_cast<int32_t*>(x), 1, panels, &start, 0, static_cast<int>(size)};
+  const EpilogueTile t{reinterpret_cast<int32_t*>(x), 1, panels, &start, 0, static_cast<int>(size)};
   for (int i = 0; i < e.num_ops; ++i) run_chain_op<Isa>(t, e, e.ops[i]);
   const auto zero_point = Isa::set(e.zero_point);
   with_dtype(e.dst_dtype, [&](auto tag) {

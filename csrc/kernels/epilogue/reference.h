@@ -70,13 +70,13 @@ float apply_chain_op(const Epilogue& e, const ChainOp& op, float x, int channel,
   return y;
 }
 
-void finish_chain(const Epilogue& e, float x, int channel, int64_t index) {
+void apply_chain(const Epilogue& e, float x, int channel, int64_t index) {
   for (int i = 0; i < e.num_ops; ++i) x = apply_chain_op(e, e.ops[i], x, channel, index);
   const float y = e.dst_dtype == DType::f32 ? x : fmaf(x, e.inv_scale[channel], e.zero_point);
   store_value(e.dst, e.dst_dtype, index, y, e.zero_point);
 }
 
-void finish(const Epilogue& e, int32_t acc, int channel, int64_t index) {
+void apply_epilogue(const Epilogue& e, int32_t acc, int channel, int64_t index) {
   if (e.row_terms != nullptr) {
     const int groups = e.channels / e.group_channels;
     const int32_t term = e.row_terms[index / e.channels * groups + channel / e.group_channels];
@@ -101,13 +101,13 @@ void finish(const Epilogue& e, int32_t acc, int channel, int64_t index) {
       y = min_float(e.hi_scalar, max_float(e.lo_scalar, y));
     }
   } else {
-    return finish_chain(e, y, channel, index);
+    return apply_chain(e, y, channel, index);
   }
   store_value(e.dst, e.dst_dtype, index, y, e.zero_point);
 }
 
-void finish_row(float* x, int64_t size, const Epilogue& e) {
-  for (int64_t i = 0; i < size; ++i) finish_chain(e, x[i], static_cast<int>(i), i);
+void epilogue_row(float* x, int64_t size, const Epilogue& e) {
+  for (int64_t i = 0; i < size; ++i) apply_chain(e, x[i], static_cast<int>(i), i);
 }
 
 }  // namespace

@@ -3,9 +3,9 @@
 // which tiles a call is cut into, and in which order they run.
 #pragma once
 
-#include "kernels/gemm/gemm_overlap.h"
+#include "kernels/gemm/gemm_pipelined.h"
 #include "kernels/gemm/gemm_short.h"
-#include "kernels/gemm/gemm_stream.h"
+#include "kernels/gemm/gemm_streamed.h"
 #include "kernels/gemm/gemm_tile.h"
 
 namespace {
@@ -34,30 +34,30 @@ constexpr int64_t kFewWeightBytes = 64 * 1024;
 /// times as fast without, of 256 to 1024 1.01, hot. In a whole network, where weights come from L3
 /// and beyond, those of the next panels are worth it: ResNet-50 takes 0.94 of the time.
 template <class Isa, int NP>
-TORCHQ_INLINE Ahead choose_ahead(const GemmTile& t, int panel) {
+TORCHQ_INLINE Prefetch choose_prefetch(const GemmTile& t, int panel) {
   if constexpr (Isa::kPrefetches) {
     if (t.rows <= kFewRows) return kOwnWeights;
     const bool in_l1 = NP * t.panel_stride <= kTileWeightBytes;
     const int panels = t.panels + t.panels_behind;
     const bool has_next = NP == Isa::kMaxPanels && panel + NP < panels;
-    if (Isa::gains_from_l1()) return in_l1 && has_next ? kNextInL1 : kOwnWeights;
-    if (in_l1 && panels * t.panel_stride < kFewWeightBytes) return kNothing;
-    return has_next ? kNextInL2 : kOwnWeights;
+    if (Isa::gains_from_l1()) return in_l1 && has_next ? kNextPanelsL1 : kOwnWeights;
+    if (in_l1 && panels * t.panel_stride < kFewWeightBytes) return kNone;
+    return has_next ? kNextPanelsL2 : kOwnWeights;
   }
-  return kNothing;
+  return kNone;
 }
 
 /// The rows from `begin` on x NP panels from `panel` on.
 template <class Isa, int NP, WeightForm kWeights, int kGroupPanels = 0>
 TORCHQ_INLINE void gemm_panels(const GemmTile& t, const Epilogue& e, int panel, int begin = 0) {
-  const Ahead ahead = kGroupPanels > 0 ? kNothing : choose_ahead<Isa, NP>(t, panel);
+  const Prefetch prefetch = kGroupPanels > 0 ? kNone : choose_prefetch<Isa, NP>(t, panel);
   if constexpr (kHasWide<Isa> && kGroupPanels == 0 && NP > 1 && NP <= Isa::kMaxPanels) {
-    if (begin == 0 && (panel + NP) * kPanel <= t.channels && overlaps<Isa, NP>(t, e)) {
-      begin = gemm_overlapped<Isa, NP>(t, e, panel, ahead == kNextInL2);
+    if (begin == 0 && (panel + NP) * kPanel <= t.channels && is_pipelined<Isa, NP>(t, e)) {
+      begin = gemm_pipelined<Isa, NP>(t, e, panel, prefetch == kNextPanelsL2);
       if (begin == t.rows) return;
     }
   }
-  const auto& tiles = kTiles<Isa, NP, kWeights, kGroupPanels>.fn[ahead][src_form(t)];
+  const auto& tiles = kTiles<Isa, NP, kWeights, kGroupPanels>.fn[prefetch][src_form(t)];
   for_each_tile(t.rows - begin, kMostRows<Isa, NP>,
                 [&](int first, int rows) { tiles[rows - 1](t, e, begin + first, panel); });
 }
@@ -68,7 +68,7 @@ TORCHQ_INLINE bool has_tail(const GemmTile& t) { return t.channels % kPanel != 0
 /// The panels from `panel` on, of which there are at most NP.
 template <class Isa, int NP, WeightForm kWeights>
 TORCHQ_INLINE void gemm_rest(const GemmTile& t, const Epilogue& e, int panel) {
-  if constexpr (Isa::kFinishesTails && NP == Isa::kMaxPanels) {
+  if constexpr (Isa::kMasksTails && NP == Isa::kMaxPanels) {
     if (t.panels - panel == NP && has_tail(t)) {  // the widest tiles leave tails to memory
       gemm_panels<Isa, NP - 1, kWeights>(t, e, panel);
       return gemm_panels<Isa, 1, kWeights>(t, e, panel + NP - 1);
@@ -97,8 +97,8 @@ void gemm_few_rows(const GemmTile& t, const Epilogue& e) {
   constexpr int kMost = Isa::kMaxPanels;
   int panel = 0;
   if constexpr (kHasWide<Isa>) {
-    if (takes_streams<Isa>(t)) {
-      panel = gemm_stream<Isa>(t, e);
+    if (is_streamed<Isa>(t)) {
+      panel = gemm_streamed<Isa>(t, e);
     } else if (t.rows <= 2) {
       constexpr int kWide = kWidePanels;
       for (; panel + kWide <= t.panels; panel += kWide) {
@@ -139,7 +139,7 @@ int gemm_short_rows(const GemmTile& t, const Epilogue& e, int panel) {
 /// The panels from `panel` on that `gemm_short` has a tile for; returns the first that is left.
 template <class Isa>
 TORCHQ_INLINE int gemm_if_short(const GemmTile& t, const Epilogue& e, int panel) {
-  if (t.flip || !finishes_to_bytes(e) || !is_plain(e)) return panel;
+  if (t.flip || !is_byte_epilogue(e) || !is_plain(e)) return panel;
   if (has_runs<1, 4>(t)) return gemm_short_rows<Isa, 1, 4>(t, e, panel);
   if (has_runs<1, 6>(t)) return gemm_short_rows<Isa, 1, 6>(t, e, panel);
   if (has_runs<1, 8>(t)) return gemm_short_rows<Isa, 1, 8>(t, e, panel);
@@ -160,18 +160,18 @@ void gemm(const GemmTile& t, const Epilogue& e) {
   constexpr int kMost = Isa::kMaxPanels;
   int panel = 0;
   if constexpr (kHasWide<Isa>) {
-    if (overlaps<Isa, kMost>(t, e)) {
+    if (is_pipelined<Isa, kMost>(t, e)) {
       const int whole = t.channels / kPanel;
       for (; panel + kMost <= whole; panel += kMost) gemm_panels<Isa, kMost, kWeights>(t, e, panel);
     }
-    if (!rest_overlaps<Isa>(t, e, t.panels - panel)) panel = gemm_if_short<Isa>(t, e, panel);
+    if (!rest_is_pipelined<Isa>(t, e, t.panels - panel)) panel = gemm_if_short<Isa>(t, e, panel);
   }
-  const int whole = Isa::kFinishesTails ? t.channels / kPanel : t.panels;
-  const Ahead ahead = choose_ahead<Isa, kMost>(t, panel);
-  if (ahead == kNextInL1 || ahead == kNextInL2) {
+  const int whole = Isa::kMasksTails ? t.channels / kPanel : t.panels;
+  const Prefetch prefetch = choose_prefetch<Isa, kMost>(t, panel);
+  if (prefetch == kNextPanelsL1 || prefetch == kNextPanelsL2) {
     for (; panel + kMost <= whole; panel += kMost) gemm_panels<Isa, kMost, kWeights>(t, e, panel);
   } else if (t.panels - panel > kMost) {
-    const auto& tiles = kTiles<Isa, kMost, kWeights>.fn[ahead][src_form(t)];
+    const auto& tiles = kTiles<Isa, kMost, kWeights>.fn[prefetch][src_form(t)];
     const int begin = panel, end = begin + (whole - begin) / kMost * kMost;
     for_each_tile(t.rows, kMostRows<Isa, kMost>, [&](int first, int rows) {
       for (panel = begin; panel < end; panel += kMost) tiles[rows - 1](t, e, first, panel);

@@ -2,7 +2,7 @@
 // Rows that sum few quads: the first layers of networks, and 1x1 convolutions of 16 to 96 channels.
 #pragma once
 
-#include "kernels/epilogue/finish_in_registers.h"
+#include "kernels/epilogue/register_epilogue.h"
 
 namespace {
 
@@ -25,7 +25,7 @@ TORCHQ_INLINE bool has_runs(const GemmTile& t) {
 
 /// As `gemm_tile`, of NP full panels, for all tiles of rows, and with the sums written out: around
 /// so few, a loop takes as long as they do, and so do a call and what it sets up. Returns how many
-/// rows that were. The epilogue `finishes_to_bytes` and `is_plain`. Measured on Emerald Rapids,
+/// rows that were. The epilogue `is_byte_epilogue` and `is_plain`. Measured on Emerald Rapids,
 /// beside `gemm_tile`: 3x3 s2 of 3 to 32 channels takes 0.80 of the time, 1x1 of 32 to 16 0.82, of
 /// 16 to 96 0.83, of 24 to 144 0.88, of 32 to 192 0.90, of 40 to 240 0.92. On Zen 5 1x1 of 64 to 64
 /// takes 0.93, of 64 to 256 0.945, of 96 to 576 0.945; with a sum 64 to 256 would take 1.03.
@@ -68,8 +68,7 @@ TORCHQ_NOINLINE int gemm_short(const GemmTile& t, const Epilogue& e, int panel) 
       }
     }
     pin_sums<Isa>(acc);
-    finish_in_registers<Isa, MR, NP, true>(e, acc, t.dst_offset + first,
-                                           t.channel + panel * kPanel);
+    register_epilogue<Isa, MR, NP, true>(e, acc, t.dst_offset + first, t.channel + panel * kPanel);
   }
   return first;
 }

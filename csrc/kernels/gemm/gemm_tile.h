@@ -2,7 +2,7 @@
 // The tile of the microkernel: a few rows times a few panels, in registers over all of K.
 #pragma once
 
-#include "kernels/epilogue/finish_in_registers.h"
+#include "kernels/epilogue/register_epilogue.h"
 #include "kernels/gemm/clip.h"
 #include "kernels/gemm/dot_step.h"
 
@@ -26,12 +26,12 @@ constexpr int kMostRows = NP == 1                                 ? Isa::kTalles
 
 /// What a tile asks for while it runs: nothing, its own weights ahead of their use, or those of the
 /// next NP panels, into L1 or L2, the n-th tile of rows for the n-th panel.
-enum Ahead : int { kNothing, kOwnWeights, kNextInL1, kNextInL2 };
+enum Prefetch : int { kNone, kOwnWeights, kNextPanelsL1, kNextPanelsL2 };
 
 /// Whether a tile can ask for its own weights: where the dot products of a step take longer than
 /// its loads, and the addresses fit the general registers.
 template <class Isa, int MR, int kGroupPanels>
-constexpr bool kPrefetches = Isa::kPrefetches && kGroupPanels == 0 && MR >= 4 && MR <= 8;
+constexpr bool kPrefetchesOwnWeights = Isa::kPrefetches && kGroupPanels == 0 && MR >= 4 && MR <= 8;
 
 /// What a tile's source dwords are: four u8, four s8, or two 16-bit values (`GemmTile::widened`).
 enum SrcForm : int { kUnsigned, kSigned, kWidened };
@@ -82,7 +82,7 @@ enum class WeightForm { kWhole, kNarrow, kSplit };
 /// MR rows x NP panels; `first` and `panel` count from the first of `t`. kGroupPanels: panels of a
 /// group, of as many inputs as outputs, that does not share its source.
 template <class Isa, int MR, int NP, SrcForm kForm, WeightForm kWeights, int kGroupPanels,
-          Ahead kAhead>
+          Prefetch kPrefetch>
 TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, int panel) {
   constexpr bool kIsNarrow = kWeights == WeightForm::kNarrow;
   constexpr bool kSplits = kWeights == WeightForm::kSplit;
@@ -109,12 +109,12 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
   const int64_t panel_stride = t.panel_stride * kSteps;
   const int8_t* panels = t.weight + panel * panel_stride;
   const GemmRun* runs_end = t.runs + t.num_runs;
-  int64_t ahead = 0;
-  if constexpr (kAhead == kNextInL1 || kAhead == kNextInL2) {
-    ahead = min_int(NP + min_int(first / MR, NP - 1), t.panels + t.panels_behind - 1 - panel) *
-            panel_stride;
-  } else if constexpr (kAhead == kOwnWeights) {
-    ahead = Isa::weights_ahead();
+  int64_t distance = 0;
+  if constexpr (kPrefetch == kNextPanelsL1 || kPrefetch == kNextPanelsL2) {
+    distance = min_int(NP + min_int(first / MR, NP - 1), t.panels + t.panels_behind - 1 - panel) *
+               panel_stride;
+  } else if constexpr (kPrefetch == kOwnWeights) {
+    distance = Isa::prefetch_distance();
   }
   for (const GemmRun* run = t.runs; run != runs_end; ++run) {
     // What only runs need stays in memory: GCC would keep it in vector registers, and moves from
@@ -131,12 +131,12 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
         if constexpr (kForm == kSigned) return Isa::flip_sign(q);
         return q;
       };
-      if constexpr (kAhead == kNextInL2) {
-        Isa::prefetch_l2(weight + ahead);
-      } else if constexpr (kAhead == kNextInL1) {
-        Isa::prefetch(weight + ahead);
-      } else if constexpr (kAhead == kOwnWeights) {
-        const int8_t* next = weight + ahead;
+      if constexpr (kPrefetch == kNextPanelsL2) {
+        Isa::prefetch_l2(weight + distance);
+      } else if constexpr (kPrefetch == kNextPanelsL1) {
+        Isa::prefetch(weight + distance);
+      } else if constexpr (kPrefetch == kOwnWeights) {
+        const int8_t* next = weight + distance;
         asm("" : "+r"(next));  // one register for all panels' addresses
         TORCHQ_UNROLL for (int p = 0; p < NP; ++p) Isa::prefetch(next + p * panel_stride);
       }
@@ -163,29 +163,30 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
   }
   pin_sums<Isa>(acc);
 
-  finish_sums<Isa, MR, NP>(t, e, acc, first, panel);
+  tile_epilogue<Isa, MR, NP>(t, e, acc, first, panel);
 }
 
 using TileFn = void (*)(const GemmTile&, const Epilogue&, int first, int panel);
 
-/// The tiles of NP panels, fn[ahead][form][rows - 1].
+/// The tiles of NP panels, fn[prefetch][form][rows - 1].
 template <class Isa, int NP, WeightForm kWeights, int kGroupPanels>
 struct TileTable {
   TileFn fn[4][3][kMostRows<Isa, NP>];
 
-  template <int MR, SrcForm kForm, Ahead kAhead>
+  template <int MR, SrcForm kForm, Prefetch kPrefetch>
   constexpr void set() {
-    fn[kAhead][kForm][MR - 1] = &gemm_tile<Isa, MR, NP, kForm, kWeights, kGroupPanels, kAhead>;
+    fn[kPrefetch][kForm][MR - 1] =
+        &gemm_tile<Isa, MR, NP, kForm, kWeights, kGroupPanels, kPrefetch>;
   }
   template <int MR, SrcForm kForm>
   constexpr void set() {
-    constexpr bool kAsks = kPrefetches<Isa, MR, kGroupPanels>;
-    set<MR, kForm, kNothing>();
-    if constexpr (kAsks) set<MR, kForm, kOwnWeights>();
-    if constexpr (!kAsks) fn[kOwnWeights][kForm][MR - 1] = fn[kNothing][kForm][MR - 1];
+    constexpr bool kOwn = kPrefetchesOwnWeights<Isa, MR, kGroupPanels>;
+    set<MR, kForm, kNone>();
+    if constexpr (kOwn) set<MR, kForm, kOwnWeights>();
+    if constexpr (!kOwn) fn[kOwnWeights][kForm][MR - 1] = fn[kNone][kForm][MR - 1];
     if constexpr (Isa::kPrefetches && NP == Isa::kMaxPanels && kGroupPanels == 0) {
-      set<MR, kForm, kNextInL1>();
-      set<MR, kForm, kNextInL2>();
+      set<MR, kForm, kNextPanelsL1>();
+      set<MR, kForm, kNextPanelsL2>();
     }
   }
   template <int MR>

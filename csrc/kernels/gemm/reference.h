@@ -21,7 +21,7 @@ void gemm(const GemmTile& t, const Epilogue& e) {
           acc += static_cast<uint32_t>(unsigned_src(src[k], t.flip) * w);
         }
       }
-      finish(e, static_cast<int32_t>(acc), t.channel + n, t.dst_offset[r] + t.channel + n);
+      apply_epilogue(e, static_cast<int32_t>(acc), t.channel + n, t.dst_offset[r] + t.channel + n);
     }
   }
 }

@@ -45,14 +45,14 @@ struct RnnInput {
 };
 
 /// The products of later steps' inputs, which steps of one row do among their own, a piece at a
-/// time: tile i is kAheadRows rows with the panels 2 i and 2 i + 1, or the last two.
-struct RnnAhead {
-  RnnInput in;      // of up to kAheadRows rows; `src` is [quads][kAheadRows][4]
+/// time: tile i is kLookaheadRows rows with the panels 2 i and 2 i + 1, or the last two.
+struct RnnLookahead {
+  RnnInput in;      // of up to kLookaheadRows rows; `src` is [quads][kLookaheadRows][4]
   int64_t piece;    // quads of a tile that are done in one go
   int64_t tile, k;  // what comes next: quad k of a tile
-  int32_t* sums;    // [kAheadRows][kAheadPanels][16] of the tile that is not finished
+  int32_t* sums;    // [kLookaheadRows][kLookaheadPanels][16] of the tile that is not finished
 };
-constexpr int kAheadRows = 8, kAheadPanels = 2;
+constexpr int kLookaheadRows = 8, kLookaheadPanels = 2;
 
 /// One step of one cell, for `groups` groups of 16 units and any rows. Group u of row r:
 ///
@@ -79,9 +79,9 @@ struct RnnStep {
   int64_t param_stride;
   const float* input;  // [groups][..rows][gates][16]; null for a projection, or with `source`
   int64_t input_group_stride, input_row_stride;
-  const RnnInput* source;  // what `input` would be computed from, but for `dst`; or null
-  RnnAhead* ahead;         // or null, as where `rnn_pieces` is 0
-  const float* scale;      // [rows] or null
+  const RnnInput* source;   // what `input` would be computed from, but for `dst`; or null
+  RnnLookahead* lookahead;  // or null, as where `rnn_pieces` is 0
+  const float* scale;       // [rows] or null
   const float* extra;  // kGru: bias of n's matmul [groups][16]; kLstm: peephole [3][..][16] or null
   int64_t extra_stride;  // between the peephole's vectors
   float* cell_state;     // kLstm: c [rows][..], in place

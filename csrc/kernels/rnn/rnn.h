@@ -5,8 +5,8 @@
 // through a tile in L1, so that cells of two or three rows have the registers to themselves.
 #pragma once
 
-#include "kernels/rnn/rnn_ride.h"
-#include "kernels/rnn/rnn_stream.h"
+#include "kernels/rnn/rnn_pipelined.h"
+#include "kernels/rnn/rnn_streamed.h"
 
 namespace {
 
@@ -39,8 +39,9 @@ TORCHQ_NOINLINE void rnn_run(const RnnStep& s) {
                                                         : kWidth / kGates;
   const int blocks = (s.groups + most - 1) / most;
   constexpr bool kMayBePlain = rnn_stages(kCell) > 1;
-  const auto finish = kMayBePlain && rnn_is_plain(s) ? &rnn_finish_block<Isa, kCell, kMayBePlain>
-                                                     : &rnn_finish_block<Isa, kCell, false>;
+  const auto epilogue = kMayBePlain && rnn_is_plain(s)
+                            ? &rnn_epilogue_block<Isa, kCell, kMayBePlain>
+                            : &rnn_epilogue_block<Isa, kCell, false>;
   Tiles::begin();
   for (int b = 0; b < blocks; ++b) {
     const int group = (s.descending ? blocks - 1 - b : b) * most;
@@ -54,13 +55,13 @@ TORCHQ_NOINLINE void rnn_run(const RnnStep& s) {
     t.init = s.init + group * s.param_stride;
     const int step = b + 1 == blocks ? 0 : s.descending ? -most * kGates : most * kGates;
     for (int64_t i = 0; i < tiles.count; ++i) {
-      const int64_t ahead = rnn_ahead(step, i);
-      t.ahead = ahead * t.panel_stride;
+      const int64_t prefetch_panel = rnn_prefetch_panel(step, i);
+      t.prefetch_offset = prefetch_panel * t.panel_stride;
       block.first_row = tiles.first(i);
       block.rows = static_cast<int>(tiles.first(i + 1) - block.first_row);
       if (s.source != nullptr) {
         rnn_input_tile<Tiles>(*s.source, group, block.groups, block.first_row, block.rows, input,
-                              ahead);
+                              prefetch_panel);
         block.input = input;
         block.input_group_stride = block.acc_group_stride;
         block.input_row_stride = block.acc_row_stride;
@@ -71,7 +72,7 @@ TORCHQ_NOINLINE void rnn_run(const RnnStep& s) {
       }
       t.src = s.src + block.first_row * s.src_stride;
       Tiles::template dot<false>(t, block.rows, block.groups * kGates, s.narrow, s.descending);
-      finish(s, block);
+      epilogue(s, block);
     }
   }
   Tiles::end();
@@ -80,17 +81,17 @@ TORCHQ_NOINLINE void rnn_run(const RnnStep& s) {
 template <class Tiles, RnnCell kCell>
 void rnn_cells(const RnnStep& s) {
   // A vanilla GRU's stages leave panels out.
-  if constexpr (kMayRide<Tiles> && kCell != RnnCell::kGruGates && kCell != RnnCell::kGruNew) {
+  if constexpr (kMayPipeline<Tiles> && kCell != RnnCell::kGruGates && kCell != RnnCell::kGruNew) {
     using Isa = typename Tiles::Isa;
-    if (rnn_takes_streams<Isa>(s)) return rnn_stream<Isa, kCell>(s);
+    if (rnn_is_streamed<Isa>(s)) return rnn_streamed<Isa, kCell>(s);
   }
   rnn_run<Tiles, kCell>(s);
 }
 
 template <class Tiles>
 void rnn_step(const RnnStep& s) {
-  if constexpr (kMayRide<Tiles>) {
-    if (rnn_rides<typename Tiles::Isa>(s)) return rnn_ride<Tiles>(s);
+  if constexpr (kMayPipeline<Tiles>) {
+    if (rnn_is_pipelined<typename Tiles::Isa>(s)) return rnn_pipelined<Tiles>(s);
   }
   switch (s.cell) {
     case RnnCell::kLstm:

@@ -29,17 +29,18 @@ constexpr int rnn_gates(RnnCell cell) {
   }
 }
 
-/// Stages of rnn_finish.
+/// Stages of rnn_epilogue.
 constexpr int rnn_stages(RnnCell cell) {
   return cell == RnnCell::kLstm || cell == RnnCell::kGru ? 2 : 1;
 }
 
-/// How often rnn_finish calls `between`, in all stages.
+/// How often rnn_epilogue calls `between`, in all stages.
 constexpr int rnn_pauses(RnnCell cell) {
   return cell == RnnCell::kLstm ? 7 : cell == RnnCell::kGru ? 10 : cell == RnnCell::kTanh ? 4 : 1;
 }
 
-/// What formulas do between their steps, unless products part them (rnn_stream.h, rnn_ride.h).
+/// What formulas do between their steps, unless products part them (rnn_streamed.h,
+/// rnn_pipelined.h).
 struct Nothing {
   TORCHQ_INLINE void operator()() const {}
 };

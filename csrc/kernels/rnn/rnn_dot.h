@@ -24,7 +24,7 @@ struct RnnTile {
   int64_t acc_stride;  // between rows
   const float *multiplier, *bias;
   /// Bytes from the tile's first panel to the one that vectors bring into L2 meanwhile; 0: its own.
-  int64_t ahead;
+  int64_t prefetch_offset;
 };
 
 /// acc[row][p] = init[p] + sum over k of src[row][k] * weight[p][k] for NP panels from `panel` on;
@@ -42,14 +42,14 @@ TORCHQ_NOINLINE void rnn_tile(const RnnTile& t, int panel) {
     TORCHQ_UNROLL for (int r = 0; r < MR; ++r) acc[r][p] = init;
   }
   const int64_t panel_stride = t.panel_stride;
-  const int64_t ahead = t.ahead;
+  const int64_t prefetch_offset = t.prefetch_offset;
   const uint8_t* src = t.src;
   const uint8_t* end = src + t.quads * kQuad;
   const int8_t* weight = t.weight + panel * panel_stride;
   while (src != end) {
     if constexpr (MR > 4) asm("" : "+m"(end));  // as in gemm_tile
     if constexpr (kNarrow || Isa::kSteps == 1) {
-      if constexpr (MR > 3 && NP > 2) __builtin_prefetch(weight + ahead, 0, 2);
+      if constexpr (MR > 3 && NP > 2) __builtin_prefetch(weight + prefetch_offset, 0, 2);
       dot_step<Isa, MR, NP, kNarrow>(acc, weight, panel_stride,
                                      [&](int r) { return Isa::broadcast(src + row[r]); });
     } else {

@@ -28,7 +28,7 @@ struct RnnRows {
 /// read once a step, and the CPU's own prefetcher stops at every page. LSTM with vectors, one
 /// thread of Emerald Rapids: 512 units 2 % (64 rows) and 3 to 5 % (16) faster, 1024 units 8 to 12 %
 /// (16).
-TORCHQ_INLINE int64_t rnn_ahead(int step, int64_t i) {
+TORCHQ_INLINE int64_t rnn_prefetch_panel(int step, int64_t i) {
   return step == 0 ? 0 : step + min_int(i, (step < 0 ? -step : step) - 1);
 }
 
@@ -55,7 +55,7 @@ TORCHQ_INLINE void rnn_scale_input(const RnnInput& in, int panel, int64_t first,
 /// One tile of an input: `count` groups from `group` on, to dst [rows][count][gates][16].
 template <class Tiles>
 TORCHQ_INLINE void rnn_input_tile(const RnnInput& in, int group, int count, int64_t first, int rows,
-                                  float* dst, int64_t ahead) {
+                                  float* dst, int64_t prefetch_panel) {
   using Isa = typename Tiles::Isa;
   const int panel = group * in.gates, panels = count * in.gates;
   RnnTile t{};
@@ -67,7 +67,7 @@ TORCHQ_INLINE void rnn_input_tile(const RnnInput& in, int group, int count, int6
   t.init = in.init + panel * kPanel;
   t.acc = reinterpret_cast<int32_t*>(dst);
   t.acc_stride = panels * kPanel;
-  t.ahead = ahead * t.panel_stride;
+  t.prefetch_offset = prefetch_panel * t.panel_stride;
   t.multiplier = in.multiplier + panel * kPanel;
   t.bias = in.bias + panel * kPanel;
   if (in.scale == nullptr) {
@@ -91,7 +91,7 @@ void rnn_input(const RnnInput& in) {
       const int64_t first = tiles.first(i);
       const int rows = static_cast<int>(tiles.first(i + 1) - first);
       rnn_input_tile<Tiles>(in, group, 1, first, rows, dst + first * in.gates * kPanel,
-                            rnn_ahead(step, i));
+                            rnn_prefetch_panel(step, i));
     }
   }
   Tiles::end();

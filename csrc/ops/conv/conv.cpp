@@ -71,17 +71,16 @@ bool copies_groups_apart(const Conv& c, const Source& s) {
 }
 
 /// What a class of pixels costs beside its products, as many vpdpbusd: 80 ns on Zen 5.
-constexpr double kClassProducts = 400;
+constexpr double kRegionProducts = 400;
 
-/// Whether the products with padding and the copy take less time than `count` classes without them:
+/// Whether the products with padding and the copy take less time than `count` regions without them:
 /// 3x3 16->16 of 7x7 pixels takes 0.5 us less, 5x5 of 10x10 2.5 us.
-bool padding_is_cheaper(const Conv& c, const Source& s, const Intervals (&classes)[3],
-                        int64_t count) {
+bool padding_is_cheaper(const Conv& c, const Source& s, const Intervals (&axes)[3], int64_t count) {
   double all = static_cast<double>(s.batch), valid = all;  // taps of all pixels
   double bytes = all * static_cast<double>(s.channels);
   for (int d = 0; d < 3; ++d) {
     int64_t met = 0;
-    for (const Interval& i : classes[d]) met += (i.end - i.begin) * (i.tap_end - i.tap_begin);
+    for (const Interval& i : axes[d]) met += (i.end - i.begin) * (i.tap_end - i.tap_begin);
     const Window& w = s.window;
     all *= static_cast<double>(c.output[d] * w.kernel[d]);
     valid *= static_cast<double>(met);
@@ -91,43 +90,43 @@ bool padding_is_cheaper(const Conv& c, const Source& s, const Intervals (&classe
   const int64_t tap_products = c.packing.quads * c.packing.panels() * without_vnni;
   const double copy = bytes / 16;
   return (all - valid) * static_cast<double>(tap_products) + copy <
-         kClassProducts * static_cast<double>(count - 1);
+         kRegionProducts * static_cast<double>(count - 1);
 }
 
 /// Why the source cannot be read where it is; null where it can.
-const char* why_padded_copy(const Conv& c, const Source& s, const Intervals (&classes)[3]) {
+const char* why_padded_copy(const Conv& c, const Source& s, const Intervals (&axes)[3]) {
   if (c.packing.form == ConvPacking::kRowRuns) return "a row of the kernel is read in one go";
   if (copies_groups_apart(c, s)) return "a matrix unit wants groups with few channels apart";
-  const int64_t count =
-      static_cast<int64_t>(classes[0].size() * classes[1].size() * classes[2].size());
+  const int64_t count = static_cast<int64_t>(axes[0].size() * axes[1].size() * axes[2].size());
   const int64_t rows = s.batch * c.output[0] * c.output[1] * c.output[2];
   const int64_t group_quads = c.packing.taps * c.packing.quads * c.packing.panels_per_group();
   if (count == 1) return nullptr;
-  if (count > kMaxClasses) return "pixels meet more than 64 sets of valid taps";
+  if (count > kMaxRegions) return "pixels meet more than 64 sets of valid taps";
   const int64_t* stride = s.window.stride;
   const bool adjacent = stride[0] * stride[1] * stride[2] == 1;
-  if (prefers_one_class(c.tier, rows, group_quads, adjacent)) {
+  if (prefers_one_region(c.tier, rows, group_quads, adjacent)) {
     return "a matrix unit wants whole tiles";
   }
-  if (rows < kMinRowsPerClass * count) return "fewer than 3 pixels meet the same valid taps";
-  return padding_is_cheaper(c, s, classes, count) ? "so few products with padding take less time"
-                                                  : nullptr;
+  if (rows < kMinRowsPerRegion * count) return "fewer than 3 pixels meet the same valid taps";
+  return padding_is_cheaper(c, s, axes, count) ? "so few products with padding take less time"
+                                               : nullptr;
 }
 
 /// Of dense packings, and of small groups.
 void explain_grouping(const Conv& c, int64_t groups) {
   if (c.packing.form == ConvPacking::kDepthwise) return;
-  rejects("depthwise", "a group does not have one input and one output");
+  log_rejected("depthwise", "a group does not have one input and one output");
   if (c.packing.form == ConvPacking::kSmallGroups) return;
   const int64_t inputs = c.packing.group_inputs / c.packing.merged;
-  rejects("small_groups", c.packing.outputs() != groups * inputs
-                              ? "groups have more outputs than inputs, or fewer"
-                          : inputs == 2 || inputs == 4 || inputs == 8
-                              ? "there are fewer than 16 channels, or an odd number of groups of 2"
-                              : "groups do not have 2, 4 or 8 channels");
+  log_rejected("small_groups",
+               c.packing.outputs() != groups * inputs
+                   ? "groups have more outputs than inputs, or fewer"
+               : inputs == 2 || inputs == 4 || inputs == 8
+                   ? "there are fewer than 16 channels, or an odd number of groups of 2"
+                   : "groups do not have 2, 4 or 8 channels");
 }
 
-/// The problem without its classes of pixels; `s` is the source that is read, and `flip` whether it
+/// The problem without its regions of pixels; `s` is the source that is read, and `flip` whether it
 /// still is s8.
 GemmProblem make_problem(const Conv& c, const Source& s, bool flip) {
   const ConvPacking& p = c.packing;
@@ -154,9 +153,9 @@ GemmProblem make_problem(const Conv& c, const Source& s, bool flip) {
 }
 
 /// Where the pixels that meet the same taps are, in src and dst.
-GemmClass make_class(const Conv& c, const Source& s, const Interval (&at)[3]) {
+TapRegion make_region(const Conv& c, const Source& s, const Interval (&at)[3]) {
   const Window& w = s.window;
-  GemmClass g{};
+  TapRegion g{};
   g.size[0] = s.batch;
   g.src_stride[0] = s.image_bytes();
   g.dst_stride[0] = c.packing.outputs() * c.output[0] * c.output[1] * c.output[2];
@@ -184,13 +183,13 @@ void follow_rows(ScratchFrame& scratch, Conv& c, Source& s) {
 void run_dense(Conv c, Source s, const Epilogue& epilogue, OpTrace& trace) {
   ScratchFrame scratch;
   follow_rows(scratch, c, s);
-  Intervals classes[3];
+  Intervals axes[3];
   const auto split = [&] {
-    for (int d = 0; d < 3; ++d) classes[d] = intervals(s.window, d, s.size[d], c.output[d]);
+    for (int d = 0; d < 3; ++d) axes[d] = intervals(s.window, d, s.size[d], c.output[d]);
   };
   split();
-  const char* padded_copy = why_padded_copy(c, s, classes);
-  rejects("in place", padded_copy);
+  const char* padded_copy = why_padded_copy(c, s, axes);
+  log_rejected("in place", padded_copy);
   if (padded_copy != nullptr) {
     const int64_t groups = copies_groups_apart(c, s) ? c.packing.groups : 1;
     s = pad(kOp, scratch, s, {static_cast<uint8_t>(c.effective_zero_point()), c.is_signed, groups});
@@ -203,25 +202,24 @@ void run_dense(Conv c, Source s, const Epilogue& epilogue, OpTrace& trace) {
   AccInits acc_inits(scratch, c.tier, c.compensation, c.acc_bias, c.effective_zero_point(),
                      problem);
   c10::SmallVector<TapSet, 9> tap_sets;
-  tap_sets.reserve(classes[0].size() * classes[1].size() *
-                   classes[2].size());  // runs are referred to
-  for (const Interval& d : classes[0]) {
-    for (const Interval& h : classes[1]) {
-      for (const Interval& w : classes[2]) {
+  tap_sets.reserve(axes[0].size() * axes[1].size() * axes[2].size());  // runs are referred to
+  for (const Interval& d : axes[0]) {
+    for (const Interval& h : axes[1]) {
+      for (const Interval& w : axes[2]) {
         const Interval at[3] = {d, h, w};
         tap_sets.push_back(make_taps(c, s, at));
-        GemmClass g = make_class(c, s, at);
+        TapRegion g = make_region(c, s, at);
         g.runs = tap_sets.back().runs;
         g.acc_init = acc_inits.of(tap_sets.back().taps);
-        problem.classes.push_back(g);
+        problem.regions.push_back(g);
       }
     }
   }
   // Weights that no cache holds come while the first class runs: let it have most to do.
   std::iter_swap(
-      problem.classes.begin(),
-      std::max_element(problem.classes.begin(), problem.classes.end(),
-                       [](const GemmClass& a, const GemmClass& b) { return a.rows() < b.rows(); }));
+      problem.regions.begin(),
+      std::max_element(problem.regions.begin(), problem.regions.end(),
+                       [](const TapRegion& a, const TapRegion& b) { return a.rows() < b.rows(); }));
   run_gemm(problem, epilogue, c.tier, trace);
 }
 
@@ -328,7 +326,7 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   trace.describe([&] {
     return describe_layer(args, src_arg, src_zero_point.has_value(), bytes.before(dst), geometry);
   });
-  if (explains() && groups > 1) explain_grouping(c, groups);
+  if (logs_kernel_choice() && groups > 1) explain_grouping(c, groups);
   if (depthwise) {
     run_depthwise(c, s, epilogue.get(), trace);
   } else {

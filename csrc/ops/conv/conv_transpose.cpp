@@ -142,14 +142,14 @@ TapSet make_taps(ScratchFrame& scratch, const Layer& l, const Source& s, const S
 using Stretches = c10::SmallVector<Stretch, 8>;
 
 /// Whether padding in memory beats one class per set of valid taps.
-bool needs_padded_copy(const Layer& l, const Source& s, const Stretches (&classes)[3]) {
+bool needs_padded_copy(const Layer& l, const Source& s, const Stretches (&stretches)[3]) {
   int64_t count = 1, phases = 1, rows = s.batch;
   for (int d = 0; d < 3; ++d) {
-    count *= static_cast<int64_t>(classes[d].size());
+    count *= static_cast<int64_t>(stretches[d].size());
     phases *= l.axes[d].phases();
     rows *= l.axes[d].dst_size;
   }
-  return count > phases && (count > kMaxClasses || rows < kMinRowsPerClass * count);
+  return count > phases && (count > kMaxRegions || rows < kMinRowsPerRegion * count);
 }
 
 /// Puts the padding that the taps reach into memory, and shifts the axes accordingly.
@@ -160,9 +160,9 @@ Source pad_for_taps(ScratchFrame& scratch, Layer& l, Source s) {
   return pad(kOp, scratch, s, {static_cast<uint8_t>(l.zero_point), false, 1});
 }
 
-GemmClass make_class(const Layer& l, const Source& s, const Stretch (&at)[3],
-                     const int64_t (&shift)[3], int64_t channels) {
-  GemmClass g{};
+TapRegion make_region(const Layer& l, const Source& s, const Stretch (&at)[3],
+                      const int64_t (&shift)[3], int64_t channels) {
+  TapRegion g{};
   g.size[0] = s.batch;
   g.src_stride[0] = s.image_bytes();
   int64_t dst_pitch = channels;
@@ -183,13 +183,13 @@ GemmClass make_class(const Layer& l, const Source& s, const Stretch (&at)[3],
 
 void run(Layer& l, Source s, const Epilogue& epilogue, OpTrace& trace) {
   ScratchFrame scratch;
-  Stretches classes[3];
+  Stretches stretches[3];
   int64_t shift[3] = {0, 0, 0};
-  for (int d = 0; d < 3; ++d) classes[d] = l.axes[d].valid();
-  if (needs_padded_copy(l, s, classes)) {
+  for (int d = 0; d < 3; ++d) stretches[d] = l.axes[d].valid();
+  if (needs_padded_copy(l, s, stretches)) {
     s = pad_for_taps(scratch, l, s);
     for (int d = 0; d < 3; ++d) {
-      classes[d] = l.axes[d].whole();
+      stretches[d] = l.axes[d].whole();
       shift[d] = l.axes[d].overhang().first;
     }
   } else if (l.packing.group_inputs % kQuad != 0) {
@@ -209,15 +209,15 @@ void run(Layer& l, Source s, const Epilogue& epilogue, OpTrace& trace) {
   problem.last_step = l.last_step;
   AccInits acc_inits(scratch, l.tier, l.compensation, l.acc_bias, l.effective_zero_point(),
                      problem);
-  for (const Stretch& d : classes[0]) {
-    for (const Stretch& h : classes[1]) {
-      for (const Stretch& w : classes[2]) {
+  for (const Stretch& d : stretches[0]) {
+    for (const Stretch& h : stretches[1]) {
+      for (const Stretch& w : stretches[2]) {
         const Stretch at[3] = {d, h, w};
-        GemmClass g = make_class(l, s, at, shift, l.packing.outputs());
+        TapRegion g = make_region(l, s, at, shift, l.packing.outputs());
         const TapSet set = make_taps(scratch, l, s, at);
         g.runs = set.runs;
         g.acc_init = acc_inits.of(set.taps);
-        problem.classes.push_back(g);
+        problem.regions.push_back(g);
       }
     }
   }

@@ -31,10 +31,10 @@ inline void move_last(int64_t (&values)[3], int d) {
 
 Source source_of(const ChannelsLast& src, const Window& window);
 
-/// With more classes of valid taps than this, or fewer rows per class, a copy with padding is
+/// With more regions of valid taps than this, or fewer rows per class, a copy with padding is
 /// faster.
-constexpr int64_t kMaxClasses = 64;
-constexpr int64_t kMinRowsPerClass = 3;
+constexpr int64_t kMaxRegions = 64;
+constexpr int64_t kMinRowsPerRegion = 3;
 
 /// What a copy with padding is besides.
 struct PadOptions {

@@ -66,7 +66,7 @@ class ClippedWeights {
   }
 
   /// Makes the block's panels those of `tile`, whose rows are of this class.
-  void enter(const GemmClass& c, GemmTile& tile) {
+  void enter(const TapRegion& c, GemmTile& tile) {
     for (int p = 0; p < num_panels_; ++p) {
       const int64_t *begin = index_ + p * quads_, *end = begin + found_[p];
       GemmExcess::Quad* const list = list_ + p * quads_;

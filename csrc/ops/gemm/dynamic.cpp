@@ -95,7 +95,7 @@ GemmProblem make_gemm(const Problem& p, const uint8_t* q, const at::Tensor& weig
   problem.group_channels = static_cast<int>(p.n);
   problem.panels_per_group = static_cast<int>(p.panels);
   problem.narrow = pairs_fit(kOp, pair_bound, p.panels);
-  problem.classes.push_back({{1, 1, 1, p.m}, {0, 0, 0, p.k}, {0, 0, 0, p.n}, 0, 0, run, acc_init});
+  problem.regions.push_back({{1, 1, 1, p.m}, {0, 0, 0, p.k}, {0, 0, 0, p.n}, 0, 0, run, acc_init});
   return problem;
 }
 

@@ -144,18 +144,18 @@ class Worker {
         const bool has_next = b + 1 < blocks.end && !copies_weights();
         tile_.panels_behind =
             has_next ? blocking_.block(problem_, static_cast<int>(b + 1)).panels : 0;
-        run_classes(rows, {b, b + 1});
+        run_regions(rows, {b, b + 1});
       }
     } else {
-      run_classes(rows, blocks);
+      run_regions(rows, blocks);
     }
   }
 
  private:
-  void run_classes(Range rows, Range blocks) {
+  void run_regions(Range rows, Range blocks) {
     if (copies_weights()) copy(blocking_.block(problem_, static_cast<int>(blocks.begin)));
     int64_t first = 0;  // first row of the class
-    for (const GemmClass& c : problem_.classes) {
+    for (const TapRegion& c : problem_.regions) {
       int64_t row = std::max(rows.begin - first, int64_t{0});
       const int64_t end = std::min(rows.end - first, c.rows());
       if (row < end) {
@@ -182,7 +182,7 @@ class Worker {
     return tile_.group_quads > 0 && tile_.group_quads * kQuad < kPanel;
   }
 
-  void run_rows(const GemmClass& c, RowCursor& cursor, int rows, Range blocks) {
+  void run_rows(const TapRegion& c, RowCursor& cursor, int rows, Range blocks) {
     cursor.next(rows, src_offset_, dst_offset_);
     GemmTile& tile = tile_;
     tile.rows = rows;
@@ -200,11 +200,11 @@ class Worker {
       if (widened_rows_) widened_rows_->fill(src_offset_, tile);
       gemm_(tile, epilogue_);
     }
-    finish_rows(rows, blocks);
+    apply_last_step(rows, blocks);
   }
 
   /// The last step of the rows' results in these blocks.
-  void finish_rows(int rows, Range blocks) {
+  void apply_last_step(int rows, Range blocks) {
     if (problem_.last_step.table == nullptr || blocks.begin == blocks.end) return;
     const auto channel_of = [&](const Block& b) {
       return int64_t{b.group} * problem_.group_channels + b.panel * kPanel;
@@ -250,15 +250,15 @@ class Worker {
 /// What the end of a sum costs, in quads: that of 4 rows x 4 panels takes 38 cycles on Zen 4.
 constexpr int64_t kEndQuads = 2;
 
-/// Rows of a tile that overlaps the next (gemm_overlap.h), and the rows of a thread from which such
-/// a tile more or less is cheap.
-constexpr int64_t kOverlappedRows = 4, kManyRows = 64;
+/// Rows of a tile that overlaps the next (gemm_pipelined.h), and the rows of a thread from which
+/// such a tile more or less is cheap.
+constexpr int64_t kPipelinedRows = 4, kManyRows = 64;
 
 /// The first row behind so much of the work, counted in quads; a class is cut at the nearest
 /// multiple of `unit` rows.
-int64_t row_behind(const GemmProblem& p, int64_t work, int64_t unit) {
+int64_t row_at_work(const GemmProblem& p, int64_t work, int64_t unit) {
   int64_t first = 0;
-  for (const GemmClass& c : p.classes) {
+  for (const TapRegion& c : p.regions) {
     const int64_t row_work = c.quads() + kEndQuads;
     if (work < c.rows() * row_work) {
       return first + std::min((work / row_work + unit / 2) / unit * unit, c.rows());
@@ -272,7 +272,7 @@ int64_t row_behind(const GemmProblem& p, int64_t work, int64_t unit) {
 void run_on_vectors(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier,
                     Weights weights) {
   int64_t tiles = 0, row_quads = 0;
-  for (const GemmClass& c : p.classes) {
+  for (const TapRegion& c : p.regions) {
     tiles += c.tiles();
     row_quads += c.rows() * c.quads();
   }
@@ -309,11 +309,11 @@ void run_on_vectors(const GemmProblem& p, const Epilogue& epilogue, const Kernel
   // tiles 1.87 to 1.94).
   const int row_parts = static_cast<int>(std::min<int64_t>(threads / block_parts, tiles));
   const int64_t work = row_quads + kEndQuads * p.rows();
-  const int64_t unit = p.rows() >= row_parts * kManyRows ? kOverlappedRows : 1;
+  const int64_t unit = p.rows() >= row_parts * kManyRows ? kPipelinedRows : 1;
   parallel_parts(block_parts * row_parts, [&](int i) {
     const Range part = part_of(work, row_parts, i / block_parts);
     Worker worker(p, epilogue, tier, weights, blocking);
-    worker.run({row_behind(p, part.begin, unit), row_behind(p, part.end, unit)},
+    worker.run({row_at_work(p, part.begin, unit), row_at_work(p, part.end, unit)},
                part_of(blocks, block_parts, i % block_parts), blocks_outer);
   });
 }
@@ -326,15 +326,15 @@ void run_gemm(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tie
   const int joined = matrix ? 0 : joined_quads(p, tier);
   const Weights weights = matrix ? Weights::kBytes : weights_of(p, tier);
   trace.ran(tier, matrix ? "gemm_matrix" : joined > 0 ? "gemm_groups" : name_of(p, weights));
-  if (explains()) {
-    rejects("gemm_matrix", why_not);
+  if (logs_kernel_choice()) {
+    log_rejected("gemm_matrix", why_not);
     if (tier.widening > 1 && !p.narrow) {
-      rejects("gemm_narrow", "adjacent weights of one sign add up to more than 128");
+      log_rejected("gemm_narrow", "adjacent weights of one sign add up to more than 128");
     }
-    rejects("gemm_clipped", why_not_clipped(p, tier, weights));
+    log_rejected("gemm_clipped", why_not_clipped(p, tier, weights));
     if (epilogue.mode == Epilogue::kChain) {
-      rejects("folded epilogue",
-              "the post-ops are more than sums, linears, adds and muls and one relu or clip");
+      log_rejected("folded epilogue",
+                   "the post-ops are more than sums, linears, adds and muls and one relu or clip");
     }
   }
   if (matrix) return run_on_matrix_unit(p, epilogue, *tier.matrix);

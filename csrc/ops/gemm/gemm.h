@@ -47,8 +47,8 @@ const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,
                              const std::optional<at::Tensor>& acc_bias, int32_t zero_point,
                              int groups, int group_channels, int panels_per_group);
 
-/// make_acc_init for the classes of one problem; those that add no zero point, or meet no tap,
-/// share one. Measured on Zen 4, nine classes: 3x3 of 1024 channels in groups of 32 at 14x14 take
+/// make_acc_init for the regions of one problem; those that add no zero point, or meet no tap,
+/// share one. Measured on Zen 4, nine regions: 3x3 of 1024 channels in groups of 32 at 14x14 take
 /// 0.98 of the time with two threads, whose caches pass these values on; small layers 0.99 with
 /// one.
 class AccInits {

@@ -46,7 +46,7 @@ constexpr int kSharePanels = 4;
 
 /// The range of a panel's quads that a class's runs meet, as one run; a class without runs meets
 /// one quad, with zeros.
-GemmRun span_of(const GemmClass& c) {
+GemmRun span_of(const TapRegion& c) {
   constexpr int64_t kQuadBytes = kPanel * kQuad;
   if (c.runs.empty()) return {0, 0, 1};
   int64_t begin = INT64_MAX, end = 0;
@@ -58,7 +58,7 @@ GemmRun span_of(const GemmClass& c) {
 }
 
 /// Bytes from each row to the next where that is one number, else 0.
-int64_t row_step(const GemmClass& c) {
+int64_t row_step(const TapRegion& c) {
   int64_t step = 0, extent = 0;
   for (int d = 3; d >= 0; --d) {
     if (c.size[d] == 1) continue;
@@ -78,7 +78,7 @@ int chunk_quads(int64_t quads) {
 }
 
 /// Whether the last chunk of a run overlaps the one before it.
-bool has_tails(const GemmClass& c) { return c.runs[0].quads % chunk_quads(c.runs[0].quads) != 0; }
+bool has_tails(const TapRegion& c) { return c.runs[0].quads % chunk_quads(c.runs[0].quads) != 0; }
 
 /// Whether runs have too few quads for the chunks that they take.
 bool are_short(int64_t runs, int64_t quads) {
@@ -87,7 +87,7 @@ bool are_short(int64_t runs, int64_t quads) {
 
 /// All rows as one line, as in a linear layer or a 1x1 convolution; else one for each image or
 /// volume's plane, over what lies between the ends of its rows; else one for each of those.
-Lines lines_of(const GemmProblem& p, const GemmClass& c) {
+Lines lines_of(const GemmProblem& p, const TapRegion& c) {
   if (p.flip || c.runs.empty()) return {};
   const auto is_alike = [&](const GemmRun& run) { return run.quads == c.runs[0].quads; };
   if (!std::all_of(c.runs.begin(), c.runs.end(), is_alike)) return {};
@@ -114,7 +114,7 @@ Lines lines_of(const GemmProblem& p, const GemmClass& c) {
 
 /// Work is shared in steps of two units.
 int64_t tiles_of(int64_t units) { return (units + 1) / 2; }
-int64_t tiles_of(const Lines& lines, const GemmClass& c) {
+int64_t tiles_of(const Lines& lines, const TapRegion& c) {
   return tiles_of(lines.count > 0 ? lines.units() : units_of(c.rows()));
 }
 
@@ -127,7 +127,7 @@ struct Batch {
   c10::ArrayRef<UnitRun> runs;  // with the weights of the worker's panels
 };
 
-/// One thread's share: tiles x panels, counted through all classes and groups.
+/// One thread's share: tiles x panels, counted through all regions and groups.
 class MatrixWorker {
  public:
   MatrixWorker(const GemmProblem& problem, const Epilogue& epilogue, const MatrixUnit& unit)
@@ -135,7 +135,7 @@ class MatrixWorker {
 
   void run(Range tiles, Range panels) {
     int64_t first = 0;  // first tile of the class
-    for (const GemmClass& c : problem_.classes) {
+    for (const TapRegion& c : problem_.regions) {
       const Lines lines = lines_of(problem_, c);
       const int64_t count = tiles_of(lines, c);
       const int64_t begin = std::max(tiles.begin - first, int64_t{0});
@@ -151,7 +151,7 @@ class MatrixWorker {
   }
 
  private:
-  void in_place(const GemmClass& c, const Lines& lines, Range units, Range panels) {
+  void in_place(const TapRegion& c, const Lines& lines, Range units, Range panels) {
     ScratchFrame frame;
     const int64_t most = std::min(kPlacedRows / kUnitRows, units.end - units.begin);
     int64_t* src_offset = frame.take<int64_t>(most * kUnitRows);
@@ -172,7 +172,7 @@ class MatrixWorker {
     unit_.end();
   }
 
-  void gathered(const GemmClass& c, Range rows, Range panels) {
+  void gathered(const TapRegion& c, Range rows, Range panels) {
     ScratchFrame frame;
     const GemmRun span = span_of(c);
     const int64_t stride = (span.quads + kChunkQuads - 1) / kChunkQuads * kChunkQuads * kQuad;
@@ -263,7 +263,7 @@ class MatrixWorker {
     }
   }
 
-  void multiply(const GemmClass& c, Batch batch, Range panels) {
+  void multiply(const TapRegion& c, Batch batch, Range panels) {
     const uint8_t* src = batch.src;
     for_each_group(panels, [&](int group, Range part) {
       batch.src = src + group * problem_.src_group_stride;
@@ -273,7 +273,7 @@ class MatrixWorker {
 
   /// Block after block of panels that fit L2; `first_panel`, counted through all groups: the
   /// worker's.
-  void multiply_group(const GemmClass& c, const Batch& batch, int group, Range panels,
+  void multiply_group(const TapRegion& c, const Batch& batch, int group, Range panels,
                       int64_t first_panel) {
     const int64_t fitting =
         kResidentWeightBytes / problem_.panel_bytes / kSharePanels * kSharePanels;
@@ -308,12 +308,12 @@ class MatrixWorker {
 };
 
 /// Gathering few even rows is cheap.
-bool is_even(const GemmProblem& p, const GemmClass& c) {
+bool is_even(const GemmProblem& p, const TapRegion& c) {
   return !p.flip && c.runs.size() == 1 && row_step(c) > 0 &&
          (c.runs[0].quads < kChunkQuads || c.runs[0].quads % kChunkQuads == 0);
 }
 
-bool gathering_pays(const GemmProblem& p, const GemmClass& c) {
+bool gathering_pays(const GemmProblem& p, const TapRegion& c) {
   return p.panels_per_group * c.quads() >= kMinGatherQuads;
 }
 
@@ -325,7 +325,7 @@ bool prefers_groups_apart(const Kernels& tier, int64_t rows, int64_t runs, int64
          chunks_of(taps * tap_quads) < taps * chunks_of(tap_quads);
 }
 
-bool prefers_one_class(const Kernels& tier, int64_t rows, int64_t group_quads, bool adjacent) {
+bool prefers_one_region(const Kernels& tier, int64_t rows, int64_t group_quads, bool adjacent) {
   const int64_t least = adjacent ? kMinAdjacentQuads : kMinGatherQuads;
   return tier.matrix != nullptr && rows >= kMinRows && group_quads >= least;
 }
@@ -335,7 +335,7 @@ const char* why_not_matrix_unit(const GemmProblem& p, const Kernels& tier) {
   if (p.group_quads > 0) return "groups of 4 or 8 channels have a kernel of their own";
   if (p.panel_bytes == 0) return "there is nothing to sum";
   if (p.rows() < kMinRows) return "fewer than 8 rows wait for the weights' way through memory";
-  const bool pays = std::all_of(p.classes.begin(), p.classes.end(), [&](const GemmClass& c) {
+  const bool pays = std::all_of(p.regions.begin(), p.regions.end(), [&](const TapRegion& c) {
     return is_even(p, c) || lines_of(p, c).count > 0 || gathering_pays(p, c);
   });
   return pays ? nullptr : "a row would be gathered for fewer than 256 quads of weights";
@@ -343,7 +343,7 @@ const char* why_not_matrix_unit(const GemmProblem& p, const Kernels& tier) {
 
 void run_on_matrix_unit(const GemmProblem& p, const Epilogue& epilogue, const MatrixUnit& unit) {
   int64_t tiles = 0, row_quads = 0;
-  for (const GemmClass& c : p.classes) {
+  for (const TapRegion& c : p.regions) {
     tiles += tiles_of(lines_of(p, c), c);
     row_quads += c.rows() * c.quads();
   }

@@ -22,8 +22,8 @@ struct Lines {
 /// Steps through the units of lines in order.
 class LineCursor {
  public:
-  LineCursor(const GemmClass& c, const Lines& lines, int64_t unit)
-      : class_(c),
+  LineCursor(const TapRegion& c, const Lines& lines, int64_t unit)
+      : region_(c),
         lines_(lines),
         line_(unit / units_of(lines.length)),
         position_(unit % units_of(lines.length) * kUnitRows),
@@ -72,18 +72,18 @@ class LineCursor {
       *dst_offset++ = -1;
     }
   }
-  int64_t rows_of_line() const { return class_.rows() / lines_.count; }
+  int64_t rows_of_line() const { return region_.rows() / lines_.count; }
   int64_t first_row() const {
     return line_ * rows_of_line() + position_ / lines_.pitch * lines_.width +
            std::min(x_, lines_.width);
   }
   int64_t start_of_line() const {
     int64_t src_offset, dst_offset;
-    RowCursor(class_, line_ * rows_of_line()).next(1, &src_offset, &dst_offset);
+    RowCursor(region_, line_ * rows_of_line()).next(1, &src_offset, &dst_offset);
     return src_offset;
   }
 
-  const GemmClass& class_;
+  const TapRegion& region_;
   const Lines& lines_;
   int64_t line_, position_, x_;  // x_: position_ within lines_.pitch
   RowCursor rows_;

@@ -12,7 +12,7 @@
 namespace torchq {
 
 /// Rows that share their valid taps: a rectangle (n, d, h, w) of destination pixels.
-struct GemmClass {
+struct TapRegion {
   int64_t size[4];
   int64_t src_stride[4];  // bytes
   int64_t dst_stride[4];  // elements
@@ -29,7 +29,7 @@ struct GemmClass {
   }
 };
 
-/// To be declared without {}, which sets the room for classes, 1.2 KB, to 0 in 40 ns.
+/// To be declared without {}, which sets the room for regions, 1.2 KB, to 0 in 40 ns.
 struct GemmProblem {
   const uint8_t* src = nullptr;
   bool flip = false;
@@ -44,18 +44,18 @@ struct GemmProblem {
   /// Of groups that share tiles (GemmTile), and are one group here; else 0.
   int group_quads = 0;
   LastStep last_step{};
-  c10::SmallVector<GemmClass, 9> classes;
+  c10::SmallVector<TapRegion, 9> regions;
 
   int64_t rows() const {
     int64_t sum = 0;
-    for (const GemmClass& c : classes) sum += c.rows();
+    for (const TapRegion& c : regions) sum += c.rows();
     return sum;
   }
   /// Bytes of a panel that rows meet: not all where `weight` is one group of inputs of many, and
   /// those behind the last one belong to nobody.
   int64_t used_panel_bytes() const {
     int64_t end = 0;
-    for (const GemmClass& c : classes) {
+    for (const TapRegion& c : regions) {
       for (const GemmRun& run : c.runs) {
         end = std::max(end, run.weight_offset + run.quads * kPanel * kQuad);
       }
@@ -70,7 +70,7 @@ constexpr int64_t kResidentWeightBytes = 512 * 1024;
 /// Steps through a class's rows in order.
 class RowCursor {
  public:
-  RowCursor(const GemmClass& c, int64_t row) : class_(c) {
+  RowCursor(const TapRegion& c, int64_t row) : region_(c) {
     for (int d = 3; d >= 0; --d) {
       index_[d] = row % c.size[d];
       row /= c.size[d];
@@ -82,9 +82,9 @@ class RowCursor {
   /// last dimension at a time, since small layers would wait for a step that looks at them all.
   void next(int64_t rows, int64_t* src_offset, int64_t* dst_offset) {
     while (rows > 0) {
-      const int64_t count = std::min(rows, class_.size[3] - index_[3]);
-      fill(src_offset, count, src_, class_.src_stride[3]);
-      fill(dst_offset, count, class_.dst_base + dst_, class_.dst_stride[3]);
+      const int64_t count = std::min(rows, region_.size[3] - index_[3]);
+      fill(src_offset, count, src_, region_.src_stride[3]);
+      fill(dst_offset, count, region_.dst_base + dst_, region_.dst_stride[3]);
       advance(count);
       src_offset += count;
       dst_offset += count;
@@ -100,17 +100,17 @@ class RowCursor {
   /// `count` steps along the last dimension, which end there or before.
   void advance(int64_t count) {
     for (int d = 3; d >= 0; --d, count = 1) {
-      src_ += count * class_.src_stride[d];
-      dst_ += count * class_.dst_stride[d];
+      src_ += count * region_.src_stride[d];
+      dst_ += count * region_.dst_stride[d];
       index_[d] += count;
-      if (index_[d] < class_.size[d]) return;
-      src_ -= class_.size[d] * class_.src_stride[d];
-      dst_ -= class_.size[d] * class_.dst_stride[d];
+      if (index_[d] < region_.size[d]) return;
+      src_ -= region_.size[d] * region_.src_stride[d];
+      dst_ -= region_.size[d] * region_.dst_stride[d];
       index_[d] = 0;
     }
   }
 
-  const GemmClass& class_;
+  const TapRegion& region_;
   int64_t index_[4];
   int64_t src_ = 0, dst_ = 0;
 };

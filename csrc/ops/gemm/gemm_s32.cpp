@@ -20,7 +20,7 @@ namespace {
 
 constexpr const char* kOp = "gemm";
 
-struct Finish {
+struct ScaledEpilogue {
   double alpha, beta;
   const int32_t *c, *co;
   int64_t co_row, co_column;  // steps of co: 0 or 1
@@ -29,19 +29,19 @@ struct Finish {
 };
 
 /// The exact integer, saturated.
-int32_t finish_exact(const Finish& f, int64_t acc, int64_t c, int64_t co) {
+int32_t exact_epilogue(const ScaledEpilogue& f, int64_t acc, int64_t c, int64_t co) {
   const int64_t sum = acc + (f.beta == 1 ? c : 0) + co;
   return static_cast<int32_t>(std::clamp<int64_t>(sum, INT32_MIN, INT32_MAX));
 }
 
 /// In double: alpha * acc + beta * c, then + co, each rounded; then to an integer, half to even.
-int32_t finish_scaled(const Finish& f, double acc, double c, double co) {
+int32_t scaled_epilogue(const ScaledEpilogue& f, double acc, double c, double co) {
   const double sum = f.alpha * acc + f.beta * c + co;
   return static_cast<int32_t>(std::nearbyint(std::clamp(sum, -2147483648.0, 2147483647.0)));
 }
 
 /// In place over the accumulators [m, n].
-void finish(const Finish& f, int32_t* dst, int64_t m, int64_t n) {
+void apply_epilogue(const ScaledEpilogue& f, int32_t* dst, int64_t m, int64_t n) {
   parallel_ranges(m, threads_for(m * n, 1 << 18), [&](Range rows) {
     for (int64_t r = rows.begin; r < rows.end; ++r) {
       int32_t* row = dst + r * n;
@@ -49,8 +49,8 @@ void finish(const Finish& f, int32_t* dst, int64_t m, int64_t n) {
       const int32_t* co = f.co + r * f.co_row;
       for (int64_t i = 0; i < n; ++i) {
         const int32_t old = c == nullptr ? 0 : c[i], extra = co[i * f.co_column];
-        row[i] =
-            f.exact() ? finish_exact(f, row[i], old, extra) : finish_scaled(f, row[i], old, extra);
+        row[i] = f.exact() ? exact_epilogue(f, row[i], old, extra)
+                           : scaled_epilogue(f, row[i], old, extra);
       }
     }
   });
@@ -121,9 +121,10 @@ at::Tensor gemm(const at::Tensor& a, const at::Tensor& b, const std::optional<at
       run_matmul(trace, left, right, none, none, {}, zero_point("ao", ao, a_dtype),
                  zero_point("bo", bo, DType::s8), static_cast<int64_t>(at::kInt), "", none, {});
   if (dst.numel() == 0) return dst;
-  finish({alpha, beta, beta == 0 || !old.defined() ? nullptr : old.const_data_ptr<int32_t>(),
-          co.const_data_ptr<int32_t>(), co_row, co_column},
-         dst.mutable_data_ptr<int32_t>(), m, n);
+  apply_epilogue(
+      {alpha, beta, beta == 0 || !old.defined() ? nullptr : old.const_data_ptr<int32_t>(),
+       co.const_data_ptr<int32_t>(), co_row, co_column},
+      dst.mutable_data_ptr<int32_t>(), m, n);
   return dst;
 }
 

@@ -122,7 +122,7 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
   problem.panels_per_group = panels;
   problem.narrow = narrow;
   problem.last_step = bytes.last_step(tier);
-  problem.classes.push_back(
+  problem.regions.push_back(
       {{1, 1, 1, m},
        {0, 0, 0, k},
        {0, 0, 0, n},

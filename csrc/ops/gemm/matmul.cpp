@@ -149,7 +149,7 @@ void multiply(const Matmul& mm, const Rows& rows, const PackedMatrix& packed, in
     problem.group_channels = static_cast<int>(mm.n);
     problem.panels_per_group = static_cast<int>(mm.panels());
     fill_row_terms(mm, rows, g, dst_base / mm.n);
-    problem.classes.push_back({{1, 1, rows.batch, mm.m},
+    problem.regions.push_back({{1, 1, rows.batch, mm.m},
                                {0, 0, rows.batch_stride, rows.row_stride},
                                {0, 0, mm.m * mm.n, mm.n},
                                0,

@@ -20,7 +20,7 @@ class WidenedRows {
     raw_.flip = problem.flip;
     int64_t quads = 0;
     size_t runs = 0;
-    for (const GemmClass& c : problem.classes) {
+    for (const TapRegion& c : problem.regions) {
       quads = std::max(quads, c.quads());
       runs = std::max(runs, c.runs.size());
     }
@@ -30,7 +30,7 @@ class WidenedRows {
 
   /// Makes the class's runs those of `tile`, joined where their weights are side by side, too;
   /// returns how many rows a call may have.
-  int64_t enter(const GemmClass& c, GemmTile& tile) {
+  int64_t enter(const TapRegion& c, GemmTile& tile) {
     raw_.runs = c.runs.data();
     raw_.num_runs = static_cast<int>(c.runs.size());
     int64_t row_bytes = 0, weight_end = -1;

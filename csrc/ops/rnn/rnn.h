@@ -6,7 +6,7 @@
 // All that a step does not need the state for, the products with the source, is one matmul over
 // many steps; with a large batch it is done tile by tile within the steps, where its results need
 // no way through memory; with a single sequence, where the CPU gains from it, among the products of
-// the steps before (Note [Streams of cells] in kernels/rnn/rnn_stream.h). Every step multiplies the
+// the steps before (Note [Streamed cells] in kernels/rnn/rnn_streamed.h). Every step multiplies the
 // state and applies the cell. The units are split among the threads, who keep their weights in
 // their own caches; they meet at a barrier after each step, since each needs the whole state. No
 // thread waits for another's input products.

@@ -46,19 +46,19 @@ RnnDirection::RnnDirection(const RnnLayer& layer, const Kernels& table, ScratchF
   const int64_t row_bytes = part_groups * l.gates * kPanel * int64_t{sizeof(float)};
   chunk_rows_ = std::max(l.batch, kChunkBytes / row_bytes);
   chunk_rows_ = std::min(chunk_rows_, l.first[l.steps - 1] + l.rows[l.steps - 1]);
-  looks_ahead_ = looks_ahead();
-  if (looks_ahead_) chunk_rows_ = kAheadRows;
+  uses_lookahead_ = uses_lookahead();
+  if (uses_lookahead_) chunk_rows_ = kLookaheadRows;
   own_ = scratch.take<Own>(parts);
   for (int i = 0; i < parts; ++i) {
     Own& own = *new (own_ + i) Own();
     if (!inputs_in_steps_) {
-      const int chunks = looks_ahead_ ? 2 : 1;
+      const int chunks = uses_lookahead_ ? 2 : 1;
       own.inputs = scratch.take<float>(chunks * chunk_rows_ * part_groups * l.gates * kPanel);
     }
-    if (looks_ahead_) {
-      own.ahead.piece = ceil_div(l.input.quads, pieces_of_tile(i));
-      own.ahead.sums = scratch.take<int32_t>(kAheadRows * kAheadPanels * kPanel);
-      own.sources = scratch.take<uint8_t>(kAheadRows * l.input.quads * kQuad);
+    if (uses_lookahead_) {
+      own.lookahead.piece = ceil_div(l.input.quads, pieces_of_tile(i));
+      own.lookahead.sums = scratch.take<int32_t>(kLookaheadRows * kLookaheadPanels * kPanel);
+      own.sources = scratch.take<uint8_t>(kLookaheadRows * l.input.quads * kQuad);
     }
     if (l.dynamic) {
       own.quantized = scratch.take<uint8_t>(rows_ * std::max(state_padded_, padded_));
@@ -72,13 +72,13 @@ int64_t RnnDirection::pieces_of_tile(int part) const {
   const Range range = part_of(groups_, parts, part);
   if (range.begin == range.end) return 0;
   const int64_t pieces = tier.rnn_pieces(step_of(recurrent_, l.gates, range, 1, Own()));
-  return kAheadRows * pieces / ceil_div((range.end - range.begin) * l.gates, kAheadPanels);
+  return kLookaheadRows * pieces / ceil_div((range.end - range.begin) * l.gates, kLookaheadPanels);
 }
 
-bool RnnDirection::looks_ahead() const {
+bool RnnDirection::uses_lookahead() const {
   const bool has_gates = l.cell == RnnCell::kLstm || l.cell == RnnCell::kGru;
   if (tier.rnn_pieces == nullptr || !has_gates) return false;
-  if (l.batch > 1 || l.steps <= kAheadRows) return false;
+  if (l.batch > 1 || l.steps <= kLookaheadRows) return false;
   // Measured on Zen 4: an LSTM of 256 units takes 1.03 of the time with 40 inputs, 0.90 with 512,
   // 0.98 with 2048; one of 160 units 1.02 with 4096.
   const int64_t units = l.state_units();

@@ -37,9 +37,9 @@ class RnnDirection {
   };
   /// What a part has for itself; a thread of several uses the first one's states.
   struct alignas(64) Own {
-    float* inputs = nullptr;  // of two chunks with `ahead`
-    RnnAhead ahead{};
-    uint8_t* sources = nullptr;  // of `ahead` in all parts of a thread
+    float* inputs = nullptr;  // of two chunks with `lookahead`
+    RnnLookahead lookahead{};
+    uint8_t* sources = nullptr;  // of `lookahead` in all parts of a thread
     uint8_t* quantized = nullptr;
     float* scale = nullptr;
     int64_t phase = 0;
@@ -62,14 +62,14 @@ class RnnDirection {
   }
 
   /// Whether steps multiply the inputs of the next chunk.
-  bool looks_ahead() const;
+  bool uses_lookahead() const;
   /// In how many pieces the steps of a chunk can do a tile of the next one's inputs; 0: they
-  /// cannot. A chunk that another one follows has kAheadRows steps, so all tiles are done when it
-  /// ends.
+  /// cannot. A chunk that another one follows has kLookaheadRows steps, so all tiles are done when
+  /// it ends.
   int64_t pieces_of_tile(int part) const;
   /// What the steps of the chunk before multiply, in parts [begin, end), for the one that begins
   /// with `step`.
-  void look_ahead(int begin, int end, int64_t step);
+  void begin_lookahead(int begin, int end, int64_t step);
   int64_t chunk_end(int64_t step) const;
   /// The input products of a part's groups for rows [first, first + rows) of the source.
   RnnInput input_of(int part, int64_t first, int64_t rows) const;
@@ -101,7 +101,7 @@ class RnnDirection {
   int64_t groups_, state_groups_, padded_, state_padded_, chunk_rows_;
   int64_t rows_;          // of buffers of quantized states: what a matrix unit reads
   bool inputs_in_steps_;  // instead of ahead of a chunk of them
-  bool looks_ahead_ = false;
+  bool uses_lookahead_ = false;
   Matrix input_{}, recurrent_{}, projected_{};
   float* state_[2] = {};
   uint8_t* quantized_[2] = {};

@@ -19,9 +19,9 @@ void RnnDirection::run(int begin, int end) {
   for (int i = begin; i < end; ++i) widen(i);
   for (int64_t step = 0; step < l.steps;) {
     const int64_t stop = chunk_end(step);
-    const bool is_done = inputs_in_steps_ || (looks_ahead_ && step > 0);
+    const bool is_done = inputs_in_steps_ || (uses_lookahead_ && step > 0);
     for (int i = begin; i < end && !is_done; ++i) multiply_inputs(i, step, stop);
-    if (looks_ahead_ && stop < l.steps) look_ahead(begin, end, stop);
+    if (uses_lookahead_ && stop < l.steps) begin_lookahead(begin, end, stop);
     const int64_t lowest = lowest_row(step, stop);
     for (; step < stop; ++step) run_step(begin, end, step, lowest);
   }
@@ -61,20 +61,20 @@ RnnInput RnnDirection::input_of(int part, int64_t first, int64_t rows) const {
 
 float* RnnDirection::inputs_of(int part, int64_t step) const {
   const int64_t chunk = chunk_rows_ * ceil_div(groups_, parts) * l.gates * kPanel;
-  return own_[part].inputs + (looks_ahead_ ? step / kAheadRows % 2 * chunk : 0);
+  return own_[part].inputs + (uses_lookahead_ ? step / kLookaheadRows % 2 * chunk : 0);
 }
 
-void RnnDirection::look_ahead(int begin, int end, int64_t step) {
+void RnnDirection::begin_lookahead(int begin, int end, int64_t step) {
   const int64_t stop = chunk_end(step), first = lowest_row(step, stop), rows = stop - step;
   uint8_t* const sources = own_[begin].sources;
-  for (int64_t r = 0; r < kAheadRows; ++r) {  // the last one again where there are fewer
+  for (int64_t r = 0; r < kLookaheadRows; ++r) {  // the last one again where there are fewer
     const uint8_t* row = l.src + l.row_offset[first + std::min(r, rows - 1)];
     for (int64_t k = 0; k < l.input.quads; ++k) {
-      std::memcpy(sources + (k * kAheadRows + r) * kQuad, row + k * kQuad, kQuad);
+      std::memcpy(sources + (k * kLookaheadRows + r) * kQuad, row + k * kQuad, kQuad);
     }
   }
   for (int i = begin; i < end; ++i) {
-    RnnAhead& a = own_[i].ahead;
+    RnnLookahead& a = own_[i].lookahead;
     a.in = input_of(i, first, rows);
     a.in.src = sources;
     a.in.dst = inputs_of(i, step);
@@ -120,7 +120,7 @@ void RnnDirection::run_step(int begin, int end, int64_t step, int64_t lowest) {
       s.source = &in;
     } else {
       s.input = inputs_of(i, step) + (l.first[t] - lowest) * l.gates * kPanel;
-      s.ahead = looks_ahead_ ? &own_[i].ahead : nullptr;
+      s.lookahead = uses_lookahead_ ? &own_[i].lookahead : nullptr;
       s.input_group_stride = chunk_rows_ * l.gates * kPanel;
       s.input_row_stride = l.gates * kPanel;
     }

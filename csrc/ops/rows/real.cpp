@@ -198,7 +198,7 @@ void RealOutput::finish(float* x, int64_t n, void* dst, int64_t first,
   e.num_ops = static_cast<int>(ops_.size());
   e.ops = ops_.data();
   e.inv_scale = inverse_;
-  tier_.finish_row(x, n, e);
+  tier_.epilogue_row(x, n, e);
 }
 
 }  // namespace torchq

@@ -5,7 +5,7 @@
 // An op that is no matmul reads x = scale * float(q - zero_point), computes in float32, applies its
 // post-ops as the float chain of Note [Folded and float chains] does, and writes q =
 // clamp(rne(fma(x, 1 / scale, zero_point))). Reading is the tier's `convert`, post-ops and writing
-// its `finish_row`; kernels that write a `RealRow` round themselves where there are no post-ops.
+// its `epilogue_row`; kernels that write a `RealRow` round themselves where there are no post-ops.
 // What lies between is a kernel whose sums are of integers or run in an order that
 // kernels/rows/contract.h states, or code that all tiers share. So every tier and every thread
 // count gives the same bits.

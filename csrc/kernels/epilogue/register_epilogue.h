@@ -7,9 +7,9 @@
 
 namespace {
 
-/// True when finish_in_registers can take the accumulators as they are.
-TORCHQ_INLINE bool finishes_in_registers(const Epilogue& e, int channels, int panels) {
-  return finishes_to_bytes(e) && channels == panels * kPanel;
+/// True when register_epilogue can take the accumulators as they are.
+TORCHQ_INLINE bool fits_register_epilogue(const Epilogue& e, int channels, int panels) {
+  return is_byte_epilogue(e) && channels == panels * kPanel;
 }
 
 /// Neither sums nor bounds but those of the type: asked in front of a tile's end, it frees the
@@ -26,8 +26,8 @@ struct Flag {
 /// One panel of all rows: its parameters are loaded once (with 24 accumulators live, loading them
 /// again for every row was the bottleneck at K = 64). kTail: the lanes of `mask` only.
 template <class Isa, int MR, int NP, bool kTail, bool kPlain = false>
-TORCHQ_INLINE void finish_panel(const Epilogue& e, typename Isa::Int (&acc)[MR][NP], int p,
-                                const int64_t* dst_offset, int channel, typename Isa::Mask mask) {
+TORCHQ_INLINE void panel_epilogue(const Epilogue& e, typename Isa::Int (&acc)[MR][NP], int p,
+                                  const int64_t* dst_offset, int channel, typename Isa::Mask mask) {
   using Float = typename Isa::Float;
   const int n = channel + p * kPanel;
   const auto load = [&](const float* values) {
@@ -74,10 +74,10 @@ TORCHQ_INLINE void finish_panel(const Epilogue& e, typename Isa::Int (&acc)[MR][
 
 /// Overwrites the accumulators. `channel` is the first of full panels.
 template <class Isa, int MR, int NP, bool kPlain = false>
-TORCHQ_INLINE void finish_in_registers(const Epilogue& e, typename Isa::Int (&acc)[MR][NP],
-                                       const int64_t* dst_offset, int channel) {
+TORCHQ_INLINE void register_epilogue(const Epilogue& e, typename Isa::Int (&acc)[MR][NP],
+                                     const int64_t* dst_offset, int channel) {
   TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-    finish_panel<Isa, MR, NP, false, kPlain>(e, acc, p, dst_offset, channel, {});
+    panel_epilogue<Isa, MR, NP, false, kPlain>(e, acc, p, dst_offset, channel, {});
   }
   uint8_t* dst = static_cast<uint8_t*>(e.dst) + channel;
   const bool is_signed = e.dst_dtype == DType::s8;
@@ -104,7 +104,7 @@ TORCHQ_INLINE void finish_in_registers(const Epilogue& e, typename Isa::Int (&ac
 }
 
 /// A folded chain to float32, for floating-point layers; its sums are float32, too.
-TORCHQ_INLINE bool finishes_to_floats(const Epilogue& e) {
+TORCHQ_INLINE bool is_float_epilogue(const Epilogue& e) {
   bool has_others = false;
   for (int s = 0; s < e.num_sums; ++s) has_others |= e.sums[s].dtype != DType::f32;
   const bool one_term = e.row_terms == nullptr || e.group_channels == e.channels;
@@ -114,8 +114,8 @@ TORCHQ_INLINE bool finishes_to_floats(const Epilogue& e) {
 /// `channel` is the first of full panels. Measured on Zen 5, beside a tile in L1, 128 rows: 64 to
 /// 256 channels take 0.66 of the time, 768 to 768 0.93, with a sum 0.89.
 template <class Isa, int MR, int NP>
-TORCHQ_INLINE void finish_to_floats(const Epilogue& e, typename Isa::Int (&acc)[MR][NP],
-                                    const int64_t* dst_offset, int channel) {
+TORCHQ_INLINE void float_epilogue(const Epilogue& e, typename Isa::Int (&acc)[MR][NP],
+                                  const int64_t* dst_offset, int channel) {
   using Float = typename Isa::Float;
   TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
     const int n = channel + p * kPanel;
@@ -157,17 +157,17 @@ TORCHQ_INLINE void finish_to_floats(const Epilogue& e, typename Isa::Int (&acc)[
   }
 }
 
-/// finish_in_registers where the last panel is not full, on tiers with Isa::kFinishesTails.
+/// register_epilogue where the last panel is not full, on tiers with Isa::kMasksTails.
 /// Measured on Emerald Rapids, beside a tile in L1: 1x1 of 96 to 24 and 120 to 40 channels take
 /// 0.88 and 0.86 of the time, of 144 to 24 with a sum 0.85.
 template <class Isa, int MR, int NP>
-TORCHQ_INLINE void finish_tail_in_registers(const Epilogue& e, typename Isa::Int (&acc)[MR][NP],
-                                            const int64_t* dst_offset, int channel, int channels) {
+TORCHQ_INLINE void register_tail_epilogue(const Epilogue& e, typename Isa::Int (&acc)[MR][NP],
+                                          const int64_t* dst_offset, int channel, int channels) {
   TORCHQ_UNROLL for (int p = 0; p < NP - 1; ++p) {
-    finish_panel<Isa, MR, NP, false>(e, acc, p, dst_offset, channel, {});
+    panel_epilogue<Isa, MR, NP, false>(e, acc, p, dst_offset, channel, {});
   }
-  finish_panel<Isa, MR, NP, true>(e, acc, NP - 1, dst_offset, channel,
-                                  Isa::mask(channels - (NP - 1) * kPanel));
+  panel_epilogue<Isa, MR, NP, true>(e, acc, NP - 1, dst_offset, channel,
+                                    Isa::mask(channels - (NP - 1) * kPanel));
   uint8_t* dst = static_cast<uint8_t*>(e.dst) + channel;
   const bool is_signed = e.dst_dtype == DType::s8;
   // Rows in a vector of bytes: four of one panel, two of two, else one.
@@ -187,26 +187,26 @@ TORCHQ_INLINE void finish_tail_in_registers(const Epilogue& e, typename Isa::Int
 
 /// The end of a tile of MR rows from `first` on and NP panels from `panel` on.
 template <class Isa, int MR, int NP>
-TORCHQ_INLINE void finish_sums(const GemmTile& t, const Epilogue& e,
-                               typename Isa::Int (&acc)[MR][NP], int first, int panel) {
+TORCHQ_INLINE void tile_epilogue(const GemmTile& t, const Epilogue& e,
+                                 typename Isa::Int (&acc)[MR][NP], int first, int panel) {
   const int channel = panel * kPanel, channels = min_int(t.channels - channel, NP * kPanel);
   const int64_t* const dst_offset = t.dst_offset + first;
-  if (finishes_in_registers(e, channels, NP)) {
+  if (fits_register_epilogue(e, channels, NP)) {
     if (NP < Isa::kMaxPanels && is_plain(e)) {
-      finish_in_registers<Isa, MR, NP, true>(e, acc, dst_offset, t.channel + channel);
+      register_epilogue<Isa, MR, NP, true>(e, acc, dst_offset, t.channel + channel);
     } else {
-      finish_in_registers<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel);
+      register_epilogue<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel);
     }
     return;
   }
-  if (channels == NP * kPanel && finishes_to_floats(e)) {
+  if (channels == NP * kPanel && is_float_epilogue(e)) {
     pin_sums<Isa>(acc);
-    finish_to_floats<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel);
+    float_epilogue<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel);
     return;
   }
-  if constexpr (Isa::kFinishesTails && NP < Isa::kMaxPanels) {
-    if (finishes_to_bytes(e)) {
-      finish_tail_in_registers<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel, channels);
+  if constexpr (Isa::kMasksTails && NP < Isa::kMaxPanels) {
+    if (is_byte_epilogue(e)) {
+      register_tail_epilogue<Isa, MR, NP>(e, acc, dst_offset, t.channel + channel, channels);
       return;
     }
   }
@@ -216,7 +216,7 @@ TORCHQ_INLINE void finish_sums(const GemmTile& t, const Epilogue& e,
       Isa::store_int(tile + (r * NP + p) * kPanel, acc[r][p]);
     }
   }
-  finish_tile<Isa>({tile, MR, NP, dst_offset, t.channel + channel, channels}, e);
+  memory_epilogue<Isa>({tile, MR, NP, dst_offset, t.channel + channel, channels}, e);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Many rows of an LSTM or GRU: a tile's cells among the products of the next tile.
 //
-// Note [Riding cells]
+// Note [Pipelined cells]
 // A cell is a chain of results that wait for each other: behind its tile's products it takes 46
 // cycles on Zen 5, of 512 for those products with 512 units, and the multipliers do little
 // meanwhile. So the sums of a tile wait in L1 until the next tile is multiplied, whose quads part
@@ -18,43 +18,44 @@
 // 1024 and more 0.99 to 1.00. Steps instead of stages: 0.97 to 0.99.
 #pragma once
 
-#include "kernels/rnn/rnn_finish.h"
+#include "kernels/rnn/rnn_epilogue.h"
 #include "kernels/rnn/rnn_input.h"
 
 namespace {
 
 /// The most rows of a tile, which has one less or as many: every number from six on is a sum of
 /// fours and threes.
-constexpr int kRidingRows = 4;
+constexpr int kRnnPipelinedRows = 4;
 /// Into how many parts the cells of a tile divide the quads of the next one. With fewer quads than
 /// parts these would be empty: a GRU of 160 units, 40 quads, takes 1.06 of the time on Zen 4.
-constexpr int riding_parts(RnnCell cell) { return kRidingRows * (rnn_pauses(cell) + 1); }
+constexpr int pipelined_parts(RnnCell cell) { return kRnnPipelinedRows * (rnn_pauses(cell) + 1); }
 /// Tiles whose inputs are multiplied in one go, so that these weights and those of the state take
 /// turns in L1 as seldom as can be.
-constexpr int kRidingTiles = 16;
+constexpr int kInputTiles = 16;
 
 /// Tiles of RnnRows.
-struct RidingTiles {
-  static constexpr int kRows = kRidingRows, kUnit = 1;
+struct RnnPipelinedTiles {
+  static constexpr int kRows = kRnnPipelinedRows, kUnit = 1;
 };
 
 /// Vectors only: a matrix unit multiplies beside them anyway.
 template <class Tiles>
-constexpr bool kMayRide = false;
+constexpr bool kMayPipeline = false;
 template <class Isa>
-constexpr bool kMayRide<VectorTiles<Isa>> = kHasWide<Isa>;
+constexpr bool kMayPipeline<VectorTiles<Isa>> = kHasWide<Isa>;
 
 template <class Isa>
-inline bool rnn_rides(const RnnStep& s) {
-  return s.rows > 2 * kRidingRows - 2 && s.quads >= riding_parts(s.cell) &&
-         s.quads >= Isa::ridden_quads() && s.gates * s.panel_stride <= Isa::ridden_bytes() &&
-         rnn_is_plain(s);
+inline bool rnn_is_pipelined(const RnnStep& s) {
+  return s.rows > 2 * kRnnPipelinedRows - 2 && s.quads >= pipelined_parts(s.cell) &&
+         s.quads >= Isa::rnn_pipelined_quads() &&
+         s.gates * s.panel_stride <= Isa::rnn_pipelined_bytes() && rnn_is_plain(s);
 }
 
 /// t.acc = init + the products of kRows rows with all gates of a group, and meanwhile the cells of
 /// the tile before.
 template <class Isa, int kRows, RnnCell kCell>
-TORCHQ_NOINLINE void rnn_riding_tile(const RnnStep& s, const RnnTile& t, const RnnBlock& before) {
+TORCHQ_NOINLINE void rnn_pipelined_tile(const RnnStep& s, const RnnTile& t,
+                                        const RnnBlock& before) {
   constexpr int kGates = rnn_gates(kCell);
   using Cell = Cells<Isa, 1>;
   typename Isa::Int acc[kRows][kGates];
@@ -64,26 +65,27 @@ TORCHQ_NOINLINE void rnn_riding_tile(const RnnStep& s, const RnnTile& t, const R
   }
   const uint8_t* row[kRows];
   TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) row[r] = t.src + t.row_offset[r];
-  const int64_t panel_stride = t.panel_stride, ahead = t.ahead, size = t.quads * kQuad;
+  const int64_t panel_stride = t.panel_stride, prefetch_offset = t.prefetch_offset,
+                size = t.quads * kQuad;
   const int8_t* weight = t.weight;
   int64_t k = 0;
   const auto multiply = [&](int64_t end) {
     while (k != end) {
       asm("" : "+r"(k), "+r"(weight));  // as in gemm_tile
-      Isa::prefetch_l2(weight + ahead);
+      Isa::prefetch_l2(weight + prefetch_offset);
       dot_step<Isa, kRows, kGates, false>(acc, weight, panel_stride,
                                           [&](int r) { return Isa::broadcast(row[r] + k); });
       k += kQuad;
       weight += kPanel * kQuad;
     }
   };
-  const int64_t part = t.quads / riding_parts(kCell) * kQuad;
+  const int64_t part = t.quads / pipelined_parts(kCell) * kQuad;
   const auto between = [&] { multiply(k + part); };
   for (int r = 0; r < before.rows; ++r) {
     const RnnSums sums = before.sums(s, 0, r);
-    rnn_finish<Isa, Cell, kCell, 0, true>(s, &sums, between);
+    rnn_epilogue<Isa, Cell, kCell, 0, true>(s, &sums, between);
     between();
-    rnn_finish<Isa, Cell, kCell, 1, true>(s, &sums, between);
+    rnn_epilogue<Isa, Cell, kCell, 1, true>(s, &sums, between);
   }
   multiply(size);
   int32_t* const to = t.acc;
@@ -95,10 +97,10 @@ TORCHQ_NOINLINE void rnn_riding_tile(const RnnStep& s, const RnnTile& t, const R
 }
 
 template <class Tiles, RnnCell kCell>
-class RnnRide {
+class RnnPipelined {
  public:
-  explicit RnnRide(const RnnStep& s) : s_(s), tiles_(s.rows) {
-    for (int r = 0; r < kRidingRows; ++r) row_offset_[r] = r * s.src_stride;
+  explicit RnnPipelined(const RnnStep& s) : s_(s), tiles_(s.rows) {
+    for (int r = 0; r < kRnnPipelinedRows; ++r) row_offset_[r] = r * s.src_stride;
     tile_.row_offset = row_offset_;
     tile_.quads = s.quads;
     tile_.panel_stride = s.panel_stride;
@@ -112,17 +114,17 @@ class RnnRide {
       step_ = i + 1 == s_.groups ? 0 : s_.descending ? -kGates : kGates;
       tile_.weight = s_.weight + group * s_.group_stride;
       tile_.init = s_.init + group * s_.param_stride;
-      for (int64_t first = 0; first < tiles_.count; first += kRidingTiles) {
-        run_tiles(group, first, min_int(first + kRidingTiles, tiles_.count));
+      for (int64_t first = 0; first < tiles_.count; first += kInputTiles) {
+        run_tiles(group, first, min_int(first + kInputTiles, tiles_.count));
       }
     }
-    rnn_finish_block<Isa, kCell, true>(s_, before_);
+    rnn_epilogue_block<Isa, kCell, true>(s_, before_);
   }
 
  private:
   using Isa = typename Tiles::Isa;
   static constexpr int kGates = rnn_gates(kCell);
-  static constexpr int kTile = kRidingRows * kGates * kPanel;  // sums
+  static constexpr int kTile = kRnnPipelinedRows * kGates * kPanel;  // sums
 
   void run_tiles(int group, int64_t begin, int64_t end) {
     const int64_t first = tiles_.first(begin);
@@ -139,9 +141,10 @@ class RnnRide {
       const int rows = static_cast<int>(tiles_.first(i + 1) - row);
       tile_.src = s_.src + row * s_.src_stride;
       tile_.acc = before_.acc == acc_[0] ? acc_[1] : acc_[0];
-      tile_.ahead = rnn_ahead(step_, i) * tile_.panel_stride;
-      (rows == kRidingRows ? &rnn_riding_tile<Isa, kRidingRows, kCell>
-                           : &rnn_riding_tile<Isa, kRidingRows - 1, kCell>)(s_, tile_, before_);
+      tile_.prefetch_offset = rnn_prefetch_panel(step_, i) * tile_.panel_stride;
+      (rows == kRnnPipelinedRows
+           ? &rnn_pipelined_tile<Isa, kRnnPipelinedRows, kCell>
+           : &rnn_pipelined_tile<Isa, kRnnPipelinedRows - 1, kCell>)(s_, tile_, before_);
       before_.first_group = group;
       before_.first_row = row;
       before_.rows = rows;
@@ -160,26 +163,26 @@ class RnnRide {
       const int64_t row = tiles.first(i);
       rnn_input_tile<Tiles>(*s_.source, group, 1, first + row,
                             static_cast<int>(tiles.first(i + 1) - row), dst + row * kGates * kPanel,
-                            rnn_ahead(step_, i));
+                            rnn_prefetch_panel(step_, i));
     }
     return dst;
   }
 
   const RnnStep& s_;
-  const RnnRows<RidingTiles> tiles_;
+  const RnnRows<RnnPipelinedTiles> tiles_;
   RnnTile tile_{};
   RnnBlock before_{};  // of no rows before the first tile
   int step_ = 0;       // panels to the next group
   int next_input_ = 0;
-  int64_t row_offset_[kRidingRows];
+  int64_t row_offset_[kRnnPipelinedRows];
   alignas(64) int32_t acc_[2][kTile];
-  alignas(64) float input_[2][kRidingTiles * kTile];
+  alignas(64) float input_[2][kInputTiles * kTile];
 };
 
 template <class Tiles>
-void rnn_ride(const RnnStep& s) {
-  if (s.cell == RnnCell::kLstm) return RnnRide<Tiles, RnnCell::kLstm>(s).run();
-  RnnRide<Tiles, RnnCell::kGru>(s).run();
+void rnn_pipelined(const RnnStep& s) {
+  if (s.cell == RnnCell::kLstm) return RnnPipelined<Tiles, RnnCell::kLstm>(s).run();
+  RnnPipelined<Tiles, RnnCell::kGru>(s).run();
 }
 
 }  // namespace

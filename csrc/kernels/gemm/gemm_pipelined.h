@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Many rows with two to four panels: the end of a tile overlaps the products of the next one.
 //
-// Note [Overlapped tiles]
+// Note [Pipelined tiles]
 // Zen multiplies with two of its four vector units. Conversions, maxima and packing, which a tile
 // ends with, run on the other two, but one after the other behind the last product they fill the
 // queue in front of them, and the next tile waits: 24 sums in registers end in 60 cycles, in 85
@@ -17,7 +17,7 @@
 // 1024 1.01.
 #pragma once
 
-#include "kernels/epilogue/finish_in_registers.h"
+#include "kernels/epilogue/register_epilogue.h"
 #include "kernels/gemm/dot_step.h"
 
 namespace {
@@ -25,21 +25,21 @@ namespace {
 /// The sums of a tile: whole rows, and whole vectors of bytes. With 20, of five rows, 64 inputs
 /// take 1.03 of the time that they take without overlap.
 template <int kPanels>
-constexpr int kOverlappedSums = kPanels == 4 ? 16 : 12;
+constexpr int kPipelinedSums = kPanels == 4 ? 16 : 12;
 /// How many sums end with a quad. With two, layers of 32 to 60 inputs overlap, too: four panels are
 /// 1.01 to 1.05 times as fast, with a residual 1.04 to 1.15, but three or two panels 0.93 to 1.00.
 template <int kPanels>
 constexpr int kEndsPerQuad = kPanels == 4 ? 2 : 1;
 
-/// The tiles of kPanels full panels. kResidual: the epilogue has one sum. kAsks: the weights of the
-/// next kPanels panels come into L2 meanwhile, the n-th panel's with the n-th tile.
-template <class Isa, int kPanels, bool kFlip, bool kResidual, bool kAsks>
-class OverlappedTiles {
+/// The tiles of kPanels full panels. kResidual: the epilogue has one sum. kPrefetchNext: the
+/// weights of the next kPanels panels come into L2 meanwhile, the n-th panel's with the n-th tile.
+template <class Isa, int kPanels, bool kFlip, bool kResidual, bool kPrefetchNext>
+class PipelinedTiles {
  public:
-  static constexpr int kSums = kOverlappedSums<kPanels>, kRows = kSums / kPanels;
+  static constexpr int kSums = kPipelinedSums<kPanels>, kRows = kSums / kPanels;
   using Sums = typename Isa::Int[kRows][kPanels];
 
-  OverlappedTiles(const GemmTile& tile, const Epilogue& epilogue, int panel)
+  PipelinedTiles(const GemmTile& tile, const Epilogue& epilogue, int panel)
       : t_(tile),
         e_(epilogue),
         last_panel_(tile.panels + tile.panels_behind - 1 - panel),
@@ -71,12 +71,12 @@ class OverlappedTiles {
       }
       begin(acc, first);
       enter(*t_.runs);
-      multiply_and_finish<0>(acc, t_.dst_offset + first - kRows);
+      multiply_with_epilogue<0>(acc, t_.dst_offset + first - kRows);
       multiply(acc);
       multiply_runs(acc, t_.runs + 1);
     }
     pin_sums<Isa>(acc);
-    finish_in_registers<Isa, kRows, kPanels>(e_, acc, t_.dst_offset + first - kRows, channel_);
+    register_epilogue<Isa, kRows, kPanels>(e_, acc, t_.dst_offset + first - kRows, channel_);
     return first;
   }
 
@@ -88,8 +88,8 @@ class OverlappedTiles {
       TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) acc[r][p] = init;
     }
     TORCHQ_UNROLL for (int r = 0; r < kRows; ++r) row_[r] = t_.src + t_.row_offset[first + r];
-    if constexpr (kAsks) {
-      ahead_ = min_int(kPanels + first / kRows, last_panel_) * panel_stride_;
+    if constexpr (kPrefetchNext) {
+      distance_ = min_int(kPanels + first / kRows, last_panel_) * panel_stride_;
     }
   }
 
@@ -101,7 +101,7 @@ class OverlappedTiles {
 
   TORCHQ_INLINE void multiply_quad(Sums& acc) {
     asm("" : "+r"(k_), "+r"(weight_));
-    if constexpr (kAsks) Isa::prefetch_l2(weight_ + ahead_);
+    if constexpr (kPrefetchNext) Isa::prefetch_l2(weight_ + distance_);
     dot_step<Isa, kRows, kPanels, false>(acc, weight_, panel_stride_, [&](int r) {
       const auto quad = Isa::broadcast(row_[r] + k_);
       if constexpr (kFlip) return Isa::flip_sign(quad);
@@ -125,24 +125,25 @@ class OverlappedTiles {
 
   /// Sum i of the tile before and those behind it.
   template <int i>
-  TORCHQ_INLINE void multiply_and_finish(Sums& acc, const int64_t* dst_offset) {
+  TORCHQ_INLINE void multiply_with_epilogue(Sums& acc, const int64_t* dst_offset) {
     if constexpr (i < kSums) {
       typename Isa::Int panels[Isa::kStoredPanels];
-      multiply_and_finish<i, 0>(acc, panels, dst_offset);
+      multiply_with_epilogue<i, 0>(acc, panels, dst_offset);
       store<i>(panels, dst_offset);
-      multiply_and_finish<i + Isa::kStoredPanels>(acc, dst_offset);
+      multiply_with_epilogue<i + Isa::kStoredPanels>(acc, dst_offset);
     }
   }
 
   /// Sum first + i and those behind it that are stored with it.
   template <int first, int i>
-  TORCHQ_INLINE void multiply_and_finish(Sums& acc, typename Isa::Int (&panels)[Isa::kStoredPanels],
-                                         const int64_t* dst_offset) {
+  TORCHQ_INLINE void multiply_with_epilogue(Sums& acc,
+                                            typename Isa::Int (&panels)[Isa::kStoredPanels],
+                                            const int64_t* dst_offset) {
     if constexpr (i < Isa::kStoredPanels) {
       constexpr int r = (first + i) / kPanels, p = (first + i) % kPanels;
       if constexpr (i % kEndsPerQuad<kPanels> == 0) multiply_quad(acc);
-      panels[i] = finish(Isa::load_int(done_ + (first + i) * kPanel), p, dst_offset[r]);
-      multiply_and_finish<first, i + 1>(acc, panels, dst_offset);
+      panels[i] = epilogue(Isa::load_int(done_ + (first + i) * kPanel), p, dst_offset[r]);
+      multiply_with_epilogue<first, i + 1>(acc, panels, dst_offset);
     }
   }
 
@@ -158,7 +159,7 @@ class OverlappedTiles {
     Isa::store_panels(places, panels, is_signed_);
   }
 
-  TORCHQ_INLINE typename Isa::Int finish(typename Isa::Int sum, int p, int64_t dst_offset) {
+  TORCHQ_INLINE typename Isa::Int epilogue(typename Isa::Int sum, int p, int64_t dst_offset) {
     asm("" : "+r"(multiplier_), "+r"(offset_));  // from memory for each sum
     auto y = Isa::fma(Isa::to_float(sum), Isa::load(multiplier_ + p * kPanel),
                       Isa::load(offset_ + p * kPanel));
@@ -186,7 +187,7 @@ class OverlappedTiles {
   const int32_t* acc_init_;
   const int8_t* const panels_;
   const int64_t panel_stride_;
-  int64_t ahead_ = 0;
+  int64_t distance_ = 0;
 
   const uint8_t* row_[kRows];
   int64_t k_, end_;
@@ -194,49 +195,52 @@ class OverlappedTiles {
   alignas(64) int32_t done_[kSums * kPanel];  // the sums of the tile before
 };
 
-template <class Isa, int kPanels, bool kFlip, bool kResidual, bool kAsks>
-TORCHQ_NOINLINE int overlapped_tiles(const GemmTile& t, const Epilogue& e, int panel, int first,
-                                     int end) {
-  return OverlappedTiles<Isa, kPanels, kFlip, kResidual, kAsks>(t, e, panel).run(first, end);
+template <class Isa, int kPanels, bool kFlip, bool kResidual, bool kPrefetchNext>
+TORCHQ_NOINLINE int pipelined_tiles(const GemmTile& t, const Epilogue& e, int panel, int first,
+                                    int end) {
+  return PipelinedTiles<Isa, kPanels, kFlip, kResidual, kPrefetchNext>(t, e, panel).run(first, end);
 }
 
-/// Whether tiles of kPanels full panels can end as Note [Overlapped tiles] says, and gain.
+/// Whether tiles of kPanels full panels can end as Note [Pipelined tiles] says, and gain.
 template <class Isa, int kPanels>
-TORCHQ_INLINE bool overlaps(const GemmTile& t, const Epilogue& e) {
+TORCHQ_INLINE bool is_pipelined(const GemmTile& t, const Epilogue& e) {
   const bool has_residual = e.num_sums == 1 && e.lo == nullptr && !e.clamp;
-  return kPanels * t.panel_stride <= Isa::overlapped_bytes() && t.rows > kFewRows &&
-         t.num_runs > 0 && t.runs->quads * kEndsPerQuad<kPanels> >= kOverlappedSums<kPanels> &&
-         finishes_to_bytes(e) && (is_plain(e) || has_residual);
+  return kPanels * t.panel_stride <= Isa::pipelined_bytes() && t.rows > kFewRows &&
+         t.num_runs > 0 && t.runs->quads * kEndsPerQuad<kPanels> >= kPipelinedSums<kPanels> &&
+         is_byte_epilogue(e) && (is_plain(e) || has_residual);
 }
 
 /// kPanels full panels from `panel` on, where they overlap; returns the first row that is left. If
 /// it asks for the next panels, it does so with the first tiles.
 template <class Isa, int kPanels>
-TORCHQ_INLINE int gemm_overlapped(const GemmTile& t, const Epilogue& e, int panel, bool asks) {
+TORCHQ_INLINE int gemm_pipelined(const GemmTile& t, const Epilogue& e, int panel,
+                                 bool prefetch_next) {
   using Tiles = int (*)(const GemmTile&, const Epilogue&, int panel, int first, int end);
-  static constexpr Tiles kOverlapped[2][2] = {{&overlapped_tiles<Isa, kPanels, false, false, false>,
-                                               &overlapped_tiles<Isa, kPanels, false, true, false>},
-                                              {&overlapped_tiles<Isa, kPanels, true, false, false>,
-                                               &overlapped_tiles<Isa, kPanels, true, true, false>}};
-  constexpr int kRows = kOverlappedSums<kPanels> / kPanels;
+  static constexpr Tiles kPipelined[2][2] = {{&pipelined_tiles<Isa, kPanels, false, false, false>,
+                                              &pipelined_tiles<Isa, kPanels, false, true, false>},
+                                             {&pipelined_tiles<Isa, kPanels, true, false, false>,
+                                              &pipelined_tiles<Isa, kPanels, true, true, false>}};
+  constexpr int kRows = kPipelinedSums<kPanels> / kPanels;
   static_assert(kFewRows >= kRows + 2, "`end` would be none, but a run is a tile or more");
   // A tile of one row or two would wait for L2, or for its sums.
   const int rest = t.rows % kRows, end = t.rows - (rest == 1 || rest == 2 ? kRows + rest : rest);
   int first = 0;
   if constexpr (kPanels == Isa::kMaxPanels) {
-    static constexpr Tiles kAsking[2][2] = {{&overlapped_tiles<Isa, kPanels, false, false, true>,
-                                             &overlapped_tiles<Isa, kPanels, false, true, true>},
-                                            {&overlapped_tiles<Isa, kPanels, true, false, true>,
-                                             &overlapped_tiles<Isa, kPanels, true, true, true>}};
-    if (asks) first = kAsking[t.flip][e.num_sums](t, e, panel, 0, min_int(kPanels * kRows, end));
+    static constexpr Tiles kPrefetching[2][2] = {
+        {&pipelined_tiles<Isa, kPanels, false, false, true>,
+         &pipelined_tiles<Isa, kPanels, false, true, true>},
+        {&pipelined_tiles<Isa, kPanels, true, false, true>,
+         &pipelined_tiles<Isa, kPanels, true, true, true>}};
+    if (prefetch_next)
+      first = kPrefetching[t.flip][e.num_sums](t, e, panel, 0, min_int(kPanels * kRows, end));
   }
-  return first == end ? end : kOverlapped[t.flip][e.num_sums](t, e, panel, first, end);
+  return first == end ? end : kPipelined[t.flip][e.num_sums](t, e, panel, first, end);
 }
 
 /// Whether the last panels, of which there are fewer than kMaxPanels, overlap; one does not.
 template <class Isa>
-TORCHQ_INLINE bool rest_overlaps(const GemmTile& t, const Epilogue& e, int panels) {
-  return panels == 2 ? overlaps<Isa, 2>(t, e) : panels == 3 && overlaps<Isa, 3>(t, e);
+TORCHQ_INLINE bool rest_is_pipelined(const GemmTile& t, const Epilogue& e, int panels) {
+  return panels == 2 ? is_pipelined<Isa, 2>(t, e) : panels == 3 && is_pipelined<Isa, 3>(t, e);
 }
 
 }  // namespace

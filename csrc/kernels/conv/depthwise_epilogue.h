@@ -9,7 +9,7 @@ namespace {
 
 /// How words become the bytes of a folded epilogue. Held by value, since stores of bytes could
 /// alias what is behind a reference.
-struct ByteFinish {
+struct ByteEpilogue {
   bool is_signed, clamp;
   bool plain;              // neither, and all lanes have channels
   const uint8_t *lo, *hi;  // vectors of bounds
@@ -17,7 +17,7 @@ struct ByteFinish {
 };
 
 template <class Isa>
-TORCHQ_INLINE ByteFinish byte_finish(const DepthwiseChunk<Isa>& chunk, const Epilogue& e) {
+TORCHQ_INLINE ByteEpilogue byte_epilogue(const DepthwiseChunk<Isa>& chunk, const Epilogue& e) {
   const bool is_signed = e.dst_dtype == DType::s8;
   return {is_signed, e.clamp,  !is_signed && !e.clamp && chunk.count == chunk.width,
           chunk.lo,  chunk.hi, chunk.count};
@@ -25,8 +25,8 @@ TORCHQ_INLINE ByteFinish byte_finish(const DepthwiseChunk<Isa>& chunk, const Epi
 
 /// Two vectors of words, in lane order, to the bytes of one pixel of `split` rows.
 template <class Isa>
-TORCHQ_INLINE void finish_words(const ByteFinish& f, uint8_t* pixel, const int64_t* offset,
-                                int split, typename Isa::Bytes low, typename Isa::Bytes high) {
+TORCHQ_INLINE void store_words(const ByteEpilogue& f, uint8_t* pixel, const int64_t* offset,
+                               int split, typename Isa::Bytes low, typename Isa::Bytes high) {
   auto bytes = Isa::pack_bytes(low, high, f.is_signed);
   if (f.clamp) {
     constexpr int kBytes = sizeof bytes;

@@ -2,23 +2,23 @@
 // One row of a recurrent layer, which waits for weights: cells, and inputs of later steps, among
 // the products of others.
 //
-// Note [Streams of cells]
-// Weights come as Note [Streams] in gemm_stream.h says: as two streams, one for each half of the
-// groups, or as one. A CPU looks some 100 vector instructions ahead, and a cell has as many: behind
-// its products it costs all it takes, though products that wait for L2 leave the multipliers idle
-// every other cycle. So the sums of a stream's group wait in L1 until the next group is multiplied,
-// whose products part the steps of the cell's formula. The other panels have the multipliers to
-// spare for the inputs of the next eight steps, a piece of a tile each: eight rows, so that these
-// weights are read once in eight steps. Whole layers of 32 steps, in turns on Zen 4, with cells
-// only and with both, beside cells behind the products of 16 groups:
+// Note [Streamed cells]
+// Weights come as Note [Streamed weights] in gemm_streamed.h says: as two streams, one for each
+// half of the groups, or as one. A CPU looks some 100 vector instructions ahead, and a cell has as
+// many: behind its products it costs all it takes, though products that wait for L2 leave the
+// multipliers idle every other cycle. So the sums of a stream's group wait in L1 until the next
+// group is multiplied, whose products part the steps of the cell's formula. The other panels have
+// the multipliers to spare for the inputs of the next eight steps, a piece of a tile each: eight
+// rows, so that these weights are read once in eight steps. Whole layers of 32 steps, in turns on
+// Zen 4, with cells only and with both, beside cells behind the products of 16 groups:
 //
 //   units           256          512          1024        256, two threads  512, two threads
 //   LSTM          0.98 0.93    0.97 0.91    1.00 0.91        0.95 0.89         0.98 0.89
 //   GRU           0.93 0.87    0.97 0.91    1.00 0.93        0.91 0.88         0.95 0.88
 #pragma once
 
-#include "kernels/gemm/gemm_stream.h"
-#include "kernels/rnn/rnn_finish.h"
+#include "kernels/gemm/gemm_streamed.h"
+#include "kernels/rnn/rnn_epilogue.h"
 #include "kernels/rnn/rnn_input.h"
 
 namespace {
@@ -30,12 +30,12 @@ constexpr int64_t kRnnLongPanelBytes = 16 * 1024;
 /// Weights that gain, as one stream and as two. A GRU of 128 units, 48 KB, takes 0.93 of the time
 /// as two; an LSTM of 96, 36 KB, all of it; one of 160, as one stream of 50 KB in each of two
 /// threads, 1.04.
-constexpr int64_t kRnnStreamLeastBytes[] = {64 * 1024, 40 * 1024};
+constexpr int64_t kRnnStreamedMinBytes[] = {64 * 1024, 40 * 1024};
 
 /// The products of one row with a panel of each stream.
 template <class Isa, int kStreams>
-struct RnnStream {
-  static constexpr int kQuads = kStreamQuads<kStreams>;
+struct RnnStreams {
+  static constexpr int kQuads = kStreamedQuads<kStreams>;
   typename Isa::Int sum[kQuads][kStreams];
   const uint8_t* src;
   const int8_t* weight;
@@ -45,7 +45,7 @@ struct RnnStream {
   /// the first quads, which do not wait for the units that the step before has just finished.
   bool back;
 
-  TORCHQ_INLINE RnnStream(const RnnStep& s, int64_t panel, int64_t panels_apart)
+  TORCHQ_INLINE RnnStreams(const RnnStep& s, int64_t panel, int64_t panels_apart)
       : apart(panels_apart * s.panel_stride),
         rounds(s.quads / kQuads),
         back(kStreams == 1 && s.descending) {
@@ -97,8 +97,8 @@ struct RnnStream {
 
 /// The next piece of the inputs among the products of `stream`.
 template <class Isa, int kStreams>
-TORCHQ_INLINE void rnn_piece(RnnAhead& a, int panels, RnnStream<Isa, kStreams>& stream) {
-  constexpr int kRows = kAheadRows, kPanels = kAheadPanels;
+TORCHQ_INLINE void rnn_piece(RnnLookahead& a, int panels, RnnStreams<Isa, kStreams>& stream) {
+  constexpr int kRows = kLookaheadRows, kPanels = kLookaheadPanels;
   const RnnInput& in = a.in;
   const int panel = min_int(a.tile * kPanels, panels - kPanels);
   const int64_t stride = in.panel_stride, quads = min_int(in.quads - a.k, a.piece);
@@ -141,36 +141,36 @@ TORCHQ_INLINE void rnn_piece(RnnAhead& a, int panels, RnnStream<Isa, kStreams>& 
 /// The sums of a panel of each stream, `apart` panels from each other, and a piece of the inputs
 /// ahead if there are any left.
 template <class Isa, int kStreams>
-TORCHQ_NOINLINE void rnn_stream_panel(const RnnStep& s, int64_t panel, int64_t apart,
-                                      int32_t* dst) {
-  RnnStream<Isa, kStreams> stream(s, panel, apart);
-  if (s.ahead != nullptr) {
+TORCHQ_NOINLINE void rnn_streamed_panel(const RnnStep& s, int64_t panel, int64_t apart,
+                                        int32_t* dst) {
+  RnnStreams<Isa, kStreams> stream(s, panel, apart);
+  if (s.lookahead != nullptr) {
     const int panels = s.groups * s.gates;
-    if (s.ahead->tile * kAheadPanels < panels) rnn_piece<Isa>(*s.ahead, panels, stream);
+    if (s.lookahead->tile * kLookaheadPanels < panels) rnn_piece<Isa>(*s.lookahead, panels, stream);
   }
   stream.end(s, dst, s.gates * kPanel);
 }
 
 /// The same with cells in place of inputs: those whose sums are `before`.
 template <class Isa, RnnCell kCell, bool kPlain, int kStreams>
-TORCHQ_NOINLINE void rnn_stream_cells(const RnnStep& s, int64_t panel, int64_t apart, int32_t* dst,
-                                      const RnnSums* before) {
+TORCHQ_NOINLINE void rnn_streamed_cells(const RnnStep& s, int64_t panel, int64_t apart,
+                                        int32_t* dst, const RnnSums* before) {
   using V = Cells<Isa, kStreams>;
   constexpr int kParts = rnn_pauses(kCell) + rnn_stages(kCell) + 1;
-  RnnStream<Isa, kStreams> stream(s, panel, apart);
+  RnnStreams<Isa, kStreams> stream(s, panel, apart);
   const int64_t part = stream.rounds / kParts;
   const auto between = [&]() TORCHQ_INLINE_LAMBDA { stream.multiply(part); };
   between();
-  rnn_finish<Isa, V, kCell, 0, kPlain>(s, before, between);
+  rnn_epilogue<Isa, V, kCell, 0, kPlain>(s, before, between);
   if constexpr (rnn_stages(kCell) > 1) {
     between();
-    rnn_finish<Isa, V, kCell, 1, kPlain>(s, before, between);
+    rnn_epilogue<Isa, V, kCell, 1, kPlain>(s, before, between);
   }
   stream.end(s, dst, s.gates * kPanel);
 }
 
 template <class Isa, RnnCell kCell, bool kPlain, int kStreams>
-void rnn_stream_groups(const RnnStep& s) {
+void rnn_streamed_groups(const RnnStep& s) {
   using V = Cells<Isa, kStreams>;
   constexpr int kGates = rnn_gates(kCell), kGroup = kGates * kPanel;
   alignas(64) int32_t acc[2][kStreams * kGroup];
@@ -183,9 +183,9 @@ void rnn_stream_groups(const RnnStep& s) {
       const int64_t panel = first * kGates + gate, apart = each * kGates;
       int32_t* const dst = acc[i & 1] + gate * kPanel;
       if (i > 0 && g == 0) {
-        rnn_stream_cells<Isa, kCell, kPlain, kStreams>(s, panel, apart, dst, before);
+        rnn_streamed_cells<Isa, kCell, kPlain, kStreams>(s, panel, apart, dst, before);
       } else {
-        rnn_stream_panel<Isa, kStreams>(s, panel, apart, dst);
+        rnn_streamed_panel<Isa, kStreams>(s, panel, apart, dst);
       }
     }
     for (int j = 0; j < kStreams; ++j) {
@@ -196,40 +196,40 @@ void rnn_stream_groups(const RnnStep& s) {
           acc[i & 1] + j * kGroup, input, 0, unit, unit, s.multiplier + group * s.param_stride};
     }
   }
-  rnn_finish<Isa, V, kCell, 0, kPlain>(s, before);
-  if constexpr (rnn_stages(kCell) > 1) rnn_finish<Isa, V, kCell, 1, kPlain>(s, before);
+  rnn_epilogue<Isa, V, kCell, 0, kPlain>(s, before);
+  if constexpr (rnn_stages(kCell) > 1) rnn_epilogue<Isa, V, kCell, 1, kPlain>(s, before);
 }
 
-inline int rnn_streams(const RnnStep& s) {
+inline int rnn_num_streams(const RnnStep& s) {
   return s.panel_stride >= kRnnLongPanelBytes || s.groups % 2 != 0 ? 1 : 2;
 }
 
 /// Whether one row reads all of its weights, and these are many enough.
 template <class Isa>
-inline bool rnn_takes_streams(const RnnStep& s) {
+inline bool rnn_is_streamed(const RnnStep& s) {
   return s.rows == 1 && s.source == nullptr && s.group_stride == s.gates * s.panel_stride &&
-         s.groups * s.group_stride > kRnnStreamLeastBytes[rnn_streams(s) - 1] &&
+         s.groups * s.group_stride > kRnnStreamedMinBytes[rnn_num_streams(s) - 1] &&
          Isa::gains_from_streams();
 }
 
 /// Panels without cells.
 template <class Isa>
 int64_t rnn_pieces(const RnnStep& s) {
-  return rnn_takes_streams<Isa>(s) ? s.groups / rnn_streams(s) * (s.gates - 1) + 1 : 0;
+  return rnn_is_streamed<Isa>(s) ? s.groups / rnn_num_streams(s) * (s.gates - 1) + 1 : 0;
 }
 
 template <class Isa, RnnCell kCell, bool kPlain>
-void rnn_stream(const RnnStep& s) {
-  (rnn_streams(s) == 1 ? &rnn_stream_groups<Isa, kCell, kPlain, 1>
-                       : &rnn_stream_groups<Isa, kCell, kPlain, 2>)(s);
+void rnn_streamed(const RnnStep& s) {
+  (rnn_num_streams(s) == 1 ? &rnn_streamed_groups<Isa, kCell, kPlain, 1>
+                           : &rnn_streamed_groups<Isa, kCell, kPlain, 2>)(s);
 }
 
 template <class Isa, RnnCell kCell>
-void rnn_stream(const RnnStep& s) {
+void rnn_streamed(const RnnStep& s) {
   if constexpr (rnn_stages(kCell) > 1) {
-    if (rnn_is_plain(s)) return rnn_stream<Isa, kCell, true>(s);
+    if (rnn_is_plain(s)) return rnn_streamed<Isa, kCell, true>(s);
   }
-  rnn_stream<Isa, kCell, false>(s);
+  rnn_streamed<Isa, kCell, false>(s);
 }
 
 }  // namespace

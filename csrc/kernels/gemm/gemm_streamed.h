@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Few rows, which wait for weights: tiles that read them in the order that memory likes best.
 //
-// Note [Streams]
+// Note [Streamed weights]
 // Zen 5 brings weights into L1 as fast as L2 gives them, 45 to 62 bytes a cycle, where few streams
 // go on from panel to panel, read by the same instructions all the time: the panels of a layer are
 // cut into three ranges, and a tile takes one panel of each. A tile of neighbours has a new stream
@@ -14,39 +14,39 @@
 // and 1.03.
 #pragma once
 
-#include "kernels/epilogue/finish_in_registers.h"
+#include "kernels/epilogue/register_epilogue.h"
 
 namespace {
 
 /// Rows that wait for weights rather than for products.
-constexpr int kStreamRows = 4;
+constexpr int kStreamedRows = 4;
 
 /// More bytes of weights than that are worth what streams cost.
-constexpr int64_t kStreamLeastBytes = 64 * 1024;
+constexpr int64_t kStreamedMinBytes = 64 * 1024;
 
 /// Panels whose sums wait in L1 for their end.
-constexpr int kStreamPanels = 60;
+constexpr int kStreamedPanels = 60;
 
 /// Quads of a panel that are summed apart: one row asks for four sums, for the latency of VPDPBUSD.
 template <int kStreams>
-constexpr int kStreamQuads = kStreams == 1 ? 4 : 2;
+constexpr int kStreamedQuads = kStreams == 1 ? 4 : 2;
 
 /// The weights of a layer that come from L3, and when all of them do: then, on Zen 5, fewer streams
 /// that ask for what is next are faster; Zen 4 takes 1.3 times as long with one. Where more are
 /// read in turn, some come from memory, and these are slower.
-constexpr int64_t kStreamL2Bytes = int64_t{1} << 20, kStreamL3Bytes = int64_t{6} << 20;
+constexpr int64_t kStreamedL2Bytes = int64_t{1} << 20, kStreamedL3Bytes = int64_t{6} << 20;
 
 /// kQuads of one panel of each stream, from `k` on, to the first kQuads sums of each.
-template <class Isa, int MR, int kStreams, int64_t kAhead, bool kFlip, int kQuads>
-TORCHQ_INLINE void stream_step(typename Isa::Int (&sum)[kStreamQuads<kStreams>][MR][kStreams],
-                               const uint8_t* const (&row)[MR], int64_t k, const int8_t* weight,
-                               int64_t apart) {
+template <class Isa, int MR, int kStreams, int64_t kDistance, bool kFlip, int kQuads>
+TORCHQ_INLINE void streamed_step(typename Isa::Int (&sum)[kStreamedQuads<kStreams>][MR][kStreams],
+                                 const uint8_t* const (&row)[MR], int64_t k, const int8_t* weight,
+                                 int64_t apart) {
   TORCHQ_UNROLL for (int i = 0; i < kQuads; ++i) {
     typename Isa::Int w[kStreams];
     TORCHQ_UNROLL for (int s = 0; s < kStreams; ++s) {
       const int8_t* line = weight + s * apart + i * kPanel * kQuad;
       w[s] = Isa::load_weight(line);
-      if constexpr (kAhead > 0) Isa::prefetch(line + kAhead);
+      if constexpr (kDistance > 0) Isa::prefetch(line + kDistance);
     }
     TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
       auto quad = Isa::broadcast(row[r] + k + i * kQuad);
@@ -57,12 +57,12 @@ TORCHQ_INLINE void stream_step(typename Isa::Int (&sum)[kStreamQuads<kStreams>][
 }
 
 /// The sums of kStreams * `panels` panels from `panel` on, each stream `panels` of them.
-template <class Isa, int MR, int kStreams, int64_t kAhead, bool kFlip>
-TORCHQ_NOINLINE void stream_tile(const GemmTile& t, int panel, int panels, int32_t* dst) {
+template <class Isa, int MR, int kStreams, int64_t kDistance, bool kFlip>
+TORCHQ_NOINLINE void streamed_tile(const GemmTile& t, int panel, int panels, int32_t* dst) {
   using Int = typename Isa::Int;
   const uint8_t* row[MR];
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) row[r] = t.src + t.row_offset[r];
-  constexpr int kSums = kStreamQuads<kStreams>;
+  constexpr int kSums = kStreamedQuads<kStreams>;
   const int64_t apart = panels * t.panel_stride;
   for (int p = 0; p < panels; ++p) {
     Int sum[kSums][MR][kStreams];
@@ -77,19 +77,19 @@ TORCHQ_NOINLINE void stream_tile(const GemmTile& t, int panel, int panels, int32
     int64_t k = t.runs->src_offset, left = t.runs->quads;
     for (; left >= kSums; left -= kSums) {
       asm("" : "+r"(k));  // one index for all rows instead of a pointer each
-      stream_step<Isa, MR, kStreams, kAhead, kFlip, kSums>(sum, row, k, weight, apart);
+      streamed_step<Isa, MR, kStreams, kDistance, kFlip, kSums>(sum, row, k, weight, apart);
       k += kSums * kQuad;
       weight += kSums * kPanel * kQuad;
     }
     for (; left > 0; --left, k += kQuad, weight += kPanel * kQuad) {
-      stream_step<Isa, MR, kStreams, kAhead, kFlip, 1>(sum, row, k, weight, apart);
+      streamed_step<Isa, MR, kStreams, kDistance, kFlip, 1>(sum, row, k, weight, apart);
     }
     TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
       TORCHQ_UNROLL for (int s = 0; s < kStreams; ++s) {
         TORCHQ_UNROLL for (int i = 1; i < kSums; ++i) {
           sum[0][r][s] = Isa::add(sum[0][r][s], sum[i][r][s]);
         }
-        Isa::store_int(dst + (r * kStreamPanels + p + s * panels) * kPanel, sum[0][r][s]);
+        Isa::store_int(dst + (r * kStreamedPanels + p + s * panels) * kPanel, sum[0][r][s]);
       }
     }
   }
@@ -97,34 +97,34 @@ TORCHQ_NOINLINE void stream_tile(const GemmTile& t, int panel, int panels, int32
 
 /// The end of NP panels from `panel` on.
 template <class Isa, int MR, int NP>
-TORCHQ_NOINLINE void finish_stream(const GemmTile& t, const Epilogue& e, const int32_t* sums,
-                                   int panel) {
+TORCHQ_NOINLINE void streamed_epilogue(const GemmTile& t, const Epilogue& e, const int32_t* sums,
+                                       int panel) {
   typename Isa::Int acc[MR][NP];
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
     TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
-      acc[r][p] = Isa::load_int(sums + (r * kStreamPanels + p) * kPanel);
+      acc[r][p] = Isa::load_int(sums + (r * kStreamedPanels + p) * kPanel);
     }
   }
-  finish_sums<Isa, MR, NP>(t, e, acc, 0, panel);
+  tile_epilogue<Isa, MR, NP>(t, e, acc, 0, panel);
 }
 
 /// As many full panels as the streams share evenly, but not all panels but one: alone it has too
 /// few sums. Returns how many these are.
-template <class Isa, int MR, int kStreams, int64_t kAhead, bool kFlip>
-int gemm_stream(const GemmTile& t, const Epilogue& e) {
+template <class Isa, int MR, int kStreams, int64_t kDistance, bool kFlip>
+int gemm_streamed(const GemmTile& t, const Epilogue& e) {
   constexpr int kMost = Isa::kMaxPanels;
-  static_assert(kStreamPanels % kStreams == 0 && kStreamPanels % kMost == 0);
-  alignas(64) int32_t sums[MR * kStreamPanels * kPanel];
+  static_assert(kStreamedPanels % kStreams == 0 && kStreamedPanels % kMost == 0);
+  alignas(64) int32_t sums[MR * kStreamedPanels * kPanel];
   int whole = t.channels / kPanel / kStreams * kStreams;
   if (kStreams > 1 && whole > 0 && whole + 1 == t.panels) whole -= kStreams;
-  for (int panel = 0; panel < whole; panel += kStreamPanels) {
-    const int panels = min_int(kStreamPanels, whole - panel);
-    stream_tile<Isa, MR, kStreams, kAhead, kFlip>(t, panel, panels / kStreams, sums);
+  for (int panel = 0; panel < whole; panel += kStreamedPanels) {
+    const int panels = min_int(kStreamedPanels, whole - panel);
+    streamed_tile<Isa, MR, kStreams, kDistance, kFlip>(t, panel, panels / kStreams, sums);
     int p = 0;
     for (; p + kMost <= panels; p += kMost) {
-      finish_stream<Isa, MR, kMost>(t, e, sums + p * kPanel, panel + p);
+      streamed_epilogue<Isa, MR, kMost>(t, e, sums + p * kPanel, panel + p);
     }
-    for (; p < panels; ++p) finish_stream<Isa, MR, 1>(t, e, sums + p * kPanel, panel + p);
+    for (; p < panels; ++p) streamed_epilogue<Isa, MR, 1>(t, e, sums + p * kPanel, panel + p);
   }
   return whole;
 }
@@ -132,38 +132,38 @@ int gemm_stream(const GemmTile& t, const Epilogue& e) {
 /// Whether the rows are few enough, and the weights many enough. Pixels at corners of images leave
 /// weights out, and read those that the others have just read.
 template <class Isa>
-TORCHQ_INLINE bool takes_streams(const GemmTile& t) {
+TORCHQ_INLINE bool is_streamed(const GemmTile& t) {
   const bool all = t.num_runs == 1 && t.runs->quads * kPanel * kQuad == t.panel_stride;
-  const bool large = t.panels * t.panel_stride > kStreamLeastBytes;
-  return t.rows <= kStreamRows && all && large && Isa::gains_from_streams();
+  const bool large = t.panels * t.panel_stride > kStreamedMinBytes;
+  return t.rows <= kStreamedRows && all && large && Isa::gains_from_streams();
 }
 
-template <class Isa, int MR, int kStreams, int64_t kAhead>
-int gemm_stream(const GemmTile& t, const Epilogue& e) {
-  return t.flip ? gemm_stream<Isa, MR, kStreams, kAhead, true>(t, e)
-                : gemm_stream<Isa, MR, kStreams, kAhead, false>(t, e);
+template <class Isa, int MR, int kStreams, int64_t kDistance>
+int gemm_streamed(const GemmTile& t, const Epilogue& e) {
+  return t.flip ? gemm_streamed<Isa, MR, kStreams, kDistance, true>(t, e)
+                : gemm_streamed<Isa, MR, kStreams, kDistance, false>(t, e);
 }
 
 template <class Isa, int MR>
-int gemm_stream(const GemmTile& t, const Epilogue& e) {
+int gemm_streamed(const GemmTile& t, const Epilogue& e) {
   const int64_t bytes = t.panels * t.panel_stride;
-  const bool from_l3 = bytes > kStreamL2Bytes && bytes <= kStreamL3Bytes;
-  if (!from_l3 || !Isa::gains_from_one_stream()) return gemm_stream<Isa, MR, 3, 0>(t, e);
-  if constexpr (MR <= 2) return gemm_stream<Isa, MR, 1, 8192>(t, e);
-  return gemm_stream<Isa, MR, 2, 2048>(t, e);
+  const bool from_l3 = bytes > kStreamedL2Bytes && bytes <= kStreamedL3Bytes;
+  if (!from_l3 || !Isa::gains_from_one_stream()) return gemm_streamed<Isa, MR, 3, 0>(t, e);
+  if constexpr (MR <= 2) return gemm_streamed<Isa, MR, 1, 8192>(t, e);
+  return gemm_streamed<Isa, MR, 2, 2048>(t, e);
 }
 
 template <class Isa>
-int gemm_stream(const GemmTile& t, const Epilogue& e) {
+int gemm_streamed(const GemmTile& t, const Epilogue& e) {
   switch (t.rows) {
     case 1:
-      return gemm_stream<Isa, 1>(t, e);
+      return gemm_streamed<Isa, 1>(t, e);
     case 2:
-      return gemm_stream<Isa, 2>(t, e);
+      return gemm_streamed<Isa, 2>(t, e);
     case 3:
-      return gemm_stream<Isa, 3>(t, e);
+      return gemm_streamed<Isa, 3>(t, e);
     default:
-      return gemm_stream<Isa, 4>(t, e);
+      return gemm_streamed<Isa, 4>(t, e);
   }
 }
 

@@ -31,10 +31,10 @@ struct SumsAt {
 /// 512 to 128 channels, 8 rows in place of 4: 33.6 to 31.3 us), and addresses that are counted, not
 /// read, where rows are evenly spaced.
 template <class Isa>
-class Finish {
+class MatrixEpilogue {
  public:
   /// `chunks`: of K, in each tile.
-  Finish(const GemmTile& tile, const Epilogue& epilogue, int64_t chunks)
+  MatrixEpilogue(const GemmTile& tile, const Epilogue& epilogue, int64_t chunks)
       : tile_(tile),
         epilogue_(epilogue),
         is_plain_(!epilogue.clamp && epilogue.lo == nullptr &&
@@ -78,11 +78,11 @@ class Finish {
   /// Finishes some of the rows that wait; none where the only chunk has just stored them (measured:
   /// 1x1 of 64 to 256 channels with a sum 138 to 125 us).
   TORCHQ_INLINE void step() {
-    if (row_ < end_ && rows_at_once_ > 0) finish_(*this, rows_at_once_);
+    if (row_ < end_ && rows_at_once_ > 0) run_rows_(*this, rows_at_once_);
   }
 
   void all() {
-    if (row_ < end_) finish_(*this, end_ - row_);
+    if (row_ < end_) run_rows_(*this, end_ - row_);
   }
 
   /// Behind the last tile.
@@ -158,18 +158,18 @@ class Finish {
     const int channels = min_int(tile_.channels - channel, held_panels_ * kPanel);
     const Rows& rows = *held_rows_;
     waiting_ = sums_[next_];
-    if (finishes_in_registers(epilogue_, channels, held_panels_)) {
+    if (fits_register_epilogue(epilogue_, channels, held_panels_)) {
       channel_ = tile_.channel + channel;
       waiting_rows_ = held_rows_;
       panels_ = held_panels_;
       row_ = 0;
       end_ = rows.count;
       if (!is_plain_ || held_panels_ < kPair) {
-        finish_ = &finish_any;
+        run_rows_ = &any_rows;
       } else if (epilogue_.num_sums == 0) {
-        finish_ = rows.is_even ? &finish_plain<false, true> : &finish_plain<false, false>;
+        run_rows_ = rows.is_even ? &plain_rows<false, true> : &plain_rows<false, false>;
       } else {
-        finish_ = rows.is_even ? &finish_plain<true, true> : &finish_plain<true, false>;
+        run_rows_ = rows.is_even ? &plain_rows<true, true> : &plain_rows<true, false>;
       }
       return;
     }
@@ -182,14 +182,14 @@ class Finish {
         }
       }
     }
-    finish_tile<Isa>(
+    memory_epilogue<Isa>(
         {sums, rows.count, held_panels_, rows.dst_offset, tile_.channel + channel, channels},
         epilogue_);
   }
 
   /// Rows that are only scaled, and at most added to one u8 source: two of them fill a vector.
   template <bool kSum, bool kEven>
-  static void finish_plain(Finish& f, int count) {
+  static void plain_rows(MatrixEpilogue& f, int count) {
     const Epilogue& epilogue = f.epilogue_;
     const int channel = f.channel_, first = f.row_;
     const int end = min_int(first + count, f.end_);
@@ -231,30 +231,30 @@ class Finish {
     }
   }
 
-  static void finish_any(Finish& f, int count) {
+  static void any_rows(MatrixEpilogue& f, int count) {
     count = min_int(count, f.end_ - f.row_);
-    for (; count >= kRows; count -= kRows) f.template finish_rows<kRows>();
-    for (; count > 0; --count) f.template finish_rows<1>();
+    for (; count >= kRows; count -= kRows) f.template some_rows<kRows>();
+    for (; count > 0; --count) f.template some_rows<1>();
   }
 
   template <int MR>
-  TORCHQ_INLINE void finish_rows() {
+  TORCHQ_INLINE void some_rows() {
     if (panels_ == kPair) {
-      finish_rows<MR, kPair>();
+      some_rows<MR, kPair>();
     } else {
-      finish_rows<MR, 1>();
+      some_rows<MR, 1>();
     }
     row_ += MR;
   }
 
   template <int MR, int NP>
-  TORCHQ_INLINE void finish_rows() {
+  TORCHQ_INLINE void some_rows() {
     typename Isa::Int acc[MR][NP];
     TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
       const int32_t* sums = waiting_ + waiting_rows_->at[row_ + r];
       TORCHQ_UNROLL for (int p = 0; p < NP; ++p) acc[r][p] = Isa::load_int(sums + p * kPanel);
     }
-    finish_in_registers<Isa, MR, NP>(epilogue_, acc, waiting_rows_->dst_offset + row_, channel_);
+    register_epilogue<Isa, MR, NP>(epilogue_, acc, waiting_rows_->dst_offset + row_, channel_);
   }
 
   const GemmTile& tile_;
@@ -271,7 +271,7 @@ class Finish {
   const int32_t* waiting_ = nullptr;
   const Rows* waiting_rows_ = rows_;
   int channel_ = 0, panels_ = 0, row_ = 0, end_ = 0;
-  void (*finish_)(Finish&, int count) = nullptr;
+  void (*run_rows_)(MatrixEpilogue&, int count) = nullptr;
 };
 
 }  // namespace

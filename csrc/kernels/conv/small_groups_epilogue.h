@@ -43,16 +43,16 @@ constexpr bool kStoresTransposed = requires(uint8_t* p, typename Isa::Int v) {
 
 /// A plain end in the order of the sums; their bytes, not they, are put in order.
 template <class Isa, int Q>
-class TransposedEnd {
+class TransposedEpilogue {
  public:
-  TORCHQ_INLINE TransposedEnd(const Epilogue& e, const int64_t* dst_offset, int channel)
+  TORCHQ_INLINE TransposedEpilogue(const Epilogue& e, const int64_t* dst_offset, int channel)
       : multiplier_(load(e.multiplier + channel)),
         offset_(load(e.offset + channel)),
         dst_(static_cast<uint8_t*>(e.dst) + channel),
         dst_offset_(dst_offset),
         is_signed_(e.dst_dtype == DType::s8) {}
 
-  TORCHQ_INLINE void finish(int row, const typename Isa::Int (&acc)[Q]) const {
+  TORCHQ_INLINE void store(int row, const typename Isa::Int (&acc)[Q]) const {
     const auto y = Isa::fma(Isa::to_float(add_up<Isa, Q>(acc)), multiplier_, offset_);
     Isa::template store_transposed<Q == 2>(dst_ + dst_offset_[row], Isa::to_int(y), is_signed_);
   }
@@ -72,16 +72,16 @@ class TransposedEnd {
 /// The end of `count` rows of the panel whose channels start at `first` of the tile's; those behind
 /// them, up to MR, repeat the last.
 template <class Isa, int MR, int Q>
-TORCHQ_INLINE void finish_small_group(const GemmTile& t, const Epilogue& e,
-                                      typename Isa::Int (&acc)[MR][Q], const int64_t* dst_offset,
-                                      int count, int first) {
+TORCHQ_INLINE void small_group_epilogue(const GemmTile& t, const Epilogue& e,
+                                        typename Isa::Int (&acc)[MR][Q], const int64_t* dst_offset,
+                                        int count, int first) {
   pin_sums<Isa>(acc);
   const int channel = t.channel + first;
-  const bool in_registers = finishes_in_registers(e, kPanel, 1);
+  const bool in_registers = fits_register_epilogue(e, kPanel, 1);
   if constexpr (kStoresTransposed<Isa>) {
     if (in_registers && is_plain(e)) {
-      const TransposedEnd<Isa, Q> end(e, dst_offset, channel);
-      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) end.finish(r, acc[r]);
+      const TransposedEpilogue<Isa, Q> epilogue(e, dst_offset, channel);
+      TORCHQ_UNROLL for (int r = 0; r < MR; ++r) epilogue.store(r, acc[r]);
       return;
     }
   }
@@ -89,10 +89,10 @@ TORCHQ_INLINE void finish_small_group(const GemmTile& t, const Epilogue& e,
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
     sums[r][0] = in_order<Isa, Q>(add_up<Isa, Q>(acc[r]));
   }
-  if (in_registers) return finish_in_registers<Isa, MR, 1>(e, sums, dst_offset, channel);
+  if (in_registers) return register_epilogue<Isa, MR, 1>(e, sums, dst_offset, channel);
   alignas(64) int32_t tile[MR * kPanel];
   TORCHQ_UNROLL for (int r = 0; r < MR; ++r) Isa::store_int(tile + r * kPanel, sums[r][0]);
-  finish_tile<Isa>({tile, count, 1, dst_offset, channel, kPanel}, e);
+  memory_epilogue<Isa>({tile, count, 1, dst_offset, channel, kPanel}, e);
 }
 
 }  // namespace

@@ -63,11 +63,12 @@ struct RnnSums {
 
 /// As many cells as V has, of other rows or groups. Those of an LSTM or GRU have two stages, the
 /// first of which ends with c, or with the new gate's argument: all of a block's cells take it
-/// before any takes the second, or each when its turn comes (rnn_ride.h). Each has fewer
+/// before any takes the second, or each when its turn comes (rnn_pipelined.h). Each has fewer
 /// instructions in a row that wait for others (whole layers of 512 units: 1 to 3 % faster with
 /// vectors, up to 4 % on AMX).
 template <class Isa, class V, RnnCell kCell, int kStage, bool kPlain, class Between = Nothing>
-TORCHQ_INLINE void rnn_finish(const RnnStep& s, const RnnSums* sums, const Between& between = {}) {
+TORCHQ_INLINE void rnn_epilogue(const RnnStep& s, const RnnSums* sums,
+                                const Between& between = {}) {
   using Float = typename V::Float;
   using Cell = RnnFormula<V>;
   const auto gate = [&](int g, Float x) {
@@ -183,29 +184,29 @@ class RnnWalk {
 
 /// N cells side by side, as long as there are that many.
 template <class Isa, int N, RnnCell kCell, int kStage, bool kPlain>
-TORCHQ_INLINE void rnn_finish_by(const RnnStep& s, RnnWalk& walk) {
+TORCHQ_INLINE void rnn_epilogue_by(const RnnStep& s, RnnWalk& walk) {
   RnnSums sums[N];
-  while (walk.take(sums)) rnn_finish<Isa, Cells<Isa, N>, kCell, kStage, kPlain>(s, sums);
+  while (walk.take(sums)) rnn_epilogue<Isa, Cells<Isa, N>, kCell, kStage, kPlain>(s, sums);
 }
 
 /// Up to six exponentials go side by side in 32 registers: those of three cells, but of two in an
 /// LSTM's first stage.
 template <class Isa, RnnCell kCell, int kStage, bool kPlain>
-TORCHQ_NOINLINE void rnn_finish_stage(const RnnStep& s, const RnnBlock& block) {
+TORCHQ_NOINLINE void rnn_epilogue_stage(const RnnStep& s, const RnnBlock& block) {
   RnnWalk walk(s, block);
   if constexpr (Isa::kMaxPanels > 1) {  // 32 registers
     constexpr bool kThree = kCell != RnnCell::kLstm || kStage == 1;
-    if constexpr (kThree) rnn_finish_by<Isa, 3, kCell, kStage, kPlain>(s, walk);
-    rnn_finish_by<Isa, 2, kCell, kStage, kPlain>(s, walk);
+    if constexpr (kThree) rnn_epilogue_by<Isa, 3, kCell, kStage, kPlain>(s, walk);
+    rnn_epilogue_by<Isa, 2, kCell, kStage, kPlain>(s, walk);
   }
-  rnn_finish_by<Isa, 1, kCell, kStage, kPlain>(s, walk);
+  rnn_epilogue_by<Isa, 1, kCell, kStage, kPlain>(s, walk);
 }
 
 template <class Isa, RnnCell kCell, bool kPlain>
-void rnn_finish_block(const RnnStep& s, const RnnBlock& block) {
-  rnn_finish_stage<Isa, kCell, 0, kPlain>(s, block);
+void rnn_epilogue_block(const RnnStep& s, const RnnBlock& block) {
+  rnn_epilogue_stage<Isa, kCell, 0, kPlain>(s, block);
   if constexpr (rnn_stages(kCell) > 1) {
-    rnn_finish_stage<Isa, kCell, 1, kPlain>(s, block);
+    rnn_epilogue_stage<Isa, kCell, 1, kPlain>(s, block);
   }
 }
 
