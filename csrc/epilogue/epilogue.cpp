@@ -265,8 +265,8 @@ void EpilogueBuilder::read_chain(const Args& args, const Chain& chain, const flo
   e.num_ops = static_cast<int>(ops_.size());
 }
 
-/// Whether some input could make |y| reach 2^31, where the conversion alone would wrap, or make it
-/// NaN. The bounds count too: parameters made by hand may hold anything.
+/// Returns true if some input could make |y| reach 2^31, where the conversion alone would wrap, or
+/// make y NaN. Bounds count too: parameters made by hand may hold anything.
 bool EpilogueBuilder::needs_guard(const Args& args) const {
   constexpr double kLimit = 2147480000.0;  // a margin for the roundings on the way
   const Epilogue& e = epilogue_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The post-op text, what it folds to, and the epilogue it becomes.
+// The post-op text, its parameters, and the epilogue made of them.
 //
 // clang-format off
 // Note [Folded and float chains]
@@ -41,10 +41,11 @@ struct PostOp {
 
   bool is(Eltwise::Alg alg) const { return kind == kEltwise && eltwise.alg == alg; }
   bool is(Binary alg) const { return kind == kBinary && binary == alg; }
-  /// Whether the operand is in post_op_params: one value (mask 0) or one per channel (mask 2).
+  /// Returns true if the operand is in post_op_params: one value (mask 0) or one per channel (mask
+  /// 2).
   bool has_values() const { return kind == kBinary && (mask == 0 || mask == 2); }
   bool per_channel() const { return mask == 2; }
-  /// Tensors it takes from post_op_srcs.
+  /// Number of tensors from post_op_srcs.
   int sources() const { return !has_values() * (kind != kEltwise) + is(Binary::select); }
   /// The same in ops in real units (ops/rows/real.h), where post_op_params does not exist.
   int operands() const { return (kind != kEltwise) + is(Binary::select); }
@@ -101,14 +102,14 @@ class EpilogueBuilder {
     at::TensorList post_op_srcs;
     /// Bound on |accumulator|.
     double max_acc;
-    /// Whether masks index (rows, channels), dst being (rows..., channels), rather than dst's dims.
+    /// Masks index (rows, channels) of a dst of (rows..., channels), rather than dst's dims.
     bool rows = false;
-    /// Of weights that have zero points: int32, one per channel; and what they are multiplied by:
-    /// sum of (q - z), int32 of dst's shape but for `groups` channels. Null: they are in `acc`.
+    /// Zero points of the weights, int32, one per channel, and their factors: the sums of (q - z),
+    /// int32 of dst's shape but for `groups` channels. Null: `acc` has them already.
     const at::Tensor* weight_zero_point = nullptr;
     const at::Tensor* row_sums = nullptr;
     int64_t groups = 1;
-    /// What dst passes through last (ops/pointwise/byte_table.h); the epilogue ends before it.
+    /// Byte table applied to dst after the epilogue (ops/pointwise/byte_table.h), or null.
     const at::Tensor* table = nullptr;
   };
   EpilogueBuilder(const Args& args, const at::Tensor& dst);

@@ -75,7 +75,7 @@ struct Avx2 : Avx2Lanes {
     return _mm256_permutevar8x32_epi32(
         is_signed ? _mm256_packs_epi16(first, second) : _mm256_packus_epi16(first, second), order);
   }
-  /// Whether a lane is what conversion makes of NaN and of floats beyond int32.
+  /// Returns true if a lane is INT32_MIN, the result of converting NaN or a float beyond int32.
   static TORCHQ_INLINE bool any_invalid(const Int (&v)[2]) {
     const __m256i least =
         _mm256_min_epi32(_mm256_min_epi32(v[0].lo, v[0].hi), _mm256_min_epi32(v[1].lo, v[1].hi));

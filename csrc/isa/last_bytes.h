@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both traits do on their last 128 bits.
+// 128-bit operations that the AVX2 and AVX-512 traits share.
 #pragma once
 
 #include <immintrin.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every kernel file needs: attributes and unaligned loads.
+// Basics of every kernel file: attributes and unaligned loads.
 //
 // Note [One symbol per ISA]
 // Each ISA object is compiled with its own instruction set. An inline function with external

@@ -25,8 +25,7 @@ struct Kernels {
   int widening;
   /// The same for `rnn_input` and `rnn_step`.
   int rnn_widening;
-  /// What `gemm` leaves to a matrix unit (amx/contract.h) where there are rows enough; null
-  /// without.
+  /// Matrix unit (amx/contract.h) that takes over from `gemm` where there are enough rows; or null.
   const MatrixUnit* matrix;
   void (*gemm)(const GemmTile&, const Epilogue&);
   /// Exact only for panels whose pair bound is at most 128, as clipped ones, to whose products it
@@ -70,7 +69,7 @@ struct Kernels {
   void (*lookup)(const uint8_t* src, const uint8_t* table, uint8_t* dst, int64_t size);
   void (*rnn_input)(const RnnInput&);
   void (*rnn_step)(const RnnStep&);
-  /// How many pieces of RnnLookahead a step does; null: none.
+  /// Returns the number of pieces of RnnLookahead that a step runs; null: none.
   int64_t (*rnn_pieces)(const RnnStep&);
   void (*quantize_row)(QuantizeRow&);
   /// dst[i] = what the operations of a float chain and its end make of x[i], in real units; their

@@ -96,7 +96,7 @@ const Op& op_of(const std::string& name) {
   return *op;
 }
 
-/// What `_direct` of a type says.
+/// Parsed `_direct` of a type.
 struct Recipe {
   explicit Recipe(const py::tuple& direct) : op(op_of(direct[0].cast<std::string>())) {
     const auto parse = [](const py::handle& text) {

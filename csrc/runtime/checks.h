@@ -111,7 +111,7 @@ inline void check_numel(const char* op, const char* arg, const at::Tensor& t, in
                     "). It belongs to another layer or was folded for other channels.");
 }
 
-/// What a zero point may be: any int32 for int32 tensors, 0 for float32.
+/// Valid zero points: any int32 for int32 tensors, 0 for float32.
 struct ZeroPointRange {
   int32_t lo, hi;
 };

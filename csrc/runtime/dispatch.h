@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which tier runs: detected once, selectable per thread, captured when an op starts.
+// Tier selection: detected once, selectable per thread, captured when an op starts.
 #pragma once
 
 #include <string>

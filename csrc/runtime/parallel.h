@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How an op spreads parts of its work over threads: at::parallel_for, with the floating-point mode
-// the numerics contract requires on every worker. Elementwise ops leave their split to
-// TensorIterator::for_each and set the mode inside it.
+// Parallel parts of an op: at::parallel_for, with the floating-point mode that the numerics
+// contract requires on every worker. Elementwise ops leave their split to TensorIterator::for_each
+// and set the mode inside it.
 #pragma once
 
 // Without -fopenmp, at::parallel_for compiles to a serial loop and says nothing.

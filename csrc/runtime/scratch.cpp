@@ -55,7 +55,7 @@ struct Arena {
   }
   void leave() { busy.clear(std::memory_order_release); }
 
-  /// Of the blocks in front of `end`.
+  /// Returns the bytes of the blocks before `end`.
   size_t size(size_t end) const {
     size_t bytes = 0;
     for (size_t i = 0; i < end; ++i) bytes += blocks[i]->size;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One parallel region whose threads meet at barriers: what recurrent layers need, which depend on
+// One parallel region whose threads meet at barriers, for recurrent layers: every step depends on
 // all of the step before.
 #pragma once
 
@@ -52,7 +52,7 @@ class alignas(64) TeamBarrier {
     return Clock::now() - before > std::chrono::milliseconds(1);
   }
 
-  /// Whether this thread's last yield did.
+  /// True if this thread's last yield took a time slice.
   static inline thread_local bool loses_slices_ = false;
 
   static void pause() {

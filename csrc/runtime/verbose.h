@@ -4,14 +4,14 @@
 
 namespace torchq {
 
-/// What TORCHQ_VERBOSE asks for, read once: 0, 1 or 2. Raises ValueError for anything else.
+/// Returns TORCHQ_VERBOSE, read once: 0, 1 or 2. Raises ValueError for anything else.
 int verbosity();
 
-/// Whether anybody reads what `log_rejected` says.
+/// Returns true if `log_rejected` prints (TORCHQ_VERBOSE=2).
 bool logs_kernel_choice();
 
-/// Prints "torchq,dispatch,<kernel>,<why>" where it `logs_kernel_choice`; not for null, which is no
-/// reason. The line of the op that runs comes behind those of its kernels.
+/// Prints "torchq,dispatch,<kernel>,<why>" if `logs_kernel_choice` and `why` is not null. The op's
+/// own line follows those of its kernels.
 void log_rejected(const char* kernel, const char* why);
 
 }  // namespace torchq

@@ -36,7 +36,8 @@ struct UnitRun {
   int chunks;
 };
 
-/// How `MatrixUnit::multiply` reads a GemmTile: its own runs and weights are not looked at.
+/// Rows of a GemmTile as `MatrixUnit::multiply` reads them, in place of the tile's own runs and
+/// weights.
 struct UnitRows {
   int64_t stride;       // bytes from each of kUnitRows rows to the next
   int64_t chunk_bytes;  // of a row

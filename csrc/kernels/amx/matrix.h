@@ -15,14 +15,14 @@
 namespace {
 
 constexpr int kTileBytes = kTileQuads * kPanel * kQuad;
-/// Panels whose far weights meet all rows before the next ones do.
+/// Panels of far weights that meet all rows before the next panels.
 constexpr int kFarPanels = 4;
-/// So many weights stay in L1 beside the rows that meet all of them (measured: 1x1 of 256 to 64
-/// channels, 16 KB, 39.2 to 37.2 us; of 256 to 128, 72.6 to 78.7). More do not pass through it,
-/// where they would displace the rows (at K = 1024: 104 cycles for 4 products, without 72).
+/// Weights up to this size stay in L1 beside the rows (1x1 of 256 to 64 channels, 16 KB: 39.2 to
+/// 37.2 us; of 256 to 128: 72.6 to 78.7). Larger ones bypass L1, where they would displace the rows
+/// (at K = 1024: 104 cycles for 4 products through L1, 72 past it).
 constexpr int64_t kNearBytes = 16 * 1024;
 
-/// Where weights wait: in L1, in L2, or beyond.
+/// Nearest cache that holds the weights: L1, L2, or neither.
 enum class Weights { near, in_l2, far };
 
 /// Operand of LDTILECFG.
@@ -48,9 +48,9 @@ void begin_tiles(int64_t chunk_quads) {
 
 void end_tiles() { _tile_release(); }
 
-/// The part [begin, end) of each chunk's bytes of weights that a block of rows asks for, of the
-/// panels `ahead`: as much as the block is of all rows, so that memory is busy while all of them
-/// meet this group.
+/// Weights that one block of rows prefetches: bytes [begin, end) of each chunk, in the panels
+/// `ahead` bytes further on. The share equals the block's share of all rows, so that memory stays
+/// busy while all rows meet this group.
 struct Fetch {
   int64_t ahead;
   int begin, end;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens to the sums in the registers of a matrix unit (matrix.h) on their way to dst.
+// Epilogue of a matrix unit's sums (matrix.h): tile registers, then memory, then dst.
 #pragma once
 
 #include <immintrin.h>
@@ -12,7 +12,7 @@ namespace {
 /// Panels whose sums a tile's registers hold.
 constexpr int kPair = 2;
 
-/// Where the sums of each row of a tile are.
+/// Position of the sums of each row of a tile.
 template <int kStride>
 struct SumsAt {
   int64_t row[2 * kUnitRows];
@@ -21,15 +21,15 @@ struct SumsAt {
   }
 };
 
-/// Sums on their way to the destination. They stay in registers until the first products of the
-/// next tile, where storing them costs nothing (else 14 cycles each), and are finished a few rows
-/// at a time between the products that follow. While those run, only one port converts and
-/// multiplies floats: 192 cycles for 2 x 16 rows of two panels.
+/// Software-pipelined epilogue. Sums stay in tile registers until the first products of the next
+/// tile, where storing them is free (else 14 cycles each). The epilogue then runs a few rows at a
+/// time between the products that follow. Meanwhile only one port converts and multiplies floats:
+/// 192 cycles for 2 x 16 rows of two panels.
 ///
-/// What is loaded beside the tiles costs more than its instructions, perhaps since a tile takes 16
+/// Loads beside those of tiles cost more than their instructions, perhaps because a tile takes 16
 /// of the load buffer's 192 entries (not proven by counters). Hence few steps of many rows (1x1 of
-/// 512 to 128 channels, 8 rows in place of 4: 33.6 to 31.3 us), and addresses that are counted, not
-/// read, where rows are evenly spaced.
+/// 512 to 128 channels, 8 rows in place of 4: 33.6 to 31.3 us), and computed instead of loaded
+/// addresses for evenly spaced rows.
 template <class Isa>
 class MatrixEpilogue {
  public:
@@ -57,13 +57,13 @@ class MatrixEpilogue {
     rows.is_dense = rows.is_even || keep(rows);
   }
 
-  /// Registers 0 and 1, two panels of the upper 16 rows, and 2 and 3, of the lower, to where they
-  /// wait: `[2 * 16][kStride]`.
+  /// Memory for the tile in the registers: 0 and 1 are two panels of the upper 16 rows, 2 and 3 of
+  /// the lower; `[2 * 16][kStride]`.
   int32_t* held() { return sums_[next_]; }
-  /// Whether the lower rows have sums.
+  /// Returns true if the tile has lower rows.
   bool holds_lower() const { return held_panels_ > 0 && held_rows_->is_low; }
 
-  /// They have gone there, and the registers now hold `panels` panels from `panel` on.
+  /// Takes over the stored tile; the registers now hold `panels` panels from `panel` on.
   TORCHQ_INLINE void hold(int panel, int panels) {
     if (held_panels_ > 0) {
       all();
@@ -75,8 +75,8 @@ class MatrixEpilogue {
     held_panels_ = panels;
   }
 
-  /// Finishes some of the rows that wait; none where the only chunk has just stored them (measured:
-  /// 1x1 of 64 to 256 channels with a sum 138 to 125 us).
+  /// Runs the epilogue of some waiting rows; of none where the only chunk has just stored them (1x1
+  /// of 64 to 256 channels with a sum: 138 to 125 us).
   TORCHQ_INLINE void step() {
     if (row_ < end_ && rows_at_once_ > 0) run_rows_(*this, rows_at_once_);
   }
@@ -97,7 +97,7 @@ class MatrixEpilogue {
   static constexpr int kStride = kPair * kPanel;
   static constexpr SumsAt<kStride> kSumsAt{};
 
-  /// Those of the tile that waits, of the one in the registers, and of the next one.
+  /// Row sets in use: of the waiting tile, of the tile in the registers, and of the next one.
   static constexpr int kRowsAtOnce = 3;
 
   struct Rows {
@@ -121,7 +121,7 @@ class MatrixEpilogue {
     return different == 0;
   }
 
-  /// Leaves those of the rows that are stored; returns whether all are.
+  /// Drops rows that are not stored; returns true if none was dropped.
   static TORCHQ_NOINLINE bool keep(Rows& rows) {
     const int count = rows.count;
     int kept = 0;
@@ -152,7 +152,7 @@ class MatrixEpilogue {
     _tile_stored(3, sums + kUnitRows * kStride + kPanel, kBytes);
   }
 
-  /// The tile that was held is stored.
+  /// Makes the stored tile the waiting one, or runs its epilogue at once.
   TORCHQ_NOINLINE void take() {
     const int channel = held_panel_ * kPanel;
     const int channels = min_int(tile_.channels - channel, held_panels_ * kPanel);
@@ -187,7 +187,8 @@ class MatrixEpilogue {
         epilogue_);
   }
 
-  /// Rows that are only scaled, and at most added to one u8 source: two of them fill a vector.
+  /// Epilogue of rows that are only scaled, and at most added to one u8 source: two rows fill a
+  /// vector.
   template <bool kSum, bool kEven>
   static void plain_rows(MatrixEpilogue& f, int count) {
     const Epilogue& epilogue = f.epilogue_;

@@ -8,7 +8,7 @@
 
 namespace {
 
-/// Of K in one tile.
+/// Quads of K in one tile.
 constexpr int kTileQuads = 16;
 
 /// Whole vectors first: a count that is known saves the mask.

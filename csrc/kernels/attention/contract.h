@@ -25,9 +25,9 @@ struct SymmetricRows {
 ///   c[j] = e[j] + e[j - 16] + ..., in order of j: lane j % 16 of those up to j
 ///   dst[j] = rne(c[j]) - rne(c[j - 16])      total = the sum of dst
 ///
-/// So what rounding takes from a weight goes to the next ones of its lane: many that are smaller
-/// than half a step still add up. dst[j] is 0 from n to keys and the end of their panel. A row whose
-/// scores are all -inf has total 0, one with NaN or inf NaN. Overwrites the scores.
+/// The rounding error of a weight thus passes to the next weights of its lane: many that are
+/// smaller than half a step still add up. dst[j] is 0 from n to keys and the end of their panel. A
+/// row whose scores are all -inf has total 0, one with NaN or inf NaN. Overwrites the scores.
 // clang-format on
 struct AttentionRows {
   float* scores;   // [rows][stride], -inf from `keys` on
@@ -42,7 +42,7 @@ struct AttentionRows {
 /// Even, so that no difference of roundings is 256.
 constexpr float kFullWeight = 254.0f;
 
-/// What weights and values make: dst[r] = convert(fma(y, inverse_scale, zero_point)), or y,
+/// Weighted means of values: dst[r] = convert(fma(y, inverse_scale, zero_point)), or y,
 ///   y = fma(sums[r][i], scale / total[r], shift), or 0 where total[r] is 0
 struct AttentionMeans {
   const float* sums;  // [rows][size]

@@ -3,7 +3,7 @@
 // DepthwiseLayer in contract.h).
 //
 // A source column of up to four kernel rows is interleaved, so that the four bytes of a channel
-// share a lane, and then used for every window that has it. There are two ways along a row:
+// share a lane, and then used for every window that has it. There are two strategies along a row:
 //
 // clang-format off
 //   slide  windows 3 wide and 2 or 3 high, stride 1 or 2, no dilation along the row, a folded
@@ -13,8 +13,8 @@
 //   stash  everything else: the columns of a stretch of the row are stored in L1, then up to
 //          kDepthwisePixels destinations at a time meet the weights (depthwise_stash.h, _dot.h)
 //
-// Columns outside the row are zero points, so borders need no other path. A chunk of channels
-// fills a vector in one of three ways:
+// Columns outside the row are zero points, so borders need no other path. A chunk of channels fills
+// a vector in one of three splits:
 //
 //   split 1  kDepthwiseChannels channels of one row
 //   split 2  half as many of two rows
@@ -37,7 +37,7 @@ template <class Isa>
 using SlideFn = void (*)(const DepthwiseLayer&, const DepthwiseChunk<Isa>&, const SlideRows&,
                          int64_t x, int64_t pixels, const Epilogue&);
 
-/// Whether 32 registers hold what SlideThree, SlidePairs and SlideFive keep there.
+/// True for tiers whose 32 registers hold the columns of SlideThree, SlidePairs and SlideFive.
 template <class Isa>
 constexpr bool kSlidesTwo = Isa::kSteps == 1 && Isa::kDepthwiseVectors == 4;
 
@@ -75,7 +75,7 @@ SlideFn<Isa> slide_fn(const DepthwiseLayer& d, int split, bool pairs, bool plain
                 : slide_fn<Isa, false, 2>(d, pairs, plain);
 }
 
-/// What one call of `depthwise` works with.
+/// State of one call of `depthwise`.
 template <class Isa>
 struct DepthwiseRun {
   const DepthwiseLayer& layer;
@@ -89,7 +89,7 @@ struct DepthwiseRun {
   SlideFn<Isa> slide[2];  // null where the stash is used
 };
 
-/// Whether the source rows of destination rows y and y + 1 are one row apart.
+/// Returns true if the source rows of destination rows y and y + 1 are one row apart.
 inline bool shares_rows(const DepthwiseLayer& d, const DepthwiseRows& rows, int y) {
   const uint8_t* const* src = rows.src + int64_t{y} * d.kernel_rows;
   for (int r = 0; r + 1 < d.kernel_rows; ++r) {

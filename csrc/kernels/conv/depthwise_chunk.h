@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What depthwise.h multiplies with: a chunk of channels, its weights and parameters in the lane
-// order of Isa::interleave, and how a row is cut into stretches.
+// A chunk of channels of a depthwise layer: its weights and parameters in the lane order of
+// Isa::interleave, and how a row is cut into stretches.
 #pragma once
 
 #include "kernels/common.h"
@@ -14,7 +14,8 @@ constexpr int kStashColumn = Isa::kDepthwiseVectors * 64;
 constexpr int64_t kStashBytes = 16 * 1024;
 /// Destinations of a row that a slide passes at a time: the words of two rows fit the stash.
 constexpr int64_t kSlidePixels = kStashBytes / (2 * 64);
-/// What a slide's groups of rows may touch, for the second half of the vectors to find it in L1.
+/// Bytes that a slide's groups of rows may touch, so that the second half of the vectors finds them
+/// in L1.
 constexpr int64_t kSlideBytes = 28 * 1024;
 /// Beyond it a stretch is a single pixel.
 constexpr int64_t kMaxStashBytes = 1024 * 1024;
@@ -22,16 +23,16 @@ constexpr int64_t kMaxStashBytes = 1024 * 1024;
 /// The width of windows of 5 x 5, and the quads of a tail (see StashPlan).
 constexpr int kFive = 5, kTailQuads = 3;
 
-/// How a row is cut into stretches of `pixels` destinations, and what their stash holds:
-/// `columns` columns for each band of four kernel rows.
+/// Stretches of a row: `pixels` destinations each, whose stash holds `columns` columns for each
+/// band of four kernel rows.
 struct StashPlan {
   int bands;
   int64_t pixels, columns;
-  /// Every destination has columns of its own, since strides or dilation leave few to share.
+  /// Every destination has its own columns: strides or dilation leave few to share.
   bool gathered;
-  /// Whether two destination rows share a stash of 5 x 5 windows: the fifth row stands there beside
-  /// the one behind it, and a quad has two columns of both. That is kTailQuads quads instead of a
-  /// run's two, but half of the stash (on AVX-512 VNNI 1.2 to 1.3 times as fast).
+  /// True where two destination rows share a stash of 5 x 5 windows: a quad holds two columns of
+  /// the fifth row and of the row after it. That takes kTailQuads quads instead of a run's two, but
+  /// half of the stash (AVX-512 VNNI: 1.2 to 1.3x faster).
   bool tail;
   int quads;  // of a destination
 };
@@ -96,7 +97,7 @@ int64_t chunk_weight_bytes(const StashPlan& plan) {
   return int64_t{plan.quads} * Isa::kDepthwiseVectors * Isa::kSteps * 64;
 }
 
-/// What all chunks of a layer have in common; `scratch` has depthwise_bytes(d) bytes.
+/// Sets the fields that all chunks of a layer share; `scratch` has depthwise_bytes(d) bytes.
 template <class Isa>
 void init_chunk(const DepthwiseLayer& d, const StashPlan& plan, void* scratch,
                 DepthwiseChunk<Isa>* chunk) {

@@ -81,7 +81,7 @@ TORCHQ_INLINE void accumulate(const DepthwiseChunk<Isa>& chunk, const uint8_t* s
   }
 }
 
-/// Where destinations go: the lanes of a vector belong to `split` rows.
+/// Addresses of destinations; the lanes of a vector belong to `split` rows.
 struct DepthwiseDst {
   int64_t offset[4];  // elements, of each row's first pixel and the chunk's first channel
   int64_t step;       // elements between pixels

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The folded 8-bit epilogue of both ways along a row (depthwise.h): words in lane order to bytes.
+// Folded 8-bit epilogue of both strategies along a row (depthwise.h): words in lane order to bytes.
 #pragma once
 
 #include "kernels/conv/depthwise_chunk.h"
@@ -7,8 +7,8 @@
 
 namespace {
 
-/// How words become the bytes of a folded epilogue. Held by value, since stores of bytes could
-/// alias what is behind a reference.
+/// Parameters of the folded epilogue from words to bytes. Held by value: stores of bytes could
+/// alias a reference.
 struct ByteEpilogue {
   bool is_signed, clamp;
   bool plain;              // neither, and all lanes have channels

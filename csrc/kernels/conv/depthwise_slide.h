@@ -43,8 +43,8 @@ struct SlideGroup {
 template <class Isa, bool kFlip, int kSplit, int kStride, bool kPairs>
 struct Slide {
   static constexpr int kSteps = Isa::kSteps;
-  /// Whether row pointers are read where they are used. Those of two parts or four do not fit
-  /// registers, and where the compiler kept and spilled them a row took 4 to 12 % longer.
+  /// True where row pointers are loaded at each use. Those of two parts or four do not fit the
+  /// registers: kept and spilled by the compiler, they made a row 4 to 12 % slower.
   static constexpr bool kReread = Isa::kDepthwiseVectors == 4 && kStride == 1 && kSplit > 1;
   static constexpr int kParts = Isa::kDepthwiseVectors / 2;
   static constexpr int kRows = kPairs ? 4 : 3, kDst = kPairs ? 2 : 1;

@@ -7,7 +7,7 @@
 
 namespace {
 
-/// Where a row's pixels are read. Held by value, since stores of bytes could alias it.
+/// Source of a row's pixels. Held by value, since stores of bytes could alias a reference.
 struct SlideSrc {
   const uint8_t* padding;  // a pixel of zero points
   int64_t step, pixels;    // elements between pixels; of a row
@@ -21,8 +21,8 @@ struct SlideSrc {
         count(channels) {}
 };
 
-/// What is known of a pixel: whether it may be outside the row; and whether its channels fill the
-/// lanes and its result is u8 without bounds, so that nothing is asked along the row.
+/// Compile-time facts about a pixel: it may be outside the row; its channels fill the lanes and its
+/// result is u8 without bounds, so that the row needs no checks.
 template <bool kMayBeOutside, bool kPlain = false>
 struct Checked {
   static constexpr bool value = kMayBeOutside, plain = kPlain;
@@ -101,8 +101,8 @@ struct SlidePairs {
   using Int = typename Isa::Int;
   using Bytes = typename Isa::Bytes;
   using Group = SlideGroup<kSplit, 3, 1, 2>;
-  /// What is left of the pixels before the next: the last quads of two rows, whose upper half is
-  /// the pixel x, and the pairs of the third row that end with it.
+  /// State carried to the next pixel: the last quads of two rows, whose upper half is pixel x, and
+  /// the pairs of the third row that end with it.
   struct Before {
     Int quads[kVectors];
     Bytes pair[2];

@@ -23,8 +23,8 @@ struct StashSpan {
 using StashFn = void (*)(const DepthwiseLayer&, const StashRows&, const StashSpan&, int channel,
                          int count);
 
-/// Which pixels a span may have: all of them inside the row (of a fourth row that repeats the
-/// third, or not), or any, zero points standing for those outside; kPairs: see stash_pairs.
+/// Kinds of spans: all pixels inside the row (the fourth row repeats the third, or is one of its
+/// own), or any pixels, with zero points for those outside; kPairs: see stash_pairs.
 enum StashKind : int { kThreeRows, kFourRows, kChecked, kPairs };
 
 template <class Isa, bool kFlip, StashKind kKind, int kSplit>

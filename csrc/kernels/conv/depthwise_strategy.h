@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which of the ways along a row (depthwise.h) a depthwise layer takes: asked by the kernel, and by
-// the op that logs it.
+// Choice between the strategies along a row (depthwise.h), shared by the kernel and by the op that
+// logs it.
 #pragma once
 
 #include "kernels/conv/contract.h"
@@ -8,7 +8,7 @@
 
 namespace {
 
-/// Why results are not the bytes that words make; null where they are.
+/// Returns the reason why an epilogue is not the 8-bit one of words, or null.
 inline const char* why_no_bytes(const torchq::Epilogue& e) {
   using torchq::DType;
   if (e.dst_dtype != DType::u8 && e.dst_dtype != DType::s8) return "dst has more than 8 bits";
@@ -18,7 +18,7 @@ inline const char* why_no_bytes(const torchq::Epilogue& e) {
   return e.lo != nullptr ? "bounds differ between channels" : nullptr;
 }
 
-/// Why windows of such a layer do not slide; null where they do. `two`: see kSlidesTwo.
+/// Returns the reason why a layer's windows cannot slide, or null. `two`: see kSlidesTwo.
 inline const char* why_no_slide(const torchq::DepthwiseLayer& d, bool two) {
   if (d.dilation != 1) return "taps of a row are not neighbors";
   if (d.stride > 2) return "the stride along a row is more than 2";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where sums of small groups start and what becomes of them (small_groups.h).
+// Initial sums of small groups and their epilogue (small_groups.h).
 #pragma once
 
 #include "kernels/gemm/gemm.h"
@@ -10,7 +10,7 @@ namespace {
 alignas(64) constexpr int32_t kEvenLanes[kPanel] = {-1, 0, -1, 0, -1, 0, -1, 0,
                                                     -1, 0, -1, 0, -1, 0, -1, 0};
 
-/// What the sums of the panel whose channels start at `first` of the tile's start from.
+/// Sets the sums of the panel from channel `first` of the tile on to their initial values.
 template <class Isa, int MR, int Q>
 TORCHQ_INLINE void begin_small_group(const GemmTile& t, typename Isa::Int (&acc)[MR][Q],
                                      int first) {
@@ -21,27 +21,27 @@ TORCHQ_INLINE void begin_small_group(const GemmTile& t, typename Isa::Int (&acc)
   }
 }
 
-/// What the outputs of a row sum: lane 4 i + j is channel 4 j + i, but where pairs of lanes are
-/// added j counts 0, 2, 1, 3.
+/// Returns the outputs of a row: lane 4 i + j is channel 4 j + i; where pairs of lanes are added, j
+/// runs 0, 2, 1, 3.
 template <class Isa, int Q>
 TORCHQ_INLINE typename Isa::Int add_up(const typename Isa::Int (&acc)[Q]) {
   if constexpr (Q == 1) return acc[0];
   return Isa::add_pairs(acc[0], acc[Q - 1]);
 }
 
-/// Those in the order of channels.
+/// Returns the outputs in the order of channels.
 template <class Isa, int Q>
 TORCHQ_INLINE typename Isa::Int in_order(typename Isa::Int sums) {
   return Isa::transpose_lanes(Q == 1 ? sums : Isa::swap_middle(sums));
 }
 
-/// Whether a tier has an end for sums in their own order.
+/// True for tiers with an epilogue for sums in transposed order.
 template <class Isa>
 constexpr bool kStoresTransposed = requires(uint8_t* p, typename Isa::Int v) {
   Isa::template store_transposed<true>(p, v, false);
 };
 
-/// A plain end in the order of the sums; their bytes, not they, are put in order.
+/// Plain epilogue in transposed order: only the bytes are put in the order of channels.
 template <class Isa, int Q>
 class TransposedEpilogue {
  public:
@@ -69,8 +69,8 @@ class TransposedEpilogue {
   const bool is_signed_;
 };
 
-/// The end of `count` rows of the panel whose channels start at `first` of the tile's; those behind
-/// them, up to MR, repeat the last.
+/// Epilogue of `count` rows of the panel from channel `first` of the tile on; further rows, up to
+/// MR, repeat the last.
 template <class Isa, int MR, int Q>
 TORCHQ_INLINE void small_group_epilogue(const GemmTile& t, const Epilogue& e,
                                         typename Isa::Int (&acc)[MR][Q], const int64_t* dst_offset,

@@ -40,7 +40,7 @@ struct LineTaps {
   }
 };
 
-/// How many rows from `first` on are `step` apart.
+/// Returns the number of rows from `first` on that are `step` apart.
 inline int line_length(const GemmTile& t, int first, int64_t step) {
   int end = first + 1;
   while (end < t.rows && t.row_offset[end] - t.row_offset[end - 1] == step) ++end;

@@ -2,12 +2,11 @@
 // From int32 accumulators to the destination, shared by gemm and depthwise (contract: Epilogue in
 // contract.h).
 //
-// Three forms. `register_epilogue` (register_epilogue.h) works on the accumulators where they
-// are, in registers, and covers what nearly every layer needs: a folded chain to 8 bits, of whole
-// panels, or with masks of others, too; to float32 where a tile is full. The other two work on a
-// tile in L1: `memory_byte_epilogue` where channels do not fill their panels and masks cost too
-// much, and `memory_epilogue` for everything else, the float chain interpreter included (measured
-// cost of that detour: 4 % at K = 64, 1 % at K = 512).
+// Three forms. `register_epilogue` (register_epilogue.h) works on accumulators in registers and
+// serves nearly every layer: folded chains to 8 bits, with masks for partial panels, and to float32
+// in full tiles. The other two work on a tile in L1: `memory_byte_epilogue` where channels do not
+// fill their panels and masks cost too much, and `memory_epilogue` for everything else, the float
+// chain interpreter included (cost of the detour: 4 % at K = 64, 1 % at K = 512).
 #pragma once
 
 #include "kernels/epilogue/eltwise.h"
@@ -140,7 +139,8 @@ TORCHQ_INLINE void store_row_as(void* base, int64_t size, typename Isa::Float ze
       [&](int64_t i, Nothing, auto m) { return value(i, m); });
 }
 
-/// A folded chain to 8 bits, where the conversion alone saturates: what nearly every layer has.
+/// Returns true for a folded chain to 8 bits that the conversion alone saturates: nearly every
+/// layer.
 TORCHQ_INLINE bool is_byte_epilogue(const Epilogue& e) {
   return e.mode == Epilogue::kFolded && element_size(e.dst_dtype) == 1 && !e.guard;
 }
@@ -239,8 +239,8 @@ TORCHQ_NOINLINE void subtract_row_terms(const EpilogueTile& t, const Epilogue& e
   }
 }
 
-/// Where is_byte_epilogue; channels that do not fill their panels come here. Beside the general
-/// form: 1x1 of 96 to 24 channels 1.1 times as fast, of 72 to 24 with a sum 1.2 times.
+/// The 8-bit form (is_byte_epilogue) of channels that do not fill their panels. Against the general
+/// form: 1x1 of 96 to 24 channels 1.1x faster, of 72 to 24 with a sum 1.2x.
 template <class Isa>
 TORCHQ_NOINLINE void memory_byte_epilogue(const EpilogueTile& t, const Epilogue& e) {
   using Float = typename Isa::Float;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of nearly every layer, on accumulators where they are: a folded chain to 8 bits or to
+// Epilogue of nearly every layer, on accumulators in registers: a folded chain to 8 bits or to
 // float32. The other forms are in epilogue.h.
 #pragma once
 
@@ -7,13 +7,13 @@
 
 namespace {
 
-/// True when register_epilogue can take the accumulators as they are.
+/// Returns true if register_epilogue takes these accumulators.
 TORCHQ_INLINE bool fits_register_epilogue(const Epilogue& e, int channels, int panels) {
   return is_byte_epilogue(e) && channels == panels * kPanel;
 }
 
-/// Neither sums nor bounds but those of the type: asked in front of a tile's end, it frees the
-/// registers that what may come keeps.
+/// Returns true without sums and without bounds but those of the type. Tested before the epilogue
+/// of a tile, it frees the registers that these would keep.
 TORCHQ_INLINE bool is_plain(const Epilogue& e) {
   return e.num_sums == 0 && e.lo == nullptr && !e.clamp;
 }
@@ -103,7 +103,7 @@ TORCHQ_INLINE void register_epilogue(const Epilogue& e, typename Isa::Int (&acc)
   }
 }
 
-/// A folded chain to float32, for floating-point layers; its sums are float32, too.
+/// Returns true for a folded chain to float32 whose sums are float32, too.
 TORCHQ_INLINE bool is_float_epilogue(const Epilogue& e) {
   bool has_others = false;
   for (int s = 0; s < e.num_sums; ++s) has_others |= e.sums[s].dtype != DType::f32;
@@ -185,7 +185,7 @@ TORCHQ_INLINE void register_tail_epilogue(const Epilogue& e, typename Isa::Int (
   }
 }
 
-/// The end of a tile of MR rows from `first` on and NP panels from `panel` on.
+/// Epilogue of a tile of MR rows from `first` on and NP panels from `panel` on.
 template <class Isa, int MR, int NP>
 TORCHQ_INLINE void tile_epilogue(const GemmTile& t, const Epilogue& e,
                                  typename Isa::Int (&acc)[MR][NP], int first, int panel) {

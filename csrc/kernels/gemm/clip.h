@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weights whose adjacent pairs fit 16-bit sums, and what they lack (contract: `clip` in table.h).
+// Weights clipped so that adjacent pairs fit 16-bit sums, and their excess (contract: `clip` in
+// table.h).
 #pragma once
 
 #include "kernels/common.h"
 
 namespace {
 
-/// Whether gemm_narrow adds what clipped weights lack.
+/// True for tiers whose gemm_narrow adds the excess of clipped weights.
 template <class Isa>
 constexpr bool kHasExcess = Isa::kHasNarrow && Isa::kMaxPanels == 1;
 

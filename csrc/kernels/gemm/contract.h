@@ -26,7 +26,7 @@ struct GemmRun {
   int64_t quads;
 };
 
-/// What the clipped weights of a panel lack (`Kernels::clip`), of the quads that lack something.
+/// Excess of a panel's clipped weights (`Kernels::clip`), for the quads that have any.
 struct GemmExcess {
   struct Quad {
     int64_t src_offset;     // bytes, as in GemmRun

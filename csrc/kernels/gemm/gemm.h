@@ -22,17 +22,17 @@ TORCHQ_INLINE void for_each_tile(int rows, int most, const Body& body) {
   }
 }
 
-/// Bytes of the weights of a tile that stay in L1 while all rows pass, and the next ones come.
+/// Bytes of a tile's weights that stay in L1 beside the rows and the next weights.
 constexpr int64_t kTileWeightBytes = 24 * 1024;
 
-/// Layers with fewer bytes of weights do not wait for them, wherever they are.
+/// Layers with fewer bytes of weights gain nothing from prefetching, wherever the weights are.
 constexpr int64_t kFewWeightBytes = 64 * 1024;
 
-/// What tiles of NP panels from `panel` on ask for. Measured on Emerald Rapids, in MobileNet: 160
-/// to 960 channels take 0.87 of the time with the next panels, 320 to 1280 0.86, 96 to 576 0.93;
-/// hot 0.95 to 1. On Zen 5 requests take the place of products: 1x1 of 64 to 256 channels is 1.07
-/// times as fast without, of 256 to 1024 1.01, hot. In a whole network, where weights come from L3
-/// and beyond, those of the next panels are worth it: ResNet-50 takes 0.94 of the time.
+/// Returns the prefetch policy of tiles of NP panels from `panel` on. Emerald Rapids, prefetching
+/// the next panels, in MobileNet: 160 to 960 channels take 0.87 of the time, 320 to 1280 0.86, 96
+/// to 576 0.93; with hot caches 0.95 to 1. On Zen 5 prefetches displace products: hot, 1x1 of 64 to
+/// 256 channels is 1.07x faster without, of 256 to 1024 1.01x. In a whole network weights come from
+/// L3 and beyond, and prefetching the next panels pays: ResNet-50 takes 0.94 of the time.
 template <class Isa, int NP>
 TORCHQ_INLINE Prefetch choose_prefetch(const GemmTile& t, int panel) {
   if constexpr (Isa::kPrefetches) {
@@ -62,7 +62,7 @@ TORCHQ_INLINE void gemm_panels(const GemmTile& t, const Epilogue& e, int panel, 
                 [&](int first, int rows) { tiles[rows - 1](t, e, begin + first, panel); });
 }
 
-/// Whether the last panel is not full.
+/// Returns true if the last panel is partial.
 TORCHQ_INLINE bool has_tail(const GemmTile& t) { return t.channels % kPanel != 0; }
 
 /// The panels from `panel` on, of which there are at most NP.
@@ -78,10 +78,10 @@ TORCHQ_INLINE void gemm_rest(const GemmTile& t, const Epilogue& e, int panel) {
   if constexpr (NP > 1) gemm_rest<Isa, NP - 1, kWeights>(t, e, panel);
 }
 
-/// Whether few rows take tiles of three panels, which have more rows than those of four: where that
-/// saves a pass over weights that are beyond L1 (up to 8 rows) or L2. Measured on Emerald Rapids,
-/// M x 4096 -> 4096: 1.26 times as fast with 8 rows as two tiles of 4 x 4, 1.11 with 16; from L2
-/// both are as fast with 8 rows, and 6 x 4 is with 16 (1.03).
+/// Returns true if tiles of three panels, which have more rows than those of four, save a pass over
+/// weights beyond L1 (up to 8 rows) or L2. Emerald Rapids, M x 4096 -> 4096: with 8 rows 1.26x
+/// faster than two tiles of 4 x 4, with 16 rows 1.11x. From L2 the two are equal with 8 rows, and 6
+/// x 4 is 1.03x faster with 16.
 template <class Isa>
 TORCHQ_INLINE bool takes_three_panels(const GemmTile& t) {
   constexpr int kTall = kMostRows<Isa, 3>, kWide = kMostRows<Isa, Isa::kMaxPanels>;
@@ -90,8 +90,8 @@ TORCHQ_INLINE bool takes_three_panels(const GemmTile& t) {
   return fewer_tiles && t.panels > 8 && (t.rows <= kTall || bytes > int64_t{1} << 20);
 }
 
-/// Up to kFewRows rows: panels outermost. One row or two take wide tiles where they do not take
-/// streams: measured on Emerald Rapids, 1.02 to 1.08 times as fast from L2, 1.01 from L3.
+/// Up to kFewRows rows: panels outermost. One row or two take wide tiles unless they are streamed.
+/// Emerald Rapids: 1.02 to 1.08x faster from L2, 1.01x from L3.
 template <class Isa, WeightForm kWeights>
 void gemm_few_rows(const GemmTile& t, const Epilogue& e) {
   constexpr int kMost = Isa::kMaxPanels;
@@ -122,8 +122,8 @@ TORCHQ_INLINE void gemm_short_panels(const GemmTile& t, const Epilogue& e, int p
   if (done < t.rows) gemm_panels<Isa, NP, WeightForm::kWhole>(t, e, panel, done);
 }
 
-/// The full panels from `panel` on; returns the first that is left. One or two in front of one that
-/// is not full are left to a tile of all of them: with their own they take 1.1 times as long.
+/// The full panels from `panel` on; returns the first that is left. One or two full panels before a
+/// partial one share its tile: a tile of their own is 10 % slower.
 template <class Isa, int kRuns, int kQuads>
 int gemm_short_rows(const GemmTile& t, const Epilogue& e, int panel) {
   const int whole = t.channels / kPanel;
@@ -151,9 +151,9 @@ TORCHQ_INLINE int gemm_if_short(const GemmTile& t, const Epilogue& e, int panel)
   return panel;
 }
 
-/// All panels of the tile, as wide as the registers allow; the last chunk takes what is left.
-/// Panels are outermost where tiles ask for the next ones: these come while all rows pass, not all
-/// of them with the first rows, which L3 is too slow for.
+/// All panels of the tile, as wide as the registers allow; the last chunk takes the rest. Panels
+/// are outermost where tiles prefetch the next ones: the prefetches then spread over all rows. With
+/// the first rows alone, L3 would be too slow.
 template <class Isa, WeightForm kWeights>
 void gemm(const GemmTile& t, const Epilogue& e) {
   if (t.rows <= kFewRows) return gemm_few_rows<Isa, kWeights>(t, e);
@@ -180,9 +180,9 @@ void gemm(const GemmTile& t, const Epilogue& e) {
   if (panel < t.panels) gemm_rest<Isa, kMost, kWeights>(t, e, panel);
 }
 
-/// Whether tiles have panels of several groups. With all 16 or 32 channels of a group in one panel
-/// or two, tiles of one group have few sums. Measured on Emerald Rapids, 3x3, against tiles of 10 x
-/// 1 and 6 x 2: 1.31 to 1.41 times as fast with 16 channels, 1.10 with 32.
+/// True for tiers whose tiles span several groups. Groups of 16 or 32 channels have one panel or
+/// two, and tiles of one group have few sums. Emerald Rapids, 3x3, against tiles of 10 x 1 and 6 x
+/// 2: 1.31 to 1.41x faster with 16 channels, 1.10x with 32.
 template <class Isa>
 constexpr bool kJoinsGroups = kHasWide<Isa>;
 

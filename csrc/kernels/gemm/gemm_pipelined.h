@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Many rows with two to four panels: the end of a tile overlaps the products of the next one.
+// Many rows with two to four panels: the epilogue of a tile overlaps the products of the next one.
 //
 // Note [Pipelined tiles]
-// Zen multiplies with two of its four vector units. Conversions, maxima and packing, which a tile
-// ends with, run on the other two, but one after the other behind the last product they fill the
-// queue in front of them, and the next tile waits: 24 sums in registers end in 60 cycles, in 85
-// with a residual. So the ends of a tile stand among the products of the next one. 12 sums wait for
-// them in registers. Of 16 the compiler keeps six there and stores the others, on the way: a store
-// waits for its sum, so 16 in a row cost 8 cycles, 24 cost 30, and with all in L1 at once 64 inputs
-// take 1.05 of the time.
+// The epilogue is software-pipelined: converting and storing tile i is interleaved with the dot
+// products of tile i + 1. Zen multiplies with two of its four vector units; conversions, maxima and
+// packing run on the other two. In one block after the last product they fill the queue of those
+// two units, and the next tile waits: the epilogue of 24 sums in registers takes 60 cycles, with a
+// residual 85. 12 sums wait in registers. Of 16 sums the compiler keeps six there and stores the
+// others between products: a store waits for its sum, so 16 stores in a row cost 8 cycles and 24
+// cost 30. With all 16 sums stored at once, 64 inputs take 1.05 of the time.
 //
-// Such tiles read weights 1.5 to 2 times as often as others, so L1 or a fast L2 must have them.
-// Measured on Zen 5 beside those, in turns, with 64, 128, 256 and 768 inputs: 1.09, 1.08, 1.045 and
-// 1.02 times as fast, with 1024 inputs 1.015, with 2048 and more 1.00; with a residual 1.15, 1.13
-// and 1.06. On Zen 4, without a residual, 1.04, 1.07, 1.02 and 1.015, with 512 inputs 1.02, with
-// 1024 1.01.
+// Pipelined tiles read weights 1.5 to 2 times as often as others, so L1 or a fast L2 must hold
+// them. Zen 5, against tiles that are not pipelined, with 64, 128, 256 and 768 inputs: 1.09x,
+// 1.08x, 1.045x and 1.02x faster, with 1024 inputs 1.015x, with 2048 and more 1.00x; with a
+// residual 1.15x, 1.13x and 1.06x. Zen 4, without a residual: 1.04x, 1.07x, 1.02x and 1.015x, with
+// 512 inputs 1.02x, with 1024 1.01x.
 #pragma once
 
 #include "kernels/epilogue/register_epilogue.h"
@@ -22,17 +22,18 @@
 
 namespace {
 
-/// The sums of a tile: whole rows, and whole vectors of bytes. With 20, of five rows, 64 inputs
-/// take 1.03 of the time that they take without overlap.
+/// Sums of a tile: whole rows, and whole vectors of bytes. With 20 sums, of five rows, 64 inputs
+/// take 1.03 of the time without pipelining.
 template <int kPanels>
 constexpr int kPipelinedSums = kPanels == 4 ? 16 : 12;
-/// How many sums end with a quad. With two, layers of 32 to 60 inputs overlap, too: four panels are
-/// 1.01 to 1.05 times as fast, with a residual 1.04 to 1.15, but three or two panels 0.93 to 1.00.
+/// Sums whose epilogue runs beside one quad. With two, layers of 32 to 60 inputs are pipelined,
+/// too: four panels are 1.01 to 1.05x faster, with a residual 1.04 to 1.15x, but three or two
+/// panels 0.93 to 1.00x.
 template <int kPanels>
 constexpr int kEndsPerQuad = kPanels == 4 ? 2 : 1;
 
-/// The tiles of kPanels full panels. kResidual: the epilogue has one sum. kPrefetchNext: the
-/// weights of the next kPanels panels come into L2 meanwhile, the n-th panel's with the n-th tile.
+/// Tiles of kPanels full panels. kResidual: the epilogue has one sum. kPrefetchNext: tile n
+/// prefetches panel n of the next kPanels panels into L2.
 template <class Isa, int kPanels, bool kFlip, bool kResidual, bool kPrefetchNext>
 class PipelinedTiles {
  public:
@@ -111,7 +112,7 @@ class PipelinedTiles {
     weight_ += kPanel * kQuad;
   }
 
-  /// What is left of the run.
+  /// Multiplies the rest of the run.
   TORCHQ_INLINE void multiply(Sums& acc) {
     while (k_ != end_) multiply_quad(acc);
   }
@@ -201,7 +202,7 @@ TORCHQ_NOINLINE int pipelined_tiles(const GemmTile& t, const Epilogue& e, int pa
   return PipelinedTiles<Isa, kPanels, kFlip, kResidual, kPrefetchNext>(t, e, panel).run(first, end);
 }
 
-/// Whether tiles of kPanels full panels can end as Note [Pipelined tiles] says, and gain.
+/// Returns true if tiles of kPanels full panels can be pipelined (Note [Pipelined tiles]) and gain.
 template <class Isa, int kPanels>
 TORCHQ_INLINE bool is_pipelined(const GemmTile& t, const Epilogue& e) {
   const bool has_residual = e.num_sums == 1 && e.lo == nullptr && !e.clamp;
@@ -210,8 +211,8 @@ TORCHQ_INLINE bool is_pipelined(const GemmTile& t, const Epilogue& e) {
          is_byte_epilogue(e) && (is_plain(e) || has_residual);
 }
 
-/// kPanels full panels from `panel` on, where they overlap; returns the first row that is left. If
-/// it asks for the next panels, it does so with the first tiles.
+/// kPanels full panels from `panel` on, where `is_pipelined`; returns the first row that is left.
+/// With `prefetch_next` the first tiles prefetch the next panels.
 template <class Isa, int kPanels>
 TORCHQ_INLINE int gemm_pipelined(const GemmTile& t, const Epilogue& e, int panel,
                                  bool prefetch_next) {
@@ -237,7 +238,7 @@ TORCHQ_INLINE int gemm_pipelined(const GemmTile& t, const Epilogue& e, int panel
   return first == end ? end : kPipelined[t.flip][e.num_sums](t, e, panel, first, end);
 }
 
-/// Whether the last panels, of which there are fewer than kMaxPanels, overlap; one does not.
+/// Returns true if the last panels, fewer than kMaxPanels, are pipelined; a single one never is.
 template <class Isa>
 TORCHQ_INLINE bool rest_is_pipelined(const GemmTile& t, const Epilogue& e, int panels) {
   return panels == 2 ? is_pipelined<Isa, 2>(t, e) : panels == 3 && is_pipelined<Isa, 3>(t, e);

@@ -12,7 +12,7 @@ constexpr int kShortRows = NP == 4                              ? kTileRows
                            : NP == 3 || (NP == 1 && kRuns == 3) ? 8
                                                                 : 12;
 
-/// Whether the runs are kRuns of kQuads, whose weights follow one another.
+/// Returns true if the runs are kRuns of kQuads whose weights follow one another.
 template <int kRuns, int kQuads>
 TORCHQ_INLINE bool has_runs(const GemmTile& t) {
   if (t.num_runs != kRuns) return false;

@@ -1,39 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
-// Few rows, which wait for weights: tiles that read them in the order that memory likes best.
+// Few rows are bound by weight bandwidth: their tiles read weights as few long streams.
 //
 // Note [Streamed weights]
-// Zen 5 brings weights into L1 as fast as L2 gives them, 45 to 62 bytes a cycle, where few streams
-// go on from panel to panel, read by the same instructions all the time: the panels of a layer are
-// cut into three ranges, and a tile takes one panel of each. A tile of neighbours has a new stream
-// for each panel: 32 to 44 bytes a cycle. One stream is as good for one row only: a broadcast takes
-// as long as a load of 64 bytes, and there are two a cycle. Measured in turns with one, two, three
-// and four rows: 768 -> 768 alone in a loop 1.20, 1.06, 1.09 and 1.05 times as fast, as whole ops
-// 1.07, 1.06, 1.05 and 1.00; 512 -> 512 alone 1.18, 1.06, 1.20 and 1.02. Where 4 KB pages lie in L2
-// makes a difference of as much. On Zen 4 whole ops of one, two and four rows are 1.03, 1.02
-// and 1.00 times as fast from L2, with weights of 2 MB 1.09, 1.06 and 1.00, with 16 MB 1.18, 1.20
-// and 1.03.
+// Zen 5 loads weights from L2 at full speed, 45 to 62 bytes a cycle, if the same instructions read
+// few streams that continue from panel to panel. So the panels of a layer are cut into three
+// ranges, and a tile takes one panel of each. A tile of neighbouring panels starts a new stream for
+// each panel: 32 to 44 bytes a cycle. A single stream is as good for one row only: a broadcast
+// takes as long as a load of 64 bytes, and there are two a cycle. Zen 5, with one, two, three and
+// four rows: 768 -> 768 alone in a loop 1.20x, 1.06x, 1.09x and 1.05x faster, as whole ops 1.07x,
+// 1.06x, 1.05x and 1.00x; 512 -> 512 alone 1.18x, 1.06x, 1.20x and 1.02x. The placement of 4 KB
+// pages in L2 makes as much difference. Zen 4, whole ops of one, two and four rows: from L2 1.03x,
+// 1.02x and 1.00x faster, with weights of 2 MB 1.09x, 1.06x and 1.00x, with 16 MB 1.18x, 1.20x and
+// 1.03x.
 #pragma once
 
 #include "kernels/epilogue/register_epilogue.h"
 
 namespace {
 
-/// Rows that wait for weights rather than for products.
+/// Most rows that are bound by weights rather than by products.
 constexpr int kStreamedRows = 4;
 
-/// More bytes of weights than that are worth what streams cost.
+/// Fewer bytes of weights do not repay the cost of streams.
 constexpr int64_t kStreamedMinBytes = 64 * 1024;
 
-/// Panels whose sums wait in L1 for their end.
+/// Panels whose sums wait in L1 for their epilogue.
 constexpr int kStreamedPanels = 60;
 
-/// Quads of a panel that are summed apart: one row asks for four sums, for the latency of VPDPBUSD.
+/// Quads of a panel that are summed apart: the latency of VPDPBUSD asks for four sums of one row.
 template <int kStreams>
 constexpr int kStreamedQuads = kStreams == 1 ? 4 : 2;
 
-/// The weights of a layer that come from L3, and when all of them do: then, on Zen 5, fewer streams
-/// that ask for what is next are faster; Zen 4 takes 1.3 times as long with one. Where more are
-/// read in turn, some come from memory, and these are slower.
+/// Layers between these sizes read their weights from L3. There Zen 5 is faster with fewer streams
+/// that prefetch; Zen 4 takes 1.3 times as long with one. Of larger layers some weights come from
+/// memory, and fewer streams are slower.
 constexpr int64_t kStreamedL2Bytes = int64_t{1} << 20, kStreamedL3Bytes = int64_t{6} << 20;
 
 /// kQuads of one panel of each stream, from `k` on, to the first kQuads sums of each.
@@ -95,7 +95,7 @@ TORCHQ_NOINLINE void streamed_tile(const GemmTile& t, int panel, int panels, int
   }
 }
 
-/// The end of NP panels from `panel` on.
+/// Epilogue of NP panels from `panel` on.
 template <class Isa, int MR, int NP>
 TORCHQ_NOINLINE void streamed_epilogue(const GemmTile& t, const Epilogue& e, const int32_t* sums,
                                        int panel) {
@@ -108,8 +108,8 @@ TORCHQ_NOINLINE void streamed_epilogue(const GemmTile& t, const Epilogue& e, con
   tile_epilogue<Isa, MR, NP>(t, e, acc, 0, panel);
 }
 
-/// As many full panels as the streams share evenly, but not all panels but one: alone it has too
-/// few sums. Returns how many these are.
+/// As many full panels as the streams share evenly, and never all panels but one: alone that one
+/// has too few sums. Returns their number.
 template <class Isa, int MR, int kStreams, int64_t kDistance, bool kFlip>
 int gemm_streamed(const GemmTile& t, const Epilogue& e) {
   constexpr int kMost = Isa::kMaxPanels;
@@ -129,8 +129,8 @@ int gemm_streamed(const GemmTile& t, const Epilogue& e) {
   return whole;
 }
 
-/// Whether the rows are few enough, and the weights many enough. Pixels at corners of images leave
-/// weights out, and read those that the others have just read.
+/// Returns true for few rows with many weights. Pixels at corners of images are left out: they skip
+/// weights, and read those that other pixels have just read.
 template <class Isa>
 TORCHQ_INLINE bool is_streamed(const GemmTile& t) {
   const bool all = t.num_runs == 1 && t.runs->quads * kPanel * kQuad == t.panel_stride;

@@ -13,10 +13,9 @@ constexpr int kWidePanels = 8;
 template <class Isa>
 constexpr bool kHasWide = Isa::kMaxPanels == 4 && Isa::kSteps == 1;
 
-/// Rows of the tallest tile of NP panels. 6 sums of one panel, or 12 of two, are too few for the
-/// latency of VPDPBUSD on Intel, and what a tile costs once weighs more where it has few panels.
-/// Where that is so, tiles of three panels have 8 rows: as many sums as 6 rows of four.
-/// Wide tiles have one row or two.
+/// Rows of the tallest tile of NP panels. On Intel 6 sums of one panel, or 12 of two, are too few
+/// for the latency of VPDPBUSD, and a tile's fixed cost weighs more with few panels. There tiles of
+/// three panels have 8 rows: as many sums as 6 rows of four. Wide tiles have one row or two.
 template <class Isa, int NP>
 constexpr int kMostRows = NP == 1                                 ? Isa::kTallestRows
                           : NP == 2                               ? Isa::kTallRows
@@ -24,16 +23,16 @@ constexpr int kMostRows = NP == 1                                 ? Isa::kTalles
                           : NP == kWidePanels                     ? 2
                                                                   : kTileRows;
 
-/// What a tile asks for while it runs: nothing, its own weights ahead of their use, or those of the
-/// next NP panels, into L1 or L2, the n-th tile of rows for the n-th panel.
+/// Software-prefetch policy of a tile: nothing, or its own weights ahead of their use.
+/// kNextPanelsL1/L2: tile n of the row loop prefetches panel n of the next NP panels.
 enum Prefetch : int { kNone, kOwnWeights, kNextPanelsL1, kNextPanelsL2 };
 
-/// Whether a tile can ask for its own weights: where the dot products of a step take longer than
+/// True for tiles that can prefetch their own weights: the dot products of a step take longer than
 /// its loads, and the addresses fit the general registers.
 template <class Isa, int MR, int kGroupPanels>
 constexpr bool kPrefetchesOwnWeights = Isa::kPrefetches && kGroupPanels == 0 && MR >= 4 && MR <= 8;
 
-/// What a tile's source dwords are: four u8, four s8, or two 16-bit values (`GemmTile::widened`).
+/// Form of a tile's source dwords: four u8, four s8, or two 16-bit values (`GemmTile::widened`).
 enum SrcForm : int { kUnsigned, kSigned, kWidened };
 
 TORCHQ_INLINE SrcForm src_form(const GemmTile& t) {
@@ -64,7 +63,7 @@ TORCHQ_INLINE auto load_src_half(const uint8_t* quad) {
   }
 }
 
-/// The products that a panel of clipped weights lacks: of the even bytes of some quads.
+/// Adds the products of the excess of a panel's clipped weights: of the even bytes of some quads.
 template <class Isa, int MR, SrcForm kForm>
 TORCHQ_INLINE void add_excess(const GemmExcess& x, const uint8_t* const (&row)[MR],
                               typename Isa::Int (&acc)[MR][1]) {
@@ -75,8 +74,9 @@ TORCHQ_INLINE void add_excess(const GemmExcess& x, const uint8_t* const (&row)[M
   }
 }
 
-/// What a tile's weights are: what `Isa::dot` takes, bytes for VNNI and 16-bit copies else; packed
-/// bytes whose pairs fit 16-bit sums; packed bytes that become 16-bit values in registers.
+/// Form of a tile's weights. kWhole: operands of `Isa::dot`, bytes for VNNI and 16-bit copies else.
+/// kNarrow: packed bytes whose pairs fit 16-bit sums. kSplit: packed bytes, widened to 16 bits in
+/// registers.
 enum class WeightForm { kWhole, kNarrow, kSplit };
 
 /// MR rows x NP panels; `first` and `panel` count from the first of `t`. kGroupPanels: panels of a

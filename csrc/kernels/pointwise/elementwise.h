@@ -45,7 +45,7 @@ void convert(const ConvertRow& c) {
   });
 }
 
-/// Of each value of a row, or one for all of it.
+/// Loads the values of a row, or one value for the whole row (`step` 0).
 template <class Isa, DType kDtype>
 TORCHQ_INLINE typename Isa::Int load_operand(const void* src, int64_t step, int64_t i,
                                              typename Isa::Mask m) {

@@ -21,8 +21,8 @@ void max_pool(const PoolRow& p) {
   }
 }
 
-/// How a sum x of at most 256 bytes is divided by n <= 256, so that rounding to an integer gives
-/// what it makes of the quotient (tests/test_pool.py tries all of them).
+/// Division of a sum x of at most 256 bytes by n <= 256. Rounding the result to an integer gives
+/// the rounded quotient (tests/test_pool.py tries all values).
 enum class Division {
   /// x (1/n): n is a power of two, or odd. Then no quotient is half of an odd number, and the
   /// product is nearer to it than such a number can be.

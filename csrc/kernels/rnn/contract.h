@@ -6,8 +6,7 @@
 
 namespace torchq {
 
-/// What a recurrent cell computes from its gates; gates are in PyTorch's order (the formulas are in
-/// kernels/rnn/reference.h).
+/// Formula of a recurrent cell; gates are in PyTorch's order (the formulas are in reference.h).
 enum class RnnCell : int {
   kLstm,        // i f g o
   kGru,         // r z n, reset after the matmul (PyTorch's)
@@ -19,7 +18,8 @@ enum class RnnCell : int {
   kProjection  // no gates: the sum itself
 };
 
-/// The part of the gates that does not wait for the state, for groups of 16 units and any rows:
+/// Input products of the gates, which do not depend on the state, for groups of 16 units and any
+/// rows:
 ///
 ///   dst[u][row][g] = fma(float(acc - zero_point[row] * compensation[u][g]),
 ///                        multiplier[u][g] * scale[row], bias[u][g])
@@ -44,8 +44,8 @@ struct RnnInput {
   int64_t dst_group_stride;
 };
 
-/// The products of later steps' inputs, which steps of one row do among their own, a piece at a
-/// time: tile i is kLookaheadRows rows with the panels 2 i and 2 i + 1, or the last two.
+/// Input products of later steps, interleaved with the products of batch-1 steps a piece at a time:
+/// tile i is kLookaheadRows rows with the panels 2 i and 2 i + 1, or the last two.
 struct RnnLookahead {
   RnnInput in;      // of up to kLookaheadRows rows; `src` is [quads][kLookaheadRows][4]
   int64_t piece;    // quads of a tile that are done in one go
@@ -63,9 +63,9 @@ constexpr int kLookaheadRows = 8, kLookaheadPanels = 2;
 struct RnnStep {
   RnnCell cell;
   int groups, gates;
-  /// Whether the last groups come first. Weights beyond the cache are walked back and forth, so
-  /// that a step begins with what the one before left there (1024 units of an LSTM, 4 MB, on a core
-  /// with 2 MB of L2: 0.72 of the time, of a GRU, 3 MB: 0.65).
+  /// The last groups come first. Weights beyond the cache are walked back and forth, so that a step
+  /// begins with those that the step before left in the cache (1024 units of an LSTM, 4 MB, on a
+  /// core with 2 MB of L2: 0.72 of the time, of a GRU, 3 MB: 0.65).
   bool descending;
   int64_t rows;
   int64_t units;  // valid ones in these groups

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What recurrent layers compute, in plain loops: part of the `reference` tier. The cells' formulas
-// are in rnn_cell.h.
+// Recurrent layers in plain loops. The cells' formulas are in rnn_cell.h.
 #pragma once
 
 #include "kernels/epilogue/reference.h"
@@ -17,7 +16,7 @@ int32_t rnn_sum(const uint8_t* src, int64_t quads, const int8_t* panel, int n, i
   return static_cast<int32_t>(acc);
 }
 
-/// What dst[group][row][i] is, i counting [gates][16].
+/// Returns dst[group][row][i], i counting [gates][16].
 float rnn_input_value(const RnnInput& in, int64_t group, int64_t row, int64_t i) {
   const int64_t all = group * in.gates * kPanel + i;
   const int8_t* panel = in.weight + all / kPanel * in.panel_stride;

@@ -34,13 +34,13 @@ constexpr int rnn_stages(RnnCell cell) {
   return cell == RnnCell::kLstm || cell == RnnCell::kGru ? 2 : 1;
 }
 
-/// How often rnn_epilogue calls `between`, in all stages.
+/// Number of calls of `between` in rnn_epilogue, in all stages.
 constexpr int rnn_pauses(RnnCell cell) {
   return cell == RnnCell::kLstm ? 7 : cell == RnnCell::kGru ? 10 : cell == RnnCell::kTanh ? 4 : 1;
 }
 
-/// What formulas do between their steps, unless products part them (rnn_streamed.h,
-/// rnn_pipelined.h).
+/// Called between the steps of a formula; does nothing. rnn_streamed.h and rnn_pipelined.h run
+/// products there.
 struct Nothing {
   TORCHQ_INLINE void operator()() const {}
 };

@@ -11,8 +11,8 @@ namespace {
 template <class Isa>
 constexpr int kRnnSteps = Isa::kWidensSrc ? 1 : Isa::kSteps;
 
-/// What tiles of the same rows share. Their fields are stored one by one and read one by one:
-/// copies of the whole waited for the stores of the tile before, 100 cycles each.
+/// Arguments that tiles of the same rows share. Fields are stored and loaded one by one: a copy of
+/// the whole struct waited for the stores of the tile before, 100 cycles each.
 struct RnnTile {
   const uint8_t* src;
   const int64_t* row_offset;
@@ -23,7 +23,7 @@ struct RnnTile {
   int32_t* acc;
   int64_t acc_stride;  // between rows
   const float *multiplier, *bias;
-  /// Bytes from the tile's first panel to the one that vectors bring into L2 meanwhile; 0: its own.
+  /// Bytes from the tile's first panel to the panel that it prefetches into L2; 0: its own.
   int64_t prefetch_offset;
 };
 
@@ -128,8 +128,8 @@ TORCHQ_INLINE void rnn_dot(const RnnTile& t, int rows, int panels, bool descendi
   }
 }
 
-/// How the rows of recurrent cells are multiplied: kRows at most in one go, kPanels panels in one
-/// pass over them.
+/// Products of recurrent cells on vectors: up to kRows rows in one go, kPanels panels in one pass
+/// over them.
 template <class T>
 struct VectorTiles {
   using Isa = T;

@@ -1,21 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// What becomes of a recurrent cell's sums (contract: RnnStep in contract.h; formulas:
-// reference.h).
+// Epilogue of a recurrent cell's sums (contract: RnnStep in contract.h; formulas: reference.h).
 #pragma once
 
 #include "kernels/rnn/rnn_lanes.h"
 
 namespace {
 
-/// Whether a step is what most are: static, u8, whole groups, without what a cell may have besides.
-/// Its cells ask no more questions: 8 to 10 % less of an LSTM's or GRU's time outside of products.
+/// Returns true for the common step: static, u8, whole groups, an LSTM without peephole or a GRU.
+/// Its cells need no further checks: 8 to 10 % less of an LSTM's or GRU's time outside of products.
 inline bool rnn_is_plain(const RnnStep& s) {
   return s.scale == nullptr && s.quantized != nullptr && !s.requantized && s.flip == 0 &&
          s.dst != nullptr && s.units == s.groups * kPanel &&
          (s.cell == RnnCell::kLstm ? s.extra == nullptr : s.cell == RnnCell::kGru);
 }
 
-/// What a step does with the result h of 16 units of a row, in this order.
+/// Quantizes and stores the result h of 16 units of a row.
 template <class Isa, bool kPlain>
 TORCHQ_INLINE void rnn_emit(const RnnStep& s, int64_t row, int64_t unit, typename Isa::Float h) {
   using Float = typename Isa::Float;
@@ -52,8 +51,8 @@ TORCHQ_INLINE void rnn_emit(const RnnStep& s, int64_t row, int64_t unit, typenam
   }
 }
 
-/// What a cell begins with: its sums and its input, both [gates][16]; and where its other buffers'
-/// and parameters' parts are.
+/// Operands of a cell: its sums and its input, both [gates][16], and the positions of its units in
+/// the other buffers.
 struct RnnSums {
   int32_t* acc;
   const float* input;

@@ -23,11 +23,11 @@ struct RnnRows {
   }
 };
 
-/// The panel that tile i brings into L2, counted from its own first one: the tiles share those of
-/// the next group, which begin `step` panels from here (0: there is none). Weights beyond L2 are
-/// read once a step, and the CPU's own prefetcher stops at every page. LSTM with vectors, one
-/// thread of Emerald Rapids: 512 units 2 % (64 rows) and 3 to 5 % (16) faster, 1024 units 8 to 12 %
-/// (16).
+/// Returns the panel that tile i prefetches into L2, counted from its own first one. The tiles
+/// share the panels of the next group, which begin `step` panels further on (0: there is none).
+/// Weights beyond L2 are read once a step, and the hardware prefetcher stops at every page. LSTM
+/// with vectors, one thread of Emerald Rapids: 512 units 2 % (64 rows) and 3 to 5 % (16) faster,
+/// 1024 units 8 to 12 % (16).
 TORCHQ_INLINE int64_t rnn_prefetch_panel(int step, int64_t i) {
   return step == 0 ? 0 : step + min_int(i, (step < 0 ? -step : step) - 1);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the formulas of recurrent cells run on: one cell's lanes, or those of two or three.
+// Lanes that the formulas of recurrent cells run on: those of one cell, or of two or three.
 #pragma once
 
 #include "kernels/rnn/rnn_cell.h"

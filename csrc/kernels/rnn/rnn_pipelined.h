@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Many rows of an LSTM or GRU: a tile's cells among the products of the next tile.
+// Many rows of an LSTM or GRU: a tile's cells are interleaved with the products of the next tile.
 //
 // Note [Pipelined cells]
-// A cell is a chain of results that wait for each other: behind its tile's products it takes 46
-// cycles on Zen 5, of 512 for those products with 512 units, and the multipliers do little
-// meanwhile. So the sums of a tile wait in L1 until the next tile is multiplied, whose quads part
-// the steps of those cells' formulas. On Zen 4 a cell whose two stages were parted took 80 to 90
-// cycles; one whose steps are takes 45 to 50, and its multiplications and divisions, which go where
-// products do, would take 32 by themselves.
+// A cell is a chain of dependent instructions. After its tile's products it takes 46 cycles on Zen
+// 5, beside 512 for those products with 512 units, and the multipliers are nearly idle meanwhile.
+// So the sums of a tile wait in L1 until the next tile is multiplied, and the steps of the cells'
+// formulas alternate with its quads. On Zen 4 a cell with products between its two stages took 80
+// to 90 cycles. With products between all steps it takes 45 to 50; its multiplications and
+// divisions, which share the products' ports, would take 32 by themselves.
 //
-// 16 sums leave registers for a step, the 24 of other tiles do not. Such tiles read weights more
-// often, so they must be few, or L2 fast beside the products: on Zen 5 layers of 1024 units would
-// take 1.05 of the time. Measured beside tiles of six rows, one thread, in turns, on Zen 5 with
-// whole stages between the quads: an LSTM of 256 and 512 units takes 0.96 to 0.97 with 8, 16 and 64
-// rows, of 768 units 0.98; a GRU 0.98 to 0.99, 0.96 to 0.97 and 0.98. On Zen 4 with steps: an LSTM
-// of 128 to 192 units 0.94 to 0.96, of 1024 0.98 to 0.99, of 1536 0.97; a GRU of 192 units 0.94, of
-// 1024 and more 0.99 to 1.00. Steps instead of stages: 0.97 to 0.99.
+// 16 sums leave registers for a step, the 24 of other tiles do not. Pipelined tiles read weights
+// more often, so the weights must be few, or L2 fast beside the products: on Zen 5 layers of 1024
+// units would take 1.05 of the time. Time beside tiles of six rows, one thread; Zen 5 with whole
+// stages between the quads: an LSTM of 256 and 512 units takes 0.96 to 0.97 with 8, 16 and 64 rows,
+// of 768 units 0.98; a GRU 0.98 to 0.99, 0.96 to 0.97 and 0.98. Zen 4 with steps: an LSTM of 128 to
+// 192 units 0.94 to 0.96, of 1024 0.98 to 0.99, of 1536 0.97; a GRU of 192 units 0.94, of 1024 and
+// more 0.99 to 1.00. Steps instead of stages: 0.97 to 0.99.
 #pragma once
 
 #include "kernels/rnn/rnn_epilogue.h"
@@ -23,14 +23,14 @@
 
 namespace {
 
-/// The most rows of a tile, which has one less or as many: every number from six on is a sum of
-/// fours and threes.
+/// Most rows of a tile. A tile has four rows or three: every number from six on is a sum of fours
+/// and threes.
 constexpr int kRnnPipelinedRows = 4;
-/// Into how many parts the cells of a tile divide the quads of the next one. With fewer quads than
-/// parts these would be empty: a GRU of 160 units, 40 quads, takes 1.06 of the time on Zen 4.
+/// Parts into which the cells of a tile divide the quads of the next one. With fewer quads than
+/// parts some would be empty: a GRU of 160 units, 40 quads, takes 1.06 of the time on Zen 4.
 constexpr int pipelined_parts(RnnCell cell) { return kRnnPipelinedRows * (rnn_pauses(cell) + 1); }
-/// Tiles whose inputs are multiplied in one go, so that these weights and those of the state take
-/// turns in L1 as seldom as can be.
+/// Tiles whose inputs are multiplied in one go, so that the inputs' weights and the state's seldom
+/// displace each other in L1.
 constexpr int kInputTiles = 16;
 
 /// Tiles of RnnRows.
@@ -51,8 +51,8 @@ inline bool rnn_is_pipelined(const RnnStep& s) {
          s.gates * s.panel_stride <= Isa::rnn_pipelined_bytes() && rnn_is_plain(s);
 }
 
-/// t.acc = init + the products of kRows rows with all gates of a group, and meanwhile the cells of
-/// the tile before.
+/// t.acc = init + the products of kRows rows with all gates of a group, interleaved with the cells
+/// of the tile before.
 template <class Isa, int kRows, RnnCell kCell>
 TORCHQ_NOINLINE void rnn_pipelined_tile(const RnnStep& s, const RnnTile& t,
                                         const RnnBlock& before) {
@@ -154,7 +154,7 @@ class RnnPipelined {
     }
   }
 
-  /// Into the one of two buffers that the cells of the tile before do not read.
+  /// Multiplies inputs into the buffer that the cells of the tile before do not read.
   const float* multiply_inputs(int group, int64_t first, int64_t rows) {
     next_input_ ^= 1;
     float* const dst = input_[next_input_];

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of a recurrent layer, which waits for weights: cells, and inputs of later steps, among
-// the products of others.
+// Batch-1 recurrent layers are bound by weight bandwidth: cell arithmetic and later steps' input
+// products hide behind the current products.
 //
 // Note [Streamed cells]
-// Weights come as Note [Streamed weights] in gemm_streamed.h says: as two streams, one for each
-// half of the groups, or as one. A CPU looks some 100 vector instructions ahead, and a cell has as
-// many: behind its products it costs all it takes, though products that wait for L2 leave the
-// multipliers idle every other cycle. So the sums of a stream's group wait in L1 until the next
-// group is multiplied, whose products part the steps of the cell's formula. The other panels have
-// the multipliers to spare for the inputs of the next eight steps, a piece of a tile each: eight
-// rows, so that these weights are read once in eight steps. Whole layers of 32 steps, in turns on
-// Zen 4, with cells only and with both, beside cells behind the products of 16 groups:
+// Weights are streamed as Note [Streamed weights] in gemm_streamed.h says: as two streams, one for
+// each half of the groups, or as one. A CPU looks some 100 vector instructions ahead, and a cell
+// has as many. After its products it costs its full time, although products that wait for L2 leave
+// the multipliers idle every other cycle. So the sums of a stream's group wait in L1 until the next
+// group is multiplied, and the steps of the cell's formula alternate with those products. Beside
+// the other panels the multipliers have time for the inputs of the next eight steps, a piece of a
+// tile each: eight rows, so that these weights are read once in eight steps. Time of whole layers
+// of 32 steps on Zen 4, relative to cells after the products of 16 groups: with interleaved cells,
+// then with interleaved inputs, too.
 //
 //   units           256          512          1024        256, two threads  512, two threads
 //   LSTM          0.98 0.93    0.97 0.91    1.00 0.91        0.95 0.89         0.98 0.89
@@ -23,16 +24,16 @@
 
 namespace {
 
-/// Panels as large as those of 1024 units are one stream: an LSTM takes 0.96 to 0.98 of the time on
-/// Zen 4; not measured on Zen 5.
+/// Panels of this size and more, those of 1024 units, are read as one stream: an LSTM takes 0.96 to
+/// 0.98 of the time on Zen 4; not measured on Zen 5.
 constexpr int64_t kRnnLongPanelBytes = 16 * 1024;
 
-/// Weights that gain, as one stream and as two. A GRU of 128 units, 48 KB, takes 0.93 of the time
-/// as two; an LSTM of 96, 36 KB, all of it; one of 160, as one stream of 50 KB in each of two
-/// threads, 1.04.
+/// Fewest bytes of weights that gain, as one stream and as two. A GRU of 128 units, 48 KB, takes
+/// 0.93 of the time as two; an LSTM of 96, 36 KB, 1.00; one of 160, as one stream of 50 KB in each
+/// of two threads, 1.04.
 constexpr int64_t kRnnStreamedMinBytes[] = {64 * 1024, 40 * 1024};
 
-/// The products of one row with a panel of each stream.
+/// Products of one row with a panel of each stream.
 template <class Isa, int kStreams>
 struct RnnStreams {
   static constexpr int kQuads = kStreamedQuads<kStreams>;
@@ -204,7 +205,7 @@ inline int rnn_num_streams(const RnnStep& s) {
   return s.panel_stride >= kRnnLongPanelBytes || s.groups % 2 != 0 ? 1 : 2;
 }
 
-/// Whether one row reads all of its weights, and these are many enough.
+/// Returns true for one row that reads all of its weights, if these are many enough.
 template <class Isa>
 inline bool rnn_is_streamed(const RnnStep& s) {
   return s.rows == 1 && s.source == nullptr && s.group_stride == s.gates * s.panel_stride &&

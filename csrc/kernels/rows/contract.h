@@ -6,8 +6,8 @@
 
 namespace torchq {
 
-/// Where a row y in real units goes: dst = convert(fma(y, inverse_scale, zero_point)) to 8 bits, or
-/// y itself to f32.
+/// Destination of a row y in real units: dst = convert(fma(y, inverse_scale, zero_point)) to 8
+/// bits, or y itself to f32.
 struct RealRow {
   void* data;
   DType dtype;

@@ -76,7 +76,7 @@ void check_shapes(const char* op, const at::Tensor& q, const at::Tensor& k, cons
                     ". The usual is 1 / sqrt(E).");
 }
 
-/// Of all heads: what the leading dimensions broadcast to.
+/// Returns the shape that the leading dimensions broadcast to.
 at::DimVector batch_of(const char* op, const at::Tensor& q, const at::Tensor& k,
                        const at::Tensor& v) {
   at::DimVector batch;
@@ -96,7 +96,7 @@ at::DimVector batch_of(const char* op, const at::Tensor& q, const at::Tensor& k,
   return batch;
 }
 
-/// What both ops are called with, checked; made in the order in which errors are looked for.
+/// Checked arguments of both ops; the constructor reports errors in a fixed order.
 struct Call {
   const char* op;
   const at::Tensor &query, &key, &value;
@@ -123,7 +123,7 @@ struct Call {
     trace.ran(kernels(), "attention");
   }
 
-  /// Where the matrices of every head begin, in values.
+  /// Returns the offset of every head's matrix, in values.
   std::vector<int64_t> offsets(const at::Tensor& t) const {
     return batch_offsets(t, c10::IntArrayRef(batch.data(), batch.size()));
   }

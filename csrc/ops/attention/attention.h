@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention of quantized and of float32 operands share: heads, cut into blocks of queries.
+// Attention of quantized and of float32 operands: heads, cut into blocks of queries.
 //
 // Note [Attention]
 // Row i of dst is the mean of the rows of v that the bytes p[i] weigh (AttentionRows in
@@ -46,7 +46,7 @@ struct QueryRows {
   const float* scale;
 };
 
-/// Where an op's queries, keys and values come from. Heads are numbered as in dst.
+/// Source of an op's queries, keys and values. Heads are numbered as in dst.
 class Heads {
  public:
   virtual ~Heads() = default;

@@ -58,7 +58,7 @@ void multiply(const Kernels& tier, const Product& p) {
   run_gemm(problem, epilogue, tier);
 }
 
-/// What a thread keeps from block to block.
+/// State that a thread keeps from block to block.
 struct Worker {
   const Attention& a;
   const Heads& heads;

@@ -23,7 +23,7 @@ namespace {
 
 constexpr const char* kOp = "conv";
 
-/// The runs and weight-sum rows of one class of valid taps.
+/// Runs and rows of the compensation of one set of valid taps.
 struct TapSet {
   c10::SmallVector<GemmRun, 64> runs;
   c10::SmallVector<int32_t, 64> taps;
@@ -61,7 +61,7 @@ TapSet make_taps(const Conv& c, const Source& s, const Interval (&valid)[3]) {
 
 using Intervals = c10::SmallVector<Interval, 8>;
 
-/// Whether to copy the channels of each group side by side.
+/// Returns true if the channels of each group are to be copied side by side.
 bool copies_groups_apart(const Conv& c, const Source& s) {
   const ConvPacking& p = c.packing;
   return p.form == ConvPacking::kDense && p.groups > 1 && p.group_inputs % kQuad == 0 &&
@@ -70,11 +70,11 @@ bool copies_groups_apart(const Conv& c, const Source& s) {
                               s.window.kernel[0] * s.window.kernel[1], s.window.kernel[2], p.quads);
 }
 
-/// What a class of pixels costs beside its products, as many vpdpbusd: 80 ns on Zen 5.
+/// Fixed cost of a region in vpdpbusd: 80 ns on Zen 5.
 constexpr double kRegionProducts = 400;
 
-/// Whether the products with padding and the copy take less time than `count` regions without them:
-/// 3x3 16->16 of 7x7 pixels takes 0.5 us less, 5x5 of 10x10 2.5 us.
+/// Returns true if products with padding, and its copy, take less time than `count` regions: 0.5 us
+/// less for 3x3 16->16 of 7x7 pixels, 2.5 us less for 5x5 of 10x10.
 bool padding_is_cheaper(const Conv& c, const Source& s, const Intervals (&axes)[3], int64_t count) {
   double all = static_cast<double>(s.batch), valid = all;  // taps of all pixels
   double bytes = all * static_cast<double>(s.channels);
@@ -93,7 +93,7 @@ bool padding_is_cheaper(const Conv& c, const Source& s, const Intervals (&axes)[
          kRegionProducts * static_cast<double>(count - 1);
 }
 
-/// Why the source cannot be read where it is; null where it can.
+/// Returns the reason why the source cannot be read in place, or null.
 const char* why_padded_copy(const Conv& c, const Source& s, const Intervals (&axes)[3]) {
   if (c.packing.form == ConvPacking::kRowRuns) return "a row of the kernel is read in one go";
   if (copies_groups_apart(c, s)) return "a matrix unit wants groups with few channels apart";
@@ -112,7 +112,7 @@ const char* why_padded_copy(const Conv& c, const Source& s, const Intervals (&ax
                                                : nullptr;
 }
 
-/// Of dense packings, and of small groups.
+/// Logs why a grouped layer takes neither the depthwise nor the small-groups kernel.
 void explain_grouping(const Conv& c, int64_t groups) {
   if (c.packing.form == ConvPacking::kDepthwise) return;
   log_rejected("depthwise", "a group does not have one input and one output");
@@ -126,8 +126,7 @@ void explain_grouping(const Conv& c, int64_t groups) {
                    : "groups do not have 2, 4 or 8 channels");
 }
 
-/// The problem without its regions of pixels; `s` is the source that is read, and `flip` whether it
-/// still is s8.
+/// Returns the problem without its regions. `s` is the source to read; `flip`: it is still s8.
 GemmProblem make_problem(const Conv& c, const Source& s, bool flip) {
   const ConvPacking& p = c.packing;
   GemmProblem problem;
@@ -152,7 +151,7 @@ GemmProblem make_problem(const Conv& c, const Source& s, bool flip) {
   return problem;
 }
 
-/// Where the pixels that meet the same taps are, in src and dst.
+/// Returns the position in src and dst of the pixels with the same valid taps.
 TapRegion make_region(const Conv& c, const Source& s, const Interval (&at)[3]) {
   const Window& w = s.window;
   TapRegion g{};
@@ -215,7 +214,7 @@ void run_dense(Conv c, Source s, const Epilogue& epilogue, OpTrace& trace) {
       }
     }
   }
-  // Weights that no cache holds come while the first class runs: let it have most to do.
+  // Weights that no cache holds arrive during the first region: put the largest one there.
   std::iter_swap(
       problem.regions.begin(),
       std::max_element(problem.regions.begin(), problem.regions.end(),
@@ -236,7 +235,7 @@ at::Tensor sum_rows(const Conv& c, const ChannelsLast& src, int64_t groups) {
   return sum_windows(c.tier, rows, src, axes);
 }
 
-/// How the weight is packed, after src, geometry and weight were found to fit one another.
+/// Returns the packing of the weight, after checking that src, geometry and weight fit one another.
 ConvPacking checked_packing(const ChannelsLast& src, const Window& window,
                             c10::IntArrayRef geometry, const at::Tensor& weight,
                             const at::Tensor& compensation, bool has_weight_zero_point) {

@@ -57,8 +57,8 @@ DepthwiseLayer depthwise_layer(const Conv& c, const Source& s, const DepthwiseWe
   return layer;
 }
 
-/// Where a destination row is. Divides for the first one only: there are as few as seven, of 7
-/// pixels each, in a call of 6 us.
+/// Position of a destination row. Divides for the first row only: a call of 6 us may have as few as
+/// seven rows of 7 pixels.
 struct RowPosition {
   int64_t n, depth, height;
   const int64_t (&size)[3];
@@ -97,7 +97,7 @@ void depthwise_sources(const Source& s, const DepthwiseLayer& layer, const RowPo
   for (; src < begin + layer.kernel_rows; ++src) *src = src[-rows];
 }
 
-/// Why the fastest way along a row is not taken.
+/// Logs why the fastest strategy along a row is not taken.
 void explain_depthwise(const Conv& c, const DepthwiseLayer& layer, int64_t parts,
                        const Epilogue& epilogue) {
   const std::string_view isa = c.tier.isa;

@@ -104,7 +104,7 @@ struct Layer {
   int32_t effective_zero_point() const { return zero_point + (is_signed ? 128 : 0); }
 };
 
-/// Runs of one class, relative to its first tap, and the rows of the compensation they meet.
+/// Runs of one region, relative to its first tap, and their rows of the compensation.
 struct TapSet {
   c10::ArrayRef<GemmRun> runs;
   c10::ArrayRef<int32_t> taps;
@@ -141,7 +141,7 @@ TapSet make_taps(ScratchFrame& scratch, const Layer& l, const Source& s, const S
 
 using Stretches = c10::SmallVector<Stretch, 8>;
 
-/// Whether padding in memory beats one class per set of valid taps.
+/// Returns true if padding in memory beats one region per set of valid taps.
 bool needs_padded_copy(const Layer& l, const Source& s, const Stretches (&stretches)[3]) {
   int64_t count = 1, phases = 1, rows = s.batch;
   for (int d = 0; d < 3; ++d) {

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kQuadBytes = kPanel * kQuad;
 constexpr int kMaxParts = 3;  // 255 = 127 + 127 + 1
-/// What stands for a rest of 128; no other is below -127.
+/// Code for a rest of 128; no other rest is below -127.
 constexpr int8_t kRest128 = -128;
 
 /// first + rest of each difference that `keep` has. Pointers that cannot alias, here and below, so
@@ -27,7 +27,7 @@ void split_quad(const int8_t* __restrict weight, const int8_t* __restrict zero_p
   }
 }
 
-/// How many parts these rests make of a difference.
+/// Returns the number of parts of a difference with these rests.
 int64_t count_parts(const int8_t* rest, int64_t bytes) {
   int8_t some = 0, least = 0;
   for (int64_t i = 0; i < bytes; ++i) {
@@ -37,7 +37,7 @@ int64_t count_parts(const int8_t* rest, int64_t bytes) {
   return least == kRest128 ? 3 : some != 0 ? 2 : 1;
 }
 
-/// Where one is 128: the second part, in place, and the third.
+/// Splits rests, some of which are 128, into a second part, in place, and a third.
 void split_rest(int8_t* __restrict rest, int64_t bytes, int8_t* __restrict third) {
   for (int64_t i = 0; i < bytes; ++i) {
     third[i] = rest[i] == kRest128;

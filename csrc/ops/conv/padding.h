@@ -31,12 +31,11 @@ inline void move_last(int64_t (&values)[3], int d) {
 
 Source source_of(const ChannelsLast& src, const Window& window);
 
-/// With more regions of valid taps than this, or fewer rows per class, a copy with padding is
-/// faster.
+/// With more regions than this, or fewer rows per region, a copy with padding is faster.
 constexpr int64_t kMaxRegions = 64;
 constexpr int64_t kMinRowsPerRegion = 3;
 
-/// What a copy with padding is besides.
+/// Options of a copy with padding.
 struct PadOptions {
   uint8_t zero_point;  // as it is stored in the copy
   bool flip;           // s8 becomes u8

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weights of tiers that add products in pairs of 16 bits: clipped, so that they fit, and their
-// excess.
+// Clipped weights and their excess, for tiers that add pairs of products in 16 bits.
 //
 // Note [Clipped weights]
 //
-// VPMADDUBSW adds the products of two adjacent bytes in 16 bits, which every u8 source leaves exact
-// where weights of one sign add up to no more than 128. Of a trained layer's 8-bit weights few
-// pairs do not, since most weights are much smaller than the largest one, which sets the scale. So
-// the first of such a pair is made smaller until both fit, in a copy, and what it lacks, its
-// excess, is multiplied by VPMADDWD after the rest, for those quads of a panel that have any:
+// VPMADDUBSW adds the products of two adjacent bytes in 16 bits. The sum is exact for every u8
+// source if weights of one sign add up to no more than 128. Few pairs of a trained layer's 8-bit
+// weights exceed that, since most weights are much smaller than the largest one, which sets the
+// scale. In a copy the first weight of such a pair is clipped until both fit. The difference, its
+// excess, is multiplied by VPMADDWD afterwards, for those quads of a panel that have any:
 //   src0 w0 + src1 w1 = (src0 (w0 - excess) + src1 w1) + src0 excess
 // Where many quads have an excess, 16-bit copies of all weights are faster.
 #pragma once
@@ -21,10 +20,10 @@
 
 namespace torchq {
 
-/// Whether at most a quarter of the quads have any excess, to judge by about 31 places of 4 quads,
-/// or one in 17 quads if that is fewer. Measured on Zen 3, of the time with 16-bit weights: with
-/// excess in 1, 10 and 20 % of the quads 0.80, 0.87 and 0.93, in 30 % 0.96 to 1.01. Weights with
-/// the shape of a bell have it in 1 % (long tails) to 50.
+/// Returns true if at most a quarter of the quads have any excess, estimated from about 31 samples
+/// of 4 quads, or from one in 17 quads if that is fewer. Zen 3, of the time with 16-bit weights:
+/// with excess in 1, 10 and 20 % of the quads 0.80, 0.87 and 0.93, in 30 % 0.96 to 1.01.
+/// Bell-shaped weights have excess in 1 % (long tails) to 50 % of the quads.
 inline bool are_worth_clipping(const GemmProblem& p, const Kernels& tier) {
   constexpr int64_t kPlaces = 31, kQuads = 4, kQuadBytes = kPanel * kQuad;
   const int64_t used = p.used_panel_bytes() / kQuadBytes;
@@ -43,7 +42,7 @@ inline bool are_worth_clipping(const GemmProblem& p, const Kernels& tier) {
   return found * 4 <= seen;
 }
 
-/// A block's panels, as `Kernels::clip` makes them, and the excess that a class of rows meets.
+/// A block's panels, clipped by `Kernels::clip`, and their excess for one region.
 class ClippedWeights {
  public:
   ClippedWeights(const GemmProblem& p, const Kernels& tier, int block_panels, ScratchFrame& scratch)
@@ -65,7 +64,7 @@ class ClippedWeights {
     num_panels_ = panels;
   }
 
-  /// Makes the block's panels those of `tile`, whose rows are of this class.
+  /// Sets `tile`, whose rows are of this region, to the block's panels.
   void enter(const TapRegion& c, GemmTile& tile) {
     for (int p = 0; p < num_panels_; ++p) {
       const int64_t *begin = index_ + p * quads_, *end = begin + found_[p];

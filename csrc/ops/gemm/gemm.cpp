@@ -34,8 +34,9 @@ struct Blocking {
 
 using GemmFn = void (*)(const GemmTile&, const Epilogue&);
 
-/// How a tier multiplies weights: packed bytes by one instruction, or by two where all pairs fit 16
-/// bits; clipped bytes, where few pairs do not; 16-bit values, made by each tile or once.
+/// Form in which a tier multiplies weights: packed bytes by one instruction, or by two where all
+/// pairs fit 16 bits; clipped bytes where few pairs do not; 16-bit values, made by each tile or
+/// once.
 enum class Weights { kBytes, kNarrow, kClipped, kSplit, kWidened };
 
 /// Rows up to which copies of the weights cost more than they save, clipped ones or 16-bit ones.
@@ -154,7 +155,7 @@ class Worker {
  private:
   void run_regions(Range rows, Range blocks) {
     if (copies_weights()) copy(blocking_.block(problem_, static_cast<int>(blocks.begin)));
-    int64_t first = 0;  // first row of the class
+    int64_t first = 0;  // first row of the region
     for (const TapRegion& c : problem_.regions) {
       int64_t row = std::max(rows.begin - first, int64_t{0});
       const int64_t end = std::min(rows.end - first, c.rows());
@@ -242,20 +243,20 @@ class Worker {
   ScratchFrame scratch_;
   std::optional<WidenedRows> widened_rows_;
   std::optional<ClippedWeights> clipped_;
-  /// What is the same for all rows and blocks is written once.
+  /// Fields that all rows and blocks share are set once.
   GemmTile tile_{};
   int64_t src_offset_[kGemmRows], dst_offset_[kGemmRows];
 };
 
-/// What the end of a sum costs, in quads: that of 4 rows x 4 panels takes 38 cycles on Zen 4.
+/// Cost of a sum's epilogue in quads: for 4 rows x 4 panels it takes 38 cycles on Zen 4.
 constexpr int64_t kEndQuads = 2;
 
-/// Rows of a tile that overlaps the next (gemm_pipelined.h), and the rows of a thread from which
-/// such a tile more or less is cheap.
+/// Rows of a pipelined tile (gemm_pipelined.h), and the rows of a thread from which one such tile
+/// more or less is cheap.
 constexpr int64_t kPipelinedRows = 4, kManyRows = 64;
 
-/// The first row behind so much of the work, counted in quads; a class is cut at the nearest
-/// multiple of `unit` rows.
+/// Returns the first row after `work` quads of the problem; regions are cut at the nearest multiple
+/// of `unit` rows.
 int64_t row_at_work(const GemmProblem& p, int64_t work, int64_t unit) {
   int64_t first = 0;
   for (const TapRegion& c : p.regions) {

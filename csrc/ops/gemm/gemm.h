@@ -41,7 +41,7 @@ void run_gemm(const GemmProblem& problem, const Epilogue& epilogue, const Kernel
 void run_gemm(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier,
               OpTrace& trace);
 
-/// acc_init for one class: [groups][panels_per_group * 16], tails zero.
+/// acc_init for one region: [groups][panels_per_group * 16], tails zero.
 const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,
                              const at::Tensor& compensation, c10::ArrayRef<int32_t> taps,
                              const std::optional<at::Tensor>& acc_bias, int32_t zero_point,
@@ -81,7 +81,7 @@ void check_acc_bias(const char* op, const std::optional<at::Tensor>& acc_bias, i
 /// Bound on |accumulator| over `reduction` products.
 double max_accumulator(int64_t reduction, const std::optional<at::Tensor>& acc_bias);
 
-/// Whether the pair bounds of all panels allow 16-bit pair sums: 255 * 128 <= 32767.
+/// Returns true if the pair bounds of all panels allow 16-bit pair sums: 255 * 128 <= 32767.
 bool pairs_fit(const char* op, const at::Tensor& pair_bound, int64_t panels);
 
 }  // namespace torchq

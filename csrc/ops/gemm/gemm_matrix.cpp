@@ -13,7 +13,7 @@
 namespace torchq {
 namespace {
 
-/// Fewer rows are bound by the weights' way through memory, and faster without.
+/// Fewer rows are bound by weight bandwidth, and faster without the matrix unit.
 constexpr int64_t kMinRows = 8;
 /// Gathering a row costs about 100 cycles and pays where it meets this many quads of weights.
 /// Measured on Emerald Rapids, against VPDPBUSD: 3x3 of 64 to 64 channels, 576 quads, 2.0x; 7x7 of
@@ -23,29 +23,29 @@ constexpr int64_t kMinGatherQuads = 256;
 /// on: 3x3 of 16 to 64 channels, 144 quads, 1.6x; of groups of 32, 144, 1.2x to 1.7x, but with a
 /// stride of 2 0.8x to 0.9x; of groups of 16, 36, 0.95x.
 constexpr int64_t kMinAdjacentQuads = 128;
-/// As many panels could multiply a row in the time that it takes to gather it.
+/// Panels that could multiply a row in the time that it takes to gather it.
 constexpr int64_t kGatherPanels = 8;
-/// In the time of a chunk VPDPBUSD does so many quads, and so many more while a unit's sums pass
-/// through memory. Measured there: 7x7 of 3 to 64 channels, 42 quads in 7 chunks, 1.6x; 3x3 of 3 to
-/// 32, 9 in 3, 0.9x.
+/// Quads that VPDPBUSD multiplies in the time of a chunk, and in the time in which a unit's sums
+/// pass through memory. On Emerald Rapids: 7x7 of 3 to 64 channels, 42 quads in 7 chunks, 1.6x; 3x3
+/// of 3 to 32, 9 in 3, 0.9x.
 constexpr int64_t kQuadsPerChunk = 2, kQuadsPerUnit = 10;
-/// As many units of 16 rows could meet a chunk of a panel in the time that it takes to copy it.
+/// Units of 16 rows that could meet a chunk of a panel in the time that it takes to copy it.
 constexpr int64_t kTailUnits = 3;
 /// Rows gathered at a time: little enough for L1 where the weights stay in L2 anyway, else enough
 /// to use each block of weights for long.
 constexpr int64_t kFewBytes = 32 * 1024, kManyBytes = 512 * 1024;
-/// So many weights wait beyond L2 even where the layer before was the same. For one tile of rows
-/// they are not fetched ahead, since they come as fast as they can: 16x768->768 9.2 us, with 12.4.
+/// Weights of this size are beyond L2 even after a call of the same layer. One tile of rows does
+/// not prefetch them, since memory is busy anyway: 16x768->768 takes 9.2 us, with prefetches 12.4.
 constexpr int64_t kFarWeightBytes = 1024 * 1024;
 /// Rows read in place at a time.
 constexpr int64_t kPlacedRows = 1024;
 constexpr int64_t kTwoUnits = 2 * kUnitRows;
 constexpr int64_t kChunkQuads = 16;
-/// Panels a thread's share is cut by: what the unit finishes together.
+/// Granularity of a thread's share in panels: those whose epilogues the unit runs together.
 constexpr int kSharePanels = 4;
 
-/// The range of a panel's quads that a class's runs meet, as one run; a class without runs meets
-/// one quad, with zeros.
+/// Returns the range of a panel's quads that a region's runs meet, as one run; a region without
+/// runs meets one quad, with zeros.
 GemmRun span_of(const TapRegion& c) {
   constexpr int64_t kQuadBytes = kPanel * kQuad;
   if (c.runs.empty()) return {0, 0, 1};
@@ -77,10 +77,10 @@ int chunk_quads(int64_t quads) {
   return static_cast<int>(quads % chunks == 0 ? quads / chunks : kChunkQuads);
 }
 
-/// Whether the last chunk of a run overlaps the one before it.
+/// Returns true if the last chunk of a run overlaps the one before it.
 bool has_tails(const TapRegion& c) { return c.runs[0].quads % chunk_quads(c.runs[0].quads) != 0; }
 
-/// Whether runs have too few quads for the chunks that they take.
+/// Returns true if runs have too few quads for their chunks.
 bool are_short(int64_t runs, int64_t quads) {
   return runs > 1 && runs * quads < kQuadsPerChunk * runs * chunks_of(quads) + kQuadsPerUnit;
 }
@@ -134,7 +134,7 @@ class MatrixWorker {
       : problem_(problem), epilogue_(epilogue), unit_(unit) {}
 
   void run(Range tiles, Range panels) {
-    int64_t first = 0;  // first tile of the class
+    int64_t first = 0;  // first tile of the region
     for (const TapRegion& c : problem_.regions) {
       const Lines lines = lines_of(problem_, c);
       const int64_t count = tiles_of(lines, c);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows that a matrix unit reads where they are: units of 16 along lines of evenly spaced positions.
+// Rows that a matrix unit reads in place: units of 16 along lines of evenly spaced positions.
 #pragma once
 
 #include <algorithm>
@@ -31,9 +31,9 @@ class LineCursor {
         rows_(c, first_row()),
         line_start_(start_of_line()) {}
 
-  /// Where the positions of the next units start, and where those that are rows, and no row of the
-  /// unit before, have their results; -1 for others. As many units of a line at a time as are asked
-  /// for: one by one they took 2 us of the 32 of a 1x1 of 64 to 64 channels.
+  /// Fills the source offsets of the next units' positions, and the offsets of their results: -1
+  /// for positions that are no row, or a row of the unit before. Handles many units at a time: one
+  /// by one they took 2 us of the 32 of a 1x1 of 64 to 64 channels.
   void next(int64_t units, int64_t* src_offset, int64_t* dst_offset) {
     while (units > 0) {
       const int64_t left = lines_.length - position_;

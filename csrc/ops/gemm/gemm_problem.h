@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A gemm, and what both ways to run it know: how to walk its rows and keep its weights.
+// A gemm problem, its regions, and a cursor over its rows.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -11,7 +11,8 @@
 
 namespace torchq {
 
-/// Rows that share their valid taps: a rectangle (n, d, h, w) of destination pixels.
+/// Pixels with the same valid taps: a box (n, d, h, w) of destination pixels, the rows of one gemm.
+/// A matrix product has one region.
 struct TapRegion {
   int64_t size[4];
   int64_t src_stride[4];  // bytes
@@ -29,7 +30,7 @@ struct TapRegion {
   }
 };
 
-/// To be declared without {}, which sets the room for regions, 1.2 KB, to 0 in 40 ns.
+/// Declare without {}, which zeroes the space for regions, 1.2 KB, in 40 ns.
 struct GemmProblem {
   const uint8_t* src = nullptr;
   bool flip = false;
@@ -41,7 +42,7 @@ struct GemmProblem {
   int panels_per_group = 0;
   /// Every pair of adjacent weights keeps 16-bit sums exact.
   bool narrow = false;
-  /// Of groups that share tiles (GemmTile), and are one group here; else 0.
+  /// Quads of a group where groups share tiles (GemmTile) and count as one group here; else 0.
   int group_quads = 0;
   LastStep last_step{};
   c10::SmallVector<TapRegion, 9> regions;
@@ -67,7 +68,7 @@ struct GemmProblem {
 /// Weights up to half a core's L2 stay there while tiles stream past.
 constexpr int64_t kResidentWeightBytes = 512 * 1024;
 
-/// Steps through a class's rows in order.
+/// Steps through a region's rows in order.
 class RowCursor {
  public:
   RowCursor(const TapRegion& c, int64_t row) : region_(c) {

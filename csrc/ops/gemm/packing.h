@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a convolution's weights are laid out: one decision, taken from the shapes alone, shared by
-// pack, unpack and the op.
+// Layout of packed weights: one decision, taken from the shapes alone, shared by pack, unpack and
+// the op.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -77,7 +77,7 @@ struct WeightLayout {
   /// packed position -> tap
   c10::SmallVector<int64_t, 64> taps;
 
-  /// Of tap 0; `output` and `input` count within the group.
+  /// Returns the index of tap 0; `output` and `input` count within the group.
   int64_t index(int64_t group, int64_t output, int64_t input) const {
     return group * group_stride + output * output_stride + input * input_stride;
   }

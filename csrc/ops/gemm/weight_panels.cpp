@@ -69,7 +69,7 @@ Segments segments_of(const ConvPacking& p, const WeightLayout& weight, int64_t p
   return segments;
 }
 
-/// Where a tap is in the weight and in a row of the panel.
+/// Offset of a tap in the weight and in a row of the panel.
 struct Tap {
   int64_t weight, row;
 };

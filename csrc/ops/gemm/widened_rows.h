@@ -28,8 +28,8 @@ class WidenedRows {
     rows_ = scratch.take<uint8_t>(std::max(kBytes, kLeastRows * quads * kWideQuad));
   }
 
-  /// Makes the class's runs those of `tile`, joined where their weights are side by side, too;
-  /// returns how many rows a call may have.
+  /// Sets `tile` to the region's runs, joined where their weights are side by side, too; returns
+  /// how many rows a call may have.
   int64_t enter(const TapRegion& c, GemmTile& tile) {
     raw_.runs = c.runs.data();
     raw_.num_runs = static_cast<int>(c.runs.size());

@@ -64,8 +64,8 @@ struct Params {
 
 using RowFn = void (*)(const BinaryRows&);
 
-/// Whether the rows of src0 and dst, of n values, lie side by side and src1 has one row for all.
-/// Strides are those of dst, src0 and src1 along a row, then between rows.
+/// Returns true if the rows of src0 and dst, of n values, lie side by side and src1 has one row for
+/// all. Strides are those of dst, src0 and src1 along a row, then between rows.
 bool shares_row(const BinaryRows& row, const int64_t* strides, int64_t n) {
   const int64_t size = element_size(row.dst_dtype);
   return strides[0] == size && strides[1] == 1 && strides[2] == 1 && strides[3] == n * size &&
@@ -134,7 +134,7 @@ bool is_expanded(const at::Tensor& t) {
   return false;
 }
 
-/// Whether `src` lies in memory as dense tensors of the order of `like` do.
+/// Returns true if `src` is dense, with dimensions in the memory order of `like`.
 bool lies_like(const at::Tensor& src, const at::Tensor& like) {
   const auto strides = strides_in_order_of(like, src.sizes());
   for (int64_t d = 0; d < src.dim(); ++d) {

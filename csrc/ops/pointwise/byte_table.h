@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tables of 256 bytes: functions of one 8-bit value. As the last step of a matmul-like op, a table
-// is applied to some rows at a time as soon as all of their results are written: those are still in
-// cache, and no tensor of what they were is made.
+// is applied to some rows at a time, as soon as all of their results are stored. These are still in
+// cache, and no intermediate tensor is made.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,7 +12,7 @@
 
 namespace torchq {
 
-/// What results pass through last, on their way through a kernel's rows: a table, or nothing.
+/// Last step of an op's results: a table, or nothing.
 struct LastStep {
   const uint8_t* table;  // of 256 bytes, by byte; null: nothing
   decltype(Kernels::lookup) lookup;

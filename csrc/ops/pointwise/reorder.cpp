@@ -72,7 +72,7 @@ at::Tensor scalar(int32_t value) {
   return t;
 }
 
-/// Where 1/scale or a product of scales leaves float32, results would be infinities.
+/// Raises where 1/scale or a product of scales leaves float32: results would be infinities.
 void check_finite(const char* op, const at::Tensor& factor) {
   const float* values = factor.const_data_ptr<float>();
   for (int64_t i = 0; i < factor.numel(); ++i) {

@@ -41,7 +41,7 @@ float rounded(float y, int mode) {
   }
 }
 
-/// What a value becomes before it is rounded: fma(x, 1 / dst_scale, dst_zero_point).
+/// Value before it is rounded: fma(x, 1 / dst_scale, dst_zero_point).
 struct DstUnits {
   at::Tensor x;                    // src_scale * (src - src_zero_point), contiguous float32
   at::Tensor inverse, zero_point;  // one value, or as many as x

@@ -33,14 +33,14 @@ struct Pooling {
   int32_t zero_point = 0;
 };
 
-/// What makes a pool one in real units: all or nothing.
+/// Arguments of a pool in real units: all or none are given.
 struct RealArgs {
   const std::optional<at::Tensor>&scales, &zero_points;
   std::optional<int64_t> dst_dtype;
   c10::string_view post_ops;
   const std::optional<at::TensorList>& post_op_srcs;
 
-  /// Of the source and the destination; empty: the destination keeps the source's bytes' meaning.
+  /// Returns the parameters of the source and the destination; empty: dst has those of the source.
   c10::SmallVector<Real, 4> params(const char* op, const at::Tensor& src) const {
     const bool any = scales.has_value() || zero_points.has_value() || dst_dtype.has_value();
     const bool all = scales.has_value() && zero_points.has_value() && dst_dtype.has_value();
@@ -87,7 +87,7 @@ int64_t largest_window(const Spans (&spans)[3]) {
   return positions;
 }
 
-/// Where the positions of a window of an image begin, and how many there are.
+/// Fills the addresses of a window's pixels in an image; returns their number.
 int64_t gather_taps(const ChannelsLast& src, const uint8_t* image, const Span& d, const Span& h,
                     const Span& w, const uint8_t** taps) {
   int64_t count = 0;

@@ -209,7 +209,7 @@ RnnScale scale_of(const at::Tensor& scales, const at::Tensor& zero_points, int64
   return s;
 }
 
-/// What src is, and what the destination and the states are stored as.
+/// Reads the dtypes of src, of the destination and of the states.
 void read_dtypes(RnnLayer& l, DType src_dtype, int64_t dst_dtype, int64_t state_dtype,
                  int64_t h_n_dtype) {
   l.dynamic = src_dtype == DType::f32;

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// One recurrent layer, all directions: what `rnn.cpp` reads from a call's arguments, and what
-// `rnn_layer.cpp` runs.
+// One recurrent layer, all directions: `rnn.cpp` fills it from a call's arguments, `rnn_layer.cpp`
+// runs it.
 //
 // Note [Recurrent layers]
-// All that a step does not need the state for, the products with the source, is one matmul over
-// many steps; with a large batch it is done tile by tile within the steps, where its results need
-// no way through memory; with a single sequence, where the CPU gains from it, among the products of
-// the steps before (Note [Streamed cells] in kernels/rnn/rnn_streamed.h). Every step multiplies the
-// state and applies the cell. The units are split among the threads, who keep their weights in
-// their own caches; they meet at a barrier after each step, since each needs the whole state. No
-// thread waits for another's input products.
+// Products with the source do not depend on the state: they are one matmul over many steps. With a
+// large batch they run tile by tile within the steps, and their results stay in cache. With a
+// single sequence, on CPUs that gain from it, they are interleaved with the products of earlier
+// steps (Note [Streamed cells] in kernels/rnn/rnn_streamed.h). Every step multiplies the state and
+// applies the cell. The units are split among the threads, which keep their weights in their own
+// caches. They meet at a barrier after each step, since each needs the whole state. No thread waits
+// for another's input products.
 //
-// The state and what a projection or a vanilla GRU multiplies in between are u8 inside (an s8 state
-// with its sign bit flipped). Static layers quantize them with scales of their own, each thread its
-// units. Dynamic layers keep them in float; after the barrier each thread quantizes all rows for
-// itself, each row with the scale of its own largest value, so that neither the batch nor the
-// threads change a bit.
+// The state, and the intermediate values of a projection or a vanilla GRU, are u8 inside (an s8
+// state with its sign bit flipped). Static layers quantize them with given scales, each thread its
+// own units. Dynamic layers keep them in float. After the barrier each thread quantizes all rows
+// for itself, each row with the scale of its largest value, so that results depend neither on the
+// batch nor on the threads.
 //
 // Packed weights have the gates of 16 units side by side: rows (unit group, gate, unit), padded to
 // whole groups, then packed like a linear layer's. Parameters are in the same order. Directions
@@ -42,7 +42,7 @@ struct RnnWeight {
   int64_t panel_bytes() const { return quads * kPanel * kQuad; }
 };
 
-/// How a float becomes a quantized state.
+/// Scale and zero point of a quantized state.
 struct RnnScale {
   float scale;
   int32_t zero_point;

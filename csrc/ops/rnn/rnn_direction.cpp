@@ -46,7 +46,7 @@ RnnDirection::RnnDirection(const RnnLayer& layer, const Kernels& table, ScratchF
   const int64_t row_bytes = part_groups * l.gates * kPanel * int64_t{sizeof(float)};
   chunk_rows_ = std::max(l.batch, kChunkBytes / row_bytes);
   chunk_rows_ = std::min(chunk_rows_, l.first[l.steps - 1] + l.rows[l.steps - 1]);
-  uses_lookahead_ = uses_lookahead();
+  uses_lookahead_ = gains_from_lookahead();
   if (uses_lookahead_) chunk_rows_ = kLookaheadRows;
   own_ = scratch.take<Own>(parts);
   for (int i = 0; i < parts; ++i) {
@@ -75,7 +75,7 @@ int64_t RnnDirection::pieces_of_tile(int part) const {
   return kLookaheadRows * pieces / ceil_div((range.end - range.begin) * l.gates, kLookaheadPanels);
 }
 
-bool RnnDirection::uses_lookahead() const {
+bool RnnDirection::gains_from_lookahead() const {
   const bool has_gates = l.cell == RnnCell::kLstm || l.cell == RnnCell::kGru;
   if (tier.rnn_pieces == nullptr || !has_gates) return false;
   if (l.batch > 1 || l.steps <= kLookaheadRows) return false;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One direction of a recurrent layer while it runs: Note [Recurrent layers] in rnn.h. Its memory
-// and what comes before and after the steps are in rnn_direction.cpp, the steps in rnn_step.cpp.
+// One direction of a recurrent layer while it runs: Note [Recurrent layers] in rnn.h.
+// rnn_direction.cpp has its memory and the work before and after the steps, rnn_step.cpp the steps.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace torchq {
 
-/// What all parts of one direction share.
+/// One direction, shared by all of its parts.
 class RnnDirection {
  public:
   RnnDirection(const RnnLayer& layer, const Kernels& table, ScratchFrame& scratch, int direction,
@@ -35,7 +35,7 @@ class RnnDirection {
       return weight->packed + (offset + p) * weight->panel_bytes();
     }
   };
-  /// What a part has for itself; a thread of several uses the first one's states.
+  /// State of one part; a thread with several parts uses the quantized states of the first.
   struct alignas(64) Own {
     float* inputs = nullptr;  // of two chunks with `lookahead`
     RnnLookahead lookahead{};
@@ -61,14 +61,13 @@ class RnnDirection {
     return l.first[std::min(time(step), time(stop - 1))];
   }
 
-  /// Whether steps multiply the inputs of the next chunk.
-  bool uses_lookahead() const;
-  /// In how many pieces the steps of a chunk can do a tile of the next one's inputs; 0: they
-  /// cannot. A chunk that another one follows has kLookaheadRows steps, so all tiles are done when
-  /// it ends.
+  /// Returns true if steps multiply the inputs of the next chunk.
+  bool gains_from_lookahead() const;
+  /// Returns the number of pieces into which the steps of a chunk cut a tile of the next chunk's
+  /// inputs; 0: no lookahead. All chunks but the last have kLookaheadRows steps, so all tiles are
+  /// done when a chunk ends.
   int64_t pieces_of_tile(int part) const;
-  /// What the steps of the chunk before multiply, in parts [begin, end), for the one that begins
-  /// with `step`.
+  /// Prepares the lookahead of parts [begin, end) for the chunk that begins with `step`.
   void begin_lookahead(int begin, int end, int64_t step);
   int64_t chunk_end(int64_t step) const;
   /// The input products of a part's groups for rows [first, first + rows) of the source.
@@ -87,7 +86,7 @@ class RnnDirection {
   RnnStep step_of(const Matrix& m, int gates, Range range, int64_t rows, const Own& own) const;
   void point(RnnStep& s, Range range, int now, int64_t stride) const;
   void emit_state(RnnStep& s, Range range, int next, int64_t t) const;
-  /// Whether anything reads the floats of step t's states: the next step, or h_n.
+  /// Returns true if the next step or h_n reads the floats of step t's states.
   bool reads_state(int64_t t) const;
   void emit_middle(RnnStep& s, Range range) const;
   void quantize_with(RnnStep& s, const RnnScale& scale) const;

@@ -141,8 +141,8 @@ at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<a
   return dst;
 }
 
-/// What group and batch norm begin with: checked arguments, the source with its channels last, and
-/// an empty destination laid out alike.
+/// Checked arguments of group and batch norm, the source with its channels last, and an empty
+/// destination of the same layout.
 struct ByChannel {
   ByChannel(const char* op, const at::Tensor& src, const at::Tensor& scales,
             const at::Tensor& zero_points, int64_t dst_dtype, double eps) {

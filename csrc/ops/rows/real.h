@@ -6,7 +6,7 @@
 // post-ops as the float chain of Note [Folded and float chains] does, and writes q =
 // clamp(rne(fma(x, 1 / scale, zero_point))). Reading is the tier's `convert`, post-ops and writing
 // its `epilogue_row`; kernels that write a `RealRow` round themselves where there are no post-ops.
-// What lies between is a kernel whose sums are of integers or run in an order that
+// The computation in between is a kernel whose sums are of integers or run in an order that
 // kernels/rows/contract.h states, or code that all tiers share. So every tier and every thread
 // count gives the same bits.
 #pragma once
@@ -49,7 +49,7 @@ void load_real(const Kernels& tier, const Real& src, const void* data, int64_t s
 /// The inverse, to n adjacent values: rounds and saturates. NaN becomes the zero point.
 void store_real(const Kernels& tier, const Real& dst, const float* x, void* data, int64_t n);
 
-/// How an op ends: its post-ops, and a destination that is dense, in any order of its dimensions.
+/// Output of an op: its post-ops, and a dense destination in any order of its dimensions.
 class RealOutput {
  public:
   struct Args {
@@ -64,7 +64,7 @@ class RealOutput {
   /// `first` is an operation in front of the chain, whose operands `store` takes.
   RealOutput(const Args& args, const at::Tensor& dst, std::optional<Binary> first = {});
 
-  /// Whether nothing is left but to round: kernels that know `RealRow` may then write to `row`.
+  /// Returns true without post-ops: kernels that know `RealRow` may then write to `row`.
   bool is_plain() const { return ops_.empty() && to_.dtype != DType::s32; }
   RealRow row(int64_t first) const;
 
@@ -72,13 +72,13 @@ class RealOutput {
   /// destination's memory on. x has room for whole panels.
   void store(float* x, int64_t n, int64_t first, c10::ArrayRef<SumSrc> operands = {}) const;
 
-  /// Whether equal values become equal ones everywhere: `tabulate` then tells which.
+  /// Returns true if equal values become equal ones everywhere; `tabulate` then computes them.
   bool is_map() const { return is_map_; }
   void tabulate(float* x, int64_t n, void* table) const { finish(x, n, table, 0, {}); }
 
  private:
-  /// What varies with the destination: element i belongs to element `i % period` of data, which
-  /// repeats for kRealBlock values behind.
+  /// Operand that varies along the destination: element i takes element `i % period` of data, which
+  /// is repeated for kRealBlock further values.
   struct Operand {
     at::Tensor data;
     int64_t period;
@@ -120,7 +120,7 @@ void store_rows(const RealOutput& out, int64_t rows, int64_t n, const Compute& c
                   [&](Range range) { store_range(out, range, n, compute); });
 }
 
-/// What follows the first `values` of a row.
+/// Returns the row without its first `values`.
 inline RealRow behind(const RealRow& row, int64_t values) {
   const int64_t bytes = row.dtype == DType::f32 ? 4 : 1;
   return {static_cast<char*>(row.data) + values * bytes, row.dtype, row.inverse_scale,

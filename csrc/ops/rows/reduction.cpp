@@ -85,8 +85,8 @@ struct Blocks {
   }
 };
 
-/// Whether dst's elements lie in the order of `src` without its reduced dimensions, which are
-/// adjacent in memory: then nothing is copied.
+/// Returns true if nothing has to be copied: the reduced dimensions are adjacent in memory, and
+/// dst's elements have the order of the others.
 bool in_blocks(const at::Tensor& src, const c10::SmallVector<bool, 8>& reduced) {
   c10::SmallVector<int64_t, 8> order;
   for (int64_t d = 0; d < src.dim(); ++d) {

@@ -15,7 +15,8 @@
 namespace torchq {
 namespace {
 
-/// Where one destination index reads along one dimension: (1 - w) src[left] + w src[right].
+/// Source indices and weights of one destination index along one dimension: (1 - w) src[left] + w
+/// src[right].
 struct Tap {
   int64_t index[2];
   double weight[2];
@@ -40,8 +41,8 @@ Tap tap_of(int64_t o, int64_t output, int64_t input, bool linear) {
   return {{index, std::min(index + 1, input - 1)}, {1.0 - weight, weight}};
 }
 
-/// Whether writing what was read gives the same byte: rne(fma(s d, 1 / s, z)) = d + z, as long as
-/// s d does not overflow.
+/// Returns true if reading and writing a byte gives the same byte: rne(fma(s d, 1 / s, z)) = d + z,
+/// as long as s d does not overflow.
 bool keeps_bytes(const Real& from, const Real& to) {
   return from.dtype == to.dtype && from.scale == to.scale && from.zero_point == to.zero_point &&
          from.scale < 1e30f;
