@@ -61,7 +61,7 @@ def k_loop(name: str, body: list[tuple[int, str]]) -> list[str]:
     """The shortest of them; empty if there is none. All but those around others where cells part
     the products into many, or each end has its own, or what clipped weights lack comes later."""
     loops = k_loops(body)
-    several = "rnn_pipelined_tile<|rnn_streamed_cells<|small_group_(slide|sums)<|Avx2,.*WeightForm\\)1"
+    several = "rnn_(pipelined_tile|streamed_cells)<|small_group_(slide|sums)<|Avx2,.*WeightForm\\)1"
     if re.search(several, name):
         inner = [loop for loop in loops if not any({*other} < {*loop} for other in loops)]
         return [*chain(*inner)]

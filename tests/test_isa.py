@@ -88,6 +88,7 @@ def test_sources_of_the_objects_include_no_torch():
         includes = [line for line in file.read_text().splitlines() if line.startswith("#include")]
         for line in includes:
             assert not any(word in line for word in ("torch", "ATen", "c10")), (file.name, line)
+            assert "<" in line or line.split('"')[1].startswith(("kernels/", "isa/")), line
 
 
 @needs_nm

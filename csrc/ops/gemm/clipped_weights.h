@@ -65,12 +65,12 @@ class ClippedWeights {
   }
 
   /// Sets `tile`, whose rows are of this region, to the block's panels.
-  void enter(const TapRegion& c, GemmTile& tile) {
+  void enter(const TapRegion& region, GemmTile& tile) {
     for (int p = 0; p < num_panels_; ++p) {
       const int64_t *begin = index_ + p * quads_, *end = begin + found_[p];
       GemmExcess::Quad* const list = list_ + p * quads_;
       int64_t size = 0;
-      for (const GemmRun& run : c.runs) {
+      for (const GemmRun& run : region.runs) {
         const int64_t first = run.weight_offset / kQuadBytes, behind = first + run.quads;
         for (const int64_t* i = std::lower_bound(begin, end, first); i != end && *i < behind; ++i) {
           list[size++] = {run.src_offset + (*i - first) * kQuad, (i - begin) * kQuadBytes};

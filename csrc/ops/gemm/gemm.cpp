@@ -156,26 +156,26 @@ class Worker {
   void run_regions(Range rows, Range blocks) {
     if (copies_weights()) copy(blocking_.block(problem_, static_cast<int>(blocks.begin)));
     int64_t first = 0;  // first row of the region
-    for (const TapRegion& c : problem_.regions) {
+    for (const TapRegion& region : problem_.regions) {
       int64_t row = std::max(rows.begin - first, int64_t{0});
-      const int64_t end = std::min(rows.end - first, c.rows());
+      const int64_t end = std::min(rows.end - first, region.rows());
       if (row < end) {
-        tile_.runs = c.runs.data();
-        tile_.num_runs = static_cast<int>(c.runs.size());
-        const int64_t most = widened_rows_ ? widened_rows_->enter(c, tile_) : kGemmRows;
-        if (clipped_) clipped_->enter(c, tile_);
-        RowCursor cursor(c, row);
+        tile_.runs = region.runs.data();
+        tile_.num_runs = static_cast<int>(region.runs.size());
+        const int64_t most = widened_rows_ ? widened_rows_->enter(region, tile_) : kGemmRows;
+        if (clipped_) clipped_->enter(region, tile_);
+        RowCursor cursor(region, row);
         while (row < end) {
           int64_t size = rows_at_once(end - row, most);
           if (is_small_group() && row + size < end) {  // lines that are cut begin and end twice
-            const int64_t line = c.size[3], whole = (row + size) / line * line - row;
+            const int64_t line = region.size[3], whole = (row + size) / line * line - row;
             size = whole > 0 ? whole : rows_at_once(line - row % line, most);
           }
-          run_rows(c, cursor, static_cast<int>(size), blocks);
+          run_rows(region, cursor, static_cast<int>(size), blocks);
           row += size;
         }
       }
-      first += c.rows();
+      first += region.rows();
     }
   }
 
@@ -183,21 +183,21 @@ class Worker {
     return tile_.group_quads > 0 && tile_.group_quads * kQuad < kPanel;
   }
 
-  void run_rows(const TapRegion& c, RowCursor& cursor, int rows, Range blocks) {
+  void run_rows(const TapRegion& region, RowCursor& cursor, int rows, Range blocks) {
     cursor.next(rows, src_offset_, dst_offset_);
     GemmTile& tile = tile_;
     tile.rows = rows;
     for (int64_t i = blocks.begin; i < blocks.end; ++i) {
       const Block b = blocking_.block(problem_, static_cast<int>(i));
       const int channel = b.panel * kPanel;
-      tile.src = problem_.src + c.src_base + b.group * problem_.src_group_stride;
+      tile.src = problem_.src + region.src_base + b.group * problem_.src_group_stride;
       if (tile.group_quads > 0) tile.src += channel;
       if (!copies_weights()) tile.weight = packed(b);
       tile.panels = b.panels;
       tile.channel = b.group * problem_.group_channels + channel;
       tile.channels = std::min(problem_.group_channels - channel, b.panels * kPanel);
       const int64_t first = (b.group * problem_.panels_per_group + b.panel) * kPanel;
-      tile.acc_init = c.acc_init + first;
+      tile.acc_init = region.acc_init + first;
       if (widened_rows_) widened_rows_->fill(src_offset_, tile);
       gemm_(tile, epilogue_);
     }
@@ -259,13 +259,13 @@ constexpr int64_t kPipelinedRows = 4, kManyRows = 64;
 /// of `unit` rows.
 int64_t row_at_work(const GemmProblem& p, int64_t work, int64_t unit) {
   int64_t first = 0;
-  for (const TapRegion& c : p.regions) {
-    const int64_t row_work = c.quads() + kEndQuads;
-    if (work < c.rows() * row_work) {
-      return first + std::min((work / row_work + unit / 2) / unit * unit, c.rows());
+  for (const TapRegion& region : p.regions) {
+    const int64_t row_work = region.quads() + kEndQuads;
+    if (work < region.rows() * row_work) {
+      return first + std::min((work / row_work + unit / 2) / unit * unit, region.rows());
     }
-    work -= c.rows() * row_work;
-    first += c.rows();
+    work -= region.rows() * row_work;
+    first += region.rows();
   }
   return first;
 }
@@ -273,9 +273,9 @@ int64_t row_at_work(const GemmProblem& p, int64_t work, int64_t unit) {
 void run_on_vectors(const GemmProblem& p, const Epilogue& epilogue, const Kernels& tier,
                     Weights weights) {
   int64_t tiles = 0, row_quads = 0;
-  for (const TapRegion& c : p.regions) {
-    tiles += c.tiles();
-    row_quads += c.rows() * c.quads();
+  for (const TapRegion& region : p.regions) {
+    tiles += region.tiles();
+    row_quads += region.rows() * region.quads();
   }
   const int64_t panels = int64_t{p.groups} * p.panels_per_group;
   const int threads = threads_for(row_quads * kQuad * panels * kPanel);

@@ -46,11 +46,11 @@ constexpr int kSharePanels = 4;
 
 /// Returns the range of a panel's quads that a region's runs meet, as one run; a region without
 /// runs meets one quad, with zeros.
-GemmRun span_of(const TapRegion& c) {
+GemmRun span_of(const TapRegion& region) {
   constexpr int64_t kQuadBytes = kPanel * kQuad;
-  if (c.runs.empty()) return {0, 0, 1};
+  if (region.runs.empty()) return {0, 0, 1};
   int64_t begin = INT64_MAX, end = 0;
-  for (const GemmRun& run : c.runs) {
+  for (const GemmRun& run : region.runs) {
     begin = std::min(begin, run.weight_offset / kQuadBytes);
     end = std::max(end, run.weight_offset / kQuadBytes + run.quads);
   }
@@ -58,13 +58,13 @@ GemmRun span_of(const TapRegion& c) {
 }
 
 /// Bytes from each row to the next where that is one number, else 0.
-int64_t row_step(const TapRegion& c) {
+int64_t row_step(const TapRegion& region) {
   int64_t step = 0, extent = 0;
   for (int d = 3; d >= 0; --d) {
-    if (c.size[d] == 1) continue;
-    if (step != 0 && c.src_stride[d] != extent) return 0;
-    if (step == 0) step = c.src_stride[d];
-    extent = c.src_stride[d] * c.size[d];
+    if (region.size[d] == 1) continue;
+    if (step != 0 && region.src_stride[d] != extent) return 0;
+    if (step == 0) step = region.src_stride[d];
+    extent = region.src_stride[d] * region.size[d];
   }
   return step;
 }
@@ -78,7 +78,9 @@ int chunk_quads(int64_t quads) {
 }
 
 /// Returns true if the last chunk of a run overlaps the one before it.
-bool has_tails(const TapRegion& c) { return c.runs[0].quads % chunk_quads(c.runs[0].quads) != 0; }
+bool has_tails(const TapRegion& region) {
+  return region.runs[0].quads % chunk_quads(region.runs[0].quads) != 0;
+}
 
 /// Returns true if runs have too few quads for their chunks.
 bool are_short(int64_t runs, int64_t quads) {
@@ -87,35 +89,37 @@ bool are_short(int64_t runs, int64_t quads) {
 
 /// All rows as one line, as in a linear layer or a 1x1 convolution; else one for each image or
 /// volume's plane, over what lies between the ends of its rows; else one for each of those.
-Lines lines_of(const GemmProblem& p, const TapRegion& c) {
-  if (p.flip || c.runs.empty()) return {};
-  const auto is_alike = [&](const GemmRun& run) { return run.quads == c.runs[0].quads; };
-  if (!std::all_of(c.runs.begin(), c.runs.end(), is_alike)) return {};
-  const int64_t rows = c.rows(), width = c.size[3], planes = c.size[0] * c.size[1];
+Lines lines_of(const GemmProblem& p, const TapRegion& region) {
+  if (p.flip || region.runs.empty()) return {};
+  const auto is_alike = [&](const GemmRun& run) { return run.quads == region.runs[0].quads; };
+  if (!std::all_of(region.runs.begin(), region.runs.end(), is_alike)) return {};
+  const int64_t rows = region.rows(), width = region.size[3],
+                planes = region.size[0] * region.size[1];
   Lines best;
   const auto consider = [&](const Lines& lines) {
     if (lines.length < kUnitRows) return;
     if (best.count == 0 || lines.units() < best.units()) best = lines;
   };
-  if (const int64_t even = row_step(c); even > 0) consider({1, rows, rows, rows, even});
-  const int64_t step = c.src_stride[3], pitch = step > 0 ? c.src_stride[2] / step : 0;
-  consider({planes * c.size[2], width, width, width, step});
-  if (pitch >= width && pitch * step == c.src_stride[2]) {
-    consider({planes, (c.size[2] - 1) * pitch + width, pitch, width, step});
+  if (const int64_t even = row_step(region); even > 0) consider({1, rows, rows, rows, even});
+  const int64_t step = region.src_stride[3], pitch = step > 0 ? region.src_stride[2] / step : 0;
+  consider({planes * region.size[2], width, width, width, step});
+  if (pitch >= width && pitch * step == region.src_stride[2]) {
+    consider({planes, (region.size[2] - 1) * pitch + width, pitch, width, step});
   }
-  const int64_t panels = p.panels_per_group, runs = static_cast<int64_t>(c.runs.size());
-  const int64_t chunks = runs * chunks_of(c.runs[0].quads);
-  if (are_short(runs, c.runs[0].quads)) return {};
-  const int64_t tails = has_tails(c) ? kTailUnits * panels * runs : 0;
+  const int64_t panels = p.panels_per_group, runs = static_cast<int64_t>(region.runs.size());
+  const int64_t chunks = runs * chunks_of(region.runs[0].quads);
+  if (are_short(runs, region.runs[0].quads)) return {};
+  const int64_t tails = has_tails(region) ? kTailUnits * panels * runs : 0;
   const int64_t in_place = best.units() * panels * chunks + tails;
-  const int64_t gathered = units_of(rows) * (panels + kGatherPanels) * chunks_of(span_of(c).quads);
+  const int64_t gathered =
+      units_of(rows) * (panels + kGatherPanels) * chunks_of(span_of(region).quads);
   return in_place <= gathered ? best : Lines{};
 }
 
 /// Work is shared in steps of two units.
 int64_t tiles_of(int64_t units) { return (units + 1) / 2; }
-int64_t tiles_of(const Lines& lines, const TapRegion& c) {
-  return tiles_of(lines.count > 0 ? lines.units() : units_of(c.rows()));
+int64_t tiles_of(const Lines& lines, const TapRegion& region) {
+  return tiles_of(lines.count > 0 ? lines.units() : units_of(region.rows()));
 }
 
 /// Rows that meet the weights together: where they start, and where their results go.
@@ -135,46 +139,46 @@ class MatrixWorker {
 
   void run(Range tiles, Range panels) {
     int64_t first = 0;  // first tile of the region
-    for (const TapRegion& c : problem_.regions) {
-      const Lines lines = lines_of(problem_, c);
-      const int64_t count = tiles_of(lines, c);
+    for (const TapRegion& region : problem_.regions) {
+      const Lines lines = lines_of(problem_, region);
+      const int64_t count = tiles_of(lines, region);
       const int64_t begin = std::max(tiles.begin - first, int64_t{0});
       const int64_t end = std::min(tiles.end - first, count);
       first += count;
       if (begin >= end) continue;
       if (lines.count > 0) {
-        in_place(c, lines, {2 * begin, std::min(2 * end, lines.units())}, panels);
+        in_place(region, lines, {2 * begin, std::min(2 * end, lines.units())}, panels);
       } else {
-        gathered(c, {begin * kTwoUnits, std::min(end * kTwoUnits, c.rows())}, panels);
+        gathered(region, {begin * kTwoUnits, std::min(end * kTwoUnits, region.rows())}, panels);
       }
     }
   }
 
  private:
-  void in_place(const TapRegion& c, const Lines& lines, Range units, Range panels) {
+  void in_place(const TapRegion& region, const Lines& lines, Range units, Range panels) {
     ScratchFrame frame;
     const int64_t most = std::min(kPlacedRows / kUnitRows, units.end - units.begin);
     int64_t* src_offset = frame.take<int64_t>(most * kUnitRows);
     int64_t* dst_offset = frame.take<int64_t>(most * kUnitRows);
-    const int chunk = chunk_quads(c.runs[0].quads);
-    const int8_t* tails = has_tails(c) ? copy_tails(frame, c.runs, panels) : nullptr;
-    const auto runs = cut(frame, c.runs, chunk, tails, panels);
+    const int chunk = chunk_quads(region.runs[0].quads);
+    const int8_t* tails = has_tails(region) ? copy_tails(frame, region.runs, panels) : nullptr;
+    const auto runs = cut(frame, region.runs, chunk, tails, panels);
     unit_.begin(chunk);
-    LineCursor cursor(c, lines, units.begin);
+    LineCursor cursor(region, lines, units.begin);
     for (int64_t unit = units.begin; unit < units.end; unit += most) {
       const int64_t count = std::min(most, units.end - unit);
       cursor.next(count, src_offset, dst_offset);
-      multiply(c,
-               {problem_.src + c.src_base, src_offset, dst_offset, count * kUnitRows, lines.step,
-                chunk, runs},
+      multiply(region,
+               {problem_.src + region.src_base, src_offset, dst_offset, count * kUnitRows,
+                lines.step, chunk, runs},
                panels);
     }
     unit_.end();
   }
 
-  void gathered(const TapRegion& c, Range rows, Range panels) {
+  void gathered(const TapRegion& region, Range rows, Range panels) {
     ScratchFrame frame;
-    const GemmRun span = span_of(c);
+    const GemmRun span = span_of(region);
     const int64_t stride = (span.quads + kChunkQuads - 1) / kChunkQuads * kChunkQuads * kQuad;
     const bool resident =
         (panels.end - panels.begin) * problem_.panel_bytes <= kResidentWeightBytes;
@@ -192,14 +196,14 @@ class MatrixWorker {
     unit_.begin(chunk);
     for (int64_t row = rows.begin; row < rows.end; row += most) {
       const int64_t count = std::min(most, rows.end - row);
-      RowCursor(c, row).next(count, src_offset, dst_offset);
+      RowCursor(region, row).next(count, src_offset, dst_offset);
       for_each_group(panels, [&](int group, Range part) {
-        unit_.gather({problem_.src + c.src_base + group * problem_.src_group_stride, src_offset,
-                      static_cast<int>(count), problem_.flip, c.runs.data(),
-                      static_cast<int>(c.runs.size()), span.weight_offset / (kPanel * kQuad),
+        unit_.gather({problem_.src + region.src_base + group * problem_.src_group_stride,
+                      src_offset, static_cast<int>(count), problem_.flip, region.runs.data(),
+                      static_cast<int>(region.runs.size()), span.weight_offset / (kPanel * kQuad),
                       span.quads, data, stride});
-        multiply_group(c, {data, data_offset, dst_offset, count, stride, chunk, runs}, group, part,
-                       panels.begin);
+        multiply_group(region, {data, data_offset, dst_offset, count, stride, chunk, runs}, group,
+                       part, panels.begin);
       });
     }
     unit_.end();
@@ -263,17 +267,17 @@ class MatrixWorker {
     }
   }
 
-  void multiply(const TapRegion& c, Batch batch, Range panels) {
+  void multiply(const TapRegion& region, Batch batch, Range panels) {
     const uint8_t* src = batch.src;
     for_each_group(panels, [&](int group, Range part) {
       batch.src = src + group * problem_.src_group_stride;
-      multiply_group(c, batch, group, part, panels.begin);
+      multiply_group(region, batch, group, part, panels.begin);
     });
   }
 
   /// Block after block of panels that fit L2; `first_panel`, counted through all groups: the
   /// worker's.
-  void multiply_group(const TapRegion& c, const Batch& batch, int group, Range panels,
+  void multiply_group(const TapRegion& region, const Batch& batch, int group, Range panels,
                       int64_t first_panel) {
     const int64_t fitting =
         kResidentWeightBytes / problem_.panel_bytes / kSharePanels * kSharePanels;
@@ -291,7 +295,7 @@ class MatrixWorker {
       tile.panels = static_cast<int>(std::min(block, panels.end - panel));
       tile.channel = group * problem_.group_channels + channel;
       tile.channels = std::min(problem_.group_channels - channel, tile.panels * kPanel);
-      tile.acc_init = c.acc_init + packed * kPanel;
+      tile.acc_init = region.acc_init + packed * kPanel;
       unit_.multiply(tile,
                      {batch.stride, batch.chunk_quads * kQuad, batch.runs.data(),
                       static_cast<int>(batch.runs.size()), packed - first_panel,
@@ -308,13 +312,13 @@ class MatrixWorker {
 };
 
 /// Gathering few even rows is cheap.
-bool is_even(const GemmProblem& p, const TapRegion& c) {
-  return !p.flip && c.runs.size() == 1 && row_step(c) > 0 &&
-         (c.runs[0].quads < kChunkQuads || c.runs[0].quads % kChunkQuads == 0);
+bool is_even(const GemmProblem& p, const TapRegion& region) {
+  return !p.flip && region.runs.size() == 1 && row_step(region) > 0 &&
+         (region.runs[0].quads < kChunkQuads || region.runs[0].quads % kChunkQuads == 0);
 }
 
-bool gathering_pays(const GemmProblem& p, const TapRegion& c) {
-  return p.panels_per_group * c.quads() >= kMinGatherQuads;
+bool gathering_pays(const GemmProblem& p, const TapRegion& region) {
+  return p.panels_per_group * region.quads() >= kMinGatherQuads;
 }
 
 }  // namespace
@@ -335,17 +339,17 @@ const char* why_not_matrix_unit(const GemmProblem& p, const Kernels& tier) {
   if (p.group_quads > 0) return "groups of 4 or 8 channels have a kernel of their own";
   if (p.panel_bytes == 0) return "there is nothing to sum";
   if (p.rows() < kMinRows) return "fewer than 8 rows wait for the weights' way through memory";
-  const bool pays = std::all_of(p.regions.begin(), p.regions.end(), [&](const TapRegion& c) {
-    return is_even(p, c) || lines_of(p, c).count > 0 || gathering_pays(p, c);
+  const bool pays = std::all_of(p.regions.begin(), p.regions.end(), [&](const TapRegion& region) {
+    return is_even(p, region) || lines_of(p, region).count > 0 || gathering_pays(p, region);
   });
   return pays ? nullptr : "a row would be gathered for fewer than 256 quads of weights";
 }
 
 void run_on_matrix_unit(const GemmProblem& p, const Epilogue& epilogue, const MatrixUnit& unit) {
   int64_t tiles = 0, row_quads = 0;
-  for (const TapRegion& c : p.regions) {
-    tiles += tiles_of(lines_of(p, c), c);
-    row_quads += c.rows() * c.quads();
+  for (const TapRegion& region : p.regions) {
+    tiles += tiles_of(lines_of(p, region), region);
+    row_quads += region.rows() * region.quads();
   }
   const int64_t panels = int64_t{p.groups} * p.panels_per_group;
   // A matrix unit does in the time of a parallel region some ten times as much as vectors do.

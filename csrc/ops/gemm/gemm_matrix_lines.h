@@ -22,13 +22,13 @@ struct Lines {
 /// Steps through the units of lines in order.
 class LineCursor {
  public:
-  LineCursor(const TapRegion& c, const Lines& lines, int64_t unit)
-      : region_(c),
+  LineCursor(const TapRegion& region, const Lines& lines, int64_t unit)
+      : region_(region),
         lines_(lines),
         line_(unit / units_of(lines.length)),
         position_(unit % units_of(lines.length) * kUnitRows),
         x_(position_ % lines.pitch),
-        rows_(c, first_row()),
+        rows_(region, first_row()),
         line_start_(start_of_line()) {}
 
   /// Fills the source offsets of the next units' positions, and the offsets of their results: -1

@@ -49,15 +49,15 @@ struct GemmProblem {
 
   int64_t rows() const {
     int64_t sum = 0;
-    for (const TapRegion& c : regions) sum += c.rows();
+    for (const TapRegion& region : regions) sum += region.rows();
     return sum;
   }
   /// Bytes of a panel that rows meet: not all where `weight` is one group of inputs of many, and
   /// those behind the last one belong to nobody.
   int64_t used_panel_bytes() const {
     int64_t end = 0;
-    for (const TapRegion& c : regions) {
-      for (const GemmRun& run : c.runs) {
+    for (const TapRegion& region : regions) {
+      for (const GemmRun& run : region.runs) {
         end = std::max(end, run.weight_offset + run.quads * kPanel * kQuad);
       }
     }
@@ -71,12 +71,12 @@ constexpr int64_t kResidentWeightBytes = 512 * 1024;
 /// Steps through a region's rows in order.
 class RowCursor {
  public:
-  RowCursor(const TapRegion& c, int64_t row) : region_(c) {
+  RowCursor(const TapRegion& region, int64_t row) : region_(region) {
     for (int d = 3; d >= 0; --d) {
-      index_[d] = row % c.size[d];
-      row /= c.size[d];
-      src_ += index_[d] * c.src_stride[d];
-      dst_ += index_[d] * c.dst_stride[d];
+      index_[d] = row % region.size[d];
+      row /= region.size[d];
+      src_ += index_[d] * region.src_stride[d];
+      dst_ += index_[d] * region.dst_stride[d];
     }
   }
   /// The next `rows` rows: where each starts, and where its result goes. A run of rows along the

@@ -20,9 +20,9 @@ class WidenedRows {
     raw_.flip = problem.flip;
     int64_t quads = 0;
     size_t runs = 0;
-    for (const TapRegion& c : problem.regions) {
-      quads = std::max(quads, c.quads());
-      runs = std::max(runs, c.runs.size());
+    for (const TapRegion& region : problem.regions) {
+      quads = std::max(quads, region.quads());
+      runs = std::max(runs, region.runs.size());
     }
     runs_ = scratch.take<GemmRun>(static_cast<int64_t>(runs));
     rows_ = scratch.take<uint8_t>(std::max(kBytes, kLeastRows * quads * kWideQuad));
@@ -30,12 +30,12 @@ class WidenedRows {
 
   /// Sets `tile` to the region's runs, joined where their weights are side by side, too; returns
   /// how many rows a call may have.
-  int64_t enter(const TapRegion& c, GemmTile& tile) {
-    raw_.runs = c.runs.data();
-    raw_.num_runs = static_cast<int>(c.runs.size());
+  int64_t enter(const TapRegion& region, GemmTile& tile) {
+    raw_.runs = region.runs.data();
+    raw_.num_runs = static_cast<int>(region.runs.size());
     int64_t row_bytes = 0, weight_end = -1;
     tile.num_runs = 0;
-    for (const GemmRun& run : c.runs) {
+    for (const GemmRun& run : region.runs) {
       if (run.weight_offset == weight_end) {
         runs_[tile.num_runs - 1].quads += run.quads;
       } else {
@@ -49,7 +49,7 @@ class WidenedRows {
     tile.row_offset = offset_;
     tile.flip = false;
     tile.widened = true;
-    return most_ = most_rows(c.quads());
+    return most_ = most_rows(region.quads());
   }
 
   /// Copies the tile's rows, which begin at its src + src_offset[row], and makes them its src.
