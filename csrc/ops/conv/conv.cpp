@@ -113,7 +113,7 @@ const char* why_padded_copy(const Conv& c, const Source& s, const Intervals (&ax
 }
 
 /// Logs why a grouped layer takes neither the depthwise nor the small-groups kernel.
-void explain_grouping(const Conv& c, int64_t groups) {
+void log_grouping_choice(const Conv& c, int64_t groups) {
   if (c.packing.form == ConvPacking::kDepthwise) return;
   log_rejected("depthwise", "a group does not have one input and one output");
   if (c.packing.form == ConvPacking::kSmallGroups) return;
@@ -325,7 +325,7 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   trace.describe([&] {
     return describe_layer(args, src_arg, src_zero_point.has_value(), bytes.before(dst), geometry);
   });
-  if (logs_kernel_choice() && groups > 1) explain_grouping(c, groups);
+  if (logs_kernel_choice() && groups > 1) log_grouping_choice(c, groups);
   if (depthwise) {
     run_depthwise(c, s, epilogue.get(), trace);
   } else {

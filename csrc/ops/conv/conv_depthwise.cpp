@@ -98,8 +98,8 @@ void depthwise_sources(const Source& s, const DepthwiseLayer& layer, const RowPo
 }
 
 /// Logs why the fastest strategy along a row is not taken.
-void explain_depthwise(const Conv& c, const DepthwiseLayer& layer, int64_t parts,
-                       const Epilogue& epilogue) {
+void log_depthwise_choice(const Conv& c, const DepthwiseLayer& layer, int64_t parts,
+                          const Epilogue& epilogue) {
   const std::string_view isa = c.tier.isa;
   if (isa == "reference") return;
   const char* why = why_no_bytes(epilogue);
@@ -123,7 +123,7 @@ void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpT
       depthwise_weights(scratch, c.weight.const_data_ptr<int8_t>(), s.channels,
                         {s.window.kernel, 3}, c.weight_zero_point);
   const DepthwiseLayer layer = depthwise_layer(c, s, weights, scratch);
-  if (logs_kernel_choice()) explain_depthwise(c, layer, weights.parts, epilogue);
+  if (logs_kernel_choice()) log_depthwise_choice(c, layer, weights.parts, epilogue);
   const int64_t rows = s.batch * c.output[0] * c.output[1];
   const int64_t row_bytes = std::max<int64_t>(s.window.stride[1] * s.pitch(1), 1);
   const int64_t block = std::max(kDepthwiseBytes / row_bytes, kMinDepthwiseRows);
