@@ -30,6 +30,8 @@ COMMON = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=of
 # Without these GCC 12 moves accumulators between registers in the K loops: 160 moves, with them 0.
 KERNEL = ["-fira-region=all", "-frename-registers"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
+# Includes name files from here. Objects of kernels/ and isa/ have no other include path.
+INCLUDE = f"-I{ROOT / 'csrc'}"
 # Source file of each ISA object -> its flags. None of them sees a torch header.
 ISA_FLAGS = {
     "csrc/kernels/reference.cpp": [],
@@ -39,6 +41,9 @@ ISA_FLAGS = {
     "csrc/isa/avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
     "csrc/isa/amx.cpp": [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
 }
+
+# Folders of the library's other objects, which see torch.
+LIBRARY = ["csrc", "csrc/runtime", "csrc/epilogue", "csrc/ops/*"]
 
 # TORCHQ_EMULATE=1: kernels above AVX2 in software, for tests on CPUs that lack them.
 EMULATED = bool(os.environ.get("TORCHQ_EMULATE"))
@@ -134,11 +139,11 @@ class BuildTorchq(BuildExtension):
         """Compiles one ISA object unless this command made it from what it could include now."""
         target = Path(self.build_temp) / "isa" / (Path(source).stem + ".o")
         target.parent.mkdir(parents=True, exist_ok=True)
-        inputs = [ROOT / source, *ROOT.glob("csrc/kernels/*.h"), *ROOT.glob("csrc/isa/*.h")]
+        inputs = [ROOT / source, *ROOT.glob("csrc/kernels/**/*.h"), *ROOT.glob("csrc/isa/*.h")]
         inputs += ROOT.glob("tests/emulated/*.h") if EMULATED else []
         newest = max(path.stat().st_mtime for path in inputs)
         flags = [*COMMON, *KERNEL, *WARNINGS, *ISA_FLAGS[source]]
-        command = [*compiler, *flags, "-c", str(ROOT / source), "-o", str(target)]
+        command = [*compiler, *flags, INCLUDE, "-c", str(ROOT / source), "-o", str(target)]
         made_by = target.with_suffix(".command")  # written when the object is complete
         text = shlex.join(command)
         known = target.exists() and made_by.exists() and made_by.read_text() == text
@@ -161,7 +166,7 @@ def extension(name: str, folders: list[str], libraries: list[str], link: list[st
         depends=[str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")],
         library_dirs=library_paths(),
         libraries=["c10", "torch", "torch_cpu", *libraries],
-        extra_compile_args=[*COMMON, *WARNINGS, "-fopenmp", *system, *DEFINES],
+        extra_compile_args=[*COMMON, *WARNINGS, "-fopenmp", INCLUDE, *system, *DEFINES],
         extra_link_args=["-fopenmp", "-Wl,-O1", "-s", *link],
         language="c++",
     )
@@ -177,7 +182,7 @@ class Wheel(bdist_wheel):
 
 
 # The library has no Python symbols, so a C++ program can load the same file.
-library = extension("libtorchq", ["csrc", "csrc/ops"], [], ["-Wl,--no-undefined"])
+library = extension("libtorchq", LIBRARY, [], ["-Wl,--no-undefined"])
 bindings = [extension("_C", ["csrc/python"], ["torch_python"], [])]
 for version in PYTHONS:
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":

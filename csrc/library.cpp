@@ -3,15 +3,15 @@
 // torchq/ops.py and _fakes.py. Schemas are append-only once released (tests/test_schemas.py).
 //
 // dst_dtype is a ScalarType's number (uint8 0, int8 1, int32 3, float32 6): an int costs a call 0.6
-// us less. geometry is one list for the same reason; its layout is in ops/geometry.h.
+// us less. geometry is one list for the same reason; its layout is in ops/conv/geometry.h.
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
-#include "checks.h"
-#include "dispatch.h"
-#include "dst.h"
-#include "glibc.h"
-#include "scratch.h"
+#include "runtime/checks.h"
+#include "runtime/dispatch.h"
+#include "runtime/glibc.h"
+#include "runtime/result_allocator.h"
+#include "runtime/scratch.h"
 
 TORCH_LIBRARY(torchq, m) {
   m.set_python_module("torchq.ops");
@@ -138,7 +138,7 @@ TORCH_LIBRARY(torchq, m) {
       "int state_dtype, int h_n_dtype) -> (Tensor dst, Tensor h_n, Tensor c_n)",
       tags);
 
-  // In real units (ops/real.h): scales and zero_points are those of the sources, then of dst.
+  // In real units (ops/rows/real.h): scales and zero_points are those of the sources, then of dst.
   m.def(
       "eltwise(Tensor src, Tensor scales, Tensor zero_points, int dst_dtype, str post_ops, "
       "Tensor[]? post_op_srcs=None) -> Tensor",

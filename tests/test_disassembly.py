@@ -24,7 +24,7 @@ MOVE = re.compile(r"^vmov(dqa|aps)\w*\s+%[yz]mm\d+,%[yz]mm\d+$")
 # GCC 12 keeps up to two of the 24 accumulators of the widened AVX-512 tiles on the stack.
 ALLOWED = {"avx512": 2}
 # Tiles whose loops are one step each.
-STEPS = "(gemm|stream|rnn|rnn_riding|small_group)_tile<|rnn_stream_(panel|cells)<"
+STEPS = "(gemm|streamed|rnn|rnn_pipelined|small_group)_tile<|rnn_streamed_(panel|cells)<"
 # The sums of amx are in tile registers, which have no other place to be.
 TIERS = [isa for isa in torchq.supported_isas() if isa not in ("reference", "amx")]
 
@@ -61,7 +61,7 @@ def k_loop(name: str, body: list[tuple[int, str]]) -> list[str]:
     """The shortest of them; empty if there is none. All but those around others where cells part
     the products into many, or each end has its own, or what clipped weights lack comes later."""
     loops = k_loops(body)
-    several = "rnn_riding_tile<|rnn_stream_cells<|small_group_(slide|sums)<|Avx2,.*WeightForm\\)1"
+    several = "rnn_(pipelined_tile|streamed_cells)<|small_group_(slide|sums)<|Avx2,.*WeightForm\\)1"
     if re.search(several, name):
         inner = [loop for loop in loops if not any({*other} < {*loop} for other in loops)]
         return [*chain(*inner)]
@@ -86,7 +86,7 @@ def test_accumulators_stay_in_registers(tier: str) -> None:
         names += "|Slide(Five)?<.*half<|SlidePairs<.*::run|dot_pixels<"
     tiles = {
         # A stream's loop lies in that of a piece.
-        name: [*chain(*k_loops(body))] if "rnn_stream_panel" in name else k_loop(name, body)
+        name: [*chain(*k_loops(body))] if "rnn_streamed_panel" in name else k_loop(name, body)
         for name, body in disassemble(OBJECTS[tier]).items()
         if re.search(names, name)
     }
@@ -154,12 +154,12 @@ def test_ends_of_tiles_find_sums_in_registers() -> None:
 
 @needs_objdump
 @pytest.mark.skipif("avx512_vnni" not in TIERS, reason="no such CPU")
-def test_overlapped_tiles_store_their_sums_once() -> None:
+def test_pipelined_tiles_store_their_sums_once() -> None:
     """What stands between their products is written out, not a loop: nowhere do others spill."""
     stores = {
         name: sum("zmm" in text for text in spills([text for _, text in body]))  # xmm: addresses
         for name, body in disassemble(OBJECTS["avx512_vnni"]).items()
-        if "overlapped_tiles<" in name
+        if "pipelined_tiles<" in name
     }
     assert len(stores) == 16, "the tiles were not found"
     for name, count in stores.items():

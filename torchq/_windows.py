@@ -22,7 +22,7 @@ def check_images(op: str, src: Sequence[int]) -> None:
 
 
 def check_window(op: str, src: Sequence[int], geometry: Sequence[int], extra: int = 0) -> None:
-    """Raises ValueError for a geometry that is none; as ``parse_window`` of csrc/ops/geometry.cpp.
+    """Raises ValueError for a geometry that is none, as csrc/ops/conv/geometry.cpp does.
 
     ``extra`` is how many entries follow the window.
     """
@@ -98,7 +98,7 @@ def _windows(size: int, fields: Sequence[int], ceil_mode: bool = False) -> int:
 
 
 def conv_sizes(src: Sequence[int], channels: int, geometry: Sequence[int]) -> list[int]:
-    """Shape of a convolution's dst (csrc/ops/geometry.h tells what ``geometry`` holds)."""
+    """Shape of a convolution's dst (csrc/ops/conv/geometry.h tells what ``geometry`` holds)."""
     check_window("conv", src, geometry, 2)
     dims = len(src) - 2
     spatial = [_windows(src[d + 2], geometry[d : 5 * dims : dims]) for d in range(dims)]

@@ -99,7 +99,7 @@ for _name, _kernel in FAKES.items():
 def _conv_packing(
     outputs: int, inputs_per_group: int, groups: int, kernel: Sequence[int], dilation: Sequence[int]
 ) -> tuple[list[int], int]:
-    """Packed shape and rows of the compensation (Note [Conv packings] in csrc/ops/packing.h)."""
+    """Packed shape and rows of the compensation (Note [Conv packings], ops/gemm/packing.h)."""
     taps = math.prod(kernel)
     if groups > 1 and inputs_per_group == 1 and outputs == groups:
         width, quads = kernel[-1], 0

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What AMX adds to the tier avx512_vnni, whose kernels do everything else.
-#include "../kernels/rnn_matrix.h"
-#include "avx512_vnni.h"
+// The matrix unit of AMX; the kernels of avx512_vnni do everything else.
+#include "isa/avx512_vnni.h"
+#include "kernels/amx/rnn_matrix.h"
 
 namespace torchq {
 constinit const MatrixUnit kAmx = {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "avx2.h"
+#include "isa/avx2.h"
 
-#include "../kernels/kernels.h"
+#include "kernels/kernels.h"
 
 namespace torchq {
 constinit const Kernels kAvx2Kernels = make_kernels<Avx2>();

@@ -2,9 +2,9 @@
 // 16 lanes of AVX2: two ymm registers where AVX-512 has one zmm. The interface is that of avx512.h.
 #pragma once
 
-#include "avx2_lanes.h"
-#include "avx2_short.h"
-#include "last_bytes.h"
+#include "isa/avx2_lanes.h"
+#include "isa/avx2_short.h"
+#include "isa/last_bytes.h"
 
 namespace {
 
@@ -27,7 +27,7 @@ struct Avx2 : Avx2Lanes {
   static constexpr int kMaxPanels = 1;
   static constexpr int kTallRows = kTileRows, kTallestRows = kTileRows;
   static constexpr bool kPrefetches = false;
-  static constexpr bool kFinishesTails = false;
+  static constexpr bool kMasksTails = false;
   static constexpr int kSteps = 2;
   static constexpr bool kWidensSrc = true;
   static constexpr bool kHasNarrow = true;
@@ -75,7 +75,7 @@ struct Avx2 : Avx2Lanes {
     return _mm256_permutevar8x32_epi32(
         is_signed ? _mm256_packs_epi16(first, second) : _mm256_packus_epi16(first, second), order);
   }
-  /// Whether a lane is what conversion makes of NaN and of floats beyond int32.
+  /// Returns true if a lane is INT32_MIN, the result of converting NaN or a float beyond int32.
   static TORCHQ_INLINE bool any_invalid(const Int (&v)[2]) {
     const __m256i least =
         _mm256_min_epi32(_mm256_min_epi32(v[0].lo, v[0].hi), _mm256_min_epi32(v[1].lo, v[1].hi));

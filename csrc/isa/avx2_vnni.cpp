@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "../kernels/kernels.h"
-#include "avx2.h"
+#include "isa/avx2.h"
+#include "kernels/kernels.h"
 
 namespace torchq {
 constinit const Kernels kAvx2VnniKernels = make_kernels<Avx2Vnni>();

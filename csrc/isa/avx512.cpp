@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "avx512.h"
+#include "isa/avx512.h"
 
-#include "../kernels/kernels.h"
+#include "kernels/kernels.h"
 
 namespace torchq {
 constinit const Kernels kAvx512Kernels = make_kernels<Avx512>();

@@ -3,9 +3,9 @@
 // linkage throughout, see Note [One symbol per ISA] in kernels/common.h.
 #pragma once
 
-#include "avx512_asm.h"
-#include "avx512_lanes.h"
-#include "last_bytes.h"
+#include "isa/avx512_asm.h"
+#include "isa/avx512_lanes.h"
+#include "isa/last_bytes.h"
 
 namespace {
 
@@ -31,9 +31,9 @@ struct Avx512 : Avx512Lanes {
   /// Rows of the tallest tiles of two panels, and of one.
   static constexpr int kTallRows = kTileRows, kTallestRows = kTileRows;
   static constexpr bool kPrefetches = false;
-  /// Whether masks make results of panels that are not full cheap to store.
-  static constexpr bool kFinishesTails = true;
-  /// Weight vectors per quad: 2 where a quad is processed as two pairs of 16-bit values.
+  /// True where masks make partial panels cheap to store.
+  static constexpr bool kMasksTails = true;
+  /// Weight vectors per quad: 2 where a quad is multiplied as two pairs of 16-bit values.
   static constexpr int kSteps = 2;
   /// Four panels share what is split; copying rows took as long (Zen 5).
   static constexpr bool kWidensSrc = false;
@@ -88,7 +88,7 @@ struct Avx512 : Avx512Lanes {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, bytes);
   }
-  /// Whether a lane is what conversion makes of NaN and of floats beyond int32.
+  /// Returns true if a lane is INT32_MIN, the result of converting NaN or a float beyond int32.
   static TORCHQ_INLINE bool any_invalid(const Int (&v)[4]) {
     const Int least = _mm512_min_epi32(_mm512_min_epi32(v[0], v[1]), _mm512_min_epi32(v[2], v[3]));
     return _mm512_cmpeq_epi32_mask(least, _mm512_set1_epi32(INT32_MIN)) != 0;

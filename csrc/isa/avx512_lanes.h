@@ -4,7 +4,7 @@
 
 #include <immintrin.h>
 
-#include "../kernels/common.h"
+#include "kernels/common.h"
 
 namespace {
 

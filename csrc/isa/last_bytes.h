@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both traits do on their last 128 bits.
+// 128-bit operations that the AVX2 and AVX-512 traits share.
 #pragma once
 
 #include <immintrin.h>
 
-#include "../kernels/common.h"
+#include "kernels/common.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every kernel file needs: attributes and unaligned loads.
+// Basics of every kernel file: attributes and unaligned loads.
 //
 // Note [One symbol per ISA]
 // Each ISA object is compiled with its own instruction set. An inline function with external
@@ -13,7 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "table.h"
+#include "kernels/table.h"
 
 #define TORCHQ_INLINE inline __attribute__((always_inline))
 // A lambda that is called twice would be a function with its state in memory.
@@ -25,7 +25,7 @@
 
 namespace {
 
-using namespace torchq;  // table.h: types only, nothing with linkage
+using namespace torchq;  // types only, nothing with linkage
 
 TORCHQ_INLINE int32_t load32(const void* p) {
   int32_t value;

@@ -2,17 +2,17 @@
 // The table of one ISA. Including this from isa/<name>.cpp instantiates every kernel for it.
 #pragma once
 
-#include "attention.h"
-#include "clip.h"
-#include "depthwise.h"
-#include "elementwise.h"
-#include "gemm.h"
-#include "panels.h"
-#include "pool.h"
-#include "rnn.h"
-#include "rows.h"
-#include "small_groups.h"
-#include "widen.h"
+#include "kernels/attention/attention.h"
+#include "kernels/conv/depthwise.h"
+#include "kernels/conv/small_groups.h"
+#include "kernels/gemm/clip.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/gemm/panels.h"
+#include "kernels/gemm/widen.h"
+#include "kernels/pointwise/elementwise.h"
+#include "kernels/pool/pool.h"
+#include "kernels/rnn/rnn.h"
+#include "kernels/rows/rows.h"
 
 namespace {
 
@@ -48,7 +48,7 @@ constexpr Kernels make_kernels() {
   k.rnn_step = &rnn_step<VectorTiles<Isa>>;
   if constexpr (kHasWide<Isa>) k.rnn_pieces = &rnn_pieces<Isa>;
   k.quantize_row = &quantize_row<Isa>;
-  k.finish_row = &finish_row<Isa>;
+  k.epilogue_row = &epilogue_row<Isa>;
   k.row_range = &row_range<Isa>;
   k.softmax = &softmax<Isa>;
   k.moments = &moments<Isa>;

@@ -18,7 +18,7 @@
 // stated errors are checked against float64 over the whole range in tests/test_math.py.
 #pragma once
 
-#include "common.h"
+#include "kernels/common.h"
 
 namespace {
 

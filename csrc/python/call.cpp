@@ -3,10 +3,10 @@
 // with the schema and needs 3.0 us for the 13 of linear, this 1.0. It takes calls whose arguments
 // are exactly what the schema says, and leaves all others, wrong ones among them, to torch.ops. Not
 // a part of libtorchq.so, which programs without Python load too.
-#include "../glibc.h"
-#include "op.h"
-#include "site.h"
-#include "tensors.h"
+#include "python/op.h"
+#include "python/site.h"
+#include "python/tensors.h"
+#include "runtime/glibc.h"
 
 namespace torchq {
 namespace {

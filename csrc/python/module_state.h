@@ -59,8 +59,8 @@ inline bool is_attribute(const py::object& object, const py::object& name,
   return found == expected.ptr();
 }
 
-/// What a dict holds, for comparing only. It owns nothing, so that a model with hooks that know it
-/// can be collected: whoever reads a value owns that.
+/// Contents of a dict, for comparison only. Owns nothing, so that a model whose hooks refer to it
+/// can be collected; readers own the values they read.
 class Contents {
  public:
 #if PY_VERSION_HEX < 0x030C0000

@@ -7,7 +7,7 @@
 // the arguments and only looks whether the module still holds the same. Anything out of the
 // ordinary goes to the module: hooks, another forward, float sources, tracing, subclasses of
 // Tensor, options that `_direct` excludes. What `_direct` says: torchq/nn/module.py.
-#include "site.h"
+#include "python/site.h"
 
 #include <torch/csrc/Dtype.h>
 
@@ -17,8 +17,8 @@
 #include <sstream>
 #include <unordered_map>
 
-#include "module_state.h"
-#include "op.h"
+#include "python/module_state.h"
+#include "python/op.h"
 
 namespace torchq {
 namespace {
@@ -96,7 +96,7 @@ const Op& op_of(const std::string& name) {
   return *op;
 }
 
-/// What `_direct` of a type says.
+/// Parsed `_direct` of a type.
 struct Recipe {
   explicit Recipe(const py::tuple& direct) : op(op_of(direct[0].cast<std::string>())) {
     const auto parse = [](const py::handle& text) {

@@ -2,7 +2,7 @@
 // torchq._C.tensors: every tensor there is. In C++, because a list of all objects must not outlive
 // one step of the interpreter: it holds the unfinished tuples of other threads' `tuple(generator)`,
 // which raise SystemError where anybody else has a reference to them.
-#include "tensors.h"
+#include "python/tensors.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>

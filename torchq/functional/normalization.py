@@ -4,7 +4,7 @@
 All dequantize their source, ``x = src_scale * (q - src_zero_point)``, and write
 ``clamp(rne(fma(y, 1 / dst_scale, dst_zero_point)))``, or ``y`` itself to float32. oneDNN instead
 computes on the integers and multiplies the *result* by the source's scale. Sums are exact or run in
-the order that csrc/kernels/table.h states, so that every tier and thread count gives the same bits.
+the order that csrc/kernels/rows/contract.h states: every tier and thread count gives the same bits.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class QRecurrentLayer(QModule):
         dst: ``[T, N, directions * units]``; ``units`` is ``projection`` if there is one.
 
     Buffers:
-        weight_src, weight_state, weight_projection: int8, packed as csrc/ops/rnn.h says, with
+        weight_src, weight_state, weight_projection: int8, packed as csrc/ops/rnn/rnn.h says, with
             ``compensation_*``, ``pair_bound_*`` and ``scale_*`` (float32, see RecurrentWeight).
         bias_src, bias_state: float32 ``[directions, gates, hidden]``.
         peephole: float32 ``[directions, 3, hidden]`` (i, f, o), or absent.

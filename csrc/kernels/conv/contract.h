@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Contract of depthwise convolution; dense convolutions are GemmTile.
+#pragma once
+
+#include "kernels/types.h"
+
+namespace torchq {
+
+/// dst[row][x][c] = epilogue(c, acc_init[c] + sum over kernel rows r and columns j of
+///   src[row][r][x * stride + j * dilation - pad_begin][c] * weight[c][r][j])
+///
+/// Pixels outside a row, and rows outside the source, are zero points. src is u8, or s8 read as u8
+/// (`flip`).
+struct DepthwiseLayer {
+  const int8_t* packed;     // [ceil(C/16)][quads][16][4], see ops/gemm/packing.h
+  const int32_t* taps;      // [quads * 4] the tap r * width + j that each packed byte meets, or -1
+  const int32_t* acc_init;  // [channels rounded up to 16]
+  int channels, quads;
+  int kernel_rows;                             // of all dimensions but the last
+  int64_t width, stride, dilation, pad_begin;  // along the row, in pixels
+  int64_t src_pixels, dst_pixels;              // of a row; pixels have `channels` bytes or elements
+  bool flip;
+  uint8_t zero_point;
+  const uint8_t* padding;  // a row of zero points, of at least one pixel
+};
+
+/// Destination rows of one layer.
+struct DepthwiseRows {
+  int count;
+  const uint8_t* const* src;  // [count][kernel_rows] first pixels; `padding` for rows outside
+  const int64_t* dst_offset;  // [count] elements
+};
+
+}  // namespace torchq

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// Contracts of the matrix product: tiles of rows times packed panels, and packing at run time.
+#pragma once
+
+#include "kernels/types.h"
+
+namespace torchq {
+
+/// Destination rows of one tile of 4 panels. 6 rows x 4 panels keep 24 accumulators, 4 weights and
+/// 1 broadcast in the 32 registers of AVX-512; 6 x 1 fits the 16 of AVX2. Measured: 99 % of peak on
+/// Zen 4.
+constexpr int kTileRows = 6;
+/// Rows that `Kernels::gemm` is called with at most: many tiles, so that what a call costs is
+/// shared by them. Measured on Zen 5, beside 8 tiles: 1x1 of 32 to 16 channels takes 0.91 of the
+/// time, of 64 to 64 and the 3x3 stem 0.97, of 256 to 1024 1.00.
+constexpr int kGemmRows = 32 * kTileRows;
+/// Up to so many rows stay in L1 while all weights pass: `Kernels::gemm` takes them through all of
+/// its panels, panels outermost, and `run_gemm` hands it all panels in one call.
+constexpr int kFewRows = 16;
+
+/// A run of `quads` * 4 source bytes and the packed weights they meet: one tap, or several that are
+/// adjacent in the source as well as in the panel.
+struct GemmRun {
+  int64_t src_offset;     // bytes, relative to a row's first tap
+  int64_t weight_offset;  // bytes inside a packed panel
+  int64_t quads;
+};
+
+/// Excess of a panel's clipped weights (`Kernels::clip`), for the quads that have any.
+struct GemmExcess {
+  struct Quad {
+    int64_t src_offset;     // bytes, as in GemmRun
+    int64_t weight_offset;  // bytes, in `weight`
+  };
+  const Quad* quads;
+  int64_t num_quads;
+  const int8_t* weight;
+};
+
+/// dst[row][n] = epilogue(n, acc_init[n] + sum over runs and k of src[row][run][k] *
+/// weight[n][run][k])
+///
+/// src is u8, or s8 read as u8 by flipping the sign bit (`flip`, Note [Compensation] in
+/// ops/gemm/gemm.h). Rows come as offsets because a convolution is a matmul with scattered rows. No
+/// byte outside a run is read.
+struct GemmTile {
+  const uint8_t* src;
+  const int64_t* row_offset;  // [rows] bytes
+  const int64_t* dst_offset;  // [rows] elements, of channel 0
+  int rows;                   // 1..kGemmRows
+  bool flip;
+  /// src is what `Kernels::widen_src` made: `flip` is done, all offsets in it count widened bytes.
+  bool widened;
+  const GemmRun* runs;
+  int num_runs;
+  const int8_t* weight;      // first panel
+  int64_t panel_stride;      // bytes of a packed panel (before widening)
+  const GemmExcess* excess;  // gemm_narrow: [panels], or null where the weights are not clipped
+  int panels;
+  int panels_behind;        // those that follow in `weight`, and are next; 0 where others are
+  int channel;              // first channel of the first panel, in dst and in the epilogue's arrays
+  int channels;             // valid channels in these panels
+  const int32_t* acc_init;  // [panels * 16], for `channel` onwards
+  /// Quads of a group where the panels are those of several, which have as many inputs as outputs,
+  /// else 0. Then src is that of `channel`, and a run is one tap, or quads of one, of each group.
+  ///   1, 2  small groups (Note [Conv packings] in ops/gemm/packing.h); the channels before
+  ///   `channel`
+  ///         exist where `channels` is less than 16
+  ///   4, 8  gemm_groups: groups of one or two whole panels
+  int group_quads;
+};
+
+/// Up to 16 channels of a matrix of bytes, to be packed: one of the strides is 1.
+struct PanelSource {
+  const uint8_t* data;
+  int64_t k_stride, channel_stride;  // bytes
+  int64_t k;
+  int channels;
+  bool flip;  // u8 packed as value - 128
+};
+
+}  // namespace torchq

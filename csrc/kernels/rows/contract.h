@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// Contracts of ops in real units, row by row: softmax, normalizations, resampling, reductions.
+#pragma once
+
+#include "kernels/types.h"
+
+namespace torchq {
+
+/// Destination of a row y in real units: dst = convert(fma(y, inverse_scale, zero_point)) to 8
+/// bits, or y itself to f32.
+struct RealRow {
+  void* data;
+  DType dtype;
+  float inverse_scale, zero_point;
+};
+
+// clang-format off
+/// One row of softmax, in float32, from q = src (as far as the largest q, the zero point drops out):
+///
+///   z[i] = scale * float(q[i] - max q)        e[i] = exp(z[i])
+///   S    = the sum of e: 16 lanes, lane j having i = j, j + 16, ...; each lane adds blocks of
+///          kSumBlock / 16 of its values, then the blocks' sums, all in order of i. Lanes j and
+///          j + 8 are added, then j and j + 4, j + 2, j + 1.
+///   dst  = e * (1 / S), or, logarithmic, z - log(S)
+// clang-format on
+struct SoftmaxRow {
+  const uint8_t* src;
+  bool is_signed;
+  int64_t size;
+  float scale;
+  bool logarithmic;
+  float* values;  // memory for e or z, with room for whole panels
+  RealRow dst;
+};
+constexpr int kSumBlock = 512;
+
+/// dst[r][i] = fma(fma(float(q[r][i] - center), factor, shift), weight[i], bias[i]), q = src. All
+/// normalizations come to this. Rows lie side by side.
+struct AffineRows {
+  const uint8_t* src;
+  bool is_signed;
+  int64_t size, rows;
+  bool per_value;  // whether these three are those of value i, else of row r
+  const int32_t* center;
+  const float* factor;
+  const float* shift;
+  const float* weight;  // null: 1
+  const float* bias;    // null: 0
+  RealRow dst;
+};
+
+/// dst[p][c] = scale * s, s = weight[p][0] * tap(0), then s = fma(weight[p][k], tap(k), s) for each
+/// further k < 2 num_lines, where tap(2 l + side) = lines[l][offset[p][side] + c].
+struct BlendRow {
+  const float* const* lines;  // [num_lines] source lines
+  int num_lines;              // 1, 2 or 4
+  const int64_t* offset;      // [pixels][2]
+  const float* weight;        // [pixels][2 num_lines]
+  float scale;
+  int64_t channels, pixels;
+  RealRow dst;
+};
+
+enum class Reduce : int { sum, max, min };
+
+/// dst[i] = the sum (less than 2^23 rows), largest or smallest of src[r * stride + i] over rows r.
+struct ReduceRows {
+  const uint8_t* src;
+  bool is_signed;
+  Reduce alg;
+  int64_t rows, stride, size;
+  int32_t* dst;
+};
+
+/// sums[i] and squares[i]: of q = src[r * stride + i] and of q * q, over at most 256 rows r; exact.
+struct MomentsRows {
+  const uint8_t* src;
+  bool is_signed;
+  int64_t rows, stride, size;
+  int32_t *sums, *squares;
+};
+
+}  // namespace torchq

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows in real units in plain loops: softmax, normalizations, resampling, reductions.
+#pragma once
+
+#include "kernels/epilogue/reference.h"
+
+namespace {
+
+int32_t integer_at(const uint8_t* src, bool is_signed, int64_t i) {
+  return is_signed ? static_cast<int8_t>(src[i]) : src[i];
+}
+
+void store_real(const RealRow& d, int64_t i, float y) {
+  if (d.dtype != DType::f32) y = fmaf(y, d.inverse_scale, d.zero_point);
+  store_value(d.data, d.dtype, i, y, d.zero_point);
+}
+
+bool row_range(const float* src, int64_t size, float* lo, float* hi) {
+  *lo = *hi = 0.0f;
+  bool finite = true;
+  for (int64_t i = 0; i < size; ++i) {
+    *lo = min_float(*lo, src[i]);
+    *hi = max_float(*hi, src[i]);
+    finite = finite && src[i] - src[i] == 0.0f;
+  }
+  return finite;
+}
+
+void softmax(const SoftmaxRow& s) {
+  int32_t largest = integer_at(s.src, s.is_signed, 0);
+  for (int64_t i = 1; i < s.size; ++i) {
+    const int32_t q = integer_at(s.src, s.is_signed, i);
+    largest = q > largest ? q : largest;
+  }
+  const auto z = [&](int64_t i) {
+    return s.scale * static_cast<float>(integer_at(s.src, s.is_signed, i) - largest);
+  };
+  float sum[kPanel] = {};
+  for (int64_t first = 0; first < s.size; first += kSumBlock) {
+    float block[kPanel] = {};
+    for (int64_t i = first; i < s.size && i < first + kSumBlock; ++i) {
+      s.values[i] = Math<Scalar>::exp_normal(z(i));
+      block[i % kPanel] += s.values[i];
+    }
+    for (int j = 0; j < kPanel; ++j) sum[j] += block[j];
+  }
+  for (int half = kPanel / 2; half > 0; half /= 2) {
+    for (int j = 0; j < half; ++j) sum[j] += sum[j + half];
+  }
+  const float inverse = 1.0f / sum[0], log_sum = Math<Scalar>::log(sum[0]);
+  for (int64_t i = 0; i < s.size; ++i) {
+    store_real(s.dst, i, s.logarithmic ? z(i) - log_sum : s.values[i] * inverse);
+  }
+}
+
+void moments(const MomentsRows& m) {
+  for (int64_t i = 0; i < m.size; ++i) {
+    m.sums[i] = m.squares[i] = 0;
+    for (int64_t r = 0; r < m.rows; ++r) {
+      const int32_t q = integer_at(m.src, m.is_signed, r * m.stride + i);
+      m.sums[i] += q;
+      m.squares[i] += q * q;
+    }
+  }
+}
+
+void row_moments(const uint8_t* src, int64_t size, bool is_signed, int64_t* sum, int64_t* squares) {
+  *sum = *squares = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    const int32_t q = integer_at(src, is_signed, i);
+    *sum += q;
+    *squares += q * q;
+  }
+}
+
+void affine(const AffineRows& a) {
+  for (int64_t r = 0; r < a.rows; ++r) {
+    for (int64_t i = 0; i < a.size; ++i) {
+      const int64_t p = a.per_value ? i : r, at = r * a.size + i;
+      const float q = static_cast<float>(integer_at(a.src, a.is_signed, at) - a.center[p]);
+      const float y = fmaf(q, a.factor[p], a.shift[p]);
+      store_real(a.dst, at,
+                 fmaf(y, a.weight != nullptr ? a.weight[i] : 1, a.bias != nullptr ? a.bias[i] : 0));
+    }
+  }
+}
+
+void blend(const BlendRow& b) {
+  const int taps = 2 * b.num_lines;
+  for (int64_t p = 0; p < b.pixels; ++p) {
+    for (int64_t c = 0; c < b.channels; ++c) {
+      float sum = 0;
+      for (int k = 0; k < taps; ++k) {
+        const float v = b.lines[k / 2][b.offset[2 * p + k % 2] + c];
+        const float weight = b.weight[taps * p + k];
+        sum = k == 0 ? weight * v : fmaf(weight, v, sum);
+      }
+      store_real(b.dst, p * b.channels + c, b.scale * sum);
+    }
+  }
+}
+
+void reduce(const ReduceRows& r) {
+  for (int64_t i = 0; i < r.size; ++i) {
+    int32_t result = integer_at(r.src, r.is_signed, i);
+    for (int64_t row = 1; row < r.rows; ++row) {
+      const int32_t q = integer_at(r.src, r.is_signed, row * r.stride + i);
+      const bool better = r.alg == Reduce::max ? q > result : q < result;
+      result = r.alg == Reduce::sum ? result + q : better ? q : result;
+    }
+    r.dst[i] = result;
+  }
+}
+
+}  // namespace

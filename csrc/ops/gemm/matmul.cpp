@@ -1,0 +1,365 @@
+// SPDX-License-Identifier: Apache-2.0
+// torchq::matmul: batched, both operands at run time. The second one is packed into scratch, then
+// it is a gemm like linear.
+#include "ops/gemm/matmul.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "epilogue/post_ops.h"
+#include "ops/gemm/batches.h"
+#include "ops/gemm/gemm.h"
+#include "ops/gemm/packing.h"
+#include "runtime/checks.h"
+#include "runtime/parallel.h"
+#include "runtime/result_allocator.h"
+
+namespace torchq {
+namespace {
+
+constexpr const char* kOp = "matmul";
+constexpr c10::string_view kGroupSum = "sum:1:0:f32";
+
+struct Matmul {
+  const Kernels& tier;
+  int64_t m, n, k, groups;
+  bool src_flip, weight_flip;
+  const int32_t* src_zero_points;     // [groups], of src read as u8
+  const int32_t* weight_zero_points;  // [groups][n], of the packed weights; null if all are 0
+  const std::optional<at::Tensor>& acc_bias;
+  int64_t rows = 0;              // of dst, in all batches
+  int32_t* row_terms = nullptr;  // [groups][rows], with weight zero points
+
+  int64_t group_k() const { return k / groups; }
+  int64_t panels() const { return panels_of(n); }
+  int64_t quads() const { return quads_of(group_k()); }
+  int64_t panel_bytes() const { return groups * quads() * kPanel * kQuad; }
+};
+
+/// Packed weights of one matrix, [panels][groups][quads][16][4], and their sums.
+struct PackedMatrix {
+  int8_t* weight;
+  int32_t* compensation;  // [groups][panels * 16]
+};
+
+PackedMatrix pack(ScratchFrame& scratch, const Matmul& mm, const uint8_t* weight, int64_t k_stride,
+                  int64_t n_stride) {
+  const PackedMatrix packed{scratch.take<int8_t>(mm.panels() * mm.panel_bytes()),
+                            scratch.take<int32_t>(mm.groups * mm.panels() * kPanel)};
+  const int64_t group_bytes = mm.quads() * kPanel * kQuad;
+  parallel_ranges(mm.panels(), threads_for(mm.k * mm.n, 1 << 18), [&](Range range) {
+    for (int64_t p = range.begin; p < range.end; ++p) {
+      for (int64_t g = 0; g < mm.groups; ++g) {
+        mm.tier.pack_panel(
+            {weight + g * mm.group_k() * k_stride + p * kPanel * n_stride, k_stride, n_stride,
+             mm.group_k(), static_cast<int>(std::min<int64_t>(kPanel, mm.n - p * kPanel)),
+             mm.weight_flip},
+            packed.weight + p * mm.panel_bytes() + g * group_bytes,
+            packed.compensation + (g * mm.panels() + p) * kPanel);
+      }
+    }
+  });
+  return packed;
+}
+
+/// Rows of src: [batch][m], each k bytes.
+struct Rows {
+  const uint8_t* data;
+  int64_t batch, batch_stride, row_stride;
+};
+
+/// Row terms of Note [Weight zero points] for one group, from row `first` of dst on.
+void fill_row_terms(const Matmul& mm, const Rows& rows, int64_t group, int64_t first) {
+  if (mm.row_terms == nullptr) return;
+  int32_t* terms = mm.row_terms + group * mm.rows + first;
+  const int32_t shift = static_cast<int32_t>(mm.group_k()) * mm.src_zero_points[group];
+  for (int64_t b = 0; b < rows.batch; ++b) {
+    for (int64_t r = 0; r < mm.m; ++r) {
+      const uint8_t* row =
+          rows.data + b * rows.batch_stride + r * rows.row_stride + group * mm.group_k();
+      *terms++ = mm.tier.sum_bytes(row, mm.group_k(), mm.src_flip) - shift;
+    }
+  }
+}
+
+/// The epilogue of every group but the last: t = t + float(acc) * multiplier, in float32.
+class GroupSums {
+ public:
+  GroupSums(const Matmul& mm, const at::Tensor& dst, const at::Tensor& multiplier) {
+    if (mm.groups == 1) return;
+    sum_ = at::detail::empty_cpu(dst.sizes(), at::kFloat);
+    const at::Tensor zeros = at::zeros({mm.n}, at::kFloat);
+    at::Tensor params = at::full({1 + mm.n}, 1.0f, at::kFloat);
+    params.mutable_data_ptr<float>()[0] = 0;
+    const double bound = 255.0 * 255.0 * static_cast<double>(mm.group_k());
+    for (int64_t g = 0; g + 1 < mm.groups; ++g) {
+      kept_.push_back(multiplier[g]);
+      kept_.push_back(zeros);
+      kept_.push_back(g == 0 ? zeros.slice(0, 0, 0) : params);
+      builders_.push_back(std::make_unique<EpilogueBuilder>(
+          EpilogueBuilder::Args{kOp, mm.n, kept_[kept_.size() - 3], kept_[kept_.size() - 2],
+                                g == 0 ? "" : kGroupSum, kept_.back(),
+                                g == 0 ? at::TensorList() : at::TensorList(sum_), bound},
+          sum_));
+      if (mm.row_terms != nullptr) {
+        builders_.back()->subtract(mm.row_terms + g * mm.rows, mm.weight_zero_points + g * mm.n,
+                                   mm.n, 1);
+      }
+    }
+  }
+  const at::Tensor& sum() const { return sum_; }
+  const Epilogue& of(int64_t group) const { return builders_[static_cast<size_t>(group)]->get(); }
+
+ private:
+  at::Tensor sum_;
+  std::deque<at::Tensor> kept_;  // stays where it is: builders refer to it
+  std::vector<std::unique_ptr<EpilogueBuilder>> builders_;
+};
+
+/// dst[dst_base + ...] of `rows` against one packed matrix, group after group.
+void multiply(const Matmul& mm, const Rows& rows, const PackedMatrix& packed, int64_t dst_base,
+              const GroupSums& sums, const Epilogue& last) {
+  for (int64_t g = 0; g < mm.groups; ++g) {
+    ScratchFrame scratch;
+    const int64_t group_bytes = mm.quads() * kPanel * kQuad;
+    const GemmRun run{0, 0, mm.quads()};
+    const int32_t tap = 0;
+    const bool is_last = g + 1 == mm.groups;
+    int32_t* init = scratch.take<int32_t>(mm.panels() * kPanel);
+    const int64_t padded = mm.panels() * kPanel;
+    std::memset(init, 0, static_cast<size_t>(padded) * sizeof(int32_t));
+    mm.tier.compensate(
+        packed.compensation + g * padded, padded, &tap, 1,
+        is_last && mm.acc_bias.has_value() ? mm.acc_bias->const_data_ptr<int32_t>() : nullptr,
+        mm.src_zero_points[g], mm.n, init);
+    GemmProblem problem;
+    problem.src = rows.data + g * mm.group_k();
+    problem.flip = mm.src_flip;
+    problem.weight = packed.weight + g * group_bytes;
+    problem.panel_bytes = mm.panel_bytes();
+    problem.group_channels = static_cast<int>(mm.n);
+    problem.panels_per_group = static_cast<int>(mm.panels());
+    fill_row_terms(mm, rows, g, dst_base / mm.n);
+    problem.regions.push_back({{1, 1, rows.batch, mm.m},
+                               {0, 0, rows.batch_stride, rows.row_stride},
+                               {0, 0, mm.m * mm.n, mm.n},
+                               0,
+                               dst_base,
+                               run,
+                               init});
+    run_gemm(problem, is_last ? last : sums.of(g), mm.tier);
+  }
+}
+
+/// Every batch has its own pair of matrices.
+void run_batched(const Matmul& mm, const at::Tensor& src, const at::Tensor& weight,
+                 c10::IntArrayRef batch, const GroupSums& sums, const Epilogue& last) {
+  const std::vector<int64_t> srcs = batch_offsets(src, batch),
+                             weights = batch_offsets(weight, batch);
+  const uint8_t* src_data = bytes_of(src);
+  const uint8_t* weight_data = bytes_of(weight);
+  const int64_t count = static_cast<int64_t>(srcs.size());
+  const int threads = threads_for(count * mm.m * mm.n * std::max<int64_t>(mm.k, 1));
+  // Fewer matrices than threads: each is shared among the threads instead.
+  parallel_ranges(count, count < threads ? 1 : threads, [&](Range range) {
+    int64_t b = range.begin;
+    while (b < range.end) {
+      ScratchFrame scratch;
+      const int64_t offset = weights[static_cast<size_t>(b)];
+      const PackedMatrix packed =
+          pack(scratch, mm, weight_data + offset, weight.stride(-2), weight.stride(-1));
+      for (; b < range.end && weights[static_cast<size_t>(b)] == offset; ++b) {
+        const Rows rows{src_data + srcs[static_cast<size_t>(b)], 1, 0, src.stride(-2)};
+        multiply(mm, rows, packed, b * mm.m * mm.n, sums, last);
+      }
+    }
+  });
+}
+
+/// One matrix of weights serves all rows.
+void run_shared(const Matmul& mm, const at::Tensor& src, const at::Tensor& weight,
+                const GroupSums& sums, const Epilogue& last) {
+  const at::Tensor flat = src.reshape(
+      {c10::multiply_integers(src.sizes().slice(0, src.sizes().size() - 2)), mm.m, mm.k});
+  ScratchFrame scratch;
+  const PackedMatrix packed =
+      pack(scratch, mm, bytes_of(weight), weight.stride(-2), weight.stride(-1));
+  const Rows rows{bytes_of(flat), flat.size(0), flat.stride(0), flat.stride(1)};
+  multiply(mm, rows, packed, 0, sums, last);
+}
+
+void check_shapes(const at::Tensor& src, const at::Tensor& weight) {
+  TORCH_CHECK_VALUE(src.dim() >= 2 && weight.dim() >= 2, "torchq.matmul: src and weight must be ",
+                    "(..., M, K) and (..., K, N), got ", src.sizes(), " and ", weight.sizes(),
+                    ". Add the missing dimension with unsqueeze.");
+  TORCH_CHECK_VALUE(src.size(-1) == weight.size(-2),
+                    "torchq.matmul: src must have as many columns ", "as weight has rows, got src ",
+                    src.sizes(), " and weight ", weight.sizes(),
+                    ". Transpose one of them with .mT; strides cost nothing.");
+  const int64_t a = src.dim() - 2, b = weight.dim() - 2;
+  for (int64_t i = 1; i <= std::min(a, b); ++i) {
+    const int64_t x = src.size(a - i), y = weight.size(b - i);
+    TORCH_CHECK_VALUE(x == y || x == 1 || y == 1, "torchq.matmul: the batch dimensions of src ",
+                      "and weight must broadcast, got src ", src.sizes(), " and weight ",
+                      weight.sizes(), ". Sizes must be equal or 1.");
+  }
+}
+
+/// Zero points [groups][n] of the packed weights; null if all are 0.
+const int32_t* weight_zero_points_of(ScratchFrame& scratch, const std::optional<at::Tensor>& given,
+                                     DType dtype, int64_t groups, int64_t n) {
+  const bool is_u8 = dtype == DType::u8;
+  if (!given.has_value() && !is_u8) return nullptr;
+  int64_t group_step = 0, step = 0;
+  if (given.has_value()) {
+    check_param(kOp, "weight_zero_point", *given, at::kInt);
+    const bool grouped = given->dim() == 2;
+    const int64_t columns = grouped ? given->size(1) : given->numel();
+    TORCH_CHECK_VALUE((!grouped || given->size(0) == groups) && (columns == 1 || columns == n),
+                      "torchq.matmul: weight_zero_point must have 1 or ", n,
+                      " values, one per column of weight, or rows of them for ", groups,
+                      " groups, got ", given->sizes(), ".");
+    step = columns == 1 ? 0 : 1;
+    group_step = grouped ? columns : 0;
+  }
+  int32_t* values = scratch.take<int32_t>(groups * n);
+  const auto [lo, hi] = zero_point_range(dtype);
+  bool any = false;
+  for (int64_t i = 0; i < groups * n; ++i) {
+    const int64_t at = i / n * group_step + i % n * step;
+    const int32_t z = given.has_value() ? given->const_data_ptr<int32_t>()[at] : 0;
+    TORCH_CHECK_VALUE(z >= lo && z <= hi, "torchq.matmul: weight_zero_point must lie in [", lo,
+                      ", ", hi, "], the range of its tensor, got ", z, " at index ", at, ".");
+    values[i] = is_u8 ? z - 128 : z;
+    any = any || values[i] != 0;
+  }
+  return any ? values : nullptr;
+}
+
+/// Zero points [groups] of src read as u8; `given` has one, or one per group.
+const int32_t* src_zero_points_of(ScratchFrame& scratch, const std::optional<at::Tensor>& given,
+                                  DType dtype, int64_t groups) {
+  int32_t* values = scratch.take<int32_t>(groups);
+  const bool several = given.has_value() && given->dim() == 2 && given->numel() == groups;
+  if (several) check_param(kOp, "src_zero_point", *given, at::kInt);
+  for (int64_t g = 0; g < groups; ++g) {
+    const std::optional<at::Tensor> own = several ? given->reshape(-1).slice(0, g, g + 1) : given;
+    values[g] = zero_point_of(kOp, "src_zero_point", own, dtype) + (dtype == DType::s8 ? 128 : 0);
+  }
+  return values;
+}
+
+int64_t groups_of(const at::Tensor& multiplier, int64_t k, c10::string_view post_ops) {
+  if (multiplier.dim() != 2) return 1;
+  const int64_t groups = multiplier.size(0);
+  TORCH_CHECK_VALUE(groups >= 1 && k % groups == 0, "torchq.matmul: multiplier [groups, N] must ",
+                    "have groups that divide K = ", k, ", got ", multiplier.sizes(),
+                    ". Each group of K / groups products has its own row of multipliers.");
+  TORCH_CHECK_VALUE(groups == 1 || post_ops.substr(0, kGroupSum.size()) == kGroupSum,
+                    "torchq.matmul: post_ops must begin with '", kGroupSum, "' for ", groups,
+                    " groups, got '", post_ops, "'. That sum adds the groups before the last one.");
+  return groups;
+}
+
+/// The sum of the groups before the last is the first source of the chain.
+std::vector<at::Tensor> with_group_sum(const GroupSums& sums, at::TensorList srcs) {
+  std::vector<at::Tensor> all(srcs.begin(), srcs.end());
+  if (sums.sum().defined()) all.insert(all.begin(), sums.sum());
+  return all;
+}
+
+}  // namespace
+
+at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tensor& weight_arg,
+                      const at::Tensor& multiplier, const at::Tensor& offset,
+                      const std::optional<at::Tensor>& acc_bias,
+                      const std::optional<at::Tensor>& src_zero_point,
+                      const std::optional<at::Tensor>& weight_zero_point, int64_t dst_dtype,
+                      c10::string_view post_ops, const at::Tensor& post_op_params,
+                      at::TensorList post_op_srcs) {
+  const Kernels& tier = kernels();
+  const DType src_dtype = check_src(kOp, "src", src_arg);
+  const DType weight_dtype = check_src(kOp, "weight", weight_arg);
+  check_shapes(src_arg, weight_arg);
+  const int64_t m = src_arg.size(-2), k = src_arg.size(-1), n = weight_arg.size(-1);
+  check_acc_bias(kOp, acc_bias, n);
+  check_param(kOp, "multiplier", multiplier, at::kFloat);
+  ScratchFrame scratch;
+  const int64_t groups = groups_of(multiplier, k, post_ops);
+  Matmul mm{tier,
+            m,
+            n,
+            k,
+            groups,
+            src_dtype == DType::s8,
+            weight_dtype == DType::u8,
+            src_zero_points_of(scratch, src_zero_point, src_dtype, groups),
+            weight_zero_points_of(scratch, weight_zero_point, weight_dtype, groups, n),
+            acc_bias};
+  const int64_t longest = max_reduction(mm.weight_zero_points != nullptr);
+  TORCH_CHECK_VALUE(mm.group_k() <= longest, "torchq.matmul: K must be at most ", longest,
+                    mm.weight_zero_points == nullptr ? "" : " for weights with a zero point",
+                    ", got ", mm.group_k(), " in src ", src_arg.sizes(),
+                    "; longer sums could overflow int32. Split it and add the parts.");
+  const c10::IntArrayRef src_batch = src_arg.sizes().slice(0, src_arg.sizes().size() - 2);
+  const c10::IntArrayRef weight_batch = weight_arg.sizes().slice(0, weight_arg.sizes().size() - 2);
+  const auto batch = at::infer_size_dimvector(src_batch, weight_batch);
+  c10::SmallVector<int64_t, 5> sizes(batch.begin(), batch.end());
+  sizes.append({m, n});
+  at::Tensor dst = empty_dst(sizes, scalar_type(dst_dtype_of(kOp, dst_dtype)));
+  mm.rows = c10::multiply_integers(batch) * m;
+  if (mm.weight_zero_points != nullptr) mm.row_terms = scratch.take<int32_t>(mm.groups * mm.rows);
+  const GroupSums sums(mm, dst, multiplier);
+  const at::Tensor last_multiplier =
+      mm.groups == 1 ? multiplier.reshape(-1) : multiplier[mm.groups - 1];
+  const std::vector<at::Tensor> srcs = with_group_sum(sums, post_op_srcs);
+  EpilogueBuilder epilogue(
+      {kOp, n, last_multiplier, offset, post_ops, post_op_params, srcs,
+       acc_bias.has_value() ? 2147483648.0 : 255.0 * 255.0 * static_cast<double>(mm.group_k()),
+       true},
+      dst);
+  if (dst.numel() == 0) return dst;
+  if (mm.row_terms != nullptr) {
+    epilogue.subtract(mm.row_terms + (mm.groups - 1) * mm.rows,
+                      mm.weight_zero_points + (mm.groups - 1) * n, n, 1);
+  }
+  trace.describe([&] { return describe_call({src_arg, weight_arg}, dst, "", post_ops); });
+  trace.ran(tier, "gemm");
+  at::Tensor src = with_unit_stride(src_arg, false);
+  if (mm.group_k() % kQuad != 0) src = copy_for_overread(scratch, src);
+  const at::Tensor weight = with_unit_stride(weight_arg, true);
+  if (c10::multiply_integers(weight_batch) == 1) {
+    run_shared(mm, src, weight, sums, epilogue.get());
+  } else {
+    run_batched(mm, src, weight, {batch.data(), batch.size()}, sums, epilogue.get());
+  }
+  return dst;
+}
+
+namespace {
+
+at::Tensor matmul(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& multiplier,
+                  const at::Tensor& offset, const std::optional<at::Tensor>& acc_bias,
+                  const std::optional<at::Tensor>& src_zero_point,
+                  const std::optional<at::Tensor>& weight_zero_point, int64_t dst_dtype,
+                  c10::string_view post_ops, const at::Tensor& post_op_params,
+                  std::optional<at::TensorList> post_op_srcs) {
+  OpTrace trace(kOp);
+  return run_matmul(trace, src, weight, multiplier, offset, acc_bias, src_zero_point,
+                    weight_zero_point, dst_dtype, post_ops, post_op_params,
+                    post_op_srcs.value_or(at::TensorList()));
+}
+
+}  // namespace
+}  // namespace torchq
+
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("matmul", &torchq::matmul); }

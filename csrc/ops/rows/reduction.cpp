@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reductions of 8-bit tensors (Note [Real units] in real.h).
+#include <ATen/EmptyTensor.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "ops/rows/real.h"
+#include "runtime/checks.h"
+#include "runtime/result_allocator.h"
+
+namespace torchq {
+namespace {
+
+enum class Alg { sum, mean, max, min, mul };
+
+Alg reduce_alg(c10::string_view name) {
+  constexpr c10::string_view names[] = {"sum", "mean", "max", "min", "mul"};
+  for (size_t i = 0; i < std::size(names); ++i) {
+    if (names[i] == name) return static_cast<Alg>(i);
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, "torchq.reduction: alg must be sum, mean, max, min or mul, got '", name,
+      "'. The nearest to a norm is a sum of torchq.functional.eltwise 'square'.");
+}
+
+/// A dense [outer][count][inner] source; the middle is reduced.
+struct Blocks {
+  const Kernels& tier;
+  Alg alg;
+  bool is_signed;
+  const uint8_t* data;
+  int64_t count, inner;
+
+  Reduce kind() const {
+    return alg == Alg::max ? Reduce::max : alg == Alg::min ? Reduce::min : Reduce::sum;
+  }
+  int64_t combine(int64_t a, int64_t b) const {
+    return alg == Alg::max ? std::max(a, b) : alg == Alg::min ? std::min(a, b) : a + b;
+  }
+
+  /// result[i] over `rows` rows of `size` <= kRealBlock values, `stride` apart.
+  void columns(const uint8_t* src, int64_t rows, int64_t stride, int64_t size,
+               int64_t* result) const {
+    constexpr int64_t kRows = 1 << 22;
+    int32_t part[kRealBlock];
+    for (int64_t r = 0; r < rows; r += kRows) {
+      tier.reduce(
+          {src + r * stride, is_signed, kind(), std::min(rows - r, kRows), stride, size, part});
+      for (int64_t i = 0; i < size; ++i) result[i] = r == 0 ? part[i] : combine(result[i], part[i]);
+    }
+  }
+  /// Over `count` adjacent values: as rows of 64, and the rest.
+  int64_t row(const uint8_t* src) const {
+    const int64_t width = std::min<int64_t>(count, 64), rows = count / width;
+    const int64_t rest = count - rows * width;
+    int64_t sums[64], tail[64];
+    columns(src, rows, width, width, sums);
+    for (int64_t i = 1; i < width; ++i) sums[0] = combine(sums[0], sums[i]);
+    if (rest > 0) columns(src + rows * width, 1, width, rest, tail);
+    for (int64_t i = 0; i < rest; ++i) sums[0] = combine(sums[0], tail[i]);
+    return sums[0];
+  }
+  /// result[i] of destination element first + i, for as many of n as one outer index has; how many.
+  int64_t integers(int64_t first, int64_t n, int64_t* result) const {
+    if (inner == 1) {
+      for (int64_t i = 0; i < n; ++i) result[i] = row(data + (first + i) * count);
+      return n;
+    }
+    const int64_t i = first % inner;
+    n = std::min(n, inner - i);
+    columns(data + first / inner * count * inner + i, count, inner, n, result);
+    return n;
+  }
+  double product(int64_t at, const Real& from) const {
+    const uint8_t* p = data + at / inner * count * inner + at % inner;
+    double result = 1;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint8_t q = p[i * inner];
+      result *= double{from.scale} * ((is_signed ? static_cast<int8_t>(q) : q) - from.zero_point);
+    }
+    return result;
+  }
+};
+
+/// Returns true if nothing has to be copied: the reduced dimensions are adjacent in memory, and
+/// dst's elements have the order of the others.
+bool in_blocks(const at::Tensor& src, const c10::SmallVector<bool, 8>& reduced) {
+  c10::SmallVector<int64_t, 8> order;
+  for (int64_t d = 0; d < src.dim(); ++d) {
+    if (src.size(d) != 1) order.push_back(d);
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return src.stride(a) > src.stride(b); });
+  int64_t stride = 1, kept = src.dim();
+  int runs = 0;  // of reduced dimensions
+  bool inside = false;
+  for (size_t i = order.size(); i-- > 0;) {
+    const int64_t d = order[i];
+    const bool gone = reduced[static_cast<size_t>(d)];
+    if (src.stride(d) != stride || (!gone && d > kept)) return false;
+    stride *= src.size(d);
+    if (!gone) kept = d;
+    runs += gone && !inside;
+    inside = gone;
+  }
+  return runs <= 1;
+}
+
+/// [outer][count][inner] of `src` or of a copy, `count` being the number of reduced values.
+Blocks blocks_of(const Kernels& tier, Alg alg, const at::Tensor& src, at::Tensor& dense,
+                 const c10::SmallVector<bool, 8>& reduced, int64_t count) {
+  int64_t inner = 1;
+  if (in_blocks(src, reduced)) {
+    dense = src;
+    int64_t innermost = std::numeric_limits<int64_t>::max();  // stride of the reduced ones
+    for (int64_t d = 0; d < src.dim(); ++d) {
+      if (reduced[static_cast<size_t>(d)] && src.size(d) != 1)
+        innermost = std::min(innermost, src.stride(d));
+    }
+    if (count > 1) inner = innermost;
+  } else {
+    c10::SmallVector<int64_t, 8> order;
+    for (const bool last : {false, true}) {
+      for (int64_t d = 0; d < src.dim(); ++d) {
+        if (reduced[static_cast<size_t>(d)] == last) order.push_back(d);
+      }
+    }
+    dense = src.permute(order).contiguous();
+  }
+  return {tier, alg, src.scalar_type() == at::kChar, bytes_of(dense), count, inner};
+}
+
+/// clamp(result - zero points): an int32 destination without scales, in integers only.
+void store_exact(const Blocks& blocks, const Real& from, const Real& to, const Range& range,
+                 int32_t* dst) {
+  int64_t result[kRealBlock];
+  const int64_t shift =
+      to.zero_point - (blocks.alg == Alg::sum ? blocks.count : 1) * from.zero_point;
+  for (int64_t first = range.begin; first < range.end;) {
+    const int64_t n =
+        blocks.integers(first, std::min<int64_t>(kRealBlock, range.end - first), result);
+    for (int64_t i = 0; i < n; ++i) {
+      dst[first + i] = static_cast<int32_t>(
+          std::clamp<int64_t>(result[i] + shift, std::numeric_limits<int32_t>::min(),
+                              std::numeric_limits<int32_t>::max()));
+    }
+    first += n;
+  }
+}
+
+void store_reduced(const Blocks& blocks, const Real& from, const RealOutput& out,
+                   const Range& range) {
+  int64_t result[kRealBlock];
+  alignas(64) float x[kRealBlock];
+  const double count = static_cast<double>(blocks.count);
+  const int64_t shift =
+      (blocks.alg == Alg::sum || blocks.alg == Alg::mean ? blocks.count : 1) * from.zero_point;
+  for (int64_t first = range.begin; first < range.end;) {
+    int64_t n = std::min<int64_t>(kRealBlock, range.end - first);
+    if (blocks.alg == Alg::mul) {
+      for (int64_t i = 0; i < n; ++i) x[i] = static_cast<float>(blocks.product(first + i, from));
+    } else {
+      n = blocks.integers(first, n, result);
+      const double divisor = blocks.alg == Alg::mean ? count : 1;
+      for (int64_t i = 0; i < n; ++i) {
+        const double real = double{from.scale} * static_cast<double>(result[i] - shift);
+        x[i] = static_cast<float>(real / divisor);
+      }
+    }
+    out.store(x, n, first);
+    first += n;
+  }
+}
+
+at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntArrayRef dims,
+                     bool keepdim, const at::Tensor& scales, const at::Tensor& zero_points,
+                     int64_t dst_dtype, c10::string_view post_ops,
+                     std::optional<at::TensorList> post_op_srcs) {
+  OpTrace trace("reduction");
+  const Kernels& tier = kernels();
+  trace.ran(tier, "reduction");
+  check_src("reduction", "src", src);
+  const Alg alg = reduce_alg(alg_name);
+  const auto params =
+      read_params("reduction", scales, zero_points, {src}, dst_dtype_of("reduction", dst_dtype));
+  const Real &from = params[0], &to = params[1];
+  const int64_t rank = src.dim();
+  c10::SmallVector<bool, 8> reduced(static_cast<size_t>(rank), false);
+  for (const int64_t d : dims) {
+    TORCH_CHECK_VALUE(d >= -rank && d < rank, "torchq.reduction: dims must lie in [", -rank, ", ",
+                      rank - 1, "] for src ", src.sizes(), ", got ", d, ".");
+    bool& seen = reduced[static_cast<size_t>(d < 0 ? d + rank : d)];
+    TORCH_CHECK_VALUE(!seen, "torchq.reduction: dims must differ, got ", dims, ".");
+    seen = true;
+  }
+  c10::SmallVector<int64_t, 8> sizes;
+  int64_t n = 1;
+  for (int64_t d = 0; d < rank; ++d) {
+    const bool gone = reduced[static_cast<size_t>(d)];
+    if (gone) n *= src.size(d);
+    if (!gone || keepdim) sizes.push_back(gone ? 1 : src.size(d));
+  }
+  TORCH_CHECK_VALUE(n > 0, "torchq.reduction: src must have at least one value to reduce, got src ",
+                    src.sizes(), " and dims ", dims, ".");
+  const at::Tensor dst = empty_dst(sizes, scalar_type(to.dtype));
+  const RealOutput out({"reduction", tier, to, post_ops, post_op_srcs}, dst);
+  trace.describe([&] { return describe_call({src}, dst, c10::str("alg:", alg_name), post_ops); });
+  if (dst.numel() == 0) return dst;
+  at::Tensor dense;
+  const Blocks blocks = blocks_of(tier, alg, src, dense, reduced, n);
+  const bool exact = to.dtype == DType::s32 && from.scale == 1 && to.scale == 1 &&
+                     alg != Alg::mean && alg != Alg::mul && post_ops.empty();
+  const int64_t count = dst.numel();
+  parallel_ranges(count, threads_for(count * n, 100'000), [&](Range range) {
+    if (exact) {
+      store_exact(blocks, from, to, range, dst.mutable_data_ptr<int32_t>());
+    } else {
+      store_reduced(blocks, from, out, range);
+    }
+  });
+  return dst;
+}
+
+}  // namespace
+}  // namespace torchq
+
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("reduction", &torchq::reduction); }

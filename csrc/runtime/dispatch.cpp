@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/dispatch.h"
+
+#include <c10/util/Exception.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+
+#include "kernels/amx/contract.h"
+#include "runtime/verbose.h"
+
+namespace torchq {
+namespace {
+
+struct Tier {
+  const Kernels* kernels;
+  bool supported;
+};
+
+#if defined(__x86_64__)
+/// The 256-bit VPDPBUSD of CPUs that may lack AVX-512.
+bool has_avx_vnni() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & (1u << 4)) != 0;
+}
+
+/// Linux keeps the tile registers' 8 KB out of a thread's state until the process asks for them.
+bool has_amx() {
+  constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;  // CPUID 7.0, EDX
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  if ((edx & kTile) == 0 || (edx & kInt8) == 0) return false;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
+#ifdef TORCHQ_EMULATED
+constexpr bool kEmulated = true;  // all tiers need AVX2 only: tests/emulated
+#else
+constexpr bool kEmulated = false;
+#endif
+
+/// Slowest first; the last supported one is the default.
+const std::vector<Tier>& tiers() {
+  static const std::vector<Tier> all = [] {
+    std::vector<Tier> list = {{&kReferenceKernels, true}};
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512vl");
+    list.push_back({&kAvx2Kernels, avx2});
+    list.push_back({&kAvx2VnniKernels, kEmulated || (avx2 && has_avx_vnni())});
+    list.push_back({&kAvx512Kernels, kEmulated || avx512});
+    const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    list.push_back({&kAvx512VnniKernels, kEmulated || vnni});
+    static const Kernels amx = [] {
+      Kernels kernels = kAvx512VnniKernels;
+      kernels.isa = kAmx.isa;
+      kernels.matrix = &kAmx;
+      return kernels;
+    }();
+    list.push_back({&amx, kEmulated || (vnni && has_amx())});
+#endif
+    return list;
+  }();
+  return all;
+}
+
+const Kernels* find(const std::string& isa, const char* setting) {
+  std::string known;
+  for (const Tier& tier : tiers()) {
+    if (isa == tier.kernels->isa && tier.supported) return tier.kernels;
+    if (tier.supported) known += (known.empty() ? "" : ", ") + std::string(tier.kernels->isa);
+  }
+  TORCH_CHECK_VALUE(false, "torchq: ", setting, "=", isa,
+                    " is not available here; this CPU supports: ", known, ".");
+}
+
+const Kernels* default_kernels() {
+  static const Kernels* chosen = []() -> const Kernels* {
+    const char* isa = std::getenv("TORCHQ_ISA");
+    if (isa != nullptr && *isa != '\0') return find(isa, "TORCHQ_ISA");
+    const Kernels* best = nullptr;
+    for (const Tier& tier : tiers()) {
+      if (tier.supported) best = tier.kernels;
+    }
+    return best;
+  }();
+  return chosen;
+}
+
+double now_us() {
+  const auto time = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double, std::micro>(time).count();
+}
+
+thread_local const Kernels* selected = nullptr;
+thread_local const char* last_name = "";
+thread_local const char* last_isa = "";
+thread_local bool timing = false;
+thread_local double last_us = 0;
+
+}  // namespace
+
+const Kernels& kernels() { return selected != nullptr ? *selected : *default_kernels(); }
+
+std::vector<std::string> supported_isas() {
+  std::vector<std::string> names;
+  for (const Tier& tier : tiers()) {
+    if (tier.supported) names.emplace_back(tier.kernels->isa);
+  }
+  return names;
+}
+
+std::string select_isa(const std::string& isa) {
+  const std::string before = selected == nullptr ? "" : selected->isa;
+  selected = isa.empty() ? nullptr : find(isa, "isa");
+  return before;
+}
+
+OpTrace::OpTrace(const char* op) : op_(op), verbose_(verbosity() > 0), timed_(verbose_ || timing) {
+  last_name = last_isa = "";  // an op that has nothing to compute runs no kernel
+  if (timed_) start_ = now_us();
+}
+
+void OpTrace::ran(const Kernels& tier, const char* kernel) {
+  last_name = kernel;
+  last_isa = tier.isa;
+}
+
+OpTrace::~OpTrace() {
+  if (!timed_) return;
+  last_us = now_us() - start_;
+  if (verbose_) {
+    std::printf("torchq,exec,%s,%s,%s,%.4g\n", op_, description_.c_str(), last_kernel().c_str(),
+                last_us / 1000);
+    std::fflush(stdout);
+  }
+}
+
+std::string last_kernel() {
+  return *last_name == '\0' ? "" : std::string(last_name) + ":" + last_isa;
+}
+
+bool set_timing(bool on) {
+  const bool before = timing;
+  timing = on;
+  return before;
+}
+
+double last_microseconds() { return last_us; }
+
+}  // namespace torchq
