@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import torchq
-from torchq import _library
 from torchq.ops import LIBRARY_PATH
+from torchq.runtime import library
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(torchq.__file__).parent
@@ -144,10 +144,10 @@ def test_the_torch_release_that_the_library_was_built_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The build notes it beside the library."""
-    monkeypatch.setattr(_library, "LIBRARY_PATH", tmp_path / "libtorchq.so")
-    assert _library.built_for() == "unknown"
+    monkeypatch.setattr(library, "LIBRARY_PATH", tmp_path / "libtorchq.so")
+    assert library.built_for() == "unknown"
     (tmp_path / "built_for.txt").write_text("2.13.0+cpu\n")
-    assert _library.built_for() == "2.13.0+cpu"
+    assert library.built_for() == "2.13.0+cpu"
 
 
 COMPILER = """#!{python}

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq._files import write_file
-from torchq._tensor_file import read_tensors, write_tensors
+from torchq.functional.packing import PackedWeight, _pack, pack_linear
 from torchq.nn.proof import unproven
-from torchq.packing import PackedWeight, _pack, pack_linear
+from torchq.runtime.files import write_file
+from torchq.runtime.tensor_file import read_tensors, write_tensors
 
 X = torch.linspace(-1, 1, 32).reshape(2, 16)
 

@@ -94,7 +94,6 @@ def test_chains_of_imports_are_short() -> None:
     assert len(longest) <= 16, " > ".join(longest)
 
 
-@pytest.mark.xfail(reason="compose and isa are both", strict=True)
 def test_a_name_is_a_module_or_a_function() -> None:
     """But for the folder of the flow, whose name the verb has."""
     both = [

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import torchq.functional as TF
 from torchq import Attr
-from torchq.post_ops import (
+from torchq.attributes.post_ops import (
     BINARY_ALGS,
     ELTWISE_ALGS,
     MAX_POST_OPS,

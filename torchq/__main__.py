@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq import _library
-from torchq._cpus import usable_cpus
-from torchq._text import float_text
 from torchq.analysis import Speedup, measure
 from torchq.analysis.timing import UNSTEADY, crowded
+from torchq.attributes.text import float_text
 from torchq.convert.structure import GRAPH_KEY
-from torchq.inputs import Inputs, split_inputs
+from torchq.nn.inputs import Inputs, split_inputs
 from torchq.nn.module import read_spec
 from torchq.ops import LIBRARY_PATH
+from torchq.runtime import library
+from torchq.runtime.cpus import usable_cpus
 from torchq.serialization import REPORT_KEY, read_report, read_state
 
 _DESCRIPTION = """Quantizes, times and inspects models.
@@ -51,7 +51,7 @@ def doctor(args: argparse.Namespace) -> int:
         "python": platform.python_version(),
         "glibc": platform.libc_ver()[1] or "none",
         **torchq.cpu_info(),
-        "torch_built_for": _library.built_for(),
+        "torch_built_for": library.built_for(),
         "library": str(LIBRARY_PATH),
         "self_test": f"wrong on {', '.join(wrong)}" if wrong else "exact on every tier",
     }

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq._arguments import check_type
-from torchq._tensor_file import is_zip, read_pickled, read_tensors, write_tensors
+from torchq.attributes.arguments import check_type
 from torchq.convert.dispatch import dispatches
 from torchq.convert.explain import Row
 from torchq.convert.graph_code import with_code
@@ -29,11 +28,12 @@ from torchq.convert.share import share_weights
 from torchq.convert.stored import CALL_KEY, describe, restore
 from torchq.convert.structure import GRAPH_KEY, decode, encode, plain_module
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
-from torchq.fake_quantize import FakeQuantize
-from torchq.inputs import working_copy
 from torchq.nn.experts import QExperts
+from torchq.nn.fake_quantize import FakeQuantize
+from torchq.nn.inputs import working_copy
 from torchq.nn.module import QModule, read_spec
-from torchq.observers import Observer
+from torchq.quantization.observers import Observer
+from torchq.runtime.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 
 REPORT_KEY = "torchq_report"
 """Name of the tensor that holds the text of the report, compressed by zlib."""

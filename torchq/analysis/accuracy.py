@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from torchq._table import html_table
-from torchq.config import Overrides, QConfig, resolve
 from torchq.convert.api import prepare, quantize
 from torchq.convert.explain import explain
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.checks import check_prepared
-from torchq.inputs import Inputs, batches, call, decibels, float_tensors, with_progress
-from torchq.model_state import as_before
+from torchq.convert.table import html_table
 from torchq.nn.attached import computing_modules, graphs_of
+from torchq.nn.inputs import Inputs, batches, call, decibels, float_tensors, with_progress
+from torchq.nn.model_state import as_before
 from torchq.nn.module import QModule
-from torchq.observers import Observer
+from torchq.quantization.config import Overrides, QConfig, resolve
+from torchq.quantization.observers import Observer
 
 
 @dataclass(frozen=True)

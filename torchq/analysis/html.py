@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from torchq._files import write_file
 from torchq.analysis.accuracy import (
     Accuracy,
     LayerAccuracy,
@@ -29,10 +28,11 @@ from torchq.analysis.accuracy import (
 from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.timing import UNSTEADY
 from torchq.convert.explain import NOT_CALLED, Row, explain
-from torchq.inputs import Inputs, batches, call
-from torchq.isa import cpu_info, isa
 from torchq.nn.attached import computing_modules
+from torchq.nn.inputs import Inputs, batches, call
 from torchq.nn.module import QModule
+from torchq.runtime.files import write_file
+from torchq.runtime.isa import cpu_info, isa
 
 _BINS, _MOST = 48, 6
 

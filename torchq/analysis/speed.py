@@ -13,13 +13,13 @@ from statistics import median
 import torch
 from torch import nn
 
-from torchq._table import html_table
 from torchq.analysis import timing
 from torchq.analysis.timing import UNSTEADY, Speedup, Times, crowded, measure
 from torchq.convert.explain import explain
-from torchq.inputs import Inputs, call
-from torchq.model_state import as_before
+from torchq.convert.table import html_table
 from torchq.nn.attached import computing_modules
+from torchq.nn.inputs import Inputs, call
+from torchq.nn.model_state import as_before
 from torchq.nn.module import QModule
 
 

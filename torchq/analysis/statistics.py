@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchq._tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 from torchq.nn.attached import computing_modules
-from torchq.observers import Observer
+from torchq.quantization.observers import Observer
+from torchq.runtime.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 
 _FORMAT = "torchq-calibration-2"
 _FORMAT_0_1 = "torchq-calibration-1"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from torchq._cpus import usable_cpus
-from torchq.inputs import Inputs, call
+from torchq.nn.inputs import Inputs, call
+from torchq.runtime.cpus import usable_cpus
 
 clock = time.perf_counter
 _TICK = 1e-6  # milliseconds: a clock may be too coarse to see a call

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.config import Overrides, QConfig
 from torchq.convert.checks import add_checks
 from torchq.convert.dispatch import Dispatch, attach, dispatches
 from torchq.convert.explain import Row, check_patterns, check_strict, joined
@@ -26,14 +25,15 @@ from torchq.convert.parts import Part, find_parts
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared
 from torchq.convert.report import merged, report_rows
-from torchq.convert.self_contained import STANDALONE, converted
+from torchq.convert.self_contained import SELF_CONTAINED, converted
 from torchq.convert.share import share_weights
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
+from torchq.nn.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
-from torchq.qparams import QParams, choose_qparams
+from torchq.quantization.config import Overrides, QConfig
+from torchq.quantization.qparams import QParams, choose_qparams
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
 
@@ -118,7 +118,7 @@ def _graph(
 ) -> Prepared:
     """Returns the observed graph of a part."""
     plan = Plan(part.captured, config, overrides)
-    opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.standalone}
+    opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.self_contained}
     return Prepared(plan, opaque, report_rows(plan)).eval()
 
 
@@ -156,7 +156,7 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
     for name, module in prepared.named_modules():
         if isinstance(module, ObservedLeaf):
             memo[id(module)] = take_hooks(_leaf(name, module, layers), module)
-        elif isinstance(module, STANDALONE):
+        elif isinstance(module, SELF_CONTAINED):
             memo[id(module)] = take_hooks(converted(module, name), module)
     for dispatch in graphs:
         graph: Any = dispatch.graph
@@ -227,7 +227,7 @@ def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
         f"{prefix}{name}" not in known
         for name, leaf in owner.named_modules()
         if (isinstance(leaf, ObservedLeaf) and leaf.observer is not None)
-        or isinstance(leaf, STANDALONE)
+        or isinstance(leaf, SELF_CONTAINED)
     )
 
 

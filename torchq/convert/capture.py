@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torchq.convert.fake_calls import FakeFunctions, as_fake_calls
 from torchq.convert.in_place import needs_functions
 from torchq.convert.recurrent import as_one_call
-from torchq.model_state import changed, state_of, twin
+from torchq.nn.model_state import changed, state_of, twin
 
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION", "PARAMETER_MUTATION")

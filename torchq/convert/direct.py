@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.fx.graph import _format_target
 
-from torchq._library import new_site
 from torchq.nn.module import QModule
+from torchq.runtime.library import new_site
 
 _CHOICE = """    if not _torchq_torch.jit.is_scripting():
         if _torchq_torch.compiler.is_compiling():

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from torchq._table import html_table
-from torchq.config import Overrides, unmatched_patterns
+from torchq.convert.table import html_table
 from torchq.nn.attached import attachment_of, computing_modules
 from torchq.nn.module import QModule
-from torchq.saturation import seven_bits
+from torchq.onednn.saturation import seven_bits
+from torchq.quantization.config import Overrides, unmatched_patterns
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 

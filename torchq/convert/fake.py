@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.fake_quantize import FakeQuantize
-from torchq.qparams import QParams
+from torchq.nn.fake_quantize import FakeQuantize
+from torchq.quantization.qparams import QParams
 
 _LEVELS = {f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in range(2, 9)}
 _LEVELS |= {f"uint{bits}": (0, 2**bits - 1) for bits in range(2, 9)}

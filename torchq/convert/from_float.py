@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchq.affine import TRANSPOSED
-from torchq.chains import PostOps
-from torchq.config import QConfig
+from torchq.attributes.post_ops import PostOps
 from torchq.nn import conv, conv_transpose, linear, pooling, resample
+from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.module import QModule
-from torchq.qparams import QParams
+from torchq.quantization.config import QConfig
+from torchq.quantization.qparams import QParams
 
 _CONVS: dict[type[nn.Module], type[conv.QConv]] = {
     nn.Conv1d: conv.QConv1d,

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.affine import TRANSPOSED, Affine, combined, fold_affines, norm_affine
 from torchq.convert.module_kinds import BATCH_NORM, MATMUL
 from torchq.convert.ops import Op, Role, clip_bounds
-from torchq.fake_quantize import FakeQuantize
 from torchq.nn.attention import Attention
+from torchq.nn.batch_norm import TRANSPOSED, Affine, combined, fold_affines, norm_affine
 from torchq.nn.binary import Add, Cat, MatMul, Mul
+from torchq.nn.fake_quantize import FakeQuantize
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torchq.convert.direct import direct_and_forward
 from torchq.convert.explain import Row
 from torchq.convert.graph_data import graph_of, plain_nodes
-from torchq.inputs import without_gradients
+from torchq.nn.inputs import without_gradients
 
 
 class QuantizedGraph(fx.GraphModule):

@@ -23,7 +23,7 @@ from torchq.nn.binary import Cat
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 _OF_STRIDES = ("as_strided", "as_strided_copy", "as_strided_scatter", "view_as_complex")
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.affine import TRANSPOSED, reduction
 from torchq.convert.fake import weight_scale
 from torchq.convert.ops import Arguments, Made, Role, is_size
 from torchq.nn.attention import Attention, AttentionOptions
+from torchq.nn.batch_norm import TRANSPOSED, reduction
 from torchq.nn.binary import MatMul
 
 _MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchq.affine import TRANSPOSED
+from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.binary import Add, Cat, Mul
 from torchq.nn.quantize import DeQuantStub, QuantStub
 

@@ -21,9 +21,9 @@ from torchq.convert.module_kinds import MATMUL
 from torchq.convert.self_contained import RECURRENT
 from torchq.convert.swap.calls import copied
 from torchq.convert.swap.leaves import stand_in
-from torchq.inputs import float_tensors
-from torchq.model_state import twin
+from torchq.nn.inputs import float_tensors
 from torchq.nn.leaf import without_hooks
+from torchq.nn.model_state import twin
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

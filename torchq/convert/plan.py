@@ -17,7 +17,6 @@ from collections.abc import Callable
 
 from torch import Tensor, fx, nn
 
-from torchq.config import Overrides, QConfig, resolve
 from torchq.convert.fake import Fixed, fixed_qparams, is_per_token, same
 from torchq.convert.fuse import Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
@@ -26,10 +25,11 @@ from torchq.convert.module_kinds import NO_DYNAMIC_FORM
 from torchq.convert.ops import Op, Role, clip_bounds
 from torchq.convert.phases import coarse_phases
 from torchq.convert.recognize import recognize
-from torchq.convert.self_contained import stands_alone, why_float
-from torchq.fake_quantize import FakeQuantize
+from torchq.convert.self_contained import is_self_contained, why_float
 from torchq.nn.attention import Attention
 from torchq.nn.binary import Cat
+from torchq.nn.fake_quantize import FakeQuantize
+from torchq.quantization.config import Overrides, QConfig, resolve
 
 _HARD = (Role.MATMUL, Role.PRODUCT)  # what int8 is for: they quantize what they read
 _KEEPING = (Role.MOVE, Role.PASS, Role.POOL, Role.PAD)
@@ -54,7 +54,7 @@ class Plan:
         inside: nodes that exist only within quantized layers.
         reasons: layer -> why it stays float; "" where it is quantized.
         fakes: node of a fake quantizer -> what it says; those that change nothing are not in.
-        standalone: modules that are quantized by themselves.
+        self_contained: modules that are quantized by themselves.
         dynamic_wholes: operation that is a part of a dynamic one -> that one.
         table_hosts: layer that is a function of each element -> the matmul in front that applies
             its table.
@@ -72,7 +72,7 @@ class Plan:
                 op.role = Role.DYNAMIC
                 for part in op.absorbed:  # no layers, whatever their own configuration
                     part.role = Role.OPAQUE
-        self.standalone = self._stand_alone()
+        self.self_contained = self._find_self_contained()
         self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
         for layer, reason in coarse_phases(captured.graph.nodes, self.layers).items():
@@ -115,7 +115,7 @@ class Plan:
         """Whether it computes anything in int8 that is worth a graph."""
         hard = any(layer.role in _HARD for layer in self.layer_at.values())
         dynamic = any(op.role is Role.DYNAMIC for op in self.ops.values())
-        return hard or dynamic or bool(self.standalone)
+        return hard or dynamic or bool(self.self_contained)
 
     def root(self, node: fx.Node) -> fx.Node:
         """Returns the node that stands for the group of ``node``."""
@@ -192,12 +192,12 @@ class Plan:
                     count[self.root(node)] += 1
         return count
 
-    def _stand_alone(self) -> list[str]:
+    def _find_self_contained(self) -> list[str]:
         """Gives these modules' calls their reason; the names of those without one."""
         calls: dict[str, list[Op]] = defaultdict(list)
         for op in self.ops.values():
             called = op.node.op == "call_module"
-            if called and stands_alone(op.owner, self.config(op.base)):
+            if called and is_self_contained(op.owner, self.config(op.base)):
                 calls[op.base].append(op)
         names = []
         attributes = [n for n in self.captured.graph.nodes if n.op == "get_attr"]

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from torchq.config import Overrides, QConfig
 from torchq.convert.explain import Row
 from torchq.convert.graph import Captured
 from torchq.convert.graph_data import graph_of, plain_nodes
 from torchq.convert.ops import Role
 from torchq.convert.plan import Plan
-from torchq.observers import HistogramObserver, Observer
-from torchq.qparams import QParams
+from torchq.quantization.config import Overrides, QConfig
+from torchq.quantization.observers import HistogramObserver, Observer
+from torchq.quantization.qparams import QParams
 
 _META = (
     *("value", "aten", "owner", "scope", "varying", "static", "positional", "sizes", "phase"),
@@ -96,7 +96,7 @@ class Prepared(nn.Module):
         found = {}
         for name, target in self._result_names.items():
             found[name] = self.graph_module.get_submodule(target)
-        for name in self.plan.standalone:
+        for name in self.plan.self_contained:
             found[name] = self.graph_module.get_submodule(name)
         return found
 

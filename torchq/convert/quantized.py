@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 from torch import fx
 
-from torchq.affine import combined
-from torchq.chains import PostOps
+from torchq.attributes.post_ops import PostOps
 from torchq.convert.from_float import append_clip, matmul_from_float, pool_from_float, post_op_chain
 from torchq.convert.fuse import Layer
 from torchq.convert.ops import Role
 from torchq.convert.plan import Plan
 from torchq.nn.attention import Attention, QAttention
+from torchq.nn.batch_norm import combined
 from torchq.nn.binary import Add, Cat, QAdd, QCat, QMul
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
 from torchq.nn.quantize import QLookup
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 QParamsOf = Callable[[fx.Node], QParams]
 

@@ -16,9 +16,9 @@ from torchq.convert.graph import Captured
 from torchq.convert.module_kinds import AVERAGES
 from torchq.convert.ops import Made, Op, Role, is_float
 from torchq.convert.patterns import arguments_of, row_of
-from torchq.fake_quantize import FakeQuantize
-from torchq.folding import MAX_SHIFTED_REDUCTION
+from torchq.functional.folding import MAX_SHIFTED_REDUCTION
 from torchq.nn.attention import Attention
+from torchq.nn.fake_quantize import FakeQuantize
 
 MAX_KEYS = 65793
 MAX_POSITIONS = 8388608

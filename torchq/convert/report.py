@@ -86,8 +86,8 @@ def _together(rows: list[Row]) -> Row:
 
 def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     quantized, reason, site = False, op.reason, op.name
-    if op.base in plan.standalone or isinstance(op.owner, RECURRENT):
-        quantized, site = op.base in plan.standalone, op.base
+    if op.base in plan.self_contained or isinstance(op.owner, RECURRENT):
+        quantized, site = op.base in plan.self_contained, op.base
     elif (whole := plan.dynamic_wholes.get(op)) is not None:
         quantized, reason, site = True, f"fused into {plan.prefix}{whole.name}", whole.name
     elif layer is not None:

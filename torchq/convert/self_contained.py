@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.config import QConfig
 from torchq.convert.from_float import naming
 from torchq.convert.module_kinds import EXPOSED, MAX_REDUCTION, inherits, is_patched
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.experts import QExperts, is_experts
 from torchq.nn.module import QModule
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
+from torchq.quantization.config import QConfig
 
 FOREIGN = "it is a recurrent module with code of its own, which has no int8 form"
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -62,7 +62,7 @@ class FloatExperts(nn.Module):
         return QExperts.from_float(self.module, granularity=granularity, bits=bits)
 
 
-STANDALONE = (ObservedRNN, ObservedRNNCell, DynamicLinear, FloatExperts)
+SELF_CONTAINED = (ObservedRNN, ObservedRNNCell, DynamicLinear, FloatExperts)
 """What a prepared model has in their places."""
 
 
@@ -72,7 +72,7 @@ def is_foreign(module: nn.Module) -> bool:
     return isinstance(module, RECURRENT) and not known
 
 
-def stands_alone(module: nn.Module | None, config: QConfig | None) -> bool:
+def is_self_contained(module: nn.Module | None, config: QConfig | None) -> bool:
     """Whether this module concerns these functions, and not the planning of int8 tensors."""
     linear = isinstance(module, nn.Linear) and config is not None and config.dynamic
     return linear or isinstance(module, RECURRENT)
@@ -84,7 +84,7 @@ def why_float(
     """Returns why such a module must stay float; "" where it need not.
 
     Args:
-        module: for which :func:`stands_alone` holds.
+        module: for which :func:`is_self_contained` holds.
         config: of the module; None keeps it float.
         dtypes: of the tensors that it was called with.
         exposed: whether the model reads its parameters by itself.

@@ -13,8 +13,8 @@ from __future__ import annotations
 from torch import fx
 
 from torchq.convert.prepared import Prepared
-from torchq.qparams import QParams
-from torchq.ranges import activation_range
+from torchq.quantization.qparams import QParams
+from torchq.quantization.ranges import activation_range
 
 _CLIPPED = 1 / 8  # of the source's range, at most
 

@@ -9,11 +9,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torchq._arguments import INT32, check_type, to_float32, to_int
-from torchq.attr import Attr
-from torchq.chains import Sum
-from torchq.folding import Folded, check_attr, check_attr_type
-from torchq.packing import PackedWeight
+from torchq.attributes.arguments import INT32, check_type, to_float32, to_int
+from torchq.attributes.attr import Attr
+from torchq.attributes.post_ops import Sum
+from torchq.functional.folding import Folded, check_attr, check_attr_type
+from torchq.functional.packing import PackedWeight
 
 Ints: TypeAlias = int | Sequence[int]
 Floats: TypeAlias = float | Tensor

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq._arguments import check_tensors, check_type, to_int
-from torchq.attr import Attr
-from torchq.folding import check_attr
+from torchq.attributes.arguments import check_tensors, check_type, to_int
+from torchq.attributes.attr import Attr
 from torchq.functional.arguments import check_8bit, integer
+from torchq.functional.folding import check_attr
 from torchq.functional.reorder import quantize
-from torchq.ops import dtype_code
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
+from torchq.runtime.library import dtype_code
 
 
 def add(src0: Tensor, src1: Tensor, attr: Attr, dst_dtype: torch.dtype = torch.uint8) -> Tensor:

@@ -9,10 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchq._arguments import check_type
-from torchq._windows import conv_transpose_sizes
-from torchq.attr import Attr
-from torchq.folding import fold
+from torchq.attributes.arguments import check_type
+from torchq.attributes.attr import Attr
 from torchq.functional.arguments import (
     Ints,
     check_source,
@@ -23,8 +21,10 @@ from torchq.functional.arguments import (
     spatial_dims,
     spread,
 )
-from torchq.ops import dtype_code
-from torchq.packing import PackedWeight, pack_conv_transpose
+from torchq.functional.folding import fold
+from torchq.functional.packing import PackedWeight, pack_conv_transpose
+from torchq.runtime.library import dtype_code
+from torchq.runtime.windows import conv_transpose_sizes
 
 
 def conv_transpose1d(

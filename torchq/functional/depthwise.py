@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchq.attr import Attr
-from torchq.chains import DwConv, PostOps
-from torchq.folding import check_attr
+from torchq.attributes.attr import Attr
+from torchq.attributes.post_ops import DwConv, PostOps
+from torchq.functional.folding import check_attr
 
 _SOURCES_OF_SECOND = {"src": "dst", "weights": "dw_weights", "dst": "dw_dst"}
 

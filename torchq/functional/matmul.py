@@ -10,13 +10,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchq._arguments import check_count, check_tensors, check_type, selected_dims
-from torchq.attr import Attr
-from torchq.chains import Binary, PostOp, PostOps, PReLU, Sum, is_full, post_ops_of, selects
-from torchq.folding import Folded, check_attr, check_attr_type, check_int32_bias, fold
+from torchq.attributes.arguments import check_count, check_tensors, check_type, selected_dims
+from torchq.attributes.attr import Attr
+from torchq.attributes.post_ops import (
+    Binary,
+    PostOp,
+    PostOps,
+    PReLU,
+    Sum,
+    is_full,
+    post_ops_of,
+    selects,
+)
 from torchq.functional.arguments import check_8bit, check_source, post_op_sources
-from torchq.ops import dtype_code
-from torchq.packing import PackedWeight
+from torchq.functional.folding import Folded, check_attr, check_attr_type, check_int32_bias, fold
+from torchq.functional.packing import PackedWeight
+from torchq.runtime.library import dtype_code
 
 
 def matmul(

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchq.attr import Attr
-from torchq.folding import check_attr_type
+from torchq.attributes.attr import Attr
 from torchq.functional.arguments import check_8bit, integer, real_params, real_post_ops
-from torchq.ops import dtype_code
+from torchq.functional.folding import check_attr_type
+from torchq.runtime.library import dtype_code
 
 
 def softmax(

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq._windows import pool_sizes
-from torchq.attr import Attr
-from torchq.folding import check_attr_type
+from torchq.attributes.attr import Attr
 from torchq.functional.arguments import (
     Ints,
     Zeros,
@@ -30,7 +28,9 @@ from torchq.functional.arguments import (
     spread,
     to_zero_point,
 )
-from torchq.ops import dtype_code
+from torchq.functional.folding import check_attr_type
+from torchq.runtime.library import dtype_code
+from torchq.runtime.windows import pool_sizes
 
 
 def max_pool(

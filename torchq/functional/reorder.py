@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchq._arguments import check_type, to_int
-from torchq.attr import Attr
-from torchq.chains import Sum
-from torchq.folding import check_attr
+from torchq.attributes.arguments import check_type, to_int
+from torchq.attributes.attr import Attr
+from torchq.attributes.post_ops import Sum
 from torchq.functional.arguments import Floats, Zeros, to_scale, to_zero_point
-from torchq.ops import dtype_code
+from torchq.functional.folding import check_attr
+from torchq.runtime.library import dtype_code
 
 _SCALED = [(kind, arg) for kind in ("scales", "zero_points") for arg in ("src", "dst")]
 _V1 = ("output_scales", "dst")

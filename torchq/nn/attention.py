@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchq.functional.attention import score_scale
 from torchq.nn.binary import _QCombine
 from torchq.nn.module import QModule
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 
 @dataclass(frozen=True)

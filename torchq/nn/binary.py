@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams, quantize_boundary
-from torchq.ops import dtype_code
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
+from torchq.runtime.library import dtype_code
 
 
 class Add(nn.Module):

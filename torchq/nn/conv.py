@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq.attr import Attr
-from torchq.chains import PostOps
+from torchq.attributes.attr import Attr
+from torchq.attributes.post_ops import PostOps
 from torchq.functional.arguments import conv_geometry
 from torchq.functional.depthwise import join_at_dw_conv
+from torchq.functional.packing import PackedWeight, pack_conv
 from torchq.nn.layer import DIRECT, QLayer, sources_of
 from torchq.nn.weight import quantized_weight
-from torchq.packing import PackedWeight, pack_conv
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 _conv = torch.ops.torchq.conv  # looking it up would cost 0.2 us a call
 

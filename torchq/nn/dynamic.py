@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from torchq.functional import quantize_weight
 from torchq.functional.dynamic import RANGES, check_dynamic_weight
+from torchq.functional.packing import PackedWeight, empty_packed, pack_linear
 from torchq.nn.module import QModule
-from torchq.packing import PackedWeight, empty_packed, pack_linear
-from torchq.qparams import weight_qparams
-from torchq.ranges import check_choice
+from torchq.quantization.qparams import weight_qparams
+from torchq.quantization.ranges import check_choice
 
 
 class DynamicQLinear(QModule):

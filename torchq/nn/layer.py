@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from torchq._arguments import check_type
-from torchq.attr import Attr
-from torchq.chains import CHANNEL_MASKS, Binary, Eltwise, PostOps, PReLU, post_ops_of
-from torchq.folding import fold
+from torchq.attributes.arguments import check_type
+from torchq.attributes.attr import Attr
+from torchq.attributes.post_ops import CHANNEL_MASKS, Binary, Eltwise, PostOps, PReLU, post_ops_of
+from torchq.functional.folding import fold
+from torchq.functional.packing import PackedWeight, empty_packed
 from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.nn.quantize import QLookup
-from torchq.ops import dtype_code
-from torchq.packing import PackedWeight, empty_packed
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
+from torchq.runtime.library import dtype_code
 
 
 def with_destination_range(post_ops: PostOps, dst: QParams | None) -> PostOps:

@@ -13,7 +13,7 @@ from torch._C import _get_tracing_state
 from torch.compiler import is_compiling
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
-from torchq._arguments import kind_text
+from torchq.attributes.arguments import kind_text
 from torchq.nn.float_weight import FloatWeight
 from torchq.nn.module import QModule
 

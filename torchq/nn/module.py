@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq._arguments import DTYPE_NAMES, check_type
-from torchq.chains import Eltwise, PostOp, PostOps, Sum
+from torchq.attributes.arguments import DTYPE_NAMES, check_type
+from torchq.attributes.post_ops import Eltwise, PostOp, PostOps, Sum
+from torchq.functional.packing import PackedWeight
 from torchq.nn.proof import unproven
-from torchq.ops import dtype_code
-from torchq.packing import PackedWeight
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
+from torchq.runtime.library import dtype_code
 
 LAYOUT_VERSION = 1
 """Of the packed weights and the spec; a state of another version does not load."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq.chains import PostOps
+from torchq.attributes.post_ops import PostOps
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
-from torchq.ops import dtype_code
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
+from torchq.runtime.library import dtype_code
 
 
 class _QNorm(QModule):

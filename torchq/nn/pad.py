@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 
 class QPad(QModule):

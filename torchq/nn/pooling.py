@@ -10,8 +10,8 @@ from typing_extensions import Self
 
 from torchq.functional.arguments import Ints, conv_geometry, spread
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
-from torchq.ops import dtype_code
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
+from torchq.runtime.library import dtype_code
 
 Dst = QParams | Literal["f32"] | None
 """Of a pool: parameters of its own, float32, or those of the source."""

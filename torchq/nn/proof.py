@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchq.functional.linear import linear
-from torchq.packing import PackedWeight, empty_packed
+from torchq.functional.packing import PackedWeight, empty_packed
 
 
 def unproven(packed: PackedWeight) -> str:

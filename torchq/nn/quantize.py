@@ -14,7 +14,7 @@ from torchq.nn.module import (
     placeholder_qparams,
     quantize_boundary,
 )
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 
 def _along(values: Tensor, src: Tensor, axis: int) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.nn.pooling import _QPool
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 
 class QResample(_QPool):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import Self
 
-from torchq.attr import Attr
+from torchq.attributes.attr import Attr
 from torchq.nn.module import QModule, dtype_name
 from torchq.nn.rnn_attr import read_attr
 from torchq.nn.rnn_float import (
@@ -21,8 +21,8 @@ from torchq.nn.rnn_float import (
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer
 from torchq.nn.rnn_onednn import layers_from_onednn, read_weights
 from torchq.nn.rnn_weights import FloatParameters
-from torchq.qparams import QParams
-from torchq.ranges import check_choice
+from torchq.quantization.qparams import QParams
+from torchq.quantization.ranges import check_choice
 
 MERGES = ("concat", "sum")
 """What becomes of two directions; a sum is taken in float32, so that it cannot clip."""

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchq.attr import Attr
-from torchq.folding import check_attr_type
-from torchq.qparams import QParams
+from torchq.attributes.attr import Attr
+from torchq.functional.folding import check_attr_type
+from torchq.quantization.qparams import QParams
 
 _SETTERS = "set_rnn_data_qparams, set_rnn_weights_qparams, set_rnn_weights_projection_qparams"
 

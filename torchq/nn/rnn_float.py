@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchq.nn.rnn_attr import RnnParams
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer
 from torchq.nn.rnn_weight import RecurrentWeight
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 NOTHING = RnnParams()
 

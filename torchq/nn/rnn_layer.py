@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.attr import Attr
+from torchq.attributes.attr import Attr
+from torchq.functional.packing import PackedWeight, pack_linear
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.nn.rnn_attr import attr_of
 from torchq.nn.rnn_weight import RecurrentWeight, grouped, ungrouped
-from torchq.ops import dtype_code
-from torchq.packing import PackedWeight, pack_linear
-from torchq.qparams import QParams
-from torchq.ranges import check_choice
+from torchq.quantization.qparams import QParams
+from torchq.quantization.ranges import check_choice
+from torchq.runtime.library import dtype_code
 
 CELLS = {"lstm": 0, "gru": 1, "gru_vanilla": 2, "rnn_tanh": 3, "rnn_relu": 4}
 """Name of a cell -> its number in the op."""

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
-from torchq.config import QConfig
 from torchq.nn.float_weight import FloatWeight
 from torchq.nn.rnn import QGRU, QLSTM, QRNN
 from torchq.nn.rnn_cell import QGRUCell, QLSTMCell, QRNNCell
-from torchq.observers import Observer
-from torchq.qparams import QParams
+from torchq.quantization.config import QConfig
+from torchq.quantization.observers import Observer
+from torchq.quantization.qparams import QParams
 
 _SIZES = ["input_size", "hidden_size", "proj_size", "num_layers", "bidirectional", "batch_first"]
 NETWORKS: dict[type[nn.Module], Any] = {nn.LSTM: QLSTM, nn.GRU: QGRU, nn.RNN: QRNN}

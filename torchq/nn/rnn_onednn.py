@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchq._arguments import check_type
-from torchq.attr import Attr
+from torchq.attributes.arguments import check_type
+from torchq.attributes.attr import Attr
 from torchq.nn.rnn_attr import gate_order, read_attr
 from torchq.nn.rnn_float import quantized_weight
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchq.ranges import WEIGHT_GRANULARITIES, check_bits, check_choice
+from torchq.quantization.ranges import WEIGHT_GRANULARITIES, check_bits, check_choice
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,9 +4,9 @@
 import torch
 from torch import Tensor
 
-from torchq._arguments import float_values
+from torchq.attributes.arguments import float_values
 from torchq.functional import quantize
-from torchq.qparams import choose_qparams, output_channel_rows, weight_qparams
+from torchq.quantization.qparams import choose_qparams, output_channel_rows, weight_qparams
 
 
 def quantized_weight(

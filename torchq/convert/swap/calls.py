@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.convert.swap.leaves import stand_in
-from torchq.model_state import twin
 from torchq.nn.experts import is_experts
+from torchq.nn.model_state import twin
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from torch.nn.parameter import is_lazy
 
 from torchq.convert.graph_code import is_exported
 from torchq.convert.module_kinds import QUANTIZABLE
-from torchq.convert.self_contained import RECURRENT, STANDALONE
+from torchq.convert.self_contained import RECURRENT, SELF_CONTAINED
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.isa import isa
 from torchq.nn.module import QModule
-from torchq.observers import Observer
+from torchq.quantization.observers import Observer
+from torchq.runtime.isa import isa
 
 _QUANTIZED = re.compile(
     r"torch\.ao\.nn\.(intrinsic\.|sparse\.)?quantized\.(?!.*FloatFunctional)"
@@ -82,7 +82,7 @@ def check_model(model: nn.Module) -> None:
         check_mode("prepare", model)
     isa()  # raises for a TORCHQ_ISA that is not available here
     for name, module in model.named_modules():
-        if isinstance(module, (Observer, ObservedLeaf, QModule, *STANDALONE)):
+        if isinstance(module, (Observer, ObservedLeaf, QModule, *SELF_CONTAINED)):
             raise ValueError(
                 f"torchq.prepare: model must be a float model, got a {type(module).__name__} in "
                 f"'{name}'. Prepare the model that it was made from."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchq.convert.swap.calls import copied
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.inputs import float_tensors
+from torchq.nn.inputs import float_tensors
 
 
 class Comparison:

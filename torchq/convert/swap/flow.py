@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.config import Overrides, QConfig, resolve
 from torchq.convert.explain import Row, check_patterns, check_strict
 from torchq.convert.graph_code import with_code
-from torchq.convert.self_contained import STANDALONE, converted
+from torchq.convert.self_contained import SELF_CONTAINED, converted
 from torchq.convert.swap.calls import record
 from torchq.convert.swap.checks import check_finite, check_mode, check_model, check_prepared
 from torchq.convert.swap.compare import Comparison, fitting
@@ -26,7 +25,7 @@ from torchq.convert.swap.weights import (
     split_attention,
     without_capturing_hooks,
 )
-from torchq.inputs import (
+from torchq.nn.inputs import (
     Inputs,
     batches,
     call,
@@ -34,8 +33,9 @@ from torchq.inputs import (
     without_gradients,
     working_copy,
 )
-from torchq.model_state import as_before
 from torchq.nn.leaf import take_hooks
+from torchq.nn.model_state import as_before
+from torchq.quantization.config import Overrides, QConfig, resolve
 
 
 @torch.inference_mode(False)
@@ -169,7 +169,7 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         check_strict(rows)
     replacements: dict[str, nn.Module] = {}
     for name, module in prepared.named_modules():
-        if isinstance(module, (ObservedLeaf, *STANDALONE)):
+        if isinstance(module, (ObservedLeaf, *SELF_CONTAINED)):
             leaf = module.convert() if isinstance(module, ObservedLeaf) else converted(module, name)
             replacements[name] = take_hooks(leaf, module)
     result = _with_modules(prepared, replacements)

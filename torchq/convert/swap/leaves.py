@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.convert.module_kinds import inherits, is_patched
-from torchq.model_state import twin
 from torchq.nn.leaf import constants_of
+from torchq.nn.model_state import twin
 
 _ADDS = (operator.add, torch.add, "add")
 _RESHAPES = ("view", "reshape", "flatten", torch.reshape, torch.flatten)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.config import QConfig
+from torchq.attributes.post_ops import PostOps
 from torchq.convert.from_float import matmul_from_float, naming
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.leaf import Leaf, QuantizedLeaf, constants_of, without_padding
 from torchq.nn.module import QModule
-from torchq.post_ops import PostOps
-from torchq.qparams import QParams
+from torchq.quantization.config import QConfig
+from torchq.quantization.qparams import QParams
 
 
 class ObservedLeaf(Leaf):

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from torchq.affine import reduction
-from torchq.config import Overrides, QConfig, resolve
 from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, NO_DYNAMIC_FORM
 from torchq.convert.self_contained import RECURRENT, observed
 from torchq.convert.swap.calls import Recording
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.nn.batch_norm import reduction
 from torchq.nn.experts import is_experts
 from torchq.nn.leaf import take_hooks, without_hooks
+from torchq.quantization.config import Overrides, QConfig, resolve
 
 OTHER_CODE = "the model's code does something else with another kind of layer"
 _TOO_LONG = f"it sums more than {MAX_REDUCTION} products, which could overflow int32"

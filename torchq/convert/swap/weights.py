@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from torchq.convert.fake import is_fake
 from torchq.convert.module_kinds import QUANTIZABLE, is_patched
 from torchq.convert.self_contained import RECURRENT
-from torchq.inputs import working_copy
+from torchq.nn.inputs import working_copy
 from torchq.nn.multihead import SplitMultiheadAttention
 
 _CAPTURING = "transformers.utils.output_capturing"

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Post-ops: what an op does to its float32 result before storing it, and the text of a chain.
+
+Each post-op maps every element ``x`` (real units) in append order. The scales of the sources, or
+the v1 output scales, are applied before the chain; the scale and zero point of dst after it.
+
+    sum      x = x + scale * (old - zero_point)   old: a run-time source with the shape of dst
+    eltwise  x = scale * f(x)                     see the table below
+    binary   x = alg(x, src1)                     comparisons give 1.0 or 0.0; max and min keep a
+                                                  NaN in x; select: condition ? x : src1
+    prelu    x = x >= 0 ? x : x * weight
+    dw_conv  x = depthwise convolution of q, the result so far stored with the scale and zero point
+             of ``dst``; what follows belongs to the depthwise convolution
+
+The eltwise algorithms that have parameters, as oneDNN v3 defines them. Where a default is given,
+alpha and beta may be left out; the others must be given:
+
+    relu          x > 0 ? x : alpha * x                           alpha 0
+    elu           x > 0 ? x : alpha * (exp(x) - 1)                alpha 1
+    swish         x / (1 + exp(-alpha * x))                       alpha 1
+    soft_relu     log(1 + exp(alpha * x)) / alpha                 alpha 1
+    hardsigmoid   min(max(alpha * x + beta, 0), 1)                alpha 1/6, beta 1/2
+    hardswish     x * min(max(alpha * x + beta, 0), 1)            alpha 1/6, beta 1/2
+    linear        alpha * x + beta                                beta 0
+    pow           alpha * x ** beta                               alpha 1
+    clip          min(max(x, alpha), beta)
+
+Those without: abs, exp, gelu_erf, gelu_tanh, log, logistic, mish, round (half to even), sqrt,
+square, tanh.
+
+Bit ``d`` of a mask selects dim ``d`` of dst's logical dims (N, C, ...): 0 is one value, 2 is one
+per channel. Those of linear are (rows, C). Those of matmul are all dims of dst: of (B, M, N), mask
+4 is one value per column. The number of values is the product of the selected dims, in row-major
+order.
+
+The text joins post-ops with ``+`` and their fields with ``:``, and leaves trailing defaults out:
+
+    sum[:scale[:zero_point[:dtype]]]   eltwise_<alg>[:alpha[:beta[:scale]]]
+    binary_<alg>:<mask>[:dtype]        prelu:<mask>
+    dw_conv:<kernel>:<stride>:<padding>[:dtype[:bias_dtype]]
+
+Alpha and beta that the text leaves out are 0. It must have those whose default is not 0:
+``eltwise_swish:1``. The text holds structure, masks and scalars. The values of binary, prelu and
+dw_conv travel beside the text.
+"""
+
+from torchq.attributes.chain import MAX_POST_OPS, PostOps, foldable, post_ops_of
+from torchq.attributes.post_op_sources import CHANNEL_MASKS, is_full, selects
+from torchq.attributes.post_op_types import (
+    BINARY_ALGS,
+    ELTWISE_ALGS,
+    Binary,
+    DwConv,
+    Eltwise,
+    PostOp,
+    PReLU,
+    Sum,
+    read_post_ops,
+)
+
+__all__ = [
+    "BINARY_ALGS",
+    "CHANNEL_MASKS",
+    "ELTWISE_ALGS",
+    "MAX_POST_OPS",
+    "Binary",
+    "DwConv",
+    "Eltwise",
+    "PReLU",
+    "PostOp",
+    "PostOps",
+    "Sum",
+    "foldable",
+    "is_full",
+    "post_ops_of",
+    "read_post_ops",
+    "selects",
+]
