@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.functional.packing import PackedWeight, _pack, pack_linear
-from torchq.nn.proof import unproven
+from torchq.functional.packing import PackedWeight, _pack, pack_linear, unproven
 from torchq.runtime.files import write_file
 from torchq.runtime.tensor_file import read_tensors, write_tensors
 

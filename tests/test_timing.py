@@ -12,7 +12,8 @@ from flows import graph_of
 from torch import Tensor, nn
 
 import torchq
-from torchq.analysis import Speedup, Times, measure, speed, timing
+from torchq.analysis import Times, speed, timing
+from torchq.analysis.timing import Speedup, measure
 from torchq.runtime.cpus import usable_cpus
 
 X = torch.ones(2, 8)

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.analysis import Speedup, measure
-from torchq.analysis.timing import UNSTEADY, crowded
-from torchq.attributes.text import float_text
+from torchq.analysis.timing import UNSTEADY, Speedup, crowded, measure
+from torchq.attributes.arguments import float_text
 from torchq.convert.structure import GRAPH_KEY
 from torchq.nn.inputs import Inputs, split_inputs
 from torchq.nn.module import read_spec

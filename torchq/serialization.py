@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from torchq.attributes.arguments import check_type
 from torchq.convert.dispatch import dispatches
-from torchq.convert.explain import Row
 from torchq.convert.graph_code import with_code
 from torchq.convert.graph_module import QuantizedGraph
+from torchq.convert.rows import Row
 from torchq.convert.share import share_weights
 from torchq.convert.stored import CALL_KEY, describe, restore
 from torchq.convert.structure import GRAPH_KEY, decode, encode, plain_module

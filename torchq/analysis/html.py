@@ -27,7 +27,8 @@ from torchq.analysis.accuracy import (
 )
 from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.timing import UNSTEADY
-from torchq.convert.explain import NOT_CALLED, Row, explain
+from torchq.convert.explain import explain
+from torchq.convert.rows import NOT_CALLED, Row
 from torchq.nn.attached import computing_modules
 from torchq.nn.inputs import Inputs, batches, call
 from torchq.nn.module import QModule

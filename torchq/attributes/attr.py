@@ -1,22 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Attr`: the attributes of an op, as oneDNN defines them.
-
-``real = scale * (q - zero_point)`` for every quantized tensor. Two conventions, never mixed:
-
-    scales (v3)         dst = post_ops(src_scale * weight_scale[n] * acc + bias[n]) / dst_scale
-                              + dst_zero_point
-    output scales (v1)  dst = post_ops(output_scale[n] * (acc + bias[n])) + dst_zero_point
-                        with output_scale[n] = src_scale * weight_scale[n] / dst_scale
-
-acc is the exact int32 sum. Output scales come first, then the post-ops; dst's scale comes after
-the post-ops. A reorder with output scales multiplies by them (give 1/scale to quantize).
-
-A mask says which dims have their own value: bit ``d`` selects dim ``d`` of the logical dims of
-*that argument*, and the number of values is the product of the selected dims, in row-major order.
-dst is (N, C, ...): mask 2 is per channel. Weights are (OC, IC, ...), mask 1 per channel; grouped
-weights (G, OC/G, IC/G, ...): mask 3 is per group and channel, mask 2 is OC/G values that the groups
-share. RNN weights are ldigo, mask 24 per gate and channel, and projection weights ldio, mask 8.
-"""
+"""`Attr`: the attributes of an op, as oneDNN defines them; ``__init__.py`` has the formulas."""
 
 from __future__ import annotations
 
@@ -31,6 +14,7 @@ from torch import Tensor
 from torchq.attributes.arguments import (
     MaskedValues,
     Values,
+    at_position,
     check_arg,
     check_choice,
     check_count,
@@ -39,15 +23,18 @@ from torchq.attributes.arguments import (
     check_type,
     content,
     expected_values,
+    float_text,
     float_values,
     int_values,
     missing,
+    read_fields,
     sort_args,
+    split_at,
     to_float32,
     to_mask,
 )
-from torchq.attributes.post_ops import PostOps, read_post_ops
-from torchq.attributes.text import at_position, float_text, read_fields, split_at
+from torchq.attributes.post_op import read_post_ops
+from torchq.attributes.post_ops import PostOps
 
 ROUNDING_MODES = ("nearest", "environment", "stochastic")
 KINDS = ("output_scales", "scales", "zero_points", "rnn_weights", "rnn_weights_projection")
@@ -362,6 +349,12 @@ class Attr:
     def __hash__(self) -> int:
         """Of text and values."""
         return hash(self._key())
+
+
+def check_attr_type(op: str, attr: object) -> None:
+    """Raises TypeError for anything but an Attr, before it is asked for what only an Attr has."""
+    remedy = "Read text with torchq.Attr.parse, or start with torchq.Attr()."
+    check_type(f"torchq.{op}: attr", attr, Attr, remedy)
 
 
 def _read(attr: Attr, text: str) -> None:

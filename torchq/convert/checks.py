@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from torchq.convert.direct import CHECK
-from torchq.convert.explain import joined
 from torchq.convert.guards import Example
+from torchq.convert.rows import joined
 
 
 class _Tracer(fx.proxy.GraphAppendingTracer):

@@ -12,10 +12,9 @@ from torch import Tensor, fx, nn
 
 from torchq.convert.module_kinds import BATCH_NORM, MATMUL
 from torchq.convert.ops import Op, Role, clip_bounds
-from torchq.nn.attention import Attention
 from torchq.nn.batch_norm import TRANSPOSED, Affine, combined, fold_affines, norm_affine
-from torchq.nn.binary import Add, Cat, MatMul, Mul
 from torchq.nn.fake_quantize import FakeQuantize
+from torchq.nn.float_modules import Add, Attention, Cat, MatMul, Mul
 
 
 @dataclass(eq=False)

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from torchq.convert.ops import NOT_FINITE, Mask, Op, Role, is_float, is_size
-from torchq.nn.attention import Attention, AttentionOptions
-from torchq.nn.binary import Add, MatMul
+from torchq.nn.float_modules import Add, Attention, AttentionOptions, MatMul
 
 _SOFTMAX = {
     F.softmax: ("input", "dim", "_stacklevel", "dtype"),

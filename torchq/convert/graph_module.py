@@ -10,8 +10,8 @@ from typing import Any
 from torch import fx, nn
 
 from torchq.convert.direct import direct_and_forward
-from torchq.convert.explain import Row
 from torchq.convert.graph_data import graph_of, plain_nodes
+from torchq.convert.rows import Row
 from torchq.nn.inputs import without_gradients
 
 

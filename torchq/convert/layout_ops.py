@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from torchq.convert.matmuls import shape_of
-from torchq.convert.ops import Arguments, Made, Role
+from torchq.convert.ops import Arguments, Made, Role, shape_of
 
 
 def pool(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:

@@ -15,12 +15,11 @@ from torchq.convert.fuse import Layer
 from torchq.convert.graph_module import QuantizedGraph
 from torchq.convert.names import is_reserved
 from torchq.convert.ops import Op, Role
-from torchq.convert.prepared import Prepared
+from torchq.convert.prepared import Prepared, shared_qparams
 from torchq.convert.quantized import lookup, quantized
-from torchq.convert.sharing import shared_qparams
-from torchq.nn.attention import Attention, DynamicQAttention
-from torchq.nn.binary import Cat
+from torchq.nn.attention import DynamicQAttention
 from torchq.nn.dynamic import DynamicQLinear
+from torchq.nn.float_modules import Attention, Cat
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.quantization.qparams import QParams

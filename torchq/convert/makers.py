@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 from torchq.convert.fake import why_not_fixed
 from torchq.convert.ops import NOT_FINITE, Arguments, Made, Pointwise, Role
-from torchq.nn.binary import Cat
 from torchq.nn.fake_quantize import FakeQuantize
+from torchq.nn.float_modules import Cat
 
 # Combining
 

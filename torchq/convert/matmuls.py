@@ -11,17 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.convert.fake import weight_scale
-from torchq.convert.ops import Arguments, Made, Role, is_size
-from torchq.nn.attention import Attention, AttentionOptions
+from torchq.convert.ops import Arguments, Made, Role, is_size, shape_of
 from torchq.nn.batch_norm import TRANSPOSED, reduction
-from torchq.nn.binary import MatMul
+from torchq.nn.float_modules import Attention, AttentionOptions, MatMul
 
 _MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
-
-
-def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Of a tensor; () for anything else."""
-    return node.meta["value"].shape or ()
 
 
 def check_matmul(module: Any) -> str:

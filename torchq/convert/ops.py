@@ -161,3 +161,8 @@ def is_float(node: fx.Node) -> bool:
 def is_size(node: fx.Node) -> bool:
     """Returns whether it is a number that the model computes from sizes."""
     return bool(node.meta["static"]) and node.meta["value"].is_number
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Of a tensor; () for anything else."""
+    return node.meta["value"].shape or ()

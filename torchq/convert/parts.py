@@ -17,8 +17,7 @@ from torchq.convert.aten import plain_graph
 from torchq.convert.capture import CaptureError, Exported, export, holds
 from torchq.convert.constants import compute_once
 from torchq.convert.graph import Captured
-from torchq.convert.module_kinds import MATMUL
-from torchq.convert.self_contained import RECURRENT
+from torchq.convert.module_kinds import MATMUL, RECURRENT
 from torchq.convert.swap.calls import copied
 from torchq.convert.swap.leaves import stand_in
 from torchq.nn.inputs import float_tensors

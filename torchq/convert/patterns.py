@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 
 from torchq.convert import layout_ops, makers, matmuls
 from torchq.convert.makers import unary
-from torchq.convert.ops import Arguments, Made, Pointwise, Role
-from torchq.nn.binary import Add, Mul
+from torchq.convert.ops import Arguments, Made, Pointwise, Role, shape_of
+from torchq.nn.float_modules import Add, Mul
 
 Maker = Callable[[Arguments], Made | str]
 
@@ -88,7 +88,7 @@ def _tensordot(a: Arguments) -> Made | str:
     reason = "a tensordot that is no linear layer of a constant matrix has no int8 form"
     if not isinstance(a.other, Tensor) or a.other.dim() != 2 or not isinstance(a.input, fx.Node):
         return reason
-    rank, src, matrix = len(matmuls.shape_of(a.input)), list(a.dims_self), list(a.dims_other)
+    rank, src, matrix = len(shape_of(a.input)), list(a.dims_self), list(a.dims_other)
     if [d % rank for d in src] != [rank - 1] or len(matrix) != 1:
         return reason
     return matmuls.linear_of(a.input, a.other if matrix[0] % 2 else a.other.t(), None)

@@ -21,14 +21,12 @@ from torchq.convert.fake import Fixed, fixed_qparams, is_per_token, same
 from torchq.convert.fuse import Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
 from torchq.convert.graph import Captured
-from torchq.convert.module_kinds import NO_DYNAMIC_FORM
+from torchq.convert.module_kinds import NO_DYNAMIC_FORM, is_self_contained, why_float
 from torchq.convert.ops import Op, Role, clip_bounds
 from torchq.convert.phases import coarse_phases
 from torchq.convert.recognize import recognize
-from torchq.convert.self_contained import is_self_contained, why_float
-from torchq.nn.attention import Attention
-from torchq.nn.binary import Cat
 from torchq.nn.fake_quantize import FakeQuantize
+from torchq.nn.float_modules import Attention, Cat
 from torchq.quantization.config import Overrides, QConfig, resolve
 
 _HARD = (Role.MATMUL, Role.PRODUCT)  # what int8 is for: they quantize what they read

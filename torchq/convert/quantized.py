@@ -12,9 +12,10 @@ from torchq.convert.from_float import append_clip, matmul_from_float, pool_from_
 from torchq.convert.fuse import Layer
 from torchq.convert.ops import Role
 from torchq.convert.plan import Plan
-from torchq.nn.attention import Attention, QAttention
+from torchq.nn.attention import QAttention
 from torchq.nn.batch_norm import combined
-from torchq.nn.binary import Add, Cat, QAdd, QCat, QMul
+from torchq.nn.binary import QAdd, QCat, QMul
+from torchq.nn.float_modules import Add, Attention, Cat
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
 from torchq.nn.quantize import QLookup

@@ -17,8 +17,8 @@ from torchq.convert.module_kinds import AVERAGES
 from torchq.convert.ops import Made, Op, Role, is_float
 from torchq.convert.patterns import arguments_of, row_of
 from torchq.functional.folding import MAX_SHIFTED_REDUCTION
-from torchq.nn.attention import Attention
 from torchq.nn.fake_quantize import FakeQuantize
+from torchq.nn.float_modules import Attention
 
 MAX_KEYS = 65793
 MAX_POSITIONS = 8388608

@@ -7,13 +7,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from torchq.convert.explain import READ, Row
 from torchq.convert.fuse import Layer
-from torchq.convert.module_kinds import MATMUL
+from torchq.convert.module_kinds import MATMUL, RECURRENT
 from torchq.convert.ops import Op, Role
 from torchq.convert.patterns import GETITEM, row_of
 from torchq.convert.plan import Plan
-from torchq.convert.self_contained import RECURRENT
+from torchq.convert.rows import READ, Row
 
 ONCE = "nothing that it reads depends on the inputs: it is computed once"
 

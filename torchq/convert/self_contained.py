@@ -14,15 +14,12 @@ import torch
 from torch import nn
 
 from torchq.convert.from_float import naming
-from torchq.convert.module_kinds import EXPOSED, MAX_REDUCTION, inherits, is_patched
 from torchq.nn.dynamic import DynamicQLinear
-from torchq.nn.experts import QExperts, is_experts
+from torchq.nn.experts import QExperts
+from torchq.nn.float_modules import is_experts
 from torchq.nn.module import QModule
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
 from torchq.quantization.config import QConfig
-
-FOREIGN = "it is a recurrent module with code of its own, which has no int8 form"
-RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
 class DynamicLinear(nn.Module):
@@ -64,42 +61,6 @@ class FloatExperts(nn.Module):
 
 SELF_CONTAINED = (ObservedRNN, ObservedRNNCell, DynamicLinear, FloatExperts)
 """What a prepared model has in their places."""
-
-
-def is_foreign(module: nn.Module) -> bool:
-    """Whether it is a recurrent module with a forward of its own, which may compute anything."""
-    known = inherits(type(module)) and not is_patched(module)
-    return isinstance(module, RECURRENT) and not known
-
-
-def is_self_contained(module: nn.Module | None, config: QConfig | None) -> bool:
-    """Whether this module concerns these functions, and not the planning of int8 tensors."""
-    linear = isinstance(module, nn.Linear) and config is not None and config.dynamic
-    return linear or isinstance(module, RECURRENT)
-
-
-def why_float(
-    module: nn.Module, config: QConfig | None, dtypes: set[torch.dtype], exposed: bool
-) -> str:
-    """Returns why such a module must stay float; "" where it need not.
-
-    Args:
-        module: for which :func:`is_self_contained` holds.
-        config: of the module; None keeps it float.
-        dtypes: of the tensors that it was called with.
-        exposed: whether the model reads its parameters by itself.
-    """
-    if config is None:
-        return "kept float by an override"
-    if is_foreign(module):
-        return FOREIGN
-    if exposed:
-        return EXPOSED
-    if other := dtypes - {torch.float32}:
-        return f"its source is {other.pop()}, not torch.float32"
-    if max(weight.size(-1) for weight in module.parameters() if weight.dim() > 1) > MAX_REDUCTION:
-        return f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
-    return ""
 
 
 def observed(module: nn.Module, config: QConfig, name: str) -> nn.Module:

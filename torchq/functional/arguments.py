@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.arguments import INT32, check_type, to_float32, to_int
-from torchq.attributes.attr import Attr
-from torchq.attributes.post_ops import Sum
-from torchq.functional.folding import Folded, check_attr, check_attr_type
+from torchq.attributes.attr import Attr, check_attr_type
+from torchq.attributes.post_op import Sum
+from torchq.functional.folding import Folded, check_attr
 from torchq.functional.packing import PackedWeight
 
 Ints: TypeAlias = int | Sequence[int]
@@ -125,6 +125,23 @@ def conv_geometry(
     end = begin if padding_end is None else spread(op, "padding_end", padding_end, dims)
     step, gap = spread(op, "stride", stride, dims), spread(op, "dilation", dilation, dims)
     return [*kernel, *step, *begin, *end, *gap, *channels]
+
+
+def conv_transpose_geometry(
+    op: str,
+    kernel: Sequence[int],
+    stride: Ints,
+    padding: Ints,
+    padding_end: Ints | None,
+    dilation: Ints,
+    output_padding: Ints,
+    groups: int,
+    in_channels: int,
+) -> list[int]:
+    """The ``geometry`` argument of the op."""
+    extra = spread(op, "output_padding", output_padding, len(kernel))
+    window = conv_geometry(op, kernel, stride, padding, padding_end, dilation)
+    return [*window, *extra, groups, in_channels]
 
 
 def check_source(op: str, src: Tensor, attr: Attr) -> None:

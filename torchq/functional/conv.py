@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.arguments import check_type
-from torchq.attributes.attr import Attr
+from torchq.attributes.attr import Attr, check_attr_type
 from torchq.functional.arguments import (
     Ints,
     check_source,
@@ -22,7 +22,7 @@ from torchq.functional.arguments import (
     spread,
 )
 from torchq.functional.depthwise import padding_end, split_at_dw_conv
-from torchq.functional.folding import check_attr_type, fold
+from torchq.functional.folding import fold
 from torchq.functional.packing import PackedWeight, pack_conv
 from torchq.runtime.library import dtype_code
 from torchq.runtime.windows import conv_sizes

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchq.attributes.attr import Attr
-from torchq.attributes.post_ops import DwConv, PostOps
+from torchq.attributes.post_op import DwConv
+from torchq.attributes.post_ops import PostOps
 from torchq.functional.folding import check_attr
 
 _SOURCES_OF_SECOND = {"src": "dst", "weights": "dw_weights", "dst": "dw_dst"}

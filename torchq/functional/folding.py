@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.arguments import check_type, to_int
-from torchq.attributes.attr import Attr
-from torchq.attributes.post_ops import CHANNEL_MASKS, Eltwise, PostOps, Sum, foldable, post_ops_of
+from torchq.attributes.attr import Attr, check_attr_type
+from torchq.attributes.post_op import CHANNEL_MASKS, Eltwise, Sum
+from torchq.attributes.post_ops import PostOps, foldable, post_ops_of
 from torchq.functional.packing import PackedWeight
 from torchq.runtime.library import dtype_code
 
@@ -34,12 +35,6 @@ class Folded(NamedTuple):
     post_ops: str
     weight_zero_point: Tensor | None = None
     """int32, one per channel, of the packed int8 weight; None: all are 0."""
-
-
-def check_attr_type(op: str, attr: object) -> None:
-    """Raises TypeError for anything but an Attr, before it is asked for what only an Attr has."""
-    remedy = "Read text with torchq.Attr.parse, or start with torchq.Attr()."
-    check_type(f"torchq.{op}: attr", attr, Attr, remedy)
 
 
 def check_attr(op: str, attr: Attr, masks: Masks) -> None:

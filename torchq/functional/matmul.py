@@ -11,19 +11,11 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.arguments import check_count, check_tensors, check_type, selected_dims
-from torchq.attributes.attr import Attr
-from torchq.attributes.post_ops import (
-    Binary,
-    PostOp,
-    PostOps,
-    PReLU,
-    Sum,
-    is_full,
-    post_ops_of,
-    selects,
-)
+from torchq.attributes.attr import Attr, check_attr_type
+from torchq.attributes.post_op import Binary, PostOp, PReLU, Sum, is_full, selects
+from torchq.attributes.post_ops import PostOps, post_ops_of
 from torchq.functional.arguments import check_8bit, check_source, post_op_sources
-from torchq.functional.folding import Folded, check_attr, check_attr_type, check_int32_bias, fold
+from torchq.functional.folding import Folded, check_attr, check_int32_bias, fold
 from torchq.functional.packing import PackedWeight
 from torchq.runtime.library import dtype_code
 

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchq.attributes.attr import Attr
+from torchq.attributes.attr import Attr, check_attr_type
 from torchq.functional.arguments import check_8bit, integer, real_params, real_post_ops
-from torchq.functional.folding import check_attr_type
 from torchq.runtime.library import dtype_code
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.attributes.attr import Attr
+from torchq.attributes.attr import Attr, check_attr_type
 from torchq.functional.arguments import (
     Ints,
     Zeros,
@@ -28,7 +28,6 @@ from torchq.functional.arguments import (
     spread,
     to_zero_point,
 )
-from torchq.functional.folding import check_attr_type
 from torchq.runtime.library import dtype_code
 from torchq.runtime.windows import pool_sizes
 

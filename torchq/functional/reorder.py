@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchq.attributes.arguments import check_type, to_int
 from torchq.attributes.attr import Attr
-from torchq.attributes.post_ops import Sum
+from torchq.attributes.post_op import Sum
 from torchq.functional.arguments import Floats, Zeros, to_scale, to_zero_point
 from torchq.functional.folding import check_attr
 from torchq.runtime.library import dtype_code

@@ -1,52 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addition, multiplication and concatenation: float modules to write models with, and quantized."""
+"""Quantized addition, multiplication and concatenation."""
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Self
 
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams, quantize_boundary
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
-
-
-class Add(nn.Module):
-    """``src0 + src1``, as a module: a captured graph computes it in int8."""
-
-    def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
-        """Adds."""
-        return src0 + src1
-
-
-class Mul(nn.Module):
-    """``src0 * src1``, as a module; see :class:`Add`."""
-
-    def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
-        """Multiplies."""
-        return src0 * src1
-
-
-class Cat(nn.Module):
-    """``torch.cat(srcs, dim)``, as a module; see :class:`Add`."""
-
-    def __init__(self, dim: int = 1) -> None:
-        """``dim`` as in torch.cat."""
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, srcs: list[Tensor]) -> Tensor:
-        """Concatenates."""
-        return torch.cat(srcs, self.dim)
-
-
-class MatMul(nn.Module):
-    """``src0 @ src1``, both given at run time."""
-
-    def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
-        """Multiplies."""
-        return torch.matmul(src0, src1)
 
 
 class _QCombine(QModule):

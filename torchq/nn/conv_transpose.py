@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torchq.attributes.post_ops import PostOps
-from torchq.functional.conv_transpose import conv_transpose_geometry
+from torchq.functional.arguments import conv_transpose_geometry
 from torchq.functional.packing import PackedWeight, pack_conv_transpose
 from torchq.nn.layer import DIRECT, QLayer, sources_of
 from torchq.nn.weight import quantized_weight

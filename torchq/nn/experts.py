@@ -10,26 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torchq.nn.dynamic import DynamicQLinear
+from torchq.nn.float_modules import expert_weights
 from torchq.nn.module import QModule
-
-_SETTINGS = ("is_transposed", "has_bias", "has_gate")
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Returns whether a module is such a set of experts: two linear layers each.
-
-    Modules that ``transformers.integrations.moe.use_experts_implementation`` decorates say how
-    their weights lie.
-    """
-    if any(not isinstance(getattr(module, name, None), bool) for name in _SETTINGS):
-        return False
-    weights = [getattr(module, name, None) for name in _names(module)]
-    stacked = all(isinstance(w, Tensor) and w.dim() == 3 for w in weights)
-    return stacked and not getattr(module, "has_post_expert_norm", False)
-
-
-def _names(module: Any) -> tuple[str, str]:
-    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
 
 
 class QExperts(QModule):
@@ -55,7 +37,7 @@ class QExperts(QModule):
     def from_float(cls, module: Any, *, granularity: str, bits: int) -> QExperts:
         """Returns the experts of a module for which :func:`is_experts` holds."""
         layers: list[list[nn.Module]] = []
-        for name in _names(module):
+        for name in expert_weights(module):
             weight: Any = getattr(module, name)
             bias: Any = getattr(module, f"{name}_bias", None)
             made: list[nn.Module] = []

@@ -9,7 +9,8 @@ from typing_extensions import Self
 
 from torchq.attributes.arguments import check_type
 from torchq.attributes.attr import Attr
-from torchq.attributes.post_ops import CHANNEL_MASKS, Binary, Eltwise, PostOps, PReLU, post_ops_of
+from torchq.attributes.post_op import CHANNEL_MASKS, Binary, Eltwise, PReLU
+from torchq.attributes.post_ops import PostOps, post_ops_of
 from torchq.functional.folding import fold
 from torchq.functional.packing import PackedWeight, empty_packed
 from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams

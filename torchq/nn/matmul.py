@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.attributes.post_ops import Binary, Eltwise, PostOps, PReLU, Sum
+from torchq.attributes.post_op import Binary, Eltwise, PReLU, Sum
+from torchq.attributes.post_ops import PostOps
 from torchq.nn.binary import _QCombine
 from torchq.nn.layer import sources_of
 from torchq.quantization.qparams import QParams

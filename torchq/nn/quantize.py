@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchq.functional import lookup_table
+from torchq.functional.tables import lookup_table
 from torchq.nn.module import (
     QModule,
     dtype_name,
@@ -42,22 +42,6 @@ def _placeholder(dtype: str, spec: dict[str, Any]) -> QParams:
         return one
     scale, zero_point = (x.expand(spec["channels"]).clone() for x in (one.scale, one.zero_point))
     return QParams(scale, zero_point, one.dtype, spec["axis"], one.bits)
-
-
-class QuantStub(nn.Module):
-    """Marks where a float tensor shall become quantized: later a :class:`Quantize`."""
-
-    def forward(self, src: Tensor) -> Tensor:
-        """Returns ``src``."""
-        return src
-
-
-class DeQuantStub(nn.Module):
-    """Marks where a quantized tensor shall become float: later a :class:`Dequantize`."""
-
-    def forward(self, src: Tensor) -> Tensor:
-        """Returns ``src``."""
-        return src
 
 
 class Quantize(QModule):

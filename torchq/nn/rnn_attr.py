@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchq.attributes.attr import Attr
-from torchq.functional.folding import check_attr_type
+from torchq.attributes.attr import Attr, check_attr_type
 from torchq.quantization.qparams import QParams
 
 _SETTERS = "set_rnn_data_qparams, set_rnn_weights_qparams, set_rnn_weights_projection_qparams"

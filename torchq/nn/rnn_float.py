@@ -39,15 +39,6 @@ def _stacked(module: nn.Module, name: str, layer: int, gates: int) -> Tensor | N
     return both.reshape(len(values), gates, -1, *both.shape[2:])
 
 
-def quantized_weight(
-    weight: Tensor, factors: Tensor | None, granularity: str, bits: int
-) -> RecurrentWeight:
-    """With oneDNN's factors, or with scales that are chosen."""
-    if factors is None:
-        return RecurrentWeight.quantize(weight, granularity, bits)
-    return RecurrentWeight.of_factors(weight, factors)
-
-
 def data_params(
     op: str, params: RnnParams, src: QParams | None, others: Sequence[object]
 ) -> QParams | None:
@@ -80,7 +71,7 @@ def layer_from_float(
         value = _stacked(module, name, layer, count)
         if value is None:
             return None
-        return quantized_weight(value, factors, granularity, bits)
+        return RecurrentWeight.choose(value, factors, granularity, bits)
 
     weight_src = quantized("weight_ih", gates, params.weights)
     weight_state = quantized("weight_hh", gates, params.weights)

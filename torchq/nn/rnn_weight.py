@@ -46,6 +46,15 @@ class RecurrentWeight:
         return cls(q, scale if granularity == "per_channel" else scale.reshape(1))
 
     @classmethod
+    def choose(
+        cls, weight: Tensor, factors: Tensor | None, granularity: str, bits: int
+    ) -> RecurrentWeight:
+        """Quantizes with oneDNN's factors, or where there are none with scales that are chosen."""
+        if factors is None:
+            return cls.quantize(weight, granularity, bits)
+        return cls.of_factors(weight, factors)
+
+    @classmethod
     def of_factors(cls, weight: Tensor, factors: Tensor) -> RecurrentWeight:
         """With oneDNN's scales, which multiply: ``q = clamp(rne(weight * factor))``.
 

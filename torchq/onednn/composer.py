@@ -16,7 +16,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from torchq.attributes.post_ops import Binary, Eltwise, PostOp, PReLU, Sum
+from torchq.attributes.post_op import Binary, Eltwise, PostOp, PReLU, Sum
 
 FLT_MAX = torch.finfo(torch.float32).max
 PER_CHANNEL = 2

@@ -27,7 +27,8 @@ from torchq.attributes.arguments import (
     to_int,
 )
 from torchq.attributes.attr import Attr
-from torchq.attributes.post_ops import Binary, Eltwise, PostOp, PostOps, PReLU, Sum
+from torchq.attributes.post_op import Binary, Eltwise, PostOp, PReLU, Sum
+from torchq.attributes.post_ops import PostOps
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.onednn.composed_quantization import append_fake_quantize, bounds_behind_round
 from torchq.onednn.composer import Composer, Refused, State

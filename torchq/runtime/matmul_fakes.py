@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.attributes.post_ops import CHANNEL_MASKS, Binary, PostOps, PReLU, foldable, post_ops_of
+from torchq.attributes.post_op import CHANNEL_MASKS, Binary, PReLU
+from torchq.attributes.post_ops import PostOps, foldable, post_ops_of
 from torchq.runtime.fakes import FAKES, fake
 from torchq.runtime.library import DTYPES, empty_channels_last
 from torchq.runtime.windows import (

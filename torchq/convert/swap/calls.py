@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.convert.swap.leaves import stand_in
-from torchq.nn.experts import is_experts
+from torchq.nn.float_modules import is_experts
 from torchq.nn.model_state import twin
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchq.convert.graph_code import is_exported
-from torchq.convert.module_kinds import QUANTIZABLE
-from torchq.convert.self_contained import RECURRENT, SELF_CONTAINED
+from torchq.convert.module_kinds import QUANTIZABLE, RECURRENT
+from torchq.convert.self_contained import SELF_CONTAINED
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.module import QModule
 from torchq.quantization.observers import Observer

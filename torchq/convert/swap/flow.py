@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.convert.explain import Row, check_patterns, check_strict
 from torchq.convert.graph_code import with_code
+from torchq.convert.rows import Row, check_patterns, check_strict
 from torchq.convert.self_contained import SELF_CONTAINED, converted
 from torchq.convert.swap.calls import record
 from torchq.convert.swap.checks import check_finite, check_mode, check_model, check_prepared
 from torchq.convert.swap.compare import Comparison, fitting
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.convert.swap.planning import Plan
-from torchq.convert.swap.report import report_rows
+from torchq.convert.swap.planning import Plan, report_rows
 from torchq.convert.swap.weights import (
     leave_fast_paths,
     settled,

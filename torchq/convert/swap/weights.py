@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from torchq.convert.fake import is_fake
-from torchq.convert.module_kinds import QUANTIZABLE, is_patched
-from torchq.convert.self_contained import RECURRENT
+from torchq.convert.module_kinds import QUANTIZABLE, RECURRENT, is_patched
 from torchq.nn.inputs import working_copy
 from torchq.nn.multihead import SplitMultiheadAttention
 

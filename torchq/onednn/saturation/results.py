@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.attributes.post_ops import Binary, Eltwise, PostOp, PReLU, Sum
+from torchq.attributes.post_op import Binary, Eltwise, PostOp, PReLU, Sum
 from torchq.nn.layer import QLayer
 from torchq.nn.quantize import QLookup
 
