@@ -15,7 +15,7 @@ import torch
 
 import torchq.ops  # noqa: F401  loads the library
 from torchq.analysis.timing import crowded
-from torchq.runtime.files import write_file
+from torchq.serialization.files import write_file
 
 __all__ = [
     "FULL",

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.functional.packing import PackedWeight, _pack, pack_linear, unproven
-from torchq.runtime.files import write_file
-from torchq.runtime.tensor_file import read_tensors, write_tensors
+from torchq.serialization.files import write_file
+from torchq.serialization.tensor_file import read_tensors, write_tensors
 
 X = torch.linspace(-1, 1, 32).reshape(2, 16)
 

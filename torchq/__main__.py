@@ -23,13 +23,13 @@ from torch import Tensor, nn
 import torchq
 from torchq.analysis.timing import UNSTEADY, Speedup, crowded, measure
 from torchq.attributes.arguments import float_text
-from torchq.convert.structure import GRAPH_KEY
 from torchq.nn.inputs import Inputs, split_inputs
 from torchq.nn.module import read_spec
 from torchq.ops import LIBRARY_PATH
 from torchq.runtime import library
 from torchq.runtime.cpus import usable_cpus
 from torchq.serialization import REPORT_KEY, read_report, read_state
+from torchq.serialization.graph_text import GRAPH_KEY
 
 _DESCRIPTION = """Quantizes, times and inspects models.
 

@@ -32,8 +32,8 @@ from torchq.convert.rows import NOT_CALLED, Row
 from torchq.nn.attached import computing_modules
 from torchq.nn.inputs import Inputs, batches, call
 from torchq.nn.module import QModule
-from torchq.runtime.files import write_file
 from torchq.runtime.isa import cpu_info, isa
+from torchq.serialization.files import write_file
 
 _BINS, _MOST = 48, 6
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchq.nn.attached import computing_modules
 from torchq.quantization.observers import Observer
-from torchq.runtime.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
+from torchq.serialization.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 
 _FORMAT = "torchq-calibration-2"
 _FORMAT_0_1 = "torchq-calibration-1"

@@ -15,5 +15,4 @@ Along the way of a model:
     graph_module       that graph; direct: its code for eager mode
     guards, dispatch   which calls take a graph; checks: the same within scripts
     report, explain    what is int8, what is float and why
-    stored, structure  graphs and guards in files
 """

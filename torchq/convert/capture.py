@@ -13,6 +13,7 @@ import enum
 import inspect
 import io
 import logging
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -238,7 +239,7 @@ def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
     positions = adapter.positions
     arguments = _arguments(program, positions, leaves)
     exported = Exported(program, args, kwargs, arguments, _guards(program, len(tensors)))
-    if failed := [guard for guard in exported.guards if not holds(guard, tensors)]:
+    if failed := [guard for guard in exported.guards if not holds(guard, shapes_of(tensors))]:
         raise CaptureError(f"a guard of torch.export cannot be checked: {failed[0]}")
     return exported
 
@@ -288,10 +289,14 @@ def _guards(program: ExportedProgram, count: int) -> list[str]:
     return list(dict.fromkeys(result))
 
 
-def holds(guard: str, tensors: Sequence[Tensor]) -> bool:
-    """Returns whether a guard holds for these tensors; False where it cannot be evaluated."""
-    names = {f"s{i}": t.shape for i, t in enumerate(tensors)}
+def shapes_of(tensors: Sequence[Tensor]) -> dict[str, torch.Size]:
+    """Returns the names that guards refer to."""
+    return {f"s{i}": tensor.shape for i, tensor in enumerate(tensors)}
+
+
+def holds(guard: str, shapes: Mapping[str, Any]) -> bool:
+    """Returns whether a guard holds for these shapes; False where it cannot be evaluated."""
     try:
-        return bool(eval(guard, {"torch": torch, "math": __import__("math")}, names))
+        return bool(eval(guard, {"torch": torch, "math": math}, dict(shapes)))
     except Exception:
         return False

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchq.convert.capture import Argument, Exported
+from torchq.convert.capture import Argument, Exported, holds
 
 _SIZE = re.compile(r"\bs(\d+)\[(\d+)\]")
 _EQUAL = re.compile(r"s(\d+)\[(\d+)\] == s(\d+)\[(\d+)\]")
@@ -109,7 +109,7 @@ class Example:
                 return reason
         labels = self._labels()
         for guard in self.guards:
-            if not _holds(guard, shapes):
+            if not holds(guard, shapes):
                 used = sorted({int(match[1]) for match in _SIZE.finditer(guard)})
                 got = " and ".join(f"{labels[i]} has {list(shapes[f's{i}'])}" for i in used)
                 return f"{_readable(guard, labels)} does not hold, since {got}"
@@ -307,13 +307,6 @@ def _is_plain(spec: Any) -> bool:
     if spec.is_leaf():
         return True
     return spec.type in (tuple, list, dict) and all(map(_is_plain, spec.children()))
-
-
-def _holds(guard: str, shapes: dict[str, Any]) -> bool:
-    try:
-        return bool(eval(guard, {"torch": torch, "math": math}, shapes))
-    except Exception:
-        return False
 
 
 def _readable(guard: str, labels: list[str]) -> str:

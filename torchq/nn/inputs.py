@@ -13,6 +13,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import prune
 from torch.nn.utils.rnn import PackedSequence
@@ -164,6 +165,19 @@ def float_tensors(result: Any) -> list[Tensor]:
         elif is_dataclass(leaf):
             found.extend(float_tensors([getattr(leaf, field.name) for field in fields(leaf)]))
     return found
+
+
+def are_close(first: list[Tensor], second: list[Tensor]) -> bool:
+    """Returns whether two lists hold the same shapes, and values within 1e-4 of the largest."""
+    return len(first) == len(second) and all(
+        a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-4 * _largest(a), equal_nan=True)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def _largest(values: Tensor) -> float:
+    finite = values[values.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def batches(op: str, data: Iterable[Inputs], progress: bool | None = None) -> Iterable[Inputs]:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the library and runs it: fake kernels of its ops, instruction sets, CPUs and files."""
+"""Loads the library and runs it: fake kernels of its ops, instruction sets and CPUs."""

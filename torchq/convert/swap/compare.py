@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchq.convert.swap.calls import copied
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.nn.inputs import float_tensors
+from torchq.nn.inputs import are_close, float_tensors
 
 
 class Comparison:
@@ -23,7 +23,7 @@ class Comparison:
         """Runs the model twice: one that does not agree with itself is not compared."""
         self._inputs = args, kwargs
         self._expected = self._result(model)
-        self._is_steady = _are_close(self._expected, self._result(model))
+        self._is_steady = are_close(self._expected, self._result(model))
 
     def agrees(self, prepared: nn.Module) -> bool:
         """Returns False where the code raises, or gives something else.
@@ -34,7 +34,7 @@ class Comparison:
             result = self._result(prepared)
         except Exception:  # the float model raised nothing
             return False
-        return not self._is_steady or _are_close(self._expected, result)
+        return not self._is_steady or are_close(self._expected, result)
 
     def _result(self, model: nn.Module) -> list[Tensor]:
         model, (args, kwargs) = copy.deepcopy(model), copied(*self._inputs)
@@ -82,15 +82,3 @@ def _place(model: nn.Module, name: str) -> tuple[type, str]:
         parent, _, last = parent.rpartition(".")
         own = f"{last}.{own}"
     return type(model.get_submodule(parent)), own
-
-
-def _are_close(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(
-        a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-4 * _largest(a), equal_nan=True)
-        for a, b in zip(first, second, strict=True)
-    )
-
-
-def _largest(values: Tensor) -> float:
-    finite = values[values.isfinite()].abs()
-    return float(finite.max()) if finite.numel() else 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eager flow: prepare, calibrate and convert."""
+"""Prepares a model's leaves, and calibrates prepared models of either flow."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import torch
 from torch import nn
 
 from torchq.convert.graph_code import with_code
-from torchq.convert.rows import Row, check_patterns, check_strict
-from torchq.convert.self_contained import SELF_CONTAINED, converted
+from torchq.convert.rows import check_patterns
 from torchq.convert.swap.calls import record
 from torchq.convert.swap.checks import check_finite, check_mode, check_model, check_prepared
 from torchq.convert.swap.compare import Comparison, fitting
-from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.planning import Plan, report_rows
 from torchq.convert.swap.weights import (
     leave_fast_paths,
@@ -29,10 +27,8 @@ from torchq.nn.inputs import (
     batches,
     call,
     split_inputs,
-    without_gradients,
     working_copy,
 )
-from torchq.nn.leaf import take_hooks
 from torchq.nn.model_state import as_before
 from torchq.quantization.config import Overrides, QConfig, resolve
 
@@ -101,7 +97,9 @@ def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Modul
     shared = {id(p): p for p in model.parameters()}
 
     def assemble(names: list[str], contiguous: bool) -> nn.Module:
-        return _with_modules(model, plan.replacements(names, contiguous), shared).eval()
+        leaves = plan.replacements(names, contiguous).items()
+        memo: dict[int, Any] = {id(model.get_submodule(name)): leaf for name, leaf in leaves}
+        return copy.deepcopy(model, memo | shared).eval()
 
     def agrees(names: list[str]) -> bool:
         return comparison.agrees(assemble(names, True))
@@ -143,59 +141,3 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
                 check_finite("calibrate", prepared, recurse=True)
                 raise
     return prepared
-
-
-@torch.inference_mode(False)
-def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
-    """Returns the quantized model; the prepared one stays as it is.
-
-    It has no gradients: its float parameters do not require grad any more, and inputs that require
-    grad raise.
-
-    Args:
-        prepared: calibrated.
-        strict: raise if a convolution, linear or recurrent module stays float without an override
-            that says so.
-
-    Raises:
-        ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
-        RuntimeError: a module was never calibrated (the message names it), or ``strict`` and
-            something stays float.
-    """
-    check_prepared("convert", prepared)
-    rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
-    if strict:
-        check_strict(rows)
-    replacements: dict[str, nn.Module] = {}
-    for name, module in prepared.named_modules():
-        if isinstance(module, (ObservedLeaf, *SELF_CONTAINED)):
-            leaf = module.convert() if isinstance(module, ObservedLeaf) else converted(module, name)
-            replacements[name] = take_hooks(leaf, module)
-    result = _with_modules(prepared, replacements)
-    result.torchq_report = rows  # type: ignore[assignment]
-    return without_gradients(result.eval())
-
-
-def quantize(
-    model: nn.Module,
-    data: Iterable[Any],
-    example_inputs: Inputs,
-    config: QConfig | None = None,
-    overrides: Overrides | None = None,
-    strict: bool = False,
-) -> nn.Module:
-    """:func:`prepare`, :func:`calibrate` and :func:`convert` in one call."""
-    prepared = prepare(model, example_inputs, config, overrides)
-    return convert(calibrate(prepared, data), strict)
-
-
-def _with_modules(
-    model: nn.Module, modules: dict[str, nn.Module], shared: Mapping[int, Any] | None = None
-) -> nn.Module:
-    """Returns a copy of ``model`` with other modules in some places, not of those they replace.
-
-    Works for the model itself, and for modules that are registered under several names. What is
-    ``shared``, by id, is not copied either.
-    """
-    memo: dict[int, Any] = {id(model.get_submodule(n)): new for n, new in modules.items()}
-    return copy.deepcopy(model, memo | dict(shared or {}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torchq.save`` and ``torchq.load``: a converted model in one file of plain tensors.
+"""Saves and loads converted models: one file of plain tensors.
 
 Each quantized module describes itself in its ``spec`` tensor, so the file needs nothing else: no
 pickle, no calibration, no observers. The file is a safetensors file, whether or not that package is
@@ -25,15 +25,15 @@ from torchq.convert.graph_code import with_code
 from torchq.convert.graph_module import QuantizedGraph
 from torchq.convert.rows import Row
 from torchq.convert.share import share_weights
-from torchq.convert.stored import CALL_KEY, describe, restore
-from torchq.convert.structure import GRAPH_KEY, decode, encode, plain_module
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.nn.experts import QExperts
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.inputs import working_copy
 from torchq.nn.module import QModule, read_spec
 from torchq.quantization.observers import Observer
-from torchq.runtime.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
+from torchq.serialization.call_text import CALL_KEY, describe, restore
+from torchq.serialization.graph_text import GRAPH_KEY, decode, encode, plain_module
+from torchq.serialization.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 
 REPORT_KEY = "torchq_report"
 """Name of the tensor that holds the text of the report, compressed by zlib."""
