@@ -24,6 +24,6 @@ def quantize(
     overrides: Overrides | None = None,
     strict: bool = False,
 ) -> nn.Module:
-    """Calls :func:`prepare`, :func:`calibrate` and :func:`convert`."""
+    """Call :func:`prepare`, :func:`calibrate` and :func:`convert`."""
     prepared = prepare(model, example_inputs, config, overrides)
     return convert(calibrate(prepared, data), strict)

@@ -23,7 +23,7 @@ __all__ = ["LIBRARY_PATH"]
 
 
 def _register(name: str, kernel: Callable[..., Any]) -> None:
-    """Registers the fake kernel of ``torchq::<name>``; shortens calls of the op."""
+    """Register the fake kernel of ``torchq::<name>``; shorten calls of the op."""
     shorten_calls(name)
 
     @functools.wraps(kernel)

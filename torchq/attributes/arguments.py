@@ -31,7 +31,7 @@ INT32 = torch.iinfo(torch.int32)
 
 
 def kind_text(value: object) -> str:
-    """Returns a value for an error: short, and of arrays and tensors only what they are."""
+    """Return a value for an error: short, and of arrays and tensors only what they are."""
     if isinstance(value, np.ndarray):
         shape = list(value.shape)
         return f"a numpy array of {value.dtype} {shape}, which torch.from_numpy converts"
@@ -42,7 +42,7 @@ def kind_text(value: object) -> str:
 
 
 def check_type(where: str, value: object, kind: type, remedy: str) -> None:
-    """Raises TypeError unless ``value`` is a ``kind``; a Tensor must be dense, too."""
+    """Raise TypeError unless ``value`` is a ``kind``; a Tensor must be dense, too."""
     if not isinstance(value, kind):
         raise TypeError(
             f"{where} must be of type {kind.__name__}, got {type(value).__name__}. {remedy}"
@@ -54,7 +54,7 @@ def check_type(where: str, value: object, kind: type, remedy: str) -> None:
 
 
 def check_tensors(where: str, values: object) -> None:
-    """Raises TypeError unless ``values`` is a sequence of tensors; one tensor is none."""
+    """Raise TypeError unless ``values`` is a sequence of tensors; one tensor is none."""
     if not isinstance(values, Sequence):
         raise TypeError(
             f"{where} must be a list of tensors, got {type(values).__name__}. Pass [] for none, "
@@ -65,7 +65,7 @@ def check_tensors(where: str, values: object) -> None:
 
 
 def to_float32(where: str, value: float | Tensor) -> float:
-    """The value rounded to float32, which must be finite."""
+    """Return the value rounded to float32, which must be finite."""
     single = isinstance(value, Tensor) and value.numel() == 1
     if isinstance(value, bool) or not (single or isinstance(value, Real)):
         raise TypeError(f"{where} must be a number, got {value!r}. Pass a float.")
@@ -83,7 +83,7 @@ def to_float32(where: str, value: float | Tensor) -> float:
 
 
 def to_int(where: str, value: int, low: int, high: int) -> int:
-    """The value as an int in [low, high]."""
+    """Return the value as an int in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{where} must be an integer, got {value!r}. Pass an int.")
     if not low <= value <= high:
@@ -94,12 +94,12 @@ def to_int(where: str, value: int, low: int, high: int) -> int:
 
 
 def to_mask(where: str, mask: int) -> int:
-    """A mask of up to MAX_DIMS bits."""
+    """Return a mask of up to MAX_DIMS bits."""
     return to_int(f"{where}: mask", mask, 0, 2**MAX_DIMS - 1)
 
 
 def to_dtype(where: str, dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype of DTYPE_NAMES, given as such or by its short name."""
+    """Return a dtype of DTYPE_NAMES, given as such or by its short name."""
     for known, name in DTYPE_NAMES.items():
         if dtype in (known, name):
             return known
@@ -110,7 +110,7 @@ def to_dtype(where: str, dtype: torch.dtype | str) -> torch.dtype:
 def check_choice(
     where: str, value: str, known: Iterable[str], aliases: Mapping[str, str] | None = None
 ) -> str:
-    """Raises ValueError with the known choices and the nearest one.
+    """Raise ValueError with the known choices and the nearest one.
 
     ``aliases`` are names that others use, and what they mean here.
     """
@@ -168,7 +168,7 @@ def _array(where: str, values: Values, kinds: str, expected: str) -> npt.NDArray
 
 
 def selected_dims(where: str, mask: int, dims: Sequence[int]) -> list[int]:
-    """The dims whose bit is set in ``mask``, 1 for the others."""
+    """Return the dims whose bit is set in ``mask``, 1 for the others."""
     if mask >> len(dims):
         raise ValueError(
             f"{where} must use a mask below {1 << len(dims)} for dims {list(dims)}, got mask "
@@ -178,14 +178,14 @@ def selected_dims(where: str, mask: int, dims: Sequence[int]) -> list[int]:
 
 
 def expected_values(mask: int, dims: Sequence[int]) -> int:
-    """The number of values a mask asks for: the product of the selected dims (1 for mask 0)."""
+    """Return the number of values a mask asks for: the product of selected dims (1 for mask 0)."""
     return math.prod(selected_dims("torchq.expected_values: mask", mask, dims))
 
 
 def check_count(
     where: str, mask: int, values: Tensor | None, shape: Sequence[int], dims: Sequence[int]
 ) -> None:
-    """Raises ValueError unless there are as many values as ``shape`` (of the mask) has elements."""
+    """Raise ValueError unless there are as many values as ``shape`` (of the mask) has elements."""
     expected = math.prod(shape)
     if values is not None and values.numel() != expected:
         raise ValueError(
@@ -195,7 +195,7 @@ def check_count(
 
 
 def check_single(where: str, mask: int, values: Tensor) -> None:
-    """Raises ValueError if mask 0 comes with other than one value; other masks need the dims."""
+    """Raise ValueError if mask 0 comes with other than one value; other masks need the dims."""
     if mask == 0 and values.numel() != 1:
         raise ValueError(
             f"{where} must be 1 value for mask 0, got {values.numel()}. "
@@ -204,7 +204,7 @@ def check_single(where: str, mask: int, values: Tensor) -> None:
 
 
 def content(values: Tensor | None) -> tuple[torch.dtype, bytes] | None:
-    """What decides equality of 1-D values: dtype and bits."""
+    """Return the dtype and the bits of 1-D values, which decide equality."""
     return None if values is None else (values.dtype, values.numpy().tobytes())
 
 
@@ -217,11 +217,11 @@ class MaskedValues:
     groups: tuple[int, ...] | None = None
 
     def text(self) -> str:
-        """The mask, and the groups."""
+        """Return the mask, and the groups."""
         return str(self.mask) + (f":{self.groups[0]}x{self.groups[1]}" if self.groups else "")
 
     def shape(self, where: str, dims: Sequence[int]) -> list[int]:
-        """The values' own shape over ``dims``: dim / group if selected, else 1."""
+        """Return the values' own shape over ``dims``: dim / group if selected, else 1."""
         shape = selected_dims(where, self.mask, dims)
         for d, group in enumerate(self.groups or (), start=len(dims) - 2):
             if d < 0 or dims[d] % group or (group > 1 and not self.mask >> d & 1):
@@ -234,7 +234,7 @@ class MaskedValues:
         return shape
 
     def resolve(self, where: str, dims: Sequence[int]) -> Tensor:
-        """The values in a shape that broadcasts over ``dims``."""
+        """Return the values in a shape that broadcasts over ``dims``."""
         shape = self.shape(where, dims)
         if self.values is None:
             raise missing(where)
@@ -247,7 +247,7 @@ class MaskedValues:
 
 
 def check_arg(where: str, arg: str) -> str:
-    """Raises ValueError unless ``arg`` is one that may have scales."""
+    """Raise ValueError unless ``arg`` is one that may have scales."""
     if isinstance(arg, str) and re.fullmatch(r"src(0|[1-9][0-9]{0,2})", arg):
         return arg
     if arg == "bias":
@@ -276,14 +276,14 @@ def check_groups(label: str, mask: int, groups: Sequence[int] | None) -> tuple[i
 
 
 def missing(where: str) -> ValueError:
-    """The error for values declared but not supplied."""
+    """Return the error for values declared but not supplied."""
     return ValueError(
         f"{where} must be supplied, got only a mask. Use attr.with_values(...) before the call."
     )
 
 
 def float_text(value: float) -> str:
-    """The shortest text that reads back as this float32, whether read as float32 or as float64.
+    """Return the shortest text that reads back as this float32, read as float32 or as float64.
 
     It never holds a ``+`` (the separator of post-ops): 3.4e38, 1e-45, 6, -0.
     """
@@ -298,14 +298,14 @@ def float_text(value: float) -> str:
 
 
 def parse_float(where: str, text: str) -> float:
-    """The inverse of `float_text`; takes any decimal text without a ``+``."""
+    """Read what `float_text` wrote, or any decimal text without a ``+``."""
     if not re.fullmatch(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?(e-?[0-9]{1,3})?", text):
         raise ValueError(f"{where} must be a number like 6, 0.5, 1e-5 or 1e20 (without '+')")
     return to_float32(where, float(text))
 
 
 def parse_int(where: str, text: str) -> int:
-    """A decimal integer of at most 10 digits."""
+    """Read a decimal integer of at most 10 digits."""
     if not re.fullmatch(r"0|-?[1-9][0-9]{0,9}", text):
         raise ValueError(f"{where} must be an integer like 0 or 128")
     return int(text)
@@ -317,7 +317,7 @@ def parse_groups(where: str, text: str) -> list[int]:
 
 
 def split_at(text: str, separator: str, start: int = 0) -> Iterator[tuple[int, str]]:
-    """The (position, text) of the parts between separators; ``text`` itself is at ``start``."""
+    """Return (position, text) of the parts between separators; ``text`` itself is at ``start``."""
     for part in text.split(separator):
         yield start, part
         start += len(part) + len(separator)
@@ -325,7 +325,7 @@ def split_at(text: str, separator: str, start: int = 0) -> Iterator[tuple[int, s
 
 @contextmanager
 def at_position(op: str, position: int, got: str) -> Iterator[None]:
-    """Adds the op, the position (from 0) and the text there to a ValueError from inside."""
+    """Add the op, the position (from 0) and the text there to a ValueError from inside."""
     try:
         yield
     except ValueError as error:
@@ -333,7 +333,7 @@ def at_position(op: str, position: int, got: str) -> Iterator[None]:
 
 
 def join_fields(name: str, *fields: tuple[str, str]) -> str:
-    """Joins a name and its (text, default) fields with ``:``, without the trailing defaults."""
+    """Join a name and its (text, default) fields with ``:``, without the trailing defaults."""
     kept = list(fields)
     while kept and kept[-1][0] == kept[-1][1]:
         kept.pop()
@@ -360,7 +360,7 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
 def read_fields(
     op: str, position: int, token: str, names: Sequence[str], required: int = 0
 ) -> dict[str, Any]:
-    """Reads ``<head>:<field>:...`` by the fields' names; the first ``required`` must be there."""
+    """Read ``<head>:<field>:...`` by the fields' names; the first ``required`` must be there."""
     (_, head), *parts = split_at(token, ":", position)
     if not required <= len(parts) <= len(names):
         form = "".join([f":<{name}>" for name in names[:required]])

@@ -81,7 +81,7 @@ class Attr:
         values: Values | None = None,
         groups: Sequence[int] | None = None,
     ) -> Attr:
-        """Sets the scales of ``src``, ``weights``, ``dst`` or ``src<i>``; finite and > 0.
+        """Set the scales of ``src``, ``weights``, ``dst`` or ``src<i>``; finite and > 0.
 
         ``groups`` (two sizes, mask > 0) share one value over blocks of the last two dims.
         """
@@ -95,14 +95,14 @@ class Attr:
         values: Values | None = None,
         groups: Sequence[int] | None = None,
     ) -> Attr:
-        """Sets the int32 zero points of ``src``, ``weights``, ``dst`` or ``src<i>``.
+        """Set the int32 zero points of ``src``, ``weights``, ``dst`` or ``src<i>``.
 
         ``groups`` as in `set_scales`.
         """
         return self._set("set_zero_points", "zero_points", arg, mask, values, groups)
 
     def set_output_scales(self, mask: int, values: Values | None = None) -> Attr:
-        """Sets the output scales of oneDNN v1, in place of all other scales.
+        """Set the output scales of oneDNN v1, in place of all other scales.
 
         ``x = output_scales[n] * float(acc + bias)``, then the post-ops, then
         ``dst = clamp(rne(x + dst_zero_point))`` to integers, ``x`` to float32. ``acc`` is the int32
@@ -124,7 +124,7 @@ class Attr:
         return self._set("set_output_scales", "output_scales", "dst", mask, values)
 
     def set_rounding(self, arg: str, mode: str) -> Attr:
-        """Sets how ``arg`` is rounded: ``nearest`` even (default), ``environment``, ``stochastic``.
+        """Set how ``arg`` is rounded: ``nearest`` even (default), ``environment``, ``stochastic``.
 
         ``environment`` is the mode of the calling thread (MXCSR), as oneDNN does. Only
         :func:`torchq.functional.reorder` takes another mode than ``nearest``, for ``dst``. Other
@@ -138,7 +138,7 @@ class Attr:
         return self
 
     def set_rnn_data_qparams(self, scale: float, shift: float) -> Attr:
-        """Sets ``q = rne(x * scale + shift)`` for all RNN data: a multiplier, not a divisor."""
+        """Set ``q = rne(x * scale + shift)`` for all RNN data: a multiplier, not a divisor."""
         where = "torchq.Attr.set_rnn_data_qparams: "
         scale, shift = to_float32(f"{where}scale", scale), to_float32(f"{where}shift", shift)
         if scale <= 0:
@@ -147,16 +147,16 @@ class Attr:
         return self
 
     def set_rnn_weights_qparams(self, mask: int, scales: Values | None = None) -> Attr:
-        """Sets ``q = rne(w * scale)`` for both RNN weights (ldigo; 0 or 24): multipliers."""
+        """Set ``q = rne(w * scale)`` for both RNN weights (ldigo; 0 or 24): multipliers."""
         return self._set("set_rnn_weights_qparams", "rnn_weights", "weights", mask, scales)
 
     def set_rnn_weights_projection_qparams(self, mask: int, scales: Values | None = None) -> Attr:
-        """Sets ``q = rne(w * scale)`` for projection weights (ldio; mask 0 or 8): multipliers."""
+        """Set ``q = rne(w * scale)`` for projection weights (ldio; mask 0 or 8): multipliers."""
         op, kind = "set_rnn_weights_projection_qparams", "rnn_weights_projection"
         return self._set(op, kind, _ARG_OF[kind], mask, scales)
 
     def set_post_ops(self, post_ops: PostOps) -> Attr:
-        """Sets the chain applied to the result; the same as assigning ``attr.post_ops``."""
+        """Set the chain applied to the result; the same as assigning ``attr.post_ops``."""
         if not isinstance(post_ops, PostOps):
             raise TypeError(
                 f"torchq.Attr.set_post_ops: post_ops must be a PostOps, got {post_ops!r}. "
@@ -180,23 +180,23 @@ class Attr:
         return self._rnn_data
 
     def rounding(self, arg: str) -> str:
-        """The rounding mode of ``arg``."""
+        """Return the rounding mode of ``arg``."""
         return self._rounding.get(check_arg("torchq.Attr.rounding", arg), "nearest")
 
     def mask(self, arg: str, kind: str = "scales") -> int | None:
-        """The mask, None if not set. ``kind`` is one of KINDS here and below."""
+        """Return the mask, None if not set. ``kind`` is one of KINDS here and below."""
         param = self._get("mask", arg, kind)
         return None if param is None else param.mask
 
     def values(self, arg: str, kind: str = "scales") -> Tensor | None:
-        """The 1-D values, None if not set; raises ValueError if declared but not supplied."""
+        """Return the 1-D values, None if not set; raise ValueError if declared but not supplied."""
         param = self._get("values", arg, kind)
         if param is not None and param.values is None:
             raise missing(f"torchq.Attr.values: {kind} of {arg}")
         return None if param is None else param.values
 
     def resolve(self, arg: str, dims: Sequence[int], kind: str = "scales") -> Tensor:
-        """The values in a shape that broadcasts to ``dims``: 1 for the dims not in the mask.
+        """Return the values in a shape that broadcasts to ``dims``: 1 for the dims not in the mask.
 
         What is not set is 1 (zero points: 0). Raises ValueError if the values are missing or their
         number is not the product of the selected dims.
@@ -210,11 +210,11 @@ class Attr:
 
     @staticmethod
     def expected_values(mask: int, dims: Sequence[int]) -> int:
-        """The number of values a mask asks for: the product of the selected dims."""
+        """Return the number of values a mask asks for: the product of the selected dims."""
         return expected_values(mask, dims)
 
     def check(self, arg: str, dims: Sequence[int]) -> None:
-        """Raises ValueError unless all that is set for ``arg`` fits its logical ``dims``.
+        """Raise ValueError unless all that is set for ``arg`` fits its logical ``dims``.
 
         Masks must select existing dims and the number of values (where supplied) be the product of
         the selected dims. With ``dst`` it also checks output scales and the post-ops' values.
@@ -241,7 +241,7 @@ class Attr:
         rnn_weights_projection: Values | None = None,
         post_ops: Sequence[Values] | None = None,
     ) -> Attr:
-        """A copy with values supplied (or replaced) for masks that are declared.
+        """Return a copy with values supplied (or replaced) for masks that are declared.
 
         Args:
             scales: ``src``, ``weights``, ``dst`` or ``src<i>`` -> float32 values, in row-major
@@ -278,7 +278,7 @@ class Attr:
 
     @classmethod
     def parse(cls, text: str, **values: Any) -> Attr:
-        """The inverse of ``str(attr)``; ``values`` are the keywords of `with_values`."""
+        """Read what ``str(attr)`` gives; ``values`` are the keywords of `with_values`."""
         attr = cls()
         _read(attr, text)
         return attr.with_values(**values) if values else attr
@@ -335,7 +335,7 @@ class Attr:
         return str(self), self._post_ops, *(content(param.values) for _, param in params)
 
     def __str__(self) -> str:
-        """The one-line text, without values."""
+        """Return the one-line text, without values."""
         sections = {name: self._section(name) for name in _GRAMMAR}
         sections["post_ops"] = str(self._post_ops)
         return " ".join(f"{name}:{text}" for name, text in sections.items() if text)
@@ -343,22 +343,22 @@ class Attr:
     __repr__ = __str__
 
     def __eq__(self, other: object) -> bool:
-        """Same text and same bits of values."""
+        """Compare text and bits of values."""
         return self._key() == other._key() if isinstance(other, Attr) else NotImplemented
 
     def __hash__(self) -> int:
-        """Of text and values."""
+        """Hash text and values."""
         return hash(self._key())
 
 
 def check_attr_type(op: str, attr: object) -> None:
-    """Raises TypeError for anything but an Attr, before it is asked for what only an Attr has."""
+    """Raise TypeError for anything but an Attr, before it is asked for what only an Attr has."""
     remedy = "Read text with torchq.Attr.parse, or start with torchq.Attr()."
     check_type(f"torchq.{op}: attr", attr, Attr, remedy)
 
 
 def _read(attr: Attr, text: str) -> None:
-    """Calls the setters, and the append methods of the chain, that ``text`` asks for."""
+    """Call the setters, and the append methods of the chain, that ``text`` asks for."""
     op, seen = "Attr.parse", set[str]()
     check_type("torchq.Attr.parse: text", text, str, "Pass what str(attr) gave.")
     for position, token in split_at(text, " ") if text else ():

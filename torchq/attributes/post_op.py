@@ -78,7 +78,7 @@ class Sum:
     name = "sum"
 
     def __str__(self) -> str:
-        """The post-op as text."""
+        """Return the post-op as text."""
         dtype = DTYPE_NAMES[self.dtype] if self.dtype else ""
         fields = (float_text(self.scale), "1"), (str(self.zero_point), "0"), (dtype, "")
         return join_fields(self.name, *fields)
@@ -99,7 +99,7 @@ class Eltwise:
         return f"eltwise_{self.alg}"
 
     def __str__(self) -> str:
-        """The post-op as text."""
+        """Return the post-op as text."""
         scalars = (self.alpha, "0"), (self.beta, "0"), (self.scale, "1")
         kept = _text_fields(self.alg)  # a 0 that nobody asked for is not to be read from it
         fields = enumerate(scalars)
@@ -123,7 +123,7 @@ class Binary:
         return f"binary_{self.alg}"
 
     def __str__(self) -> str:
-        """The post-op as text."""
+        """Return the post-op as text."""
         return join_fields(self.name, (str(self.mask), ""), (DTYPE_NAMES[self.dtype], "f32"))
 
 
@@ -136,7 +136,7 @@ class PReLU:
     name = "prelu"
 
     def __str__(self) -> str:
-        """The post-op as text."""
+        """Return the post-op as text."""
         return join_fields(self.name, (str(self.mask), ""))
 
 
@@ -162,7 +162,7 @@ class DwConv:
         return [self.weight] if self.bias_dtype is None else [self.weight, self.bias]
 
     def padding_end(self, sizes: Sequence[int]) -> list[int]:
-        """Padding behind each dim, so that ``ceil(size / stride)`` outputs come of it."""
+        """Return the padding behind each dim that makes ``ceil(size / stride)`` outputs."""
         ends = []
         for size in sizes:
             reach = (-(-size // self.stride) - 1) * self.stride + self.kernel
@@ -170,7 +170,7 @@ class DwConv:
         return ends
 
     def __str__(self) -> str:
-        """The post-op as text."""
+        """Return the post-op as text."""
         window = ((str(value), "") for value in (self.kernel, self.stride, self.padding))
         bias = "" if self.bias_dtype is None else DTYPE_NAMES[self.bias_dtype]
         return join_fields(self.name, *window, (DTYPE_NAMES[self.dtype], "u8"), (bias, ""))
@@ -180,7 +180,7 @@ PostOp: TypeAlias = Sum | Eltwise | Binary | PReLU | DwConv
 
 
 def read_post_ops(post_ops: object, text: str, start: int, op: str) -> None:
-    """Calls the append methods that ``text`` asks for.
+    """Call the append methods that ``text`` asks for.
 
     Errors name ``op`` and count positions from ``start``.
     """
@@ -205,7 +205,7 @@ def _text_fields(alg: str) -> int:
 
 
 def _grammar(name: str) -> tuple[str, list[str | None], list[str], int]:
-    """The append method, what it takes first, its fields and how many of them are required."""
+    """Return the append method, its first arguments, its fields and how many are required."""
     kind, _, alg = name.partition("_")
     if kind == "sum":
         return "sum", [], ["scale", "zero_point", "dtype"], 0
@@ -220,7 +220,7 @@ def _grammar(name: str) -> tuple[str, list[str | None], list[str], int]:
 
 
 def make_eltwise(alg: str, alpha: float | None, beta: float | None, scale: float) -> Eltwise:
-    """The post-op; None is the algorithm's default."""
+    """Return the post-op; None is the algorithm's default."""
     where = "torchq.PostOps.append_eltwise"
     check_choice(f"{where}: alg", alg, ELTWISE_ALGS, ELTWISE_ALIASES)
     defaults, scalars = ELTWISE_DEFAULTS.get(alg, (0.0, 0.0)), dict[str, float]()
@@ -253,7 +253,7 @@ def make_dw_conv(
     dtype: torch.dtype | str,
     bias_dtype: torch.dtype | str | None,
 ) -> DwConv:
-    """The post-op; ``window`` is kernel, stride and padding. A weight decides the kernel."""
+    """Return the post-op; ``window`` is kernel, stride and padding. A weight decides the kernel."""
     kernel, stride, padding = window
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None:
@@ -281,7 +281,7 @@ def make_dw_conv(
 
 
 def with_dw_values(op: DwConv, values: Sequence[Any]) -> DwConv:
-    """The post-op with this weight, and bias if it has one."""
+    """Return the post-op with this weight, and bias if it has one."""
     where = "torchq.PostOps.with_values: dw_conv"
     for value in values:
         if not isinstance(value, Tensor):
@@ -298,7 +298,7 @@ def with_dw_values(op: DwConv, values: Sequence[Any]) -> DwConv:
 
 
 def _checked_weight(weight: Tensor) -> tuple[Tensor, int]:
-    """A copy, and the kernel's size."""
+    """Return a copy, and the kernel's size."""
     if weight.dtype not in (torch.uint8, torch.int8):
         raise TypeError(
             f"{WHERE}: weight must be torch.uint8 or torch.int8, got {weight.dtype}. Quantize it "
@@ -314,7 +314,7 @@ def _checked_weight(weight: Tensor) -> tuple[Tensor, int]:
 
 
 def check_zero_point(where: str, zero_point: int, dtype: torch.dtype | None) -> None:
-    """Raises ValueError unless a source of ``dtype`` can have this zero point."""
+    """Raise ValueError unless a source of ``dtype`` can have this zero point."""
     if dtype is None:
         return
     if dtype.is_floating_point and zero_point != 0:
@@ -328,7 +328,7 @@ def check_zero_point(where: str, zero_point: int, dtype: torch.dtype | None) -> 
 
 
 def operand_values(where: str, src: Values, mask: int, dtype: torch.dtype | None) -> Tensor:
-    """A private 1-D copy of the operand of a binary or prelu."""
+    """Return a private 1-D copy of the operand of a binary or prelu."""
     if isinstance(src, Tensor) and src.dtype in (torch.uint8, torch.int8, torch.int32):
         values = src.detach().cpu().reshape(-1).clone()
     else:
@@ -344,17 +344,17 @@ CHANNEL_MASKS = (0, 2)
 
 
 def is_full(op: PostOp) -> TypeGuard[Binary | PReLU]:
-    """Whether the operand is a source of the op rather than values per channel."""
+    """Return whether the operand is a source of the op rather than values per channel."""
     return isinstance(op, Binary | PReLU) and op.mask not in CHANNEL_MASKS
 
 
 def has_full_values(op: PostOp) -> bool:
-    """Whether it is a source that the caller need not supply."""
+    """Return whether it is a source that the caller need not supply."""
     return is_full(op) and op.values is not None
 
 
 def owners_of(ops: Iterable[PostOp]) -> list[PostOp]:
-    """The post-op that each source belongs to; a select's operand comes before its condition."""
+    """Return the post-op of each source; a select's operand comes before its condition."""
     owners = list[PostOp]()
     for op in ops:
         owners += [op] * (isinstance(op, Sum) + is_full(op) + selects(op))
@@ -368,7 +368,7 @@ def merged_sources(
     srcs: Sequence[Tensor],
     every: bool = False,
 ) -> list[Tensor]:
-    """The caller's ``srcs`` and the values of masks other than 0 and 2, or ``every``, in order."""
+    """Return ``srcs`` and the values of masks other than 0 and 2, or ``every``, in order."""
     rows, remaining, result = op_name in ("linear", "matmul"), iter(srcs), list[Tensor]()
     for op in ops:
         own = has_full_values(op) or (every and not is_full(op))
@@ -387,12 +387,12 @@ def merged_sources(
 
 
 def selects(op: PostOp) -> bool:
-    """Whether the post-op has a condition, which is a source."""
+    """Return whether the post-op has a condition, which is a source."""
     return isinstance(op, Binary) and op.alg == "select"
 
 
 def _operand_shape(op_name: str, op: Binary | PReLU, dims: Sequence[int], rows: bool) -> list[int]:
-    """The dims of dst that the mask selects, 1 elsewhere; ValueError unless the values fit."""
+    """Return the dims of dst that the mask selects, 1 elsewhere; check that the values fit."""
     logical = (math.prod(dims[:-1]), dims[-1]) if rows else dims
     where = f"torchq.{op_name}: values of {op}"
     check_count(where, op.mask, op.values, selected_dims(where, op.mask, logical), logical)

@@ -53,13 +53,13 @@ class PostOps:
     """
 
     def __init__(self) -> None:
-        """An empty chain."""
+        """Start an empty chain."""
         self._ops: list[PostOp] = []
 
     def append_sum(
         self, scale: float = 1.0, zero_point: int = 0, dtype: torch.dtype | str | None = None
     ) -> PostOps:
-        """Appends ``x = x + scale * (old - zero_point)``.
+        """Append ``x = x + scale * (old - zero_point)``.
 
         Args:
             scale: Any finite float32.
@@ -82,7 +82,7 @@ class PostOps:
     def append_eltwise(
         self, alg: str, alpha: float | None = None, beta: float | None = None, scale: float = 1.0
     ) -> PostOps:
-        """Appends ``x = scale * f(x)`` with f the algorithm ``alg``, such as ``"relu"``.
+        """Append ``x = scale * f(x)`` with f the algorithm ``alg``, such as ``"relu"``.
 
         Args:
             alg: One of the table in :mod:`torchq.attributes`.
@@ -98,7 +98,7 @@ class PostOps:
     def append_binary(
         self, alg: str, src1: Values | None, mask: int, dtype: torch.dtype | str | None = None
     ) -> PostOps:
-        """Appends ``x = alg(x, src1)``.
+        """Append ``x = alg(x, src1)``.
 
         Args:
             alg: Such as ``"add"`` or ``"mul"``.
@@ -117,7 +117,7 @@ class PostOps:
         return self._append(Binary(alg, mask, values.dtype, values))
 
     def append_prelu(self, weight: Values | None, mask: int) -> PostOps:
-        """Appends ``x = x >= 0 ? x : x * weight`` (float32; None: supplied at execution)."""
+        """Append ``x = x >= 0 ? x : x * weight`` (float32; None: supplied at execution)."""
         where = "torchq.PostOps.append_prelu"
         mask = to_mask(where, mask)
         if weight is None:
@@ -136,7 +136,7 @@ class PostOps:
         dtype: torch.dtype | str = torch.uint8,
         bias_dtype: torch.dtype | str | None = None,
     ) -> PostOps:
-        """Appends a depthwise convolution of the result so far, for conv1d, conv2d and conv3d.
+        """Append a depthwise convolution of the result so far, for conv1d, conv2d and conv3d.
 
         The result so far is quantized to ``dtype`` with the scale and zero point that the Attr has
         for ``dst``. The depthwise convolution has the weights' scales ``dw_weights`` (masks 0 or 1:
@@ -158,14 +158,14 @@ class PostOps:
 
     @classmethod
     def parse(cls, text: str, values: Sequence[Values] | None = None) -> PostOps:
-        """The chain with this text; ``values`` are the keyword of `with_values`."""
+        """Read the chain with this text; ``values`` are the keyword of `with_values`."""
         check_type("torchq.PostOps.parse: text", text, str, "Pass what str(post_ops) gave.")
         post_ops = cls()
         read_post_ops(post_ops, text, 0, "PostOps.parse")
         return post_ops if values is None else post_ops.with_values(values)
 
     def with_values(self, values: Sequence[Values]) -> PostOps:
-        """A copy with values supplied, in order: of binary, prelu, weight and bias of dw_conv."""
+        """Return a copy with values in order: of binary, prelu, weight and bias of dw_conv."""
         slots = len(self._operands())
         if len(values) != slots:
             raise ValueError(
@@ -187,7 +187,7 @@ class PostOps:
 
     @property
     def values(self) -> list[Tensor]:
-        """What `with_values` takes: values of binary and prelu, 1-D, weight and bias of dw_conv."""
+        """Return what `with_values` takes: 1-D values, weight and bias of dw_conv."""
         operands = self._operands()
         missing = next((str(op) for op, value in operands if value is None), None)
         if missing is not None:
@@ -204,7 +204,7 @@ class PostOps:
         return post_ops_of([op for op in operands if op.mask in CHANNEL_MASKS]).values
 
     def with_channel_values(self, values: Sequence[Values]) -> PostOps:
-        """A copy with `channel_values` supplied, in order; other operands stay as they are."""
+        """Return a copy with `channel_values` in order; other operands stay as they are."""
         remaining, ops = iter(values), list[PostOp]()
         for op in self:
             missing = isinstance(op, Binary | PReLU) and op.mask in CHANNEL_MASKS
@@ -232,7 +232,7 @@ class PostOps:
         srcs: Sequence[Tensor],
         every: bool = False,
     ) -> list[Tensor]:
-        """The op's ``post_op_srcs``: the caller's, and values with masks other than 0 and 2.
+        """Return the op's ``post_op_srcs``: the caller's, and values with masks other than 0 and 2.
 
         Args:
             op_name: For errors.
@@ -256,7 +256,7 @@ class PostOps:
         return merged_sources(self, op_name, dims, srcs, every)
 
     def check(self, dims: Sequence[int], masks: Sequence[int] | None = None) -> None:
-        """Raises ValueError unless masks and numbers of values fit dst's logical ``dims``.
+        """Raise ValueError unless masks and numbers of values fit dst's logical ``dims``.
 
         With ``masks`` only the post-ops that have one of these are looked at.
         """
@@ -268,7 +268,7 @@ class PostOps:
                 check_count(where, op.mask, op.values, selected_dims(where, op.mask, dims), dims)
 
     def check_supported(self, op_name: str, dst_dtype: torch.dtype | None = None) -> None:
-        """Raises ValueError for a sum whose zero point its source cannot have.
+        """Raise ValueError for a sum whose zero point its source cannot have.
 
         Every post-op but dw_conv (NotImplementedError) has a kernel in the matmul-like ops;
         ``op_name`` is for errors.
@@ -284,7 +284,7 @@ class PostOps:
             self._check_sums(dst_dtype, f"torchq.{op_name}: post_ops")
 
     def split_at_dw_conv(self) -> tuple[PostOps, DwConv, PostOps] | None:
-        """The chains in front of the first dw_conv and behind it; None without one."""
+        """Return the chains in front of the first dw_conv and behind it; None without one."""
         for i, op in enumerate(self._ops):
             if isinstance(op, DwConv):
                 return post_ops_of(self._ops[:i]), op, post_ops_of(self._ops[i + 1 :])
@@ -322,19 +322,19 @@ class PostOps:
         return str(self), *(content(value) for _, value in self._operands())
 
     def __len__(self) -> int:
-        """The number of post-ops."""
+        """Return the number of post-ops."""
         return len(self._ops)
 
     def __iter__(self) -> Iterator[PostOp]:
-        """The post-ops in order."""
+        """Iterate over the post-ops in order."""
         return iter(self._ops)
 
     def __getitem__(self, index: int) -> PostOp:
-        """The post-op at ``index``."""
+        """Return the post-op at ``index``."""
         return self._ops[index]
 
     def __str__(self) -> str:
-        """The chain as text, without values."""
+        """Return the chain as text, without values."""
         return "+".join(map(str, self._ops))
 
     def __repr__(self) -> str:
@@ -342,16 +342,16 @@ class PostOps:
         return f"PostOps({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
-        """Same text and same bits of values."""
+        """Compare text and bits of values."""
         return self._key() == other._key() if isinstance(other, PostOps) else NotImplemented
 
     def __hash__(self) -> int:
-        """Of text and values."""
+        """Hash text and values."""
         return hash(self._key())
 
 
 def post_ops_of(ops: Iterable[PostOp]) -> PostOps:
-    """The chain of these post-ops."""
+    """Return the chain of these post-ops."""
     post_ops = PostOps()
     for op in ops:
         post_ops._append(op)
@@ -359,7 +359,7 @@ def post_ops_of(ops: Iterable[PostOp]) -> PostOps:
 
 
 def foldable(post_ops: PostOps, dst_dtype: torch.dtype) -> bool:
-    """Whether the whole chain folds into multiplier, offset, source scales and bounds.
+    """Return whether the whole chain folds into multiplier, offset, source scales and bounds.
 
     So it does if it has only sums, linears, and adds and multiplies with mask 0 or 2 (all of them
     affine in x; a linear with a scale is ``linear(alpha * scale, beta * scale)``), then at most one

@@ -44,7 +44,7 @@ def prepare(
     config: QConfig | None = None,
     overrides: Overrides | None = None,
 ) -> nn.Module:
-    """Returns a copy of ``model`` that computes the same and records what quantization needs.
+    """Return a copy of ``model`` that computes the same and records what quantization needs.
 
     The copy has the model's class. Its layers are observed, and so is the graph that torch.export
     captures of the call; where the whole is not captured, its largest parts are.
@@ -116,14 +116,14 @@ def _prepared(
 def _graph(
     part: Part, prepared: nn.Module, config: QConfig, overrides: Overrides | None
 ) -> Prepared:
-    """Returns the observed graph of a part."""
+    """Return the observed graph of a part."""
     plan = Plan(part.captured, config, overrides)
     opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.self_contained}
     return Prepared(plan, opaque, report_rows(plan)).eval()
 
 
 def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
-    """Returns the quantized model; the prepared one stays as it is.
+    """Return the quantized model; the prepared one stays as it is.
 
     The result is a copy with the model's class, of quantized layers and int8 graphs. It has no
     gradients: its float parameters do not require grad any more; inputs that require grad raise.
@@ -184,7 +184,7 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
 
 
 def _save_pretrained(*args: Any, **kwargs: Any) -> None:
-    """Raises NotImplementedError: transformers would load the file with random weights."""
+    """Raise NotImplementedError: transformers would load the file with random weights."""
     raise NotImplementedError(
         "save_pretrained: a model that torchq converted cannot be written so: from_pretrained "
         "would make a float model of it. Call torchq.save(model, path), and "
@@ -193,7 +193,7 @@ def _save_pretrained(*args: Any, **kwargs: Any) -> None:
 
 
 def _check_calibrated(dispatch: Dispatch) -> None:
-    """Raises RuntimeError where every call of calibration ran the module's own code."""
+    """Raise RuntimeError where every call of calibration ran the module's own code."""
     assert isinstance(dispatch.graph, Prepared)
     observers = list(dispatch.graph.observers)
     seen = dispatch.graph_calls or any(observer.calibrated for observer in observers)
@@ -207,7 +207,7 @@ def _check_calibrated(dispatch: Dispatch) -> None:
 
 
 def _layers(graphs: list[Dispatch]) -> dict[str, list[tuple[Prepared, Layer]]]:
-    """Returns the quantized layers of graphs by the names of the float modules, call by call."""
+    """Return the quantized layers of graphs by the names of the float modules, call by call."""
     found: dict[str, list[tuple[Prepared, Layer]]] = {}
     for dispatch in graphs:
         graph: Any = dispatch.graph
@@ -219,7 +219,7 @@ def _layers(graphs: list[Dispatch]) -> dict[str, list[tuple[Prepared, Layer]]]:
 
 
 def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
-    """Returns whether a module has observed leaves that its graph does not call."""
+    """Return whether a module has observed leaves that its graph does not call."""
     graph: Any = dispatch.graph
     prefix = f"{dispatch.name}." if dispatch.name else ""
     known = _layers([dispatch]).keys() | {f"{prefix}{name}" for name in graph.opaque_names}
@@ -234,7 +234,7 @@ def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
 def _leaf(
     name: str, module: ObservedLeaf, layers: dict[str, list[tuple[Prepared, Layer]]]
 ) -> nn.Module:
-    """Returns the quantized leaf, or the float layer where neither way was calibrated.
+    """Return the quantized leaf, or the float layer where neither way was calibrated.
 
     What the graph has seen of the source counts as well: most calls take the graph.
     """
@@ -250,7 +250,7 @@ def _leaf(
 
 
 def _wider(a: QParams, b: QParams, config: QConfig) -> QParams:
-    """Returns parameters for the values of both."""
+    """Return parameters for the values of both."""
     if (a.dtype, a.bits) != (b.dtype, b.bits):
         return b
     if config.symmetric:
@@ -268,7 +268,7 @@ def quantize(
     overrides: Overrides | None = None,
     strict: bool = False,
 ) -> nn.Module:
-    """Calls :func:`prepare`, :func:`calibrate` and :func:`convert`.
+    """Call :func:`prepare`, :func:`calibrate` and :func:`convert`.
 
     Args:
         model: see :func:`prepare`, as for ``config`` and ``overrides``.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is int8, what stayed float, and why."""
+"""Reports which modules are int8, which stayed float, and why."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Returns the same table, for notebooks."""
+        """Return the same table, for notebooks."""
         return html_table(_HEADS, self._cells(), self._notes())
 
     def _cells(self) -> list[tuple[str, str, str, str]]:
-        """Returns the lines of the table."""
+        """Return the lines of the table."""
         cells = []
         for rows in self._alike():
             row, calls = rows[0], sum(row.calls for row in rows)
@@ -96,7 +96,7 @@ class Explanation:
         return cells
 
     def _notes(self) -> list[str]:
-        """Returns what stands below the table."""
+        """Return what stands below the table."""
         lines = []
         if self.seven_bits:
             names = list(self.seven_bits)
@@ -134,7 +134,7 @@ class Explanation:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """Returns what :func:`torchq.prepare` decided for each module of a prepared or converted model.
+    """Return what :func:`torchq.prepare` decided for each module of a prepared or converted model.
 
     Raises:
         ValueError: the model comes from neither.

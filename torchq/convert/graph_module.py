@@ -42,7 +42,7 @@ class QuantizedGraph(fx.GraphModule):
         return code
 
     def with_report(self, rows: list[Row] | None) -> QuantizedGraph:
-        """Sets the report; returns self."""
+        """Set the report; return self."""
         self.torchq_report = rows
         return self
 
@@ -50,7 +50,7 @@ class QuantizedGraph(fx.GraphModule):
         return QuantizedGraph.__init__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedGraph:
-        """A copy with the report."""
+        """Return a copy with the report."""
         copied = super().__deepcopy__(memo)
         assert isinstance(copied, QuantizedGraph)
         return copied.with_report(self.torchq_report)

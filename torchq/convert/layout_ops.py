@@ -13,7 +13,7 @@ from torchq.convert.ops import Arguments, Made, Role, shape_of
 
 
 def pool(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
-    """Returns a pool by its function."""
+    """Return the maker of a pool of this class."""
 
     def make(a: Arguments) -> Made | str:
         if a.varying("input"):
@@ -28,7 +28,7 @@ def pool(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
 
 
 def check_pool(module: Any) -> str:
-    """Returns why a pool has no int8 form, or ""."""
+    """Return why a pool has no int8 form, or ""."""
     if getattr(module, "return_indices", False) or getattr(module, "divisor_override", None):
         return "its options have no int8 form"
     return ""
@@ -40,7 +40,7 @@ _GLOBAL = {3: nn.AdaptiveAvgPool1d, 4: nn.AdaptiveAvgPool2d, 5: nn.AdaptiveAvgPo
 
 
 def mean(a: Arguments) -> Made | str:
-    """Returns a mean over all spatial dims."""
+    """Make a mean over all spatial dims."""
     rank = len(shape_of(a.input))
     dims = a.dim if isinstance(a.dim, Sequence) else [a.dim]
     if a.dim is None or a.dtype is not None or rank not in _GLOBAL:
@@ -59,7 +59,7 @@ def move(a: Arguments) -> Made | str:
 
 
 def index(a: Arguments) -> Made | str:
-    """Of a tensor, or of sizes."""
+    """Make an item of a tensor, or of sizes."""
     if a.input.meta["value"].shape is None and not a.input.meta["value"].is_sequence:
         return Made(Role.SHAPE, None, [])  # of a size
     return Made(Role.MOVE, None, [a.input])

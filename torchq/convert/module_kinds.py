@@ -53,12 +53,12 @@ NO_DYNAMIC_FORM = "only linear layers, recurrent ones and attention have a dynam
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Returns whether an object has a forward of its own, which its class does not know."""
+    """Return whether an object has a forward of its own, which its class does not know."""
     return not vars(module).keys().isdisjoint(("forward", "_conv_forward"))
 
 
 def inherits(cls: type) -> bool:
-    """Returns True where nothing that matters to a call is a class's own, and not the library's."""
+    """Return True where nothing that matters to a call is a class's own, and not the library's."""
     base = next(c for c in cls.__mro__ if c.__module__.startswith(_LIBRARY))
     known = {*dir(base), *(n for c in base.__mro__ for n in vars(c).get("__annotations__", ()))}
     own = {name for c in cls.__mro__[: cls.__mro__.index(base)] for name in vars(c)}
@@ -66,13 +66,13 @@ def inherits(cls: type) -> bool:
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """Whether it is a recurrent module with a forward of its own, which may compute anything."""
+    """Return True for recurrent modules with a forward of their own, which may compute anything."""
     known = inherits(type(module)) and not is_patched(module)
     return isinstance(module, RECURRENT) and not known
 
 
 def is_self_contained(module: nn.Module | None, config: QConfig | None) -> bool:
-    """Whether this module concerns these functions, and not the planning of int8 tensors."""
+    """Return True for modules quantized in isolation: recurrent ones, and dynamic linear layers."""
     linear = isinstance(module, nn.Linear) and config is not None and config.dynamic
     return linear or isinstance(module, RECURRENT)
 
@@ -80,7 +80,7 @@ def is_self_contained(module: nn.Module | None, config: QConfig | None) -> bool:
 def why_float(
     module: nn.Module, config: QConfig | None, dtypes: set[torch.dtype], exposed: bool
 ) -> str:
-    """Returns why such a module must stay float; "" where it need not.
+    """Return why such a module must stay float; "" where it need not.
 
     Args:
         module: for which :func:`is_self_contained` holds.

@@ -44,7 +44,7 @@ class Part:
 
 @dataclass
 class Parts:
-    """What of a model is captured.
+    """Captured parts of a model.
 
     Attributes:
         found: in the order of the modules.
@@ -56,7 +56,7 @@ class Parts:
 
 
 def find_parts(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts:
-    """Captures ``model(*args, **kwargs)``; where that fails, the calls of its parts."""
+    """Capture ``model(*args, **kwargs)``; where that fails, the calls of its parts."""
     parts = Parts()
     if stand_in(model) is not None:  # one layer, which needs no graph
         return parts
@@ -79,7 +79,7 @@ def _descend(parts: Parts, module: nn.Module, name: str, calls: dict[int, Call])
 
 
 def _is_worth(module: nn.Module) -> bool:
-    """Returns whether a module has parts, and a layer that can be int8 among them."""
+    """Return whether a module has parts, and a layer that can be int8 among them."""
     if next(module.children(), None) is None or stand_in(module) is not None:
         return False
     return any(isinstance(stand_in(m), (*MATMUL, *RECURRENT)) for m in module.modules())
@@ -105,7 +105,7 @@ def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
 
 
 def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Call]:
-    """Returns the first call of each module, by id, in one run of the model."""
+    """Return the first call of each module, by id, in one run of the model."""
     found: dict[int, Call] = {}
     run, twins = twin(model), {}
     for original, other in zip(model.modules(), run.modules(), strict=True):
@@ -126,7 +126,7 @@ def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def check(module: nn.Module, exported: Exported, captured: Captured) -> None:
-    """Compares the graph with the module, on the example and where a dynamic size is one.
+    """Compare the graph with the module, on the example and where a dynamic size is one.
 
     A size of one that goes another way becomes a guard.
 
@@ -164,7 +164,7 @@ def _cut(tensor: Tensor, shape: tuple[int | None, ...], length: int) -> Tensor:
 
 
 def _agree(module: nn.Module, graph: nn.Module, exported: Exported, tensors: list[Tensor]) -> bool:
-    """Returns whether graph and module give the same; True where the module itself fails."""
+    """Return whether graph and module give the same; True where the module itself fails."""
     leaves, spec = pytree.tree_flatten((exported.args, exported.kwargs))
     for argument, tensor in zip(exported.arguments, tensors, strict=True):
         leaves[argument.index] = tensor.clone()

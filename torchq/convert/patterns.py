@@ -47,7 +47,7 @@ def _row(role: Role, names: str, make: Maker, *, is_matmul: bool = False) -> Row
 
 
 def _named(make: Maker, **names: str) -> Maker:
-    """Returns the maker, for a call whose schema has other names: ``other="mat2"``."""
+    """Return the maker, for a call whose schema has other names: ``other="mat2"``."""
 
     def named(a: Arguments) -> Made | str:
         for name, schema in names.items():
@@ -59,7 +59,7 @@ def _named(make: Maker, **names: str) -> Maker:
 
 
 def _with(make: Maker, **defaults: Any) -> Maker:
-    """Returns the maker, for a call whose schema lacks arguments."""
+    """Return the maker, for a call whose schema lacks arguments."""
 
     def completed(a: Arguments) -> Made | str:
         for name, value in defaults.items():
@@ -84,7 +84,7 @@ def _convolution(a: Arguments) -> Made | str:
 
 
 def _tensordot(a: Arguments) -> Made | str:
-    """Returns the last dim of a tensor and one of a constant matrix: a linear layer."""
+    """Make a linear layer of a product along the last dim with a constant matrix."""
     reason = "a tensordot that is no linear layer of a constant matrix has no int8 form"
     if not isinstance(a.other, Tensor) or a.other.dim() != 2 or not isinstance(a.input, fx.Node):
         return reason
@@ -106,7 +106,7 @@ def _pool(cls: type[nn.Module]) -> Maker:
 
 
 def _resize(mode: str) -> Maker:
-    """Returns an upsampling call; ``scales`` or ``output_size`` is given."""
+    """Return the maker of an upsampling; ``scales`` or ``output_size`` is given."""
 
     def resize(a: Arguments) -> Made | str:
         scales = a.get("scale_factors")
@@ -139,7 +139,7 @@ def _functions(*names: str) -> list[Row]:
 
 
 def _float(reason: str, names: str, *, is_matmul: bool = False) -> Row:
-    """Returns a row of what has no int8 form."""
+    """Return a row of what has no int8 form."""
     return _row(Role.OPAQUE, names, lambda a: reason, is_matmul=is_matmul)
 
 
@@ -254,14 +254,14 @@ GETITEM = Row(Role.MOVE, ("getitem",), layout_ops.index)
 
 
 def row_of(node: fx.Node) -> Row | None:
-    """Returns the row of a call in a captured graph; None for calls that the table lacks."""
+    """Return the row of a call in a captured graph; None for calls that the table lacks."""
     if node.target is operator.getitem and node.meta.get("aten") is None:
         return GETITEM
     return BY_NAME.get(str(node.meta.get("aten")).partition("::")[2].partition(".")[0])
 
 
 def arguments_of(node: fx.Node) -> Arguments:
-    """Returns the arguments of a call by name; what does not depend on the inputs is its value."""
+    """Return the arguments of a call by name; what does not depend on the inputs is its value."""
     arguments = Arguments()
     for name, value in _named_arguments(node).items():
         name = "input" if name == "self" else name

@@ -68,7 +68,7 @@ class Prepared(nn.Module):
         self.graph_module = model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Prepared:
-        """The plan is shared: nothing changes it."""
+        """Copy all but the plan, which nothing changes."""
         memo[id(self.plan)] = self.plan
         other = Prepared.__new__(Prepared)
         memo[id(self)] = other
@@ -84,7 +84,7 @@ class Prepared(nn.Module):
         return _rebuild, (nodes, *parts, opaque, self.torchq_report, list(self.observers))
 
     def _result_nodes(self) -> list[tuple[str, fx.Node]]:
-        """Where the converted model will have a quantized module, and the node of its result."""
+        """Return the names of quantized modules to be, and the nodes of their results."""
         pools = [op for op in self.plan.ops.values() if op.role is Role.POOL]
         int8 = [(op, op.node) for op in pools if self.plan.is_int8(op.node)]
         # of a function whose table is a matmul's, the matmul's name again: the later one counts
@@ -102,7 +102,7 @@ class Prepared(nn.Module):
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the float model."""
+        """Run the float model."""
         return self.graph_module(*args, **kwargs)
 
     def qparams(self, node: fx.Node) -> QParams:
@@ -125,7 +125,7 @@ class Prepared(nn.Module):
         return observer.qparams(*options)
 
     def constant(self, node: fx.Node) -> Tensor:
-        """Returns the value of a node that does not depend on the inputs."""
+        """Return the value of a node that does not depend on the inputs."""
         value = node.meta["constant"]
         assert isinstance(value, Tensor)
         return value
@@ -189,14 +189,14 @@ def shared_qparams(prepared: Prepared) -> dict[fx.Node, QParams]:
 
 
 def _covers(dst: QParams, src: QParams) -> bool:
-    """Whether the same integers stand for what ``src`` covers, but for a little at the ends."""
+    """Return whether ``dst`` covers what ``src`` covers, but for a little at the ends."""
     (low, high), (other_low, other_high) = _range(src), _range(dst)
     alike = (src.dtype, src.bits) == (dst.dtype, dst.bits)
     return alike and max(other_low - low, high - other_high) <= _CLIPPED * (high - low)
 
 
 def _range(qparams: QParams) -> tuple[float, float]:
-    """Returns the real values of the smallest and the largest integer."""
+    """Return the real values of the smallest and the largest integer."""
     scale, zero_point = float(qparams.scale), int(qparams.zero_point)
     low, high = activation_range(qparams.dtype, qparams.bits)
     return scale * (low - zero_point), scale * (high - zero_point)

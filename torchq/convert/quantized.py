@@ -25,7 +25,7 @@ QParamsOf = Callable[[fx.Node], QParams]
 
 
 def quantized(layer: Layer, plan: Plan, qparams: QParamsOf) -> QModule:
-    """What computes the layer, of its sources in int8 (and a float32 residual, if it is that).
+    """Return the module that computes the layer from int8 sources, and perhaps a float32 residual.
 
     Raises:
         TypeError, ValueError, NotImplementedError: the module's own reasons.
@@ -49,7 +49,7 @@ def quantized(layer: Layer, plan: Plan, qparams: QParamsOf) -> QModule:
 
 
 def lookup(layer: Layer, plan: Plan, qparams: QParamsOf) -> QLookup:
-    """Returns the table of a UNARY."""
+    """Return the table of a UNARY."""
     assert layer.function is not None
     src = qparams(layer.srcs[0])
     dst = qparams(layer.dst) if layer.fake is None else plan.fakes[layer.dst].quantize
@@ -81,7 +81,7 @@ def _matmul(layer: Layer, plan: Plan, qparams: QParamsOf, dst: QParams | None) -
 
 
 def _factor(layer: Layer, plan: Plan) -> PostOps:
-    """Returns what a matrix product takes over, in order."""
+    """Return what a matrix product takes over, in order."""
     chain = PostOps()
     if layer.affines:
         scale, shift = combined(layer.affines)

@@ -18,7 +18,7 @@ ONCE = "nothing that it reads depends on the inputs: it is computed once"
 
 
 def report_rows(plan: Plan) -> list[Row]:
-    """Returns rows in the order of calls; what depends on sizes and positions alone has none."""
+    """Return rows in the order of calls; what depends on sizes and positions alone has none."""
     layer_of = {part: layer for layer in plan.layers for part in layer.parts}
     rows: dict[str, list[Row]] = defaultdict(list)
     firsts: dict[tuple[str, str, str], str] = {}
@@ -47,7 +47,7 @@ def report_rows(plan: Plan) -> list[Row]:
 def merged(
     leaves: Iterable[Row], graphs: Iterable[tuple[str, list[Row]]], names: Collection[str]
 ) -> list[Row]:
-    """Returns the rows of a model: of its graphs, and of leaves that no graph calls.
+    """Return the rows of a model: of its graphs, and of leaves that no graph calls.
 
     Args:
         leaves: rows of every leaf, as the model's own code calls it.
@@ -69,7 +69,7 @@ def merged(
 
 
 def _together(rows: list[Row]) -> Row:
-    """Returns one row for all calls of a module."""
+    """Return one row for all calls of a module."""
     rows = [replace(row, calls=len(rows)) for row in rows]
     quantized = [row for row in rows if row.quantized]
     if not quantized or len(quantized) == len(rows):

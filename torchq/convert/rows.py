@@ -46,13 +46,13 @@ class Row:
 
 
 def joined(conditions: Sequence[str]) -> str:
-    """Returns the first conditions as one text; there may be hundreds."""
+    """Return the first conditions as one text; there may be hundreds."""
     more = f"; and {len(conditions) - 12} more" if len(conditions) > 12 else ""
     return "; ".join(conditions[:12]) + more
 
 
 def check_strict(rows: list[Row]) -> None:
-    """Raises RuntimeError for matmuls that stay float without an override that says so."""
+    """Raise RuntimeError for matmuls that stay float without an override that says so."""
     left = [r for r in rows if r.is_matmul and not r.quantized and not r.requested]
     if left:
         lines = "; ".join(f"{row.name}: {row.reason}" for row in left)
@@ -63,7 +63,7 @@ def check_strict(rows: list[Row]) -> None:
 
 
 def check_patterns(model: nn.Module, rows: list[Row], overrides: Overrides | None) -> None:
-    """Raises ValueError for an override that matches no module, no row, and no ``.dst`` of one."""
+    """Raise ValueError for an override that matches no module, no row, and no ``.dst`` of one."""
     names = [*(name for name, _ in model.named_modules()), *(row.name for row in rows)]
     if unmatched := unmatched_patterns(overrides, [*names, *(f"{name}.dst" for name in names)]):
         quantizable = sorted({row.name for row in rows if row.quantized or row.is_matmul})

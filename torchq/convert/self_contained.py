@@ -31,12 +31,12 @@ class DynamicLinear(nn.Module):
         self.module, self.config = module, config
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the float layer's result."""
+        """Return the float layer's result."""
         dst: torch.Tensor = self.module(input)
         return dst
 
     def convert(self) -> DynamicQLinear:
-        """Returns the quantized layer."""
+        """Return the quantized layer."""
         granularity, bits = self.config.weight_granularity, self.config.weight_bits
         return DynamicQLinear.from_float(self.module, granularity=granularity, bits=bits)
 
@@ -50,11 +50,11 @@ class FloatExperts(nn.Module):
         self.module, self.config = module, config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the float experts."""
+        """Run the float experts."""
         return self.module(*args, **kwargs)
 
     def convert(self) -> QExperts:
-        """Returns the quantized experts."""
+        """Return the quantized experts."""
         granularity, bits = self.config.weight_granularity, self.config.weight_bits
         return QExperts.from_float(self.module, granularity=granularity, bits=bits)
 
@@ -64,7 +64,7 @@ SELF_CONTAINED = (ObservedRNN, ObservedRNNCell, DynamicLinear, FloatExperts)
 
 
 def observed(module: nn.Module, config: QConfig, name: str) -> nn.Module:
-    """Returns what takes the module's place while calibrating."""
+    """Return what takes the module's place while calibrating."""
     if isinstance(module, nn.RNNBase):
         return ObservedRNN(module, config, name)
     if isinstance(module, nn.RNNCellBase):
@@ -76,7 +76,7 @@ def observed(module: nn.Module, config: QConfig, name: str) -> nn.Module:
 
 
 def converted(module: Any, name: str) -> QModule:
-    """Returns the quantized form of an observed module.
+    """Return the quantized form of an observed module.
 
     Raises:
         RuntimeError: it was never calibrated; the message names it.

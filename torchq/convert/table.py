@@ -10,7 +10,7 @@ from html import escape
 def html_table(
     heads: Sequence[str], lines: Iterable[Sequence[object]], notes: Iterable[str] = ()
 ) -> str:
-    """Returns a table and the notes below it; every text is escaped."""
+    """Return a table and the notes below it; every text is escaped."""
     body = "".join(_row("td", line) for line in lines)
     below = "".join(f"<p>{escape(note)}</p>" for note in notes)
     return f"<table><thead>{_row('th', heads)}</thead><tbody>{body}</tbody></table>{below}"

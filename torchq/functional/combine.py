@@ -75,7 +75,7 @@ def concat(
 
 
 def pad(src: Tensor, padding: Sequence[int], zero_point: int = 0) -> Tensor:
-    """Pads with real zero, which is ``zero_point``; as ``torch.nn.functional.pad`` otherwise."""
+    """Pad with real zero, which is ``zero_point``; as ``torch.nn.functional.pad`` otherwise."""
     check_8bit("pad", "src", src)
     limits = torch.iinfo(src.dtype)
     zero = to_int(
@@ -98,7 +98,7 @@ def _operands(op: str, attr: Attr, srcs: Sequence[Tensor]) -> tuple[Tensor, Tens
 def _binary(
     op: str, src0: Tensor, src1: Tensor, attr: Attr, dst_dtype: torch.dtype
 ) -> tuple[bool, int]:
-    """Whether the destination ends in a relu, and its dtype code."""
+    """Return whether the destination ends in a relu, and its dtype code."""
     text = str(attr.post_ops)
     if text not in ("", "eltwise_relu"):
         raise NotImplementedError(

@@ -25,7 +25,7 @@ Masks = Mapping[tuple[str, str], tuple[int, ...] | None]
 
 
 class Folded(NamedTuple):
-    """What the hot ops take that depends on scales, zero points, bias and post-ops."""
+    """Arguments of the hot ops that depend on scales, zero points, bias and post-ops."""
 
     multiplier: Tensor
     offset: Tensor
@@ -135,7 +135,7 @@ def fold(
 
 
 def check_int32_bias(op: str, bias: Tensor, reduction: int, weight_range: int = 128) -> None:
-    """Raises ValueError if an int32 bias could overflow the accumulator.
+    """Raise ValueError if an int32 bias could overflow the accumulator.
 
     ``weight_range`` is the largest weight, less its zero point, in magnitude.
     """
@@ -180,7 +180,7 @@ def _check(op: str, attr: Attr, weight: PackedWeight, dst_dtype: torch.dtype) ->
 
 
 def _bounded(attr: Attr, dst_dtype: torch.dtype) -> PostOps:
-    """The chain with a clip for a relu at its end: bounds per channel are those of a clip.
+    """Return the chain with a clip for a relu at its end: bounds per channel are those of a clip.
 
     Its sums name dst's dtype where they left it out, which the op checks.
     """
@@ -249,7 +249,7 @@ def _check_bias(op: str, bias: Tensor | None, weight: PackedWeight, weight_range
 
 
 def _per_channel(scale: Tensor, weight: PackedWeight) -> Tensor:
-    """Resolved weight scales or zero points as one value, or one per output channel."""
+    """Return resolved weight scales or zero points as one value, or one per output channel."""
     if scale.numel() == 1:
         return scale.reshape(1)
     outer = weight.logical_dims[: 1 if weight.groups == 1 else 2]
@@ -269,7 +269,7 @@ def _shifted(
     weight: PackedWeight,
     weight_range: int,
 ) -> Tensor | None:
-    """The bias of raw accumulators whose destination has a zero point."""
+    """Return the bias of raw accumulators whose destination has a zero point."""
     if zero_point is None:
         return acc_bias
     shift = zero_point.to(torch.int64).expand(weight.channels)

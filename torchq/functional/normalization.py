@@ -148,7 +148,7 @@ def batch_norm(
 def _params(
     op: str, src: Tensor, attr: Attr | None, dst_dtype: torch.dtype, srcs: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, int, str, list[Tensor] | None]:
-    """The last arguments of every op here; dst has the dims of src."""
+    """Return the last arguments of every op here; dst has the dims of src."""
     attr = Attr() if attr is None else attr
     check_attr_type(op, attr)
     check_8bit(op, "src", src)

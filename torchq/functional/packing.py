@@ -21,7 +21,7 @@ from torchq.runtime.library import dtype_code
 
 
 class PackedWeight(NamedTuple):
-    """What the matmul-like ops read; made by the functions of this module.
+    """Weight as the matmul-like ops read it; made by the functions of this module.
 
     Attributes:
         weight: int8 ``[ceil(N/16), rows, ceil(K/4), 16, 4]``; depthwise
@@ -73,20 +73,20 @@ class PackedWeight(NamedTuple):
         return (self.groups, self.shape[0] // self.groups, *self.shape[1:])
 
     def repacked(self) -> PackedWeight:
-        """Returns the weight unpacked and packed again.
+        """Return the weight unpacked and packed again.
 
         Sums and bounds, which prove kernels exact, and the padding follow from the weight alone.
         """
         return _pack(self.unpack(), self.groups, self.stride, self.dilation)
 
     def tensors(self, suffix: str = "") -> dict[str, Tensor]:
-        """Returns the tensors by name, each name followed by the suffix."""
+        """Return the tensors by name, each name followed by the suffix."""
         parts = {"weight": self.weight, "compensation": self.compensation}
         parts["pair_bound"] = self.pair_bound
         return {f"{name}{suffix}": part for name, part in parts.items()}
 
     def unpack(self) -> Tensor:
-        """The weight as it was before packing."""
+        """Return the weight as it was before packing."""
         if self.dtype == torch.uint8:
             return (self._replace(dtype=torch.int8).unpack().short() + 128).to(torch.uint8)
         if self.stride:
@@ -112,7 +112,7 @@ def empty_packed(
     stride: Sequence[int] = (),
     dilation: Sequence[int] = (),
 ) -> PackedWeight:
-    """Returns memory, filled with zeros, for a weight of this shape; packs nothing.
+    """Return memory, filled with zeros, for a weight of this shape; packs nothing.
 
     The shape is the one that ``pack_linear``, or with a dilation ``pack_conv``, or with a stride
     ``pack_conv_transpose`` takes.
@@ -202,7 +202,7 @@ def pack_conv_transpose(
 
 
 def unproven(packed: PackedWeight) -> str:
-    """Returns the name of a tensor that does not follow from the unpacked weight; "" if all do.
+    """Return the name of a tensor that does not follow from the unpacked weight; "" if all do.
 
     That goes for the padding of the weight, too, which meets bytes of other rows.
     """
@@ -223,7 +223,7 @@ def unproven(packed: PackedWeight) -> str:
 
 
 def _follow(packed: PackedWeight) -> dict[str, Tensor]:
-    """The sums and bounds of ``[panels, taps, quads, 16, 4]``, and ``weight`` if its padding errs.
+    """Return sums and bounds of ``[panels, taps, quads, 16, 4]``; ``weight`` if its padding errs.
 
     A kernel takes the sums: packing anew takes a hundred times as long.
     """
@@ -248,7 +248,7 @@ def _follow(packed: PackedWeight) -> dict[str, Tensor]:
 
 
 def _pair_bounds(weight: Tensor) -> Tensor:
-    """The largest sum of two adjacent weights of one sign, for each panel."""
+    """Return the largest sum of two adjacent weights of one sign, for each panel."""
     bytes_ = weight.contiguous().view(len(weight), -1)
     if bytes_.storage_offset() % 2:  # as files may have them: no address of int16
         bytes_ = bytes_.clone()

@@ -147,7 +147,7 @@ def _real(
     srcs: Sequence[Tensor],
     sizes: Callable[[], Sequence[int]],
 ) -> tuple[Any, ...]:
-    """The last arguments of a pool in real units; of any other, none."""
+    """Return the last arguments of a pool in real units; of any other, none."""
     if attr is None and dst_dtype is None and not srcs:
         return ()
     attr = Attr() if attr is None else attr

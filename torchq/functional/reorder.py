@@ -81,7 +81,7 @@ def reorder(
     seed: int = 0,
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> Tensor:
-    """Converts between float32, int32, int8 and uint8 with any mask on either side.
+    """Convert between float32, int32, int8 and uint8 with any mask on either side.
 
     With scales (v3): ``dst = (src - src_zero_point) * src_scale / dst_scale + dst_zero_point``;
     the ratio of the scales is rounded once. With ``output_scales`` (v1): ``dst = (src -
@@ -199,7 +199,7 @@ def _reorder_real(
 def _checked_sum(
     src: Tensor, dtype: torch.dtype, attr: Attr, old: Tensor | None
 ) -> tuple[Sum, Tensor]:
-    """The only post-op, and what it adds."""
+    """Return the only post-op, and what it adds."""
     chain = list(attr.post_ops)
     if len(chain) != 1 or not isinstance(chain[0], Sum):
         raise NotImplementedError(

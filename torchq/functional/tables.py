@@ -14,7 +14,7 @@ from torchq.runtime.library import dtype_code
 
 
 def lookup_table(function: Callable[[Tensor], Tensor], src: QParams, dst: QParams) -> Tensor:
-    """The 256 destination values of a unary function, for :func:`lookup`.
+    """Return the 256 destination values of a unary function, for :func:`lookup`.
 
     ``table[i] = quantize(function(dequantize(q_i)))`` for the source values in ascending order;
     exact to the rounding of ``function`` in float32. ``src`` and ``dst`` are per tensor.

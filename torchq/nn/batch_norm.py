@@ -18,7 +18,7 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def norm_affine(norm: Any) -> Affine:
-    """What a batch norm in eval mode does to each channel."""
+    """Return the scale and shift by which a batch norm in eval mode changes each channel."""
     with torch.no_grad():
         scale: Tensor = (norm.running_var.double() + norm.eps).rsqrt()
         if norm.weight is not None:
@@ -28,7 +28,7 @@ def norm_affine(norm: Any) -> Affine:
 
 
 def fold_affines(module: Any, affines: Sequence[Affine]) -> nn.Module:
-    """A copy of a convolution or linear that does these, one by one, to its result."""
+    """Return a copy of a convolution or linear that applies these, one by one, to its result."""
     if not affines:
         return module  # type: ignore[no-any-return]
     folded = copy.deepcopy(module)

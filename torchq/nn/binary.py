@@ -50,7 +50,7 @@ class _QCombine(QModule):
         return {"srcs": list(srcs), "dst": dst}
 
     def _hot(self) -> tuple[Tensor, Tensor]:
-        """What each call passes on; nn.Module.__getattr__ would cost more."""
+        """Return what each call passes on; nn.Module.__getattr__ would cost more."""
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return self.scales, self.zero_points
         b = self._buffers
@@ -70,7 +70,7 @@ class _QCombine(QModule):
 
 
 class _QBinary(_QCombine):
-    """Of two sources whose shapes broadcast, optionally with relu."""
+    """Base of operations on two sources whose shapes broadcast, optionally with relu."""
 
     def __init__(self, srcs: list[QParams], dst: QParams | None, relu: bool = False) -> None:
         """``srcs`` has two; ``dst`` None means float32."""
@@ -94,7 +94,7 @@ class QAdd(_QBinary):
     _direct = ("add", "<src_signed> <src_signed> scales zero_points dst_code relu", "dst_high")
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
-        """Adds."""
+        """Add."""
         src0, src1 = self._quantized(src0, 0), self._quantized(src1, 1)
         scales, zero_points = self._hot()
         dst: Tensor = torch.ops.torchq.add(

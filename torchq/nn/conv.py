@@ -231,7 +231,7 @@ class QConv(QLayer):
         residual: Tensor | None = None,
         post_op_srcs: list[Tensor] | None = None,
     ) -> Tensor:
-        """Applies the convolution."""
+        """Apply the convolution."""
         if src.dtype != self.src_dtype:
             src = self._quantized_src(src)
         srcs = sources_of(residual, post_op_srcs) if self.dw is None else None
@@ -260,7 +260,7 @@ class QConv(QLayer):
 
 
 def _paddings(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[list[int], list[int]]:
-    """Padding before and after, per dimension; "same" may differ by one."""
+    """Return the padding before and after, per dimension; "same" may differ by one."""
     if module.padding == "valid":
         zeros = [0] * len(module.kernel_size)
         return zeros, zeros

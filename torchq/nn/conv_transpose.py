@@ -151,7 +151,7 @@ class QConvTranspose(QLayer):
         residual: Tensor | None = None,
         post_op_srcs: list[Tensor] | None = None,
     ) -> Tensor:
-        """Applies the transposed convolution."""
+        """Apply the transposed convolution."""
         if src.dtype != self.src_dtype:
             src = self._quantized_src(src)
         srcs = sources_of(residual, post_op_srcs)

@@ -100,7 +100,7 @@ class DynamicQLinear(QModule):
         )
 
     def packed(self) -> PackedWeight:
-        """The weight with the shape it was packed from."""
+        """Return the weight with the shape it was packed from."""
         shape = (self.out_features, self.in_features)
         return PackedWeight(self.weight, self.compensation, self.pair_bound, shape, 1, ())
 
@@ -108,7 +108,7 @@ class DynamicQLinear(QModule):
         return {"": self.packed()}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Applies the layer; the argument is called as that of ``torch.nn.Linear``."""
+        """Apply the layer; the argument is called as that of ``torch.nn.Linear``."""
         dst: Tensor = torch.ops.torchq.dynamic_linear(
             input,
             self.weight,

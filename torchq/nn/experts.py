@@ -35,7 +35,7 @@ class QExperts(QModule):
 
     @classmethod
     def from_float(cls, module: Any, *, granularity: str, bits: int) -> QExperts:
-        """Returns the experts of a module for which :func:`is_experts` holds."""
+        """Return the experts of a module for which :func:`is_experts` holds."""
         layers: list[list[nn.Module]] = []
         for name in expert_weights(module):
             weight: Any = getattr(module, name)
@@ -56,18 +56,18 @@ class QExperts(QModule):
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> QExperts:
-        """Returns experts whose layers have specs of their own; :meth:`adopt` comes next."""
+        """Return experts whose layers have specs of their own; :meth:`adopt` comes next."""
         count = spec["experts"]
         return cls([nn.Identity()] * count, [nn.Identity()] * count, None)
 
     def adopt(self, module: nn.Module) -> None:
-        """Takes the activation of a float module of the same class."""
+        """Take the activation of a float module of the same class."""
         gate = copy.copy(module)
         gate.__dict__["_parameters"] = {}
         self._gate = [gate]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Runs the experts that rows ask for."""
+        """Run the experts that rows ask for."""
         dst = torch.zeros_like(hidden_states)
         gate: Any = self._gate[0]
         for expert in torch.unique(top_k_index).tolist():

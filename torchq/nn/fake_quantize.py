@@ -68,7 +68,7 @@ class FakeQuantize(nn.Module):
         levels: int = 256,
         axis: int | None = None,
     ) -> None:
-        """Takes finite bounds, each one number or ``C`` values along ``axis``.
+        """Take finite bounds, each one number or ``C`` values along ``axis``.
 
         Args:
             input_low: values up to it become ``output_low``.
@@ -119,7 +119,7 @@ class FakeQuantize(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.Module) -> Self:
-        """The bridge from ``torch.ao.quantization``: a FakeQuantize module with its scale.
+        """Convert a FakeQuantize module of ``torch.ao.quantization``, with its scale.
 
         See :meth:`from_affine` for the one difference. The module's observer is left behind.
 
@@ -195,7 +195,7 @@ class FakeQuantize(nn.Module):
 
     @property
     def is_per_channel(self) -> bool:
-        """Whether a bound has one value per channel."""
+        """Return whether a bound has one value per channel."""
         return self.axis is not None
 
     @property
@@ -287,7 +287,7 @@ class FakeQuantize(nn.Module):
         return nn.Sequential(Quantize(quantize), Dequantize(dequantize))
 
     def forward(self, src: Tensor) -> Tensor:
-        """Rounds to levels."""
+        """Round to levels."""
         if not src.is_floating_point():
             raise TypeError(
                 f"torchq.FakeQuantize: src must be floating point, got {src.dtype}. "

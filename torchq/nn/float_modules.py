@@ -15,7 +15,7 @@ class Add(nn.Module):
     """``src0 + src1``, as a module: a captured graph computes it in int8."""
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
-        """Adds."""
+        """Add."""
         return src0 + src1
 
 
@@ -52,7 +52,7 @@ class QuantStub(nn.Module):
     """Marks where a float tensor shall become quantized: later a :class:`Quantize`."""
 
     def forward(self, src: Tensor) -> Tensor:
-        """Returns ``src``."""
+        """Return ``src``."""
         return src
 
 
@@ -60,13 +60,13 @@ class DeQuantStub(nn.Module):
     """Marks where a quantized tensor shall become float: later a :class:`Dequantize`."""
 
     def forward(self, src: Tensor) -> Tensor:
-        """Returns ``src``."""
+        """Return ``src``."""
         return src
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What :func:`torch.nn.functional.scaled_dot_product_attention` takes beside tensors.
+    """Options of :func:`torch.nn.functional.scaled_dot_product_attention` beside tensors.
 
     Attributes:
         is_causal: query i sees keys 0 to i; not with a mask.
@@ -104,7 +104,7 @@ _SETTINGS = ("is_transposed", "has_bias", "has_gate")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Returns whether a module is such a set of experts: two linear layers each.
+    """Return whether a module is such a set of experts: two linear layers each.
 
     Modules that ``transformers.integrations.moe.use_experts_implementation`` decorates say how
     their weights lie.
@@ -117,5 +117,5 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def expert_weights(module: Any) -> tuple[str, str]:
-    """Returns the names of the weights of experts, in the order of their use."""
+    """Return the names of the weights of experts, in the order of their use."""
     return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"

@@ -47,7 +47,7 @@ def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def working_copy(
     model: nn.Module, memo: Mapping[int, Any] = MappingProxyType({}), caller: str = "prepare"
 ) -> nn.Module:
-    """A deep copy; weights that hooks compute before each call are computed once and for all.
+    """Return a deep copy; weights that hooks compute before each call are computed once.
 
     These are of ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune``. ``memo``: as
     ``deepcopy`` takes it, what to have instead of a copy.
@@ -74,7 +74,7 @@ def working_copy(
 
 
 def _uncopied(model: nn.Module) -> str:
-    """What in the model refuses to be copied."""
+    """Return a description of what in the model refuses to be copied."""
     modules = {id(module): module for module in model.modules()}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -106,7 +106,7 @@ def detached(model: nn.Module) -> dict[int, Any]:
 
 
 def without_gradients(model: nn.Module) -> nn.Module:
-    """The model; its parameters do not require grad any more."""
+    """Return the model; its parameters do not require grad any more."""
     for parameter in model.parameters():
         if parameter.is_leaf:
             parameter.requires_grad_(False)
@@ -116,7 +116,7 @@ def without_gradients(model: nn.Module) -> nn.Module:
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """The model's result.
+    """Return the model's result.
 
     Raises:
         TypeError: the inputs are not those of the model's forward.
@@ -130,7 +130,7 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def check_fit(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises TypeError if the forward of ``model`` does not take such a call.
+    """Raise TypeError if the forward of ``model`` does not take such a call.
 
     For a call that failed: what changes the arguments on the way, as hooks do, is not looked at.
     """
@@ -155,7 +155,7 @@ def check_fit(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def float_tensors(result: Any) -> list[Tensor]:
-    """The floating-point tensors in what a model returns, in order."""
+    """Return the floating-point tensors in what a model returns, in order."""
     found: list[Tensor] = []
     for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor):
@@ -168,7 +168,7 @@ def float_tensors(result: Any) -> list[Tensor]:
 
 
 def are_close(first: list[Tensor], second: list[Tensor]) -> bool:
-    """Returns whether two lists hold the same shapes, and values within 1e-4 of the largest."""
+    """Return whether two lists hold the same shapes, and values within 1e-4 of the largest."""
     return len(first) == len(second) and all(
         a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-4 * _largest(a), equal_nan=True)
         for a, b in zip(first, second, strict=True)
@@ -181,7 +181,7 @@ def _largest(values: Tensor) -> float:
 
 
 def batches(op: str, data: Iterable[Inputs], progress: bool | None = None) -> Iterable[Inputs]:
-    """The batches of ``data``, with a progress bar named ``op`` where there is a terminal.
+    """Return the batches of ``data``, with a progress bar named ``op`` where there is a terminal.
 
     Args:
         op: name of the caller, such as "calibrate".

@@ -91,7 +91,7 @@ class QLinear(QLayer):
         residual: Tensor | None = None,
         post_op_srcs: list[Tensor] | None = None,
     ) -> Tensor:
-        """Applies the layer."""
+        """Apply the layer."""
         if src.dtype != self.src_dtype:
             src = self._quantized_src(src)
         srcs = sources_of(residual, post_op_srcs)

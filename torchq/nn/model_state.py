@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model keeps between calls beside its parameters: buffers, caches, counters, histories."""
+"""Compares and restores a model's state beside its parameters: buffers, caches, counters."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _LIBRARIES = ("torch.", "torchq.", "torchao.")  # their modules keep nothing in 
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy with the same parameters and a state of its own."""
+    """Return a copy with the same parameters and a state of its own."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
 def state_of(model: nn.Module) -> State:
-    """A copy of what the modules of others keep; what observers recorded is not the model's."""
+    """Return a copy of what others' modules keep; what observers recorded is not the model's."""
     observing = {part for m in model.modules() if isinstance(m, Observer) for part in m.modules()}
     found = {
         name: _kept(module)
@@ -42,7 +42,7 @@ def state_of(model: nn.Module) -> State:
 
 
 def _copied(found: Any, memo: dict[int, Any]) -> Any:
-    """A copy; handles such as files and locks, which modules leave out of their copies, stay."""
+    """Return a copy; handles that modules leave out of copies, such as files and locks, stay."""
     try:
         return copy.deepcopy(found, {**memo})
     except Exception:
@@ -101,7 +101,7 @@ def changed(before: State, after: State) -> dict[str, list[str]]:
 
 
 def put_back(model: nn.Module, before: State) -> None:
-    """Gives the attributes that differ their old values."""
+    """Give the attributes that differ their old values."""
     modules = {name: model.get_submodule(name) for name in before}
     found = changed(before, {n: _kept(m) for n, m in modules.items()})
     old = {
@@ -135,7 +135,7 @@ def _equal(old: dict[str, Any], new: dict[str, Any], key: str) -> bool:
 
 
 def _same(a: Any, b: Any, seen: dict[tuple[int, int], Any]) -> bool:
-    """Whether values, or what is in them, are equal; of unknown classes, what a copy is made of."""
+    """Return whether values are equal, or what is in them; of unknown classes, what pickle sees."""
     if a is b or (id(a), id(b)) in seen:
         return True
     if type(a) is not type(b):
@@ -162,7 +162,7 @@ def _same(a: Any, b: Any, seen: dict[tuple[int, int], Any]) -> bool:
 
 
 def _same_tensor(a: Tensor, b: Tensor) -> bool:
-    """False, too, of kinds that cannot be compared, as nested ones and those without memory."""
+    """Compare tensors; kinds that do not compare, such as nested ones, differ."""
     if a.layout != b.layout or a.dtype != b.dtype:
         return False
     try:

@@ -79,7 +79,7 @@ class _QPool(QModule):
         return dst.contiguous() if self.contiguous else dst
 
     def extra_repr(self) -> str:
-        """The window."""
+        """Return the window."""
         return ", ".join(f"{k}={v}" for k, v in self.read_spec()["arguments"].items())
 
 
@@ -112,7 +112,7 @@ class QMaxPool(_QPool):
         src: QParams,
         contiguous: bool = False,
     ) -> Self:
-        """Takes the window over.
+        """Take the window over.
 
         Raises:
             NotImplementedError: ``return_indices`` is set.
@@ -172,7 +172,7 @@ class QAvgPool(_QPool):
         contiguous: bool = False,
         dst: Dst = None,
     ) -> Self:
-        """Takes the window over.
+        """Take the window over.
 
         Raises:
             NotImplementedError: ``divisor_override`` is set.
@@ -243,7 +243,7 @@ class QAdaptiveAvgPool(_QPool):
         contiguous: bool = False,
         dst: Dst = None,
     ) -> Self:
-        """Takes the output size over."""
+        """Take the output size over."""
         return cls(src, module.output_size, contiguous, dst)
 
     def forward(self, src: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def _along(values: Tensor, src: Tensor, axis: int) -> Tensor:
 
 
 def _axis_fields(qparams: QParams) -> dict[str, int]:
-    """What the spec of per-channel parameters says more."""
+    """Return the fields that the spec of per-channel parameters has beside others."""
     if qparams.axis is None:
         return {}
     return {"axis": qparams.axis, "channels": qparams.scale.numel()}
@@ -152,11 +152,11 @@ class QLookup(QModule):
         return cls(torch.zeros_like, src, dst, spec["function"])
 
     def extra_repr(self) -> str:
-        """The function and the dtypes."""
+        """Return the function and the dtypes."""
         return f"{self.function_name}, {dtype_name(self.src_dtype)} -> {dtype_name(self.dst_dtype)}"
 
     def forward(self, src: Tensor) -> Tensor:
-        """Looks every value up."""
+        """Look every value up."""
         if src.dtype != self.src_dtype:
             src = self._quantized_src(src)
         dst: Tensor = torch.ops.torchq.lookup(src, self.table)

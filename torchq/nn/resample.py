@@ -38,7 +38,7 @@ class QResample(_QPool):
 
     @classmethod
     def from_float(cls, module: nn.Upsample, src: QParams, contiguous: bool = False) -> "QResample":
-        """Takes one number per spatial dim from ``size`` or ``scale_factor``."""
+        """Take one number per spatial dim from ``size`` or ``scale_factor``."""
         size, factor = module.size, module.scale_factor
         sizes = None if size is None else [int(s) for s in size]  # type: ignore[union-attr]
         factors = None if factor is None else [int(f) for f in factor]  # type: ignore[union-attr]

@@ -29,7 +29,7 @@ MERGES = ("concat", "sum")
 
 
 class _QRecurrent(FloatParameters, QModule):
-    """What networks of all cells share.
+    """Base of the networks of all cells.
 
     Args of :meth:`from_float`:
         module: the float network.
@@ -329,7 +329,7 @@ class QLSTM(_QRecurrent):
     def forward(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Applies all layers."""
+        """Apply all layers."""
         h_0: Tensor | None = None
         c_0: Tensor | None = None
         if hx is not None:
@@ -355,7 +355,7 @@ class QGRU(_QRecurrent):
     _cells = ("gru_vanilla", "gru")
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Applies all layers."""
+        """Apply all layers."""
         if not torch.jit.is_scripting() and isinstance(input, PackedSequence):  # type: ignore[attr-defined]
             packed, h_n, _ = self._packed(input, hx, None)
             return packed, h_n

@@ -27,7 +27,7 @@ UNIT_STATE_S8 = QParams.per_tensor(1 / 127, 0, torch.int8)
 
 
 def _packed(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Returns the buffers of a weight ``[D, gates, units, inputs]``, by name."""
+    """Return the buffers of a weight ``[D, gates, units, inputs]``, by name."""
     return pack_linear(grouped(weight).flatten(0, 3)).tensors(f"_{name}")
 
 
@@ -191,7 +191,7 @@ class QRecurrentLayer(QModule):
         }[name]
 
     def unpacked(self, name: str) -> Tensor:
-        """The int8 weight ``src``, ``state`` or ``projection``: ``[D, gates, units, inputs]``."""
+        """Return int8 ``src``, ``state`` or ``projection``: ``[D, gates, units, inputs]``."""
         gates, rows, columns = self._sizes(name)
         groups = -(-rows // 16)
         count = self.directions * groups * gates * 16
@@ -287,7 +287,7 @@ class QRecurrentLayer(QModule):
         h_0: Tensor | None = None,
         c_0: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Runs the layer: dst, h_n and c_n (empty unless an LSTM)."""
+        """Run the layer: dst, h_n and c_n (empty unless an LSTM)."""
         if self.dynamic:
             if src.dtype != torch.float32:
                 raise TypeError(

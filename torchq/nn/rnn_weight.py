@@ -75,7 +75,7 @@ class RecurrentWeight:
 
 
 def _finite(weight: Tensor) -> Tensor:
-    """The weight; ValueError for NaN and inf."""
+    """Return the weight; ValueError for NaN and inf."""
     weight = weight.detach()
     bad = int((~torch.isfinite(weight)).sum())
     if bad:
@@ -97,5 +97,5 @@ def grouped(values: Tensor) -> Tensor:
 
 
 def ungrouped(values: Tensor, units: int) -> Tensor:
-    """The inverse of :func:`grouped`."""
+    """Undo :func:`grouped`."""
     return values.transpose(1, 2).flatten(2, 3)[:, :, :units].contiguous()

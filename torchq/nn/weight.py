@@ -84,7 +84,7 @@ def _by_channel(
     axis: int,
     groups: int,
 ) -> Tensor:
-    """The weight with one scale and zero point, or one per output channel."""
+    """Return the weight with one scale and zero point, or one per output channel."""
     split = groups if axis else 1
     shape = [split, 1, -1] if axis else [1, -1, 1]
     shape = [*shape, *[1] * (weight.dim() - 2)] if scale.numel() != 1 else [1]

@@ -58,7 +58,7 @@ def _into_scale(composer: Composer, st: State, scale: Tensor, shift: Tensor, las
 
 
 def _snap(zero_point: Tensor, levels: int) -> Tensor:
-    """An integer to the precision of bounds that were float32 is one, as for T1."""
+    """Round zero points that are integers to the precision of float32 bounds, as for T1."""
     nearest = torch.round(zero_point)
     return torch.where((zero_point - nearest).abs() <= levels * 2.0**-24, nearest, zero_point)
 

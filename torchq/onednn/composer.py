@@ -28,7 +28,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What the op computes so far.
+    """Computation of the op so far.
 
     Attributes:
         scale: float64 ``[1]`` or ``[N]``: the output scale (v1), or the weight's (v3).
@@ -168,12 +168,12 @@ class Composer:
         return st.push(op, note="sum as it is")
 
     def folds(self, st: State, s: Tensor) -> bool:
-        """Whether a multiplication would go into the scales of the accumulator."""
+        """Return whether a multiplication would go into the scales of the accumulator."""
         return self._scale_accumulator(st, collapse(s)) is not None
 
     @property
     def _bias_is_real(self) -> bool:
-        """Whether a float bias is in real units: v3, and float ops."""
+        """Return whether a float bias is in real units: v3, and float ops."""
         return self.v3 or not self.int8
 
     def _plain(self, st: State, op: Eltwise) -> State:
@@ -202,7 +202,7 @@ class Composer:
         return None
 
     def _scale_base(self, st: State, s: Tensor) -> State | None:
-        """The accumulator's scale times ``s``; in v3 with a float bias, the bias too (C12, C16)."""
+        """Multiply the accumulator's scale by ``s``; in v3 a float bias, too (C12, C16)."""
         scale = st.scale * s
         single = scale.float()
         if not self.int8 or not bool(torch.isfinite(single).all()):
@@ -270,14 +270,14 @@ class Composer:
         return self.bias_is_constant and st.bias.is_floating_point()
 
     def _stores(self, dst_scale: Tensor) -> bool:
-        """Whether the value is a legal scale of dst."""
+        """Return whether the value is a legal scale of dst."""
         if not (self.v3 and self.int8 and self.dst_dtype != torch.float32):
             return False
         single = dst_scale.float()
         return dst_scale.numel() == 1 and bool((single > 0) & torch.isfinite(single))
 
     def _is_zero_point(self, st: State, b: Tensor) -> bool:
-        """Whether ``b`` is a zero point of dst, to the precision of bounds that were float32."""
+        """Return whether ``b`` is a zero point of dst, to the precision of float32 bounds."""
         eight = self.dst_dtype in (torch.uint8, torch.int8)
         if not (self.v3 and self.int8 and eight) or b.numel() > 1 or st.dst_zero_point:
             return False
@@ -296,7 +296,7 @@ def _number(value: float) -> Tensor:
 
 
 def _is_constant(op: PostOp, alg: str) -> TypeGuard[Binary]:
-    """Whether it is this binary with values that this file may change."""
+    """Return whether it is this binary with values that this file may change."""
     if not isinstance(op, Binary) or op.alg != alg or op.mask not in (0, PER_CHANNEL):
         return False
     return op.values is not None and op.dtype == torch.float32

@@ -93,7 +93,7 @@ Step: TypeAlias = (
 
 @dataclass(frozen=True, eq=False)
 class Composed:
-    """What the op shall do, and what is left over.
+    """Arguments for the op, and the steps that are left over.
 
     Attributes:
         scales: float32 ``[1]`` or ``[N]``: output scales (v1), or scales of the weights (v3).
@@ -124,7 +124,7 @@ class Composed:
     int8: bool
 
     def attr(self, groups: int = 1) -> Attr:
-        """The Attr of the op, without the source's zero point.
+        """Return the Attr of the op, without the source's zero point.
 
         Args:
             groups: of a convolution: weight scales then have mask 3.
@@ -293,13 +293,13 @@ def _append(
 
 
 def _before_sum_and_another(following: Sequence[Step]) -> bool:
-    """Whether a sum follows, and behind it another FakeQuantize."""
+    """Return whether a sum follows, and behind it another FakeQuantize."""
     sums = [i for i, step in enumerate(following) if isinstance(step, Sum)]
     return bool(sums) and any(isinstance(s, FakeQuantize) for s in following[sums[0] :])
 
 
 def _post_ops(ops: Sequence[PostOp]) -> PostOps:
-    """Rounds to float32.
+    """Round to float32.
 
     Raises:
         Refused: what PostOps does not take, such as a constant beyond float32.

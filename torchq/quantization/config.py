@@ -61,7 +61,7 @@ class QConfig:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        """Validates every field."""
+        """Validate every field."""
         self._check_observer()
         check_dtype("QConfig", self.activation_dtype, "activation_dtype")
         check_bits("QConfig", "activation_bits", self.activation_bits)
@@ -90,13 +90,13 @@ class QConfig:
 
     @property
     def symmetric(self) -> bool:
-        """Whether activations are quantized symmetrically, with the default for None applied."""
+        """Return whether activations are quantized symmetrically; None means the default."""
         if self.activation_symmetric is None:
             return self.activation_dtype == torch.int8
         return self.activation_symmetric
 
     def make_observer(self, name: str = "") -> Observer:
-        """Makes a fresh activation observer for the module ``name``.
+        """Make a fresh activation observer for the module ``name``.
 
         Raises:
             TypeError: the callable returned something else than an Observer.
@@ -161,7 +161,7 @@ def resolve(overrides: Overrides | None, name: str, default: QConfig | None) -> 
 
 
 def _with_containers(name: str) -> list[str]:
-    """What a pattern for the module or destination of this name may match: it, and what it is in.
+    """Return the names that a pattern may match: this one, and those of what it is in.
 
     ``a.b.dst`` is in ``a``, and is one of the destinations ``a.dst``.
     """
@@ -186,7 +186,7 @@ def unmatched_patterns(overrides: Overrides | None, names: Iterable[str]) -> lis
 
 
 def check_overrides(overrides: Overrides | None) -> Overrides:
-    """Returns ``overrides``, or an empty mapping for None.
+    """Return ``overrides``, or an empty mapping for None.
 
     Raises:
         TypeError: ``overrides`` is no mapping from str to QConfig or None.

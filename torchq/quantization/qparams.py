@@ -46,7 +46,7 @@ class QParams:
     bits: int = 8
 
     def __post_init__(self) -> None:
-        """Validates every field."""
+        """Validate every field."""
         check_dtype("QParams", self.dtype)
         check_bits("QParams", "bits", self.bits)
         _check_tensor("scale", self.scale, torch.float32)
@@ -97,7 +97,7 @@ class QParams:
     def per_tensor(
         cls, scale: float | Tensor, zero_point: int | Tensor = 0, dtype: torch.dtype = torch.uint8
     ) -> QParams:
-        """Builds per-tensor parameters from numbers; ``scale`` is rounded to float32."""
+        """Build per-tensor parameters from numbers; ``scale`` is rounded to float32."""
         where = "torchq.QParams.per_tensor: "
         scale = to_float32(f"{where}scale", scale)
         number: Any = zero_point.item() if isinstance(zero_point, Tensor) else zero_point
@@ -112,11 +112,11 @@ class QParams:
 
     @property
     def is_per_channel(self) -> bool:
-        """Whether there is one scale per channel."""
+        """Return whether there is one scale per channel."""
         return self.axis is not None
 
     def broadcast(self, ndim: int) -> tuple[Tensor, Tensor]:
-        """Returns views of ``scale`` and ``zero_point`` that broadcast against ``ndim`` dimensions.
+        """Return views of ``scale`` and ``zero_point`` that broadcast against ``ndim`` dimensions.
 
         Raises:
             ValueError: ``axis`` is not a dimension of such a tensor.
@@ -133,7 +133,7 @@ class QParams:
         return self.scale.reshape(shape), self.zero_point.reshape(shape)
 
     def __eq__(self, other: object) -> bool:
-        """Compares all fields, tensors by value."""
+        """Compare all fields, tensors by value."""
         if not isinstance(other, QParams):
             return NotImplemented
         same_kind = (self.dtype, self.axis, self.bits) == (other.dtype, other.axis, other.bits)

@@ -65,7 +65,7 @@ def solve_qparams(
 
 
 def check_bits(where: str, name: str, bits: object) -> None:
-    """Raises ValueError unless ``bits`` is 8 or 7."""
+    """Raise ValueError unless ``bits`` is 8 or 7."""
     if isinstance(bits, bool) or bits not in (7, 8):
         raise ValueError(
             f"torchq.{where}: {name} must be 8 or 7, got {bits!r}. "
@@ -74,7 +74,7 @@ def check_bits(where: str, name: str, bits: object) -> None:
 
 
 def check_choice(where: str, name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raises ValueError unless ``value`` is one of ``choices``."""
+    """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         listed = " or ".join(repr(choice) for choice in choices)
         raise ValueError(
@@ -83,7 +83,7 @@ def check_choice(where: str, name: str, value: object, choices: tuple[str, ...])
 
 
 def check_dtype(where: str, dtype: object, name: str = "dtype") -> None:
-    """Raises TypeError or ValueError unless ``dtype`` is torch.uint8 or torch.int8."""
+    """Raise TypeError or ValueError unless ``dtype`` is torch.uint8 or torch.int8."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(
             f"torchq.{where}: {name} must be torch.uint8 or torch.int8, got {dtype!r}. "

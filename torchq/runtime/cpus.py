@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def usable_cpus(root: Path = Path("/")) -> float:
-    """Returns how many CPUs the affinity and the quotas of cgroups (v1 or v2) leave.
+    """Return how many CPUs the affinity and the quotas of cgroups (v1 or v2) leave.
 
     Quotas, as containers set them, may be fractions. ``root`` is where /proc and /sys are.
     """
@@ -40,7 +40,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _quota(folder: Path) -> Iterator[float]:
-    """The quota that a group sets itself, if it does."""
+    """Return the quota that a group sets itself, if it does."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

@@ -25,7 +25,7 @@ FAKES: dict[str, Callable[..., Any]] = {}
 
 
 def fake(name: str) -> Callable[[_Kernel], _Kernel]:
-    """Puts a function into `FAKES`."""
+    """Put a function into `FAKES`."""
 
     def add(kernel: _Kernel) -> _Kernel:
         FAKES[name] = kernel
@@ -35,7 +35,7 @@ def fake(name: str) -> Callable[[_Kernel], _Kernel]:
 
 
 def check_dim(op: str, src: Tensor, dim: int) -> None:
-    """Raises ValueError unless ``src`` has the dimension; negative counts from the end."""
+    """Raise ValueError unless ``src`` has the dimension; negative counts from the end."""
     if not -src.dim() <= dim < src.dim():
         raise ValueError(
             f"torchq.{op}: dim must lie in [{-src.dim()}, {src.dim() - 1}] for src "
@@ -167,7 +167,7 @@ def _(src: Tensor, output_size: Sequence[int], *real: Any) -> Tensor:
 def _(
     src: Tensor, batch_sizes: Tensor | None, h_0: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A packed source (with batch_sizes) needs h_0: it tells the batch without a look at data."""
+    """Infer shapes; a packed source needs h_0, which tells the batch without a look at data."""
     geometry, dst_dtype, _, h_n_dtype = args[-4:]
     cell, directions, _, hidden, projection = geometry[:5]
     if h_0 is None and batch_sizes is not None:
@@ -231,7 +231,7 @@ def _(
 
 
 def _attended(op: str, query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Queries stand where they do in query's memory."""
+    """Return the result, with queries where they are in query's memory."""
     shapes = [src.shape for src in (query, key, value)]
     q, k, v = map(list, shapes)
     if min(map(len, shapes)) < 2:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instruction set runs: one tier of those that the CPU has.
+"""Selects the instruction set that runs: one tier of those that the CPU has.
 
 They are ``reference``, ``avx2``, ``avx2_vnni``, ``avx512``, ``avx512_vnni`` and ``amx``, and all
 return the same bits. The default is the best one; ``TORCHQ_ISA=avx2`` selects another for the
@@ -20,13 +20,13 @@ from torchq.runtime.cpus import usable_cpus
 
 
 def supported_isas() -> list[str]:
-    """The tiers this CPU can run, slowest first."""
+    """Return the tiers this CPU can run, slowest first."""
     tiers: list[str] = torch.ops.torchq._supported_isas()
     return tiers
 
 
 def isa() -> str:
-    """The tier that ops called from this thread run on.
+    """Return the tier that ops called from this thread run on.
 
     Raises:
         ValueError: ``TORCHQ_ISA`` names a tier this CPU lacks.
@@ -37,7 +37,7 @@ def isa() -> str:
 
 @contextmanager
 def use_isa(isa: str) -> Iterator[None]:
-    """Runs the ops of this thread on one tier, captured when each op starts.
+    """Run the ops of this thread on one tier, captured when each op starts.
 
     Raises:
         ValueError: this CPU lacks the tier; the message lists those it has.

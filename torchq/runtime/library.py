@@ -20,7 +20,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def built_for() -> str:
-    """Returns the torch release that the library was built for, as the build noted it."""
+    """Return the torch release that the library was built for, as the build noted it."""
     try:
         return LIBRARY_PATH.with_name("built_for.txt").read_text().strip()
     except OSError:
@@ -28,7 +28,7 @@ def built_for() -> str:
 
 
 def dtype_code(dtype: torch.dtype, op: str = "") -> int:
-    """The ``dst_dtype`` argument of an op for a torch dtype.
+    """Return the ``dst_dtype`` argument of an op for a torch dtype.
 
     Raises:
         NotImplementedError: ``dtype`` is not uint8, int8, int32 or float32.
@@ -42,7 +42,7 @@ def dtype_code(dtype: torch.dtype, op: str = "") -> int:
 
 
 def _load() -> ModuleType:
-    """Loads the ops; returns the module ``_C``, which shortens calls of them."""
+    """Load the ops; return the module ``_C``, which shortens calls of them."""
     if not LIBRARY_PATH.exists():
         raise ImportError(
             f"torchq: {LIBRARY_PATH} does not exist: the extension was not built. Run "
@@ -108,5 +108,5 @@ def channels_last_strides(sizes: Sequence[int]) -> list[int]:
 
 
 def empty_channels_last(src: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A new (N, C, spatial...) on the device of ``src``."""
+    """Return a new (N, C, spatial...) on the device of ``src``."""
     return torch.empty_strided(sizes, channels_last_strides(sizes), dtype=dtype, device=src.device)

@@ -101,7 +101,7 @@ fake("unpack_conv_transpose")(_fake_unpack)
 
 
 def _fake_fold(like: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The arguments end in channels, dst_dtype, post_ops, post_op_values."""
+    """Fold; the arguments end in channels, dst_dtype, post_ops, post_op_values."""
     channels, dst_dtype, post_ops, _ = args[-4:]
     # One by one: matmul's sum over groups of k stands beside sums of other dtypes.
     parts = post_ops.split("+") if post_ops else []
@@ -135,7 +135,7 @@ def _(
 
 
 def _result_dtype(op: str, dst_dtype: int, table: Tensor | None) -> torch.dtype:
-    """That of the table, which is checked as the op will: a traced program must not fail later."""
+    """Return the table's dtype, checked as by the op: a traced program must not fail later."""
     if table is None:
         return DTYPES[dst_dtype]
     small = (torch.uint8, torch.int8)

@@ -13,7 +13,7 @@ _FIELDS = ("kernel", "stride", "padding", "padding at the end", "dilation")
 
 
 def check_images(op: str, src: Sequence[int]) -> None:
-    """Raises ValueError unless ``src`` is (N, C, spatial...) with one to three spatial dims."""
+    """Raise ValueError unless ``src`` is (N, C, spatial...) with one to three spatial dims."""
     if not 3 <= len(src) <= 5:
         raise ValueError(
             f"torchq.{op}: src must be (N, C, spatial...) with one to three spatial dimensions, "
@@ -22,7 +22,7 @@ def check_images(op: str, src: Sequence[int]) -> None:
 
 
 def check_window(op: str, src: Sequence[int], geometry: Sequence[int], extra: int = 0) -> None:
-    """Raises ValueError for a geometry that is none; as ``parse_window`` of csrc/ops/geometry.cpp.
+    """Raise ValueError for a geometry that is none; as ``parse_window`` of csrc/ops/geometry.cpp.
 
     ``extra`` is how many entries follow the window.
     """
@@ -61,7 +61,7 @@ def check_window(op: str, src: Sequence[int], geometry: Sequence[int], extra: in
 
 
 def check_kernel(op: str, form: str, weight: Sequence[int], more: str = "") -> None:
-    """Raises ValueError unless ``weight`` is (form, k...) with one to three kernel dims."""
+    """Raise ValueError unless ``weight`` is (form, k...) with one to three kernel dims."""
     if not 3 <= len(weight) <= 5:
         raise ValueError(
             f"torchq.{op}: weight must be ({form}, k...) with one to three kernel dimensions, got "
@@ -70,7 +70,7 @@ def check_kernel(op: str, form: str, weight: Sequence[int], more: str = "") -> N
 
 
 def check_groups(op: str, kind: str, weight: Sequence[int], groups: int) -> None:
-    """Raises ValueError unless the groups divide the first dimension of a weight."""
+    """Raise ValueError unless the groups divide the first dimension of a weight."""
     if groups < 1 or weight[0] % groups or groups > max(weight[0], 1):
         raise ValueError(
             f"torchq.{op}: groups must divide the {weight[0]} {kind} channels of weight "
@@ -79,7 +79,7 @@ def check_groups(op: str, kind: str, weight: Sequence[int], groups: int) -> None
 
 
 def check_steps(op: str, name: str, weight: Sequence[int], steps: Sequence[int]) -> None:
-    """Raises ValueError unless there is one positive step per kernel dimension."""
+    """Raise ValueError unless there is one positive step per kernel dimension."""
     if len(steps) != len(weight) - 2 or min(steps) < 1:
         raise ValueError(
             f"torchq.{op}: {name} must have {len(weight) - 2} values of at least 1 for weight "
@@ -215,7 +215,7 @@ def reduced_sizes(src: Sequence[int], dims: Sequence[int], keepdim: bool) -> lis
 
 
 def broadcast(op: str, problem: str, *shapes: Sequence[int]) -> torch.Size:
-    """What shapes broadcast to; ValueError with the problem where they do not."""
+    """Return the shape that shapes broadcast to; raise ValueError where they do not."""
     try:
         shape: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -224,5 +224,5 @@ def broadcast(op: str, problem: str, *shapes: Sequence[int]) -> torch.Size:
 
 
 def _too_small(sizes: Sequence[int]) -> bool:
-    """Whether one is below 1; a symbolic one is not asked, which would add a guard."""
+    """Return whether one is below 1; a symbolic one is not asked, which would add a guard."""
     return any(type(size) is int and size < 1 for size in sizes)

@@ -43,7 +43,7 @@ _NOTE = "torchq_note"
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Writes the state of a converted model: a safetensors file, whole or not at all.
+    """Write the state of a converted model: a safetensors file, whole or not at all.
 
     An error or a crash leaves the file that was there. Other readers of safetensors read it too.
 
@@ -87,7 +87,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
-    """A converted model from a file and the float model it came from.
+    """Load a converted model from a file and the float model it came from.
 
     Args:
         path: written by :func:`save`.
@@ -125,7 +125,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
 def _loaded(
     state: dict[str, Tensor], model: nn.Module | None, path: str | os.PathLike[str]
 ) -> nn.Module:
-    """What :func:`load` returns."""
+    """Return what :func:`load` returns."""
     report = state.pop(REPORT_KEY, None)
     for alias, name in _json(state.pop(ALIAS_KEY, None)).items():
         state[alias] = state[name]
@@ -148,7 +148,7 @@ def _loaded(
 
 
 def read_report(text: Tensor) -> tuple[list[Row], str]:
-    """The rows and the note that :func:`save` wrote."""
+    """Return the rows and the note that :func:`save` wrote."""
     try:
         fields = json.loads(zlib.decompress(bytes(text.tolist())))
         return [Row(*row) for row in fields["rows"]], str(fields["note"])
@@ -160,7 +160,7 @@ def read_report(text: Tensor) -> tuple[list[Row], str]:
 
 
 def _under(name: str, key: str) -> str:
-    """Returns the name that something of a module has in the state of the model."""
+    """Return the name that something of a module has in the state of the model."""
     return f"{name}.{key}" if name else key
 
 
@@ -169,20 +169,20 @@ def _json(text: Tensor | None) -> dict[str, str]:
 
 
 def _inside(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Returns the tensors whose names begin so, by the rest of their names."""
+    """Return the tensors whose names begin so, by the rest of their names."""
     start = f"{prefix}." if prefix else ""
     return {key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
 
 
 def _graph_alone(state: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Returns the graph of the whole model, without the model's class, and its tensors."""
+    """Return the graph of the whole model, without the model's class, and its tensors."""
     text = state.pop(GRAPH_KEY)
     own = _inside(state, GRAPH_KEY) or state
     return _graph(text, own), own
 
 
 def _graph(text: Tensor, state: dict[str, Tensor], model: nn.Module | None = None) -> nn.Module:
-    """Returns a graph whose tensors are still to be loaded; ``model`` has its float modules."""
+    """Return a graph whose tensors are still to be loaded; ``model`` has its float modules."""
     quantized = _quantized(state)
 
     def module(name: str, source: str | None, plain: dict[str, Any] | None = None) -> nn.Module:
@@ -204,7 +204,7 @@ def _graph(text: Tensor, state: dict[str, Tensor], model: nn.Module | None = Non
 def _with_class(
     model: nn.Module | None, state: dict[str, Tensor], path: str | os.PathLike[str]
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Returns a copy of the model with the leaves and graphs of the state, and its tensors."""
+    """Return a copy of the model with the leaves and graphs of the state, and its tensors."""
     if model is None:
         raise ValueError(
             f"torchq.load: {path} holds a model that was captured in parts, or not at all: model "
@@ -252,7 +252,7 @@ def _quantized(state: dict[str, Tensor]) -> dict[str, nn.Module]:
 
 
 def build(spec: dict[str, Any]) -> QModule:
-    """A quantized module of this spec, its tensors still to be loaded."""
+    """Build a quantized module of this spec, its tensors still to be loaded."""
     name = spec["class"]
     if name not in QModule.registry:
         raise ValueError(
@@ -298,7 +298,7 @@ def _submodule(model: nn.Module, name: str, path: str | os.PathLike[str]) -> nn.
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file that :func:`save` wrote, by name.
+    """Return the tensors of a file that :func:`save` wrote, by name.
 
     Raises:
         FileNotFoundError: there is none.

@@ -24,7 +24,7 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 
 
 def describe(dispatch: Dispatch) -> Tensor:
-    """Returns which calls take a graph, as a tensor of text.
+    """Return which calls take a graph, as a tensor of text.
 
     Raises:
         NotImplementedError: the example gave an argument that is no plain value.
@@ -67,7 +67,7 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
 
 
 def _register_tuples(spec: pytree.TreeSpec) -> None:
-    """Gives the namedtuples of a result their names, without which torch does not write them."""
+    """Give the namedtuples of a result their names, without which torch does not write them."""
     if spec.type is namedtuple:
         _register(spec.context)
     for child in spec.children():
@@ -75,7 +75,7 @@ def _register_tuples(spec: pytree.TreeSpec) -> None:
 
 
 def _register_imported(text: str) -> None:
-    """Gives namedtuples of modules that are imported the names that a file has for them."""
+    """Give namedtuples of modules that are imported the names that a file has for them."""
     for module, name in re.findall(r"namedtuple:([\w.]+):(\w+)", text):
         cls = getattr(sys.modules.get(module), name, None)
         if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):

@@ -15,7 +15,7 @@ Chunk = bytes | memoryview
 
 
 def write_file(op: str, path: str | os.PathLike[str], chunks: Iterable[Chunk]) -> None:
-    """Replaces a file by these bytes, or leaves what was there.
+    """Replace a file by these bytes, or leave what was there.
 
     Readers and a crash see the old file or the new one. Of several writers the last one wins.
     Devices and pipes are written in place. A killed process may leave a ``.<name>.*.tmp``.
@@ -47,7 +47,7 @@ def write_file(op: str, path: str | os.PathLike[str], chunks: Iterable[Chunk]) -
 
 @contextmanager
 def _replacing(target: Path) -> Iterator[BinaryIO]:
-    """A new file in the folder of the target, which takes its place in the end."""
+    """Open a new file in the folder of the target, which takes its place in the end."""
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(13, os.strerror(13))
@@ -70,7 +70,7 @@ def _replacing(target: Path) -> Iterator[BinaryIO]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the new name outlive a crash, on file systems that can."""
+    """Make the new name outlive a crash, on file systems that can."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -26,7 +26,7 @@ _CONSTANTS = {
 
 
 def encode(model: fx.GraphModule) -> Tensor:
-    """Returns the graph as a tensor of bytes.
+    """Return the graph as a tensor of bytes.
 
     Raises:
         NotImplementedError: it calls a function that is neither of torch nor an operator, or passes
@@ -51,7 +51,7 @@ def encode(model: fx.GraphModule) -> Tensor:
 def decode(
     text: Tensor, modules: Callable[..., nn.Module], tensors: Mapping[str, Tensor]
 ) -> QuantizedGraph:
-    """Returns the graph module of such a tensor.
+    """Return the graph module of such a tensor.
 
     Args:
         text: from :func:`encode`.
@@ -90,7 +90,7 @@ def decode(
 
 
 def plain_module(plain: dict[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
-    """Returns a module of torch.nn from its settings and tensors.
+    """Return a module of torch.nn from its settings and tensors.
 
     Raises:
         ValueError: it names no module class of torch.nn.
@@ -119,7 +119,7 @@ _INTERNAL = frozenset(vars(nn.Module()))
 
 
 def _owned(model: nn.Module, node: fx.Node) -> nn.Module | None:
-    """Returns the module that a node calls or, as another one's argument, is."""
+    """Return the module that a node calls or, as another one's argument, is."""
     if node.op == "call_module":
         return model.get_submodule(str(node.target))
     found = getattr(model, str(node.target), None) if node.op == "get_attr" else None
@@ -127,7 +127,7 @@ def _owned(model: nn.Module, node: fx.Node) -> nn.Module | None:
 
 
 def _encode_module(module: nn.Module, node: fx.Node) -> dict[str, Any] | None:
-    """Returns what :func:`plain_module` takes; None for what is no plain module of torch.nn."""
+    """Return what :func:`plain_module` takes; None for what is no plain module of torch.nn."""
     name = type(module).__name__
     hooked = module._forward_hooks or module._forward_pre_hooks
     if getattr(nn, name, None) is not type(module) or next(module.children(), None) or hooked:
@@ -166,7 +166,7 @@ def _encode_target(node: fx.Node) -> str:
 
 
 def _is_method(name: str) -> bool:
-    """Returns whether a loaded graph may call it: of a tensor, a number or a dict."""
+    """Return whether a loaded graph may call it: of a tensor, a number or a dict."""
     known = hasattr(Tensor, name) or hasattr(float, name) or name == "get"
     return known and not name.startswith("_")
 

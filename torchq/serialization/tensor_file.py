@@ -41,7 +41,7 @@ def write_tensors(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes tensors and texts, whole or not at all.
+    """Write tensors and texts, whole or not at all.
 
     Raises:
         NotImplementedError: the format has no such dtype.
@@ -68,7 +68,7 @@ def write_tensors(
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the tensors, each in memory of its own, and the metadata.
+    """Return the tensors, each in memory of its own, and the metadata.
 
     Raises:
         ValueError: it is no safetensors file, or is damaged; says how.
@@ -92,7 +92,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_pickled(path: Path) -> Any:
-    """Returns what ``torch.save`` wrote, where it is plain values.
+    """Return what ``torch.save`` wrote, where it is plain values.
 
     Raises:
         ValueError: it is another file, or is damaged; says how.
@@ -110,19 +110,19 @@ def read_pickled(path: Path) -> Any:
 
 
 def is_zip(path: Path) -> bool:
-    """Returns True for files as torch.save writes them."""
+    """Return True for files as torch.save writes them."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The tensor's values as they are in memory."""
+    """Return the tensor's values as they are in memory."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.view(-1).view(torch.uint8).numpy().data
 
 
 def _digest(header: dict[str, Any], views: Sequence[memoryview]) -> str:
-    """The digest of the header and of the digests of the tensors, which several threads take."""
+    """Return the digest of the header and of the tensors' digests, which several threads take."""
     text = json.dumps(header, sort_keys=True).encode()
     with ThreadPoolExecutor() as pool:
         parts = pool.map(lambda part: hashlib.sha256(part).digest(), [text, *views])
@@ -130,7 +130,7 @@ def _digest(header: dict[str, Any], views: Sequence[memoryview]) -> str:
 
 
 def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
-    """The header, its form checked, and the number of bytes that follow it."""
+    """Return the header, its form checked, and the number of bytes that follow it."""
     length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= size - 8:
         raise ValueError("it has no header of safetensors, or ends within it")
@@ -157,7 +157,7 @@ def _is_size(value: object) -> bool:
 def _tensor(
     name: str, entry: dict[str, Any], start: int, file: BinaryIO
 ) -> tuple[Tensor, memoryview]:
-    """The next tensor of a file, and its bytes."""
+    """Return the next tensor of a file, and its bytes."""
     dtype, (begin, end) = _DTYPES[entry["dtype"]], entry["data_offsets"]
     count = dtype.itemsize
     for size in entry["shape"]:

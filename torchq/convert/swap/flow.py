@@ -40,7 +40,7 @@ def prepare(
     config: QConfig | None = None,
     overrides: Overrides | None = None,
 ) -> nn.Module:
-    """Returns a copy of ``model`` with observers in place.
+    """Return a copy of ``model`` with observers in place.
 
     Args:
         model: float32, in eval mode.
@@ -62,7 +62,7 @@ def prepare(
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model whose layers call ``forward`` and have plain weights."""
+    """Return a copy of a model whose layers call ``forward`` and have plain weights."""
     model = settled(with_code(working_copy(model)))
     leave_fast_paths(model)
     without_capturing_hooks(model)
@@ -77,7 +77,7 @@ def prepare_settled(
     overrides: Overrides | None,
     check: bool = True,
 ) -> nn.Module:
-    """Prepares a copy that :func:`plain_copy` made; the result shares its parameters."""
+    """Prepare a copy that :func:`plain_copy` made; the result shares its parameters."""
     comparison = Comparison(model, args, kwargs)
     names = [name for name, _ in model.named_modules()]
     asked = [n for n in names if resolve(overrides, n, config) is not None]
@@ -93,7 +93,7 @@ def prepare_settled(
 
 
 def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Module:
-    """Returns the prepared model; leaves that its code would notice stay float."""
+    """Return the prepared model; leaves that its code would notice stay float."""
     shared = {id(p): p for p in model.parameters()}
 
     def assemble(names: list[str], contiguous: bool) -> nn.Module:
@@ -114,7 +114,7 @@ def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Modul
 
 
 def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = None) -> nn.Module:
-    """Runs the prepared model on data; its observers record. Calling it again adds data.
+    """Run the prepared model on data; its observers record. Calling it again adds data.
 
     Args:
         prepared: from :func:`prepare`; returned for chaining.

@@ -54,15 +54,15 @@ class Plan:
         return [name for name, reason in self.reasons.items() if not reason]
 
     def config(self, name: str) -> QConfig | None:
-        """Returns how to quantize a module; None keeps it float."""
+        """Return how to quantize a module; None keeps it float."""
         return resolve(self._overrides, name, self._config)
 
     def leave_float(self, names: Iterable[str]) -> None:
-        """Keeps leaves float for whose sake the model's code would do something else."""
+        """Keep leaves float for whose sake the model's code would do something else."""
         self.reasons.update(dict.fromkeys(names, OTHER_CODE))
 
     def replacements(self, names: Iterable[str], contiguous: bool) -> dict[str, nn.Module]:
-        """Returns the observed leaves by name; ``contiguous`` is for convolutions."""
+        """Return the observed leaves by name; ``contiguous`` is for convolutions."""
         result: dict[str, nn.Module] = {}
         for name in names:
             layer, config = without_hooks(self.recording.leaves[name]), self.config(name)
@@ -107,7 +107,7 @@ class Plan:
 
 
 def report_rows(model: nn.Module, plan: Plan) -> list[Row]:
-    """Returns one row per module without children, or with parameters of its own."""
+    """Return one row per module without children, or with parameters of its own."""
     return [
         _row(name, module, plan)
         for name, module in model.named_modules()

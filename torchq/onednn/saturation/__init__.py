@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What CPUs without VNNI would have computed under oneDNN's rules, and whether it would differ.
+"""Emulates CPUs without VNNI under oneDNN's rules, and proves where results do not differ.
 
 torchq's own results are exact on every CPU. This package answers, on any CPU, for weights and
 models that also run elsewhere: there, u8 times s8 products are added in pairs that saturate to 16

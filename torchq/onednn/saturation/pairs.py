@@ -44,7 +44,7 @@ class Sums(NamedTuple):
 
 
 def halve(weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """The weight that an s8 convolution uses: ``rne(w * 0.5)``, or ``rne(w * 0.5 / scale)``.
+    """Return the weight that an s8 convolution uses: ``rne(w * 0.5)``, or ``rne(w * 0.5 / scale)``.
 
     Args:
         weight: int8, or float32 as it was before quantization.
@@ -107,7 +107,7 @@ def emulate_conv(
     padding_end: Ints | None = None,
     halved: Tensor | None = None,
 ) -> Sums:
-    """A convolution in 1 to 3 dimensions; with an s8 source its weights are halved.
+    """Emulate a convolution in 1 to 3 dimensions; with an s8 source its weights are halved.
 
     Taps in the padding contribute nothing.
 
@@ -150,7 +150,7 @@ def emulate_conv_transpose(
     padding_end: Ints | None = None,
     halved: Tensor | None = None,
 ) -> Sums:
-    """A transposed convolution; taps that meet no source contribute nothing.
+    """Emulate a transposed convolution; taps that meet no source contribute nothing.
 
     Args:
         src: uint8 or int8 ``(N, C, spatial...)``.
@@ -196,7 +196,7 @@ def emulate_conv_transpose(
 
 
 def as_conv_weight(weight: Tensor, groups: int) -> Tensor:
-    """The weight (C, OC/groups, kernel...) of a transposed convolution as that of an ordinary one.
+    """Return a transposed convolution's weight (C, OC/groups, kernel...) as an ordinary one's.
 
     ``(OC, C/groups, kernel...)`` with the kernel reversed: what meets the source spread by stride.
     """
@@ -233,7 +233,7 @@ def _conv(
 
 
 def _used(src: Tensor, weight: Tensor, halved: Tensor | None) -> tuple[Tensor, int]:
-    """The weights that run, halved ones for an s8 source, and the factor that makes up for it."""
+    """Return the weights that run, halved for an s8 source, and the factor that makes up for it."""
     if src.dtype != torch.int8:
         return weight, 1
     return (halve(weight) if halved is None else halved), 2
@@ -264,7 +264,7 @@ def _check_conv(op: str, src: Tensor, weight: Tensor, channels: int) -> None:
 
 
 def _as_unsigned(src: Tensor, zero_point: int) -> tuple[Tensor, int]:
-    """The u8 operand, as int16, and the zero point among its values."""
+    """Return the u8 operand, as int16, and the zero point among its values."""
     shift = SHIFT if src.dtype == torch.int8 else 0
     where, limits = f"torchq.saturation: src_zero_point of {src.dtype}", torch.iinfo(src.dtype)
     zero_point = to_int(where, zero_point, limits.min, limits.max)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which channels of a weight cannot saturate, whatever the input: known when packing."""
+"""Proves which channels of a weight cannot saturate, whatever the input: known when packing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Proof:
 
 
 def prove(weight: Tensor | PackedWeight, src_dtype: torch.dtype, halved: bool = False) -> Proof:
-    """What the weights alone prove; pairs are consecutive k within a tap.
+    """Prove what the weights alone can; pairs are consecutive k within a tap.
 
     Args:
         weight: int8 ``(N, K)`` or ``(OC, C/groups, kernel...)``, or packed, of any kind.
@@ -98,7 +98,7 @@ def _largest(sums: Tensor) -> Tensor:
 
 
 def prove_module(module: QLayer) -> Proof:
-    """The proof for a quantized linear or convolution and its source.
+    """Return the proof for a quantized linear or convolution and its source.
 
     Raises:
         NotImplementedError: the weight has zero points.
@@ -139,7 +139,7 @@ def whole_proof(layer: QRecurrentLayer) -> Proof:
 
 
 def seven_bits(model: nn.Module) -> dict[str, str]:
-    """Where 7 bits for activations or weights would matter, by the name of the module.
+    """Return why 7 bits for activations or weights would matter, by the name of the module.
 
     On torchq nowhere: it is exact. What is listed would be saturated or halved on a CPU without
     VNNI under oneDNN's rules. Modules with weights that are not listed cannot saturate, whatever
@@ -168,7 +168,7 @@ def seven_bits(model: nn.Module) -> dict[str, str]:
 def _list(
     found: dict[str, str], name: str, proofs: Sequence[tuple[Proof, int]], dynamic: bool = False
 ) -> None:
-    """Adds what the proofs, each up to a source value, leave open."""
+    """Add what the proofs, each up to a source value, leave open."""
     unsafe = sum(int((~proof.safe_up_to(high)).sum()) for proof, high in proofs)
     if not unsafe:
         return

@@ -24,7 +24,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class Result(NamedTuple):
-    """What a layer returns; a named tuple as its forward's."""
+    """Results of a layer; a named tuple as its forward's."""
 
     dst: Tensor
     h_n: Tensor
@@ -39,13 +39,13 @@ class Tally:
     saturating: int = 0
 
     def add(self, sums: Sums) -> None:
-        """Counts one product."""
+        """Count one product."""
         self.pairs += sums.pairs
         self.saturating += int(sums.saturating.sum())
 
 
 def recurrent_layers(model: nn.Module) -> dict[str, QRecurrentLayer]:
-    """The layers by the names of their networks and cells; several of one have numbers."""
+    """Return the layers by the names of their networks and cells; several of one have numbers."""
     found: dict[str, QRecurrentLayer] = {}
     for name, module in computing_modules(model).items():
         own: list[nn.Module] = []
@@ -70,7 +70,7 @@ def emulate_recurrent(
     saturates: bool = True,
     tally: Tally | None = None,
 ) -> Result:
-    """What a recurrent layer would have returned, errors of its states carried on.
+    """Return what a recurrent layer would have returned, errors of its states carried on.
 
     Args:
         layer: static or dynamic.
@@ -126,7 +126,7 @@ class _Direction:
     def run(
         self, src: Tensor, sizes: list[int], batch: int, h_0: Tensor | None, c_0: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The states of all steps, the last ones, and the last cell states of an LSTM."""
+        """Return the states of all steps, the last ones, and the last cell states of an LSTM."""
         layer = self.layer
         inputs = self._product("src", src, "src")
         units = layer.projection_size or layer.hidden_size
@@ -160,7 +160,7 @@ class _Direction:
         return emitted, last, c
 
     def _kept(self, h: Tensor, q: Tensor | None) -> Tensor:
-        """The real state that the next step reads: oneDNN's GRU goes on with the rounded one."""
+        """Return the real state that the next step reads: oneDNN's GRU reads the rounded one."""
         if q is None or self.layer.cell != "gru_vanilla":
             return h
         return (q.double() - self.layer.state_zero_point) * self.layer.state_scale.double()
@@ -168,7 +168,7 @@ class _Direction:
     def _step(
         self, x: Tensor, state: Tensor, h: Tensor, c: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The real h and c; ``state`` is quantized, or float of a dynamic layer."""
+        """Return the real h and c; ``state`` is quantized, or float of a dynamic layer."""
         layer, d = self.layer, self.index
         x, bias = x + layer.bias_src[d].double(), layer.bias_state[d].double()
         if layer.cell == "gru_vanilla":

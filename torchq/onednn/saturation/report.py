@@ -41,7 +41,7 @@ PAIRING = (
 
 @dataclass
 class LayerReport:
-    """What saturation does to one layer, given exact inputs.
+    """Effects of saturation on one layer, given exact inputs.
 
     Attributes:
         name: qualified name.
@@ -73,7 +73,7 @@ class LayerReport:
         return decibels(self.signal, self.noise)
 
     def add(self, sums: Sums, exact: Tensor, changed: Tensor, differs: int) -> None:
-        """Counts one call: its sums, real results exact and changed, and how many differ."""
+        """Count one call: its sums, real results exact and changed, and how many differ."""
         self.pairs += sums.pairs
         self.saturating += int(sums.saturating.sum())
         self.outputs += exact.numel()
@@ -102,11 +102,11 @@ class Report:
 
     @property
     def sqnr(self) -> float:
-        """Of the model's outputs, in dB; infinite without noise."""
+        """Return the SQNR of the model's outputs, in dB; infinite without noise."""
         return decibels(self.signal, self.noise)
 
     def __str__(self) -> str:
-        """A table, and how pairs are formed."""
+        """Return a table, and how pairs are formed."""
         cells = [
             ("layer", "source", "pairs saturating", "outputs changed", "SQNR dB", "worst", "proof")
         ]
@@ -136,7 +136,7 @@ class Report:
 def emulate(
     model: nn.Module, data: Iterable[Any], float_weights: Mapping[str, Tensor] | None = None
 ) -> Report:
-    """Runs a converted model as it is and as a CPU without VNNI would have under oneDNN's rules.
+    """Run a converted model as it is and as a CPU without VNNI would have under oneDNN's rules.
 
     Each layer is compared on the exact inputs it gets, and the model's outputs with all layers
     saturating, errors carried on. The model itself is not changed.
@@ -183,7 +183,7 @@ def emulate_module(
     report: LayerReport | None = None,
     post_op_srcs: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """What a quantized linear or convolution would have returned.
+    """Return what a quantized linear or convolution would have returned.
 
     Args:
         module: QLinear, or a QConv or QConvTranspose in 1 to 3 dimensions.
@@ -286,7 +286,7 @@ def _hooked(
 
 
 def _emulated(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules whose sums this package knows, in the order of the model."""
+    """Return the modules whose sums this package knows, in the order of the model."""
     found: dict[str, nn.Module] = {
         n: m for n, m in computing_modules(model).items() if isinstance(m, EMULATED)
     }
@@ -300,7 +300,7 @@ def _new_report(name: str, module: Any) -> LayerReport:
 
 
 def _add_recurrent(report: LayerReport, layer: QRecurrentLayer, run: Callable[..., Result]) -> None:
-    """Counts the states that the layer emits; pairs are those of its exact states."""
+    """Count the states that the layer emits; pairs are those of its exact states."""
     tally = Tally()
     exact, changed = run(saturates=False, tally=tally), run()
     real = [
@@ -326,7 +326,7 @@ def _call(
 
 
 def _layout(dst: Tensor) -> torch.memory_format:
-    """Of four dims as the exact result, so that a view that follows works."""
+    """Return the memory format of an exact result of four dims, so that a later view works."""
     if dst.dim() == 4 and not dst.is_contiguous():
         return torch.channels_last
     return torch.preserve_format

@@ -76,7 +76,7 @@ def real_result(module: QLayer, acc: Tensor, axis: int, srcs: Sequence[Tensor]) 
 
 
 def stored(module: QLayer, x: Tensor, axis: int) -> Tensor:
-    """What is returned: quantized with dst's scale and zero point, or float32."""
+    """Return the result as stored: quantized with dst's scale and zero point, or float32."""
     if module.dst_dtype == torch.float32:
         return x.float()
     shape = [1] * x.dim()
@@ -89,7 +89,7 @@ def stored(module: QLayer, x: Tensor, axis: int) -> Tensor:
 
 
 def dequantized(module: QLayer, dst: Tensor, axis: int) -> Tensor:
-    """The real values of what :func:`stored` returns, float64."""
+    """Return the real values of what :func:`stored` returns, float64."""
     if module.dst_dtype == torch.float32:
         return dst.double()
     shape = [1] * dst.dim()

@@ -33,7 +33,7 @@ class Observer(nn.Module):
     _elsewhere: bool
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Starts without data; here, as the ``__init__`` of a dataclass calls no other."""
+        """Start without data; here, as the ``__init__`` of a dataclass calls no other."""
         self = super().__new__(cls)
         nn.Module.__init__(self)
         self.name = ""
@@ -52,7 +52,7 @@ class Observer(nn.Module):
             cls.__hash__ = nn.Module.__hash__  # type: ignore[method-assign]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Records ``x`` (floating point, any shape; empty tensors are ignored) and returns it.
+        """Record ``x`` (floating point, any shape; empty tensors are ignored) and return it.
 
         Raises:
             TypeError: ``x`` is not a floating-point tensor.
@@ -88,12 +88,12 @@ class Observer(nn.Module):
 
     @property
     def calibrated(self) -> bool:
-        """Whether any value was recorded."""
+        """Return whether any value was recorded."""
         ranged = self.min_value.numel() > 0 and bool((self.min_value <= self.max_value).all())
         return ranged or self._elsewhere
 
     def merge(self, other: Observer) -> Self:
-        """Adds what ``other`` recorded, as if its data had come here too; returns self.
+        """Add what ``other`` recorded, as if its data had come here too; return self.
 
         Raises:
             TypeError: ``other`` is an observer of another kind.
@@ -115,7 +115,7 @@ class Observer(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """Settings as ``name=value``; observers merge only if these agree."""
+        """Return settings as ``name=value``; observers merge only if these agree."""
         return ""
 
     @property
@@ -123,7 +123,7 @@ class Observer(nn.Module):
         return None
 
     def _record(self, values: Tensor) -> None:
-        """Records a float32 tensor with at least one element; the model may change it later."""
+        """Record a float32 tensor with at least one element; the model may change it later."""
         raise NotImplementedError(
             self._text(
                 f"class {type(self).__name__} must implement _record(self, values), got a subclass "
@@ -133,11 +133,11 @@ class Observer(nn.Module):
         )
 
     def _range(self, integers: tuple[int, int], symmetric: bool) -> tuple[Any, Any]:
-        """The real range to cover with the given integers."""
+        """Return the real range to cover with the given integers."""
         return self.min_value, self.max_value
 
     def _merge(self, other: Self) -> None:
-        """Adds what another observer of this class and these settings recorded."""
+        """Add what another observer of this class and these settings recorded."""
         raise NotImplementedError(
             self._text(
                 f"class {type(self).__name__} must implement _merge(self, other) for merge, got a "
@@ -172,7 +172,7 @@ class Observer(nn.Module):
         return f"torchq.{type(self).__name__} of {self.name or '<unnamed>'!r}: {problem}. {remedy}"
 
     def _add_buffer(self, name: str, value: Any, dtype: torch.dtype = torch.float32) -> None:
-        """Registers ``torch.tensor(value)`` as a buffer."""
+        """Register ``torch.tensor(value)`` as a buffer."""
         self._set_buffer(name, lambda: torch.tensor(value, dtype=dtype, device="cpu"))
 
     def _set_buffer(self, name: str, make: Callable[[], Tensor]) -> None:
@@ -181,7 +181,7 @@ class Observer(nn.Module):
             self.register_buffer(name, make())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Keeps statistics in float32 when the model is converted with half() or bfloat16()."""
+        """Keep statistics in float32 when the model is converted with half() or bfloat16()."""
         exact = {name: value for name, value in self._buffers.items() if value is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, value in exact.items():

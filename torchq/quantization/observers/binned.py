@@ -55,7 +55,7 @@ class _BinnedObserver(Observer):
         return self.counts.numel()
 
     def histogram(self) -> Histogram:
-        """A copy of what was recorded, for searches, reports and plots."""
+        """Return a copy of what was recorded, for searches, reports and plots."""
         low, high = (
             (self.min_value.item(), self.max_value.item()) if self.calibrated else (0.0, 0.0)
         )
@@ -65,11 +65,11 @@ class _BinnedObserver(Observer):
         return Histogram(counts, int(self.zeros), first, exponent, low, high)
 
     def extra_repr(self) -> str:
-        """Settings."""
+        """Return the settings."""
         return f"bins={self.bins}"
 
     def _grow(self, low: Tensor, high: Tensor) -> int:
-        """Makes room for ``[low, high]`` and returns the position of the first bin."""
+        """Make room for ``[low, high]`` and return the position of the first bin."""
         old = self.histogram()
         self._widen(low, high)
         low_value, high_value = self.min_value.item(), self.max_value.item()
@@ -116,7 +116,7 @@ class PercentileObserver(_BinnedObserver):
     """
 
     def __init__(self, percentile: float = 99.99, bins: int = 2048) -> None:
-        """Starts without data."""
+        """Start without data."""
         super().__init__(bins)
         if not 50 < percentile <= 100:
             raise ValueError(
@@ -126,7 +126,7 @@ class PercentileObserver(_BinnedObserver):
         self.percentile = percentile
 
     def extra_repr(self) -> str:
-        """Settings."""
+        """Return the settings."""
         return f"percentile={self.percentile}, bins={self.bins}"
 
     def _range(self, integers: tuple[int, int], symmetric: bool) -> tuple[float, float]:

@@ -24,7 +24,7 @@ _PARTS = 8  # of a bin, where a function is evaluated
 
 
 def percentile_range(h: Histogram, percentile: float, symmetric: bool) -> tuple[float, float]:
-    """The range that keeps ``percentile`` percent of the values; within one bin of the data's.
+    """Return the range that keeps ``percentile`` percent of the values, within one bin.
 
     Affine ranges lose ``(100 - percentile) / 2`` percent at each end, symmetric ones keep
     ``percentile`` percent of ``|x|``. Bounds are the outer edges of the bins that hold the order
@@ -42,7 +42,7 @@ def percentile_range(h: Histogram, percentile: float, symmetric: bool) -> tuple[
 
 
 def _fold(h: Histogram) -> Ints:
-    """Counts of ``|x|``: positions k and -1 - k share a magnitude up to their edges."""
+    """Return counts of ``|x|``: positions k and -1 - k share a magnitude up to their edges."""
     positions = h.first + np.arange(len(h.counts))
     folded = np.zeros(2 * len(h.counts), dtype=np.int64)
     np.add.at(folded, np.where(positions < 0, -1 - positions, positions), h.counts)
@@ -50,7 +50,7 @@ def _fold(h: Histogram) -> Ints:
 
 
 def _upper_edge(counts: Ints, keep: float) -> int:
-    """Number of leading bins that hold at least the fraction ``keep`` of the counts."""
+    """Return the number of leading bins that hold at least the fraction ``keep`` of the counts."""
     cumulative = np.cumsum(counts)
     # Percentages are rarely exact in binary: without the slack, 99.9% of 1000 may be 1000 values.
     rank = math.ceil(keep * int(cumulative[-1]) * (1 - 1e-12))
@@ -64,7 +64,7 @@ def best_range(
     symmetric: bool,
     function: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[float, float]:
-    """The clipping range inside ``[min_value, max_value]`` that minimises a criterion.
+    """Return the clipping range inside ``[min_value, max_value]`` that minimises a criterion.
 
     A grid over both ends is refined around its best point until its spacing is below a bin; the
     end that is zero, and in symmetric mode the smaller one, needs no search. A gain below 1% is
@@ -118,7 +118,7 @@ def _search(
 def squared_error(
     h: Histogram, low: Floats, high: Floats, integers: tuple[int, int], symmetric: bool
 ) -> Floats:
-    """Expected squared error of quantizing the histogram, per value and in squared widths.
+    """Return the expected squared error of quantizing the histogram, per value, in squared widths.
 
     With p the density that is constant within each bin, exact zeros left out because they have no
     error, and ``v_q = (q - zero_point) * scale`` for the parameters of ``[low, high]``::
@@ -157,7 +157,7 @@ def squared_error(
 
 
 def error_behind(function: Callable[[Tensor], Tensor], h: Histogram) -> Cost | None:
-    """The cost of a range by what quantization changes in the values of an elementwise function.
+    """Return the cost of a range by how quantization changes an elementwise function's values.
 
     As :func:`squared_error`, for values x in the middle of each eighth of a bin::
 

@@ -79,7 +79,7 @@ def first_bin(value: float, exponent: int) -> int:
 
 
 def rebin(counts: Ints, first: int, exponent: int, new_first: int, new_exponent: int) -> Ints:
-    """Moves counts to coarser (or equally wide) aligned bins; exact.
+    """Move counts to coarser (or equally wide) aligned bins; exact.
 
     Every occupied bin must have a place in the new ones, as it does when ``bin_exponent`` of a
     range that contains the old one chose them.

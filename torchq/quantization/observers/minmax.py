@@ -35,7 +35,7 @@ class MovingAverageObserver(Observer):
     """
 
     def __init__(self, momentum: float = 0.1) -> None:
-        """Starts without data."""
+        """Start without data."""
         super().__init__()
         if not 0 < momentum <= 1:
             raise ValueError(
@@ -45,7 +45,7 @@ class MovingAverageObserver(Observer):
         self.momentum = momentum
 
     def merge(self, other: Observer) -> Self:
-        """Always refuses: the average depends on the order of the batches.
+        """Refuse: the average depends on the order of the batches.
 
         Raises:
             RuntimeError: always.
@@ -55,7 +55,7 @@ class MovingAverageObserver(Observer):
         raise RuntimeError(self._text(problem, remedy))
 
     def extra_repr(self) -> str:
-        """Settings."""
+        """Return the settings."""
         return f"momentum={self.momentum}"
 
     def _record(self, values: Tensor) -> None:
@@ -77,13 +77,13 @@ class PerChannelMinMaxObserver(Observer):
     """
 
     def __init__(self, axis: int = 1) -> None:
-        """Starts without data."""
+        """Start without data."""
         super().__init__()
         self.axis = axis
         self._resize(0)
 
     def extra_repr(self) -> str:
-        """Settings."""
+        """Return the settings."""
         return f"axis={self.axis}"
 
     @property
