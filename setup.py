@@ -90,7 +90,7 @@ class BuildTorchq(BuildExtension):
     """Compiles the ISA objects first and links them into the extension."""
 
     def finalize_options(self) -> None:
-        """Keeps objects in build/, also for editable installs, so that a second build is quick."""
+        """Keep objects in build/, also for editable installs, so that a second build is quick."""
         super().finalize_options()
         self.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}")
 
@@ -110,7 +110,7 @@ class BuildTorchq(BuildExtension):
         self.build_temp = build_temp
 
     def build_extensions(self) -> None:
-        """Builds everything; says in one sentence when that cannot work."""
+        """Build everything; say in one sentence when that cannot work."""
         if torch_release() < (2, 13):
             sys.exit(f"torchq: torch 2.13 or newer is required, found {torch.__version__}.")
         name = os.environ.get("CXX") or "g++"
@@ -157,7 +157,7 @@ class BuildTorchq(BuildExtension):
 
 
 def extension(name: str, folders: list[str], libraries: list[str], link: list[str]) -> Extension:
-    """A shared library of the C++ files in these folders."""
+    """Return a shared library of the C++ files in these folders."""
     sources = sorted(str(p.relative_to(ROOT)) for d in folders for p in ROOT.glob(f"{d}/*.cpp"))
     system = [flag for path in include_paths() for flag in ("-isystem", path)]
     return Extension(

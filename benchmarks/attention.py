@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.competitors import Competitor
 from benchmarks.onednn import Peer
 from benchmarks.timing import call_blocks
-from torchq.ops import dtype_code
+from torchq.runtime.library import dtype_code
 
 __all__ = ["ATTENTION", "Attention"]
 

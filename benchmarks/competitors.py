@@ -16,10 +16,10 @@ from benchmarks.onednn import Peer
 from benchmarks.suites import Layer, Linear
 from benchmarks.timing import Blocks, call_blocks
 from torchq import Attr, PostOps
-from torchq.folding import fold
 from torchq.functional.arguments import conv_geometry
-from torchq.ops import dtype_code
-from torchq.packing import pack_conv, pack_linear
+from torchq.functional.folding import fold
+from torchq.functional.packing import pack_conv, pack_linear
+from torchq.runtime.library import dtype_code
 
 __all__ = [
     "Competitor",

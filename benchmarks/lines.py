@@ -23,10 +23,10 @@ from torch import Tensor
 from benchmarks.competitors import Competitor
 from benchmarks.onednn import Peer, RefusedError
 from torchq import Attr
-from torchq.folding import fold
-from torchq.ops import dtype_code
-from torchq.packing import pack_conv, pack_linear
-from torchq.post_ops import CHANNEL_MASKS
+from torchq.attributes.post_op import CHANNEL_MASKS
+from torchq.functional.folding import fold
+from torchq.functional.packing import pack_conv, pack_linear
+from torchq.runtime.library import dtype_code
 
 __all__ = ["LoggedCall", "LoggedLayer", "read_lines"]
 

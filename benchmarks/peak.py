@@ -25,7 +25,7 @@ from benchmarks.competitors import Operands, torchq_call
 from benchmarks.suites import Linear
 from benchmarks.timing import FULL, QUICK, Plan, call_blocks, interleave
 from torchq.nn import QLinear
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 __all__ = ["PATIENT", "BusyMachineError", "Peak", "add_arguments", "measure", "run"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.competitors import Competitor, channels_last
 from benchmarks.onednn import Peer
-from torchq.ops import dtype_code
+from torchq.runtime.library import dtype_code
 
 __all__ = ["ELEMENTWISE", "Primitive"]
 

@@ -38,7 +38,7 @@ from benchmarks.timing import (
     write_text,
 )
 from torchq.nn import QGRU, QLSTM
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 __all__ = ["add_arguments", "run"]
 

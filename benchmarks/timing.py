@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import torchq.ops  # noqa: F401  loads the library
-from torchq._files import write_file
 from torchq.analysis.timing import crowded
+from torchq.serialization.files import write_file
 
 __all__ = [
     "FULL",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import torchq
 import torchq.functional as TF
-from torchq.packing import PackedWeight, pack_conv
+from torchq.functional.packing import PackedWeight, pack_conv
 
 U8, S8 = torch.uint8, torch.int8
 PADDING = 1

@@ -15,7 +15,7 @@ from geometries import ConvTransposeShape
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchq.ops import dtype_code
+from torchq.runtime.library import dtype_code
 
 ops = torch.ops.torchq
 

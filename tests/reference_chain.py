@@ -16,7 +16,7 @@ from torch import Tensor
 import torchq
 import torchq.functional as TF
 from torchq import PostOps
-from torchq.compose import (
+from torchq.onednn.composition import (
     Binary,
     Clip,
     Composed,
@@ -143,7 +143,7 @@ def check(
     scale = f64(options.get("weight_scale", 1.0)) * options.get("src_scale", 1.0)
     acc = acc if int8 else acc * unit
 
-    made = torchq.post_ops.compose(
+    made = torchq.compose(
         steps, N, convention=convention, dst_dtype=dst_dtype, bias=bias, **options
     )
     left = [torch.randint(0, 100, (M, N), dtype=S8) for s in steps if isinstance(s, Sum)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.analysis import speed, timing
-from torchq.observers import MovingAverageObserver
+from torchq.quantization.observers import MovingAverageObserver
 
 
 def network() -> nn.Module:

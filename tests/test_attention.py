@@ -19,8 +19,8 @@ from torch import Tensor
 import torchq
 import torchq.functional as TF
 from torchq.nn import AttentionOptions, DynamicQAttention, QAttention
-from torchq.nn.attention import Attention
-from torchq.qparams import QParams
+from torchq.nn.float_modules import Attention
+from torchq.quantization.qparams import QParams
 
 PARAMS = {U8: (0.021, 117), S8: (0.017, -9)}
 TO = {U8: (0.013, 120), S8: (0.019, 5), F32: (1.0, 0)}

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchq.attr import ROUNDING_MODES, Attr
-from torchq.post_ops import PostOps
+from torchq.attributes.attr import ROUNDING_MODES, Attr
+from torchq.attributes.post_ops import PostOps
 
 ARGS = ["src", "weights", "dst", "dw_weights", "dw_dst", "src0", "src1", "src12"]
 FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)

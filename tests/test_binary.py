@@ -17,7 +17,7 @@ from memory import before_guard_page, flushing_denormals, misaligned, rounding_u
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchq.ops import dtype_code
+from torchq.runtime.library import dtype_code
 
 ops = torch.ops.torchq
 OPS = ["add", "mul"]

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import torchq
-from torchq import _library
 from torchq.ops import LIBRARY_PATH
+from torchq.runtime import library
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(torchq.__file__).parent
@@ -95,7 +95,7 @@ def test_a_release_of_torch_that_was_not_tried(package: Path, release: str):
 
 @needs_source
 def test_the_metadata_names_the_same_releases_of_torch():
-    oldest, newest = (f"{major}.{minor}" for major, minor in _library.SUPPORTED_TORCH)
+    oldest, newest = (f"{major}.{minor}" for major, minor in library.SUPPORTED_TORCH)
     text = (ROOT / "pyproject.toml").read_text()
     assert text.count(f'"torch>={oldest},<{newest}"') == text.count('"torch>') == 2
 
@@ -188,10 +188,10 @@ def test_the_torch_release_that_the_library_was_built_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The build notes it beside the library."""
-    monkeypatch.setattr(_library, "LIBRARY_PATH", tmp_path / "libtorchq.so")
-    assert _library.built_for() == "unknown"
+    monkeypatch.setattr(library, "LIBRARY_PATH", tmp_path / "libtorchq.so")
+    assert library.built_for() == "unknown"
     (tmp_path / "built_for.txt").write_text("torch 2.13.0+cpu, x86_64\n")
-    assert _library.built_for() == "torch 2.13.0+cpu, x86_64"
+    assert library.built_for() == "torch 2.13.0+cpu, x86_64"
 
 
 COMPILER = """#!{python}

@@ -13,7 +13,7 @@ import torch
 from reference_chain import F32, S8, S32, U8, N, chain, convert, result, rules, start
 
 import torchq
-from torchq.compose import (
+from torchq.onednn.composition import (
     Binary,
     Clip,
     Eltwise,

@@ -11,7 +11,7 @@ from reference_chain import F32, S8, U8, N, chain, check, convert, rules
 
 import torchq
 import torchq.functional as TF
-from torchq.compose import Eltwise, FakeQuantize, Scale, Shift, Sum, bounds_behind_round
+from torchq.onednn.composition import Eltwise, FakeQuantize, Scale, Shift, Sum, bounds_behind_round
 
 PER_OC = torch.linspace(2.0, 6.0, N)
 CONVENTIONS = pytest.mark.parametrize("convention", ["v1", "v3"])

@@ -11,7 +11,7 @@ from reference_chain import F32, S8, S32, U8, N, check, rules
 from torch import Tensor
 
 import torchq
-from torchq.compose import (
+from torchq.onednn.composition import (
     Binary,
     Clip,
     Eltwise,

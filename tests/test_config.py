@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import torchq
-from torchq.config import OBSERVERS, QConfig, resolve, unmatched_patterns
-from torchq.observers import HistogramObserver, MinMaxObserver, PercentileObserver
+from torchq.quantization.config import OBSERVERS, QConfig, resolve, unmatched_patterns
+from torchq.quantization.observers import HistogramObserver, MinMaxObserver, PercentileObserver
 
 
 def test_defaults():

@@ -15,7 +15,7 @@ from cases import ConvShape
 from torch import Tensor
 
 import torchq
-from torchq.ops import channels_last_strides
+from torchq.runtime.library import channels_last_strides
 
 pytestmark = pytest.mark.usefixtures("isa")
 

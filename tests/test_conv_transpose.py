@@ -19,8 +19,8 @@ from torch.library import opcheck
 import torchq
 import torchq.functional as TF
 from torchq import Attr
-from torchq.ops import channels_last_strides
-from torchq.packing import pack_conv, pack_conv_transpose
+from torchq.functional.packing import pack_conv, pack_conv_transpose
+from torchq.runtime.library import channels_last_strides
 
 ops = torch.ops.torchq
 DTYPES = (U8, S8, S32, F32)

@@ -22,6 +22,7 @@ import torchq
 import torchq.nn as tnn
 from torchq import QConfig
 from torchq.convert.direct import CHECK
+from torchq.quantization.ranges import activation_range
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,7 +55,7 @@ def test_networks(name: str) -> None:
 def test_configurations(name: str, config: str) -> None:
     chosen = CONFIGS[config]
     graph = graph_of(check(name, chosen, bound=18.0))
-    low, high = torchq.qparams.activation_range(chosen.activation_dtype, chosen.activation_bits)
+    low, high = activation_range(chosen.activation_dtype, chosen.activation_bits)
 
     def look(module: nn.Module, args: Any, result: Tensor) -> None:
         for tensor in (*tensors(args), result):

@@ -19,7 +19,7 @@ import torchq
 import torchq.functional as TF
 import torchq.nn as tnn
 from torchq import Attr, PostOps, QParams
-from torchq.post_ops import foldable
+from torchq.attributes.post_ops import foldable
 
 # kernel, stride, padding, and sizes: as oneDNN has it, and the general form
 WINDOWS = [

@@ -19,7 +19,7 @@ import torchq
 import torchq.functional as TF
 import torchq.nn as tnn
 from torchq import PostOps, QParams
-from torchq.packing import pack_conv, pack_linear
+from torchq.functional.packing import pack_conv, pack_linear
 
 ops = torch.ops.torchq
 
@@ -121,7 +121,7 @@ def test_a_row_does_not_depend_on_its_batch(isa: str):
 def test_parameters_are_those_of_choose_qparams():
     """One weight of 1 per output shows the quantized source."""
     src = torch.tensor([[-1.0, 0.3, 2.7, 0.0]])
-    params = torchq.qparams.choose_qparams(-1.0, float(src.max()))
+    params = torchq.quantization.qparams.choose_qparams(-1.0, float(src.max()))
     got = TF.dynamic_linear(src, torch.eye(4, dtype=torch.int8), 1.0, src_range="per_tensor")
     q = reference.quantize(src, params.scale, params.zero_point, U8)
     assert_same(got, reference.dequantize(q, params.scale, params.zero_point))

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq._files import write_file
-from torchq._tensor_file import read_tensors, write_tensors
-from torchq.nn.proof import unproven
-from torchq.packing import PackedWeight, _pack, pack_linear
+from torchq.functional.packing import PackedWeight, _pack, pack_linear, unproven
+from torchq.serialization.files import write_file
+from torchq.serialization.tensor_file import read_tensors, write_tensors
 
 X = torch.linspace(-1, 1, 32).reshape(2, 16)
 

@@ -19,7 +19,8 @@ from torch import Tensor
 import torchq
 import torchq.functional as TF
 from torchq import Attr
-from torchq.post_ops import BINARY_ALGS, ELTWISE_ALGS, PostOps
+from torchq.attributes.post_op import BINARY_ALGS, ELTWISE_ALGS
+from torchq.attributes.post_ops import PostOps
 
 LINEAR = LinearShape(9, 37, 20)
 CONV = ConvShape(2, 5, 37, (5, 6), (3, 3), (1, 1), (1, 0), (0, 1), (1, 1), 1, "conv")

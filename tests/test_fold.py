@@ -15,7 +15,7 @@ from cases import LinearShape
 from reference_post_ops import bind, foldable
 from torch import Tensor
 
-from torchq.ops import dtype_code
+from torchq.runtime.library import dtype_code
 
 ops = torch.ops.torchq
 

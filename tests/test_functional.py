@@ -17,7 +17,7 @@ from torch import Tensor
 
 import torchq.functional as TF
 from torchq import Attr, PostOps
-from torchq.packing import PackedWeight, pack_conv, pack_linear
+from torchq.functional.packing import PackedWeight, pack_conv, pack_linear
 
 LINEAR = cases.LinearShape(5, 33, 19)
 CONVS = [

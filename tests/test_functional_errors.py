@@ -13,7 +13,7 @@ from calls import F32, S8, S32, U8
 
 import torchq.functional as TF
 from torchq import Attr, PostOps, QParams
-from torchq.packing import pack_conv, pack_linear
+from torchq.functional.packing import pack_conv, pack_linear
 
 SRC, WEIGHT = torch.zeros(2, 8, dtype=U8), torch.ones(4, 8, dtype=S8)
 IMAGE, KERNEL = torch.zeros(1, 8, 5, 5, dtype=U8), torch.ones(4, 8, 3, 3, dtype=S8)

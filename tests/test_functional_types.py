@@ -10,7 +10,7 @@ from test_functional_errors import IMAGE, SRC, WEIGHT, conv, lin, refuse
 
 import torchq.functional as TF
 from torchq import Attr, PostOps, compose, saturation
-from torchq.packing import pack_conv
+from torchq.functional.packing import pack_conv
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "src", [1, 2], SRC.to_sparse()])

@@ -11,11 +11,16 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchq.observers import HistogramObserver
-from torchq.observers.clipping import best_range, divergence, percentile_range, squared_error
-from torchq.observers.histogram import Histogram, bin_exponent, first_bin, rebin
-from torchq.qparams import activation_range
-from torchq.ranges import solve_qparams
+from torchq.quantization.observers import HistogramObserver
+from torchq.quantization.observers.clipping import (
+    best_range,
+    divergence,
+    percentile_range,
+    squared_error,
+)
+from torchq.quantization.observers.histogram import Histogram, bin_exponent, first_bin, rebin
+from torchq.quantization.qparams import activation_range
+from torchq.quantization.ranges import solve_qparams
 
 AFFINE = ((0, 255), False)
 SYMMETRIC = ((-128, 127), True)

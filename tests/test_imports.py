@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 import torchq
 
 ROOT = Path(torchq.__file__).parent
@@ -81,7 +79,6 @@ def test_no_circle_between_folders() -> None:
     assert not {tuple(sorted(edge)) for edge in edges if edge[::-1] in edges}
 
 
-@pytest.mark.xfail(reason="loose modules are not in their folders yet", strict=True)
 def test_chains_of_imports_are_short() -> None:
     """Who reads a file should not have to know thirty others."""
 
@@ -94,7 +91,6 @@ def test_chains_of_imports_are_short() -> None:
     assert len(longest) <= 16, " > ".join(longest)
 
 
-@pytest.mark.xfail(reason="compose and isa are both", strict=True)
 def test_a_name_is_a_module_or_a_function() -> None:
     """But for the folder of the flow, whose name the verb has."""
     both = [

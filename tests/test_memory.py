@@ -9,7 +9,7 @@ import torch
 
 import torchq
 import torchq.functional as TF
-from torchq.packing import pack_conv, pack_linear
+from torchq.functional.packing import pack_conv, pack_linear
 
 
 def resident_bytes() -> int:

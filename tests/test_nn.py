@@ -20,7 +20,7 @@ import torchq
 import torchq.functional as TF
 import torchq.nn as tnn
 from torchq import PostOps, QConfig, QParams
-from torchq.ranges import activation_range
+from torchq.quantization.ranges import activation_range
 
 U8 = QParams.per_tensor(0.021, 117)
 S8 = QParams.per_tensor(0.034, -9, torch.int8)

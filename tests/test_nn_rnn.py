@@ -26,7 +26,7 @@ from torchq.nn import (
     QRNNCell,
     RecurrentWeight,
 )
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 SRC = QParams.per_tensor(8 / 255, 128)
 

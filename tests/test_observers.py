@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchq.observers import (
+from torchq.quantization.observers import (
     EntropyObserver,
     HistogramObserver,
     MinMaxObserver,
@@ -18,7 +18,7 @@ from torchq.observers import (
     PercentileObserver,
     PerChannelMinMaxObserver,
 )
-from torchq.qparams import QParams, choose_qparams
+from torchq.quantization.qparams import QParams, choose_qparams
 
 BINNED = [PercentileObserver, HistogramObserver, EntropyObserver]
 MERGEABLE = [MinMaxObserver, PerChannelMinMaxObserver, *BINNED]

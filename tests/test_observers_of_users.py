@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import torchq
-from torchq.observers import HistogramObserver, MinMaxObserver, Observer
-from torchq.qparams import choose_qparams
+from torchq.quantization.observers import HistogramObserver, MinMaxObserver, Observer
+from torchq.quantization.qparams import choose_qparams
 
 FLOWS = [torchq, torchq.eager]
 BATCHES = [torch.linspace(-1, 1, 32).reshape(4, 8), torch.linspace(-2, 3, 32).reshape(4, 8)]

@@ -11,8 +11,8 @@ from torch import nn
 
 import torchq.functional as TF
 from torchq import QParams
+from torchq.functional.packing import pack_conv, pack_conv_transpose, pack_linear
 from torchq.nn import QRecurrentLayer, RecurrentWeight
-from torchq.packing import pack_conv, pack_conv_transpose, pack_linear
 
 
 def test_inner_product_is_linear() -> None:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import torchq
-from torchq.ops import dtype_code
+from torchq.runtime.library import dtype_code
 
 ops = torch.ops.torchq
 LAST = torch.channels_last

@@ -16,15 +16,8 @@ from torch import Tensor
 
 import torchq.functional as TF
 from torchq import Attr
-from torchq.post_ops import (
-    BINARY_ALGS,
-    ELTWISE_ALGS,
-    MAX_POST_OPS,
-    Eltwise,
-    PostOps,
-    Sum,
-    foldable,
-)
+from torchq.attributes.post_op import BINARY_ALGS, ELTWISE_ALGS, Eltwise, Sum
+from torchq.attributes.post_ops import MAX_POST_OPS, PostOps, foldable
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 MASKS = st.integers(0, 4095)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchq.qparams import (
+from torchq.quantization.qparams import (
     QParams,
     activation_range,
     choose_qparams,

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torchq
 from torchq import QConfig, eager
-from torchq.convert.explain import Row
+from torchq.convert.rows import Row
 
 FLOWS = {"graph": torchq, "eager": eager}
 

@@ -17,7 +17,7 @@ from memory import before_guard_page, flushing_denormals, misaligned, rounding_u
 from torch import Tensor
 
 import torchq
-from torchq.ops import dtype_code
+from torchq.runtime.library import dtype_code
 
 ops = torch.ops.torchq
 SHAPE = (2, 3, 5, 7)

@@ -16,7 +16,7 @@ from torch import Tensor
 import torchq
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, UNIT_STATE_S8, QRecurrentLayer
 from torchq.nn.rnn_weight import RecurrentWeight
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 
 @dataclass(frozen=True)

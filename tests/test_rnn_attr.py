@@ -22,7 +22,7 @@ from torchq.nn import (
     QRNNCell,
     RecurrentWeight,
 )
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 S8 = torch.int8
 UNIT = QParams.per_tensor(1 / 127, 128)

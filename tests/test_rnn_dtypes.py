@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchq.nn import QGRU, QLSTM, QRecurrentLayer, RecurrentWeight
 from torchq.nn.rnn_layer import UNIT_STATE, UNIT_STATE_S8
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 # src_iter, src_layer, dst_iter, dst_layer; "q" is the quantized dtype
 CONFIGS = ("qqqq", "qqqf", "fqfq", "fqff")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.onednn import Peer
 from torchq.nn import QRecurrentLayer, RecurrentWeight
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 BLOCKS, PER_BLOCK = 10, 32
 # Of later blocks: two layers of a GRU whose states drift three steps apart.

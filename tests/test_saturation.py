@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchq.packing import pack_conv, pack_linear
-from torchq.saturation import (
+from torchq.functional.packing import pack_conv, pack_linear
+from torchq.onednn.saturation import (
     emulate_conv,
     emulate_conv_transpose,
     emulate_linear,

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import torchq
 import torchq.nn as tnn
 from torchq import PostOps, QConfig, QParams, saturation
+from torchq.functional.packing import pack_conv
 from torchq.nn.attached import computing_modules
-from torchq.packing import pack_conv
-from torchq.saturation import (
+from torchq.onednn.saturation import (
     emulate_module,
     prove,
     seven_bits,

@@ -13,7 +13,7 @@ from test_saturation import random
 from torch import Tensor
 
 from benchmarks.onednn import Peer
-from torchq.saturation import Sums, emulate_conv, emulate_conv_transpose, emulate_linear
+from torchq.onednn.saturation import Sums, emulate_conv, emulate_conv_transpose, emulate_linear
 
 U8, S8, S32 = torch.uint8, torch.int8, torch.int32
 DTYPES = pytest.mark.parametrize("dtype", [U8, S8], ids=["u8", "s8"])

@@ -22,8 +22,8 @@ from torchq.nn import (
     QRNNCell,
     RecurrentWeight,
 )
-from torchq.qparams import QParams
-from torchq.saturation import Tally, emulate_recurrent
+from torchq.onednn.saturation import Tally, emulate_recurrent
+from torchq.quantization.qparams import QParams
 
 U8, S8 = torch.uint8, torch.int8
 UNIT, SIGNED = QParams.per_tensor(1 / 127, 128), QParams.per_tensor(1 / 127, 0, S8)

@@ -138,7 +138,7 @@ def test_tags_and_kernels(line: str):
     assert torch.Tag.pt2_compliant_tag in op.tags
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert has(f"torchq::{name}", "CPU")
-    assert has(f"torchq::{name}", "Meta"), "register its fake kernel in torchq/ops.py"
+    assert has(f"torchq::{name}", "Meta"), "add its fake kernel to torchq/runtime"
     assert not has(f"torchq::{name}", "CompositeImplicitAutograd")
 
 

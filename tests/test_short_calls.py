@@ -83,7 +83,7 @@ def test_a_torch_without_what_it_needs(private: str):
     """Calls stay as they are, and torchq imports."""
     program = f"""
 import torch
-import torchq._library as library
+import torchq.runtime.library as library
 torch.ops.torchq.add, torch.ops.torchq.add.default
 op = torch.ops.torchq.add.default
 ordinary = torch.ops.torchq.add._op

@@ -30,7 +30,7 @@ import torchq
 import torchq.nn as tnn
 from torchq import _C, PostOps, QParams
 from torchq.nn.module import QModule
-from torchq.qparams import choose_qparams
+from torchq.quantization.qparams import choose_qparams
 
 U8 = QParams.per_tensor(0.021, 117)
 S8 = QParams.per_tensor(0.034, -9, torch.int8)

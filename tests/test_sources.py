@@ -18,7 +18,7 @@ from torch import Tensor
 
 import torchq.functional as TF
 from torchq import Attr, PostOps
-from torchq.packing import pack_conv, pack_linear
+from torchq.functional.packing import pack_conv, pack_linear
 
 
 def convert(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,8 +12,9 @@ from flows import graph_of
 from torch import Tensor, nn
 
 import torchq
-from torchq._cpus import usable_cpus
-from torchq.analysis import Speedup, Times, measure, speed, timing
+from torchq.analysis import Times, speed, timing
+from torchq.analysis.timing import Speedup, measure
+from torchq.runtime.cpus import usable_cpus
 
 X = torch.ones(2, 8)
 

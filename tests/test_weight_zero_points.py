@@ -20,8 +20,8 @@ import torchq
 import torchq.functional as TF
 import torchq.nn as tnn
 from torchq import Attr, PostOps, QParams
-from torchq.packing import pack_conv, pack_conv_transpose, pack_linear
-from torchq.saturation.proof import prove_module
+from torchq.functional.packing import pack_conv, pack_conv_transpose, pack_linear
+from torchq.onednn.saturation.proof import prove_module
 
 ops = torch.ops.torchq
 

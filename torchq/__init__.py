@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchq: exact, fast int8 inference on CPUs for PyTorch."""
 
-from torchq import eager, saturation
+from torchq import eager, functional, nn, ops
 from torchq.analysis import (
     compare,
     load_calibration,
@@ -12,13 +12,18 @@ from torchq.analysis import (
     sqnr,
     write_report,
 )
-from torchq.attr import Attr
-from torchq.compose import compose
-from torchq.config import QConfig
+from torchq.attributes.attr import Attr
+from torchq.attributes.post_ops import PostOps
 from torchq.convert.api import calibrate, convert, prepare, quantize
 from torchq.convert.explain import explain
-from torchq.fake_quantize import FakeQuantize
-from torchq.isa import (
+from torchq.functional import packing
+from torchq.nn.fake_quantize import FakeQuantize
+from torchq.onednn import saturation
+from torchq.onednn.composition import compose
+from torchq.quantization import observers
+from torchq.quantization.config import QConfig
+from torchq.quantization.qparams import QParams
+from torchq.runtime.isa import (
     cpu_info,
     isa,
     last_kernel,
@@ -27,8 +32,6 @@ from torchq.isa import (
     supported_isas,
     use_isa,
 )
-from torchq.post_ops import PostOps
-from torchq.qparams import QParams
 from torchq.serialization import load, save
 
 __version__ = "0.1.0"
@@ -46,12 +49,17 @@ __all__ = [
     "cpu_info",
     "eager",
     "explain",
+    "functional",
     "isa",
     "last_kernel",
     "load",
     "load_calibration",
     "memory_info",
     "milliseconds",
+    "nn",
+    "observers",
+    "ops",
+    "packing",
     "prepare",
     "profile",
     "quantize",

@@ -21,16 +21,15 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq import _library
-from torchq._cpus import usable_cpus
-from torchq._text import float_text
-from torchq.analysis import Speedup, measure
-from torchq.analysis.timing import UNSTEADY, crowded
-from torchq.convert.structure import GRAPH_KEY
-from torchq.inputs import Inputs, split_inputs
+from torchq.analysis.timing import UNSTEADY, Speedup, crowded, measure
+from torchq.attributes.arguments import float_text
+from torchq.nn.inputs import Inputs, split_inputs
 from torchq.nn.module import read_spec
 from torchq.ops import LIBRARY_PATH
+from torchq.runtime import library
+from torchq.runtime.cpus import usable_cpus
 from torchq.serialization import REPORT_KEY, read_report, read_state
+from torchq.serialization.graph_text import GRAPH_KEY
 
 _DESCRIPTION = """Quantizes, times and inspects models.
 
@@ -51,7 +50,7 @@ def doctor(args: argparse.Namespace) -> int:
         "python": platform.python_version(),
         "glibc": platform.libc_ver()[1] or "none",
         **torchq.cpu_info(),
-        "torch_built_for": _library.built_for(),
+        "torch_built_for": library.built_for(),
         "library": str(LIBRARY_PATH),
         "self_test": f"wrong on {', '.join(wrong)}" if wrong else "exact on every tier",
     }
@@ -89,14 +88,14 @@ def _positive(text: str) -> int:
 
 
 def _new_file(text: str) -> str:
-    """What a run writes last: its folder is looked for before the run begins."""
+    """Check the folder of a file that a run writes last, before the run begins."""
     if not Path(text).absolute().parent.is_dir() or Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, got {text!r}")
     return text
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what to quantize."""
+    """Return the arguments that say what to quantize."""
     parser.add_argument("model", metavar="MODEL", help="file.py:function or package:function")
     parser.add_argument("--threads", type=_positive, help="torch.set_num_threads")
     parser.add_argument("--isa", choices=torchq.supported_isas(), help="tier to run on")
@@ -128,7 +127,7 @@ def analyze(args: argparse.Namespace) -> int:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Times a model in float, in int8, and in int8 as frozen TorchScript."""
+    """Time a model in float, in int8, and in int8 as frozen TorchScript."""
     model, data = load_model(args.model)
     qmodel = torchq.quantize(model, data, data[0])
     models: dict[str, Any] = {"float": model, "int8": qmodel}
@@ -150,13 +149,13 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
-    """The file."""
+    """Return the file."""
     parser.add_argument("file", help="written by torchq.save")
     add_json(parser)
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Lists the modules of a saved model: what they are and the tensors they hold."""
+    """List the modules of a saved model: what they are and the tensors they hold."""
     state = read_state(Path(args.file))
     report = state.pop(REPORT_KEY, None)
     total = sum(value.numel() * value.element_size() for value in state.values())
@@ -199,7 +198,7 @@ def _few(value: Tensor) -> str:
 
 
 def load_model(spec: str) -> tuple[nn.Module, Sequence[Inputs]]:
-    """Calls the function that a MODEL names.
+    """Call the function that a MODEL names.
 
     Raises:
         ValueError: there is no such function, or it returns something else.
@@ -248,7 +247,7 @@ COMMANDS: dict[str, tuple[str, Setup, Callable[[argparse.Namespace], int]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; a mistake in its arguments is said in one line."""
+    """Run one command; a mistake in its arguments is said in one line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names of modules may be any text
             stream.reconfigure(errors="backslashreplace")
@@ -285,7 +284,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _place(error: BaseException) -> str:
-    """Where in the user's own files an error of torchq came up, if it did."""
+    """Return the place in the user's own files where an error of torchq came up, if it did."""
     libraries = tuple(str(Path(module.__file__ or "").parent) for module in (torchq, torch, os))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((*libraries, "<")):

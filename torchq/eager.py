@@ -1,6 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The eager flow: quantized leaves, float32 between them, the model's own code around them."""
 
-from torchq.convert.swap.flow import calibrate, convert, prepare, quantize
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from torchq.convert.api import calibrate, convert
+from torchq.convert.swap.flow import prepare
+from torchq.nn.inputs import Inputs
+from torchq.quantization.config import Overrides, QConfig
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
+
+
+def quantize(
+    model: nn.Module,
+    data: Iterable[Any],
+    example_inputs: Inputs,
+    config: QConfig | None = None,
+    overrides: Overrides | None = None,
+    strict: bool = False,
+) -> nn.Module:
+    """Call :func:`prepare`, :func:`calibrate` and :func:`convert`."""
+    prepared = prepare(model, example_inputs, config, overrides)
+    return convert(calibrate(prepared, data), strict)

@@ -34,7 +34,7 @@ PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject
 PyMethodDef kCall = {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call)),
                      METH_FASTCALL | METH_KEYWORDS, nullptr};
 
-/// shortcut(name, ordinary): see torchq/_library.py.
+/// shortcut(name, ordinary): see torchq/runtime/library.py.
 PyObject* shortcut(PyObject*, PyObject* args) {
   const char* name = nullptr;
   PyObject* ordinary = nullptr;

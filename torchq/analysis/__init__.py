@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quantization did to a model: accuracy and time by layer, sensitivity, reports.
+"""Shows what quantization did to a model: accuracy and time by layer, sensitivity, reports.
 
 prepared = torchq.calibrate(torchq.prepare(model, inputs), data)
 qmodel = torchq.convert(prepared)

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from torchq._table import html_table
-from torchq.config import Overrides, QConfig, resolve
 from torchq.convert.api import prepare, quantize
 from torchq.convert.explain import explain
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.checks import check_prepared
-from torchq.inputs import Inputs, batches, call, decibels, float_tensors, with_progress
-from torchq.model_state import as_before
+from torchq.convert.table import html_table
 from torchq.nn.attached import computing_modules, graphs_of
+from torchq.nn.inputs import Inputs, batches, call, decibels, float_tensors, with_progress
+from torchq.nn.model_state import as_before
 from torchq.nn.module import QModule
-from torchq.observers import Observer
+from torchq.quantization.config import Overrides, QConfig, resolve
+from torchq.quantization.observers import Observer
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Noise:
     clipped: int = 0
 
     def add(self, expected: Tensor, got: Tensor, clipped: int = 0) -> Noise:
-        """The sums with two more tensors of one shape; ``clipped``: how many values were."""
+        """Return the sums with two more tensors of one shape; ``clipped``: how many values were."""
         expected, got = expected.detach().double(), got.detach().double()
         difference = (expected - got).abs()
         return Noise(
@@ -130,7 +130,7 @@ class Accuracy:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """The same as a table, for notebooks."""
+        """Return the same as a table, for notebooks."""
         rows = [
             (x.name, f"{x.sqnr:.1f}", f"{x.worst:.3g}", f"{x.clipped:.2%}")
             for x in sorted(self.layers, key=lambda x: x.sqnr)
@@ -140,7 +140,7 @@ class Accuracy:
 
 
 def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> Accuracy:
-    """Runs both on the same batches, and compares the destination of every quantized layer.
+    """Run both on the same batches, and compare the destination of every quantized layer.
 
     Args:
         prepared: from :func:`torchq.prepare`: float, with its layers fused as in ``qmodel``.
@@ -193,7 +193,7 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
 
 
 def _first(dst: Any) -> Any:
-    """Of several results; those of a recurrent module are its states, and the last ones of them."""
+    """Return the first of several results: of a recurrent module, its output."""
     while isinstance(dst, tuple):
         dst = dst[0]
     return dst
@@ -210,7 +210,7 @@ def float_layers(prepared: nn.Module) -> dict[str, nn.Module]:
 
 
 def without_observers(prepared: nn.Module) -> nn.Module:
-    """A copy that computes the same and records nothing."""
+    """Return a copy that computes the same and records nothing."""
     copied = copy.deepcopy(prepared)
     graphs = [graph for _, graph in graphs_of(copied)]
     for module in (*copied.modules(), *(m for graph in graphs for m in graph.modules())):
@@ -221,13 +221,13 @@ def without_observers(prepared: nn.Module) -> nn.Module:
 
 
 def _last_step(module: nn.Module) -> nn.Module:
-    """The module whose destination it is."""
+    """Return the module whose destination it is."""
     lookup = getattr(module, "lookup", None)
     return module if lookup is None else lookup
 
 
 def real(module: nn.Module, dst: Tensor) -> Tensor:
-    """What the destination of a quantized module stands for: ``scale * (q - zero_point)``."""
+    """Return the real values of a quantized module's destination: ``scale * (q - zero_point)``."""
     if dst.is_floating_point():
         return dst
     state: Any = _last_step(module)
@@ -243,7 +243,7 @@ def real(module: nn.Module, dst: Tensor) -> Tensor:
 
 
 def covered(module: nn.Module) -> tuple[float, float] | None:
-    """The real values of the smallest and the largest destination; None for float32."""
+    """Return the real values of the smallest and the largest destination; None for float32."""
     dtype = getattr(_last_step(module), "dst_dtype", None)
     if dtype not in (torch.uint8, torch.int8):
         return None
@@ -265,7 +265,7 @@ def _clipped(module: nn.Module, expected: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What one convolution or linear costs in accuracy, as SQNR of the model's output in dB.
+    """Cost of one convolution or linear in accuracy, as SQNR of the model's output in dB.
 
     Attributes:
         name: qualified name in the float model.
@@ -299,7 +299,7 @@ class Sensitivities(list[Sensitivity]):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """The same as a table, for notebooks."""
+        """Return the same as a table, for notebooks."""
         rows = [(x.name, f"{x.alone:.1f}", f"{x.kept:.1f}") for x in self]
         heads = ("layer", "dB, alone in int8", "dB, alone in float")
         return html_table(heads, rows, str(self).splitlines()[:1])

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from torchq._files import write_file
 from torchq.analysis.accuracy import (
     Accuracy,
     LayerAccuracy,
@@ -28,11 +27,13 @@ from torchq.analysis.accuracy import (
 )
 from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.timing import UNSTEADY
-from torchq.convert.explain import NOT_CALLED, Row, explain
-from torchq.inputs import Inputs, batches, call
-from torchq.isa import cpu_info, isa
+from torchq.convert.explain import explain
+from torchq.convert.rows import NOT_CALLED, Row
 from torchq.nn.attached import computing_modules
+from torchq.nn.inputs import Inputs, batches, call
 from torchq.nn.module import QModule
+from torchq.runtime.isa import cpu_info, isa
+from torchq.serialization.files import write_file
 
 _BINS, _MOST = 48, 6
 
@@ -45,7 +46,7 @@ def write_report(
     data: Sequence[Inputs],
     title: str | None = None,
 ) -> None:
-    """Writes an HTML page: what was won and lost, and every layer with its reason and figures.
+    """Write an HTML page: what was won and lost, and every layer with its reason and figures.
 
     Args:
         path: of the file.
@@ -108,7 +109,7 @@ def write_report(
 def _headline(
     rows: Sequence[Row], accuracy: Accuracy, times: Profile, before: int, after: int
 ) -> dict[str, str]:
-    """The sentence on top, and the figures below it."""
+    """Return the sentence on top, and the figures below it."""
     matmuls = [row for row in rows if row.is_matmul and row.reason != NOT_CALLED]
     quantized = sum(row.quantized for row in matmuls)
     speedup, smaller = times.speedup, before / max(after, 1)
@@ -130,7 +131,7 @@ def _headline(
 
 
 def _speed_fact(times: Profile) -> tuple[str, str]:
-    """The speed, or why there is no figure for it."""
+    """Return the speed, or why there is no figure for it."""
     if times.is_steady:
         return str(times.speedup), f"faster: {_ms(times.float_ms)} to {_ms(times.int8_ms)} ms"
     return "speed unknown", times.note or f"{times.speedup}: {UNSTEADY}"
@@ -162,12 +163,12 @@ def _floats(rows: Sequence[Row]) -> str:
 
 
 def _name(name: str) -> str:
-    """A long one breaks behind its dots."""
+    """Return a name that breaks behind its dots."""
     return f"<code>{escape(name).replace('.', '.<wbr>')}</code>"
 
 
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], more: int = 0) -> str:
-    """Of layers' names and numbers; ``more`` are left out."""
+    """Return a table of layers' names and numbers; ``more`` are left out."""
     if not lines:
         return "<p>Nowhere.</p>"
     numbers = "".join(f'<th class="num">{escape(head)}</th>' for head in heads[1:])
@@ -184,7 +185,7 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], more: int = 0) 
 def _line(
     row: Row, details: str, layer: LayerAccuracy | None, spent: LayerTime | None, plot: str
 ) -> str:
-    """A row of the table of all layers."""
+    """Return a row of the table of all layers."""
     kind = f"{row.kind} x{row.calls}" if row.calls > 1 else row.kind
     about = row.reason or details
     if not about.startswith(kind):  # a table of values says what it is
@@ -208,7 +209,7 @@ def _line(
 
 
 def _switch(fused: int) -> str:
-    """Shows rows that are part of other layers."""
+    """Show rows that are part of other layers."""
     label = f"also {fused} row{'s' * (fused != 1)} of what is part of other layers"
     switch = f'<input type="checkbox" id="fused"> <label for="fused">{label}</label>'
     return switch if fused else ""
@@ -233,7 +234,7 @@ def _machine() -> str:
 
 
 def _bytes(model: nn.Module) -> int:
-    """Of everything the model stores; its graphs share weights with its layers."""
+    """Return the bytes of all that the model stores; its graphs share weights with its layers."""
     storages = [value.untyped_storage() for value in model.state_dict().values()]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -244,7 +245,7 @@ def _badge(row: Row) -> str:
 
 
 def _number(key: str, value: float | None, form: str = "", bad: bool = False) -> str:
-    """A cell; ``form`` is for milliseconds where it is empty."""
+    """Return a cell; ``form`` is for milliseconds where it is empty."""
     if value is None or math.isnan(value):
         return '<td class="num" data-v=""></td>'
     kind = "num bad" if bad else "num"
@@ -290,7 +291,7 @@ class _Histogram:
 
 
 def _histograms(prepared: nn.Module, qmodel: nn.Module, batch: Inputs) -> dict[str, str]:
-    """An SVG of every quantized layer's float destination on one batch."""
+    """Return an SVG of every quantized layer's float destination on one batch."""
     floats = without_observers(prepared)
     quantized = {n: m for n, m in computing_modules(qmodel).items() if isinstance(m, QModule)}
     found: dict[str, str] = {}

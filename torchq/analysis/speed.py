@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a model goes, in float and in int8."""
+"""Measures the time of a model by layer, in float and in int8."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from statistics import median
 import torch
 from torch import nn
 
-from torchq._table import html_table
 from torchq.analysis import timing
 from torchq.analysis.timing import UNSTEADY, Speedup, Times, crowded, measure
 from torchq.convert.explain import explain
-from torchq.inputs import Inputs, call
-from torchq.model_state import as_before
+from torchq.convert.table import html_table
 from torchq.nn.attached import computing_modules
+from torchq.nn.inputs import Inputs, call
+from torchq.nn.model_state import as_before
 from torchq.nn.module import QModule
 
 
@@ -46,7 +46,7 @@ class LayerTime:
 
     @property
     def loses(self) -> bool:
-        """Whether int8 is slower than float here, by more than the spread."""
+        """Return whether int8 is slower than float here, by more than the spread."""
         return self.speedup is not None and self.speedup.high < 1
 
 
@@ -77,12 +77,12 @@ class Profile:
 
     @property
     def speedup(self) -> Speedup:
-        """Of the whole model."""
+        """Return the speedup of the whole model."""
         return Speedup.of(self.float_times, self.int8_times)
 
     @property
     def is_steady(self) -> bool:
-        """Whether the times bear out one figure for the whole model."""
+        """Return whether the times bear out one figure for the whole model."""
         return self.speedup.is_steady and not self.note
 
     @property
@@ -108,7 +108,7 @@ class Profile:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """The same as a table, for notebooks."""
+        """Return the same as a table, for notebooks."""
         rows = [
             (x.name, f"{x.float_ms:.3f}", f"{x.int8_ms:.3f}", x.speedup or "-", f"{x.share:.0%}")
             for x in self.layers
@@ -120,7 +120,7 @@ class Profile:
 def profile(
     model: nn.Module, qmodel: nn.Module, example_inputs: Inputs, rounds: int = 11
 ) -> Profile:
-    """Times every quantized layer beside the float modules that it replaces.
+    """Time every quantized layer beside the float modules that it replaces.
 
     Args:
         model: the float model.
@@ -186,7 +186,7 @@ class _Watch:
         self._started: dict[str, float] = {}
 
     def times(self, names: Sequence[str]) -> Times | None:
-        """Of these modules together; None without any."""
+        """Return the times of these modules together; None without any."""
         sums = (sum(ran.get(name, 0.0) for name in names) for ran in self.rounds)
         return Times(tuple(sums)) if names else None
 

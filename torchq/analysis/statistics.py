@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchq._tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 from torchq.nn.attached import computing_modules
-from torchq.observers import Observer
+from torchq.quantization.observers import Observer
+from torchq.serialization.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 
 _FORMAT = "torchq-calibration-2"
 _FORMAT_0_1 = "torchq-calibration-1"
@@ -22,12 +22,12 @@ Saved = dict[str, tuple[str, dict[str, Tensor]]]
 
 
 def observers(prepared: nn.Module) -> dict[str, Observer]:
-    """The observers of a prepared model by qualified name."""
+    """Return the observers of a prepared model by qualified name."""
     return {name: m for name, m in computing_modules(prepared).items() if isinstance(m, Observer)}
 
 
 def save_calibration(prepared: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Writes what the observers have recorded, so that calibration can go on elsewhere.
+    """Write what the observers have recorded, so that calibration can go on elsewhere.
 
     The file is written whole or not at all, and has a digest that :func:`load_calibration` checks.
 
@@ -51,7 +51,7 @@ def save_calibration(prepared: nn.Module, path: str | os.PathLike[str]) -> None:
 def load_calibration(
     prepared: nn.Module, path: str | os.PathLike[str], merge: bool = False
 ) -> nn.Module:
-    """Gives observers what was saved: calibration then resumes, or conversion follows.
+    """Give observers what was saved: calibration then resumes, or conversion follows.
 
     Args:
         prepared: of the same model and configuration as the saved one; returned for chaining.
@@ -96,7 +96,7 @@ def load_calibration(
 
 
 def _read(path: Path) -> Saved:
-    """What a file holds.
+    """Return what a file holds.
 
     Raises:
         ValueError: it is no calibration, or was damaged.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from torchq._cpus import usable_cpus
-from torchq.inputs import Inputs, call
+from torchq.nn.inputs import Inputs, call
+from torchq.runtime.cpus import usable_cpus
 
 clock = time.perf_counter
 _TICK = 1e-6  # milliseconds: a clock may be too coarse to see a call
@@ -71,7 +71,7 @@ class Speedup:
 
     @property
     def is_steady(self) -> bool:
-        """Returns True where the spread bears out the median.
+        """Return True where the spread bears out the median.
 
         The shortest times, which a busy machine disturbs least, must agree with it.
         """
@@ -79,7 +79,7 @@ class Speedup:
         return self.high <= _WIDEST * self.low and apart <= _WIDEST
 
     def __str__(self) -> str:
-        """The median, or only the range where the spread does not bear it out."""
+        """Return the median, or only the range where the spread does not bear it out."""
         if self.is_steady:
             return f"{self.median:.1f}x"
         low, high = min(self.low, self.best), max(self.high, self.best)
@@ -94,7 +94,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def crowded() -> str:
-    """Returns a sentence where there are more threads than CPUs to run them, else nothing."""
+    """Return a sentence where there are more threads than CPUs to run them, else nothing."""
     threads, cpus = torch.get_num_threads(), usable_cpus()
     if threads <= max(cpus, 1):
         return ""
@@ -107,7 +107,7 @@ def crowded() -> str:
 def measure(
     models: Mapping[str, nn.Module], inputs: Inputs, rounds: int = 11, calls: int = 1
 ) -> dict[str, Times]:
-    """Times one call of each model, in turns.
+    """Time one call of each model, in turns.
 
     A busy machine slows all alike, so the times of one round can be compared. Each model runs three
     times before, in inference mode, with as many threads as ``torch.get_num_threads()``.
@@ -143,6 +143,6 @@ def measure(
 def milliseconds(
     models: Mapping[str, nn.Module], inputs: Inputs, rounds: int = 11, calls: int = 1
 ) -> dict[str, float]:
-    """Returns the median time of one call of each model; see :func:`measure`."""
+    """Return the median time of one call of each model; see :func:`measure`."""
     times = measure(models, inputs, rounds, calls)
     return {name: each.median for name, each in times.items()}

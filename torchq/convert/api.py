@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.config import Overrides, QConfig
 from torchq.convert.checks import add_checks
 from torchq.convert.dispatch import Dispatch, attach, dispatches
-from torchq.convert.explain import Row, check_patterns, check_strict, joined
 from torchq.convert.fake_calls import without_observers
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_code import as_module
@@ -26,14 +24,16 @@ from torchq.convert.parts import Part, find_parts
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared
 from torchq.convert.report import merged, report_rows
-from torchq.convert.self_contained import STANDALONE, converted
+from torchq.convert.rows import Row, check_patterns, check_strict, joined
+from torchq.convert.self_contained import SELF_CONTAINED, converted
 from torchq.convert.share import share_weights
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
+from torchq.nn.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
-from torchq.qparams import QParams, choose_qparams
+from torchq.quantization.config import Overrides, QConfig
+from torchq.quantization.qparams import QParams, choose_qparams
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
 
@@ -44,7 +44,7 @@ def prepare(
     config: QConfig | None = None,
     overrides: Overrides | None = None,
 ) -> nn.Module:
-    """Returns a copy of ``model`` that computes the same and records what quantization needs.
+    """Return a copy of ``model`` that computes the same and records what quantization needs.
 
     The copy has the model's class. Its layers are observed, and so is the graph that torch.export
     captures of the call; where the whole is not captured, its largest parts are.
@@ -116,14 +116,14 @@ def _prepared(
 def _graph(
     part: Part, prepared: nn.Module, config: QConfig, overrides: Overrides | None
 ) -> Prepared:
-    """Returns the observed graph of a part."""
+    """Return the observed graph of a part."""
     plan = Plan(part.captured, config, overrides)
-    opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.standalone}
+    opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.self_contained}
     return Prepared(plan, opaque, report_rows(plan)).eval()
 
 
 def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
-    """Returns the quantized model; the prepared one stays as it is.
+    """Return the quantized model; the prepared one stays as it is.
 
     The result is a copy with the model's class, of quantized layers and int8 graphs. It has no
     gradients: its float parameters do not require grad any more; inputs that require grad raise.
@@ -156,7 +156,7 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
     for name, module in prepared.named_modules():
         if isinstance(module, ObservedLeaf):
             memo[id(module)] = take_hooks(_leaf(name, module, layers), module)
-        elif isinstance(module, STANDALONE):
+        elif isinstance(module, SELF_CONTAINED):
             memo[id(module)] = take_hooks(converted(module, name), module)
     for dispatch in graphs:
         graph: Any = dispatch.graph
@@ -184,7 +184,7 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
 
 
 def _save_pretrained(*args: Any, **kwargs: Any) -> None:
-    """Raises NotImplementedError: transformers would load the file with random weights."""
+    """Raise NotImplementedError: transformers would load the file with random weights."""
     raise NotImplementedError(
         "save_pretrained: a model that torchq converted cannot be written so: from_pretrained "
         "would make a float model of it. Call torchq.save(model, path), and "
@@ -193,7 +193,7 @@ def _save_pretrained(*args: Any, **kwargs: Any) -> None:
 
 
 def _check_calibrated(dispatch: Dispatch) -> None:
-    """Raises RuntimeError where every call of calibration ran the module's own code."""
+    """Raise RuntimeError where every call of calibration ran the module's own code."""
     assert isinstance(dispatch.graph, Prepared)
     observers = list(dispatch.graph.observers)
     seen = dispatch.graph_calls or any(observer.calibrated for observer in observers)
@@ -207,7 +207,7 @@ def _check_calibrated(dispatch: Dispatch) -> None:
 
 
 def _layers(graphs: list[Dispatch]) -> dict[str, list[tuple[Prepared, Layer]]]:
-    """Returns the quantized layers of graphs by the names of the float modules, call by call."""
+    """Return the quantized layers of graphs by the names of the float modules, call by call."""
     found: dict[str, list[tuple[Prepared, Layer]]] = {}
     for dispatch in graphs:
         graph: Any = dispatch.graph
@@ -219,7 +219,7 @@ def _layers(graphs: list[Dispatch]) -> dict[str, list[tuple[Prepared, Layer]]]:
 
 
 def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
-    """Returns whether a module has observed leaves that its graph does not call."""
+    """Return whether a module has observed leaves that its graph does not call."""
     graph: Any = dispatch.graph
     prefix = f"{dispatch.name}." if dispatch.name else ""
     known = _layers([dispatch]).keys() | {f"{prefix}{name}" for name in graph.opaque_names}
@@ -227,14 +227,14 @@ def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
         f"{prefix}{name}" not in known
         for name, leaf in owner.named_modules()
         if (isinstance(leaf, ObservedLeaf) and leaf.observer is not None)
-        or isinstance(leaf, STANDALONE)
+        or isinstance(leaf, SELF_CONTAINED)
     )
 
 
 def _leaf(
     name: str, module: ObservedLeaf, layers: dict[str, list[tuple[Prepared, Layer]]]
 ) -> nn.Module:
-    """Returns the quantized leaf, or the float layer where neither way was calibrated.
+    """Return the quantized leaf, or the float layer where neither way was calibrated.
 
     What the graph has seen of the source counts as well: most calls take the graph.
     """
@@ -250,7 +250,7 @@ def _leaf(
 
 
 def _wider(a: QParams, b: QParams, config: QConfig) -> QParams:
-    """Returns parameters for the values of both."""
+    """Return parameters for the values of both."""
     if (a.dtype, a.bits) != (b.dtype, b.bits):
         return b
     if config.symmetric:
@@ -268,7 +268,7 @@ def quantize(
     overrides: Overrides | None = None,
     strict: bool = False,
 ) -> nn.Module:
-    """Calls :func:`prepare`, :func:`calibrate` and :func:`convert`.
+    """Call :func:`prepare`, :func:`calibrate` and :func:`convert`.
 
     Args:
         model: see :func:`prepare`, as for ``config`` and ``overrides``.

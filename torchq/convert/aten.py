@@ -40,7 +40,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.bool)
 
 
 def plain_graph(exported: Exported, model: nn.Module) -> Captured:
-    """Returns the graph of a captured call of ``model``, whose parameters it refers to."""
+    """Return the graph of a captured call of ``model``, whose parameters it refers to."""
     return _Plain(exported, model).run()
 
 
@@ -82,7 +82,7 @@ class _Plain:
                     node.meta["owner"] = self._layer_of_weight(node)
 
     def _layer_of_weight(self, node: fx.Node) -> str:
-        """Returns the name of the layer whose parameters other code multiplies by, or ""."""
+        """Return the name of the layer whose parameters other code multiplies by, or ""."""
         left = [n for n in node.all_input_nodes if not n.meta["varying"]]
         names: set[str] = set()
         while left:
@@ -97,7 +97,7 @@ class _Plain:
     # Nodes
 
     def _region(self, source: fx.Graph, module: nn.Module, tensors: Any, given: Any) -> Any:
-        """Writes the nodes of a graph, or of a region inside; returns what it gives."""
+        """Write the nodes of a graph, or of a region inside; return what it gives."""
         kinds = {s.arg.name: s for s in self.program.graph_signature.input_specs}
         for node in source.nodes:
             if node.op == "placeholder":
@@ -124,7 +124,7 @@ class _Plain:
         return self._noted(made, node, varying=True, static=False, positional=integral)
 
     def _held(self, target: str) -> fx.Node:
-        """Returns a parameter, buffer or constant of the program."""
+        """Return a parameter, buffer or constant of the program."""
         if target not in self.held:
             name = target.removeprefix(PREFIX)
             value = {**self.program.state_dict, **self.program.constants}[target]
@@ -216,7 +216,7 @@ class _Plain:
         return self.env[value] if isinstance(value, fx.Node) else value
 
     def _function(self, node: fx.Node, args: Any, kwargs: Any, call: Any = None) -> fx.Node:
-        """Writes a call, of ``node`` or another one in its place."""
+        """Write a call, of ``node`` or another one in its place."""
         call = call or node.target
         op, target, args, kwargs = spelled(call, args, kwargs)
         made = self.graph.create_node(op, target, tuple(args), dict(kwargs))
@@ -238,7 +238,7 @@ class _Plain:
         return self._noted(made, node, varying=varying, static=static, positional=positional)
 
     def _einsum(self, node: fx.Node, equation: str, operands: Any, path: Any = None) -> Any:
-        """Writes an einsum as the matrix product that it is; None where it is none."""
+        """Write an einsum as the matrix product that it is; None where it is none."""
 
         def emit(call: Any, *args: Any) -> fx.Node:
             return self._function(node, args, {}, call)
@@ -247,13 +247,13 @@ class _Plain:
         return as_product(emit, equation, operands, known)
 
     def _is_in_order(self, node: fx.Node) -> bool:
-        """Returns whether a tensor of the example fills its memory, in the order of its dims."""
+        """Return whether a tensor of the example fills its memory, in the order of its dims."""
         value = self.values[node]
         whole = value.untyped_storage().nbytes() == value.numel() * value.itemsize
         return bool(value.is_contiguous() and whole)
 
     def _recurrent(self, node: fx.Node, args: Any) -> list[fx.Node]:
-        """Returns the call of a recurrent module, and its results one by one."""
+        """Return the call of a recurrent module, and its results one by one."""
         srcs, name, kind = args[0], args[1], args[2]
         states = [tuple(srcs[1:])] if "LSTM" in kind and srcs[1:] else srcs[1:]
         made = self._module(node, name, (srcs[0], *states))
@@ -267,7 +267,7 @@ class _Plain:
         return [part(made, 0), part(made, 1)]
 
     def _module(self, node: fx.Node, name: str, args: Any) -> fx.Node:
-        """Returns the call of a module that is one call in the program, too."""
+        """Return the call of a module that is one call in the program, too."""
         if is_reserved(name):
             raise CaptureError(f"torch.fx has another meaning for the name '{name}'")
         made = self.graph.call_module(name, args)
@@ -330,7 +330,7 @@ class _Plain:
 
 
 def _argument_names(exported: Exported, model: nn.Module) -> list[str]:
-    """Returns the names that the model's code has for its tensors, which scripts keep."""
+    """Return the names that the model's code has for its tensors, which scripts keep."""
     leaves, _ = pytree.tree_flatten_with_path((exported.args, exported.kwargs))
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     positional = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
@@ -354,7 +354,7 @@ def _has(model: nn.Module, name: str) -> bool:
 
 
 def _full_name(target: Any) -> str | None:
-    """Returns the name of an ATen call as in its schema; None for Python's operators."""
+    """Return the name of an ATen call as in its schema; None for Python's operators."""
     if not isinstance(target, torch._ops.OpOverload):
         return None
     return f"{target._schema.name}.{target._schema.overload_name}".rstrip(".")
@@ -389,7 +389,7 @@ def _meta(value: Any) -> Meta:
 
 
 def _phase(made: fx.Node, values: dict[fx.Node, Any]) -> float | None:
-    """Returns the largest phase that a sine or cosine of data takes on the example."""
+    """Return the largest phase that a sine or cosine of data takes on the example."""
     if made.target not in (torch.sin, torch.cos) or not made.all_input_nodes:
         return None
     source = values[made.all_input_nodes[0]]

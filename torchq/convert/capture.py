@@ -13,6 +13,7 @@ import enum
 import inspect
 import io
 import logging
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torchq.convert.fake_calls import FakeFunctions, as_fake_calls
 from torchq.convert.in_place import needs_functions
 from torchq.convert.recurrent import as_one_call
-from torchq.model_state import changed, state_of, twin
+from torchq.nn.model_state import changed, state_of, twin
 
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION", "PARAMETER_MUTATION")
@@ -98,7 +99,7 @@ PREFIX = "module."
 
 
 def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exported:
-    """Captures ``module(*args, **kwargs)``; the module itself is not changed.
+    """Capture ``module(*args, **kwargs)``; the module itself is not changed.
 
     Raises:
         CaptureError: torch.export does not capture the call, or the module keeps what it computes.
@@ -117,7 +118,7 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _why_not(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Returns why a graph cannot stand for calls of the module's ``forward``, or ""."""
+    """Return why a graph cannot stand for calls of the module's ``forward``, or ""."""
     own = type(module).__call__ is not nn.Module.__call__ and not isinstance(module, fx.GraphModule)
     if own or "forward" in vars(module):
         return f"its {'__call__' if own else 'forward'} was replaced"
@@ -133,13 +134,13 @@ def _why_not(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _is_users(hook: Any) -> bool:
-    """Returns False for hooks that a library makes in its models, and that a graph does without."""
+    """Return False for hooks that a library makes in its models, and that a graph does without."""
     module = getattr(hook, "__module__", None) or ""
     return not module.startswith(("torch.", "transformers."))
 
 
 def _why_unknown(does: str, values: Any) -> str:
-    """Returns why a graph cannot take or return such values, or ""."""
+    """Return why a graph cannot take or return such values, or ""."""
     for leaf in pytree.tree_leaves(values):
         kind = type(leaf).__name__
         if is_dataclass(leaf):
@@ -150,7 +151,7 @@ def _why_unknown(does: str, values: Any) -> str:
 
 
 def _is_constant(leaf: Any) -> bool:
-    """Returns whether a graph may hold a value that is no tensor as a constant."""
+    """Return whether a graph may hold a value that is no tensor as a constant."""
     kinds = (Tensor, bool, int, float, str, torch.dtype, torch.device, enum.Enum, type(None))
     return isinstance(leaf, kinds)
 
@@ -161,7 +162,7 @@ def _clean(value: Any) -> Any:
 
 
 def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
-    """Returns the module, or a copy that keeps what its first call has worked out for the sizes.
+    """Return the module, or a copy that keeps what its first call has worked out for the sizes.
 
     The second result tells whether its code calls ``torch.fake_quantize_*``.
 
@@ -197,7 +198,7 @@ def _other_values(tensor: Tensor) -> Tensor:
 
 
 def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Returns the example with a batch of two, if its batch is one; None if that does not run.
+    """Return the example with a batch of two, if its batch is one; None if that does not run.
 
     torch.export takes a size of one for a constant.
     """
@@ -238,7 +239,7 @@ def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
     positions = adapter.positions
     arguments = _arguments(program, positions, leaves)
     exported = Exported(program, args, kwargs, arguments, _guards(program, len(tensors)))
-    if failed := [guard for guard in exported.guards if not holds(guard, tensors)]:
+    if failed := [guard for guard in exported.guards if not holds(guard, shapes_of(tensors))]:
         raise CaptureError(f"a guard of torch.export cannot be checked: {failed[0]}")
     return exported
 
@@ -260,7 +261,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _first(error: Exception) -> str:
-    """Returns the first line of a message that may be pages long, or plain words for it."""
+    """Return the first line of a message that may be pages long, or plain words for it."""
     if type(error).__name__ == "GuardOnDataDependentSymNode":
         return "its code acts on the values of a tensor"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -279,7 +280,7 @@ def _arguments(program: ExportedProgram, positions: list[int], leaves: list[Any]
 
 
 def _guards(program: ExportedProgram, count: int) -> list[str]:
-    """Returns torch's guards as conditions on ``s0``, ``s1``, ...: the shapes of the tensors."""
+    """Return torch's guards as conditions on ``s0``, ``s1``, ...: the shapes of the tensors."""
     result = []
     for guard in getattr(program, "_guards_code", None) or []:
         text = re.sub(r"L\['tensors'\]\[(\d+)\]\.size\(\)", r"s\1", guard)
@@ -288,10 +289,14 @@ def _guards(program: ExportedProgram, count: int) -> list[str]:
     return list(dict.fromkeys(result))
 
 
-def holds(guard: str, tensors: Sequence[Tensor]) -> bool:
-    """Returns whether a guard holds for these tensors; False where it cannot be evaluated."""
-    names = {f"s{i}": t.shape for i, t in enumerate(tensors)}
+def shapes_of(tensors: Sequence[Tensor]) -> dict[str, torch.Size]:
+    """Return the names that guards refer to."""
+    return {f"s{i}": tensor.shape for i, tensor in enumerate(tensors)}
+
+
+def holds(guard: str, shapes: Mapping[str, Any]) -> bool:
+    """Return whether a guard holds for these shapes; False where it cannot be evaluated."""
     try:
-        return bool(eval(guard, {"torch": torch, "math": __import__("math")}, names))
+        return bool(eval(guard, {"torch": torch, "math": math}, dict(shapes)))
     except Exception:
         return False

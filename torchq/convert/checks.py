@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from torchq.convert.direct import CHECK
-from torchq.convert.explain import joined
 from torchq.convert.guards import Example
+from torchq.convert.rows import joined
 
 
 class _Tracer(fx.proxy.GraphAppendingTracer):
@@ -49,18 +49,18 @@ class _Plain(ast.NodeTransformer):
     """Writes ``and``, ``or``, ``not`` and chains, which a graph cannot record, as operators."""
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
-        """Joins the values by ``&`` or ``|``."""
+        """Join the values by ``&`` or ``|``."""
         joint = ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr()
         return _joined(joint, [self.visit(value) for value in node.values])
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
-        """Makes pairs of a chain such as ``2 <= s0[0] <= 9``."""
+        """Make pairs of a chain such as ``2 <= s0[0] <= 9``."""
         values = [self.visit(value) for value in (node.left, *node.comparators)]
         pairs = zip(values, node.ops, values[1:], strict=False)
         return _joined(ast.BitAnd(), [ast.Compare(a, [op], [b]) for a, op, b in pairs])
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
-        """Compares with False."""
+        """Compare with False."""
         value = self.visit(node.operand)
         if not isinstance(node.op, ast.Not):
             return ast.UnaryOp(node.op, value)
@@ -105,7 +105,7 @@ def _assert(conditions: list[Any], example: Example, tracer: _Tracer) -> None:
 
 
 def _recorded(guard: str, shapes: dict[str, _Shape], tracer: _Tracer) -> list[Any]:
-    """Returns the condition; none where a graph cannot express the guard."""
+    """Return the condition; none where a graph cannot express the guard."""
 
     def call(function: Any) -> Callable[..., Any]:
         def of_two(*pair: Any) -> fx.Proxy:

@@ -13,7 +13,7 @@ from torchq.convert.patterns import row_of
 
 
 def compute_once(captured: Captured) -> None:
-    """Puts results in the place of the calls that make them in each run.
+    """Put results in the place of the calls that make them in each run.
 
     So do functions behind them that give no more elements. What the model returns stays, as its
     caller may write to that.
@@ -40,7 +40,7 @@ def compute_once(captured: Captured) -> None:
 
 
 def _is_made(node: fx.Node, made: dict[fx.Node, None]) -> bool:
-    """Returns whether it is such a call, or what a function makes of results and constants."""
+    """Return whether it is such a call, or what a function makes of results and constants."""
     if node.op not in ("call_function", "call_method") or node.meta["varying"]:
         return False
     row = row_of(node)
@@ -53,7 +53,7 @@ def _is_made(node: fx.Node, made: dict[fx.Node, None]) -> bool:
 
 
 def _size(node: fx.Node) -> int:
-    """Returns the elements of a tensor, or of all in a sequence."""
+    """Return the elements of a tensor, or of all in a sequence."""
     found: Any = node.meta["constant"]
     tensors = found if isinstance(found, tuple | list) else [found]
     return sum(t.numel() for t in tensors if isinstance(t, Tensor))

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.fx.graph import _format_target
 
-from torchq._library import new_site
 from torchq.nn.module import QModule
+from torchq.runtime.library import new_site
 
 _CHOICE = """    if not _torchq_torch.jit.is_scripting():
         if _torchq_torch.compiler.is_compiling():
@@ -42,7 +42,7 @@ _numbers = itertools.count()
 def direct_and_forward(
     source: str, names: dict[str, Any], modules: Collection[str], arguments: Collection[str]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns ``_direct``, and a ``forward`` that chooses: ``_plain`` is what torch.fx wrote.
+    """Return ``_direct``, and a ``forward`` that chooses: ``_plain`` is what torch.fx wrote.
 
     Args:
         source: of ``forward``, as torch.fx writes it.
@@ -78,7 +78,7 @@ def direct_and_forward(
 
 
 def _named(lines: list[str], modules: list[str], error: Exception) -> Exception:
-    """Returns the error of an op with the name of the module that called it.
+    """Return the error of an op with the name of the module that called it.
 
     The name is looked for in the line that failed, only then: calls cost nothing more.
     """
@@ -90,7 +90,7 @@ def _named(lines: list[str], modules: list[str], error: Exception) -> Exception:
 
 
 def _function(source: str, names: dict[str, Any]) -> Callable[..., Any]:
-    """Returns ``forward`` of this source, which tracebacks and TorchScript can read."""
+    """Return ``forward`` of this source, which tracebacks and TorchScript can read."""
     file, scope = f"<torchq graph {next(_numbers)}>", dict(names)
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     exec(compile(source, file, "exec", dont_inherit=True), scope)

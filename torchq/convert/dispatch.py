@@ -44,7 +44,7 @@ class Dispatch(Attachment):
     def __init__(
         self, module: nn.Module, graph: nn.Module, example: Example, name: str, strict: bool
     ) -> None:
-        """``example``: which calls take the graph."""
+        """Take the graph for calls that are like ``example``."""
         self.module, self.graph, self.name, self.strict = module, graph, name, strict
         self.example = example
         self.graph_calls = self.own_calls = 0
@@ -106,7 +106,7 @@ class Dispatch(Attachment):
     def _compiled(
         self, choose: Callable[..., Any], restore: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Takes a call within torch.compile or export; a count would compile each call anew."""
+        """Take a call within torch.compile or export; a count would compile each call anew."""
         try:
             found = choose(*args, **kwargs)
         except TypeError:
@@ -118,14 +118,14 @@ class Dispatch(Attachment):
         return restore(self.graph(*found))
 
     def _is_clean(self) -> bool:
-        """Returns whether no submodule has hooks that are newer than the graph."""
+        """Return whether no submodule has hooks that are newer than the graph."""
         if _hooks(self.module) - self._known:
             return False
         self._seen = RemovableHandle.next_id
         return True
 
     def _why(self, found: Any, args: Any, kwargs: Any) -> str:
-        """Returns why a call does not take the graph, and what would avoid that."""
+        """Return why a call does not take the graph, and what would avoid that."""
         remedy = "Quantize with example inputs that are called so to have a graph of such calls."
         if found is None:
             reason = self.example.why(args, kwargs)
@@ -139,7 +139,7 @@ class Dispatch(Attachment):
         return f"{text} With strict=True this is an error." if self.strict else text
 
     def _count(self, reason: str) -> None:
-        """Counts a call of the module's own code; the first one warns."""
+        """Count a call of the module's own code; the first one warns."""
         self.own_calls += 1
         if not self._warned:
             self._warned = True
@@ -160,17 +160,17 @@ class Dispatch(Attachment):
         return {**vars(self), "_seen": -1}
 
     def conditions(self) -> list[str]:
-        """Returns what a call must meet to take the graph, as text."""
+        """Return what a call must meet to take the graph, as text."""
         return self.example.describe()
 
     def scriptable(self) -> nn.Module:
-        """Returns what ``torch.jit.script`` compiles in place of the module."""
+        """Return what ``torch.jit.script`` compiles in place of the module."""
         return self.graph
 
     # The state of the graph goes with that of the module
 
     def save(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Adds the graph's tensors to a state_dict of the module."""
+        """Add the graph's tensors to a state_dict of the module."""
         for name, value in self.graph.state_dict(keep_vars=True).items():
             state[f"{prefix}{_KEY}{name}"] = value
 
@@ -178,7 +178,7 @@ class Dispatch(Attachment):
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
-        """Takes the graph's tensors out of a state that is being loaded."""
+        """Take the graph's tensors out of a state that is being loaded."""
         start = f"{prefix}{_KEY}"
         own = {name: state.pop(name) for name in list(state) if name.startswith(start)}
         own = {name[len(start) :]: value for name, value in own.items()}
@@ -193,7 +193,7 @@ class Dispatch(Attachment):
 
 
 def attach(dispatch: Dispatch) -> None:
-    """Makes calls of a module go through its dispatch."""
+    """Make calls of a module go through its dispatch."""
     module = dispatch.module
     vars(module)["forward"] = dispatch.forward
     vars(module)["__prepare_scriptable__"] = dispatch.scriptable
@@ -202,19 +202,19 @@ def attach(dispatch: Dispatch) -> None:
 
 
 def dispatch_of(module: nn.Module) -> Dispatch | None:
-    """Returns what a module's calls go through; None for a module without a graph."""
+    """Return what a module's calls go through; None for a module without a graph."""
     owner = attachment_of(module)
     return owner if isinstance(owner, Dispatch) else None
 
 
 def dispatches(model: nn.Module) -> list[Dispatch]:
-    """Returns all of them in a model, in the order of its modules."""
+    """Return all of them in a model, in the order of its modules."""
     found = (dispatch_of(module) for module in model.modules())
     return [dispatch for dispatch in found if dispatch is not None]
 
 
 def _hooks(module: nn.Module) -> set[tuple[str, int]]:
-    """Returns the hooks of a module's parts; its own ones run whatever a call takes."""
+    """Return the hooks of a module's parts; its own ones run whatever a call takes."""
     found = {
         (name, key)
         for name, part in module.named_modules()

@@ -18,7 +18,7 @@ Known = tuple[tuple[int, ...], bool]
 def as_product(
     emit: Emit, equation: str, operands: Sequence[fx.Node], known: Sequence[Known]
 ) -> fx.Node | None:
-    """Writes an einsum as permutations around one ``matmul``.
+    """Write an einsum as permutations around one ``matmul``.
 
     Args:
         emit: writes an ATen call with these arguments.
@@ -91,7 +91,7 @@ class _Product:
         return self.emit(_ATEN.flatten.using_ints, x, start, start + count - 1)
 
     def _split(self, x: fx.Node, dim: int, sizes: list[Any]) -> fx.Node:
-        """Returns the inverse of :meth:`_one`."""
+        """Undo :meth:`_one`."""
         if not sizes:
             return self.emit(_ATEN.squeeze.dim, x, dim)
         return x if len(sizes) == 1 else self.emit(_ATEN.unflatten.int, x, dim, sizes)

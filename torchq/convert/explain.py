@@ -1,64 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is int8, what stayed float, and why."""
+"""Reports which modules are int8, which stayed float, and why."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from torchq._table import html_table
-from torchq.config import Overrides, unmatched_patterns
+from torchq.convert.rows import NOT_CALLED, Row, joined
+from torchq.convert.table import html_table
 from torchq.nn.attached import attachment_of, computing_modules
 from torchq.nn.module import QModule
-from torchq.saturation import seven_bits
+from torchq.onednn.saturation.proof import seven_bits
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 
 _HEADS = ("module", "class", "runs in", "attributes, or why it is float")
-
-NOT_CALLED = "not called with example_inputs"
-"""The reason of what did not run when the model was prepared."""
-
-READ = "its parameters are used outside of it, and it is not called"
-"""The reason of a layer whose parameters the model's own code reads."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One module of the float model.
-
-    Attributes:
-        name: qualified name.
-        kind: class of the float module.
-        quantized: whether it runs in int8, by itself or fused.
-        reason: why it stays float, or what it was fused into; "" otherwise.
-        site: name of the module that now computes it.
-        is_matmul: whether it is a convolution, linear or recurrent module.
-        requested: whether an override kept it float.
-        calls: how often the model calls the module.
-        first: of a function that one line of code calls again and again, the name of the first row
-            of it; "" otherwise.
-    """
-
-    name: str
-    kind: str
-    quantized: bool
-    reason: str
-    site: str
-    is_matmul: bool
-    requested: bool
-    calls: int = 1
-    first: str = ""
-
-
-def joined(conditions: Sequence[str]) -> str:
-    """Returns the first conditions as one text; there may be hundreds."""
-    more = f"; and {len(conditions) - 12} more" if len(conditions) > 12 else ""
-    return "; ".join(conditions[:12]) + more
 
 
 @dataclass(frozen=True)
@@ -121,11 +80,11 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Returns the same table, for notebooks."""
+        """Return the same table, for notebooks."""
         return html_table(_HEADS, self._cells(), self._notes())
 
     def _cells(self) -> list[tuple[str, str, str, str]]:
-        """Returns the lines of the table."""
+        """Return the lines of the table."""
         cells = []
         for rows in self._alike():
             row, calls = rows[0], sum(row.calls for row in rows)
@@ -137,7 +96,7 @@ class Explanation:
         return cells
 
     def _notes(self) -> list[str]:
-        """Returns what stands below the table."""
+        """Return what stands below the table."""
         lines = []
         if self.seven_bits:
             names = list(self.seven_bits)
@@ -175,7 +134,7 @@ class Explanation:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """Returns what :func:`torchq.prepare` decided for each module of a prepared or converted model.
+    """Return what :func:`torchq.prepare` decided for each module of a prepared or converted model.
 
     Raises:
         ValueError: the model comes from neither.
@@ -198,25 +157,3 @@ def explain(model: nn.Module) -> Explanation:
     )
     note = getattr(model, "torchq_note", "")
     return Explanation(tuple(rows), details, seven_bits(model), note, graphs)
-
-
-def check_strict(rows: list[Row]) -> None:
-    """Raises RuntimeError for matmuls that stay float without an override that says so."""
-    left = [r for r in rows if r.is_matmul and not r.quantized and not r.requested]
-    if left:
-        lines = "; ".join(f"{row.name}: {row.reason}" for row in left)
-        raise RuntimeError(
-            f"torchq.convert: strict=True, but {len(left)} convolution, linear or recurrent "
-            f"modules stay float: {lines}. Change the model, or name them in overrides with None."
-        )
-
-
-def check_patterns(model: nn.Module, rows: list[Row], overrides: Overrides | None) -> None:
-    """Raises ValueError for an override that matches no module, no row, and no ``.dst`` of one."""
-    names = [*(name for name, _ in model.named_modules()), *(row.name for row in rows)]
-    if unmatched := unmatched_patterns(overrides, [*names, *(f"{name}.dst" for name in names)]):
-        quantizable = sorted({row.name for row in rows if row.quantized or row.is_matmul})
-        raise ValueError(
-            f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
-            f"The quantizable modules are {quantizable}."
-        )

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.fake_quantize import FakeQuantize
-from torchq.qparams import QParams
+from torchq.nn.fake_quantize import FakeQuantize
+from torchq.quantization.qparams import QParams
 
 _LEVELS = {f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in range(2, 9)}
 _LEVELS |= {f"uint{bits}": (0, 2**bits - 1) for bits in range(2, 9)}
@@ -18,7 +18,7 @@ _LEVELS |= {f"uint{bits}": (0, 2**bits - 1) for bits in range(2, 9)}
 
 @dataclass(frozen=True, eq=False)
 class Fixed:
-    """What a fake quantizer fixes about an activation.
+    """Parameters that a fake quantizer fixes for an activation.
 
     Attributes:
         quantize: from its source to integers.
@@ -32,18 +32,18 @@ class Fixed:
 
     @property
     def keeps(self) -> bool:
-        """Whether it only rounds: values on its levels stay what they are."""
+        """Return whether it only rounds: values on its levels stay what they are."""
         return self.clip is None and same(self.quantize, self.dequantize)
 
 
 def same(a: QParams, b: QParams) -> bool:
-    """Returns whether two parameters are the same."""
+    """Return whether two parameters are the same."""
     alike = a.dtype == b.dtype and a.bits == b.bits and a.axis == b.axis
     return alike and torch.equal(a.scale, b.scale) and torch.equal(a.zero_point, b.zero_point)
 
 
 def is_fake(module: nn.Module) -> bool:
-    """Returns whether a module rounds to levels: torchq's, and torch.ao's or torchao's in use."""
+    """Return whether a module rounds to levels: torchq's, and torch.ao's or torchao's in use."""
     if isinstance(module, FakeQuantize) or _is_torchao(module):
         return True
     enabled = getattr(module, "fake_quant_enabled", None)
@@ -53,7 +53,7 @@ def is_fake(module: nn.Module) -> bool:
 
 
 def fake_quantizer(module: nn.Module) -> FakeQuantize | str:
-    """Returns what a module for which :func:`is_fake` holds computes, or why there is none."""
+    """Return what a module for which :func:`is_fake` holds computes, or why there is none."""
     if isinstance(module, FakeQuantize):
         return module
     if not _is_torchao(module):
@@ -68,7 +68,7 @@ def fake_quantizer(module: nn.Module) -> FakeQuantize | str:
 
 
 def is_per_token(module: object) -> bool:
-    """Returns whether it takes int8 levels of each row from the row, as dynamic layers do."""
+    """Return whether it takes int8 levels of each row from the row, as dynamic layers do."""
     if not isinstance(module, nn.Module) or not _is_torchao(module):
         return False
     config: Any = module.config
@@ -77,14 +77,14 @@ def is_per_token(module: object) -> bool:
 
 
 def _is_torchao(module: nn.Module) -> bool:
-    """Returns whether it is a fake quantizer of torchao to integers, and switched on."""
+    """Return whether it is a fake quantizer of torchao to integers, and switched on."""
     known = any(cls.__name__ == "FakeQuantizerBase" for cls in type(module).__mro__)
     config = getattr(module, "config", None)
     return known and hasattr(config, "granularity") and bool(getattr(module, "enabled", True))
 
 
 def is_watcher(module: nn.Module) -> bool:
-    """Returns whether a module of torch.ao passes values on: an observer, or one switched off."""
+    """Return whether a module of torch.ao passes values on: an observer, or one switched off."""
     off = hasattr(module, "fake_quant_enabled") and not is_fake(module)
     return off or (hasattr(module, "calculate_qparams") and not is_fake(module))
 
@@ -102,7 +102,7 @@ def fixed_qparams(fake: FakeQuantize, dtype: torch.dtype) -> Fixed:
 
 
 def why_not_fixed(fake: FakeQuantize) -> str:
-    """Returns why an activation with this fake quantizer cannot be int8; "" if it can."""
+    """Return why an activation with this fake quantizer cannot be int8; "" if it can."""
     if fake.is_per_channel:
         return "it has a scale per channel, and what reads activations takes one"
     if fake.levels > 256:

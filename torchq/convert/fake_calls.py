@@ -20,7 +20,7 @@ _FUNCTIONS = [(getattr(torch, name), getattr(torch.ops.aten, name)) for name in 
 
 
 def _empty(src: Tensor, *args: Any) -> Tensor:
-    """Returns a result without values."""
+    """Return a result without values."""
     return torch.empty_like(src)
 
 
@@ -59,7 +59,7 @@ class FakeFunctions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Calls the function or its twin."""
+        """Call the function or its twin."""
         for function, packet in _FUNCTIONS:
             if func is function or func is packet or getattr(func, "overloadpacket", 0) is packet:
                 self.seen = True
@@ -69,7 +69,7 @@ class FakeFunctions(TorchFunctionMode):
 
 
 def as_fake_calls(model: nn.Module) -> nn.Module:
-    """Makes each fake quantizer of a copy of a model call ``torchq_capture::fake_quantize``."""
+    """Make each fake quantizer of a copy of a model call ``torchq_capture::fake_quantize``."""
     for name, module in model.named_modules():
         if is_fake(module):
             vars(module)["_torchq_name"] = name

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchq.affine import TRANSPOSED
-from torchq.chains import PostOps
-from torchq.config import QConfig
+from torchq.attributes.post_ops import PostOps
 from torchq.nn import conv, conv_transpose, linear, pooling, resample
+from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.module import QModule
-from torchq.qparams import QParams
+from torchq.quantization.config import QConfig
+from torchq.quantization.qparams import QParams
 
 _CONVS: dict[type[nn.Module], type[conv.QConv]] = {
     nn.Conv1d: conv.QConv1d,
@@ -44,12 +44,12 @@ _Class = TypeVar("_Class")
 
 
 def _of_base(classes: dict[type[nn.Module], _Class], module: nn.Module) -> _Class:
-    """Returns the entry of the module's class or the nearest base class."""
+    """Return the entry of the module's class or the nearest base class."""
     return next(classes[base] for base in type(module).__mro__ if base in classes)
 
 
 def pool_from_float(module: nn.Module, qparams: QParams, **own: pooling.Dst) -> QModule:
-    """A float pool on tensors with these parameters; an average may have a ``dst`` of its own."""
+    """Return a float pool on such tensors; an average may have a ``dst`` of its own."""
     cls = _of_base(_POOLS, module)
     result: QModule = cls.from_float(module, qparams, **own)
     return result
@@ -66,7 +66,7 @@ def matmul_from_float(
     pad: tuple[list[int], list[int]] | None = None,
     contiguous: bool = False,
 ) -> QModule:
-    """Returns a float linear layer or convolution, between tensors with these parameters.
+    """Return a float linear layer or convolution, between tensors with these parameters.
 
     Args:
         module: the float layer.
@@ -108,7 +108,7 @@ def naming(name: str) -> Iterator[None]:
 def post_op_chain(
     has_residual: bool, residual: QParams | None, clip: tuple[float, float] | None
 ) -> PostOps:
-    """A sum for the residual (of float32, if it has no parameters), then the fused activation."""
+    """Return a sum for the residual (float32 if without parameters), then the fused activation."""
     chain = PostOps()
     if has_residual:
         if residual is None:
@@ -119,7 +119,7 @@ def post_op_chain(
 
 
 def append_clip(chain: PostOps, clip: tuple[float, float]) -> PostOps:
-    """Appends a relu or clip to the chain and returns it."""
+    """Append a relu or clip to the chain and return it."""
     if clip == (0.0, math.inf):
         chain.append_eltwise("relu")
     else:

@@ -10,17 +10,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.affine import TRANSPOSED, Affine, combined, fold_affines, norm_affine
 from torchq.convert.module_kinds import BATCH_NORM, MATMUL
 from torchq.convert.ops import Op, Role, clip_bounds
-from torchq.fake_quantize import FakeQuantize
-from torchq.nn.attention import Attention
-from torchq.nn.binary import Add, Cat, MatMul, Mul
+from torchq.nn.batch_norm import TRANSPOSED, Affine, combined, fold_affines, norm_affine
+from torchq.nn.fake_quantize import FakeQuantize
+from torchq.nn.float_modules import Add, Attention, Cat, MatMul, Mul
 
 
 @dataclass(eq=False)
 class Layer:
-    """What becomes one quantized op.
+    """Operations that become one quantized op.
 
     Attributes:
         op: the main operation.
@@ -55,23 +54,23 @@ class Layer:
 
     @property
     def name(self) -> str:
-        """Where its module goes in the converted model."""
+        """Return the name of its module in the converted model."""
         return self.op.name
 
     @property
     def role(self) -> Role:
-        """Of the main operation; a NORM is a depthwise MATMUL."""
+        """Return the role of the main operation; a NORM is a depthwise MATMUL."""
         if self.function is not None:
             return Role.UNARY
         return Role.MATMUL if self.op.role is Role.NORM else self.op.role
 
     @property
     def note(self) -> str:
-        """What the report says of it where it is int8."""
+        """Return what the report says of it where it is int8."""
         return self.op.note
 
     def float_module(self) -> nn.Module:
-        """Returns the main operation with the factors and shifts folded into it."""
+        """Return the main operation with the factors and shifts folded into it."""
         norm = self.op.role is Role.NORM
         module = _identity(self.dst.meta["value"].shape) if norm else self.op.module
         assert module is not None
@@ -131,7 +130,7 @@ class _Finder:
         return layer
 
     def _absorb_factor(self, layer: Layer) -> None:
-        """Extends a matrix product by the division by sqrt(d) behind it, and a relu."""
+        """Extend a matrix product by the division by sqrt(d) behind it, and a relu."""
         while (op := self._next(layer.dst)) is not None:
             affine = _channel_affine(op, 0)
             scalar = affine is not None and affine[0].numel() == affine[1].numel() == 1
@@ -151,14 +150,14 @@ class _Finder:
         return takes and not isinstance(getattr(op.module, "padding", None), str)
 
     def _is_alone(self, op: Op) -> bool:
-        """Returns whether it becomes a depthwise convolution."""
+        """Return whether it becomes a depthwise convolution."""
         shape = op.node.meta["value"].shape
         same = bool(op.srcs) and op.srcs[0].meta["value"].shape == shape
         fits = op.role is Role.NORM and 2 < len(shape) < 6 and same
         return fits and not self._follows_kept(op) and _channel_affine(op, 1) is not None
 
     def _follows_kept(self, op: Op) -> bool:
-        """Whether it belongs to a matmul that an override keeps float: int8 would only round."""
+        """Return whether an override keeps its matmul float: int8 would only round."""
         before = self.ops.get(op.srcs[0])
         if before is None or not before.requested or list(before.node.users) != [op.node]:
             return False
@@ -177,7 +176,7 @@ class _Finder:
         return layer
 
     def _absorb(self, layer: Layer) -> None:
-        """Extends the layer by the operations behind it, while each alone reads the one before."""
+        """Extend the layer by the operations behind it, while each alone reads the one before."""
         while (op := self._next(layer.dst)) is not None:
             bounds = clip_bounds(op.module)
             if op.role is Role.PASS:
@@ -200,7 +199,7 @@ class _Finder:
                 break
 
     def _absorb_fake(self, layer: Layer) -> None:
-        """Extends the layer by the fake quantizer of its result, and what dequantizes behind it."""
+        """Extend the layer by the fake quantizer of its result, and what dequantizes behind it."""
         src = layer.dst
         while len(layer.dst.users) == 1:
             op = self.ops.get(next(iter(layer.dst.users)))
@@ -215,7 +214,7 @@ class _Finder:
             self.taken.add(op)
 
     def _next(self, node: fx.Node) -> Op | None:
-        """Returns the one operation that reads a node, if it reads it once and may be fused."""
+        """Return the one operation that reads a node, if it reads it once and may be fused."""
         users = list(node.users)
         op = self.ops.get(users[0]) if len(users) == 1 else None
         if op is None or op in self.taken or op.requested or op.srcs.count(node) != 1:
@@ -223,7 +222,7 @@ class _Finder:
         return None if op.role is Role.OPAQUE else op
 
     def _affine(self, layer: Layer, op: Op) -> Affine | None:
-        """Returns what an operation does to each channel of a matmul in front of it."""
+        """Return what an operation does to each channel of a matmul in front of it."""
         if layer.role is not Role.MATMUL or layer.clip or layer.residual is not None:
             return None
         shape = layer.dst.meta["value"].shape
@@ -248,7 +247,7 @@ class _Finder:
         return layer.role is Role.MATMUL or bounds == (0.0, math.inf)
 
     def _fits_slopes(self, layer: Layer, op: Op) -> bool:
-        """Returns whether the slopes are of the matmul's channels."""
+        """Return whether the slopes are of the matmul's channels."""
         if layer.role is not Role.MATMUL or op.role is not Role.SLOPES or layer.clip is not None:
             return False
         linear = isinstance(layer.op.module, nn.Linear)
@@ -275,7 +274,7 @@ class _Finder:
         return layers
 
     def _is_taken_over(self, root: fx.Node, parts: tuple[Op, ...]) -> bool:
-        """Whether it is the relu of an addition or multiplication, or a batch norm's clip."""
+        """Return whether it is the relu of an add or mul, or a batch norm's clip."""
         before = self.ops.get(root)
         if before is None or before in self.taken or self._next(root) is not parts[0]:
             return False
@@ -306,14 +305,14 @@ class _Finder:
         return table
 
     def _is_closed(self, last: Op, parts: tuple[Op, ...]) -> bool:
-        """Returns whether nobody else reads what is in between."""
+        """Return whether nobody else reads what is in between."""
         nodes = {part.node for part in parts}
         free = self.taken.isdisjoint(parts)
         return free and all(set(part.node.users) <= nodes for part in parts if part is not last)
 
 
 def _evaluate(ops: dict[fx.Node, Op], root: fx.Node, node: fx.Node) -> Callable[[Tensor], Tensor]:
-    """Returns a function of the root that computes the node."""
+    """Return a function of the root that computes the node."""
 
     def run(value: Tensor) -> Tensor:
         known = {root: value.clone()}
@@ -349,7 +348,7 @@ def _channel_affine(op: Op, axis: int) -> Affine | None:
 
 
 def _identity(shape: tuple[int, ...]) -> nn.Module:
-    """Returns a convolution of one tap per channel that changes nothing."""
+    """Return a convolution of one tap per channel that changes nothing."""
     cls = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[len(shape)]
     conv = cls(shape[1], shape[1], 1, groups=shape[1], bias=False)
     conv.weight = nn.Parameter(torch.ones_like(conv.weight), False)

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from torchq.convert.ops import NOT_FINITE, Mask, Op, Role, is_float, is_size
-from torchq.nn.attention import Attention, AttentionOptions
-from torchq.nn.binary import Add, MatMul
+from torchq.nn.float_modules import Add, Attention, AttentionOptions, MatMul
 
 _SOFTMAX = {
     F.softmax: ("input", "dim", "_stacklevel", "dtype"),
@@ -35,7 +34,7 @@ _HIDES_SURELY = -1e30  # where it is added, scores are lost as they are where it
 
 @dataclass
 class _Found:
-    """What lies between the two products, the last one first."""
+    """Operations between the two products, the last one first."""
 
     parts: list[Op] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
@@ -44,7 +43,7 @@ class _Found:
 
 
 def fuse_attention(ops: dict[fx.Node, Op]) -> None:
-    """Makes the second product of each attention the whole of it, in place."""
+    """Make the second product of each attention the whole of it, in place."""
     for op in ops.values():
         if op.role is Role.PRODUCT and isinstance(op.module, MatMul):
             found = _Found()
@@ -57,7 +56,7 @@ def fuse_attention(ops: dict[fx.Node, Op]) -> None:
 
 
 def _first_product(ops: dict[fx.Node, Op], second: Op, found: _Found) -> Op | None:
-    """Walks back from the second product; None where anything else is in between."""
+    """Walk back from the second product; None where anything else is in between."""
     node: fx.Node | None = second.srcs[0]
     user, normalized = second.node, False
     while node is not None and list(node.users) == [user]:
@@ -88,7 +87,7 @@ def _times_read(user: fx.Node, node: fx.Node) -> int:
 
 
 def _source_of_cast(node: fx.Node) -> fx.Node | None:
-    """Of one from float32 to float32: nothing here is what a caller gives, so it does nothing."""
+    """Return the source of a cast from float32 to float32, which does nothing inside a graph."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or node.kwargs:
         return None
@@ -113,7 +112,7 @@ def _is_softmax(op: Op) -> bool:
 
 
 def _scores_behind(op: Op, found: _Found) -> fx.Node | None:
-    """Returns the scores to which a factor or a mask is applied; it is then in ``found``."""
+    """Return the scores to which a factor or a mask is applied; it is then in ``found``."""
     if op.role is Role.UNARY and op.affine is not None:
         scale, shift = (float(value) for value in op.affine)
         found.scale *= scale
@@ -131,7 +130,7 @@ def _scores_behind(op: Op, found: _Found) -> fx.Node | None:
 
 
 def _scores_times_number(op: Op, found: _Found) -> fx.Node | None:
-    """Of a number that the model computes from sizes, such as 1 / sqrt(q.size(-1))."""
+    """Return scores times a number that the model makes of sizes, as 1 / sqrt(q.size(-1))."""
     scores, number = op.node.args
     if not isinstance(scores, fx.Node) or not isinstance(number, fx.Node):
         return None
@@ -173,7 +172,7 @@ def _scores_filled(op: Op, found: _Found) -> fx.Node | None:
 
 
 def _hiding(value: Any) -> float | None:
-    """Returns what to add where a number is filled in that hides scores; None for others."""
+    """Return what to add where a number is filled in that hides scores; None for others."""
     number = value.meta.get("constant") if isinstance(value, fx.Node) else value
     if (
         not isinstance(number, int | float | Tensor)

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 @dataclass(frozen=True)
 class Meta:
-    """What is known about the value of a node on the example inputs.
+    """Facts about the value of a node on the example inputs.
 
     Attributes:
         shape: of a tensor; None for any other value.

@@ -15,7 +15,7 @@ from torchq.convert.graph_data import graph_of, plain_nodes
 
 
 def is_exported(module: nn.Module) -> bool:
-    """Returns whether a module is that of an exported program, which has no other mode."""
+    """Return whether a module is that of an exported program, which has no other mode."""
     return any(cls.__name__ == "_StatefulGraphModule" for cls in type(module).__mro__)
 
 
@@ -23,7 +23,7 @@ class GraphCode(nn.Module):
     """Runs the graph of a GraphModule on modules, parameters and buffers of the same names."""
 
     def __init__(self, source: fx.GraphModule) -> None:
-        """Takes the parts of ``source`` themselves."""
+        """Take the parts of ``source`` themselves."""
         super().__init__()
         internal = vars(fx.GraphModule(nn.Module(), fx.Graph())).keys() - vars(self).keys()
         vars(self).update({k: v for k, v in vars(source).items() if k not in internal})
@@ -34,7 +34,7 @@ class GraphCode(nn.Module):
         self.eval()
 
     def _take_checks(self) -> None:
-        """Checks fixed sizes here: the functions that an exported program checks with are local."""
+        """Check fixed sizes here: the functions that an exported program checks with are local."""
         for hooks in (self._forward_hooks, self._forward_pre_hooks):
             hooks.clear()
         self._forward_hooks_always_called.clear()
@@ -47,7 +47,7 @@ class GraphCode(nn.Module):
             self._sizes.append({d: size for d, size in shape if isinstance(size, int)})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the graph.
+        """Run the graph.
 
         Raises:
             RuntimeError: a size differs from the one that a program was exported for.
@@ -62,12 +62,12 @@ class GraphCode(nn.Module):
         return fx.Interpreter(self, graph=self._code).run(*given)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keeps the graph as data, which pickle takes."""
+        """Keep the graph as data, which pickle takes."""
         code = plain_nodes(self._code, ()), self._code._codegen
         return {**vars(self), "_code": code}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Makes the graph again."""
+        """Make the graph again."""
         nodes, codegen = state["_code"]
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._code = graph_of(nodes)
@@ -75,12 +75,12 @@ class GraphCode(nn.Module):
 
 
 def as_module(model: Any) -> Any:
-    """Returns the module of an exported program; anything else as it is."""
+    """Return the module of an exported program; anything else as it is."""
     return model.module() if isinstance(model, ExportedProgram) else model
 
 
 def with_code(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model with a :class:`GraphCode` for each GraphModule in it."""
+    """Return a copy of a model with a :class:`GraphCode` for each GraphModule in it."""
     if isinstance(model, fx.GraphModule):
         return GraphCode(model)
     for name, module in list(model.named_modules()):

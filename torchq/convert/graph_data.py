@@ -20,7 +20,7 @@ class _Ref:
 
 
 def plain_nodes(graph: fx.Graph, keys: Collection[str]) -> list[tuple[Any, ...]]:
-    """Returns a graph as data that pickle takes, with these entries of its nodes' ``meta``."""
+    """Return a graph as data that pickle takes, with these entries of its nodes' ``meta``."""
 
     def named(value: Any) -> Any:
         return _Ref(value.name) if isinstance(value, fx.Node) else value
@@ -36,7 +36,7 @@ def plain_nodes(graph: fx.Graph, keys: Collection[str]) -> list[tuple[Any, ...]]
 
 
 def graph_of(plain: list[tuple[Any, ...]]) -> fx.Graph:
-    """Returns the inverse of :func:`plain_nodes`."""
+    """Return the graph that :func:`plain_nodes` wrote."""
     graph, nodes = fx.Graph(), dict[str, fx.Node]()
 
     def resolve(value: Any) -> Any:

@@ -10,9 +10,9 @@ from typing import Any
 from torch import fx, nn
 
 from torchq.convert.direct import direct_and_forward
-from torchq.convert.explain import Row
 from torchq.convert.graph_data import graph_of, plain_nodes
-from torchq.inputs import without_gradients
+from torchq.convert.rows import Row
+from torchq.nn.inputs import without_gradients
 
 
 class QuantizedGraph(fx.GraphModule):
@@ -42,7 +42,7 @@ class QuantizedGraph(fx.GraphModule):
         return code
 
     def with_report(self, rows: list[Row] | None) -> QuantizedGraph:
-        """Sets the report; returns self."""
+        """Set the report; return self."""
         self.torchq_report = rows
         return self
 
@@ -50,7 +50,7 @@ class QuantizedGraph(fx.GraphModule):
         return QuantizedGraph.__init__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedGraph:
-        """A copy with the report."""
+        """Return a copy with the report."""
         copied = super().__deepcopy__(memo)
         assert isinstance(copied, QuantizedGraph)
         return copied.with_report(self.torchq_report)

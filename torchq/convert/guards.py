@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchq.convert.capture import Argument, Exported
+from torchq.convert.capture import Argument, Exported, holds
 
 _SIZE = re.compile(r"\bs(\d+)\[(\d+)\]")
 _EQUAL = re.compile(r"s(\d+)\[(\d+)\] == s(\d+)\[(\d+)\]")
@@ -28,13 +28,13 @@ class Structure:
     spec: Any
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
-        """Returns itself: nothing changes it."""
+        """Return itself: nothing changes it."""
         return self
 
 
 @dataclass
 class Example:
-    """What a call must be like to take the graph: that of the example, but for dynamic sizes.
+    """Conditions for a call to take the graph: it is like the example, but for dynamic sizes.
 
     Attributes:
         cls: of the module, whose forward has the signature.
@@ -52,7 +52,7 @@ class Example:
 
     @classmethod
     def of(cls, module: nn.Module, exported: Exported) -> Example:
-        """Returns that of a captured call."""
+        """Return the example of a captured call."""
         leaves, spec = pytree.tree_flatten((exported.args, exported.kwargs))
         for argument in exported.arguments:
             leaves[argument.index] = argument
@@ -70,20 +70,20 @@ class Example:
         return inspect.signature(self.cls.forward)
 
     def restore(self) -> Callable[[Any], Any]:
-        """Returns the function that gives results the structure that the module gives them."""
+        """Return the function that gives results the structure that the module gives them."""
         if self.structure is None:
             return _same
         spec = self.structure.spec
         return lambda result: pytree.tree_unflatten(pytree.tree_leaves(result), spec)
 
     def chooser(self) -> Callable[..., tuple[Tensor, ...] | None]:
-        """Returns a function with the module's signature: the graph's tensors, or None."""
+        """Return a function with the module's signature: the graph's tensors, or None."""
         source, names = _source(self)
         exec(compile(source, "<torchq guards>", "exec", dont_inherit=True), names)
         return names["choose"]  # type: ignore[no-any-return]
 
     def describe(self) -> list[str]:
-        """Returns the conditions as text, as ``x is float32 of shape [any, 8]``."""
+        """Return the conditions as text, as ``x is float32 of shape [any, 8]``."""
         labels = self._labels()
         tensors = [
             f"{label} is {str(a.dtype).removeprefix('torch.')} of shape {_sizes(a.shape)}"
@@ -97,7 +97,7 @@ class Example:
         return [*tensors, *others, *(_readable(guard, labels) for guard in self.guards)]
 
     def why(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Returns what of a call does not meet the guards."""
+        """Return what of a call does not meet the guards."""
         try:
             bound = self.signature.bind(None, *args, **kwargs)
         except TypeError as error:
@@ -109,14 +109,14 @@ class Example:
                 return reason
         labels = self._labels()
         for guard in self.guards:
-            if not _holds(guard, shapes):
+            if not holds(guard, shapes):
                 used = sorted({int(match[1]) for match in _SIZE.finditer(guard)})
                 got = " and ".join(f"{labels[i]} has {list(shapes[f's{i}'])}" for i in used)
                 return f"{_readable(guard, labels)} does not hold, since {got}"
         return "its arguments are of other kinds than those of the example inputs"
 
     def why_array(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Returns the mistake where a call gave an array in place of a tensor, or ""."""
+        """Return the mistake where a call gave an array in place of a tensor, or ""."""
         try:
             bound = self.signature.bind(None, *args, **kwargs)
         except TypeError:
@@ -156,7 +156,7 @@ class Example:
         return next((r for a, b in pairs if (r := self._why_other(name, a, b, shapes))), "")
 
     def _labels(self) -> list[str]:
-        """Returns how the caller names each tensor: ``input_ids``, ``batch['x']``."""
+        """Return how the caller names each tensor: ``input_ids``, ``batch['x']``."""
         found: dict[Any, str] = {}
         for name, value in self.values.items():
             try:
@@ -170,7 +170,7 @@ class Example:
 
 
 def _source(example: Example) -> tuple[str, dict[str, Any]]:
-    """Returns the source of :meth:`Example.chooser`, and what the source refers to."""
+    """Return the source of :meth:`Example.chooser`, and what the source refers to."""
     # with underscores: a parameter may be named s1 or math
     names: dict[str, Any] = {"_torch": torch, "_math": math, "_Tensor": Tensor, "_len": len}
     names |= {"_flat": _flat, "_equal": _equal, "_is_tensor": _is_tensor}
@@ -200,7 +200,7 @@ def _source(example: Example) -> tuple[str, dict[str, Any]]:
 
 
 def _parameters(example: Example, names: dict[str, Any]) -> str:
-    """Returns the parameters of the module's forward, whose defaults are ``names`` then."""
+    """Return the parameters of the module's forward, whose defaults are ``names`` then."""
     head = []
     parameters = list(example.signature.parameters.values())[1:]
     star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -241,7 +241,7 @@ def _on_tensors(example: Example, texts: list[str], names: dict[str, Any]) -> li
 
 
 def _leaders(example: Example) -> list[int]:
-    """Returns, for each tensor, the first one that has the same shape in every call."""
+    """Return, for each tensor, the first one that has the same shape in every call."""
     same: dict[tuple[int, int], tuple[int, int]] = {}
 
     def first(size: tuple[int, int]) -> tuple[int, int]:
@@ -263,14 +263,14 @@ def _leaders(example: Example) -> list[int]:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Returns True for a parameter, and for a tensor of torch.export or torch.compile."""
+    """Return True for a parameter, and for a tensor of torch.export or torch.compile."""
     if type(value) is nn.Parameter:
         return True
     return isinstance(value, Tensor) and torch.compiler.is_compiling()
 
 
 def _flat(value: Any, expected: Any) -> list[Any] | None:
-    """Returns the tensors of a value that holds the same as the example's, else None."""
+    """Return the tensors of a value that holds the same as the example's, else None."""
     leaves, spec = pytree.tree_flatten(value)
     before, structure = pytree.tree_flatten(expected)
     if spec != structure:
@@ -285,7 +285,7 @@ def _flat(value: Any, expected: Any) -> list[Any] | None:
 
 
 def _equal(value: Any, expected: Any) -> bool:
-    """Returns True where a value that is no tensor is that of the example, and of its class."""
+    """Return True where a value that is no tensor is that of the example, and of its class."""
     if value is expected:
         return True
     if type(value) is not type(expected):
@@ -303,21 +303,14 @@ def _same(result: Any) -> Any:
 
 
 def _is_plain(spec: Any) -> bool:
-    """Returns whether results are tuples, lists and dicts of tensors, as graphs give them."""
+    """Return whether results are tuples, lists and dicts of tensors, as graphs give them."""
     if spec.is_leaf():
         return True
     return spec.type in (tuple, list, dict) and all(map(_is_plain, spec.children()))
 
 
-def _holds(guard: str, shapes: dict[str, Any]) -> bool:
-    try:
-        return bool(eval(guard, {"torch": torch, "math": math}, shapes))
-    except Exception:
-        return False
-
-
 def _readable(guard: str, labels: list[str]) -> str:
-    """Returns a guard in the caller's words: ``x.shape[1] == 5``."""
+    """Return a guard in the caller's words: ``x.shape[1] == 5``."""
     return _SIZE.sub(lambda match: f"{labels[int(match[1])]}.shape[{match[2]}]", guard)
 
 

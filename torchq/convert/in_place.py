@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 
 
 def needs_functions(program: ExportedProgram) -> bool:
-    """Returns whether a program writes to memory that something still reads as it was.
+    """Return whether a program writes to memory that something still reads as it was.
 
     ``run_decompositions({})`` makes such a program functional, at the price of tracing it anew.
     """
@@ -30,7 +30,7 @@ def needs_functions(program: ExportedProgram) -> bool:
 
 
 def functional(target: Any) -> Any:
-    """Returns the call that makes a new tensor: ``add.Tensor`` for ``add_.Tensor``; else None."""
+    """Return the call that makes a new tensor: ``add.Tensor`` for ``add_.Tensor``; else None."""
     name = target._schema.name.partition("::")[2]
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name[-1] == "_" else None
     return getattr(packet, target._overloadname, None)
@@ -43,7 +43,7 @@ def _is_mutable(target: Any) -> bool:
 def _is_simple(
     node: fx.Node, aliases: dict[int, list[fx.Node]], position: dict[fx.Node, int]
 ) -> bool:
-    """Returns whether nothing behind a call reads what the call writes over."""
+    """Return whether nothing behind a call reads what the call writes over."""
     if functional(node.target) is None or not isinstance(node.args[0], fx.Node):
         return False
     memory = _memory(node.args[0])
@@ -54,6 +54,6 @@ def _is_simple(
 
 
 def _memory(node: fx.Node) -> int | None:
-    """Returns what identifies the memory of a tensor; None for anything else."""
+    """Return what identifies the memory of a tensor; None for anything else."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None

@@ -15,15 +15,14 @@ from torchq.convert.fuse import Layer
 from torchq.convert.graph_module import QuantizedGraph
 from torchq.convert.names import is_reserved
 from torchq.convert.ops import Op, Role
-from torchq.convert.prepared import Prepared
+from torchq.convert.prepared import Prepared, shared_qparams
 from torchq.convert.quantized import lookup, quantized
-from torchq.convert.sharing import shared_qparams
-from torchq.nn.attention import Attention, DynamicQAttention
-from torchq.nn.binary import Cat
+from torchq.nn.attention import DynamicQAttention
 from torchq.nn.dynamic import DynamicQLinear
+from torchq.nn.float_modules import Attention, Cat
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 _OF_STRIDES = ("as_strided", "as_strided_copy", "as_strided_scatter", "view_as_complex")
 
@@ -49,7 +48,7 @@ class Lowering:
         self._readers = self.plan.readers()
 
     def run(self) -> QuantizedGraph:
-        """Returns the converted model."""
+        """Return the converted model."""
         for node in self.plan.captured.graph.nodes:
             layer = self.plan.layer_at.get(node)
             op = self.plan.ops.get(node)
@@ -77,7 +76,7 @@ class Lowering:
     # Values
 
     def float_of(self, node: fx.Node) -> fx.Node:
-        """Returns the float32 form of a value, or a value that is no tensor."""
+        """Return the float32 form of a value, or a value that is no tensor."""
         if node not in self._float:
             self._float[node] = self._make_float(node)
         return self._float[node]
@@ -97,7 +96,7 @@ class Lowering:
         return self._copy(node)
 
     def _moves_float(self, op: Op) -> bool:
-        """Whether it moves what is float32 and only its other readers quantize: nothing is rounded.
+        """Return whether it moves float32 that only other readers quantize: nothing is rounded.
 
         Code that compares these values, with what stands for padding, say, sees them as they are.
         """
@@ -120,7 +119,7 @@ class Lowering:
         return self.float_of(node)
 
     def int8_of(self, node: fx.Node) -> fx.Node:
-        """Returns the int8 form of a value whose group is int8."""
+        """Return the int8 form of a value whose group is int8."""
         if node not in self._int8:
             op = self.plan.ops.get(node)
             if op is not None and self.plan.is_joined(node):
@@ -136,7 +135,7 @@ class Lowering:
         return self._int8[node]
 
     def _moved(self, op: Op) -> fx.Node:
-        """Returns what moves or pools elements, on int8."""
+        """Return what moves or pools elements, on int8."""
         src, qparams = self.int8_of(op.srcs[0]), self.qparams(op.node)
         if op.role is Role.PASS:
             return src
@@ -162,7 +161,7 @@ class Lowering:
         return fx.node.map_arg(pad, self.any_of)
 
     def _rounded(self, op: Op) -> fx.Node:
-        """Returns what a fake quantizer gives that no layer took over."""
+        """Return what a fake quantizer gives that no layer took over."""
         src, fixed = op.srcs[0], self.plan.fakes[op.node]
         if self.plan.comes_as_int8(src):
             assert op.module is not None
@@ -182,7 +181,7 @@ class Lowering:
     # Nodes
 
     def _copy(self, node: fx.Node, form: Any = None) -> fx.Node:
-        """Returns the node as it is in the float model."""
+        """Return the node as it is in the float model."""
         form = form or self.float_of
         copied = self.graph.node_copy(node, self._in_order(form) if _reads_strides(node) else form)
         if node.op == "get_attr":
@@ -197,7 +196,7 @@ class Lowering:
         return copied
 
     def _in_order(self, form: Any) -> Any:
-        """Sources with the strides of the float model: convolutions give channels-last ones."""
+        """Return a form with the float model's strides: convolutions give channels-last ones."""
 
         def read(node: fx.Node) -> fx.Node:
             made: fx.Node = form(node)
@@ -208,7 +207,7 @@ class Lowering:
         return read
 
     def _float_module(self, name: str) -> str:
-        """Where the converted model has this float module."""
+        """Return the name of this float module in the converted model."""
         if name not in self._names:
             module = copy.deepcopy(self.plan.captured.model.get_submodule(name))
             self._names[name] = self._free(name)
@@ -244,7 +243,7 @@ class Lowering:
         form[layer.dst] = self._flat(layer.op, dst)
 
     def _sources(self, layer: Layer) -> list[Any]:
-        """Returns what the layer's module is called with."""
+        """Return what the layer's module is called with."""
         args: list[Any] = [self._src(src) for src in layer.srcs]
         if layer.residual is not None:
             as_int8 = self.plan.comes_as_int8(layer.residual)
@@ -268,7 +267,7 @@ class Lowering:
         return self._call(op.name, linear, *sources)
 
     def _attention_arguments(self, op: Op) -> list[Any]:
-        """The mask, of all that are added; the scale, where it is known at run time only."""
+        """Return the mask, of all that are added; the scale, where it is known at run time only."""
         terms: list[fx.Node] = []
         for mask in op.masks:
             if isinstance(mask, tuple):
@@ -288,7 +287,7 @@ class Lowering:
         return [terms[-1] if terms else None, scale]
 
     def _src(self, node: fx.Node) -> fx.Node:
-        """Returns a source: int8, or a float32 value of which this layer is the only reader."""
+        """Return a source: int8, or a float32 value of which this layer is the only reader."""
         alone = self._readers[self.plan.root(node)] == 1
         made = self.plan.is_joined(node) or node in self.plan.fakes or "constant" in node.meta
         made |= node in self._int8
@@ -298,7 +297,7 @@ class Lowering:
 
 
 def _reads_strides(node: fx.Node) -> bool:
-    """Returns whether a call reads other elements where its source has other strides."""
+    """Return whether a call reads other elements where its source has other strides."""
     name = str(node.meta.get("aten")).partition("::")[2]
     return name.partition(".")[0] in _OF_STRIDES or name == "view.dtype"
 

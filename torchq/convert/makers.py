@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 from torchq.convert.fake import why_not_fixed
 from torchq.convert.ops import NOT_FINITE, Arguments, Made, Pointwise, Role
-from torchq.fake_quantize import FakeQuantize
-from torchq.nn.binary import Cat
+from torchq.nn.fake_quantize import FakeQuantize
+from torchq.nn.float_modules import Cat
 
 # Combining
 
@@ -76,7 +76,7 @@ def _affine(
 
 
 def cat(a: Arguments) -> Made | str:
-    """Makes ``torch.cat`` of sources that are listed one by one."""
+    """Make ``torch.cat`` of sources that are listed one by one."""
     if isinstance(a.tensors, fx.Node):
         return "its sources are not listed one by one"
     return Made(Role.COMBINE, Cat(a.dim), list(a.nodes["tensors"]))
@@ -86,7 +86,7 @@ def cat(a: Arguments) -> Made | str:
 
 
 def unary(make: Callable[[Arguments], nn.Module]) -> Callable[[Arguments], Made | str]:
-    """Returns the maker of a function of one tensor, whose other arguments are constants."""
+    """Return the maker of a function of one tensor, whose other arguments are constants."""
 
     def unary(a: Arguments) -> Made | str:
         if a.varying("input"):
@@ -97,7 +97,7 @@ def unary(make: Callable[[Arguments], nn.Module]) -> Callable[[Arguments], Made 
 
 
 def clip(low: float | None, high: float | None) -> nn.Module:
-    """Returns the module that clips to these bounds."""
+    """Return the module that clips to these bounds."""
     if low == 0 and high is None:
         return nn.ReLU()
     low, high = (-math.inf if low is None else low), (math.inf if high is None else high)
@@ -105,14 +105,14 @@ def clip(low: float | None, high: float | None) -> nn.Module:
 
 
 def clamp(a: Arguments) -> Made | str:
-    """Makes ``torch.clamp``."""
+    """Make ``torch.clamp``."""
     if any(isinstance(a[name], Tensor) for name in ("min", "max")):
         return "its bounds are tensors"
     return unary(lambda a: clip(a.min, a.max))(a)
 
 
 def prelu(a: Arguments) -> Made | str:
-    """Makes ``F.prelu``: a leaky relu, or a slope per channel."""
+    """Make ``F.prelu``: a leaky relu, or a slope per channel."""
     if a.varying("input"):
         return f"its {a.varying('input')[0]} is computed at run time"
     if a.weight.numel() == 1:

@@ -10,22 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.affine import TRANSPOSED, reduction
 from torchq.convert.fake import weight_scale
-from torchq.convert.ops import Arguments, Made, Role, is_size
-from torchq.nn.attention import Attention, AttentionOptions
-from torchq.nn.binary import MatMul
+from torchq.convert.ops import Arguments, Made, Role, is_size, shape_of
+from torchq.nn.batch_norm import TRANSPOSED, reduction
+from torchq.nn.float_modules import Attention, AttentionOptions, MatMul
 
 _MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
 
 
-def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Of a tensor; () for anything else."""
-    return node.meta["value"].shape or ()
-
-
 def check_matmul(module: Any) -> str:
-    """Returns why a float layer has no int8 form, or ""."""
+    """Return why a float layer has no int8 form, or ""."""
     mode = getattr(module, "padding_mode", "zeros")
     if mode != "zeros":
         return f"padding_mode is '{mode}', only 'zeros' is supported"
@@ -54,7 +48,7 @@ def _with_weight(module: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.M
 
 
 def _matmul(a: Arguments, module: nn.Module, axis: int = 0, groups: int = 1) -> Made:
-    """A module with the weight and bias of the arguments; ``axis`` is of the output channels."""
+    """Make a module with the arguments' weight and bias; ``axis`` is of the output channels."""
     made = Made(Role.MATMUL, _with_weight(module, a.weight, a.bias), [a.input])
     made.reason = check_matmul(module)
     source = a.nodes["weight"]
@@ -80,7 +74,7 @@ def linear(a: Arguments) -> Made | str:
 
 
 def product(a: Arguments) -> Made | str:
-    """Of two tensors at run time; a constant matrix on the right makes it a linear layer."""
+    """Make a product of two tensors at run time, or a linear layer of a constant matrix."""
     ranks = [x.dim() if isinstance(x, Tensor) else len(shape_of(x)) for x in (a.input, a.other)]
     if min(ranks) < 2:
         return "an operand is a vector"
@@ -130,7 +124,7 @@ def add_product(a: Arguments) -> Made | str:
 
 
 def linear_of(src: fx.Node, weight: Tensor, bias: Tensor | None) -> Made:
-    """Returns a linear layer of a constant matrix ``[out, in]``."""
+    """Return a linear layer of a constant matrix ``[out, in]``."""
     module = nn.Linear(1, 1, device="meta")
     module.out_features, module.in_features = weight.shape
     made = Made(Role.MATMUL, _with_weight(module, weight.contiguous(), bias), [src])
@@ -139,7 +133,7 @@ def linear_of(src: fx.Node, weight: Tensor, bias: Tensor | None) -> Made:
 
 
 def conv(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
-    """A convolution; or a transposed one, whose weight has the channels the other way round."""
+    """Return the maker of a convolution; transposed ones swap the channels of the weight."""
     transposed = issubclass(cls, TRANSPOSED)
 
     def make(a: Arguments) -> Made | str:

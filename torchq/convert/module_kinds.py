@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
-from torchq.affine import TRANSPOSED
-from torchq.nn.binary import Add, Cat, Mul
-from torchq.nn.quantize import DeQuantStub, QuantStub
+from torchq.nn.batch_norm import TRANSPOSED
+from torchq.nn.float_modules import Add, Cat, DeQuantStub, Mul, QuantStub
+from torchq.quantization.config import QConfig
 
 _LIBRARY = ("torch.nn.", "torchq.")
 _HARMLESS = {
@@ -16,6 +17,7 @@ _HARMLESS = {
     *("__firstlineno__", "extra_repr", "reset_parameters"),
 }
 MATMUL = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 AVERAGES = (
     nn.AvgPool1d,
@@ -45,18 +47,55 @@ UNARY = (
 STUBS = (QuantStub, DeQuantStub)
 QUANTIZABLE = (*MATMUL, *COMBINE, *UNARY, *POOLS, *STUBS)
 MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
+FOREIGN = "it is a recurrent module with code of its own, which has no int8 form"
 EXPOSED = "its parameters are used outside of it too"
 NO_DYNAMIC_FORM = "only linear layers, recurrent ones and attention have a dynamic form"
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Returns whether an object has a forward of its own, which its class does not know."""
+    """Return whether an object has a forward of its own, which its class does not know."""
     return not vars(module).keys().isdisjoint(("forward", "_conv_forward"))
 
 
 def inherits(cls: type) -> bool:
-    """Returns True where nothing that matters to a call is a class's own, and not the library's."""
+    """Return True where nothing that matters to a call is a class's own, and not the library's."""
     base = next(c for c in cls.__mro__ if c.__module__.startswith(_LIBRARY))
     known = {*dir(base), *(n for c in base.__mro__ for n in vars(c).get("__annotations__", ()))}
     own = {name for c in cls.__mro__[: cls.__mro__.index(base)] for name in vars(c)}
     return base is not nn.Module and not own & known - _HARMLESS
+
+
+def is_foreign(module: nn.Module) -> bool:
+    """Return True for recurrent modules with a forward of their own, which may compute anything."""
+    known = inherits(type(module)) and not is_patched(module)
+    return isinstance(module, RECURRENT) and not known
+
+
+def is_self_contained(module: nn.Module | None, config: QConfig | None) -> bool:
+    """Return True for modules quantized in isolation: recurrent ones, and dynamic linear layers."""
+    linear = isinstance(module, nn.Linear) and config is not None and config.dynamic
+    return linear or isinstance(module, RECURRENT)
+
+
+def why_float(
+    module: nn.Module, config: QConfig | None, dtypes: set[torch.dtype], exposed: bool
+) -> str:
+    """Return why such a module must stay float; "" where it need not.
+
+    Args:
+        module: for which :func:`is_self_contained` holds.
+        config: of the module; None keeps it float.
+        dtypes: of the tensors that it was called with.
+        exposed: whether the model reads its parameters by itself.
+    """
+    if config is None:
+        return "kept float by an override"
+    if is_foreign(module):
+        return FOREIGN
+    if exposed:
+        return EXPOSED
+    if other := dtypes - {torch.float32}:
+        return f"its source is {other.pop()}, not torch.float32"
+    if max(weight.size(-1) for weight in module.parameters() if weight.dim() > 1) > MAX_REDUCTION:
+        return f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
+    return ""

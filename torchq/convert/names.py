@@ -40,7 +40,7 @@ NAMES = {id(function): name for name, function in reversed(BY_NAME.items())}
 
 
 def name_of(function: Any) -> str | None:
-    """Returns the name that a stored graph has for a function; None for one it may not call."""
+    """Return the name that a stored graph has for a function; None for one it may not call."""
     if isinstance(function, torch._ops.OpOverload) and function.namespace == "aten":
         function = function.overloadpacket
     if isinstance(function, torch._ops.OpOverloadPacket):
@@ -49,7 +49,7 @@ def name_of(function: Any) -> str | None:
 
 
 def is_known(name: str) -> bool:
-    """Returns whether there is a function of such a name."""
+    """Return whether there is a function of such a name."""
     library, _, own = name.rpartition("::")
     if library == "aten":
         return own not in _REFUSED and hasattr(torch.ops.aten, own)
@@ -57,7 +57,7 @@ def is_known(name: str) -> bool:
 
 
 def by_name(name: str) -> Callable[..., Any]:
-    """Returns the function of such a name.
+    """Return the function of such a name.
 
     Raises:
         KeyError: there is none, or it is of another library than ATen.
@@ -70,5 +70,5 @@ def by_name(name: str) -> Callable[..., Any]:
 
 
 def is_reserved(name: str) -> bool:
-    """Returns whether a qualified name begins with an attribute of every GraphModule."""
+    """Return whether a qualified name begins with an attribute of every GraphModule."""
     return hasattr(fx.GraphModule, name.partition(".")[0])

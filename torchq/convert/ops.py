@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node of a graph is to quantization: its role, the float module that computes it."""
+"""Operations of a graph: their roles, and the float modules that compute them."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Arguments(dict[str, Any]):
         self.nodes: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """The argument."""
+        """Return the argument."""
         return self[name]
 
     def varying(self, *allowed: str) -> list[str]:
@@ -130,12 +130,12 @@ class Pointwise(nn.Module):
     """A function of each element, with constant arguments beside the tensor."""
 
     def __init__(self, function: Callable[..., Any] | str, *args: Any, position: int = 0) -> None:
-        """``function`` of torch, or the name of a method; the tensor is at ``position``."""
+        """Take a ``function`` of torch, or the name of a method; the tensor is at ``position``."""
         super().__init__()
         self.function, self.arguments, self.position = function, args, position
 
     def forward(self, src: Tensor) -> Tensor:
-        """Applies it."""
+        """Apply it."""
         args = [*self.arguments]
         args.insert(self.position, src)
         if isinstance(self.function, str):
@@ -147,17 +147,22 @@ class Pointwise(nn.Module):
 
 
 def clip_bounds(module: nn.Module | None) -> tuple[float, float] | None:
-    """Returns the bounds of an activation that only clips."""
+    """Return the bounds of an activation that only clips."""
     if isinstance(module, nn.Hardtanh):  # ReLU6 is one
         return float(module.min_val), float(module.max_val)
     return (0.0, math.inf) if isinstance(module, nn.ReLU) else None
 
 
 def is_float(node: fx.Node) -> bool:
-    """Returns whether it is a float32 tensor."""
+    """Return whether it is a float32 tensor."""
     return bool(node.meta["value"].dtype == torch.float32)
 
 
 def is_size(node: fx.Node) -> bool:
-    """Returns whether it is a number that the model computes from sizes."""
+    """Return whether it is a number that the model computes from sizes."""
     return bool(node.meta["static"]) and node.meta["value"].is_number
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of a tensor; () for anything else."""
+    return node.meta["value"].shape or ()

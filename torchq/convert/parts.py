@@ -14,16 +14,15 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from torchq.convert.aten import plain_graph
-from torchq.convert.capture import CaptureError, Exported, export, holds
+from torchq.convert.capture import CaptureError, Exported, export, holds, shapes_of
 from torchq.convert.constants import compute_once
 from torchq.convert.graph import Captured
-from torchq.convert.module_kinds import MATMUL
-from torchq.convert.self_contained import RECURRENT
+from torchq.convert.module_kinds import MATMUL, RECURRENT
 from torchq.convert.swap.calls import copied
 from torchq.convert.swap.leaves import stand_in
-from torchq.inputs import float_tensors
-from torchq.model_state import twin
+from torchq.nn.inputs import are_close, float_tensors
 from torchq.nn.leaf import without_hooks
+from torchq.nn.model_state import twin
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -45,7 +44,7 @@ class Part:
 
 @dataclass
 class Parts:
-    """What of a model is captured.
+    """Captured parts of a model.
 
     Attributes:
         found: in the order of the modules.
@@ -57,7 +56,7 @@ class Parts:
 
 
 def find_parts(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts:
-    """Captures ``model(*args, **kwargs)``; where that fails, the calls of its parts."""
+    """Capture ``model(*args, **kwargs)``; where that fails, the calls of its parts."""
     parts = Parts()
     if stand_in(model) is not None:  # one layer, which needs no graph
         return parts
@@ -80,7 +79,7 @@ def _descend(parts: Parts, module: nn.Module, name: str, calls: dict[int, Call])
 
 
 def _is_worth(module: nn.Module) -> bool:
-    """Returns whether a module has parts, and a layer that can be int8 among them."""
+    """Return whether a module has parts, and a layer that can be int8 among them."""
     if next(module.children(), None) is None or stand_in(module) is not None:
         return False
     return any(isinstance(stand_in(m), (*MATMUL, *RECURRENT)) for m in module.modules())
@@ -106,7 +105,7 @@ def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
 
 
 def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Call]:
-    """Returns the first call of each module, by id, in one run of the model."""
+    """Return the first call of each module, by id, in one run of the model."""
     found: dict[int, Call] = {}
     run, twins = twin(model), {}
     for original, other in zip(model.modules(), run.modules(), strict=True):
@@ -127,7 +126,7 @@ def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def check(module: nn.Module, exported: Exported, captured: Captured) -> None:
-    """Compares the graph with the module, on the example and where a dynamic size is one.
+    """Compare the graph with the module, on the example and where a dynamic size is one.
 
     A size of one that goes another way becomes a guard.
 
@@ -139,7 +138,7 @@ def check(module: nn.Module, exported: Exported, captured: Captured) -> None:
     if not _agree(module, graph, exported, tensors):
         raise CaptureError("its graph computes something else than its code")
     for guard, smaller in _ones(exported):
-        met = all(holds(g, smaller) for g in exported.guards)
+        met = all(holds(g, shapes_of(smaller)) for g in exported.guards)
         if met and not _agree(module, graph, exported, smaller):
             exported.guards.append(guard)
 
@@ -165,7 +164,7 @@ def _cut(tensor: Tensor, shape: tuple[int | None, ...], length: int) -> Tensor:
 
 
 def _agree(module: nn.Module, graph: nn.Module, exported: Exported, tensors: list[Tensor]) -> bool:
-    """Returns whether graph and module give the same; True where the module itself fails."""
+    """Return whether graph and module give the same; True where the module itself fails."""
     leaves, spec = pytree.tree_flatten((exported.args, exported.kwargs))
     for argument, tensor in zip(exported.arguments, tensors, strict=True):
         leaves[argument.index] = tensor.clone()
@@ -181,12 +180,4 @@ def _agree(module: nn.Module, graph: nn.Module, exported: Exported, tensors: lis
             result = float_tensors(graph(*[t.clone() for t in tensors]))
         except Exception:
             return False
-    return len(expected) == len(result) and all(map(_close, expected, result))
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    finite = a[a.isfinite()].abs()
-    largest = float(finite.max()) if finite.numel() else 0.0
-    return torch.allclose(a, b, 1e-4, 1e-4 * largest, equal_nan=True)
+    return are_close(expected, result)

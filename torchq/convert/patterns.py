@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert import makers, matmuls, moves
+from torchq.convert import layout_ops, makers, matmuls
 from torchq.convert.makers import unary
-from torchq.convert.ops import Arguments, Made, Pointwise, Role
-from torchq.nn.binary import Add, Mul
+from torchq.convert.ops import Arguments, Made, Pointwise, Role, shape_of
+from torchq.nn.float_modules import Add, Mul
 
 Maker = Callable[[Arguments], Made | str]
 
@@ -47,7 +47,7 @@ def _row(role: Role, names: str, make: Maker, *, is_matmul: bool = False) -> Row
 
 
 def _named(make: Maker, **names: str) -> Maker:
-    """Returns the maker, for a call whose schema has other names: ``other="mat2"``."""
+    """Return the maker, for a call whose schema has other names: ``other="mat2"``."""
 
     def named(a: Arguments) -> Made | str:
         for name, schema in names.items():
@@ -59,7 +59,7 @@ def _named(make: Maker, **names: str) -> Maker:
 
 
 def _with(make: Maker, **defaults: Any) -> Maker:
-    """Returns the maker, for a call whose schema lacks arguments."""
+    """Return the maker, for a call whose schema lacks arguments."""
 
     def completed(a: Arguments) -> Made | str:
         for name, value in defaults.items():
@@ -84,18 +84,18 @@ def _convolution(a: Arguments) -> Made | str:
 
 
 def _tensordot(a: Arguments) -> Made | str:
-    """Returns the last dim of a tensor and one of a constant matrix: a linear layer."""
+    """Make a linear layer of a product along the last dim with a constant matrix."""
     reason = "a tensordot that is no linear layer of a constant matrix has no int8 form"
     if not isinstance(a.other, Tensor) or a.other.dim() != 2 or not isinstance(a.input, fx.Node):
         return reason
-    rank, src, matrix = len(matmuls.shape_of(a.input)), list(a.dims_self), list(a.dims_other)
+    rank, src, matrix = len(shape_of(a.input)), list(a.dims_self), list(a.dims_other)
     if [d % rank for d in src] != [rank - 1] or len(matrix) != 1:
         return reason
     return matmuls.linear_of(a.input, a.other if matrix[0] % 2 else a.other.t(), None)
 
 
 def _pool(cls: type[nn.Module]) -> Maker:
-    make = moves.pool(cls)
+    make = layout_ops.pool(cls)
 
     def pool(a: Arguments) -> Made | str:
         for name, value in a.items():
@@ -106,7 +106,7 @@ def _pool(cls: type[nn.Module]) -> Maker:
 
 
 def _resize(mode: str) -> Maker:
-    """Returns an upsampling call; ``scales`` or ``output_size`` is given."""
+    """Return the maker of an upsampling; ``scales`` or ``output_size`` is given."""
 
     def resize(a: Arguments) -> Made | str:
         scales = a.get("scale_factors")
@@ -116,7 +116,7 @@ def _resize(mode: str) -> Maker:
             align_corners=a.get("align_corners"), antialias=False,
         )  # fmt: skip
         inner.nodes = dict(inner)
-        return moves.interpolate(inner)
+        return layout_ops.interpolate(inner)
 
     return resize
 
@@ -139,7 +139,7 @@ def _functions(*names: str) -> list[Row]:
 
 
 def _float(reason: str, names: str, *, is_matmul: bool = False) -> Row:
-    """Returns a row of what has no int8 form."""
+    """Return a row of what has no int8 form."""
     return _row(Role.OPAQUE, names, lambda a: reason, is_matmul=is_matmul)
 
 
@@ -227,17 +227,17 @@ TABLE: list[Row] = [
     _row(Role.POOL, "adaptive_avg_pool1d", _pool(nn.AdaptiveAvgPool1d)),
     _row(Role.POOL, "adaptive_avg_pool2d", _pool(nn.AdaptiveAvgPool2d)),
     _row(Role.POOL, "adaptive_avg_pool3d", _pool(nn.AdaptiveAvgPool3d)),
-    _row(Role.POOL, "mean", _with(moves.mean, dim=None, keepdim=False, dtype=None)),
+    _row(Role.POOL, "mean", _with(layout_ops.mean, dim=None, keepdim=False, dtype=None)),
     # what moves elements
-    _row(Role.MOVE, _MOVED, moves.move),
+    _row(Role.MOVE, _MOVED, layout_ops.move),
     _row(Role.MOVE, "upsample_nearest1d upsample_nearest2d upsample_nearest3d", _resize("nearest")),
     _row(Role.MOVE, "_upsample_nearest_exact1d _upsample_nearest_exact2d "
          "_upsample_nearest_exact3d", _resize("nearest-exact")),
     _row(Role.MOVE, "upsample_linear1d", _resize("linear")),
     _row(Role.MOVE, "upsample_bilinear2d", _resize("bilinear")),
     _row(Role.MOVE, "upsample_trilinear3d", _resize("trilinear")),
-    _row(Role.PAD, "pad", _with(moves.pad, mode="constant", value=None)),
-    _row(Role.PAD, "constant_pad_nd", _with(moves.pad, mode="constant", value=None)),
+    _row(Role.PAD, "pad", _with(layout_ops.pad, mode="constant", value=None)),
+    _row(Role.PAD, "constant_pad_nd", _with(layout_ops.pad, mode="constant", value=None)),
     # what stays float, and why
     _float("8 bits of the scores are too coarse for their exponentials", "softmax log_softmax "
            "_softmax _safe_softmax"),
@@ -250,18 +250,18 @@ TABLE: list[Row] = [
 ]  # fmt: skip
 
 BY_NAME = {name: row for row in TABLE for name in row.names}
-GETITEM = Row(Role.MOVE, ("getitem",), moves.index)
+GETITEM = Row(Role.MOVE, ("getitem",), layout_ops.index)
 
 
 def row_of(node: fx.Node) -> Row | None:
-    """Returns the row of a call in a captured graph; None for calls that the table lacks."""
+    """Return the row of a call in a captured graph; None for calls that the table lacks."""
     if node.target is operator.getitem and node.meta.get("aten") is None:
         return GETITEM
     return BY_NAME.get(str(node.meta.get("aten")).partition("::")[2].partition(".")[0])
 
 
 def arguments_of(node: fx.Node) -> Arguments:
-    """Returns the arguments of a call by name; what does not depend on the inputs is its value."""
+    """Return the arguments of a call by name; what does not depend on the inputs is its value."""
     arguments = Arguments()
     for name, value in _named_arguments(node).items():
         name = "input" if name == "self" else name

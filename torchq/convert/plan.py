@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which values are int8, and which share one scale and zero point.
+"""Decides which values are int8, and which share one scale and zero point.
 
 Nodes that are joined by what merely moves elements, or pools them, form a group: one scale and
 zero point. So do the sources of a concatenation that nobody else reads, with its result; of its
@@ -17,19 +17,17 @@ from collections.abc import Callable
 
 from torch import Tensor, fx, nn
 
-from torchq.config import Overrides, QConfig, resolve
 from torchq.convert.fake import Fixed, fixed_qparams, is_per_token, same
 from torchq.convert.fuse import Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
 from torchq.convert.graph import Captured
-from torchq.convert.module_kinds import NO_DYNAMIC_FORM
+from torchq.convert.module_kinds import NO_DYNAMIC_FORM, is_self_contained, why_float
 from torchq.convert.ops import Op, Role, clip_bounds
 from torchq.convert.phases import coarse_phases
 from torchq.convert.recognize import recognize
-from torchq.convert.self_contained import stands_alone, why_float
-from torchq.fake_quantize import FakeQuantize
-from torchq.nn.attention import Attention
-from torchq.nn.binary import Cat
+from torchq.nn.fake_quantize import FakeQuantize
+from torchq.nn.float_modules import Attention, Cat
+from torchq.quantization.config import Overrides, QConfig, resolve
 
 _HARD = (Role.MATMUL, Role.PRODUCT)  # what int8 is for: they quantize what they read
 _KEEPING = (Role.MOVE, Role.PASS, Role.POOL, Role.PAD)
@@ -54,7 +52,7 @@ class Plan:
         inside: nodes that exist only within quantized layers.
         reasons: layer -> why it stays float; "" where it is quantized.
         fakes: node of a fake quantizer -> what it says; those that change nothing are not in.
-        standalone: modules that are quantized by themselves.
+        self_contained: modules that are quantized by themselves.
         dynamic_wholes: operation that is a part of a dynamic one -> that one.
         table_hosts: layer that is a function of each element -> the matmul in front that applies
             its table.
@@ -72,7 +70,7 @@ class Plan:
                 op.role = Role.DYNAMIC
                 for part in op.absorbed:  # no layers, whatever their own configuration
                     part.role = Role.OPAQUE
-        self.standalone = self._stand_alone()
+        self.self_contained = self._find_self_contained()
         self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
         for layer, reason in coarse_phases(captured.graph.nodes, self.layers).items():
@@ -112,43 +110,43 @@ class Plan:
 
     @property
     def multiplies(self) -> bool:
-        """Whether it computes anything in int8 that is worth a graph."""
+        """Return whether it computes anything in int8 that is worth a graph."""
         hard = any(layer.role in _HARD for layer in self.layer_at.values())
         dynamic = any(op.role is Role.DYNAMIC for op in self.ops.values())
-        return hard or dynamic or bool(self.standalone)
+        return hard or dynamic or bool(self.self_contained)
 
     def root(self, node: fx.Node) -> fx.Node:
-        """Returns the node that stands for the group of ``node``."""
+        """Return the node that stands for the group of ``node``."""
         while self._parent.get(node, node) is not node:
             node = self._parent[node]
         return node
 
     def is_int8(self, node: fx.Node) -> bool:
-        """Returns whether the value has an int8 form."""
+        """Return whether the value has an int8 form."""
         return self.root(node) in self._int8
 
     def fixed(self, node: fx.Node) -> Fixed | None:
-        """Returns what a fake quantizer says about the group of ``node``."""
+        """Return what a fake quantizer says about the group of ``node``."""
         return self._fixed.get(self.root(node))
 
     def is_joined(self, node: fx.Node) -> bool:
-        """Returns whether it only moves or pools what it reads."""
+        """Return whether it only moves or pools what it reads."""
         return node in self._joined
 
     def comes_as_int8(self, node: fx.Node) -> bool:
-        """Whether the value is int8 from the start, not float32 that some reader quantizes."""
+        """Return whether the value is made as int8, not float32 that some reader quantizes."""
         layer = self.layer_at.get(node)
         made = self.is_joined(node) or (layer is not None and self.emits_int8(layer))
         made |= node in self.fakes
         return made and self.is_int8(node)
 
     def emits_int8(self, layer: Layer) -> bool:
-        """Returns whether a quantized layer's destination is int8."""
+        """Return whether a quantized layer's destination is int8."""
         wanted = layer.fake is not None or self._may_emit_int8(layer)
         return self.is_int8(layer.dst) and wanted
 
     def _table_host(self, layer: Layer) -> Layer | None:
-        """Returns the matmul whose int8 destination only this function reads."""
+        """Return the matmul whose int8 destination only this function reads."""
         host = self.layer_at.get(layer.srcs[0]) if layer.role is Role.UNARY else None
         if host is None or host.role is not Role.MATMUL or not self.emits_int8(host):
             return None
@@ -192,12 +190,12 @@ class Plan:
                     count[self.root(node)] += 1
         return count
 
-    def _stand_alone(self) -> list[str]:
-        """Gives these modules' calls their reason; the names of those without one."""
+    def _find_self_contained(self) -> list[str]:
+        """Give these modules' calls their reason; return the names of those without one."""
         calls: dict[str, list[Op]] = defaultdict(list)
         for op in self.ops.values():
             called = op.node.op == "call_module"
-            if called and stands_alone(op.owner, self.config(op.base)):
+            if called and is_self_contained(op.owner, self.config(op.base)):
                 calls[op.base].append(op)
         names = []
         attributes = [n for n in self.captured.graph.nodes if n.op == "get_attr"]
@@ -214,7 +212,7 @@ class Plan:
         return names
 
     def _read_tokens(self, op: Op) -> None:
-        """Makes a linear layer dynamic if its source is fake-quantized token by token."""
+        """Make a linear layer dynamic if its source is fake-quantized token by token."""
         fake = self.ops.get(op.srcs[0]) if op.role is Role.MATMUL else None
         if fake is not None and is_per_token(fake.owner) and isinstance(op.module, nn.Linear):
             op.role, op.absorbed, op.srcs = Role.DYNAMIC, [fake], [fake.node.all_input_nodes[0]]
@@ -243,7 +241,7 @@ class Plan:
         self._joined.add(node)
 
     def _fake(self, op: Op, absorbed: bool) -> None:
-        """Gives a group the scale and zero point of a fake quantizer."""
+        """Give a group the scale and zero point of a fake quantizer."""
         assert isinstance(op.module, FakeQuantize)
         fixed, src = fixed_qparams(op.module, self._config.activation_dtype), op.srcs[0]
         before = self.fixed(src)
@@ -256,7 +254,7 @@ class Plan:
         self._fixed[self.root(op.node)] = fixed
 
     def _follow_fixed(self, layer: Layer) -> None:
-        """A clip of what a fake quantizer gave is on the same levels; a mean is put on them.
+        """Give a clip or mean of fake-quantized values the levels of their fake quantizer.
 
         Not where fake quantizers alone read it: each rounds the float mean, once. A mean that is
         fake-quantized only behind was trained on float values.
@@ -273,7 +271,7 @@ class Plan:
             self._fixed[self.root(layer.dst)] = kept
 
     def _rounds_first(self, src: fx.Node, fixed: Fixed) -> bool:
-        """Whether the values may be rounded before they are moved: if no other form is read."""
+        """Return whether values may be rounded before they are moved: no other form is read."""
         root = self.root(src)
         if root in self._fixed:
             return False
@@ -288,13 +286,13 @@ class Plan:
         return True
 
     def _averages(self, node: fx.Node) -> bool:
-        """Returns whether it is a pool that may give others than the values it reads."""
+        """Return whether it is a pool that may give others than the values it reads."""
         op = self.ops.get(node)
         pools = op is not None and op.role is Role.POOL
         return op is not None and pools and "Max" not in type(op.module).__name__
 
     def _is_same(self, op: Op, fixed: Fixed) -> bool:
-        """Whether an operation is a fake quantizer of these parameters, or asks for sizes."""
+        """Return whether it is a fake quantizer of these parameters, or asks for sizes."""
         if op.role is not Role.FAKE:
             return op.role is Role.SHAPE
         assert isinstance(op.module, FakeQuantize)
@@ -316,7 +314,7 @@ class Plan:
         return found
 
     def function_behind(self, root: fx.Node) -> Callable[[Tensor], Tensor] | None:
-        """Returns the function that alone reads the values of a group, if it becomes a table.
+        """Return the function that alone reads the values of a group, if it becomes a table.
 
         None where averages lie between: what it makes of them says little of what they are made of.
         """
@@ -329,7 +327,7 @@ class Plan:
         return layer.function
 
     def _join_concatenations(self) -> None:
-        """Gives the sources of a concatenation its scale, where nobody else reads them."""
+        """Give the sources of a concatenation its scale, where nobody else reads them."""
         readers, layers = self.users(), self.concatenations()
         concatenations = {layer.op.node for layer in layers}
         for layer in layers:
@@ -339,7 +337,7 @@ class Plan:
                     self._merge(src, layer.dst)
 
     def _may_merge(self, src: fx.Node, dst: fx.Node) -> bool:
-        """Returns whether fake quantizers, if any, say the same or nothing of the source."""
+        """Return whether fake quantizers, if any, say the same or nothing of the source."""
         first, second = self.fixed(src), self.fixed(dst)
         if first is None:
             return second is None or second.keeps
@@ -381,7 +379,7 @@ class Plan:
         return not failed
 
     def _why_not(self, layer: Layer, hard: set[fx.Node]) -> str:
-        """Returns why a layer that is no matmul would gain nothing from int8; "" where it does."""
+        """Return why a layer that is no matmul would gain nothing from int8; "" where it does."""
         if not any(self.is_int8(node) for node in layer.srcs):
             return "its sources are float"
         wanted = hard.issuperset(self.root(node) for node in layer.srcs)

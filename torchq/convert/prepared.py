@@ -9,14 +9,15 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from torchq.config import Overrides, QConfig
-from torchq.convert.explain import Row
 from torchq.convert.graph import Captured
 from torchq.convert.graph_data import graph_of, plain_nodes
 from torchq.convert.ops import Role
 from torchq.convert.plan import Plan
-from torchq.observers import HistogramObserver, Observer
-from torchq.qparams import QParams
+from torchq.convert.rows import Row
+from torchq.quantization.config import Overrides, QConfig
+from torchq.quantization.observers import HistogramObserver, Observer
+from torchq.quantization.qparams import QParams
+from torchq.quantization.ranges import activation_range
 
 _META = (
     *("value", "aten", "owner", "scope", "varying", "static", "positional", "sizes", "phase"),
@@ -67,7 +68,7 @@ class Prepared(nn.Module):
         self.graph_module = model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Prepared:
-        """The plan is shared: nothing changes it."""
+        """Copy all but the plan, which nothing changes."""
         memo[id(self.plan)] = self.plan
         other = Prepared.__new__(Prepared)
         memo[id(self)] = other
@@ -83,7 +84,7 @@ class Prepared(nn.Module):
         return _rebuild, (nodes, *parts, opaque, self.torchq_report, list(self.observers))
 
     def _result_nodes(self) -> list[tuple[str, fx.Node]]:
-        """Where the converted model will have a quantized module, and the node of its result."""
+        """Return the names of quantized modules to be, and the nodes of their results."""
         pools = [op for op in self.plan.ops.values() if op.role is Role.POOL]
         int8 = [(op, op.node) for op in pools if self.plan.is_int8(op.node)]
         # of a function whose table is a matmul's, the matmul's name again: the later one counts
@@ -96,12 +97,12 @@ class Prepared(nn.Module):
         found = {}
         for name, target in self._result_names.items():
             found[name] = self.graph_module.get_submodule(target)
-        for name in self.plan.standalone:
+        for name in self.plan.self_contained:
             found[name] = self.graph_module.get_submodule(name)
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the float model."""
+        """Run the float model."""
         return self.graph_module(*args, **kwargs)
 
     def qparams(self, node: fx.Node) -> QParams:
@@ -124,7 +125,7 @@ class Prepared(nn.Module):
         return observer.qparams(*options)
 
     def constant(self, node: fx.Node) -> Tensor:
-        """Returns the value of a node that does not depend on the inputs."""
+        """Return the value of a node that does not depend on the inputs."""
         value = node.meta["constant"]
         assert isinstance(value, Tensor)
         return value
@@ -145,3 +146,57 @@ def _rebuild(
         prepared.observers[i] = observer
         prepared.graph_module.set_submodule(f"torchq_observer_{i}", observer)
     return prepared.eval()
+
+
+_CLIPPED = 1 / 8  # of the source's range, at most
+
+
+def shared_qparams(prepared: Prepared) -> dict[fx.Node, QParams]:
+    """Root of a group that a concatenation reads -> the parameters it takes from the result.
+
+    A value that passes twenty concatenations, each with parameters of its own, is rounded twenty
+    times; with the same parameters they copy bytes. But what else reads the source then gets the
+    steps of the concatenation. Let ``s`` be the source's own step, ``c`` that of the concatenation,
+    and ``S`` and ``C`` how many other operations read each; a rounding adds the square of its step,
+    over 12. To share costs less if ``(S + C) c^2 < S s^2 + C (s^2 + c^2)``, that is,
+    ``S c^2 < (S + C) s^2``.
+
+    The last concatenation of a chain decides. Parameters of fake quantizers stay.
+
+    Raises:
+        RuntimeError: as :meth:`Prepared.qparams`.
+    """
+    plan, found = prepared.plan, dict[fx.Node, QParams]()
+    active = set(plan.layer_at.values())
+    layers = [layer for layer in plan.concatenations() if layer in active]
+    copies = {layer.op.node for layer in layers}
+    readers = {root: len(users - copies) for root, users in plan.users().items()}
+    beyond: dict[fx.Node, int] = {}  # readers of what a group's values are copied to
+    for layer in reversed(layers):
+        root = plan.root(layer.dst)
+        if not plan.emits_int8(layer) or plan.fixed(root) is not None:
+            continue
+        dst = found.get(root) or prepared.qparams(root)
+        count = readers.get(root, 0) + beyond.get(root, 0)
+        for src in dict.fromkeys(plan.root(src) for src in layer.srcs):
+            if src is root or src in found or plan.fixed(src) is not None:
+                continue
+            own = prepared.qparams(src)
+            step, other = float(own.scale), float(dst.scale)
+            if _covers(dst, own) and readers[src] * other**2 < (readers[src] + count) * step**2:
+                found[src], beyond[src] = dst, count
+    return found
+
+
+def _covers(dst: QParams, src: QParams) -> bool:
+    """Return whether ``dst`` covers what ``src`` covers, but for a little at the ends."""
+    (low, high), (other_low, other_high) = _range(src), _range(dst)
+    alike = (src.dtype, src.bits) == (dst.dtype, dst.bits)
+    return alike and max(other_low - low, high - other_high) <= _CLIPPED * (high - low)
+
+
+def _range(qparams: QParams) -> tuple[float, float]:
+    """Return the real values of the smallest and the largest integer."""
+    scale, zero_point = float(qparams.scale), int(qparams.zero_point)
+    low, high = activation_range(qparams.dtype, qparams.bits)
+    return scale * (low - zero_point), scale * (high - zero_point)

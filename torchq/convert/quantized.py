@@ -7,24 +7,25 @@ from collections.abc import Callable
 
 from torch import fx
 
-from torchq.affine import combined
-from torchq.chains import PostOps
+from torchq.attributes.post_ops import PostOps
 from torchq.convert.from_float import append_clip, matmul_from_float, pool_from_float, post_op_chain
 from torchq.convert.fuse import Layer
 from torchq.convert.ops import Role
 from torchq.convert.plan import Plan
-from torchq.nn.attention import Attention, QAttention
-from torchq.nn.binary import Add, Cat, QAdd, QCat, QMul
+from torchq.nn.attention import QAttention
+from torchq.nn.batch_norm import combined
+from torchq.nn.binary import QAdd, QCat, QMul
+from torchq.nn.float_modules import Add, Attention, Cat
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
 from torchq.nn.quantize import QLookup
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 QParamsOf = Callable[[fx.Node], QParams]
 
 
 def quantized(layer: Layer, plan: Plan, qparams: QParamsOf) -> QModule:
-    """What computes the layer, of its sources in int8 (and a float32 residual, if it is that).
+    """Return the module that computes the layer from int8 sources, and perhaps a float32 residual.
 
     Raises:
         TypeError, ValueError, NotImplementedError: the module's own reasons.
@@ -48,7 +49,7 @@ def quantized(layer: Layer, plan: Plan, qparams: QParamsOf) -> QModule:
 
 
 def lookup(layer: Layer, plan: Plan, qparams: QParamsOf) -> QLookup:
-    """Returns the table of a UNARY."""
+    """Return the table of a UNARY."""
     assert layer.function is not None
     src = qparams(layer.srcs[0])
     dst = qparams(layer.dst) if layer.fake is None else plan.fakes[layer.dst].quantize
@@ -80,7 +81,7 @@ def _matmul(layer: Layer, plan: Plan, qparams: QParamsOf, dst: QParams | None) -
 
 
 def _factor(layer: Layer, plan: Plan) -> PostOps:
-    """Returns what a matrix product takes over, in order."""
+    """Return what a matrix product takes over, in order."""
     chain = PostOps()
     if layer.affines:
         scale, shift = combined(layer.affines)

@@ -16,9 +16,9 @@ from torchq.convert.graph import Captured
 from torchq.convert.module_kinds import AVERAGES
 from torchq.convert.ops import Made, Op, Role, is_float
 from torchq.convert.patterns import arguments_of, row_of
-from torchq.fake_quantize import FakeQuantize
-from torchq.folding import MAX_SHIFTED_REDUCTION
-from torchq.nn.attention import Attention
+from torchq.functional.folding import MAX_SHIFTED_REDUCTION
+from torchq.nn.fake_quantize import FakeQuantize
+from torchq.nn.float_modules import Attention
 
 MAX_KEYS = 65793
 MAX_POSITIONS = 8388608
@@ -26,7 +26,7 @@ POSITIONS = "it reads what depends on sizes and positions alone"
 
 
 def recognize(captured: Captured, keep_float: Callable[[str], bool]) -> dict[fx.Node, Op]:
-    """Returns what every node that depends on the inputs is; constants and inputs are left out.
+    """Return what every node that depends on the inputs is; constants and inputs are left out.
 
     ``keep_float`` tells names that stay float on request.
     """
@@ -60,7 +60,7 @@ class _Names:
         self._calls: Counter[str] = Counter()
 
     def of(self, node: fx.Node) -> tuple[str, str]:
-        """Returns the name of a call, each only once, and the name that overrides match."""
+        """Return the name of a call, each only once, and the name that overrides match."""
         base = str(node.target) if node.op == "call_module" else node.meta["owner"]
         if base:
             count = self._calls[base]
@@ -74,13 +74,13 @@ class _Names:
 
 
 def function_name(node: fx.Node) -> str:
-    """Returns the name of the function that a node calls."""
+    """Return the name of the function that a node calls."""
     name = str(node.meta["aten"] or getattr(node.target, "__name__", node.target))
     return name.partition("::")[2].partition(".")[0] or name
 
 
 def _fake_constant(node: fx.Node, model: nn.Module) -> FakeQuantize | None:
-    """Returns the fake quantizer of a constant: of a weight."""
+    """Return the fake quantizer of a constant: of a weight."""
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
         found = fake_quantizer(module) if is_fake(module) else ""
@@ -94,7 +94,7 @@ def _fake_constant(node: fx.Node, model: nn.Module) -> FakeQuantize | None:
 
 
 def _dequantization(op: Op, ops: dict[fx.Node, Op]) -> Op:
-    """A number added to or multiplied with what a fake quantizer gives changes its levels only."""
+    """Fold a number added to or multiplied with fake-quantized values into their levels."""
     before = ops.get(op.srcs[0]) if op.role is Role.UNARY else None
     if before is None or before.role is not Role.FAKE or op.affine is None or op.requested:
         return op
@@ -106,7 +106,7 @@ def _dequantization(op: Op, ops: dict[fx.Node, Op]) -> Op:
 
 
 def _made(node: fx.Node, model: nn.Module) -> tuple[Made, nn.Module | None]:
-    """Returns what the table says about a node, and the module that makes the call."""
+    """Return what the table says about a node, and the module that makes the call."""
     if node.op == "call_module":  # recurrent, or a fake quantizer
         module = model.get_submodule(str(node.target))
         if is_fake(module):
@@ -139,7 +139,7 @@ def _opaque(reason: str) -> Made:
 
 
 def _why_float(op: Op) -> str:
-    """Returns why an operation that the table knows must stay float; "" if it need not."""
+    """Return why an operation that the table knows must stay float; "" if it need not."""
     if op.role in (Role.SHAPE, Role.PASS):
         return ""
     if op.requested:
@@ -169,7 +169,7 @@ def _why_float(op: Op) -> str:
 
 
 def _is_mean(op: Op) -> bool:
-    """Returns whether a pool averages all of several positions."""
+    """Return whether a pool averages all of several positions."""
     if op.role is not Role.POOL or not isinstance(op.module, AVERAGES):
         return False
     before, after = (math.prod(n.meta["value"].shape[2:]) for n in (op.srcs[0], op.node))
@@ -177,13 +177,13 @@ def _is_mean(op: Op) -> bool:
 
 
 def _keys(op: Op) -> int:
-    """Returns how many keys attention has in the example."""
+    """Return how many keys attention has in the example."""
     shape = op.srcs[2].meta["value"].shape or (0, 0)
     return int(shape[-2])
 
 
 def _positions(op: Op) -> int:
-    """Returns how many positions each result of an average sums; 0 for other pools."""
+    """Return how many positions each result of an average sums; 0 for other pools."""
     if not isinstance(op.module, AVERAGES):
         return 0
     before, after = (math.prod(n.meta["value"].shape[2:]) for n in (op.srcs[0], op.node))
@@ -200,7 +200,7 @@ def _reduction(op: Op) -> int:
 
 
 def _spatial_dims(module: Any) -> int | None:
-    """Returns those of a convolution or pool, by its name."""
+    """Return the spatial dims of a convolution or pool, by its name."""
     for cls in type(module).__mro__:
         name = cls.__name__
         if name[-2:] in ("1d", "2d", "3d") and ("Conv" in name or "Pool" in name):

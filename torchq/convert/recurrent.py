@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from torchq.convert.self_contained import is_foreign
+from torchq.convert.module_kinds import is_foreign
 
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
@@ -27,7 +27,7 @@ def _fake(
     srcs: list[Tensor], name: str, kind: str, hidden: int, projected: int, layers: int,
     directions: int, batch_first: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Returns results without values: the output, and the last states."""
+    """Return results without values: the output, and the last states."""
     src = srcs[0]
     if kind.endswith("Cell"):
         shape = [*src.shape[:-1], hidden]
@@ -41,7 +41,7 @@ def _fake(
 
 
 def as_one_call(model: nn.Module) -> nn.Module:
-    """Makes each recurrent module of a copy of a model call ``torchq_capture::recurrent``."""
+    """Make each recurrent module of a copy of a model call ``torchq_capture::recurrent``."""
     for name, module in model.named_modules():
         if isinstance(module, RECURRENT) and not is_foreign(module):
             vars(module)["_torchq_name"] = name
@@ -50,7 +50,7 @@ def as_one_call(model: nn.Module) -> nn.Module:
 
 
 def _forward(module: Any, input: Any, hx: Any = None) -> Any:
-    """Calls the op; gives the results as the module does."""
+    """Call the op; give the results as the module does."""
     if isinstance(input, PackedSequence):
         raise TypeError(f"'{module._torchq_name}' reads a packed sequence")
     if module._forward_hooks or module._forward_pre_hooks:

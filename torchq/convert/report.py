@@ -7,19 +7,18 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from torchq.convert.explain import READ, Row
 from torchq.convert.fuse import Layer
-from torchq.convert.module_kinds import MATMUL
+from torchq.convert.module_kinds import MATMUL, RECURRENT
 from torchq.convert.ops import Op, Role
 from torchq.convert.patterns import GETITEM, row_of
 from torchq.convert.plan import Plan
-from torchq.convert.self_contained import RECURRENT
+from torchq.convert.rows import READ, Row
 
 ONCE = "nothing that it reads depends on the inputs: it is computed once"
 
 
 def report_rows(plan: Plan) -> list[Row]:
-    """Returns rows in the order of calls; what depends on sizes and positions alone has none."""
+    """Return rows in the order of calls; what depends on sizes and positions alone has none."""
     layer_of = {part: layer for layer in plan.layers for part in layer.parts}
     rows: dict[str, list[Row]] = defaultdict(list)
     firsts: dict[tuple[str, str, str], str] = {}
@@ -48,7 +47,7 @@ def report_rows(plan: Plan) -> list[Row]:
 def merged(
     leaves: Iterable[Row], graphs: Iterable[tuple[str, list[Row]]], names: Collection[str]
 ) -> list[Row]:
-    """Returns the rows of a model: of its graphs, and of leaves that no graph calls.
+    """Return the rows of a model: of its graphs, and of leaves that no graph calls.
 
     Args:
         leaves: rows of every leaf, as the model's own code calls it.
@@ -70,7 +69,7 @@ def merged(
 
 
 def _together(rows: list[Row]) -> Row:
-    """Returns one row for all calls of a module."""
+    """Return one row for all calls of a module."""
     rows = [replace(row, calls=len(rows)) for row in rows]
     quantized = [row for row in rows if row.quantized]
     if not quantized or len(quantized) == len(rows):
@@ -86,8 +85,8 @@ def _together(rows: list[Row]) -> Row:
 
 def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     quantized, reason, site = False, op.reason, op.name
-    if op.base in plan.standalone or isinstance(op.owner, RECURRENT):
-        quantized, site = op.base in plan.standalone, op.base
+    if op.base in plan.self_contained or isinstance(op.owner, RECURRENT):
+        quantized, site = op.base in plan.self_contained, op.base
     elif (whole := plan.dynamic_wholes.get(op)) is not None:
         quantized, reason, site = True, f"fused into {plan.prefix}{whole.name}", whole.name
     elif layer is not None:

@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.config import QConfig
 from torchq.convert.from_float import naming
-from torchq.convert.module_kinds import EXPOSED, MAX_REDUCTION, inherits, is_patched
 from torchq.nn.dynamic import DynamicQLinear
-from torchq.nn.experts import QExperts, is_experts
+from torchq.nn.experts import QExperts
+from torchq.nn.float_modules import is_experts
 from torchq.nn.module import QModule
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
-
-FOREIGN = "it is a recurrent module with code of its own, which has no int8 form"
-RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+from torchq.quantization.config import QConfig
 
 
 class DynamicLinear(nn.Module):
@@ -34,12 +31,12 @@ class DynamicLinear(nn.Module):
         self.module, self.config = module, config
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the float layer's result."""
+        """Return the float layer's result."""
         dst: torch.Tensor = self.module(input)
         return dst
 
     def convert(self) -> DynamicQLinear:
-        """Returns the quantized layer."""
+        """Return the quantized layer."""
         granularity, bits = self.config.weight_granularity, self.config.weight_bits
         return DynamicQLinear.from_float(self.module, granularity=granularity, bits=bits)
 
@@ -53,57 +50,21 @@ class FloatExperts(nn.Module):
         self.module, self.config = module, config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the float experts."""
+        """Run the float experts."""
         return self.module(*args, **kwargs)
 
     def convert(self) -> QExperts:
-        """Returns the quantized experts."""
+        """Return the quantized experts."""
         granularity, bits = self.config.weight_granularity, self.config.weight_bits
         return QExperts.from_float(self.module, granularity=granularity, bits=bits)
 
 
-STANDALONE = (ObservedRNN, ObservedRNNCell, DynamicLinear, FloatExperts)
+SELF_CONTAINED = (ObservedRNN, ObservedRNNCell, DynamicLinear, FloatExperts)
 """What a prepared model has in their places."""
 
 
-def is_foreign(module: nn.Module) -> bool:
-    """Whether it is a recurrent module with a forward of its own, which may compute anything."""
-    known = inherits(type(module)) and not is_patched(module)
-    return isinstance(module, RECURRENT) and not known
-
-
-def stands_alone(module: nn.Module | None, config: QConfig | None) -> bool:
-    """Whether this module concerns these functions, and not the planning of int8 tensors."""
-    linear = isinstance(module, nn.Linear) and config is not None and config.dynamic
-    return linear or isinstance(module, RECURRENT)
-
-
-def why_float(
-    module: nn.Module, config: QConfig | None, dtypes: set[torch.dtype], exposed: bool
-) -> str:
-    """Returns why such a module must stay float; "" where it need not.
-
-    Args:
-        module: for which :func:`stands_alone` holds.
-        config: of the module; None keeps it float.
-        dtypes: of the tensors that it was called with.
-        exposed: whether the model reads its parameters by itself.
-    """
-    if config is None:
-        return "kept float by an override"
-    if is_foreign(module):
-        return FOREIGN
-    if exposed:
-        return EXPOSED
-    if other := dtypes - {torch.float32}:
-        return f"its source is {other.pop()}, not torch.float32"
-    if max(weight.size(-1) for weight in module.parameters() if weight.dim() > 1) > MAX_REDUCTION:
-        return f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
-    return ""
-
-
 def observed(module: nn.Module, config: QConfig, name: str) -> nn.Module:
-    """Returns what takes the module's place while calibrating."""
+    """Return what takes the module's place while calibrating."""
     if isinstance(module, nn.RNNBase):
         return ObservedRNN(module, config, name)
     if isinstance(module, nn.RNNCellBase):
@@ -115,7 +76,7 @@ def observed(module: nn.Module, config: QConfig, name: str) -> nn.Module:
 
 
 def converted(module: Any, name: str) -> QModule:
-    """Returns the quantized form of an observed module.
+    """Return the quantized form of an observed module.
 
     Raises:
         RuntimeError: it was never calibrated; the message names it.

@@ -13,7 +13,7 @@ _PACKED = ("weight", "compensation", "pair_bound")
 
 
 def share_weights(model: nn.Module) -> None:
-    """Gives a leaf the packed weight of the graph's layer of the same name.
+    """Give a leaf the packed weight of the graph's layer of the same name.
 
     Batch norms that a graph folds into a weight change its scales. Its integers change by a step
     at most, where the rounding of the product moves one over a tie; those of a channel with a
@@ -35,7 +35,7 @@ def _share(leaf: nn.Module, layer: nn.Module) -> None:
 
 
 def _is_near(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two packed weights differ by a step at most."""
+    """Return whether two packed weights differ by a step at most."""
     if a is b or a.shape != b.shape or a.dtype != b.dtype:
         return a is b
     return torch.equal(a, b) or bool(((a.short() - b.short()).abs() <= 1).all())

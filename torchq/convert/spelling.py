@@ -25,14 +25,14 @@ _NUMBERS: dict[Any, Any] = {
 
 
 def base_name(target: Any) -> str:
-    """Returns the name of an ATen call without its overload."""
+    """Return the name of an ATen call without its overload."""
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[1]
     return str(getattr(target, "__name__", target))
 
 
 def spelled(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
-    """Returns kind, target and arguments of the node that makes an ATen call."""
+    """Return kind, target and arguments of the node that makes an ATen call."""
     if not isinstance(target, torch._ops.OpOverload):
         return "call_function", _NUMBERS.get(target, target), args, kwargs
     name, schema = base_name(target), target._schema
@@ -66,7 +66,7 @@ def spelled(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
 
 
 def _function_of(name: str) -> Callable[..., Any] | None:
-    """Returns the C++ function of torch that makes this ATen call: shorter than ``torch.ops``."""
+    """Return the C++ function of torch that makes this ATen call: shorter than ``torch.ops``."""
     for namespace in (torch, torch._C._nn):
         function = getattr(namespace, name, None)
         if isinstance(function, BuiltinFunctionType):

@@ -44,7 +44,7 @@ itself, where torch's networks read both.
 """
 
 from torchq.functional.attention import attention, dynamic_attention
-from torchq.functional.combine import add, concat, lookup, lookup_table, mul, pad
+from torchq.functional.combine import add, concat, mul, pad
 from torchq.functional.conv import conv1d, conv2d, conv3d, convolution
 from torchq.functional.conv_transpose import (
     conv_transpose1d,
@@ -73,6 +73,7 @@ from torchq.functional.reorder import (
     reorder,
     requantize,
 )
+from torchq.functional.tables import lookup, lookup_table
 
 inner_product = linear
 """oneDNN's name of :func:`linear`."""

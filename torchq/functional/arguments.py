@@ -9,11 +9,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torchq._arguments import INT32, check_type, to_float32, to_int
-from torchq.attr import Attr
-from torchq.chains import Sum
-from torchq.folding import Folded, check_attr, check_attr_type
-from torchq.packing import PackedWeight
+from torchq.attributes.arguments import INT32, check_type, to_float32, to_int
+from torchq.attributes.attr import Attr, check_attr_type
+from torchq.attributes.post_op import Sum
+from torchq.functional.folding import Folded, check_attr
+from torchq.functional.packing import PackedWeight
 
 Ints: TypeAlias = int | Sequence[int]
 Floats: TypeAlias = float | Tensor
@@ -21,21 +21,21 @@ Zeros: TypeAlias = int | Tensor
 
 
 def to_scale(where: str, value: Floats) -> Tensor:
-    """A float32 tensor; tensors pass as they are, and the op checks them."""
+    """Return a float32 tensor; tensors pass as they are, and the op checks them."""
     if isinstance(value, Tensor):
         return value
     return torch.tensor(to_float32(where, value), dtype=torch.float32, device="cpu")
 
 
 def to_zero_point(where: str, value: Zeros) -> Tensor:
-    """An int32 tensor; tensors pass as they are, and the op checks them."""
+    """Return an int32 tensor; tensors pass as they are, and the op checks them."""
     if isinstance(value, Tensor):
         return value
     return torch.tensor(to_int(where, value, INT32.min, INT32.max), dtype=torch.int32, device="cpu")
 
 
 def check_8bit(op: str, name: str, src: Tensor) -> None:
-    """Raises TypeError unless ``src`` is uint8 or int8."""
+    """Raise TypeError unless ``src`` is uint8 or int8."""
     check_type(f"torchq.{op}: {name}", src, Tensor, "Pass a uint8 or int8 tensor.")
     if src.dtype not in (torch.uint8, torch.int8):
         raise TypeError(
@@ -45,7 +45,7 @@ def check_8bit(op: str, name: str, src: Tensor) -> None:
 
 
 def integer(op: str, name: str, value: int) -> int:
-    """The value; the dispatcher would cut the fraction of a tensor or numpy number.
+    """Return the value; the dispatcher would cut the fraction of a tensor or numpy number.
 
     A size may be symbolic, or an integer tensor while ``torch.jit.trace`` runs.
 
@@ -79,7 +79,7 @@ def real_post_ops(
     srcs: Sequence[Tensor],
     dims: Callable[[], Sequence[int]],
 ) -> tuple[str, list[Tensor] | None]:
-    """What ops in real units take of the chain: its text, and every operand of it in order.
+    """Return the chain's text and all of its operands in order, as ops in real units take them.
 
     ``dims`` gives those of dst, which masks index.
     """
@@ -90,7 +90,7 @@ def real_post_ops(
 
 
 def spatial_dims(op: str, src: Tensor) -> int:
-    """The number of spatial dimensions of ``(N, C, spatial...)``, 1 to 3."""
+    """Return the number of spatial dimensions of ``(N, C, spatial...)``, 1 to 3."""
     if not 3 <= src.dim() <= 5:
         raise ValueError(
             f"torchq.{op}: src must be (N, C, spatial...) with one to three spatial dimensions, "
@@ -119,7 +119,7 @@ def conv_geometry(
     dilation: Ints,
     *channels: int,
 ) -> list[int]:
-    """The ``geometry`` argument of the pools, and with ``groups, in_channels`` behind, of conv."""
+    """Return the ``geometry`` of pools, or with ``groups, in_channels`` behind, of convolutions."""
     dims = len(kernel)
     begin = spread(op, "padding", padding, dims)
     end = begin if padding_end is None else spread(op, "padding_end", padding_end, dims)
@@ -127,8 +127,25 @@ def conv_geometry(
     return [*kernel, *step, *begin, *end, *gap, *channels]
 
 
+def conv_transpose_geometry(
+    op: str,
+    kernel: Sequence[int],
+    stride: Ints,
+    padding: Ints,
+    padding_end: Ints | None,
+    dilation: Ints,
+    output_padding: Ints,
+    groups: int,
+    in_channels: int,
+) -> list[int]:
+    """Return the ``geometry`` argument of the op."""
+    extra = spread(op, "output_padding", output_padding, len(kernel))
+    window = conv_geometry(op, kernel, stride, padding, padding_end, dilation)
+    return [*window, *extra, groups, in_channels]
+
+
 def check_source(op: str, src: Tensor, attr: Attr) -> None:
-    """Raises TypeError unless ``src`` is uint8 or int8; ValueError for float with output scales."""
+    """Raise TypeError unless ``src`` is uint8 or int8; ValueError for float with output scales."""
     check_attr_type(op, attr)
     check_type(f"torchq.{op}: src", src, Tensor, "Pass a uint8 or int8 tensor.")
     if src.is_floating_point() and attr.mask("dst", "output_scales") is not None:
@@ -147,7 +164,7 @@ def post_op_sources(
     srcs: Sequence[Tensor],
     dst_sizes: Callable[[], Sequence[int]],
 ) -> list[Tensor]:
-    """The sources of the chain, in its order; those of sums are checked for their dtype."""
+    """Return the sources of the chain, in its order; those of sums are checked for their dtype."""
     sources = attr.post_ops.sources(op, dst_sizes, srcs)
     for index, (post_op, src) in enumerate(zip(attr.post_ops.source_owners, sources, strict=True)):
         expected = (post_op.dtype or dst_dtype) if isinstance(post_op, Sum) else src.dtype
@@ -160,7 +177,7 @@ def post_op_sources(
 
 
 def packed_arguments(packed: PackedWeight, folded: Folded) -> tuple[Tensor | None, ...]:
-    """The arguments between src and the geometry or dst_dtype, in the order of the ops."""
+    """Return the arguments between src and the geometry or dst_dtype, in the order of the ops."""
     return (
         packed.weight,
         packed.compensation,

@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchq._arguments import check_type
-from torchq.attr import Attr
+from torchq.attributes.arguments import check_type
+from torchq.attributes.attr import Attr
 from torchq.functional.arguments import check_8bit, real_params
-from torchq.ops import dtype_code
+from torchq.runtime.library import dtype_code
 
 
 def attention(

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops that take integers to integers by folded scales: add, mul, concat, lookup and pad."""
+"""Ops that take integers to integers by folded scales: add, mul, concat and pad."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq._arguments import check_tensors, check_type, to_int
-from torchq.attr import Attr
-from torchq.folding import check_attr
+from torchq.attributes.arguments import check_tensors, to_int
+from torchq.attributes.attr import Attr
 from torchq.functional.arguments import check_8bit, integer
-from torchq.functional.reorder import quantize
-from torchq.ops import dtype_code
-from torchq.qparams import QParams
+from torchq.functional.folding import check_attr
+from torchq.runtime.library import dtype_code
 
 
 def add(src0: Tensor, src1: Tensor, attr: Attr, dst_dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -76,40 +74,8 @@ def concat(
     return result
 
 
-def lookup_table(function: Callable[[Tensor], Tensor], src: QParams, dst: QParams) -> Tensor:
-    """The 256 destination values of a unary function, for :func:`lookup`.
-
-    ``table[i] = quantize(function(dequantize(q_i)))`` for the source values in ascending order;
-    exact to the rounding of ``function`` in float32. ``src`` and ``dst`` are per tensor.
-    """
-    for name, params in (("src", src), ("dst", dst)):
-        remedy = "Make it with QParams.per_tensor or choose_qparams."
-        check_type(f"torchq.lookup_table: {name}", params, QParams, remedy)
-        if params.is_per_channel:
-            raise NotImplementedError(
-                f"torchq.lookup_table: {name} must be per tensor, got {params.scale.numel()} "
-                "scales. Use QParams.per_tensor."
-            )
-    low = torch.iinfo(src.dtype).min
-    q = torch.arange(low, low + 256, dtype=torch.int32, device="cpu")
-    with torch.no_grad():
-        real = function(src.scale * (q - src.zero_point).to(torch.float32))
-        if real.shape != q.shape:
-            raise ValueError(
-                f"torchq.lookup_table: function must map each of 256 values to one, got "
-                f"{list(real.shape)} for [256]. Pass an elementwise function."
-            )
-        return quantize(real, dst.scale, dst.zero_point, dst.dtype)
-
-
-def lookup(src: Tensor, table: Tensor) -> Tensor:
-    """Any unary function on 8 bits: ``table[src]`` for uint8, ``table[src + 128]`` for int8."""
-    result: Tensor = torch.ops.torchq.lookup(src, table)
-    return result
-
-
 def pad(src: Tensor, padding: Sequence[int], zero_point: int = 0) -> Tensor:
-    """Pads with real zero, which is ``zero_point``; as ``torch.nn.functional.pad`` otherwise."""
+    """Pad with real zero, which is ``zero_point``; as ``torch.nn.functional.pad`` otherwise."""
     check_8bit("pad", "src", src)
     limits = torch.iinfo(src.dtype)
     zero = to_int(
@@ -132,7 +98,7 @@ def _operands(op: str, attr: Attr, srcs: Sequence[Tensor]) -> tuple[Tensor, Tens
 def _binary(
     op: str, src0: Tensor, src1: Tensor, attr: Attr, dst_dtype: torch.dtype
 ) -> tuple[bool, int]:
-    """Whether the destination ends in a relu, and its dtype code."""
+    """Return whether the destination ends in a relu, and its dtype code."""
     text = str(attr.post_ops)
     if text not in ("", "eltwise_relu"):
         raise NotImplementedError(

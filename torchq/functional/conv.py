@@ -9,10 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchq._arguments import check_type
-from torchq._windows import conv_sizes
-from torchq.attr import Attr
-from torchq.folding import check_attr_type, fold
+from torchq.attributes.arguments import check_type
+from torchq.attributes.attr import Attr, check_attr_type
 from torchq.functional.arguments import (
     Ints,
     check_source,
@@ -24,8 +22,10 @@ from torchq.functional.arguments import (
     spread,
 )
 from torchq.functional.depthwise import padding_end, split_at_dw_conv
-from torchq.ops import dtype_code
-from torchq.packing import PackedWeight, pack_conv
+from torchq.functional.folding import fold
+from torchq.functional.packing import PackedWeight, pack_conv
+from torchq.runtime.library import dtype_code
+from torchq.runtime.windows import conv_sizes
 
 
 def conv1d(

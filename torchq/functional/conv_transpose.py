@@ -9,22 +9,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchq._arguments import check_type
-from torchq._windows import conv_transpose_sizes
-from torchq.attr import Attr
-from torchq.folding import fold
+from torchq.attributes.arguments import check_type
+from torchq.attributes.attr import Attr
 from torchq.functional.arguments import (
     Ints,
     check_source,
-    conv_geometry,
+    conv_transpose_geometry,
     integer,
     packed_arguments,
     post_op_sources,
     spatial_dims,
     spread,
 )
-from torchq.ops import dtype_code
-from torchq.packing import PackedWeight, pack_conv_transpose
+from torchq.functional.folding import fold
+from torchq.functional.packing import PackedWeight, pack_conv_transpose
+from torchq.runtime.library import dtype_code
+from torchq.runtime.windows import conv_transpose_sizes
 
 
 def conv_transpose1d(
@@ -137,23 +137,6 @@ def deconvolution(
     window = _Window(stride, padding, padding_end, dilation, output_padding, groups)
     dims = spatial_dims("deconvolution", src)
     return _conv_transpose(dims, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
-
-
-def conv_transpose_geometry(
-    op: str,
-    kernel: Sequence[int],
-    stride: Ints,
-    padding: Ints,
-    padding_end: Ints | None,
-    dilation: Ints,
-    output_padding: Ints,
-    groups: int,
-    in_channels: int,
-) -> list[int]:
-    """The ``geometry`` argument of the op."""
-    extra = spread(op, "output_padding", output_padding, len(kernel))
-    window = conv_geometry(op, kernel, stride, padding, padding_end, dilation)
-    return [*window, *extra, groups, in_channels]
 
 
 class _Window(NamedTuple):

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchq.attr import Attr
-from torchq.chains import DwConv, PostOps
-from torchq.folding import check_attr
+from torchq.attributes.attr import Attr
+from torchq.attributes.post_op import DwConv
+from torchq.attributes.post_ops import PostOps
+from torchq.functional.folding import check_attr
 
 _SOURCES_OF_SECOND = {"src": "dst", "weights": "dw_weights", "dst": "dw_dst"}
 
@@ -25,7 +26,7 @@ class Parts(NamedTuple):
 
 
 def split_at_dw_conv(op: str, attr: Attr) -> Parts | None:
-    """The attributes of both convolutions; None for a chain without a dw_conv.
+    """Return the attributes of both convolutions; None for a chain without a dw_conv.
 
     Raises:
         ValueError: the weight or values are missing, or their number is not what masks ask for.
@@ -72,7 +73,7 @@ def split_at_dw_conv(op: str, attr: Attr) -> Parts | None:
 
 
 def join_at_dw_conv(first: Attr, dw: PostOps, second: Attr) -> Attr:
-    """The inverse of :func:`split_at_dw_conv`, ``dw`` being the chain of the one post-op."""
+    """Undo :func:`split_at_dw_conv`; ``dw`` is the chain of the one post-op."""
     joined, chain = Attr(), PostOps()
     for op in (*first.post_ops, *dw, *second.post_ops):
         chain._append(op)
@@ -84,7 +85,7 @@ def join_at_dw_conv(first: Attr, dw: PostOps, second: Attr) -> Attr:
 
 
 def padding_end(op: str, dw: DwConv, src: Tensor) -> Sequence[int]:
-    """Of the depthwise convolution.
+    """Return the padding behind the source of the depthwise convolution.
 
     Raises:
         ValueError: ``src`` has other channels or dimensions than the weight.

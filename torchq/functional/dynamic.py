@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchq._arguments import check_type
+from torchq.attributes.arguments import check_type
 from torchq.functional.arguments import Floats, to_scale
-from torchq.ops import dtype_code
-from torchq.packing import PackedWeight, pack_linear
-from torchq.ranges import SMALLEST_SCALE, activation_range, check_choice
+from torchq.functional.packing import PackedWeight, pack_linear
+from torchq.quantization.ranges import SMALLEST_SCALE, activation_range, check_choice
+from torchq.runtime.library import dtype_code
 
 RANGES = ("per_tensor", "per_row")
 """What one scale of a dynamic source covers."""
@@ -23,7 +23,7 @@ def requantize_dynamic(
 
     1. ``acc`` is the result in higher precision; it stands for ``scale * acc``.
     2. Its smallest and largest real value, 0 included, give scale and zero point as
-       :func:`torchq.qparams.choose_qparams` does.
+       :func:`torchq.quantization.qparams.choose_qparams` does.
     3. ``q = clamp(rne(fma(float(acc), scale / dst_scale, zero_point)))``.
 
     Args:
@@ -92,8 +92,8 @@ def dynamic_linear(
 ) -> Tensor:
     """Float in, float out: quantizes ``src`` by its own range, multiplies in int8, scales back.
 
-    The source becomes uint8 with :func:`torchq.qparams.choose_qparams` of its smallest and largest
-    value.
+    The source becomes uint8 with :func:`torchq.quantization.qparams.choose_qparams` of its smallest
+    and largest value.
     ``acc`` is the exact sum of ``(q - zero_point) * weight``::
 
         per_tensor:  fma(float(acc), float(src_scale * weight_scale[n]), bias[n])

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchq._arguments import check_tensors, check_type, float_values
-from torchq.attr import Attr
-from torchq.chains import PostOps
-from torchq.folding import check_attr_type
+from torchq.attributes.arguments import check_tensors, check_type, float_values
+from torchq.attributes.attr import Attr, check_attr_type
+from torchq.attributes.post_ops import PostOps
 from torchq.functional.arguments import real_params, real_post_ops
-from torchq.ops import dtype_code
+from torchq.runtime.library import dtype_code
 
 _REMEDY = "Pass a uint8, int8, int32 or float32 tensor; a number with torch.tensor(number)."
 
@@ -40,7 +39,8 @@ def eltwise(
         alg: ``abs``, ``clip``, ``elu``, ``exp``, ``gelu_erf``, ``gelu_tanh``, ``hardsigmoid``,
             ``hardswish``, ``linear``, ``log``, ``logistic``, ``mish``, ``pow``, ``relu``,
             ``round``, ``soft_relu``, ``sqrt``, ``square``, ``swish`` or ``tanh``.
-        alpha: see :mod:`torchq.post_ops` for the formulas and the defaults, as for ``beta``.
+        alpha: see :mod:`torchq.attributes` for the formulas and the defaults, as for
+            ``beta``.
         beta: ditto.
         attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops, which follow ``alg``
             in float32, their masks indexing the dims of dst.

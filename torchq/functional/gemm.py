@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchq._arguments import INT32, check_type, to_int
+from torchq.attributes.arguments import INT32, check_type, to_int
 from torchq.functional.arguments import integer
 
 

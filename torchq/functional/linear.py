@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchq.attr import Attr
-from torchq.folding import fold
+from torchq.attributes.attr import Attr
 from torchq.functional.arguments import check_source, packed_arguments, post_op_sources
-from torchq.ops import dtype_code
-from torchq.packing import PackedWeight, pack_linear
+from torchq.functional.folding import fold
+from torchq.functional.packing import PackedWeight, pack_linear
+from torchq.runtime.library import dtype_code
 
 
 def linear(

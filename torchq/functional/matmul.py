@@ -10,13 +10,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchq._arguments import check_count, check_tensors, check_type, selected_dims
-from torchq.attr import Attr
-from torchq.chains import Binary, PostOp, PostOps, PReLU, Sum, is_full, post_ops_of, selects
-from torchq.folding import Folded, check_attr, check_attr_type, check_int32_bias, fold
+from torchq.attributes.arguments import check_count, check_tensors, check_type, selected_dims
+from torchq.attributes.attr import Attr, check_attr_type
+from torchq.attributes.post_op import Binary, PostOp, PReLU, Sum, is_full, selects
+from torchq.attributes.post_ops import PostOps, post_ops_of
 from torchq.functional.arguments import check_8bit, check_source, post_op_sources
-from torchq.ops import dtype_code
-from torchq.packing import PackedWeight
+from torchq.functional.folding import Folded, check_attr, check_int32_bias, fold
+from torchq.functional.packing import PackedWeight
+from torchq.runtime.library import dtype_code
 
 
 def matmul(
@@ -134,7 +135,7 @@ def _dst_dims(src: Tensor, weight: Tensor) -> list[int]:
 
 
 def _by_rows_and_columns(chain: PostOps, dims: Sequence[int]) -> PostOps:
-    """The chain with the op's masks: 1 for any of the rows, of all matrices, 2 for the columns."""
+    """Return the chain with the op's masks: 1 for rows, of all matrices, 2 for columns."""
     if len(dims) == 2:
         return chain
     ops = list[PostOp]()
@@ -157,7 +158,7 @@ def _op_mask(op: Binary | PReLU, dims: Sequence[int]) -> int:
 
 
 def _full_shape(op: Binary | PReLU, dims: Sequence[int]) -> list[int]:
-    """Of the operand in the op: all rows, if the mask has any of them."""
+    """Return the operand's shape in the op: all rows, if the mask has any of them."""
     mask = _op_mask(op, dims)
     rows = list(dims[:-1]) if mask & 1 else [1] * (len(dims) - 1)
     return [*rows, dims[-1] if mask & 2 else 1]
@@ -166,7 +167,7 @@ def _full_shape(op: Binary | PReLU, dims: Sequence[int]) -> list[int]:
 def _expanded(
     chain: PostOps, by_rows: PostOps, dims: Sequence[int], srcs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The caller's sources, operands in the shape that the op's own masks ask for.
+    """Return the caller's sources, operands in the shape that the op's own masks ask for.
 
     Raises:
         ValueError: an operand has another shape than its mask says.
@@ -252,7 +253,7 @@ def _scaled_by_row(attr: Attr, src: Tensor) -> bool:
 
 
 def _groups(attr: Attr, src: Tensor, weight: Tensor) -> int:
-    """Groups of k with a scale or zero point of their own: what all of them divide into."""
+    """Return the number of groups of k that every scale and zero point divides into."""
     k = src.shape[-1]
     common = k
     for arg, bit, position in (("src", _bits(src)[1], 1), ("weights", _bits(weight)[0], 0)):
@@ -287,7 +288,7 @@ def _zero_points(attr: Attr, arg: str, t: Tensor, groups: int) -> Tensor | None:
 def _by_rows(
     attr: Attr, chain: PostOps, src: Tensor, bias: Tensor | None, dims: list[int]
 ) -> tuple[PostOps, Tensor | None]:
-    """The chain behind post-ops for scales per row and a float bias; the bias that is left."""
+    """Return the chain behind post-ops for row scales and a float bias; the bias that is left."""
     scales = attr.resolve("src", src.shape)[..., :1]
     first = PostOps().append_binary("mul", scales.expand(*dims[:-1], 1).reshape(-1), 1)
     if bias is not None and bias.dtype == torch.float32 and bias.shape == (dims[-1],):
@@ -338,7 +339,7 @@ def _fold(
 
 
 def _with_destination(attr: Attr, result: Attr) -> Attr:
-    """Adds what ``attr`` says of dst, with the masks of a linear layer, whose dst is (M, N)."""
+    """Add what ``attr`` says of dst, with the masks of a linear layer, whose dst is (M, N)."""
     for kind in ("scales", "zero_points", "output_scales"):
         values = attr.values("dst", kind)
         if values is None:

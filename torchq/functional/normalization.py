@@ -14,10 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchq.attr import Attr
-from torchq.folding import check_attr_type
+from torchq.attributes.attr import Attr, check_attr_type
 from torchq.functional.arguments import check_8bit, integer, real_params, real_post_ops
-from torchq.ops import dtype_code
+from torchq.runtime.library import dtype_code
 
 
 def softmax(
@@ -149,7 +148,7 @@ def batch_norm(
 def _params(
     op: str, src: Tensor, attr: Attr | None, dst_dtype: torch.dtype, srcs: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, int, str, list[Tensor] | None]:
-    """The last arguments of every op here; dst has the dims of src."""
+    """Return the last arguments of every op here; dst has the dims of src."""
     attr = Attr() if attr is None else attr
     check_attr_type(op, attr)
     check_8bit(op, "src", src)

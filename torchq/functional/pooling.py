@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq._windows import pool_sizes
-from torchq.attr import Attr
-from torchq.folding import check_attr_type
+from torchq.attributes.attr import Attr, check_attr_type
 from torchq.functional.arguments import (
     Ints,
     Zeros,
@@ -30,7 +28,8 @@ from torchq.functional.arguments import (
     spread,
     to_zero_point,
 )
-from torchq.ops import dtype_code
+from torchq.runtime.library import dtype_code
+from torchq.runtime.windows import pool_sizes
 
 
 def max_pool(
@@ -148,7 +147,7 @@ def _real(
     srcs: Sequence[Tensor],
     sizes: Callable[[], Sequence[int]],
 ) -> tuple[Any, ...]:
-    """The last arguments of a pool in real units; of any other, none."""
+    """Return the last arguments of a pool in real units; of any other, none."""
     if attr is None and dst_dtype is None and not srcs:
         return ()
     attr = Attr() if attr is None else attr

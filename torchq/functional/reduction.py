@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchq._windows import reduced_sizes
-from torchq.attr import Attr
+from torchq.attributes.attr import Attr
 from torchq.functional.arguments import (
     Ints,
     check_8bit,
@@ -19,7 +18,8 @@ from torchq.functional.arguments import (
     spatial_dims,
     spread,
 )
-from torchq.ops import dtype_code
+from torchq.runtime.library import dtype_code
+from torchq.runtime.windows import reduced_sizes
 
 
 def reduction(

@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchq._arguments import check_type, to_int
-from torchq.attr import Attr
-from torchq.chains import Sum
-from torchq.folding import check_attr
+from torchq.attributes.arguments import check_type, to_int
+from torchq.attributes.attr import Attr
+from torchq.attributes.post_op import Sum
 from torchq.functional.arguments import Floats, Zeros, to_scale, to_zero_point
-from torchq.ops import dtype_code
+from torchq.functional.folding import check_attr
+from torchq.runtime.library import dtype_code
 
 _SCALED = [(kind, arg) for kind in ("scales", "zero_points") for arg in ("src", "dst")]
 _V1 = ("output_scales", "dst")
@@ -81,7 +81,7 @@ def reorder(
     seed: int = 0,
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> Tensor:
-    """Converts between float32, int32, int8 and uint8 with any mask on either side.
+    """Convert between float32, int32, int8 and uint8 with any mask on either side.
 
     With scales (v3): ``dst = (src - src_zero_point) * src_scale / dst_scale + dst_zero_point``;
     the ratio of the scales is rounded once. With ``output_scales`` (v1): ``dst = (src -
@@ -199,7 +199,7 @@ def _reorder_real(
 def _checked_sum(
     src: Tensor, dtype: torch.dtype, attr: Attr, old: Tensor | None
 ) -> tuple[Sum, Tensor]:
-    """The only post-op, and what it adds."""
+    """Return the only post-op, and what it adds."""
     chain = list(attr.post_ops)
     if len(chain) != 1 or not isinstance(chain[0], Sum):
         raise NotImplementedError(

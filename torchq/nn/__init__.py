@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized modules, and float modules that become some of them."""
 
-from torchq.nn.attention import AttentionOptions, DynamicQAttention, QAttention
-from torchq.nn.binary import Add, Cat, Mul, QAdd, QCat, QMul
+from torchq.nn.attention import DynamicQAttention, QAttention
+from torchq.nn.binary import QAdd, QCat, QMul
 from torchq.nn.conv import QConv1d, QConv2d, QConv3d
 from torchq.nn.conv_transpose import QConvTranspose1d, QConvTranspose2d, QConvTranspose3d
 from torchq.nn.dynamic import DynamicQLinear
+from torchq.nn.float_modules import Add, AttentionOptions, Cat, DeQuantStub, Mul, QuantStub
 from torchq.nn.leaf import QuantizedLeaf
 from torchq.nn.linear import QLinear
 from torchq.nn.matmul import QMatMul
@@ -23,7 +24,7 @@ from torchq.nn.pooling import (
     QMaxPool2d,
     QMaxPool3d,
 )
-from torchq.nn.quantize import Dequantize, DeQuantStub, QLookup, Quantize, QuantStub
+from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.nn.resample import QResample
 from torchq.nn.rnn import QGRU, QLSTM, QRNN
 from torchq.nn.rnn_cell import QGRUCell, QLSTMCell, QRNNCell

@@ -27,18 +27,18 @@ class Attachment:
     own_calls: int
 
     def conditions(self) -> list[str]:
-        """Returns what a call must meet to take the graph, as text."""
+        """Return what a call must meet to take the graph, as text."""
         raise NotImplementedError
 
 
 def attachment_of(module: nn.Module) -> Attachment | None:
-    """Returns what takes the calls of a module; None for a module without a graph."""
+    """Return what takes the calls of a module; None for a module without a graph."""
     owner = getattr(vars(module).get("forward"), "__self__", None)
     return owner if isinstance(owner, Attachment) else None
 
 
 def graphs_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the graphs of a model by the names of their modules."""
+    """Yield the graphs of a model by the names of their modules."""
     for name, module in model.named_modules():
         attachment = attachment_of(module)
         if attachment is not None:
@@ -46,7 +46,7 @@ def graphs_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def computing_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules that compute a model's calls, by their names in the float model.
+    """Return the modules that compute a model's calls, by their names in the float model.
 
     Those of graphs come first; of the model's own modules only those that no graph has. A
     quantized leaf counts as the layer in it.

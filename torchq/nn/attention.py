@@ -1,53 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaled dot product attention: a float module to trace, and the quantized ones."""
+"""Scaled dot product attention, quantized."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchq.functional.attention import score_scale
 from torchq.nn.binary import _QCombine
+from torchq.nn.float_modules import AttentionOptions
 from torchq.nn.module import QModule
-from torchq.qparams import QParams
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """What :func:`torch.nn.functional.scaled_dot_product_attention` takes beside tensors.
-
-    Attributes:
-        is_causal: query i sees keys 0 to i; not with a mask.
-        scale: of the scores; None means 1 / sqrt(E).
-        enable_gqa: key and value have fewer heads (dim -3), each for several of query's.
-        transposed_key: key is ``(..., E, S)``.
-    """
-
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-    transposed_key: bool = False
-
-
-class Attention(nn.Module):
-    """:func:`torch.nn.functional.scaled_dot_product_attention`, as a module."""
-
-    def __init__(self, options: AttentionOptions) -> None:
-        """Without dropout."""
-        super().__init__()
-        self.options = options
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
-    ) -> Tensor:
-        """Attends."""
-        o = self.options
-        key = key.mT if o.transposed_key else key
-        return F.scaled_dot_product_attention(
-            query, key, value, mask, 0.0, o.is_causal, scale=o.scale, enable_gqa=o.enable_gqa
-        )
+from torchq.quantization.qparams import QParams
 
 
 class QAttention(_QCombine):

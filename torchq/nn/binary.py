@@ -1,52 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addition, multiplication and concatenation: float modules to write models with, and quantized."""
+"""Quantized addition, multiplication and concatenation."""
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Self
 
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams, quantize_boundary
-from torchq.ops import dtype_code
-from torchq.qparams import QParams
-
-
-class Add(nn.Module):
-    """``src0 + src1``, as a module: a captured graph computes it in int8."""
-
-    def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
-        """Adds."""
-        return src0 + src1
-
-
-class Mul(nn.Module):
-    """``src0 * src1``, as a module; see :class:`Add`."""
-
-    def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
-        """Multiplies."""
-        return src0 * src1
-
-
-class Cat(nn.Module):
-    """``torch.cat(srcs, dim)``, as a module; see :class:`Add`."""
-
-    def __init__(self, dim: int = 1) -> None:
-        """``dim`` as in torch.cat."""
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, srcs: list[Tensor]) -> Tensor:
-        """Concatenates."""
-        return torch.cat(srcs, self.dim)
-
-
-class MatMul(nn.Module):
-    """``src0 @ src1``, both given at run time."""
-
-    def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
-        """Multiplies."""
-        return torch.matmul(src0, src1)
+from torchq.quantization.qparams import QParams
+from torchq.runtime.library import dtype_code
 
 
 class _QCombine(QModule):
@@ -87,7 +50,7 @@ class _QCombine(QModule):
         return {"srcs": list(srcs), "dst": dst}
 
     def _hot(self) -> tuple[Tensor, Tensor]:
-        """What each call passes on; nn.Module.__getattr__ would cost more."""
+        """Return what each call passes on; nn.Module.__getattr__ would cost more."""
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return self.scales, self.zero_points
         b = self._buffers
@@ -107,7 +70,7 @@ class _QCombine(QModule):
 
 
 class _QBinary(_QCombine):
-    """Of two sources whose shapes broadcast, optionally with relu."""
+    """Base of operations on two sources whose shapes broadcast, optionally with relu."""
 
     def __init__(self, srcs: list[QParams], dst: QParams | None, relu: bool = False) -> None:
         """``srcs`` has two; ``dst`` None means float32."""
@@ -131,7 +94,7 @@ class QAdd(_QBinary):
     _direct = ("add", "<src_signed> <src_signed> scales zero_points dst_code relu", "dst_high")
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
-        """Adds."""
+        """Add."""
         src0, src1 = self._quantized(src0, 0), self._quantized(src1, 1)
         scales, zero_points = self._hot()
         dst: Tensor = torch.ops.torchq.add(

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq.attr import Attr
-from torchq.chains import PostOps
+from torchq.attributes.attr import Attr
+from torchq.attributes.post_ops import PostOps
 from torchq.functional.arguments import conv_geometry
 from torchq.functional.depthwise import join_at_dw_conv
+from torchq.functional.packing import PackedWeight, pack_conv
 from torchq.nn.layer import DIRECT, QLayer, sources_of
 from torchq.nn.weight import quantized_weight
-from torchq.packing import PackedWeight, pack_conv
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 _conv = torch.ops.torchq.conv  # looking it up would cost 0.2 us a call
 
@@ -231,7 +231,7 @@ class QConv(QLayer):
         residual: Tensor | None = None,
         post_op_srcs: list[Tensor] | None = None,
     ) -> Tensor:
-        """Applies the convolution."""
+        """Apply the convolution."""
         if src.dtype != self.src_dtype:
             src = self._quantized_src(src)
         srcs = sources_of(residual, post_op_srcs) if self.dw is None else None
@@ -260,7 +260,7 @@ class QConv(QLayer):
 
 
 def _paddings(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[list[int], list[int]]:
-    """Padding before and after, per dimension; "same" may differ by one."""
+    """Return the padding before and after, per dimension; "same" may differ by one."""
     if module.padding == "valid":
         zeros = [0] * len(module.kernel_size)
         return zeros, zeros

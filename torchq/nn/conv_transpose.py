@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq.chains import PostOps
-from torchq.functional.conv_transpose import conv_transpose_geometry
+from torchq.attributes.post_ops import PostOps
+from torchq.functional.arguments import conv_transpose_geometry
+from torchq.functional.packing import PackedWeight, pack_conv_transpose
 from torchq.nn.layer import DIRECT, QLayer, sources_of
 from torchq.nn.weight import quantized_weight
-from torchq.packing import PackedWeight, pack_conv_transpose
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 _conv_transpose = torch.ops.torchq.conv_transpose  # looking it up would cost 0.2 us a call
 
@@ -151,7 +151,7 @@ class QConvTranspose(QLayer):
         residual: Tensor | None = None,
         post_op_srcs: list[Tensor] | None = None,
     ) -> Tensor:
-        """Applies the transposed convolution."""
+        """Apply the transposed convolution."""
         if src.dtype != self.src_dtype:
             src = self._quantized_src(src)
         srcs = sources_of(residual, post_op_srcs)

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.functional import quantize_weight
 from torchq.functional.dynamic import RANGES, check_dynamic_weight
+from torchq.functional.packing import PackedWeight, empty_packed, pack_linear
+from torchq.functional.reorder import quantize_weight
 from torchq.nn.module import QModule
-from torchq.packing import PackedWeight, empty_packed, pack_linear
-from torchq.qparams import weight_qparams
-from torchq.ranges import check_choice
+from torchq.quantization.qparams import weight_qparams
+from torchq.quantization.ranges import check_choice
 
 
 class DynamicQLinear(QModule):
@@ -100,7 +100,7 @@ class DynamicQLinear(QModule):
         )
 
     def packed(self) -> PackedWeight:
-        """The weight with the shape it was packed from."""
+        """Return the weight with the shape it was packed from."""
         shape = (self.out_features, self.in_features)
         return PackedWeight(self.weight, self.compensation, self.pair_bound, shape, 1, ())
 
@@ -108,7 +108,7 @@ class DynamicQLinear(QModule):
         return {"": self.packed()}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Applies the layer; the argument is called as that of ``torch.nn.Linear``."""
+        """Apply the layer; the argument is called as that of ``torch.nn.Linear``."""
         dst: Tensor = torch.ops.torchq.dynamic_linear(
             input,
             self.weight,

@@ -10,26 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torchq.nn.dynamic import DynamicQLinear
+from torchq.nn.float_modules import expert_weights
 from torchq.nn.module import QModule
-
-_SETTINGS = ("is_transposed", "has_bias", "has_gate")
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Returns whether a module is such a set of experts: two linear layers each.
-
-    Modules that ``transformers.integrations.moe.use_experts_implementation`` decorates say how
-    their weights lie.
-    """
-    if any(not isinstance(getattr(module, name, None), bool) for name in _SETTINGS):
-        return False
-    weights = [getattr(module, name, None) for name in _names(module)]
-    stacked = all(isinstance(w, Tensor) and w.dim() == 3 for w in weights)
-    return stacked and not getattr(module, "has_post_expert_norm", False)
-
-
-def _names(module: Any) -> tuple[str, str]:
-    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
 
 
 class QExperts(QModule):
@@ -53,9 +35,9 @@ class QExperts(QModule):
 
     @classmethod
     def from_float(cls, module: Any, *, granularity: str, bits: int) -> QExperts:
-        """Returns the experts of a module for which :func:`is_experts` holds."""
+        """Return the experts of a module for which :func:`is_experts` holds."""
         layers: list[list[nn.Module]] = []
-        for name in _names(module):
+        for name in expert_weights(module):
             weight: Any = getattr(module, name)
             bias: Any = getattr(module, f"{name}_bias", None)
             made: list[nn.Module] = []
@@ -74,18 +56,18 @@ class QExperts(QModule):
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> QExperts:
-        """Returns experts whose layers have specs of their own; :meth:`adopt` comes next."""
+        """Return experts whose layers have specs of their own; :meth:`adopt` comes next."""
         count = spec["experts"]
         return cls([nn.Identity()] * count, [nn.Identity()] * count, None)
 
     def adopt(self, module: nn.Module) -> None:
-        """Takes the activation of a float module of the same class."""
+        """Take the activation of a float module of the same class."""
         gate = copy.copy(module)
         gate.__dict__["_parameters"] = {}
         self._gate = [gate]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Runs the experts that rows ask for."""
+        """Run the experts that rows ask for."""
         dst = torch.zeros_like(hidden_states)
         gate: Any = self._gate[0]
         for expert in torch.unique(top_k_index).tolist():

@@ -37,7 +37,7 @@ class FloatWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs an operator on the values."""
+        """Run an operator on the values."""
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             for i, expected in enumerate(func._schema.arguments):
@@ -50,7 +50,7 @@ class FloatWeight(Tensor):
         return func(*args, **kwargs)
 
     def _refuse(self, *args: Any) -> NoReturn:
-        """Raises RuntimeError: of everything that writes."""
+        """Raise RuntimeError: of everything that writes."""
         raise RuntimeError(
             f"torchq.nn: {self._label} of a quantized layer must not be written to, got an "
             "in-place change. Change the float model before torchq.prepare, or keep the layer "
@@ -69,30 +69,30 @@ class FloatWeight(Tensor):
         self._refuse()
 
     def detach(self) -> FloatWeight:
-        """Returns itself: it has no gradient."""
+        """Return itself: it has no gradient."""
         return self
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Returns the values as an array."""
+        """Return the values as an array."""
         return self._values().numpy(force=force)
 
     def tolist(self) -> Any:
-        """Returns the values as numbers."""
+        """Return the values as numbers."""
         return self._values().tolist()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the values as an array."""
+        """Return the values as an array."""
         return self._values().__array__(*args, **kwargs)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        """Prints the values."""
+        """Print the values."""
         return repr(self._parameter())
 
     def _parameter(self) -> nn.Parameter:
         return nn.Parameter(self._values().clone(), False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Returns a parameter with the values, as pickling does."""
+        """Return a parameter with the values, as pickling does."""
         return memo.setdefault(id(self), self._parameter())  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -7,19 +7,20 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from torchq._arguments import check_type
-from torchq.attr import Attr
-from torchq.chains import CHANNEL_MASKS, Binary, Eltwise, PostOps, PReLU, post_ops_of
-from torchq.folding import fold
+from torchq.attributes.arguments import check_type
+from torchq.attributes.attr import Attr
+from torchq.attributes.post_op import CHANNEL_MASKS, Binary, Eltwise, PReLU
+from torchq.attributes.post_ops import PostOps, post_ops_of
+from torchq.functional.folding import fold
+from torchq.functional.packing import PackedWeight, empty_packed
 from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.nn.quantize import QLookup
-from torchq.ops import dtype_code
-from torchq.packing import PackedWeight, empty_packed
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
+from torchq.runtime.library import dtype_code
 
 
 def with_destination_range(post_ops: PostOps, dst: QParams | None) -> PostOps:
-    """The chain, ended by a clip to the destination's 7 bits where it has only 7.
+    """Return the chain, ended by a clip to the destination's 7 bits where it has only 7.
 
     8 bits need none: the conversion saturates. A relu or clip at the end and this clip become one,
     so that the chain still folds.
@@ -58,7 +59,7 @@ def _placeholder_weight(spec: dict[str, Any]) -> PackedWeight:
 
 
 def _module_chain(post_ops: PostOps) -> PostOps:
-    """The chain with its constants as float32, which is what the ops compute with.
+    """Return the chain with its constants as float32, which is what the ops compute with.
 
     Raises:
         NotImplementedError: for what only the functional API takes.
@@ -80,7 +81,7 @@ def _module_chain(post_ops: PostOps) -> PostOps:
 
 
 def sources_of(residual: Tensor | None, post_op_srcs: list[Tensor] | None) -> list[Tensor] | None:
-    """What the chain reads at run time, the residual first.
+    """Return the sources that the chain reads at run time, the residual first.
 
     None if it reads nothing: AOTInductor's programs cannot call an op with an empty list.
     """
@@ -192,7 +193,7 @@ class QLayer(QModule):
         self.refold()
 
     def with_lookup(self, lookup: QLookup) -> Self:
-        """Applies a table to the destination, in the same op; returns the module.
+        """Apply a table to the destination, in the same op; return the module.
 
         The bits are those of the module and ``lookup`` one after the other. The destination is that
         of ``lookup``, the module's own scale and zero point those of what goes into the table.
@@ -218,7 +219,7 @@ class QLayer(QModule):
         return self
 
     def _is_source_of(self, reader: Any) -> bool:
-        """Whether a module takes this one's destination as it is."""
+        """Return whether a module takes this one's destination as it is."""
         same = self.dst_dtype == reader.src_dtype
         same = same and torch.equal(self.dst_scale, reader.src_scale)
         return same and torch.equal(self.dst_zero_point, reader.src_zero_point)
@@ -233,7 +234,7 @@ class QLayer(QModule):
     ) -> tuple[
         Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None
     ]:
-        """What each call passes on; nn.Module.__getattr__ would cost 5 us."""
+        """Return what each call passes on; nn.Module.__getattr__ would cost 5 us."""
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return (
                 self.weight,
@@ -260,7 +261,7 @@ class QLayer(QModule):
         )
 
     def packed(self) -> PackedWeight:
-        """The weight with the shape it was packed from."""
+        """Return the weight with the shape it was packed from."""
         spec = self.read_spec()
         return PackedWeight(
             self.weight,
@@ -310,7 +311,7 @@ class QLayer(QModule):
 
     @classmethod
     def _arguments_from_spec(cls, spec: dict[str, Any]) -> dict[str, Any]:
-        """Constructor arguments with the right shapes and arbitrary values."""
+        """Return constructor arguments with the right shapes and arbitrary values."""
         packed = _placeholder_weight(spec)
         # Bits of dst are in the chain already: the clip at its end.
         dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"])

@@ -13,7 +13,7 @@ from torch._C import _get_tracing_state
 from torch.compiler import is_compiling
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
-from torchq._arguments import kind_text
+from torchq.attributes.arguments import kind_text
 from torchq.nn.float_weight import FloatWeight
 from torchq.nn.module import QModule
 
@@ -24,7 +24,7 @@ _HOOKS = (
 
 
 def constants_of(module: nn.Module) -> dict[str, Any]:
-    """Returns a float layer's public plain attributes by name: ``in_features`` and the like.
+    """Return a float layer's public plain attributes by name: ``in_features`` and the like.
 
     A class that is not of torch.nn may have some of its own. Of a layer that stands for a module
     (``eager.leaves.stand_in``) they are that module's.
@@ -50,19 +50,19 @@ def _is_plain(value: Any) -> bool:
 
 
 def take_hooks(new: nn.Module, module: nn.Module) -> nn.Module:
-    """Returns ``new`` with the forward hooks of the module whose place it takes."""
+    """Return ``new`` with the forward hooks of the module whose place it takes."""
     for name in _HOOKS:
         vars(new)[name] = vars(module)[name].copy()
     return new
 
 
 def _is_traced() -> bool:
-    """Returns True while calls of operators are recorded: a tracer does not know FloatWeight."""
+    """Return True while calls of operators are recorded: a tracer does not know FloatWeight."""
     return is_compiling() or _get_tracing_state() is not None
 
 
 def without_hooks(module: nn.Module) -> nn.Module:
-    """Returns the module, or one on the same parameters that has no forward hooks."""
+    """Return the module, or one on the same parameters that has no forward hooks."""
     if not any(vars(module)[name] for name in _HOOKS):
         return module
     plain = copy.copy(module)
@@ -72,7 +72,7 @@ def without_hooks(module: nn.Module) -> nn.Module:
 
 
 def _kind(value: Tensor) -> str:
-    """Returns what a source is, for an error; TorchScript compiles this."""
+    """Return what a source is, for an error; TorchScript compiles this."""
     if not is_scripting():  # noqa: SIM102 - TorchScript leaves out such a block alone
         if not isinstance(value, Tensor):
             return kind_text(value)
@@ -99,12 +99,12 @@ class Leaf(nn.Module):
     """
 
     def __init__(self) -> None:
-        """Starts without attributes."""
+        """Start without attributes."""
         super().__init__()
         self._read = _Read()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raises AttributeError for what the float layer had."""
+        """Raise AttributeError for what the float layer had."""
         fixed = vars(self).get("_fixed", {})
         if name in ("weight", "bias") or (name in fixed and fixed[name] != value):
             raise AttributeError(
@@ -186,7 +186,7 @@ class QuantizedLeaf(Leaf, QModule):
         pad: Sequence[int] = (),
         mode: str = "",
     ) -> None:
-        """Wraps ``layer``, which has a float32 destination; :meth:`of` is the usual way.
+        """Wrap ``layer``, which has a float32 destination; :meth:`of` is the usual way.
 
         Args:
             layer: quantized.
@@ -206,7 +206,7 @@ class QuantizedLeaf(Leaf, QModule):
 
     @classmethod
     def of(cls, module: Any, layer: Any) -> "QuantizedLeaf":
-        """Returns the leaf for a float module.
+        """Return the leaf for a float module.
 
         Args:
             module: the float module, or the layer of torch.nn that stands for one.
@@ -229,7 +229,7 @@ class QuantizedLeaf(Leaf, QModule):
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QuantizedLeaf":
-        """Returns a leaf without its layer, which has a spec of its own."""
+        """Return a leaf without its layer, which has a spec of its own."""
         return cls(nn.Identity(), spec["constants"], spec["weight"], spec["pad"], spec["mode"])
 
     def _load_from_state_dict(
@@ -278,7 +278,7 @@ class QuantizedLeaf(Leaf, QModule):
         return None if bias is None else bias.clone()
 
     def forward(self, input: Tensor) -> Tensor:
-        """Runs the layer; the argument has the name that ``torch.nn`` gives it."""
+        """Run the layer; the argument has the name that ``torch.nn`` gives it."""
         if input.dtype != torch.float32:
             raise TypeError(
                 "torchq.nn: a layer that a model's own code calls takes torch.float32, as the "
@@ -292,7 +292,7 @@ class QuantizedLeaf(Leaf, QModule):
 
 
 def without_padding(module: nn.Module) -> nn.Module:
-    """Returns the float layer without a padding of other values than zeros, which a leaf does."""
+    """Return the float layer without a padding of other values than zeros, which a leaf does."""
     if getattr(module, "padding_mode", "zeros") == "zeros":
         return module
     result: Any = copy.copy(module)
@@ -301,5 +301,5 @@ def without_padding(module: nn.Module) -> nn.Module:
 
 
 def _hashable(value: Any) -> Any:
-    """Returns tuples, which JSON writes as lists."""
+    """Return tuples, which JSON writes as lists."""
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.chains import PostOps
+from torchq.attributes.post_ops import PostOps
+from torchq.functional.packing import PackedWeight, pack_linear
 from torchq.nn.layer import DIRECT, QLayer, sources_of
 from torchq.nn.weight import quantized_weight
-from torchq.packing import PackedWeight, pack_linear
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 _linear = torch.ops.torchq.linear  # looking it up would cost 0.2 us a call
 
@@ -91,7 +91,7 @@ class QLinear(QLayer):
         residual: Tensor | None = None,
         post_op_srcs: list[Tensor] | None = None,
     ) -> Tensor:
-        """Applies the layer."""
+        """Apply the layer."""
         if src.dtype != self.src_dtype:
             src = self._quantized_src(src)
         srcs = sources_of(residual, post_op_srcs)

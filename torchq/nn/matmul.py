@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.chains import Binary, Eltwise, PostOps, PReLU, Sum
+from torchq.attributes.post_op import Binary, Eltwise, PReLU, Sum
+from torchq.attributes.post_ops import PostOps
 from torchq.nn.binary import _QCombine
 from torchq.nn.layer import sources_of
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 
 class QMatMul(_QCombine):

@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every quantized module shares: a spec, readable state, refolding after loading."""
+"""Base of the quantized modules: a spec, readable state, refolding after loading."""
 
 import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq._arguments import DTYPE_NAMES, check_type
-from torchq.chains import Eltwise, PostOp, PostOps, Sum
-from torchq.nn.proof import unproven
-from torchq.ops import dtype_code
-from torchq.packing import PackedWeight
-from torchq.qparams import QParams
+from torchq.attributes.arguments import DTYPE_NAMES, check_type
+from torchq.functional.packing import PackedWeight, unproven
+from torchq.quantization.qparams import QParams
+from torchq.runtime.library import dtype_code
 
 LAYOUT_VERSION = 1
 """Of the packed weights and the spec; a state of another version does not load."""
@@ -31,7 +28,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """The inverse of :func:`dtype_name`."""
+    """Return the dtype that :func:`dtype_name` names so."""
     return _DTYPES[name]
 
 
@@ -82,7 +79,7 @@ class QModule(nn.Module):
     src_zero_point: Tensor
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Registers the subclass; ``_direct`` holds for the forward of its own class only."""
+        """Register the subclass; ``_direct`` holds for the forward of its own class only."""
         super().__init_subclass__(**kwargs)
         own = vars(next(base for base in cls.__mro__ if "forward" in vars(base)))
         direct = own.get("_direct")
@@ -107,23 +104,23 @@ class QModule(nn.Module):
         self.register_buffer("spec", torch.tensor(text, dtype=torch.uint8, device="cpu"))
 
     def read_spec(self) -> dict[str, Any]:
-        """The spec as a dict."""
+        """Return the spec as a dict."""
         return read_spec(self.spec)
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QModule":
-        """A module of this spec whose tensors are still to be loaded."""
+        """Return a module of this spec whose tensors are still to be loaded."""
         raise NotImplementedError(f"torchq.nn.{cls.__name__}: from_spec is not supported.")
 
     def refold(self) -> None:
         """Recomputes what follows from other tensors; call it after changing them."""
 
     def _packed_weights(self) -> dict[str, PackedWeight]:
-        """Returns the packed weights by what follows ``weight`` in the names of their buffers."""
+        """Return the packed weights by what follows ``weight`` in the names of their buffers."""
         return {}
 
     def _check_packed(self, name: str) -> None:
-        """Raises ValueError unless packed weights, their sums and their pair bounds fit together.
+        """Raise ValueError unless packed weights, their sums and their pair bounds fit together.
 
         Kernels take them as proof that their own sums are exact, so a loaded state must prove them.
         """
@@ -188,7 +185,7 @@ class QModule(nn.Module):
             self.refold()
 
     def _checked_spec(self, given: Tensor | None, prefix: str) -> str:
-        """The text of a state's spec, or the module's own without one.
+        """Return the text of a state's spec, or the module's own without one.
 
         Raises:
             RuntimeError: they differ in more than what calibration chose.
@@ -226,7 +223,7 @@ class QModule(nn.Module):
         self.register_buffer(f"{name}_zero_point", qparams.zero_point.reshape(-1).clone())
 
     def _add_src(self, src: QParams) -> None:
-        """What :meth:`_quantized_src` needs."""
+        """Add what :meth:`_quantized_src` needs."""
         check_type(f"torchq.nn.{type(self).__name__}: src", src, QParams, _CHOOSE)
         self._add_qparams("src", src)
         self.src_dtype = src.dtype
@@ -234,7 +231,7 @@ class QModule(nn.Module):
         self.src_low, self.src_high = src.integers
 
     def _check_one_scale(self, qparams: Sequence[QParams | None]) -> None:
-        """Raises NotImplementedError for parameters per channel, TypeError for anything else."""
+        """Raise NotImplementedError for parameters per channel, TypeError for anything else."""
         for q in qparams:
             if q is not None:
                 check_type(f"torchq.nn.{type(self).__name__}: src and dst", q, QParams, _CHOOSE)
@@ -246,7 +243,7 @@ class QModule(nn.Module):
             )
 
     def _add_limits(self, dst: QParams | None) -> None:
-        """What :meth:`_limited` needs; None for a float destination."""
+        """Add what :meth:`_limited` needs; None for a float destination."""
         # 0 where nothing is to be clamped: that is what `_direct` can ask for
         self.dst_low, self.dst_high = (0, 0) if dst is None or dst.bits == 8 else dst.integers
 
@@ -255,7 +252,7 @@ class QModule(nn.Module):
         return torch.clamp(dst, self.dst_low, self.dst_high) if self.dst_high > 0 else dst
 
     def _quantized_src(self, src: Tensor) -> Tensor:
-        """The source in its quantized dtype; float32 is quantized, all else a TypeError."""
+        """Return the source in its quantized dtype; float32 is quantized, all else a TypeError."""
         if src.dtype == self.src_dtype:
             return src
         return quantize_boundary(
@@ -264,7 +261,7 @@ class QModule(nn.Module):
 
 
 def read_spec(spec: Tensor) -> dict[str, Any]:
-    """Parses a ``spec`` buffer.
+    """Parse a ``spec`` buffer.
 
     Raises:
         ValueError: it is not the spec of a torchq module.
@@ -282,20 +279,18 @@ def read_spec(spec: Tensor) -> dict[str, Any]:
 
 
 def _uncalibrated(text: str) -> object:
-    """The fields of a spec, without the numbers in its post-ops that calibration chose."""
-
-    def without_numbers(op: PostOp) -> PostOp:
-        if isinstance(op, Sum):
-            return replace(op, scale=1.0, zero_point=0)
-        if isinstance(op, Eltwise) and op.alg == "clip":
-            return replace(op, alpha=0.0, beta=0.0)
-        return op
-
+    """Return the fields of a spec, without the numbers in its post-ops that calibration chose."""
     try:
         fields = json.loads(text)
-        return fields | {"post_ops": list(map(without_numbers, PostOps.parse(fields["post_ops"])))}
-    except (KeyError, TypeError, ValueError):  # no post-ops, or no spec
+        return fields | {"post_ops": list(map(_without_numbers, fields["post_ops"].split("+")))}
+    except (AttributeError, KeyError, TypeError, ValueError):  # no post-ops, or no spec
         return text
+
+
+def _without_numbers(post_op: str) -> list[str]:
+    """Return the fields of a post-op, without scale and zero point of a sum, bounds of a clip."""
+    name, *fields = post_op.split(":")
+    return [name, *(fields[2:] if name in ("sum", "eltwise_clip") else fields)]
 
 
 def placeholder_qparams(dtype: str, bits: int = 8) -> QParams:

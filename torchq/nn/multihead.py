@@ -22,7 +22,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
 
     @classmethod
     def of(cls, module: nn.MultiheadAttention) -> "SplitMultiheadAttention":
-        """Returns a module on the same parameters, with the hooks of ``module``."""
+        """Return a module on the same parameters, with the hooks of ``module``."""
         own: dict[str, Any] = dict(vars(module))
         for name in ("_parameters", "_modules"):
             own[name] = own[name].copy()
@@ -94,7 +94,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         return rows.transpose(1, 2)
 
     def _mask(self, batch: int, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """Returns the sum of both masks, of float32, [batch or 1, heads or 1, rows or 1, keys]."""
+        """Return the sum of both masks, of float32, [batch or 1, heads or 1, rows or 1, keys]."""
         result: Tensor | None = None
         if mask is not None:
             if mask.dim() == 3:
@@ -108,7 +108,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         return result
 
     def _added(self, mask: Tensor) -> Tensor:
-        """Returns what a mask adds to products: -inf where a bool one is True."""
+        """Return what a mask adds to products: -inf where a bool one is True."""
         if mask.dtype != torch.bool:
             return mask
         return torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask, -math.inf)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq.chains import PostOps
+from torchq.attributes.post_ops import PostOps
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
-from torchq.ops import dtype_code
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
+from torchq.runtime.library import dtype_code
 
 
 class _QNorm(QModule):
-    """What the modules here share.
+    """Base of the modules here.
 
     Buffers:
         scales, zero_points: ``[2]``, of the source and the destination.
@@ -101,7 +101,7 @@ class QSoftmax(_QNorm):
     def from_float(
         cls, module: nn.Softmax | nn.LogSoftmax, src: QParams, dst: QParams | None = None
     ) -> "QSoftmax":
-        """Of the same ``dim``, which must be given."""
+        """Make the quantized form of a module whose ``dim`` is given."""
         if module.dim is None:
             raise ValueError(
                 "torchq.nn.QSoftmax: dim must be given, got None. Make the module with dim=-1, or "
@@ -110,7 +110,7 @@ class QSoftmax(_QNorm):
         return cls(src, dst, module.dim, isinstance(module, nn.LogSoftmax))
 
     def forward(self, src: Tensor) -> Tensor:
-        """Applies it."""
+        """Apply it."""
         dst: Tensor = torch.ops.torchq.softmax(
             self._quantized_src(src),
             self.dim,
@@ -197,11 +197,11 @@ class QLayerNorm(_QAffineNorm):
     def from_float(
         cls, module: nn.LayerNorm, src: QParams, dst: QParams | None = None
     ) -> "QLayerNorm":
-        """Of the same shape, weight, bias and eps."""
+        """Make the quantized form, with the same shape, weight, bias and eps."""
         return cls(src, dst, module.normalized_shape, module.weight, module.bias, module.eps)
 
     def forward(self, src: Tensor) -> Tensor:
-        """Normalizes."""
+        """Normalize."""
         if list(src.shape[-self.dims :]) != self.normalized_shape:
             raise ValueError(
                 f"torchq.nn.QLayerNorm: src must end in {self.normalized_shape}, got "
@@ -258,12 +258,12 @@ class QGroupNorm(_QAffineNorm):
     def from_float(
         cls, module: nn.GroupNorm, src: QParams, dst: QParams | None = None
     ) -> "QGroupNorm":
-        """Of the same groups, weight, bias and eps."""
+        """Make the quantized form, with the same groups, weight, bias and eps."""
         sizes = (module.num_groups, module.num_channels)
         return cls(src, dst, *sizes, module.weight, module.bias, module.eps)
 
     def forward(self, src: Tensor) -> Tensor:
-        """Normalizes."""
+        """Normalize."""
         if src.dim() < 2 or src.shape[1] != self.num_channels:
             raise ValueError(
                 f"torchq.nn.QGroupNorm: src must be (N, {self.num_channels}, ...), got "

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 
 class QPad(QModule):
@@ -40,5 +40,5 @@ class QPad(QModule):
         self.value = float(self.src_zero_point)
 
     def forward(self, src: Tensor, padding: list[int]) -> Tensor:
-        """``padding``: two numbers a dim, those of the last one first."""
+        """Pad; ``padding`` has two numbers a dim, those of the last one first."""
         return F.pad(self._quantized_src(src), padding, "constant", self.value)

@@ -10,8 +10,8 @@ from typing_extensions import Self
 
 from torchq.functional.arguments import Ints, conv_geometry, spread
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
-from torchq.ops import dtype_code
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
+from torchq.runtime.library import dtype_code
 
 Dst = QParams | Literal["f32"] | None
 """Of a pool: parameters of its own, float32, or those of the source."""
@@ -79,7 +79,7 @@ class _QPool(QModule):
         return dst.contiguous() if self.contiguous else dst
 
     def extra_repr(self) -> str:
-        """The window."""
+        """Return the window."""
         return ", ".join(f"{k}={v}" for k, v in self.read_spec()["arguments"].items())
 
 
@@ -112,7 +112,7 @@ class QMaxPool(_QPool):
         src: QParams,
         contiguous: bool = False,
     ) -> Self:
-        """Takes the window over.
+        """Take the window over.
 
         Raises:
             NotImplementedError: ``return_indices`` is set.
@@ -172,7 +172,7 @@ class QAvgPool(_QPool):
         contiguous: bool = False,
         dst: Dst = None,
     ) -> Self:
-        """Takes the window over.
+        """Take the window over.
 
         Raises:
             NotImplementedError: ``divisor_override`` is set.
@@ -243,7 +243,7 @@ class QAdaptiveAvgPool(_QPool):
         contiguous: bool = False,
         dst: Dst = None,
     ) -> Self:
-        """Takes the output size over."""
+        """Take the output size over."""
         return cls(src, module.output_size, contiguous, dst)
 
     def forward(self, src: Tensor) -> Tensor:

@@ -5,16 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchq.functional import lookup_table
+from torchq.functional.tables import lookup_table
 from torchq.nn.module import (
     QModule,
     dtype_name,
     placeholder_qparams,
     quantize_boundary,
 )
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 
 def _along(values: Tensor, src: Tensor, axis: int) -> Tensor:
@@ -30,7 +30,7 @@ def _along(values: Tensor, src: Tensor, axis: int) -> Tensor:
 
 
 def _axis_fields(qparams: QParams) -> dict[str, int]:
-    """What the spec of per-channel parameters says more."""
+    """Return the fields that the spec of per-channel parameters has beside others."""
     if qparams.axis is None:
         return {}
     return {"axis": qparams.axis, "channels": qparams.scale.numel()}
@@ -42,22 +42,6 @@ def _placeholder(dtype: str, spec: dict[str, Any]) -> QParams:
         return one
     scale, zero_point = (x.expand(spec["channels"]).clone() for x in (one.scale, one.zero_point))
     return QParams(scale, zero_point, one.dtype, spec["axis"], one.bits)
-
-
-class QuantStub(nn.Module):
-    """Marks where a float tensor shall become quantized: later a :class:`Quantize`."""
-
-    def forward(self, src: Tensor) -> Tensor:
-        """Returns ``src``."""
-        return src
-
-
-class DeQuantStub(nn.Module):
-    """Marks where a quantized tensor shall become float: later a :class:`Dequantize`."""
-
-    def forward(self, src: Tensor) -> Tensor:
-        """Returns ``src``."""
-        return src
 
 
 class Quantize(QModule):
@@ -168,11 +152,11 @@ class QLookup(QModule):
         return cls(torch.zeros_like, src, dst, spec["function"])
 
     def extra_repr(self) -> str:
-        """The function and the dtypes."""
+        """Return the function and the dtypes."""
         return f"{self.function_name}, {dtype_name(self.src_dtype)} -> {dtype_name(self.dst_dtype)}"
 
     def forward(self, src: Tensor) -> Tensor:
-        """Looks every value up."""
+        """Look every value up."""
         if src.dtype != self.src_dtype:
             src = self._quantized_src(src)
         dst: Tensor = torch.ops.torchq.lookup(src, self.table)

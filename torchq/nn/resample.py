@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.nn.pooling import _QPool
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 
 class QResample(_QPool):
@@ -38,7 +38,7 @@ class QResample(_QPool):
 
     @classmethod
     def from_float(cls, module: nn.Upsample, src: QParams, contiguous: bool = False) -> "QResample":
-        """Takes one number per spatial dim from ``size`` or ``scale_factor``."""
+        """Take one number per spatial dim from ``size`` or ``scale_factor``."""
         size, factor = module.size, module.scale_factor
         sizes = None if size is None else [int(s) for s in size]  # type: ignore[union-attr]
         factors = None if factor is None else [int(f) for f in factor]  # type: ignore[union-attr]

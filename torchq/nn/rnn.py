@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import Self
 
-from torchq.attr import Attr
+from torchq.attributes.attr import Attr
 from torchq.nn.module import QModule, dtype_name
 from torchq.nn.rnn_attr import read_attr
 from torchq.nn.rnn_float import (
@@ -21,15 +21,15 @@ from torchq.nn.rnn_float import (
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer
 from torchq.nn.rnn_onednn import layers_from_onednn, read_weights
 from torchq.nn.rnn_weights import FloatParameters
-from torchq.qparams import QParams
-from torchq.ranges import check_choice
+from torchq.quantization.qparams import QParams
+from torchq.quantization.ranges import check_choice
 
 MERGES = ("concat", "sum")
 """What becomes of two directions; a sum is taken in float32, so that it cannot clip."""
 
 
 class _QRecurrent(FloatParameters, QModule):
-    """What networks of all cells share.
+    """Base of the networks of all cells.
 
     Args of :meth:`from_float`:
         module: the float network.
@@ -329,7 +329,7 @@ class QLSTM(_QRecurrent):
     def forward(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Applies all layers."""
+        """Apply all layers."""
         h_0: Tensor | None = None
         c_0: Tensor | None = None
         if hx is not None:
@@ -355,7 +355,7 @@ class QGRU(_QRecurrent):
     _cells = ("gru_vanilla", "gru")
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Applies all layers."""
+        """Apply all layers."""
         if not torch.jit.is_scripting() and isinstance(input, PackedSequence):  # type: ignore[attr-defined]
             packed, h_n, _ = self._packed(input, hx, None)
             return packed, h_n

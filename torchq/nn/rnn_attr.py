@@ -14,15 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchq.attr import Attr
-from torchq.folding import check_attr_type
-from torchq.qparams import QParams
+from torchq.attributes.attr import Attr, check_attr_type
+from torchq.quantization.qparams import QParams
 
 _SETTERS = "set_rnn_data_qparams, set_rnn_weights_qparams, set_rnn_weights_projection_qparams"
 
 
 class RnnParams(NamedTuple):
-    """What an Attr says; None where it says nothing.
+    """Parameters that an Attr sets; None where it sets none.
 
     Attributes:
         data: of source and states.
@@ -43,7 +42,7 @@ def gate_order(gates: int) -> list[int]:
 def read_attr(
     op: str, attr: Attr | None, gates: int, hidden: int, projection: int, dtype: torch.dtype
 ) -> RnnParams:
-    """The parameters that ``attr`` holds.
+    """Return the parameters that ``attr`` holds.
 
     Args:
         op: for messages.
@@ -88,7 +87,7 @@ def read_attr(
 def _factors(
     op: str, attr: Attr, arg: str, kind: str, dims: Sequence[int], most: int
 ) -> Tensor | None:
-    """The values of one kind, ``[1]`` or as the dims; None where it is not set."""
+    """Return the values of one kind, ``[1]`` or as the dims; None where it is not set."""
     mask = attr.mask(arg, kind)
     if mask is None:
         return None
@@ -123,7 +122,7 @@ def _data(op: str, attr: Attr, dtype: torch.dtype) -> QParams | None:
 def attr_of(
     data: Sequence[tuple[float, int]], src: Tensor, state: Tensor, projection: Tensor | None
 ) -> Attr:
-    """The Attr of a layer, for reports and to make another one alike.
+    """Return the Attr of a layer, for reports and to make another one alike.
 
     Args:
         data: scale and zero point of the source, the hidden state, and what a projection or the new

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq.attr import Attr
+from torchq.attributes.attr import Attr
 from torchq.nn.module import QModule
 from torchq.nn.rnn_attr import read_attr
 from torchq.nn.rnn_float import cell_of, check_bound, data_params, layer_from_float
 from torchq.nn.rnn_layer import GATES, QRecurrentLayer
 from torchq.nn.rnn_weights import FloatParameters
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 
 class _QCell(FloatParameters, QModule):

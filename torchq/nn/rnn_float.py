@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torchq.nn.rnn_attr import RnnParams
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer
 from torchq.nn.rnn_weight import RecurrentWeight
-from torchq.qparams import QParams
+from torchq.quantization.qparams import QParams
 
 NOTHING = RnnParams()
 
 
 def cell_of(module: nn.Module) -> str:
-    """The name of the cell of a float module: ``lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``."""
+    """Return the cell of a float module: ``lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``."""
     if isinstance(module, nn.LSTM | nn.LSTMCell):
         return "lstm"
     if isinstance(module, nn.GRU | nn.GRUCell):
@@ -27,7 +27,7 @@ def cell_of(module: nn.Module) -> str:
 
 
 def _stacked(module: nn.Module, name: str, layer: int, gates: int) -> Tensor | None:
-    """A parameter of one layer, ``[directions, gates, ...]``; None if the module has none."""
+    """Return a parameter of a layer, ``[directions, gates, ...]``; None if there is none."""
     suffixes = ("", "_reverse") if getattr(module, "bidirectional", False) else ("",)
     names = [f"{name}_l{layer}{suffix}" for suffix in suffixes]
     if isinstance(module, nn.RNNCellBase):
@@ -39,19 +39,10 @@ def _stacked(module: nn.Module, name: str, layer: int, gates: int) -> Tensor | N
     return both.reshape(len(values), gates, -1, *both.shape[2:])
 
 
-def quantized_weight(
-    weight: Tensor, factors: Tensor | None, granularity: str, bits: int
-) -> RecurrentWeight:
-    """With oneDNN's factors, or with scales that are chosen."""
-    if factors is None:
-        return RecurrentWeight.quantize(weight, granularity, bits)
-    return RecurrentWeight.of_factors(weight, factors)
-
-
 def data_params(
     op: str, params: RnnParams, src: QParams | None, others: Sequence[object]
 ) -> QParams | None:
-    """The source's parameters, of ``src`` or of the Attr; ValueError if both tell."""
+    """Return the source's parameters, of ``src`` or of the Attr; ValueError if both tell."""
     if params.data is None:
         return src
     if src is not None or any(other is not None for other in others):
@@ -80,7 +71,7 @@ def layer_from_float(
         value = _stacked(module, name, layer, count)
         if value is None:
             return None
-        return quantized_weight(value, factors, granularity, bits)
+        return RecurrentWeight.choose(value, factors, granularity, bits)
 
     weight_src = quantized("weight_ih", gates, params.weights)
     weight_state = quantized("weight_hh", gates, params.weights)
@@ -99,7 +90,7 @@ def layer_from_float(
 
 
 def check_bound(op: str, name: str, module: nn.Module, src: QParams | None, state: object) -> None:
-    """Raises ValueError where [-1, 1] would not hold the states of a static network."""
+    """Raise ValueError where [-1, 1] would not hold the states of a static network."""
     relu, projection = cell_of(module) == "rnn_relu", bool(getattr(module, "proj_size", 0))
     if src is not None and state is None and (relu or projection):
         kind = "relu" if relu else "a projection"

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.attr import Attr
+from torchq.attributes.attr import Attr
+from torchq.functional.packing import PackedWeight, pack_linear
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.nn.rnn_attr import attr_of
 from torchq.nn.rnn_weight import RecurrentWeight, grouped, ungrouped
-from torchq.ops import dtype_code
-from torchq.packing import PackedWeight, pack_linear
-from torchq.qparams import QParams
-from torchq.ranges import check_choice
+from torchq.quantization.qparams import QParams
+from torchq.quantization.ranges import check_choice
+from torchq.runtime.library import dtype_code
 
 CELLS = {"lstm": 0, "gru": 1, "gru_vanilla": 2, "rnn_tanh": 3, "rnn_relu": 4}
 """Name of a cell -> its number in the op."""
@@ -27,7 +27,7 @@ UNIT_STATE_S8 = QParams.per_tensor(1 / 127, 0, torch.int8)
 
 
 def _packed(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Returns the buffers of a weight ``[D, gates, units, inputs]``, by name."""
+    """Return the buffers of a weight ``[D, gates, units, inputs]``, by name."""
     return pack_linear(grouped(weight).flatten(0, 3)).tensors(f"_{name}")
 
 
@@ -191,7 +191,7 @@ class QRecurrentLayer(QModule):
         }[name]
 
     def unpacked(self, name: str) -> Tensor:
-        """The int8 weight ``src``, ``state`` or ``projection``: ``[D, gates, units, inputs]``."""
+        """Return int8 ``src``, ``state`` or ``projection``: ``[D, gates, units, inputs]``."""
         gates, rows, columns = self._sizes(name)
         groups = -(-rows // 16)
         count = self.directions * groups * gates * 16
@@ -287,7 +287,7 @@ class QRecurrentLayer(QModule):
         h_0: Tensor | None = None,
         c_0: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Runs the layer: dst, h_n and c_n (empty unless an LSTM)."""
+        """Run the layer: dst, h_n and c_n (empty unless an LSTM)."""
         if self.dynamic:
             if src.dtype != torch.float32:
                 raise TypeError(

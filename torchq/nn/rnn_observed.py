@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
-from torchq.config import QConfig
 from torchq.nn.float_weight import FloatWeight
 from torchq.nn.rnn import QGRU, QLSTM, QRNN
 from torchq.nn.rnn_cell import QGRUCell, QLSTMCell, QRNNCell
-from torchq.observers import Observer
-from torchq.qparams import QParams
+from torchq.quantization.config import QConfig
+from torchq.quantization.observers import Observer
+from torchq.quantization.qparams import QParams
 
 _SIZES = ["input_size", "hidden_size", "proj_size", "num_layers", "bidirectional", "batch_first"]
 NETWORKS: dict[type[nn.Module], Any] = {nn.LSTM: QLSTM, nn.GRU: QGRU, nn.RNN: QRNN}
@@ -28,7 +28,7 @@ CELLS: dict[type[nn.Module], Any] = {
 
 
 def torch_class(module: nn.Module, known: Any) -> Any:
-    """Returns the class of torch.nn that a module is of or inherits from, or None."""
+    """Return the class of torch.nn that a module is of or inherits from, or None."""
     return next((cls for cls in type(module).__mro__ if cls in known), None)
 
 
@@ -68,7 +68,7 @@ class _Observed(nn.Module):
         self.src_observer = self._observer()
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what the quantized module has, too: sizes and float parameters.
+        """Return what the quantized module has, too: sizes and float parameters.
 
         Raises:
             AttributeError: there is neither.
@@ -109,7 +109,7 @@ class ObservedRNN(_Observed):
     """
 
     def __init__(self, module: nn.RNNBase, config: QConfig | None = None, name: str = "") -> None:
-        """Starts without data."""
+        """Start without data."""
         super().__init__(module, config, name, NETWORKS)
         layers = 0 if self.config.dynamic else module.num_layers
         self.state_observers = nn.ModuleList(
@@ -119,7 +119,7 @@ class ObservedRNN(_Observed):
         self.hidden_observer = self._observer() if module.proj_size else None
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """The float network's result; records the source, initial and all later states."""
+        """Return the float network's result; record the source, initial and all later states."""
         if self.src_observer is not None:
             packed = isinstance(input, PackedSequence)
             self.src_observer(input.data if packed else input)
@@ -157,7 +157,7 @@ class ObservedRNN(_Observed):
         return tuple(states) if isinstance(hx, tuple | list) else states[0]
 
     def convert(self, dst_dtype: torch.dtype = torch.float32) -> QLSTM | QGRU | QRNN:
-        """The quantized network.
+        """Return the quantized network.
 
         Raises:
             RuntimeError: it was never run (static configurations).
@@ -207,12 +207,12 @@ class ObservedRNNCell(_Observed):
     """
 
     def __init__(self, module: nn.RNNCellBase, config: QConfig | None, name: str = "") -> None:
-        """Starts without data."""
+        """Start without data."""
         super().__init__(module, config, name, CELLS)
         self.state_observer = self._observer()
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
-        """The float cell's result; records the source, and the state before and after."""
+        """Return the float cell's result; record the source, and the state before and after."""
         result = self.module(input, hx)
         if self.src_observer is not None and self.state_observer is not None:
             self.src_observer(input)
@@ -222,7 +222,7 @@ class ObservedRNNCell(_Observed):
         return result
 
     def convert(self) -> QLSTMCell | QGRUCell | QRNNCell:
-        """The quantized cell; see :meth:`ObservedRNN.convert`."""
+        """Return the quantized cell; see :meth:`ObservedRNN.convert`."""
         cls, options = CELLS[torch_class(self.module, CELLS)], self._weights()
         if not self.config.dynamic:
             options["src"] = self._qparams(self.src_observer)

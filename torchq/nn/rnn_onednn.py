@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchq._arguments import check_type
-from torchq.attr import Attr
+from torchq.attributes.arguments import check_type
+from torchq.attributes.attr import Attr
 from torchq.nn.rnn_attr import gate_order, read_attr
-from torchq.nn.rnn_float import quantized_weight
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer
 from torchq.nn.rnn_weight import RecurrentWeight
 
@@ -60,7 +59,7 @@ def layers_from_onednn(
                 f"torchq.{op}: attr must have the scales of int8 weights, got none. Call "
                 "set_rnn_weights_qparams, and set_rnn_weights_projection_qparams."
             )
-        return quantized_weight(weight, factors, "per_channel", 8)
+        return RecurrentWeight.choose(weight, factors, "per_channel", 8)
 
     layers = []
     for i in range(count):

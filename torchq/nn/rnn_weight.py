@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchq.ranges import WEIGHT_GRANULARITIES, check_bits, check_choice
+from torchq.quantization.ranges import WEIGHT_GRANULARITIES, check_bits, check_choice
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +46,15 @@ class RecurrentWeight:
         return cls(q, scale if granularity == "per_channel" else scale.reshape(1))
 
     @classmethod
+    def choose(
+        cls, weight: Tensor, factors: Tensor | None, granularity: str, bits: int
+    ) -> RecurrentWeight:
+        """Quantizes with oneDNN's factors, or where there are none with scales that are chosen."""
+        if factors is None:
+            return cls.quantize(weight, granularity, bits)
+        return cls.of_factors(weight, factors)
+
+    @classmethod
     def of_factors(cls, weight: Tensor, factors: Tensor) -> RecurrentWeight:
         """With oneDNN's scales, which multiply: ``q = clamp(rne(weight * factor))``.
 
@@ -66,7 +75,7 @@ class RecurrentWeight:
 
 
 def _finite(weight: Tensor) -> Tensor:
-    """The weight; ValueError for NaN and inf."""
+    """Return the weight; ValueError for NaN and inf."""
     weight = weight.detach()
     bad = int((~torch.isfinite(weight)).sum())
     if bad:
@@ -88,5 +97,5 @@ def grouped(values: Tensor) -> Tensor:
 
 
 def ungrouped(values: Tensor, units: int) -> Tensor:
-    """The inverse of :func:`grouped`."""
+    """Undo :func:`grouped`."""
     return values.transpose(1, 2).flatten(2, 3)[:, :, :units].contiguous()

@@ -19,7 +19,7 @@ class FloatParameters(nn.Module):
     """Base of networks and cells: ``weight_ih_l0`` and the like are :class:`FloatWeight`."""
 
     def __getattr__(self, name: str) -> Any:
-        """Returns a float parameter where the module has no attribute of this name.
+        """Return a float parameter where the module has no attribute of this name.
 
         Raises:
             AttributeError: there is no such parameter either.
@@ -45,7 +45,7 @@ class FloatParameters(nn.Module):
 
 
 def _values(layer: QRecurrentLayer, direction: int, kind: str, part: str) -> Tensor | None:
-    """Returns the values that the layer computes with; None where it has none."""
+    """Return the values that the layer computes with; None where it has none."""
     if kind == "bias":
         bias = layer._buffers.get(f"bias_{part}")
         return None if bias is None else bias[direction].flatten()

@@ -4,9 +4,9 @@
 import torch
 from torch import Tensor
 
-from torchq._arguments import float_values
-from torchq.functional import quantize
-from torchq.qparams import choose_qparams, output_channel_rows, weight_qparams
+from torchq.attributes.arguments import float_values
+from torchq.quantization.qparams import choose_qparams, output_channel_rows, weight_qparams
+from torchq.runtime.library import dtype_code
 
 
 def quantized_weight(
@@ -59,7 +59,8 @@ def quantized_weight(
         rows = rows.reshape(1, -1) if scale.numel() == 1 else rows
         largest = rows.amax(1) if rows.shape[1] else torch.zeros_like(scale)
         scale = torch.where(largest > 127.5 * scale, largest / 127, scale)
-    quantized = _by_channel(weight, scale, 0, torch.int8, axis, groups)
+    zero = torch.zeros(1, dtype=torch.int32, device="cpu")
+    quantized = _by_channel(weight, scale, zero, torch.int8, axis, groups)
     return quantized.clamp_(-limit, limit - (limit == 128)), scale, None
 
 
@@ -78,15 +79,16 @@ def _affine_weight(
 def _by_channel(
     weight: Tensor,
     scale: Tensor,
-    zero_point: Tensor | int,
+    zero_point: Tensor,
     dtype: torch.dtype,
     axis: int,
     groups: int,
 ) -> Tensor:
-    """The weight with one scale and zero point, or one per output channel."""
+    """Return the weight with one scale and zero point, or one per output channel."""
     split = groups if axis else 1
     shape = [split, 1, -1] if axis else [1, -1, 1]
     shape = [*shape, *[1] * (weight.dim() - 2)] if scale.numel() != 1 else [1]
-    zeros = zero_point if isinstance(zero_point, int) else zero_point.reshape(shape)
     grouped = weight.reshape(split, weight.shape[0] // split, *weight.shape[1:])
-    return quantize(grouped, scale.reshape(shape), zeros, dtype).reshape(weight.shape)
+    zeros = zero_point.reshape(shape) if zero_point.numel() != 1 else zero_point
+    q: Tensor = torch.ops.torchq.quantize(grouped, scale.reshape(shape), zeros, dtype_code(dtype))
+    return q.reshape(weight.shape)

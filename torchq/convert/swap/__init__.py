@@ -6,10 +6,5 @@ gives float32, so it is right whatever the code around it does. The converted mo
 given one: the same class, attributes, methods and hooks.
 
 calls (one run) -> planning -> observed leaves -> compare, joined in flow. leaves finds the leaves,
-checks refuses, report tells what became of each module.
+checks refuses models that no flow takes.
 """
-
-from torchq.convert.swap.checks import check_model
-from torchq.convert.swap.flow import calibrate, convert, prepare, quantize
-
-__all__ = ["calibrate", "check_model", "convert", "prepare", "quantize"]

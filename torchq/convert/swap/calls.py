@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.convert.swap.leaves import stand_in
-from torchq.model_state import twin
-from torchq.nn.experts import is_experts
+from torchq.nn.float_modules import is_experts
+from torchq.nn.model_state import twin
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Call:
 
 @dataclass
 class Recording:
-    """What one run told, by qualified name.
+    """Observations of one run, by qualified name.
 
     Attributes:
         leaves: the layer of torch.nn that a module is or computes (:func:`stand_in`).
@@ -69,7 +69,7 @@ class _Reads(TorchFunctionMode):
 
 
 def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
-    """Runs a copy of the model without grad.
+    """Run a copy of the model without grad.
 
     A module that is registered under several names is recorded under the first.
     """
@@ -105,7 +105,7 @@ def _noting(calls: list[Call]) -> Callable[..., None]:
 
 
 def copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Returns copies: a model may write to its inputs, and inference tensors have no version."""
+    """Return copies: a model may write to its inputs, and inference tensors have no version."""
 
     def clone(leaf: Any) -> Any:
         return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchq.convert.graph_code import is_exported
-from torchq.convert.module_kinds import QUANTIZABLE
-from torchq.convert.self_contained import RECURRENT, STANDALONE
+from torchq.convert.module_kinds import QUANTIZABLE, RECURRENT
+from torchq.convert.self_contained import SELF_CONTAINED
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.isa import isa
 from torchq.nn.module import QModule
-from torchq.observers import Observer
+from torchq.quantization.observers import Observer
+from torchq.runtime.isa import isa
 
 _QUANTIZED = re.compile(
     r"torch\.ao\.nn\.(intrinsic\.|sparse\.)?quantized\.(?!.*FloatFunctional)"
@@ -25,7 +25,7 @@ _QUANTIZED = re.compile(
 
 
 def check_prepared(op: str, prepared: nn.Module) -> None:
-    """Raises ValueError unless :func:`torchq.prepare` made it, and it was not converted since."""
+    """Raise ValueError unless :func:`torchq.prepare` made it, and it was not converted since."""
     parts = [type(module) for module in prepared.modules()]
     converted = any(issubclass(cls, QModule) for cls in parts)
     if converted or not hasattr(prepared, "torchq_report"):
@@ -37,7 +37,7 @@ def check_prepared(op: str, prepared: nn.Module) -> None:
 
 
 def check_mode(op: str, model: nn.Module) -> None:
-    """Raises ValueError if a module is in training mode."""
+    """Raise ValueError if a module is in training mode."""
     modules = [(name, m) for name, m in model.named_modules() if type(m) is not nn.Module]
     training = [name or "the model" for name, m in modules if m.training]
     if training:
@@ -48,7 +48,7 @@ def check_mode(op: str, model: nn.Module) -> None:
 
 
 def check_not_quantized(model: nn.Module) -> None:
-    """Raises ValueError for a model that torch.ao or torchao has quantized."""
+    """Raise ValueError for a model that torch.ao or torchao has quantized."""
     names = [(name, _full_name(module)) for name, module in model.named_modules()]
     found = [(name, full) for name, full in names if _QUANTIZED.match(full)]
     tensors = [(name, _full_name(value)) for name, value in model.named_parameters()]
@@ -66,7 +66,7 @@ def _full_name(value: object) -> str:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises what :func:`torchq.prepare` promises."""
+    """Raise what :func:`torchq.prepare` promises."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"torchq.prepare: model must be an nn.Module, got {type(model).__name__}. A function "
@@ -82,7 +82,7 @@ def check_model(model: nn.Module) -> None:
         check_mode("prepare", model)
     isa()  # raises for a TORCHQ_ISA that is not available here
     for name, module in model.named_modules():
-        if isinstance(module, (Observer, ObservedLeaf, QModule, *STANDALONE)):
+        if isinstance(module, (Observer, ObservedLeaf, QModule, *SELF_CONTAINED)):
             raise ValueError(
                 f"torchq.prepare: model must be a float model, got a {type(module).__name__} in "
                 f"'{name}'. Prepare the model that it was made from."
@@ -109,7 +109,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_finite(op: str, module: nn.Module, prefix: str = "", recurse: bool = False) -> None:
-    """Raises ValueError for a parameter with NaN or inf, which calibration would blame on data."""
+    """Raise ValueError for a parameter with NaN or inf, which calibration would blame on data."""
     for name, parameter in module.named_parameters(prefix, recurse):
         if parameter.is_meta or bool(torch.isfinite(parameter).all()):
             continue

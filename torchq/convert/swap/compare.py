@@ -13,20 +13,20 @@ from torch import Tensor, nn
 
 from torchq.convert.swap.calls import copied
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.inputs import float_tensors
+from torchq.nn.inputs import are_close, float_tensors
 
 
 class Comparison:
     """The results of a float model on the example inputs, and of others."""
 
     def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Runs the model twice: one that does not agree with itself is not compared."""
+        """Run the model twice: one that does not agree with itself is not compared."""
         self._inputs = args, kwargs
         self._expected = self._result(model)
-        self._is_steady = _are_close(self._expected, self._result(model))
+        self._is_steady = are_close(self._expected, self._result(model))
 
     def agrees(self, prepared: nn.Module) -> bool:
-        """Returns False where the code raises, or gives something else.
+        """Return False where the code raises, or gives something else.
 
         It may ask for the class of a layer, write to its weight, or need a result's strides.
         """
@@ -34,7 +34,7 @@ class Comparison:
             result = self._result(prepared)
         except Exception:  # the float model raised nothing
             return False
-        return not self._is_steady or _are_close(self._expected, result)
+        return not self._is_steady or are_close(self._expected, result)
 
     def _result(self, model: nn.Module) -> list[Tensor]:
         model, (args, kwargs) = copy.deepcopy(model), copied(*self._inputs)
@@ -49,7 +49,7 @@ class Comparison:
 def fitting(
     model: nn.Module, names: Iterable[str], agrees: Callable[[list[str]], bool]
 ) -> list[str]:
-    """Returns the leaves that can be replaced together, found by bisection.
+    """Return the leaves that can be replaced together, found by bisection.
 
     Leaves in the same place of modules of the same class share their fate: the code is the same.
 
@@ -76,21 +76,9 @@ def fitting(
 
 
 def _place(model: nn.Module, name: str) -> tuple[type, str]:
-    """Returns the class whose code calls a leaf, and the leaf's name in there."""
+    """Return the class whose code calls a leaf, and the leaf's name in there."""
     parent, _, own = name.rpartition(".")
     while parent and type(model.get_submodule(parent)).__module__.startswith("torch.nn."):
         parent, _, last = parent.rpartition(".")
         own = f"{last}.{own}"
     return type(model.get_submodule(parent)), own
-
-
-def _are_close(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(
-        a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-4 * _largest(a), equal_nan=True)
-        for a, b in zip(first, second, strict=True)
-    )
-
-
-def _largest(values: Tensor) -> float:
-    finite = values[values.isfinite()].abs()
-    return float(finite.max()) if finite.numel() else 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eager flow: prepare, calibrate and convert."""
+"""Prepares a model's leaves, and calibrates prepared models of either flow."""
 
 from __future__ import annotations
 
@@ -10,32 +10,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.config import Overrides, QConfig, resolve
-from torchq.convert.explain import Row, check_patterns, check_strict
 from torchq.convert.graph_code import with_code
-from torchq.convert.self_contained import STANDALONE, converted
+from torchq.convert.rows import check_patterns
 from torchq.convert.swap.calls import record
 from torchq.convert.swap.checks import check_finite, check_mode, check_model, check_prepared
 from torchq.convert.swap.compare import Comparison, fitting
-from torchq.convert.swap.observed import ObservedLeaf
-from torchq.convert.swap.planning import Plan
-from torchq.convert.swap.report import report_rows
+from torchq.convert.swap.planning import Plan, report_rows
 from torchq.convert.swap.weights import (
     leave_fast_paths,
     settled,
     split_attention,
     without_capturing_hooks,
 )
-from torchq.inputs import (
+from torchq.nn.inputs import (
     Inputs,
     batches,
     call,
     split_inputs,
-    without_gradients,
     working_copy,
 )
-from torchq.model_state import as_before
-from torchq.nn.leaf import take_hooks
+from torchq.nn.model_state import as_before
+from torchq.quantization.config import Overrides, QConfig, resolve
 
 
 @torch.inference_mode(False)
@@ -45,7 +40,7 @@ def prepare(
     config: QConfig | None = None,
     overrides: Overrides | None = None,
 ) -> nn.Module:
-    """Returns a copy of ``model`` with observers in place.
+    """Return a copy of ``model`` with observers in place.
 
     Args:
         model: float32, in eval mode.
@@ -67,7 +62,7 @@ def prepare(
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model whose layers call ``forward`` and have plain weights."""
+    """Return a copy of a model whose layers call ``forward`` and have plain weights."""
     model = settled(with_code(working_copy(model)))
     leave_fast_paths(model)
     without_capturing_hooks(model)
@@ -82,7 +77,7 @@ def prepare_settled(
     overrides: Overrides | None,
     check: bool = True,
 ) -> nn.Module:
-    """Prepares a copy that :func:`plain_copy` made; the result shares its parameters."""
+    """Prepare a copy that :func:`plain_copy` made; the result shares its parameters."""
     comparison = Comparison(model, args, kwargs)
     names = [name for name, _ in model.named_modules()]
     asked = [n for n in names if resolve(overrides, n, config) is not None]
@@ -98,11 +93,13 @@ def prepare_settled(
 
 
 def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Module:
-    """Returns the prepared model; leaves that its code would notice stay float."""
+    """Return the prepared model; leaves that its code would notice stay float."""
     shared = {id(p): p for p in model.parameters()}
 
     def assemble(names: list[str], contiguous: bool) -> nn.Module:
-        return _with_modules(model, plan.replacements(names, contiguous), shared).eval()
+        leaves = plan.replacements(names, contiguous).items()
+        memo: dict[int, Any] = {id(model.get_submodule(name)): leaf for name, leaf in leaves}
+        return copy.deepcopy(model, memo | shared).eval()
 
     def agrees(names: list[str]) -> bool:
         return comparison.agrees(assemble(names, True))
@@ -117,7 +114,7 @@ def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Modul
 
 
 def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = None) -> nn.Module:
-    """Runs the prepared model on data; its observers record. Calling it again adds data.
+    """Run the prepared model on data; its observers record. Calling it again adds data.
 
     Args:
         prepared: from :func:`prepare`; returned for chaining.
@@ -144,59 +141,3 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
                 check_finite("calibrate", prepared, recurse=True)
                 raise
     return prepared
-
-
-@torch.inference_mode(False)
-def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
-    """Returns the quantized model; the prepared one stays as it is.
-
-    It has no gradients: its float parameters do not require grad any more, and inputs that require
-    grad raise.
-
-    Args:
-        prepared: calibrated.
-        strict: raise if a convolution, linear or recurrent module stays float without an override
-            that says so.
-
-    Raises:
-        ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
-        RuntimeError: a module was never calibrated (the message names it), or ``strict`` and
-            something stays float.
-    """
-    check_prepared("convert", prepared)
-    rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
-    if strict:
-        check_strict(rows)
-    replacements: dict[str, nn.Module] = {}
-    for name, module in prepared.named_modules():
-        if isinstance(module, (ObservedLeaf, *STANDALONE)):
-            leaf = module.convert() if isinstance(module, ObservedLeaf) else converted(module, name)
-            replacements[name] = take_hooks(leaf, module)
-    result = _with_modules(prepared, replacements)
-    result.torchq_report = rows  # type: ignore[assignment]
-    return without_gradients(result.eval())
-
-
-def quantize(
-    model: nn.Module,
-    data: Iterable[Any],
-    example_inputs: Inputs,
-    config: QConfig | None = None,
-    overrides: Overrides | None = None,
-    strict: bool = False,
-) -> nn.Module:
-    """:func:`prepare`, :func:`calibrate` and :func:`convert` in one call."""
-    prepared = prepare(model, example_inputs, config, overrides)
-    return convert(calibrate(prepared, data), strict)
-
-
-def _with_modules(
-    model: nn.Module, modules: dict[str, nn.Module], shared: Mapping[int, Any] | None = None
-) -> nn.Module:
-    """Returns a copy of ``model`` with other modules in some places, not of those they replace.
-
-    Works for the model itself, and for modules that are registered under several names. What is
-    ``shared``, by id, is not copied either.
-    """
-    memo: dict[int, Any] = {id(model.get_submodule(n)): new for n, new in modules.items()}
-    return copy.deepcopy(model, memo | dict(shared or {}))

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.convert.module_kinds import inherits, is_patched
-from torchq.model_state import twin
 from torchq.nn.leaf import constants_of
+from torchq.nn.model_state import twin
 
 _ADDS = (operator.add, torch.add, "add")
 _RESHAPES = ("view", "reshape", "flatten", torch.reshape, torch.flatten)
 
 
 def stand_in(module: nn.Module) -> nn.Module | None:
-    """The module itself, one of torch.nn that computes the same, or None where it is no leaf."""
+    """Return the module, one of torch.nn that computes the same, or None where it is no leaf."""
     if next(module.children(), None) is not None or is_patched(module):
         return None
     if inherits(type(module)):
@@ -47,7 +47,7 @@ def stand_in(module: nn.Module) -> nn.Module | None:
 
 
 def _is_turned(module: nn.Module, layer: Any) -> bool:
-    """Returns True where the module's own ``weight`` is the transpose of the layer's."""
+    """Return True where the module's own ``weight`` is the transpose of the layer's."""
     own = getattr(module, "weight", None)
     if not isinstance(own, Tensor) or own.dim() != 2 or torch.equal(own, layer.weight):
         return False
@@ -68,7 +68,7 @@ class _Code:
         self.reshapes = False
 
     def run(self) -> nn.Module | None:
-        """Returns the layer of torch.nn that it is; None where it is something else."""
+        """Return the layer of torch.nn that it is; None where it is something else."""
         src, *nodes, output = self.interpreter.graph.nodes
         self.kinds[src] = "src"
         for node in nodes:
@@ -150,7 +150,7 @@ _PRODUCTS: dict[Any, Callable[..., nn.Module]] = {
 
 
 def _agree(module: nn.Module, layer: Any) -> bool:
-    """Returns whether both give the same for sources of two shapes."""
+    """Return whether both give the same for sources of two shapes."""
     if isinstance(layer, nn.Linear):
         shapes = [(2, layer.in_features), (3, 2, layer.in_features)]
     else:

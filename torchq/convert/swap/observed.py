@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.config import QConfig
+from torchq.attributes.post_ops import PostOps
 from torchq.convert.from_float import matmul_from_float, naming
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.leaf import Leaf, QuantizedLeaf, constants_of, without_padding
 from torchq.nn.module import QModule
-from torchq.post_ops import PostOps
-from torchq.qparams import QParams
+from torchq.quantization.config import QConfig
+from torchq.quantization.qparams import QParams
 
 
 class ObservedLeaf(Leaf):
@@ -31,7 +31,7 @@ class ObservedLeaf(Leaf):
     def __init__(
         self, module: nn.Module, config: QConfig, name: str = "", contiguous: bool = False
     ) -> None:
-        """Starts without data."""
+        """Start without data."""
         super().__init__()
         self.module, self.config, self.name, self.contiguous = module, config, name, contiguous
         self.observer = None if config.dynamic else config.make_observer(name)
@@ -49,7 +49,7 @@ class ObservedLeaf(Leaf):
         return bias.detach() if isinstance(bias, Tensor) else None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Records the source; the argument has the name that ``torch.nn`` gives it."""
+        """Record the source; the argument has the name that ``torch.nn`` gives it."""
         if self.observer is not None:
             self.observer(input)
         dst: Tensor = self.module(input)
@@ -58,7 +58,7 @@ class ObservedLeaf(Leaf):
         return dst.movedim(1, -1).contiguous().movedim(-1, 1)
 
     def qparams(self) -> QParams:
-        """Returns parameters of the source, as observed.
+        """Return parameters of the source, as observed.
 
         Raises:
             RuntimeError: it was never calibrated; the message names it.
@@ -70,7 +70,7 @@ class ObservedLeaf(Leaf):
         )
 
     def convert(self, src: QParams | None = None) -> QuantizedLeaf:
-        """Returns the quantized leaf.
+        """Return the quantized leaf.
 
         Args:
             src: parameters of the source; None takes the observer's.

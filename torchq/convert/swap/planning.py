@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide for each leaf: int8, or float and why."""
+"""Decides for each leaf: int8, or float and why; one row of the report for each module."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from torchq.affine import reduction
-from torchq.config import Overrides, QConfig, resolve
-from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, NO_DYNAMIC_FORM
-from torchq.convert.self_contained import RECURRENT, observed
+from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, NO_DYNAMIC_FORM, RECURRENT
+from torchq.convert.rows import NOT_CALLED, READ, Row
+from torchq.convert.self_contained import observed
 from torchq.convert.swap.calls import Recording
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.nn.experts import is_experts
+from torchq.nn.batch_norm import reduction
+from torchq.nn.float_modules import is_experts
 from torchq.nn.leaf import take_hooks, without_hooks
+from torchq.quantization.config import Overrides, QConfig, resolve
 
 OTHER_CODE = "the model's code does something else with another kind of layer"
+_SCRIPTED = {cls.__name__ for cls in (*MATMUL, nn.LSTM, nn.GRU, nn.RNN)}
 _TOO_LONG = f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
 
 
@@ -52,15 +54,15 @@ class Plan:
         return [name for name, reason in self.reasons.items() if not reason]
 
     def config(self, name: str) -> QConfig | None:
-        """Returns how to quantize a module; None keeps it float."""
+        """Return how to quantize a module; None keeps it float."""
         return resolve(self._overrides, name, self._config)
 
     def leave_float(self, names: Iterable[str]) -> None:
-        """Keeps leaves float for whose sake the model's code would do something else."""
+        """Keep leaves float for whose sake the model's code would do something else."""
         self.reasons.update(dict.fromkeys(names, OTHER_CODE))
 
     def replacements(self, names: Iterable[str], contiguous: bool) -> dict[str, nn.Module]:
-        """Returns the observed leaves by name; ``contiguous`` is for convolutions."""
+        """Return the observed leaves by name; ``contiguous`` is for convolutions."""
         result: dict[str, nn.Module] = {}
         for name in names:
             layer, config = without_hooks(self.recording.leaves[name]), self.config(name)
@@ -102,3 +104,38 @@ class Plan:
             if len(call.shape) != len(layer.get_parameter("weight").shape):
                 return f"its source {list(call.shape)} has no batch dimension"
         return ""
+
+
+def report_rows(model: nn.Module, plan: Plan) -> list[Row]:
+    """Return one row per module without children, or with parameters of its own."""
+    return [
+        _row(name, module, plan)
+        for name, module in model.named_modules()
+        if next(module.children(), None) is None or next(module.parameters(False), None) is not None
+    ]
+
+
+def _row(name: str, module: nn.Module, plan: Plan) -> Row:
+    known = plan.reasons.get(name)
+    reason = _without_layer(name, module, plan) if known is None else known
+    calls = len(plan.recording.calls.get(name, ()))
+    made = plan.recording.leaves.get(name, module)
+    kind = getattr(module, "original_name", type(module).__name__)  # of TorchScript
+    is_matmul = isinstance(made, (*MATMUL, *RECURRENT)) or is_experts(made)
+    is_matmul |= isinstance(module, torch.jit.ScriptModule) and kind in _SCRIPTED
+    requested = plan.config(name) is None
+    return Row(name, kind, known == "", reason, name, is_matmul, requested, max(calls, 1))
+
+
+def _without_layer(name: str, module: nn.Module, plan: Plan) -> str:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "TorchScript compiled it: quantize first, then script the result"
+    if name not in plan.recording.leaves:
+        if isinstance(module, RECURRENT):
+            return "it is a recurrent module with code of its own"
+        return "only leaf modules of torch.nn and torchq.nn have an int8 form"
+    if plan.recording.calls[name]:
+        return "the model's own code calls it, which gets and gives float32"
+    if name in plan.recording.read:
+        return READ
+    return NOT_CALLED

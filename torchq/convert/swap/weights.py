@@ -11,16 +11,15 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from torchq.convert.fake import is_fake
-from torchq.convert.module_kinds import QUANTIZABLE, is_patched
-from torchq.convert.self_contained import RECURRENT
-from torchq.inputs import working_copy
+from torchq.convert.module_kinds import QUANTIZABLE, RECURRENT, is_patched
+from torchq.nn.inputs import working_copy
 from torchq.nn.multihead import SplitMultiheadAttention
 
 _CAPTURING = "transformers.utils.output_capturing"
 
 
 def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
-    """Returns the model with parametrized layers replaced by plain ones of the same weights.
+    """Return the model with parametrized layers replaced by plain ones of the same weights.
 
     Those with fake-quantized weights stay: the graph takes their scales.
 
@@ -40,7 +39,7 @@ def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
 
 
 def _plain(module: nn.Module) -> nn.Module:
-    """Returns a layer of the class that ``parametrize`` derived from.
+    """Return a layer of the class that ``parametrize`` derived from.
 
     Not ``remove_parametrizations``: copies share the derived class, which that changes.
     """
@@ -57,7 +56,7 @@ def _plain(module: nn.Module) -> nn.Module:
 
 
 def split_attention(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """Returns the model, or a copy whose attention modules of these names have layers."""
+    """Return the model, or a copy whose attention modules of these names have layers."""
     memo: dict[int, Any] = {}
     for name, module in model.named_modules():
         if name in names and type(module) is nn.MultiheadAttention and not is_patched(module):
@@ -67,7 +66,7 @@ def split_attention(model: nn.Module, names: Collection[str]) -> nn.Module:
 
 
 def without_capturing_hooks(model: nn.Module, first: int = 0) -> None:
-    """Removes the hooks with which transformers collects hidden states.
+    """Remove the hooks with which transformers collects hidden states.
 
     They are local functions, which pickle refuses. Without the flag of the model, the next call
     that needs them installs them again.
@@ -84,7 +83,7 @@ def without_capturing_hooks(model: nn.Module, first: int = 0) -> None:
 
 
 def leave_fast_paths(model: nn.Module) -> None:
-    """Makes transformer encoders call their linears instead of reading their weights."""
+    """Make transformer encoders call their linears instead of reading their weights."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A factor and a shift per channel behind a convolution or linear, folded into its weight."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Affine: TypeAlias = tuple[Tensor, Tensor]
+"""(scale, shift) in float64, ``[]`` or one per output channel: ``y * scale + shift``."""
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def norm_affine(norm: Any) -> Affine:
+    """Return the scale and shift by which a batch norm in eval mode changes each channel."""
+    with torch.no_grad():
+        scale: Tensor = (norm.running_var.double() + norm.eps).rsqrt()
+        if norm.weight is not None:
+            scale = scale * norm.weight
+        shift = -norm.running_mean * scale
+        return scale, shift if norm.bias is None else shift + norm.bias
+
+
+def fold_affines(module: Any, affines: Sequence[Affine]) -> nn.Module:
+    """Return a copy of a convolution or linear that applies these, one by one, to its result."""
+    if not affines:
+        return module  # type: ignore[no-any-return]
+    folded = copy.deepcopy(module)
+    with torch.no_grad():
+        scale, shift = combined(affines, module.bias)
+        factors = along_channels(module, scale)
+        weight: Tensor = module.weight.double()
+        grouped = weight.reshape(factors.shape[0], -1, *weight.shape[1:]) * factors
+        folded.weight = nn.Parameter(grouped.reshape(weight.shape).float(), False)
+        folded.bias = nn.Parameter(shift.expand(channels(module)).float().contiguous(), False)
+    return folded  # type: ignore[no-any-return]
+
+
+def combined(affines: Sequence[Affine], bias: Tensor | None = None) -> Affine:
+    """All of them as one, behind the addition of a bias."""
+    scale = torch.ones((), dtype=torch.float64, device="cpu")
+    shift = (
+        torch.zeros((), dtype=torch.float64, device="cpu")
+        if bias is None
+        else bias.detach().double()
+    )
+    for factor, more in affines:
+        scale, shift = scale * factor, shift * factor + more
+    return scale, shift
+
+
+def channels(module: Any) -> int:
+    """Output channels of a convolution or linear."""
+    if isinstance(module, TRANSPOSED):
+        return int(module.weight.shape[1]) * int(module.groups)
+    return int(module.weight.shape[0])
+
+
+def reduction(module: Any) -> int:
+    """Products that each output of a convolution or linear sums at most."""
+    weight = module.weight
+    if isinstance(module, TRANSPOSED):
+        return int(weight.numel() // max(weight.shape[1], 1) // module.groups)
+    return int(math.prod(weight.shape[1:]))
+
+
+def along_channels(module: Any, values: Tensor) -> Tensor:
+    """Values per output channel, to multiply the weight ``(G, rows/G, columns, k...)`` with.
+
+    G is 1 but for transposed convolutions, whose groups split the rows, dimension 0.
+    """
+    values = values.expand(channels(module))
+    taps = [1] * (module.weight.dim() - 2)
+    if isinstance(module, TRANSPOSED):
+        return values.reshape(module.groups, 1, -1, *taps)
+    return values.reshape(1, -1, 1, *taps)

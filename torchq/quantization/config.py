@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""QConfig: how a module is quantized, and how overrides choose one per module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from torchq.quantization.observers import (
+    EntropyObserver,
+    HistogramObserver,
+    MinMaxObserver,
+    MovingAverageObserver,
+    Observer,
+    PercentileObserver,
+)
+from torchq.quantization.ranges import WEIGHT_GRANULARITIES, check_bits, check_choice, check_dtype
+
+OBSERVERS: dict[str, Callable[[], Observer]] = {
+    "minmax": MinMaxObserver,
+    "moving_average": MovingAverageObserver,
+    "percentile": PercentileObserver,
+    "histogram": HistogramObserver,
+    "entropy": EntropyObserver,
+}
+
+
+@dataclass(frozen=True)
+class QConfig:
+    """How to quantize a module. Immutable; vary one with ``dataclasses.replace``.
+
+    Attributes:
+        activation_observer: "minmax", "moving_average", "percentile", "histogram" or "entropy", or
+            a callable that makes an Observer, such as ``partial(PercentileObserver, 99.9)``.
+        activation_dtype: ``torch.uint8`` or ``torch.int8``.
+        activation_bits: 8 or 7.
+        activation_symmetric: whether the zero point is fixed in the middle of the integers. None
+            means symmetric for int8 and affine for uint8; ``symmetric`` tells the outcome.
+        weight_granularity: "per_channel" or "per_tensor".
+        weight_bits: 8 or 7. Weights are int8 and symmetric.
+        dynamic: choose activation parameters at run time; the observer is then not used.
+        strict: raise where a call of the model, or of a part, cannot take its int8 graph, instead
+            of warning and running the model's own code. That of the whole model counts, overrides
+            have no say.
+
+    Raises:
+        TypeError: a field has another type.
+        ValueError: a field has another value.
+    """
+
+    activation_observer: str | Callable[[], Observer] = "histogram"
+    activation_dtype: torch.dtype = torch.uint8
+    activation_bits: int = 8
+    activation_symmetric: bool | None = None
+    weight_granularity: str = "per_channel"
+    weight_bits: int = 8
+    dynamic: bool = False
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        """Validate every field."""
+        self._check_observer()
+        check_dtype("QConfig", self.activation_dtype, "activation_dtype")
+        check_bits("QConfig", "activation_bits", self.activation_bits)
+        check_bits("QConfig", "weight_bits", self.weight_bits)
+        check_choice("QConfig", "weight_granularity", self.weight_granularity, WEIGHT_GRANULARITIES)
+        if self.activation_symmetric is not None:
+            _check_bool("activation_symmetric", self.activation_symmetric)
+        _check_bool("dynamic", self.dynamic)
+        _check_bool("strict", self.strict)
+
+    def _check_observer(self) -> None:
+        observer = self.activation_observer
+        if isinstance(observer, str):
+            check_choice("QConfig", "activation_observer", observer, tuple(OBSERVERS))
+        elif isinstance(observer, Observer):
+            raise TypeError(
+                "torchq.QConfig: activation_observer must be a name or a callable that makes an "
+                f"Observer, got a {type(observer).__name__}, which all modules would share. "
+                f"Pass the class, or functools.partial({type(observer).__name__}, ...)."
+            )
+        elif not callable(observer):
+            raise TypeError(
+                "torchq.QConfig: activation_observer must be a name or a callable that makes an "
+                f"Observer, got {type(observer).__name__}. Pass one of {', '.join(OBSERVERS)}."
+            )
+
+    @property
+    def symmetric(self) -> bool:
+        """Return whether activations are quantized symmetrically; None means the default."""
+        if self.activation_symmetric is None:
+            return self.activation_dtype == torch.int8
+        return self.activation_symmetric
+
+    def make_observer(self, name: str = "") -> Observer:
+        """Make a fresh activation observer for the module ``name``.
+
+        Raises:
+            TypeError: the callable returned something else than an Observer.
+        """
+        make = self.activation_observer
+        observer = OBSERVERS[make]() if isinstance(make, str) else make()
+        if not isinstance(observer, Observer):
+            raise TypeError(
+                "torchq.QConfig: activation_observer must make an Observer, got "
+                f"{type(observer).__name__}. Return a torchq.observers.Observer from it."
+            )
+        observer.name = name
+        return observer
+
+    def __str__(self) -> str:
+        """One line, such as ``activations u8 affine histogram, weights s8 per_channel``."""
+        dtype = "u8" if self.activation_dtype == torch.uint8 else "s8"
+        kind = "symmetric" if self.symmetric else "affine"
+        observer = "dynamic" if self.dynamic else self._observer_name()
+        return (
+            f"activations {dtype}{_bits_suffix(self.activation_bits)} {kind} {observer}, "
+            f"weights s8{_bits_suffix(self.weight_bits)} {self.weight_granularity}"
+        )
+
+    def _observer_name(self) -> str:
+        observer = self.activation_observer
+        if isinstance(observer, str):
+            return observer
+        # functools.partial has no name of its own, but its function has.
+        named = getattr(observer, "func", observer)
+        return str(getattr(named, "__name__", type(named).__name__))
+
+
+Overrides = Mapping[str, QConfig | None]
+
+
+def resolve(overrides: Overrides | None, name: str, default: QConfig | None) -> QConfig | None:
+    """Chooses the configuration of the module or activation with the qualified name ``name``.
+
+    Patterns are matched with ``fnmatch``, case-sensitively, against the whole name; ``*`` also
+    matches dots. One that matches a module holds for all that is in it. If several match, the one
+    written last wins, so general patterns come first::
+
+        overrides = {"encoder": QConfig(weight_bits=7), "encoder.head": None}
+
+    With ``.dst`` behind it, a pattern means the destinations only. What matches a layer itself, not
+    a module that it is in, does not choose for the layer's destination.
+
+    Args:
+        overrides: pattern to QConfig, or to None to keep the match float.
+        name: qualified name, as in ``named_modules()``.
+        default: what applies if no pattern matches.
+
+    Raises:
+        TypeError: ``overrides`` is no mapping from str to QConfig or None.
+    """
+    chosen, names = default, _with_containers(name)
+    for pattern, config in check_overrides(overrides).items():
+        if any(fnmatchcase(known, pattern) for known in names):
+            chosen = config
+    return chosen
+
+
+def _with_containers(name: str) -> list[str]:
+    """Return the names that a pattern may match: this one, and those of what it is in.
+
+    ``a.b.dst`` is in ``a``, and is one of the destinations ``a.dst``.
+    """
+    base = name.removesuffix(".dst")
+    parts = base.split(".") if base else []
+    containers = [".".join(parts[:i]) for i in range(len(parts))]
+    return [name, *containers, *(f"{c}{name[len(base) :]}" for c in containers if base != name)]
+
+
+def unmatched_patterns(overrides: Overrides | None, names: Iterable[str]) -> list[str]:
+    """Patterns that match none of ``names``, in order: misspelled names, most likely.
+
+    Raises:
+        TypeError: ``overrides`` is no mapping from str to QConfig or None.
+    """
+    known = {spelled for name in names for spelled in _with_containers(name)}
+    return [
+        pattern
+        for pattern in check_overrides(overrides)
+        if not any(fnmatchcase(name, pattern) for name in known)
+    ]
+
+
+def check_overrides(overrides: Overrides | None) -> Overrides:
+    """Return ``overrides``, or an empty mapping for None.
+
+    Raises:
+        TypeError: ``overrides`` is no mapping from str to QConfig or None.
+    """
+    if overrides is None:
+        return {}
+    if not isinstance(overrides, Mapping):
+        raise TypeError(
+            "torchq.QConfig: overrides must be a mapping from name pattern to QConfig or None, got "
+            f"{type(overrides).__name__}. Example: {{'classifier.*': None}}."
+        )
+    for pattern, config in overrides.items():
+        if not isinstance(pattern, str):
+            raise TypeError(
+                "torchq.QConfig: patterns in overrides must be str, got "
+                f"{type(pattern).__name__}. Use qualified names, such as 'encoder.*'."
+            )
+        if config is not None and not isinstance(config, QConfig):
+            raise TypeError(
+                f"torchq.QConfig: overrides[{pattern!r}] must be a QConfig or None, got "
+                f"{type(config).__name__}. None keeps the match float."
+            )
+    return overrides
+
+
+def _bits_suffix(bits: int) -> str:
+    return "" if bits == 8 else f"/{bits}"
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"torchq.QConfig: {name} must be a bool, got {type(value).__name__}. "
+            "Pass True or False."
+        )

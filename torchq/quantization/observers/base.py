@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base class of observers, modules that watch activations during calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from torchq.quantization.qparams import QParams, choose_qparams
+from torchq.quantization.ranges import activation_range
+
+
+class Observer(nn.Module):
+    """Base of all observers: ``forward(x)`` records ``x`` and returns it unchanged.
+
+    Subclasses implement ``_record``. Those that keep more than ``min_value`` and ``max_value``
+    implement ``_range`` too, and ``_merge`` where it is possible. Buffers, which calibration files
+    hold, come from ``_add_buffer`` and change in place.
+
+    Attributes:
+        name: qualified name of what is observed, set by the calibration flow for error messages.
+        min_value: float32 ``[]`` (``[C]`` per channel); inf before the first value.
+        max_value: float32, same shape; -inf before the first value.
+    """
+
+    name: str
+    min_value: Tensor
+    max_value: Tensor
+    _elsewhere: bool
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Start without data; here, as the ``__init__`` of a dataclass calls no other."""
+        self = super().__new__(cls)
+        nn.Module.__init__(self)
+        self.name = ""
+        self._elsewhere = False  # whether a subclass recorded data and left min_value, max_value
+        self._add_buffer("min_value", torch.inf)
+        self._add_buffer("max_value", -torch.inf)
+        return self
+
+    def __init__(self) -> None:
+        """Nothing is left to do."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Modules are hashed by identity, also where a dataclass or the subclass compares them."""
+        super().__init_subclass__(**kwargs)
+        if vars(cls).get("__hash__") is None:
+            cls.__hash__ = nn.Module.__hash__  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Record ``x`` (floating point, any shape; empty tensors are ignored) and return it.
+
+        Raises:
+            TypeError: ``x`` is not a floating-point tensor.
+            ValueError: ``x`` contains NaN or inf; nothing of it is recorded.
+        """
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            remedy = f"Give the model what it computes with, such as batch.float(). {self._keep}"
+            raise TypeError(self._text(f"src must be a floating-point tensor, got {got}", remedy))
+        if x.numel():
+            with torch.no_grad():
+                self._record(x.detach().to(torch.float32))
+            self._elsewhere = self._elsewhere or not self.calibrated
+        return x
+
+    def qparams(
+        self, dtype: torch.dtype = torch.uint8, bits: int = 8, symmetric: bool = False
+    ) -> QParams:
+        """Chooses the parameters for what was recorded; see ``choose_qparams`` for the arguments.
+
+        Raises:
+            RuntimeError: no data was recorded.
+            ValueError: ``dtype`` or ``bits`` is not supported.
+        """
+        integers = activation_range(dtype, bits)
+        if not self.calibrated:
+            remedy = f"Run torchq.calibrate with data that reaches this module. {self._keep}"
+            raise RuntimeError(
+                self._text("data must be recorded before qparams(), got none", remedy)
+            )
+        low, high = self._range(integers, symmetric)
+        return choose_qparams(low, high, dtype, bits, symmetric, self._channel_axis)
+
+    @property
+    def calibrated(self) -> bool:
+        """Return whether any value was recorded."""
+        ranged = self.min_value.numel() > 0 and bool((self.min_value <= self.max_value).all())
+        return ranged or self._elsewhere
+
+    def merge(self, other: Observer) -> Self:
+        """Add what ``other`` recorded, as if its data had come here too; return self.
+
+        Raises:
+            TypeError: ``other`` is an observer of another kind.
+            ValueError: ``other`` has other settings or another number of channels.
+            RuntimeError: this kind depends on the order of the data and cannot merge.
+        """
+        if type(other) is not type(self):
+            got = type(other).__name__
+            remedy = "Calibrate all processes with the same QConfig."
+            raise TypeError(self._text(f"other must be a {type(self).__name__}, got {got}", remedy))
+        if other.extra_repr() != self.extra_repr():
+            expected = f"other must have the settings ({self.extra_repr()})"
+            remedy = "Calibrate all processes with the same QConfig."
+            raise ValueError(self._text(f"{expected}, got ({other.extra_repr()})", remedy))
+        with torch.no_grad():
+            if other.calibrated:
+                self._merge(other)
+                self._elsewhere = self._elsewhere or not self.calibrated
+        return self
+
+    def extra_repr(self) -> str:
+        """Return settings as ``name=value``; observers merge only if these agree."""
+        return ""
+
+    @property
+    def _channel_axis(self) -> int | None:
+        return None
+
+    def _record(self, values: Tensor) -> None:
+        """Record a float32 tensor with at least one element; the model may change it later."""
+        raise NotImplementedError(
+            self._text(
+                f"class {type(self).__name__} must implement _record(self, values), got a subclass "
+                "of Observer without it",
+                "Implement it, such as: self._widen(*self._min_max(values)).",
+            )
+        )
+
+    def _range(self, integers: tuple[int, int], symmetric: bool) -> tuple[Any, Any]:
+        """Return the real range to cover with the given integers."""
+        return self.min_value, self.max_value
+
+    def _merge(self, other: Self) -> None:
+        """Add what another observer of this class and these settings recorded."""
+        raise NotImplementedError(
+            self._text(
+                f"class {type(self).__name__} must implement _merge(self, other) for merge, got a "
+                "subclass of Observer without it",
+                "Implement it, or calibrate in one process.",
+            )
+        )
+
+    def _min_max(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = torch.aminmax(values)
+        self._check_finite(values, low, high)
+        # Adding 0.0 turns -0.0 into 0.0, whose order min and max leave open.
+        return low + 0.0, high + 0.0
+
+    def _widen(self, low: Tensor, high: Tensor) -> None:
+        torch.minimum(self.min_value, low, out=self.min_value)
+        torch.maximum(self.max_value, high, out=self.max_value)
+
+    def _check_finite(self, values: Tensor, low: Tensor, high: Tensor) -> None:
+        if bool((torch.isfinite(low) & torch.isfinite(high)).all()):
+            return
+        nans, infs = int(values.isnan().sum()), int(values.isinf().sum())
+        problem = f"got {nans} NaN and {infs} inf among {values.numel()} values"
+        remedy = f"Remove them from the calibration data. {self._keep}"
+        raise ValueError(self._text(f"src must be finite in float32, {problem}", remedy))
+
+    @property
+    def _keep(self) -> str:
+        return f"To keep it float, pass overrides={{{self.name or '<name>'!r}: None}}."
+
+    def _text(self, problem: str, remedy: str) -> str:
+        return f"torchq.{type(self).__name__} of {self.name or '<unnamed>'!r}: {problem}. {remedy}"
+
+    def _add_buffer(self, name: str, value: Any, dtype: torch.dtype = torch.float32) -> None:
+        """Register ``torch.tensor(value)`` as a buffer."""
+        self._set_buffer(name, lambda: torch.tensor(value, dtype=dtype, device="cpu"))
+
+    def _set_buffer(self, name: str, make: Callable[[], Tensor]) -> None:
+        # A tensor made in inference mode could not be updated in place outside of it.
+        with torch.inference_mode(False):
+            self.register_buffer(name, make())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Keep statistics in float32 when the model is converted with half() or bfloat16()."""
+        exact = {name: value for name, value in self._buffers.items() if value is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, value in exact.items():
+            converted = self._buffers[name]
+            if converted is not None and converted.dtype != value.dtype:
+                self._buffers[name] = value.to(converted.device)
+        return self

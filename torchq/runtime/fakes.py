@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fake kernels of the ops that are no matrix products (see ``torchq.ops``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchq.runtime.library import DTYPES, empty_channels_last
+from torchq.runtime.windows import (
+    adaptive_sizes,
+    broadcast,
+    pool_sizes,
+    reduced_sizes,
+    resampled_sizes,
+)
+
+_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+
+FAKES: dict[str, Callable[..., Any]] = {}
+"""By the name of the op. ``torchq.ops`` registers them: the library names it as their module."""
+
+
+def fake(name: str) -> Callable[[_Kernel], _Kernel]:
+    """Put a function into `FAKES`."""
+
+    def add(kernel: _Kernel) -> _Kernel:
+        FAKES[name] = kernel
+        return kernel
+
+    return add
+
+
+def check_dim(op: str, src: Tensor, dim: int) -> None:
+    """Raise ValueError unless ``src`` has the dimension; negative counts from the end."""
+    if not -src.dim() <= dim < src.dim():
+        raise ValueError(
+            f"torchq.{op}: dim must lie in [{-src.dim()}, {src.dim() - 1}] for src "
+            f"{list(src.shape)}, got {dim}."
+        )
+
+
+@fake("quantize")
+def _(src: Tensor, scale: Tensor, zero_point: Tensor, dst_dtype: int) -> Tensor:
+    return torch.empty_like(src, dtype=DTYPES[dst_dtype])
+
+
+@fake("dequantize")
+def _(src: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    return torch.empty_like(src, dtype=torch.float32)
+
+
+@fake("requantize")
+def _(
+    src: Tensor,
+    src_scale: Tensor,
+    src_zero_point: Tensor,
+    dst_scale: Tensor,
+    dst_zero_point: Tensor,
+    dst_dtype: int,
+) -> Tensor:
+    return torch.empty_like(src, dtype=DTYPES[dst_dtype])
+
+
+@fake("reorder")
+def _(src: Tensor, output_scales: Tensor, dst_dtype: int, *zero_points: Tensor | None) -> Tensor:
+    return torch.empty_like(src, dtype=DTYPES[dst_dtype])
+
+
+@fake("lookup")
+def _(src: Tensor, table: Tensor) -> Tensor:
+    return torch.empty_like(src, dtype=table.dtype)
+
+
+def _fake_binary(
+    op: str, src0: Tensor, src1: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int
+) -> Tensor:
+    got = f"{list(src0.shape)} and {list(src1.shape)}. Reshape one of them."
+    problem = f"src0 and src1 must broadcast, got {got}"
+    shape = broadcast(op, problem, src0.shape, src1.shape)
+    for src in (src0, src1):
+        if src.shape == shape:
+            return torch.empty_like(src, dtype=DTYPES[dst_dtype])
+    return src0.new_empty(shape, dtype=DTYPES[dst_dtype])
+
+
+@fake("add")
+def _(src0: Tensor, src1: Tensor, *args: Any) -> Tensor:
+    return _fake_binary("add", src0, src1, *args[:3])
+
+
+@fake("mul")
+def _(src0: Tensor, src1: Tensor, *args: Any) -> Tensor:
+    return _fake_binary("mul", src0, src1, *args[:3])
+
+
+def _is_expanded(src: Tensor) -> bool:
+    return any(
+        size > 1 and stride == 0 for size, stride in zip(src.shape, src.stride(), strict=True)
+    )
+
+
+@fake("concat")
+def _(
+    srcs: Sequence[Tensor], scales: Tensor, zero_points: Tensor, dim: int, dst_dtype: int
+) -> Tensor:
+    if not srcs or srcs[0].dim() == 0:
+        raise ValueError(
+            "torchq.concat: srcs must be at least one tensor with dimensions, got "
+            f"{len(srcs)} tensors."
+        )
+    first = srcs[0]
+    check_dim("concat", first, dim)
+    dim = dim % first.dim()
+    for src in srcs:
+        if src.dim() != first.dim():
+            raise ValueError(
+                f"torchq.concat: srcs must agree in every dimension but {dim}, got "
+                f"{list(first.shape)} and {list(src.shape)}."
+            )
+    sizes = list(first.shape)
+    sizes[dim] = sum(src.shape[dim] for src in srcs)
+    # The order of a source that is not expanded; contiguous where there is none.
+    like = next((src for src in srcs if not _is_expanded(src)), torch.empty(sizes, device="meta"))
+    order = sorted(range(first.dim()), key=lambda d: -like.stride()[d])
+    strides = [0] * first.dim()
+    stride = 1
+    for d in reversed(order):
+        strides[d] = stride
+        stride = stride * max(sizes[d], 1)
+    return torch.empty_strided(sizes, strides, dtype=DTYPES[dst_dtype], device=first.device)
+
+
+def _fake_pooled(src: Tensor, sizes: Sequence[int], real: Sequence[Any]) -> Tensor:
+    """``real``: scales, zero_points, dst_dtype and more, as far as they are given."""
+    code = real[2] if len(real) > 2 else None
+    return empty_channels_last(src, sizes, src.dtype if code is None else DTYPES[code])
+
+
+@fake("max_pool")
+def _(src: Tensor, geometry: Sequence[int], ceil_mode: bool, *real: Any) -> Tensor:
+    return _fake_pooled(src, pool_sizes("max_pool", src.shape, geometry, ceil_mode), real)
+
+
+@fake("avg_pool")
+def _(
+    src: Tensor,
+    zero_point: Tensor,
+    geometry: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+    *real: Any,
+) -> Tensor:
+    return _fake_pooled(src, pool_sizes("avg_pool", src.shape, geometry, ceil_mode), real)
+
+
+@fake("adaptive_avg_pool")
+def _(src: Tensor, output_size: Sequence[int], *real: Any) -> Tensor:
+    return _fake_pooled(src, adaptive_sizes(src.shape, output_size), real)
+
+
+@fake("rnn")
+def _(
+    src: Tensor, batch_sizes: Tensor | None, h_0: Tensor | None, *args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Infer shapes; a packed source needs h_0, which tells the batch without a look at data."""
+    geometry, dst_dtype, _, h_n_dtype = args[-4:]
+    cell, directions, _, hidden, projection = geometry[:5]
+    if h_0 is None and batch_sizes is not None:
+        raise ValueError(
+            "torchq.rnn: h_0 must be given with batch_sizes where shapes are traced, got None. "
+            "Pass zeros [directions, batch, units]."
+        )
+    batch = src.shape[1] if h_0 is None else h_0.shape[1]
+    units = projection or hidden
+    return (
+        src.new_empty([*src.shape[:-1], directions * units], dtype=DTYPES[dst_dtype]),
+        src.new_empty([directions, batch, units], dtype=DTYPES[h_n_dtype]),
+        src.new_empty([directions, batch, hidden] if cell == 0 else [0], dtype=torch.float32),
+    )
+
+
+@fake("eltwise")
+def _(src: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int, *chain: Any) -> Tensor:
+    return torch.empty_like(src, dtype=DTYPES[dst_dtype])
+
+
+@fake("binary")
+def _(
+    src0: Tensor,
+    src1: Tensor,
+    condition: Tensor | None,
+    alg: str,
+    scales: Tensor,
+    zero_points: Tensor,
+    dst_dtype: int,
+    *chain: Any,
+) -> Tensor:
+    return _fake_binary("binary", src0, src1, scales, zero_points, dst_dtype)
+
+
+@fake("sum")
+def _(srcs: Sequence[Tensor], scales: Tensor, zero_points: Tensor, dst_dtype: int) -> Tensor:
+    if not srcs:
+        raise ValueError("torchq.sum: srcs must be 1 to 32 tensors, got 0. Sum in several steps.")
+    return torch.empty_like(srcs[0], dtype=DTYPES[dst_dtype])
+
+
+@fake("reorder_rounded")
+def _(src: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int, *args: Any) -> Tensor:
+    return src.new_empty(src.shape, dtype=DTYPES[dst_dtype])
+
+
+@fake("softmax")
+def _(
+    src: Tensor,
+    dim: int,
+    logarithmic: bool,
+    scales: Tensor,
+    zero_points: Tensor,
+    dst_dtype: int,
+    *chain: Any,
+) -> Tensor:
+    check_dim("softmax", src, dim)
+    sizes = src.movedim(dim, -1).shape
+    return src.new_empty(sizes, dtype=DTYPES[dst_dtype]).movedim(-1, dim)
+
+
+def _attended(op: str, query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the result, with queries where they are in query's memory."""
+    shapes = [src.shape for src in (query, key, value)]
+    q, k, v = map(list, shapes)
+    if min(map(len, shapes)) < 2:
+        raise ValueError(
+            f"torchq.{op}: query, key and value must be (..., L, E), (..., S, E) and (..., S, Ev), "
+            f"got {q}, {k} and {v}. Add the missing dimension with unsqueeze."
+        )
+    problem = (
+        f"the batch dimensions of query, key and value must broadcast, got {q}, {k} and {v}. "
+        "Repeat the heads of key and value where there are fewer."
+    )
+    batch = broadcast(op, problem, *(shape[:-2] for shape in shapes))
+    sizes = [*batch, query.shape[-2], value.shape[-1]]
+    last = at = len(batch)
+    while query.dim() == last + 2 and at > 0 and query.stride(at - 1) < query.stride(last):
+        at -= 1
+    sizes.insert(at, sizes.pop(last))
+    return query.new_empty(sizes, dtype=dtype).movedim(at, last)
+
+
+@fake("attention")
+def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+    return _attended("attention", query, key, value, DTYPES[args[5]])
+
+
+@fake("dynamic_attention")
+def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+    return _attended("dynamic_attention", query, key, value, torch.float32)
+
+
+# The next ones end in dst_dtype, post_ops and post_op_srcs, which may be left out.
+
+
+@fake("layer_norm")
+def _(src: Tensor, *args: Any) -> Tensor:
+    return src.new_empty(src.shape, dtype=DTYPES[args[6]])
+
+
+def _by_channel(op: str, src: Tensor, dst_dtype: int) -> Tensor:
+    if src.dim() < 2:
+        raise ValueError(
+            f"torchq.{op}: src must be (N, C, ...), got {list(src.shape)}. Add a batch dimension "
+            "with unsqueeze(0)."
+        )
+    return src.new_empty(src.movedim(1, -1).shape, dtype=DTYPES[dst_dtype]).movedim(-1, 1)
+
+
+@fake("group_norm")
+def _(src: Tensor, *args: Any) -> Tensor:
+    return _by_channel("group_norm", src, args[6])
+
+
+@fake("batch_norm")
+def _(src: Tensor, *args: Any) -> Tensor:
+    return _by_channel("batch_norm", src, args[7])
+
+
+@fake("reduction")
+def _(src: Tensor, alg: str, dims: Sequence[int], keepdim: bool, *args: Any) -> Tensor:
+    return src.new_empty(reduced_sizes(src.shape, dims, keepdim), dtype=DTYPES[args[2]])
+
+
+@fake("resampling")
+def _(src: Tensor, alg: str, size: Sequence[int], *args: Any) -> Tensor:
+    return empty_channels_last(src, resampled_sizes(src.shape, size), DTYPES[args[2]])

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the shared library, and what fake kernels are made with."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIBRARY_PATH = Path(__file__).parents[1] / "libtorchq.so"
+"""The shared library; a C++ program loads the same file."""
+
+DTYPES = {0: torch.uint8, 1: torch.int8, 3: torch.int32, 6: torch.float32}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+SUPPORTED_TORCH = ((2, 13), (2, 16))
+"""The oldest release of torch that works, and the first that was not tried."""
+
+
+def built_for() -> str:
+    """Return the torch release and the machine that the library was built for."""
+    try:
+        return LIBRARY_PATH.with_name("built_for.txt").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def dtype_code(dtype: torch.dtype, op: str = "") -> int:
+    """Return the ``dst_dtype`` argument of an op for a torch dtype.
+
+    Raises:
+        NotImplementedError: ``dtype`` is not uint8, int8, int32 or float32.
+    """
+    if not isinstance(dtype, torch.dtype) or dtype not in _CODES:
+        raise NotImplementedError(
+            f"torchq{op and '.'}{op}: dst_dtype must be one of {', '.join(map(str, _CODES))}, got "
+            f"{dtype}. The nearest supported destination is torch.float32."
+        )
+    return _CODES[dtype]
+
+
+def _load() -> ModuleType:
+    """Load the ops; return the module ``_C``, which shortens calls of them."""
+    here = f"torch {torch.__version__}, {platform.machine()}"
+    python = f"Python {platform.python_version()}"
+    oldest, newest = (".".join(map(str, release)) for release in SUPPORTED_TORCH)
+    remedy = (
+        f"Install torch>={oldest},<{newest} and torchq-cpu for it, or build torchq for this torch: "
+        "`pip install --no-build-isolation -e .` in its source tree."
+    )
+    if not LIBRARY_PATH.exists():
+        raise ImportError(
+            f"torchq: {LIBRARY_PATH} does not exist: the extension was not built, or its build is "
+            f"not complete. This is {python}, {here}. {remedy}"
+        )
+    expected = f"torchq is for torch {oldest} to before {newest}, and was built for {built_for()}"
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if not SUPPORTED_TORCH[0] <= release < SUPPORTED_TORCH[1]:
+        raise ImportError(f"torchq: {expected}. This is {here}. {remedy}")
+    try:
+        torch.ops.load_library(str(LIBRARY_PATH))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise ImportError(
+            f"torchq: {LIBRARY_PATH.name} does not load here: {expected}. This is {here}. "
+            f"{remedy} ({error})"
+        ) from error
+    try:
+        return import_module("torchq._C")
+    except ImportError as error:
+        found = sorted(path.name for path in LIBRARY_PATH.parent.glob("_C.*.so"))
+        raise ImportError(
+            f"torchq: torchq._C does not load in {python} ({error}). There is "
+            f"{', '.join(found) or 'none'}. {remedy}"
+        ) from error
+
+
+_calls = _load()
+_shortcut: Callable[[str, Any], Any] = _calls.shortcut
+new_site: Callable[[type], Callable[..., Any]] = _calls.site
+"""A place where modules are called, ``site(module, *args)``, or their ops without them, where the
+modules' class is a subclass of the one given."""
+all_tensors: Callable[[], list[Tensor]] = _calls.tensors
+"""Every tensor and parameter there is, but for those of subclasses."""
+
+
+def shorten_calls(name: str) -> None:
+    """Lets calls of ``torch.ops.torchq.<name>`` take the short way of ``csrc/python/call.cpp``.
+
+    The op remains the object that torch knows: only what its two callables run in the end is
+    replaced, and TorchScript is told that it is the same op. (Its hash changes with them: an op
+    that was a key before torchq was imported is not found any more.) In a torch release without
+    these names, which are private, calls stay as they are.
+    """
+    packet = getattr(torch.ops.torchq, name)
+    register = getattr(torch.jit._builtins, "_register_builtin", None)
+    callables = [getattr(op, "_op", None) for op in (packet, packet.default)]
+    if register is None or None in callables:
+        return
+    for op, ordinary in zip((packet, packet.default), callables, strict=True):
+        short = _shortcut(f"torchq::{name}", ordinary)
+        short.__module__ = ordinary.__module__
+        if op is packet:
+            register(short, f"torchq::{name}")
+        op._op = short
+
+
+def channels_last_strides(sizes: Sequence[int]) -> list[int]:
+    """Strides of (N, C, spatial...) with the channels innermost."""
+    strides = [0] * len(sizes)
+    strides[1] = 1
+    stride = sizes[1]
+    for dim in range(len(sizes) - 1, 1, -1):
+        strides[dim] = stride
+        stride = stride * sizes[dim]
+    strides[0] = stride
+    return strides
+
+
+def empty_channels_last(src: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a new (N, C, spatial...) on the device of ``src``."""
+    return torch.empty_strided(sizes, channels_last_strides(sizes), dtype=dtype, device=src.device)

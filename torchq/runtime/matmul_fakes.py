@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fake kernels of the matmul-like ops; with them ``FAKES`` has those of all ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchq.attributes.post_op import CHANNEL_MASKS, Binary, PReLU
+from torchq.attributes.post_ops import PostOps, foldable, post_ops_of
+from torchq.runtime.fakes import FAKES, fake
+from torchq.runtime.library import DTYPES, empty_channels_last
+from torchq.runtime.windows import (
+    broadcast,
+    check_groups,
+    check_kernel,
+    check_steps,
+    conv_sizes,
+    conv_transpose_sizes,
+)
+
+__all__ = ["FAKES"]
+
+
+def _conv_packing(
+    outputs: int, inputs_per_group: int, groups: int, kernel: Sequence[int], dilation: Sequence[int]
+) -> tuple[list[int], int]:
+    """Packed shape and rows of the compensation (Note [Conv packings] in csrc/ops/gemm/packing.h)."""
+    taps = math.prod(kernel)
+    if groups > 1 and inputs_per_group == 1 and outputs == groups:
+        width, quads = kernel[-1], 0
+        rows = taps // width
+        for first in range(0, rows, 4):
+            quads += -(-width // 4) if rows - first == 1 else width
+        return [-(-outputs // 16), quads, 16, 4], 1
+    longer = [d for d, size in enumerate(kernel) if size > 1]
+    run = longer[-1] if longer else 0
+    width = kernel[run]
+    if groups == 1 and inputs_per_group % 4 != 0 and width > 1 and dilation[run] == 1:
+        rows = taps // width
+        return [-(-outputs // 16), rows, -(-width * inputs_per_group // 4), 16, 4], rows
+    size = inputs_per_group * (2 if inputs_per_group == 2 and groups % 2 == 0 else 1)
+    if groups > 1 and outputs == groups * inputs_per_group >= 16 and size in (4, 8):
+        return [-(-outputs // 16), taps, size // 4, 16, 4], taps
+    return _dense_packing(outputs, inputs_per_group, groups, taps)
+
+
+def _dense_packing(
+    outputs: int, inputs_per_group: int, groups: int, taps: int
+) -> tuple[list[int], int]:
+    group_outputs = outputs // groups
+    merged = max(
+        (m for m in range(2, min(groups, 16) + 1) if m * group_outputs <= 16 and groups % m == 0),
+        default=1,
+    )
+    panels = groups // merged * -(-merged * group_outputs // 16)
+    return [panels, taps, -(-merged * inputs_per_group // 4), 16, 4], taps
+
+
+def _fake_packed(
+    weight: Tensor, outputs: int, sizes: Sequence[int], rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        weight.new_empty(sizes),
+        weight.new_empty([rows, outputs], dtype=torch.int32),
+        weight.new_empty([sizes[0]], dtype=torch.int32),
+    )
+
+
+@fake("pack_linear")
+def _(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    n, k = weight.shape
+    return _fake_packed(weight, n, *_dense_packing(n, k, 1, 1))
+
+
+@fake("unpack_linear")
+def _(packed: Tensor, out_features: int, in_features: int) -> Tensor:
+    return packed.new_empty([out_features, in_features])
+
+
+@fake("pack_conv")
+def _(weight: Tensor, groups: int, dilation: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    check_kernel("pack_conv", "OC, IC/G", weight.shape)
+    outputs, inputs = weight.shape[:2]
+    check_groups("pack_conv", "output", weight.shape, groups)
+    check_steps("pack_conv", "dilation", weight.shape, dilation)
+    packing = _conv_packing(outputs, inputs, groups, weight.shape[2:], dilation)
+    return _fake_packed(weight, outputs, *packing)
+
+
+def _fake_unpack(packed: Tensor, weight_shape: Sequence[int], *window: Any) -> Tensor:
+    return packed.new_empty(weight_shape)
+
+
+fake("unpack_conv")(_fake_unpack)
+fake("unpack_conv_transpose")(_fake_unpack)
+
+
+def _fake_fold(like: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Fold; the arguments end in channels, dst_dtype, post_ops, post_op_values."""
+    channels, dst_dtype, post_ops, _ = args[-4:]
+    # One by one: matmul's sum over groups of k stands beside sums of other dtypes.
+    parts = post_ops.split("+") if post_ops else []
+    chain = post_ops_of([op for part in parts for op in PostOps.parse(part)])
+    names = [op.name for op in chain]
+    sums = names.count("sum")
+    values = sum(isinstance(op, Binary | PReLU) and op.mask in CHANNEL_MASKS for op in chain)
+    if not names:
+        params = 0
+    elif foldable(chain, torch.int32):  # any dtype: int32 admits every zero point
+        params = 1 + channels * (sums + 2 * (names[-1] == "eltwise_clip"))
+    else:
+        params = 1 + channels * (values + (dst_dtype != 6))
+    return like.new_empty([channels]), like.new_empty([channels]), like.new_empty([params])
+
+
+fake("fold")(_fake_fold)
+
+
+@fake("fold_output_scales")
+def _(
+    output_scales: Tensor,
+    bias: Tensor | None,
+    channels: int,
+    dst_dtype: int,
+    post_ops: str,
+    post_op_values: list[Tensor],
+    dst_zero_point: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_fold(output_scales, channels, dst_dtype, post_ops, post_op_values)
+
+
+def _result_dtype(op: str, dst_dtype: int, table: Tensor | None) -> torch.dtype:
+    """Return the table's dtype, checked as by the op: a traced program must not fail later."""
+    if table is None:
+        return DTYPES[dst_dtype]
+    small = (torch.uint8, torch.int8)
+    if DTYPES[dst_dtype] not in small:
+        raise ValueError(
+            f"torchq.{op}: dst_dtype must be 0 (uint8) or 1 (int8) with a table of 256 values, got "
+            f"{DTYPES[dst_dtype]}. Leave the table out."
+        )
+    if table.dtype not in small:
+        raise TypeError(
+            f"torchq.{op}: table must be uint8 or int8, got {table.dtype}. Make it with "
+            "torchq.functional.lookup_table."
+        )
+    if tuple(table.shape) != (256,) or not table.is_contiguous():
+        raise ValueError(
+            f"torchq.{op}: table must be 256 contiguous values, one per source value in ascending "
+            f"order, got {list(table.shape)} with strides {list(table.stride())}. Make them with "
+            "torchq.functional.lookup_table, or call .contiguous()."
+        )
+    return table.dtype
+
+
+@fake("linear")
+def _(
+    src: Tensor,
+    weight: Tensor,
+    compensation: Tensor,
+    pair_bound: Tensor,
+    multiplier: Tensor,
+    offset: Tensor,
+    acc_bias: Tensor | None,
+    src_zero_point: Tensor | None,
+    in_features: int,
+    dst_dtype: int,
+    post_ops: str,
+    post_op_params: Tensor,
+    post_op_srcs: Sequence[Tensor] | None,
+    weight_zero_point: Tensor | None = None,
+    row_sums: Tensor | None = None,
+    table: Tensor | None = None,
+) -> Tensor:
+    sizes = [*src.shape[:-1], compensation.shape[1]]
+    return src.new_empty(sizes, dtype=_result_dtype("linear", dst_dtype, table))
+
+
+@fake("conv")
+def _(
+    src: Tensor,
+    weight: Tensor,
+    compensation: Tensor,
+    pair_bound: Tensor,
+    multiplier: Tensor,
+    offset: Tensor,
+    acc_bias: Tensor | None,
+    src_zero_point: Tensor | None,
+    geometry: Sequence[int],
+    dst_dtype: int,
+    post_ops: str,
+    post_op_params: Tensor,
+    post_op_srcs: Sequence[Tensor] | None,
+    weight_zero_point: Tensor | None = None,
+    row_sums: Tensor | None = None,
+    table: Tensor | None = None,
+) -> Tensor:
+    sizes = conv_sizes(src.shape, compensation.shape[1], geometry)
+    return empty_channels_last(src, sizes, _result_dtype("conv", dst_dtype, table))
+
+
+@fake("pack_conv_transpose")
+def _(
+    weight: Tensor, groups: int, stride: Sequence[int], dilation: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    layout = " That is the layout of torch.nn.ConvTranspose."
+    check_kernel("pack_conv_transpose", "IC, OC/G", weight.shape, layout)
+    check_groups("pack_conv_transpose", "input", weight.shape, groups)
+    inputs, outputs = weight.shape[0] // groups, weight.shape[1] * groups
+    packing = _dense_packing(outputs, inputs, groups, math.prod(weight.shape[2:]))
+    return _fake_packed(weight, outputs, *packing)
+
+
+@fake("conv_transpose")
+def _(
+    src: Tensor,
+    weight: Tensor,
+    compensation: Tensor,
+    pair_bound: Tensor,
+    multiplier: Tensor,
+    offset: Tensor,
+    acc_bias: Tensor | None,
+    src_zero_point: Tensor | None,
+    geometry: Sequence[int],
+    dst_dtype: int,
+    post_ops: str,
+    post_op_params: Tensor,
+    post_op_srcs: Sequence[Tensor] | None,
+    weight_zero_point: Tensor | None = None,
+    table: Tensor | None = None,
+) -> Tensor:
+    sizes = conv_transpose_sizes(src.shape, compensation.shape[1], geometry)
+    return empty_channels_last(src, sizes, _result_dtype("conv_transpose", dst_dtype, table))
+
+
+@fake("matmul")
+def _(
+    src: Tensor,
+    weight: Tensor,
+    multiplier: Tensor,
+    offset: Tensor,
+    acc_bias: Tensor | None,
+    src_zero_point: Tensor | None,
+    weight_zero_point: Tensor | None,
+    dst_dtype: int,
+    post_ops: str,
+    post_op_params: Tensor,
+    post_op_srcs: Sequence[Tensor] | None,
+) -> Tensor:
+    if min(src.dim(), weight.dim()) < 2:
+        raise ValueError(
+            f"torchq.matmul: src and weight must be (..., M, K) and (..., K, N), got "
+            f"{list(src.shape)} and {list(weight.shape)}. Add the missing dimension with unsqueeze."
+        )
+    got = f"src {list(src.shape)} and weight {list(weight.shape)}. Sizes must be equal or 1."
+    problem = f"the batch dimensions of src and weight must broadcast, got {got}"
+    batch = broadcast("matmul", problem, src.shape[:-2], weight.shape[:-2])
+    sizes = [*batch, src.shape[-2], weight.shape[-1]]
+    return src.new_empty(sizes, dtype=DTYPES[dst_dtype])
+
+
+@fake("gemm")
+def _(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    trans_a: bool,
+    trans_b: bool,
+    alpha: float,
+    beta: float,
+    ao: int,
+    bo: int,
+    offsetc: str,
+    co: Tensor,
+) -> Tensor:
+    rows, columns = a.shape[1 if trans_a else 0], b.shape[0 if trans_b else 1]
+    return a.new_empty([rows, columns], dtype=torch.int32)
+
+
+@fake("dynamic_linear")
+def _(
+    src: Tensor,
+    weight: Tensor,
+    compensation: Tensor,
+    pair_bound: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    per_row: bool,
+) -> Tensor:
+    return src.new_empty([*src.shape[:-1], compensation.shape[1]])

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves and loads converted models: one file of plain tensors.
+
+Each quantized module describes itself in its ``spec`` tensor, so the file needs nothing else: no
+pickle, no calibration, no observers. The file is a safetensors file, whether or not that package is
+installed, with a digest that ``torchq.load`` checks.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import zlib
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.attributes.arguments import check_type
+from torchq.convert.dispatch import dispatches
+from torchq.convert.graph_code import with_code
+from torchq.convert.graph_module import QuantizedGraph
+from torchq.convert.rows import Row
+from torchq.convert.share import share_weights
+from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
+from torchq.nn.experts import QExperts
+from torchq.nn.fake_quantize import FakeQuantize
+from torchq.nn.inputs import working_copy
+from torchq.nn.module import QModule, read_spec
+from torchq.quantization.observers import Observer
+from torchq.serialization.call_text import CALL_KEY, describe, restore
+from torchq.serialization.graph_text import GRAPH_KEY, decode, encode, plain_module
+from torchq.serialization.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
+
+REPORT_KEY = "torchq_report"
+"""Name of the tensor that holds the text of the report, compressed by zlib."""
+ALIAS_KEY = "torchq_aliases"
+"""Name of the tensor that tells which names stand for another one's tensor."""
+_NOTE = "torchq_note"
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write the state of a converted model: a safetensors file, whole or not at all.
+
+    An error or a crash leaves the file that was there. Other readers of safetensors read it too.
+
+    Args:
+        model: from :func:`torchq.convert`, or with FakeQuantize modules; its float modules are
+            saved too.
+        path: of the file.
+
+    Raises:
+        NotImplementedError: its graph calls functions that are not of torch, or a tensor has a
+            dtype that safetensors does not know.
+        OSError: the file cannot be written.
+        TypeError: ``path`` is no path.
+        ValueError: ``model`` was not converted.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"torchq.save: path must be a str or a Path, got {type(path).__name__}. For a buffer, "
+            "torch.save(model, buffer) keeps the whole model."
+        )
+    report = getattr(model, "torchq_report", None)
+    parts = list(model.modules()) if isinstance(model, nn.Module) else []
+    kinds = (QModule, FakeQuantize)
+    converted = report is not None or any(isinstance(m, kinds) for m in parts)
+    if not converted or any(isinstance(m, Observer) for m in parts):
+        raise ValueError(
+            f"torchq.save: model must come from torchq.convert, got {type(model).__name__}, which "
+            "has observers or nothing quantized. torchq.save_calibration is for prepared models."
+        )
+    state = _state(model)
+    for dispatch in dispatches(model):
+        state[_under(dispatch.name, GRAPH_KEY)] = encode(dispatch.graph)  # type: ignore[arg-type]
+        state[_under(dispatch.name, CALL_KEY)] = describe(dispatch)
+    if isinstance(model, QuantizedGraph):
+        state[GRAPH_KEY] = encode(model)
+    if report is not None:
+        fields = {"rows": [astuple(row) for row in report], "note": getattr(model, _NOTE, "")}
+        text = zlib.compress(json.dumps(fields, separators=(",", ":")).encode())
+        state[REPORT_KEY] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+    write_tensors("torchq.save", path, state)
+
+
+def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+    """Load a converted model from a file and the float model it came from.
+
+    Args:
+        path: written by :func:`save`.
+        model: a float model of the same architecture, as it was before :func:`torchq.prepare`; it
+            is copied, and its weights do not matter. A traced model whose float modules are all of
+            torch.nn needs none; only its float modules of other classes are looked up in it.
+
+    Raises:
+        TypeError: ``model`` is no nn.Module.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not of torchq.save or was damaged, a spec in it is not of torchq or
+            names an unknown module class; or ``model`` is needed.
+        RuntimeError: the file and the model do not fit together; names what is missing or left
+            over.
+    """
+    if model is not None:
+        check_type("torchq.load: model", model, nn.Module, "Pass the float model.")
+    state = read_state(Path(path))
+    try:
+        return _loaded(state, model, path)
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        text = str(error).removeprefix("torchq.load: ")
+        raise ValueError(f"torchq.load: {path}: {text}") from error
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
+        if str(error).startswith("torchq"):
+            raise
+        why = (
+            f"{type(error).__name__}: {error}"  # of a file without a digest, or of another version
+        )
+        raise _not_ours(Path(path), why) from error
+
+
+def _loaded(
+    state: dict[str, Tensor], model: nn.Module | None, path: str | os.PathLike[str]
+) -> nn.Module:
+    """Return what :func:`load` returns."""
+    report = state.pop(REPORT_KEY, None)
+    for alias, name in _json(state.pop(ALIAS_KEY, None)).items():
+        state[alias] = state[name]
+    if GRAPH_KEY in state and (model is None or CALL_KEY not in state):
+        loaded, state = _graph_alone(state)
+    else:
+        loaded, state = _with_class(model, state, path)
+    # the model's own ones may know other names, and no results
+    missing, unexpected = nn.Module.load_state_dict(loaded, state, strict=False)
+    if missing or unexpected:
+        raise RuntimeError(
+            f"torchq.load: {path} and the model must fit together, but the file lacks "
+            f"{missing[:5]} and has {unexpected[:5]} too many. Pass the architecture the file was "
+            "saved from."
+        )
+    share_weights(loaded)
+    if report is not None:
+        vars(loaded)["torchq_report"], vars(loaded)[_NOTE] = read_report(report)
+    return loaded.eval().requires_grad_(False)
+
+
+def read_report(text: Tensor) -> tuple[list[Row], str]:
+    """Return the rows and the note that :func:`save` wrote."""
+    try:
+        fields = json.loads(zlib.decompress(bytes(text.tolist())))
+        return [Row(*row) for row in fields["rows"]], str(fields["note"])
+    except (zlib.error, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"torchq.load: the file's report must be rows that torchq.save wrote, got "
+            f"{bytes(text.tolist())[:30]!r}. Was it written by another version of torchq?"
+        ) from error
+
+
+def _under(name: str, key: str) -> str:
+    """Return the name that something of a module has in the state of the model."""
+    return f"{name}.{key}" if name else key
+
+
+def _json(text: Tensor | None) -> dict[str, str]:
+    return {} if text is None else dict(json.loads(bytes(text.tolist())))
+
+
+def _inside(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin so, by the rest of their names."""
+    start = f"{prefix}." if prefix else ""
+    return {key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
+
+
+def _graph_alone(state: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return the graph of the whole model, without the model's class, and its tensors."""
+    text = state.pop(GRAPH_KEY)
+    own = _inside(state, GRAPH_KEY) or state
+    return _graph(text, own), own
+
+
+def _graph(text: Tensor, state: dict[str, Tensor], model: nn.Module | None = None) -> nn.Module:
+    """Return a graph whose tensors are still to be loaded; ``model`` has its float modules."""
+    quantized = _quantized(state)
+
+    def module(name: str, source: str | None, plain: dict[str, Any] | None = None) -> nn.Module:
+        if source is None:
+            outer = next(n for n in quantized if f"{name}.".startswith(f"{n}."))
+            return quantized[outer].get_submodule(name[len(outer) + 1 :])
+        if plain is not None:
+            return plain_module(plain, _inside(state, name))
+        if model is None:
+            raise ValueError(
+                f"torchq.load: the file's graph calls the float module '{source}': model must be "
+                "given. Pass a float model of the architecture the file was saved from."
+            )
+        return copy.deepcopy(model.get_submodule(source))
+
+    return decode(text, module, state)
+
+
+def _with_class(
+    model: nn.Module | None, state: dict[str, Tensor], path: str | os.PathLike[str]
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a copy of the model with the leaves and graphs of the state, and its tensors."""
+    if model is None:
+        raise ValueError(
+            f"torchq.load: {path} holds a model that was captured in parts, or not at all: model "
+            "must be given. Pass a float model of the architecture the file was saved from."
+        )
+    calls = [key for key in state if f".{key}".endswith(f".{CALL_KEY}")]
+    names = [key.removesuffix(CALL_KEY).rstrip(".") for key in calls]
+    texts = {n: (state.pop(_under(n, GRAPH_KEY)), state.pop(_under(n, CALL_KEY))) for n in names}
+    graphs = tuple(f"{_under(name, GRAPH_KEY)}." for name in names)
+    leaves = _quantized({k: v for k, v in state.items() if not k.startswith(graphs)})
+    model = split_attention(model, [n.removesuffix(".q_proj") for n in leaves])
+    memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in leaves.items()}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, QExperts):
+            leaf.adopt(_submodule(model, name, path))
+    loaded = with_code(
+        working_copy(model, memo, "load")
+    )  # its float layers became what prepare made of them
+    kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
+    loaded = settled(loaded, kept)
+    leave_fast_paths(loaded)
+    for name, (graph, call) in texts.items():
+        own = _inside(state, _under(name, GRAPH_KEY))
+        made = _graph(graph, own, _submodule(loaded, name, path))
+        restore(_submodule(loaded, name, path), made, name, call)
+    return loaded, state
+
+
+def _quantized(state: dict[str, Tensor]) -> dict[str, nn.Module]:
+    """Name -> quantized module, from the specs in a state."""
+    modules: dict[str, nn.Module] = {}
+    # Outer modules first: a quantized module may itself hold one.
+    for key in sorted(state, key=lambda name: name.count(".")):
+        name, _, last = f".{key}".rpartition(".")
+        if last == "spec":
+            name = name[1:]
+            module = build(read_spec(state[key]))
+            outer = next((n for n in modules if name.startswith(f"{n}." if n else n)), None)
+            if outer is None:
+                modules[name] = module
+            else:
+                parent, _, own = name[len(outer) + bool(outer) :].rpartition(".")
+                setattr(modules[outer].get_submodule(parent), own, module)
+    return modules
+
+
+def build(spec: dict[str, Any]) -> QModule:
+    """Build a quantized module of this spec, its tensors still to be loaded."""
+    name = spec["class"]
+    if name not in QModule.registry:
+        raise ValueError(
+            f"torchq.load: the spec's class must be one of {sorted(QModule.registry)}, got "
+            f"'{name}'. The file was written by another version of torchq: quantize the model "
+            "again, and save it with this one."
+        )
+    return QModule.registry[name].from_spec(spec)
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Contiguous tensors that share no memory, and text that tells other names of each."""
+    state: dict[str, Tensor] = {}
+    seen: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    storages: set[int] = set()
+    for name, tensor in nn.Module.state_dict(model, keep_vars=True).items():
+        if id(tensor) in seen:
+            aliases[name] = seen[id(tensor)]
+            continue
+        seen[id(tensor)] = name
+        value = tensor.detach().contiguous()
+        storage = value.untyped_storage()
+        whole = storage.nbytes() == value.numel() * value.element_size()
+        if not whole or storage.data_ptr() in storages:
+            value = value.clone()
+        storages.add(storage.data_ptr())
+        state[name] = value
+    if aliases:
+        text = json.dumps(aliases, separators=(",", ":"))
+        state[ALIAS_KEY] = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+    return state
+
+
+def _submodule(model: nn.Module, name: str, path: str | os.PathLike[str]) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise RuntimeError(
+            f"torchq.load: {path} has a quantized module '{name}', but the model has no such "
+            "module. Pass the architecture the file was saved from."
+        ) from error
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file that :func:`save` wrote, by name.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is another file.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"torchq.load: {path} does not exist.")
+    if path.is_dir():
+        raise _not_ours(path, "it is a directory")
+    try:
+        state, metadata = (read_pickled(path), {}) if is_zip(path) else read_tensors(path)
+    except ValueError as error:
+        raise _not_ours(path, str(error)) from None
+    known = GRAPH_KEY, REPORT_KEY
+    tensors = isinstance(state, dict) and all(isinstance(v, Tensor) for v in state.values())
+    ours = metadata.get("writer") == "torchq"
+    if not tensors or not (ours or any(k in known or f".{k}".endswith(".spec") for k in state)):
+        raise _not_ours(path, "it holds no quantized module")
+    return dict(state)
+
+
+def _not_ours(path: Path, why: str) -> ValueError:
+    return ValueError(
+        f"torchq.load: path must be a file written by torchq.save, got {path}, which is not one: "
+        f"{why}. Save the converted model with torchq.save, or copy the file anew."
+    )

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guards of graphs as text: what ``torchq.save`` writes beside graphs and tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import namedtuple
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchq.convert.capture import Argument
+from torchq.convert.dispatch import Dispatch, attach
+from torchq.convert.guards import Example, Structure
+
+CALL_KEY = "torchq_call"
+"""Name of the tensor that holds the text, in the state of the graph's module."""
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def describe(dispatch: Dispatch) -> Tensor:
+    """Return which calls take a graph, as a tensor of text.
+
+    Raises:
+        NotImplementedError: the example gave an argument that is no plain value.
+    """
+    example = dispatch.example
+    structure = example.structure
+    if structure is not None:
+        _register_tuples(structure.spec)
+    fields = {
+        "arguments": [[a.index, str(a.dtype), list(a.shape)] for a in example.arguments],
+        "values": {name: _encode(value, example, name) for name, value in example.values.items()},
+        "guards": example.guards,
+        "result": None if structure is None else pytree.treespec_dumps(structure.spec),
+        "strict": dispatch.strict,
+    }
+    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8, device="cpu")
+
+
+def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> None:
+    """Attaches a graph to a module, with what :func:`describe` wrote of its calls.
+
+    Raises:
+        ValueError: the module returns a class that is not imported yet.
+    """
+    fields = json.loads(bytes(text.tolist()))
+    arguments = [Argument(i, _DTYPES[dtype], tuple(s)) for i, dtype, s in fields["arguments"]]
+    values = {key: _decode(value, arguments) for key, value in fields["values"].items()}
+    structure = None
+    if fields["result"] is not None:
+        try:
+            _register_imported(fields["result"])
+            structure = Structure(pytree.treespec_loads(fields["result"]))
+        except Exception as error:  # NotImplementedError and what else the registry raises
+            raise ValueError(
+                f"torchq.load: '{name}' returns a class that must be known, got {error}. Import "
+                "the library of the model first."
+            ) from error
+    example = Example(type(module), arguments, fields["guards"], values, structure)
+    attach(Dispatch(module, graph, example, name, fields["strict"]))
+
+
+def _register_tuples(spec: pytree.TreeSpec) -> None:
+    """Give the namedtuples of a result their names, without which torch does not write them."""
+    if spec.type is namedtuple:
+        _register(spec.context)
+    for child in spec.children():
+        _register_tuples(child)
+
+
+def _register_imported(text: str) -> None:
+    """Give namedtuples of modules that are imported the names that a file has for them."""
+    for module, name in re.findall(r"namedtuple:([\w.]+):(\w+)", text):
+        cls = getattr(sys.modules.get(module), name, None)
+        if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
+            _register(cls)
+
+
+def _register(cls: type) -> None:
+    if cls not in pytree.SUPPORTED_SERIALIZED_TYPES:
+        name = f"namedtuple:{cls.__module__}:{cls.__qualname__}"
+        pytree._register_namedtuple(cls, serialized_type_name=name)
+
+
+def _encode(value: Any, example: Example, name: str) -> Any:
+    if isinstance(value, Argument):
+        return {"argument": example.arguments.index(value)}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, tuple | list):
+        return {type(value).__name__: [_encode(item, example, name) for item in value]}
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _encode(item, example, name) for key, item in value.items()}}
+    raise NotImplementedError(
+        f"torchq.save: arguments of the example call must be plain values, got a "
+        f"{type(value).__name__} for '{name}'. Save the whole model with torch.save."
+    )
+
+
+def _decode(value: Any, arguments: list[Argument]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "argument":
+        return arguments[content]
+    if kind == "dict":
+        return {key: _decode(item, arguments) for key, item in content.items()}
+    items = [_decode(item, arguments) for item in content]
+    return tuple(items) if kind == "tuple" else items

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads and writes safetensors files, with a digest in their metadata.
+
+The format is that of https://github.com/huggingface/safetensors: the length of a header, the header
+as JSON, the bytes of the tensors. The metadata's ``sha256`` covers header and tensors: that of
+their digests, one after the other, the header's without ``sha256`` and with sorted keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from torchq.serialization.files import write_file
+
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    **{"BOOL": torch.bool, "C64": torch.complex64},
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_METADATA, _DIGEST, _WRITER = "__metadata__", "sha256", {"writer": "torchq"}
+_RELEASE_0_1 = {"format": "pt", **_WRITER}
+"""All metadata of files without a digest that torchq.save wrote once."""
+
+
+def write_tensors(
+    op: str,
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write tensors and texts, whole or not at all.
+
+    Raises:
+        NotImplementedError: the format has no such dtype.
+        OSError: the file cannot be written.
+    """
+    header: dict[str, Any] = {_METADATA: {**_RELEASE_0_1, **(metadata or {})}}
+    views, end = [], 0
+    # The widest first: then each tensor is aligned in the file.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name, tensor in ((name, tensors[name]) for name in order):
+        if tensor.dtype not in _NAMES:
+            raise NotImplementedError(
+                f"{op}: tensors must have a dtype of safetensors, got {tensor.dtype} in '{name}'. "
+                "Save the whole model with torch.save."
+            )
+        views.append(_bytes(tensor))
+        start, end = end, end + views[-1].nbytes
+        entry = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = {**entry, "data_offsets": [start, end]}
+    header[_METADATA][_DIGEST] = _digest(header, views)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    write_file(op, path, [len(text).to_bytes(8, "little"), text, *views])
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors, each in memory of its own, and the metadata.
+
+    Raises:
+        ValueError: it is no safetensors file, or is damaged; says how.
+    """
+    with path.open("rb") as file:
+        header, size = _header(file, path.stat().st_size)
+        metadata = header.pop(_METADATA, {})
+        expected = metadata.pop(_DIGEST, None)
+        tensors, views, end = {}, [], 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            tensors[name], stored = _tensor(name, entry, end, file)
+            views.append(stored)
+            end += stored.nbytes
+    if end != size:
+        raise ValueError(f"its tensors should have {size} bytes, but have {end}")
+    ours = metadata.get("writer") == "torchq" and metadata != _RELEASE_0_1
+    marked = ours or expected is not None
+    if marked and expected != _digest({_METADATA: metadata, **header}, views):
+        raise ValueError("it was damaged: its digest is another one")
+    return tensors, metadata
+
+
+def read_pickled(path: Path) -> Any:
+    """Return what ``torch.save`` wrote, where it is plain values.
+
+    Raises:
+        ValueError: it is another file, or is damaged; says how.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not look at the sums
+        if damaged is None:
+            return torch.load(path, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # of what is no such file: anything
+        raise ValueError((str(error) or type(error).__name__).splitlines()[0]) from None
+    raise ValueError(f"it was damaged in {damaged}")
+
+
+def is_zip(path: Path) -> bool:
+    """Return True for files as torch.save writes them."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Return the tensor's values as they are in memory."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8).numpy().data
+
+
+def _digest(header: dict[str, Any], views: Sequence[memoryview]) -> str:
+    """Return the digest of the header and of the tensors' digests, which several threads take."""
+    text = json.dumps(header, sort_keys=True).encode()
+    with ThreadPoolExecutor() as pool:
+        parts = pool.map(lambda part: hashlib.sha256(part).digest(), [text, *views])
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
+    """Return the header, its form checked, and the number of bytes that follow it."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 2 <= length <= size - 8:
+        raise ValueError("it has no header of safetensors, or ends within it")
+    try:
+        header = json.loads(file.read(length))
+        metadata = header.get(_METADATA, {})
+        texts = [*metadata, *metadata.values()]
+        formed = all(isinstance(text, str) for text in texts) and all(
+            entry["dtype"] in _DTYPES and all(_is_size(n) for n in entry["shape"])
+            and len(entry["data_offsets"]) == 2 and all(_is_size(n) for n in entry["data_offsets"])
+            for name, entry in header.items() if name != _METADATA
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        formed = False
+    if not formed:
+        raise ValueError("its header is not one of safetensors")
+    return header, size - 8 - length
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _tensor(
+    name: str, entry: dict[str, Any], start: int, file: BinaryIO
+) -> tuple[Tensor, memoryview]:
+    """Return the next tensor of a file, and its bytes."""
+    dtype, (begin, end) = _DTYPES[entry["dtype"]], entry["data_offsets"]
+    count = dtype.itemsize
+    for size in entry["shape"]:
+        count *= size
+    if begin != start or end - begin != count:
+        raise ValueError(f"'{name}' must have {count} bytes from {start} on, not [{begin}, {end}]")
+    if count > os.fstat(file.fileno()).st_size:  # before so much memory is asked for
+        raise ValueError(f"it ends within '{name}'")
+    stored = torch.empty(count, dtype=torch.uint8, device="cpu")
+    view = stored.numpy().data
+    if file.readinto(view) != count:  # type: ignore[attr-defined]
+        raise ValueError(f"it ends within '{name}'")
+    try:
+        return stored.view(dtype).view(entry["shape"]), view
+    except RuntimeError:
+        raise ValueError(f"'{name}' cannot have shape {entry['shape']}") from None
