@@ -61,7 +61,7 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13") if os.environ.get("TORCHQ_WHEEL") els
 
 
 def include_folder(version: str) -> str | None:
-    """Returns the headers of a Python on PATH or of pyenv, None without them."""
+    """Return the headers of a Python on PATH or of pyenv, None without them."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     found = [shutil.which(f"python{version}"), *pyenv.glob(f"{version}.*/bin/python{version}")]
     show = "import sysconfig; print(sysconfig.get_path('include'))"
@@ -103,7 +103,7 @@ class BuildTorchq(BuildExtension):
         return file.replace(running, f"cpython-{version}") if version else file
 
     def build_extension(self, ext: Extension) -> None:
-        """Keeps the objects of each library apart: those of torchq._C depend on the Python."""
+        """Keep the objects of each library apart: those of torchq._C depend on the Python."""
         build_temp = self.build_temp
         self.build_temp = str(Path(build_temp, ext.name.rpartition(".")[2]))
         super().build_extension(ext)
@@ -176,7 +176,7 @@ class Wheel(bdist_wheel):
     """Tags the wheel of TORCHQ_WHEEL for every Python, since it has a torchq._C for each."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        """Returns the tags of Python, ABI and platform."""
+        """Return the tags of Python, ABI and platform."""
         python, abi, platform = super().get_tag()
         return ("py3", "none", platform) if PYTHONS else (python, abi, platform)
 

@@ -29,7 +29,7 @@ __all__ = ["FAKES"]
 def _conv_packing(
     outputs: int, inputs_per_group: int, groups: int, kernel: Sequence[int], dilation: Sequence[int]
 ) -> tuple[list[int], int]:
-    """Packed shape and rows of the compensation (Note [Conv packings] in csrc/ops/gemm/packing.h)."""
+    """Return packed shape and rows of compensation (Note [Conv packings], ops/gemm/packing.h)."""
     taps = math.prod(kernel)
     if groups > 1 and inputs_per_group == 1 and outputs == groups:
         width, quads = kernel[-1], 0

@@ -22,9 +22,9 @@ def check_images(op: str, src: Sequence[int]) -> None:
 
 
 def check_window(op: str, src: Sequence[int], geometry: Sequence[int], extra: int = 0) -> None:
-    """Raise ValueError for a geometry that is none; as ``parse_window`` of csrc/ops/conv/geometry.cpp.
+    """Raise ValueError for a geometry that is none, as ``parse_window`` does.
 
-    ``extra`` is how many entries follow the window.
+    ``parse_window`` is in csrc/ops/conv/geometry.cpp. ``extra`` entries follow the window.
     """
     check_images(op, src)
     spatial, values = len(src) - 2, len(geometry) - extra
