@@ -58,7 +58,7 @@ build: $(LIBRARY)  ## Only the environment and the extension
 wheel: $(VENV)/.wheel  ## dist/: a wheel for Python 3.10 to 3.13, and an sdist
 	rm -rf build/lib.* build/bdist.* build/wheel dist
 	TORCHQ_WHEEL=1 $(BIN)/python -m build --no-isolation --sdist --wheel --outdir build/wheel
-	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --plat manylinux_2_28_x86_64 --wheel-dir dist \
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --plat manylinux_2_28_x86_64 --only-plat --wheel-dir dist \
 	  --exclude 'libtorch*.so' --exclude libc10.so --exclude libgomp.so.1 build/wheel/*.whl
 	mv build/wheel/*.tar.gz dist
 

@@ -67,6 +67,8 @@ def dynamic_symbols(library: Path) -> tuple[set[str], dict[str, set[str]]]:
     for line in output("objdump", "-T", library).splitlines():
         fields = line.split()
         if "*UND*" in fields:
+            if "w" in fields:
+                continue  # weak: may stay without a definition
             version = re.search(r"\(([^)]+)\)", line)
             wanted.setdefault(version[1] if version else "", set()).add(fields[-1])
         elif len(fields) > 5:
@@ -74,7 +76,7 @@ def dynamic_symbols(library: Path) -> tuple[set[str], dict[str, set[str]]]:
     return defined, wanted
 
 
-def write_stubs(torch_lib: Path, folder: Path) -> None:
+def write_stubs(torch_lib: Path, python: Path, folder: Path) -> None:
     """Writes libraries in place of those that torch's CUDA builds want and nobody installed.
 
     Their functions abort. torch then imports and computes on the CPU without gigabytes of CUDA.
@@ -83,7 +85,7 @@ def write_stubs(torch_lib: Path, folder: Path) -> None:
     libraries = list(torch_lib.glob("*.so*"))
     missing: set[str] = set()
     required: dict[str, str] = {}
-    defined: set[str] = set()
+    defined = dynamic_symbols(python)[0]
     wanted: dict[str, set[str]] = {}
     for library in libraries:
         found = output("ldd", library)
@@ -134,7 +136,7 @@ def try_pair(wheel: Path, release: str, minor: int, python: str) -> dict[str, st
         output(inside, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     )
     stubs = venv / "stubs"
-    write_stubs(packages / "torch" / "lib", stubs)
+    write_stubs(packages / "torch" / "lib", inside.resolve(), stubs)
     nowhere = venv / "empty"
     nowhere.mkdir()
     environment = {"PATH": str(nowhere), "CXX": "/nonexistent", "LD_LIBRARY_PATH": str(stubs)}
