@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from torchq.convert.ops import Arguments, Made, Role, shape_of
@@ -34,8 +33,6 @@ def check_pool(module: Any) -> str:
     return ""
 
 
-MAX = "input kernel_size stride=None padding=0 dilation=1 ceil_mode=False return_indices=False"
-AVG = "input kernel_size stride=None padding=0 ceil_mode=False count_include_pad=True"
 _GLOBAL = {3: nn.AdaptiveAvgPool1d, 4: nn.AdaptiveAvgPool2d, 5: nn.AdaptiveAvgPool3d}
 
 
@@ -62,13 +59,6 @@ def index(a: Arguments) -> Made | str:
     """Make an item of a tensor, or of sizes."""
     if a.input.meta["value"].shape is None and not a.input.meta["value"].is_sequence:
         return Made(Role.SHAPE, None, [])  # of a size
-    return Made(Role.MOVE, None, [a.input])
-
-
-def view(a: Arguments) -> Made | str:
-    """To another shape, not another dtype."""
-    if isinstance(a.get("shape"), torch.dtype):
-        return "it looks at the bits of float32 numbers"
     return Made(Role.MOVE, None, [a.input])
 
 

@@ -26,11 +26,6 @@ UNIT_STATE_S8 = QParams.per_tensor(1 / 127, 0, torch.int8)
 """The same for int8, shift 0."""
 
 
-def _packed(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Return the buffers of a weight ``[D, gates, units, inputs]``, by name."""
-    return pack_linear(grouped(weight).flatten(0, 3)).tensors(f"_{name}")
-
-
 class QRecurrentLayer(QModule):
     """One layer of an LSTM, GRU or RNN on a sequence, forward or in both directions.
 

@@ -9,14 +9,13 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from torchq.quantization.observers import (
+from torchq.quantization.observers.base import Observer
+from torchq.quantization.observers.binned import (
     EntropyObserver,
     HistogramObserver,
-    MinMaxObserver,
-    MovingAverageObserver,
-    Observer,
     PercentileObserver,
 )
+from torchq.quantization.observers.minmax import MinMaxObserver, MovingAverageObserver
 from torchq.quantization.ranges import WEIGHT_GRANULARITIES, check_bits, check_choice, check_dtype
 
 OBSERVERS: dict[str, Callable[[], Observer]] = {

@@ -70,8 +70,6 @@ _shortcut: Callable[[str, Any], Any] = _calls.shortcut
 new_site: Callable[[type], Callable[..., Any]] = _calls.site
 """A place where modules are called, ``site(module, *args)``, or their ops without them, where the
 modules' class is a subclass of the one given."""
-all_tensors: Callable[[], list[Tensor]] = _calls.tensors
-"""Every tensor and parameter there is, but for those of subclasses."""
 
 
 def shorten_calls(name: str) -> None:
