@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchq.convert.capture import PREFIX, CaptureError, Exported
+from torchq.convert.capture import PREFIX, CaptureError, Exported, functional
 from torchq.convert.einsum import as_product
 from torchq.convert.graph import Captured, Meta, remove_unused
-from torchq.convert.in_place import functional
+from torchq.convert.graph_data import is_reserved
 from torchq.convert.module_kinds import MATMUL
-from torchq.convert.names import is_reserved
 from torchq.convert.patterns import row_of
 from torchq.convert.spelling import base_name, spelled
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchq.convert.direct import CHECK
+from torchq.convert.graph_module import CHECK
 from torchq.convert.guards import Example
 from torchq.convert.rows import joined
 
