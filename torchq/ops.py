@@ -35,7 +35,7 @@ def _register(name: str, kernel: Callable[..., Any]) -> None:
 
 
 def _check_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses unknown dtypes, as the op does, and CPU sources with meta tensors.
+    """Refuse unknown dtypes, as the op does, and CPU sources with meta tensors.
 
     With these dst would be on the CPU, and nothing written to it.
     """

@@ -313,7 +313,7 @@ def sensitivity(
     overrides: Overrides | None = None,
     progress: bool | None = None,
 ) -> Sensitivities:
-    """Quantizes the model twice per layer: with that layer alone in int8, and alone in float.
+    """Quantize the model twice per layer: with that layer alone in int8, and alone in float.
 
     Args:
         model: float32, in eval mode.

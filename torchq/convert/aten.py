@@ -62,7 +62,7 @@ class _Plain:
         return Captured(self.graph, self.model, entered=self.entered)
 
     def _name_leaves(self) -> None:
-        """Leaves to each leaf module the one call that stands for the module."""
+        """Leave to each leaf module the one call that stands for the module."""
         calls: dict[str, list[fx.Node]] = {}
         for node in self.graph.nodes:
             if node.op.startswith("call_") and node.meta["call"]:

@@ -244,7 +244,7 @@ def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides what torch.export prints and logs of graphs that fail."""
+    """Hide what torch.export prints and logs of graphs that fail."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):

@@ -63,7 +63,7 @@ class Dispatch(Attachment):
         restore = self.example.restore()
 
         def untraced(*args: Any, **kwargs: Any) -> Any:
-            """Chooses as a call that torch.jit.trace does not record."""
+            """Choose as a call that torch.jit.trace does not record."""
             state = _get_tracing_state()
             _set_tracing_state(None)
             try:
@@ -152,7 +152,7 @@ class Dispatch(Attachment):
             )
 
     def begin(self, strict: bool) -> None:
-        """Forgets the calls of calibration."""
+        """Forget the calls of calibration."""
         self.graph_calls = self.own_calls = 0
         self._warned, self.strict = False, self.strict or strict
         self.runs_both = False

@@ -144,7 +144,7 @@ class QuantizedGraph(fx.GraphModule):
         return copied.with_report(self.torchq_report)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the modules, the graph as data, and the report.
+        """Pickle the modules, the graph as data, and the report.
 
         A GraphModule pickles its code, which torch.fx would trace anew: without example values, so
         that code that acts on sizes fails.

@@ -144,7 +144,7 @@ def _fake_forward(module: Any, src: Tensor) -> Tensor:
 
 
 def without_observers(model: nn.Module) -> nn.Module:
-    """Freezes the scales of fake quantizers of a copy; what only observes passes values on."""
+    """Freeze the scales of fake quantizers of a copy; what only observes passes values on."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
         parent = model.get_submodule(name.rpartition(".")[0])
         if name and is_watcher(module) and not is_fake(parent):

@@ -58,7 +58,7 @@ class Plan:
     """
 
     def __init__(self, captured: Captured, config: QConfig, overrides: Overrides | None) -> None:
-        """Decides."""
+        """Decide."""
         self.captured, self._config, self._overrides = captured, config, overrides
         self.prefix = captured.prefix
         self.ops = recognize(captured, lambda name: self.config(name) is None)
@@ -104,7 +104,7 @@ class Plan:
         self.table_hosts = {layer: host for layer, host in found.items() if host is not None}
 
     def config(self, name: str) -> QConfig | None:
-        """How to quantize a module, or its destination ``<name>.dst``; None keeps it float."""
+        """Return how to quantize a module, or its destination ``<name>.dst``; None: not at all."""
         return resolve(self._overrides, f"{self.prefix}{name}", self._config)
 
     @property

@@ -19,7 +19,7 @@ RANGES = ("per_tensor", "per_row")
 def requantize_dynamic(
     acc: Tensor, scale: Floats, dst_dtype: torch.dtype = torch.uint8
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantizes an int32 result by its own range: the three steps of dynamic quantization.
+    """Quantize an int32 result by its own range: the three steps of dynamic quantization.
 
     1. ``acc`` is the result in higher precision; it stands for ``scale * acc``.
     2. Its smallest and largest real value, 0 included, give scale and zero point as
@@ -70,7 +70,7 @@ def requantize_dynamic(
 
 
 def check_dynamic_weight(op: str, weight: PackedWeight) -> None:
-    """Refuses packed weights that dynamic layers would misread."""
+    """Refuse packed weights that dynamic layers would misread."""
     if weight.dilation:
         raise ValueError(
             f"torchq.{op}: weight must be packed by pack_linear, got {list(weight.shape)}. A "

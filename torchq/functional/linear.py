@@ -23,7 +23,7 @@ def linear(
     dst_dtype: torch.dtype = torch.float32,
     post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Quantizes ``post_ops(src_scale * weight_scale * (src - src_zero_point) @ weight.T + bias)``.
+    """Quantize ``post_ops(src_scale * weight_scale * (src - src_zero_point) @ weight.T + bias)``.
 
     Args:
         src: uint8 or int8 ``(*, in_features)``.

@@ -73,7 +73,7 @@ class DynamicQLinear(QModule):
         bits: int = 8,
         weight_scale: Tensor | None = None,
     ) -> "DynamicQLinear":
-        """Quantizes the weight symmetrically and packs it.
+        """Quantize the weight symmetrically and pack it.
 
         Args:
             module: the float layer.

@@ -133,7 +133,7 @@ Overrides = Mapping[str, QConfig | None]
 
 
 def resolve(overrides: Overrides | None, name: str, default: QConfig | None) -> QConfig | None:
-    """Chooses the configuration of the module or activation with the qualified name ``name``.
+    """Choose the configuration of the module or activation with the qualified name ``name``.
 
     Patterns are matched with ``fnmatch``, case-sensitively, against the whole name; ``*`` also
     matches dots. One that matches a module holds for all that is in it. If several match, the one

@@ -37,7 +37,7 @@ class Plan:
         config: QConfig,
         overrides: Overrides | None,
     ) -> None:
-        """Decides; nothing is changed yet."""
+        """Decide; nothing is changed yet."""
         self.recording = recording
         self._model, self._config, self._overrides = model, config, overrides
         self.reasons = {
