@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives every op its fake kernel and the short way of calling it.
+"""Gives every op its fake kernel and a shorter call from Python.
 
 The ops themselves are ``torch.ops.torchq.*`` (schemas: ``csrc/library.cpp``). A fake kernel states
 shape, strides and dtype without data, which ``torch.compile`` and ``torch.export`` trace with. The

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns a float model into an int8 one that keeps its class.
 
-Along the way of a model:
+The stages, in order:
 
     api                prepare, calibrate, convert, quantize
     swap               the leaves: layers that the model's own code calls
     parts, capture     the calls that torch.export captures; one_call: modules as one call
-    aten, spelling     from an exported program to a plain graph that scripts
+    aten, rewrites     from an exported program to a plain graph that scripts
     patterns           the one table, ATen call -> role; makers, matmuls: its float modules
     recognize, fuse    from nodes to operations, and to what one op computes
     plan               which values are int8, and which share a scale

@@ -233,7 +233,7 @@ def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
 def _leaf(
     name: str, module: ObservedLeaf, layers: dict[str, list[tuple[Prepared, Layer]]]
 ) -> nn.Module:
-    """Return the quantized leaf, or the float layer where neither way was calibrated.
+    """Return the quantized leaf, or the float layer where neither graph nor leaf was calibrated.
 
     What the graph has seen of the source counts as well: most calls take the graph.
     """

@@ -25,7 +25,7 @@ from torchq.convert.graph import Captured, Meta, remove_unused
 from torchq.convert.graph_data import is_reserved
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.patterns import row_of
-from torchq.convert.spelling import base_name, spelled
+from torchq.convert.rewrites import as_torch_call, base_name
 
 _ATEN = torch.ops.aten
 _DROPPED = {
@@ -217,7 +217,7 @@ class _Plain:
     def _function(self, node: fx.Node, args: Any, kwargs: Any, call: Any = None) -> fx.Node:
         """Write a call, of ``node`` or another one in its place."""
         call = call or node.target
-        op, target, args, kwargs = spelled(call, args, kwargs)
+        op, target, args, kwargs = as_torch_call(call, args, kwargs)
         made = self.graph.create_node(op, target, tuple(args), dict(kwargs))
         sources = made.all_input_nodes
         varying = any(n.meta["varying"] for n in sources) or _is_random(call)

@@ -39,7 +39,7 @@ class Dispatch(Attachment):
         graph: takes the tensors of a call, in the order of the leaves of ``(args, kwargs)``.
         name: qualified name of the module in the model.
         strict: raise where a call does not meet the guards.
-        graph_calls, own_calls: how many calls took which way.
+        graph_calls, own_calls: how many calls took the graph, or ran the own code.
         runs_both: run the own code, too, for observers of leaves that the graph does not call.
     """
 

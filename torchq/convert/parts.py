@@ -20,7 +20,7 @@ from torchq.convert.module_kinds import MATMUL, RECURRENT
 from torchq.convert.ops import Role
 from torchq.convert.patterns import row_of
 from torchq.convert.swap.calls import copied
-from torchq.convert.swap.leaves import stand_in
+from torchq.convert.swap.leaves import equivalent_layer
 from torchq.nn.inputs import are_close, float_tensors
 from torchq.nn.leaf import without_hooks
 from torchq.nn.model_state import twin
@@ -59,7 +59,7 @@ class Parts:
 def find_parts(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts:
     """Capture ``model(*args, **kwargs)``; where that fails, the calls of its parts."""
     parts = Parts()
-    if stand_in(model) is not None:  # one layer, which needs no graph
+    if equivalent_layer(model) is not None:  # one layer, which needs no graph
         return parts
     calls: dict[int, Call] = {}
     if model._forward_pre_hooks:  # which give ``forward`` other arguments
@@ -81,9 +81,9 @@ def _descend(parts: Parts, module: nn.Module, name: str, calls: dict[int, Call])
 
 def _is_worth(module: nn.Module) -> bool:
     """Return whether a module has parts, and a layer that can be int8 among them."""
-    if next(module.children(), None) is None or stand_in(module) is not None:
+    if next(module.children(), None) is None or equivalent_layer(module) is not None:
         return False
-    return any(isinstance(stand_in(m), (*MATMUL, *RECURRENT)) for m in module.modules())
+    return any(isinstance(equivalent_layer(m), (*MATMUL, *RECURRENT)) for m in module.modules())
 
 
 def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
@@ -129,7 +129,7 @@ def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def check(module: nn.Module, exported: Exported, captured: Captured) -> None:
     """Compare the graph with the module, on the example and where a dynamic size is one.
 
-    A size of one that goes another way becomes a guard.
+    A size of one that gives other results becomes a guard.
 
     Raises:
         CaptureError: they differ on the example.

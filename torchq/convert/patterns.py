@@ -275,7 +275,7 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
         return {"input": node.args[0], "index": node.args[1]}
     name, _, overload = str(node.meta["aten"]).partition("::")[2].partition(".")
     schema = getattr(getattr(torch.ops.aten, name), overload or "default")._schema
-    if node.target in (operator.getitem, "to"):  # a slice or a cast, spelled otherwise
+    if node.target in (operator.getitem, "to"):  # a slice or a cast, rewritten
         return {"self": node.args[0]}
     names = [argument.name for argument in schema.arguments]
     given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}

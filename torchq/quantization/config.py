@@ -176,7 +176,7 @@ def unmatched_patterns(overrides: Overrides | None, names: Iterable[str]) -> lis
     Raises:
         TypeError: ``overrides`` is no mapping from str to QConfig or None.
     """
-    known = {spelled for name in names for spelled in _with_containers(name)}
+    known = {full for name in names for full in _with_containers(name)}
     return [
         pattern
         for pattern in check_overrides(overrides)

@@ -73,7 +73,7 @@ modules' class is a subclass of the one given."""
 
 
 def shorten_calls(name: str) -> None:
-    """Let calls of ``torch.ops.torchq.<name>`` take the short way of ``csrc/python/call.cpp``.
+    """Let calls of ``torch.ops.torchq.<name>`` take the faster ``csrc/python/call.cpp``.
 
     The op remains the object that torch knows: only what its two callables run in the end is
     replaced, and TorchScript is told that it is the same op. (Its hash changes with them: an op
