@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.functional.attention import score_scale
+from torchq.functional.attentions import score_scale
 from torchq.nn.binary import _QCombine
 from torchq.nn.float_modules import AttentionOptions
 from torchq.nn.module import QModule
