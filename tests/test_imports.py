@@ -6,7 +6,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import torchq
 
@@ -93,12 +95,13 @@ def test_chains_of_imports_are_short() -> None:
 
 def test_a_name_is_a_module_or_a_function() -> None:
     """But for the folder of the flow, whose name the verb has."""
-    both = [
-        name
-        for name in torchq.__all__
-        if f"torchq.{name}" in TREES and callable(getattr(torchq, name))
-    ]
-    assert set(both) <= {"convert"}
+    both = set[str]()
+    for module in TREES:
+        parent, _, name = module.rpartition(".")
+        found = getattr(import_module(parent or module), name, None) if parent else None
+        if found is not None and not isinstance(found, ModuleType):
+            both.add(module)
+    assert both == {"torchq.convert"}
 
 
 def test_public_names_are_all_there() -> None:

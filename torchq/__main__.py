@@ -38,12 +38,12 @@ float model, in eval mode, and a list of calibration batches."""
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """How to print."""
+    """Return how to print."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Says what torchq found here, and runs every tier once against the reference."""
+    """Say what torchq found here, and run every tier once against the reference."""
     wrong = _wrong_tiers()
     facts: dict[str, Any] = {
         "torchq": torchq.__version__,
@@ -110,7 +110,7 @@ def add_analyze(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(args: argparse.Namespace) -> int:
-    """Quantizes a model and says what happened to every layer."""
+    """Quantize a model and say what happened to every layer."""
     model, data = load_model(args.model)
     prepared = torchq.calibrate(torchq.prepare(model, data[0]), data)
     qmodel = torchq.convert(prepared)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives every op its fake kernel and the short way of calling it.
+"""Gives every op its fake kernel and a shorter call from Python.
 
 The ops themselves are ``torch.ops.torchq.*`` (schemas: ``csrc/library.cpp``). A fake kernel states
 shape, strides and dtype without data, which ``torch.compile`` and ``torch.export`` trace with. The
@@ -35,7 +35,7 @@ def _register(name: str, kernel: Callable[..., Any]) -> None:
 
 
 def _check_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses unknown dtypes, as the op does, and CPU sources with meta tensors.
+    """Refuse unknown dtypes, as the op does, and CPU sources with meta tensors.
 
     With these dst would be on the CPU, and nothing written to it.
     """

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from torchq.convert.api import prepare, quantize
 from torchq.convert.explain import explain
 from torchq.convert.prepared import Prepared
+from torchq.convert.rows import html_table
 from torchq.convert.swap.checks import check_prepared
-from torchq.convert.table import html_table
 from torchq.nn.attached import computing_modules, graphs_of
 from torchq.nn.inputs import Inputs, batches, call, decibels, float_tensors, with_progress
 from torchq.nn.model_state import as_before
@@ -313,7 +313,7 @@ def sensitivity(
     overrides: Overrides | None = None,
     progress: bool | None = None,
 ) -> Sensitivities:
-    """Quantizes the model twice per layer: with that layer alone in int8, and alone in float.
+    """Quantize the model twice per layer: with that layer alone in int8, and alone in float.
 
     Args:
         model: float32, in eval mode.

@@ -16,7 +16,7 @@ from torch import nn
 from torchq.analysis import timing
 from torchq.analysis.timing import UNSTEADY, Speedup, Times, crowded, measure
 from torchq.convert.explain import explain
-from torchq.convert.table import html_table
+from torchq.convert.rows import html_table
 from torchq.nn.attached import computing_modules
 from torchq.nn.inputs import Inputs, call
 from torchq.nn.model_state import as_before

@@ -200,7 +200,7 @@ _NAME_ALIASES = {f"eltwise_{old}": f"eltwise_{new}" for old, new in ELTWISE_ALIA
 
 
 def _text_fields(alg: str) -> int:
-    """How many of alpha and beta the text must have."""
+    """Return how many of alpha and beta the text must have."""
     return TEXT_FIELDS.get(alg, int(alg in ELTWISE_DEFAULTS))
 
 

@@ -213,7 +213,7 @@ class PostOps:
 
     @property
     def num_srcs(self) -> int:
-        """How many run-time sources the caller supplies, in the order of the chain.
+        """Return how many run-time sources the caller supplies, in the order of the chain.
 
         One per sum, per binary or prelu with a mask other than 0 and 2 and no values, and per
         condition of a select.

@@ -14,19 +14,18 @@ import torch
 from torch import nn
 
 from torchq.convert.checks import add_checks
-from torchq.convert.dispatch import Dispatch, attach, dispatches
-from torchq.convert.fake_calls import without_observers
+from torchq.convert.dispatch import Dispatch, attach, dispatches, share_weights
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_code import as_module
 from torchq.convert.guards import Example
 from torchq.convert.lower import Lowering
+from torchq.convert.one_call import without_observers
 from torchq.convert.parts import Part, find_parts
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared
 from torchq.convert.report import merged, report_rows
 from torchq.convert.rows import Row, check_patterns, check_strict, joined
 from torchq.convert.self_contained import SELF_CONTAINED, converted
-from torchq.convert.share import share_weights
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
@@ -234,7 +233,7 @@ def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
 def _leaf(
     name: str, module: ObservedLeaf, layers: dict[str, list[tuple[Prepared, Layer]]]
 ) -> nn.Module:
-    """Return the quantized leaf, or the float layer where neither way was calibrated.
+    """Return the quantized leaf, or the float layer where neither graph nor leaf was calibrated.
 
     What the graph has seen of the source counts as well: most calls take the graph.
     """

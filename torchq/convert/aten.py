@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchq.convert.capture import PREFIX, CaptureError, Exported
+from torchq.convert.capture import PREFIX, CaptureError, Exported, functional
 from torchq.convert.einsum import as_product
 from torchq.convert.graph import Captured, Meta, remove_unused
-from torchq.convert.in_place import functional
+from torchq.convert.graph_data import is_reserved
 from torchq.convert.module_kinds import MATMUL
-from torchq.convert.names import is_reserved
 from torchq.convert.patterns import row_of
-from torchq.convert.spelling import base_name, spelled
+from torchq.convert.rewrites import as_torch_call, base_name
 
 _ATEN = torch.ops.aten
 _DROPPED = {
@@ -63,7 +62,7 @@ class _Plain:
         return Captured(self.graph, self.model, entered=self.entered)
 
     def _name_leaves(self) -> None:
-        """Leaves to each leaf module the one call that stands for the module."""
+        """Leave to each leaf module the one call that stands for the module."""
         calls: dict[str, list[fx.Node]] = {}
         for node in self.graph.nodes:
             if node.op.startswith("call_") and node.meta["call"]:
@@ -218,7 +217,7 @@ class _Plain:
     def _function(self, node: fx.Node, args: Any, kwargs: Any, call: Any = None) -> fx.Node:
         """Write a call, of ``node`` or another one in its place."""
         call = call or node.target
-        op, target, args, kwargs = spelled(call, args, kwargs)
+        op, target, args, kwargs = as_torch_call(call, args, kwargs)
         made = self.graph.create_node(op, target, tuple(args), dict(kwargs))
         sources = made.all_input_nodes
         varying = any(n.meta["varying"] for n in sources) or _is_random(call)

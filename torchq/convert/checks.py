@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchq.convert.direct import CHECK
+from torchq.convert.graph_module import CHECK
 from torchq.convert.guards import Example
 from torchq.convert.rows import joined
 
@@ -31,7 +31,7 @@ class _Tracer(fx.proxy.GraphAppendingTracer):
         name: Any = None,
         type_expr: Any = None,
     ) -> fx.Node:
-        """Names the node."""
+        """Name the node."""
         return super().create_node(kind, target, args, kwargs, CHECK, type_expr)
 
 
@@ -72,7 +72,7 @@ def _joined(joint: ast.operator, values: list[ast.expr]) -> ast.expr:
 
 
 def add_checks(module: fx.GraphModule, example: Example) -> None:
-    """Lets the graph refuse tensors that do not meet the guards of ``example``."""
+    """Let the graph refuse tensors that do not meet the guards of ``example``."""
     graph = module.graph
     inputs = graph.find_nodes(op="placeholder")
     tracer = _Tracer(graph)

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch._C import _get_tracing_state, _set_tracing_state  # type: ignore[attr-defined]
 from torch.compiler import is_compiling
 from torch.nn.modules import module as everywhere
@@ -23,7 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from torchq.convert.guards import Example
 from torchq.convert.swap.weights import without_capturing_hooks
-from torchq.nn.attached import Attachment, attachment_of
+from torchq.nn.attached import Attachment, attachment_of, graphs_of
+from torchq.nn.leaf import QuantizedLeaf
 
 _KEY = "torchq_graph."
 """Begins the names of a graph's tensors in the state of its module."""
@@ -37,7 +39,7 @@ class Dispatch(Attachment):
         graph: takes the tensors of a call, in the order of the leaves of ``(args, kwargs)``.
         name: qualified name of the module in the model.
         strict: raise where a call does not meet the guards.
-        graph_calls, own_calls: how many calls took which way.
+        graph_calls, own_calls: how many calls took the graph, or ran the own code.
         runs_both: run the own code, too, for observers of leaves that the graph does not call.
     """
 
@@ -61,7 +63,7 @@ class Dispatch(Attachment):
         restore = self.example.restore()
 
         def untraced(*args: Any, **kwargs: Any) -> Any:
-            """Chooses as a call that torch.jit.trace does not record."""
+            """Choose as a call that torch.jit.trace does not record."""
             state = _get_tracing_state()
             _set_tracing_state(None)
             try:
@@ -150,7 +152,7 @@ class Dispatch(Attachment):
             )
 
     def begin(self, strict: bool) -> None:
-        """Forgets the calls of calibration."""
+        """Forget the calls of calibration."""
         self.graph_calls = self.own_calls = 0
         self._warned, self.strict = False, self.strict or strict
         self.runs_both = False
@@ -224,3 +226,35 @@ def _hooks(module: nn.Module) -> set[tuple[str, int]]:
     }
     of_all = (*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks)
     return found | {("*", key) for key in of_all}
+
+
+_PACKED = ("weight", "compensation", "pair_bound")
+
+
+def share_weights(model: nn.Module) -> None:
+    """Give a leaf the packed weight of the graph's layer of the same name.
+
+    Batch norms that a graph folds into a weight change its scales. Its integers change by a step
+    at most, where the rounding of the product moves one over a tie; those of a channel with a
+    negative factor have the other sign, and such a leaf keeps its own.
+    """
+    for prefix, graph in graphs_of(model):
+        layers = dict(graph.named_modules())
+        for name, leaf in model.get_submodule(prefix).named_modules():
+            layer = layers.get(name)
+            if isinstance(leaf, QuantizedLeaf) and layer is not None:
+                _share(leaf.layer, layer)
+
+
+def _share(leaf: nn.Module, layer: nn.Module) -> None:
+    own, other = (module._buffers.get("weight") for module in (leaf, layer))
+    if own is not None and other is not None and _is_near(own, other):
+        for key in _PACKED:
+            leaf._buffers[key] = layer._buffers[key]
+
+
+def _is_near(a: Tensor, b: Tensor) -> bool:
+    """Return whether two packed weights differ by a step at most."""
+    if a is b or a.shape != b.shape or a.dtype != b.dtype:
+        return a is b
+    return torch.equal(a, b) or bool(((a.short() - b.short()).abs() <= 1).all())

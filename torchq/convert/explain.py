@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from torchq.convert.rows import NOT_CALLED, Row, joined
-from torchq.convert.table import html_table
+from torchq.convert.rows import NOT_CALLED, Row, html_table, joined
 from torchq.nn.attached import attachment_of, computing_modules
 from torchq.nn.module import QModule
 from torchq.onednn.saturation.proof import seven_bits

@@ -8,26 +8,16 @@ their place, with or without dropout, where nothing else reads what is in betwee
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from torchq.convert.ops import NOT_FINITE, Mask, Op, Role, is_float, is_size
 from torchq.nn.float_modules import Add, Attention, AttentionOptions, MatMul
 
-_SOFTMAX = {
-    F.softmax: ("input", "dim", "_stacklevel", "dtype"),
-    torch.softmax: ("input", "dim", "dtype"),
-    "softmax": ("input", "dim", "dtype"),
-}
-_CASTS = {"float": 1, "to": 2, "type_as": 2}  # and how many arguments they have
-_FILLS = ("masked_fill", "masked_fill_", torch.masked_fill)
-_FACTORS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
-_DIVISIONS = (operator.truediv, operator.itruediv, torch.div, "div", "div_")
+_CASTS = ("to", "type_as")
 _HIDES = -1e4  # whose exponential is 0 in float32, beside that of any score worth mentioning
 _HIDES_SURELY = -1e30  # where it is added, scores are lost as they are where it is filled in
 
@@ -91,22 +81,17 @@ def _source_of_cast(node: fx.Node) -> fx.Node | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or node.kwargs:
         return None
-    cast = _CASTS.get(str(node.target)) == len(node.args)
+    cast = node.target in _CASTS and len(node.args) == 2
     return source if cast and is_float(source) and is_float(node) else None
 
 
 def _is_softmax(op: Op) -> bool:
-    """Along the last dimension, in float32; hooks may make anything of it."""
-    node, options = op.node, dict(op.node.kwargs)
-    rank = len(node.meta["value"].shape or ())
-    if type(op.owner) is nn.Softmax:
-        if op.owner._forward_hooks or op.owner._forward_pre_hooks:
-            return False
-        options = {"dim": op.owner.dim}
-    elif node.target in _SOFTMAX:
-        options |= dict(zip(_SOFTMAX[node.target], node.args, strict=False))
-    else:
+    """Return whether it is a softmax along the last dimension, in float32."""
+    node = op.node
+    if node.target is not torch.softmax:
         return False
+    rank = len(node.meta["value"].shape or ())
+    options = dict(zip(("input", "dim", "dtype"), node.args, strict=False)) | dict(node.kwargs)
     last = rank > 0 and options.get("dim") in (-1, rank - 1)
     return last and options.get("dtype") in (None, torch.float32) and is_float(node)
 
@@ -118,13 +103,13 @@ def _scores_behind(op: Op, found: _Found) -> fx.Node | None:
         found.scale *= scale
         return op.srcs[0] if 0 < scale < math.inf and shift == 0 else None
     count = 0 if op.node.kwargs else len(op.node.args)  # a division may round, say
-    if count == 2 and op.node.target in (*_FACTORS, *_DIVISIONS):
+    if count == 2 and op.node.target in (torch.mul, torch.div):
         return _scores_times_number(op, found)
     if found.factors or found.scale != 1:  # the mask would be scaled, too
         return None
     if isinstance(op.module, Add) and (op.role is Role.COMBINE or op.reason == NOT_FINITE):
         return _scores_added_to(op, found)
-    if count == 3 and (op.node.target in _FILLS or op.node.target is torch.where):
+    if count == 3 and op.node.target in (torch.masked_fill, torch.where):
         return _scores_filled(op, found)
     return None
 
@@ -136,7 +121,7 @@ def _scores_times_number(op: Op, found: _Found) -> fx.Node | None:
         return None
     if not is_size(number) or scores.meta["value"].shape is None:
         return None
-    found.factors.append((number, op.node.target in _DIVISIONS))
+    found.factors.append((number, op.node.target is torch.div))
     return scores
 
 
@@ -157,7 +142,7 @@ def _scores_filled(op: Op, found: _Found) -> fx.Node | None:
     What hides a score in its place hides it when added, as 0 changes no other one.
     """
     first, second, third = op.node.args
-    if op.node.target in _FILLS:
+    if op.node.target is torch.masked_fill:
         scores, mask, value, inside = first, second, _hiding(third), True
     elif _hiding(third) is not None:
         scores, mask, value, inside = second, first, _hiding(third), False

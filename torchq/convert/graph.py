@@ -60,7 +60,7 @@ class Captured:
 
 
 def remove_unused(graph: fx.Graph) -> None:
-    """Erases nodes that nobody reads."""
+    """Erase nodes that nobody reads."""
     for node in reversed(list(graph.nodes)):
         if node.op not in ("placeholder", "output") and not node.users:
             graph.erase_node(node)

@@ -3,13 +3,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+import operator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
-from torchq.convert.names import by_name, name_of
+_NAMESPACES: dict[str, Any] = {
+    "torch": torch._C._VariableFunctions,  # functions of tensors, and nothing else of torch
+    "nn": torch._C._nn,
+    "operator": operator,
+    "math": math,
+}
+_PYTHON = (int, float, max, min, abs, len)
+_REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem", "from_file", "save")
+
+
+def _functions() -> dict[str, Callable[..., Any]]:
+    found: dict[str, Callable[..., Any]] = {function.__name__: function for function in _PYTHON}
+    for prefix, namespace in _NAMESPACES.items():
+        for name in dir(namespace):
+            function = getattr(namespace, name)
+            known = callable(function) and not isinstance(function, type)
+            if known and not name.startswith("_") and name not in _REFUSED:
+                found[f"{prefix}.{name}"] = function
+    made = ("zeros", "ones", "full", "empty", "arange", "eye", "linspace", "tensor")
+    for name in (*made, "_assert", *torch.functional.__all__):
+        found[f"torch.{name}"] = getattr(torch, name)
+    return found
+
+
+BY_NAME = _functions()
+NAMES = {id(function): name for name, function in reversed(BY_NAME.items())}
+
+
+def name_of(function: Any) -> str | None:
+    """Return the name that a stored graph has for a function; None for one it may not call."""
+    if isinstance(function, torch._ops.OpOverload) and function.namespace == "aten":
+        function = function.overloadpacket
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return str(function._qualified_op_name)
+    return NAMES.get(id(function))
+
+
+def is_known(name: str) -> bool:
+    """Return whether there is a function of such a name."""
+    library, _, own = name.rpartition("::")
+    if library == "aten":
+        return own not in _REFUSED and hasattr(torch.ops.aten, own)
+    return name in BY_NAME
+
+
+def by_name(name: str) -> Callable[..., Any]:
+    """Return the function of such a name.
+
+    Raises:
+        KeyError: there is none, or it is of another library than ATen.
+    """
+    if not is_known(name):
+        raise KeyError(name)
+    if name.startswith("aten::"):
+        return getattr(torch.ops.aten, name.removeprefix("aten::"))  # type: ignore[no-any-return]
+    return BY_NAME[name]
+
+
+def is_reserved(name: str) -> bool:
+    """Return whether a qualified name begins with an attribute of every GraphModule."""
+    return hasattr(fx.GraphModule, name.partition(".")[0])
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,104 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import linecache
 import operator
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch.fx.graph import _format_target
 
-from torchq.convert.direct import direct_and_forward
 from torchq.convert.graph_data import graph_of, plain_nodes
 from torchq.convert.rows import Row
 from torchq.nn.inputs import without_gradients
+from torchq.nn.module import QModule
+from torchq.runtime.library import new_site
+
+_CHOICE = """    if not _torchq_torch.jit.is_scripting():
+        if _torchq_torch.compiler.is_compiling():
+            return self._plain({0})
+{1}        return self._direct({0})
+"""
+_LOOK = """    try:
+{0}    except KeyError:
+        return self._plain({1})
+    try:
+{2}
+    except (TypeError, ValueError) as error:
+        raise _torchq_named(error) from None
+"""
+CHECK = "torchq_check"
+"""Begins the names of nodes that check arguments: ``_direct`` is for calls that meet the guards."""
+_numbers = itertools.count()
+
+
+def direct_and_forward(
+    source: str, names: dict[str, Any], modules: Collection[str], arguments: Collection[str]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return ``_direct``, and a ``forward`` that chooses: ``_plain`` is what torch.fx wrote.
+
+    ``_direct`` finds and calls modules without what nn.Module does for it. ``self.features`` fails
+    as an attribute, with a formatted message that nobody reads, before ``nn.Module.__getattr__``
+    finds it among the modules: four times a layer in a nested model. The call then costs as much as
+    the op of a small layer (csrc/python/site.cpp).
+
+    Args:
+        source: of ``forward``, as torch.fx writes it.
+        names: what the source refers to.
+        modules: full names of the submodules that it calls.
+        arguments: of ``forward``, as they are written in a call.
+    """
+    names = {"torch": torch, **names, "_torchq_torch": torch}
+    given = ", ".join(arguments)
+    head, colon, body = source.partition(":\n")
+    of_body = body.splitlines(keepends=True)
+    last = max(
+        (i for i, line in enumerate(of_body, 1) if line.lstrip().startswith(CHECK)), default=0
+    )
+    checks = [f"        {line}" for line in of_body[:last]]  # and what renames arguments for them
+    if checks:  # torch.jit.trace would take sizes for tensors
+        checks.insert(0, "        if _torchq_torch._C._get_tracing_state() is None:\n")
+    direct = "".join(line for line in of_body if not line.lstrip().startswith(CHECK))
+    sites, found = dict[str, Any](), []
+    for i, name in enumerate(modules):
+        call = f"{_format_target('self', name)}("
+        direct = direct.replace(f"= {call}", f"= _torchq_site_{i}(_torchq_module_{i}, ")
+        sites[f"_torchq_site_{i}"] = new_site(QModule)
+        path = "".join(f"._modules[{part!r}]" for part in name.split("."))
+        found.append(f"        _torchq_module_{i} = self{path}\n")
+    if found:  # a module may be gone, as when torch.compile's took its place
+        run = "".join(f" {line}" for line in direct.splitlines(keepends=True))
+        direct = _LOOK.format("".join(found), given, run)
+        lines = (head + colon + direct).splitlines()
+        sites["_torchq_named"] = functools.partial(_named, lines, list(modules))
+    choice = _function(head + colon + _CHOICE.format(given, "".join(checks)) + body, names)
+    return _function(head + colon + direct, {**names, **sites}), choice
+
+
+def _named(lines: list[str], modules: list[str], error: Exception) -> Exception:
+    """Return the error of an op with the name of the module that called it.
+
+    The name is looked for in the line that failed, only then: calls cost nothing more.
+    """
+    trace = error.__traceback__
+    site = re.search(r"_torchq_site_(\d+)\(", lines[trace.tb_lineno - 1]) if trace else None
+    if site is None or not str(error).startswith("torchq."):
+        return error
+    return type(error)(f"{error} The module is '{modules[int(site[1])]}'.")
+
+
+def _function(source: str, names: dict[str, Any]) -> Callable[..., Any]:
+    """Return ``forward`` of this source, which tracebacks and TorchScript can read."""
+    file, scope = f"<torchq graph {next(_numbers)}>", dict(names)
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec", dont_inherit=True), scope)
+    function: Callable[..., Any] = scope["forward"]
+    return function
 
 
 class QuantizedGraph(fx.GraphModule):
@@ -56,7 +144,7 @@ class QuantizedGraph(fx.GraphModule):
         return copied.with_report(self.torchq_report)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the modules, the graph as data, and the report.
+        """Pickle the modules, the graph as data, and the report.
 
         A GraphModule pickles its code, which torch.fx would trace anew: without example values, so
         that code that acts on sizes fails.

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.convert.fake import weight_scale
+from torchq.convert.module_kinds import MAX_REDUCTION, TOO_LONG
 from torchq.convert.ops import Arguments, Made, Role, is_size, shape_of
 from torchq.nn.batch_norm import TRANSPOSED, reduction
 from torchq.nn.float_modules import Attention, AttentionOptions, MatMul
-
-_MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
 
 
 def check_matmul(module: Any) -> str:
@@ -23,8 +22,8 @@ def check_matmul(module: Any) -> str:
     mode = getattr(module, "padding_mode", "zeros")
     if mode != "zeros":
         return f"padding_mode is '{mode}', only 'zeros' is supported"
-    if reduction(module) > _MAX_REDUCTION:
-        return f"it sums more than {_MAX_REDUCTION} products, which could overflow int32"
+    if reduction(module) > MAX_REDUCTION:
+        return TOO_LONG
     return ""
 
 
@@ -158,7 +157,3 @@ def _spread(value: Any, dims: int) -> Any:
         return value
     values = list(value) if isinstance(value, tuple | list) else [value]
     return tuple((values * dims)[:dims])
-
-
-CONV = "input weight bias=None stride=1 padding=0 dilation=1 groups=1"
-CONV_TRANSPOSE = "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1"

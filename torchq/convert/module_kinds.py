@@ -47,6 +47,7 @@ UNARY = (
 STUBS = (QuantStub, DeQuantStub)
 QUANTIZABLE = (*MATMUL, *COMBINE, *UNARY, *POOLS, *STUBS)
 MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
+TOO_LONG = f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
 FOREIGN = "it is a recurrent module with code of its own, which has no int8 form"
 EXPOSED = "its parameters are used outside of it too"
 NO_DYNAMIC_FORM = "only linear layers, recurrent ones and attention have a dynamic form"
@@ -97,5 +98,5 @@ def why_float(
     if other := dtypes - {torch.float32}:
         return f"its source is {other.pop()}, not torch.float32"
     if max(weight.size(-1) for weight in module.parameters() if weight.dim() > 1) > MAX_REDUCTION:
-        return f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
+        return TOO_LONG
     return ""

@@ -129,8 +129,8 @@ class Arguments(dict[str, Any]):
 class Pointwise(nn.Module):
     """A function of each element, with constant arguments beside the tensor."""
 
-    def __init__(self, function: Callable[..., Any] | str, *args: Any, position: int = 0) -> None:
-        """Take a ``function`` of torch, or the name of a method; the tensor is at ``position``."""
+    def __init__(self, function: Callable[..., Any], *args: Any, position: int = 0) -> None:
+        """Take a ``function`` of torch; the tensor is at ``position``."""
         super().__init__()
         self.function, self.arguments, self.position = function, args, position
 
@@ -138,10 +138,7 @@ class Pointwise(nn.Module):
         """Apply it."""
         args = [*self.arguments]
         args.insert(self.position, src)
-        if isinstance(self.function, str):
-            result = getattr(args[0], self.function)(*args[1:])
-        else:
-            result = self.function(*args)
+        result = self.function(*args)
         assert isinstance(result, Tensor)
         return result
 

@@ -15,11 +15,12 @@ from torch.utils import _pytree as pytree
 
 from torchq.convert.aten import plain_graph
 from torchq.convert.capture import CaptureError, Exported, export, holds, shapes_of
-from torchq.convert.constants import compute_once
-from torchq.convert.graph import Captured
+from torchq.convert.graph import Captured, remove_unused
 from torchq.convert.module_kinds import MATMUL, RECURRENT
+from torchq.convert.ops import Role
+from torchq.convert.patterns import row_of
 from torchq.convert.swap.calls import copied
-from torchq.convert.swap.leaves import stand_in
+from torchq.convert.swap.leaves import equivalent_layer
 from torchq.nn.inputs import are_close, float_tensors
 from torchq.nn.leaf import without_hooks
 from torchq.nn.model_state import twin
@@ -58,7 +59,7 @@ class Parts:
 def find_parts(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts:
     """Capture ``model(*args, **kwargs)``; where that fails, the calls of its parts."""
     parts = Parts()
-    if stand_in(model) is not None:  # one layer, which needs no graph
+    if equivalent_layer(model) is not None:  # one layer, which needs no graph
         return parts
     calls: dict[int, Call] = {}
     if model._forward_pre_hooks:  # which give ``forward`` other arguments
@@ -80,9 +81,9 @@ def _descend(parts: Parts, module: nn.Module, name: str, calls: dict[int, Call])
 
 def _is_worth(module: nn.Module) -> bool:
     """Return whether a module has parts, and a layer that can be int8 among them."""
-    if next(module.children(), None) is None or stand_in(module) is not None:
+    if next(module.children(), None) is None or equivalent_layer(module) is not None:
         return False
-    return any(isinstance(stand_in(m), (*MATMUL, *RECURRENT)) for m in module.modules())
+    return any(isinstance(equivalent_layer(m), (*MATMUL, *RECURRENT)) for m in module.modules())
 
 
 def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
@@ -128,7 +129,7 @@ def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def check(module: nn.Module, exported: Exported, captured: Captured) -> None:
     """Compare the graph with the module, on the example and where a dynamic size is one.
 
-    A size of one that goes another way becomes a guard.
+    A size of one that gives other results becomes a guard.
 
     Raises:
         CaptureError: they differ on the example.
@@ -181,3 +182,50 @@ def _agree(module: nn.Module, graph: nn.Module, exported: Exported, tensors: lis
         except Exception:
             return False
     return are_close(expected, result)
+
+
+def compute_once(captured: Captured) -> None:
+    """Put results in the place of the calls that make them in each run.
+
+    So do functions behind them that give no more elements. What the model returns stays, as its
+    caller may write to that.
+    """
+    graph, model = captured.graph, captured.model
+    made: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if _is_made(node, made):
+            made[node] = None
+    returned = set(graph.output_node().all_input_nodes)
+    owners = {node.meta["owner"] for node in made} - {""}
+    for i, node in enumerate(made):
+        value = node.meta["constant"]
+        if not isinstance(value, Tensor) or node in returned or made.keys() >= node.users.keys():
+            continue
+        name = f"_torchq_made_{i}"
+        model.register_buffer(name, value.detach().clone())
+        with graph.inserting_before(node):
+            stored = graph.create_node("get_attr", name)
+        stored.meta.update(node.meta, constant=getattr(model, name), owner="")
+        node.replace_all_uses_with(stored)
+    remove_unused(graph)
+    captured.once = owners - {node.meta.get("owner") for node in graph.nodes}
+
+
+def _is_made(node: fx.Node, made: dict[fx.Node, None]) -> bool:
+    """Return whether it is such a call, or what a function makes of results and constants."""
+    if node.op not in ("call_function", "call_method") or node.meta["varying"]:
+        return False
+    row = row_of(node)
+    if row is not None and row.role in (Role.MATMUL, Role.PRODUCT):
+        return True
+    sources = [n for n in node.all_input_nodes if n in made]
+    if not sources or (row is not None and row.role is Role.FAKE):
+        return False
+    return _size(node) <= max(map(_size, sources))
+
+
+def _size(node: fx.Node) -> int:
+    """Return the elements of a tensor, or of all in a sequence."""
+    found: Any = node.meta["constant"]
+    tensors = found if isinstance(found, tuple | list) else [found]
+    return sum(t.numel() for t in tensors if isinstance(t, Tensor))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert import layout_ops, makers, matmuls
+from torchq.convert import makers, matmuls
 from torchq.convert.makers import unary
 from torchq.convert.ops import Arguments, Made, Pointwise, Role, shape_of
 from torchq.nn.float_modules import Add, Mul
@@ -95,7 +95,7 @@ def _tensordot(a: Arguments) -> Made | str:
 
 
 def _pool(cls: type[nn.Module]) -> Maker:
-    make = layout_ops.pool(cls)
+    make = makers.pool(cls)
 
     def pool(a: Arguments) -> Made | str:
         for name, value in a.items():
@@ -116,7 +116,7 @@ def _resize(mode: str) -> Maker:
             align_corners=a.get("align_corners"), antialias=False,
         )  # fmt: skip
         inner.nodes = dict(inner)
-        return layout_ops.interpolate(inner)
+        return makers.interpolate(inner)
 
     return resize
 
@@ -227,17 +227,17 @@ TABLE: list[Row] = [
     _row(Role.POOL, "adaptive_avg_pool1d", _pool(nn.AdaptiveAvgPool1d)),
     _row(Role.POOL, "adaptive_avg_pool2d", _pool(nn.AdaptiveAvgPool2d)),
     _row(Role.POOL, "adaptive_avg_pool3d", _pool(nn.AdaptiveAvgPool3d)),
-    _row(Role.POOL, "mean", _with(layout_ops.mean, dim=None, keepdim=False, dtype=None)),
+    _row(Role.POOL, "mean", _with(makers.mean, dim=None, keepdim=False, dtype=None)),
     # what moves elements
-    _row(Role.MOVE, _MOVED, layout_ops.move),
+    _row(Role.MOVE, _MOVED, makers.move),
     _row(Role.MOVE, "upsample_nearest1d upsample_nearest2d upsample_nearest3d", _resize("nearest")),
     _row(Role.MOVE, "_upsample_nearest_exact1d _upsample_nearest_exact2d "
          "_upsample_nearest_exact3d", _resize("nearest-exact")),
     _row(Role.MOVE, "upsample_linear1d", _resize("linear")),
     _row(Role.MOVE, "upsample_bilinear2d", _resize("bilinear")),
     _row(Role.MOVE, "upsample_trilinear3d", _resize("trilinear")),
-    _row(Role.PAD, "pad", _with(layout_ops.pad, mode="constant", value=None)),
-    _row(Role.PAD, "constant_pad_nd", _with(layout_ops.pad, mode="constant", value=None)),
+    _row(Role.PAD, "pad", _with(makers.pad, mode="constant", value=None)),
+    _row(Role.PAD, "constant_pad_nd", _with(makers.pad, mode="constant", value=None)),
     # what stays float, and why
     _float("8 bits of the scores are too coarse for their exponentials", "softmax log_softmax "
            "_softmax _safe_softmax"),
@@ -250,7 +250,7 @@ TABLE: list[Row] = [
 ]  # fmt: skip
 
 BY_NAME = {name: row for row in TABLE for name in row.names}
-GETITEM = Row(Role.MOVE, ("getitem",), layout_ops.index)
+GETITEM = Row(Role.MOVE, ("getitem",), makers.index)
 
 
 def row_of(node: fx.Node) -> Row | None:
@@ -275,7 +275,7 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
         return {"input": node.args[0], "index": node.args[1]}
     name, _, overload = str(node.meta["aten"]).partition("::")[2].partition(".")
     schema = getattr(getattr(torch.ops.aten, name), overload or "default")._schema
-    if node.target in (operator.getitem, "to"):  # a slice or a cast, spelled otherwise
+    if node.target in (operator.getitem, "to"):  # a slice or a cast, rewritten
         return {"self": node.args[0]}
     names = [argument.name for argument in schema.arguments]
     given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}

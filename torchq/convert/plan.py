@@ -3,7 +3,7 @@
 
 Nodes that are joined by what merely moves elements, or pools them, form a group: one scale and
 zero point. So do the sources of a concatenation that nobody else reads, with its result; of its
-other sources :mod:`torchq.convert.sharing` decides when the ranges are known. An average over all
+other sources ``prepared.shared_qparams`` decides when the ranges are known. An average over all
 positions begins a group of its own: means lie closer together than values. A group is int8 if a
 matmul reads it, or if a layer emits it as int8 and another can read that, or if the model rounds it
 to levels itself: with a fake quantizer, which then says what the scale and zero point are. Where an
@@ -18,12 +18,11 @@ from collections.abc import Callable
 from torch import Tensor, fx, nn
 
 from torchq.convert.fake import Fixed, fixed_qparams, is_per_token, same
-from torchq.convert.fuse import Layer, find_layers
+from torchq.convert.fuse import Layer, coarse_phases, find_layers
 from torchq.convert.fuse_attention import fuse_attention
 from torchq.convert.graph import Captured
 from torchq.convert.module_kinds import NO_DYNAMIC_FORM, is_self_contained, why_float
 from torchq.convert.ops import Op, Role, clip_bounds
-from torchq.convert.phases import coarse_phases
 from torchq.convert.recognize import recognize
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import Attention, Cat
@@ -59,7 +58,7 @@ class Plan:
     """
 
     def __init__(self, captured: Captured, config: QConfig, overrides: Overrides | None) -> None:
-        """Decides."""
+        """Decide."""
         self.captured, self._config, self._overrides = captured, config, overrides
         self.prefix = captured.prefix
         self.ops = recognize(captured, lambda name: self.config(name) is None)
@@ -105,7 +104,7 @@ class Plan:
         self.table_hosts = {layer: host for layer, host in found.items() if host is not None}
 
     def config(self, name: str) -> QConfig | None:
-        """How to quantize a module, or its destination ``<name>.dst``; None keeps it float."""
+        """Return how to quantize a module, or its destination ``<name>.dst``; None: not at all."""
         return resolve(self._overrides, f"{self.prefix}{name}", self._config)
 
     @property

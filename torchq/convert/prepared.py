@@ -76,7 +76,7 @@ class Prepared(nn.Module):
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles what the plan was made of, and makes it again: it holds functions of its own."""
+        """Pickle what the plan was made of, and make it again: it holds functions of its own."""
         captured, plan = self.plan.captured, self.plan
         nodes = plain_nodes(captured.graph, _META)
         opaque = {name: self.graph_module.get_submodule(name) for name in self.opaque_names}

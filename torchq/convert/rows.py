@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 
 from torch import nn
 
@@ -71,3 +72,17 @@ def check_patterns(model: nn.Module, rows: list[Row], overrides: Overrides | Non
             f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
             f"The quantizable modules are {quantizable}."
         )
+
+
+def html_table(
+    heads: Sequence[str], lines: Iterable[Sequence[object]], notes: Iterable[str] = ()
+) -> str:
+    """Return a table and the notes below it; every text is escaped."""
+    body = "".join(_row("td", line) for line in lines)
+    below = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    return f"<table><thead>{_row('th', heads)}</thead><tbody>{body}</tbody></table>{below}"
+
+
+def _row(kind: str, cells: Sequence[object]) -> str:
+    texts = (f'<{kind} style="text-align: left">{escape(str(cell))}</{kind}>' for cell in cells)
+    return f"<tr>{''.join(texts)}</tr>"

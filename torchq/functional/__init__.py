@@ -43,7 +43,7 @@ reset and output, go in the order ``[1, 0, 2]``. oneDNN chains the layers of eac
 itself, where torch's networks read both.
 """
 
-from torchq.functional.attention import attention, dynamic_attention
+from torchq.functional.attentions import attention, dynamic_attention
 from torchq.functional.combine import add, concat, mul, pad
 from torchq.functional.conv import conv1d, conv2d, conv3d, convolution
 from torchq.functional.conv_transpose import (
@@ -52,11 +52,17 @@ from torchq.functional.conv_transpose import (
     conv_transpose3d,
     deconvolution,
 )
-from torchq.functional.dynamic import dynamic_linear, requantize_dynamic
-from torchq.functional.eltwise import binary, eltwise, prelu, shuffle, sum
+from torchq.functional.conversions import (
+    dequantize,
+    quantize,
+    quantize_weight,
+    reorder,
+    requantize,
+)
+from torchq.functional.elementwise import binary, eltwise, prelu, shuffle, sum
 from torchq.functional.gemm import gemm_s8s8s32, gemm_u8s8s32
-from torchq.functional.linear import linear
-from torchq.functional.matmul import matmul
+from torchq.functional.linears import dynamic_linear, linear, requantize_dynamic
+from torchq.functional.matmuls import matmul
 from torchq.functional.normalization import (
     batch_norm,
     group_norm,
@@ -65,14 +71,7 @@ from torchq.functional.normalization import (
     softmax,
 )
 from torchq.functional.pooling import adaptive_avg_pool, avg_pool, max_pool
-from torchq.functional.reduction import reduction, resampling
-from torchq.functional.reorder import (
-    dequantize,
-    quantize,
-    quantize_weight,
-    reorder,
-    requantize,
-)
+from torchq.functional.reductions import reduction, resampling
 from torchq.functional.tables import lookup, lookup_table
 
 inner_product = linear

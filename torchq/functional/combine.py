@@ -52,7 +52,7 @@ def concat(
     dim: int = 1,
     dst_dtype: torch.dtype = torch.uint8,
 ) -> Tensor:
-    """Concatenates along ``dim``, requantizing each source that differs from dst.
+    """Concatenate along ``dim``, requantizing each source that differs from dst.
 
     Args:
         srcs: uint8 or int8, of one shape but for ``dim``.

@@ -59,7 +59,7 @@ def conv2d(
     post_op_srcs: Sequence[Tensor] = (),
     padding_end: Ints | None = None,
 ) -> Tensor:
-    """Quantizes ``post_ops(src_scale * weight_scale * conv(src - src_zero_point) + bias)``.
+    """Quantize ``post_ops(src_scale * weight_scale * conv(src - src_zero_point) + bias)``.
 
     Padding is real zero: it contributes nothing, whatever the zero point.
 

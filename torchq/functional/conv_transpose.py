@@ -60,7 +60,7 @@ def conv_transpose2d(
     post_op_srcs: Sequence[Tensor] = (),
     padding_end: Ints | None = None,
 ) -> Tensor:
-    """Quantizes ``post_ops(src_scale * weight_scale * deconv(src - src_zero_point) + bias)``.
+    """Quantize ``post_ops(src_scale * weight_scale * deconv(src - src_zero_point) + bias)``.
 
     ``deconv`` is that of :func:`torch.nn.functional.conv_transpose2d`:
     ``dst[o] = sum of src[i] * weight[k]`` over ``o + padding == i * stride + k * dilation``.

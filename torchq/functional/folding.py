@@ -38,7 +38,7 @@ class Folded(NamedTuple):
 
 
 def check_attr(op: str, attr: Attr, masks: Masks) -> None:
-    """Refuses what ``op`` would otherwise ignore.
+    """Refuse what ``op`` would otherwise ignore.
 
     Raises:
         TypeError: ``attr`` is no Attr.
@@ -77,7 +77,7 @@ def check_attr(op: str, attr: Attr, masks: Masks) -> None:
 def fold(
     op: str, attr: Attr, weight: PackedWeight, bias: Tensor | None, dst_dtype: torch.dtype
 ) -> Folded:
-    """Folds scales, zero points, bias and post-ops for one layer.
+    """Fold scales, zero points, bias and post-ops for one layer.
 
     ``multiplier[n] = src_scale * weight_scale[n] / dst_scale[n]`` and
     ``offset[n] = bias[n] / dst_scale[n] + dst_zero_point``, with the post-ops multiplied out, in

@@ -132,7 +132,7 @@ def _pack(
 
 
 def pack_linear(weight: Tensor) -> PackedWeight:
-    """Packs an int8 or uint8 weight ``(out_features, in_features)``.
+    """Pack an int8 or uint8 weight ``(out_features, in_features)``.
 
     Raises:
         TypeError: ``weight`` is neither.
@@ -145,7 +145,7 @@ def pack_linear(weight: Tensor) -> PackedWeight:
 
 
 def pack_conv(weight: Tensor, groups: int = 1, dilation: int | Sequence[int] = 1) -> PackedWeight:
-    """Packs an int8 or uint8 weight ``(OC, IC/groups, k...)`` with 1 to 3 kernel dimensions.
+    """Pack an int8 or uint8 weight ``(OC, IC/groups, k...)`` with 1 to 3 kernel dimensions.
 
     A grouped weight of oneDNN, (G, OC/G, IC/G, k...), has one dim more: pass
     ``weight.flatten(0, 1)``.
@@ -180,7 +180,7 @@ def pack_conv_transpose(
     stride: int | Sequence[int] = 1,
     dilation: int | Sequence[int] = 1,
 ) -> PackedWeight:
-    """Packs an int8 or uint8 weight ``(IC, OC/groups, k...)``, torch's ConvTranspose layout.
+    """Pack an int8 or uint8 weight ``(IC, OC/groups, k...)``, torch's ConvTranspose layout.
 
     Stride and dilation decide which taps meet the same destinations; those are packed together.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.functional.attention import score_scale
+from torchq.functional.attentions import score_scale
 from torchq.nn.binary import _QCombine
 from torchq.nn.float_modules import AttentionOptions
 from torchq.nn.module import QModule
@@ -58,7 +58,7 @@ class QAttention(_QCombine):
         mask: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Attends; ``scale`` takes the place of the module's."""
+        """Attend; ``scale`` takes the place of the module's."""
         query, key, value = (
             self._quantized(query, 0), self._quantized(key, 1), self._quantized(value, 2)
         )  # fmt: skip
@@ -109,7 +109,7 @@ class DynamicQAttention(QModule):
         mask: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Attends; ``scale`` takes the place of the module's."""
+        """Attend; ``scale`` takes the place of the module's."""
         if self.transposed_key:
             key = key.mT
         if self.enable_gqa:

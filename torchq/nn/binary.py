@@ -109,7 +109,7 @@ class QMul(_QBinary):
     _direct = ("mul", "<src_signed> <src_signed> scales zero_points dst_code relu", "dst_high")
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
-        """Multiplies."""
+        """Multiply."""
         src0, src1 = self._quantized(src0, 0), self._quantized(src1, 1)
         scales, zero_points = self._hot()
         dst: Tensor = torch.ops.torchq.mul(
@@ -134,7 +134,7 @@ class QCat(_QCombine):
         return cls(**cls._arguments_from_spec(spec), dim=spec["dim"])
 
     def forward(self, srcs: list[Tensor]) -> Tensor:
-        """Concatenates."""
+        """Concatenate."""
         quantized: list[Tensor] = []
         for i, src in enumerate(srcs):
             quantized.append(self._quantized(src, i))

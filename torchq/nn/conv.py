@@ -161,7 +161,7 @@ class QConv(QLayer):
         contiguous: bool = False,
         dw: "QConv | None" = None,
     ) -> Self:
-        """Quantizes the weight symmetrically and packs it.
+        """Quantize the weight symmetrically and pack it.
 
         Args:
             module: the float layer.

@@ -97,7 +97,7 @@ class QConvTranspose(QLayer):
         post_ops: PostOps | None = None,
         contiguous: bool = False,
     ) -> Self:
-        """Quantizes the weight symmetrically, per output channel, and packs it.
+        """Quantize the weight symmetrically, per output channel, and pack it.
 
         Output channels are dimension 1 of the float weight, inside of the groups that split its
         dimension 0.

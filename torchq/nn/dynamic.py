@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.functional.dynamic import RANGES, check_dynamic_weight
+from torchq.functional.conversions import quantize_weight
+from torchq.functional.linears import RANGES, check_dynamic_weight
 from torchq.functional.packing import PackedWeight, empty_packed, pack_linear
-from torchq.functional.reorder import quantize_weight
 from torchq.nn.module import QModule
 from torchq.quantization.qparams import weight_qparams
 from torchq.quantization.ranges import check_choice
@@ -73,7 +73,7 @@ class DynamicQLinear(QModule):
         bits: int = 8,
         weight_scale: Tensor | None = None,
     ) -> "DynamicQLinear":
-        """Quantizes the weight symmetrically and packs it.
+        """Quantize the weight symmetrically and pack it.
 
         Args:
             module: the float layer.

@@ -233,7 +233,7 @@ class FakeQuantize(nn.Module):
         return None
 
     def why_float(self) -> str:
-        """Why no quantized tensor can hold the result, or "" if one can."""
+        """Return why no quantized tensor can hold the result, or "" if one can."""
         if bool((self.input_low >= self.input_high).any()):
             return (
                 "input_low must be below input_high to be a scale and zero point; otherwise only "

@@ -23,7 +23,7 @@ class Mul(nn.Module):
     """``src0 * src1``, as a module; see :class:`Add`."""
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
-        """Multiplies."""
+        """Multiply."""
         return src0 * src1
 
 
@@ -36,7 +36,7 @@ class Cat(nn.Module):
         self.dim = dim
 
     def forward(self, srcs: list[Tensor]) -> Tensor:
-        """Concatenates."""
+        """Concatenate."""
         return torch.cat(srcs, self.dim)
 
 
@@ -44,7 +44,7 @@ class MatMul(nn.Module):
     """``src0 @ src1``, both given at run time."""
 
     def forward(self, src0: Tensor, src1: Tensor) -> Tensor:
-        """Multiplies."""
+        """Multiply."""
         return torch.matmul(src0, src1)
 
 
@@ -92,7 +92,7 @@ class Attention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """Attends."""
+        """Attend."""
         o = self.options
         key = key.mT if o.transposed_key else key
         return F.scaled_dot_product_attention(

@@ -96,5 +96,5 @@ class FloatWeight(Tensor):
         return memo.setdefault(id(self), self._parameter())  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a parameter with the values."""
+        """Pickle as a parameter with the values."""
         return self._parameter().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

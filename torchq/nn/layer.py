@@ -300,7 +300,7 @@ class QLayer(QModule):
         return attr.set_post_ops(PostOps.parse(self.post_ops).with_channel_values(values))
 
     def refold(self) -> None:
-        """Folds scales, zero points, bias and post-ops anew."""
+        """Fold scales, zero points, bias and post-ops anew."""
         folded = fold(
             type(self).__name__, self._own_attr(), self.packed(), self.bias, self.dst_dtype
         )

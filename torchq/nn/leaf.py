@@ -27,11 +27,11 @@ def constants_of(module: nn.Module) -> dict[str, Any]:
     """Return a float layer's public plain attributes by name: ``in_features`` and the like.
 
     A class that is not of torch.nn may have some of its own. Of a layer that stands for a module
-    (``eager.leaves.stand_in``) they are that module's.
+    (``convert/swap/leaves.py``) they are that module's.
     """
     found: dict[str, Any] = {}
-    if "_stands_for" in vars(module):
-        return dict(vars(module)["_stands_for"])
+    if "_own_constants" in vars(module):
+        return dict(vars(module)["_own_constants"])
     for cls in reversed(type(module).__mro__):
         names = getattr(cls, "__constants__", ())
         if cls.__module__.startswith(("torch.", "torchq.")) or cls is object:

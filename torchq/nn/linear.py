@@ -60,7 +60,7 @@ class QLinear(QLayer):
         affine: bool = False,
         post_ops: PostOps | None = None,
     ) -> "QLinear":
-        """Quantizes the weight symmetrically and packs it.
+        """Quantize the weight symmetrically and pack it.
 
         Args:
             module: the float layer.

@@ -73,7 +73,7 @@ class QMatMul(_QCombine):
         return cls(**cls._arguments_from_spec(spec), post_ops=PostOps.parse(spec["post_ops"]))
 
     def refold(self) -> None:
-        """Folds scales and post-ops anew, for one column; all columns are alike."""
+        """Fold scales and post-ops anew, for one column; all columns are alike."""
         quantized = self.dst_dtype != torch.float32
         self.multiplier, self.offset, self.post_op_params = torch.ops.torchq.fold(
             self.scales[:1],
@@ -90,7 +90,7 @@ class QMatMul(_QCombine):
     def forward(
         self, src0: Tensor, src1: Tensor, post_op_srcs: list[Tensor] | None = None
     ) -> Tensor:
-        """Multiplies."""
+        """Multiply."""
         src0, src1 = self._quantized(src0, 0), self._quantized(src1, 1)
         columns = src1.shape[-1]
         params = self.post_op_params

@@ -35,7 +35,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 def quantize_boundary(
     src: Tensor, scale: Tensor, zero_point: Tensor, code: int, low: int, high: int
 ) -> Tensor:
-    """Quantizes the float source of a quantized module, to 7 bits where the module has only 7.
+    """Quantize the float source of a quantized module, to 7 bits where the module has only 7.
 
     A function because TorchScript compiles it.
 
@@ -113,7 +113,7 @@ class QModule(nn.Module):
         raise NotImplementedError(f"torchq.nn.{cls.__name__}: from_spec is not supported.")
 
     def refold(self) -> None:
-        """Recomputes what follows from other tensors; call it after changing them."""
+        """Recompute what follows from other tensors; call it after changing them."""
 
     def _packed_weights(self) -> dict[str, PackedWeight]:
         """Return the packed weights by what follows ``weight`` in the names of their buffers."""
@@ -143,7 +143,7 @@ class QModule(nn.Module):
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickles.
+        """Unpickle.
 
         Raises:
             ValueError: packed weights, their sums and their bounds do not fit together.

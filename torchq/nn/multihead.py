@@ -54,7 +54,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attends; arguments and results are those of the base class."""
+        """Attend; arguments and results are those of the base class."""
         if is_causal and attn_mask is None:
             raise RuntimeError(
                 "torchq.nn.SplitMultiheadAttention: attn_mask must be given with is_causal, got "

@@ -125,7 +125,7 @@ class QMaxPool(_QPool):
         return cls(src, m.kernel_size, m.stride, m.padding, m.dilation, m.ceil_mode, contiguous)
 
     def forward(self, src: Tensor) -> Tensor:
-        """Pools."""
+        """Pool."""
         dst: Tensor = torch.ops.torchq.max_pool(
             self._quantized_src(src), self.geometry, self.ceil_mode
         )
@@ -187,7 +187,7 @@ class QAvgPool(_QPool):
         return cls(src, m.kernel_size, m.stride, m.padding, *modes, contiguous, dst)
 
     def forward(self, src: Tensor) -> Tensor:
-        """Pools."""
+        """Pool."""
         # avg_pool takes the zero point from the parameters in real units, if there are any
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             zero_point, scales, zero_points = self.src_zero_point, self.scales, self.zero_points
@@ -247,7 +247,7 @@ class QAdaptiveAvgPool(_QPool):
         return cls(src, module.output_size, contiguous, dst)
 
     def forward(self, src: Tensor) -> Tensor:
-        """Pools."""
+        """Pool."""
         size = [src.size(i + 2) if n == 0 else n for i, n in enumerate(self.output_size)]
         dst: Tensor = torch.ops.torchq.adaptive_avg_pool(
             self._quantized_src(src), size, self.scales, self.zero_points, self.dst_code

@@ -68,7 +68,7 @@ class Quantize(QModule):
         return cls(_placeholder(spec["dst"], spec))
 
     def forward(self, src: Tensor) -> Tensor:
-        """Quantizes."""
+        """Quantize."""
         if src.dtype == self.src_dtype:
             return src
         scale, zero_point, axis = self.src_scale, self.src_zero_point, self.axis
@@ -98,7 +98,7 @@ class Dequantize(QModule):
         return cls(_placeholder(spec["src"], spec))
 
     def forward(self, src: Tensor) -> Tensor:
-        """Dequantizes."""
+        """Dequantize."""
         if src.dtype == torch.float32:
             return src
         if src.dtype != self.src_dtype:

@@ -45,7 +45,7 @@ class QResample(_QPool):
         return cls(src, sizes, factors, contiguous)
 
     def forward(self, src: Tensor, size: list[int] | None = None) -> Tensor:
-        """Resizes."""
+        """Resize."""
         target: list[int] = []
         if size is not None:
             target = size

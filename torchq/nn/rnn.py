@@ -55,7 +55,7 @@ class _QRecurrent(FloatParameters, QModule):
     def __init__(
         self, layers: Sequence[QRecurrentLayer], batch_first: bool = False, merge: str = "concat"
     ) -> None:
-        """Stacks layers, each of which reads what the one before emits."""
+        """Stack layers, each of which reads what the one before emits."""
         super().__init__()
         if merge not in MERGES or not layers:
             raise ValueError(
@@ -103,7 +103,7 @@ class _QRecurrent(FloatParameters, QModule):
         attr: Attr | None = None,
         data_dtype: torch.dtype = torch.uint8,
     ) -> Self:
-        """Quantizes and packs a float network; see the class for the arguments.
+        """Quantize and pack a float network; see the class for the arguments.
 
         Raises:
             TypeError: ``module`` is not the float network of this class.

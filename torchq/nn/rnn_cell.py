@@ -49,7 +49,7 @@ class _QCell(FloatParameters, QModule):
         attr: Attr | None = None,
         data_dtype: torch.dtype = torch.uint8,
     ) -> Self:
-        """Quantizes a float cell; ``src`` None makes it dynamic.
+        """Quantize a float cell; ``src`` None makes it dynamic.
 
         ``attr`` and ``data_dtype`` are those of :meth:`QLSTM.from_float`.
 

@@ -63,7 +63,7 @@ def layer_from_float(
     params: RnnParams = NOTHING,
     **options: Any,
 ) -> QRecurrentLayer:
-    """Quantizes one layer of a float module; the factors of ``params`` come before the others."""
+    """Quantize one layer of a float module; the factors of ``params`` come before the others."""
     cell = cell_of(module)
     gates = GATES[cell]
 

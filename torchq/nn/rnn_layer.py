@@ -26,11 +26,6 @@ UNIT_STATE_S8 = QParams.per_tensor(1 / 127, 0, torch.int8)
 """The same for int8, shift 0."""
 
 
-def _packed(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Return the buffers of a weight ``[D, gates, units, inputs]``, by name."""
-    return pack_linear(grouped(weight).flatten(0, 3)).tensors(f"_{name}")
-
-
 class QRecurrentLayer(QModule):
     """One layer of an LSTM, GRU or RNN on a sequence, forward or in both directions.
 
@@ -98,7 +93,7 @@ class QRecurrentLayer(QModule):
         dst_dtype: torch.dtype = torch.float32,
         h_n_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Packs the weights; ``hidden`` defaults to [-1, 1], which holds what an LSTM emits."""
+        """Pack the weights; ``hidden`` defaults to [-1, 1], which holds what an LSTM emits."""
         super().__init__()
         check_choice("nn.QRecurrentLayer", "cell", cell, tuple(CELLS))
         directions, gates, self.hidden_size, self.input_size = weight_src.weight.shape
@@ -171,7 +166,7 @@ class QRecurrentLayer(QModule):
         self.refold()
 
     def _add_weight(self, name: str, weight: RecurrentWeight | None) -> None:
-        """Packs one weight into buffers; None registers that there is none."""
+        """Pack one weight into buffers; None registers that there is none."""
         if weight is None:
             for part in ("weight", "compensation", "pair_bound", "scale"):
                 self.register_buffer(f"{part}_{name}", None)
@@ -222,7 +217,7 @@ class QRecurrentLayer(QModule):
         return attr_of(data, self.scale_src, self.scale_state, self.scale_projection)
 
     def refold(self) -> None:
-        """Folds scales, zero points and biases anew, in double, rounded to float32 once."""
+        """Fold scales, zero points and biases anew, in double, rounded to float32 once."""
         shape = [self.directions, GATES[self.cell], self.hidden_size]
         src = 1.0 if self.dynamic else self.src_scale.double()
         state, hidden = self.state_scale.double(), self.hidden_scale.double()

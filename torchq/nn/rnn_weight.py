@@ -49,7 +49,7 @@ class RecurrentWeight:
     def choose(
         cls, weight: Tensor, factors: Tensor | None, granularity: str, bits: int
     ) -> RecurrentWeight:
-        """Quantizes with oneDNN's factors, or where there are none with scales that are chosen."""
+        """Quantize with oneDNN's factors, or where there are none with scales that are chosen."""
         if factors is None:
             return cls.quantize(weight, granularity, bits)
         return cls.of_factors(weight, factors)

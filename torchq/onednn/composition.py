@@ -159,7 +159,7 @@ def compose(
     allow_binary: bool = True,
     drop_inner_round: bool = False,
 ) -> Composed:
-    """Lets a convolution, linear, matmul or deconvolution take over the steps that follow it.
+    """Let a convolution, linear, matmul or deconvolution take over the steps that follow it.
 
     Step by step in order, until one is refused: that one and the rest stay float, and the result
     says why. A refused step changes nothing. With ``acc`` the exact integer sum, the result means::

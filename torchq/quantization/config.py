@@ -9,14 +9,13 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from torchq.quantization.observers import (
+from torchq.quantization.observers.base import Observer
+from torchq.quantization.observers.binned import (
     EntropyObserver,
     HistogramObserver,
-    MinMaxObserver,
-    MovingAverageObserver,
-    Observer,
     PercentileObserver,
 )
+from torchq.quantization.observers.minmax import MinMaxObserver, MovingAverageObserver
 from torchq.quantization.ranges import WEIGHT_GRANULARITIES, check_bits, check_choice, check_dtype
 
 OBSERVERS: dict[str, Callable[[], Observer]] = {
@@ -134,7 +133,7 @@ Overrides = Mapping[str, QConfig | None]
 
 
 def resolve(overrides: Overrides | None, name: str, default: QConfig | None) -> QConfig | None:
-    """Chooses the configuration of the module or activation with the qualified name ``name``.
+    """Choose the configuration of the module or activation with the qualified name ``name``.
 
     Patterns are matched with ``fnmatch``, case-sensitively, against the whole name; ``*`` also
     matches dots. One that matches a module holds for all that is in it. If several match, the one
@@ -177,7 +176,7 @@ def unmatched_patterns(overrides: Overrides | None, names: Iterable[str]) -> lis
     Raises:
         TypeError: ``overrides`` is no mapping from str to QConfig or None.
     """
-    known = {spelled for name in names for spelled in _with_containers(name)}
+    known = {full for name in names for full in _with_containers(name)}
     return [
         pattern
         for pattern in check_overrides(overrides)

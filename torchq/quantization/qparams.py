@@ -260,7 +260,7 @@ def weight_qparams(
 
 
 def output_channel_rows(weight: Tensor, channel_axis: int = 0, groups: int = 1) -> Tensor:
-    """Rearranges a weight to ``[output channels, values per channel]``, detached.
+    """Rearrange a weight to ``[output channels, values per channel]``, detached.
 
     Raises:
         TypeError: ``weight`` is not a floating-point tensor.

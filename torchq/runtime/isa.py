@@ -102,7 +102,7 @@ def memory_info() -> dict[str, int]:
 
 
 def release_memory() -> int:
-    """Frees the memory torchq keeps between calls; returns how many bytes that were.
+    """Free the memory torchq keeps between calls; return how many bytes that were.
 
     The next calls allocate it again. Threads that run an op at this moment keep theirs.
     :func:`memory_info` says what there is.

@@ -86,12 +86,10 @@ _shortcut: Callable[[str, Any], Any] = _calls.shortcut
 new_site: Callable[[type], Callable[..., Any]] = _calls.site
 """A place where modules are called, ``site(module, *args)``, or their ops without them, where the
 modules' class is a subclass of the one given."""
-all_tensors: Callable[[], list[Tensor]] = _calls.tensors
-"""Every tensor and parameter there is, but for those of subclasses."""
 
 
 def shorten_calls(name: str) -> None:
-    """Lets calls of ``torch.ops.torchq.<name>`` take the short way of ``csrc/python/call.cpp``.
+    """Let calls of ``torch.ops.torchq.<name>`` take the faster ``csrc/python/call.cpp``.
 
     The op remains the object that torch knows: only what its two callables run in the end is
     replaced, and TorchScript is told that it is the same op. (Its hash changes with them: an op

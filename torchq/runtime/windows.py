@@ -88,7 +88,7 @@ def check_steps(op: str, name: str, weight: Sequence[int], steps: Sequence[int])
 
 
 def _windows(size: int, fields: Sequence[int], ceil_mode: bool = False) -> int:
-    """How many windows there are along one dimension."""
+    """Return how many windows there are along one dimension."""
     kernel, stride, begin, end, dilation = fields
     span = size + begin + end - dilation * (kernel - 1) - 1
     if not ceil_mode:

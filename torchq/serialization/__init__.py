@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.arguments import check_type
-from torchq.convert.dispatch import dispatches
+from torchq.convert.dispatch import dispatches, share_weights
 from torchq.convert.graph_code import with_code
 from torchq.convert.graph_module import QuantizedGraph
 from torchq.convert.rows import Row
-from torchq.convert.share import share_weights
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.nn.experts import QExperts
 from torchq.nn.fake_quantize import FakeQuantize

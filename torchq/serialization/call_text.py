@@ -44,7 +44,7 @@ def describe(dispatch: Dispatch) -> Tensor:
 
 
 def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> None:
-    """Attaches a graph to a module, with what :func:`describe` wrote of its calls.
+    """Attach a graph to a module, with what :func:`describe` wrote of its calls.
 
     Raises:
         ValueError: the module returns a class that is not imported yet.

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from torchq.convert.graph_data import by_name, is_known, name_of
 from torchq.convert.graph_module import QuantizedGraph
-from torchq.convert.names import by_name, is_known, name_of
 from torchq.nn.module import QModule
 
 GRAPH_KEY = "torchq_graph"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchq.convert.swap.leaves import stand_in
+from torchq.convert.swap.leaves import equivalent_layer
 from torchq.nn.float_modules import is_experts
 from torchq.nn.model_state import twin
 
@@ -39,7 +39,7 @@ class Recording:
     """Observations of one run, by qualified name.
 
     Attributes:
-        leaves: the layer of torch.nn that a module is or computes (:func:`stand_in`).
+        leaves: the layer of torch.nn that a module is or computes (:func:`equivalent_layer`).
         calls: of leaves.
         read: leaves that are not called, but whose parameters are used.
     """
@@ -75,7 +75,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """
     recording, reads, run = Recording(), _Reads(), twin(model)
     for name, module in model.named_modules():
-        if (layer := stand_in(module)) is not None:
+        if (layer := equivalent_layer(module)) is not None:
             recording.leaves[name] = layer
         elif is_experts(module):
             recording.leaves[name] = module

@@ -24,7 +24,7 @@ _ADDS = (operator.add, torch.add, "add")
 _RESHAPES = ("view", "reshape", "flatten", torch.reshape, torch.flatten)
 
 
-def stand_in(module: nn.Module) -> nn.Module | None:
+def equivalent_layer(module: nn.Module) -> nn.Module | None:
     """Return the module, one of torch.nn that computes the same, or None where it is no leaf."""
     if next(module.children(), None) is not None or is_patched(module):
         return None
@@ -39,7 +39,7 @@ def stand_in(module: nn.Module) -> nn.Module | None:
         if layer is None or not _agree(copied, layer):
             return None
         own = constants_of(module)
-        vars(layer)["_stands_for"] = own
+        vars(layer)["_own_constants"] = own
         vars(layer)["_turned"] = _is_turned(module, layer)
         return layer if constants_of(copied) == own else None  # else it keeps state
     except Exception:  # of its code, when it is traced or gets a source of another shape

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, NO_DYNAMIC_FORM, RECURRENT
+from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, NO_DYNAMIC_FORM, RECURRENT, TOO_LONG
 from torchq.convert.rows import NOT_CALLED, READ, Row
 from torchq.convert.self_contained import observed
 from torchq.convert.swap.calls import Recording
@@ -20,7 +20,6 @@ from torchq.quantization.config import Overrides, QConfig, resolve
 
 OTHER_CODE = "the model's code does something else with another kind of layer"
 _SCRIPTED = {cls.__name__ for cls in (*MATMUL, nn.LSTM, nn.GRU, nn.RNN)}
-_TOO_LONG = f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
 
 
 class Plan:
@@ -38,7 +37,7 @@ class Plan:
         config: QConfig,
         overrides: Overrides | None,
     ) -> None:
-        """Decides; nothing is changed yet."""
+        """Decide; nothing is changed yet."""
         self.recording = recording
         self._model, self._config, self._overrides = model, config, overrides
         self.reasons = {
@@ -84,13 +83,13 @@ class Plan:
             return ""
         if isinstance(layer, RECURRENT):
             if max(p.size(-1) for p in layer.parameters() if p.dim() > 1) > MAX_REDUCTION:
-                return _TOO_LONG
+                return TOO_LONG
         else:
             assert isinstance(layer, MATMUL)
             if config.dynamic and not isinstance(layer, nn.Linear):
                 return NO_DYNAMIC_FORM
             if reduction(layer) > MAX_REDUCTION:
-                return _TOO_LONG
+                return TOO_LONG
             if any(call.more for call in calls):
                 return "called with other arguments than its source"
         dtypes = {dtype for call in calls for dtype in call.dtypes} - {torch.float32}

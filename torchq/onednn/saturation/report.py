@@ -255,7 +255,7 @@ def _broadcast(scale: Tensor, weight: Tensor, groups: int, transposed: bool) -> 
 def _hooked(
     modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor], report: Report, replace: bool
 ) -> Iterator[None]:
-    """Lets every module report, or return what it would have returned."""
+    """Let every module report, or return what it would have returned."""
     layers = {layer.name: layer for layer in report.layers}
 
     def hook(name: str) -> Any:

@@ -71,7 +71,7 @@ class Observer(nn.Module):
     def qparams(
         self, dtype: torch.dtype = torch.uint8, bits: int = 8, symmetric: bool = False
     ) -> QParams:
-        """Chooses the parameters for what was recorded; see ``choose_qparams`` for the arguments.
+        """Choose the parameters for what was recorded; see ``choose_qparams`` for the arguments.
 
         Raises:
             RuntimeError: no data was recorded.

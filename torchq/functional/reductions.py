@@ -89,7 +89,7 @@ def resampling(
     dst_dtype: torch.dtype | None = None,
     post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Resizes the spatial dims of ``(N, C, spatial...)`` to ``size``; dst is channels-last.
+    """Resize the spatial dims of ``(N, C, spatial...)`` to ``size``; dst is channels-last.
 
     Output ``o`` reads at ``s = (o + 0.5) * input / output - 0.5`` (float32). ``nearest`` takes the
     value at ``s`` rounded half away from zero: for whole factors that of ``torch``'s ``nearest``,

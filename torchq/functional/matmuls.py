@@ -28,7 +28,7 @@ def matmul(
     dst_dtype: torch.dtype = torch.float32,
     post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Quantizes ``post_ops(src_scale * weight_scale * (src - z_src) @ (weight - z_w) + bias)``.
+    """Quantize ``post_ops(src_scale * weight_scale * (src - z_src) @ (weight - z_w) + bias)``.
 
     The sum over k is exact. With scales or zero points per group of k, each group's exact sum is
     scaled on its own, and float32 adds them in order of k::
@@ -305,7 +305,7 @@ def _fold(
     bias: Tensor | None,
     dst_dtype: torch.dtype,
 ) -> Folded:
-    """Folds as for a linear layer of the same scales, once per group of k."""
+    """Fold as for a linear layer of the same scales, once per group of k."""
     n, k = weight.shape[-1], weight.shape[-2]
     empty = torch.empty(0, dtype=torch.float32, device="cpu")
     layer = PackedWeight(empty, empty, empty, (n, k), 1, ())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a plain graph calls what a captured one calls by ATen overloads: so that it scripts."""
+"""Rewrites ATen calls of a captured graph as calls of torch, which script."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def base_name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def spelled(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
+def as_torch_call(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
     """Return kind, target and arguments of the node that makes an ATen call."""
     if not isinstance(target, torch._ops.OpOverload):
         return "call_function", _NUMBERS.get(target, target), args, kwargs

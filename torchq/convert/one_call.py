@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules as one call of a captured graph.
+
+Of recurrent modules torch.export would unroll the steps; the code of fake quantizers looks into
+buffers.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+
+from torchq.convert.fake import is_fake, is_watcher
+from torchq.convert.module_kinds import is_foreign
+
+RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+
+_library = torch.library.Library("torchq_capture", "DEF")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "recurrent(Tensor[] srcs, str name, str kind, int hidden, int projected, int layers, "
+    "int directions, bool batch_first) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@torch.library.impl(_library, "recurrent", "Meta")
+def _fake(
+    srcs: list[Tensor], name: str, kind: str, hidden: int, projected: int, layers: int,
+    directions: int, batch_first: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Return results without values: the output, and the last states."""
+    src = srcs[0]
+    if kind.endswith("Cell"):
+        shape = [*src.shape[:-1], hidden]
+        return [src.new_empty(shape) for _ in range(2 if kind == "LSTMCell" else 1)]
+    batch = [] if src.dim() == 2 else [src.shape[0 if batch_first else 1]]
+    output = src.new_empty([*src.shape[:-1], projected * directions])
+    state = src.new_empty([layers * directions, *batch, projected])
+    if kind != "LSTM":
+        return [output, state]
+    return [output, state, src.new_empty([layers * directions, *batch, hidden])]
+
+
+def as_one_call(model: nn.Module) -> nn.Module:
+    """Make each recurrent module of a copy of a model call ``torchq_capture::recurrent``."""
+    for name, module in model.named_modules():
+        if isinstance(module, RECURRENT) and not is_foreign(module):
+            vars(module)["_torchq_name"] = name
+            vars(module)["forward"] = types.MethodType(_forward, module)
+    return model
+
+
+def _forward(module: Any, input: Any, hx: Any = None) -> Any:
+    """Call the op; give the results as the module does."""
+    if isinstance(input, PackedSequence):
+        raise TypeError(f"'{module._torchq_name}' reads a packed sequence")
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise TypeError(f"'{module._torchq_name}' has hooks, which its quantized form keeps")
+    kind = next(cls.__name__ for cls in type(module).__mro__ if cls in RECURRENT)
+    states = [] if hx is None else [hx] if isinstance(hx, Tensor) else list(hx)
+    cell = kind.endswith("Cell")
+    hidden = module.hidden_size
+    projected = hidden if cell else module.proj_size or hidden
+    found = torch.ops.torchq_capture.recurrent(
+        [input, *states], module._torchq_name, kind, hidden, projected,
+        1 if cell else module.num_layers, 2 if not cell and module.bidirectional else 1,
+        False if cell else module.batch_first,
+    )  # fmt: skip
+    if cell:
+        return tuple(found) if kind == "LSTMCell" else found[0]
+    return found[0], tuple(found[1:]) if kind == "LSTM" else found[1]
+
+
+_FLAGS = ("observer_enabled", "static_enabled")
+
+_NAMES = ("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine")
+_FUNCTIONS = [(getattr(torch, name), getattr(torch.ops.aten, name)) for name in _NAMES]
+
+
+def _empty(src: Tensor, *args: Any) -> Tensor:
+    """Return a result without values."""
+    return torch.empty_like(src)
+
+
+def _define(name: str, schema: str) -> None:
+    _library.define(f"{name}({schema}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(name, _empty, "Meta")  # type: ignore[no-untyped-call]
+
+
+_define("fake_quantize", "Tensor src, str name")
+for _, _packet in _FUNCTIONS:  # these have no kernel for sizes that vary
+    for _overload in _packet.overloads():
+        _schema = getattr(_packet, _overload)._schema
+        _define(_schema.name.partition("::")[2] + f".{_schema.overload_name}".rstrip("."),
+                str(_schema).partition("(")[2].rpartition(")")[0])  # fmt: skip
+
+
+class FakeFunctions(TorchFunctionMode):
+    """Makes ``torch.fake_quantize_*`` calls of ``torchq_capture``, while a module is exported.
+
+    Attributes:
+        seen: whether there were any.
+    """
+
+    def __init__(self, replace: bool = True) -> None:
+        """``replace=False`` only looks; exporting takes twice as long with this mode."""
+        super().__init__()
+        self.replace, self.seen = replace, False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call the function or its twin."""
+        for function, packet in _FUNCTIONS:
+            if func is function or func is packet or getattr(func, "overloadpacket", 0) is packet:
+                self.seen = True
+                if self.replace:
+                    func = getattr(torch.ops.torchq_capture, packet.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def as_fake_calls(model: nn.Module) -> nn.Module:
+    """Make each fake quantizer of a copy of a model call ``torchq_capture::fake_quantize``."""
+    for name, module in model.named_modules():
+        if is_fake(module):
+            vars(module)["_torchq_name"] = name
+            vars(module)["forward"] = types.MethodType(_fake_forward, module)
+    return model
+
+
+def _fake_forward(module: Any, src: Tensor) -> Tensor:
+    result: Tensor = torch.ops.torchq_capture.fake_quantize(src, module._torchq_name)
+    return result
+
+
+def without_observers(model: nn.Module) -> nn.Module:
+    """Freeze the scales of fake quantizers of a copy; what only observes passes values on."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if name and is_watcher(module) and not is_fake(parent):
+            model.set_submodule(name, nn.Identity())
+        for flag in _FLAGS:
+            enabled = getattr(module, flag, None)
+            if isinstance(enabled, Tensor):
+                enabled.zero_()
+    return model
