@@ -27,7 +27,8 @@ extensions = [
     "generated",
     "pictures",
 ]
-exclude_patterns = ["_build", "_templates", "_extensions"]
+# Examples are part of the pages of the names that they belong to.
+exclude_patterns = ["_build", "_templates", "_extensions", "reference/examples"]
 templates_path = ["_templates"]
 # One backtick around a name of torchq links to its page.
 default_role = "py:obj"

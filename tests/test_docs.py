@@ -15,9 +15,12 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
+
+import torchq
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -120,6 +123,17 @@ def test_links_of_llms_txt_lead_to_pages() -> None:
     assert links and set(links) - generated <= pages
     for link in generated:
         importlib.import_module(link.removeprefix("reference/api/"))
+
+
+def test_examples_stand_under_public_names() -> None:
+    names = [
+        name
+        for path in (ROOT / "docs/reference/examples").glob("*.md")
+        for name in re.findall(r"^## (\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert len(names) == len(set(names)) > 100
+    for name in names:
+        assert name.startswith("torchq.") and attrgetter(name[7:])(torchq), name
 
 
 def test_blocks_are_found_with_their_lines_and_marks() -> None:

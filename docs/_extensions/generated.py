@@ -21,7 +21,7 @@ _WIDTH = 88
 
 
 def schemas() -> dict[str, str]:
-    """Returns the schema of every public op, by its name."""
+    """Return the schema of every public op, by its name."""
     found = {
         schema.name.removeprefix("torchq::"): str(schema).removeprefix("torchq::")
         for schema in torch._C._jit_get_all_schemas()
@@ -31,7 +31,7 @@ def schemas() -> dict[str, str]:
 
 
 def wrapped(schema: str) -> str:
-    """Returns a schema whose arguments are on indented lines, where it is too long for one."""
+    """Return a schema whose arguments are on indented lines, where it is too long for one."""
     if len(schema) <= _WIDTH:
         return schema
     name, rest = schema.split("(", 1)
@@ -43,7 +43,7 @@ def wrapped(schema: str) -> str:
 
 
 def help_of(*arguments: str) -> str:
-    """Returns what ``python -m torchq ... --help`` prints."""
+    """Return what ``python -m torchq ... --help`` prints."""
     printed = io.StringIO()
     environment = {**os.environ, "COLUMNS": str(_WIDTH), "NO_COLOR": "1"}
     with (
@@ -60,10 +60,10 @@ def _block(text: str, language: str = "text") -> nodes.literal_block:
 
 
 class Ops(SphinxDirective):
-    """Lists every op with its schema."""
+    """List every op with its schema."""
 
     def run(self) -> list[nodes.Node]:
-        """Returns a heading and a block for each."""
+        """Return a heading and a block for each."""
         result: list[nodes.Node] = []
         for name, schema in schemas().items():
             title = nodes.rubric("", "", nodes.literal("", f"torch.ops.torchq.{name}"))
@@ -73,10 +73,10 @@ class Ops(SphinxDirective):
 
 
 class Commands(SphinxDirective):
-    """Shows the help of the command line, and of each of its commands."""
+    """Show the help of the command line, and of each of its commands."""
 
     def run(self) -> list[nodes.Node]:
-        """Returns a section for each command."""
+        """Return a section for each command."""
         text = help_of()
         result: list[nodes.Node] = [_block(text)]
         names = re.search(r"\{([\w,-]+)\}", text)
@@ -88,7 +88,7 @@ class Commands(SphinxDirective):
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Registers the directives."""
+    """Register the directives."""
     app.add_directive("ops", Ops)
     app.add_directive("commands", Commands)
     return {"parallel_read_safe": True}

@@ -19,7 +19,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from torchq.observers import HistogramObserver, MinMaxObserver
+import torchq
 
 _DOCS = Path(__file__).parents[1]
 _SHOWN = ("resnet50", "mobilenet_v2", "vit_b_16", "bert_base")
@@ -35,7 +35,7 @@ class Point:
 
 
 def rows(text: str, heading: str) -> list[dict[str, str]]:
-    """Returns the rows of the table under a heading, by the names of its columns."""
+    """Return the rows of the table under a heading, by the names of its columns."""
     section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     cells = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines]
@@ -43,7 +43,7 @@ def rows(text: str, heading: str) -> list[dict[str, str]]:
 
 
 def contenders(text: str, model: str) -> list[Point]:
-    """Returns time and precision of each contender on a model, from docs/models.md."""
+    """Return time and precision of each contender on a model, from docs/models.md."""
     precision = next(row for row in rows(text, "Precision and size") if row["model"] == model)
     times = next(row for row in rows(text, "Time on 1 thread, ms") if row["model"] == model)
     columns = {
@@ -72,14 +72,14 @@ def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
 
 
 def _ticks(largest: float) -> list[float]:
-    """Returns three to five round numbers from 0 on that cover a value."""
+    """Return three to five round numbers from 0 on that cover a value."""
     step = 10.0 ** math.floor(math.log10(largest / 2))
     step *= next(factor for factor in (1, 2, 5, 10) if step * factor * 4 >= largest)
     return [i * step for i in range(math.ceil(largest / step) + 1)]
 
 
 def _chart(model: str, points: Sequence[Point]) -> str:
-    """Returns one panel: further left is faster, higher is more precise."""
+    """Return one panel: further left is faster, higher is more precise."""
     width, height, left, top, right, base = 350, 240, 34, 40, 24, 196
     across = _ticks(max(point.milliseconds for point in points))
     up = _ticks(max(point.decibels for point in points))
@@ -111,7 +111,7 @@ def _chart(model: str, points: Sequence[Point]) -> str:
 
 
 def accuracy_and_time() -> str:
-    """Draws precision against time of four networks, one panel each."""
+    """Draw precision against time of four networks, one panel each."""
     text = (_DOCS / "models.md").read_text(encoding="utf-8")
     found = {model: contenders(text, model) for model in _SHOWN}
     legend = "".join(
@@ -123,12 +123,12 @@ def accuracy_and_time() -> str:
 
 
 def histogram() -> str:
-    """Draws what an observer has seen of a GELU, with the ranges that two observers choose."""
+    """Draw what an observer has seen of a GELU, with the ranges that two observers choose."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(1 << 19, generator=generator)
     values = torch.nn.functional.gelu(values)
     values[:4] = torch.tensor([6.0, 7.0, 8.0, 12.0])  # outliers, as transformers have them
-    searched, widest = HistogramObserver(), MinMaxObserver()
+    searched, widest = torchq.observers.HistogramObserver(), torchq.observers.MinMaxObserver()
     searched(values)
     widest(values)
     seen = searched.histogram()
@@ -163,7 +163,7 @@ def histogram() -> str:
 
 
 def flow() -> str:
-    """Returns the drawing of the flow."""
+    """Return the drawing of the flow."""
     text = (_DOCS / "_static" / "flow.svg").read_text(encoding="utf-8")
     return re.sub(r"<\?xml.*?\?>|<!--.*?-->", "", text, flags=re.DOTALL)
 
@@ -178,7 +178,7 @@ class Picture(SphinxDirective):
     has_content = True
 
     def run(self) -> list[nodes.Node]:
-        """Returns the drawing and its caption."""
+        """Return the drawing and its caption."""
         if self.arguments[0] not in PICTURES:
             raise self.error(f"picture must be one of {', '.join(PICTURES)}")
         figure = nodes.container(classes=["picture"])
@@ -190,6 +190,6 @@ class Picture(SphinxDirective):
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Registers the directive."""
+    """Register the directive."""
     app.add_directive("picture", Picture)
     return {"parallel_read_safe": True}

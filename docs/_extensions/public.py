@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -30,8 +32,12 @@ _SECTION = re.compile(
 )
 
 
+for _name in MODULES[1:]:  # some are attributes of torchq, and no modules of this name
+    sys.modules.setdefault(_name, getattr(importlib.import_module("torchq"), _name[7:]))
+
+
 def names() -> dict[str, dict[str, list[str]]]:
-    """Returns the names in each public module, as ``{"functions": [...], "classes": [...]}``."""
+    """Return the names in each public module, as ``{"functions": [...], "classes": [...]}``."""
     return {name: _members(name) for name in MODULES}
 
 
@@ -49,7 +55,7 @@ def _members(module_name: str) -> dict[str, list[str]]:
 
 
 def _defined(module: Any) -> list[str]:
-    """Returns the functions and classes that a module without ``__all__`` defines itself."""
+    """Return the functions and classes that a module without ``__all__`` defines itself."""
     return [
         name
         for name, value in vars(module).items()
@@ -60,7 +66,7 @@ def _defined(module: Any) -> list[str]:
 
 
 def literal_blocks(lines: list[str]) -> list[str]:
-    """Returns a docstring in which indented blocks outside of Google sections are literal."""
+    """Return a docstring in which indented blocks outside of Google sections are literal."""
     result: list[str] = []
     in_section = in_block = False
     for line in lines:
@@ -79,10 +85,23 @@ def literal_blocks(lines: list[str]) -> list[str]:
 
 def _process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     lines[:] = literal_blocks(lines)
+    if name in _EXAMPLES:
+        lines += ["", ".. rubric:: Example", "", ".. code-block:: pycon", ""]
+        lines += [f"   {line}" for line in _EXAMPLES[name]]
+
+
+def _read_examples() -> dict[str, list[str]]:
+    """Return the session under each heading of docs/reference/examples, by its public name."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((Path(__file__).parents[1] / "reference/examples").glob("*.md")):
+        for section in path.read_text(encoding="utf-8").split("\n## ")[1:]:
+            name, _, text = section.partition("\n")
+            found[name] = text.split("```pycon\n")[1].split("```")[0].splitlines()
+    return found
 
 
 def _aliases() -> dict[str, str]:
-    """Returns defining name -> public name of every public class and function."""
+    """Return defining name -> public name of every public class and function."""
     found: dict[str, str] = {}
     for module, members in names().items():
         for name in [*members["functions"], *members["classes"]]:
@@ -92,7 +111,7 @@ def _aliases() -> dict[str, str]:
 
 
 def _resolve(app: Sphinx, env: BuildEnvironment, node: Any, contnode: Any) -> nodes.Node | None:
-    """Links a reference to a defining module, or a bare public name, to the public page."""
+    """Link a reference to a defining module, or a bare public name, to the public page."""
     if node.get("refdomain") != "py":
         return None
     target = str(node.get("reftarget", "")).removeprefix("~").removesuffix("()")
@@ -107,11 +126,13 @@ def _resolve(app: Sphinx, env: BuildEnvironment, node: Any, contnode: Any) -> no
 
 
 _ALIASES: dict[str, str] = {}
+_EXAMPLES: dict[str, list[str]] = {}
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Registers with Sphinx; before napoleon, which reads the Google sections."""
+    """Register with Sphinx; before napoleon, which reads the Google sections."""
     _ALIASES.update(_aliases())
+    _EXAMPLES.update(_read_examples())
     app.connect("autodoc-process-docstring", _process, priority=400)
     app.connect("missing-reference", _resolve)
     return {"parallel_read_safe": True}
