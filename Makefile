@@ -19,7 +19,8 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-emulated test-report conformance zoo wheel wheel-test lint format bench build clean distclean
+.PHONY: help demo test test-emulated test-report conformance zoo docs wheel wheel-test lint format \
+  bench build clean distclean
 
 help:  ## This list
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -52,6 +53,10 @@ zoo: $(VENV)/.bench  ## Whole published networks at full size, beside the peers
 bench: $(VENV)/.bench  ## Times against the peers; options: make bench ARGS=...
 	$(BIN)/python -m benchmarks $(ARGS)
 
+docs: $(VENV)/.docs  ## The site, in docs/_build/html; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo 'The site is docs/_build/html/index.html.'
+
 build: $(LIBRARY)  ## Only the environment and the extension
 
 # torch's own libraries are the user's, and libgomp the one that torch brings.
@@ -78,6 +83,7 @@ format: $(VENV)/.lint  ## Rewrite the sources in the project's format
 
 clean:  ## Remove what was built, keep .venv
 	rm -rf build dist *.egg-info torchq/*.so torchq/built_for.txt compile_commands.json
+	rm -rf docs/_build docs/reference/api
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

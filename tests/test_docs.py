@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the code of README.md and of every page of the site, page by page.
+
+A block that opens with ``python`` is executed. One that opens with ``pycon`` is a session, whose
+output is compared. The blocks of a page share one namespace, in an empty folder. A comment in front
+of a block, ``<!-- not run: reason -->``, leaves it out.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+
+import torchq
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts),
+]
+_FENCE = re.compile(r"^( *)(`{3,}|~{3,})(.*)$")
+_NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
+_LANGUAGES = ("python", "pycon")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+    line: int
+    runs: bool
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """Yields the outermost fenced blocks."""
+    lines = text.splitlines()
+    i = 0
+    while i < len(lines):
+        start = _FENCE.match(lines[i])
+        if start is None:
+            i += 1
+            continue
+        indent, fence, info = len(start[1]), start[2], start[3].strip()
+        end = next(
+            (j for j in range(i + 1, len(lines)) if re.match(rf" *{fence}[`~]*\s*$", lines[j])),
+            len(lines),
+        )
+        before = next((line for line in reversed(lines[:i]) if line.strip()), "")
+        body = "\n".join(line[indent:] for line in lines[i + 1 : end]) + "\n"
+        yield Block(info, body, i + 2, not _NOT_RUN.fullmatch(before.strip()))
+        i = end + 1
+
+
+def run_page(path: Path, code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executes the blocks of a page one after the other, as a script in the current folder."""
+    script = Path.cwd() / "page.py"
+    script.write_text(_script(code))
+    module = types.ModuleType("__main__")  # pickle and processes look classes up there
+    module.__file__ = str(script)
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for block in code:
+        if block.language == "python":
+            exec(compile(_script([block]), str(script), "exec"), vars(module))
+            continue
+        name, line = path.stem, block.line - 1
+        session = doctest.DocTestParser().get_doctest(block.text, {}, name, str(path), line)
+        assert session.examples, f"{path}:{block.line}: a session without >>>"
+        session.globs = vars(module)
+        told: list[str] = []
+        runner.run(session, out=told.append, clear_globs=False)
+        assert not told, "".join(told)
+
+
+def _script(code: list[Block]) -> str:
+    """Returns the Python blocks with the line numbers that they have in their page."""
+    text = ""
+    for block in code:
+        if block.language == "python":
+            text += "\n" * (block.line - 1 - text.count("\n")) + block.text
+    return text
+
+
+def _marked(path: Path) -> object:
+    name = str(path.relative_to(ROOT))
+    marks = []
+    if name == "README.md":
+        reason = "its second block names a config and overrides that it does not define"
+        marks.append(pytest.mark.xfail(reason=reason, raises=NameError, strict=True))
+    return pytest.param(path, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("path", [_marked(path) for path in PAGES])
+def test_the_code_of_a_page_runs(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list(blocks(path.read_text(encoding="utf-8")))
+    strange = [b.line for b in found if "python" in b.language and b.language not in _LANGUAGES]
+    strange += [b.line for b in found if b.language == "{code-block} python" and b.runs]
+    assert not strange, f"{path}: lines {strange}: write ```python or ```pycon, or mark as not run"
+    code = [block for block in found if block.runs and block.language in _LANGUAGES]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["page"])
+    run_page(path, code, monkeypatch)
+
+
+def test_links_of_llms_txt_lead_to_pages() -> None:
+    text = (ROOT / "docs/llms.txt").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([\w/.]+)\.html\)", text)
+    pages = {str(page.relative_to(ROOT / "docs"))[:-3] for page in PAGES[1:]}
+    generated = {link for link in links if link.startswith("reference/api/")}
+    assert links and set(links) - generated <= pages
+    for link in generated:
+        importlib.import_module(link.removeprefix("reference/api/"))
+
+
+def test_examples_stand_under_public_names() -> None:
+    names = [
+        name
+        for path in (ROOT / "docs/reference/examples").glob("*.md")
+        for name in re.findall(r"^## (\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert len(names) == len(set(names)) > 100
+    for name in names:
+        assert name.startswith("torchq.") and attrgetter(name[7:])(torchq), name
+
+
+def test_blocks_are_found_with_their_lines_and_marks() -> None:
+    text = "a\n```python\nx = 1\n```\n<!-- not run: slow -->\n\n```pycon\n>>> y\n```\n"
+    text += "````text\n```\n````"
+    assert list(blocks(text)) == [
+        Block("python", "x = 1\n", 3, True),
+        Block("pycon", ">>> y\n", 8, False),
+        Block("text", "```\n", 11, True),
+    ]
+
+
+def test_a_wrong_output_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.md"
+    with pytest.raises(AssertionError, match="Expected"):
+        run_page(page, [Block("pycon", ">>> 1 + 1\n3\n", 1, True)], monkeypatch)
+    code = [Block("python", "n = 1\n", 1, True), Block("pycon", ">>> n + 1\n2\n", 3, True)]
+    run_page(page, code, monkeypatch)
+
+
+def test_code_of_a_page_can_be_pickled_and_scripted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = """
+import pickle, torch
+
+class Twice(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+assert pickle.loads(pickle.dumps(Twice()))(3) == 6
+assert torch.jit.script(Twice())(torch.ones(1)) == 2
+"""
+    run_page(tmp_path / "page.md", [Block("python", text, 7, True)], monkeypatch)
