@@ -22,6 +22,9 @@ import pytest
 
 import torchq
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "_extensions"))
+import bars
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
@@ -92,16 +95,7 @@ def _script(code: list[Block]) -> str:
     return text
 
 
-def _marked(path: Path) -> object:
-    name = str(path.relative_to(ROOT))
-    marks = []
-    if name == "README.md":
-        reason = "its second block names a config and overrides that it does not define"
-        marks.append(pytest.mark.xfail(reason=reason, raises=NameError, strict=True))
-    return pytest.param(path, id=name, marks=marks)
-
-
-@pytest.mark.parametrize("path", [_marked(path) for path in PAGES])
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_code_of_a_page_runs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,3 +164,20 @@ assert pickle.loads(pickle.dumps(Twice()))(3) == 6
 assert torch.jit.script(Twice())(torch.ones(1)) == 2
 """
     run_page(tmp_path / "page.md", [Block("python", text, 7, True)], monkeypatch)
+
+
+def test_readme_shows_the_times_of_docs_models() -> None:
+    measured = bars.times()
+    shown = re.findall(
+        r"(?m)^\| ([\w/ -]+)[^|]*\| \*\*([\d.]+)\*\* \|(.*)", (ROOT / "README.md").read_text()
+    )
+    assert [row[0].strip() for row in shown] == list(bars.NETWORKS.values())
+    columns = [*bars.CONTENDERS.values(), "float"]
+    for network, row in zip(bars.NETWORKS, shown, strict=True):
+        figures = [row[1], *re.findall(r"[\d.]+", row[2])[:4]]
+        for column, figure in zip(columns, figures, strict=True):
+            assert float(figure) == pytest.approx(measured[network][column], rel=0.06), column
+
+
+def test_the_picture_of_the_readme_is_that_of_docs_models() -> None:
+    assert bars.PICTURE.read_text() == bars.draw(), "run python docs/_extensions/bars.py"
