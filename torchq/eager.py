@@ -8,12 +8,23 @@ from typing import Any
 
 from torch import nn
 
-from torchq.convert.api import calibrate, convert
-from torchq.convert.swap.flow import prepare
+from torchq.convert.api import converted_model
+from torchq.convert.swap.flow import calibrate, prepare
 from torchq.nn.inputs import Inputs
 from torchq.quantization.config import Overrides, QConfig
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
+
+
+def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
+    """Return the quantized model, as :func:`torchq.convert`; the prepared one stays as it is.
+
+    Raises:
+        RuntimeError: a layer was never calibrated (the message names it), or ``strict`` and
+            something stays float.
+        ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
+    """
+    return converted_model(prepared, strict, every_leaf=True)
 
 
 def quantize(

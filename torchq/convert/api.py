@@ -34,7 +34,7 @@ from torchq.nn.leaf import take_hooks
 from torchq.quantization.config import Overrides, QConfig
 from torchq.quantization.qparams import QParams, choose_qparams
 
-__all__ = ["calibrate", "convert", "prepare", "quantize"]
+__all__ = ["calibrate", "convert", "converted_model", "prepare", "quantize"]
 
 
 def prepare(
@@ -137,12 +137,13 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         RuntimeError: calibration did not reach a graph or a module (the message names it), or
             ``strict`` and something stays float.
     """
-    return _converted(prepared, strict)
+    return converted_model(prepared, strict)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
+def converted_model(prepared: nn.Module, strict: bool, every_leaf: bool = False) -> nn.Module:
+    """Convert; ``every_leaf`` must be calibrated, also those that no call of the data reached."""
     check_prepared("convert", prepared)
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     if strict:
@@ -154,7 +155,7 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
     memo: dict[int, Any] = {}
     for name, module in prepared.named_modules():
         if isinstance(module, ObservedLeaf):
-            memo[id(module)] = take_hooks(_leaf(name, module, layers), module)
+            memo[id(module)] = take_hooks(_leaf(name, module, layers, every_leaf), module)
         elif isinstance(module, SELF_CONTAINED):
             memo[id(module)] = take_hooks(converted(module, name), module)
     for dispatch in graphs:
@@ -231,7 +232,10 @@ def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
 
 
 def _leaf(
-    name: str, module: ObservedLeaf, layers: dict[str, list[tuple[Prepared, Layer]]]
+    name: str,
+    module: ObservedLeaf,
+    layers: dict[str, list[tuple[Prepared, Layer]]],
+    must_convert: bool,
 ) -> nn.Module:
     """Return the quantized leaf, or the float layer where neither graph nor leaf was calibrated.
 
@@ -239,7 +243,7 @@ def _leaf(
     """
     own = module.observer is None or module.observer.calibrated
     if name not in layers or module.observer is None:
-        return module.convert() if own else module.module
+        return module.convert() if own or must_convert else module.module
     seen = [graph.qparams(layer.srcs[0]) for graph, layer in layers[name]]
     fixed = any(graph.plan.fixed(layer.srcs[0]) for graph, layer in layers[name])
     src = seen[0]
@@ -292,11 +296,11 @@ def quantize(
                 "torchq.quantize: data must be batches to calibrate with, got None. Where nothing "
                 "needs calibration, as with QConfig(dynamic=True), pass example_inputs alone."
             )
-        return _converted(prepare(model, example_inputs, config, overrides), strict)
+        return converted_model(prepare(model, example_inputs, config, overrides), strict)
     if example_inputs is None:
         rest = iter(batches("quantize", data, progress=False))
         args, kwargs = split_inputs(next(rest))
         example_inputs = kwargs or args
         data = itertools.chain([example_inputs], rest)
     prepared = prepare(model, example_inputs, config, overrides)
-    return _converted(calibrate(prepared, data), strict)
+    return converted_model(calibrate(prepared, data), strict)

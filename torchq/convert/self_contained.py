@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from torchq.convert.from_float import naming
@@ -22,27 +21,8 @@ from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
 from torchq.quantization.config import QConfig
 
 
-class DynamicLinear(nn.Module):
-    """A float linear layer that becomes a dynamic one; there is nothing to observe."""
-
-    def __init__(self, module: nn.Linear, config: QConfig) -> None:
-        """``config`` tells how to quantize the weight."""
-        super().__init__()
-        self.module, self.config = module, config
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the float layer's result."""
-        dst: torch.Tensor = self.module(input)
-        return dst
-
-    def convert(self) -> DynamicQLinear:
-        """Return the quantized layer."""
-        granularity, bits = self.config.weight_granularity, self.config.weight_bits
-        return DynamicQLinear.from_float(self.module, granularity=granularity, bits=bits)
-
-
-class FloatExperts(nn.Module):
-    """Experts of a mixture that become dynamic ones; there is nothing to observe."""
+class Deferred(nn.Module):
+    """A float linear layer, or experts, that become dynamic; there is nothing to observe."""
 
     def __init__(self, module: nn.Module, config: QConfig) -> None:
         """``config`` tells how to quantize the weights."""
@@ -50,16 +30,18 @@ class FloatExperts(nn.Module):
         self.module, self.config = module, config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the float experts."""
+        """Run the float module."""
         return self.module(*args, **kwargs)
 
-    def convert(self) -> QExperts:
-        """Return the quantized experts."""
+    def convert(self) -> QModule:
+        """Return the quantized module."""
+        module: Any = self.module
+        cls = QExperts if is_experts(module) else DynamicQLinear
         granularity, bits = self.config.weight_granularity, self.config.weight_bits
-        return QExperts.from_float(self.module, granularity=granularity, bits=bits)
+        return cls.from_float(module, granularity=granularity, bits=bits)
 
 
-SELF_CONTAINED = (ObservedRNN, ObservedRNNCell, DynamicLinear, FloatExperts)
+SELF_CONTAINED = (ObservedRNN, ObservedRNNCell, Deferred)
 """What a prepared model has in their places."""
 
 
@@ -69,10 +51,8 @@ def observed(module: nn.Module, config: QConfig, name: str) -> nn.Module:
         return ObservedRNN(module, config, name)
     if isinstance(module, nn.RNNCellBase):
         return ObservedRNNCell(module, config, name)
-    if is_experts(module):
-        return FloatExperts(module, config)
-    assert isinstance(module, nn.Linear)
-    return DynamicLinear(module, config)
+    assert is_experts(module) or isinstance(module, nn.Linear)
+    return Deferred(module, config)
 
 
 def converted(module: Any, name: str) -> QModule:
