@@ -24,6 +24,8 @@ except ImportError:
     )
 
 ROOT = Path(__file__).parent
+# Objects stay here, also for editable installs, so that a second build is quick.
+BUILD = ROOT / "build" / f"torch-{torch.__version__}"
 # GCC 12 reports its own _mm512_undefined_* and torch's SmallVector as uninitialized.
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 COMMON = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
@@ -44,6 +46,9 @@ ISA_FLAGS = {
 
 # Folders of the library's other objects, which see torch.
 LIBRARY = ["csrc", "csrc/runtime", "csrc/epilogue", "csrc/ops/*"]
+# Precompiled for these. Where a compiler refuses PRECOMPILED, it includes TORCH_HEADERS itself.
+TORCH_HEADERS = "csrc/torch_pch.h"
+PRECOMPILED = BUILD / "pch" / "torch_pch.h.gch"
 
 # TORCHQ_EMULATE=1: kernels above AVX2 in software, for tests on CPUs that lack them.
 EMULATED = bool(os.environ.get("TORCHQ_EMULATE"))
@@ -90,9 +95,9 @@ class BuildTorchq(BuildExtension):
     """Compiles the ISA objects first and links them into the extension."""
 
     def finalize_options(self) -> None:
-        """Keep objects in build/, also for editable installs, so that a second build is quick."""
+        """Keep objects in BUILD, also for editable installs, so that a second build is quick."""
         super().finalize_options()
-        self.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}")
+        self.build_temp = str(BUILD)
 
     def get_ext_filename(self, ext_name: str) -> str:
         """Only torchq._C belongs to one Python, and says so in its name."""
@@ -128,45 +133,60 @@ class BuildTorchq(BuildExtension):
         x86 = os.uname().machine == "x86_64"
         sources = [s for s in ISA_FLAGS if x86 or "/isa/" not in s]
         with ThreadPoolExecutor(jobs()) as pool:
-            objects = list(pool.map(lambda s: self.compile_isa(compiler, s), sources))
+            each = pool.map(lambda s: self.compile_first(compiler, s), [*sources, TORCH_HEADERS])
+            *objects, _ = each
         self.extensions[0].extra_objects.extend(objects)
         super().build_extensions()
         library = Path(self.get_ext_fullpath("torchq.libtorchq"))
         built_for = f"torch {torch.__version__}, {os.uname().machine}"
         library.with_name("built_for.txt").write_text(f"{built_for}\n")
 
-    def compile_isa(self, compiler: list[str], source: str) -> str:
-        """Compiles one ISA object unless this command made it from what it could include now."""
-        target = Path(self.build_temp) / "isa" / (Path(source).stem + ".o")
+    def compile_first(self, compiler: list[str], source: str) -> str:
+        """Compile an ISA object or TORCH_HEADERS, unless this command made it from these files."""
+        if source == TORCH_HEADERS:
+            target, inputs = PRECOMPILED, [ROOT / source]
+            flags = [*self.compiler.compiler_so[1:], *torch_flags(), "-x", "c++-header"]
+        else:
+            target = BUILD / "isa" / (Path(source).stem + ".o")
+            inputs = [ROOT / source, *ROOT.glob("csrc/kernels/**/*.h"), *ROOT.glob("csrc/isa/*.h")]
+            inputs += ROOT.glob("tests/emulated/*.h") if EMULATED else []
+            flags = [*COMMON, *KERNEL, *WARNINGS, *ISA_FLAGS[source], INCLUDE]
         target.parent.mkdir(parents=True, exist_ok=True)
-        inputs = [ROOT / source, *ROOT.glob("csrc/kernels/**/*.h"), *ROOT.glob("csrc/isa/*.h")]
-        inputs += ROOT.glob("tests/emulated/*.h") if EMULATED else []
         newest = max(path.stat().st_mtime for path in inputs)
-        flags = [*COMMON, *KERNEL, *WARNINGS, *ISA_FLAGS[source]]
-        command = [*compiler, *flags, INCLUDE, "-c", str(ROOT / source), "-o", str(target)]
+        command = [*compiler, *flags, "-c", str(ROOT / source), "-o", str(target)]
         made_by = target.with_suffix(".command")  # written when the object is complete
         text = shlex.join(command)
         known = target.exists() and made_by.exists() and made_by.read_text() == text
         if not known or target.stat().st_mtime < newest:
             made_by.unlink(missing_ok=True)
-            print(text, flush=True)
+            print(f"torchq: compiling {source}", flush=True)
             if subprocess.run(command).returncode != 0:
                 sys.exit(f"torchq: compiling {source} failed; the compiler's message is above.")
             made_by.write_text(text)
         return str(target)
 
 
+def torch_flags() -> list[str]:
+    """Return flags of objects that see torch. Debug information, which the linker drops, is off."""
+    system = [flag for path in include_paths() for flag in ("-isystem", path)]
+    return [*COMMON, *WARNINGS, "-g0", "-fopenmp", INCLUDE, *system, *DEFINES]
+
+
 def extension(name: str, folders: list[str], libraries: list[str], link: list[str]) -> Extension:
     """Return a shared library of the C++ files in these folders."""
     sources = sorted(str(p.relative_to(ROOT)) for d in folders for p in ROOT.glob(f"{d}/*.cpp"))
-    system = [flag for path in include_paths() for flag in ("-isystem", path)]
     return Extension(
         f"torchq.{name}",
         sources,
         depends=[str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")],
         library_dirs=library_paths(),
         libraries=["c10", "torch", "torch_cpu", *libraries],
-        extra_compile_args=[*COMMON, *WARNINGS, "-fopenmp", INCLUDE, *system, *DEFINES],
+        # The folder of PRECOMPILED first: the compiler takes what it finds first.
+        extra_compile_args=[
+            f"-I{PRECOMPILED.parent}",
+            *("-include", Path(TORCH_HEADERS).name),
+            *torch_flags(),
+        ],
         extra_link_args=["-fopenmp", "-Wl,-O1", "-s", *link],
         language="c++",
     )
