@@ -5,7 +5,6 @@
 // a part of libtorchq.so, which programs without Python load too.
 #include "python/op.h"
 #include "python/site.h"
-#include "python/tensors.h"
 #include "runtime/glibc.h"
 
 namespace torchq {
@@ -52,10 +51,8 @@ PyObject* shortcut(PyObject*, PyObject* args) {
   }
 }
 
-PyMethodDef kMethods[] = {{"shortcut", &shortcut, METH_VARARGS, nullptr},
-                          {"site", &new_site, METH_O, nullptr},
-                          {"tensors", &tensors, METH_NOARGS, nullptr},
-                          {}};
+PyMethodDef kMethods[] = {
+    {"shortcut", &shortcut, METH_VARARGS, nullptr}, {"site", &new_site, METH_O, nullptr}, {}};
 PyModuleDef kModule = {
     PyModuleDef_HEAD_INIT, "_C", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
 

@@ -248,7 +248,7 @@ ConvPacking checked_packing(const ChannelsLast& src, const Window& window,
   const ConvPacking packing = conv_packing(compensation.size(1), group_inputs, groups,
                                            {window.kernel, 3}, {window.dilation, 3});
   check_packed(kOp, packing, src.tensor, weight, compensation, geometry,
-               "Pack it with torchq.ops.pack_conv for these groups and dilation.");
+               "Pack it with torch.ops.torchq.pack_conv for these groups and dilation.");
   const int64_t most = max_reduction(has_weight_zero_point);
   TORCH_CHECK_VALUE(group_inputs * window.taps() <= most, "torchq.conv: weight ", weight.sizes(),
                     " sums more than ", most,

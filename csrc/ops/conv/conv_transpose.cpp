@@ -306,7 +306,7 @@ at::Tensor conv_transpose(
   const int64_t channels = compensation.size(1), group_inputs = src.channels / groups;
   const ConvPacking packing = dense_packing(channels, group_inputs, groups, {window.kernel, 3});
   check_packed(kOp, packing, src_arg, weight, compensation, geometry,
-               "Pack it with torchq.ops.pack_conv_transpose for these groups, stride and "
+               "Pack it with torch.ops.torchq.pack_conv_transpose for these groups, stride and "
                "dilation.");
   check_acc_bias(kOp, acc_bias, channels);
   const ByteTable bytes(kOp, table, dst_dtype_of(kOp, dst_dtype));

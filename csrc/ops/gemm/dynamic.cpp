@@ -168,7 +168,7 @@ void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Ten
                         weight.size(2) == quads_of(in_features) && in_features <= kMaxReduction,
                     "torchq.dynamic_linear: weight must be [ceil(N/16), 1, ceil(K/4), 16, 4] with ",
                     "compensation [1, N] for K = ", in_features, ", got ", weight.sizes(), " and ",
-                    compensation.sizes(), ". Pack it with torchq.ops.pack_linear.");
+                    compensation.sizes(), ". Pack it with torch.ops.torchq.pack_linear.");
 }
 
 at::Tensor dynamic_linear(const at::Tensor& src_arg, const at::Tensor& weight,

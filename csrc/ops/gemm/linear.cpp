@@ -31,7 +31,7 @@ void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Ten
                         weight.size(0) == panels_of(compensation.size(1)),
                     "torchq.linear: weight must be [ceil(N/16), 1, ceil(K/4), 16, 4] with ",
                     "compensation [1, N], got ", weight.sizes(), " and ", compensation.sizes(),
-                    ". Pack it with torchq.ops.pack_linear.");
+                    ". Pack it with torch.ops.torchq.pack_linear.");
   TORCH_CHECK_VALUE(k == in_features, "torchq.linear: src must have ", in_features,
                     " features, got ", k, " in src ", src.sizes(),
                     ". Check the layer's in_features.");
