@@ -17,6 +17,8 @@ FORMATTED := $(SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*/*.cpp tests/*.c
 # Options for pytest: make test ARGS='-k linear'
 ARGS ?=
 
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-emulated test-report conformance zoo docs wheel wheel-test lint format \
@@ -123,7 +125,8 @@ $(VENV)/.torch: $(VENV)/pyvenv.cfg
 
 $(LIBRARY): setup.py pyproject.toml $(SOURCES) $(VENV)/.torch
 	$(check_compiler)
-	@echo 'Building torchq: one to four minutes the first time.'
+	@echo 'Building torchq: some minutes the first time.'
+	$(BIN)/python setup.py --quiet build_ext --inplace | sed -uE 's/^(\[[0-9/]+\]) .* -c ([^ ]+\.cpp) .*/\1 \2/'
 	$(PIP) install --quiet --no-build-isolation -e '.[test]'
 	@touch $@
 
