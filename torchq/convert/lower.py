@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from torchq.convert.from_float import naming, pool_from_float
+from torchq.convert.from_float import dynamic_from_float, naming, pool_from_float
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_module import QuantizedGraph
 from torchq.convert.names import is_reserved
@@ -20,7 +20,6 @@ from torchq.convert.quantized import lookup, quantized
 from torchq.convert.sharing import shared_qparams
 from torchq.nn.attention import Attention, DynamicQAttention
 from torchq.nn.binary import Cat
-from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.qparams import QParams
@@ -261,10 +260,7 @@ class Lowering:
         config = self.plan.config(op.base)
         assert isinstance(op.module, nn.Linear) and config is not None
         with naming(f"{self.plan.prefix}{op.base}"):
-            linear = DynamicQLinear.from_float(
-                op.module, granularity=config.weight_granularity, bits=config.weight_bits,
-                weight_scale=op.weight_scale,
-            )  # fmt: skip
+            linear = dynamic_from_float(op.module, config, op.weight_scale)
         return self._call(op.name, linear, *sources)
 
     def _attention_arguments(self, op: Op) -> list[Any]:

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from torchq.config import QConfig
-from torchq.convert.from_float import naming
+from torchq.convert.from_float import dynamic_from_float, naming
 from torchq.convert.module_kinds import EXPOSED, MAX_REDUCTION, inherits, is_patched
-from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.experts import QExperts, is_experts
 from torchq.nn.module import QModule
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
@@ -38,10 +37,9 @@ class DynamicLinear(nn.Module):
         dst: torch.Tensor = self.module(input)
         return dst
 
-    def convert(self) -> DynamicQLinear:
+    def convert(self) -> QModule:
         """Returns the quantized layer."""
-        granularity, bits = self.config.weight_granularity, self.config.weight_bits
-        return DynamicQLinear.from_float(self.module, granularity=granularity, bits=bits)
+        return dynamic_from_float(self.module, self.config)
 
 
 class FloatExperts(nn.Module):
