@@ -27,6 +27,7 @@ from torchq.isa import (
     supported_isas,
     use_isa,
 )
+from torchq.migrate import quantize_dynamic
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 from torchq.serialization import load, save
@@ -55,6 +56,7 @@ __all__ = [
     "prepare",
     "profile",
     "quantize",
+    "quantize_dynamic",
     "release_memory",
     "saturation",
     "save",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,9 +67,12 @@ def prepare(
         return prepare_settled(plain_copy(model), args, kwargs, config, overrides)
 
 
-def plain_copy(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model whose layers call ``forward`` and have plain weights."""
-    model = settled(with_code(working_copy(model)))
+def plain_copy(model: nn.Module, shared: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
+    """Returns a copy of a model whose layers call ``forward`` and have plain weights.
+
+    What is ``shared``, by id, is not copied.
+    """
+    model = settled(with_code(working_copy(model, shared)))
     leave_fast_paths(model)
     without_capturing_hooks(model)
     return model
@@ -102,7 +106,7 @@ def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Modul
     shared = {id(p): p for p in model.parameters()}
 
     def assemble(names: list[str], contiguous: bool) -> nn.Module:
-        return _with_modules(model, plan.replacements(names, contiguous), shared).eval()
+        return with_modules(model, plan.replacements(names, contiguous), shared).eval()
 
     def agrees(names: list[str]) -> bool:
         return comparison.agrees(assemble(names, True))
@@ -172,7 +176,7 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         if isinstance(module, (ObservedLeaf, *STANDALONE)):
             leaf = module.convert() if isinstance(module, ObservedLeaf) else converted(module, name)
             replacements[name] = take_hooks(leaf, module)
-    result = _with_modules(prepared, replacements)
+    result = with_modules(prepared, replacements)
     result.torchq_report = rows  # type: ignore[assignment]
     return without_gradients(result.eval())
 
@@ -190,7 +194,7 @@ def quantize(
     return convert(calibrate(prepared, data), strict)
 
 
-def _with_modules(
+def with_modules(
     model: nn.Module, modules: dict[str, nn.Module], shared: Mapping[int, Any] | None = None
 ) -> nn.Module:
     """Returns a copy of ``model`` with other modules in some places, not of those they replace.
