@@ -27,7 +27,7 @@ from torchq.isa import (
     supported_isas,
     use_isa,
 )
-from torchq.migrate import quantize_dynamic
+from torchq.migrate import from_pt2e, from_torch_ao, from_torchao, quantize_dynamic
 from torchq.post_ops import PostOps
 from torchq.qparams import QParams
 from torchq.serialization import load, save
@@ -47,6 +47,9 @@ __all__ = [
     "cpu_info",
     "eager",
     "explain",
+    "from_pt2e",
+    "from_torch_ao",
+    "from_torchao",
     "isa",
     "last_kernel",
     "load",

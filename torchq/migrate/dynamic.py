@@ -19,6 +19,7 @@ from torchq.convert.swap.leaves import stand_in
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.inputs import without_gradients
+from torchq.migrate.leaves import put
 from torchq.migrate.spec import ASKED, QINT8, Spec
 from torchq.nn.leaf import take_hooks, without_hooks
 
@@ -81,10 +82,7 @@ def quantize_dynamic(
     check_model(plain)
     made, rows = _replacements(plain, qconfig_spec, dtype)
     if inplace:
-        names = {id(model.get_submodule(name)): name for name in made}
-        for name, module in list(model.named_modules(remove_duplicate=False)):
-            if id(module) in names:
-                model.set_submodule(name, made[names[id(module)]])
+        put(model, made)
         leave_fast_paths(model)
     else:
         model = with_modules(plain, made)

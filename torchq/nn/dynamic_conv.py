@@ -120,10 +120,15 @@ class DynamicQConv(QModule):
             )
         values = module.weight.detach()
         weight, scale, _ = quantized_weight(values, granularity, bits, weight_scale)
-        packed = pack_conv(weight, module.groups, module.dilation)
+        return cls.from_int8(module, weight, scale)
+
+    @classmethod
+    def from_int8(cls, module: Any, weight: Tensor, weight_scale: Tensor) -> Self:
+        """Takes the weight as int8, and all else from a float layer, which pads with zeros."""
         begin, end = paddings(module)
         sides = {"stride": module.stride, "padding": begin, "padding_end": end}
-        return cls(packed, scale, module.bias, **sides)
+        packed = pack_conv(weight, module.groups, module.dilation)
+        return cls(packed, weight_scale, module.bias, **sides)
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> Self:

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs that torch.ao has quantized, in float again: calls of int8 functions, and their scales."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from torchq.migrate.ao_modules import (
+    STATIC,
+    fake_quantizer,
+    fake_weight,
+    kind,
+    output_params,
+    weight_scales,
+)
+from torchq.migrate.leaves import dynamic_leaf, float_layer
+
+Params = tuple[float, int, str]
+"""Scale, zero point and name of the dtype of a quantized tensor."""
+
+
+def _batch_norm(src: Tensor, weight: Any, bias: Any, mean: Any, var: Any, eps: float) -> Tensor:
+    return F.batch_norm(src, mean, var, weight, bias, eps=eps)
+
+
+def _instance_norm(src: Tensor, weight: Any, bias: Any, eps: float) -> Tensor:
+    return F.instance_norm(src, weight=weight, bias=bias, eps=eps)
+
+
+def _identity(src: Tensor, *_: Any) -> Tensor:
+    return src
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "add": torch.add,
+    "mul": torch.mul,
+    "matmul": torch.matmul,
+    "cat": torch.cat,
+    "hardswish": F.hardswish,
+    "elu": torch.ops.aten.elu,
+    "celu": torch.celu,
+    "leaky_relu": F.leaky_relu,
+    "sigmoid": torch.sigmoid,
+    "softmax": torch.softmax,
+    "prelu": F.prelu,
+    "layer_norm": F.layer_norm,
+    "group_norm": F.group_norm,
+    "instance_norm": _instance_norm,
+    "dropout": _identity,
+    "relu6": F.relu6,
+    "clamp": torch.clamp,
+    "threshold": F.threshold,
+    "max_pool1d": F.max_pool1d,
+    "max_pool2d": F.max_pool2d,
+    "add_scalar": torch.add,
+    "mul_scalar": torch.mul,
+    **dict.fromkeys(("batch_norm", "batch_norm1d", "batch_norm2d", "batch_norm3d"), _batch_norm),
+}
+_SCALES = (
+    *(("output_scale", "output_zero_point"), ("Y_scale_i", "Y_zero_point_i")),
+    ("scale", "zero_point"),
+)
+_NOT_QUANTIZED = ("dequantize", "size", torch.dequantize, getattr)
+_KNOWN_RANGES = {"sigmoid": (1 / 256, 0), "hardsigmoid": (1 / 256, 0), "tanh": (1 / 128, 128)}
+"""What torch's own functions give of uint8 tensors, by the ends of their ranges."""
+
+
+def _of_function(name: str, source: Params) -> Params:
+    """Returns the parameters of what a function of torch gives of a quantized tensor."""
+    known = _KNOWN_RANGES.get(name.rstrip("_"))
+    return source if known is None else (*known, "torch.quint8")
+
+
+class AoGraph:
+    """A graph with torch.ao's modules and functions, and the parameters of its values.
+
+    Attributes:
+        params: of the values that are quantized tensors.
+        problems: what has no form here, and why.
+        layers: float layers that functions of packed weights become, with their weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Reads the calls of a model, as far as they can be traced."""
+        self.model: Any = model
+        self.graph = traced(model)
+        self.params: dict[fx.Node, Params] = {}
+        self.problems: list[str] = []
+        self.layers: dict[str, tuple[nn.Module, Tensor]] = {}
+        for node in self.graph.nodes:
+            found = self._params(node)
+            if found is not None:
+                self.params[node] = found
+
+    def value(self, arg: Any) -> Any:
+        """Returns what an argument that is no value of the graph is."""
+        if isinstance(arg, fx.Node) and arg.op == "get_attr":
+            return operator.attrgetter(str(arg.target))(self.model)
+        return arg
+
+    def arguments(self, node: fx.Node) -> dict[str, Any]:
+        """Returns the arguments of a call in ``torch.ops.quantized``, by name."""
+        schema = _schema(node)
+        given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        names = [argument.name for argument in schema.arguments]
+        return given | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+    def _params(self, node: fx.Node) -> Params | None:
+        """Returns the parameters of what a call gives; None where it is no quantized tensor."""
+        source = next((self.params[n] for n in node.all_input_nodes if n in self.params), None)
+        if node.op == "call_module":
+            return self._of_module(self.model.get_submodule(str(node.target)), source)
+        if node.target is torch.quantize_per_tensor:
+            names = ("input", "scale", "zero_point", "dtype")
+            given = dict(zip(names, node.args, strict=False)) | node.kwargs
+            scale, zero_point, dtype = (self.value(given[name]) for name in names[1:])
+            return float(scale), int(zero_point), str(dtype)
+        if not node.op.startswith("call_") or source is None or node.target in _NOT_QUANTIZED:
+            return None
+        if name := _quantized_name(node):
+            given = self.arguments(node)
+            for pair in _SCALES:
+                if given.get(pair[0]) is not None and pair[1] in given:
+                    scale, zero_point = (self.value(given[key]) for key in pair)
+                    return float(scale), int(zero_point), source[2]
+            return None if "_scalar" in name else source
+        return _of_function(str(getattr(node.target, "__name__", node.target)), source)
+
+    def _of_module(self, module: Any, source: Params | None) -> Params | None:
+        name = kind(module)
+        if name == "quantized.Quantize":
+            return (*output_params(module), str(module.dtype))
+        if source is None or name == "quantized.DeQuantize":
+            return None
+        if name in STATIC:
+            return (*output_params(module), source[2])
+        return _of_function(type(module).__name__.lower(), source)
+
+    # In float
+
+    def rewrite(self) -> None:
+        """Makes the graph compute in float, with a fake quantizer where it quantized."""
+        for node in list(self.graph.nodes):
+            name = _quantized_name(node)
+            if node.target in ("dequantize", torch.dequantize):
+                node.replace_all_uses_with(node.all_input_nodes[0])
+            elif node.target is torch.quantize_per_tensor:
+                self._round(node, node.args[0])
+            elif name:
+                self._function(node, name)
+            elif node.op != "call_module" and self.changes_scale(node):
+                self._round(node, node)
+        self.graph.eliminate_dead_code()
+
+    def changes_scale(self, node: fx.Node) -> bool:
+        """Returns whether a call gives another scale than that of its source."""
+        own = self.params.get(node)
+        sources = [self.params[n] for n in node.all_input_nodes if n in self.params]
+        return own is not None and any(source != own for source in sources)
+
+    def _round(self, node: fx.Node, value: Any) -> None:
+        """Gives the readers of a node ``value``, rounded to the node's scale."""
+        name = f"{node.name}_fake"
+        self.model.add_submodule(name, fake_quantizer(*self.params[node]))
+        with self.graph.inserting_after(node):
+            made = self.graph.call_module(name, (value,))
+        self._replace(node, made)
+
+    def _replace(self, node: fx.Node, made: fx.Node) -> None:
+        if node in self.params:
+            self.params[made] = self.params[node]
+        node.replace_all_uses_with(made, lambda user: user is not made)
+
+    def _function(self, node: fx.Node, name: str) -> None:
+        given = self.arguments(node)
+        base = name.removesuffix("_relu")
+        with self.graph.inserting_before(node):
+            made = None
+            if "W_prepack" in given or "packed_weight" in given:
+                made = self._layer(node, base, given)
+            elif base in _FUNCTIONS:
+                pair = next((pair for pair in _SCALES if pair[1] in given), ())
+                args = tuple(value for key, value in given.items() if key not in pair)
+                made = self.graph.call_function(_FUNCTIONS[base], args)
+            if made is None:
+                self.problems.append(f"'{node.name}', which calls quantized::{name}")
+                return
+            if base != name:
+                made = self.graph.call_function(F.relu, (made,))
+        if self.changes_scale(node):
+            self._round(node, made)
+        else:
+            self._replace(node, made)
+
+    def _layer(self, node: fx.Node, base: str, given: dict[str, Any]) -> fx.Node | None:
+        """Returns the call of the layer that a function of packed weights is."""
+        packed = self.value(given.get("W_prepack", given.get("packed_weight")))
+        kinds = {"linear": nn.Linear, "conv1d": nn.Conv1d, "conv2d": nn.Conv2d, "conv3d": nn.Conv3d}
+        cls: Any = kinds.get(base.removesuffix("_dynamic"))
+        if cls is None or not hasattr(packed, "unpack"):
+            return None
+        weight, bias = packed.unpack()
+        if cls is nn.Linear:
+            layer: Any = nn.Linear(weight.size(1), weight.size(0), device="meta")
+        else:
+            if cls is nn.Conv1d and weight.dim() == 4:
+                weight = weight.squeeze(2)
+            dims = weight.dim() - 2
+            sizes = [list(f())[-dims:] for f in (packed.stride, packed.padding, packed.dilation)]
+            layer = cls(weight.size(1) * packed.groups(), weight.size(0), weight.shape[2:], *sizes,
+                        packed.groups(), device="meta")  # fmt: skip
+        layer, name = float_layer(layer, weight.dequantize(), bias), f"{node.name}_layer"
+        if base.endswith("_dynamic"):
+            self.model.add_submodule(
+                name, dynamic_leaf(layer, weight.int_repr(), weight_scales(weight))
+            )
+        else:
+            self.model.add_submodule(name, fake_weight(layer, weight))
+            self.layers[name] = layer, weight
+        return self.graph.call_module(name, (node.args[0],))
+
+
+def _quantized_name(node: fx.Node) -> str:
+    """Returns the name of a call in ``torch.ops.quantized``, or ""."""
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(
+        target, torch._ops.OpOverload | torch._ops.OpOverloadPacket
+    ):
+        return ""
+    space, _, name = _schema(node).name.partition("::")
+    return name if space == "quantized" else ""
+
+
+def _schema(node: fx.Node) -> Any:
+    """Returns the schema of a call; the overload follows from the number of arguments."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema
+    overloads = [getattr(target, name)._schema for name in target.overloads()]
+    count = len(node.args) + len(node.kwargs)
+    fitting = [s for s in overloads if len(s.arguments) >= count and "out" not in s.overload_name]
+    return min(fitting, key=lambda s: len(s.arguments))
+
+
+def traced(model: nn.Module) -> fx.Graph:
+    """Returns the calls of a model; none where its code does not trace."""
+    if isinstance(model, fx.GraphModule):
+        return model.graph
+    try:
+        return fx.Tracer().trace(model)
+    except Exception:  # of the model's own code
+        return fx.Graph()

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torchq.from_torch_ao``: models that torch.ao.quantization has converted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from torchq.convert.share import share_weights
+from torchq.inputs import Inputs, without_gradients, working_copy
+from torchq.migrate.ao_graph import AoGraph, Params
+from torchq.migrate.ao_modules import (
+    DYNAMIC,
+    LAYERS,
+    STATIC,
+    fake_quantizer,
+    float_meaning,
+    kind,
+    unquantized,
+    weight_scales,
+)
+from torchq.migrate.known_scales import rounding, with_known_scales
+from torchq.migrate.leaves import LAYERS as FLOATS
+from torchq.migrate.leaves import put, report, static_leaf
+from torchq.nn.leaf import QuantizedLeaf
+from torchq.nn.module import QModule
+from torchq.qparams import QParams
+
+_UNKNOWN = "the scale of its source does not follow from the code: pass example_inputs"
+_DTYPES = {"torch.quint8": torch.uint8, "torch.qint8": torch.int8}
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def from_torch_ao(model: nn.Module, example_inputs: Inputs | None = None) -> nn.Module:
+    """Takes over a model that torch.ao has quantized: eager, FX or dynamic.
+
+    Weights keep their integers, and weights and activations their scales, so that results differ by
+    rounding alone. Dynamic layers quantize each row of a source, where torch.ao takes all rows.
+
+    Args:
+        model: from ``torch.ao.quantization.convert``, ``convert_fx`` or ``quantize_dynamic``.
+        example_inputs: inputs of a static model, as in :func:`torchq.prepare`. With them int8
+            tensors go from layer to layer. Without, each layer takes and gives float32, and its
+            source's scale must follow from the code. A model with dynamic layers needs none.
+
+    Returns:
+        The int8 model, of the class of ``model``; its embeddings are float, with the values of the
+        int8 ones.
+
+    Raises:
+        TypeError: ``model`` is no nn.Module, or one of TorchScript.
+        ValueError: it has no int8 modules, some have no form here (the message names all of them,
+            and why), or the scales of sources do not follow from the code without examples.
+
+    Example:
+        >>> old = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+        >>> new = torchq.from_torch_ao(old)
+    """
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "torchq.from_torch_ao: model must be an nn.Module in Python, got "
+            f"{type(model).__name__}. Take it from before torch.jit.script or trace."
+        )
+    copied = working_copy(model, caller="from_torch_ao").eval()
+    taken = _Taken(copied)
+    leaves = taken.leaves()
+    result = taken.put().eval()
+    dynamic = any(isinstance(module, QModule) for module in result.modules())
+    if example_inputs is not None and not dynamic:
+        modules = result.named_modules()
+        floats = [n for n, m in modules if isinstance(m, FLOATS) and n not in taken.layers]
+        result = with_known_scales(result, example_inputs, floats)
+    elif taken.layers and not leaves:
+        raise ValueError(
+            "torchq.from_torch_ao: example_inputs must be given for a model whose code torch.fx "
+            f"does not trace, got none for {type(model).__name__}. Pass one batch."
+        )
+    else:
+        kinds = {name: type(layer).__name__ for name, (layer, _) in taken.layers.items()}
+        kinds = {name: kinds[name] for name in leaves} | taken.dynamic
+        vars(result)["torchq_report"] = report(result, kinds, dict.fromkeys(taken.layers, _UNKNOWN))
+    put(result, leaves)
+    put(result, rounding(result))
+    share_weights(result)
+    return without_gradients(result.eval())
+
+
+class _Taken:
+    """What the modules of a model become.
+
+    Attributes:
+        modules: by name, in the places of torch.ao's.
+        dynamic: those of them that are dynamic, and their classes in torch.ao.
+        layers: float layers with a static source, by their names in the result, and their weights.
+        problems: what has no form here, and why.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.ao = model, AoGraph(model)
+        self.modules: dict[str, nn.Module] = {}
+        self.dynamic: dict[str, str] = {}
+        self.layers = self.ao.layers
+        self.problems = self.ao.problems
+        dtypes = [params[2] for params in self.ao.params.values()]
+        dtypes += [str(m.dtype) for m in model.modules() if kind(m) == "quantized.Quantize"]
+        self._dtype = (dtypes or ["torch.quint8"])[0]
+        for name, module in model.named_modules():
+            inside = any(not n or name.startswith(f"{n}.") for n in self.modules)
+            if kind(module) and not inside:
+                self._take(name, module)
+        for node in self.ao.graph.nodes:
+            if node.op == "call_module" and self.ao.changes_scale(node):
+                module = model.get_submodule(str(node.target))
+                if not kind(module):  # a tanh, say: torch gives it a range of its own
+                    fake = fake_quantizer(*self.ao.params[node])
+                    self.modules[str(node.target)] = nn.Sequential(module, fake)
+        if isinstance(model, fx.GraphModule):
+            self.ao.rewrite()
+        self._check()
+
+    def _take(self, name: str, module: Any) -> None:
+        found = kind(module)
+        self.modules[name] = module
+        try:
+            if found in DYNAMIC:
+                self.modules[name] = made = DYNAMIC[found](module)
+                if isinstance(made, QModule):
+                    self.dynamic[name] = type(module).__name__
+            elif found in STATIC or found == "quantized.QFunctional":
+                self.modules[name] = float_meaning(module, self._dtype)
+            else:
+                raise ValueError("nothing here computes the same")
+            if found in LAYERS:
+                self.layers[f"{name}.0".lstrip(".")] = unquantized(module), module.weight()
+        except ValueError as error:
+            self.problems.append(f"'{name}', a {found}: {error}")
+
+    def leaves(self) -> dict[str, QuantizedLeaf]:
+        """Returns the layers whose calls all have sources of one known scale, as int8 leaves."""
+        found: dict[str, set[Params | None]] = {}
+        for node in self.ao.graph.nodes:
+            for name in (str(node.target), f"{node.target}.0"):
+                if node.op == "call_module" and name in self.layers:
+                    found.setdefault(name, set()).add(self.ao.params.get(node.args[0]))
+        known = {name: next(iter(params)) for name, params in found.items() if len(params) == 1}
+        return {name: self._leaf(name, params) for name, params in known.items() if params}
+
+    def _leaf(self, name: str, params: Params) -> QuantizedLeaf:
+        (layer, weight), (scale, zero_point, dtype) = self.layers[name], params
+        src = QParams.per_tensor(scale, zero_point, _DTYPES[dtype])
+        return static_leaf(layer, weight_scales(weight), src)
+
+    def _check(self) -> None:
+        """Raises ValueError where there is nothing to take, or something cannot be taken."""
+        if self.problems:
+            raise ValueError(
+                "torchq.from_torch_ao: model must consist of modules that have a form here, got "
+                f"{'; '.join(self.problems)}. Keep these float in torch.ao, or call "
+                "torchq.quantize on the float model."
+            )
+        if not self.modules and not self.ao.params and not self.layers:
+            raise ValueError(
+                "torchq.from_torch_ao: model must hold int8 modules of torch.ao, got "
+                f"{type(self.model).__name__} without any. Convert it there first, or call "
+                "torchq.quantize on the float model."
+            )
+
+    def put(self) -> nn.Module:
+        """Returns the model with the modules in their places."""
+        if "" in self.modules:
+            return self.modules[""]
+        put(self.model, self.modules)
+        if isinstance(self.model, fx.GraphModule):
+            self.model.recompile()
+            # of packed weights, which it has no more
+            self.model._state_dict_hooks.clear()
+            self.model._load_state_dict_pre_hooks.clear()
+        return self.model
