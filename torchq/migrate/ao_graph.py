@@ -65,15 +65,11 @@ _SCALES = (
     *(("output_scale", "output_zero_point"), ("Y_scale_i", "Y_zero_point_i")),
     ("scale", "zero_point"),
 )
-_NOT_QUANTIZED = ("dequantize", "size", torch.dequantize, getattr)
+_NOT_QUANTIZED = ("dequantize", "size", "getattr")
 _KNOWN_RANGES = {"sigmoid": (1 / 256, 0), "hardsigmoid": (1 / 256, 0), "tanh": (1 / 128, 128)}
 """What torch's own functions give of uint8 tensors, by the ends of their ranges."""
-
-
-def _of_function(name: str, source: Params) -> Params:
-    """Returns the parameters of what a function of torch gives of a quantized tensor."""
-    known = _KNOWN_RANGES.get(name.rstrip("_"))
-    return source if known is None else (*known, "torch.quint8")
+_COMPUTE = ("mean", "avg", "interpolate", "upsample", "gelu", "hardtanh")
+"""In the names of functions that give other levels than those of their sources."""
 
 
 class AoGraph:
@@ -81,8 +77,10 @@ class AoGraph:
 
     Attributes:
         params: of the values that are quantized tensors.
+        rounded: calls that round what they compute to the levels of their results.
         problems: what has no form here, and why.
         layers: float layers that functions of packed weights become, with their weights.
+        dynamic: names of dynamic layers that functions become, with their classes in torch.nn.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -90,8 +88,10 @@ class AoGraph:
         self.model: Any = model
         self.graph = traced(model)
         self.params: dict[fx.Node, Params] = {}
+        self.rounded: set[fx.Node] = set()
         self.problems: list[str] = []
         self.layers: dict[str, tuple[nn.Module, Tensor]] = {}
+        self.dynamic: dict[str, str] = {}
         for node in self.graph.nodes:
             found = self._params(node)
             if found is not None:
@@ -112,34 +112,35 @@ class AoGraph:
 
     def _params(self, node: fx.Node) -> Params | None:
         """Returns the parameters of what a call gives; None where it is no quantized tensor."""
-        source = next((self.params[n] for n in node.all_input_nodes if n in self.params), None)
-        if node.op == "call_module":
-            return self._of_module(self.model.get_submodule(str(node.target)), source)
+        sources = [self.params[n] for n in node.all_input_nodes if n in self.params]
         if node.target is torch.quantize_per_tensor:
             names = ("input", "scale", "zero_point", "dtype")
             given = dict(zip(names, node.args, strict=False)) | node.kwargs
             scale, zero_point, dtype = (self.value(given[name]) for name in names[1:])
             return float(scale), int(zero_point), str(dtype)
-        if not node.op.startswith("call_") or source is None or node.target in _NOT_QUANTIZED:
+        name = str(getattr(node.target, "__name__", node.target)).rstrip("_")
+        if node.op == "call_module":
+            module: Any = self.model.get_submodule(str(node.target))
+            if kind(module) == "quantized.Quantize":
+                return (*output_params(module), str(module.dtype))
+            if kind(module) in STATIC and sources:
+                return (*output_params(module), sources[0][2])
+            name = type(module).__name__.lower()
+        if not node.op.startswith("call_") or not sources or name in _NOT_QUANTIZED:
             return None
-        if name := _quantized_name(node):
+        if quantized := _quantized_name(node):
             given = self.arguments(node)
             for pair in _SCALES:
                 if given.get(pair[0]) is not None and pair[1] in given:
+                    self.rounded.add(node)
                     scale, zero_point = (self.value(given[key]) for key in pair)
-                    return float(scale), int(zero_point), source[2]
-            return None if "_scalar" in name else source
-        return _of_function(str(getattr(node.target, "__name__", node.target)), source)
-
-    def _of_module(self, module: Any, source: Params | None) -> Params | None:
-        name = kind(module)
-        if name == "quantized.Quantize":
-            return (*output_params(module), str(module.dtype))
-        if source is None or name == "quantized.DeQuantize":
-            return None
-        if name in STATIC:
-            return (*output_params(module), source[2])
-        return _of_function(type(module).__name__.lower(), source)
+                    return float(scale), int(zero_point), sources[0][2]
+            return None if quantized.startswith(("add", "mul")) else sources[0]  # by a number
+        known = _KNOWN_RANGES.get(name)
+        own = sources[0] if known is None else (*known, "torch.quint8")
+        if any(source != own for source in sources) or any(word in name for word in _COMPUTE):
+            self.rounded.add(node)
+        return own
 
     # In float
 
@@ -153,15 +154,9 @@ class AoGraph:
                 self._round(node, node.args[0])
             elif name:
                 self._function(node, name)
-            elif node.op != "call_module" and self.changes_scale(node):
+            elif node.op != "call_module" and node in self.rounded:
                 self._round(node, node)
         self.graph.eliminate_dead_code()
-
-    def changes_scale(self, node: fx.Node) -> bool:
-        """Returns whether a call gives another scale than that of its source."""
-        own = self.params.get(node)
-        sources = [self.params[n] for n in node.all_input_nodes if n in self.params]
-        return own is not None and any(source != own for source in sources)
 
     def _round(self, node: fx.Node, value: Any) -> None:
         """Gives the readers of a node ``value``, rounded to the node's scale."""
@@ -192,7 +187,7 @@ class AoGraph:
                 return
             if base != name:
                 made = self.graph.call_function(F.relu, (made,))
-        if self.changes_scale(node):
+        if node in self.rounded:
             self._round(node, made)
         else:
             self._replace(node, made)
@@ -216,6 +211,7 @@ class AoGraph:
                         packed.groups(), device="meta")  # fmt: skip
         layer, name = float_layer(layer, weight.dequantize(), bias), f"{node.name}_layer"
         if base.endswith("_dynamic"):
+            self.dynamic[name] = cls.__name__
             self.model.add_submodule(
                 name, dynamic_leaf(layer, weight.int_repr(), weight_scales(weight))
             )

@@ -182,8 +182,9 @@ def _embedding(module: Any) -> nn.Module:
 
 def _dynamic_layer(module: Any) -> nn.Module:
     """Returns the leaf of a dynamic linear layer or convolution, with the same int8 weight."""
-    layer, weight = unquantized(module), module.weight()
-    leaf = dynamic_leaf(layer, weight.int_repr(), weight_scales(weight))
+    weight = module.weight()
+    scales = weight_scales(weight)
+    leaf = dynamic_leaf(unquantized(module), weight.int_repr(), scales)
     return nn.Sequential(leaf, nn.ReLU()) if "ReLU" in type(module).__name__ else leaf
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from torchq.config import QConfig
 from torchq.convert.api import convert, prepare
 from torchq.convert.dispatch import dispatches
+from torchq.convert.explain import Row
 from torchq.fake_quantize import FakeQuantize
 from torchq.inputs import Inputs
 
@@ -31,8 +33,14 @@ def with_known_scales(
         graphs: list[Any] = [dispatch.graph for dispatch in dispatches(prepared)]
         names = {observer.name for graph in graphs for observer in graph.observers}
         if names <= overrides.keys():
-            return convert(prepared)
+            break
         overrides |= dict.fromkeys(names)  # they would have to be calibrated
+    result = convert(prepared)
+    rows: list[Row] = vars(result)["torchq_report"]
+    vars(result)["torchq_report"] = [
+        replace(row, kind=row.kind.removeprefix("Parametrized")) for row in rows
+    ]
+    return result
 
 
 def rounding(model: nn.Module) -> dict[str, nn.Module]:

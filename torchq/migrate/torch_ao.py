@@ -6,10 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from torchq.convert.dispatch import dispatches
 from torchq.convert.share import share_weights
-from torchq.inputs import Inputs, without_gradients, working_copy
+from torchq.convert.swap.calls import copied
+from torchq.inputs import Inputs, split_inputs, without_gradients, working_copy
 from torchq.migrate.ao_graph import AoGraph, Params
 from torchq.migrate.ao_modules import (
     DYNAMIC,
@@ -25,7 +27,6 @@ from torchq.migrate.known_scales import rounding, with_known_scales
 from torchq.migrate.leaves import LAYERS as FLOATS
 from torchq.migrate.leaves import put, report, static_leaf
 from torchq.nn.leaf import QuantizedLeaf
-from torchq.nn.module import QModule
 from torchq.qparams import QParams
 
 _UNKNOWN = "the scale of its source does not follow from the code: pass example_inputs"
@@ -64,21 +65,20 @@ def from_torch_ao(model: nn.Module, example_inputs: Inputs | None = None) -> nn.
             "torchq.from_torch_ao: model must be an nn.Module in Python, got "
             f"{type(model).__name__}. Take it from before torch.jit.script or trace."
         )
-    copied = working_copy(model, caller="from_torch_ao").eval()
-    taken = _Taken(copied)
+    own = working_copy(model, caller="from_torch_ao").eval()
+    taken = _Taken(own, example_inputs)
     leaves = taken.leaves()
-    result = taken.put().eval()
-    dynamic = any(isinstance(module, QModule) for module in result.modules())
-    if example_inputs is not None and not dynamic:
-        modules = result.named_modules()
-        floats = [n for n, m in modules if isinstance(m, FLOATS) and n not in taken.layers]
-        result = with_known_scales(result, example_inputs, floats)
-    elif taken.layers and not leaves:
+    if taken.layers and not leaves:
         raise ValueError(
             "torchq.from_torch_ao: example_inputs must be given for a model whose code torch.fx "
             f"does not trace, got none for {type(model).__name__}. Pass one batch."
         )
-    else:
+    result = taken.put().eval()
+    if example_inputs is not None and not taken.dynamic:
+        modules = result.named_modules()
+        floats = [n for n, m in modules if isinstance(m, FLOATS) and n not in taken.layers]
+        result = with_known_scales(result, example_inputs, floats)
+    if not dispatches(result):
         kinds = {name: type(layer).__name__ for name, (layer, _) in taken.layers.items()}
         kinds = {name: kinds[name] for name in leaves} | taken.dynamic
         vars(result)["torchq_report"] = report(result, kinds, dict.fromkeys(taken.layers, _UNKNOWN))
@@ -93,30 +93,31 @@ class _Taken:
 
     Attributes:
         modules: by name, in the places of torch.ao's.
-        dynamic: those of them that are dynamic, and their classes in torch.ao.
+        dynamic: names of dynamic layers, and their classes in torch.ao.
         layers: float layers with a static source, by their names in the result, and their weights.
         problems: what has no form here, and why.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, example_inputs: Inputs | None) -> None:
         self.model, self.ao = model, AoGraph(model)
         self.modules: dict[str, nn.Module] = {}
-        self.dynamic: dict[str, str] = {}
-        self.layers = self.ao.layers
+        self.dynamic, self.layers = self.ao.dynamic, self.ao.layers
         self.problems = self.ao.problems
         dtypes = [params[2] for params in self.ao.params.values()]
         dtypes += [str(m.dtype) for m in model.modules() if kind(m) == "quantized.Quantize"]
         self._dtype = (dtypes or ["torch.quint8"])[0]
+        self._sources: dict[str, set[Params | None]] = {}
+        if example_inputs is not None and not self.ao.graph.nodes:
+            self._run(example_inputs)
         for name, module in model.named_modules():
             inside = any(not n or name.startswith(f"{n}.") for n in self.modules)
             if kind(module) and not inside:
                 self._take(name, module)
         for node in self.ao.graph.nodes:
-            if node.op == "call_module" and self.ao.changes_scale(node):
+            if node.op == "call_module" and node in self.ao.rounded:
+                fake = fake_quantizer(*self.ao.params[node])
                 module = model.get_submodule(str(node.target))
-                if not kind(module):  # a tanh, say: torch gives it a range of its own
-                    fake = fake_quantizer(*self.ao.params[node])
-                    self.modules[str(node.target)] = nn.Sequential(module, fake)
+                self.modules[str(node.target)] = nn.Sequential(module, fake)
         if isinstance(model, fx.GraphModule):
             self.ao.rewrite()
         self._check()
@@ -126,8 +127,8 @@ class _Taken:
         self.modules[name] = module
         try:
             if found in DYNAMIC:
-                self.modules[name] = made = DYNAMIC[found](module)
-                if isinstance(made, QModule):
+                self.modules[name] = DYNAMIC[found](module)
+                if ".dynamic." in found:
                     self.dynamic[name] = type(module).__name__
             elif found in STATIC or found == "quantized.QFunctional":
                 self.modules[name] = float_meaning(module, self._dtype)
@@ -138,9 +139,28 @@ class _Taken:
         except ValueError as error:
             self.problems.append(f"'{name}', a {found}: {error}")
 
+    def _run(self, example_inputs: Inputs) -> None:
+        """Notes the parameters of sources of layers, where code does not trace."""
+
+        def note(name: str, source: Tensor) -> None:
+            params = float(source.q_scale()), int(source.q_zero_point()), str(source.dtype)
+            self._sources.setdefault(f"{name}.0", set()).add(params)
+
+        layers = {name: m for name, m in self.model.named_modules() if kind(m) in LAYERS}
+        handles = [
+            module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
+            for name, module in layers.items()
+        ]
+        args, kwargs = copied(*split_inputs(example_inputs))
+        try:
+            self.model(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def leaves(self) -> dict[str, QuantizedLeaf]:
         """Returns the layers whose calls all have sources of one known scale, as int8 leaves."""
-        found: dict[str, set[Params | None]] = {}
+        found = self._sources
         for node in self.ao.graph.nodes:
             for name in (str(node.target), f"{node.target}.0"):
                 if node.op == "call_module" and name in self.layers:
@@ -161,7 +181,7 @@ class _Taken:
                 f"{'; '.join(self.problems)}. Keep these float in torch.ao, or call "
                 "torchq.quantize on the float model."
             )
-        if not self.modules and not self.ao.params and not self.layers:
+        if not (self.modules or self.ao.params or self.dynamic):
             raise ValueError(
                 "torchq.from_torch_ao: model must hold int8 modules of torch.ao, got "
                 f"{type(self.model).__name__} without any. Convert it there first, or call "
