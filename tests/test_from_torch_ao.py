@@ -295,6 +295,29 @@ def test_code_that_does_not_trace():
     assert "float in the model" in rows["last"].reason
 
 
+class Shared(nn.Module):
+    """Modules that are called with several scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant, self.dequant = ao.QuantStub(), ao.DeQuantStub()
+        self.conv, self.pool, self.last = nn.Conv2d(8, 8, 1), nn.AvgPool2d(2), nn.Conv2d(8, 8, 1)
+
+    def forward(self, src: Tensor) -> Tensor:
+        src = self.pool(self.quant(src))
+        return self.dequant(self.pool(self.last(self.conv(self.conv(src)))))
+
+
+def test_modules_with_several_scales():
+    old = eager(Shared(), SRC)
+    for example in (None, SRC):
+        new = torchq.from_torch_ao(old, example)
+        assert_within(new(SRC), old(SRC), 2 * step_of(old))  # such averages are not rounded
+    rows = {row.name: row for row in torchq.explain(torchq.from_torch_ao(old)).rows}
+    assert not rows["conv.0"].quantized and "example_inputs" in rows["conv.0"].reason
+    assert rows["last.0"].quantized
+
+
 # Dynamic
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -61,10 +62,8 @@ _FUNCTIONS: dict[str, Any] = {
     "mul_scalar": torch.mul,
     **dict.fromkeys(("batch_norm", "batch_norm1d", "batch_norm2d", "batch_norm3d"), _batch_norm),
 }
-_SCALES = (
-    *(("output_scale", "output_zero_point"), ("Y_scale_i", "Y_zero_point_i")),
-    ("scale", "zero_point"),
-)
+_SCALES = [("output_scale", "output_zero_point"), ("Y_scale_i", "Y_zero_point_i")]
+_SCALES.append(("scale", "zero_point"))  # last: elu has another scale as well
 _NOT_QUANTIZED = ("dequantize", "size", "getattr")
 _KNOWN_RANGES = {"sigmoid": (1 / 256, 0), "hardsigmoid": (1 / 256, 0), "tanh": (1 / 128, 128)}
 """What torch's own functions give of uint8 tensors, by the ends of their ranges."""
@@ -86,7 +85,7 @@ class AoGraph:
     def __init__(self, model: nn.Module) -> None:
         """Reads the calls of a model, as far as they can be traced."""
         self.model: Any = model
-        self.graph = traced(model)
+        self.graph = _traced(model)
         self.params: dict[fx.Node, Params] = {}
         self.rounded: set[fx.Node] = set()
         self.problems: list[str] = []
@@ -97,13 +96,13 @@ class AoGraph:
             if found is not None:
                 self.params[node] = found
 
-    def value(self, arg: Any) -> Any:
+    def _value(self, arg: Any) -> Any:
         """Returns what an argument that is no value of the graph is."""
         if isinstance(arg, fx.Node) and arg.op == "get_attr":
             return operator.attrgetter(str(arg.target))(self.model)
         return arg
 
-    def arguments(self, node: fx.Node) -> dict[str, Any]:
+    def _arguments(self, node: fx.Node) -> dict[str, Any]:
         """Returns the arguments of a call in ``torch.ops.quantized``, by name."""
         schema = _schema(node)
         given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
@@ -116,7 +115,7 @@ class AoGraph:
         if node.target is torch.quantize_per_tensor:
             names = ("input", "scale", "zero_point", "dtype")
             given = dict(zip(names, node.args, strict=False)) | node.kwargs
-            scale, zero_point, dtype = (self.value(given[name]) for name in names[1:])
+            scale, zero_point, dtype = (self._value(given[name]) for name in names[1:])
             return float(scale), int(zero_point), str(dtype)
         name = str(getattr(node.target, "__name__", node.target)).rstrip("_")
         if node.op == "call_module":
@@ -129,11 +128,11 @@ class AoGraph:
         if not node.op.startswith("call_") or not sources or name in _NOT_QUANTIZED:
             return None
         if quantized := _quantized_name(node):
-            given = self.arguments(node)
+            given = self._arguments(node)
             for pair in _SCALES:
                 if given.get(pair[0]) is not None and pair[1] in given:
                     self.rounded.add(node)
-                    scale, zero_point = (self.value(given[key]) for key in pair)
+                    scale, zero_point = (self._value(given[key]) for key in pair)
                     return float(scale), int(zero_point), sources[0][2]
             return None if quantized.startswith(("add", "mul")) else sources[0]  # by a number
         known = _KNOWN_RANGES.get(name)
@@ -141,6 +140,21 @@ class AoGraph:
         if any(source != own for source in sources) or any(word in name for word in _COMPUTE):
             self.rounded.add(node)
         return own
+
+    def module_calls(self) -> list[fx.Node]:
+        """Returns the calls of modules."""
+        return [node for node in self.graph.nodes if node.op == "call_module"]
+
+    def rounding_modules(self) -> dict[str, Params]:
+        """Returns modules of torch.nn that round in each call to levels that torch.ao has not set.
+
+        A tanh is one, and an average. Those that have several scales are left out.
+        """
+        found: dict[str, set[Params | None]] = {}
+        for node in self.module_calls():
+            params = self.params[node] if node in self.rounded else None
+            found.setdefault(str(node.target), set()).add(params)
+        return the_only(found)
 
     # In float
 
@@ -172,7 +186,7 @@ class AoGraph:
         node.replace_all_uses_with(made, lambda user: user is not made)
 
     def _function(self, node: fx.Node, name: str) -> None:
-        given = self.arguments(node)
+        given = self._arguments(node)
         base = name.removesuffix("_relu")
         with self.graph.inserting_before(node):
             made = None
@@ -194,7 +208,7 @@ class AoGraph:
 
     def _layer(self, node: fx.Node, base: str, given: dict[str, Any]) -> fx.Node | None:
         """Returns the call of the layer that a function of packed weights is."""
-        packed = self.value(given.get("W_prepack", given.get("packed_weight")))
+        packed = self._value(given.get("W_prepack", given.get("packed_weight")))
         kinds = {"linear": nn.Linear, "conv1d": nn.Conv1d, "conv2d": nn.Conv2d, "conv3d": nn.Conv3d}
         cls: Any = kinds.get(base.removesuffix("_dynamic"))
         if cls is None or not hasattr(packed, "unpack"):
@@ -221,6 +235,12 @@ class AoGraph:
         return self.graph.call_module(name, (node.args[0],))
 
 
+def the_only(found: Mapping[str, Collection[Params | None]]) -> dict[str, Params]:
+    """Returns the parameters of what has one set of them."""
+    single = {name: next(iter(params)) for name, params in found.items() if len(params) == 1}
+    return {name: params for name, params in single.items() if params is not None}
+
+
 def _quantized_name(node: fx.Node) -> str:
     """Returns the name of a call in ``torch.ops.quantized``, or ""."""
     target: Any = node.target
@@ -243,7 +263,7 @@ def _schema(node: fx.Node) -> Any:
     return min(fitting, key=lambda s: len(s.arguments))
 
 
-def traced(model: nn.Module) -> fx.Graph:
+def _traced(model: nn.Module) -> fx.Graph:
     """Returns the calls of a model; none where its code does not trace."""
     if isinstance(model, fx.GraphModule):
         return model.graph

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -35,7 +36,9 @@ def with_known_scales(
         if names <= overrides.keys():
             break
         overrides |= dict.fromkeys(names)  # they would have to be calibrated
-    result = convert(prepared)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a model without a graph: its layers come later
+        result = convert(prepared)
     rows: list[Row] = vars(result)["torchq_report"]
     vars(result)["torchq_report"] = [
         replace(row, kind=row.kind.removeprefix("Parametrized")) for row in rows

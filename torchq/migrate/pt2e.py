@@ -119,7 +119,7 @@ class _Pairs:
         before = _name(source)
         params = [self._value(arg) for arg in node.args[1:]]
         if before.startswith("quantize_"):
-            if before.rpartition(".")[0] != f"quantize_{_name(node)[11:]}".rpartition(".")[0]:
+            if before != _name(node).removeprefix("de"):
                 return f"it reads what {before} gives"
             if source not in self._made:
                 self._made[source] = self._fake(node, source.args[0], params)

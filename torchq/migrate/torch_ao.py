@@ -12,7 +12,7 @@ from torchq.convert.dispatch import dispatches
 from torchq.convert.share import share_weights
 from torchq.convert.swap.calls import copied
 from torchq.inputs import Inputs, split_inputs, without_gradients, working_copy
-from torchq.migrate.ao_graph import AoGraph, Params
+from torchq.migrate.ao_graph import AoGraph, Params, the_only
 from torchq.migrate.ao_modules import (
     DYNAMIC,
     LAYERS,
@@ -113,11 +113,8 @@ class _Taken:
             inside = any(not n or name.startswith(f"{n}.") for n in self.modules)
             if kind(module) and not inside:
                 self._take(name, module)
-        for node in self.ao.graph.nodes:
-            if node.op == "call_module" and node in self.ao.rounded:
-                fake = fake_quantizer(*self.ao.params[node])
-                module = model.get_submodule(str(node.target))
-                self.modules[str(node.target)] = nn.Sequential(module, fake)
+        for name, params in self.ao.rounding_modules().items():
+            self.modules[name] = nn.Sequential(model.get_submodule(name), fake_quantizer(*params))
         if isinstance(model, fx.GraphModule):
             self.ao.rewrite()
         self._check()
@@ -161,12 +158,11 @@ class _Taken:
     def leaves(self) -> dict[str, QuantizedLeaf]:
         """Returns the layers whose calls all have sources of one known scale, as int8 leaves."""
         found = self._sources
-        for node in self.ao.graph.nodes:
+        for node in self.ao.module_calls():
             for name in (str(node.target), f"{node.target}.0"):
-                if node.op == "call_module" and name in self.layers:
-                    found.setdefault(name, set()).add(self.ao.params.get(node.args[0]))
-        known = {name: next(iter(params)) for name, params in found.items() if len(params) == 1}
-        return {name: self._leaf(name, params) for name, params in known.items() if params}
+                if name in self.layers:
+                    found.setdefault(name, set()).add(self.ao.params.get(node.all_input_nodes[0]))
+        return {name: self._leaf(name, params) for name, params in the_only(found).items()}
 
     def _leaf(self, name: str, params: Params) -> QuantizedLeaf:
         (layer, weight), (scale, zero_point, dtype) = self.layers[name], params
