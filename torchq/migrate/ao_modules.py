@@ -32,7 +32,10 @@ from torchq.nn import (
 
 LEVELS = {"torch.quint8": (0, 255), "torch.qint8": (-128, 127)}
 """The integers of an activation by the name of its dtype."""
-_SIZES = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
+_SIZES = (
+    *("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"),
+    "padding_mode",
+)
 
 
 def kind(module: nn.Module) -> str:
@@ -67,15 +70,13 @@ def weight_scales(weight: Tensor) -> Tensor:
     Raises:
         ValueError: it has zero points, or is not int8.
     """
-    if weight.dtype != torch.qint8:
+    if not weight.is_quantized or weight.int_repr().dtype != torch.int8:
         raise ValueError(f"its weight is {weight.dtype}, and weights here are int8")
-    if weight.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        zero_points, scales = (
-            torch.tensor([weight.q_zero_point()]),
-            torch.tensor([weight.q_scale()]),
-        )
-    else:
+    if "per_channel" in str(weight.qscheme()):
         zero_points, scales = weight.q_per_channel_zero_points(), weight.q_per_channel_scales()
+    else:
+        zero_points = torch.tensor([weight.q_zero_point()])
+        scales = torch.tensor([weight.q_scale()])
     if bool(zero_points.any()):
         raise ValueError("its weight has zero points other than 0, which weights here have not")
     return scales.float()
@@ -86,16 +87,12 @@ def weight_scales(weight: Tensor) -> Tensor:
 
 def unquantized(module: Any) -> nn.Module:
     """Returns the linear layer or convolution of torch.nn with the dequantized weight."""
-    name = re.sub(r"ReLU|^Conv.*Transpose", "", type(module).__name__)
+    name = type(module).__name__.replace("ReLU", "")
     if name == "Linear":
         layer: Any = nn.Linear(module.in_features, module.out_features, device="meta")
     else:
-        options = {key: getattr(module, key) for key in _SIZES}
-        base = type(module).__name__.replace("ReLU", "")
-        if "Transpose" in base:
-            options["output_padding"] = module.output_padding
-        cls: Any = getattr(nn, base)
-        layer = cls(**options, padding_mode=module.padding_mode, device="meta")
+        keys = (*_SIZES, "output_padding") if "Transpose" in name else _SIZES
+        layer = getattr(nn, name)(**{key: getattr(module, key) for key in keys}, device="meta")
     return float_layer(layer, module.weight().dequantize(), module.bias())
 
 
@@ -191,8 +188,6 @@ def _dynamic_layer(module: Any) -> nn.Module:
 def _recurrent(module: Any) -> QModule:
     """Returns the dynamic network or cell with the same int8 weights."""
     weights, biases = module.get_weight(), module.get_bias()
-    if any(weight.dtype != torch.qint8 for weight in weights.values()):
-        raise ValueError("its weights are not int8. Quantize the float model instead")
     name = type(module).__name__
     if not name.endswith("Cell"):
         cell = {"LSTM": "lstm", "GRU": "gru"}[name]
@@ -216,8 +211,8 @@ def _recurrent_layer(
 
     def weight(part: str) -> RecurrentWeight:
         own = [weights[f"weight_{part}{suffix}"] for suffix in suffixes]
-        rows = [w.int_repr().reshape(gates, -1, w.size(1)) for w in own]
         scales = [weight_scales(w).expand(w.size(0)).reshape(gates, -1) for w in own]
+        rows = [w.int_repr().reshape(gates, -1, w.size(1)) for w in own]
         return RecurrentWeight(torch.stack(rows), torch.stack(scales))
 
     def bias(part: str) -> Tensor | None:

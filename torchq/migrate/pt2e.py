@@ -159,12 +159,16 @@ class _Pairs:
             if not isinstance(weight, fx.Node) or not _name(weight).startswith("dequantize"):
                 return "the weight beside it is float"
             int8, *params = [self._value(arg) for arg in weight.args]
+            if int8.dtype != torch.int8 or bool(torch.as_tensor(params[1]).any()):
+                return "the weight beside it is not int8, or has zero points"
             bias = self._value(user.args[2]) if len(user.args) > 2 else None
             layer: Any = nn.Linear(int8.size(1), int8.size(0), device="meta")
             layer = float_layer(layer, _dequantized(weight, int8, params), bias)
             name = f"{user.name}_dynamic"
             self.dynamic.append(name)
-            self.model.add_submodule(name, dynamic_leaf(layer, int8, params[0].float()))
+            self.model.add_submodule(
+                name, dynamic_leaf(layer, int8, torch.as_tensor(params[0]).float())
+            )
             with self.graph.inserting_before(user):
                 made = self.graph.call_module(name, (source.args[0],))
             user.replace_all_uses_with(made)
