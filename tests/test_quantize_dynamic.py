@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import inspect
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,12 @@ def test_what_is_no_float_model(model: Speech):
         torchq.quantize_dynamic(torchq.quantize_dynamic(model))
     with pytest.raises(TypeError, match="float32"):
         torchq.quantize_dynamic(model.double())
+
+
+@pytest.mark.parametrize("name", ("quantize_dynamic", "from_torch_ao", "from_torchao", "from_pt2e"))
+def test_the_example_of_a_docstring(name: str):
+    if name in ("from_torchao", "from_pt2e"):
+        pytest.importorskip("torchao")
+    function = getattr(torchq, name)
+    (test,) = doctest.DocTestFinder(recurse=False).find(function, name, globs={})
+    assert test.examples and doctest.DocTestRunner().run(test).failed == 0

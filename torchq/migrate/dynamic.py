@@ -63,8 +63,12 @@ def quantize_dynamic(
             is quantized already. ``model`` is then as it was.
 
     Example:
+        >>> import torch, torchq
+        >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         >>> quantized = torchq.quantize_dynamic(model, {nn.Linear})
+        >>> quantized(torch.randn(2, 8)).shape
+        torch.Size([2, 4])
     """
     if mapping is not None:
         raise ValueError(

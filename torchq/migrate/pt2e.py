@@ -40,8 +40,16 @@ def from_pt2e(model: nn.Module, example_inputs: Inputs | None = None) -> nn.Modu
         ValueError: it has no quantized values, or some have no form here: the message names all.
 
     Example:
-        >>> prepared = prepare_pt2e(torch.export.export(model, args).module(), quantizer)
-        >>> quantized = torchq.from_pt2e(convert_pt2e(prepared))
+        >>> import torch, torchq
+        >>> from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+        >>> from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+        >>> model, src = torch.nn.Linear(8, 4).eval(), torch.randn(2, 8)
+        >>> config = x86.get_default_x86_inductor_quantization_config()
+        >>> quantizer = x86.X86InductorQuantizer().set_global(config)
+        >>> prepared = prepare_pt2e(torch.export.export(model, (src,)).module(), quantizer)
+        >>> _ = prepared(src)
+        >>> torchq.from_pt2e(convert_pt2e(prepared))(src).shape
+        torch.Size([2, 4])
     """
     model = as_module(model)
     if not isinstance(model, fx.GraphModule):

@@ -57,8 +57,13 @@ def from_torch_ao(model: nn.Module, example_inputs: Inputs | None = None) -> nn.
             and why), or the scales of sources do not follow from the code without examples.
 
     Example:
+        >>> import torch, torchq
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         >>> old = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
         >>> new = torchq.from_torch_ao(old)
+        >>> torch.equal(new[0].layer.packed().unpack(), old[0].weight().int_repr())
+        True
     """
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise TypeError(

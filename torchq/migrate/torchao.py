@@ -36,8 +36,13 @@ def from_torchao(model: nn.Module) -> nn.Module:
             row: the message names all of them, and why.
 
     Example:
-        >>> torchao.quantization.quantize_(model, Int8DynamicActivationInt8WeightConfig())
-        >>> quantized = torchq.from_torchao(model)
+        >>> import torch, torchq
+        >>> from torch import nn
+        >>> from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> quantize_(model, Int8WeightOnlyConfig())
+        >>> torchq.from_torchao(model)(torch.randn(2, 8)).shape
+        torch.Size([2, 4])
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
