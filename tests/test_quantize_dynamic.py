@@ -176,6 +176,26 @@ def test_modules_of_two_names_hooks_and_computed_weights():
         assert torchq.sqnr(expected, quantized(src)) > 30 and len(calls) == 2
 
 
+class Turned(nn.Module):
+    """A linear layer with its weight as GPT-2 has it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, src: Tensor) -> Tensor:
+        rows = torch.addmm(self.bias, src.view(-1, src.size(-1)), self.weight)
+        return rows.view(src.size()[:-1] + (self.weight.shape[1],))  # noqa: RUF005 - traced
+
+
+def test_classes_that_compute_a_linear_layer():
+    model, src = nn.Sequential(Turned(6, 8), nn.Linear(8, 4)), torch.randn(3, 6)
+    assert replaced(model, torchq.quantize_dynamic(model)) == {"1"}
+    quantized = torchq.quantize_dynamic(model, {Turned})
+    assert replaced(model, quantized) == {"0"} and torchq.sqnr(model(src), quantized(src)) > 30
+
+
 def test_a_layer_alone():
     layer = nn.Linear(6, 4)
     assert torchq.quantize_dynamic(layer)(torch.randn(2, 6)).shape == (2, 4)

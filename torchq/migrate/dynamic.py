@@ -10,6 +10,7 @@ from torch import nn
 
 from torchq.affine import reduction
 from torchq.config import QConfig
+from torchq.convert.api import without_save_pretrained
 from torchq.convert.explain import Row
 from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, is_patched
 from torchq.convert.self_contained import RECURRENT, converted, observed, why_float
@@ -21,6 +22,7 @@ from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.inputs import without_gradients
 from torchq.migrate.leaves import put
 from torchq.migrate.spec import ASKED, QINT8, Spec
+from torchq.nn.experts import is_experts
 from torchq.nn.leaf import take_hooks, without_hooks
 
 _FORMS = (nn.Linear, *ASKED[:3], *RECURRENT)
@@ -70,6 +72,11 @@ def quantize_dynamic(
         >>> quantized(torch.randn(2, 8)).shape
         torch.Size([2, 4])
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"torchq.quantize_dynamic: model must be an nn.Module, got {type(model).__name__}. "
+            "Pass the float model."
+        )
     if mapping is not None:
         raise ValueError(
             "torchq.quantize_dynamic: mapping must be None, got one: the quantized modules are "
@@ -80,8 +87,6 @@ def quantize_dynamic(
             f"torchq.quantize_dynamic: model must hold the layers with inplace=True, got a "
             f"{type(model).__name__}, which is one. Take the result of inplace=False."
         )
-    if not isinstance(model, nn.Module):
-        check_model(model)
     plain = plain_copy(model, {id(p): p for p in model.parameters()}).eval()
     check_model(plain)
     made, rows = _replacements(plain, qconfig_spec, dtype)
@@ -91,6 +96,7 @@ def quantize_dynamic(
     else:
         model = with_modules(plain, made)
     vars(model)["torchq_report"] = rows
+    without_save_pretrained(model)
     return without_gradients(model.eval())
 
 
@@ -109,7 +115,7 @@ def _replacements(
         layer, config = layers.get(name), spec.config(name)
         reason = "" if layer is None or config is None else _why_float(layer, config)
         if layer is None or config is None or reason:
-            rows += _left(name, module, config, reason)
+            rows += _left(name, module, layer is not None, config, reason)
         elif name in attention:
             made[name] = take_hooks(_attention(module, name, config), module)
             rows += [_row(f"{name}.{key}_proj", nn.Linear, "") for key in ("q", "k", "v", "out")]
@@ -123,6 +129,8 @@ def _layer(module: nn.Module) -> nn.Module | None:
     """Returns the layer of torch.nn that a module is or computes; None where it has no form."""
     if type(module) is nn.MultiheadAttention:
         return None if is_patched(module) else module
+    if is_experts(module):
+        return module
     layer = stand_in(module)
     return layer if isinstance(layer, _FORMS) else None
 
@@ -137,7 +145,7 @@ def _why_float(layer: nn.Module, config: QConfig) -> str:
 
 def _dynamic(layer: nn.Module, name: str, config: QConfig) -> nn.Module:
     layer = without_hooks(layer)
-    if isinstance(layer, RECURRENT):
+    if isinstance(layer, RECURRENT) or is_experts(layer):
         return converted(observed(layer, config, name), name)
     return ObservedLeaf(layer, config, name).convert()
 
@@ -153,12 +161,14 @@ def _attention(module: nn.Module, name: str, config: QConfig) -> nn.Module:
     return split
 
 
-def _left(name: str, module: nn.Module, config: QConfig | None, reason: str) -> list[Row]:
+def _left(
+    name: str, module: nn.Module, has_form: bool, config: QConfig | None, reason: str
+) -> list[Row]:
     """Returns the row of a module that stays as it is, if it computes something by itself."""
     leaf = next(module.children(), None) is None
     if not leaf and next(module.parameters(recurse=False), None) is None:
         return []
-    known = isinstance(module, (*_FORMS, nn.MultiheadAttention))
+    known = has_form or isinstance(module, (*_FORMS, nn.MultiheadAttention))
     if not reason:
         reason = "it has no dynamic form"
         if known:
