@@ -194,7 +194,7 @@ class Various(nn.Module):
         self.head = nn.Linear(16, 4)
 
     def forward(self, src: Tensor) -> Tensor:
-        x = self.block(self.stem(src))
+        x = nn.functional.leaky_relu(self.block(self.stem(src)), 0.2)
         x = torch.cat([x, torch.sigmoid(x)], 1)
         x = nn.functional.hardswish(nn.functional.max_pool2d(x, 2)) * x.mean((2, 3), keepdim=True)
         return self.head(nn.functional.adaptive_avg_pool2d(self.tanh(x), 1).flatten(1))

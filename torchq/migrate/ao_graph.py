@@ -67,8 +67,8 @@ _SCALES.append(("scale", "zero_point"))  # last: elu has another scale as well
 _NOT_QUANTIZED = ("dequantize", "size", "getattr")
 _KNOWN_RANGES = {"sigmoid": (1 / 256, 0), "hardsigmoid": (1 / 256, 0), "tanh": (1 / 128, 128)}
 """What torch's own functions give of uint8 tensors, by the ends of their ranges."""
-_COMPUTE = ("mean", "avg", "interpolate", "upsample", "gelu", "hardtanh")
-"""In the names of functions that give other levels than those of their sources."""
+_COMPUTE = ("mean", "avg", "interpolate", "upsample", "gelu", "hardtanh", "cat")
+"""In the names of functions whose results torch.ao puts on the levels of their sources."""
 
 
 class AoGraph:
@@ -134,7 +134,11 @@ class AoGraph:
                     self.rounded.add(node)
                     scale, zero_point = (self._value(given[key]) for key in pair)
                     return float(scale), int(zero_point), sources[0][2]
-            return None if quantized.startswith(("add", "mul")) else sources[0]  # by a number
+            if not quantized.startswith(("add", "mul")):
+                return sources[0]
+            scale, zero_point, dtype = sources[0]  # and a number
+            factor: Any = given["b"] if quantized.startswith("mul") else 0
+            return (scale * factor, zero_point, dtype) if factor > 0 else None
         known = _KNOWN_RANGES.get(name)
         own = sources[0] if known is None else (*known, "torch.quint8")
         if any(source != own for source in sources) or any(word in name for word in _COMPUTE):
@@ -187,7 +191,7 @@ class AoGraph:
 
     def _function(self, node: fx.Node, name: str) -> None:
         given = self._arguments(node)
-        base = name.removesuffix("_relu")
+        base = name if name in _FUNCTIONS else name.removesuffix("_relu")
         with self.graph.inserting_before(node):
             made = None
             if "W_prepack" in given or "packed_weight" in given:

@@ -73,10 +73,10 @@ def from_torch_ao(model: nn.Module, example_inputs: Inputs | None = None) -> nn.
     own = working_copy(model, caller="from_torch_ao").eval()
     taken = _Taken(own, example_inputs)
     leaves = taken.leaves()
-    if taken.layers and not leaves:
+    if taken.layers and not leaves and example_inputs is None:
         raise ValueError(
-            "torchq.from_torch_ao: example_inputs must be given for a model whose code torch.fx "
-            f"does not trace, got none for {type(model).__name__}. Pass one batch."
+            "torchq.from_torch_ao: example_inputs must be given where the scales of sources do not "
+            f"follow from the code, as that of {type(model).__name__}, got None. Pass one batch."
         )
     result = taken.put().eval()
     if example_inputs is not None and not taken.dynamic:
