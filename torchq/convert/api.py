@@ -169,9 +169,7 @@ def converted_model(prepared: nn.Module, strict: bool, every_leaf: bool = False)
     for dispatch in dispatches(result):
         dispatch.begin(strict)
     share_weights(result)
-    for module in result.modules():
-        if hasattr(type(module), "save_pretrained"):
-            vars(module)["save_pretrained"] = _save_pretrained
+    without_save_pretrained(result)
     vars(result)["torchq_report"] = rows
     left = [row for row in rows if row.is_matmul and not row.requested]
     if left and not any(row.quantized for row in rows):
@@ -181,6 +179,13 @@ def converted_model(prepared: nn.Module, strict: bool, every_leaf: bool = False)
             stacklevel=5,
         )
     return without_gradients(result.eval())
+
+
+def without_save_pretrained(model: nn.Module) -> None:
+    """Make the method of transformers' models raise: it would write what nothing reads."""
+    for module in model.modules():
+        if hasattr(type(module), "save_pretrained"):
+            vars(module)["save_pretrained"] = _save_pretrained
 
 
 def _save_pretrained(*args: Any, **kwargs: Any) -> None:

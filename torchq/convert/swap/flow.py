@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,9 +62,12 @@ def prepare(
         return prepare_settled(plain_copy(model), args, kwargs, config, overrides)
 
 
-def plain_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose layers call ``forward`` and have plain weights."""
-    model = settled(with_code(working_copy(model)))
+def plain_copy(model: nn.Module, shared: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
+    """Return a copy of a model whose layers call ``forward`` and have plain weights.
+
+    What is ``shared``, by id, is not copied.
+    """
+    model = settled(with_code(working_copy(model, shared)))
     leave_fast_paths(model)
     without_capturing_hooks(model)
     return model
@@ -97,9 +101,7 @@ def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Modul
     shared = {id(p): p for p in model.parameters()}
 
     def assemble(names: list[str], contiguous: bool) -> nn.Module:
-        leaves = plan.replacements(names, contiguous).items()
-        memo: dict[int, Any] = {id(model.get_submodule(name)): leaf for name, leaf in leaves}
-        return copy.deepcopy(model, memo | shared).eval()
+        return with_modules(model, plan.replacements(names, contiguous), shared).eval()
 
     def agrees(names: list[str]) -> bool:
         return comparison.agrees(assemble(names, True))
@@ -141,3 +143,15 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
                 check_finite("calibrate", prepared, recurse=True)
                 raise
     return prepared
+
+
+def with_modules(
+    model: nn.Module, modules: Mapping[str, nn.Module], shared: Mapping[int, Any] | None = None
+) -> nn.Module:
+    """Return a copy of ``model`` with other modules in some places, not of those they replace.
+
+    Works for the model itself, and for modules that are registered under several names. What is
+    ``shared``, by id, is not copied either.
+    """
+    memo: dict[int, Any] = {id(model.get_submodule(n)): new for n, new in modules.items()}
+    return copy.deepcopy(model, memo | dict(shared or {}))
