@@ -14,7 +14,13 @@ import torch
 from torch import nn
 
 from torchq.convert.checks import add_checks
-from torchq.convert.dispatch import Dispatch, attach, dispatches, share_weights
+from torchq.convert.dispatch import (
+    Dispatch,
+    attach,
+    dispatches,
+    share_weights,
+    without_save_pretrained,
+)
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_code import as_module
 from torchq.convert.guards import Example
@@ -179,22 +185,6 @@ def converted_model(prepared: nn.Module, strict: bool, every_leaf: bool = False)
             stacklevel=5,
         )
     return without_gradients(result.eval())
-
-
-def without_save_pretrained(model: nn.Module) -> None:
-    """Make the method of transformers' models raise: it would write what nothing reads."""
-    for module in model.modules():
-        if hasattr(type(module), "save_pretrained"):
-            vars(module)["save_pretrained"] = _save_pretrained
-
-
-def _save_pretrained(*args: Any, **kwargs: Any) -> None:
-    """Raise NotImplementedError: transformers would load the file with random weights."""
-    raise NotImplementedError(
-        "save_pretrained: a model that torchq converted cannot be written so: from_pretrained "
-        "would make a float model of it. Call torchq.save(model, path), and "
-        "torchq.load(path, float_model) to read it."
-    )
 
 
 def _check_calibrated(dispatch: Dispatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.convert.api import without_save_pretrained
+from torchq.convert.dispatch import without_save_pretrained
 from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, RECURRENT, is_patched, why_float
 from torchq.convert.rows import Row
 from torchq.convert.self_contained import converted, observed
