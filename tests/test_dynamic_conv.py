@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from calls import assert_same, assert_same_deployed
 from torch import Tensor, nn
-from torchq.packing import pack_conv
-from torchq.qparams import choose_qparams
+from torchq.functional.packing import pack_conv
+from torchq.quantization.qparams import choose_qparams
 
 import torchq
 import torchq.nn as tnn
