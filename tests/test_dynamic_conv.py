@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from calls import assert_same, assert_same_deployed
 from torch import Tensor, nn
-from torchq.functional.packing import pack_conv
-from torchq.quantization.qparams import choose_qparams
 
 import torchq
 import torchq.nn as tnn
+from torchq.functional.packing import pack_conv
+from torchq.quantization.qparams import choose_qparams
 
 CASES = {
     "1d": (nn.Conv1d(20, 32, 3, padding=1), (3, 20, 25)),

@@ -14,13 +14,7 @@ import torch
 from torch import nn
 
 from torchq.convert.checks import add_checks
-from torchq.convert.dispatch import (
-    Dispatch,
-    attach,
-    dispatches,
-    share_weights,
-    without_save_pretrained,
-)
+from torchq.convert.dispatch import Dispatch, attach, dispatches, share_weights
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_code import as_module
 from torchq.convert.guards import Example
@@ -35,6 +29,7 @@ from torchq.convert.self_contained import SELF_CONTAINED, converted
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.convert.swap.weights import without_save_pretrained
 from torchq.nn.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.quantization.config import Overrides, QConfig

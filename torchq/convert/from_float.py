@@ -110,9 +110,11 @@ def dynamic_from_float(
         weight_scale: of the weight, where it is known: one, or one per output channel.
     """
     result: QModule = _of_base(_DYNAMIC, module).from_float(
-        module, granularity=config.weight_granularity, bits=config.weight_bits,
+        module,
+        granularity=config.weight_granularity,
+        bits=config.weight_bits,
         weight_scale=weight_scale,
-    )  # fmt: skip
+    )
     return result
 
 

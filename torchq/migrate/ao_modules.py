@@ -75,8 +75,8 @@ def weight_scales(weight: Tensor) -> Tensor:
     if "per_channel" in str(weight.qscheme()):
         zero_points, scales = weight.q_per_channel_zero_points(), weight.q_per_channel_scales()
     else:
-        zero_points = torch.tensor([weight.q_zero_point()])
-        scales = torch.tensor([weight.q_scale()])
+        zero_points = torch.tensor([weight.q_zero_point()], device="cpu")
+        scales = torch.tensor([weight.q_scale()], device="cpu")
     if bool(zero_points.any()):
         raise ValueError("its weight has zero points other than 0, which weights here have not")
     return scales.float()
@@ -119,23 +119,23 @@ class Functional(nn.Module):
         self.round = fake_quantizer(module.scale, module.zero_point, dtype)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add and round."""
+        """Add and rounds."""
         return self.round(x + y)  # type: ignore[no-any-return]
 
     def add_relu(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add, clip at zero and round."""
+        """Add, clips at zero and rounds."""
         return self.round(F.relu(x + y))  # type: ignore[no-any-return]
 
     def mul(self, x: Tensor, y: Tensor) -> Tensor:
-        """Multiplies and rounds."""
+        """Multiply and rounds."""
         return self.round(x * y)  # type: ignore[no-any-return]
 
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
-        """Multiplies matrices and rounds."""
+        """Multiply matrices and rounds."""
         return self.round(torch.matmul(x, y))  # type: ignore[no-any-return]
 
     def cat(self, x: list[Tensor], dim: int = 0) -> Tensor:
-        """Concatenates and rounds."""
+        """Concatenate and rounds."""
         return self.round(torch.cat(x, dim))  # type: ignore[no-any-return]
 
     def add_scalar(self, x: Tensor, y: float) -> Tensor:
@@ -143,7 +143,7 @@ class Functional(nn.Module):
         return x + y
 
     def mul_scalar(self, x: Tensor, y: float) -> Tensor:
-        """Multiplies by a number: the levels move with the values."""
+        """Multiply by a number: the levels move with the values."""
         return x * y
 
 

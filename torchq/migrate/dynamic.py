@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchq.convert.dispatch import without_save_pretrained
 from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, RECURRENT, is_patched, why_float
 from torchq.convert.rows import Row
 from torchq.convert.self_contained import converted, observed
 from torchq.convert.swap.checks import check_model
-from torchq.convert.swap.flow import plain_copy, with_modules
+from torchq.convert.swap.flow import plain_copy
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.convert.swap.weights import leave_fast_paths, split_attention
+from torchq.convert.swap.weights import (
+    leave_fast_paths,
+    split_attention,
+    without_save_pretrained,
+)
 from torchq.migrate.leaves import put
 from torchq.migrate.spec import ASKED, QINT8, Spec
 from torchq.nn.batch_norm import reduction
@@ -94,7 +98,8 @@ def quantize_dynamic(
         put(model, made)
         leave_fast_paths(model)
     else:
-        model = with_modules(plain, made)
+        places: dict[int, Any] = {id(plain.get_submodule(name)): new for name, new in made.items()}
+        model = copy.deepcopy(plain, places)
     vars(model)["torchq_report"] = rows
     without_save_pretrained(model)
     return without_gradients(model.eval())

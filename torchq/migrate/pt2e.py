@@ -21,7 +21,7 @@ from torchq.nn.inputs import Inputs, without_gradients, working_copy
 @torch.inference_mode(False)
 @torch.no_grad()
 def from_pt2e(model: nn.Module, example_inputs: Inputs | None = None) -> nn.Module:
-    """Take over a graph that ``convert_pt2e`` made, and compile nothing.
+    """Take over a graph that ``convert_pt2e`` made, and compiles nothing.
 
     Weights keep their integers, and weights and activations their scales; nothing is calibrated.
     Results differ from those of the graph by rounding alone. Dynamic linear layers quantize each
@@ -73,7 +73,7 @@ def from_pt2e(model: nn.Module, example_inputs: Inputs | None = None) -> nn.Modu
 
 
 class _Pairs:
-    """Makes fake quantizers of the pairs in a graph.
+    """Make fake quantizers of the pairs in a graph.
 
     Attributes:
         weights: int8 weights by the names of the float ones that took their places.
@@ -89,7 +89,7 @@ class _Pairs:
         self._made: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> None:
-        """Rewrites the graph.
+        """Rewrite the graph.
 
         Raises:
             ValueError: there are no pairs, or some have no form here.
@@ -120,7 +120,7 @@ class _Pairs:
         return arg
 
     def _pair(self, node: fx.Node) -> str:
-        """Rewrites one dequantization; returns why it cannot."""
+        """Rewrite one dequantization; returns why it cannot."""
         source: Any = node.args[0]
         if _name(node).endswith(".tensor"):
             return self._dynamic(node, source)
@@ -167,7 +167,7 @@ class _Pairs:
             if not isinstance(weight, fx.Node) or not _name(weight).startswith("dequantize"):
                 return "the weight beside it is float"
             int8, *params = [self._value(arg) for arg in weight.args]
-            if int8.dtype != torch.int8 or bool(torch.as_tensor(params[1]).any()):
+            if int8.dtype != torch.int8 or bool(torch.as_tensor(params[1], device="cpu").any()):
                 return "the weight beside it is not int8, or has zero points"
             bias = self._value(user.args[2]) if len(user.args) > 2 else None
             layer: Any = nn.Linear(int8.size(1), int8.size(0), device="meta")
@@ -175,7 +175,7 @@ class _Pairs:
             name = f"{user.name}_dynamic"
             self.dynamic.append(name)
             self.model.add_submodule(
-                name, dynamic_leaf(layer, int8, torch.as_tensor(params[0]).float())
+                name, dynamic_leaf(layer, int8, torch.as_tensor(params[0], device="cpu").float())
             )
             with self.graph.inserting_before(user):
                 made = self.graph.call_module(name, (source.args[0],))

@@ -143,7 +143,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 class _Names(ast.NodeVisitor):
-    """The full names behind the names of a file."""
+    """What the names of a file stand for."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.full: dict[str, str] = {}
@@ -164,14 +164,14 @@ class _Names(ast.NodeVisitor):
         return [use for use in (*self.found, *more) if _concerns(use[1])]
 
     def visit_Import(self, node: ast.Import) -> None:
-        """Binds ``torch`` of ``import torch.ao.quantization``, or the name behind ``as``."""
+        """Bind ``torch`` of ``import torch.ao.quantization``, or the name behind ``as``."""
         for alias in node.names:
             first = alias.name.partition(".")[0]
             self.full[alias.asname or first] = alias.name if alias.asname else first
             self.imported[alias.name] = node.lineno
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """Binds the names behind ``import``."""
+        """Bind the names behind ``import``."""
         if node.level or node.module is None:
             return
         for alias in node.names:
@@ -180,7 +180,7 @@ class _Names(ast.NodeVisitor):
             self.imported[name] = node.lineno
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        """Follows ``q = torch.ao.quantization``."""
+        """Follow ``q = torch.ao.quantization``."""
         name, names = (
             self._name(node.value),
             [t.id for t in node.targets if isinstance(t, ast.Name)],

@@ -29,7 +29,7 @@ class Spec:
     def __init__(
         self, model: nn.Module, qconfig_spec: Any, dtype: torch.dtype, layers: Collection[str]
     ) -> None:
-        """Refuses what has no meaning here.
+        """Refuse what has no meaning here.
 
         Args:
             model: float.

@@ -22,15 +22,15 @@ from torchq.runtime.library import dtype_code
 class DynamicQConv(QModule):
     """Float in, float out, int8 inside; it needs no calibration.
 
-    Each sample becomes uint8 with :func:`torchq.qparams.choose_qparams` of its smallest and largest
-    value. ``acc`` is the exact sum of ``(q - zero_point) * weight``, and::
+    Each sample becomes uint8 with :func:`torchq.quantization.qparams.choose_qparams` of its
+    smallest and largest value. ``acc`` is the exact sum of ``(q - zero_point) * weight``, and::
 
         dst = float(acc) * (src_scale[sample] * weight_scale[channel]) + bias[channel]
 
     A sample depends on nothing but itself: a batch gives the bits of its samples one by one.
 
     Buffers:
-        weight, compensation, pair_bound: see :class:`~torchq.packing.PackedWeight`.
+        weight, compensation, pair_bound: see :class:`~torchq.functional.packing.PackedWeight`.
         weight_scale: float32 ``[OC]``, real units per weight step.
         bias: float32 ``[OC]``, or absent.
 
@@ -102,7 +102,7 @@ class DynamicQConv(QModule):
         bits: int = 8,
         weight_scale: Tensor | None = None,
     ) -> Self:
-        """Quantizes the weight symmetrically and packs it.
+        """Quantize the weight symmetrically and packs it.
 
         Args:
             module: the float layer, with zeros as padding.
@@ -190,7 +190,7 @@ class DynamicQConv(QModule):
         return dst.squeeze(0) if input.dim() == self.rank - 1 else dst
 
     def extra_repr(self) -> str:
-        """Shapes on one line."""
+        """Return the shapes on one line."""
         spec = self.read_spec()
         names = ("stride", "padding", "dilation", "groups")
         return ", ".join([f"{spec['weight']}", *(f"{name}={spec[name]}" for name in names)])

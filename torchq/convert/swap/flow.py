@@ -101,7 +101,9 @@ def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Modul
     shared = {id(p): p for p in model.parameters()}
 
     def assemble(names: list[str], contiguous: bool) -> nn.Module:
-        return with_modules(model, plan.replacements(names, contiguous), shared).eval()
+        leaves = plan.replacements(names, contiguous).items()
+        memo: dict[int, Any] = {id(model.get_submodule(name)): leaf for name, leaf in leaves}
+        return copy.deepcopy(model, memo | shared).eval()
 
     def agrees(names: list[str]) -> bool:
         return comparison.agrees(assemble(names, True))
@@ -143,15 +145,3 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
                 check_finite("calibrate", prepared, recurse=True)
                 raise
     return prepared
-
-
-def with_modules(
-    model: nn.Module, modules: Mapping[str, nn.Module], shared: Mapping[int, Any] | None = None
-) -> nn.Module:
-    """Return a copy of ``model`` with other modules in some places, not of those they replace.
-
-    Works for the model itself, and for modules that are registered under several names. What is
-    ``shared``, by id, is not copied either.
-    """
-    memo: dict[int, Any] = {id(model.get_submodule(n)): new for n, new in modules.items()}
-    return copy.deepcopy(model, memo | dict(shared or {}))
