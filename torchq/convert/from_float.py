@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.post_ops import PostOps
-from torchq.nn import conv, conv_transpose, linear, pooling, resample
+from torchq.nn import conv, conv_transpose, dynamic, dynamic_conv, linear, pooling, resample
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.module import QModule
 from torchq.quantization.config import QConfig
@@ -22,6 +22,12 @@ _CONVS: dict[type[nn.Module], type[conv.QConv]] = {
     nn.Conv1d: conv.QConv1d,
     nn.Conv2d: conv.QConv2d,
     nn.Conv3d: conv.QConv3d,
+}
+_DYNAMIC: dict[type[nn.Module], Any] = {
+    nn.Linear: dynamic.DynamicQLinear,
+    nn.Conv1d: dynamic_conv.DynamicQConv1d,
+    nn.Conv2d: dynamic_conv.DynamicQConv2d,
+    nn.Conv3d: dynamic_conv.DynamicQConv3d,
 }
 _TRANSPOSED: dict[type[nn.Module], type[conv_transpose.QConvTranspose]] = {
     nn.ConvTranspose1d: conv_transpose.QConvTranspose1d,
@@ -91,6 +97,25 @@ def matmul_from_float(
         return _of_base(_TRANSPOSED, module).from_float(module, src, dst, **options)
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     return _of_base(_CONVS, module).from_float(module, src, dst, pad=pad, **options)
+
+
+def dynamic_from_float(
+    module: nn.Module, config: QConfig, weight_scale: Tensor | None = None
+) -> QModule:
+    """Return the dynamic form of a float linear layer or convolution.
+
+    Args:
+        module: the float layer.
+        config: how to quantize the weight.
+        weight_scale: of the weight, where it is known: one, or one per output channel.
+    """
+    result: QModule = _of_base(_DYNAMIC, module).from_float(
+        module,
+        granularity=config.weight_granularity,
+        bits=config.weight_bits,
+        weight_scale=weight_scale,
+    )
+    return result
 
 
 @contextmanager

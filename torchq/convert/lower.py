@@ -14,6 +14,7 @@ from torch import fx, nn
 from torchq.attributes.post_ops import PostOps
 from torchq.convert.from_float import (
     append_clip,
+    dynamic_from_float,
     matmul_from_float,
     naming,
     pool_from_float,
@@ -28,7 +29,6 @@ from torchq.convert.prepared import Prepared, shared_qparams
 from torchq.nn.attention import DynamicQAttention, QAttention
 from torchq.nn.batch_norm import combined
 from torchq.nn.binary import QAdd, QCat, QMul
-from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.float_modules import Add, Attention, Cat
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
@@ -272,10 +272,7 @@ class Lowering:
         config = self.plan.config(op.base)
         assert isinstance(op.module, nn.Linear) and config is not None
         with naming(f"{self.plan.prefix}{op.base}"):
-            linear = DynamicQLinear.from_float(
-                op.module, granularity=config.weight_granularity, bits=config.weight_bits,
-                weight_scale=op.weight_scale,
-            )  # fmt: skip
+            linear = dynamic_from_float(op.module, config, op.weight_scale)
         return self._call(op.name, linear, *sources)
 
     def _attention_arguments(self, op: Op) -> list[Any]:

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from torchq.convert.from_float import naming
-from torchq.nn.dynamic import DynamicQLinear
+from torchq.convert.from_float import dynamic_from_float, naming
 from torchq.nn.experts import QExperts
 from torchq.nn.float_modules import is_experts
 from torchq.nn.module import QModule
@@ -35,10 +34,10 @@ class Deferred(nn.Module):
 
     def convert(self) -> QModule:
         """Return the quantized module."""
-        module: Any = self.module
-        cls = QExperts if is_experts(module) else DynamicQLinear
+        if not is_experts(self.module):
+            return dynamic_from_float(self.module, self.config)
         granularity, bits = self.config.weight_granularity, self.config.weight_bits
-        return cls.from_float(module, granularity=granularity, bits=bits)
+        return QExperts.from_float(self.module, granularity=granularity, bits=bits)
 
 
 SELF_CONTAINED = (ObservedRNN, ObservedRNNCell, Deferred)

@@ -144,9 +144,14 @@ def check_dynamic_weight(op: str, weight: PackedWeight) -> None:
     """Refuse packed weights that dynamic layers would misread."""
     if weight.dilation:
         raise ValueError(
-            f"torchq.{op}: weight must be packed by pack_linear, got {list(weight.shape)}. A "
-            "convolution has no dynamic form."
+            f"torchq.{op}: weight must be packed by pack_linear, got {list(weight.shape)}. The "
+            "dynamic form of a convolution is torchq.nn.DynamicQConv1d, 2d or 3d."
         )
+    check_signed(op, weight)
+
+
+def check_signed(op: str, weight: PackedWeight) -> None:
+    """Raise TypeError for uint8 weights, which have zero points."""
     if weight.dtype != torch.int8:
         raise TypeError(
             f"torchq.{op}: weight must be int8, got {weight.dtype}: a dynamic layer's weights have "

@@ -190,7 +190,7 @@ class QConv(QLayer):
             module.weight.detach(), granularity, bits, weight_scale, affine=affine
         )
         packed = pack_conv(weight, module.groups, module.dilation)
-        begin, end = _paddings(module)
+        begin, end = paddings(module)
         if pad is not None:
             begin, end = (
                 [a + b for a, b in zip(own, more, strict=True)]
@@ -259,7 +259,7 @@ class QConv(QLayer):
         return dst.contiguous() if self.contiguous else dst
 
 
-def _paddings(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[list[int], list[int]]:
+def paddings(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[list[int], list[int]]:
     """Return the padding before and after, per dimension; "same" may differ by one."""
     if module.padding == "valid":
         zeros = [0] * len(module.kernel_size)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.post_ops import PostOps
-from torchq.convert.from_float import matmul_from_float, naming
-from torchq.nn.dynamic import DynamicQLinear
+from torchq.convert.from_float import dynamic_from_float, matmul_from_float, naming
 from torchq.nn.leaf import Leaf, QuantizedLeaf, constants_of, without_padding
 from torchq.nn.module import QModule
 from torchq.quantization.config import QConfig
@@ -88,7 +87,5 @@ class ObservedLeaf(Leaf):
         module: Any = without_padding(self.module)
         config = self.config
         if src is None:
-            return DynamicQLinear.from_float(
-                module, granularity=config.weight_granularity, bits=config.weight_bits
-            )
+            return dynamic_from_float(module, config)
         return matmul_from_float(module, src, None, config, PostOps(), contiguous=self.contiguous)

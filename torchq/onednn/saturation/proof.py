@@ -15,6 +15,7 @@ from torchq.nn.attached import computing_modules
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose
 from torchq.nn.dynamic import DynamicQLinear
+from torchq.nn.dynamic_conv import DynamicQConv
 from torchq.nn.layer import QLayer
 from torchq.nn.linear import QLinear
 from torchq.nn.rnn_layer import QRecurrentLayer
@@ -157,7 +158,7 @@ def seven_bits(model: nn.Module) -> dict[str, str]:
                 )
             else:
                 _list(found, name, [(proof, module.src_high)])
-        elif isinstance(module, DynamicQLinear):
+        elif isinstance(module, DynamicQLinear | DynamicQConv):
             _list(found, name, [(prove(module.packed(), torch.uint8), U8_MAX)], dynamic=True)
     for name, layer in recurrent_layers(model).items():
         _list(found, name, list(prove_recurrent(layer).values()), layer.dynamic)
