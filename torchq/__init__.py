@@ -17,6 +17,7 @@ from torchq.attributes.post_ops import PostOps
 from torchq.convert.api import calibrate, convert, prepare, quantize
 from torchq.convert.explain import explain
 from torchq.functional import packing
+from torchq.migrate import from_pt2e, from_torch_ao, from_torchao, quantize_dynamic
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.onednn import saturation
 from torchq.onednn.composition import compose
@@ -49,6 +50,9 @@ __all__ = [
     "cpu_info",
     "eager",
     "explain",
+    "from_pt2e",
+    "from_torch_ao",
+    "from_torchao",
     "functional",
     "isa",
     "last_kernel",
@@ -63,6 +67,7 @@ __all__ = [
     "prepare",
     "profile",
     "quantize",
+    "quantize_dynamic",
     "release_memory",
     "saturation",
     "save",

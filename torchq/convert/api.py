@@ -29,6 +29,7 @@ from torchq.convert.self_contained import SELF_CONTAINED, converted
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.convert.swap.weights import without_save_pretrained
 from torchq.nn.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.quantization.config import Overrides, QConfig
@@ -169,9 +170,7 @@ def converted_model(prepared: nn.Module, strict: bool, every_leaf: bool = False)
     for dispatch in dispatches(result):
         dispatch.begin(strict)
     share_weights(result)
-    for module in result.modules():
-        if hasattr(type(module), "save_pretrained"):
-            vars(module)["save_pretrained"] = _save_pretrained
+    without_save_pretrained(result)
     vars(result)["torchq_report"] = rows
     left = [row for row in rows if row.is_matmul and not row.requested]
     if left and not any(row.quantized for row in rows):
@@ -181,15 +180,6 @@ def converted_model(prepared: nn.Module, strict: bool, every_leaf: bool = False)
             stacklevel=5,
         )
     return without_gradients(result.eval())
-
-
-def _save_pretrained(*args: Any, **kwargs: Any) -> None:
-    """Raise NotImplementedError: transformers would load the file with random weights."""
-    raise NotImplementedError(
-        "save_pretrained: a model that torchq converted cannot be written so: from_pretrained "
-        "would make a float model of it. Call torchq.save(model, path), and "
-        "torchq.load(path, float_model) to read it."
-    )
 
 
 def _check_calibrated(dispatch: Dispatch) -> None:

@@ -54,10 +54,11 @@ def check_not_quantized(model: nn.Module) -> None:
     tensors = [(name, _full_name(value)) for name, value in model.named_parameters()]
     found += [(name, full) for name, full in tensors if full.startswith("torchao.")]
     for name, full in found:
+        tool = "torchao" if "torchao" in full else "torch.ao"
         raise ValueError(
-            f"torchq.prepare: model must be a float model, got {full} in '{name}': "
-            f"{'torchao' if 'torchao' in full else 'torch.ao'} has quantized it already. "
-            "Prepare the model that it was made from."
+            f"torchq.prepare: model must be a float model, got {full} in '{name}': {tool} has "
+            "quantized it already. Prepare the model that it was made from, or take this one with "
+            f"torchq.from_{tool.replace('.', '_')}."
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,9 +62,12 @@ def prepare(
         return prepare_settled(plain_copy(model), args, kwargs, config, overrides)
 
 
-def plain_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose layers call ``forward`` and have plain weights."""
-    model = settled(with_code(working_copy(model)))
+def plain_copy(model: nn.Module, shared: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
+    """Return a copy of a model whose layers call ``forward`` and have plain weights.
+
+    What is ``shared``, by id, is not copied.
+    """
+    model = settled(with_code(working_copy(model, shared)))
     leave_fast_paths(model)
     without_capturing_hooks(model)
     return model

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that take and give float32, of int8 weights and scales that other tools chose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchq.attributes.post_ops import PostOps
+from torchq.convert.from_float import matmul_from_float
+from torchq.convert.module_kinds import MATMUL, RECURRENT
+from torchq.convert.rows import Row
+from torchq.functional.packing import pack_linear
+from torchq.nn import DynamicQConv1d, DynamicQConv2d, DynamicQConv3d, DynamicQLinear, QuantizedLeaf
+from torchq.nn.leaf import without_padding
+from torchq.quantization.config import QConfig
+from torchq.quantization.qparams import QParams
+
+LAYERS = (*MATMUL, *RECURRENT)
+
+
+def put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Put modules in the places of a model, under all names that each place has."""
+    places = {id(model.get_submodule(name)): new for name, new in modules.items()}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if id(module) in places:
+            model.set_submodule(name, places[id(module)])
+
+
+def float_layer(layer: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """Return a layer of torch.nn with these float parameters in place of its own."""
+    layer.weight = nn.Parameter(weight.detach().float().contiguous(), False)
+    layer.bias = None if bias is None else nn.Parameter(bias.detach().float(), False)
+    made: nn.Module = layer.eval()
+    return made
+
+
+def dynamic_leaf(layer: Any, weight: Tensor, scales: Tensor) -> QuantizedLeaf:
+    """Return the dynamic leaf of a linear layer or convolution.
+
+    Args:
+        layer: of torch.nn; only its weight is not looked at.
+        weight: int8.
+        scales: of the weight, one or one per output channel.
+    """
+    weight = weight.contiguous()
+    if isinstance(layer, nn.Linear):
+        return QuantizedLeaf.of(layer, DynamicQLinear(pack_linear(weight), scales, layer.bias))
+    forms: dict[int, Any] = {3: DynamicQConv1d, 4: DynamicQConv2d, 5: DynamicQConv3d}
+    form = forms[weight.dim()]
+    return QuantizedLeaf.of(layer, form.from_int8(without_padding(layer), weight, scales))
+
+
+def static_leaf(layer: nn.Module, scales: Tensor, src: QParams) -> QuantizedLeaf:
+    """Return the leaf of a layer whose source has known parameters.
+
+    Args:
+        layer: of torch.nn; its weight is int8 steps of ``scales``.
+        scales: of the weight, one or one per output channel.
+        src: parameters of its source.
+    """
+    plain = without_padding(layer)
+    made = matmul_from_float(plain, src, None, QConfig(), PostOps(), scales)
+    return QuantizedLeaf.of(layer, made)
+
+
+def report(model: nn.Module, kinds: Mapping[str, str], reasons: Mapping[str, str]) -> list[Row]:
+    """Return what became of each layer, for :func:`torchq.explain`.
+
+    Args:
+        model: with the quantized layers.
+        kinds: classes that these had, by their names.
+        reasons: why others are float, by their names.
+    """
+    rows = []
+    for name, module in model.named_modules():
+        if name in kinds:
+            rows.append(Row(name, kinds[name], True, "", name, True, False))
+        elif isinstance(module, LAYERS):
+            reason = reasons.get(name, "it was float in the model that this one comes from")
+            rows.append(Row(name, type(module).__name__, False, reason, name, True, False))
+    return rows
