@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m torchq doctor | analyze | bench | inspect``."""
+"""``python -m torchq doctor | analyze | bench | inspect | migrate``."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import torchq
 from torchq.analysis.timing import UNSTEADY, Speedup, crowded, measure
 from torchq.attributes.arguments import float_text
+from torchq.migrate.source import find_uses
 from torchq.nn.inputs import Inputs, split_inputs
 from torchq.nn.module import read_spec
 from torchq.ops import LIBRARY_PATH
@@ -186,6 +187,27 @@ def inspect(args: argparse.Namespace) -> int:
     return 0
 
 
+def add_migrate(parser: argparse.ArgumentParser) -> None:
+    """Add the path."""
+    parser.add_argument(
+        "path", metavar="PATH", type=Path, help="a Python file, or a folder of them"
+    )
+    add_json(parser)
+
+
+def migrate(args: argparse.Namespace) -> int:
+    """List calls of torch.ao and of torchao's PT2E, with what to write instead."""
+    uses = find_uses(args.path)
+    if args.json:
+        print(json.dumps([asdict(use) for use in uses], indent=1))
+        return 0
+    for use in uses:
+        print(use)
+    files = len({use.file for use in uses})
+    print(f"{len(uses)} places in {files} files; nothing was changed")
+    return 0
+
+
 def _form(value: Tensor) -> dict[str, Any]:
     return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
 
@@ -243,6 +265,7 @@ COMMANDS: dict[str, tuple[str, Setup, Callable[[argparse.Namespace], int]]] = {
     "analyze": ("quantize a model and say what happened to every layer", add_analyze, analyze),
     "bench": ("time a model in float, in int8, and as frozen TorchScript", add_model, bench),
     "inspect": ("list the modules of a saved model and their tensors", add_inspect, inspect),
+    "migrate": ("list calls of torch.ao and what to write instead", add_migrate, migrate),
 }
 
 
