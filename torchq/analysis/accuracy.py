@@ -24,7 +24,7 @@ from torchq.convert.prepared import Prepared
 from torchq.convert.swap.checks import check_prepared
 from torchq.inputs import Inputs, batches, call, decibels, float_tensors, with_progress
 from torchq.model_state import as_before
-from torchq.nn.attached import computing_modules, graphs_of
+from torchq.nn.attached import computing_modules, graphs_of, watching
 from torchq.nn.module import QModule
 from torchq.observers import Observer
 
@@ -177,14 +177,10 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
             "without a quantized layer in common."
         )
     output = Noise()
-    try:
-        with as_before(qmodel), torch.inference_mode():
-            for batch in batches("compare", data):
-                for pair in _pairs(call(original, batch), call(qmodel, batch)):
-                    output = output.add(*pair)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watching(handles), as_before(qmodel), torch.inference_mode():
+        for batch in batches("compare", data):
+            for pair in _pairs(call(original, batch), call(qmodel, batch)):
+                output = output.add(*pair)
     layers = [
         LayerAccuracy(name, n.decibels, n.worst, n.clipped / max(n.values, 1))
         for name, n in noises.items()

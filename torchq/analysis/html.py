@@ -31,7 +31,7 @@ from torchq.analysis.timing import UNSTEADY
 from torchq.convert.explain import NOT_CALLED, Row, explain
 from torchq.inputs import Inputs, batches, call
 from torchq.isa import cpu_info, isa
-from torchq.nn.attached import computing_modules
+from torchq.nn.attached import computing_modules, watching
 from torchq.nn.module import QModule
 
 _BINS, _MOST = 48, 6
@@ -306,8 +306,6 @@ def _histograms(prepared: nn.Module, qmodel: nn.Module, batch: Inputs) -> dict[s
         for name, module in float_layers(floats).items()
         if name in quantized
     ]
-    with torch.inference_mode():
+    with watching(handles), torch.inference_mode():
         call(floats, batch)
-    for handle in handles:
-        handle.remove()
     return found

@@ -19,7 +19,7 @@ from torchq.analysis.timing import UNSTEADY, Speedup, Times, crowded, measure
 from torchq.convert.explain import explain
 from torchq.inputs import Inputs, call
 from torchq.model_state import as_before
-from torchq.nn.attached import computing_modules
+from torchq.nn.attached import computing_modules, watching
 from torchq.nn.module import QModule
 
 
@@ -197,13 +197,10 @@ class _Watch:
         for name, module in self.modules.items():
             handles.append(module.register_forward_pre_hook(partial(self._start, name)))
             handles.append(module.register_forward_hook(partial(self._stop, name)))
-        try:
+        with watching(handles):
             start = timing.clock()
             call(model, inputs)
             self.wholes.append(max(1e3 * (timing.clock() - start), 1e-9))
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _start(self, name: str, module: nn.Module, args: object) -> None:
         self._started[name] = timing.clock()

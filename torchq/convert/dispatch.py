@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchq.convert.guards import Example
 from torchq.convert.swap.weights import without_capturing_hooks
-from torchq.nn.attached import Attachment, attachment_of
+from torchq.nn.attached import WATCHING, Attachment, attachment_of
 
 _KEY = "torchq_graph."
 """Begins the names of a graph's tensors in the state of its module."""
@@ -221,6 +221,7 @@ def _hooks(module: nn.Module) -> set[tuple[str, int]]:
         if part is not module
         for hooks in (part._forward_hooks, part._forward_pre_hooks)
         for key in hooks
+        if key not in WATCHING
     }
     of_all = (*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks)
     return found | {("*", key) for key in of_all}
