@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchq: exact, fast int8 inference on CPUs for PyTorch."""
 
-from torchq import eager, saturation
+from torchq import eager, functional, nn, observers, packing, saturation
 from torchq.analysis import (
     compare,
     load_calibration,
@@ -46,12 +46,16 @@ __all__ = [
     "cpu_info",
     "eager",
     "explain",
+    "functional",
     "isa",
     "last_kernel",
     "load",
     "load_calibration",
     "memory_info",
     "milliseconds",
+    "nn",
+    "observers",
+    "packing",
     "prepare",
     "profile",
     "quantize",

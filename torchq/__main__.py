@@ -66,7 +66,7 @@ def doctor(args: argparse.Namespace) -> int:
     return len(wrong) > 0
 
 
-def _wrong_tiers() -> list[str]:
+def _wrong_tiers() -> Sequence[str]:
     """Tiers whose products are not exact."""
     src = torch.arange(256, dtype=torch.uint8, device="cpu").repeat(9, 3)
     weight = (

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -46,10 +46,11 @@ from torchq._arguments import (
     to_float32,
     to_mask,
 )
+from torchq._options import Rounding
 from torchq._text import at_position, float_text, read_fields, split_at
 from torchq.chains import PostOps, read_post_ops
 
-ROUNDING_MODES = ("nearest", "environment", "stochastic")
+ROUNDING_MODES: tuple[str, ...] = get_args(Rounding)
 KINDS = ("output_scales", "scales", "zero_points", "rnn_weights", "rnn_weights_projection")
 # Kinds that belong to one argument: the text leaves it out.
 _ARG_OF = {
@@ -136,7 +137,7 @@ class Attr:
         self._refuse_mixing("set_output_scales", "scales")
         return self._set("set_output_scales", "output_scales", "dst", mask, values)
 
-    def set_rounding(self, arg: str, mode: str) -> Attr:
+    def set_rounding(self, arg: str, mode: Rounding) -> Attr:
         """Sets how ``arg`` is rounded: ``nearest`` even (default), ``environment``, ``stochastic``.
 
         ``environment`` is the mode of the calling thread (MXCSR), as oneDNN does. Only

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from torchq._options import Bits, Granularity, ObserverName
 from torchq.observers import (
     EntropyObserver,
     HistogramObserver,
@@ -51,12 +52,12 @@ class QConfig:
         ValueError: a field has another value.
     """
 
-    activation_observer: str | Callable[[], Observer] = "histogram"
+    activation_observer: ObserverName | Callable[[], Observer] = "histogram"
     activation_dtype: torch.dtype = torch.uint8
-    activation_bits: int = 8
+    activation_bits: Bits = 8
     activation_symmetric: bool | None = None
-    weight_granularity: str = "per_channel"
-    weight_bits: int = 8
+    weight_granularity: Granularity = "per_channel"
+    weight_bits: Bits = 8
     dynamic: bool = False
     strict: bool = False
 

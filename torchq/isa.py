@@ -17,26 +17,27 @@ import torch
 
 import torchq.ops  # noqa: F401  loads the library
 from torchq._cpus import usable_cpus
+from torchq._options import Tier
 
 
-def supported_isas() -> list[str]:
+def supported_isas() -> list[Tier]:
     """The tiers this CPU can run, slowest first."""
-    tiers: list[str] = torch.ops.torchq._supported_isas()
+    tiers: list[Tier] = torch.ops.torchq._supported_isas()
     return tiers
 
 
-def isa() -> str:
+def isa() -> Tier:
     """The tier that ops called from this thread run on.
 
     Raises:
         ValueError: ``TORCHQ_ISA`` names a tier this CPU lacks.
     """
-    tier: str = torch.ops.torchq._isa()
+    tier: Tier = torch.ops.torchq._isa()
     return tier
 
 
 @contextmanager
-def use_isa(isa: str) -> Iterator[None]:
+def use_isa(isa: Tier) -> Iterator[None]:
     """Runs the ops of this thread on one tier, captured when each op starts.
 
     Raises:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchq._arguments import INT32, to_float32, to_int
+from torchq._options import Granularity
 from torchq.ranges import (
     WEIGHT_GRANULARITIES,
     activation_range,
@@ -213,7 +214,7 @@ def choose_qparams(
 
 def weight_qparams(
     weight: Tensor,
-    granularity: str = "per_channel",
+    granularity: Granularity = "per_channel",
     bits: int = 8,
     channel_axis: int = 0,
     groups: int = 1,

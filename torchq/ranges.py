@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+
+from torchq._options import Granularity
 
 # Scales below the smallest normal float32 would be flushed to zero under FTZ, and 1 / scale
 # would overflow.
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 
-WEIGHT_GRANULARITIES = ("per_channel", "per_tensor")
+WEIGHT_GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 
 
 def activation_range(dtype: torch.dtype, bits: int = 8) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from torchq._arguments import (
     to_float32,
     to_int,
 )
+from torchq._options import EltwiseAlg
 from torchq.chains.types import (
     ELTWISE_ALGS,
     ELTWISE_ALIASES,
@@ -32,7 +33,7 @@ from torchq.chains.types import (
 WHERE = "torchq.PostOps.append_dw_conv"
 
 
-def make_eltwise(alg: str, alpha: float | None, beta: float | None, scale: float) -> Eltwise:
+def make_eltwise(alg: EltwiseAlg, alpha: float | None, beta: float | None, scale: float) -> Eltwise:
     """The post-op; None is the algorithm's default."""
     where = "torchq.PostOps.append_eltwise"
     check_choice(f"{where}: alg", alg, ELTWISE_ALGS, ELTWISE_ALIASES)

@@ -23,6 +23,7 @@ from torchq._arguments import (
     to_int,
     to_mask,
 )
+from torchq._options import BinaryAlg, DtypeName, EltwiseAlg
 from torchq.chains.arguments import (
     check_zero_point,
     make_dw_conv,
@@ -61,7 +62,7 @@ class PostOps:
         self._ops: list[PostOp] = []
 
     def append_sum(
-        self, scale: float = 1.0, zero_point: int = 0, dtype: torch.dtype | str | None = None
+        self, scale: float = 1.0, zero_point: int = 0, dtype: torch.dtype | DtypeName | None = None
     ) -> PostOps:
         """Appends ``x = x + scale * (old - zero_point)``.
 
@@ -84,7 +85,11 @@ class PostOps:
         return self._append(Sum(to_float32(f"{where}: scale", scale), zero_point, sum_dtype))
 
     def append_eltwise(
-        self, alg: str, alpha: float | None = None, beta: float | None = None, scale: float = 1.0
+        self,
+        alg: EltwiseAlg,
+        alpha: float | None = None,
+        beta: float | None = None,
+        scale: float = 1.0,
     ) -> PostOps:
         """Appends ``x = scale * f(x)`` with f the algorithm ``alg``, such as ``"relu"``.
 
@@ -100,7 +105,11 @@ class PostOps:
         return self._append(make_eltwise(alg, alpha, beta, scale))
 
     def append_binary(
-        self, alg: str, src1: Values | None, mask: int, dtype: torch.dtype | str | None = None
+        self,
+        alg: BinaryAlg,
+        src1: Values | None,
+        mask: int,
+        dtype: torch.dtype | DtypeName | None = None,
     ) -> PostOps:
         """Appends ``x = alg(x, src1)``.
 
@@ -137,8 +146,8 @@ class PostOps:
         kernel: int = 3,
         stride: int = 1,
         padding: int = 1,
-        dtype: torch.dtype | str = torch.uint8,
-        bias_dtype: torch.dtype | str | None = None,
+        dtype: torch.dtype | DtypeName = torch.uint8,
+        bias_dtype: torch.dtype | DtypeName | None = None,
     ) -> PostOps:
         """Appends a depthwise convolution of the result so far, for conv1d, conv2d and conv3d.
 

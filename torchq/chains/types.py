@@ -5,23 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from torchq._arguments import DTYPE_NAMES, check_choice
+from torchq._options import BinaryAlg, EltwiseAlg
 from torchq._text import at_position, float_text, join_fields, read_fields, split_at
 
-ELTWISE_ALGS = (
-    *("relu", "linear", "clip", "abs", "elu", "exp", "gelu_erf", "gelu_tanh", "hardsigmoid"),
-    *("hardswish", "log", "logistic", "mish", "pow", "round", "soft_relu", "sqrt", "square"),
-    *("swish", "tanh"),
-)
-BINARY_ALGS = (
-    *("add", "sub", "mul", "div", "max", "min"),
-    *("ge", "gt", "le", "lt", "eq", "ne", "select"),
-)
+ELTWISE_ALGS: tuple[str, ...] = get_args(EltwiseAlg)
+BINARY_ALGS: tuple[str, ...] = get_args(BinaryAlg)
 ELTWISE_DEFAULTS: dict[str, tuple[float | None, float | None]] = {
     "clip": (None, None),
     "elu": (1.0, 0.0),
@@ -69,7 +63,7 @@ class Sum:
 class Eltwise:
     """``x = scale * f(x)``; ``alpha`` and ``beta`` as :mod:`torchq.post_ops` has them."""
 
-    alg: str
+    alg: EltwiseAlg
     alpha: float = 0.0
     beta: float = 0.0
     scale: float = 1.0
@@ -93,7 +87,7 @@ class Eltwise:
 class Binary:
     """``x = alg(x, src1)``; ``values`` is src1, 1-D, None when supplied at execution."""
 
-    alg: str
+    alg: BinaryAlg
     mask: int
     dtype: torch.dtype = torch.float32
     values: Tensor | None = field(default=None, compare=False)

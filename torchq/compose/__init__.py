@@ -26,6 +26,7 @@ from torchq._arguments import (
     to_float32,
     to_int,
 )
+from torchq._options import Convention
 from torchq.attr import Attr
 from torchq.chains import Binary, Eltwise, PostOp, PostOps, PReLU, Sum
 from torchq.compose.composer import Composer, Refused, State
@@ -119,7 +120,7 @@ class Composed:
     rest: tuple[Step, ...]
     refusal: str
     reasons: tuple[str, ...]
-    convention: str
+    convention: Convention
     int8: bool
 
     def attr(self, groups: int = 1) -> Attr:
@@ -147,7 +148,7 @@ def compose(
     steps: Sequence[Step],
     channels: int,
     *,
-    convention: str = "v3",
+    convention: Convention = "v3",
     int8: bool = True,
     dst_dtype: torch.dtype = torch.float32,
     src_scale: float = 1.0,

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
 from torchq._arguments import check_type
+from torchq._options import SrcRange
 from torchq.functional.arguments import Floats, to_scale
 from torchq.ops import dtype_code
 from torchq.packing import PackedWeight, pack_linear
 from torchq.ranges import SMALLEST_SCALE, activation_range, check_choice
 
-RANGES = ("per_tensor", "per_row")
+RANGES: tuple[str, ...] = get_args(SrcRange)
 """What one scale of a dynamic source covers."""
 
 
@@ -88,7 +91,7 @@ def dynamic_linear(
     weight: Tensor | PackedWeight,
     weight_scale: Floats,
     bias: Tensor | None = None,
-    src_range: str = "per_row",
+    src_range: SrcRange = "per_row",
 ) -> Tensor:
     """Float in, float out: quantizes ``src`` by its own range, multiplies in int8, scales back.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import check_tensors, check_type, float_values
+from torchq._options import BinaryOp, EltwiseAlg
 from torchq.attr import Attr
 from torchq.chains import PostOps
 from torchq.folding import check_attr_type
@@ -26,7 +27,7 @@ _REMEDY = "Pass a uint8, int8, int32 or float32 tensor; a number with torch.tens
 
 def eltwise(
     src: Tensor,
-    alg: str,
+    alg: EltwiseAlg,
     alpha: float | None = None,
     beta: float | None = None,
     attr: Attr | None = None,
@@ -71,7 +72,7 @@ def eltwise(
 def binary(
     src0: Tensor,
     src1: Tensor,
-    alg: str,
+    alg: BinaryOp,
     attr: Attr | None = None,
     dst_dtype: torch.dtype | None = None,
     condition: Tensor | None = None,

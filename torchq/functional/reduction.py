@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchq._options import ReductionAlg, ResamplingAlg
 from torchq._windows import reduced_sizes
 from torchq.attr import Attr
 from torchq.functional.arguments import (
@@ -24,7 +25,7 @@ from torchq.ops import dtype_code
 
 def reduction(
     src: Tensor,
-    alg: str,
+    alg: ReductionAlg,
     dims: Ints,
     keepdim: bool = False,
     attr: Attr | None = None,
@@ -84,7 +85,7 @@ def reduction(
 def resampling(
     src: Tensor,
     size: Ints,
-    alg: str = "nearest",
+    alg: ResamplingAlg = "nearest",
     attr: Attr | None = None,
     dst_dtype: torch.dtype | None = None,
     post_op_srcs: Sequence[Tensor] = (),

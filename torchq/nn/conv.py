@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchq._options import Granularity
 from torchq.attr import Attr
 from torchq.chains import PostOps
 from torchq.functional.arguments import conv_geometry
@@ -152,7 +153,7 @@ class QConv(QLayer):
         src: QParams,
         dst: QParams | None = None,
         *,
-        granularity: str = "per_channel",
+        granularity: Granularity = "per_channel",
         bits: int = 8,
         weight_scale: Tensor | None = None,
         affine: bool = False,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchq._options import Granularity
 from torchq.chains import PostOps
 from torchq.functional.conv_transpose import conv_transpose_geometry
 from torchq.nn.layer import DIRECT, QLayer, sources_of
@@ -90,7 +91,7 @@ class QConvTranspose(QLayer):
         src: QParams,
         dst: QParams | None = None,
         *,
-        granularity: str = "per_channel",
+        granularity: Granularity = "per_channel",
         bits: int = 8,
         weight_scale: Tensor | None = None,
         affine: bool = False,

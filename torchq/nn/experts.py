@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq._options import Granularity
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.module import QModule
 
@@ -52,7 +53,7 @@ class QExperts(QModule):
         self._gate = [gate]  # in a list: no submodule
 
     @classmethod
-    def from_float(cls, module: Any, *, granularity: str, bits: int) -> QExperts:
+    def from_float(cls, module: Any, *, granularity: Granularity, bits: int) -> QExperts:
         """Returns the experts of a module for which :func:`is_experts` holds."""
         layers: list[list[nn.Module]] = []
         for name in _names(module):

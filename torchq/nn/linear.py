@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq._options import Granularity
 from torchq.chains import PostOps
 from torchq.nn.layer import DIRECT, QLayer, sources_of
 from torchq.nn.weight import quantized_weight
@@ -54,7 +55,7 @@ class QLinear(QLayer):
         src: QParams,
         dst: QParams | None = None,
         *,
-        granularity: str = "per_channel",
+        granularity: Granularity = "per_channel",
         bits: int = 8,
         weight_scale: Tensor | None = None,
         affine: bool = False,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchq._options import Granularity
 from torchq.attr import Attr
 from torchq.nn.module import QModule
 from torchq.nn.rnn_attr import read_attr
@@ -44,7 +45,7 @@ class _QCell(FloatParameters, QModule):
         src: QParams | None = None,
         state: QParams | None = None,
         *,
-        granularity: str = "per_channel",
+        granularity: Granularity = "per_channel",
         bits: int = 8,
         attr: Attr | None = None,
         data_dtype: torch.dtype = torch.uint8,

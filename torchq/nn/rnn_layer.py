@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchq._options import Cell
 from torchq.attr import Attr
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.nn.rnn_attr import attr_of
@@ -84,7 +85,7 @@ class QRecurrentLayer(QModule):
 
     def __init__(
         self,
-        cell: str,
+        cell: Cell,
         weight_src: RecurrentWeight,
         weight_state: RecurrentWeight,
         bias_src: Tensor | None = None,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchq._arguments import check_type
+from torchq._options import Cell
 from torchq.attr import Attr
 from torchq.nn.rnn_attr import gate_order, read_attr
 from torchq.nn.rnn_float import quantized_weight
@@ -36,7 +37,7 @@ class OneDnnWeights(NamedTuple):
 
 def layers_from_onednn(
     op: str,
-    cell: str,
+    cell: Cell,
     weights: OneDnnWeights,
     attr: Attr | None,
     data_dtype: torch.dtype,
@@ -83,7 +84,7 @@ def layers_from_onednn(
 
 def read_weights(
     op: str,
-    cell: str,
+    cell: Cell,
     gates: int,
     weights_layer: Tensor,
     weights_iter: Tensor,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchq._options import Granularity
 from torchq.ranges import WEIGHT_GRANULARITIES, check_bits, check_choice
 
 
@@ -25,7 +26,7 @@ class RecurrentWeight:
 
     @classmethod
     def quantize(
-        cls, weight: Tensor, granularity: str = "per_channel", bits: int = 8
+        cls, weight: Tensor, granularity: Granularity = "per_channel", bits: int = 8
     ) -> RecurrentWeight:
         """Symmetric: ``scale = max|weight| / 127`` (63 at 7 bits), per gate and unit or for all.
 
