@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+import torch
+
 Granularity: TypeAlias = Literal["per_channel", "per_tensor"]
 """What one scale of a weight covers."""
 Bits: TypeAlias = Literal[8, 7]
@@ -19,6 +21,7 @@ Rounding: TypeAlias = Literal["nearest", "environment", "stochastic"]
 """How dst is rounded to integers."""
 DtypeName: TypeAlias = Literal["u8", "s8", "s32", "f32"]
 """Short names of dtypes."""
+DtypeLike: TypeAlias = torch.dtype | DtypeName
 EltwiseAlg: TypeAlias = Literal[
     "relu", "linear", "clip", "abs", "elu", "exp", "gelu_erf", "gelu_tanh", "hardsigmoid",
     "hardswish", "log", "logistic", "mish", "pow", "round", "soft_relu", "sqrt", "square",

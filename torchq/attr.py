@@ -50,7 +50,6 @@ from torchq._options import Rounding
 from torchq._text import at_position, float_text, read_fields, split_at
 from torchq.chains import PostOps, read_post_ops
 
-ROUNDING_MODES: tuple[str, ...] = get_args(Rounding)
 KINDS = ("output_scales", "scales", "zero_points", "rnn_weights", "rnn_weights_projection")
 # Kinds that belong to one argument: the text leaves it out.
 _ARG_OF = {
@@ -79,6 +78,13 @@ class Attr:
 
     Values are a number, list, array or tensor, copied to float32 (zero points: int32); None means
     supplied at execution, see `with_values`.
+
+    Example:
+        >>> attr = torchq.Attr().set_scales("src", 0, 0.5).set_zero_points("src", 0, 128)
+        >>> attr.set_scales("weights", 1, torch.rand(8) + 0.1).post_ops.append_eltwise("relu")
+        PostOps('eltwise_relu')
+        >>> print(attr)
+        scales:src:0+weights:1 zero_points:src:0 post_ops:eltwise_relu
     """
 
     def __init__(self) -> None:
@@ -89,11 +95,7 @@ class Attr:
         self._post_ops = PostOps()
 
     def set_scales(
-        self,
-        arg: str,
-        mask: int,
-        values: Values | None = None,
-        groups: Sequence[int] | None = None,
+        self, arg: str, mask: int, values: Values | None = None, groups: Sequence[int] | None = None
     ) -> Attr:
         """Sets the scales of ``src``, ``weights``, ``dst`` or ``src<i>``; finite and > 0.
 
@@ -103,11 +105,7 @@ class Attr:
         return self._set("set_scales", "scales", arg, mask, values, groups)
 
     def set_zero_points(
-        self,
-        arg: str,
-        mask: int,
-        values: Values | None = None,
-        groups: Sequence[int] | None = None,
+        self, arg: str, mask: int, values: Values | None = None, groups: Sequence[int] | None = None
     ) -> Attr:
         """Sets the int32 zero points of ``src``, ``weights``, ``dst`` or ``src<i>``.
 
@@ -145,7 +143,7 @@ class Attr:
         ops refuse it with NotImplementedError: give these a float32 dst, and reorder that.
         """
         check_arg("torchq.Attr.set_rounding", arg)
-        check_choice("torchq.Attr.set_rounding: mode", mode, ROUNDING_MODES)
+        check_choice("torchq.Attr.set_rounding: mode", mode, get_args(Rounding))
         self._rounding.pop(arg, None)
         if mode != "nearest":
             self._rounding[arg] = mode

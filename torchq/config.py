@@ -50,6 +50,13 @@ class QConfig:
     Raises:
         TypeError: a field has another type.
         ValueError: a field has another value.
+
+    Example:
+        >>> config = torchq.QConfig(activation_observer="minmax", weight_bits=7)
+        >>> print(config)
+        activations u8 affine minmax, weights s8/7 per_channel
+        >>> print(torchq.QConfig(dynamic=True))
+        activations u8 affine dynamic, weights s8 per_channel
     """
 
     activation_observer: ObserverName | Callable[[], Observer] = "histogram"

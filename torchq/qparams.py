@@ -38,6 +38,11 @@ class QParams:
     Raises:
         TypeError: a field has another type or dtype.
         ValueError: shapes disagree, or a scale or zero point is outside its range.
+
+    Example:
+        >>> q = torchq.QParams.per_tensor(0.5, 128)
+        >>> torchq.functional.quantize(torch.tensor([-1.0, 2.0]), q.scale, q.zero_point)
+        tensor([126, 132], dtype=torch.uint8)
     """
 
     scale: Tensor

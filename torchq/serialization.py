@@ -58,6 +58,13 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         OSError: the file cannot be written.
         TypeError: ``path`` is no path.
         ValueError: ``model`` was not converted.
+
+    Example:
+        >>> model, x = nn.Sequential(nn.Linear(16, 4), nn.Tanh()).eval(), torch.randn(8, 16)
+        >>> qmodel = torchq.quantize(model, [x])
+        >>> torchq.save(qmodel, "model.safetensors")
+        >>> torch.equal(torchq.load("model.safetensors", model)(x), qmodel(x))
+        True
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
@@ -102,6 +109,14 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
             names an unknown module class; or ``model`` is needed.
         RuntimeError: the file and the model do not fit together; names what is missing or left
             over.
+
+    Example:
+        >>> model, x = nn.Sequential(nn.Linear(16, 4), nn.Tanh()).eval(), torch.randn(8, 16)
+        >>> qmodel = torchq.quantize(model, [x])
+        >>> torchq.save(qmodel, "model.safetensors")
+        >>> alone = torchq.load("model.safetensors")  # the graph, without the model's class
+        >>> torch.equal(alone(x), qmodel(x))
+        True
     """
     if model is not None:
         check_type("torchq.load: model", model, nn.Module, "Pass the float model.")

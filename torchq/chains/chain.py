@@ -23,7 +23,7 @@ from torchq._arguments import (
     to_int,
     to_mask,
 )
-from torchq._options import BinaryAlg, DtypeName, EltwiseAlg
+from torchq._options import BinaryAlg, DtypeLike, EltwiseAlg
 from torchq.chains.arguments import (
     check_zero_point,
     make_dw_conv,
@@ -62,7 +62,7 @@ class PostOps:
         self._ops: list[PostOp] = []
 
     def append_sum(
-        self, scale: float = 1.0, zero_point: int = 0, dtype: torch.dtype | DtypeName | None = None
+        self, scale: float = 1.0, zero_point: int = 0, dtype: DtypeLike | None = None
     ) -> PostOps:
         """Appends ``x = x + scale * (old - zero_point)``.
 
@@ -105,11 +105,7 @@ class PostOps:
         return self._append(make_eltwise(alg, alpha, beta, scale))
 
     def append_binary(
-        self,
-        alg: BinaryAlg,
-        src1: Values | None,
-        mask: int,
-        dtype: torch.dtype | DtypeName | None = None,
+        self, alg: BinaryAlg, src1: Values | None, mask: int, dtype: DtypeLike | None = None
     ) -> PostOps:
         """Appends ``x = alg(x, src1)``.
 
@@ -146,8 +142,8 @@ class PostOps:
         kernel: int = 3,
         stride: int = 1,
         padding: int = 1,
-        dtype: torch.dtype | DtypeName = torch.uint8,
-        bias_dtype: torch.dtype | DtypeName | None = None,
+        dtype: DtypeLike = torch.uint8,
+        bias_dtype: DtypeLike | None = None,
     ) -> PostOps:
         """Appends a depthwise convolution of the result so far, for conv1d, conv2d and conv3d.
 

@@ -66,6 +66,14 @@ def prepare(
             or inf, or a pattern matches nothing.
         TypeError: the model is no nn.Module or not float32, ``example_inputs`` are not those of its
             forward, or ``config`` is no QConfig.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5))
+        >>> images = [torch.randn(4, 3, 8, 8) for _ in range(3)]
+        >>> prepared = torchq.prepare(model.eval(), images[0], overrides={"3": None})
+        >>> qmodel = torchq.convert(torchq.calibrate(prepared, images))
+        >>> [(row.name, row.quantized) for row in torchq.explain(qmodel).rows if row.is_matmul]
+        [('0', True), ('3', False)]
     """
     if config is not None and not isinstance(config, QConfig):
         raise TypeError(
@@ -137,6 +145,13 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
         RuntimeError: calibration did not reach a graph or a module (the message names it), or
             ``strict`` and something stays float.
+
+    Example:
+        >>> x = torch.randn(8, 16)
+        >>> prepared = torchq.prepare(nn.Sequential(nn.Linear(16, 4)).eval(), x)
+        >>> qmodel = torchq.convert(torchq.calibrate(prepared, [x]), strict=True)
+        >>> qmodel(x).shape
+        torch.Size([8, 4])
     """
     return _converted(prepared, strict)
 
@@ -284,6 +299,13 @@ def quantize(
 
     Raises:
         TypeError, ValueError, RuntimeError: as the three functions.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+        >>> qmodel = torchq.quantize(model, [torch.randn(8, 16) for _ in range(4)])
+        >>> x = torch.randn(8, 16)
+        >>> torchq.sqnr(model(x), qmodel(x)) > 20
+        True
     """
     if strict:
         config = replace(config or QConfig(), strict=True)

@@ -179,6 +179,15 @@ def explain(model: nn.Module) -> Explanation:
 
     Raises:
         ValueError: the model comes from neither.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).eval()
+        >>> qmodel = torchq.quantize(model, [torch.randn(8, 16)], overrides={"2": None})
+        >>> for row in torchq.explain(qmodel).rows:
+        ...     print(row.name, row.kind, "int8" if row.quantized else row.reason)
+        0 Linear int8
+        1 Tanh its destination is float
+        2 Linear kept float by an override
     """
     rows = getattr(model, "torchq_report", None)
     if rows is None:

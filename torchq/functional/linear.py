@@ -50,6 +50,13 @@ def linear(
         ValueError: shapes, numbers of values, zero points or scales that do not fit, or output
             scales with a float32 source.
         NotImplementedError: masks or post-ops without a kernel.
+
+    Example:
+        >>> src = torch.tensor([[130, 126]], dtype=torch.uint8)
+        >>> weight = torch.tensor([[10, 20], [30, -40]], dtype=torch.int8)
+        >>> attr = torchq.Attr().set_scales("src", 0, 0.5).set_zero_points("src", 0, 128)
+        >>> torchq.functional.linear(src, weight, None, attr.set_scales("weights", 0, 0.1))
+        tensor([[-1.,  7.]])
     """
     attr = Attr() if attr is None else attr
     check_source("linear", src, attr)

@@ -33,6 +33,10 @@ def quantize(
         ValueError: a scale is not finite and positive, a zero point is out of range, or the
             shapes do not broadcast.
         RuntimeError: ``src`` requires grad in grad mode.
+
+    Example:
+        >>> torchq.functional.quantize(torch.tensor([-1.0, 0.0, 0.26]), 0.1, 128)
+        tensor([118, 128, 131], dtype=torch.uint8)
     """
     result: Tensor = torch.ops.torchq.quantize(
         src,
@@ -44,7 +48,12 @@ def quantize(
 
 
 def dequantize(src: Tensor, scale: Floats, zero_point: Zeros = 0) -> Tensor:
-    """``scale * float(src - zero_point)`` as float32; arguments as in :func:`quantize`."""
+    """``scale * float(src - zero_point)`` as float32; arguments as in :func:`quantize`.
+
+    Example:
+        >>> torchq.functional.dequantize(torch.tensor([118, 128], dtype=torch.uint8), 0.5, 128)
+        tensor([-5.,  0.])
+    """
     result: Tensor = torch.ops.torchq.dequantize(
         src,
         to_scale("torchq.dequantize: scale", scale),

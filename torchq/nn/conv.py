@@ -181,6 +181,12 @@ class QConv(QLayer):
 
         Raises:
             NotImplementedError: ``padding_mode`` is not "zeros".
+
+        Example:
+            >>> src, dst = torchq.QParams.per_tensor(0.05, 128), torchq.QParams.per_tensor(0.1)
+            >>> layer = torchq.nn.QConv2d.from_float(nn.Conv2d(3, 8, 3), src, dst)
+            >>> layer(torch.randn(1, 3, 9, 9)).dtype
+            torch.uint8
         """
         if module.padding_mode != "zeros":
             raise NotImplementedError(

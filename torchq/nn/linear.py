@@ -74,6 +74,12 @@ class QLinear(QLayer):
             affine: a uint8 weight with zero points, for ranges far from symmetric, instead of a
                 symmetric int8 one. It costs a sum over the source in every call.
             post_ops: applied before the destination is quantized.
+
+        Example:
+            >>> src = torchq.QParams.per_tensor(0.05, 128)
+            >>> layer = torchq.nn.QLinear.from_float(nn.Linear(16, 4), src)
+            >>> layer(torch.randn(2, 16)).shape
+            torch.Size([2, 4])
         """
         weight = module.weight.detach()
         quantized, scale, zero_point = quantized_weight(

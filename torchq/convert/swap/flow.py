@@ -133,6 +133,12 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
         TypeError: ``data`` is one tensor or dict instead of batches of them.
         ValueError: ``data`` has no batches, a batch or a parameter contains NaN or inf (the message
             names it), or ``prepared`` is in training mode or no prepared model.
+
+    Example:
+        >>> data = [torch.randn(8, 16) for _ in range(3)]
+        >>> prepared = torchq.prepare(nn.Sequential(nn.Linear(16, 4)).eval(), data[0])
+        >>> prepared = torchq.calibrate(prepared, data)
+        >>> prepared = torchq.calibrate(prepared, [torch.randn(8, 16)])  # adds to what it saw
     """
     check_prepared("calibrate", prepared)
     check_mode("calibrate", prepared)
@@ -185,7 +191,16 @@ def quantize(
     overrides: Overrides | None = None,
     strict: bool = False,
 ) -> nn.Module:
-    """:func:`prepare`, :func:`calibrate` and :func:`convert` in one call."""
+    """Calls :func:`prepare`, :func:`calibrate` and :func:`convert`.
+
+    Args:
+        model: see :func:`prepare`, as for ``example_inputs``, ``config`` and ``overrides``.
+        data: batches to calibrate with.
+        example_inputs: of one call.
+        config: how to quantize.
+        overrides: exceptions, by name.
+        strict: see :func:`convert`.
+    """
     prepared = prepare(model, example_inputs, config, overrides)
     return convert(calibrate(prepared, data), strict)
 
