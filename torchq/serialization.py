@@ -12,7 +12,7 @@ import copy
 import json
 import os
 import zlib
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchq._arguments import check_type
 from torchq._tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 from torchq.convert.dispatch import dispatches
-from torchq.convert.explain import Row
+from torchq.convert.explain import Row, Weight
 from torchq.convert.graph_code import with_code
 from torchq.convert.graph_module import QuantizedGraph
 from torchq.convert.share import share_weights
@@ -40,6 +40,7 @@ REPORT_KEY = "torchq_report"
 ALIAS_KEY = "torchq_aliases"
 """Name of the tensor that tells which names stand for another one's tensor."""
 _NOTE = "torchq_note"
+_WEIGHTS = "torchq_weights"
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -87,7 +88,11 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if isinstance(model, QuantizedGraph):
         state[GRAPH_KEY] = encode(model)
     if report is not None:
-        fields = {"rows": [astuple(row) for row in report], "note": getattr(model, _NOTE, "")}
+        fields = {
+            "rows": [astuple(row) for row in report],
+            "note": getattr(model, _NOTE, ""),
+            "weights": [astuple(weight) for weight in getattr(model, _WEIGHTS, ())],
+        }
         text = zlib.compress(json.dumps(fields, separators=(",", ":")).encode())
         state[REPORT_KEY] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
     write_tensors("torchq.save", path, state)
@@ -158,20 +163,30 @@ def _loaded(
         )
     share_weights(loaded)
     if report is not None:
-        vars(loaded)["torchq_report"], vars(loaded)[_NOTE] = read_report(report)
+        vars(loaded).update(read_report(report))
     return loaded.eval().requires_grad_(False)
 
 
-def read_report(text: Tensor) -> tuple[list[Row], str]:
-    """The rows and the note that :func:`save` wrote."""
+def read_report(text: Tensor) -> dict[str, Any]:
+    """Returns what :func:`save` wrote of the report, by the names that a model has it under."""
     try:
         fields = json.loads(zlib.decompress(bytes(text.tolist())))
-        return [Row(*row) for row in fields["rows"]], str(fields["note"])
+        return {
+            "torchq_report": [_row(row) for row in fields["rows"]],
+            _NOTE: str(fields["note"]),
+            _WEIGHTS: [Weight(*weight) for weight in fields["weights"]],
+        }
     except (zlib.error, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"torchq.load: the file's report must be rows that torchq.save wrote, got "
             f"{bytes(text.tolist())[:30]!r}. Was it written by another version of torchq?"
         ) from error
+
+
+def _row(fields: list[Any]) -> Row:
+    """Returns a row; JSON makes lists of tuples."""
+    row = Row(*fields)
+    return replace(row, weights=tuple(row.weights))
 
 
 def _under(name: str, key: str) -> str:

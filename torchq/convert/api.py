@@ -16,7 +16,7 @@ from torch import nn
 from torchq.config import Overrides, QConfig
 from torchq.convert.checks import add_checks
 from torchq.convert.dispatch import Dispatch, attach, dispatches
-from torchq.convert.explain import Row, check_patterns, check_strict, joined
+from torchq.convert.explain import Row, Weight, check_patterns, check_strict, joined
 from torchq.convert.fake_calls import without_observers
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_code import as_module
@@ -31,6 +31,7 @@ from torchq.convert.share import share_weights
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.convert.weights import first_names, with_names
 from torchq.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.qparams import QParams, choose_qparams
@@ -102,6 +103,7 @@ def _prepared(
     parts = find_parts(float_model, args, kwargs)
     graphs: list[tuple[str, list[Row]]] = []
     rows: list[Row] = []
+    unused: list[Row] = []
     for part in parts.found:
         graph = _graph(part, prepared, config, overrides)
         rows += graph.torchq_report
@@ -112,10 +114,14 @@ def _prepared(
             dispatch.runs_both = _has_other_leaves(owner, dispatch)
             attach(dispatch)
             graphs.append((part.name, graph.torchq_report))
+        else:
+            unused += [row for row in graph.torchq_report if row.is_matmul or row.weights]
     leaves: list[Row] = prepared.torchq_report  # type: ignore[assignment]
-    check_patterns(float_model, [*leaves, *rows], overrides)
+    weights: list[Weight] = prepared.torchq_weights  # type: ignore[assignment]
+    check_patterns(float_model, [*leaves, *rows], weights, overrides)
     names = {name for name, _ in float_model.named_modules()}
-    prepared.torchq_report = merged(leaves, graphs, names)  # type: ignore[assignment]
+    merged_rows = with_names(merged(leaves, graphs, unused, names), first_names(float_model))
+    vars(prepared)["torchq_report"] = merged_rows
     if "" in parts.reasons:
         vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.reasons['']}"
     return prepared
@@ -138,8 +144,9 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
 
     Args:
         prepared: calibrated.
-        strict: raise if a convolution, linear or recurrent module stays float without an override
-            that says so, and at calls that do not meet a graph's guards.
+        strict: raise if a convolution, linear or recurrent module, or another parameter that data
+            is multiplied by, stays float without an override that says so, and at calls that do not
+            meet a graph's guards.
 
     Raises:
         ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
@@ -162,7 +169,7 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
     check_prepared("convert", prepared)
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     if strict:
-        check_strict(rows)
+        check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
     graphs = dispatches(prepared)
     for dispatch in graphs:
         _check_calibrated(dispatch)
@@ -187,7 +194,7 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
     for module in result.modules():
         if hasattr(type(module), "save_pretrained"):
             vars(module)["save_pretrained"] = _save_pretrained
-    vars(result)["torchq_report"] = rows
+    vars(result).update(torchq_report=rows, torchq_weights=prepared.torchq_weights)
     left = [row for row in rows if row.is_matmul and not row.requested]
     if left and not any(row.quantized for row in rows):
         warnings.warn(

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from torchq.convert.capture import PREFIX, CaptureError, Exported
 from torchq.convert.einsum import as_product
-from torchq.convert.graph import Captured, Meta, remove_unused
+from torchq.convert.graph import Captured, Meta, parameters_of, remove_unused
 from torchq.convert.in_place import functional
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.names import is_reserved
@@ -132,7 +132,8 @@ class _Plain:
             if not own or is_reserved(name):
                 name = f"_torchq_constant_{len(self.held)}"
                 self.model.register_buffer(name, value)
-            self.held[target] = self._stored(name, value)
+            self.held[target] = made = self._stored(name, value)
+            made.meta["parameters"] = frozenset({target.removeprefix(PREFIX)})
         return self.held[target]
 
     def _attribute(self, target: str, module: nn.Module) -> Any:
@@ -308,7 +309,7 @@ class _Plain:
             phase=_phase(made, self.values), line=node.meta.get("stack_trace"),
         )  # fmt: skip
         if not flags["varying"]:
-            made.meta["constant"] = value
+            made.meta.update(constant=value, parameters=parameters_of(made))
         return made
 
     def _place(self, node: fx.Node) -> tuple[str, str, str]:

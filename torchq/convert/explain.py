@@ -42,6 +42,7 @@ class Row:
         calls: how often the model calls the module.
         first: of a function that one line of code calls again and again, the name of the first row
             of it; "" otherwise.
+        weights: names of the parameters that it computes with.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Row:
     requested: bool
     calls: int = 1
     first: str = ""
+    weights: tuple[str, ...] = ()
 
 
 def joined(conditions: Sequence[str]) -> str:
@@ -86,6 +88,23 @@ class GraphRow:
         )
 
 
+@dataclass(frozen=True)
+class Weight:
+    """A parameter that data is multiplied by.
+
+    Attributes:
+        name: qualified name in the float model.
+        size: elements.
+        macs: multiplications by them on the example inputs.
+        requested: whether an override keeps what it is in float.
+    """
+
+    name: str
+    size: int
+    macs: int
+    requested: bool
+
+
 @dataclass(frozen=True, repr=False)
 class Explanation:
     """The rows, and a table of them as ``str``.
@@ -97,6 +116,7 @@ class Explanation:
             :func:`torchq.saturation.seven_bits`.
         note: why the whole model has no graph; "" where it has one.
         graphs: of the model or its parts.
+        weights: parameters that data is multiplied by, in any code.
     """
 
     rows: tuple[Row, ...]
@@ -104,6 +124,12 @@ class Explanation:
     seven_bits: dict[str, str] = field(default_factory=dict)
     note: str = ""
     graphs: tuple[GraphRow, ...] = field(default=(), compare=False)  # they count calls
+    weights: tuple[Weight, ...] = ()
+
+    @property
+    def float_weights(self) -> tuple[Weight, ...]:
+        """Returns those that stay float, though no override says so."""
+        return tuple(weight for weight in self.weights if _stays_float(weight, self.rows))
 
     def __str__(self) -> str:
         """One line per module: name, class, int8 or float, and the scales or the reason.
@@ -150,6 +176,7 @@ class Explanation:
         quantized = sum(row.quantized for row in layers)
         if self.note:
             lines.append(self.note)
+        lines.extend(self._on_weights())
         lines.extend(str(graph) for graph in self.graphs[:4])
         if len(self.graphs) > 4:
             lines.append(f"and {len(self.graphs) - 4} more graphs")
@@ -162,6 +189,25 @@ class Explanation:
         idle = sum(row.reason == NOT_CALLED for row in layers)
         more = f"; {idle} more are {NOT_CALLED}" if idle else ""
         lines.append(f"{quantized} of {len(layers) - idle} {kinds} run in int8{more}")
+        return lines
+
+    def _on_weights(self) -> list[str]:
+        """Returns how much is int8 by weights and multiplications, and which others are float."""
+        int8 = [weight for weight in self.weights if _is_int8(weight, self.rows)]
+        if not self.weights:
+            return []
+        size = 100 * sum(w.size for w in int8) / max(sum(w.size for w in self.weights), 1)
+        macs = 100 * sum(w.macs for w in int8) / max(sum(w.macs for w in self.weights), 1)
+        lines = [
+            f"int8: {size:.3g} % of the weights that data is multiplied by, {macs:.3g} % of these "
+            "multiplications"
+        ]
+        layers = {name for row in self.rows if row.is_matmul for name in row.weights}
+        others = [weight for weight in self.float_weights if weight.name not in layers]
+        if others:
+            more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+            told = ", ".join(f"{weight.name} ({weight.size:,} weights)" for weight in others[:4])
+            lines.append(f"float, in no layer: {told}{more}")
         return lines
 
     def _alike(self) -> list[list[Row]]:
@@ -206,23 +252,43 @@ def explain(model: nn.Module) -> Explanation:
         GraphRow(o.name, tuple(o.conditions()), o.graph_calls, o.own_calls) for o in owners
     )
     note = getattr(model, "torchq_note", "")
-    return Explanation(tuple(rows), details, seven_bits(model), note, graphs)
+    weights = tuple(getattr(model, "torchq_weights", ()))
+    return Explanation(tuple(rows), details, seven_bits(model), note, graphs, weights)
 
 
-def check_strict(rows: list[Row]) -> None:
-    """Raises RuntimeError for matmuls that stay float without an override that says so."""
+def _is_int8(weight: Weight, rows: Sequence[Row]) -> bool:
+    return any(row.quantized and weight.name in row.weights for row in rows)
+
+
+def _stays_float(weight: Weight, rows: Sequence[Row]) -> bool:
+    requested = any(row.requested and weight.name in row.weights for row in rows)
+    return not (weight.requested or requested or _is_int8(weight, rows))
+
+
+def check_strict(rows: list[Row], weights: Sequence[Weight]) -> None:
+    """Raises RuntimeError for what multiplies in float without an override that says so."""
     left = [r for r in rows if r.is_matmul and not r.quantized and not r.requested]
-    if left:
-        lines = "; ".join(f"{row.name}: {row.reason}" for row in left)
+    lines = [f"{row.name}: {row.reason}" for row in left]
+    told = {name for row in left for name in row.weights}
+    for weight in weights:
+        if weight.name not in told and _stays_float(weight, rows):
+            row = next((r for r in rows if weight.name in r.weights and r.reason), None)
+            why = f"of {row.name}: {row.reason}" if row else "no layer of a known kind has it"
+            lines.append(f"{weight.name}, a parameter that data is multiplied by, {why}")
+    if lines:
         raise RuntimeError(
-            f"torchq.convert: strict=True, but {len(left)} convolution, linear or recurrent "
-            f"modules stay float: {lines}. Change the model, or name them in overrides with None."
+            f"torchq.convert: strict=True, but {len(lines)} convolution, linear or recurrent "
+            f"modules or parameters stay float: {'; '.join(lines)}. Change the model, or name them "
+            "in overrides with None."
         )
 
 
-def check_patterns(model: nn.Module, rows: list[Row], overrides: Overrides | None) -> None:
-    """Raises ValueError for an override that matches no module, no row, and no ``.dst`` of one."""
-    names = [*(name for name, _ in model.named_modules()), *(row.name for row in rows)]
+def check_patterns(
+    model: nn.Module, rows: list[Row], weights: Sequence[Weight], overrides: Overrides | None
+) -> None:
+    """Raises ValueError for an override that matches no module, row, weight or ``.dst`` of one."""
+    names = [name for name, _ in model.named_modules()]
+    names += [*(row.name for row in rows), *(weight.name for weight in weights)]
     if unmatched := unmatched_patterns(overrides, [*names, *(f"{name}.dst" for name in names)]):
         quantizable = sorted({row.name for row in rows if row.quantized or row.is_matmul})
         raise ValueError(

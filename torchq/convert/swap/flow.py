@@ -26,6 +26,7 @@ from torchq.convert.swap.weights import (
     split_attention,
     without_capturing_hooks,
 )
+from torchq.convert.weights import first_names, weights_of, with_names
 from torchq.inputs import (
     Inputs,
     batches,
@@ -83,6 +84,8 @@ def prepare_settled(
     check: bool = True,
 ) -> nn.Module:
     """Prepares a copy that :func:`plain_copy` made; the result shares its parameters."""
+    weights = weights_of(model, args, kwargs, lambda n: resolve(overrides, n, config) is None)
+    first = first_names(model)
     comparison = Comparison(model, args, kwargs)
     names = [name for name, _ in model.named_modules()]
     asked = [n for n in names if resolve(overrides, n, config) is not None]
@@ -91,9 +94,10 @@ def prepare_settled(
         model = split
     plan = Plan(model, record(model, args, kwargs), config, overrides)
     if check:
-        check_patterns(model, report_rows(model, plan), overrides)
+        check_patterns(model, report_rows(model, plan), weights, overrides)
     prepared = _assembled(model, plan, comparison)
-    prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
+    vars(prepared)["torchq_report"] = with_names(report_rows(model, plan), first)
+    vars(prepared)["torchq_weights"] = weights
     return prepared
 
 
@@ -161,8 +165,8 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
 
     Args:
         prepared: calibrated.
-        strict: raise if a convolution, linear or recurrent module stays float without an override
-            that says so.
+        strict: raise if a convolution, linear or recurrent module, or another parameter that data
+            is multiplied by, stays float without an override that says so.
 
     Raises:
         ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
@@ -172,14 +176,14 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
     check_prepared("convert", prepared)
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     if strict:
-        check_strict(rows)
+        check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
     replacements: dict[str, nn.Module] = {}
     for name, module in prepared.named_modules():
         if isinstance(module, (ObservedLeaf, *STANDALONE)):
             leaf = module.convert() if isinstance(module, ObservedLeaf) else converted(module, name)
             replacements[name] = take_hooks(leaf, module)
     result = _with_modules(prepared, replacements)
-    result.torchq_report = rows  # type: ignore[assignment]
+    vars(result).update(torchq_report=rows, torchq_weights=prepared.torchq_weights)
     return without_gradients(result.eval())
 
 

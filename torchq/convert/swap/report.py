@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -33,7 +35,10 @@ def _row(name: str, module: nn.Module, plan: Plan) -> Row:
     is_matmul = isinstance(made, (*MATMUL, *RECURRENT)) or is_experts(made)
     is_matmul |= isinstance(module, torch.jit.ScriptModule) and kind in _SCRIPTED
     requested = plan.config(name) is None
-    return Row(name, kind, known == "", reason, name, is_matmul, requested, max(calls, 1))
+    own = module.named_parameters(recurse=is_matmul)
+    weights = tuple(f"{name}.{key}".lstrip(".") for key, _ in own)
+    row = Row(name, kind, known == "", reason, name, is_matmul, requested, max(calls, 1))
+    return replace(row, weights=weights)
 
 
 def _without_layer(name: str, module: nn.Module, plan: Plan) -> str:
