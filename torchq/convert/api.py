@@ -21,6 +21,7 @@ from torchq.convert.fake_calls import without_observers
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_code import as_module
 from torchq.convert.guards import Example
+from torchq.convert.limits import limits
 from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, find_parts
 from torchq.convert.plan import Plan
@@ -109,7 +110,7 @@ def _prepared(
         rows += graph.torchq_report
         if graph.plan.multiplies:
             owner = prepared.get_submodule(part.name)
-            example = Example.of(owner, part.exported)
+            example = Example.of(owner, part.exported, limits(graph.plan))
             dispatch = Dispatch(owner, graph, example, part.name, config.strict)
             dispatch.runs_both = _has_other_leaves(owner, dispatch)
             attach(dispatch)

@@ -57,7 +57,7 @@ class Dispatch(Attachment):
         """The method that calls of the module reach; pickle asks for this name, too."""
         own = type(self.module).forward
         signature = inspect.signature(own)
-        choose = self.example.chooser()
+        choose, choose_traced = self.example.chooser(), self.example.chooser(traced=True)
         restore = self.example.restore()
 
         def untraced(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ class Dispatch(Attachment):
 
         def forward(self: Dispatch, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():
-                return self._compiled(choose, restore, args, kwargs)
+                return self._compiled(choose_traced, restore, args, kwargs)
             try:
                 found = (choose if _get_tracing_state() is None else untraced)(*args, **kwargs)
             except TypeError:  # own code takes the call otherwise, or says what is wrong with it
