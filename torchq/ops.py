@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchq._fakes import FAKES
+from torchq._fakes import FAKES, channels
 from torchq._library import (
     DTYPES,
     LIBRARY_PATH,
@@ -247,7 +247,7 @@ def _(
     row_sums: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    sizes = [*src.shape[:-1], compensation.shape[1]]
+    sizes = [*src.shape[:-1], channels("linear", compensation)]
     return src.new_empty(sizes, dtype=_result_dtype("linear", dst_dtype, table))
 
 
@@ -270,7 +270,7 @@ def _(
     row_sums: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    sizes = conv_sizes(src.shape, compensation.shape[1], geometry)
+    sizes = conv_sizes(src.shape, channels("conv", compensation), geometry)
     return empty_channels_last(src, sizes, _result_dtype("conv", dst_dtype, table))
 
 
@@ -304,7 +304,7 @@ def _(
     weight_zero_point: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    sizes = conv_transpose_sizes(src.shape, compensation.shape[1], geometry)
+    sizes = conv_transpose_sizes(src.shape, channels("conv_transpose", compensation), geometry)
     return empty_channels_last(src, sizes, _result_dtype("conv_transpose", dst_dtype, table))
 
 
@@ -363,4 +363,4 @@ def _(
     in_features: int,
     per_row: bool,
 ) -> Tensor:
-    return src.new_empty([*src.shape[:-1], compensation.shape[1]])
+    return src.new_empty([*src.shape[:-1], channels("dynamic_linear", compensation)])

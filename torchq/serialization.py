@@ -28,6 +28,7 @@ from torchq.convert.graph_module import QuantizedGraph
 from torchq.convert.share import share_weights
 from torchq.convert.stored import CALL_KEY, describe, restore
 from torchq.convert.structure import GRAPH_KEY, decode, encode, plain_module
+from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.fake_quantize import FakeQuantize
 from torchq.inputs import working_copy
@@ -162,6 +163,7 @@ def _loaded(
             "saved from."
         )
     share_weights(loaded)
+    refuse_save_pretrained(loaded)
     if report is not None:
         vars(loaded).update(read_report(report))
     return loaded.eval().requires_grad_(False)

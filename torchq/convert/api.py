@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
@@ -32,12 +33,16 @@ from torchq.convert.share import share_weights
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.weights import first_names, with_names
 from torchq.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.qparams import QParams, choose_qparams
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
+
+_ONE_AT_A_TIME = threading.RLock()
+"""torch.export patches what all threads share while it captures."""
 
 
 def prepare(
@@ -86,7 +91,7 @@ def prepare(
     check_model(model)
     args, kwargs = split_inputs(example_inputs)
     try:
-        with torch.autocast("cpu", enabled=False):
+        with _ONE_AT_A_TIME, torch.autocast("cpu", enabled=False):
             return _prepared(model, args, kwargs, config or QConfig(), overrides)
     except TypeError:
         check_fit(model, args, kwargs)
@@ -123,6 +128,7 @@ def _prepared(
     names = {name for name, _ in float_model.named_modules()}
     merged_rows = with_names(merged(leaves, graphs, unused, names), first_names(float_model))
     vars(prepared)["torchq_report"] = merged_rows
+    refuse_save_pretrained(prepared)
     if "" in parts.reasons:
         vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.reasons['']}"
     return prepared
@@ -167,6 +173,11 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
+    with _ONE_AT_A_TIME:
+        return _lowered(prepared, strict)
+
+
+def _lowered(prepared: nn.Module, strict: bool) -> nn.Module:
     check_prepared("convert", prepared)
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     if strict:
@@ -192,27 +203,16 @@ def _converted(prepared: nn.Module, strict: bool) -> nn.Module:
     for dispatch in dispatches(result):
         dispatch.begin(strict)
     share_weights(result)
-    for module in result.modules():
-        if hasattr(type(module), "save_pretrained"):
-            vars(module)["save_pretrained"] = _save_pretrained
+    refuse_save_pretrained(result)
     vars(result).update(torchq_report=rows, torchq_weights=prepared.torchq_weights)
     left = [row for row in rows if row.is_matmul and not row.requested]
     if left and not any(row.quantized for row in rows):
         warnings.warn(
             f"torchq.convert: nothing runs in int8; '{left[0].name}' is float: {left[0].reason}. "
             "torchq.explain tells the others.",
-            stacklevel=5,
+            stacklevel=6,
         )
     return without_gradients(result.eval())
-
-
-def _save_pretrained(*args: Any, **kwargs: Any) -> None:
-    """Raises NotImplementedError: transformers would load the file with random weights."""
-    raise NotImplementedError(
-        "save_pretrained: a model that torchq converted cannot be written so: from_pretrained "
-        "would make a float model of it. Call torchq.save(model, path), and "
-        "torchq.load(path, float_model) to read it."
-    )
 
 
 def _check_calibrated(dispatch: Dispatch) -> None:

@@ -19,6 +19,7 @@ from torchq.convert.swap.checks import check_finite, check_mode, check_model, ch
 from torchq.convert.swap.compare import Comparison, fitting
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.planning import Plan
+from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.report import report_rows
 from torchq.convert.swap.weights import (
     leave_fast_paths,
@@ -98,6 +99,7 @@ def prepare_settled(
     prepared = _assembled(model, plan, comparison)
     vars(prepared)["torchq_report"] = with_names(report_rows(model, plan), first)
     vars(prepared)["torchq_weights"] = weights
+    refuse_save_pretrained(prepared)
     return prepared
 
 
@@ -184,6 +186,7 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
             replacements[name] = take_hooks(leaf, module)
     result = _with_modules(prepared, replacements)
     vars(result).update(torchq_report=rows, torchq_weights=prepared.torchq_weights)
+    refuse_save_pretrained(result)
     return without_gradients(result.eval())
 
 
