@@ -3,34 +3,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from torch import fx
+from torch import Tensor, fx
 
-from torchq.convert.fuse import Layer
-from torchq.convert.ops import Role
+_T = TypeVar("_T")
+
+_ANGLES = {
+    **{"sin": (0, 1.0), "cos": (0, 1.0), "tan": (0, 2.0), "polar": (1, 1.0), "exp": (0, 1.0)},
+    **{"sinc": (0, math.pi), "frac": (0, math.tau)},
+    **dict.fromkeys(("remainder", "fmod", "mod"), (0, math.tau)),
+}
+"""Periodic functions -> which argument they have a period in, and its factor to radians.
+
+Of those with a divisor, the factor to a divisor of 1; of exp, of complex numbers.
+"""
 
 # An error of 1/883 of a range of 2 (half a step of 255, as its root mean square) is A / 441 in
 # phases of up to A. Beyond four periods either way, less than 25 dB of the wave are right.
 _LARGEST = 25.0
 
 
-def coarse_phases(nodes: Iterable[fx.Node], layers: Iterable[Layer]) -> dict[Layer, str]:
-    """Layers behind which large phases are, and why they stay float."""
-    behind = {part.node: layer for layer in layers for part in layer.parts}
-    found: dict[Layer, str] = {}
+def largest_phase(name: str, args: Sequence[Any]) -> float | None:
+    """Returns the largest angle that a call of this name takes; None of other functions."""
+    at, factor = _ANGLES.get(name, (len(args), 0.0))
+    source = args[at] if at < len(args) else None
+    if not isinstance(source, Tensor) or not source.numel():
+        return None
+    if name == "exp":
+        if not source.is_complex():
+            return None
+        source = source.imag
+    if not source.is_floating_point():
+        return None
+    if name in ("remainder", "fmod", "mod"):
+        source = source / args[1]
+    return factor * float(source.abs().max())
+
+
+def why_coarse(largest: float | None) -> str:
+    """Returns why a layer in front of such phases stays float; "" where it need not."""
+    if largest is None or largest <= _LARGEST:
+        return ""
+    return f"8 bits of what it reads are too coarse for phases of up to {largest:.3g} behind"
+
+
+def coarse_phases(
+    nodes: Iterable[fx.Node], behind: Mapping[fx.Node, _T], multiplies: Callable[[_T], bool]
+) -> dict[_T, str]:
+    """Returns what computes large phases, and why it stays float.
+
+    Args:
+        nodes: of a graph.
+        behind: node -> the layer or operation that it is part of.
+        multiplies: tells layers that are sums of products; what they read are no phases.
+    """
+    found: dict[_T, str] = {}
     for node in nodes:
-        largest = node.meta.get("phase")
-        if largest is None or largest <= _LARGEST:
+        reason = why_coarse(node.meta.get("phase"))
+        if not reason:
             continue
-        reason = f"8 bits of what it reads are too coarse for phases of up to {largest:.3g} behind"
-        source: fx.Node | None = node
-        while source is not None:
+        if node in behind:
+            found[behind[node]] = reason
+        source: Any = node.args[_ANGLES[function_name(node)][0]]
+        while isinstance(source, fx.Node):
             layer = behind.get(source)
             if layer is not None:
                 found[layer] = reason
-                if layer.role in (Role.MATMUL, Role.PRODUCT):
+                if multiplies(layer):
                     break
             varying = [n for n in source.all_input_nodes if n.meta["varying"]]
             source = varying[0] if len(varying) == 1 else None
     return found
+
+
+def function_name(node: fx.Node) -> str:
+    """Returns the name of an ATen call, without its overload."""
+    return str(node.meta.get("aten")).partition("::")[2].partition(".")[0]

@@ -11,6 +11,7 @@ from torch import nn
 from torchq.affine import reduction
 from torchq.config import Overrides, QConfig, resolve
 from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, NO_DYNAMIC_FORM
+from torchq.convert.phases import why_coarse
 from torchq.convert.self_contained import RECURRENT, observed
 from torchq.convert.swap.calls import Recording
 from torchq.convert.swap.observed import ObservedLeaf
@@ -91,6 +92,8 @@ class Plan:
                 return _TOO_LONG
             if any(call.more for call in calls):
                 return "called with other arguments than its source"
+            if coarse := why_coarse(self.recording.phases.get(name)):
+                return coarse
         dtypes = {dtype for call in calls for dtype in call.dtypes} - {torch.float32}
         if isinstance(layer, RECURRENT):
             dtypes.discard(torch.int64)  # of packed sequences
