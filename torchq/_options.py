@@ -40,6 +40,8 @@ ResamplingAlg: TypeAlias = Literal["nearest", "linear"]
 """How resampling interpolates."""
 OffsetC: TypeAlias = Literal["F", "C", "R"]
 """Of a gemm's offset: one value, a column, a row."""
+Merge: TypeAlias = Literal["concat", "sum"]
+"""Of the results of two directions."""
 Convention: TypeAlias = Literal["v1", "v3"]
 """oneDNN's scales: of outputs, or of each argument."""
 Cell: TypeAlias = Literal["lstm", "gru", "gru_vanilla", "rnn_tanh", "rnn_relu"]

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from torchq.convert.guards import Example
 from torchq.convert.swap.weights import without_capturing_hooks
 from torchq.nn.attached import WATCHING, Attachment, attachment_of
+from torchq.nn.leaf import QuantizedLeaf
 
 _KEY = "torchq_graph."
 """Begins the names of a graph's tensors in the state of its module."""
@@ -89,9 +90,11 @@ class Dispatch(Attachment):
             first = RemovableHandle.next_id
             try:
                 result = own(self.module, *args, **kwargs)
-            except (TypeError, RuntimeError) as error:
+            except (TypeError, ValueError, RuntimeError) as error:
                 if told := self.example.why_array(args, kwargs):
                     raise TypeError(told) from error
+                if name := self._failed(error):
+                    raise type(error)(f"{error} The module is '{name}'.") from error
                 raise
             finally:
                 if RemovableHandle.next_id != first:
@@ -102,6 +105,16 @@ class Dispatch(Attachment):
         forward.__signature__ = signature  # type: ignore[attr-defined]
         forward.__doc__, forward.__name__ = own.__doc__, "forward"
         return MethodType(forward, self)
+
+    def _failed(self, error: Exception) -> str:
+        """Returns the name of the quantized layer that an op's error comes from, or ""."""
+        names = {id(part): name for name, part in self.module.named_modules()}
+        trace, found = error.__traceback__, ""
+        while trace is not None and str(error).startswith("torchq."):
+            owner = trace.tb_frame.f_locals.get("self")
+            found = names.get(id(owner), found) if isinstance(owner, QuantizedLeaf) else found
+            trace = trace.tb_next
+        return f"{self.name}.{found}".lstrip(".") if found else ""
 
     def _compiled(
         self, choose: Callable[..., Any], restore: Callable[..., Any], args: Any, kwargs: Any

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import Self
 
-from torchq._options import Cell, Granularity
+from torchq._options import Cell, Granularity, Merge
 from torchq.attr import Attr
 from torchq.nn.module import QModule, dtype_name
 from torchq.nn.rnn_attr import read_attr
@@ -54,7 +54,7 @@ class _QRecurrent(FloatParameters, QModule):
     _cells: ClassVar[tuple[Cell, ...]]
 
     def __init__(
-        self, layers: Sequence[QRecurrentLayer], batch_first: bool = False, merge: str = "concat"
+        self, layers: Sequence[QRecurrentLayer], batch_first: bool = False, merge: Merge = "concat"
     ) -> None:
         """Stacks layers, each of which reads what the one before emits."""
         super().__init__()
@@ -165,7 +165,7 @@ class _QRecurrent(FloatParameters, QModule):
         data_dtype: torch.dtype = torch.uint8,
         dst_dtype: torch.dtype = torch.float32,
         h_n_dtype: torch.dtype = torch.float32,
-        merge: str = "concat",
+        merge: Merge = "concat",
     ) -> Self:
         """From the tensors of a oneDNN primitive, gates in its order; results are torch's.
 
