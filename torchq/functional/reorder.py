@@ -129,8 +129,14 @@ def reorder(
         "Pass torch.contiguous_format, torch.channels_last or torch.channels_last_3d.",
     )
     seed = to_int("torchq.reorder: seed", seed, -(2**63), 2**63 - 1)
-    for arg in ("src", "dst"):
+    for arg, kind in (("src", src.dtype), ("dst", dtype)):
         attr.check(arg, src.shape)
+        zero = attr.resolve(arg, src.shape, "zero_points")
+        if kind == torch.float32 and bool(zero.any()):
+            raise ValueError(
+                f"torchq.reorder: {arg}_zero_point must lie in [0, 0] for a tensor of float32, got "
+                f"{int(zero[zero != 0][0])}. Leave it out."
+            )
     plain = attr.rounding("dst") == "nearest" and not attr.post_ops and old is None
     dst = _converted(src, dtype, attr) if plain else _reorder_real(src, dtype, attr, old, seed)
     if memory_format == torch.preserve_format:
