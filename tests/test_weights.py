@@ -83,6 +83,18 @@ class Whole(nn.Module):
         return self.head(self.rnn(x)[0])
 
 
+class Pooled(nn.Module):
+    """Attention by a learned query, whose projection is a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.head = nn.Parameter(torch.randn(1, 1, 16)), nn.Linear(16, 4)
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(self.query.expand(len(x), -1, -1), x, x)[0][:, 0])
+
+
 ALL: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "sequence": (Whole, torch.tensor([[1, 2, 3, 8, 0]])),
     "convolutions": (
@@ -95,19 +107,23 @@ ALL: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
         lambda: Code(lambda m, x: F.linear(x, m.weight + m.stack[0] @ m.stack[1])),
         torch.randn(6, 8),
     ),
+    "pooled": (Pooled, torch.randn(2, 5, 16)),
     "constants": (lambda: Code(lambda m, x: x + m.weight[0] @ m.weight), torch.randn(6, 8)),
 }
 
 
+@pytest.mark.parametrize("flow", [torchq, torchq.eager], ids=["graph", "layers"])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", ALL)
-def test_a_model_in_int8_has_none_left(name: str, dynamic: bool) -> None:
+def test_a_model_in_int8_has_none_left(name: str, dynamic: bool, flow: Any) -> None:
     make, x = ALL[name]
+    if flow is torchq.eager and name in ("low rank", "constants"):
+        pytest.skip("their parameters are in no layer")
     if dynamic and name == "convolutions":
         pytest.skip("they have no dynamic form")
     torch.manual_seed(0)
     config = torchq.QConfig(dynamic=dynamic)
-    told = torchq.explain(torchq.quantize(make().eval(), [x], config=config, strict=True))
+    told = torchq.explain(flow.quantize(make().eval(), [x], x, config, strict=True))
     assert told.weights and told.float_weights == ()
     assert "int8: 100 % of the weights that data is multiplied by, 100 %" in str(told)
 

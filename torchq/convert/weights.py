@@ -94,8 +94,9 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.macs: Counter[str] = Counter()
         self._names: dict[int, frozenset[str]] = {}
         for name, parameter in model.named_parameters():
-            key = _memory(parameter)
-            self._names[key] = self._names.get(key, frozenset()) | {name}
+            if parameter.dim() > 1:  # biases are in constants that data is multiplied by
+                key = _memory(parameter)
+                self._names[key] = self._names.get(key, frozenset()) | {name}
         self._varying = {_memory(leaf) for leaf in _tensors(inputs)}
 
     def __torch_dispatch__(
