@@ -213,7 +213,11 @@ ERRORS = [
     ({"geometry": [1, 2]}, ValueError, "geometry must be [kernel, stride, padding_begin"),
     ({"geometry": geometry(padding=9)}, ValueError, "leaves nothing of dst"),
     ({"geometry": geometry(output_padding=2)}, ValueError, "below stride or dilation"),
-    ({"geometry": geometry(kernel=2)}, ValueError, "Pack it with torch.ops.torchq.pack_conv_transpose"),
+    (
+        {"geometry": geometry(kernel=2)},
+        ValueError,
+        "Pack it with torch.ops.torchq.pack_conv_transpose",
+    ),
     ({"geometry": geometry(stride=200)}, NotImplementedError, "multiply to at most 16384"),
     ({"weight": torch.zeros(1, 9, 1, 16, 4)}, TypeError, "weight must be int8, got float32"),
     ({"compensation": torch.zeros(9, dtype=S32)}, ValueError, "groups must divide"),
