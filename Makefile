@@ -33,7 +33,7 @@ demo: $(LIBRARY)  ## Train a small network on digits, quantize it, compare
 test: $(LIBRARY)  ## All tests; options: make test ARGS='-k linear'
 	$(BIN)/python -m pytest $(ARGS)
 
-test-report: $(VENV)/.report  ## The HTML report in a headless browser (Debian: apt install chromium)
+test-report: $(LIBRARY)  ## The HTML report in a headless browser (Debian: apt install chromium)
 	$(BIN)/python -m pytest -m report $(ARGS)
 
 # In a copy of the tree, whose library has all tiers in AVX2 (tests/emulated).

@@ -20,7 +20,7 @@ try:
 except ImportError:
     sys.exit(
         "torchq: building needs torch in this environment: run `pip install torch==2.13.0` "
-        "(the CPU build) and then `pip install --no-build-isolation .`"
+        "and then `pip install --no-build-isolation .`"
     )
 
 ROOT = Path(__file__).parent

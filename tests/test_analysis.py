@@ -237,7 +237,49 @@ def test_functions_of_the_float_model_have_no_time() -> None:
     assert "x  nanc" in str(times) and repr(times) == str(times)
 
 
-@pytest.mark.parametrize("what", ["explain", "compare", "profile", "sensitivity"])
+class Recurrent(nn.Module):
+    """Graph and model share the recurrent module: hooks of one are in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv1d(3, 8, 3), nn.Linear(8, 4)
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.rnn(self.conv(x).transpose(1, 2))[0])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("what", ["compare", "profile", "emulate"])
+def test_measurements_take_the_graph(what: str) -> None:
+    """Also where calls that cannot are errors; calls behind them do, too."""
+    torch.manual_seed(0)
+    model, x = Recurrent().eval(), torch.randn(2, 3, 9)
+    prepared = torchq.calibrate(torchq.prepare(model, x), [x])
+    qmodel = torchq.convert(prepared, strict=True)
+    results = {
+        "compare": lambda: torchq.compare(prepared, qmodel, [x]),
+        "profile": lambda: torchq.profile(model, qmodel, x, rounds=2),
+        "emulate": lambda: torchq.saturation.emulate(qmodel, [x]),
+    }
+    assert {layer.name for layer in results[what]().layers} == {"conv", "rnn", "fc"}
+    assert torchq.sqnr(model(x), qmodel(x)) > 20
+    handle = qmodel.rnn.register_forward_hook(lambda *args: None)
+    with pytest.raises(RuntimeError, match="hook that is newer than the graph"):
+        qmodel(x)
+    handle.remove()
+
+
+def test_compare_measures_dynamic_layers() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(9, 8)
+    prepared = torchq.prepare(model, x, torchq.QConfig(dynamic=True))
+    accuracy = torchq.compare(prepared, torchq.convert(prepared), [x])
+    assert [layer.name for layer in accuracy.layers] == ["0", "2"]
+    assert accuracy.layers[-1].sqnr == accuracy.output > 20
+
+
+@pytest.mark.parametrize("what", ["explain", "compare", "profile", "sensitivity", "emulate"])
 def test_results_show_themselves(flow, what: str) -> None:
     """As text where Python prints them, as a table in a notebook."""
     model, prepared, qmodel, data = flow
@@ -246,11 +288,12 @@ def test_results_show_themselves(flow, what: str) -> None:
         "compare": lambda: torchq.compare(prepared, qmodel, data[:1]),
         "profile": lambda: torchq.profile(model, qmodel, data[0], rounds=1),
         "sensitivity": lambda: torchq.sensitivity(model, data[:1], data[0], progress=False),
+        "emulate": lambda: torchq.saturation.emulate(qmodel, data[:1]),
     }
     result = results[what]()
     assert repr(result) == str(result) and "(rows=" not in repr(result)
     html = result._repr_html_()
-    rows = 7 if what == "explain" else 3 if what == "sensitivity" else 4
+    rows = {"explain": 7, "sensitivity": 3, "emulate": 3}.get(what, 4)
     assert html.startswith("<table>") and html.count("<tr>") == 1 + rows
     assert html.count("<td") % rows == 0 and "<p>" in html
 

@@ -175,6 +175,18 @@ def test_dynamic_attention(isa: str, shape: tuple[int, ...]):
         assert_same(got, dynamic_oracle(query, key, value, mask, is_causal, scale), is_causal)
 
 
+def test_masked_keys_change_no_bit(isa: str):
+    """One text alone and in a padded batch: what padding holds does not widen the range."""
+    query, key, value = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    junk = 50 * torch.randn(1, 2, 7, 8)
+    mask = torch.tensor([True] * 5 + [False] * 7)
+    alone = TF.dynamic_attention(query, key, value)
+    padded = [torch.cat([x, junk], 2) for x in (key, value)]
+    assert_same(TF.dynamic_attention(query, *padded, mask), alone)
+    added = torch.zeros(12).masked_fill(~mask, -math.inf)
+    assert_same(TF.dynamic_attention(query, *padded, added), alone)
+
+
 def test_dynamic_attention_of_what_is_not_finite(isa: str):
     """It spoils what it does in float; zeros and the smallest numbers are no special case."""
     q, k, v = (torch.randn(1, 3, 20, 16) for _ in range(3))

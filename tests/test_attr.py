@@ -3,13 +3,15 @@
 
 import copy
 import pickle
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchq.attributes.attr import ROUNDING_MODES, Attr
+from torchq.attributes.attr import Attr
+from torchq.attributes.options import Rounding
 from torchq.attributes.post_ops import PostOps
 
 ARGS = ["src", "weights", "dst", "dw_weights", "dw_dst", "src0", "src1", "src12"]
@@ -45,7 +47,7 @@ def attrs(draw: st.DrawFn) -> tuple[Attr, dict[str, object]]:
         zero_points[arg] = draw(values_for(mask, st.integers(-(2**31), 2**31 - 1)))
         attr.set_zero_points(arg, mask, zero_points[arg])
     for arg in draw(st.lists(st.sampled_from(ARGS), unique=True)):
-        attr.set_rounding(arg, draw(st.sampled_from(ROUNDING_MODES)))
+        attr.set_rounding(arg, draw(st.sampled_from(get_args(Rounding))))
     if draw(st.booleans()):
         attr.set_rnn_data_qparams(draw(SCALES), draw(FLOATS))
         attr.set_rnn_weights_qparams(24, [0.5, 2.0])

@@ -63,6 +63,36 @@ def test_fourier_features(
         assert decibels(model, quantized, data[1]) > 25
 
 
+PERIODIC: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "waves": lambda x: [x.sin(), x.cos()],
+    "polar": lambda x: [*torch.view_as_real(torch.polar(torch.ones_like(x), x)).unbind(-1)],
+    "complex": lambda x: [*torch.view_as_real(torch.exp(1j * x)).unbind(-1)],
+    "remainder": lambda x: [x % 6.0, torch.remainder(x + 1, 6.0)],
+    "fraction": lambda x: [(x / 6).frac(), torch.fmod(x, 6.0)],
+    "sinc": lambda x: [torch.sinc(x / 3), torch.tan(x / 40)],
+}
+
+
+class Uncaptured(Encoded):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if bool(x.sum() < 1e9) else -x)
+
+
+@pytest.mark.parametrize("way", ["graph", "own code", "layers"])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", PERIODIC)
+def test_periodic_functions_in_any_code(name: str, dynamic: bool, way: str) -> None:
+    torch.manual_seed(0)
+    cls = Uncaptured if way == "own code" else Encoded
+    model = cls(lambda m, x: torch.cat(PERIODIC[name](40 * m.b(x)), -1), 1.0).eval()
+    data = [torch.rand(64, 2) * 2 - 1 for _ in range(3)]
+    flow, config = (torchq.eager if way == "layers" else torchq), torchq.QConfig(dynamic=dynamic)
+    quantized = flow.quantize(model, data, data[0], config)
+    rows = {row.name: row for row in torchq.explain(quantized).rows}
+    assert REASON in rows["b"].reason and not rows["b"].quantized and rows["fc"].quantized
+    assert decibels(model, quantized, data[1]) > 25
+
+
 def test_a_sine_behind_a_layer_is_its_table() -> None:
     """As in networks of sines: a few periods are right in int8."""
     torch.manual_seed(0)

@@ -58,3 +58,11 @@ def test_errors_are_one_line(program: Path) -> None:
         ran = subprocess.run([program, *arguments], capture_output=True, text=True)
         assert ran.returncode in (1, 2)
         assert message in ran.stderr
+
+
+def test_a_library_in_the_working_directory(program: Path) -> None:
+    """Without a slash: dlopen alone would look in the system's folders."""
+    paths = [program.with_name(name) for name in ("model.pt", "input.pt", "output.pt")]
+    command = [program, LIBRARY_PATH.name, *paths]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=LIBRARY_PATH.parent)
+    assert ran.returncode == 0, ran.stderr

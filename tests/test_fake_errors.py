@@ -96,6 +96,8 @@ OTHERS = [
     *(("reduction", "dims", dims) for dims in ([4], [-5], [1, 1], [1, -3], [0, 2**40])),
     ("reduction", "src", SRC[:, :0]),
     ("softmax", "dim", 4),
+    *(("group_norm", "groups", groups) for groups in (0, -1, 3)),
+    *(("layer_norm", "dims", dims) for dims in (0, -1, 5)),
     ("concat", "srcs", []),
     ("concat", "dim", -5),
     ("concat", "srcs", [SRC, SRC[0]]),
@@ -121,3 +123,11 @@ OTHERS = [
 @pytest.mark.parametrize(("name", "argument", "value"), OTHERS, ids=lambda x: str(x)[:20])
 def test_shapes(name: str, argument: str, value: Any) -> None:
     check(name, argument, value)
+
+
+@pytest.mark.parametrize("name", ["conv", "conv_transpose", "linear"])
+def test_weights_that_nothing_packed(name: str) -> None:
+    args = [*ARGS[name]]
+    args[NAMES[name].index("compensation")] = torch.ones(8, dtype=torch.int32)
+    raised, text = error(getattr(ops, name), on_meta(args))
+    assert raised is ValueError and f"torchq.{name}: compensation must be [rows, N]" in text

@@ -267,6 +267,14 @@ def test_float_destinations_have_no_scale() -> None:
     refuse(ValueError, lin(attr), "torchq.linear: ", *parts)
     parts = ("torchq.reorder: dst_zero_point must lie in [0, 0]",)
     refuse(ValueError, lambda: TF.reorder(SRC, torch.float32, attr), *parts)
+    v3 = Attr().set_scales("dst", 0, 0.5).set_zero_points("dst", 0, 3)
+    refuse(ValueError, lambda: TF.reorder(SRC, torch.float32, v3), *parts, "got 3. Leave it out")
+    attr.post_ops.append_sum()
+    old = torch.zeros(SRC.shape)
+    refuse(ValueError, lambda: TF.reorder(SRC, torch.float32, attr, old), *parts)
+    attr = Attr().set_zero_points("src", 0, 5)
+    parts = ("torchq.reorder: src_zero_point must lie in [0, 0]",)
+    refuse(ValueError, lambda: TF.reorder(torch.ones(2), torch.uint8, attr), *parts)
 
 
 # Values and shapes

@@ -148,6 +148,20 @@ def test_without_record_raises(flow):
         flow.calibrate(prepared, BATCHES)
 
 
+@pytest.mark.parametrize("flow", FLOWS, ids=["fx", "eager"])
+def test_without_range_raises(flow):
+    """What it keeps elsewhere is not seen: the data is not to blame."""
+
+    class Kept(Observer):
+        def _record(self, values):
+            self.largest = float(values.abs().max())
+
+    model = nn.Sequential(nn.Linear(8, 2)).eval()
+    config = torchq.QConfig(activation_observer=Kept)
+    with pytest.raises(NotImplementedError, match=r"Kept of '\w+'.*must implement _range"):
+        flow.quantize(model, BATCHES, BATCHES[0], config)
+
+
 def test_without_merge_raises():
     one, other = Plain(), Plain()
     other(BATCHES[0])

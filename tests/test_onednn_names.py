@@ -9,10 +9,9 @@ from calls import S8, S32, U8, assert_same
 from cases import random_q, random_s8
 from torch import nn
 
+import torchq
 import torchq.functional as TF
-from torchq import QParams
 from torchq.functional.packing import pack_conv, pack_conv_transpose, pack_linear
-from torchq.nn import QRecurrentLayer, RecurrentWeight
 
 
 def test_inner_product_is_linear() -> None:
@@ -83,7 +82,7 @@ def test_compensation_has_the_documented_rows(
 def test_a_layer_of_onednns_lstm() -> None:
     """The recipe in the docstring of torchq.functional, beside a float LSTM of the same weights."""
     torch.manual_seed(0)
-    inputs, hidden, gates, d, scale, shift, layer = 5, 16, 4, 2, 127.0, 128, 0
+    inputs, hidden, gates, d, scale, shift = 5, 16, 4, 2, 127.0, 128.0
     weights_layer = torch.randint(-127, 128, (1, d, inputs, gates, hidden), dtype=S8)
     weights_iter = torch.randint(-127, 128, (1, d, hidden, gates, hidden), dtype=S8)
     scales = 200 + 100 * torch.rand(gates, hidden)
@@ -91,13 +90,10 @@ def test_a_layer_of_onednns_lstm() -> None:
     src = torch.randint(0, 256, (7, 3, inputs), dtype=U8)
     src_iter, src_iter_c = torch.rand(1, d, 3, hidden) - 0.5, torch.randn(1, d, 3, hidden)
 
-    def weight(ldigo: torch.Tensor, scales: torch.Tensor) -> RecurrentWeight:
-        return RecurrentWeight(ldigo[layer].permute(0, 2, 3, 1), 1 / scales.expand(d, -1, -1))
-
-    data = QParams.per_tensor(1 / scale, shift)
-    lstm = QRecurrentLayer("lstm", weight(weights_layer, scales), weight(weights_iter, scales),
-                           bias[layer], src=data, state=data, hidden=data)  # fmt: skip
-    got = lstm(src, None, src_iter[layer], src_iter_c[layer])
+    attr = torchq.Attr().set_rnn_data_qparams(scale, shift).set_rnn_weights_qparams(24, scales)
+    lstm = torchq.nn.QLSTM.from_onednn(weights_layer, weights_iter, bias, attr)
+    result, (ends, cells) = lstm(src, (src_iter.flatten(0, 1), src_iter_c.flatten(0, 1)))
+    got = result, ends, cells
     real = nn.LSTM(inputs, hidden, bidirectional=True)
     with torch.no_grad():
         for i, end in enumerate(("", "_reverse")):

@@ -93,6 +93,13 @@ def test_a_projection_has_scales_of_its_own(mask: int) -> None:
         assert (q(X)[0] - module(X)[0]).abs().max() < 0.03
 
 
+@pytest.mark.parametrize("scale", [60.0, 3.7, 127.0, 0.001, 31.25])
+def test_the_printed_factor_is_the_given_one(scale: float) -> None:
+    """Kept is its inverse in float32, of which 1 / 60 has the inverse 59.999996."""
+    attr = Attr().set_rnn_data_qparams(scale, 128.0)
+    assert f" {attr} " in repr(QLSTM.from_float(nn.LSTM(4, 4), attr=attr))
+
+
 def test_a_second_network_of_the_printed_attr_is_the_same() -> None:
     attr = data().set_rnn_weights_qparams(24, factors(4))
     module = nn.LSTM(8, 16, 2)

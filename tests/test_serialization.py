@@ -292,6 +292,18 @@ def test_copies_in_threads(small: Any) -> None:
             assert all(torch.equal(future.result()(x), expected) for future in made)
 
 
+def test_quantize_in_threads() -> None:
+    """torch.export patches what all threads share; a model without its graph would say so."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(4, 8)
+    expected = torchq.quantize(model, [x])(x)
+    with ThreadPoolExecutor(4) as pool:
+        made = [pool.submit(torchq.quantize, model, [x]) for _ in range(12)]
+        for future in made:
+            qmodel = future.result()
+            assert torch.equal(qmodel(x), expected) and torchq.explain(qmodel).graphs
+
+
 # explain
 
 

@@ -66,7 +66,7 @@ def doctor(args: argparse.Namespace) -> int:
     return len(wrong) > 0
 
 
-def _wrong_tiers() -> list[str]:
+def _wrong_tiers() -> Sequence[str]:
     """Tiers whose products are not exact."""
     src = torch.arange(256, dtype=torch.uint8, device="cpu").repeat(9, 3)
     weight = (
@@ -170,7 +170,8 @@ def inspect(args: argparse.Namespace) -> int:
         for holder, tensors in holders.items()
     }
     if args.json:
-        rows = [] if report is None else [asdict(row) for row in read_report(report)[0]]
+        told = {} if report is None else read_report(report)
+        rows = [asdict(row) for row in told.get("torchq_report", ())]
         modules = {
             holder: {"spec": specs[holder], "tensors": {k: _form(v) for k, v in tensors.items()}}
             for holder, tensors in holders.items()

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <stdexcept>
@@ -33,8 +34,11 @@ void write(const std::string& path, const std::vector<char>& bytes) {
 }
 
 /// Registers torchq's ops with the dispatcher: the library does so when it is loaded.
-void load_ops(const char* library) {
-  if (dlopen(library, RTLD_NOW | RTLD_GLOBAL) == nullptr) throw std::runtime_error(dlerror());
+void load_ops(std::string library) {
+  // dlopen looks for a name without a slash in the system's folders only.
+  if (std::filesystem::exists(library)) library = std::filesystem::absolute(library);
+  if (dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr)
+    throw std::runtime_error(dlerror());
 }
 
 double milliseconds(torch::jit::Module& model, const std::vector<torch::jit::IValue>& inputs) {

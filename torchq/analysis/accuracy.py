@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 from torchq.convert.api import prepare, quantize
 from torchq.convert.explain import explain
 from torchq.convert.prepared import Prepared
-from torchq.convert.rows import html_table
 from torchq.convert.swap.checks import check_prepared
-from torchq.nn.attached import computing_modules, graphs_of
+from torchq.nn.attached import computing_modules, graphs_of, watching
 from torchq.nn.inputs import Inputs, batches, call, decibels, float_tensors, with_progress
 from torchq.nn.model_state import as_before
 from torchq.nn.module import QModule
+from torchq.nn.notebook import html_table
 from torchq.quantization.config import Overrides, QConfig, resolve
 from torchq.quantization.observers import Observer
 
@@ -68,6 +68,10 @@ def sqnr(expected: Any, got: Any) -> float:
     Raises:
         TypeError: they hold numbers or arrays of numpy instead of tensors.
         ValueError: the structures or shapes differ.
+
+    Example:
+        >>> torchq.sqnr(torch.tensor([10.0, 10.0]), torch.tensor([11.0, 9.0]))
+        20.0
     """
     noise, pairs = Noise(), _pairs(expected, got)
     leaves = [] if pairs else tree_leaves((expected, got))
@@ -150,6 +154,13 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
     Raises:
         ValueError: ``data`` is empty, ``prepared`` is no prepared model, or the two models have no
             layer in common.
+
+    Example:
+        >>> data = [torch.randn(8, 16) for _ in range(3)]
+        >>> prepared = torchq.prepare(nn.Sequential(nn.Linear(16, 4), nn.ReLU()).eval(), data[0])
+        >>> qmodel = torchq.convert(torchq.calibrate(prepared, data))
+        >>> [layer.name for layer in torchq.compare(prepared, qmodel, data).layers]
+        ['0']
     """
     check_prepared("compare", prepared)
     original = without_observers(prepared)
@@ -177,14 +188,10 @@ def compare(prepared: nn.Module, qmodel: nn.Module, data: Iterable[Inputs]) -> A
             "without a quantized layer in common."
         )
     output = Noise()
-    try:
-        with as_before(qmodel), torch.inference_mode():
-            for batch in batches("compare", data):
-                for pair in _pairs(call(original, batch), call(qmodel, batch)):
-                    output = output.add(*pair)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watching(handles), as_before(qmodel), torch.inference_mode():
+        for batch in batches("compare", data):
+            for pair in _pairs(call(original, batch), call(qmodel, batch)):
+                output = output.add(*pair)
     layers = [
         LayerAccuracy(name, n.decibels, n.worst, n.clipped / max(n.values, 1))
         for name, n in noises.items()
@@ -329,6 +336,13 @@ def sensitivity(
 
     Raises:
         ValueError: nothing of the model runs in int8; and as :func:`torchq.quantize`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+        >>> data = [torch.randn(8, 16)]
+        >>> found = torchq.sensitivity(model, data, data[0], progress=False)
+        >>> sorted(entry.name for entry in found)
+        ['0', '2']
     """
     config, overrides = QConfig() if config is None else config, dict(overrides or {})
     data = list(batches("sensitivity", data, progress=False))

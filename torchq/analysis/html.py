@@ -29,7 +29,7 @@ from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.timing import UNSTEADY
 from torchq.convert.explain import explain
 from torchq.convert.rows import NOT_CALLED, Row
-from torchq.nn.attached import computing_modules
+from torchq.nn.attached import computing_modules, watching
 from torchq.nn.inputs import Inputs, batches, call
 from torchq.nn.module import QModule
 from torchq.runtime.isa import cpu_info, isa
@@ -307,8 +307,6 @@ def _histograms(prepared: nn.Module, qmodel: nn.Module, batch: Inputs) -> dict[s
         for name, module in float_layers(floats).items()
         if name in quantized
     ]
-    with torch.inference_mode():
+    with watching(handles), torch.inference_mode():
         call(floats, batch)
-    for handle in handles:
-        handle.remove()
     return found

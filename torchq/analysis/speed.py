@@ -16,11 +16,11 @@ from torch import nn
 from torchq.analysis import timing
 from torchq.analysis.timing import UNSTEADY, Speedup, Times, crowded, measure
 from torchq.convert.explain import explain
-from torchq.convert.rows import html_table
-from torchq.nn.attached import computing_modules
+from torchq.nn.attached import computing_modules, watching
 from torchq.nn.inputs import Inputs, call
 from torchq.nn.model_state import as_before
 from torchq.nn.module import QModule
+from torchq.nn.notebook import html_table
 
 
 @dataclass(frozen=True)
@@ -197,13 +197,10 @@ class _Watch:
         for name, module in self.modules.items():
             handles.append(module.register_forward_pre_hook(partial(self._start, name)))
             handles.append(module.register_forward_hook(partial(self._stop, name)))
-        try:
+        with watching(handles):
             start = timing.clock()
             call(model, inputs)
             self.wholes.append(max(1e3 * (timing.clock() - start), 1e-9))
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _start(self, name: str, module: nn.Module, args: object) -> None:
         self._started[name] = timing.clock()

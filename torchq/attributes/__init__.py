@@ -59,4 +59,11 @@ The text joins post-ops with ``+`` and their fields with ``:``, and leaves trail
 Alpha and beta that the text leaves out are 0. It must have those whose default is not 0:
 ``eltwise_swish:1``. The text holds structure, masks and scalars. The values of binary, prelu and
 dw_conv travel beside the text.
+
+Example:
+    >>> chain = torchq.PostOps().append_sum(0.5).append_eltwise("clip", 0.0, 6.0)
+    >>> chain
+    PostOps('sum:0.5+eltwise_clip:0:6')
+    >>> torchq.PostOps.parse(str(chain)) == chain
+    True
 """

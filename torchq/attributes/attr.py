@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -33,10 +33,10 @@ from torchq.attributes.arguments import (
     to_float32,
     to_mask,
 )
+from torchq.attributes.options import Rounding
 from torchq.attributes.post_op import read_post_ops
 from torchq.attributes.post_ops import PostOps
 
-ROUNDING_MODES = ("nearest", "environment", "stochastic")
 KINDS = ("output_scales", "scales", "zero_points", "rnn_weights", "rnn_weights_projection")
 # Kinds that belong to one argument: the text leaves it out.
 _ARG_OF = {
@@ -65,6 +65,13 @@ class Attr:
 
     Values are a number, list, array or tensor, copied to float32 (zero points: int32); None means
     supplied at execution, see `with_values`.
+
+    Example:
+        >>> attr = torchq.Attr().set_scales("src", 0, 0.5).set_zero_points("src", 0, 128)
+        >>> attr.set_scales("weights", 1, torch.rand(8) + 0.1).post_ops.append_eltwise("relu")
+        PostOps('eltwise_relu')
+        >>> print(attr)
+        scales:src:0+weights:1 zero_points:src:0 post_ops:eltwise_relu
     """
 
     def __init__(self) -> None:
@@ -75,11 +82,7 @@ class Attr:
         self._post_ops = PostOps()
 
     def set_scales(
-        self,
-        arg: str,
-        mask: int,
-        values: Values | None = None,
-        groups: Sequence[int] | None = None,
+        self, arg: str, mask: int, values: Values | None = None, groups: Sequence[int] | None = None
     ) -> Attr:
         """Set the scales of ``src``, ``weights``, ``dst`` or ``src<i>``; finite and > 0.
 
@@ -89,11 +92,7 @@ class Attr:
         return self._set("set_scales", "scales", arg, mask, values, groups)
 
     def set_zero_points(
-        self,
-        arg: str,
-        mask: int,
-        values: Values | None = None,
-        groups: Sequence[int] | None = None,
+        self, arg: str, mask: int, values: Values | None = None, groups: Sequence[int] | None = None
     ) -> Attr:
         """Set the int32 zero points of ``src``, ``weights``, ``dst`` or ``src<i>``.
 
@@ -123,7 +122,7 @@ class Attr:
         self._refuse_mixing("set_output_scales", "scales")
         return self._set("set_output_scales", "output_scales", "dst", mask, values)
 
-    def set_rounding(self, arg: str, mode: str) -> Attr:
+    def set_rounding(self, arg: str, mode: Rounding) -> Attr:
         """Set how ``arg`` is rounded: ``nearest`` even (default), ``environment``, ``stochastic``.
 
         ``environment`` is the mode of the calling thread (MXCSR), as oneDNN does. Only
@@ -131,7 +130,7 @@ class Attr:
         ops refuse it with NotImplementedError: give these a float32 dst, and reorder that.
         """
         check_arg("torchq.Attr.set_rounding", arg)
-        check_choice("torchq.Attr.set_rounding: mode", mode, ROUNDING_MODES)
+        check_choice("torchq.Attr.set_rounding: mode", mode, get_args(Rounding))
         self._rounding.pop(arg, None)
         if mode != "nearest":
             self._rounding[arg] = mode

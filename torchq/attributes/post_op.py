@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, get_args
 
 import torch
 from torch import Tensor
@@ -30,16 +30,10 @@ from torchq.attributes.arguments import (
     to_float32,
     to_int,
 )
+from torchq.attributes.options import BinaryAlg, EltwiseAlg
 
-ELTWISE_ALGS = (
-    *("relu", "linear", "clip", "abs", "elu", "exp", "gelu_erf", "gelu_tanh", "hardsigmoid"),
-    *("hardswish", "log", "logistic", "mish", "pow", "round", "soft_relu", "sqrt", "square"),
-    *("swish", "tanh"),
-)
-BINARY_ALGS = (
-    *("add", "sub", "mul", "div", "max", "min"),
-    *("ge", "gt", "le", "lt", "eq", "ne", "select"),
-)
+ELTWISE_ALGS: tuple[str, ...] = get_args(EltwiseAlg)
+BINARY_ALGS: tuple[str, ...] = get_args(BinaryAlg)
 ELTWISE_DEFAULTS: dict[str, tuple[float | None, float | None]] = {
     "clip": (None, None),
     "elu": (1.0, 0.0),
@@ -88,7 +82,7 @@ class Sum:
 class Eltwise:
     """``x = scale * f(x)``; ``alpha`` and ``beta`` as ``post_ops.py`` has them."""
 
-    alg: str
+    alg: EltwiseAlg
     alpha: float = 0.0
     beta: float = 0.0
     scale: float = 1.0
@@ -112,7 +106,7 @@ class Eltwise:
 class Binary:
     """``x = alg(x, src1)``; ``values`` is src1, 1-D, None when supplied at execution."""
 
-    alg: str
+    alg: BinaryAlg
     mask: int
     dtype: torch.dtype = torch.float32
     values: Tensor | None = field(default=None, compare=False)
@@ -219,7 +213,7 @@ def _grammar(name: str) -> tuple[str, list[str | None], list[str], int]:
     return "prelu", [None], ["mask"], 1
 
 
-def make_eltwise(alg: str, alpha: float | None, beta: float | None, scale: float) -> Eltwise:
+def make_eltwise(alg: EltwiseAlg, alpha: float | None, beta: float | None, scale: float) -> Eltwise:
     """Return the post-op; None is the algorithm's default."""
     where = "torchq.PostOps.append_eltwise"
     check_choice(f"{where}: alg", alg, ELTWISE_ALGS, ELTWISE_ALIASES)

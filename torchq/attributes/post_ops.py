@@ -23,6 +23,7 @@ from torchq.attributes.arguments import (
     to_int,
     to_mask,
 )
+from torchq.attributes.options import BinaryAlg, DtypeLike, EltwiseAlg
 from torchq.attributes.post_op import (
     BINARY_ALGS,
     CHANNEL_MASKS,
@@ -57,7 +58,7 @@ class PostOps:
         self._ops: list[PostOp] = []
 
     def append_sum(
-        self, scale: float = 1.0, zero_point: int = 0, dtype: torch.dtype | str | None = None
+        self, scale: float = 1.0, zero_point: int = 0, dtype: DtypeLike | None = None
     ) -> PostOps:
         """Append ``x = x + scale * (old - zero_point)``.
 
@@ -80,7 +81,11 @@ class PostOps:
         return self._append(Sum(to_float32(f"{where}: scale", scale), zero_point, sum_dtype))
 
     def append_eltwise(
-        self, alg: str, alpha: float | None = None, beta: float | None = None, scale: float = 1.0
+        self,
+        alg: EltwiseAlg,
+        alpha: float | None = None,
+        beta: float | None = None,
+        scale: float = 1.0,
     ) -> PostOps:
         """Append ``x = scale * f(x)`` with f the algorithm ``alg``, such as ``"relu"``.
 
@@ -96,7 +101,7 @@ class PostOps:
         return self._append(make_eltwise(alg, alpha, beta, scale))
 
     def append_binary(
-        self, alg: str, src1: Values | None, mask: int, dtype: torch.dtype | str | None = None
+        self, alg: BinaryAlg, src1: Values | None, mask: int, dtype: DtypeLike | None = None
     ) -> PostOps:
         """Append ``x = alg(x, src1)``.
 
@@ -133,8 +138,8 @@ class PostOps:
         kernel: int = 3,
         stride: int = 1,
         padding: int = 1,
-        dtype: torch.dtype | str = torch.uint8,
-        bias_dtype: torch.dtype | str | None = None,
+        dtype: DtypeLike = torch.uint8,
+        bias_dtype: DtypeLike | None = None,
     ) -> PostOps:
         """Append a depthwise convolution of the result so far, for conv1d, conv2d and conv3d.
 

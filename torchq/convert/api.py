@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,24 +19,29 @@ from torchq.convert.dispatch import Dispatch, attach, dispatches, share_weights
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_code import as_module
 from torchq.convert.guards import Example
+from torchq.convert.limits import limits
 from torchq.convert.lower import Lowering
 from torchq.convert.one_call import without_observers
 from torchq.convert.parts import Part, find_parts
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared
 from torchq.convert.report import merged, report_rows
-from torchq.convert.rows import Row, check_patterns, check_strict, joined
+from torchq.convert.rows import Row, Weight, check_patterns, check_strict, joined
 from torchq.convert.self_contained import SELF_CONTAINED, converted
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.convert.swap.weights import without_save_pretrained
+from torchq.convert.swap.pretrained import refuse_save_pretrained
+from torchq.convert.weights import first_names, with_names
 from torchq.nn.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.quantization.config import Overrides, QConfig
 from torchq.quantization.qparams import QParams, choose_qparams
 
 __all__ = ["calibrate", "convert", "converted_model", "prepare", "quantize"]
+
+_ONE_AT_A_TIME = threading.RLock()
+"""torch.export patches what all threads share while it captures."""
 
 
 def prepare(
@@ -66,6 +72,14 @@ def prepare(
             or inf, or a pattern matches nothing.
         TypeError: the model is no nn.Module or not float32, ``example_inputs`` are not those of its
             forward, or ``config`` is no QConfig.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5))
+        >>> images = [torch.randn(4, 3, 8, 8) for _ in range(3)]
+        >>> prepared = torchq.prepare(model.eval(), images[0], overrides={"3": None})
+        >>> qmodel = torchq.convert(torchq.calibrate(prepared, images))
+        >>> [(row.name, row.quantized) for row in torchq.explain(qmodel).rows if row.is_matmul]
+        [('0', True), ('3', False)]
     """
     if config is not None and not isinstance(config, QConfig):
         raise TypeError(
@@ -76,7 +90,7 @@ def prepare(
     check_model(model)
     args, kwargs = split_inputs(example_inputs)
     try:
-        with torch.autocast("cpu", enabled=False):
+        with _ONE_AT_A_TIME, torch.autocast("cpu", enabled=False):
             return _prepared(model, args, kwargs, config or QConfig(), overrides)
     except TypeError:
         check_fit(model, args, kwargs)
@@ -94,20 +108,26 @@ def _prepared(
     parts = find_parts(float_model, args, kwargs)
     graphs: list[tuple[str, list[Row]]] = []
     rows: list[Row] = []
+    unused: list[Row] = []
     for part in parts.found:
         graph = _graph(part, prepared, config, overrides)
         rows += graph.torchq_report
         if graph.plan.multiplies:
             owner = prepared.get_submodule(part.name)
-            example = Example.of(owner, part.exported)
+            example = Example.of(owner, part.exported, limits(graph.plan))
             dispatch = Dispatch(owner, graph, example, part.name, config.strict)
             dispatch.runs_both = _has_other_leaves(owner, dispatch)
             attach(dispatch)
             graphs.append((part.name, graph.torchq_report))
+        else:
+            unused += [row for row in graph.torchq_report if row.is_matmul or row.weights]
     leaves: list[Row] = prepared.torchq_report  # type: ignore[assignment]
-    check_patterns(float_model, [*leaves, *rows], overrides)
+    weights: list[Weight] = prepared.torchq_weights  # type: ignore[assignment]
+    check_patterns(float_model, [*leaves, *rows], weights, overrides)
     names = {name for name, _ in float_model.named_modules()}
-    prepared.torchq_report = merged(leaves, graphs, names)  # type: ignore[assignment]
+    merged_rows = with_names(merged(leaves, graphs, unused, names), first_names(float_model))
+    vars(prepared)["torchq_report"] = merged_rows
+    refuse_save_pretrained(prepared)
     if "" in parts.reasons:
         vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.reasons['']}"
     return prepared
@@ -130,13 +150,21 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
 
     Args:
         prepared: calibrated.
-        strict: raise if a convolution, linear or recurrent module stays float without an override
-            that says so, and at calls that do not meet a graph's guards.
+        strict: raise if a convolution, linear or recurrent module, or another parameter that data
+            is multiplied by, stays float without an override that says so, and at calls that do not
+            meet a graph's guards.
 
     Raises:
         ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
         RuntimeError: calibration did not reach a graph or a module (the message names it), or
             ``strict`` and something stays float.
+
+    Example:
+        >>> x = torch.randn(8, 16)
+        >>> prepared = torchq.prepare(nn.Sequential(nn.Linear(16, 4)).eval(), x)
+        >>> qmodel = torchq.convert(torchq.calibrate(prepared, [x]), strict=True)
+        >>> qmodel(x).shape
+        torch.Size([8, 4])
     """
     return converted_model(prepared, strict)
 
@@ -145,10 +173,15 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
 @torch.no_grad()
 def converted_model(prepared: nn.Module, strict: bool, every_leaf: bool = False) -> nn.Module:
     """Convert; ``every_leaf`` must be calibrated, also those that no call of the data reached."""
+    with _ONE_AT_A_TIME:
+        return _lowered(prepared, strict, every_leaf)
+
+
+def _lowered(prepared: nn.Module, strict: bool, every_leaf: bool) -> nn.Module:
     check_prepared("convert", prepared)
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     if strict:
-        check_strict(rows)
+        check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
     graphs = dispatches(prepared)
     for dispatch in graphs:
         _check_calibrated(dispatch)
@@ -170,14 +203,14 @@ def converted_model(prepared: nn.Module, strict: bool, every_leaf: bool = False)
     for dispatch in dispatches(result):
         dispatch.begin(strict)
     share_weights(result)
-    without_save_pretrained(result)
-    vars(result)["torchq_report"] = rows
+    refuse_save_pretrained(result)
+    vars(result).update(torchq_report=rows, torchq_weights=prepared.torchq_weights)
     left = [row for row in rows if row.is_matmul and not row.requested]
     if left and not any(row.quantized for row in rows):
         warnings.warn(
             f"torchq.convert: nothing runs in int8; '{left[0].name}' is float: {left[0].reason}. "
             "torchq.explain tells the others.",
-            stacklevel=5,
+            stacklevel=6,
         )
     return without_gradients(result.eval())
 
@@ -277,6 +310,13 @@ def quantize(
 
     Raises:
         TypeError, ValueError, RuntimeError: as the three functions.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+        >>> qmodel = torchq.quantize(model, [torch.randn(8, 16) for _ in range(4)])
+        >>> x = torch.randn(8, 16)
+        >>> torchq.sqnr(model(x), qmodel(x)) > 20
+        True
     """
     if strict:
         config = replace(config or QConfig(), strict=True)

@@ -21,10 +21,11 @@ from torch.utils import _pytree as pytree
 
 from torchq.convert.capture import PREFIX, CaptureError, Exported, functional
 from torchq.convert.einsum import as_product
-from torchq.convert.graph import Captured, Meta, remove_unused
+from torchq.convert.graph import Captured, Meta, parameters_of, remove_unused
 from torchq.convert.graph_data import is_reserved
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.patterns import row_of
+from torchq.convert.phases import function_name, largest_phase
 from torchq.convert.rewrites import as_torch_call, base_name
 
 _ATEN = torch.ops.aten
@@ -131,7 +132,8 @@ class _Plain:
             if not own or is_reserved(name):
                 name = f"_torchq_constant_{len(self.held)}"
                 self.model.register_buffer(name, value)
-            self.held[target] = self._stored(name, value)
+            self.held[target] = made = self._stored(name, value)
+            made.meta["parameters"] = frozenset({target.removeprefix(PREFIX)})
         return self.held[target]
 
     def _attribute(self, target: str, module: nn.Module) -> Any:
@@ -304,11 +306,16 @@ class _Plain:
         shape = getattr(symbolic, "shape", None)
         made.meta.update(
             sizes=None if shape is None else tuple(map(str, shape)),
-            phase=_phase(made, self.values), line=node.meta.get("stack_trace"),
+            phase=self._phase(made), line=node.meta.get("stack_trace"),
         )  # fmt: skip
         if not flags["varying"]:
-            made.meta["constant"] = value
+            made.meta.update(constant=value, parameters=parameters_of(made))
         return made
+
+    def _phase(self, made: fx.Node) -> float | None:
+        """Return the largest angle that a function of angles takes on the example."""
+        values = [self.values.get(arg) if isinstance(arg, fx.Node) else arg for arg in made.args]
+        return largest_phase(function_name(made), values)
 
     def _place(self, node: fx.Node) -> tuple[str, str, str]:
         """Names of the module around a call, and of the leaf module that makes it ("" for none).
@@ -385,13 +392,3 @@ def _meta(value: Any) -> Meta:
         first = next(v for v in value if isinstance(v, Tensor))
         return Meta(None, first.dtype, is_sequence=True, length=len(value))
     return Meta(is_number=isinstance(value, bool | int | float))
-
-
-def _phase(made: fx.Node, values: dict[fx.Node, Any]) -> float | None:
-    """Return the largest phase that a sine or cosine of data takes on the example."""
-    if made.target not in (torch.sin, torch.cos) or not made.all_input_nodes:
-        return None
-    source = values[made.all_input_nodes[0]]
-    if not isinstance(source, Tensor) or not source.numel() or not source.is_floating_point():
-        return None
-    return float(source.abs().max())

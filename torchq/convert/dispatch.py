@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchq.convert.guards import Example
 from torchq.convert.swap.weights import without_capturing_hooks
-from torchq.nn.attached import Attachment, attachment_of, graphs_of
+from torchq.nn.attached import WATCHING, Attachment, attachment_of, graphs_of
 from torchq.nn.leaf import QuantizedLeaf
 
 _KEY = "torchq_graph."
@@ -59,7 +59,7 @@ class Dispatch(Attachment):
         """The method that calls of the module reach; pickle asks for this name, too."""
         own = type(self.module).forward
         signature = inspect.signature(own)
-        choose = self.example.chooser()
+        choose, choose_traced = self.example.chooser(), self.example.chooser(traced=True)
         restore = self.example.restore()
 
         def untraced(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class Dispatch(Attachment):
 
         def forward(self: Dispatch, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():
-                return self._compiled(choose, restore, args, kwargs)
+                return self._compiled(choose_traced, restore, args, kwargs)
             try:
                 found = (choose if _get_tracing_state() is None else untraced)(*args, **kwargs)
             except TypeError:  # own code takes the call otherwise, or says what is wrong with it
@@ -91,9 +91,11 @@ class Dispatch(Attachment):
             first = RemovableHandle.next_id
             try:
                 result = own(self.module, *args, **kwargs)
-            except (TypeError, RuntimeError) as error:
+            except (TypeError, ValueError, RuntimeError) as error:
                 if told := self.example.why_array(args, kwargs):
                     raise TypeError(told) from error
+                if name := self._failed(error):
+                    raise type(error)(f"{error} The module is '{name}'.") from error
                 raise
             finally:
                 if RemovableHandle.next_id != first:
@@ -104,6 +106,16 @@ class Dispatch(Attachment):
         forward.__signature__ = signature  # type: ignore[attr-defined]
         forward.__doc__, forward.__name__ = own.__doc__, "forward"
         return MethodType(forward, self)
+
+    def _failed(self, error: Exception) -> str:
+        """Return the name of the quantized layer that an op's error comes from, or ""."""
+        names = {id(part): name for name, part in self.module.named_modules()}
+        trace, found = error.__traceback__, ""
+        while trace is not None and str(error).startswith("torchq."):
+            owner = trace.tb_frame.f_locals.get("self")
+            found = names.get(id(owner), found) if isinstance(owner, QuantizedLeaf) else found
+            trace = trace.tb_next
+        return f"{self.name}.{found}".lstrip(".") if found else ""
 
     def _compiled(
         self, choose: Callable[..., Any], restore: Callable[..., Any], args: Any, kwargs: Any
@@ -223,6 +235,7 @@ def _hooks(module: nn.Module) -> set[tuple[str, int]]:
         if part is not module
         for hooks in (part._forward_hooks, part._forward_pre_hooks)
         for key in hooks
+        if key not in WATCHING
     }
     of_all = (*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks)
     return found | {("*", key) for key in of_all}

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from torchq.convert.rows import NOT_CALLED, Row, html_table, joined
+from torchq.convert.rows import NOT_CALLED, Row, Weight, joined
 from torchq.nn.attached import attachment_of, computing_modules
 from torchq.nn.module import QModule
+from torchq.nn.notebook import html_table
 from torchq.onednn.saturation.proof import seven_bits
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
@@ -55,6 +56,7 @@ class Explanation:
             :func:`torchq.saturation.seven_bits`.
         note: why the whole model has no graph; "" where it has one.
         graphs: of the model or its parts.
+        weights: parameters that data is multiplied by, in any code.
     """
 
     rows: tuple[Row, ...]
@@ -62,6 +64,12 @@ class Explanation:
     seven_bits: dict[str, str] = field(default_factory=dict)
     note: str = ""
     graphs: tuple[GraphRow, ...] = field(default=(), compare=False)  # they count calls
+    weights: tuple[Weight, ...] = ()
+
+    @property
+    def float_weights(self) -> tuple[Weight, ...]:
+        """Return those that stay float, though no override says so."""
+        return tuple(weight for weight in self.weights if weight.stays_float(self.rows))
 
     def __str__(self) -> str:
         """One line per module: name, class, int8 or float, and the scales or the reason.
@@ -108,6 +116,7 @@ class Explanation:
         quantized = sum(row.quantized for row in layers)
         if self.note:
             lines.append(self.note)
+        lines.extend(self._on_weights())
         lines.extend(str(graph) for graph in self.graphs[:4])
         if len(self.graphs) > 4:
             lines.append(f"and {len(self.graphs) - 4} more graphs")
@@ -120,6 +129,25 @@ class Explanation:
         idle = sum(row.reason == NOT_CALLED for row in layers)
         more = f"; {idle} more are {NOT_CALLED}" if idle else ""
         lines.append(f"{quantized} of {len(layers) - idle} {kinds} run in int8{more}")
+        return lines
+
+    def _on_weights(self) -> list[str]:
+        """Return how much is int8 by weights and multiplications, and which others are float."""
+        int8 = [weight for weight in self.weights if weight.is_int8(self.rows)]
+        if not self.weights:
+            return []
+        size = 100 * sum(w.size for w in int8) / max(sum(w.size for w in self.weights), 1)
+        macs = 100 * sum(w.macs for w in int8) / max(sum(w.macs for w in self.weights), 1)
+        lines = [
+            f"int8: {size:.3g} % of the weights that data is multiplied by, {macs:.3g} % of these "
+            "multiplications"
+        ]
+        layers = {name for row in self.rows if row.is_matmul for name in row.weights}
+        others = [weight for weight in self.float_weights if weight.name not in layers]
+        if others:
+            more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+            told = ", ".join(f"{weight.name} ({weight.size:,} weights)" for weight in others[:4])
+            lines.append(f"float, in no layer: {told}{more}")
         return lines
 
     def _alike(self) -> list[list[Row]]:
@@ -137,6 +165,15 @@ def explain(model: nn.Module) -> Explanation:
 
     Raises:
         ValueError: the model comes from neither.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).eval()
+        >>> qmodel = torchq.quantize(model, [torch.randn(8, 16)], overrides={"2": None})
+        >>> for row in torchq.explain(qmodel).rows:
+        ...     print(row.name, row.kind, "int8" if row.quantized else row.reason)
+        0 Linear int8
+        1 Tanh its destination is float
+        2 Linear kept float by an override
     """
     rows = getattr(model, "torchq_report", None)
     if rows is None:
@@ -155,4 +192,5 @@ def explain(model: nn.Module) -> Explanation:
         GraphRow(o.name, tuple(o.conditions()), o.graph_calls, o.own_calls) for o in owners
     )
     note = getattr(model, "torchq_note", "")
-    return Explanation(tuple(rows), details, seven_bits(model), note, graphs)
+    weights = tuple(getattr(model, "torchq_weights", ()))
+    return Explanation(tuple(rows), details, seven_bits(model), note, graphs, weights)

@@ -46,6 +46,7 @@ class Captured:
             - "phase": of a sine or cosine of data, the largest argument in the example.
             - "line": of the model's code; the same for what one line calls again and again.
             - "constant": the value of what does not vary.
+            - "parameters": names of those that this value is made of.
         model: owns the modules and parameters that the graph refers to.
         entered: qualified names of the modules whose code was captured.
         prefix: of what is a submodule of another model, its name there with a dot behind it.
@@ -57,6 +58,11 @@ class Captured:
     entered: set[str] = field(default_factory=set)
     prefix: str = ""
     once: set[str] = field(default_factory=set)
+
+
+def parameters_of(node: fx.Node) -> frozenset[str]:
+    """Return the parameters that the constants which a node reads are made of."""
+    return frozenset().union(*(n.meta.get("parameters", ()) for n in node.all_input_nodes))
 
 
 def remove_unused(graph: fx.Graph) -> None:

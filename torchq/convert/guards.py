@@ -7,7 +7,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ class Example:
         guards: conditions on their shapes ``s0``, ``s1``, ...
         values: parameter of ``forward`` -> what the example gave; tensors are Arguments.
         structure: of the results; None where the graph gives them as they are.
+        limits: more such conditions, of calls that are not traced: ops raise beyond them.
     """
 
     cls: type[nn.Module]
@@ -49,9 +50,10 @@ class Example:
     guards: list[str]
     values: dict[str, Any]
     structure: Structure | None
+    limits: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, module: nn.Module, exported: Exported) -> Example:
+    def of(cls, module: nn.Module, exported: Exported, limits: list[str]) -> Example:
         """Return the example of a captured call."""
         leaves, spec = pytree.tree_flatten((exported.args, exported.kwargs))
         for argument in exported.arguments:
@@ -62,7 +64,7 @@ class Example:
         values = dict(list(bound.arguments.items())[1:])
         result = exported.program.call_spec.out_spec
         structure = None if _is_plain(result) else Structure(result)
-        return cls(type(module), exported.arguments, exported.guards, values, structure)
+        return cls(type(module), exported.arguments, exported.guards, values, structure, limits)
 
     @property
     def signature(self) -> inspect.Signature:
@@ -76,9 +78,10 @@ class Example:
         spec = self.structure.spec
         return lambda result: pytree.tree_unflatten(pytree.tree_leaves(result), spec)
 
-    def chooser(self) -> Callable[..., tuple[Tensor, ...] | None]:
+    def chooser(self, traced: bool = False) -> Callable[..., tuple[Tensor, ...] | None]:
         """Return a function with the module's signature: the graph's tensors, or None."""
-        source, names = _source(self)
+        guards = self.guards if traced else [*self.guards, *self.limits]
+        source, names = _source(replace(self, guards=guards))
         exec(compile(source, "<torchq guards>", "exec", dont_inherit=True), names)
         return names["choose"]  # type: ignore[no-any-return]
 
@@ -94,7 +97,8 @@ class Example:
             for name, value in self.values.items()
             if value and not any(isinstance(x, Argument) for x in pytree.tree_leaves(value))
         ]
-        return [*tensors, *others, *(_readable(guard, labels) for guard in self.guards)]
+        guards = (*self.guards, *self.limits)
+        return [*tensors, *others, *(_readable(guard, labels) for guard in guards)]
 
     def why(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Return what of a call does not meet the guards."""
@@ -108,7 +112,7 @@ class Example:
             if reason := self._why_other(name, self.values[name], value, shapes):
                 return reason
         labels = self._labels()
-        for guard in self.guards:
+        for guard in (*self.guards, *self.limits):
             if not holds(guard, shapes):
                 used = sorted({int(match[1]) for match in _SIZE.finditer(guard)})
                 got = " and ".join(f"{labels[i]} has {list(shapes[f's{i}'])}" for i in used)

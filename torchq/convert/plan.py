@@ -18,11 +18,12 @@ from collections.abc import Callable
 from torch import Tensor, fx, nn
 
 from torchq.convert.fake import Fixed, fixed_qparams, is_per_token, same
-from torchq.convert.fuse import Layer, coarse_phases, find_layers
+from torchq.convert.fuse import Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
 from torchq.convert.graph import Captured
 from torchq.convert.module_kinds import NO_DYNAMIC_FORM, is_self_contained, why_float
 from torchq.convert.ops import Op, Role, clip_bounds
+from torchq.convert.phases import coarse_phases
 from torchq.convert.recognize import recognize
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import Attention, Cat
@@ -59,8 +60,8 @@ class Plan:
 
     def __init__(self, captured: Captured, config: QConfig, overrides: Overrides | None) -> None:
         """Decide."""
-        self.captured, self._config, self._overrides = captured, config, overrides
-        self.prefix = captured.prefix
+        self.captured, self.prefix = captured, captured.prefix
+        self._config, self._overrides = config, overrides
         self.ops = recognize(captured, lambda name: self.config(name) is None)
         fuse_attention(self.ops)
         for op in self.ops.values():
@@ -72,8 +73,7 @@ class Plan:
         self.self_contained = self._find_self_contained()
         self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
-        for layer, reason in coarse_phases(captured.graph.nodes, self.layers).items():
-            self.reasons[layer] = self.reasons[layer] or reason
+        self._leave_phases()
         self._parent: dict[fx.Node, fx.Node] = {}
         in_layers = {part for layer in self.layers for part in layer.parts}
         self._joined: set[fx.Node] = set()  # nodes that have the parameters of what they read
@@ -102,6 +102,17 @@ class Plan:
         self.inside.update(part.node for part in self.dynamic_wholes)
         found = {layer: self._table_host(layer) for layer in self._active()}
         self.table_hosts = {layer: host for layer, host in found.items() if host is not None}
+
+    def _leave_phases(self) -> None:
+        """Leave float what computes phases of many periods."""
+        behind: dict[fx.Node, Layer | Op] = {p.node: v for v in self.layers for p in v.parts}
+        behind |= {op.node: op for op in self.ops.values() if op.role is Role.DYNAMIC}
+        products, nodes = (*_HARD, Role.DYNAMIC), self.captured.graph.nodes
+        for one, reason in coarse_phases(nodes, behind, lambda x: x.role in products).items():
+            if isinstance(one, Layer):
+                self.reasons[one] = self.reasons[one] or reason
+            else:
+                one.role, one.reason = Role.OPAQUE, reason
 
     def config(self, name: str) -> QConfig | None:
         """Return how to quantize a module, or its destination ``<name>.dst``; None: not at all."""

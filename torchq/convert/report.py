@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from torchq.convert.fuse import Layer
+from torchq.convert.graph import parameters_of
 from torchq.convert.module_kinds import MATMUL, RECURRENT
 from torchq.convert.ops import Op, Role
 from torchq.convert.patterns import GETITEM, row_of
@@ -45,13 +46,17 @@ def report_rows(plan: Plan) -> list[Row]:
 
 
 def merged(
-    leaves: Iterable[Row], graphs: Iterable[tuple[str, list[Row]]], names: Collection[str]
+    leaves: Iterable[Row],
+    graphs: Iterable[tuple[str, list[Row]]],
+    unused: Iterable[Row],
+    names: Collection[str],
 ) -> list[Row]:
     """Return the rows of a model: of its graphs, and of leaves that no graph calls.
 
     Args:
         leaves: rows of every leaf, as the model's own code calls it.
         graphs: names of modules that have a graph, and the graphs' rows.
+        unused: rows of graphs that nothing is int8 in; those of functions tell why.
         names: of the float model's modules; parts of one that was split are counted once.
     """
     found: dict[str, Row] = {}
@@ -65,6 +70,9 @@ def merged(
         captured = row.name.startswith(tuple(inside)) and not shown
         if row.name not in found and not captured:
             found[row.name] = row
+    for row in unused:
+        if row.name not in names:
+            found.setdefault(row.name, row)
     return list(found.values())
 
 
@@ -111,7 +119,16 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     elif op.role is Role.NORM:
         reason = "it stands alone on rows of features"
     is_matmul = isinstance(op.owner, (*MATMUL, *RECURRENT)) or op.is_matmul
-    return Row(name, op.kind, quantized, reason, site, is_matmul, op.requested)
+    row = Row(name, op.kind, quantized, reason, site, is_matmul, op.requested)
+    return replace(row, weights=_weights(plan, op))
+
+
+def _weights(plan: Plan, op: Op) -> tuple[str, ...]:
+    """Return the names of the parameters that an operation computes with."""
+    names = {name for part in (op, *op.absorbed) for name in parameters_of(part.node)}
+    if op.node.op == "call_module" and op.owner is not None:
+        names |= {f"{op.base}.{name}" for name, _ in op.owner.named_parameters()}
+    return tuple(sorted(f"{plan.prefix}{name}" for name in names))
 
 
 def _once(plan: Plan, name: str) -> Row:

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from torch import nn
 
@@ -33,6 +32,7 @@ class Row:
         calls: how often the model calls the module.
         first: of a function that one line of code calls again and again, the name of the first row
             of it; "" otherwise.
+        weights: names of the parameters that it computes with.
     """
 
     name: str
@@ -44,6 +44,33 @@ class Row:
     requested: bool
     calls: int = 1
     first: str = ""
+    weights: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter that data is multiplied by.
+
+    Attributes:
+        name: qualified name in the float model.
+        size: elements.
+        macs: multiplications by them on the example inputs.
+        requested: whether an override keeps what it is in float.
+    """
+
+    name: str
+    size: int
+    macs: int
+    requested: bool
+
+    def is_int8(self, rows: Sequence[Row]) -> bool:
+        """Return whether one of the rows computes with it in int8."""
+        return any(row.quantized and self.name in row.weights for row in rows)
+
+    def stays_float(self, rows: Sequence[Row]) -> bool:
+        """Return whether it is float though no override says so."""
+        requested = any(row.requested and self.name in row.weights for row in rows)
+        return not (self.requested or requested or self.is_int8(rows))
 
 
 def joined(conditions: Sequence[str]) -> str:
@@ -52,37 +79,33 @@ def joined(conditions: Sequence[str]) -> str:
     return "; ".join(conditions[:12]) + more
 
 
-def check_strict(rows: list[Row]) -> None:
-    """Raise RuntimeError for matmuls that stay float without an override that says so."""
+def check_strict(rows: list[Row], weights: Sequence[Weight]) -> None:
+    """Raise RuntimeError for what multiplies in float without an override that says so."""
     left = [r for r in rows if r.is_matmul and not r.quantized and not r.requested]
-    if left:
-        lines = "; ".join(f"{row.name}: {row.reason}" for row in left)
+    lines = [f"{row.name}: {row.reason}" for row in left]
+    told = {name for row in left for name in row.weights}
+    for weight in weights:
+        if weight.name not in told and weight.stays_float(rows):
+            row = next((r for r in rows if weight.name in r.weights and r.reason), None)
+            why = f"of {row.name}: {row.reason}" if row else "no layer of a known kind has it"
+            lines.append(f"{weight.name}, a parameter that data is multiplied by, {why}")
+    if lines:
         raise RuntimeError(
-            f"torchq.convert: strict=True, but {len(left)} convolution, linear or recurrent "
-            f"modules stay float: {lines}. Change the model, or name them in overrides with None."
+            f"torchq.convert: strict=True, but {len(lines)} convolution, linear or recurrent "
+            f"modules or parameters stay float: {'; '.join(lines)}. Change the model, or name them "
+            "in overrides with None."
         )
 
 
-def check_patterns(model: nn.Module, rows: list[Row], overrides: Overrides | None) -> None:
-    """Raise ValueError for an override that matches no module, no row, and no ``.dst`` of one."""
-    names = [*(name for name, _ in model.named_modules()), *(row.name for row in rows)]
+def check_patterns(
+    model: nn.Module, rows: list[Row], weights: Sequence[Weight], overrides: Overrides | None
+) -> None:
+    """Raise ValueError for an override that matches no module, row, weight or ``.dst`` of one."""
+    names = [name for name, _ in model.named_modules()]
+    names += [*(row.name for row in rows), *(weight.name for weight in weights)]
     if unmatched := unmatched_patterns(overrides, [*names, *(f"{name}.dst" for name in names)]):
         quantizable = sorted({row.name for row in rows if row.quantized or row.is_matmul})
         raise ValueError(
             f"torchq.prepare: overrides must match module names, but {unmatched} match none. "
             f"The quantizable modules are {quantizable}."
         )
-
-
-def html_table(
-    heads: Sequence[str], lines: Iterable[Sequence[object]], notes: Iterable[str] = ()
-) -> str:
-    """Return a table and the notes below it; every text is escaped."""
-    body = "".join(_row("td", line) for line in lines)
-    below = "".join(f"<p>{escape(note)}</p>" for note in notes)
-    return f"<table><thead>{_row('th', heads)}</thead><tbody>{body}</tbody></table>{below}"
-
-
-def _row(kind: str, cells: Sequence[object]) -> str:
-    texts = (f'<{kind} style="text-align: left">{escape(str(cell))}</{kind}>' for cell in cells)
-    return f"<tr>{''.join(texts)}</tr>"

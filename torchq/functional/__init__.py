@@ -22,25 +22,19 @@ Where oneDNN's primitives are:
                                  quantize_weight, then pack_linear, pack_conv or
                                  pack_conv_transpose of torchq.packing
     lstm, gru, lbr_gru, vanilla_rnn
-                                 torchq.nn.QLSTM, QGRU and QRNN, which hold their weights; below
+                                 from_onednn of torchq.nn.QLSTM, QGRU and QRNN; see below
     primitive_attr, post_ops     torchq.Attr, torchq.PostOps
     dilates                      dilation; 1 is dense, where oneDNN has 0
     grouped weights              weight.flatten(0, 1); masks index (G, OC/G, C/G, k...)
 
-A layer of oneDNN's lstm, whose weights are ldigo with the scales of ``set_rnn_weights_qparams``
-(mask 24) and data with those of ``set_rnn_data_qparams``, all of them multipliers::
+oneDNN's lstm, whose weights are ldigo. It is a module, as packing its weights takes longer than a
+call::
 
-    def weight(ldigo, scales):  # scales: (gates, outputs)
-        return RecurrentWeight(ldigo[layer].permute(0, 2, 3, 1), 1 / scales.expand(d, -1, -1))
+    attr = torchq.Attr().set_rnn_data_qparams(scale, shift).set_rnn_weights_qparams(24, scales)
+    lstm = torchq.nn.QLSTM.from_onednn(weights_layer, weights_iter, bias, attr)
+    dst, (dst_iter, dst_iter_c) = lstm(src, (src_iter.flatten(0, 1), src_iter_c.flatten(0, 1)))
 
-    data = QParams.per_tensor(1 / scale, shift)
-    lstm = QRecurrentLayer("lstm", weight(weights_layer, scales), weight(weights_iter, scales),
-                           bias[layer], src=data, state=data, hidden=data)
-    dst, dst_iter, dst_iter_c = lstm(src, None, src_iter[layer], src_iter_c[layer])
-
-``d`` is the number of directions. oneDNN's gru is the cell ``gru_vanilla``; its gates, update,
-reset and output, go in the order ``[1, 0, 2]``. oneDNN chains the layers of each direction by
-itself, where torch's networks read both.
+oneDNN chains the layers of each direction by itself, where torch's networks read both.
 """
 
 from torchq.functional.attentions import attention, dynamic_attention

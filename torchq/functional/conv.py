@@ -94,6 +94,14 @@ def conv2d(
         ValueError: shapes, numbers of values, zero points or scales that do not fit, or output
             scales with a float32 source.
         NotImplementedError: masks or post-ops without a kernel.
+
+    Example:
+        >>> src = torch.ones(1, 2, 5, 5, dtype=torch.uint8)
+        >>> weight = torch.ones(4, 2, 3, 3, dtype=torch.int8)
+        >>> attr = torchq.Attr().set_scales("src", 0, 0.5)
+        >>> dst = torchq.functional.conv2d(src, weight, padding=1, attr=attr)
+        >>> dst.shape, dst[0, 0, 0].tolist()
+        (torch.Size([1, 4, 5, 5]), [4.0, 6.0, 6.0, 6.0, 4.0])
     """
     window = _Window(stride, padding, padding_end, dilation, groups)
     return _conv(2, src, weight, bias, window, attr, dst_dtype, post_op_srcs)

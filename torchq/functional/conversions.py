@@ -33,6 +33,10 @@ def quantize(
         ValueError: a scale is not finite and positive, a zero point is out of range, or the
             shapes do not broadcast.
         RuntimeError: ``src`` requires grad in grad mode.
+
+    Example:
+        >>> torchq.functional.quantize(torch.tensor([-1.0, 0.0, 0.26]), 0.1, 128)
+        tensor([118, 128, 131], dtype=torch.uint8)
     """
     result: Tensor = torch.ops.torchq.quantize(
         src,
@@ -44,7 +48,12 @@ def quantize(
 
 
 def dequantize(src: Tensor, scale: Floats, zero_point: Zeros = 0) -> Tensor:
-    """``scale * float(src - zero_point)`` as float32; arguments as in :func:`quantize`."""
+    """``scale * float(src - zero_point)`` as float32; arguments as in :func:`quantize`.
+
+    Example:
+        >>> torchq.functional.dequantize(torch.tensor([118, 128], dtype=torch.uint8), 0.5, 128)
+        tensor([-5.,  0.])
+    """
     result: Tensor = torch.ops.torchq.dequantize(
         src,
         to_scale("torchq.dequantize: scale", scale),
@@ -120,8 +129,14 @@ def reorder(
         "Pass torch.contiguous_format, torch.channels_last or torch.channels_last_3d.",
     )
     seed = to_int("torchq.reorder: seed", seed, -(2**63), 2**63 - 1)
-    for arg in ("src", "dst"):
+    for arg, kind in (("src", src.dtype), ("dst", dtype)):
         attr.check(arg, src.shape)
+        zero = attr.resolve(arg, src.shape, "zero_points")
+        if kind == torch.float32 and bool(zero.any()):
+            raise ValueError(
+                f"torchq.reorder: {arg}_zero_point must lie in [0, 0] for a tensor of float32, got "
+                f"{int(zero[zero != 0][0])}. Leave it out."
+            )
     plain = attr.rounding("dst") == "nearest" and not attr.post_ops and old is None
     dst = _converted(src, dtype, attr) if plain else _reorder_real(src, dtype, attr, old, seed)
     if memory_format == torch.preserve_format:

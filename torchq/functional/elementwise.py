@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchq.attributes.arguments import check_tensors, check_type, float_values
 from torchq.attributes.attr import Attr, check_attr_type
+from torchq.attributes.options import BinaryOp, EltwiseAlg
 from torchq.attributes.post_ops import PostOps
 from torchq.functional.arguments import real_params, real_post_ops
 from torchq.runtime.library import dtype_code
@@ -25,7 +26,7 @@ _REMEDY = "Pass a uint8, int8, int32 or float32 tensor; a number with torch.tens
 
 def eltwise(
     src: Tensor,
-    alg: str,
+    alg: EltwiseAlg,
     alpha: float | None = None,
     beta: float | None = None,
     attr: Attr | None = None,
@@ -71,7 +72,7 @@ def eltwise(
 def binary(
     src0: Tensor,
     src1: Tensor,
-    alg: str,
+    alg: BinaryOp,
     attr: Attr | None = None,
     dst_dtype: torch.dtype | None = None,
     condition: Tensor | None = None,

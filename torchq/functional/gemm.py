@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.arguments import INT32, check_type, to_int
+from torchq.attributes.options import OffsetC
 from torchq.functional.arguments import integer
 
 
@@ -18,7 +19,7 @@ def gemm_u8s8s32(
     *,
     trans_a: bool = False,
     trans_b: bool = False,
-    offsetc: str = "F",
+    offsetc: OffsetC = "F",
     alpha: float = 1.0,
     beta: float = 0.0,
     ao: int = 0,
@@ -68,7 +69,7 @@ def gemm_s8s8s32(
     *,
     trans_a: bool = False,
     trans_b: bool = False,
-    offsetc: str = "F",
+    offsetc: OffsetC = "F",
     alpha: float = 1.0,
     beta: float = 0.0,
     ao: int = 0,
@@ -91,7 +92,7 @@ def _gemm(
     co: int | Tensor,
     trans_a: bool,
     trans_b: bool,
-    offsetc: str,
+    offsetc: OffsetC,
     alpha: float,
     beta: float,
     ao: int,

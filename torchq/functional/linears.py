@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from torchq.attributes.arguments import check_type
 from torchq.attributes.attr import Attr
+from torchq.attributes.options import SrcRange
 from torchq.functional.arguments import (
     Floats,
     check_source,
@@ -58,6 +60,13 @@ def linear(
         ValueError: shapes, numbers of values, zero points or scales that do not fit, or output
             scales with a float32 source.
         NotImplementedError: masks or post-ops without a kernel.
+
+    Example:
+        >>> src = torch.tensor([[130, 126]], dtype=torch.uint8)
+        >>> weight = torch.tensor([[10, 20], [30, -40]], dtype=torch.int8)
+        >>> attr = torchq.Attr().set_scales("src", 0, 0.5).set_zero_points("src", 0, 128)
+        >>> torchq.functional.linear(src, weight, None, attr.set_scales("weights", 0, 0.1))
+        tensor([[-1.,  7.]])
     """
     attr = Attr() if attr is None else attr
     check_source("linear", src, attr)
@@ -83,7 +92,7 @@ def linear(
     return result
 
 
-RANGES = ("per_tensor", "per_row")
+RANGES: tuple[str, ...] = get_args(SrcRange)
 """What one scale of a dynamic source covers."""
 
 
@@ -164,7 +173,7 @@ def dynamic_linear(
     weight: Tensor | PackedWeight,
     weight_scale: Floats,
     bias: Tensor | None = None,
-    src_range: str = "per_row",
+    src_range: SrcRange = "per_row",
 ) -> Tensor:
     """Float in, float out: quantizes ``src`` by its own range, multiplies in int8, scales back.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.attr import Attr
+from torchq.attributes.options import ReductionAlg, ResamplingAlg
 from torchq.functional.arguments import (
     Ints,
     check_8bit,
@@ -24,7 +25,7 @@ from torchq.runtime.windows import reduced_sizes
 
 def reduction(
     src: Tensor,
-    alg: str,
+    alg: ReductionAlg,
     dims: Ints,
     keepdim: bool = False,
     attr: Attr | None = None,
@@ -84,7 +85,7 @@ def reduction(
 def resampling(
     src: Tensor,
     size: Ints,
-    alg: str = "nearest",
+    alg: ResamplingAlg = "nearest",
     attr: Attr | None = None,
     dst_dtype: torch.dtype | None = None,
     post_op_srcs: Sequence[Tensor] = (),

@@ -16,10 +16,10 @@ from torchq.convert.swap.checks import check_model
 from torchq.convert.swap.flow import plain_copy
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import (
     leave_fast_paths,
     split_attention,
-    without_save_pretrained,
 )
 from torchq.migrate.leaves import put
 from torchq.migrate.spec import ASKED, QINT8, Spec
@@ -101,7 +101,7 @@ def quantize_dynamic(
         places: dict[int, Any] = {id(plain.get_submodule(name)): new for name, new in made.items()}
         model = copy.deepcopy(plain, places)
     vars(model)["torchq_report"] = rows
-    without_save_pretrained(model)
+    refuse_save_pretrained(model)
     return without_gradients(model.eval())
 
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from torchq.nn.leaf import QuantizedLeaf
 
@@ -43,6 +45,24 @@ def graphs_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         attachment = attachment_of(module)
         if attachment is not None:
             yield name, attachment.graph
+
+
+WATCHING: set[int] = set()
+"""Hooks that only look, by id: calls of a module that has them still take its graph."""
+
+
+@contextmanager
+def watching(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Count hooks of torchq's own measurements among them, and remove the hooks afterwards."""
+    handles = list(handles)
+    ids = {handle.id for handle in handles}
+    WATCHING.update(ids)
+    try:
+        yield
+    finally:
+        WATCHING.difference_update(ids)
+        for handle in handles:
+            handle.remove()
 
 
 def computing_modules(model: nn.Module) -> dict[str, nn.Module]:

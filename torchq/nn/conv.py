@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torchq.attributes.attr import Attr
+from torchq.attributes.options import Granularity
 from torchq.attributes.post_ops import PostOps
 from torchq.functional.arguments import conv_geometry
 from torchq.functional.depthwise import join_at_dw_conv
@@ -152,7 +153,7 @@ class QConv(QLayer):
         src: QParams,
         dst: QParams | None = None,
         *,
-        granularity: str = "per_channel",
+        granularity: Granularity = "per_channel",
         bits: int = 8,
         weight_scale: Tensor | None = None,
         affine: bool = False,
@@ -180,6 +181,12 @@ class QConv(QLayer):
 
         Raises:
             NotImplementedError: ``padding_mode`` is not "zeros".
+
+        Example:
+            >>> src, dst = torchq.QParams.per_tensor(0.05, 128), torchq.QParams.per_tensor(0.1)
+            >>> layer = torchq.nn.QConv2d.from_float(nn.Conv2d(3, 8, 3), src, dst)
+            >>> layer(torch.randn(1, 3, 9, 9)).dtype
+            torch.uint8
         """
         if module.padding_mode != "zeros":
             raise NotImplementedError(

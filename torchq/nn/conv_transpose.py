@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchq.attributes.options import Granularity
 from torchq.attributes.post_ops import PostOps
 from torchq.functional.arguments import conv_transpose_geometry
 from torchq.functional.packing import PackedWeight, pack_conv_transpose
@@ -90,7 +91,7 @@ class QConvTranspose(QLayer):
         src: QParams,
         dst: QParams | None = None,
         *,
-        granularity: str = "per_channel",
+        granularity: Granularity = "per_channel",
         bits: int = 8,
         weight_scale: Tensor | None = None,
         affine: bool = False,

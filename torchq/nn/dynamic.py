@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.attributes.options import Granularity, SrcRange
 from torchq.functional.conversions import quantize_weight
 from torchq.functional.linears import RANGES, check_dynamic_weight
 from torchq.functional.packing import PackedWeight, empty_packed, pack_linear
@@ -44,7 +45,7 @@ class DynamicQLinear(QModule):
         weight: PackedWeight,
         weight_scale: Tensor,
         bias: Tensor | None,
-        src_range: str = "per_row",
+        src_range: SrcRange = "per_row",
     ) -> None:
         """``weight_scale`` has one value, or one per output; :meth:`from_float` is the usual way.
 
@@ -68,8 +69,8 @@ class DynamicQLinear(QModule):
         cls,
         module: nn.Linear,
         *,
-        src_range: str = "per_row",
-        granularity: str = "per_channel",
+        src_range: SrcRange = "per_row",
+        granularity: Granularity = "per_channel",
         bits: int = 8,
         weight_scale: Tensor | None = None,
     ) -> "DynamicQLinear":

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.attributes.options import Granularity
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.float_modules import expert_weights
 from torchq.nn.module import QModule
@@ -34,7 +35,7 @@ class QExperts(QModule):
         self._gate = [gate]  # in a list: no submodule
 
     @classmethod
-    def from_float(cls, module: Any, *, granularity: str, bits: int) -> QExperts:
+    def from_float(cls, module: Any, *, granularity: Granularity, bits: int) -> QExperts:
         """Return the experts of a module for which :func:`is_experts` holds."""
         layers: list[list[nn.Module]] = []
         for name in expert_weights(module):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.attributes.options import Granularity
 from torchq.attributes.post_ops import PostOps
 from torchq.functional.packing import PackedWeight, pack_linear
 from torchq.nn.layer import DIRECT, QLayer, sources_of
@@ -54,7 +55,7 @@ class QLinear(QLayer):
         src: QParams,
         dst: QParams | None = None,
         *,
-        granularity: str = "per_channel",
+        granularity: Granularity = "per_channel",
         bits: int = 8,
         weight_scale: Tensor | None = None,
         affine: bool = False,
@@ -73,6 +74,12 @@ class QLinear(QLayer):
             affine: a uint8 weight with zero points, for ranges far from symmetric, instead of a
                 symmetric int8 one. It costs a sum over the source in every call.
             post_ops: applied before the destination is quantized.
+
+        Example:
+            >>> src = torchq.QParams.per_tensor(0.05, 128)
+            >>> layer = torchq.nn.QLinear.from_float(nn.Linear(16, 4), src)
+            >>> layer(torch.randn(2, 16)).shape
+            torch.Size([2, 4])
         """
         weight = module.weight.detach()
         quantized, scale, zero_point = quantized_weight(

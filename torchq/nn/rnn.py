@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import Self
 
 from torchq.attributes.attr import Attr
+from torchq.attributes.options import Cell, Granularity, Merge
 from torchq.nn.module import QModule, dtype_name
 from torchq.nn.rnn_attr import read_attr
 from torchq.nn.rnn_float import (
@@ -50,10 +51,10 @@ class _QRecurrent(FloatParameters, QModule):
     """
 
     __jit_unused_properties__ = ("attr",)
-    _cells: ClassVar[tuple[str, ...]]
+    _cells: ClassVar[tuple[Cell, ...]]
 
     def __init__(
-        self, layers: Sequence[QRecurrentLayer], batch_first: bool = False, merge: str = "concat"
+        self, layers: Sequence[QRecurrentLayer], batch_first: bool = False, merge: Merge = "concat"
     ) -> None:
         """Stack layers, each of which reads what the one before emits."""
         super().__init__()
@@ -95,7 +96,7 @@ class _QRecurrent(FloatParameters, QModule):
         src: QParams | None = None,
         states: Sequence[QParams] | QParams | None = None,
         *,
-        granularity: str = "per_channel",
+        granularity: Granularity = "per_channel",
         bits: int = 8,
         dst_dtype: torch.dtype = torch.float32,
         hidden: QParams | None = None,
@@ -160,11 +161,11 @@ class _QRecurrent(FloatParameters, QModule):
         attr: Attr | None = None,
         *,
         weights_projection: Tensor | None = None,
-        cell: str | None = None,
+        cell: Cell | None = None,
         data_dtype: torch.dtype = torch.uint8,
         dst_dtype: torch.dtype = torch.float32,
         h_n_dtype: torch.dtype = torch.float32,
-        merge: str = "concat",
+        merge: Merge = "concat",
     ) -> Self:
         """From the tensors of a oneDNN primitive, gates in its order; results are torch's.
 
@@ -352,7 +353,7 @@ class QGRU(_QRecurrent):
     """
 
     _float = nn.GRU
-    _cells = ("gru_vanilla", "gru")
+    _cells: ClassVar[tuple[Cell, ...]] = ("gru_vanilla", "gru")
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Apply all layers."""

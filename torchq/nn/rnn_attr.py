@@ -134,7 +134,7 @@ def attr_of(
     """
     attr = Attr()
     if len(set(data)) == 1:
-        attr.set_rnn_data_qparams(1 / data[0][0], data[0][1])
+        attr.set_rnn_data_qparams(_factor(data[0][0]), data[0][1])
     else:
         for arg, (scale, zero_point) in zip(("src", "src1", "src2"), data, strict=False):
             attr.set_scales(arg, 0, scale).set_zero_points(arg, 0, zero_point)
@@ -145,6 +145,15 @@ def attr_of(
         mask = 8 if projection.numel() > 1 else 0
         attr.set_rnn_weights_projection_qparams(mask, _values(projection))
     return attr
+
+
+def _factor(scale: float) -> float:
+    """Return the shortest number whose inverse is this scale in float32: 60, not 59.999996."""
+    for digits in range(1, 9):
+        factor = float(f"{1 / scale:.{digits}g}")
+        if float(torch.tensor(1 / factor, dtype=torch.float32, device="cpu")) == scale:
+            return factor
+    return 1 / scale
 
 
 def _values(scale: Tensor) -> Tensor | None:

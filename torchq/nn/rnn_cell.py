@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torchq.attributes.attr import Attr
+from torchq.attributes.options import Granularity
 from torchq.nn.module import QModule
 from torchq.nn.rnn_attr import read_attr
 from torchq.nn.rnn_float import cell_of, check_bound, data_params, layer_from_float
@@ -44,7 +45,7 @@ class _QCell(FloatParameters, QModule):
         src: QParams | None = None,
         state: QParams | None = None,
         *,
-        granularity: str = "per_channel",
+        granularity: Granularity = "per_channel",
         bits: int = 8,
         attr: Attr | None = None,
         data_dtype: torch.dtype = torch.uint8,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.attributes.options import Cell, Granularity
 from torchq.nn.rnn_attr import RnnParams
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer
 from torchq.nn.rnn_weight import RecurrentWeight
@@ -17,13 +18,13 @@ from torchq.quantization.qparams import QParams
 NOTHING = RnnParams()
 
 
-def cell_of(module: nn.Module) -> str:
+def cell_of(module: nn.Module) -> Cell:
     """Return the cell of a float module: ``lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``."""
     if isinstance(module, nn.LSTM | nn.LSTMCell):
         return "lstm"
     if isinstance(module, nn.GRU | nn.GRUCell):
         return "gru"
-    return f"rnn_{module.nonlinearity}"
+    return "rnn_relu" if module.nonlinearity == "relu" else "rnn_tanh"
 
 
 def _stacked(module: nn.Module, name: str, layer: int, gates: int) -> Tensor | None:
@@ -58,7 +59,7 @@ def layer_from_float(
     layer: int,
     src: QParams | None,
     state: QParams | None,
-    granularity: str,
+    granularity: Granularity,
     bits: int,
     params: RnnParams = NOTHING,
     **options: Any,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.attr import Attr
+from torchq.attributes.options import Cell
 from torchq.functional.packing import PackedWeight, pack_linear
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.nn.rnn_attr import attr_of
@@ -79,7 +80,7 @@ class QRecurrentLayer(QModule):
 
     def __init__(
         self,
-        cell: str,
+        cell: Cell,
         weight_src: RecurrentWeight,
         weight_state: RecurrentWeight,
         bias_src: Tensor | None = None,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchq.attributes.arguments import check_type
 from torchq.attributes.attr import Attr
+from torchq.attributes.options import Cell
 from torchq.nn.rnn_attr import gate_order, read_attr
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer
 from torchq.nn.rnn_weight import RecurrentWeight
@@ -35,7 +36,7 @@ class OneDnnWeights(NamedTuple):
 
 def layers_from_onednn(
     op: str,
-    cell: str,
+    cell: Cell,
     weights: OneDnnWeights,
     attr: Attr | None,
     data_dtype: torch.dtype,
@@ -82,7 +83,7 @@ def layers_from_onednn(
 
 def read_weights(
     op: str,
-    cell: str,
+    cell: Cell,
     gates: int,
     weights_layer: Tensor,
     weights_iter: Tensor,

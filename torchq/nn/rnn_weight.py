@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchq.quantization.ranges import WEIGHT_GRANULARITIES, check_bits, check_choice
+from torchq.attributes.options import WEIGHT_GRANULARITIES, Granularity
+from torchq.quantization.ranges import check_bits, check_choice
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +26,7 @@ class RecurrentWeight:
 
     @classmethod
     def quantize(
-        cls, weight: Tensor, granularity: str = "per_channel", bits: int = 8
+        cls, weight: Tensor, granularity: Granularity = "per_channel", bits: int = 8
     ) -> RecurrentWeight:
         """Symmetric: ``scale = max|weight| / 127`` (63 at 7 bits), per gate and unit or for all.
 
@@ -47,7 +48,7 @@ class RecurrentWeight:
 
     @classmethod
     def choose(
-        cls, weight: Tensor, factors: Tensor | None, granularity: str, bits: int
+        cls, weight: Tensor, factors: Tensor | None, granularity: Granularity, bits: int
     ) -> RecurrentWeight:
         """Quantize with oneDNN's factors, or where there are none with scales that are chosen."""
         if factors is None:

@@ -5,13 +5,14 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.arguments import float_values
+from torchq.attributes.options import Granularity
 from torchq.quantization.qparams import choose_qparams, output_channel_rows, weight_qparams
 from torchq.runtime.library import dtype_code
 
 
 def quantized_weight(
     weight: Tensor,
-    granularity: str,
+    granularity: Granularity,
     bits: int,
     scale: Tensor | None = None,
     axis: int = 0,
@@ -65,7 +66,7 @@ def quantized_weight(
 
 
 def _affine_weight(
-    weight: Tensor, granularity: str, bits: int, axis: int, groups: int
+    weight: Tensor, granularity: Granularity, bits: int, axis: int, groups: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = output_channel_rows(weight, axis, groups)
     rows = rows.reshape(1, -1) if granularity == "per_tensor" else rows

@@ -16,6 +16,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from torchq.attributes.options import BinaryAlg
 from torchq.attributes.post_op import Binary, Eltwise, PostOp, PReLU, Sum
 
 FLT_MAX = torch.finfo(torch.float32).max
@@ -257,7 +258,7 @@ class Composer:
             return st.push(Eltwise("linear", float(s), 0.0), note=f"C6: eltwise_linear(s, 0){why}")
         return st.push(self._binary("mul", s), note=f"C6: binary_mul per channel{why}")
 
-    def _binary(self, alg: str, values: Tensor) -> Binary:
+    def _binary(self, alg: BinaryAlg, values: Tensor) -> Binary:
         if not self.allow_binary:
             raise Refused(f"it needs binary_{alg} per channel, and binary post-ops are not allowed")
         return Binary(alg, PER_CHANNEL, torch.float32, values)

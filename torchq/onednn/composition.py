@@ -27,6 +27,7 @@ from torchq.attributes.arguments import (
     to_int,
 )
 from torchq.attributes.attr import Attr
+from torchq.attributes.options import Convention
 from torchq.attributes.post_op import Binary, Eltwise, PostOp, PReLU, Sum
 from torchq.attributes.post_ops import PostOps
 from torchq.nn.fake_quantize import FakeQuantize
@@ -120,7 +121,7 @@ class Composed:
     rest: tuple[Step, ...]
     refusal: str
     reasons: tuple[str, ...]
-    convention: str
+    convention: Convention
     int8: bool
 
     def attr(self, groups: int = 1) -> Attr:
@@ -148,7 +149,7 @@ def compose(
     steps: Sequence[Step],
     channels: int,
     *,
-    convention: str = "v3",
+    convention: Convention = "v3",
     int8: bool = True,
     dst_dtype: torch.dtype = torch.float32,
     src_scale: float = 1.0,

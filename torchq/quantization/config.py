@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from torchq.attributes.options import WEIGHT_GRANULARITIES, Bits, Granularity, ObserverName
 from torchq.quantization.observers.base import Observer
 from torchq.quantization.observers.binned import (
     EntropyObserver,
@@ -16,7 +17,7 @@ from torchq.quantization.observers.binned import (
     PercentileObserver,
 )
 from torchq.quantization.observers.minmax import MinMaxObserver, MovingAverageObserver
-from torchq.quantization.ranges import WEIGHT_GRANULARITIES, check_bits, check_choice, check_dtype
+from torchq.quantization.ranges import check_bits, check_choice, check_dtype
 
 OBSERVERS: dict[str, Callable[[], Observer]] = {
     "minmax": MinMaxObserver,
@@ -48,14 +49,21 @@ class QConfig:
     Raises:
         TypeError: a field has another type.
         ValueError: a field has another value.
+
+    Example:
+        >>> config = torchq.QConfig(activation_observer="minmax", weight_bits=7)
+        >>> print(config)
+        activations u8 affine minmax, weights s8/7 per_channel
+        >>> print(torchq.QConfig(dynamic=True))
+        activations u8 affine dynamic, weights s8 per_channel
     """
 
-    activation_observer: str | Callable[[], Observer] = "histogram"
+    activation_observer: ObserverName | Callable[[], Observer] = "histogram"
     activation_dtype: torch.dtype = torch.uint8
-    activation_bits: int = 8
+    activation_bits: Bits = 8
     activation_symmetric: bool | None = None
-    weight_granularity: str = "per_channel"
-    weight_bits: int = 8
+    weight_granularity: Granularity = "per_channel"
+    weight_bits: Bits = 8
     dynamic: bool = False
     strict: bool = False
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchq.attributes.arguments import INT32, to_float32, to_int
+from torchq.attributes.options import WEIGHT_GRANULARITIES, Granularity
 from torchq.quantization.ranges import (
-    WEIGHT_GRANULARITIES,
     activation_range,
     check_bits,
     check_choice,
@@ -37,6 +37,11 @@ class QParams:
     Raises:
         TypeError: a field has another type or dtype.
         ValueError: shapes disagree, or a scale or zero point is outside its range.
+
+    Example:
+        >>> q = torchq.QParams.per_tensor(0.5, 128)
+        >>> torchq.functional.quantize(torch.tensor([-1.0, 2.0]), q.scale, q.zero_point)
+        tensor([126, 132], dtype=torch.uint8)
     """
 
     scale: Tensor
@@ -213,7 +218,7 @@ def choose_qparams(
 
 def weight_qparams(
     weight: Tensor,
-    granularity: str = "per_channel",
+    granularity: Granularity = "per_channel",
     bits: int = 8,
     channel_axis: int = 0,
     groups: int = 1,

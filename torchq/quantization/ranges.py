@@ -11,8 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 # would overflow.
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 
-WEIGHT_GRANULARITIES = ("per_channel", "per_tensor")
-
 
 def activation_range(dtype: torch.dtype, bits: int = 8) -> tuple[int, int]:
     """Smallest and largest activation: u8 0..255 or 0..127, s8 -128..127 or -64..63 at 7 bits.

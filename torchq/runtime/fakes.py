@@ -43,6 +43,16 @@ def check_dim(op: str, src: Tensor, dim: int) -> None:
         )
 
 
+def channels(op: str, compensation: Tensor) -> int:
+    """Return the output channels of a packed weight; raise ValueError where there are none."""
+    if compensation.dim() != 2:
+        raise ValueError(
+            f"torchq.{op}: compensation must be [rows, N], got {list(compensation.shape)}. Pack "
+            "the weight with torchq.packing."
+        )
+    return int(compensation.shape[1])
+
+
 @fake("quantize")
 def _(src: Tensor, scale: Tensor, zero_point: Tensor, dst_dtype: int) -> Tensor:
     return torch.empty_like(src, dtype=DTYPES[dst_dtype])
@@ -266,8 +276,13 @@ def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
 
 
 @fake("layer_norm")
-def _(src: Tensor, *args: Any) -> Tensor:
-    return src.new_empty(src.shape, dtype=DTYPES[args[6]])
+def _(src: Tensor, dims: int, *args: Any) -> Tensor:
+    if not 1 <= dims <= src.dim():
+        raise ValueError(
+            f"torchq.layer_norm: dims must lie in [1, {src.dim()}] for src {list(src.shape)}, got "
+            f"{dims}."
+        )
+    return src.new_empty(src.shape, dtype=DTYPES[args[5]])
 
 
 def _by_channel(op: str, src: Tensor, dst_dtype: int) -> Tensor:
@@ -280,8 +295,13 @@ def _by_channel(op: str, src: Tensor, dst_dtype: int) -> Tensor:
 
 
 @fake("group_norm")
-def _(src: Tensor, *args: Any) -> Tensor:
-    return _by_channel("group_norm", src, args[6])
+def _(src: Tensor, groups: int, *args: Any) -> Tensor:
+    dst = _by_channel("group_norm", src, args[5])
+    if groups < 1 or src.shape[1] % groups:
+        raise ValueError(
+            f"torchq.group_norm: groups must divide the channels, {src.shape[1]}, got {groups}."
+        )
+    return dst
 
 
 @fake("batch_norm")

@@ -16,27 +16,28 @@ from pathlib import Path
 import torch
 
 import torchq.runtime.library  # noqa: F401  loads the ops
+from torchq.attributes.options import Tier
 from torchq.runtime.cpus import usable_cpus
 
 
-def supported_isas() -> list[str]:
+def supported_isas() -> list[Tier]:
     """Return the tiers this CPU can run, slowest first."""
-    tiers: list[str] = torch.ops.torchq._supported_isas()
+    tiers: list[Tier] = torch.ops.torchq._supported_isas()
     return tiers
 
 
-def isa() -> str:
+def isa() -> Tier:
     """Return the tier that ops called from this thread run on.
 
     Raises:
         ValueError: ``TORCHQ_ISA`` names a tier this CPU lacks.
     """
-    tier: str = torch.ops.torchq._isa()
+    tier: Tier = torch.ops.torchq._isa()
     return tier
 
 
 @contextmanager
-def use_isa(isa: str) -> Iterator[None]:
+def use_isa(isa: Tier) -> Iterator[None]:
     """Run the ops of this thread on one tier, captured when each op starts.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchq.attributes.post_op import CHANNEL_MASKS, Binary, PReLU
 from torchq.attributes.post_ops import PostOps, foldable, post_ops_of
-from torchq.runtime.fakes import FAKES, fake
+from torchq.runtime.fakes import FAKES, channels, fake
 from torchq.runtime.library import DTYPES, empty_channels_last
 from torchq.runtime.windows import (
     broadcast,
@@ -177,7 +177,7 @@ def _(
     row_sums: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    sizes = [*src.shape[:-1], compensation.shape[1]]
+    sizes = [*src.shape[:-1], channels("linear", compensation)]
     return src.new_empty(sizes, dtype=_result_dtype("linear", dst_dtype, table))
 
 
@@ -200,7 +200,7 @@ def _(
     row_sums: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    sizes = conv_sizes(src.shape, compensation.shape[1], geometry)
+    sizes = conv_sizes(src.shape, channels("conv", compensation), geometry)
     return empty_channels_last(src, sizes, _result_dtype("conv", dst_dtype, table))
 
 
@@ -234,7 +234,7 @@ def _(
     weight_zero_point: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    sizes = conv_transpose_sizes(src.shape, compensation.shape[1], geometry)
+    sizes = conv_transpose_sizes(src.shape, channels("conv_transpose", compensation), geometry)
     return empty_channels_last(src, sizes, _result_dtype("conv_transpose", dst_dtype, table))
 
 
@@ -293,4 +293,4 @@ def _(
     in_features: int,
     per_row: bool,
 ) -> Tensor:
-    return src.new_empty([*src.shape[:-1], compensation.shape[1]])
+    return src.new_empty([*src.shape[:-1], channels("dynamic_linear", compensation)])

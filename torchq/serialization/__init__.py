@@ -12,7 +12,7 @@ import copy
 import json
 import os
 import zlib
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from torchq.attributes.arguments import check_type
 from torchq.convert.dispatch import dispatches, share_weights
 from torchq.convert.graph_code import with_code
 from torchq.convert.graph_module import QuantizedGraph
-from torchq.convert.rows import Row
+from torchq.convert.rows import Row, Weight
+from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.nn.experts import QExperts
 from torchq.nn.fake_quantize import FakeQuantize
@@ -39,6 +40,7 @@ REPORT_KEY = "torchq_report"
 ALIAS_KEY = "torchq_aliases"
 """Name of the tensor that tells which names stand for another one's tensor."""
 _NOTE = "torchq_note"
+_WEIGHTS = "torchq_weights"
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -57,6 +59,13 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         OSError: the file cannot be written.
         TypeError: ``path`` is no path.
         ValueError: ``model`` was not converted.
+
+    Example:
+        >>> model, x = nn.Sequential(nn.Linear(16, 4), nn.Tanh()).eval(), torch.randn(8, 16)
+        >>> qmodel = torchq.quantize(model, [x])
+        >>> torchq.save(qmodel, "model.safetensors")
+        >>> torch.equal(torchq.load("model.safetensors", model)(x), qmodel(x))
+        True
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
@@ -79,7 +88,11 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if isinstance(model, QuantizedGraph):
         state[GRAPH_KEY] = encode(model)
     if report is not None:
-        fields = {"rows": [astuple(row) for row in report], "note": getattr(model, _NOTE, "")}
+        fields = {
+            "rows": [astuple(row) for row in report],
+            "note": getattr(model, _NOTE, ""),
+            "weights": [astuple(weight) for weight in getattr(model, _WEIGHTS, ())],
+        }
         text = zlib.compress(json.dumps(fields, separators=(",", ":")).encode())
         state[REPORT_KEY] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
     write_tensors("torchq.save", path, state)
@@ -101,6 +114,14 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
             names an unknown module class; or ``model`` is needed.
         RuntimeError: the file and the model do not fit together; names what is missing or left
             over.
+
+    Example:
+        >>> model, x = nn.Sequential(nn.Linear(16, 4), nn.Tanh()).eval(), torch.randn(8, 16)
+        >>> qmodel = torchq.quantize(model, [x])
+        >>> torchq.save(qmodel, "model.safetensors")
+        >>> alone = torchq.load("model.safetensors")  # the graph, without the model's class
+        >>> torch.equal(alone(x), qmodel(x))
+        True
     """
     if model is not None:
         check_type("torchq.load: model", model, nn.Module, "Pass the float model.")
@@ -141,21 +162,32 @@ def _loaded(
             "saved from."
         )
     share_weights(loaded)
+    refuse_save_pretrained(loaded)
     if report is not None:
-        vars(loaded)["torchq_report"], vars(loaded)[_NOTE] = read_report(report)
+        vars(loaded).update(read_report(report))
     return loaded.eval().requires_grad_(False)
 
 
-def read_report(text: Tensor) -> tuple[list[Row], str]:
-    """Return the rows and the note that :func:`save` wrote."""
+def read_report(text: Tensor) -> dict[str, Any]:
+    """Return what :func:`save` wrote of the report, by the names that a model has it under."""
     try:
         fields = json.loads(zlib.decompress(bytes(text.tolist())))
-        return [Row(*row) for row in fields["rows"]], str(fields["note"])
+        return {
+            "torchq_report": [_row(row) for row in fields["rows"]],
+            _NOTE: str(fields["note"]),
+            _WEIGHTS: [Weight(*weight) for weight in fields["weights"]],
+        }
     except (zlib.error, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"torchq.load: the file's report must be rows that torchq.save wrote, got "
             f"{bytes(text.tolist())[:30]!r}. Was it written by another version of torchq?"
         ) from error
+
+
+def _row(fields: list[Any]) -> Row:
+    """Return a row; JSON makes lists of tuples."""
+    row = Row(*fields)
+    return replace(row, weights=tuple(row.weights))
 
 
 def _under(name: str, key: str) -> str:

@@ -37,6 +37,7 @@ def describe(dispatch: Dispatch) -> Tensor:
         "arguments": [[a.index, str(a.dtype), list(a.shape)] for a in example.arguments],
         "values": {name: _encode(value, example, name) for name, value in example.values.items()},
         "guards": example.guards,
+        "limits": example.limits,
         "result": None if structure is None else pytree.treespec_dumps(structure.spec),
         "strict": dispatch.strict,
     }
@@ -62,7 +63,8 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
                 f"torchq.load: '{name}' returns a class that must be known, got {error}. Import "
                 "the library of the model first."
             ) from error
-    example = Example(type(module), arguments, fields["guards"], values, structure)
+    conditions = fields["guards"], values, structure, fields["limits"]
+    example = Example(type(module), arguments, *conditions)
     attach(Dispatch(module, graph, example, name, fields["strict"]))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchq.convert.phases import largest_phase
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.nn.float_modules import is_experts
 from torchq.nn.model_state import twin
@@ -42,19 +43,25 @@ class Recording:
         leaves: the layer of torch.nn that a module is or computes (:func:`equivalent_layer`).
         calls: of leaves.
         read: leaves that are not called, but whose parameters are used.
+        phases: leaves behind which functions of angles are -> the largest angle.
     """
 
     leaves: dict[str, nn.Module] = field(default_factory=dict)
     calls: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
     read: set[str] = field(default_factory=set)
+    phases: dict[str, float] = field(default_factory=dict)
 
 
 class _Reads(TorchFunctionMode):
-    """Notes the tensors that functions of torch get."""
+    """Notes the tensors that functions of torch get, and angles that are made of leaves' results.
 
-    def __init__(self) -> None:
+    A tensor knows the one leaf that it is made of, without a product.
+    """
+
+    def __init__(self, phases: dict[str, float]) -> None:
         super().__init__()
         self.seen: set[int] = set()
+        self.phases = phases
 
     def __torch_function__(
         self,
@@ -64,8 +71,28 @@ class _Reads(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        self.seen.update(map(id, tree_leaves((args, kwargs))))
-        return func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        self.seen.update(map(id, leaves))
+        result = func(*args, **kwargs)
+        origins = {_origin(x) for x in leaves if isinstance(x, Tensor)} - {""}
+        if len(origins) == 1:
+            (origin,) = origins
+            name = getattr(func, "__name__", "")
+            angle = largest_phase(name.strip("_"), args)
+            if angle is not None:
+                self.phases[origin] = max(angle, self.phases.get(origin, 0.0))
+            for made in () if name in _PRODUCTS else tree_leaves(result):
+                if isinstance(made, Tensor):
+                    made._torchq_origin = origin  # type: ignore[attr-defined]
+        return result
+
+
+_PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "bmm", "einsum", "conv1d", "conv2d", "conv3d")
+
+
+def _origin(tensor: Tensor) -> str:
+    """Return the name of the leaf that it is made of, or ""."""
+    return str(getattr(tensor, "_torchq_origin", ""))
 
 
 def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
@@ -73,7 +100,8 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
     A module that is registered under several names is recorded under the first.
     """
-    recording, reads, run = Recording(), _Reads(), twin(model)
+    recording, run = Recording(), twin(model)
+    reads = _Reads(recording.phases)
     for name, module in model.named_modules():
         if (layer := equivalent_layer(module)) is not None:
             recording.leaves[name] = layer
@@ -82,7 +110,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     args, kwargs = copied(args, kwargs)
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
         for name in recording.leaves:
-            hook = _noting(recording.calls[name])
+            hook = _noting(name, recording.calls[name])
             handle = run.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
         stack.enter_context(reads)
@@ -94,8 +122,10 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return recording
 
 
-def _noting(calls: list[Call]) -> Callable[..., None]:
+def _noting(name: str, calls: list[Call]) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        if isinstance(result, Tensor):
+            result._torchq_origin = name  # type: ignore[attr-defined]
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         more = len(args) > 1 or bool(kwargs.keys() - {"input"})
         shape = tuple(tensors[0].shape) if tensors else ()

@@ -17,12 +17,14 @@ from torchq.convert.swap.calls import record
 from torchq.convert.swap.checks import check_finite, check_mode, check_model, check_prepared
 from torchq.convert.swap.compare import Comparison, fitting
 from torchq.convert.swap.planning import Plan, report_rows
+from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import (
     leave_fast_paths,
     settled,
     split_attention,
     without_capturing_hooks,
 )
+from torchq.convert.weights import first_names, weights_of, with_names
 from torchq.nn.inputs import (
     Inputs,
     batches,
@@ -82,6 +84,8 @@ def prepare_settled(
     check: bool = True,
 ) -> nn.Module:
     """Prepare a copy that :func:`plain_copy` made; the result shares its parameters."""
+    weights = weights_of(model, args, kwargs, lambda n: resolve(overrides, n, config) is None)
+    first = first_names(model)
     comparison = Comparison(model, args, kwargs)
     names = [name for name, _ in model.named_modules()]
     asked = [n for n in names if resolve(overrides, n, config) is not None]
@@ -90,9 +94,11 @@ def prepare_settled(
         model = split
     plan = Plan(model, record(model, args, kwargs), config, overrides)
     if check:
-        check_patterns(model, report_rows(model, plan), overrides)
+        check_patterns(model, report_rows(model, plan), weights, overrides)
     prepared = _assembled(model, plan, comparison)
-    prepared.torchq_report = report_rows(model, plan)  # type: ignore[assignment]
+    vars(prepared)["torchq_report"] = with_names(report_rows(model, plan), first)
+    vars(prepared)["torchq_weights"] = weights
+    refuse_save_pretrained(prepared)
     return prepared
 
 
@@ -134,6 +140,12 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
         TypeError: ``data`` is one tensor or dict instead of batches of them.
         ValueError: ``data`` has no batches, a batch or a parameter contains NaN or inf (the message
             names it), or ``prepared`` is in training mode or no prepared model.
+
+    Example:
+        >>> data = [torch.randn(8, 16) for _ in range(3)]
+        >>> prepared = torchq.prepare(nn.Sequential(nn.Linear(16, 4)).eval(), data[0])
+        >>> prepared = torchq.calibrate(prepared, data)
+        >>> prepared = torchq.calibrate(prepared, [torch.randn(8, 16)])  # adds to what it saw
     """
     check_prepared("calibrate", prepared)
     check_mode("calibrate", prepared)

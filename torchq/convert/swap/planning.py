@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, NO_DYNAMIC_FORM, RECURRENT, TOO_LONG
+from torchq.convert.phases import why_coarse
 from torchq.convert.rows import NOT_CALLED, READ, Row
 from torchq.convert.self_contained import observed
 from torchq.convert.swap.calls import Recording
@@ -92,6 +94,8 @@ class Plan:
                 return TOO_LONG
             if any(call.more for call in calls):
                 return "called with other arguments than its source"
+            if coarse := why_coarse(self.recording.phases.get(name)):
+                return coarse
         dtypes = {dtype for call in calls for dtype in call.dtypes} - {torch.float32}
         if isinstance(layer, RECURRENT):
             dtypes.discard(torch.int64)  # of packed sequences
@@ -123,7 +127,10 @@ def _row(name: str, module: nn.Module, plan: Plan) -> Row:
     is_matmul = isinstance(made, (*MATMUL, *RECURRENT)) or is_experts(made)
     is_matmul |= isinstance(module, torch.jit.ScriptModule) and kind in _SCRIPTED
     requested = plan.config(name) is None
-    return Row(name, kind, known == "", reason, name, is_matmul, requested, max(calls, 1))
+    own = module.named_parameters(recurse=is_matmul)
+    weights = tuple(f"{name}.{key}".lstrip(".") for key, _ in own)
+    row = Row(name, kind, known == "", reason, name, is_matmul, requested, max(calls, 1))
+    return replace(row, weights=weights)
 
 
 def _without_layer(name: str, module: nn.Module, plan: Plan) -> str:

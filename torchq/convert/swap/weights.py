@@ -89,19 +89,3 @@ def leave_fast_paths(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
-
-
-def without_save_pretrained(model: nn.Module) -> None:
-    """Make the method of transformers' models raise: it would write what nothing reads."""
-    for module in model.modules():
-        if hasattr(type(module), "save_pretrained"):
-            vars(module)["save_pretrained"] = _save_pretrained
-
-
-def _save_pretrained(*args: Any, **kwargs: Any) -> None:
-    """Raise NotImplementedError: transformers would load the file with random weights."""
-    raise NotImplementedError(
-        "save_pretrained: a model that torchq converted cannot be written so: from_pretrained "
-        "would make a float model of it. Call torchq.save(model, path), and "
-        "torchq.load(path, float_model) to read it."
-    )

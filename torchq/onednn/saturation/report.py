@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.nn.attached import computing_modules
+from torchq.nn.attached import computing_modules, watching
 from torchq.nn.conv import QConv
 from torchq.nn.conv_transpose import QConvTranspose
 from torchq.nn.inputs import batches, call, decibels, float_tensors
@@ -21,6 +21,7 @@ from torchq.nn.layer import QLayer, sources_of
 from torchq.nn.linear import QLinear
 from torchq.nn.model_state import as_before, twin
 from torchq.nn.module import QModule
+from torchq.nn.notebook import html_table
 from torchq.nn.rnn_layer import QRecurrentLayer
 from torchq.onednn.saturation.pairs import (
     Sums,
@@ -84,7 +85,10 @@ class LayerReport:
         self.worst = max(self.worst, float(error.abs().max()) if error.numel() else 0.0)
 
 
-@dataclass
+_HEADS = ("layer", "source", "pairs saturating", "outputs changed", "SQNR dB", "worst", "proof")
+
+
+@dataclass(repr=False)
 class Report:
     """Layers in the order they first ran, and the model's own outputs.
 
@@ -107,30 +111,26 @@ class Report:
 
     def __str__(self) -> str:
         """Return a table, and how pairs are formed."""
-        cells = [
-            ("layer", "source", "pairs saturating", "outputs changed", "SQNR dB", "worst", "proof")
-        ]
-        for layer in self.layers:
-            cells.append(
-                (
-                    layer.name,
-                    layer.src,
-                    _percent(layer.saturating, layer.pairs),
-                    _percent(layer.changed, layer.outputs),
-                    _text(layer.sqnr),
-                    f"{layer.worst:.4g}",
-                    str(layer.proof),
-                )
-            )
+        cells = [_HEADS, *map(_cells, self.layers)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
         lines = [
             "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
             for row in cells
         ]
-        lines.append(f"the model's outputs: SQNR {_text(self.sqnr)} dB")
+        return "\n".join([*lines, *self._notes()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Return the same table, for notebooks."""
+        return html_table(_HEADS, map(_cells, self.layers), self._notes())
+
+    def _notes(self) -> list[str]:
+        """Return the lines below the table."""
+        lines = [f"the model's outputs: SQNR {_text(self.sqnr)} dB"]
         if self.not_emulated:
             lines.append(f"not emulated: {', '.join(self.not_emulated)}")
-        return "\n".join([*lines, PAIRING])
+        return [*lines, PAIRING]
 
 
 def emulate(
@@ -278,11 +278,8 @@ def _hooked(
         return run
 
     handles = [m.register_forward_hook(hook(n), with_kwargs=True) for n, m in modules.items()]
-    try:
+    with watching(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _emulated(model: nn.Module) -> dict[str, nn.Module]:
@@ -340,6 +337,19 @@ def _not_emulated(model: nn.Module) -> list[str]:
         and not isinstance(module, (*EMULATED, QRecurrentLayer))
         and any(key.startswith("weight") for key, _ in module.named_buffers(recurse=False))
     ]
+
+
+def _cells(layer: LayerReport) -> tuple[str, ...]:
+    """Return the line of a layer in the table."""
+    return (
+        layer.name,
+        layer.src,
+        _percent(layer.saturating, layer.pairs),
+        _percent(layer.changed, layer.outputs),
+        _text(layer.sqnr),
+        f"{layer.worst:.4g}",
+        str(layer.proof),
+    )
 
 
 def _percent(count: int, total: int) -> str:

@@ -134,6 +134,14 @@ class Observer(nn.Module):
 
     def _range(self, integers: tuple[int, int], symmetric: bool) -> tuple[Any, Any]:
         """Return the real range to cover with the given integers."""
+        if not bool((self.min_value <= self.max_value).all()):
+            raise NotImplementedError(
+                self._text(
+                    f"class {type(self).__name__} must implement _range(self, integers, "
+                    "symmetric), or change min_value and max_value in _record, got neither",
+                    "Return the smallest and the largest real value to cover.",
+                )
+            )
         return self.min_value, self.max_value
 
     def _merge(self, other: Self) -> None:

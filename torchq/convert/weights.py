@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that a model multiplies its data by, whatever code does so, and what of them is int8.
+
+Layers are known by their class, and products by the table of ATen calls. Code that is neither, as
+experts of a mixture with weights of their own, is counted here all the same: one run of the float
+model tells which parameters its products read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchq.convert.rows import Row, Weight
+from torchq.convert.swap.calls import copied
+from torchq.nn.model_state import twin
+
+_OPERANDS = {
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "linear", "_grouped_mm"), (0, 1)),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm"), (1, 2)),
+    "convolution": (0, 1),
+    "_trilinear": (0, 1, 2),
+    "mkldnn_rnn_layer": (0, 1, 2),
+    "_native_multi_head_attention": (0, 5, 7),
+}
+"""ATen calls that multiply -> which of their arguments."""
+_CHOOSE = ("index", "index_select")
+"""Calls that choose some of several matrices by data."""
+
+
+def multiplied(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Counter[str]:
+    """Return the parameters that products read in one run, with multiplications on this example.
+
+    Empty where the model does not run so; its own error comes from another run.
+    """
+    run = twin(model)
+    args, kwargs = copied(args, kwargs)
+    products = _Products(run, (args, kwargs))
+    with torch.no_grad(), contextlib.suppress(Exception), products:
+        run(*args, **kwargs)
+        return products.macs
+    return Counter()
+
+
+def weights_of(
+    model: nn.Module, args: Any, kwargs: Any, requested: Callable[[str], bool]
+) -> list[Weight]:
+    """Return the same as a list; ``requested`` tells names that an override keeps float."""
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    found = multiplied(model, args, kwargs)
+    return [Weight(name, sizes[name], macs, requested(name)) for name, macs in found.items()]
+
+
+def with_names(rows: Iterable[Row], first: Callable[[str], str]) -> list[Row]:
+    """Return rows whose weights have the names of :func:`weights_of`."""
+    return [replace(row, weights=tuple(dict.fromkeys(map(first, row.weights)))) for row in rows]
+
+
+def first_names(model: nn.Module) -> Callable[[str], str]:
+    """Return what gives the first of several names of one parameter.
+
+    Names of projections that an attention module was split into are those of what was split.
+    """
+    every = dict(model.named_parameters(remove_duplicate=False))
+    firsts = {id(p): name for name, p in model.named_parameters()}
+
+    def first(name: str) -> str:
+        if name not in every and (match := re.fullmatch(r"(.+\.|)([qkv]_proj)\.weight", name)):
+            joined = f"{match[1]}in_proj_weight"
+            name = joined if joined in every else f"{match[1]}{match[2]}_weight"
+        return firsts[id(every[name])] if name in every else name
+
+    return first
+
+
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts multiplications of values that depend on the inputs by those of parameters.
+
+    Tensors are known by their memory. What several parameters give without a product is counted
+    for each of them: the two of a weight norm, say.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.macs: Counter[str] = Counter()
+        self._names: dict[int, frozenset[str]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:  # biases are in constants that data is multiplied by
+                key = _memory(parameter)
+                self._names[key] = self._names.get(key, frozenset()) | {name}
+        self._varying = {_memory(leaf) for leaf in _tensors(inputs)}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        inputs, at = list(_tensors((args, kwargs))), _OPERANDS.get(name)
+        if at is not None:
+            self._count(name, [args[i] for i in at], result, args)
+        chosen = (
+            self._names.get(_memory(args[0])) if name in _CHOOSE and args[0].dim() > 2 else None
+        )
+        varying = chosen is None and any(_memory(x) in self._varying for x in inputs)
+        origins = [] if at else [self._names.get(_memory(x), frozenset()) for x in inputs]
+        for out in _tensors(result):
+            key = _memory(out)
+            (self._varying.add if varying else self._varying.discard)(key)
+            self._names.pop(key, None)
+            if not varying:
+                self._names[key] = chosen or frozenset().union(*origins)
+        return result
+
+    def _count(self, name: str, operands: list[Any], result: Any, args: Any) -> None:
+        if not any(_memory(x) in self._varying for x in operands):
+            return
+        for operand in operands:
+            for parameter in self._names.get(_memory(operand), ()):
+                self.macs[parameter] += _macs(name, operands, operand, result, args)
+
+
+def _macs(name: str, operands: list[Tensor], weight: Tensor, result: Any, args: Any) -> int:
+    """Return how often a call multiplies."""
+    src = operands[0]
+    if name == "convolution":
+        transposed = bool(args[6])
+        return (src if transposed else result).numel() * weight[0].numel()
+    if name in ("_trilinear", "mkldnn_rnn_layer", "_native_multi_head_attention"):
+        return weight.numel() * (src.numel() // src.shape[-1])
+    return int(result.numel() * src.shape[-1])
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(values: Any) -> Iterable[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
