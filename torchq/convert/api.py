@@ -188,7 +188,9 @@ def _save_pretrained(*args: Any, **kwargs: Any) -> None:
     raise NotImplementedError(
         "save_pretrained: a model that torchq converted cannot be written so: from_pretrained "
         "would make a float model of it. Call torchq.save(model, path), and "
-        "torchq.load(path, float_model) to read it."
+        "torchq.load(path, float_model) to read it. For a folder of transformers, load the float "
+        "one with from_pretrained(folder, quantization_config=torchq.TorchqConfig()): "
+        "save_pretrained writes that model."
     )
 
 
