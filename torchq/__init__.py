@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchq: exact, fast int8 inference on CPUs for PyTorch."""
 
+from typing import TYPE_CHECKING, Any
+
 from torchq import eager, functional, nn, ops
 from torchq.analysis import (
     compare,
@@ -34,6 +36,19 @@ from torchq.runtime.isa import (
     use_isa,
 )
 from torchq.serialization import load, save
+
+if TYPE_CHECKING:
+    from torchq.integrations.transformers import TorchqConfig as TorchqConfig
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import what needs an optional package when it is first asked for."""
+        if name != "TorchqConfig":
+            raise AttributeError(f"module 'torchq' has no attribute {name!r}")
+        from torchq.integrations.transformers import TorchqConfig
+
+        return TorchqConfig
+
 
 __version__ = "0.1.0"
 

@@ -203,7 +203,7 @@ def _recurrent(module: Any) -> QModule:
 
 
 def _recurrent_layer(
-    cell: str, weights: dict[str, Tensor], biases: dict[str, Any], suffixes: list[str]
+    cell: Any, weights: dict[str, Tensor], biases: dict[str, Any], suffixes: list[str]
 ) -> QRecurrentLayer:
     """Return one layer, of the directions that have weights with these suffixes."""
     suffixes = [suffix for suffix in suffixes if f"weight_ih{suffix}" in weights]

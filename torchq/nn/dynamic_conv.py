@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchq.attributes.options import Granularity
 from torchq.functional.arguments import conv_geometry
 from torchq.functional.linears import check_signed
 from torchq.functional.packing import PackedWeight, empty_packed, pack_conv
@@ -98,7 +99,7 @@ class DynamicQConv(QModule):
         cls,
         module: nn.Conv1d | nn.Conv2d | nn.Conv3d,
         *,
-        granularity: str = "per_channel",
+        granularity: Granularity = "per_channel",
         bits: int = 8,
         weight_scale: Tensor | None = None,
     ) -> Self:

@@ -214,7 +214,7 @@ def _graph_alone(state: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]
 
 def _graph(text: Tensor, state: dict[str, Tensor], model: nn.Module | None = None) -> nn.Module:
     """Return a graph whose tensors are still to be loaded; ``model`` has its float modules."""
-    quantized = _quantized(state)
+    quantized = quantized_modules(state)
 
     def module(name: str, source: str | None, plain: dict[str, Any] | None = None) -> nn.Module:
         if source is None:
@@ -245,7 +245,7 @@ def _with_class(
     names = [key.removesuffix(CALL_KEY).rstrip(".") for key in calls]
     texts = {n: (state.pop(_under(n, GRAPH_KEY)), state.pop(_under(n, CALL_KEY))) for n in names}
     graphs = tuple(f"{_under(name, GRAPH_KEY)}." for name in names)
-    leaves = _quantized({k: v for k, v in state.items() if not k.startswith(graphs)})
+    leaves = quantized_modules({k: v for k, v in state.items() if not k.startswith(graphs)})
     model = split_attention(model, [n.removesuffix(".q_proj") for n in leaves])
     memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in leaves.items()}
     for name, leaf in leaves.items():
@@ -264,8 +264,8 @@ def _with_class(
     return loaded, state
 
 
-def _quantized(state: dict[str, Tensor]) -> dict[str, nn.Module]:
-    """Name -> quantized module, from the specs in a state."""
+def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
+    """Return name -> quantized module, from the specs in a state."""
     modules: dict[str, nn.Module] = {}
     # Outer modules first: a quantized module may itself hold one.
     for key in sorted(state, key=lambda name: name.count(".")):

@@ -118,5 +118,5 @@ def check_finite(op: str, module: nn.Module, prefix: str = "", recurse: bool = F
         raise ValueError(
             f"torchq.{op}: '{name}' of the model must be finite, got "
             f"{nans} NaN and {infs} inf among {parameter.numel()} values. Repair the checkpoint, "
-            "and load it before torchq.prepare."
+            "and load it anew."
         )

@@ -20,5 +20,7 @@ def save_pretrained(*args: Any, **kwargs: Any) -> None:
     raise NotImplementedError(
         "save_pretrained: a model that torchq prepared or converted cannot be written so: "
         "from_pretrained would make a float model with random weights of it. Call "
-        "torchq.save(model, path) of the converted one, and torchq.load(path, float_model)."
+        "torchq.save(model, path) of the converted one, and torchq.load(path, float_model). For a "
+        "folder of transformers, load the float one with from_pretrained(folder, "
+        "quantization_config=torchq.TorchqConfig()): save_pretrained writes that model."
     )

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``torchq.TorchqConfig``: ``from_pretrained`` of transformers quantizes while it loads.
+
+Importing this module registers the configuration and its quantizer with transformers, by the
+functions that transformers has for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchq.convert.module_kinds import MAX_REDUCTION, TOO_LONG
+from torchq.convert.rows import Row
+from torchq.convert.swap.checks import check_finite
+from torchq.convert.swap.leaves import equivalent_layer
+from torchq.convert.swap.observed import ObservedLeaf
+from torchq.integrations.checkpoint import read_leaves
+from torchq.nn.inputs import without_gradients
+from torchq.nn.leaf import QuantizedLeaf, take_hooks
+from torchq.quantization.config import QConfig
+from torchq.quantization.ranges import WEIGHT_GRANULARITIES, check_bits, check_choice
+
+try:
+    from transformers.core_model_loading import ConversionOps, WeightRenaming, rename_source_key
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers import HfQuantizer, register_quantization_config
+    from transformers.quantizers.auto import register_quantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+except ImportError as error:
+    raise ImportError(
+        "torchq.TorchqConfig: transformers 5.24 or a later 5.x must be installed, got "
+        f"{error}. Run: pip install 'torchq-cpu[transformers]'"
+    ) from error
+
+_METHOD = "torchq"
+_WHERE = "TorchqConfig"
+_OWN_CODE = "its code is its own"
+
+
+class TorchqConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Quantize the linear layers of a model while transformers loads it.
+
+    Weights become int8. Each row of a source is quantized by its own range, so nothing is
+    calibrated, and the rest of the model stays float32 code of transformers. ``save_pretrained``
+    writes the packed weights; ``from_pretrained`` of that folder needs no configuration.
+
+    Args:
+        modules_to_not_convert: linear layers to keep float, by name, end of a name, or regular
+            expression, as other configurations of transformers have them. None keeps the output
+            embeddings (``lm_head``) float. Layers that share their weight with another module stay
+            float in any case.
+        weight_granularity: "per_channel" or "per_tensor".
+        weight_bits: 8 or 7.
+
+    Raises:
+        ValueError: an argument has another value, or another name.
+
+    Example::
+
+        model = AutoModel.from_pretrained(path, quantization_config=torchq.TorchqConfig())
+    """
+
+    def __init__(
+        self,
+        modules_to_not_convert: Sequence[str] | None = None,
+        weight_granularity: str = "per_channel",
+        weight_bits: int = 8,
+        quant_method: str = _METHOD,
+        **others: Any,
+    ) -> None:
+        """See the class; ``quant_method`` is what config.json holds beside the arguments."""
+        if others:
+            raise ValueError(
+                f"torchq.{_WHERE}: arguments must be modules_to_not_convert, weight_granularity or "
+                f"weight_bits, got {sorted(others)}. Leave others out."
+            )
+        check_choice(_WHERE, "quant_method", quant_method, (_METHOD,))
+        check_choice(_WHERE, "weight_granularity", weight_granularity, WEIGHT_GRANULARITIES)
+        check_bits(_WHERE, "weight_bits", weight_bits)
+        self.quant_method = quant_method
+        self.modules_to_not_convert = _checked_names(modules_to_not_convert)
+        self.weight_granularity, self.weight_bits = weight_granularity, weight_bits
+
+    def qconfig(self) -> QConfig:
+        """Return what each layer is quantized with."""
+        return QConfig(
+            dynamic=True, weight_granularity=self.weight_granularity, weight_bits=self.weight_bits
+        )
+
+
+def _checked_names(names: Any) -> list[str] | None:
+    if names is None:
+        return None
+    is_list = isinstance(names, Sequence) and not isinstance(names, str)
+    if not is_list or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"torchq.{_WHERE}: modules_to_not_convert must be a list of names or None, got "
+            f"{names!r}. Write ['lm_head'], say."
+        )
+    return list(names)
+
+
+class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Makes quantized leaves of linear layers, one by one, as their weights arrive."""
+
+    quantization_config: TorchqConfig
+
+    def __init__(self, quantization_config: TorchqConfig, **kwargs: Any) -> None:
+        """Start without a model."""
+        super().__init__(quantization_config, **kwargs)
+        self._files: Sequence[str] | None = None
+        self._reasons: dict[str, str] = {}
+
+    def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
+        """Raise ValueError for devices other than the CPU."""
+        given = device_map.values() if isinstance(device_map, Mapping) else ()
+        if others := {str(device) for device in given} - {"cpu"}:
+            raise ValueError(
+                f"torchq.{_WHERE}: device_map must be None or 'cpu', got {sorted(others)}. int8 "
+                "layers of torchq run on CPUs."
+            )
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Return the CPU for maps that leave the choice, as "auto" does."""
+        return {"": "cpu"} if isinstance(device_map, str) else device_map
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return float32, which quantized leaves take and give, for checkpoints of any dtype."""
+        return torch.float32
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> None:
+        self._files = checkpoint_files
+        if not self.pre_quantized:
+            self._reasons = self._decide(model)
+
+    def _decide(self, model: Any) -> dict[str, str]:
+        """Return the linear layers by name, each with why it stays float or ""."""
+        asked = self.quantization_config.modules_to_not_convert
+        for pattern in asked or ():
+            if all(should_convert_module(name, [pattern]) for name, _ in model.named_modules()):
+                raise ValueError(
+                    f"torchq.{_WHERE}: modules_to_not_convert must name modules of the "
+                    f"{type(model).__name__}, got {pattern!r}. Take names from "
+                    "model.named_modules()."
+                )
+        kept = self.get_modules_to_not_convert(model, asked, model._keep_in_fp32_modules)
+        ties = model.all_tied_weights_keys
+        tied = {name.rpartition(".")[0] for name in (*ties, *ties.values())}
+        reasons: dict[str, str] = {}
+        for name, module in model.named_modules():
+            if not isinstance(module, (nn.Linear, Conv1D)):
+                continue
+            reasons[name] = ""
+            if name in tied:
+                reasons[name] = "another module has the same weight"
+            elif not should_convert_module(name, kept):
+                reasons[name] = "modules_to_not_convert, or transformers itself, keeps it float"
+            elif isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+                reasons[name] = "nn.MultiheadAttention reads its weight"
+        return reasons
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Return True for the weights of layers that become int8."""
+        name, _, last = param_name.rpartition(".")
+        return last == "weight" and self._reasons.get(name) == ""
+
+    def get_quantize_ops(self) -> Any:
+        """Return what turns a weight into a leaf."""
+        return _MakeLeaf(self)
+
+    def make_leaf(self, model: nn.Module, name: str) -> bool:
+        """Put a leaf in the place of a loaded float layer; return False where it has none."""
+        module = model.get_submodule(name)
+        check_finite(_WHERE, module, name)
+        layer = equivalent_layer(module)
+        if not isinstance(layer, nn.Linear) or layer.in_features > MAX_REDUCTION:
+            self._reasons[name] = TOO_LONG if isinstance(layer, nn.Linear) else _OWN_CODE
+            return False
+        leaf = ObservedLeaf(layer, self.quantization_config.qconfig(), name).convert()
+        model.set_submodule(name, take_hooks(_initialized(leaf), module))
+        return True
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Put the leaves of a saved model in their places, where transformers renames the weights.
+
+        Earlier hooks do not know yet how names in the files and in the model correspond.
+        """
+        if self.pre_quantized:
+            state = model.state_dict()
+            renamings = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
+            for name, leaf in read_leaves(self._files).items():
+                key, _ = rename_source_key(
+                    f"{name}.weight", renamings, [], model.base_model_prefix, state
+                )
+                if key in state:  # else it belongs to a head that this class has not
+                    model.set_submodule(key.removesuffix(".weight"), _initialized(leaf))
+        return weight_conversions
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        for name, reason in list(self._reasons.items()):
+            if not reason and not isinstance(model.get_submodule(name), QuantizedLeaf):
+                self.make_leaf(model, name)  # its bias came late, or its weight is a new one
+        for module in model.modules():
+            if self.pre_quantized and isinstance(module, QuantizedLeaf):
+                module.load_state_dict(module.state_dict())  # checks what transformers set
+        vars(model)["torchq_report"] = _report(model, self._reasons)
+        without_gradients(model)
+
+    def is_serializable(self) -> bool:
+        """Return True: the state is plain tensors."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Return False: int8 layers have no gradients."""
+        return False
+
+
+class _MakeLeaf(ConversionOps):  # type: ignore[misc]
+    """Quantizes weights between reading and storing them, so that few float ones exist at once."""
+
+    def __init__(self, quantizer: TorchqQuantizer) -> None:
+        self.quantizer = quantizer
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], *, model: Any, missing_keys: set[str], **kwargs: Any
+    ) -> dict[str, Any]:
+        return {
+            key: value
+            for key, value in input_dict.items()
+            if not self._became_leaf(model, key, value, missing_keys)
+        }
+
+    def _became_leaf(self, model: Any, key: str, value: Any, missing_keys: set[str]) -> bool:
+        name = key.rpartition(".")[0]
+        if not self.quantizer.param_needs_quantization(model, key):
+            return False
+        module, weight = model.get_submodule(name), value[0] if isinstance(value, list) else value
+        if module.weight.shape != weight.shape or (module.bias is not None and module.bias.is_meta):
+            return False  # transformers reports shapes; a late bias is waited for
+        module.weight = nn.Parameter(weight, requires_grad=False)
+        try:
+            made = self.quantizer.make_leaf(model, name)
+        except ValueError:  # transformers would bury it in a report; it is raised after loading
+            return False
+        if made:
+            missing_keys.discard(key)
+        return made
+
+
+def _initialized(leaf: Any) -> Any:
+    """Return the leaf with the mark that keeps transformers from giving it random weights."""
+    for part in (*leaf.modules(), leaf.weight, leaf.bias):
+        if part is not None:
+            part._is_hf_initialized = True
+    return leaf
+
+
+def _report(model: nn.Module, reasons: Mapping[str, str]) -> list[Row]:
+    """Return the rows of ``torchq.explain``; a saved model does not know why layers are float."""
+    rows = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, Conv1D, QuantizedLeaf)):
+            quantized = isinstance(module, QuantizedLeaf)
+            reason = "" if quantized else reasons.get(name, "float in the saved model")
+            # a leaf has the attributes of the float layer
+            kind = "Conv1D" if hasattr(module, "nf") else "Linear"
+            requested = reason not in ("", TOO_LONG, _OWN_CODE)
+            rows.append(Row(name, kind, quantized, reason, name, True, requested))
+    return rows
+
+
+register_quantization_config(_METHOD)(TorchqConfig)
+register_quantizer(_METHOD)(TorchqQuantizer)
