@@ -16,6 +16,7 @@ from torchq.attributes.attr import Attr
 from torchq.attributes.post_ops import PostOps
 from torchq.convert.api import calibrate, convert, prepare, quantize
 from torchq.convert.explain import explain
+from torchq.export import to_onnx
 from torchq.functional import packing
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.onednn import saturation
@@ -70,6 +71,7 @@ __all__ = [
     "sensitivity",
     "sqnr",
     "supported_isas",
+    "to_onnx",
     "use_isa",
     "write_report",
 ]
