@@ -18,6 +18,7 @@ from torchq.attributes.attr import Attr
 from torchq.attributes.post_ops import PostOps
 from torchq.convert.api import calibrate, convert, prepare, quantize
 from torchq.convert.explain import explain
+from torchq.export import to_onnx
 from torchq.functional import packing
 from torchq.migrate import from_pt2e, from_torch_ao, from_torchao, quantize_dynamic
 from torchq.nn.fake_quantize import FakeQuantize
@@ -90,6 +91,7 @@ __all__ = [
     "sensitivity",
     "sqnr",
     "supported_isas",
+    "to_onnx",
     "use_isa",
     "write_report",
 ]

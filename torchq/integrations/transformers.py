@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchq.attributes.options import Bits, Granularity
 from torchq.convert.module_kinds import MAX_REDUCTION, TOO_LONG
 from torchq.convert.rows import Row
 from torchq.convert.swap.checks import check_finite
@@ -68,8 +69,8 @@ class TorchqConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def __init__(
         self,
         modules_to_not_convert: Sequence[str] | None = None,
-        weight_granularity: str = "per_channel",
-        weight_bits: int = 8,
+        weight_granularity: Granularity = "per_channel",
+        weight_bits: Bits = 8,
         quant_method: str = _METHOD,
         **others: Any,
     ) -> None:
@@ -84,7 +85,8 @@ class TorchqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         check_bits(_WHERE, "weight_bits", weight_bits)
         self.quant_method = quant_method
         self.modules_to_not_convert = _checked_names(modules_to_not_convert)
-        self.weight_granularity, self.weight_bits = weight_granularity, weight_bits
+        self.weight_granularity: Granularity = weight_granularity
+        self.weight_bits: Bits = weight_bits
 
     def qconfig(self) -> QConfig:
         """Return what each layer is quantized with."""
