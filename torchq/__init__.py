@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from torchq import eager, functional, nn, ops
+from torchq import eager, functional, nn, observers, ops, packing, saturation
 from torchq.analysis import (
     compare,
     load_calibration,
@@ -19,12 +19,9 @@ from torchq.attributes.post_ops import PostOps
 from torchq.convert.api import calibrate, convert, prepare, quantize
 from torchq.convert.explain import explain
 from torchq.export import to_onnx
-from torchq.functional import packing
 from torchq.migrate import from_pt2e, from_torch_ao, from_torchao, quantize_dynamic
 from torchq.nn.fake_quantize import FakeQuantize
-from torchq.onednn import saturation
 from torchq.onednn.composition import compose
-from torchq.quantization import observers
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
 from torchq.runtime.isa import (

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,6 @@ MODULES = (
 _SECTION = re.compile(
     r"(Args|Attributes|Buffers|Examples?|Note|Raises|Returns|Shapes|Warns|Yields):$"
 )
-
-
-for _name in MODULES[1:]:  # some are attributes of torchq, and no modules of this name
-    sys.modules.setdefault(_name, getattr(importlib.import_module("torchq"), _name[7:]))
 
 
 def names() -> dict[str, dict[str, list[str]]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.attributes.options import Bits, Granularity
+from torchq.attributes.options import WEIGHT_GRANULARITIES, Bits, Granularity
 from torchq.convert.module_kinds import MAX_REDUCTION, TOO_LONG
 from torchq.convert.rows import Row
 from torchq.convert.swap.checks import check_finite
@@ -23,7 +23,7 @@ from torchq.integrations.checkpoint import read_leaves
 from torchq.nn.inputs import without_gradients
 from torchq.nn.leaf import QuantizedLeaf, take_hooks
 from torchq.quantization.config import QConfig
-from torchq.quantization.ranges import WEIGHT_GRANULARITIES, check_bits, check_choice
+from torchq.quantization.ranges import check_bits, check_choice
 
 try:
     from transformers.core_model_loading import ConversionOps, WeightRenaming, rename_source_key

@@ -143,7 +143,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 class _Names(ast.NodeVisitor):
-    """What the names of a file stand for."""
+    """The full names behind the names of a file."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.full: dict[str, str] = {}

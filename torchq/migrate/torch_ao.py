@@ -93,7 +93,7 @@ def from_torch_ao(model: nn.Module, example_inputs: Inputs | None = None) -> nn.
 
 
 class _Taken:
-    """What the modules of a model become.
+    """The leaves that take the places of a model's modules.
 
     Attributes:
         modules: by name, in the places of torch.ao's.
