@@ -137,10 +137,11 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
-    ) -> None:
+    ) -> Any:
         self._files = checkpoint_files
         if not self.pre_quantized:
             self._reasons = self._decide(model)
+        return model
 
     def _decide(self, model: Any) -> dict[str, str]:
         """Return the linear layers by name, each with why it stays float or ""."""
@@ -207,7 +208,7 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, reason in list(self._reasons.items()):
             if not reason and not isinstance(model.get_submodule(name), QuantizedLeaf):
                 self.make_leaf(model, name)  # its bias came late, or its weight is a new one
@@ -215,7 +216,7 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
             if self.pre_quantized and isinstance(module, QuantizedLeaf):
                 module.load_state_dict(module.state_dict())  # checks what transformers set
         vars(model)["torchq_report"] = _report(model, self._reasons)
-        without_gradients(model)
+        return without_gradients(model)
 
     def is_serializable(self) -> bool:
         """Return True: the state is plain tensors."""
