@@ -351,6 +351,16 @@ def test_a_model_without_one_graph(tmp_path: Path) -> None:
         torchq.to_onnx(torchq.quantize(model, [x]), tmp_path / "m.onnx", x[0])
 
 
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_torch_onnx_export_names_to_onnx(dynamo: bool, tmp_path: Path) -> None:
+    if dynamo:
+        pytest.importorskip("onnxscript")
+    x = torch.randn(4, 8)
+    q = torchq.quantize(nn.Sequential(nn.Linear(8, 8)).eval(), [x])
+    with pytest.raises(Exception, match=r"torchq\.to_onnx\(model, path, example_inputs\)"):
+        torch.onnx.export(q, (x,), str(tmp_path / "m.onnx"), dynamo=dynamo)
+
+
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     x = torch.randn(4, 8)
     q = torchq.quantize(nn.Sequential(nn.Linear(8, 8)).eval(), [x])
