@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.runtime.library import DTYPES, LIBRARY_PATH, shorten_calls
+from torchq.runtime.library import DTYPES, LIBRARY_PATH, refuse_onnx_export, shorten_calls
 from torchq.runtime.matmul_fakes import FAKES
 
 __all__ = ["LIBRARY_PATH"]
@@ -28,6 +28,7 @@ def _register(name: str, kernel: Callable[..., Any]) -> None:
 
     @functools.wraps(kernel)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        refuse_onnx_export()
         _check_arguments(name, args, kwargs)
         return kernel(*args, **kwargs)
 

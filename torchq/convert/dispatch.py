@@ -26,6 +26,7 @@ from torchq.convert.guards import Example
 from torchq.convert.swap.weights import without_capturing_hooks
 from torchq.nn.attached import WATCHING, Attachment, attachment_of, graphs_of
 from torchq.nn.leaf import QuantizedLeaf
+from torchq.runtime.library import refuse_onnx_export
 
 _KEY = "torchq_graph."
 """Begins the names of a graph's tensors in the state of its module."""
@@ -64,6 +65,7 @@ class Dispatch(Attachment):
 
         def untraced(*args: Any, **kwargs: Any) -> Any:
             """Choose as a call that torch.jit.trace does not record."""
+            refuse_onnx_export()
             state = _get_tracing_state()
             _set_tracing_state(None)
             try:

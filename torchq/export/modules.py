@@ -159,13 +159,15 @@ def _max_pool(g: OnnxGraph, module: QMaxPool, src: Value) -> str:
 
 def _avg_pool(g: OnnxGraph, module: QAvgPool, src: Value) -> str:
     pads, window = _window(module)
-    x, counts = g.source(src, src_params(module)), int(module.count_include_pad)
-    if module.ceil_mode and counts and any(pads):
-        # ONNX Runtime 1.32 would divide by whole windows, also where they end outside of the zeros
+    params = src_params(module)
+    x = g.source(src, params)
+    if module.count_include_pad and any(pads):
+        # Zeros of its own: with a zero point OpenVINO 2026.4 would pad by integers 0, and with
+        # ceil_mode ONNX Runtime 1.32 would divide by windows that end outside of them.
         half = len(pads) // 2
         sizes = g.sizes([0, 0, *pads[:half], 0, 0, *pads[half:]])
-        x, pads = g.add("Pad", x, sizes, g.constant(0.0)), [0] * len(pads)
-    return g.add("AveragePool", x, pads=pads, count_include_pad=counts, **window)
+        x, pads = g.rounded(g.add("Pad", x, sizes, g.constant(0.0)), params), [0] * len(pads)
+    return g.add("AveragePool", x, pads=pads, **window)
 
 
 def _adaptive_avg_pool(g: OnnxGraph, module: QAdaptiveAvgPool, src: Value) -> str:

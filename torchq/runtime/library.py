@@ -124,3 +124,12 @@ def channels_last_strides(sizes: Sequence[int]) -> list[int]:
 def empty_channels_last(src: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a new (N, C, spatial...) on the device of ``src``."""
     return torch.empty_strided(sizes, channels_last_strides(sizes), dtype=dtype, device=src.device)
+
+
+def refuse_onnx_export() -> None:
+    """Raise NotImplementedError within torch.onnx.export, which has no form of int8 operators."""
+    if torch.onnx.is_in_onnx_export():
+        raise NotImplementedError(
+            "torch.onnx.export: model must be float, got one that torchq converted. Write it with "
+            "torchq.to_onnx(model, path, example_inputs)."
+        )
