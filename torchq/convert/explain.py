@@ -68,7 +68,7 @@ class Explanation:
 
     @property
     def float_weights(self) -> tuple[Weight, ...]:
-        """Return those that stay float, though no override says so."""
+        """Return the weights that stay float though no override says so."""
         return tuple(weight for weight in self.weights if weight.stays_float(self.rows))
 
     def __str__(self) -> str:

@@ -55,7 +55,7 @@ class Weight:
         name: qualified name in the float model.
         size: elements.
         macs: multiplications by them on the example inputs.
-        requested: whether an override keeps what it is in float.
+        requested: whether an override keeps it float.
     """
 
     name: str

@@ -54,7 +54,7 @@ def multiplied(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
 def weights_of(
     model: nn.Module, args: Any, kwargs: Any, requested: Callable[[str], bool]
 ) -> list[Weight]:
-    """Return the same as a list; ``requested`` tells names that an override keeps float."""
+    """Return the parameters of :func:`multiplied`; an override keeps ``requested`` names float."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     found = multiplied(model, args, kwargs)
     return [Weight(name, sizes[name], macs, requested(name)) for name, macs in found.items()]
@@ -66,7 +66,7 @@ def with_names(rows: Iterable[Row], first: Callable[[str], str]) -> list[Row]:
 
 
 def first_names(model: nn.Module) -> Callable[[str], str]:
-    """Return what gives the first of several names of one parameter.
+    """Return a function that gives the first of several names of one parameter.
 
     Names of projections that an attention module was split into are those of what was split.
     """

@@ -48,12 +48,12 @@ def graphs_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 WATCHING: set[int] = set()
-"""Hooks that only look, by id: calls of a module that has them still take its graph."""
+"""Ids of hooks that only look: calls of a module that has them still take its graph."""
 
 
 @contextmanager
 def watching(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Count hooks of torchq's own measurements among them, and remove the hooks afterwards."""
+    """Let calls take their graph while a measurement has these hooks; remove them afterwards."""
     handles = list(handles)
     ids = {handle.id for handle in handles}
     WATCHING.update(ids)
