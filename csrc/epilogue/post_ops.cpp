@@ -6,6 +6,7 @@
 
 #include <cctype>
 #include <cerrno>
+#include <cfenv>
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
@@ -51,8 +52,11 @@ bool parse(std::string_view field, float* value) {
   if (std::isspace(first) || first == '+' || field.find_first_of("xX") != field.npos) return false;
   const std::string text(field);
   char* end = nullptr;
+  const int rounding = std::fegetround();  // of the x87 unit, which strtof asks
+  std::fesetround(FE_TONEAREST);
   errno = 0;
   *value = strtof_l(text.c_str(), &end, c_locale);
+  std::fesetround(rounding);
   const bool overflow = errno == ERANGE && std::isinf(*value);
   return end == text.c_str() + text.size() && !overflow;
 }
