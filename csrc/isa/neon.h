@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// 16 lanes of NEON: four registers where AVX-512 has one. Neon runs on every AArch64 CPU, NeonI8mm
-// on those with the int8 matrix extension, whose USDOT is VPDPBUSD in 128 bits.
+// 16 lanes of NEON: four registers where AVX-512 has one. Neon runs on every AArch64 CPU. NeonI8mm
+// needs the int8 matrix extension, whose USDOT is a VPDPBUSD of 128 bits. The interface is that of
+// avx2.h; isa_concept.h says what each function returns.
 #pragma once
 
 #include "isa/few_bytes.h"

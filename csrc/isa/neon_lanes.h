@@ -14,7 +14,7 @@ TORCHQ_INLINE R each(const Op& op, const V&... v) {
   return {op(v.a...), op(v.b...), op(v.c...), op(v.d...)};
 }
 
-/// Int and the others are no instances of one template: with those GCC 12 lost stores to them.
+/// Int, Float and Lanes are no instances of one template: of those GCC 12 lost stores (rnn_step).
 struct NeonLanes {
   struct Int {
     int32x4_t a, b, c, d;
@@ -39,7 +39,7 @@ struct NeonLanes {
     const float32x4_t v = vdupq_n_f32(x);
     return {v, v, v, v};
   }
-  /// By memcpy: kernels read floats where they stored integers, and vld1q_f32 reads floats only.
+  /// By memcpy, which knows no type: kernels read floats where they stored integers.
   template <class V>
   static TORCHQ_INLINE V load_as(const void* p) {
     V v;
