@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LIBRARY := torchq/libtorchq.so
 SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*/*.h)
-FORMATTED := $(SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*/*.cpp tests/*.c tests/emulated/*.h)
+FORMATTED := $(SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*/*.cpp tests/*.c tests/emulated/*.h tests/neon/*.h tests/neon/*.cpp)
 # Options for pytest: make test ARGS='-k linear'
 ARGS ?=
 
@@ -21,7 +21,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-emulated test-report conformance zoo docs wheel wheel-test lint format \
+.PHONY: help demo test test-emulated test-neon test-report conformance zoo docs wheel wheel-test lint format \
   bench build clean distclean
 
 help:  ## This list
@@ -45,6 +45,9 @@ test-emulated: $(VENV)/.emulated  ## The tests of tiers that this CPU lacks, in 
 	cd $(EMULATED) && TORCHQ_EMULATE=1 $(CURDIR)/$(BIN)/python setup.py --quiet build_ext --inplace
 	cd $(EMULATED) && $(CURDIR)/$(BIN)/python -m pytest --ignore tests/test_disassembly.py \
 	  -k '(avx2_vnni or avx512 or amx) and not an_object' $(ARGS)
+
+test-neon:  ## The NEON kernels against the reference in an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
+	$(MAKE) --no-print-directory -C tests/neon
 
 conformance: $(LIBRARY)  ## 4800 random cases beside real oneDNN; writes docs/conformance.md
 	$(BIN)/python tests/conformance/run.py --markdown docs/conformance.md $(ARGS)

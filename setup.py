@@ -34,15 +34,23 @@ KERNEL = ["-fira-region=all", "-frename-registers"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
 # Includes name files from here. Objects of kernels/ and isa/ have no other include path.
 INCLUDE = f"-I{ROOT / 'csrc'}"
-# Source file of each ISA object -> its flags. None of them sees a torch header.
-ISA_FLAGS = {
-    "csrc/kernels/reference.cpp": [],
-    "csrc/isa/avx2.cpp": ["-mavx2", "-mfma"],
-    "csrc/isa/avx2_vnni.cpp": ["-mavx2", "-mfma", "-mavxvnni"],
-    "csrc/isa/avx512.cpp": AVX512,
-    "csrc/isa/avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
-    "csrc/isa/amx.cpp": [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
-}
+# Source file of each of a machine's ISA objects -> its flags. None of them sees a torch header.
+ISA_FLAGS: dict[str, list[str]] = {"csrc/kernels/reference.cpp": []}
+if os.uname().machine == "x86_64":
+    ISA_FLAGS |= {
+        "csrc/isa/avx2.cpp": ["-mavx2", "-mfma"],
+        "csrc/isa/avx2_vnni.cpp": ["-mavx2", "-mfma", "-mavxvnni"],
+        "csrc/isa/avx512.cpp": AVX512,
+        "csrc/isa/avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
+        "csrc/isa/amx.cpp": [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
+    }
+elif os.uname().machine == "aarch64":
+    # GCC 12 else moves loads in front of a tile's products: up to 25 stack accesses in a K loop.
+    NEON = ["-fno-schedule-insns"]
+    ISA_FLAGS |= {
+        "csrc/isa/neon.cpp": NEON,
+        "csrc/isa/neon_i8mm.cpp": [*NEON, "-march=armv8.2-a+i8mm"],
+    }
 
 # Folders of the library's other objects, which see torch.
 LIBRARY = ["csrc", "csrc/runtime", "csrc/epilogue", "csrc/ops/*"]
@@ -130,10 +138,8 @@ class BuildTorchq(BuildExtension):
         # The same variables as setuptools reads for the other objects, in front of our flags.
         for variable in ("CFLAGS", "CXXFLAGS", "CPPFLAGS"):
             compiler += shlex.split(os.environ.get(variable, ""))
-        x86 = os.uname().machine == "x86_64"
-        sources = [s for s in ISA_FLAGS if x86 or "/isa/" not in s]
         with ThreadPoolExecutor(jobs()) as pool:
-            each = pool.map(lambda s: self.compile_first(compiler, s), [*sources, TORCH_HEADERS])
+            each = pool.map(lambda s: self.compile_first(compiler, s), [*ISA_FLAGS, TORCH_HEADERS])
             *objects, _ = each
         self.extensions[0].extra_objects.extend(objects)
         super().build_extensions()

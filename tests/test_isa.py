@@ -19,7 +19,11 @@ import torchq.functional as TF
 from torchq.ops import LIBRARY_PATH
 
 ROOT = Path(__file__).parent.parent
-TIERS = ["reference", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx"]
+TIERS_OF = {
+    "x86_64": ["avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx"],
+    "aarch64": ["neon", "neon_i8mm"],
+}
+TIERS = ["reference", *TIERS_OF.get(platform.machine(), [])]
 OBJECTS = ROOT / "build" / f"torch-{torch.__version__}" / "isa"
 LIBC = {"memcpy", "memset", "memmove", "nearbyintf", "nearbyint", "rintf", "fmaf", "sqrtf", "fma"}
 # Of libgcc and compiler-rt, linked statically: what __builtin_cpu_is reads.
@@ -29,9 +33,6 @@ needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not inst
 needs_objects = pytest.mark.skipif(
     not OBJECTS.is_dir(), reason=f"{OBJECTS.relative_to(ROOT)} does not exist: not built here"
 )
-
-
-needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="tiers of x86-64")
 
 
 def nm(*args: str | Path) -> list[tuple[str, str]]:
@@ -56,7 +57,6 @@ def python(code: str, *options: str, **environment: str) -> subprocess.Completed
 
 @needs_nm
 @needs_objects
-@needs_x86
 @pytest.mark.parametrize("tier", TIERS)
 def test_an_object_exports_its_table_only(tier: str):
     """An inline function with external linkage would be merged with another tier's copy."""
@@ -71,7 +71,6 @@ def test_an_object_exports_its_table_only(tier: str):
 
 @needs_nm
 @needs_objects
-@needs_x86
 @pytest.mark.parametrize("tier", TIERS)
 def test_an_object_needs_libc_only(tier: str):
     """No torch, no C++ runtime, no allocation, no exception, no thread, no static initializer."""
@@ -136,6 +135,7 @@ def test_supported_isas_are_ordered_and_start_with_the_reference():
     assert ("avx2_vnni" in supported) == ("avx_vnni" in flags)
     assert ("avx512_vnni" in supported) == ("avx512_vnni" in flags)
     assert ("amx" in supported) == ("amx_int8" in flags)
+    assert ("neon_i8mm" in supported) == ("i8mm" in flags)
 
 
 def test_the_default_is_the_best_tier():

@@ -3,7 +3,8 @@
 //
 // A trait is a struct of static functions on 16 lanes of 32 bits (kPanel), in as many registers as
 // that takes. Int, Float: 16 lanes. Mask: the first `count` lanes. Bytes: kByteLanes bytes, cut in
-// lanes of 128 bits as x86 does. A quad: the four bytes of a lane. avx2.h is the example to copy.
+// lanes of 128 bits as x86 does. A quad: the four bytes of a lane. The examples to copy are avx2.h,
+// and neon.h where registers have 128 bits.
 #pragma once
 
 #include "kernels/common.h"
@@ -104,7 +105,8 @@ concept HasDots =
 
 /// Lanes of small groups, whose sums are 4 x 4 matrices.
 template <class T>
-concept HasGroups = requires(typename T::Int i) {
+concept HasGroups = requires(typename T::Int i, uint8_t* u) {
+  T::dot(i, T::template split_src<0>(T::flip_sign(T::load_lane(u))), i);  // 16 bytes, in each lane
   { T::transpose_lanes(i) } -> Is<typename T::Int>;  // lane 4 a + b from lane 4 b + a
   { T::add_pairs(i, i) } -> Is<typename T::Int>;     // of each four: sums of a's pairs, then b's
   { T::swap_middle(i) } -> Is<typename T::Int>;      // of each four: the second and third swapped

@@ -98,6 +98,9 @@ extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx2VnniKernels;
 extern const Kernels kAvx512Kernels;
 extern const Kernels kAvx512VnniKernels;
+#elif defined(__aarch64__)
+extern const Kernels kNeonKernels;
+extern const Kernels kNeonI8mmKernels;
 #endif
 
 }  // namespace torchq

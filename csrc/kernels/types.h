@@ -6,7 +6,7 @@
 
 namespace torchq {
 
-/// Output channels of one packed panel: 16 int32 lanes, one zmm or two ymm.
+/// Output channels of one packed panel: 16 int32 lanes, one to four registers.
 constexpr int kPanel = 16;
 /// Consecutive k that one 32-bit lane holds (what VPDPBUSD sums).
 constexpr int kQuad = 4;

@@ -7,6 +7,8 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
 #include <chrono>
@@ -40,6 +42,12 @@ bool has_amx() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
+#elif defined(__aarch64__)
+/// USDOT, of Armv8.6 and of some CPUs before it.
+bool has_i8mm() {
+  constexpr unsigned long kI8mm = 1ul << 13;
+  return (getauxval(AT_HWCAP2) & kI8mm) != 0;
+}
 #endif
 
 #ifdef TORCHQ_EMULATED
@@ -70,6 +78,9 @@ const std::vector<Tier>& tiers() {
       return kernels;
     }();
     list.push_back({&amx, kEmulated || (vnni && has_amx())});
+#elif defined(__aarch64__)
+    list.push_back({&kNeonKernels, true});
+    list.push_back({&kNeonI8mmKernels, has_i8mm()});
 #endif
     return list;
   }();

@@ -89,12 +89,12 @@ void small_group_rows(const GemmTile& t, const Epilogue& e) {
   int first = 0;  // that is left
   if constexpr (kHasWide<Isa>) {
     const LineTaps along[] = {{t, 1, kLineTaps}, {t, t.num_runs / kLineTaps, 1}};
-    // Without runs all taps are padding, and rows of an empty source are 0 bytes apart.
-    for (int row = 0; row + 1 < t.rows && t.num_runs > 0;) {
+    for (int row = 0; row + 1 < t.rows;) {
       const int64_t step = t.row_offset[row + 1] - t.row_offset[row];
       const int count = line_length(t, row, step);
       const bool is_row = step == along[0].step, is_column = step == along[1].step;
-      if (count >= kShortestLine && (is_row || is_column)) {
+      // Rows of an empty source are 0 bytes apart, and LineTaps without a step are no line.
+      if (count >= kShortestLine && step != 0 && (is_row || is_column)) {
         if (row > first) small_group_tiles<Isa, Q, kFlip, kNarrow>(t, e, first, row - first);
         int lines = 1;
         while (lines < kLinesAtOnce && line_length(t, row + lines * count, step) == count) ++lines;

@@ -1,18 +1,50 @@
 // SPDX-License-Identifier: Apache-2.0
 // Packing at run time, for operands that are not constant (contracts: PanelSource, sum_bytes in
-// table.h). 16 bytes at a time: every x86 tier has these instructions, and a panel is 16 wide.
+// table.h). 16 bytes at a time, as the compiler's vectors: a panel is 16 wide.
 #pragma once
-
-#include <immintrin.h>
 
 #include "kernels/common.h"
 
 namespace {
 
-TORCHQ_INLINE __m128i load_16(const void* p) {
-  return _mm_loadu_si128(static_cast<const __m128i*>(p));
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+typedef uint16_t Words8 __attribute__((vector_size(16)));
+typedef uint32_t Dwords4 __attribute__((vector_size(16)));
+typedef uint64_t Qwords2 __attribute__((vector_size(16)));
+
+TORCHQ_INLINE Bytes16 load_16(const void* p) {
+  Bytes16 v;
+  memcpy(&v, p, sizeof v);
+  return v;
 }
-TORCHQ_INLINE void store_16(void* p, __m128i v) { _mm_storeu_si128(static_cast<__m128i*>(p), v); }
+template <class V>
+TORCHQ_INLINE void store_16(void* p, V v) {
+  memcpy(p, &v, sizeof v);
+}
+
+/// The lanes of the first halves of a and b in turn, or of their second halves.
+TORCHQ_INLINE Words8 zip_low(Bytes16 a, Bytes16 b) {
+  return reinterpret_cast<Words8>(
+      __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+}
+TORCHQ_INLINE Words8 zip_high(Bytes16 a, Bytes16 b) {
+  return reinterpret_cast<Words8>(
+      __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+}
+TORCHQ_INLINE Dwords4 zip_low(Words8 a, Words8 b) {
+  return reinterpret_cast<Dwords4>(__builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11));
+}
+TORCHQ_INLINE Dwords4 zip_high(Words8 a, Words8 b) {
+  return reinterpret_cast<Dwords4>(__builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15));
+}
+TORCHQ_INLINE Qwords2 zip_low(Dwords4 a, Dwords4 b) {
+  return reinterpret_cast<Qwords2>(__builtin_shufflevector(a, b, 0, 4, 1, 5));
+}
+TORCHQ_INLINE Qwords2 zip_high(Dwords4 a, Dwords4 b) {
+  return reinterpret_cast<Qwords2>(__builtin_shufflevector(a, b, 2, 6, 3, 7));
+}
+TORCHQ_INLINE Qwords2 zip_low(Qwords2 a, Qwords2 b) { return __builtin_shufflevector(a, b, 0, 2); }
+TORCHQ_INLINE Qwords2 zip_high(Qwords2 a, Qwords2 b) { return __builtin_shufflevector(a, b, 1, 3); }
 
 /// One quad of up to 16 channels, byte by byte.
 TORCHQ_INLINE void pack_tail_quad(const PanelSource& s, int64_t k, int8_t* dst) {
@@ -27,58 +59,65 @@ TORCHQ_INLINE void pack_tail_quad(const PanelSource& s, int64_t k, int8_t* dst) 
 }
 
 /// Four rows of 16 channels to 16 channels of four.
-TORCHQ_INLINE void interleave_rows(const uint8_t* src, int64_t stride, __m128i flip, int8_t* dst) {
-  __m128i row[kQuad];
-  for (int i = 0; i < kQuad; ++i) row[i] = _mm_xor_si128(load_16(src + i * stride), flip);
-  const __m128i low01 = _mm_unpacklo_epi8(row[0], row[1]),
-                low23 = _mm_unpacklo_epi8(row[2], row[3]);
-  const __m128i high01 = _mm_unpackhi_epi8(row[0], row[1]),
-                high23 = _mm_unpackhi_epi8(row[2], row[3]);
-  store_16(dst, _mm_unpacklo_epi16(low01, low23));
-  store_16(dst + 16, _mm_unpackhi_epi16(low01, low23));
-  store_16(dst + 32, _mm_unpacklo_epi16(high01, high23));
-  store_16(dst + 48, _mm_unpackhi_epi16(high01, high23));
+TORCHQ_INLINE void interleave_rows(const uint8_t* src, int64_t stride, Bytes16 flip, int8_t* dst) {
+  Bytes16 row[kQuad];
+  for (int i = 0; i < kQuad; ++i) row[i] = load_16(src + i * stride) ^ flip;
+  const Words8 low01 = zip_low(row[0], row[1]), low23 = zip_low(row[2], row[3]);
+  const Words8 high01 = zip_high(row[0], row[1]), high23 = zip_high(row[2], row[3]);
+  store_16(dst, zip_low(low01, low23));
+  store_16(dst + 16, zip_high(low01, low23));
+  store_16(dst + 32, zip_low(high01, high23));
+  store_16(dst + 48, zip_high(high01, high23));
 }
 
 /// Four channels of 16 k to four quads of four channels each, 64 bytes apart.
-TORCHQ_INLINE void transpose_quads(const uint8_t* src, int64_t stride, __m128i flip, int8_t* dst) {
-  __m128i channel[4];
-  for (int n = 0; n < 4; ++n) channel[n] = _mm_xor_si128(load_16(src + n * stride), flip);
-  const __m128i low01 = _mm_unpacklo_epi32(channel[0], channel[1]),
-                low23 = _mm_unpacklo_epi32(channel[2], channel[3]);
-  const __m128i high01 = _mm_unpackhi_epi32(channel[0], channel[1]),
-                high23 = _mm_unpackhi_epi32(channel[2], channel[3]);
-  store_16(dst, _mm_unpacklo_epi64(low01, low23));
-  store_16(dst + 64, _mm_unpackhi_epi64(low01, low23));
-  store_16(dst + 128, _mm_unpacklo_epi64(high01, high23));
-  store_16(dst + 192, _mm_unpackhi_epi64(high01, high23));
+TORCHQ_INLINE void transpose_quads(const uint8_t* src, int64_t stride, Bytes16 flip, int8_t* dst) {
+  Dwords4 channel[4];
+  for (int n = 0; n < 4; ++n) {
+    channel[n] = reinterpret_cast<Dwords4>(load_16(src + n * stride) ^ flip);
+  }
+  const Qwords2 low01 = zip_low(channel[0], channel[1]), low23 = zip_low(channel[2], channel[3]);
+  const Qwords2 high01 = zip_high(channel[0], channel[1]),
+                high23 = zip_high(channel[2], channel[3]);
+  store_16(dst, zip_low(low01, low23));
+  store_16(dst + 64, zip_high(low01, low23));
+  store_16(dst + 128, zip_low(high01, high23));
+  store_16(dst + 192, zip_high(high01, high23));
 }
 
 /// The same of fewer channels; the others are 0.
-TORCHQ_INLINE void transpose_some(const uint8_t* src, int64_t stride, int channels, __m128i flip,
+TORCHQ_INLINE void transpose_some(const uint8_t* src, int64_t stride, int channels, Bytes16 flip,
                                   int8_t* dst) {
-  __m128i rows[4] = {flip, flip, flip, flip};
+  Bytes16 rows[4] = {flip, flip, flip, flip};
   for (int n = 0; n < channels; ++n) rows[n] = load_16(src + n * stride);
   transpose_quads(reinterpret_cast<const uint8_t*>(rows), sizeof rows[0], flip, dst);
 }
 
 /// sums[n] = sum over k of the packed weights of channel n.
+template <class Isa>
 TORCHQ_INLINE void sum_panel(const int8_t* panel, int64_t quads, int32_t* sums) {
-  const __m128i one_byte = _mm_set1_epi8(1), one_word = _mm_set1_epi16(1);
-  __m128i total[4] = {_mm_setzero_si128(), _mm_setzero_si128(), _mm_setzero_si128(),
-                      _mm_setzero_si128()};
-  for (int64_t q = 0; q < quads; ++q) {
-    TORCHQ_UNROLL for (int i = 0; i < 4; ++i) {
-      const __m128i pairs = _mm_maddubs_epi16(one_byte, load_16(panel + q * 64 + i * 16));
-      total[i] = _mm_add_epi32(total[i], _mm_madd_epi16(pairs, one_word));
+  const uint32_t ones = 0x01010101u;
+  const auto one = Isa::broadcast(reinterpret_cast<const uint8_t*>(&ones));
+  auto total = Isa::zero();
+  for (int64_t q = 0; q < quads; ++q, panel += kPanel * kQuad) {
+    if constexpr (Isa::kSteps == 1) {
+      Isa::dot(total, one, Isa::load_weight(panel));
+    } else if constexpr (Isa::kHasNarrow) {
+      Isa::dot_narrow(total, one, Isa::load_weight(panel));
+    } else {
+      alignas(64) int8_t wide[2 * kPanel * kQuad];
+      Isa::widen(panel, wide);
+      Isa::dot(total, Isa::template split_src<0>(one), Isa::load_weight(wide));
+      Isa::dot(total, Isa::template split_src<1>(one), Isa::load_weight(wide + kPanel * kQuad));
     }
   }
-  for (int i = 0; i < 4; ++i) store_16(sums + 4 * i, total[i]);
+  Isa::store_int(sums, total);
 }
 
 template <class Isa>
 void pack_panel(const PanelSource& s, int8_t* dst, int32_t* sums) {
-  const __m128i flip = _mm_set1_epi8(static_cast<char>(s.flip ? 0x80 : 0));
+  Bytes16 flip;
+  memset(&flip, s.flip ? 0x80 : 0, sizeof flip);
   const int64_t quads = (s.k + kQuad - 1) / kQuad;
   int64_t k = 0;
   if (s.channels == kPanel && s.channel_stride == 1) {
@@ -99,19 +138,22 @@ void pack_panel(const PanelSource& s, int8_t* dst, int32_t* sums) {
     }
   }
   for (; k < s.k; k += kQuad) pack_tail_quad(s, k, dst + k * kPanel);
-  sum_panel(dst, quads, sums);
+  sum_panel<Isa>(dst, quads, sums);
 }
 
+/// Products with ones, of 64 bytes at a time.
 template <class Isa>
 int32_t sum_bytes(const uint8_t* src, int64_t size, bool flip) {
-  const __m128i mask = _mm_set1_epi8(static_cast<char>(flip ? 0x80 : 0));
-  __m128i total = _mm_setzero_si128();
+  const auto ones = Isa::set_int(Isa::kSteps == 1 ? 0x01010101 : 0x00010001);
+  auto total = Isa::zero();
   int64_t i = 0;
-  for (; i + 16 <= size; i += 16) {
-    const __m128i bytes = _mm_xor_si128(load_16(src + i), mask);
-    total = _mm_add_epi64(total, _mm_sad_epu8(bytes, _mm_setzero_si128()));
+  for (; i + kPanel * kQuad <= size; i += kPanel * kQuad) {
+    auto v = Isa::load_int(reinterpret_cast<const int32_t*>(src + i));
+    if (flip) v = Isa::flip_sign(v);
+    Isa::dot(total, Isa::template split_src<0>(v), ones);
+    if constexpr (Isa::kSteps == 2) Isa::dot(total, Isa::template split_src<1>(v), ones);
   }
-  int32_t sum = _mm_cvtsi128_si32(total) + _mm_extract_epi32(total, 2);
+  int32_t sum = static_cast<int32_t>(Isa::sum_lanes(total));
   for (; i < size; ++i) sum += flip ? src[i] ^ 0x80 : src[i];
   return sum;
 }
