@@ -114,7 +114,7 @@ struct Neon : NeonLanes {
     return vreinterpretq_u8_u16(kStep == 1 ? vshrq_n_u16(pairs, 8)
                                            : vandq_u16(pairs, vdupq_n_u16(0xff)));
   }
-  /// Of a vector of `load_lane`, whose 128 bits are all the same.
+  /// The same of `load_lane`, whose registers are equal.
   template <int kStep>
   static TORCHQ_INLINE uint8x16_t split_src(Bytes lanes) {
     return split_src<kStep>(lanes.lo);

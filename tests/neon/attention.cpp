@@ -56,7 +56,7 @@ void check_weights(const Kernels& k) {
   a.scores = again.data(), a.dst = tested.data(), a.total = tested_total.data();
   k.attention_weights(a);
   expect_same("total", reference_total, tested_total);
-  for (int64_t r = 0; r < a.rows; ++r) {  // of a row without a total, dst is nothing
+  for (int64_t r = 0; r < a.rows; ++r) {  // dst is undefined where the total is NaN
     const int64_t at = r * a.stride;
     if (reference_total[r] != reference_total[r]) continue;
     expect_same("dst", reference.data() + at, tested.data() + at, a.stride);

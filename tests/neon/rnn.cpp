@@ -67,7 +67,7 @@ int gates_of(RnnCell cell) {
                                       : 1;
 }
 
-/// What a step writes.
+/// Buffers that a step writes.
 struct Results {
   Buffer<float> cell_state, update, state;
   Buffer<uint8_t> quantized, dst;
