@@ -135,9 +135,13 @@ class DynamicQConv(QModule):
     def from_spec(cls, spec: dict[str, Any]) -> Self:
         """See the base class."""
         packed = empty_packed(spec["weight"], groups=spec["groups"], dilation=spec["dilation"])
-        bias = torch.zeros(packed.channels, device="cpu") if spec["bias"] else None
+        bias = (
+            torch.zeros(packed.channels, dtype=torch.float32, device="cpu")
+            if spec["bias"]
+            else None
+        )
         sides = {name: spec[name] for name in ("stride", "padding", "padding_end")}
-        return cls(packed, torch.ones(1, device="cpu"), bias, **sides)
+        return cls(packed, torch.ones(1, dtype=torch.float32, device="cpu"), bias, **sides)
 
     def packed(self) -> PackedWeight:
         """Return the weight with the shape it was packed from."""
