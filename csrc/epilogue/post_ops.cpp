@@ -13,6 +13,7 @@
 #include <string>
 
 #include "runtime/checks.h"
+#include "runtime/float_mode.h"
 
 namespace torchq {
 namespace {
@@ -52,7 +53,9 @@ bool parse(std::string_view field, float* value) {
   if (std::isspace(first) || first == '+' || field.find_first_of("xX") != field.npos) return false;
   const std::string text(field);
   char* end = nullptr;
-  const int rounding = std::fegetround();  // of the x87 unit, which strtof asks
+  // strtof rounds as the x87 unit does. FloatMode puts back what fesetround changes beside it.
+  const FloatMode mode;
+  const int rounding = std::fegetround();
   std::fesetround(FE_TONEAREST);
   errno = 0;
   *value = strtof_l(text.c_str(), &end, c_locale);
