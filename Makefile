@@ -128,7 +128,7 @@ $(VENV)/.torch: $(VENV)/pyvenv.cfg
 
 $(LIBRARY): setup.py pyproject.toml $(SOURCES) $(VENV)/.torch
 	$(check_compiler)
-	@echo 'Building torchq: some minutes the first time.'
+	@echo 'Building torchq: three minutes on two cores the first time.'
 	$(BIN)/python setup.py --quiet build_ext --inplace | sed -uE 's/^(\[[0-9/]+\]) .* -c ([^ ]+\.cpp) .*/\1 \2/'
 	$(PIP) install --quiet --no-build-isolation -e '.[test]'
 	@touch $@
