@@ -39,7 +39,7 @@ def _to(g: OnnxGraph, src: Value, *args: Any, **kwargs: Any) -> Any:
 
 
 def _cast(g: OnnxGraph, name: str, dtype: torch.dtype) -> str:
-    array = torch.empty(0, dtype=dtype).numpy()
+    array = torch.empty(0, dtype=dtype, device="cpu").numpy()
     return g.add("Cast", name, to=int(g.onnx.helper.np_dtype_to_tensor_dtype(array.dtype)))
 
 
@@ -50,7 +50,7 @@ def _operand(g: OnnxGraph, value: Number, dtype: torch.dtype, is_number: bool) -
     if not isinstance(value, Value):
         made = torch.tensor(value, dtype=dtype, device="cpu")
         return g.constant(made.reshape(1) if is_number else made)
-    own = torch.as_tensor(value.example).dtype
+    own = torch.as_tensor(value.example, device="cpu").dtype
     own = torch.float32 if own == torch.float64 else own
     return value.name if own == dtype else _cast(g, value.name, dtype)
 
@@ -138,7 +138,11 @@ def _layer_norm(
     bias: Value | None = None, eps: float = 1e-5, cudnn_enable: bool = False,
 ) -> str:  # fmt: skip
     """Write a layer norm."""
-    factor = g.constant(torch.ones(list(normalized_shape))) if weight is None else weight.name
+    factor = (
+        g.constant(torch.ones(list(normalized_shape), dtype=torch.float32, device="cpu"))
+        if weight is None
+        else weight.name
+    )
     srcs = [input.name, factor] + ([] if bias is None else [bias.name])
     return g.add("LayerNormalization", *srcs, axis=-len(normalized_shape), epsilon=eps)
 
@@ -162,7 +166,9 @@ def _upsample_nearest(
     options = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric"}
     options["nearest_mode"] = "floor"
     if output_size is None:
-        scales = g.constant(torch.tensor([1.0, 1.0, *scale_factors]))
+        scales = g.constant(
+            torch.tensor([1.0, 1.0, *scale_factors], dtype=torch.float32, device="cpu")
+        )
         return g.add("Resize", input.name, "", scales, **options)
     sizes = g.sizes([g.size(input, 0), g.size(input, 1), *output_size])
     return g.add("Resize", input.name, "", "", sizes, **options)
@@ -281,7 +287,7 @@ def _gather(g: OnnxGraph, src: Value, dim: int, index: Value) -> str:
 def _arange(g: OnnxGraph, start: Number, end: Any = None, step: Number = 1, **options: Any) -> str:
     start, end = (0, start) if end is None else (start, end)
     numbers = [_operand(g, v, torch.int64, False) for v in (start, end, step)]
-    empty = g.constant(torch.empty(0, dtype=torch.int64))
+    empty = g.constant(torch.empty(0, dtype=torch.int64, device="cpu"))
     made = g.add("Range", *(g.add("Reshape", number, empty) for number in numbers))
     dtype = options.get("dtype")
     return made if dtype in (None, torch.int64) else _cast(g, made, dtype)

@@ -189,7 +189,13 @@ def _resample(g: OnnxGraph, module: QResample, src: Value, size: Any = None) -> 
     if size or module.size:
         outer = [g.size(src, 0), g.size(src, 1)]
         return g.add("Resize", x, "", "", g.sizes([*outer, *(size or module.size)]), **options)
-    return g.add("Resize", x, "", g.constant(torch.tensor([1.0, 1.0, *module.factor])), **options)
+    return g.add(
+        "Resize",
+        x,
+        "",
+        g.constant(torch.tensor([1.0, 1.0, *module.factor], dtype=torch.float32, device="cpu")),
+        **options,
+    )
 
 
 # Several sources
@@ -228,7 +234,7 @@ def _attention(
     factor = query.example.shape[-1] ** -0.5 if factor is None else factor
     number = factor.name if isinstance(factor, Value) else g.constant(float(factor))
     scores = g.add("Mul", g.add("MatMul", q, k), number)
-    lowest = torch.tensor([float("-inf")])
+    lowest = torch.tensor([float("-inf")], dtype=torch.float32, device="cpu")
     if module.is_causal:
         shape = g.add("Slice", g.add("Shape", scores), g.constant([-2]), g.constant([2**31]))
         full = g.add("Expand", g.constant(lowest), shape)
