@@ -29,6 +29,8 @@ class DynamicQConv(QModule):
         dst = float(acc) * (src_scale[sample] * weight_scale[channel]) + bias[channel]
 
     A sample depends on nothing but itself: a batch gives the bits of its samples one by one.
+    Ranges, padding and scaling are passes of their own, so it may be slower than float: on one
+    Zen 4 thread by 1.4 (1x1, 256 channels at 14x14) and 2.2 times (depthwise 3x3, 96 at 56x56).
 
     Buffers:
         weight, compensation, pair_bound: see :class:`~torchq.functional.packing.PackedWeight`.
