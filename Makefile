@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LIBRARY := torchq/libtorchq.so
 SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*/*.h)
-FORMATTED := $(SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*/*.cpp tests/*.c tests/emulated/*.h tests/neon/*.h tests/neon/*.cpp)
+FORMATTED := $(SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*/*.cpp tests/*/*.c tests/emulated/*.h tests/neon/*.h tests/neon/*.cpp)
 # Options for pytest: make test ARGS='-k linear'
 ARGS ?=
 
@@ -43,7 +43,7 @@ test-emulated: $(VENV)/.emulated  ## The tests of tiers that this CPU lacks, in 
 	cp -ru setup.py pyproject.toml README.md csrc torchq tests benchmarks examples $(EMULATED)
 	rm -f $(EMULATED)/torchq/*.so
 	cd $(EMULATED) && TORCHQ_EMULATE=1 $(CURDIR)/$(BIN)/python setup.py --quiet build_ext --inplace
-	cd $(EMULATED) && $(CURDIR)/$(BIN)/python -m pytest --ignore tests/test_disassembly.py \
+	cd $(EMULATED) && $(CURDIR)/$(BIN)/python -m pytest --ignore tests/kernels/test_disassembly.py \
 	  -k '(avx2_vnni or avx512 or amx) and not an_object' $(ARGS)
 
 test-neon:  ## The NEON kernels against the reference in an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)

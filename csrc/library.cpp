@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every schema torchq exposes. Kernels bind next to their code in ops/*.cpp; fake kernels are in
 // torchq/runtime/fakes.py and matmul_fakes.py. Schemas are append-only once released
-// (tests/test_schemas.py).
+// (tests/ops/test_schemas.py).
 //
 // dst_dtype is a ScalarType's number (uint8 0, int8 1, int32 3, float32 6): an int costs a call 0.6
 // us less. geometry is one list for the same reason; its layout is in ops/conv/geometry.h.

@@ -6,8 +6,8 @@
 // linkage would be merged by the linker with the copy of another object, and an AVX-512 copy would
 // then run on an AVX2 machine. So everything in kernels/ and isa/ lives in an anonymous namespace,
 // only C headers and those of intrinsics are included, no function template of the standard library
-// is used, and each object exports one symbol: its constant-initialized table. tests/test_isa.py
-// checks that with `nm`.
+// is used, and each object exports one symbol: its constant-initialized table.
+// tests/kernels/test_isa.py checks that with `nm`.
 #pragma once
 
 #include <stdint.h>

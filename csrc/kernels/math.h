@@ -15,7 +15,7 @@
 //
 // Special values are those of the formulas in IEEE arithmetic: NaN stays NaN, exp(inf) = inf,
 // exp(-inf) = 0, log(0) = -inf, log(-1) = NaN, tanh(inf) = 1, swish(-inf) = -inf * 0 = NaN. The
-// stated errors are checked against float64 over the whole range in tests/test_math.py.
+// stated errors are checked against float64 over the whole range in tests/kernels/test_math.py.
 #pragma once
 
 #include "kernels/common.h"

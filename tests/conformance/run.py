@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[depth]) for depth in (0, 1, 2)]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "conformance"), str(TESTS / "support"), str(TESTS.parent)]
 
 import matmul_cases  # noqa: E402
 import product_cases  # noqa: E402

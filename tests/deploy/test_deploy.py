@@ -337,8 +337,7 @@ def test_fresh_process(resnet: Built, tmp_path: Path) -> None:
             lines.append("assert 'torchq' not in sys.modules")
         lines += [loader, f"assert torch.equal(model(x), expected), {name!r}"]
     # Pickled networks need the classes of these tests.
-    paths = [str(Path(__file__).parent), str(Path(torchq.__file__).parent.parent)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, env=environment)
 
 
@@ -384,7 +383,7 @@ def test_state_dict(resnet: Built, change: Callable[[Any], Any], assign: bool) -
 def test_no_warnings(tmp_path: Path) -> None:
     """Import and the whole flow under -W error."""
     code = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import sys; sys.path[:0] = {sys.path!r}
 import torch, models, torchq
 model, x = models.randomize(models.ResNet()), torch.randn(2, 3, 16, 16)
 q = torchq.quantize(model, [x], x, strict=True)

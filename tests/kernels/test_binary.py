@@ -12,7 +12,7 @@ import pytest
 import reference
 import torch
 from calls import F32, S8, S32, U8, assert_same
-from cases import random_q
+from cases import BROADCASTS, random_q
 from memory import before_guard_page, flushing_denormals, misaligned, rounding_upward
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -96,22 +96,6 @@ def test_tails(isa: str, size: int):
         check(op, before_guard_page(src0), before_guard_page(src1), S8)
         if size:
             check(op, misaligned(src0, 1), misaligned(src1, 3), F32)
-
-
-BROADCASTS = [
-    ((), ()),
-    ((), (3, 4)),
-    ((3, 1), (1, 4)),
-    ((2, 3, 4, 5), (5,)),
-    ((2, 3, 4, 5), (1, 3, 1, 1)),
-    ((1, 3, 1, 1), (2, 3, 4, 5)),
-    ((2, 1, 4, 1), (1, 3, 1, 5)),
-    ((2, 3, 4, 5), (2, 3, 1, 1)),
-    ((1,), (7, 1, 19)),
-    ((0, 4), (1, 4)),
-    ((0,), (1,)),
-    ((2, 0, 3), (3,)),
-]
 
 
 @pytest.mark.parametrize(("shape0", "shape1"), BROADCASTS, ids=str)

@@ -15,7 +15,7 @@ import pytest
 
 import torchq
 
-OBJECTS = {path.stem: path for path in Path(__file__).parents[1].glob("build/torch-*/isa/*.o")}
+OBJECTS = {path.stem: path for path in Path(__file__).parents[2].glob("build/torch-*/isa/*.o")}
 DOT = re.compile(r"vpdpbusd|vpmaddwd|vpmaddubsw")
 STORE_TO_STACK = re.compile(r"%[xyz]mm\d+,\s*-?(0x)?[0-9a-f]*\(%r[sb]p")
 ADD_FROM_STACK = re.compile(r"^vpaddd .*\(%r[sb]p")

@@ -18,7 +18,7 @@ import torchq
 import torchq.functional as TF
 from torchq.ops import LIBRARY_PATH
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TIERS_OF = {
     "x86_64": ["avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx"],
     "aarch64": ["neon", "neon_i8mm"],

@@ -6,13 +6,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 
 def test_a_region_that_gets_fewer_threads_than_it_asks_for() -> None:
     """A limit that torch does not know of: 7 parts on 2 or 3 threads."""
     code = (
-        "import sys; sys.path.insert(0, 'tests')\n"
         "import torch, test_rnn as t\n"
         "case = t.Case('lstm', 64, 256, steps=5, batch=2)\n"
         "layer = t.make(case); x, h, c = t.inputs(case, layer)\n"
@@ -33,7 +31,7 @@ def test_four_processes_on_two_cores_finish() -> None:
     2000 steps, giving up the core 0.05 s; up to 2 s where other processes take whole time slices.
     """
     code = (
-        "import os, sys, time; sys.path.insert(0, 'tests')\n"
+        "import os, time\n"
         "cores = sorted(os.sched_getaffinity(0))[:2]\n"
         "os.sched_setaffinity(0, {cores[NUMBER % len(cores)]})\n"
         "import torch, test_rnn as t\n"
@@ -55,8 +53,7 @@ def start(code: str, **environment: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
     )
 
 

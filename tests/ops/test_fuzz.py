@@ -2,8 +2,8 @@
 """Malformed calls raise Python exceptions: no signal, no hang, no internal assertion.
 
 Run as a script this file is the fuzzer, in a process of its own that forks for each batch of calls:
-`python tests/test_fuzz.py SEED CALLS`. A call is a line of Python that is written to a file before
-it runs; what it prints on failure can be pasted into `python -i tests/test_fuzz.py`.
+`python tests/ops/test_fuzz.py SEED CALLS`. A call is a line of Python that is written to a file
+before it runs; what it prints on failure can be pasted into `python -i tests/ops/test_fuzz.py`.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ def main(seed: int, count: int) -> None:
 
 
 def run_script(*args: str) -> subprocess.CompletedProcess[str]:
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     return subprocess.run(
         [sys.executable, "-W", "ignore", __file__, *args],
         env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},

@@ -11,8 +11,7 @@ import cases
 import pytest
 import torch
 from calls import F32, S8, S32, U8, assert_same, check_fake, sampled
-from cases import LinearShape, random_q
-from test_binary import BROADCASTS
+from cases import BROADCASTS, LinearShape, random_q
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck

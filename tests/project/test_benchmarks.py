@@ -22,7 +22,7 @@ from benchmarks.peak import BusyMachineError, Peak
 from benchmarks.primitives import ELEMENTWISE
 from benchmarks.suites import SUITES, Conv, total_macs
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FIELDS = [
     *("suite", "layer", "count", "src_dtype", "threads", "isa", "ops"),
     *("kernel_us", "call_us", "peers", "peak_gops"),

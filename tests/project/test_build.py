@@ -18,7 +18,7 @@ import torchq
 from torchq.ops import LIBRARY_PATH
 from torchq.runtime import library
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(torchq.__file__).parent
 
 needs_source = pytest.mark.skipif(

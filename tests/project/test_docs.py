@@ -22,10 +22,10 @@ import pytest
 
 import torchq
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "_extensions"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "_extensions"))
 import bars
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts),

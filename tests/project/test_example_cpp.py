@@ -14,7 +14,7 @@ import torch
 
 from torchq.ops import LIBRARY_PATH
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "torchscript_cpp"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "torchscript_cpp"
 
 
 def cmake() -> str:

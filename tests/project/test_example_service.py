@@ -16,7 +16,7 @@ import torch
 
 import torchq
 
-APP = Path(__file__).parent.parent / "examples" / "service" / "app.py"
+APP = Path(__file__).parents[2] / "examples" / "service" / "app.py"
 
 pytestmark = pytest.mark.skipif(not APP.exists(), reason="not in a source tree")
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.models import NETWORKS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).parents[2]
 # Multiply-adds of convolutions, linears and LSTMs in int8, where it is not all of them.
 INT8_SHARE = {"bert_base": 0.9999}  # its pooler has no part in the result
 

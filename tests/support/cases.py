@@ -37,6 +37,7 @@ from shapes import (
 from torch import Tensor
 
 __all__ = [
+    "BROADCASTS",
     "CONV",
     "CONV_1D",
     "CONV_3D",
@@ -77,6 +78,22 @@ __all__ = [
 ]
 
 RANGE = {torch.uint8: (0, 255), torch.int8: (-128, 127), torch.int32: (-(2**31), 2**31 - 1)}
+
+# Two shapes, broadcast with each other.
+BROADCASTS = [
+    ((), ()),
+    ((), (3, 4)),
+    ((3, 1), (1, 4)),
+    ((2, 3, 4, 5), (5,)),
+    ((2, 3, 4, 5), (1, 3, 1, 1)),
+    ((1, 3, 1, 1), (2, 3, 4, 5)),
+    ((2, 1, 4, 1), (1, 3, 1, 5)),
+    ((2, 3, 4, 5), (2, 3, 1, 1)),
+    ((1,), (7, 1, 19)),
+    ((0, 4), (1, 4)),
+    ((0,), (1,)),
+    ((2, 0, 3), (3,)),
+]
 
 
 # Post-ops, in the text grammar

@@ -60,11 +60,10 @@ def before_guard_page(t: Tensor) -> Tensor:
 
 def run_on_guarded_heap(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
     """Runs `code` in another process, in which `guard_heap(True)` starts to guard tensors."""
-    library, tests = directory / "guard_heap.so", Path(__file__).parent
-    source = str(tests / "guard_heap.c")
+    library, source = directory / "guard_heap.so", str(Path(__file__).with_name("guard_heap.c"))
     build = ["cc", "-O1", "-fPIC", "-shared", "-o", str(library), source, "-ldl"]
     subprocess.run(build, check=True, capture_output=True)
-    path = os.pathsep.join([str(tests), str(tests.parent)])
+    path = os.pathsep.join(sys.path)
     prologue = "import ctypes, faulthandler\nguard_heap = ctypes.CDLL(None).guard_heap\n"
     prologue += "faulthandler.enable()\n"
     return subprocess.run(

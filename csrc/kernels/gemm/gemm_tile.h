@@ -92,7 +92,7 @@ TORCHQ_NOINLINE void gemm_tile(const GemmTile& t, const Epilogue& e, int first, 
   // source has its own vector of weights.
   constexpr bool kHalves = kSplits || (kSteps == 2 && kForm != kWidened);
   using Int = typename Isa::Int;
-  // A spilled accumulator costs half the speed; tests/test_disassembly.py looks for them.
+  // A spilled accumulator costs half the speed; tests/kernels/test_disassembly.py looks for them.
   static_assert(MR <= kMostRows<Isa, NP>);
   static_assert(NP <= Isa::kMaxPanels || (NP == kWidePanels && kHasWide<Isa>));
 

@@ -22,7 +22,7 @@ void max_pool(const PoolRow& p) {
 }
 
 /// Division of a sum x of at most 256 bytes by n <= 256. Rounding the result to an integer gives
-/// the rounded quotient (tests/test_pool.py tries all values).
+/// the rounded quotient (tests/kernels/test_pool.py tries all values).
 enum class Division {
   /// x (1/n): n is a power of two, or odd. Then no quotient is half of an odd number, and the
   /// product is nearer to it than such a number can be.

@@ -3,8 +3,8 @@
 //
 // The gates share one exponential and few divisions: logistic(a) = 1 / (1 + e^-a), and
 // tanh(a) = (1 - e^-2a) / (1 + e^-2a), so that a product of two gates is one quotient. Absolute
-// error of each below 5e-7 (tests/test_rnn_kernels.py). exp_gates is shorter than Math<V>::exp,
-// which counts five times a unit: it has the range that gates need, and not more.
+// error of each below 5e-7 (tests/kernels/test_rnn_cells.py). exp_gates is shorter than
+// Math<V>::exp, which counts five times a unit: it has the range that gates need, and not more.
 //
 // A gate that is open is exactly 1, and one that is closed below 5e-18, so that what they keep
 // stays as it is, bit for bit, but for cell states below 1e-10: an error of half a digit, the same
