@@ -89,7 +89,13 @@ TORCH_LIBRARY(torchq, m) {
 
   m.def(
       "dynamic_linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, "
-      "Tensor weight_scale, Tensor? bias, int in_features, bool per_row) -> Tensor",
+      "Tensor weight_scale, Tensor? bias, int in_features, bool per_row, str post_ops='', "
+      "Tensor[]? post_op_srcs=None) -> Tensor",
+      tags);
+
+  m.def(
+      "dynamic_conv(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, "
+      "Tensor weight_scale, Tensor? bias, int[] geometry) -> Tensor",
       tags);
 
   m.def("quantize(Tensor src, Tensor scale, Tensor zero_point, int dst_dtype) -> Tensor", tags);

@@ -118,6 +118,11 @@ class EpilogueBuilder {
   /// [channels].
   void subtract(const int32_t* row_terms, const int32_t* channel_terms, int64_t channels,
                 int64_t groups);
+  /// Sets Epilogue::row_scale and row_bias; `subtract` comes first.
+  void scale_rows(const float* row_scale, const float* row_bias) {
+    epilogue_.row_scale = row_scale;
+    epilogue_.row_bias = row_bias;
+  }
 
  private:
   void read(const Args& args, const at::Tensor& dst);

@@ -148,11 +148,50 @@ def test_empty_sources(isa: str):
         assert_same(got, bias.expand(3, 5))
 
 
+CHAINS = {
+    "gelu": PostOps().append_eltwise("gelu_erf"),
+    "swish, sum": PostOps().append_eltwise("swish", 1.0).append_sum(1.0, 0, "f32"),
+    "sum": PostOps().append_sum(0.5, 0, "f32"),
+    "sum, relu": PostOps().append_sum(1.0, 0, "f32").append_eltwise("relu"),
+    "clip": PostOps().append_eltwise("clip", -0.5, 1.25),
+    "max by row": PostOps().append_binary("max", None, 1, "f32"),
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_post_ops_are_those_of_the_result(isa: str, shape: tuple[int, ...], chain: str):
+    src, weight, scale, bias = operands(*shape)
+    post_ops = CHAINS[chain]
+    rows = 1 if "row" in chain else shape[2]
+    other = [torch.randn(shape[0], rows)] if "sum" in chain or "max" in chain else []
+    attr = torchq.Attr().set_post_ops(post_ops)
+    for offset in (bias, None):
+        result = TF.dynamic_linear(src, weight, scale, offset)
+        expected = TF.eltwise(result, "linear", 1.0, 0.0, attr, F32, other)
+        got = TF.dynamic_linear(src, weight, scale, offset, "per_row", post_ops, other)
+        assert_same(got, expected)
+
+
+def test_post_ops_that_change_the_scales_are_refused():
+    src, weight, scale, bias = operands(5, 12, 20)
+    for post_ops in (
+        PostOps().append_eltwise("linear", 2.0, 0.0),
+        PostOps().append_binary("add", bias, 2),
+    ):
+        with pytest.raises(NotImplementedError, match="post_ops must have sums"):
+            TF.dynamic_linear(src, weight, scale, bias, "per_row", post_ops)
+    with pytest.raises(ValueError, match="needs 1 sources, got 0"):
+        TF.dynamic_linear(src, weight, scale, bias, "per_row", CHAINS["sum"])
+
+
 def test_opcheck_and_fakes():
     src, weight, scale, bias = operands(5, 12, 20)
     packed = ops.pack_linear(weight)
     for per_row in (False, True):
         opcheck(ops.dynamic_linear.default, (src, *packed, scale, bias, 12, per_row))
+    chain = ("eltwise_gelu_erf+sum:1:0:f32", [torch.randn(5, 20)])
+    opcheck(ops.dynamic_linear.default, (src, *packed, scale, bias, 12, True, *chain))
     check_fake(ops.dynamic_linear, (src.expand(2, 5, 12), *packed, scale, None, 12, True))
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from calls import assert_same, assert_same_deployed
+from reference_arithmetic import fma32
 from torch import Tensor, nn
+from torch.library import opcheck
 
 import torchq
 import torchq.nn as tnn
@@ -47,19 +49,19 @@ def expected(module: nn.Module, layer: tnn.DynamicQConv2d, sample: Tensor) -> Te
     q = torchq.functional.quantize(sample, params.scale, params.zero_point).double()
     weight = layer.packed().unpack().double()
     function = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[weight.dim()]
-    pad = layer.pad
     acc = function(
-        F.pad(q - float(params.zero_point), pad)[None],
+        (q - float(params.zero_point))[None],
         weight,
         None,
         module.stride,
-        0,
+        module.padding,
         module.dilation,
         module.groups,
     )[0]
-    scale = (params.scale * layer.weight_scale).reshape(-1, *[1] * (acc.dim() - 1))
-    dst = acc.float() * scale
-    return dst if module.bias is None else dst + module.bias.detach().reshape(scale.shape)
+    scale = (params.scale.double() * layer.weight_scale.double()).float()
+    shift = torch.zeros_like(scale) if module.bias is None else module.bias.detach()
+    channels = (-1, *[1] * (acc.dim() - 1))
+    return fma32(acc.float(), scale.reshape(channels), shift.reshape(channels))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -85,7 +87,12 @@ def test_deployed(name: str):
 def test_any_memory_format_and_empty_batches():
     module, shape = CASES["2d"]
     layer, src = tnn.DynamicQConv2d.from_float(module), source(shape)
-    assert_same(layer(src.contiguous(memory_format=torch.channels_last)), layer(src))
+    dst = layer(src.contiguous(memory_format=torch.channels_last))
+    assert dst.is_contiguous(memory_format=torch.channels_last)
+    assert_same(dst, layer(src))
+    strided = src.repeat_interleave(2, dim=3)[..., ::2]
+    assert not strided.is_contiguous()
+    assert_same(layer(strided), layer(src))
     assert layer(src[:0]).shape == module(src[:0]).shape
 
 
@@ -109,6 +116,15 @@ def test_known_scales_are_kept():
     assert_same(layer.weight_scale, scale)
     steps = (module.weight.detach() / scale.reshape(-1, 1, 1)).round()
     assert_same(layer.packed().unpack(), steps.to(torch.int8))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_opcheck(name: str):
+    module, shape = CASES[name]
+    layer, src = FORMS[type(module)].from_float(module), source(shape)
+    state = (layer.weight, layer.compensation, layer.pair_bound, layer.weight_scale, layer.bias)
+    for values in (src, src.movedim(1, -1).contiguous().movedim(-1, 1)):
+        opcheck(torch.ops.torchq.dynamic_conv.default, (values, *state, layer.geometry))
 
 
 def test_errors():

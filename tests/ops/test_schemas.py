@@ -57,7 +57,10 @@ Tensor post_op_params, Tensor[]? post_op_srcs) -> Tensor
 gemm(Tensor a, Tensor b, Tensor? c, bool trans_a, bool trans_b, float alpha, float beta, int ao, \
 int bo, str offsetc, Tensor co) -> Tensor
 dynamic_linear(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, \
-Tensor weight_scale, Tensor? bias, int in_features, bool per_row) -> Tensor
+Tensor weight_scale, Tensor? bias, int in_features, bool per_row, str post_ops=\"\", \
+Tensor[]? post_op_srcs=None) -> Tensor
+dynamic_conv(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, \
+Tensor weight_scale, Tensor? bias, int[] geometry) -> Tensor
 pack_conv_transpose(Tensor weight, int groups, int[] stride, int[] dilation) -> (Tensor packed, \
 Tensor compensation, Tensor pair_bound)
 unpack_conv_transpose(Tensor packed, int[] weight_shape, int groups, int[] stride, \

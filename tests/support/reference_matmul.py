@@ -121,8 +121,5 @@ def dynamic_linear(
     q = store(fma32(rows, f32(1 / f64(scale)), f32(zero_point)), zero_point, torch.uint8)
     acc = f32((q.double() - zero_point.double()) @ weight.double().t())
     offset = f32(torch.zeros(weight.shape[0]) if bias is None else bias)
-    if per_row:
-        dst = acc * f32(weight_scale) * scale + offset
-    else:
-        dst = fma32(acc, f32(f64(scale) * f64(weight_scale)).reshape(-1), offset)
+    dst = acc * f32(weight_scale) * scale + offset
     return dst.reshape(*src.shape[:-1], weight.shape[0])

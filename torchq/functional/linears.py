@@ -12,6 +12,7 @@ from torch import Tensor
 from torchq.attributes.arguments import check_type
 from torchq.attributes.attr import Attr
 from torchq.attributes.options import SrcRange
+from torchq.attributes.post_ops import PostOps
 from torchq.functional.arguments import (
     Floats,
     check_source,
@@ -174,15 +175,16 @@ def dynamic_linear(
     weight_scale: Floats,
     bias: Tensor | None = None,
     src_range: SrcRange = "per_row",
+    post_ops: PostOps | None = None,
+    post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
     """Float in, float out: quantizes ``src`` by its own range, multiplies in int8, scales back.
 
-    The source becomes uint8 with :func:`torchq.quantization.qparams.choose_qparams` of its smallest
-    and largest value.
-    ``acc`` is the exact sum of ``(q - zero_point) * weight``::
+    The source becomes uint8 with :func:`torchq.quantization.qparams.choose_qparams` of the smallest
+    and largest value of its row, or of all rows. ``acc`` is the exact sum of
+    ``(q - zero_point) * weight``::
 
-        per_tensor:  fma(float(acc), float(src_scale * weight_scale[n]), bias[n])
-        per_row:     (float(acc) * weight_scale[n]) * src_scale[row] + bias[n]
+        dst = post_ops((float(acc) * weight_scale[n]) * src_scale[row] + bias[n])
 
     Per row, each row depends on nothing but itself: a batch gives the bits of its rows one by one.
 
@@ -193,6 +195,9 @@ def dynamic_linear(
         weight_scale: a number, or float32 ``[1]`` or ``[out_features]``.
         bias: float32 ``[out_features]``.
         src_range: what one scale covers, ``"per_row"`` or ``"per_tensor"``.
+        post_ops: sums, eltwise functions other than linear, and binaries whose operand comes in
+            ``post_op_srcs`` (masks other than 0 and 2).
+        post_op_srcs: what the post-ops read, as in :func:`linear`.
 
     Returns:
         float32 ``(*, out_features)``.
@@ -201,6 +206,7 @@ def dynamic_linear(
         TypeError: a dtype other than these.
         ValueError: shapes that do not fit, NaN or inf in ``src``, or a ``weight_scale`` that is not
             finite and greater than 0.
+        NotImplementedError: other post-ops.
     """
     check_choice("dynamic_linear", "src_range", src_range, RANGES)
     packed = weight if isinstance(weight, PackedWeight) else pack_linear(weight)
@@ -222,5 +228,7 @@ def dynamic_linear(
         bias,
         packed.in_channels,
         src_range == "per_row",
+        "" if post_ops is None else str(post_ops),
+        list(post_op_srcs) or None,
     )
     return result

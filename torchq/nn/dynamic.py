@@ -108,8 +108,14 @@ class DynamicQLinear(QModule):
     def _packed_weights(self) -> dict[str, PackedWeight]:
         return {"": self.packed()}
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Apply the layer; the argument is called as that of ``torch.nn.Linear``."""
+    def forward(
+        self, input: Tensor, post_ops: str = "", post_op_srcs: list[Tensor] | None = None
+    ) -> Tensor:
+        """Apply the layer; ``input`` is called as that of ``torch.nn.Linear``.
+
+        Post-ops, the text of a :class:`torchq.PostOps`, and their sources are those of
+        :func:`torchq.functional.dynamic_linear`.
+        """
         dst: Tensor = torch.ops.torchq.dynamic_linear(
             input,
             self.weight,
@@ -119,6 +125,8 @@ class DynamicQLinear(QModule):
             self.bias,
             self.in_features,
             self.per_row,
+            post_ops,
+            post_op_srcs,
         )
         return dst
 

@@ -204,6 +204,22 @@ def _(
     return empty_channels_last(src, sizes, _result_dtype("conv", dst_dtype, table))
 
 
+@fake("dynamic_conv")
+def _(
+    src: Tensor,
+    weight: Tensor,
+    compensation: Tensor,
+    pair_bound: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    geometry: Sequence[int],
+) -> Tensor:
+    sizes = conv_sizes(src.shape, channels("dynamic_conv", compensation), geometry)
+    if src.is_contiguous():
+        return src.new_empty(sizes)
+    return empty_channels_last(src, sizes, src.dtype)
+
+
 @fake("pack_conv_transpose")
 def _(
     weight: Tensor, groups: int, stride: Sequence[int], dilation: Sequence[int]
@@ -292,5 +308,7 @@ def _(
     bias: Tensor | None,
     in_features: int,
     per_row: bool,
+    post_ops: str = "",
+    post_op_srcs: Sequence[Tensor] | None = None,
 ) -> Tensor:
     return src.new_empty([*src.shape[:-1], channels("dynamic_linear", compensation)])

@@ -84,10 +84,10 @@ struct SumSrc {
 /// has channels; tails are read with masks.
 ///
 ///   raw     dst = acc
-///   folded  y = fma(float(acc), multiplier, offset); y = y * row_scale + row_bias, rounded twice,
-///           where there are such; per sum y = fma(float(old), S, y); clamp y to [lo, hi]
-///   chain   x = fma(float(acc), multiplier, offset); each op on x;
-///           y = x, or for integer dst y = fma(x, inv_scale, zero_point)
+///   folded  y = scaled(acc); per sum y = fma(float(old), S, y); clamp y to [lo, hi]
+///   chain   x = scaled(acc); each op on x; y = x, or for integer dst y = fma(x, inv_scale, zero_point)
+///   scaled  s = fma(float(acc), multiplier, offset); where there is a row_scale,
+///           s = s * row_scale + row_bias, rounded twice
 ///   then    dst = saturate(rne(y)) for integer destinations, where NaN becomes zero_point;
 ///           dst = y for f32
 // clang-format on
@@ -117,7 +117,7 @@ struct Epilogue {
   const int32_t* row_terms;
   const int32_t* channel_terms;
   int channels, group_channels;
-  // Folded, to f32: [rows] where row_terms are, or null; then row_bias may be per channel.
+  // To f32: [rows] where row_terms are, or null; then row_bias may be per channel.
   const float* row_scale;
   const float* row_bias;
 };

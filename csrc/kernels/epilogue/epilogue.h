@@ -286,19 +286,19 @@ TORCHQ_NOINLINE void memory_epilogue(const EpilogueTile& t, const Epilogue& e) {
     });
     return;
   }
-  const auto scaled = [&](int n, const int32_t* tile, Mask m) {
-    return Isa::fma(Isa::to_float(Isa::load_int(tile)), Isa::load(e.multiplier + t.channel + n, m),
-                    Isa::load(e.offset + t.channel + n, m));
+  const auto scaled = [&](int r, int n, const int32_t* tile, Mask m) {
+    const Float y =
+        Isa::fma(Isa::to_float(Isa::load_int(tile)), Isa::load(e.multiplier + t.channel + n, m),
+                 Isa::load(e.offset + t.channel + n, m));
+    if (e.row_scale == nullptr) return y;
+    const bool has_bias = e.row_bias != nullptr;
+    return scale_row<Isa>(e, y, t.dst_offset[r],
+                          has_bias ? Isa::load(e.row_bias + t.channel + n, m) : y);
   };
   if (e.mode == Epilogue::kFolded) {
     for_each_panel<Isa>(t, [&](int r, int n, int32_t* tile, Mask m) {
       const int64_t index = t.dst_offset[r] + t.channel + n;
-      Float y = scaled(n, tile, m);
-      if (e.row_scale != nullptr) {
-        const bool has_bias = e.row_bias != nullptr;
-        y = scale_row<Isa>(e, y, t.dst_offset[r],
-                           has_bias ? Isa::load(e.row_bias + t.channel + n, m) : y);
-      }
+      Float y = scaled(r, n, tile, m);
       for (int s = 0; s < e.num_sums; ++s) {
         const Float old =
             load_as_float<Isa>(e.sums[s].data, e.sums[s].dtype, index, Isa::zero(), m);
@@ -314,8 +314,8 @@ TORCHQ_NOINLINE void memory_epilogue(const EpilogueTile& t, const Epilogue& e) {
     });
     return;
   }
-  for_each_panel<Isa>(t, [&](int, int n, int32_t* tile, Mask m) {
-    Isa::store(reinterpret_cast<float*>(tile), scaled(n, tile, m));
+  for_each_panel<Isa>(t, [&](int r, int n, int32_t* tile, Mask m) {
+    Isa::store(reinterpret_cast<float*>(tile), scaled(r, n, tile, m));
   });
   for (int i = 0; i < e.num_ops; ++i) run_chain_op<Isa>(t, e, e.ops[i]);
   const Float zero_point = Isa::set(e.zero_point);

@@ -89,9 +89,9 @@ void apply_epilogue(const Epilogue& e, int32_t acc, int channel, int64_t index) 
     return;
   }
   float y = fmaf(static_cast<float>(acc), e.multiplier[channel], e.offset[channel]);
+  if (e.row_scale != nullptr) y = y * e.row_scale[index / e.channels];
+  if (e.row_bias != nullptr) y = y + e.row_bias[channel];
   if (e.mode == Epilogue::kFolded) {
-    if (e.row_scale != nullptr) y = y * e.row_scale[index / e.channels];
-    if (e.row_bias != nullptr) y = y + e.row_bias[channel];
     for (int s = 0; s < e.num_sums; ++s) {
       y = fmaf(load_value(e.sums[s].data, e.sums[s].dtype, index, 0), e.sums[s].scale[channel], y);
     }

@@ -256,6 +256,8 @@ ConvPacking checked_packing(const ChannelsLast& src, const Window& window,
   return packing;
 }
 
+}  // namespace
+
 at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::Tensor& compensation,
                 const at::Tensor& pair_bound, const at::Tensor& multiplier,
                 const at::Tensor& offset, const std::optional<at::Tensor>& acc_bias,
@@ -334,7 +336,6 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
   return dst;
 }
 
-}  // namespace
 }  // namespace torchq
 
 TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("conv", &torchq::conv); }

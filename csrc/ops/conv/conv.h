@@ -29,6 +29,16 @@ struct Conv {
   int32_t effective_zero_point() const { return zero_point + (is_signed ? 128 : 0); }
 };
 
+/// The op of that name.
+at::Tensor conv(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation,
+                const at::Tensor& pair_bound, const at::Tensor& multiplier,
+                const at::Tensor& offset, const std::optional<at::Tensor>& acc_bias,
+                const std::optional<at::Tensor>& src_zero_point, c10::IntArrayRef geometry,
+                int64_t dst_dtype, c10::string_view post_ops, const at::Tensor& post_op_params,
+                std::optional<at::TensorList> post_op_srcs,
+                const std::optional<at::Tensor>& weight_zero_point,
+                const std::optional<at::Tensor>& row_sums, const std::optional<at::Tensor>& table);
+
 /// A convolution packed as ConvPacking::kDepthwise.
 void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpTrace& trace);
 

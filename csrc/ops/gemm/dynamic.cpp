@@ -5,11 +5,12 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
+#include "epilogue/post_ops.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/packing.h"
+#include "ops/gemm/row_params.h"
 #include "runtime/checks.h"
 #include "runtime/parallel.h"
 #include "runtime/result_allocator.h"
@@ -18,41 +19,11 @@ namespace torchq {
 namespace {
 
 constexpr const char* kOp = "dynamic_linear";
-constexpr double kSmallestScale = 1.1754943508222875e-38;  // the smallest normal float32
-
-/// Smallest and largest value of a row, 0 included, and whether all are numbers.
-struct RowRange {
-  float lo = 0, hi = 0;
-  bool finite = true;
-
-  void join(const RowRange& other) {
-    lo = std::min(lo, other.lo);
-    hi = std::max(hi, other.hi);
-    finite = finite && other.finite;
-  }
-};
-
-struct Params {
-  float scale, factor;  // factor: 1 / scale
-  int32_t zero_point;
-};
-
-/// choose_qparams for u8: affine, 0 exactly representable, scale 1 for an empty range.
-Params params_of(const RowRange& range) {
-  double span = double{range.hi} - double{range.lo};
-  span = span > 0 ? std::max(span, 255 * kSmallestScale) : 255;
-  const double zero_point = std::nearbyint(-double{range.lo} * 255 / span);
-  const float scale = static_cast<float>(span / 255);
-  return {scale, static_cast<float>(1 / double{scale}),
-          static_cast<int32_t>(std::clamp(zero_point, 0.0, 255.0))};
-}
-
 struct Problem {
   const Kernels& tier;
   const float* src;
   int64_t m, n, k, panels;
-  const float *weight_scale, *bias;  // bias: null if there is none
-  float* dst;
+  const float* bias;  // null if there is none
 };
 
 /// Ranges of all rows; ValueError for what is not finite.
@@ -71,16 +42,16 @@ RowRange* ranges(ScratchFrame& scratch, const Problem& p) {
   return result;
 }
 
-/// src as u8; `params` has one entry per row, or `step` 0 and one for all.
-const uint8_t* quantize_rows(ScratchFrame& scratch, const Problem& p, const Params* params,
-                             int64_t step) {
+/// src as u8.
+const uint8_t* quantize_rows(ScratchFrame& scratch, const Problem& p, const RowParams* params) {
   uint8_t* q = scratch.take<uint8_t>(p.m * p.k);
   parallel_ranges(p.m, threads_for(p.m * p.k, 1 << 17), [&](Range rows) {
     const int32_t zero = 0;
     for (int64_t r = rows.begin; r < rows.end; ++r) {
-      const Params& own = params[r * step];
-      p.tier.convert({p.src + r * p.k, DType::f32, q + r * p.k, DType::u8, p.k, &own.factor, 0,
-                      &zero, 0, &own.zero_point, 0});
+      const RowParams& own = params[r];
+      const float factor = static_cast<float>(1 / double{own.scale});
+      p.tier.convert({p.src + r * p.k, DType::f32, q + r * p.k, DType::u8, p.k, &factor, 0, &zero,
+                      0, &own.zero_point, 0});
     }
   });
   return q;
@@ -99,42 +70,36 @@ GemmProblem make_gemm(const Problem& p, const uint8_t* q, const at::Tensor& weig
   return problem;
 }
 
-Epilogue float_epilogue(float* dst, const float* multiplier, const float* offset) {
-  Epilogue e{};
-  e.mode = Epilogue::kFolded;
-  e.dst_dtype = DType::f32;
-  e.dst = dst;
-  e.multiplier = multiplier;
-  e.offset = offset;
-  return e;
+/// post_op_params of a chain without constants: the layout is in epilogue/post_ops.h.
+at::Tensor chain_params(const Chain& chain, c10::string_view post_ops, int64_t n) {
+  for (const PostOp& p : chain.ops) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !p.has_values() && !p.is(Eltwise::kLinear), "torchq.dynamic_linear: post_ops must have ",
+        "sums, binaries with masks other than 0 and 2, and eltwise functions other than linear, ",
+        "got '", post_ops, "'. Apply the rest to the result.");
+  }
+  at::Tensor params = at::detail::empty_cpu({chain.num_params(n, DType::f32)}, at::kFloat);
+  float* next = params.mutable_data_ptr<float>();
+  if (!chain.ops.empty()) *next++ = 0;  // the zero point of dst
+  if (!chain.folds) return params;
+  for (const PostOp& p : chain.ops) {
+    if (p.kind == PostOp::kSum) next = std::fill_n(next, n, p.scale);
+    if (p.is(Eltwise::kClip))
+      next = std::fill_n(std::fill_n(next, n, p.eltwise.alpha), n, p.eltwise.beta);
+  }
+  return params;
 }
 
+/// Each row's own zero point is multiplied with the sums of the weights, in the epilogue.
 void run(OpTrace& trace, const Problem& p, const at::Tensor& weight, const at::Tensor& compensation,
-         const at::Tensor& pair_bound, bool per_row) {
+         const at::Tensor& pair_bound, bool per_row, EpilogueBuilder& epilogue) {
   ScratchFrame scratch;
   RowRange* range = ranges(scratch, p);
-  const GemmRun whole_row{0, 0, weight.size(2)};
-  const int32_t tap = 0;
-  const int64_t padded = p.panels * kPanel;
-  float* offset = scratch.take<float>(p.n);
-  std::memset(offset, 0, static_cast<size_t>(p.n) * sizeof(float));
   if (!per_row) {
     for (int64_t r = 1; r < p.m; ++r) range[0].join(range[r]);
-    const Params params = params_of(range[0]);
-    float* multiplier = scratch.take<float>(p.n);
-    for (int64_t i = 0; i < p.n; ++i) {
-      multiplier[i] = static_cast<float>(double{params.scale} * p.weight_scale[i]);
-    }
-    if (p.bias != nullptr) std::copy(p.bias, p.bias + p.n, offset);
-    const uint8_t* q = quantize_rows(scratch, p, &params, 0);
-    const int32_t* init = make_acc_init(scratch, p.tier, compensation, tap, {}, params.zero_point,
-                                        1, static_cast<int>(p.n), static_cast<int>(p.panels));
-    run_gemm(make_gemm(p, q, weight, pair_bound, whole_row, init),
-             float_epilogue(p.dst, multiplier, offset), p.tier, trace);
-    return;
+    std::fill_n(range, p.m, range[0]);
   }
-  // Each row has a zero point of its own, which the sums of the weights are multiplied with.
-  Params* params = scratch.take<Params>(p.m);
+  RowParams* params = scratch.take<RowParams>(p.m);
   int32_t* row_terms = scratch.take<int32_t>(p.m);
   float* row_scale = scratch.take<float>(p.m);
   for (int64_t r = 0; r < p.m; ++r) {
@@ -142,16 +107,14 @@ void run(OpTrace& trace, const Problem& p, const at::Tensor& weight, const at::T
     row_terms[r] = params[r].zero_point;
     row_scale[r] = params[r].scale;
   }
+  epilogue.subtract(row_terms, compensation.const_data_ptr<int32_t>(), p.n, 1);
+  epilogue.scale_rows(row_scale, p.bias);
+  const int64_t padded = p.panels * kPanel;
   int32_t* init = scratch.take<int32_t>(padded);
   std::memset(init, 0, static_cast<size_t>(padded) * sizeof(int32_t));
-  const uint8_t* q = quantize_rows(scratch, p, params, 1);
-  Epilogue epilogue = float_epilogue(p.dst, p.weight_scale, offset);
-  epilogue.row_terms = row_terms;
-  epilogue.channel_terms = compensation.const_data_ptr<int32_t>();
-  epilogue.channels = epilogue.group_channels = static_cast<int>(p.n);
-  epilogue.row_scale = row_scale;
-  epilogue.row_bias = p.bias;
-  run_gemm(make_gemm(p, q, weight, pair_bound, whole_row, init), epilogue, p.tier, trace);
+  const uint8_t* q = quantize_rows(scratch, p, params);
+  run_gemm(make_gemm(p, q, weight, pair_bound, {0, 0, weight.size(2)}, init), epilogue.get(),
+           p.tier, trace);
 }
 
 void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation,
@@ -174,7 +137,8 @@ void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Ten
 at::Tensor dynamic_linear(const at::Tensor& src_arg, const at::Tensor& weight,
                           const at::Tensor& compensation, const at::Tensor& pair_bound,
                           const at::Tensor& weight_scale, const std::optional<at::Tensor>& bias,
-                          int64_t in_features, bool per_row) {
+                          int64_t in_features, bool per_row, c10::string_view post_ops,
+                          std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace(kOp);
   const Kernels& tier = kernels();
   TORCH_CHECK_TYPE(src_arg.scalar_type() == at::kFloat,
@@ -193,16 +157,23 @@ at::Tensor dynamic_linear(const at::Tensor& src_arg, const at::Tensor& weight,
   c10::SmallVector<int64_t, 5> sizes(src_arg.sizes().begin(), src_arg.sizes().end());
   sizes.back() = n;
   at::Tensor dst = empty_dst(sizes, at::kFloat);
+  const Chain chain = parse_post_ops(kOp, {post_ops.data(), post_ops.size()});
+  const at::Tensor params = chain_params(chain, post_ops, n);
+  at::Tensor offset = at::detail::empty_cpu({n}, at::kFloat);
+  std::fill_n(offset.mutable_data_ptr<float>(), n, 0.0f);
+  EpilogueBuilder epilogue(
+      {kOp, n, weight_scale, offset, post_ops, params, post_op_srcs.value_or(at::TensorList()),
+       max_accumulator(in_features, {}), true},
+      dst);
   if (dst.numel() == 0) return dst;
   trace.describe([&] {
-    return describe_call({src_arg}, dst, per_row ? "range:per_row" : "range:per_tensor");
+    return describe_call({src_arg}, dst, per_row ? "range:per_row" : "range:per_tensor", post_ops);
   });
   const at::Tensor src = src_arg.contiguous();
   run(trace,
       {tier, src.const_data_ptr<float>(), dst.numel() / n, n, in_features, weight.size(0),
-       weight_scale.const_data_ptr<float>(),
-       bias.has_value() ? bias->const_data_ptr<float>() : nullptr, dst.mutable_data_ptr<float>()},
-      weight, compensation, pair_bound, per_row);
+       bias.has_value() ? bias->const_data_ptr<float>() : nullptr},
+      weight, compensation, pair_bound, per_row, epilogue);
   return dst;
 }
 

@@ -13,6 +13,7 @@
 
 #include "ops/pointwise/byte_table.h"
 #include "ops/pointwise/elementwise.h"
+#include "ops/pointwise/quantize.h"
 #include "runtime/checks.h"
 #include "runtime/parallel.h"
 #include "runtime/result_allocator.h"
@@ -101,6 +102,8 @@ at::Tensor convert_op(const char* op, OpTrace& trace, const at::Tensor& src,
   return dst;
 }
 
+}  // namespace
+
 at::Tensor quantize(const at::Tensor& src, const at::Tensor& scale, const at::Tensor& zero_point,
                     int64_t dst_dtype) {
   OpTrace trace("quantize");
@@ -115,6 +118,8 @@ at::Tensor quantize(const at::Tensor& src, const at::Tensor& scale, const at::Te
   return convert_op("quantize", trace, src, scale_ratio("quantize", scalar(1.0f), scale), scalar(0),
                     zero_point, dtype);
 }
+
+namespace {
 
 at::Tensor dequantize(const at::Tensor& src, const at::Tensor& scale,
                       const at::Tensor& zero_point) {
