@@ -63,11 +63,11 @@ class Lowering:
         """Return the converted model."""
         for node in self.plan.captured.graph.nodes:
             layer = self.plan.layer_at.get(node)
-            op = self.plan.ops.get(node)
+            op, dynamic = self.plan.ops.get(node), self.plan.dynamic_at.get(node)
             if layer is not None:
                 self._layer(layer)
-            elif op is not None and op.role is Role.DYNAMIC:
-                self._float[node] = self._dynamic(op)
+            elif dynamic is not None:
+                self._float[node] = self._dynamic(dynamic)
             elif node.op in ("placeholder", "output") or (
                 node not in self.plan.inside and op is not None and not self._is_lazy(op)
             ):
@@ -226,10 +226,10 @@ class Lowering:
             self.modules[self._names[name]] = self._opaque.get(name, module)
         return self._names[name]
 
-    def _call(self, name: str, module: nn.Module, *args: Any) -> fx.Node:
+    def _call(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> fx.Node:
         name = self._free(name)
         self.modules[name] = module
-        return self.graph.call_module(name, args)
+        return self.graph.call_module(name, args, kwargs)
 
     def _free(self, name: str) -> str:
         """``name``, or the first with a number behind it that nothing has."""
@@ -251,7 +251,10 @@ class Lowering:
         with naming(f"{self.plan.prefix}{layer.op.base}"):
             module = quantized(layer, self.plan, self.qparams)
         form = self._int8 if self.plan.emits_int8(layer) else self._float
-        dst = self._call(layer.name, module, *self._sources(layer))
+        sources, size = self._sources(layer), {}
+        if layer.op.size is not None and layer.role is Role.MATMUL:
+            size["output_padding"] = fx.node.map_arg(layer.op.size, self.any_of)
+        dst = self._call(layer.name, module, *sources, **size)
         form[layer.dst] = self._flat(layer.op, dst)
 
     def _sources(self, layer: Layer) -> list[Any]:
@@ -265,7 +268,7 @@ class Lowering:
         return [args] if isinstance(layer.op.module, Cat) else args
 
     def _dynamic(self, op: Op) -> fx.Node:
-        sources = [self.float_of(src) for src in op.srcs]
+        sources: list[Any] = [self.float_of(src) for src in op.srcs]
         if isinstance(op.module, Attention):
             sources += self._attention_arguments(op)
             return self._call(op.name, DynamicQAttention(op.module.options), *sources)
@@ -273,6 +276,9 @@ class Lowering:
         assert isinstance(op.module, nn.Linear) and config is not None
         with naming(f"{self.plan.prefix}{op.base}"):
             linear = dynamic_from_float(op.module, config, op.weight_scale)
+        if op.post_ops:
+            operands = [self.float_of(operand) for operand in op.operands]
+            sources += [op.post_ops, operands or None]
         return self._call(op.name, linear, *sources)
 
     def _attention_arguments(self, op: Op) -> list[Any]:

@@ -53,7 +53,8 @@ class Made:
         affine: (scale, shift) in float64, which broadcast against the result, where it is
             ``x * scale + shift`` of its first source: a matmul in front of it takes that over.
         weight_scale: of a MATMUL, where its weight was fake-quantized: one, or one per channel.
-        size: that the module is called with at run time, with nodes; None for none.
+        size: that the module is called with at run time, with nodes; None for none. Of a transposed
+            convolution, the output_padding.
         masks: of attention: what is added to its scores, or (where, what is added there, what
             elsewhere); a bool mask alone says what is seen.
         factors: of attention: numbers made of sizes by which its scores are multiplied or, if true,
@@ -88,6 +89,9 @@ class Op(Made):
         requested: whether an override keeps it float.
         owner: module of the float model, if it is one.
         absorbed: operations in front of it that it computes as well.
+        behind: operations behind a DYNAMIC that it computes as well.
+        post_ops: text of these.
+        operands: nodes that the post-ops read.
     """
 
     node: fx.Node = field(kw_only=True)
@@ -97,6 +101,14 @@ class Op(Made):
     requested: bool = False
     owner: nn.Module | None = None
     absorbed: list[Op] = field(default_factory=list)
+    behind: list[Op] = field(default_factory=list)
+    post_ops: str = ""
+    operands: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def dst(self) -> fx.Node:
+        """Return the node of its result; the converted graph computes it there."""
+        return self.behind[-1].node if self.behind else self.node
 
 
 class Arguments(dict[str, Any]):

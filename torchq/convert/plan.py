@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torchq.convert.fake import Fixed, fixed_qparams, is_per_token, same
 from torchq.convert.fuse import Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
+from torchq.convert.fuse_dynamic import fuse_post_ops
 from torchq.convert.graph import Captured
 from torchq.convert.module_kinds import NO_DYNAMIC_FORM, is_self_contained, why_float
 from torchq.convert.ops import Op, Role, clip_bounds
@@ -53,6 +54,7 @@ class Plan:
         reasons: layer -> why it stays float; "" where it is quantized.
         fakes: node of a fake quantizer -> what it says; those that change nothing are not in.
         self_contained: modules that are quantized by themselves.
+        dynamic_at: node -> the dynamic operation whose result it is.
         dynamic_wholes: operation that is a part of a dynamic one -> that one.
         table_hosts: layer that is a function of each element -> the matmul in front that applies
             its table.
@@ -70,6 +72,8 @@ class Plan:
                 op.role = Role.DYNAMIC
                 for part in op.absorbed:  # no layers, whatever their own configuration
                     part.role = Role.OPAQUE
+                if isinstance(op.module, nn.Linear):
+                    fuse_post_ops(op, self.ops)
         self.self_contained = self._find_self_contained()
         self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
@@ -98,8 +102,10 @@ class Plan:
         self.inside = {part.node for layer in self._active() for part in layer.parts}
         self.inside -= set(self.layer_at)
         dynamic = [op for op in self.ops.values() if op.role is Role.DYNAMIC]
-        self.dynamic_wholes = {part: op for op in dynamic for part in op.absorbed}
-        self.inside.update(part.node for part in self.dynamic_wholes)
+        self.dynamic_at = {op.dst: op for op in dynamic}
+        self.dynamic_wholes = {part: op for op in dynamic for part in op.absorbed + op.behind}
+        self.inside.update(part.node for part in [*dynamic, *self.dynamic_wholes])
+        self.inside -= set(self.dynamic_at)
         found = {layer: self._table_host(layer) for layer in self._active()}
         self.table_hosts = {layer: host for layer, host in found.items() if host is not None}
 

@@ -90,7 +90,7 @@ class Prepared(nn.Module):
         # of a function whose table is a matmul's, the matmul's name again: the later one counts
         hosts = self.plan.table_hosts
         layers = [(hosts.get(v, v).op, node) for node, v in self.plan.layer_at.items()]
-        dynamic = [(op, op.node) for op in self.plan.ops.values() if op.role is Role.DYNAMIC]
+        dynamic = [(op, node) for node, op in self.plan.dynamic_at.items()]
         return [(op.name, node) for op, node in layers + int8 + dynamic if not op.flatten]
 
     def results(self) -> dict[str, nn.Module]:

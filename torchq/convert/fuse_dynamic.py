@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fuses into dynamic linear layers the functions and additions behind them."""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx, nn
+
+from torchq.attributes.options import EltwiseAlg
+from torchq.attributes.post_ops import PostOps
+from torchq.convert.from_float import append_clip
+from torchq.convert.ops import Op, Role, clip_bounds, is_float
+from torchq.nn.float_modules import Add
+
+_FUNCTIONS: dict[type, tuple[EltwiseAlg, float]] = {
+    nn.Tanh: ("tanh", 0.0),
+    nn.Sigmoid: ("logistic", 0.0),
+    nn.SiLU: ("swish", 1.0),
+    nn.Mish: ("mish", 0.0),
+}
+"""Class of a module -> algorithm and alpha of its post-op."""
+
+
+def fuse_post_ops(op: Op, ops: dict[fx.Node, Op]) -> None:
+    """Extend a dynamic linear layer by what alone reads it: a function, an addition, or both."""
+    chain, position = PostOps(), {node: i for i, node in enumerate(ops)}
+    while (post_op := _only_reader(op.dst, ops)) is not None:
+        others = [src for src in post_op.srcs if src is not op.dst]
+        if post_op.role is Role.PASS:
+            pass
+        elif isinstance(post_op.module, Add) and _may_be_summed(op, post_op, others):
+            # the sum is computed where the layer is: its other operand has to be there
+            if position.get(others[0], -1) > position[op.node]:
+                break
+            chain.append_sum(1.0, 0, "f32")
+            op.operands += others
+        elif not _append_function(chain, post_op):
+            break
+        post_op.role = Role.OPAQUE
+        op.behind.append(post_op)
+    op.post_ops = str(chain)
+
+
+def _only_reader(node: fx.Node, ops: dict[fx.Node, Op]) -> Op | None:
+    """Return the one operation that reads a node, if nothing keeps it float."""
+    users = list(node.users)
+    op = ops.get(users[0]) if len(users) == 1 else None
+    free = op is not None and not op.requested and not op.reason and op.role is not Role.OPAQUE
+    return op if free else None
+
+
+def _may_be_summed(op: Op, addition: Op, others: list[fx.Node]) -> bool:
+    """Return whether the other operand has the layer's shape for every size of the inputs."""
+    if len(others) != 1 or not is_float(others[0]):
+        return False
+    meta, other = op.dst.meta, others[0].meta
+    return bool(meta["value"].shape == other["value"].shape and meta["sizes"] == other["sizes"])
+
+
+def _append_function(chain: PostOps, op: Op) -> bool:
+    """Append a function of each element; return False where no post-op computes it."""
+    module = op.module
+    bounds = clip_bounds(module)
+    if bounds is not None and (bounds == (0.0, math.inf) or all(map(math.isfinite, bounds))):
+        append_clip(chain, bounds)
+    elif isinstance(module, nn.GELU):
+        chain.append_eltwise("gelu_tanh" if module.approximate == "tanh" else "gelu_erf")
+    elif type(module) in _FUNCTIONS:
+        chain.append_eltwise(*_FUNCTIONS[type(module)])
+    else:
+        return False
+    return True
