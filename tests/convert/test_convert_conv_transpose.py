@@ -108,6 +108,19 @@ def test_output_sizes_of_a_call() -> None:
         assert sqnr(model(x := torch.randn(2, 8, 7, 9)), converted(x)) > 28
 
 
+def test_output_sizes_of_another_tensor() -> None:
+    """The decoder gives what the encoder got: the padding of the output depends on the call."""
+    model = Wired(lambda m, x: m.a(m.c(x), output_size=x.shape[2:]), c=nn.Conv2d(3, 8, 3, 2, 1),
+                  a=nn.ConvTranspose2d(8, 3, 3, 2, 1)).eval()  # fmt: skip
+    data = [2 * torch.rand(2, 3, 8, 8) - 1 for _ in range(8)]
+    q = torchq.quantize(model, data, strict=True)
+    assert all(row.quantized for row in torchq.explain(q).rows)
+    for sizes in ((8, 8), (9, 8), (11, 12), (13, 15)):
+        x = 2 * torch.rand(2, 3, *sizes) - 1
+        with torch.no_grad():
+            assert sqnr(model(x), q(x)) > 30, sizes
+
+
 def test_too_long_sums() -> None:
     model = nn.ConvTranspose2d(2000, 2, 6)
     with pytest.raises(RuntimeError, match="sums more than 65793 products"):

@@ -136,17 +136,21 @@ def conv(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
     transposed = issubclass(cls, TRANSPOSED)
 
     def make(a: Arguments) -> Made | str:
-        if a.varying("input"):
-            return f"its {a.varying('input')[0]} is computed at run time"
+        if a.varying("input", "output_padding"):
+            return f"its {a.varying('input', 'output_padding')[0]} is computed at run time"
+        sized = bool(a.varying("input"))  # output_padding, of an output_size
         first, second, *kernel = a.weight.shape
         channels = (first, second * a.groups) if transposed else (second * a.groups, first)
         options = {
             name: _spread(a[name], len(kernel))
             for name in ("stride", "padding", "dilation", "output_padding")
-            if name in a
+            if name in a and not (sized and name == "output_padding")
         }
         module = cls(*channels, tuple(kernel), groups=a.groups, device="meta", **options)
-        return _matmul(a, module, *((1, a.groups) if transposed else ()))
+        made = _matmul(a, module, *((1, a.groups) if transposed else ()))
+        if sized and isinstance(made, Made):
+            made.size = list(a.output_padding)
+        return made
 
     return make
 

@@ -104,8 +104,8 @@ class QConvTranspose(QLayer):
         dimension 0.
 
         Args:
-            module: the float layer. Its ``output_padding`` is kept; the ``output_size`` argument
-                of its forward has no counterpart.
+            module: the float layer. Its ``output_padding`` is kept; each call may have another,
+                the counterpart of ``output_size``.
             src: parameters of the source.
             dst: parameters of the destination; None for float32.
             granularity: of the weight scale, "per_channel" or "per_tensor".
@@ -151,11 +151,16 @@ class QConvTranspose(QLayer):
         src: Tensor,
         residual: Tensor | None = None,
         post_op_srcs: list[Tensor] | None = None,
+        output_padding: list[int] | None = None,
     ) -> Tensor:
-        """Apply the transposed convolution."""
+        """Apply the transposed convolution, with another ``output_padding`` if one is given."""
         if src.dtype != self.src_dtype:
             src = self._quantized_src(src)
         srcs = sources_of(residual, post_op_srcs)
+        geometry: list[int] = self.geometry
+        if output_padding is not None:
+            end = 5 * len(output_padding)
+            geometry = geometry[:end] + output_padding + geometry[-2:]
         weight, compensation, bound, multiplier, offset, zero, params, shift, table = self._hot()
         dst: Tensor = _conv_transpose(
             src,
@@ -166,7 +171,7 @@ class QConvTranspose(QLayer):
             offset,
             None,
             zero,
-            self.geometry,
+            geometry,
             self.dst_code,
             self.post_ops,
             params,
