@@ -336,5 +336,11 @@ def _(
     include_last_offset: bool,
     padding_idx: int | None,
 ) -> Tensor:
+    if indices.dim() != (2 if offsets is None else 1):
+        raise ValueError(
+            "torchq.embedding_bag: indices must be 1-D with offsets, or 2-D without, a bag in each "
+            f"row, got {indices.dim()}-D and {'no ' if offsets is None else ''}offsets. Flatten "
+            "them, and say with offsets where each bag begins."
+        )
     bags = indices.shape[0] if offsets is None else offsets.shape[0] - int(include_last_offset)
     return weight.new_empty([bags, embedding_dim], dtype=torch.float32)

@@ -30,12 +30,14 @@ RowTable table_of(const char* op, const at::Tensor& weight, int64_t embedding_di
   TORCH_CHECK_VALUE(bits == 8 || bits == 4, "torchq.", op, ": bits must be 8 or 4, got ", bits,
                     ". Pack the weight with torchq.packing.pack_embedding.");
   check_param(op, "weight", weight, at::kByte);
+  TORCH_CHECK_VALUE(
+      weight.dim() == 2 && embedding_dim >= 1 && embedding_dim <= 2 * weight.size(1), "torchq.", op,
+      ": weight must be 2-D, with embedding_dim codes in a row, got shape ", weight.sizes(),
+      " and embedding_dim ", embedding_dim, ". Pack it with torchq.packing.pack_embedding.");
   const int64_t codes = (embedding_dim * bits + 7) / 8;
-  TORCH_CHECK_VALUE(embedding_dim >= 1 && weight.dim() == 2 &&
-                        (weight.size(1) == codes + 8 || weight.size(1) == codes + 4),
-                    "torchq.", op, ": weight must be [num_embeddings, ", codes,
-                    " + 8 or + 4] for rows of ", embedding_dim, " codes of ", bits, " bits, got ",
-                    weight.sizes(),
+  TORCH_CHECK_VALUE(weight.size(1) == codes + 8 || weight.size(1) == codes + 4, "torchq.", op,
+                    ": weight must be [num_embeddings, ", codes, " + 8 or + 4] for rows of ",
+                    embedding_dim, " codes of ", bits, " bits, got ", weight.sizes(),
                     ". Pack it with torchq.packing.pack_embedding, and pass its embedding_dim and "
                     "bits.");
   return {bytes_of(weight),
