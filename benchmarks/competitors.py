@@ -64,11 +64,15 @@ class Operands:
 
 @dataclass(frozen=True)
 class Competitor:
-    """One side's result, how to time it, and how many steps from torchq's it may be."""
+    """One side's result, how to time it, and how far from torchq's it may be.
+
+    ``tolerance`` counts steps of an 8-bit dst; ``real_tolerance`` is for a float32 one.
+    """
 
     dst: Tensor
     blocks: Blocks
     tolerance: float = 1
+    real_tolerance: float = 0
 
 
 def channels_last(x: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from benchmarks.competitors import (
     torch_competitor,
     torchq_call,
 )
+from benchmarks.embedding import EMBEDDING, Bags
 from benchmarks.lines import LoggedCall, LoggedLayer, read_lines
 from benchmarks.onednn import Peer, RefusedError, WheelsUnavailableError, sums_are_exact
 from benchmarks.peak import PATIENT, BusyMachineError, Peak, measure
@@ -42,14 +43,15 @@ from benchmarks.timing import FULL, QUICK, Plan, call_blocks, interleave, op_blo
 
 __all__ = ["add_arguments", "run"]
 
-PEERS = ("onednn", "torch")
+PEERS = ("onednn", "torch", "torchao")
 _SRC_DTYPES = {"u8": torch.uint8, "s8": torch.int8}
 
-AnyLayer: TypeAlias = Layer | LoggedLayer | Primitive | Attention
+AnyLayer: TypeAlias = Layer | LoggedLayer | Primitive | Attention | Bags
 LAYERS: dict[str, Mapping[Any, int]] = {
     **SUITES,
     "elementwise": ELEMENTWISE,
     "attention": ATTENTION,
+    "embedding": EMBEDDING,
 }
 
 
@@ -69,7 +71,9 @@ def verify(
             f"{dst.numel()} values. Nothing was timed; run the tests."
         )
     for other, peer in peers.items():
-        step = 2**-18 * float(dst.abs().max()) if dst.is_floating_point() else peer.tolerance
+        step = peer.tolerance
+        if dst.is_floating_point():
+            step = max(2**-18 * float(dst.abs().max()), peer.real_tolerance)
         distance = float((dst.double() - peer.dst.double()).abs().max())
         if distance > step and saturate:
             saturated.add(other)
@@ -125,6 +129,10 @@ class Setup:
                 "torch": lambda: layer.torch(srcs),
             }
             return *layer.ours(srcs), makers
+        if isinstance(layer, Bags):
+            srcs = layer.sources()
+            makers = {"torch": lambda: layer.torch(srcs), "torchao": lambda: layer.torchao(srcs)}
+            return *layer.ours(srcs), makers
         data = Operands.random(layer, _SRC_DTYPES[src])
         return *torchq_call(layer, data), {
             "onednn": lambda: onednn_competitor(layer, data, self._onednn),
@@ -138,7 +146,7 @@ class Setup:
             expected = op(*args)
         peers = self.competitors(layer.name, makers)
         with torchq.use_isa(self.isa):
-            saturate = not (sums_are_exact() or isinstance(layer, Primitive))
+            saturate = not (sums_are_exact() or isinstance(layer, Primitive | Bags))
             saturated = verify(layer.name, op(*args), expected, peers, saturate=saturate)
             kernel = torchq.last_kernel()
             blocks = {"kernel": op_blocks(op, args), "call": call_blocks(op, args)}
@@ -158,7 +166,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--line", help="a line of TORCHQ_VERBOSE=1, or a file of them")
     parser.add_argument("--threads", type=int, default=1, help="of torchq and each peer")
     parser.add_argument("--isa", choices=torchq.supported_isas(), default=torchq.isa())
-    parser.add_argument("--peers", default=",".join(PEERS), help="of onednn,torch; '' for none")
+    parser.add_argument("--peers", default=",".join(PEERS), help="of these; '' for none")
     parser.add_argument("--src", choices=_SRC_DTYPES, default="u8", help="dtype of the source")
     parser.add_argument("--json", help="file for the medians, one row a layer")
     parser.add_argument("--plot", help="file for a bar chart of the ratios")
@@ -190,8 +198,9 @@ def run(args: argparse.Namespace) -> int:
         raise RuntimeError(f"--peers must be of {', '.join(PEERS)}, got {', '.join(unknown)}.")
     if args.plot:
         report.require_matplotlib()
-    if args.line or args.suite == "elementwise":
-        names = [name for name in names if name != "torch"]  # it has no such ops
+    absent = {"onednn"} if args.suite == "embedding" else {"torchao"}  # without such ops
+    absent |= {"torch"} if args.line or args.suite == "elementwise" else set()
+    names = [name for name in names if name not in absent]
     layers = read_lines(args.line) if args.line else LAYERS[args.suite]
     use_threads(args.threads)
     torch.manual_seed(0)

@@ -98,6 +98,14 @@ TORCH_LIBRARY(torchq, m) {
       "Tensor weight_scale, Tensor? bias, int[] geometry) -> Tensor",
       tags);
 
+  // The row format of `weight` is in ops/embedding/embedding.cpp.
+  m.def("embedding(Tensor weight, Tensor indices, int embedding_dim, int bits) -> Tensor", tags);
+  m.def(
+      "embedding_bag(Tensor weight, Tensor indices, Tensor? offsets, Tensor? per_sample_weights, "
+      "int embedding_dim, int bits, str mode, bool include_last_offset, int? padding_idx) "
+      "-> Tensor",
+      tags);
+
   m.def("quantize(Tensor src, Tensor scale, Tensor zero_point, int dst_dtype) -> Tensor", tags);
   m.def("dequantize(Tensor src, Tensor scale, Tensor zero_point) -> Tensor", tags);
   m.def(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs weights: oneDNN's reorder of weights, with compensation."""
 
+from torchq.functional.embeddings import PackedEmbedding, pack_embedding
 from torchq.functional.packing import (
     PackedWeight,
     empty_packed,
@@ -9,4 +10,12 @@ from torchq.functional.packing import (
     pack_linear,
 )
 
-__all__ = ["PackedWeight", "empty_packed", "pack_conv", "pack_conv_transpose", "pack_linear"]
+__all__ = [
+    "PackedEmbedding",
+    "PackedWeight",
+    "empty_packed",
+    "pack_conv",
+    "pack_conv_transpose",
+    "pack_embedding",
+    "pack_linear",
+]

@@ -118,6 +118,15 @@ struct Avx2Lanes {
   static TORCHQ_INLINE Float fnma(Float a, Float b, Float c) {
     return {_mm256_fnmadd_ps(a.lo, b.lo, c.lo), _mm256_fnmadd_ps(a.hi, b.hi, c.hi)};
   }
+  static TORCHQ_INLINE Float interleave_lanes(__m256 a, __m256 b) {
+    const __m256 low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+    return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+  }
+  /// a[0], b[0], a[1], b[1], ...
+  static TORCHQ_INLINE void interleave_lanes(Float a, Float b, Float (&v)[2]) {
+    v[0] = interleave_lanes(a.lo, b.lo);
+    v[1] = interleave_lanes(a.hi, b.hi);
+  }
   /// Lanes j and j + 8 added, then j and j + 4, j + 2, j + 1.
   static TORCHQ_INLINE float sum_halves(Float v) {
     const __m256 eight = _mm256_add_ps(v.lo, v.hi);

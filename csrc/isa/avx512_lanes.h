@@ -48,6 +48,12 @@ struct Avx512Lanes {
   static TORCHQ_INLINE Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   /// c - a b
   static TORCHQ_INLINE Float fnma(Float a, Float b, Float c) { return _mm512_fnmadd_ps(a, b, c); }
+  /// a[0], b[0], a[1], b[1], ...
+  static TORCHQ_INLINE void interleave_lanes(Float a, Float b, Float (&v)[2]) {
+    const Int low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    v[0] = _mm512_permutex2var_ps(a, low, b);
+    v[1] = _mm512_permutex2var_ps(a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b);
+  }
   /// Lanes j and j + 8 added, then j and j + 4, j + 2, j + 1.
   static TORCHQ_INLINE float sum_halves(Float v) {
     const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));

@@ -47,7 +47,8 @@ concept HasLanes =
 
 /// Comparisons, bits, rounding and conversions of lanes. A comparison with NaN is false.
 template <class T>
-concept HasConversions = requires(typename T::Int i, typename T::Float f, typename T::Lanes l) {
+concept HasConversions = requires(typename T::Int i, typename T::Float f, typename T::Lanes l,
+                                  typename T::Float (&two)[2]) {
   { T::less(f, f) } -> Is<typename T::Lanes>;
   { T::less_equal(f, f) } -> Is<typename T::Lanes>;
   { T::equal(f, f) } -> Is<typename T::Lanes>;
@@ -65,6 +66,7 @@ concept HasConversions = requires(typename T::Int i, typename T::Float f, typena
   { T::bit_or(i, i) } -> Is<typename T::Int>;
   { T::template shift_left<3>(i) } -> Is<typename T::Int>;
   { T::template shift_right<3>(i) } -> Is<typename T::Int>;  // arithmetic
+  T::interleave_lanes(f, f, two);                            // a[0], b[0], a[1], b[1], ...
 };
 
 /// Panels: 16 bytes of memory as lanes, and back. kStoredPanels go to memory at once.

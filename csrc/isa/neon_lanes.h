@@ -137,6 +137,11 @@ struct NeonLanes {
     const int64x2_t high = vpadalq_s32(vpaddlq_s32(v.c), v.d);
     return vaddvq_s64(vaddq_s64(low, high));
   }
+  /// a[0], b[0], a[1], b[1], ...
+  static TORCHQ_INLINE void interleave_lanes(Float x, Float y, Float (&v)[2]) {
+    v[0] = {vzip1q_f32(x.a, y.a), vzip2q_f32(x.a, y.a), vzip1q_f32(x.b, y.b), vzip2q_f32(x.b, y.b)};
+    v[1] = {vzip1q_f32(x.c, y.c), vzip2q_f32(x.c, y.c), vzip1q_f32(x.d, y.d), vzip2q_f32(x.d, y.d)};
+  }
   static TORCHQ_INLINE float sum_halves(Float v) {
     const float32x4_t four = vaddq_f32(vaddq_f32(v.a, v.c), vaddq_f32(v.b, v.d));
     const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));

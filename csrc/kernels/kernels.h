@@ -5,6 +5,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/conv/depthwise.h"
 #include "kernels/conv/small_groups.h"
+#include "kernels/embedding/embedding.h"
 #include "kernels/gemm/clip.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/gemm/panels.h"
@@ -59,6 +60,8 @@ constexpr Kernels make_kernels() {
   k.quantize_symmetric = &quantize_symmetric<Isa>;
   k.attention_weights = &attention_weights<Isa>;
   k.attention_means = &attention_means<Isa>;
+  k.embedding = &embedding<Isa>;
+  k.embedding_bag = &embedding_bag<Isa>;
   return k;
 }
 

@@ -4,6 +4,7 @@
 #include "kernels/attention/reference.h"
 
 #include "kernels/conv/reference.h"
+#include "kernels/embedding/reference.h"
 #include "kernels/epilogue/reference.h"
 #include "kernels/gemm/reference.h"
 #include "kernels/pointwise/reference.h"
@@ -53,5 +54,7 @@ constinit const Kernels kReferenceKernels = {
     .quantize_symmetric = &quantize_symmetric,
     .attention_weights = &attention_weights,
     .attention_means = &attention_means,
+    .embedding = &embedding,
+    .embedding_bag = &embedding_bag,
 };
 }  // namespace torchq

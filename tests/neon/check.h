@@ -135,5 +135,6 @@ void check_pointwise(const Kernels& k);
 void check_rnn(const Kernels& k);
 void check_rows(const Kernels& k);
 void check_attention(const Kernels& k);
+void check_embedding(const Kernels& k);
 
 }  // namespace torchq

@@ -51,7 +51,8 @@ std::string left_out(const Kernels& k) {
       ENTRY(convert), ENTRY(add), ENTRY(mul), ENTRY(lookup), ENTRY(rnn_input), ENTRY(rnn_step),
       ENTRY(rnn_pieces), ENTRY(quantize_row), ENTRY(epilogue_row), ENTRY(row_range), ENTRY(softmax),
       ENTRY(moments), ENTRY(row_moments), ENTRY(affine), ENTRY(blend), ENTRY(reduce),
-      ENTRY(quantize_symmetric), ENTRY(attention_weights), ENTRY(attention_means);
+      ENTRY(quantize_symmetric), ENTRY(attention_weights), ENTRY(attention_means), ENTRY(embedding),
+      ENTRY(embedding_bag);
 #undef ENTRY
   return names;
 }
@@ -120,8 +121,8 @@ int check_all() {
   for (const Kernels* tier : tiers()) {
     current_tier = tier->isa;
     cases.clear();
-    for (const auto check :
-         {&check_gemm, &check_conv, &check_pointwise, &check_rnn, &check_rows, &check_attention}) {
+    for (const auto check : {&check_gemm, &check_conv, &check_pointwise, &check_rnn, &check_rows,
+                             &check_attention, &check_embedding}) {
       check(*tier);
     }
     std::printf("%s:", tier->isa);

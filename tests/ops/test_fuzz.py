@@ -101,6 +101,8 @@ TRANSPOSED = "[3, 3, 2, 2, 1, 1, 1, 1, 1, 1, 0, 1, 1, 4]"
 Z25 = "tensor((2, 5), torch.int32, 0)"
 Z8, Z20 = (f"tensor(({n},), torch.int32, 'random')" for n in (8, 20))
 SUMS = "tensor((3, 1), torch.int32, 'random')"
+ROWS = "tensor((6, 16), torch.uint8, 'random')"
+BAGS = ("tensor((5,), torch.int64)", "tensor((2,), torch.int64, 0)")
 FOLDED = ["tensor(({0},))", "tensor(({0},))", "None", I1]
 TAIL = ["0", "''", "tensor((0,))", "[]"]
 SUM = ["'sum:0.5'", "tensor((21,))", "[tensor((3, 20), torch.uint8, 'random')]"]
@@ -165,6 +167,9 @@ VALID: list[tuple[str, list[str]]] = [
     ("batch_norm", [U8_4D, F4, F4, F4, F4, "1e-5", S2, Z2, "0", "'eltwise_relu'"]),
     ("reduction", [U8_4D, "'sum'", "[1, 3]", "True", S2, Z2, "3", "''"]),
     ("resampling", [U8_4D, "'linear'", "[3, 7]", S2, Z2, "6", "''"]),
+    ("embedding", [ROWS, "tensor((3, 4), torch.int64, 0)", "8", "8"]),
+    ("embedding_bag", [ROWS, *BAGS, "None", "8", "8", "'mean'", "False", "1"]),
+    ("embedding_bag", [ROWS, *BAGS, "tensor((5,))", "16", "4", "'sum'", "True", "None"]),
     ("resampling", [U8_4D, "'linear'", "[5, 5]", S2, Z2, "6", "'binary_add:15'", f"[{F_4D}]"]),
     ("eltwise", [U8_4D, S2, Z2, "0", "'eltwise_abs+prelu:2'", "[tensor((1, 4, 1, 1))]"]),
     ("softmax", [U8_4D, "1", "False", S2, Z2, "6", "'binary_select:15'", f"[{F_4D}, {U8_4D}]"]),

@@ -103,7 +103,7 @@ def test_peak_runs() -> None:
 def test_an_unknown_peer_is_named(benchmarks: Command) -> None:
     result = benchmarks("ops", "--suite", "small", "--peers", "fbgemm")
     assert result.returncode == 1
-    assert result.stderr == "benchmarks: --peers must be of onednn, torch, got fbgemm.\n"
+    assert result.stderr == "benchmarks: --peers must be of onednn, torch, torchao, got fbgemm.\n"
 
 
 def test_a_busy_machine_is_refused() -> None:

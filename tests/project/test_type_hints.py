@@ -107,6 +107,12 @@ WORDS: dict[str, Any] = {
     "Granularity": lambda word: torchq.QConfig(weight_granularity=word),
     "ObserverName": lambda word: torchq.QConfig(activation_observer=word).make_observer(),
     "Bits": lambda word: torchq.QConfig(weight_bits=word, activation_bits=word),
+    "EmbeddingBits": lambda word: torchq.QConfig(embedding_bits=word),
+    "BagMode": lambda word: TF.embedding_bag(
+        torch.zeros(1, 1, dtype=torch.int64),
+        torchq.packing.pack_embedding(*TF.quantize_embedding(torch.ones(1, 2))),
+        mode=word,
+    ),
     "Convention": lambda word: torchq.compose([], convention=word, channels=1),
 }
 

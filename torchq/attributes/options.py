@@ -12,6 +12,10 @@ Granularity: TypeAlias = Literal["per_channel", "per_tensor"]
 WEIGHT_GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 Bits: TypeAlias = Literal[8, 7]
 """Bits of the integers that are used."""
+EmbeddingBits: TypeAlias = Literal[8, 4]
+"""Bits of the codes of an embedding."""
+BagMode: TypeAlias = Literal["sum", "mean", "max"]
+"""Results of an embedding bag."""
 ObserverName: TypeAlias = Literal["minmax", "moving_average", "percentile", "histogram", "entropy"]
 """Recorders of the ranges of activations."""
 SrcRange: TypeAlias = Literal["per_tensor", "per_row"]

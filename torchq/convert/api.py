@@ -32,6 +32,7 @@ from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.pretrained import refuse_save_pretrained
+from torchq.convert.tables import with_rows, with_tables
 from torchq.convert.weights import first_names, with_names
 from torchq.nn.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
@@ -103,6 +104,7 @@ def _prepared(
     model: nn.Module, args: Any, kwargs: Any, config: QConfig, overrides: Overrides | None
 ) -> nn.Module:
     float_model = without_observers(plain_copy(model))
+    float_model, tables = with_tables(float_model, config, overrides)
     # patterns may name functions of a graph, too
     prepared = prepare_settled(float_model, args, kwargs, config, overrides, check=False)
     parts = find_parts(float_model, args, kwargs)
@@ -126,7 +128,7 @@ def _prepared(
     check_patterns(float_model, [*leaves, *rows], weights, overrides)
     names = {name for name, _ in float_model.named_modules()}
     merged_rows = with_names(merged(leaves, graphs, unused, names), first_names(float_model))
-    vars(prepared)["torchq_report"] = merged_rows
+    vars(prepared)["torchq_report"] = with_rows(merged_rows, tables)
     refuse_save_pretrained(prepared)
     if "" in parts.reasons:
         vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.reasons['']}"

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from torchq.convert.guards import Example
 from torchq.convert.swap.weights import without_capturing_hooks
 from torchq.nn.attached import WATCHING, Attachment, attachment_of, graphs_of
+from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.leaf import QuantizedLeaf
 from torchq.runtime.library import refuse_onnx_export
 
@@ -251,14 +252,24 @@ def share_weights(model: nn.Module) -> None:
 
     Batch norms that a graph folds into a weight change its scales. Its integers change by a step
     at most, where the rounding of the product moves one over a tie; those of a channel with a
-    negative factor have the other sign, and such a leaf keeps its own.
+    negative factor have the other sign, and such a leaf keeps its own. The rows of embeddings are
+    one tensor for the graph and the modules.
     """
     for prefix, graph in graphs_of(model):
+        _share_rows(model.get_submodule(prefix), graph)
         layers = dict(graph.named_modules())
         for name, leaf in model.get_submodule(prefix).named_modules():
             layer = layers.get(name)
             if isinstance(leaf, QuantizedLeaf) and layer is not None:
                 _share(leaf.layer, layer)
+
+
+def _share_rows(owner: nn.Module, graph: nn.Module) -> None:
+    tables = [m.rows for m in owner.modules() if isinstance(m, (QEmbedding, QEmbeddingBag))]
+    for key, own in graph._buffers.items():
+        if own is not None and own.dtype == torch.uint8:
+            same = (rows for rows in tables if rows.shape == own.shape and torch.equal(rows, own))
+            graph._buffers[key] = next(same, own)
 
 
 def _share(leaf: nn.Module, layer: nn.Module) -> None:

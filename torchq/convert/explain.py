@@ -11,6 +11,7 @@ from torch import nn
 
 from torchq.convert.rows import NOT_CALLED, Row, Weight, joined
 from torchq.nn.attached import attachment_of, computing_modules
+from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.module import QModule
 from torchq.nn.notebook import html_table
 from torchq.onednn.saturation.proof import seven_bits
@@ -57,6 +58,7 @@ class Explanation:
         note: why the whole model has no graph; "" where it has one.
         graphs: of the model or its parts.
         weights: parameters that data is multiplied by, in any code.
+        embeddings: bytes of the embeddings with quantized rows, and what float32 would take.
     """
 
     rows: tuple[Row, ...]
@@ -65,6 +67,7 @@ class Explanation:
     note: str = ""
     graphs: tuple[GraphRow, ...] = field(default=(), compare=False)  # they count calls
     weights: tuple[Weight, ...] = ()
+    embeddings: tuple[int, int] = (0, 0)
 
     @property
     def float_weights(self) -> tuple[Weight, ...]:
@@ -117,6 +120,9 @@ class Explanation:
         if self.note:
             lines.append(self.note)
         lines.extend(self._on_weights())
+        own, in_float = self.embeddings
+        if own:
+            lines.append(f"embeddings: {own:,} bytes, instead of {in_float:,} in float32")
         lines.extend(str(graph) for graph in self.graphs[:4])
         if len(self.graphs) > 4:
             lines.append(f"and {len(self.graphs) - 4} more graphs")
@@ -193,4 +199,8 @@ def explain(model: nn.Module) -> Explanation:
     )
     note = getattr(model, "torchq_note", "")
     weights = tuple(getattr(model, "torchq_weights", ()))
-    return Explanation(tuple(rows), details, seven_bits(model), note, graphs, weights)
+    kinds = (QEmbedding, QEmbeddingBag)
+    tables = {id(m.rows): m for m in model.modules() if isinstance(m, kinds)}.values()
+    floats = sum(4 * table.num_embeddings * table.embedding_dim for table in tables)
+    embeddings = sum(table.rows.nbytes for table in tables), floats
+    return Explanation(tuple(rows), details, seven_bits(model), note, graphs, weights, embeddings)

@@ -18,6 +18,8 @@ _NAMESPACES: dict[str, Any] = {
     "operator": operator,
     "math": math,
 }
+_OWN = ("embedding", "embedding_bag")
+"""Ops of torchq that a float graph calls: their modules are there when it is captured."""
 _PYTHON = (int, float, max, min, abs, len)
 _REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem", "from_file", "save")
 
@@ -54,6 +56,8 @@ def is_known(name: str) -> bool:
     library, _, own = name.rpartition("::")
     if library == "aten":
         return own not in _REFUSED and hasattr(torch.ops.aten, own)
+    if library == "torchq":
+        return own in _OWN
     return name in BY_NAME
 
 
@@ -61,12 +65,13 @@ def by_name(name: str) -> Callable[..., Any]:
     """Return the function of such a name.
 
     Raises:
-        KeyError: there is none, or it is of another library than ATen.
+        KeyError: there is none, or it is of another library.
     """
     if not is_known(name):
         raise KeyError(name)
-    if name.startswith("aten::"):
-        return getattr(torch.ops.aten, name.removeprefix("aten::"))  # type: ignore[no-any-return]
+    library, _, own = name.rpartition("::")
+    if library:
+        return getattr(getattr(torch.ops, library), own)  # type: ignore[no-any-return]
     return BY_NAME[name]
 
 

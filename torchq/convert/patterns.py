@@ -182,6 +182,7 @@ TABLE: list[Row] = [
     _float("a product of several matrices has no int8 form", "linalg_multi_dot", is_matmul=True),
     _float("which of its matrices a row is multiplied by is known at run time only", "_grouped_mm",
            is_matmul=True),
+    _float("embedding_bits of its QConfig is not set", "embedding embedding_bag"),
     _row(Role.NORM, "batch_norm", matmuls.batch_norm),
     # several tensors
     _row(Role.COMBINE, "add", makers.binary(Add, torch.add)),

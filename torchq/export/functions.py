@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchq.export.formulas import FORMULAS
 from torchq.export.onnx_graph import OnnxGraph, UnsupportedError, Value
+from torchq.functional.embeddings import PackedEmbedding
 
 Number: TypeAlias = int | float | Value
 Size: TypeAlias = int | Value
@@ -277,7 +278,17 @@ def _expand(g: OnnxGraph, src: Value, *sizes: Any) -> str:
 
 
 def _embedding(g: OnnxGraph, weight: Value, indices: Value, *options: Any, **more: Any) -> str:
+    if weight.example.dtype == torch.uint8:
+        return _quantized_rows(g, indices, PackedEmbedding(weight.example, *options))
     return g.add("Gather", weight.name, indices.name, axis=0)
+
+
+def _quantized_rows(g: OnnxGraph, indices: Value, table: PackedEmbedding) -> str:
+    """Write code * scale + offset of the rows that are looked up; codes have a byte each."""
+    codes, *params = table.unpack()
+    parts = [codes, *(p.float().unsqueeze(1) for p in params)]
+    q, scale, offset = (g.add("Gather", g.constant(p), indices.name, axis=0) for p in parts)
+    return g.add("Add", g.add("Mul", _cast(g, q, torch.float32), scale), offset)
 
 
 def _gather(g: OnnxGraph, src: Value, dim: int, index: Value) -> str:

@@ -139,7 +139,8 @@ class OnnxGraph:
     def model(self) -> Any:
         """Return the checked ModelProto."""
         helper, opset = self.onnx.helper, self.onnx.helper.make_opsetid("", self.opset)
-        constants = list(self._constants.values())
+        used = {name for node in self._nodes for name in node.input}
+        constants = [made for name, made in self._constants.items() if name in used]
         graph = helper.make_graph(self._nodes, "torchq", self._inputs, self._outputs, constants)
         version = helper.find_min_ir_version_for([opset])
         model = helper.make_model(

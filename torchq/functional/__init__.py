@@ -54,6 +54,7 @@ from torchq.functional.conversions import (
     requantize,
 )
 from torchq.functional.elementwise import binary, eltwise, prelu, shuffle, sum
+from torchq.functional.embeddings import embedding, embedding_bag, quantize_embedding
 from torchq.functional.gemm import gemm_s8s8s32, gemm_u8s8s32
 from torchq.functional.linears import dynamic_linear, linear, requantize_dynamic
 from torchq.functional.matmuls import matmul
@@ -91,6 +92,8 @@ __all__ = [
     "dynamic_attention",
     "dynamic_linear",
     "eltwise",
+    "embedding",
+    "embedding_bag",
     "gemm_s8s8s32",
     "gemm_u8s8s32",
     "group_norm",
@@ -106,6 +109,7 @@ __all__ = [
     "pad",
     "prelu",
     "quantize",
+    "quantize_embedding",
     "quantize_weight",
     "reduction",
     "reorder",

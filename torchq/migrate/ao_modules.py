@@ -17,10 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from torchq.functional.embeddings import pack_embedding
 from torchq.migrate.leaves import dynamic_leaf, float_layer
 from torchq.nn import (
     QGRU,
     QLSTM,
+    QEmbedding,
+    QEmbeddingBag,
     QGRUCell,
     QLSTMCell,
     QModule,
@@ -165,13 +168,20 @@ def _prelu(module: Any) -> nn.Module:
 
 
 def _embedding(module: Any) -> nn.Module:
-    weight = module.weight().dequantize()
-    rows, columns = weight.shape
+    """Return the embedding with the same codes, scales and offsets."""
+    weight = module.weight()
+    scale = weight.q_per_channel_scales().float()
+    offset = -weight.q_per_channel_zero_points().float() * scale
+    codes, bits = weight.int_repr(), 8
+    if "quint4x2" in str(weight.dtype):  # packed with float16, two codes to a byte
+        scale, offset, bits = scale.half(), offset.half(), 4
+        codes = codes.view(len(weight), -1)
+        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1)[:, : weight.shape[1]]
+    packed = pack_embedding(codes, scale, offset, bits)  # type: ignore[arg-type]
     if type(module).__name__ == "Embedding":
-        return nn.Embedding(rows, columns, _weight=weight)
+        return QEmbedding(packed)
     # torch.ao sums, whatever its mode
-    last = module.include_last_offset
-    return nn.EmbeddingBag(rows, columns, mode="sum", include_last_offset=last, _weight=weight)
+    return QEmbeddingBag(packed, "sum", module.include_last_offset)
 
 
 # Dynamic modules

@@ -17,10 +17,8 @@ from torchq.convert.swap.flow import plain_copy
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.pretrained import refuse_save_pretrained
-from torchq.convert.swap.weights import (
-    leave_fast_paths,
-    split_attention,
-)
+from torchq.convert.swap.weights import leave_fast_paths, split_attention
+from torchq.convert.tables import TABLES, TableMaker
 from torchq.migrate.leaves import put
 from torchq.migrate.spec import ASKED, QINT8, Spec
 from torchq.nn.batch_norm import reduction
@@ -29,7 +27,7 @@ from torchq.nn.inputs import without_gradients
 from torchq.nn.leaf import take_hooks, without_hooks
 from torchq.quantization.config import QConfig
 
-_FORMS = (nn.Linear, *ASKED[:3], *RECURRENT)
+_FORMS = (nn.Linear, *ASKED[:3], *TABLES, *RECURRENT)
 
 
 @torch.inference_mode(False)
@@ -51,11 +49,14 @@ def quantize_dynamic(
         model: float32. Its class and everything else in it stays.
         qconfig_spec: what to replace. None means linear and recurrent layers and cells. A set holds
             types of modules and qualified names; what has children stands for the linear and
-            recurrent layers in it. Convolutions and ``nn.MultiheadAttention`` are replaced where
-            their type or name is given. A dict maps such keys to a :class:`torchq.QConfig` or a
-            QConfig of torch.ao, of which only the weight's scales count, or to None to keep the
-            match float. A name goes before a type, and both before what is around a module.
+            recurrent layers in it. Convolutions, ``nn.MultiheadAttention`` and embeddings are
+            replaced where their type or name is given, embeddings also by ``embedding_bits`` of a
+            QConfig around them. A dict maps such keys to a :class:`torchq.QConfig` or a QConfig of
+            torch.ao, of which only the weight's scales count, or to None to keep the match float.
+            A name goes before a type, and both before what is around a module.
         dtype: ``torch.qint8`` or ``torch.int8``, of the weights; a dict decides for itself.
+            ``torch.quint8`` and ``torch.quint4x2`` mean embeddings alone, with rows of 8 bits
+            (the default of embeddings) or 4.
         mapping: None. torch.ao takes other classes of quantized modules here.
         inplace: replace the layers in ``model`` itself, instead of in a copy.
 
@@ -114,6 +115,7 @@ def _replacements(
     attention = [n for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
     made: dict[str, nn.Module] = {}
     rows: list[Row] = []
+    make_table = TableMaker()
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}.") for outer in attention):
             continue  # it reads the weights of what is in it
@@ -124,6 +126,9 @@ def _replacements(
         elif name in attention:
             made[name] = take_hooks(_attention(module, name, config), module)
             rows += [_row(f"{name}.{key}_proj", nn.Linear, "") for key in ("q", "k", "v", "out")]
+        elif isinstance(layer, TABLES):
+            made[name] = make_table(layer, config.embedding_bits or 8)
+            rows.append(_row(name, type(module), "", is_matmul=False))
         else:
             made[name] = take_hooks(_dynamic(layer, name, config), module)
             rows.append(_row(name, type(module), ""))
@@ -141,7 +146,7 @@ def _layer(module: nn.Module) -> nn.Module | None:
 
 
 def _why_float(layer: nn.Module, config: QConfig) -> str:
-    if isinstance(layer, nn.MultiheadAttention):
+    if isinstance(layer, (nn.MultiheadAttention, *TABLES)):
         return ""
     if isinstance(layer, MATMUL) and reduction(layer) > MAX_REDUCTION:
         return f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
@@ -178,7 +183,8 @@ def _left(
         reason = "it has no dynamic form"
         if known:
             reason = "its code is its own" if config is not None else "qconfig_spec leaves it out"
-    return [_row(name, type(module), reason, known, config is None)]
+    is_matmul = known and not isinstance(module, TABLES)
+    return [_row(name, type(module), reason, is_matmul, config is None)]
 
 
 def _row(

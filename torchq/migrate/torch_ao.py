@@ -47,8 +47,7 @@ def from_torch_ao(model: nn.Module, example_inputs: Inputs | None = None) -> nn.
             source's scale must follow from the code. A model with dynamic layers needs none.
 
     Returns:
-        The int8 model, of the class of ``model``; its embeddings are float, with the values of the
-        int8 ones.
+        The int8 model, of the class of ``model``.
 
     Raises:
         TypeError: ``model`` is no nn.Module, or one of TorchScript.

@@ -9,7 +9,13 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from torchq.attributes.options import WEIGHT_GRANULARITIES, Bits, Granularity, ObserverName
+from torchq.attributes.options import (
+    WEIGHT_GRANULARITIES,
+    Bits,
+    EmbeddingBits,
+    Granularity,
+    ObserverName,
+)
 from torchq.quantization.observers.base import Observer
 from torchq.quantization.observers.binned import (
     EntropyObserver,
@@ -42,6 +48,8 @@ class QConfig:
         weight_granularity: "per_channel" or "per_tensor".
         weight_bits: 8 or 7. Weights are int8 and symmetric.
         dynamic: choose activation parameters at run time; the observer is then not used.
+        embedding_bits: 8 or 4 quantizes the rows of embeddings, each with a scale and an offset;
+            None keeps embeddings float. Rows need no data: the prepared model has them already.
         strict: raise where a call of the model, or of a part, cannot take its int8 graph, instead
             of warning and running the model's own code. That of the whole model counts, overrides
             have no say.
@@ -66,6 +74,7 @@ class QConfig:
     weight_bits: Bits = 8
     dynamic: bool = False
     strict: bool = False
+    embedding_bits: EmbeddingBits | None = None
 
     def __post_init__(self) -> None:
         """Validate every field."""
@@ -78,6 +87,12 @@ class QConfig:
             _check_bool("activation_symmetric", self.activation_symmetric)
         _check_bool("dynamic", self.dynamic)
         _check_bool("strict", self.strict)
+        bits = self.embedding_bits
+        if bits is not None and (isinstance(bits, bool) or bits not in (8, 4)):
+            raise ValueError(
+                f"torchq.QConfig: embedding_bits must be None, 8 or 4, got {bits!r}. Leave it out "
+                "to keep embeddings float."
+            )
 
     def _check_observer(self) -> None:
         observer = self.activation_observer
@@ -123,9 +138,11 @@ class QConfig:
         dtype = "u8" if self.activation_dtype == torch.uint8 else "s8"
         kind = "symmetric" if self.symmetric else "affine"
         observer = "dynamic" if self.dynamic else self._observer_name()
+        bits = self.embedding_bits
         return (
             f"activations {dtype}{_bits_suffix(self.activation_bits)} {kind} {observer}, "
             f"weights s8{_bits_suffix(self.weight_bits)} {self.weight_granularity}"
+            + ("" if bits is None else f", embeddings u8{_bits_suffix(bits)} per row")
         )
 
     def _observer_name(self) -> str:

@@ -317,3 +317,30 @@ def _(src: Tensor, alg: str, dims: Sequence[int], keepdim: bool, *args: Any) -> 
 @fake("resampling")
 def _(src: Tensor, alg: str, size: Sequence[int], *args: Any) -> Tensor:
     return empty_channels_last(src, resampled_sizes(src.shape, size), DTYPES[args[2]])
+
+
+@fake("embedding")
+def _(weight: Tensor, indices: Tensor, embedding_dim: int, bits: int) -> Tensor:
+    return weight.new_empty([*indices.shape, embedding_dim], dtype=torch.float32)
+
+
+@fake("embedding_bag")
+def _(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor | None,
+    per_sample_weights: Tensor | None,
+    embedding_dim: int,
+    bits: int,
+    mode: str,
+    include_last_offset: bool,
+    padding_idx: int | None,
+) -> Tensor:
+    if indices.dim() != (2 if offsets is None else 1):
+        raise ValueError(
+            "torchq.embedding_bag: indices must be 1-D with offsets, or 2-D without, a bag in each "
+            f"row, got {indices.dim()}-D and {'no ' if offsets is None else ''}offsets. Flatten "
+            "them, and say with offsets where each bag begins."
+        )
+    bags = indices.shape[0] if offsets is None else offsets.shape[0] - int(include_last_offset)
+    return weight.new_empty([bags, embedding_dim], dtype=torch.float32)

@@ -13,10 +13,13 @@ from torchq.convert.graph_code import is_exported
 from torchq.convert.module_kinds import QUANTIZABLE, RECURRENT
 from torchq.convert.self_contained import SELF_CONTAINED
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.module import QModule
 from torchq.quantization.observers import Observer
 from torchq.runtime.isa import isa
 
+_TABLES = (QEmbedding, QEmbeddingBag)
+"""What a prepared model may have quantized already."""
 _QUANTIZED = re.compile(
     r"torch\.ao\.nn\.(intrinsic\.|sparse\.)?quantized\.(?!.*FloatFunctional)"
     r"|torchao\.quantization\.linear_quant_modules\."
@@ -27,7 +30,7 @@ _QUANTIZED = re.compile(
 def check_prepared(op: str, prepared: nn.Module) -> None:
     """Raise ValueError unless :func:`torchq.prepare` made it, and it was not converted since."""
     parts = [type(module) for module in prepared.modules()]
-    converted = any(issubclass(cls, QModule) for cls in parts)
+    converted = any(issubclass(cls, QModule) and not issubclass(cls, _TABLES) for cls in parts)
     if converted or not hasattr(prepared, "torchq_report"):
         state = ", which is converted" if converted else " without observers"
         raise ValueError(
