@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "kernels/cpu_tuning.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/packing.h"
 #include "runtime/checks.h"
@@ -58,7 +59,7 @@ struct Problem {
 /// Ranges of all rows; ValueError for what is not finite.
 RowRange* ranges(ScratchFrame& scratch, const Problem& p) {
   RowRange* result = scratch.take<RowRange>(p.m);
-  parallel_ranges(p.m, threads_for(p.m * p.k, 1 << 17), [&](Range rows) {
+  parallel_ranges(p.m, threads_for(p.m * p.k, tuning::kQuantizeRowGrain), [&](Range rows) {
     for (int64_t r = rows.begin; r < rows.end; ++r) {
       result[r].finite = p.tier.row_range(p.src + r * p.k, p.k, &result[r].lo, &result[r].hi);
     }
@@ -75,7 +76,7 @@ RowRange* ranges(ScratchFrame& scratch, const Problem& p) {
 const uint8_t* quantize_rows(ScratchFrame& scratch, const Problem& p, const Params* params,
                              int64_t step) {
   uint8_t* q = scratch.take<uint8_t>(p.m * p.k);
-  parallel_ranges(p.m, threads_for(p.m * p.k, 1 << 17), [&](Range rows) {
+  parallel_ranges(p.m, threads_for(p.m * p.k, tuning::kQuantizeRowGrain), [&](Range rows) {
     const int32_t zero = 0;
     for (int64_t r = rows.begin; r < rows.end; ++r) {
       const Params& own = params[r * step];
@@ -130,7 +131,7 @@ void run(OpTrace& trace, const Problem& p, const at::Tensor& weight, const at::T
     const int32_t* init = make_acc_init(scratch, p.tier, compensation, tap, {}, params.zero_point,
                                         1, static_cast<int>(p.n), static_cast<int>(p.panels));
     run_gemm(make_gemm(p, q, weight, pair_bound, whole_row, init),
-             float_epilogue(p.dst, multiplier, offset), p.tier, trace);
+             float_epilogue(p.dst, multiplier, offset), p.tier, &trace);
     return;
   }
   // Each row has a zero point of its own, which the sums of the weights are multiplied with.
@@ -151,7 +152,7 @@ void run(OpTrace& trace, const Problem& p, const at::Tensor& weight, const at::T
   epilogue.channels = epilogue.group_channels = static_cast<int>(p.n);
   epilogue.row_scale = row_scale;
   epilogue.row_bias = p.bias;
-  run_gemm(make_gemm(p, q, weight, pair_bound, whole_row, init), epilogue, p.tier, trace);
+  run_gemm(make_gemm(p, q, weight, pair_bound, whole_row, init), epilogue, p.tier, &trace);
 }
 
 void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation,
