@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers that depend on a CPU: cache sizes, thresholds in bytes and rows, grains of threads. All
-// of them are here, with their unit and where they were measured; tile sizes stay with their
-// kernels. Numbers without a machine follow from sizes of caches that all of today's server CPUs
-// have: 32 KB of L1 and 1 MB of L2. To tune for a new CPU, change this file alone.
+// All numbers that depend on a CPU, with their unit and where they were measured; tile sizes stay
+// with their kernels. Those without a machine follow from 32 KB of L1 and 1 MB of L2. To tune for a
+// new CPU, change this file alone.
 #pragma once
 
 #include <stdint.h>
@@ -19,13 +18,11 @@ constexpr int64_t kTileWeightBytes = 24 * 1024;
 constexpr int64_t kNearWeightBytes = 16 * 1024;
 /// Half of the smallest L1: columns of depthwise windows, whose rows need the other half.
 constexpr int64_t kStashBytes = 16 * 1024;
-/// Rows that a group of sliding windows may touch, so that the second half of the vectors finds
-/// them in L1.
+/// Rows of a group of sliding windows: the second half of the vectors finds them in L1.
 constexpr int64_t kSlideBytes = 28 * 1024;
 /// Rows that are normalized together, and sources that one call of a binary op reads again.
 constexpr int64_t kRowBytesInL1 = 16 * 1024;
-/// Rows gathered at a time for a matrix unit, where the weights stay in L2 anyway; else enough rows
-/// to use each block of weights for long.
+/// Rows gathered at a time for a matrix unit, if the weights stay in L2; if they do not.
 constexpr int64_t kGatheredBytes = 32 * 1024, kManyGatheredBytes = 512 * 1024;
 
 // Bytes that stay in L2.
@@ -56,8 +53,7 @@ constexpr int64_t kStreamedL2Bytes = int64_t{1} << 20, kStreamedL3Bytes = int64_
 /// Beyond L2 tiles of three panels save a pass with 9 to 16 rows (`takes_three_panels`).
 constexpr int64_t kThreePanelBytes = int64_t{1} << 20;
 /// Beyond L2 even after a call of the same layer. One tile of a matrix unit's rows does not
-/// prefetch them, since memory is busy anyway: 16x768->768 takes 9.2 us, with prefetches 12.4
-/// (Emerald Rapids).
+/// prefetch them: 16x768->768 takes 9.2 us, with prefetches 12.4 (Emerald Rapids).
 constexpr int64_t kFarWeightBytes = 1024 * 1024;
 /// Recurrent panels of this size and more, those of 1024 units, are read as one stream: an LSTM
 /// takes 0.96 to 0.98 of the time on Zen 4; not measured on Zen 5.
