@@ -1,48 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// 16 lanes of AVX-512 with VPDPBUSD, and the tuning constants of each CPU that has it.
+// 16 lanes of AVX-512 with VPDPBUSD.
 #pragma once
 
 #include "isa/avx512.h"
+#include "kernels/cpu_tuning.h"
 
 namespace {
 
-struct Avx512Vnni : Avx512 {
+struct Avx512Vnni : Avx512, VnniTuning {
   static constexpr const char* kName = "avx512_vnni";
   /// With their addresses 10 fit the general registers. With 12, tiles of one panel take 0.95 of
   /// the time nevertheless, those of two 1.08; measured on Emerald Rapids.
   static constexpr int kTallRows = 10, kTallestRows = 12;
   static constexpr bool kPrefetches = true;
-  /// Zen 4 or 5: what is below was measured on both, but for Intel's.
-  static TORCHQ_INLINE bool is_zen() { return __builtin_cpu_is("amd"); }
-  static TORCHQ_INLINE bool is_zen5() {
-    return is_zen() && __builtin_cpu_supports("avx512vp2intersect");
-  }
-  /// Distance in bytes at which a tile prefetches its own weights. Emerald Rapids, 512 against 0:
-  /// 1.05 to 1.13x faster from L2 and L3 with 4 to 16 rows, 1.03 to 1.07x with 128 rows and more
-  /// while the core's other thread is busy, else equal. On Zen 4, 512 loses up to a quarter from
-  /// L3. There 3072 gains 5 to 10 % where 6 to 16 rows read 16 MB, nothing from L2, and costs 1 %
-  /// with four rows. Zen 5 prefetches the line that the tile reads next.
-  static TORCHQ_INLINE int64_t prefetch_distance() {
-    return __builtin_cpu_is("intel") ? 512 : is_zen() && !is_zen5() ? 3072 : 0;
-  }
-  /// True where prefetching weights that stay in L1 pays.
-  static TORCHQ_INLINE bool gains_from_l1() { return __builtin_cpu_is("intel"); }
-  /// True where few rows gain from streamed weights (gemm_streamed.h), and from a single stream out
-  /// of L3.
-  static TORCHQ_INLINE bool gains_from_streams() { return is_zen(); }
-  static TORCHQ_INLINE bool gains_from_one_stream() { return is_zen5(); }
-  /// Largest weights of a pipelined tile (gemm_pipelined.h), in bytes: such tiles read them more
-  /// often. 0 on Intel, where conversions and products share their execution ports.
-  static TORCHQ_INLINE int64_t pipelined_bytes() { return is_zen() ? 128 * 1024 : 0; }
-  /// The same for recurrent tiles (rnn_pipelined.h). Zen 5 multiplies twice as fast and waits for
-  /// L2: with 64 KB it takes 1.05 of the time. Zen 4 takes 0.97 with 96 KB, the most that was
-  /// measured.
-  static TORCHQ_INLINE int64_t rnn_pipelined_bytes() {
-    return is_zen5() ? 48 * 1024 : is_zen() ? 96 * 1024 : 0;
-  }
-  /// Fewest quads for which recurrent tiles gain from pipelining. Zen 5, with whole stages between
-  /// products: 48 quads take 0.98 to 1.02 of the time, 32 quads 1.03 to 1.05.
-  static TORCHQ_INLINE int64_t rnn_pipelined_quads() { return is_zen5() ? 56 : 0; }
   static TORCHQ_INLINE void prefetch(const int8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
   }

@@ -37,6 +37,7 @@ constexpr Kernels make_kernels() {
   k.compensate = &compensate<Isa>;
   k.pack_panel = &pack_panel<Isa>;
   k.sum_bytes = &sum_bytes<Isa>;
+  k.why_no_slide = &why_no_slide<Isa>;
   k.depthwise_bytes = &depthwise_bytes<Isa>;
   k.depthwise = &depthwise<Isa>;
   k.max_pool = &max_pool<Isa>;

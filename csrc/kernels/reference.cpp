@@ -31,6 +31,7 @@ constinit const Kernels kReferenceKernels = {
     .compensate = &compensate,
     .pack_panel = &pack_panel,
     .sum_bytes = &sum_bytes,
+    .why_no_slide = nullptr,
     .depthwise_bytes = &depthwise_bytes,
     .depthwise = &depthwise,
     .max_pool = &max_pool,

@@ -67,6 +67,9 @@ struct Kernels {
   void (*pack_panel)(const PanelSource&, int8_t* dst, int32_t* sums);
   /// The sum of u8 values, or of s8 values + 128 (`flip`).
   int32_t (*sum_bytes)(const uint8_t* src, int64_t size, bool flip);
+  /// Returns the reason why windows do not slide along a row, the faster of two strategies, or
+  /// null. Null: there is one strategy.
+  const char* (*why_no_slide)(const DepthwiseLayer&, const Epilogue&);
   /// Bytes of scratch that `depthwise` needs, aligned to 64.
   int64_t (*depthwise_bytes)(const DepthwiseLayer&);
   void (*depthwise)(const DepthwiseLayer&, const DepthwiseRows&, const Epilogue&, void* scratch);

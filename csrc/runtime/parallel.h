@@ -14,13 +14,14 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/cpu_tuning.h"
 #include "runtime/float_mode.h"
 
 namespace torchq {
 
-/// Threads worth using for `cost` multiply-accumulates (or bytes moved): entering a parallel region
-/// costs about as much as 3 us of work on one core, which is 0.7 million int8 multiply-accumulates.
-inline int threads_for(int64_t cost, int64_t serial_below = 700'000) {
+/// Threads worth using for `cost` multiply-accumulates, or other units of work, each with its
+/// grain.
+inline int threads_for(int64_t cost, int64_t serial_below = tuning::kProductGrain) {
   if (cost < serial_below || at::in_parallel_region()) return 1;
   return at::get_num_threads();
 }

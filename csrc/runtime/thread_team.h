@@ -28,7 +28,7 @@ class alignas(64) TeamBarrier {
     const int64_t all = ++phase * parts_;
     if (arrived_.fetch_add(own_parts, std::memory_order_acq_rel) + own_parts >= all) return;
     for (int spins = 0; arrived_.load(std::memory_order_acquire) < all;) {
-      if (spins < kSpins || (spins < kMostSpins && loses_slices_)) {
+      if (spins < tuning::kSpins || (spins < tuning::kMostSpins && loses_slices_)) {
         ++spins;
         pause();
       } else {
@@ -39,12 +39,6 @@ class alignas(64) TeamBarrier {
   }
 
  private:
-  // 20 us on a Zen 4, 45 on Emerald Rapids: longer than threads that run are apart.
-  static constexpr int kSpins = 1000;
-  // Less than a time slice. Two threads beside two processes that compute, on two cores of Emerald
-  // Rapids: an LSTM of 512 units takes 0.8 to 1.7 ms for 32 steps instead of 14 to 21.
-  static constexpr int kMostSpins = 20'000;
-
   static bool yield_takes_a_slice() {
     using Clock = std::chrono::steady_clock;
     const auto before = Clock::now();

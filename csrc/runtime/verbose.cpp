@@ -24,8 +24,11 @@ int verbosity() {
 
 bool logs_kernel_choice() { return verbosity() > 1; }
 
-void log_rejected(const char* kernel, const char* why) {
-  if (logs_kernel_choice() && why != nullptr) std::printf("torchq,dispatch,%s,%s\n", kernel, why);
+void Reasons::log() const {
+  if (!logs_kernel_choice()) return;
+  for (int i = 0; i < size_; ++i) {
+    std::printf("torchq,dispatch,%s,%s\n", reasons_[i].kernel, reasons_[i].why);
+  }
 }
 
 }  // namespace torchq

@@ -11,7 +11,7 @@ import cases
 import pytest
 import reference_matmul
 import torch
-from calls import F32, S8, S32, U8, assert_same, check_fake
+from calls import F32, S8, S32, U8, assert_same, check_fake, gemm_kernel
 from cases import random_q
 from torch import Tensor
 from torch.library import opcheck
@@ -278,7 +278,7 @@ def test_opcheck_and_fakes():
 
 def test_kernel(isa: str):
     raw(*operands(SIZES[0]))
-    assert torchq.last_kernel() == f"gemm:{isa}"
+    assert torchq.last_kernel() == gemm_kernel(isa, SIZES[0][0])
 
 
 # Errors

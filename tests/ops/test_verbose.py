@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TORCHQ_VERBOSE=1 prints one line per executed op; 2 adds why faster kernels were not taken."""
+"""TORCHQ_VERBOSE=1 prints one line per executed op; 2 adds the choices."""
 
 import os
 import re
@@ -31,6 +31,18 @@ def conv(src, weight, dtype=torch.uint8, a=None, srcs=(), fill=0, src_dtype=torc
     f = getattr(TF, f"conv{len(src) - 2}d")
     a = attr() if a is None else a
     return f(x, w, attr=a, dst_dtype=dtype, post_op_srcs=srcs, **window)
+
+def conv_transpose(src, weight, **window):
+    x, w = torch.zeros(src, dtype=torch.uint8), torch.zeros(weight, dtype=torch.int8)
+    return TF.conv_transpose2d(x, w, attr=attr(), dst_dtype=torch.uint8, **window)
+
+def matmul(m, k, n):
+    x, w = torch.zeros(m, k, dtype=torch.uint8), torch.zeros(k, n, dtype=torch.int8)
+    return TF.matmul(x, w, attr=attr(), dst_dtype=torch.uint8)
+
+def linear(m, k, n, fill=0):
+    x, w = torch.zeros(m, k, dtype=torch.uint8), torch.full((n, k), fill, dtype=torch.int8)
+    return TF.linear(x, w, attr=attr(), dst_dtype=torch.uint8)
 """
 PROGRAM = """
 x = torch.zeros(1, 8, 6, 6, dtype=torch.uint8)
@@ -139,6 +151,16 @@ REASONS = {
         NO_UNIT,
     ],
     "conv((1, 16, 30, 30), (32, 16, 3, 3), padding=1)": [NO_UNIT],
+    "conv_transpose((1, 8, 3, 3), (8, 8, 4, 4), stride=2, padding=1)": [
+        PADDED + "fewer than 3 pixels meet the same valid taps",
+        NO_UNIT,
+    ],
+    "conv_transpose((1, 8, 30, 30), (8, 8, 2, 2), stride=2)": [NO_UNIT],
+    "matmul(9, 8, 16)": [
+        NO_UNIT,
+        "gemm_narrow,adjacent weights of one sign add up to more than 128",
+        "gemm_clipped,there are 16 rows or fewer",
+    ],
     "conv((1, 4, 30, 30), (8, 4, 9, 9), padding=4)": [
         PADDED + "pixels meet more than 64 sets of valid taps",
         NO_UNIT,
@@ -187,19 +209,61 @@ UNIT_REASONS = {
 }
 
 
-@pytest.mark.parametrize(("tier", "cases"), [("avx2", REASONS), ("amx", UNIT_REASONS)])
-def test_reasons(tier: str, cases: dict[str, list[str]]) -> None:
+# call -> what avx2 chooses with one thread
+CHOICES = {
+    "linear(128, 768, 40)": ["gemm_narrow,weights:pairs block:3 outermost:rows shares:1x1"],
+    "linear(128, 1024, 1024)": ["gemm_narrow,weights:pairs block:4 outermost:blocks shares:1x1"],
+    "linear(8, 1024, 1024)": ["gemm_narrow,weights:pairs block:64 outermost:rows shares:1x1"],
+    "linear(16, 64, 64, 127)": ["gemm_split,weights:split block:4 outermost:rows shares:1x1"],
+    "linear(65, 64, 80, 127)": ["gemm,weights:widened block:4 outermost:blocks shares:1x1"],
+    "conv((1, 16, 9, 9), (16, 4, 3, 3), groups=4)": [
+        "small_groups_narrow,weights:pairs block:1 outermost:rows shares:1x1"
+    ],
+    "conv((1, 16, 9, 9), (16, 1, 3, 3), groups=16)": [],
+    "matmul(65, 8, 16)": ["gemm_clipped,weights:clipped block:1 outermost:blocks shares:1x1"],
+}
+# The same with two: large weights are split, else rows are.
+SHARED_CHOICES = {
+    "linear(128, 1024, 1024)": ["gemm_narrow,weights:pairs block:4 outermost:blocks shares:2x1"],
+    "linear(8, 1024, 1024)": ["gemm_narrow,weights:pairs block:32 outermost:rows shares:2x1"],
+    "linear(512, 256, 256)": ["gemm_narrow,weights:pairs block:16 outermost:rows shares:1x2"],
+    "linear(16, 64, 64)": ["gemm_narrow,weights:pairs block:4 outermost:rows shares:1x1"],
+}
+# What amx chooses with one thread.
+UNIT_CHOICES = {
+    "linear(128, 1024, 1024)": ["gemm_matrix,weights:bytes shares:1x1"],
+    "linear(4, 1024, 1024)": ["gemm,weights:bytes block:64 outermost:rows shares:1x1"],
+    "conv((1, 64, 14, 14), (64, 16, 3, 3), groups=4)": ["gemm_matrix,weights:bytes shares:1x1"],
+}
+
+
+def logged(tier: str, cases: dict[str, list[str]], tag: str, threads: int = 1) -> None:
+    """The lines of the log with this tag, by call, are `cases`."""
     if tier not in torchq.supported_isas():
         pytest.skip(f"this CPU has no {tier}")
     calls = "".join(f'    print("case", {call!r}, flush=True); {call}\n' for call in cases)
     found: dict[str, list[str]] = {}
-    for line in run("2", f"with torchq.use_isa({tier!r}):\n{calls}"):
+    program = f"torch.set_num_threads({threads})\nwith torchq.use_isa({tier!r}):\n{calls}"
+    for line in run("2", program):
         if line.startswith("case "):
-            reasons = found.setdefault(line.removeprefix("case "), [])
-        elif line.startswith("torchq,dispatch,"):
-            reasons.append(line.removeprefix("torchq,dispatch,"))
+            lines = found.setdefault(line.removeprefix("case "), [])
+        elif line.startswith(f"torchq,{tag},"):
+            lines.append(line.removeprefix(f"torchq,{tag},"))
     assert found == cases
 
 
+@pytest.mark.parametrize(("tier", "cases"), [("avx2", REASONS), ("amx", UNIT_REASONS)])
+def test_reasons(tier: str, cases: dict[str, list[str]]) -> None:
+    logged(tier, cases, "dispatch")
+
+
+@pytest.mark.parametrize(
+    ("tier", "cases", "threads"),
+    [("avx2", CHOICES, 1), ("avx2", SHARED_CHOICES, 2), ("amx", UNIT_CHOICES, 1)],
+)
+def test_choices(tier: str, cases: dict[str, list[str]], threads: int) -> None:
+    logged(tier, cases, "choice", threads)
+
+
 def test_reasons_take_level_two() -> None:
-    assert not [line for line in run("1") if line.startswith("torchq,dispatch")]
+    assert not [line for line in run("1") if not line.startswith("torchq,exec,")]

@@ -11,16 +11,13 @@
 
 #include "kernels/amx/matrix_epilogue.h"
 #include "kernels/amx/matrix_gather.h"
+#include "kernels/cpu_tuning.h"
 
 namespace {
 
 constexpr int kTileBytes = kTileQuads * kPanel * kQuad;
 /// Panels of far weights that meet all rows before the next panels.
 constexpr int kFarPanels = 4;
-/// Weights up to this size stay in L1 beside the rows (1x1 of 256 to 64 channels, 16 KB: 39.2 to
-/// 37.2 us; of 256 to 128: 72.6 to 78.7). Larger ones bypass L1, where they would displace the rows
-/// (at K = 1024: 104 cycles for 4 products through L1, 72 past it).
-constexpr int64_t kNearBytes = 16 * 1024;
 
 /// Nearest cache that holds the weights: L1, L2, or neither.
 enum class Weights { near, in_l2, far };
@@ -154,7 +151,7 @@ void multiply_rows(const GemmTile& t, const UnitRows& rows, const Epilogue& e) {
   int64_t chunks = 0;
   for (int i = 0; i < rows.num_runs; ++i) chunks += rows.runs[i].chunks;
   MatrixEpilogue<Isa> epilogue(t, e, chunks);
-  const bool is_near = t.panels * chunks * kTileBytes <= kNearBytes;
+  const bool is_near = t.panels * chunks * kTileBytes <= tuning::kNearWeightBytes;
   const int step = rows.far_panels > 0 ? kFarPanels : t.panels;
   for (int panel = 0; panel < t.panels; panel += step) {
     const int end = min_int(panel + step, t.panels);

@@ -151,7 +151,7 @@ int slide_rows(const DepthwiseRun<Isa>& run, int y, bool pairs) {
   const int64_t stretch = d.dst_pixels < kSlidePixels ? d.dst_pixels : kSlidePixels;
   const int64_t pixels_of_group = rows * stretch * (d.stride * d.stride + 2);  // src; words, dst
   // Rows that do not share are one image's last and the next one's first: pairs go on behind them.
-  const int64_t most = pairs == run.chunk.paired ? kSlideBytes / (pixels_of_group * 64) : 1;
+  const int64_t most = pairs == run.chunk.paired ? tuning::kSlideBytes / (pixels_of_group * 64) : 1;
   const auto share = [&](int first) {
     for (int s = 0; pairs && s < split; ++s) {
       if (!shares_rows(d, run.rows, first + 2 * s)) return false;
@@ -196,6 +196,12 @@ void depthwise_chunk(const DepthwiseRun<Isa>& run) {
 }
 
 template <class Isa>
+const char* why_no_slide(const DepthwiseLayer& d, const Epilogue& e) {
+  const char* why = why_no_bytes(e);
+  return why != nullptr ? why : why_no_slide(d, kSlidesTwo<Isa>);
+}
+
+template <class Isa>
 int64_t depthwise_bytes(const DepthwiseLayer& d) {
   const StashPlan plan = stash_plan<Isa>(d);
   return 2 * chunk_weight_bytes<Isa>(plan) + stash_bytes<Isa>(plan) +
@@ -207,7 +213,7 @@ void depthwise(const DepthwiseLayer& d, const DepthwiseRows& rows, const Epilogu
                void* scratch) {
   constexpr int kChannels = Isa::kDepthwiseChannels;
   const bool fold = why_no_bytes(e) == nullptr;
-  const bool slide = fold && why_no_slide(d, kSlidesTwo<Isa>) == nullptr;
+  const bool slide = why_no_slide<Isa>(d, e) == nullptr;
   DepthwiseChunk<Isa> chunk;
   const StashPlan plan = stash_plan<Isa>(d);
   chunk.joined = slide && kSlidesTwo<Isa> && d.stride == 2;

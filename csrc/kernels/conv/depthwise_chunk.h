@@ -4,21 +4,15 @@
 #pragma once
 
 #include "kernels/common.h"
+#include "kernels/cpu_tuning.h"
 
 namespace {
 
 /// One column of the stash: the vectors that interleaving four rows (or four pixels) gives.
 template <class Isa>
 constexpr int kStashColumn = Isa::kDepthwiseVectors * 64;
-/// Half of the smallest L1; the rows it is made of need the other half.
-constexpr int64_t kStashBytes = 16 * 1024;
 /// Destinations of a row that a slide passes at a time: the words of two rows fit the stash.
-constexpr int64_t kSlidePixels = kStashBytes / (2 * 64);
-/// Bytes that a slide's groups of rows may touch, so that the second half of the vectors finds them
-/// in L1.
-constexpr int64_t kSlideBytes = 28 * 1024;
-/// Beyond it a stretch is a single pixel.
-constexpr int64_t kMaxStashBytes = 1024 * 1024;
+constexpr int64_t kSlidePixels = tuning::kStashBytes / (2 * 64);
 
 /// The width of windows of 5 x 5, and the quads of a tail (see StashPlan).
 constexpr int kFive = 5, kTailQuads = 3;
@@ -54,11 +48,11 @@ StashPlan stash_plan(const DepthwiseLayer& d) {
     plan.columns = plan.gathered ? own : shared;
     return plan.bands * plan.columns * kStashColumn<Isa> <= limit;
   };
-  if (fits(d.dst_pixels, kStashBytes)) return plan;
+  if (fits(d.dst_pixels, tuning::kStashBytes)) return plan;
   for (int64_t pixels = 8 * kPixels; pixels > kPixels; pixels -= kPixels) {
-    if (pixels < d.dst_pixels && fits(pixels, kStashBytes)) return plan;
+    if (pixels < d.dst_pixels && fits(pixels, tuning::kStashBytes)) return plan;
   }
-  if (!fits(d.dst_pixels < kPixels ? d.dst_pixels : kPixels, kMaxStashBytes)) fits(1, 0);
+  if (!fits(d.dst_pixels < kPixels ? d.dst_pixels : kPixels, tuning::kMaxStashBytes)) fits(1, 0);
   return plan;
 }
 
@@ -66,7 +60,7 @@ StashPlan stash_plan(const DepthwiseLayer& d) {
 template <class Isa>
 int64_t stash_bytes(const StashPlan& plan) {
   const int64_t columns = plan.bands * plan.columns * kStashColumn<Isa>;
-  return columns < kStashBytes ? kStashBytes : columns;
+  return columns < tuning::kStashBytes ? tuning::kStashBytes : columns;
 }
 
 template <class Isa>

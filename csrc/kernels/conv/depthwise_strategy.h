@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Choice between the strategies along a row (depthwise.h), shared by the kernel and by the op that
-// logs it.
+// Choice between the strategies along a row (depthwise.h).
 #pragma once
 
 #include "kernels/conv/contract.h"

@@ -3,6 +3,7 @@
 // which tiles a call is cut into, and in which order they run.
 #pragma once
 
+#include "kernels/cpu_tuning.h"
 #include "kernels/gemm/gemm_pipelined.h"
 #include "kernels/gemm/gemm_short.h"
 #include "kernels/gemm/gemm_streamed.h"
@@ -22,12 +23,6 @@ TORCHQ_INLINE void for_each_tile(int rows, int most, const Body& body) {
   }
 }
 
-/// Bytes of a tile's weights that stay in L1 beside the rows and the next weights.
-constexpr int64_t kTileWeightBytes = 24 * 1024;
-
-/// Layers with fewer bytes of weights gain nothing from prefetching, wherever the weights are.
-constexpr int64_t kFewWeightBytes = 64 * 1024;
-
 /// Returns the prefetch policy of tiles of NP panels from `panel` on. Emerald Rapids, prefetching
 /// the next panels, in MobileNet: 160 to 960 channels take 0.87 of the time, 320 to 1280 0.86, 96
 /// to 576 0.93; with hot caches 0.95 to 1. On Zen 5 prefetches displace products: hot, 1x1 of 64 to
@@ -37,11 +32,11 @@ template <class Isa, int NP>
 TORCHQ_INLINE Prefetch choose_prefetch(const GemmTile& t, int panel) {
   if constexpr (Isa::kPrefetches) {
     if (t.rows <= kFewRows) return kOwnWeights;
-    const bool in_l1 = NP * t.panel_stride <= kTileWeightBytes;
+    const bool in_l1 = NP * t.panel_stride <= tuning::kTileWeightBytes;
     const int panels = t.panels + t.panels_behind;
     const bool has_next = NP == Isa::kMaxPanels && panel + NP < panels;
     if (Isa::gains_from_l1()) return in_l1 && has_next ? kNextPanelsL1 : kOwnWeights;
-    if (in_l1 && panels * t.panel_stride < kFewWeightBytes) return kNone;
+    if (in_l1 && panels * t.panel_stride < tuning::kFewWeightBytes) return kNone;
     return has_next ? kNextPanelsL2 : kOwnWeights;
   }
   return kNone;
@@ -87,7 +82,7 @@ TORCHQ_INLINE bool takes_three_panels(const GemmTile& t) {
   constexpr int kTall = kMostRows<Isa, 3>, kWide = kMostRows<Isa, Isa::kMaxPanels>;
   const bool fewer_tiles = (t.rows + kTall - 1) / kTall < (t.rows + kWide - 1) / kWide;
   const int64_t bytes = t.panels * t.panel_stride;
-  return fewer_tiles && t.panels > 8 && (t.rows <= kTall || bytes > int64_t{1} << 20);
+  return fewer_tiles && t.panels > 8 && (t.rows <= kTall || bytes > tuning::kThreePanelBytes);
 }
 
 /// Up to kFewRows rows: panels outermost. One row or two take wide tiles unless they are streamed.

@@ -14,6 +14,7 @@
 // 1.03x.
 #pragma once
 
+#include "kernels/cpu_tuning.h"
 #include "kernels/epilogue/register_epilogue.h"
 
 namespace {
@@ -21,20 +22,12 @@ namespace {
 /// Most rows that are bound by weights rather than by products.
 constexpr int kStreamedRows = 4;
 
-/// Fewer bytes of weights do not repay the cost of streams.
-constexpr int64_t kStreamedMinBytes = 64 * 1024;
-
 /// Panels whose sums wait in L1 for their epilogue.
 constexpr int kStreamedPanels = 60;
 
 /// Quads of a panel that are summed apart: the latency of VPDPBUSD asks for four sums of one row.
 template <int kStreams>
 constexpr int kStreamedQuads = kStreams == 1 ? 4 : 2;
-
-/// Layers between these sizes read their weights from L3. There Zen 5 is faster with fewer streams
-/// that prefetch; Zen 4 takes 1.3 times as long with one. Of larger layers some weights come from
-/// memory, and fewer streams are slower.
-constexpr int64_t kStreamedL2Bytes = int64_t{1} << 20, kStreamedL3Bytes = int64_t{6} << 20;
 
 /// kQuads of one panel of each stream, from `k` on, to the first kQuads sums of each.
 template <class Isa, int MR, int kStreams, int64_t kDistance, bool kFlip, int kQuads>
@@ -134,7 +127,7 @@ int gemm_streamed(const GemmTile& t, const Epilogue& e) {
 template <class Isa>
 TORCHQ_INLINE bool is_streamed(const GemmTile& t) {
   const bool all = t.num_runs == 1 && t.runs->quads * kPanel * kQuad == t.panel_stride;
-  const bool large = t.panels * t.panel_stride > kStreamedMinBytes;
+  const bool large = t.panels * t.panel_stride > tuning::kStreamedMinBytes;
   return t.rows <= kStreamedRows && all && large && Isa::gains_from_streams();
 }
 
@@ -147,7 +140,7 @@ int gemm_streamed(const GemmTile& t, const Epilogue& e) {
 template <class Isa, int MR>
 int gemm_streamed(const GemmTile& t, const Epilogue& e) {
   const int64_t bytes = t.panels * t.panel_stride;
-  const bool from_l3 = bytes > kStreamedL2Bytes && bytes <= kStreamedL3Bytes;
+  const bool from_l3 = bytes > tuning::kStreamedL2Bytes && bytes <= tuning::kStreamedL3Bytes;
   if (!from_l3 || !Isa::gains_from_one_stream()) return gemm_streamed<Isa, MR, 3, 0>(t, e);
   if constexpr (MR <= 2) return gemm_streamed<Isa, MR, 1, 8192>(t, e);
   return gemm_streamed<Isa, MR, 2, 2048>(t, e);

@@ -18,20 +18,12 @@
 //   GRU           0.93 0.87    0.97 0.91    1.00 0.93        0.91 0.88         0.95 0.88
 #pragma once
 
+#include "kernels/cpu_tuning.h"
 #include "kernels/gemm/gemm_streamed.h"
 #include "kernels/rnn/rnn_epilogue.h"
 #include "kernels/rnn/rnn_input.h"
 
 namespace {
-
-/// Panels of this size and more, those of 1024 units, are read as one stream: an LSTM takes 0.96 to
-/// 0.98 of the time on Zen 4; not measured on Zen 5.
-constexpr int64_t kRnnLongPanelBytes = 16 * 1024;
-
-/// Fewest bytes of weights that gain, as one stream and as two. A GRU of 128 units, 48 KB, takes
-/// 0.93 of the time as two; an LSTM of 96, 36 KB, 1.00; one of 160, as one stream of 50 KB in each
-/// of two threads, 1.04.
-constexpr int64_t kRnnStreamedMinBytes[] = {64 * 1024, 40 * 1024};
 
 /// Products of one row with a panel of each stream.
 template <class Isa, int kStreams>
@@ -202,14 +194,14 @@ void rnn_streamed_groups(const RnnStep& s) {
 }
 
 inline int rnn_num_streams(const RnnStep& s) {
-  return s.panel_stride >= kRnnLongPanelBytes || s.groups % 2 != 0 ? 1 : 2;
+  return s.panel_stride >= tuning::kRnnLongPanelBytes || s.groups % 2 != 0 ? 1 : 2;
 }
 
 /// Returns true for one row that reads all of its weights, if these are many enough.
 template <class Isa>
 inline bool rnn_is_streamed(const RnnStep& s) {
   return s.rows == 1 && s.source == nullptr && s.group_stride == s.gates * s.panel_stride &&
-         s.groups * s.group_stride > kRnnStreamedMinBytes[rnn_num_streams(s) - 1] &&
+         s.groups * s.group_stride > tuning::kRnnStreamedMinBytes[rnn_num_streams(s) - 1] &&
          Isa::gains_from_streams();
 }
 

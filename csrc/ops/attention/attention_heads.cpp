@@ -4,14 +4,13 @@
 #include <cmath>
 #include <cstring>
 
+#include "kernels/cpu_tuning.h"
 #include "ops/attention/attention.h"
 #include "runtime/parallel.h"
 
 namespace torchq {
 namespace {
 
-/// Scores and weights of the rows that a thread works on: with keys and values they stay in L2.
-constexpr int64_t kBlockBytes = 256 * 1024;
 constexpr float kLog2E = 1.44269504f;
 
 PackedColumns take_columns(ScratchFrame& scratch, int64_t n, int64_t k) {
@@ -130,7 +129,7 @@ void pack_columns(const Kernels& tier, const PanelSource& columns, int64_t n, in
 void run_attention(const Attention& a, const Heads& heads) {
   const int64_t count = static_cast<int64_t>(a.dst_offset.size());
   const int threads = threads_for(count * a.queries * a.keys * (a.size + a.value_size + 64));
-  int64_t block = std::max<int64_t>(1, kBlockBytes / (padded_keys(a.keys) * 5));
+  int64_t block = std::max<int64_t>(1, tuning::kAttentionBytes / (padded_keys(a.keys) * 5));
   if (block > kGemmRows) block -= block % kGemmRows;
   if (count < threads) block = std::min(block, (a.queries * count + threads - 1) / threads);
   const int64_t blocks = (a.queries + block - 1) / block;

@@ -3,28 +3,31 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "ops/conv/geometry.h"
+#include "ops/conv/border.h"
 #include "ops/conv/padding.h"
 #include "ops/gemm/packing.h"
 #include "ops/pointwise/byte_table.h"
 #include "runtime/dispatch.h"
+#include "runtime/verbose.h"
 
 namespace torchq {
 
-/// One checked call of the op.
+/// One checked call of conv or conv_transpose.
 struct Conv {
+  const char* op;
   const Kernels& tier;
   const ConvPacking& packing;
-  const Window& window;
   const at::Tensor &weight, &compensation;
   const std::optional<at::Tensor>& acc_bias;
   int32_t zero_point;  // of src as it is stored
-  bool is_signed;
-  bool narrow;
-  const int32_t* weight_zero_point;  // of depthwise weights, to be taken off; or null
-  int64_t output[3], dst_pitch[3];   // elements of dst
+  bool is_signed, narrow;
   LastStep last_step;
+  TapAxis axes[3]{};
+  int64_t dst_pitch[3]{};                      // elements of dst
+  const int32_t* weight_zero_point = nullptr;  // of depthwise weights, to be taken off; or null
 
+  bool is_transposed() const { return axes[0].transposed; }
+  int64_t output(int d) const { return axes[d].dst_size; }
   /// The term of Note [Compensation].
   int32_t effective_zero_point() const { return zero_point + (is_signed ? 128 : 0); }
 };
@@ -38,8 +41,57 @@ at::Tensor conv(const at::Tensor& src, const at::Tensor& weight, const at::Tenso
                 std::optional<at::TensorList> post_op_srcs,
                 const std::optional<at::Tensor>& weight_zero_point,
                 const std::optional<at::Tensor>& row_sums, const std::optional<at::Tensor>& table);
+/// How a convolution as a gemm reads its source: in place, or from a copy as it is (the last quad
+/// of a row may be read in full), with padding, or with the channels of each group side by side,
+/// too.
+struct ConvChoice {
+  enum Copy { kInPlace, kAsItIs, kPadded, kGroupsApart };
+  Copy copy;
+  Reasons reasons;
+};
+ConvChoice choose(const Conv& c, const Source& s, const TapIntervals (&axes)[3]);
+
+/// How a depthwise convolution runs: destination rows that pass through the kernel at a time, and
+/// the strategy along a row, which the kernel chooses. `parts`: see DepthwiseWeights.
+struct DepthwiseChoice {
+  int64_t block_rows;
+  int threads;
+  Reasons reasons;
+};
+DepthwiseChoice choose(const Conv& c, const Source& s, const DepthwiseLayer& layer, int64_t parts,
+                       const Epilogue& epilogue);
+
+/// A dense, grouped or transposed convolution, as a gemm over gathered rows.
+void run_dense(const Conv& c, const Source& s, const Epilogue& epilogue, OpTrace& trace);
 
 /// A convolution packed as ConvPacking::kDepthwise.
 void run_depthwise(const Conv& c, const Source& s, const Epilogue& epilogue, OpTrace& trace);
+
+/// Arguments that conv and conv_transpose share.
+struct ConvArgs {
+  const at::Tensor &src, &weight, &compensation, &pair_bound, &multiplier, &offset;
+  const std::optional<at::Tensor>&acc_bias, &src_zero_point;
+  c10::IntArrayRef geometry;
+  int64_t dst_dtype;
+  c10::string_view post_ops;
+  const at::Tensor& post_op_params;
+  std::optional<at::TensorList> post_op_srcs;
+  const std::optional<at::Tensor>&weight_zero_point, &row_sums, &table;
+};
+/// Returns the groups of geometry [..., groups, in_channels], which src and compensation have.
+int64_t checked_groups(const char* op, const ChannelsLast& src, c10::IntArrayRef geometry,
+                       const at::Tensor& compensation);
+
+/// Their checked shapes; `taps`: those that one destination meets at most.
+struct ConvCall {
+  const char* op;
+  const ConvPacking& packing;
+  const Window& window;
+  const ChannelsLast& src;
+  int64_t taps;
+  bool transposed;
+  int64_t output[3]{};
+};
+at::Tensor run_conv(OpTrace& trace, const ConvCall& call, const ConvArgs& args);
 
 }  // namespace torchq

@@ -9,6 +9,7 @@
 
 #include <vector>
 
+#include "kernels/cpu_tuning.h"
 #include "ops/conv/conv.h"
 #include "ops/gemm/row_params.h"
 #include "ops/pointwise/quantize.h"
@@ -19,12 +20,11 @@ namespace torchq {
 namespace {
 
 constexpr const char* kOp = "dynamic_conv";
-constexpr int64_t kRangeGrain = 1 << 17;  // values a thread; see dynamic_linear
 
 RowParams sample_params(const Kernels& tier, const at::Tensor& sample, int64_t index) {
   const float* data = sample.const_data_ptr<float>();
   const int64_t size = sample.numel();
-  const int threads = threads_for(size, kRangeGrain);
+  const int threads = threads_for(size, tuning::kQuantizeRowGrain);
   std::vector<RowRange> parts(static_cast<size_t>(threads));
   parallel_ranges(threads, threads, [&](Range range) {
     for (int64_t i = range.begin; i < range.end; ++i) {

@@ -105,26 +105,4 @@ at::Tensor empty_channels_last(const ChannelsLast& src, int64_t channels,
   return empty_channels_last(src.batch, channels, {spatial + 3 - dims, dims}, dtype);
 }
 
-c10::SmallVector<Interval, 8> intervals(const Window& w, int d, int64_t input, int64_t output) {
-  c10::SmallVector<Interval, 8> result;
-  const int64_t kernel = w.kernel[d], dilation = w.dilation[d];
-  // Both ends of the valid taps only ever move down as the window moves up.
-  int64_t begin = kernel, end = kernel;
-  for (int64_t o = 0; o < output; ++o) {
-    const int64_t start = o * w.stride[d] - w.pad_begin[d];
-    while (begin > 0 && start + (begin - 1) * dilation >= 0) --begin;
-    while (end > 0 && start + (end - 1) * dilation >= input) --end;
-    const int64_t first = std::min(begin, end);
-    if (result.empty() || result.back().tap_begin != first || result.back().tap_end != end) {
-      result.push_back({o, o, first, end});
-    }
-    if (begin == 0 && end == kernel) {  // on to the last window that is inside
-      const int64_t last = (input - 1 - (kernel - 1) * dilation + w.pad_begin[d]) / w.stride[d];
-      o = std::min(last, output - 1);
-    }
-    result.back().end = o + 1;
-  }
-  return result;
-}
-
 }  // namespace torchq

@@ -45,11 +45,4 @@ at::Tensor empty_channels_last(int64_t batch, int64_t channels, c10::IntArrayRef
 at::Tensor empty_channels_last(const ChannelsLast& src, int64_t channels,
                                const int64_t (&spatial)[3], at::ScalarType dtype);
 
-/// Destination positions [begin, end) along one dimension that meet the same kernel taps
-/// [tap_begin, tap_end).
-struct Interval {
-  int64_t begin, end, tap_begin, tap_end;
-};
-c10::SmallVector<Interval, 8> intervals(const Window& w, int d, int64_t input, int64_t output);
-
 }  // namespace torchq

@@ -33,19 +33,18 @@ void copy_pixels(uint8_t* dst, const uint8_t* src, int64_t pixels, int64_t bytes
 
 }  // namespace
 
-Source source_of(const ChannelsLast& src, const Window& window) {
-  return {bytes_of(src.tensor),
-          src.batch,
-          src.channels,
-          {src.size[0], src.size[1], src.size[2]},
-          window};
+Source source_of(const ChannelsLast& src) {
+  return {bytes_of(src.tensor), src.batch, src.channels, {src.size[0], src.size[1], src.size[2]}};
 }
 
-Source pad(const char* op, ScratchFrame& scratch, const Source& s, const PadOptions& options) {
+Source pad(const char* op, ScratchFrame& scratch, const Source& s, const TapAxis (&axes)[3],
+           const PadOptions& options) {
   Source padded = s;
+  int64_t before[3], behind[3];
   for (int d = 0; d < 3; ++d) {
-    padded.size[d] += s.window.pad_begin[d] + s.window.pad_end[d];
-    padded.window.pad_begin[d] = padded.window.pad_end[d] = 0;
+    padded.size[d] = axes[d].src_size;
+    before[d] = axes[d].in_front;
+    behind[d] = padded.size[d] - s.size[d] - before[d];
   }
   int64_t bytes = s.batch;
   for (const int64_t factor : {s.channels, padded.size[0], padded.size[1], padded.size[2]}) {
@@ -58,7 +57,6 @@ Source pad(const char* op, ScratchFrame& scratch, const Source& s, const PadOpti
   uint8_t* data = scratch.take<uint8_t>(bytes);
   padded.channels = s.channels / options.groups;
   const int64_t group_bytes = bytes / options.groups;
-  const Window& w = s.window;
   const uint8_t* src = s.data;
   int64_t at = 0, gap = 0;  // zero points before the next row of src
   const auto fill_gap = [&] {
@@ -80,18 +78,18 @@ Source pad(const char* op, ScratchFrame& scratch, const Source& s, const PadOpti
     src += s.pitch(1);
   };
   for (int64_t n = 0; n < s.batch; ++n) {
-    gap += w.pad_begin[0] * padded.pitch(0);
+    gap += before[0] * padded.pitch(0);
     for (int64_t d = 0; d < s.size[0]; ++d) {
-      gap += w.pad_begin[1] * padded.pitch(1);
+      gap += before[1] * padded.pitch(1);
       for (int64_t h = 0; h < s.size[1]; ++h) {
-        gap += w.pad_begin[2] * padded.channels;
+        gap += before[2] * padded.channels;
         fill_gap();
         copy_row();
-        gap += w.pad_end[2] * padded.channels;
+        gap += behind[2] * padded.channels;
       }
-      gap += w.pad_end[1] * padded.pitch(1);
+      gap += behind[1] * padded.pitch(1);
     }
-    gap += w.pad_end[0] * padded.pitch(0);
+    gap += behind[0] * padded.pitch(0);
   }
   fill_gap();
   padded.data = data;
@@ -101,10 +99,6 @@ Source pad(const char* op, ScratchFrame& scratch, const Source& s, const PadOpti
 Source move_last(ScratchFrame& scratch, const Source& s, int d) {
   Source moved = s;
   move_last(moved.size, d);
-  Window& w = moved.window;
-  for (auto* values : {&w.kernel, &w.stride, &w.pad_begin, &w.pad_end, &w.dilation}) {
-    move_last(*values, d);
-  }
   const int64_t pitch = s.pitch(d), length = s.size[d];
   if (pitch == s.channels) return moved;
   uint8_t* dst = scratch.take<uint8_t>(s.batch * s.image_bytes());

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "ops/conv/geometry.h"
+#include "ops/conv/border.h"
 #include "runtime/scratch.h"
 
 namespace torchq {
@@ -13,7 +13,6 @@ namespace torchq {
 struct Source {
   const uint8_t* data;
   int64_t batch, channels, size[3];
-  Window window;  // paddings are 0 once they are in memory
 
   /// Bytes between pixels along dimension d.
   int64_t pitch(int d) const {
@@ -25,15 +24,12 @@ struct Source {
 };
 
 /// Dimension d of three goes behind the others.
-inline void move_last(int64_t (&values)[3], int d) {
+template <class T>
+void move_last(T (&values)[3], int d) {
   std::rotate(values + d, values + d + 1, values + 3);
 }
 
-Source source_of(const ChannelsLast& src, const Window& window);
-
-/// With more regions than this, or fewer rows per region, a copy with padding is faster.
-constexpr int64_t kMaxRegions = 64;
-constexpr int64_t kMinRowsPerRegion = 3;
+Source source_of(const ChannelsLast& src);
 
 /// Options of a copy with padding.
 struct PadOptions {
@@ -42,11 +38,11 @@ struct PadOptions {
   int64_t groups;      // images of each group's channels one after the other
 };
 
-/// A copy with the zero point around it, as wide as the paddings of its window.
-Source pad(const char* op, ScratchFrame& scratch, const Source& s, const PadOptions& options);
+/// A copy with the zero point around it, as far as `axes`, which are `padded`, reach.
+Source pad(const char* op, ScratchFrame& scratch, const Source& s, const TapAxis (&axes)[3],
+           const PadOptions& options);
 
-/// The same pixels and their window with dimension d as the last one: a copy, unless those behind
-/// it have size 1.
+/// The same pixels with dimension d as the last one: a copy, unless those behind it have size 1.
 Source move_last(ScratchFrame& scratch, const Source& s, int d);
 
 /// A copy behind which may be read: for runs whose last quad is read in full.

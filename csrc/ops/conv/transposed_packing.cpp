@@ -4,9 +4,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <numeric>
 
-#include "ops/conv/transposed.h"
+#include "ops/conv/border.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/packing.h"
 #include "runtime/checks.h"
@@ -106,20 +105,6 @@ at::Tensor unpack_conv_transpose(const at::Tensor& packed, c10::IntArrayRef weig
 }
 
 }  // namespace
-
-c10::SmallVector<int64_t, 8> transposed_taps(int64_t kernel, int64_t stride, int64_t dilation) {
-  c10::SmallVector<int64_t, 8> taps(static_cast<size_t>(kernel));
-  std::iota(taps.rbegin(), taps.rend(), 0);
-  std::stable_sort(taps.begin(), taps.end(), [&](int64_t a, int64_t b) {
-    return a * dilation % stride < b * dilation % stride;
-  });
-  return taps;
-}
-
-int64_t taps_per_phase(int64_t kernel, int64_t stride, int64_t dilation) {
-  const int64_t period = stride / std::gcd(stride, dilation);
-  return (kernel + period - 1) / period;
-}
 
 }  // namespace torchq
 

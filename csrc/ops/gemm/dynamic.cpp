@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "epilogue/post_ops.h"
+#include "kernels/cpu_tuning.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/packing.h"
 #include "ops/gemm/row_params.h"
@@ -19,6 +20,7 @@ namespace torchq {
 namespace {
 
 constexpr const char* kOp = "dynamic_linear";
+
 struct Problem {
   const Kernels& tier;
   const float* src;
@@ -29,7 +31,7 @@ struct Problem {
 /// Ranges of all rows; ValueError for what is not finite.
 RowRange* ranges(ScratchFrame& scratch, const Problem& p) {
   RowRange* result = scratch.take<RowRange>(p.m);
-  parallel_ranges(p.m, threads_for(p.m * p.k, 1 << 17), [&](Range rows) {
+  parallel_ranges(p.m, threads_for(p.m * p.k, tuning::kQuantizeRowGrain), [&](Range rows) {
     for (int64_t r = rows.begin; r < rows.end; ++r) {
       result[r].finite = p.tier.row_range(p.src + r * p.k, p.k, &result[r].lo, &result[r].hi);
     }
@@ -45,7 +47,7 @@ RowRange* ranges(ScratchFrame& scratch, const Problem& p) {
 /// src as u8.
 const uint8_t* quantize_rows(ScratchFrame& scratch, const Problem& p, const RowParams* params) {
   uint8_t* q = scratch.take<uint8_t>(p.m * p.k);
-  parallel_ranges(p.m, threads_for(p.m * p.k, 1 << 17), [&](Range rows) {
+  parallel_ranges(p.m, threads_for(p.m * p.k, tuning::kQuantizeRowGrain), [&](Range rows) {
     const int32_t zero = 0;
     for (int64_t r = rows.begin; r < rows.end; ++r) {
       const RowParams& own = params[r];
@@ -114,7 +116,7 @@ void run(OpTrace& trace, const Problem& p, const at::Tensor& weight, const at::T
   std::memset(init, 0, static_cast<size_t>(padded) * sizeof(int32_t));
   const uint8_t* q = quantize_rows(scratch, p, params);
   run_gemm(make_gemm(p, q, weight, pair_bound, {0, 0, weight.size(2)}, init), epilogue.get(),
-           p.tier, trace);
+           p.tier, &trace);
 }
 
 void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation,

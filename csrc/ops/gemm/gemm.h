@@ -36,44 +36,15 @@ constexpr int64_t max_reduction(bool weight_zero_point) {
   return weight_zero_point ? kMaxReductionWithZeroPoint : kMaxReduction;
 }
 
-void run_gemm(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier);
-/// The same, and notes which kernel it runs.
+/// Runs what `choose` takes, and notes it in `trace`, if any.
 void run_gemm(const GemmProblem& problem, const Epilogue& epilogue, const Kernels& tier,
-              OpTrace& trace);
+              OpTrace* trace = nullptr);
 
 /// acc_init for one region: [groups][panels_per_group * 16], tails zero.
 const int32_t* make_acc_init(ScratchFrame& scratch, const Kernels& tier,
                              const at::Tensor& compensation, c10::ArrayRef<int32_t> taps,
                              const std::optional<at::Tensor>& acc_bias, int32_t zero_point,
                              int groups, int group_channels, int panels_per_group);
-
-/// make_acc_init for the regions of one problem; those that add no zero point, or meet no tap,
-/// share one. Measured on Zen 4, nine regions: 3x3 of 1024 channels in groups of 32 at 14x14 take
-/// 0.98 of the time with two threads, whose caches pass these values on; small layers 0.99 with
-/// one.
-class AccInits {
- public:
-  AccInits(ScratchFrame& scratch, const Kernels& tier, const at::Tensor& compensation,
-           const std::optional<at::Tensor>& acc_bias, int32_t zero_point,
-           const GemmProblem& problem)
-      : scratch_(scratch),
-        tier_(tier),
-        compensation_(compensation),
-        acc_bias_(acc_bias),
-        zero_point_(zero_point),
-        problem_(problem) {}
-
-  const int32_t* of(c10::ArrayRef<int32_t> taps);
-
- private:
-  ScratchFrame& scratch_;
-  const Kernels& tier_;
-  const at::Tensor& compensation_;
-  const std::optional<at::Tensor>& acc_bias_;
-  const int32_t zero_point_;
-  const GemmProblem& problem_;
-  const int32_t* bias_only_ = nullptr;
-};
 
 /// An int32 bias, if there is one, has a value per channel.
 void check_acc_bias(const char* op, const std::optional<at::Tensor>& acc_bias, int64_t channels);

@@ -65,9 +65,6 @@ struct GemmProblem {
   }
 };
 
-/// Weights up to half a core's L2 stay there while tiles stream past.
-constexpr int64_t kResidentWeightBytes = 512 * 1024;
-
 /// Steps through a region's rows in order.
 class RowCursor {
  public:

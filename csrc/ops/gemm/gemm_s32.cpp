@@ -10,6 +10,7 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/cpu_tuning.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/matmul.h"
 #include "runtime/checks.h"
@@ -42,7 +43,7 @@ int32_t scaled_epilogue(const ScaledEpilogue& f, double acc, double c, double co
 
 /// In place over the accumulators [m, n].
 void apply_epilogue(const ScaledEpilogue& f, int32_t* dst, int64_t m, int64_t n) {
-  parallel_ranges(m, threads_for(m * n, 1 << 18), [&](Range rows) {
+  parallel_ranges(m, threads_for(m * n, tuning::kScaleGrain), [&](Range rows) {
     for (int64_t r = rows.begin; r < rows.end; ++r) {
       int32_t* row = dst + r * n;
       const int32_t* c = f.c == nullptr ? nullptr : f.c + r * n;

@@ -131,7 +131,7 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
        run,
        make_acc_init(scratch, tier, compensation, tap, acc_bias,
                      zero_point + (problem.flip ? 128 : 0), 1, static_cast<int>(n), panels)});
-  run_gemm(problem, epilogue.get(), tier, trace);
+  run_gemm(problem, epilogue.get(), tier, &trace);
   return dst;
 }
 

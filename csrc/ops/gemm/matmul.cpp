@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "epilogue/post_ops.h"
+#include "kernels/cpu_tuning.h"
 #include "ops/gemm/batches.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/packing.h"
@@ -36,6 +37,7 @@ struct Matmul {
   const int32_t* src_zero_points;     // [groups], of src read as u8
   const int32_t* weight_zero_points;  // [groups][n], of the packed weights; null if all are 0
   const std::optional<at::Tensor>& acc_bias;
+  OpTrace& trace;
   int64_t rows = 0;              // of dst, in all batches
   int32_t* row_terms = nullptr;  // [groups][rows], with weight zero points
 
@@ -56,18 +58,19 @@ PackedMatrix pack(ScratchFrame& scratch, const Matmul& mm, const uint8_t* weight
   const PackedMatrix packed{scratch.take<int8_t>(mm.panels() * mm.panel_bytes()),
                             scratch.take<int32_t>(mm.groups * mm.panels() * kPanel)};
   const int64_t group_bytes = mm.quads() * kPanel * kQuad;
-  parallel_ranges(mm.panels(), threads_for(mm.k * mm.n, 1 << 18), [&](Range range) {
-    for (int64_t p = range.begin; p < range.end; ++p) {
-      for (int64_t g = 0; g < mm.groups; ++g) {
-        mm.tier.pack_panel(
-            {weight + g * mm.group_k() * k_stride + p * kPanel * n_stride, k_stride, n_stride,
-             mm.group_k(), static_cast<int>(std::min<int64_t>(kPanel, mm.n - p * kPanel)),
-             mm.weight_flip},
-            packed.weight + p * mm.panel_bytes() + g * group_bytes,
-            packed.compensation + (g * mm.panels() + p) * kPanel);
-      }
-    }
-  });
+  parallel_ranges(
+      mm.panels(), threads_for(mm.k * mm.n, tuning::kPackRuntimeGrain), [&](Range range) {
+        for (int64_t p = range.begin; p < range.end; ++p) {
+          for (int64_t g = 0; g < mm.groups; ++g) {
+            mm.tier.pack_panel(
+                {weight + g * mm.group_k() * k_stride + p * kPanel * n_stride, k_stride, n_stride,
+                 mm.group_k(), static_cast<int>(std::min<int64_t>(kPanel, mm.n - p * kPanel)),
+                 mm.weight_flip},
+                packed.weight + p * mm.panel_bytes() + g * group_bytes,
+                packed.compensation + (g * mm.panels() + p) * kPanel);
+          }
+        }
+      });
   return packed;
 }
 
@@ -156,7 +159,9 @@ void multiply(const Matmul& mm, const Rows& rows, const PackedMatrix& packed, in
                                dst_base,
                                run,
                                init});
-    run_gemm(problem, is_last ? last : sums.of(g), mm.tier);
+    // All products are alike: the first result, on the op's own thread, says how they run.
+    run_gemm(problem, is_last ? last : sums.of(g), mm.tier,
+             is_last && dst_base == 0 ? &mm.trace : nullptr);
   }
 }
 
@@ -304,7 +309,8 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
             weight_dtype == DType::u8,
             src_zero_points_of(scratch, src_zero_point, src_dtype, groups),
             weight_zero_points_of(scratch, weight_zero_point, weight_dtype, groups, n),
-            acc_bias};
+            acc_bias,
+            trace};
   const int64_t longest = max_reduction(mm.weight_zero_points != nullptr);
   TORCH_CHECK_VALUE(mm.group_k() <= longest, "torchq.matmul: K must be at most ", longest,
                     mm.weight_zero_points == nullptr ? "" : " for weights with a zero point",
@@ -333,7 +339,6 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
                       mm.weight_zero_points + (mm.groups - 1) * n, n, 1);
   }
   trace.describe([&] { return describe_call({src_arg, weight_arg}, dst, "", post_ops); });
-  trace.ran(tier, "gemm");
   at::Tensor src = with_unit_stride(src_arg, false);
   if (mm.group_k() % kQuad != 0) src = copy_for_overread(scratch, src);
   const at::Tensor weight = with_unit_stride(weight_arg, true);

@@ -141,10 +141,28 @@ int run_dimension(c10::IntArrayRef kernel) {
   return last;
 }
 
+const char* why_not_depthwise(int64_t outputs, int64_t inputs_per_group, int64_t groups) {
+  return inputs_per_group == 1 && outputs == groups
+             ? nullptr
+             : "a group does not have one input and one output";
+}
+
+const char* why_not_small_groups(int64_t outputs, int64_t inputs_per_group, int64_t groups) {
+  if (outputs != groups * inputs_per_group) {
+    return "groups have more outputs than inputs, or fewer";
+  }
+  if (inputs_per_group != 2 && inputs_per_group != 4 && inputs_per_group != 8) {
+    return "groups do not have 2, 4 or 8 channels";
+  }
+  return outputs >= kPanel && (inputs_per_group > 2 || groups % 2 == 0)
+             ? nullptr
+             : "there are fewer than 16 channels, or an odd number of groups of 2";
+}
+
 ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t groups,
                          c10::IntArrayRef kernel, c10::IntArrayRef dilation) {
   const int64_t taps = product(kernel);
-  if (groups > 1 && inputs_per_group == 1 && outputs == groups) {
+  if (groups > 1 && why_not_depthwise(outputs, inputs_per_group, groups) == nullptr) {
     const int64_t width = kernel.back();
     const int64_t rows = taps / width, rest = rows % kQuad;  // as depthwise_taps has them
     const int64_t last = rest == 1 ? quads_of(width) : rest > 1 ? width : 0;
@@ -162,10 +180,9 @@ ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t grou
             taps / width,
             quads_of(width * inputs_per_group)};
   }
-  const int64_t merged = inputs_per_group == 2 && groups % 2 == 0 ? 2 : 1;
-  const int64_t size = merged * inputs_per_group;
-  if (outputs == groups * inputs_per_group && (size == 4 || size == 8) && outputs >= kPanel &&
-      groups > 1) {
+  if (groups > 1 && why_not_small_groups(outputs, inputs_per_group, groups) == nullptr) {
+    const int64_t merged = inputs_per_group == 2 ? 2 : 1;  // pairs of groups of 2
+    const int64_t size = merged * inputs_per_group;
     return {ConvPacking::kSmallGroups, groups / merged, size, size, merged, taps, size / kQuad};
   }
   return dense_packing(outputs, inputs_per_group, groups, kernel);

@@ -51,6 +51,10 @@ struct ConvPacking {
 /// The last dimension along which a kernel has more than one tap; the last one if none has.
 int run_dimension(c10::IntArrayRef kernel);
 
+/// Returns the reason why a grouped layer is not packed as depthwise, or as small groups, or null.
+const char* why_not_depthwise(int64_t outputs, int64_t inputs_per_group, int64_t groups);
+const char* why_not_small_groups(int64_t outputs, int64_t inputs_per_group, int64_t groups);
+
 /// `kernel` and `dilation` have one entry per spatial dimension.
 ConvPacking conv_packing(int64_t outputs, int64_t inputs_per_group, int64_t groups,
                          c10::IntArrayRef kernel, c10::IntArrayRef dilation);

@@ -14,35 +14,20 @@ namespace {
 /// Below this many channels the loop is faster than a call of the kernel.
 constexpr int64_t kMinKernelBytes = 16;
 
-/// The source position that destination `t` meets with `tap`, -1 if none.
-int64_t source_of(const SumAxis& a, int64_t t, int64_t tap) {
-  int64_t s = t * a.stride + tap * a.dilation - a.padding;
-  if (a.transposed) {
-    s = t + a.padding - tap * a.dilation;
-    if (s % a.stride != 0) return -1;
-    s /= a.stride;
-  }
-  return s < a.src_size ? std::max<int64_t>(s, -1) : -1;
-}
-
-/// dst[t][i] += row[s][i] wherever `tap` lets them meet.
-void add_tap(const SumAxis& a, int64_t tap, int64_t inner, const int32_t* row, int32_t* dst) {
-  const int64_t coarse = a.transposed ? a.src_size : a.dst_size;
-  const int64_t fine = a.transposed ? a.dst_size : a.src_size;
-  const int64_t offset = tap * a.dilation - a.padding;  // fine = coarse * stride + offset
-  const int64_t begin = offset < 0 ? (a.stride - 1 - offset) / a.stride : 0;
-  const int64_t end = offset < fine ? std::min((fine - 1 - offset) / a.stride + 1, coarse) : 0;
-  if (begin >= end) return;
-  const int64_t at = (begin * a.stride + offset) * inner;
-  int32_t* to = dst + (a.transposed ? at : begin * inner);
-  const int32_t* from = row + (a.transposed ? begin * inner : at);
-  const bool adjacent = a.stride == 1;
-  const int64_t count = adjacent ? 1 : end - begin,
-                width = adjacent ? (end - begin) * inner : inner;
-  const int64_t to_step = a.transposed ? a.stride * inner : inner;
-  const int64_t from_step = a.transposed ? inner : a.stride * inner;
-  for (int64_t c = 0; c < count; ++c, to += to_step, from += from_step) {
-    for (int64_t i = 0; i < width; ++i) to[i] += from[i];
+/// Adds the positions of a source row that each destination meets; all have `inner` values.
+void add_taps(const TapIntervals& intervals, int64_t inner, const int32_t* row, int32_t* dst) {
+  for (const TapInterval& at : intervals) {
+    const bool adjacent = at.src_step == 1 && at.dst_step == 1;
+    const int64_t count = adjacent ? 1 : at.count, width = adjacent ? at.count * inner : inner;
+    for (int64_t tap = 0; tap < at.num_taps(); ++tap) {
+      const int32_t* from = row + (at.src + tap * at.tap_step) * inner;
+      int32_t* to = dst + at.dst * inner;
+      for (int64_t c = 0; c < count; ++c) {
+        for (int64_t i = 0; i < width; ++i) to[i] += from[i];
+        to += at.dst_step * inner;
+        from += at.src_step * inner;
+      }
+    }
   }
 }
 
@@ -67,7 +52,7 @@ void sum_groups(const Kernels& tier, const RowSource& src, int64_t pixels, int32
 }
 
 at::Tensor sum_windows(const Kernels& tier, const RowSource& src, const ChannelsLast& shape,
-                       const SumAxis (&axes)[3]) {
+                       const TapAxis (&axes)[3]) {
   const int64_t sizes[3] = {axes[0].dst_size, axes[1].dst_size, axes[2].dst_size};
   const at::Tensor result = empty_channels_last(shape, src.groups, sizes, at::kInt);
   ScratchFrame scratch;
@@ -77,6 +62,7 @@ at::Tensor sum_windows(const Kernels& tier, const RowSource& src, const Channels
   const int32_t flip = src.is_signed ? 0x80 : 0, shift = src.zero_point + flip;
   const int64_t src_row = shape.size[2] * src.groups, dst_row = sizes[2] * src.groups;
   const int64_t rows = shape.batch * sizes[0] * sizes[1];
+  const TapIntervals along_row = axes[2].intervals();
   // A window's sum is separable: source rows into one, then along it.
   const int64_t taps = axes[0].kernel * axes[1].kernel;
   const int threads = threads_for(rows * (src_row * taps + dst_row * axes[2].kernel));
@@ -87,8 +73,8 @@ at::Tensor sum_windows(const Kernels& tier, const RowSource& src, const Channels
       const int64_t n = r / (sizes[0] * sizes[1]);
       std::fill(row, row + src_row, 0);
       for (int64_t tap = 0; tap < taps; ++tap) {
-        const int64_t d = source_of(axes[0], r / sizes[1] % sizes[0], tap / axes[1].kernel);
-        const int64_t h = source_of(axes[1], r % sizes[1], tap % axes[1].kernel);
+        const int64_t d = axes[0].source(r / sizes[1] % sizes[0], tap / axes[1].kernel);
+        const int64_t h = axes[1].source(r % sizes[1], tap % axes[1].kernel);
         if (d < 0 || h < 0) continue;
         const int64_t at = ((n * shape.size[0] + d) * shape.size[1] + h) * src_row;
         if (depthwise) {
@@ -99,9 +85,7 @@ at::Tensor sum_windows(const Kernels& tier, const RowSource& src, const Channels
       }
       int32_t* dst = result.mutable_data_ptr<int32_t>() + r * dst_row;
       std::fill(dst, dst + dst_row, 0);
-      for (int64_t tap = 0; tap < axes[2].kernel; ++tap) {
-        add_tap(axes[2], tap, src.groups, row, dst);
-      }
+      add_taps(along_row, src.groups, row, dst);
     }
   });
   return result;

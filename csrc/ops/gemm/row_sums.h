@@ -3,7 +3,7 @@
 // zero points] in gemm.h).
 #pragma once
 
-#include "ops/conv/geometry.h"
+#include "ops/conv/border.h"
 #include "runtime/dispatch.h"
 
 namespace torchq {
@@ -19,17 +19,9 @@ struct RowSource {
 /// sums[pixel][group] = sum of (q - zero_point) over the group's channels.
 void sum_groups(const Kernels& tier, const RowSource& src, int64_t pixels, int32_t* sums);
 
-/// One dimension of a convolution, or of a transposed one:
-///   src = dst * stride + tap * dilation - padding, or dst = src * stride + tap * dilation -
-///   padding
-struct SumAxis {
-  int64_t kernel, stride, dilation, padding, src_size, dst_size;
-  bool transposed;
-};
-
 /// sum of (q - zero_point) over the taps and channels that meet each destination: int32 (N, groups,
 /// spatial...), channels-last.
 at::Tensor sum_windows(const Kernels& tier, const RowSource& src, const ChannelsLast& shape,
-                       const SumAxis (&axes)[3]);
+                       const TapAxis (&axes)[3]);
 
 }  // namespace torchq

@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "kernels/common.h"
+#include "kernels/cpu_tuning.h"
 #include "ops/gemm/packing.h"
 #include "runtime/checks.h"
 #include "runtime/parallel.h"
@@ -133,7 +134,7 @@ class PanelCopy {
   int64_t panels() const { return panels_; }
   int64_t panel_bytes() const { return panel_bytes_; }
   int64_t rows_bytes() const { return stride_ * kPanel; }
-  int threads() const { return threads_for(panels_ * panel_bytes_, kSerialBytes); }
+  int threads() const { return threads_for(panels_ * panel_bytes_, tuning::kPackGrain); }
   Segments segments(int64_t panel) const { return segments_of(packing_, weight_, panel); }
 
   /// Weights to the panel's rows.
@@ -201,9 +202,6 @@ class PanelCopy {
       }
     }
   }
-
-  /// Below, threads take longer to start than to pack.
-  static constexpr int64_t kSerialBytes = int64_t{1} << 16;
 
   const ConvPacking& packing_;
   const WeightLayout& weight_;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "kernels/cpu_tuning.h"
 #include "kernels/table.h"
 #include "ops/gemm/gemm_problem.h"
 #include "runtime/scratch.h"
@@ -25,7 +26,8 @@ class WidenedRows {
       runs = std::max(runs, region.runs.size());
     }
     runs_ = scratch.take<GemmRun>(static_cast<int64_t>(runs));
-    rows_ = scratch.take<uint8_t>(std::max(kBytes, kLeastRows * quads * kWideQuad));
+    rows_ =
+        scratch.take<uint8_t>(std::max(tuning::kWidenedRowBytes, kLeastRows * quads * kWideQuad));
   }
 
   /// Sets `tile` to the region's runs, joined where their weights are side by side, too; returns
@@ -70,10 +72,10 @@ class WidenedRows {
   static_assert(kLeastRows >= kFewRows);
   /// Rows that stay in L2 beside the weights of a block.
   static int64_t most_rows(int64_t quads) {
-    const int64_t tiles = kBytes / (std::max<int64_t>(quads, 1) * kWideQuad * kTileRows);
+    const int64_t tiles =
+        tuning::kWidenedRowBytes / (std::max<int64_t>(quads, 1) * kWideQuad * kTileRows);
     return std::clamp<int64_t>(tiles * kTileRows, kLeastRows, kMostRows);
   }
-  static constexpr int64_t kBytes = 128 * 1024;
 
   void (*const widen_src_)(const GemmTile&, uint8_t*);
   GemmTile raw_{};  // the rows as they were

@@ -13,6 +13,7 @@
 #include <numeric>
 
 #include "kernels/common.h"
+#include "kernels/cpu_tuning.h"
 #include "ops/pointwise/elementwise.h"
 #include "runtime/checks.h"
 #include "runtime/parallel.h"
@@ -21,11 +22,8 @@
 namespace torchq {
 namespace {
 
-constexpr int64_t kGrain = 32768;
 /// Bytes of an operand that broadcasts over rows, repeated so that narrow rows fill vectors.
 constexpr int64_t kRepeated = 1024;
-/// Values of src0 in a call of rows that share src1: each panel goes through all of them.
-constexpr int64_t kInL1 = 16384;
 
 /// Scale and zero point of each operand, then of the destination.
 struct Params {
@@ -80,7 +78,7 @@ void run_shared(RowFn run, BinaryRows row, char** data, int64_t n, int64_t rows)
   for (int64_t i = 0; joined > 1 && i < joined; ++i)
     std::memcpy(repeated + i * n, data[2], static_cast<size_t>(n));
   row.src1 = joined > 1 ? repeated : data[2];
-  const int64_t together = joined * std::max<int64_t>(kInL1 / (joined * n), 1);
+  const int64_t together = joined * std::max<int64_t>(tuning::kRowBytesInL1 / (joined * n), 1);
   for (int64_t r = 0; r < rows;) {
     const int64_t count = std::min(rows - r, together);
     row.rows = std::max<int64_t>(count / joined, 1);
@@ -191,7 +189,7 @@ at::Tensor binary(const char* op, OpTrace& trace, RowFn run, const at::Tensor& s
         const FloatMode mode;
         run_rows(run, row, data, strides, n, rows);
       },
-      kGrain);
+      tuning::kConvertGrain);
   return dst;
 }
 
@@ -329,7 +327,7 @@ void concat_into(const Kernels& tier, const at::Tensor& dst, at::TensorList srcs
     sources.push_back({bytes_of(src), src.size(dim) * inner, same, row});
   }
   const int64_t stride = dst.size(dim) * inner, rows = dst.numel() / stride;
-  const int parts = threads_for(dst.numel(), kGrain);
+  const int parts = threads_for(dst.numel(), tuning::kConvertGrain);
   if (element_size(dst_dtype) == 1 && rows >= parts) {
     uint8_t* to = static_cast<uint8_t*>(dst.mutable_data_ptr());
     return parallel_parts(parts, [&](int part) {

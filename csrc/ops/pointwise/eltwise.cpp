@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "kernels/cpu_tuning.h"
 #include "ops/pointwise/elementwise.h"
 #include "ops/rows/real.h"
 #include "runtime/checks.h"
@@ -15,8 +16,6 @@
 
 namespace torchq {
 namespace {
-
-constexpr int64_t kGrain = 4096;
 
 void check_source(const char* op, const char* arg, const at::Tensor& src) {
   dtype_of(op, arg, src);
@@ -45,7 +44,7 @@ void for_each_block(const at::Tensor& dst, at::TensorList srcs, const Body& body
           for (size_t t = 0; t < tensors; ++t) at[t] += block * strides[t];
         }
       },
-      kGrain);
+      tuning::kEltwiseGrain);
 }
 
 at::Tensor eltwise(const at::Tensor& src, const at::Tensor& scales, const at::Tensor& zero_points,

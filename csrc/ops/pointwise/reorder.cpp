@@ -11,6 +11,7 @@
 #include <limits>
 #include <optional>
 
+#include "kernels/cpu_tuning.h"
 #include "ops/pointwise/byte_table.h"
 #include "ops/pointwise/elementwise.h"
 #include "ops/pointwise/quantize.h"
@@ -58,8 +59,6 @@ void check_zero_point(const char* op, const char* arg, const at::Tensor& t, DTyp
 }
 
 namespace {
-
-constexpr int64_t kGrain = 32768;  // elements: about 3 us of conversion
 
 at::Tensor scalar(float value) {
   at::Tensor t = at::detail::empty_cpu({}, at::kFloat);
@@ -192,7 +191,7 @@ void lookup_into(const Kernels& tier, const at::Tensor& dst, const at::Tensor& s
         if (strides[0] == 1 && strides[1] == 1) return tier.lookup(in, bytes, out, n);
         for (int64_t i = 0; i < n; ++i) out[i * strides[0]] = bytes[in[i * strides[1]]];
       },
-      kGrain);
+      tuning::kConvertGrain);
 }
 
 void convert_into(const Kernels& tier, const at::Tensor& dst, const at::Tensor& src,
@@ -244,7 +243,7 @@ void convert_into(const Kernels& tier, const at::Tensor& dst, const at::Tensor& 
           tier.convert(row);
         }
       },
-      kGrain);
+      tuning::kConvertGrain);
 }
 
 at::Tensor scale_ratio(const char* op, const at::Tensor& numerator, const at::Tensor& denominator) {

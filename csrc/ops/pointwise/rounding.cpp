@@ -9,6 +9,7 @@
 #include <cfenv>
 #include <cmath>
 
+#include "kernels/cpu_tuning.h"
 #include "ops/pointwise/elementwise.h"
 #include "ops/rows/real.h"
 #include "runtime/checks.h"
@@ -98,7 +99,7 @@ at::Tensor reorder_rounded(const at::Tensor& src, const at::Tensor& scales,
   char* result = static_cast<char*>(dst.mutable_data_ptr());
   const int64_t out = dst.element_size();
   const Real whole{dtype, 1, 0};
-  parallel_ranges(count, threads_for(count, 20'000), [&](Range range) {
+  parallel_ranges(count, threads_for(count, tuning::kRoundGrain), [&](Range range) {
     alignas(64) float x[kRealBlock];
     for (int64_t first = range.begin; first < range.end; first += kRealBlock) {
       const int64_t n = std::min<int64_t>(kRealBlock, range.end - first);

@@ -7,7 +7,8 @@
 
 #include <algorithm>
 
-#include "ops/conv/geometry.h"
+#include "kernels/cpu_tuning.h"
+#include "ops/conv/border.h"
 #include "ops/rows/real.h"
 #include "runtime/checks.h"
 #include "runtime/dispatch.h"
@@ -53,16 +54,14 @@ struct RealArgs {
   }
 };
 
-Spans window_spans(const Window& w, int d, int64_t input, int64_t output) {
+Spans window_spans(const TapAxis& axis) {
   Spans spans;
-  for (int64_t o = 0; o < output; ++o) {
-    const int64_t start = o * w.stride[d] - w.pad_begin[d];
-    const int64_t stop = start + (w.kernel[d] - 1) * w.dilation[d] + 1;
-    const int64_t counted = std::min(stop, input + w.pad_end[d]) - start;
-    // The first tap at or behind position 0.
-    const int64_t skipped = start < 0 ? (-start + w.dilation[d] - 1) / w.dilation[d] : 0;
-    spans.push_back({start + skipped * w.dilation[d], std::min(stop, input), w.dilation[d],
-                     (counted + w.dilation[d] - 1) / w.dilation[d]});
+  const TapAxis padded = axis.padded();
+  for (int64_t o = 0; o < axis.dst_size; ++o) {
+    const TapRange taps = axis.valid_taps(o);
+    const int64_t start = o * axis.stride - axis.padding, step = axis.dilation;
+    spans.push_back(
+        {start + taps.begin * step, start + taps.end * step, step, padded.valid_taps(o).end});
   }
   return spans;
 }
@@ -182,7 +181,7 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
   const int64_t width = static_cast<int64_t>(spans[2].size());
   const int64_t c = src.channels, rows = src.batch * depth * height;
   const int64_t image_bytes = src.size[0] * src.size[1] * src.size[2] * c;
-  parallel_ranges(rows, threads_for(dst.numel() * window, 100'000), [&](Range range) {
+  parallel_ranges(rows, threads_for(dst.numel() * window, tuning::kPoolGrain), [&](Range range) {
     ScratchFrame frame;
     const uint8_t** taps = frame.take<const uint8_t*>(window);
     for (int64_t r = range.begin; r < range.end; ++r) {
@@ -236,7 +235,7 @@ at::Tensor windowed(const char* op, OpTrace& trace, const Kernels& tier, const a
   const at::Tensor dst = make_dst(src, output, params);
   Spans spans[3];
   for (int d = 0; d < 3 && dst.numel() > 0; ++d) {
-    spans[d] = window_spans(w, d, src.size[d], output[d]);
+    spans[d] = window_spans({w, d, src.size[d], output[d]});
     for (const Span& span : spans[d]) {
       TORCH_CHECK_VALUE(span.begin < span.end, "torchq.", op, ": a window with geometry ", geometry,
                         " meets only padding on src ", src_arg.sizes(),

@@ -7,17 +7,10 @@
 #include <new>
 
 #include "kernels/amx/contract.h"
+#include "kernels/cpu_tuning.h"
 
 namespace torchq {
 namespace {
-
-/// Gates of a thread's input products that wait for their steps: half of a core's L2.
-constexpr int64_t kChunkBytes = 512 * 1024;
-
-/// Rows of a batch from which on the input's weights are read in every step, which costs less than
-/// the products' way through memory. Measured on Emerald Rapids, 512 units: 64 rows 4 % faster with
-/// vectors and 13 % with a matrix unit, 32 rows 3 % with that one; 16 rows are slower.
-constexpr int64_t kMinRowsInSteps = 32;
 
 int64_t whole_groups(int64_t units) { return panels_of(units) * kPanel; }
 
@@ -41,10 +34,10 @@ RnnDirection::RnnDirection(const RnnLayer& layer, const Kernels& table, ScratchF
   rows_ = tier.matrix != nullptr ? std::max<int64_t>(l.batch, kUnitRows) : l.batch;
   take_weights(scratch);
   take_states(scratch);
-  inputs_in_steps_ = l.cell != RnnCell::kGruVanilla && l.batch >= kMinRowsInSteps;
+  inputs_in_steps_ = l.cell != RnnCell::kGruVanilla && l.batch >= tuning::kMinRowsInSteps;
   const int64_t part_groups = ceil_div(groups_, parts);
   const int64_t row_bytes = part_groups * l.gates * kPanel * int64_t{sizeof(float)};
-  chunk_rows_ = std::max(l.batch, kChunkBytes / row_bytes);
+  chunk_rows_ = std::max(l.batch, tuning::kRnnInputBytes / row_bytes);
   chunk_rows_ = std::min(chunk_rows_, l.first[l.steps - 1] + l.rows[l.steps - 1]);
   uses_lookahead_ = gains_from_lookahead();
   if (uses_lookahead_) chunk_rows_ = kLookaheadRows;

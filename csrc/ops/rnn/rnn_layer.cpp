@@ -3,13 +3,11 @@
 #include <algorithm>
 #include <optional>
 
+#include "kernels/cpu_tuning.h"
 #include "ops/rnn/rnn_direction.h"
 
 namespace torchq {
 namespace {
-
-/// Multiply-accumulates a step must have per thread to be worth a barrier.
-constexpr int64_t kStepCost = 32'000;
 
 /// Threads for each direction; 0 where one thread runs all.
 int parts_per_direction(const RnnLayer& l) {
@@ -19,7 +17,7 @@ int parts_per_direction(const RnnLayer& l) {
   const int64_t cost = rows * gates * (l.inputs + l.state_units()) * l.directions;
   const int threads = threads_for(cost);
   if (threads < l.directions || threads == 1) return 0;
-  const int64_t most = std::min(step / kStepCost, panels_of(l.state_units()));
+  const int64_t most = std::min(step / tuning::kStepGrain, panels_of(l.state_units()));
   return static_cast<int>(std::clamp<int64_t>(most, 1, threads / l.directions));
 }
 

@@ -4,16 +4,10 @@
 #include <cstring>
 
 #include "kernels/amx/contract.h"
+#include "kernels/cpu_tuning.h"
 #include "ops/rnn/rnn_direction.h"
 
 namespace torchq {
-namespace {
-
-/// Fewer rows of a state are faster without a matrix unit, which computes 16 at a time. Measured on
-/// Emerald Rapids, 512 units: 8 rows in 0.81 of the time, 6 in 0.93, 4 in 1.05.
-constexpr int64_t kMinUnitRows = 8;
-
-}  // namespace
 
 void RnnDirection::run(int begin, int end) {
   for (int i = begin; i < end; ++i) widen(i);
@@ -95,7 +89,7 @@ void RnnDirection::multiply_inputs(int part, int64_t step, int64_t stop) {
 
 void RnnDirection::multiply_state(const RnnStep& s, const RnnWeight& weight) const {
   const bool inputs_fit = s.source == nullptr || (s.rows >= kUnitRows && fits_unit(l.input));
-  const bool on_unit = s.rows >= kMinUnitRows && fits_unit(weight) && inputs_fit;
+  const bool on_unit = s.rows >= tuning::kMinUnitStates && fits_unit(weight) && inputs_fit;
   (on_unit ? tier.matrix->rnn_step : tier.rnn_step)(s);
 }
 

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <vector>
 
+#include "kernels/cpu_tuning.h"
 #include "ops/rows/real.h"
 #include "runtime/checks.h"
 #include "runtime/result_allocator.h"
@@ -119,8 +120,8 @@ at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<a
   const uint8_t* data = bytes_of(dense);
   const bool is_signed = params[0].dtype == DType::s8;
   // Rows that stay in L1, so that their divisions and roots overlap and one call writes them all.
-  constexpr int64_t kMostRows = 16, kBytes = 16384;
-  const int64_t group = std::clamp<int64_t>(kBytes / n, 1, kMostRows);
+  constexpr int64_t kMostRows = 16;
+  const int64_t group = std::clamp<int64_t>(tuning::kRowBytesInL1 / n, 1, kMostRows);
   store_rows(out, src.numel() / n, n, [&](const Range& range, const RealRow& to) {
     int32_t center[kMostRows];
     float factor[kMostRows], shift[kMostRows];
@@ -170,7 +171,7 @@ std::vector<Statistics> group_statistics(const Kernels& tier, const uint8_t* dat
   constexpr int64_t kRows = 256, kColumns = 512;
   std::vector<Statistics> result(static_cast<size_t>(batch * groups));
   const int64_t channels = groups * width;
-  const int threads = threads_for(batch * pixels * channels, 40'000);
+  const int threads = threads_for(batch * pixels * channels, tuning::kRealGrain);
   parallel_ranges(batch * groups, threads, [&](Range range) {
     int32_t sums[kColumns], squares[kColumns];
     for (int64_t b = range.begin / groups; b * groups < range.end; ++b) {

@@ -18,6 +18,7 @@
 #include <optional>
 
 #include "epilogue/post_ops.h"
+#include "kernels/cpu_tuning.h"
 #include "runtime/dispatch.h"
 #include "runtime/parallel.h"
 #include "runtime/scratch.h"
@@ -116,7 +117,7 @@ void store_range(const RealOutput& out, const Range& range, int64_t n, const Com
 /// The same of all rows, shared among the threads.
 template <class Compute>
 void store_rows(const RealOutput& out, int64_t rows, int64_t n, const Compute& compute) {
-  parallel_ranges(rows, threads_for(rows * n, 40'000),
+  parallel_ranges(rows, threads_for(rows * n, tuning::kRealGrain),
                   [&](Range range) { store_range(out, range, n, compute); });
 }
 

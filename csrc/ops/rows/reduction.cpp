@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/cpu_tuning.h"
 #include "ops/rows/real.h"
 #include "runtime/checks.h"
 #include "runtime/result_allocator.h"
@@ -214,7 +215,7 @@ at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntA
   const bool exact = to.dtype == DType::s32 && from.scale == 1 && to.scale == 1 &&
                      alg != Alg::mean && alg != Alg::mul && post_ops.empty();
   const int64_t count = dst.numel();
-  parallel_ranges(count, threads_for(count * n, 100'000), [&](Range range) {
+  parallel_ranges(count, threads_for(count * n, tuning::kPoolGrain), [&](Range range) {
     if (exact) {
       store_exact(blocks, from, to, range, dst.mutable_data_ptr<int32_t>());
     } else {

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <vector>
 
+#include "kernels/cpu_tuning.h"
 #include "ops/conv/geometry.h"
 #include "ops/rows/real.h"
 #include "runtime/checks.h"
@@ -53,7 +54,7 @@ void copy_nearest(const ChannelsLast& src, const Taps& taps, const int64_t (&out
   const uint8_t* data = bytes_of(src.tensor);
   const int64_t c = src.channels, rows = src.batch * output[0] * output[1];
   const size_t bytes = static_cast<size_t>(c);
-  parallel_ranges(rows, threads_for(rows * output[2] * c, 300'000), [&](Range range) {
+  parallel_ranges(rows, threads_for(rows * output[2] * c, tuning::kCopyGrain), [&](Range range) {
     for (int64_t r = range.begin; r < range.end; ++r) {
       const int64_t n = r / (output[0] * output[1]);
       const int64_t d = taps[0][static_cast<size_t>(r / output[1] % output[0])].index[0];
@@ -179,7 +180,7 @@ void blend_lines(const ChannelsLast& src, const Taps& taps, const int64_t (&outp
   const std::vector<Stretch> stretches = stretches_of(src, taps, output);
   const int64_t lines = src.batch * output[0] * output[1];
   const int64_t units = static_cast<int64_t>(stretches.size()) * lines;
-  const int threads = threads_for(lines * output[2] * src.channels, 40'000);
+  const int threads = threads_for(lines * output[2] * src.channels, tuning::kRealGrain);
   parallel_ranges(units, threads, [&](Range range) {
     for (int64_t unit = range.begin; unit < range.end;) {
       const int64_t stretch = unit / lines, base = stretch * lines;
