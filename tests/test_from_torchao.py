@@ -87,8 +87,8 @@ def test_not_taken():
             ValueError, match=r"'0\.weight': it has 2 scales.*'2\.weight': it has 4"
         ):
             torchq.from_torchao(old)
-    half = quantized(tao.Int8WeightOnlyConfig(), model().bfloat16())
-    with pytest.raises(ValueError, match=r"torch\.bfloat16"):
+    half = quantized(tao.Int8WeightOnlyConfig(), model().half())
+    with pytest.raises(ValueError, match=r"torch\.float16.*torch\.float32 or bfloat16"):
         torchq.from_torchao(half)
     with pytest.raises(ValueError, match="without such tensors"):
         torchq.from_torchao(model())

@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchq.attributes.arguments import as_float32
 from torchq.attributes.options import Granularity
 from torchq.functional.arguments import conv_geometry
 from torchq.functional.linears import check_signed
 from torchq.functional.packing import PackedWeight, empty_packed, pack_conv
 from torchq.nn.conv import paddings
-from torchq.nn.module import QModule
+from torchq.nn.module import QModule, as_source
 from torchq.nn.weight import quantized_weight
 from torchq.quantization.ranges import SMALLEST_SCALE
 from torchq.runtime.library import dtype_code
@@ -38,8 +39,8 @@ class DynamicQConv(QModule):
         bias: float32 ``[OC]``, or absent.
 
     Shapes:
-        src: float32 ``(N, C, spatial...)``, or one sample without N.
-        dst: float32 ``(N, OC, spatial...)``, contiguous.
+        src: float32 or bfloat16 ``(N, C, spatial...)``, or one sample without N.
+        dst: ``(N, OC, spatial...)`` of the source's dtype, contiguous.
 
     Raises:
         ValueError: the shape of ``src`` does not fit, or it has NaN or inf.
@@ -85,7 +86,7 @@ class DynamicQConv(QModule):
         self.register_buffer(
             "weight_scale", weight_scale.reshape(-1).expand(weight.channels).clone()
         )
-        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self.register_buffer("bias", None if bias is None else as_float32(bias.detach()).clone())
         self._set_spec(
             weight=list(weight.shape),
             groups=weight.groups,
@@ -194,7 +195,8 @@ class DynamicQConv(QModule):
         bias = self.bias
         if bias is not None:
             dst = dst + bias.reshape(channels)
-        return dst.squeeze(0) if input.dim() == self.rank - 1 else dst
+        dst = dst.squeeze(0) if input.dim() == self.rank - 1 else dst
+        return as_source(dst, input)
 
     def extra_repr(self) -> str:
         """Return the shapes on one line."""

@@ -14,6 +14,7 @@
 #include "ops/gemm/gemm_matrix.h"
 #include "ops/gemm/packing.h"
 #include "ops/gemm/row_sums.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/parallel.h"
 #include "runtime/verbose.h"
@@ -337,4 +338,4 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("conv", &torchq::conv); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::conv>(m, "conv"); }

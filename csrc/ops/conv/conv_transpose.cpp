@@ -14,6 +14,7 @@
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/packing.h"
 #include "ops/gemm/row_sums.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 
 namespace torchq {
@@ -359,4 +360,4 @@ at::Tensor conv_transpose(
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("conv_transpose", &torchq::conv_transpose); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::conv_transpose>(m, "conv_transpose"); }

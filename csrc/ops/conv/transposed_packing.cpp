@@ -9,6 +9,7 @@
 #include "ops/conv/transposed.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/packing.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 
 namespace torchq {
@@ -124,6 +125,6 @@ int64_t taps_per_phase(int64_t kernel, int64_t stride, int64_t dilation) {
 }  // namespace torchq
 
 TORCH_LIBRARY_IMPL(torchq, CPU, m) {
-  m.impl("pack_conv_transpose", &torchq::pack_conv_transpose);
-  m.impl("unpack_conv_transpose", &torchq::unpack_conv_transpose);
+  torchq::implement<&torchq::pack_conv_transpose>(m, "pack_conv_transpose");
+  torchq::implement<&torchq::unpack_conv_transpose>(m, "unpack_conv_transpose");
 }
