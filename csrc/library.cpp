@@ -255,15 +255,28 @@ void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
-/// Boxed, of the ops whose float forms autocast runs in bfloat16: rounds their float32 results.
+/// Returns whether a list among the arguments, such as a residual, holds a float32 tensor.
+bool adds_float32(const torch::jit::Stack& stack) {
+  for (const c10::IValue& value : stack) {
+    if (!value.isTensorList()) continue;
+    for (const c10::IValue& t : value.toListRef())
+      if (t.toTensor().scalar_type() == at::kFloat) return true;
+  }
+  return false;
+}
+
+/// Boxed, of the ops whose float forms autocast runs in bfloat16: rounds their float32 results. A
+/// sum with float32 is float32, as promotion of types has it.
 void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(at::kCPU);
-  TORCH_CHECK_TYPE(dtype == at::kBFloat16, op.schema().name(),
-                   ": the dtype of torch.autocast(\"cpu\") must be torch.bfloat16, got ",
+  const std::string name = op.schema().name().substr(std::string("torchq::").size());
+  TORCH_CHECK_TYPE(dtype == at::kBFloat16, "torchq.", name,
+                   ": the dtype of torch.autocast(\"cpu\") ", "must be torch.bfloat16, got ",
                    dtype_name(dtype), ". Name it, or leave autocast to compute in float32.");
+  const bool is_float32 = adds_float32(*stack);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   op.callBoxed(stack);
-  stack->back() = rounded(stack->back().toTensor());
+  if (!is_float32) stack->back() = rounded(stack->back().toTensor());
 }
 
 template <auto* kBoxed>

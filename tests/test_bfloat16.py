@@ -109,14 +109,10 @@ def test_quantize_and_dequantize(isa: str) -> None:
         same(out, rounded((q.double() - 7).mul(float(torch.tensor(0.3))).float()))
 
 
-def test_pools_attention_and_sums(isa: str) -> None:
-    images, heads = torch.randn(2, 3, 8, 8).to(BF16), [torch.randn(2, 3, 6, 8).to(BF16)] * 3
-    mask = torch.randn(6, 6).to(BF16)
+def test_dynamic_attention(isa: str) -> None:
+    heads, mask = [torch.randn(2, 3, 6, 8).to(BF16) for _ in range(3)], torch.randn(6, 6).to(BF16)
     with torchq.use_isa(isa):
-        for pool in (lambda x: TF.max_pool2d(x, 2), lambda x: TF.adaptive_avg_pool2d(x, 2)):
-            same(pool(images), rounded(pool(images.float())))
-        wide = [head.float() for head in heads]
-        expected = TF.dynamic_attention(*wide, mask.float())
+        expected = TF.dynamic_attention(*(head.float() for head in heads), mask.float())
         same(TF.dynamic_attention(*heads, mask), rounded(expected))
 
 

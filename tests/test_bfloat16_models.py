@@ -251,10 +251,13 @@ def test_conversion_of_a_quantized_model_is_refused() -> None:
         converted.bfloat16()
 
 
-def test_tools() -> None:
+def test_tools(tmp_path: Path) -> None:
     model = Block().eval().to(BF16)
-    converted = torchq.quantize(model, IMAGES)
-    report = torchq.compare(model, converted, IMAGES[:1])
-    assert all(row.sqnr > 5 for row in report)
-    text = str(torchq.explain(converted))
-    assert "x is bfloat16 of shape" in text
+    prepared = torchq.calibrate(torchq.prepare(model, IMAGES[0]), IMAGES)
+    converted = torchq.convert(prepared)
+    layers = torchq.compare(prepared, converted, IMAGES[:1]).layers
+    assert len(layers) > 5 and all(layer.sqnr > 15 for layer in layers)
+    assert "x is bfloat16 of shape" in str(torchq.explain(converted))
+    assert torchq.sensitivity(model, IMAGES, IMAGES[0], progress=False)
+    with pytest.raises(NotImplementedError, match=r"gives bfloat16: quantize model.float\(\)"):
+        torchq.to_onnx(converted, tmp_path / "model.onnx", IMAGES[0])

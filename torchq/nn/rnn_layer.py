@@ -288,7 +288,7 @@ class QRecurrentLayer(QModule):
             if src.dtype != torch.float32 and src.dtype != torch.bfloat16:
                 raise TypeError(
                     "torchq.nn: src of a dynamic recurrent layer must be float32 or bfloat16, got "
-                    f"{src.dtype}. Dequantize it, or use a static layer."
+                    f"{src.dtype}. Convert it with .float(), or use a static layer."
                 )
         elif src.dtype != self.src_dtype:
             src = self._quantized_src(src)
