@@ -209,6 +209,24 @@ def test_autocast_in_one_layer() -> None:
     assert torch.equal(got, converted(x).to(BF16))
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x))) + x
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_autocast_of_a_residual(flow: str) -> None:
+    """bfloat16 + float32 is float32, also where the addition is a part of the layer."""
+    model, x = Residual().eval(), torch.randn(6, 24)
+    converted = FLOWS[flow](model, [x])
+    with torch.autocast("cpu", BF16):
+        close(model(x), converted(x))
+
+
 def test_autocast_to_float16_is_refused() -> None:
     converted = torchq.quantize_dynamic(nn.Sequential(nn.Linear(24, 10)).eval())
     with (

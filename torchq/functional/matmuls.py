@@ -369,7 +369,7 @@ def _weight_only(
     check_attr("matmul", attr, {("scales", "weights"): None, ("zero_points", "weights"): None})
     if dst_dtype not in FLOATS or attr.post_ops:
         raise NotImplementedError(
-            "torchq.matmul: a float32 src must have a float dst and no post-ops, got "
+            "torchq.matmul: a float src must have a float dst and no post-ops, got "
             f"{dst_dtype} and '{attr.post_ops}'. Apply them to the result with torch's operators."
         )
     if src.requires_grad and torch.is_grad_enabled():
