@@ -21,6 +21,9 @@ from torchq.runtime.matmul_fakes import FAKES
 
 __all__ = ["LIBRARY_PATH"]
 
+_STORED = {code: dtype for code, dtype in DTYPES.items() if dtype != torch.bfloat16}
+"""What kernels store; the border of ops with one result rounds to bfloat16."""
+
 
 def _register(name: str, kernel: Callable[..., Any]) -> None:
     """Register the fake kernel of ``torchq::<name>``; shorten calls of the op."""
@@ -46,8 +49,9 @@ def _check_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     devices: dict[bool, list[str]] = {False: [], True: []}
     on_meta: list[bool] = []
     for argument, value in [*zip(names, args, strict=False), *kwargs.items()]:
-        if argument in ("dst_dtype", "h_n_dtype") and value is not None and value not in DTYPES:
-            known = ", ".join(f"{code} ({str(d)[6:]})" for code, d in DTYPES.items())
+        dtypes = DTYPES if argument == "dst_dtype" and name != "rnn" else _STORED
+        if argument in ("dst_dtype", "h_n_dtype") and value is not None and value not in dtypes:
+            known = ", ".join(f"{code} ({str(d)[6:]})" for code, d in dtypes.items())
             raise NotImplementedError(
                 f"torchq.{name}: dst_dtype must be {' or '.join(known.rsplit(', ', 1))}, got "
                 f"{value}. The nearest supported destination is float32."

@@ -26,6 +26,10 @@ inline const char* dtype_name(at::ScalarType type) {
       return "int64";
     case at::kBool:
       return "bool";
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
     default:
       return c10::toString(type);
   }
@@ -68,8 +72,9 @@ inline DType dst_dtype_of(const char* op, int64_t dst_dtype) {
     default:
       TORCH_CHECK_NOT_IMPLEMENTED(
           false, "torchq.", op,
-          ": dst_dtype must be 0 (uint8), 1 (int8), 3 (int32) or 6 (float32),", " got ", dst_dtype,
-          ". The nearest supported destination is float32.");
+          ": dst_dtype must be 0 (uint8), 1 (int8), 3 (int32), 6 (float32) or, of an op with one ",
+          "result, 15 (bfloat16), got ", dst_dtype, ". The nearest supported destination is ",
+          "float32.");
   }
 }
 

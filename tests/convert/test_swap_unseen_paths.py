@@ -231,7 +231,7 @@ WAYS = {
         (IMAGE[:, :, ::2, ::2],), (torch.randn(1, 8, 2, 2),)], [
             (IMAGE.byte(),), (IMAGE.double(),)]),
     "ranks": Ways(second, TWO, (X,), [(X[0],), (X[None, None],), (X[:0],)], [
-        (U8,), (X.bfloat16(),), (X.long(),), (X[:, :5],)]),
+        (U8,), (X.half(),), (X.long(),), (X[:, :5],)]),
     "ranks of sequences": Ways(looks, S, (X,), [(X[0],), (X[None],), (X[:0],)], [
         (U8,), (X.half(),), (X.int(),), (X[:, :5],)]),
 }  # fmt: skip
@@ -286,8 +286,7 @@ def test_autocast_hooks_and_replaced_modules() -> None:
     with torch.inference_mode():
         with torch.autocast("cpu", torch.bfloat16):
             y = converted.a(X)
-            with pytest.raises(TypeError, match=r"torch.bfloat16.*outside of autocast"):
-                converted.b(y @ torch.eye(8))
+            assert converted.b(y @ torch.eye(8)).dtype == y.dtype == torch.bfloat16
         seen: list[Tensor] = []
         handle = converted.a.register_forward_hook(lambda m, args, y: seen.extend((*args, y)))
         holds(model(X), converted(X))

@@ -205,13 +205,18 @@ def test_pipeline(tmp_path: Path) -> None:
     assert [entry["token"] for entry in found] == scores.topk(5).indices.tolist()
 
 
-def test_a_bfloat16_checkpoint_computes_in_float32(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_bfloat16_checkpoint(tmp_path: Path, dtype: torch.dtype) -> None:
     model = saved(llama(False), tmp_path / "float")
     model.bfloat16().save_pretrained(tmp_path / "bf16")
-    q = quantized(type(model), tmp_path / "bf16")
-    assert q.dtype == torch.float32
+    options = {"dtype": dtype, "quantization_config": torchq.TorchqConfig()}
+    q = type(model).from_pretrained(tmp_path / "bf16", **options)
+    assert q.dtype == dtype
     got = q(IDS).logits
-    assert float(torchq.sqnr(model.float()(IDS).logits, got)) > 25
+    assert got.dtype == dtype
+    assert float(torchq.sqnr(model.to(dtype)(IDS).logits.float(), got.float())) > 25
+    if dtype == torch.bfloat16:
+        assert q.generate(IDS, max_new_tokens=4, do_sample=False).shape[1] == IDS.shape[1] + 4
     q.save_pretrained(tmp_path / "int8")
     assert torch.equal(type(model).from_pretrained(tmp_path / "int8")(IDS).logits, got)
 

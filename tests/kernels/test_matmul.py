@@ -321,7 +321,7 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: TF.matmul(A.float(), B, torch.ones(5, dtype=S32)),
         TypeError,
-        "bias must be float32 with a float32 src, got torch.int32",
+        "bias must be float32 or bfloat16 with a float src, got torch.int32",
     ),
     (
         lambda: TF.matmul(A.float(), B, torch.ones(4, 1)),
@@ -341,7 +341,7 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: TF.matmul(A.float(), B, dst_dtype=U8),
         NotImplementedError,
-        "a float32 src must have a float32 dst and no post-ops",
+        "a float src must have a float dst and no post-ops",
     ),
 ]
 

@@ -53,6 +53,19 @@ def test_the_same_integers(name: str, tmp_path: Path):
     assert_same(torchq.load(tmp_path / "model", model())(SRC), new(SRC))
 
 
+def test_models_in_bfloat16():
+    static = tao.Int8StaticActivationInt8WeightConfig(
+        act_quant_scale=torch.tensor([[0.03]]), granularity=tao.PerTensor()
+    )
+    for config in (CONFIGS["dynamic"](), CONFIGS["weights"](), static):
+        old = quantized(config, model().bfloat16())
+        new = torchq.from_torchao(old)
+        with torch.no_grad():
+            got = new(SRC.bfloat16())
+        assert got.dtype == new[0].weight.dtype == torch.bfloat16
+        assert torchq.sqnr(old(SRC.bfloat16()).float(), got.float()) > 30
+
+
 def test_fixed_scales_of_sources():
     config = tao.Int8StaticActivationInt8WeightConfig(
         act_quant_scale=torch.tensor([[0.03]]), granularity=tao.PerTensor()
@@ -87,8 +100,8 @@ def test_not_taken():
             ValueError, match=r"'0\.weight': it has 2 scales.*'2\.weight': it has 4"
         ):
             torchq.from_torchao(old)
-    half = quantized(tao.Int8WeightOnlyConfig(), model().bfloat16())
-    with pytest.raises(ValueError, match=r"torch\.bfloat16"):
+    half = quantized(tao.Int8WeightOnlyConfig(), model().half())
+    with pytest.raises(ValueError, match=r"torch\.float16.*torch\.float32 or bfloat16"):
         torchq.from_torchao(half)
     with pytest.raises(ValueError, match="without such tensors"):
         torchq.from_torchao(model())

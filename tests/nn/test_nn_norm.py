@@ -122,5 +122,5 @@ def test_errors() -> None:
         tnn.QLayerNorm(IN, None, (5,)),
         tnn.QGroupNorm(IN, None, 2, 6),
     ):
-        with pytest.raises(TypeError, match="must be float32 or the module's own"):
+        with pytest.raises(TypeError, match="must be float32 or bfloat16, or the module's own"):
             module(q.view(S8))

@@ -151,7 +151,7 @@ MISTAKES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "config": (lambda m: torchq.prepare(m, X, {"bits": 7}), TypeError,
                "prepare: config must be a QConfig or None, got dict"),
     "dtype": (lambda m: torchq.prepare(nn.Linear(4, 4).half().eval(), X), TypeError,
-              "prepare: model must be float32, got torch.float16 in the model"),
+              "prepare: model must be float32 or bfloat16, got torch.float16 in the model"),
     "copy": (lambda m: torchq.prepare(holding(m, Lock()), X), TypeError,
              "prepare: model must allow copy.deepcopy, got lock in '0.held': cannot pickle"),
     "data": (lambda m: torchq.quantize(m, 5), TypeError,

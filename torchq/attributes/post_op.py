@@ -15,6 +15,7 @@ from torchq.attributes.arguments import (
     DTYPE_NAMES,
     INT32,
     Values,
+    as_float32,
     at_position,
     check_choice,
     check_count,
@@ -261,6 +262,7 @@ def make_dw_conv(
             f"{WHERE}: dtype must be torch.uint8 or torch.int8, got {dtype}. The nearest "
             "supported form for other intermediate results is two convolutions."
         )
+    bias = None if bias is None else as_float32(bias)
     given = bias_dtype if bias is None else bias.dtype
     wanted = None if given is None else to_dtype(f"{WHERE}: bias_dtype", given)
     if wanted not in (None, torch.float32, torch.int32):

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch._C import _get_tracing_state, _set_tracing_state  # type: ignore[attr-defined]
 from torch.compiler import is_compiling
 from torch.nn.modules import module as everywhere
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from torchq.attributes.arguments import as_float32
 from torchq.convert.guards import Example
 from torchq.convert.swap.weights import without_capturing_hooks
 from torchq.nn.attached import WATCHING, Attachment, attachment_of, graphs_of
@@ -79,6 +81,8 @@ class Dispatch(Attachment):
                 return self._compiled(choose_traced, restore, args, kwargs)
             try:
                 found = (choose if _get_tracing_state() is None else untraced)(*args, **kwargs)
+                if found is None and torch.is_autocast_enabled("cpu"):
+                    found = choose(*_widened(args), **_widened(kwargs))
             except TypeError:  # own code takes the call otherwise, or says what is wrong with it
                 found = None
             clean = RemovableHandle.next_id == self._seen or self._is_clean()
@@ -242,6 +246,11 @@ def _hooks(module: nn.Module) -> set[tuple[str, int]]:
     }
     of_all = (*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks)
     return found | {("*", key) for key in of_all}
+
+
+def _widened(arguments: Any) -> Any:
+    """Return the arguments with bfloat16, which autocast makes of float32, as float32."""
+    return tree_map_only(Tensor, as_float32, arguments)
 
 
 _PACKED = ("weight", "compensation", "pair_bound")

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torchq.attributes.options import EltwiseAlg
 from torchq.attributes.post_ops import PostOps
 from torchq.convert.from_float import append_clip
-from torchq.convert.ops import Op, Role, clip_bounds, is_float
+from torchq.convert.ops import Op, Role, clip_bounds
 from torchq.nn.float_modules import Add
 
 _FUNCTIONS: dict[type, tuple[EltwiseAlg, float]] = {
@@ -52,10 +52,11 @@ def _only_reader(node: fx.Node, ops: dict[fx.Node, Op]) -> Op | None:
 
 def _may_be_summed(op: Op, addition: Op, others: list[fx.Node]) -> bool:
     """Return whether the other operand has the layer's shape for every size of the inputs."""
-    if len(others) != 1 or not is_float(others[0]):
+    if len(others) != 1:
         return False
     meta, other = op.dst.meta, others[0].meta
-    return bool(meta["value"].shape == other["value"].shape and meta["sizes"] == other["sizes"])
+    same = meta["value"].shape == other["value"].shape and meta["sizes"] == other["sizes"]
+    return bool(same and meta["value"].dtype == other["value"].dtype)
 
 
 def _append_function(chain: PostOps, op: Op) -> bool:

@@ -102,7 +102,8 @@ class Lowering:
             return self.float_of(op.srcs[0]) if op.role is Role.PASS else self._copy(node)
         if node in self._int8 or node in self.plan.fakes or (joined and self.plan.is_int8(node)):
             src = self.int8_of(node)
-            return self._call(f"{node.name}_dequantize", Dequantize(self.qparams(node)), src)
+            real = self._call(f"{node.name}_dequantize", Dequantize(self.qparams(node)), src)
+            return self._rounded_as(node, real)
         if op is not None and op.role is Role.PASS:
             return self.float_of(op.srcs[0])
         return self._copy(node)
@@ -119,6 +120,12 @@ class Lowering:
                 return False
             node = part.srcs[0]
         return node is not op.node and node.op != "get_attr" and not self.plan.comes_as_int8(node)
+
+    def _rounded_as(self, node: fx.Node, made: fx.Node) -> fx.Node:
+        """Return a float32 result in the dtype that the float model gives there."""
+        if node.meta["value"].dtype != torch.bfloat16:
+            return made
+        return self.graph.call_method("to", (made, torch.bfloat16))
 
     def any_of(self, node: fx.Node) -> fx.Node:
         """Any form, of a value whose shape is asked for."""
@@ -250,12 +257,14 @@ class Lowering:
             return
         with naming(f"{self.plan.prefix}{layer.op.base}"):
             module = quantized(layer, self.plan, self.qparams)
-        form = self._int8 if self.plan.emits_int8(layer) else self._float
         sources, size = self._sources(layer), {}
         if layer.op.size is not None and layer.role is Role.MATMUL:
             size["output_padding"] = fx.node.map_arg(layer.op.size, self.any_of)
-        dst = self._call(layer.name, module, *sources, **size)
-        form[layer.dst] = self._flat(layer.op, dst)
+        dst = self._flat(layer.op, self._call(layer.name, module, *sources, **size))
+        if self.plan.emits_int8(layer):
+            self._int8[layer.dst] = dst
+        else:
+            self._float[layer.dst] = self._rounded_as(layer.dst, dst)
 
     def _sources(self, layer: Layer) -> list[Any]:
         """Return what the layer's module is called with."""
@@ -271,7 +280,8 @@ class Lowering:
         sources: list[Any] = [self.float_of(src) for src in op.srcs]
         if isinstance(op.module, Attention):
             sources += self._attention_arguments(op)
-            return self._call(op.name, DynamicQAttention(op.module.options), *sources)
+            dst = self._call(op.name, DynamicQAttention(op.module.options), *sources)
+            return self._rounded_as(op.node, dst)
         config = self.plan.config(op.base)
         assert isinstance(op.module, nn.Linear) and config is not None
         with naming(f"{self.plan.prefix}{op.base}"):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from torchq.attributes.arguments import FLOATS
 from torchq.convert.fake import weight_scale
 from torchq.convert.module_kinds import MAX_REDUCTION, TOO_LONG
 from torchq.convert.ops import Arguments, Made, Role, is_size, shape_of
@@ -94,8 +95,8 @@ def attention(a: Arguments) -> Made | str:
     if given is not None and not 0 < given < math.inf:
         return f"its scale {given} is not above 0"
     mask = a.nodes["attn_mask"]
-    if mask is not None and mask.meta["value"].dtype not in (torch.bool, torch.float32):
-        return f"its mask is {mask.meta['value'].dtype}, not torch.float32 or torch.bool"
+    if mask is not None and mask.meta["value"].dtype not in (torch.bool, *FLOATS):
+        return f"its mask is {mask.meta['value'].dtype}, neither float32, bfloat16 nor bool"
     scale = None if given is None else float(given)  # TorchScript tells them apart
     module = Attention(AttentionOptions(bool(a.is_causal), scale, bool(a.enable_gqa)))
     made = Made(Role.PRODUCT, module, sources, masks=[] if mask is None else [mask])

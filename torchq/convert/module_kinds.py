@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from torchq.attributes.arguments import FLOATS
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.float_modules import Add, Cat, DeQuantStub, Mul, QuantStub
 from torchq.quantization.config import QConfig
@@ -95,8 +96,8 @@ def why_float(
         return FOREIGN
     if exposed:
         return EXPOSED
-    if other := dtypes - {torch.float32}:
-        return f"its source is {other.pop()}, not torch.float32"
+    if other := dtypes - {*FLOATS}:
+        return f"its source is {other.pop()}, not torch.float32 or torch.bfloat16"
     if max(weight.size(-1) for weight in module.parameters() if weight.dim() > 1) > MAX_REDUCTION:
         return TOO_LONG
     return ""

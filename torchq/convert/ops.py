@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, fx, nn
+
+from torchq.attributes.arguments import FLOATS
 
 
 class Role(enum.Enum):
@@ -163,8 +164,8 @@ def clip_bounds(module: nn.Module | None) -> tuple[float, float] | None:
 
 
 def is_float(node: fx.Node) -> bool:
-    """Return whether it is a float32 tensor."""
-    return bool(node.meta["value"].dtype == torch.float32)
+    """Return whether it is a tensor of float32 or bfloat16."""
+    return node.meta["value"].dtype in FLOATS
 
 
 def is_size(node: fx.Node) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from torchq.attributes.arguments import as_float32
 from torchq.convert import makers, matmuls
 from torchq.convert.makers import unary
 from torchq.convert.ops import Arguments, Made, Pointwise, Role, shape_of
@@ -262,12 +263,20 @@ def row_of(node: fx.Node) -> Row | None:
 
 
 def arguments_of(node: fx.Node) -> Arguments:
-    """Return the arguments of a call by name; what does not depend on the inputs is its value."""
+    """Return the arguments of a call by name; what does not depend on the inputs is its value.
+
+    Values in bfloat16 become float32, in which quantized layers are made.
+    """
+
+    def value_of(node: fx.Node) -> Any:
+        value = node.meta.get("constant", node)
+        return as_float32(value) if isinstance(value, Tensor) else value
+
     arguments = Arguments()
     for name, value in _named_arguments(node).items():
         name = "input" if name == "self" else name
         arguments.nodes[name] = value
-        arguments[name] = fx.node.map_arg(value, lambda n: n.meta.get("constant", n))
+        arguments[name] = fx.node.map_arg(value, value_of)
     return arguments
 
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from torchq.convert.fake import composed, fake_quantizer, is_fake, why_not_fixed
@@ -153,7 +152,7 @@ def _why_float(op: Op) -> str:
         if src.meta["positional"]:
             return POSITIONS
         if not is_float(src):
-            return f"its source is {src.meta['value'].dtype}, not torch.float32"
+            return f"its source is {src.meta['value'].dtype}, not torch.float32 or torch.bfloat16"
     if isinstance(op.module, Attention) and _keys(op) > MAX_KEYS:
         return f"it has more than {MAX_KEYS} keys, whose sums could overflow int32"
     if op.role is Role.POOL and _positions(op) > MAX_POSITIONS:
@@ -163,8 +162,8 @@ def _why_float(op: Op) -> str:
         return f"it sums more than {MAX_SHIFTED_REDUCTION} products, which could overflow int32"
     if dims is not None and op.srcs and len(op.srcs[0].meta["value"].shape or ()) != dims + 2:
         return f"its source {list(op.srcs[0].meta['value'].shape)} has no batch dimension"
-    if value.dtype != torch.float32:
-        return f"its result is {value.dtype}, not torch.float32"
+    if not is_float(op.node):
+        return f"its result is {value.dtype}, not torch.float32 or torch.bfloat16"
     return ""
 
 

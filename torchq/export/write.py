@@ -108,6 +108,8 @@ class _Writer(fx.Interpreter):
 
     def _form(self, n: fx.Node, result: Any, args: Any, kwargs: Any) -> Any:
         """Return what stands for the value of a node in ONNX."""
+        if any(isinstance(t, Tensor) and t.dtype == torch.bfloat16 for t in tree_leaves(result)):
+            raise UnsupportedError("it gives bfloat16: quantize model.float() for a file")
         if n.op == "placeholder":
             return self._input(n, result)
         if n.op == "output":

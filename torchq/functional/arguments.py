@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torchq.attributes.arguments import INT32, check_type, to_float32, to_int
+from torchq.attributes.arguments import INT32, check_type, computed_dtype, to_float32, to_int
 from torchq.attributes.attr import Attr, check_attr_type
 from torchq.attributes.post_op import Sum
 from torchq.functional.folding import Folded, check_attr
@@ -168,7 +168,7 @@ def post_op_sources(
     sources = attr.post_ops.sources(op, dst_sizes, srcs)
     for index, (post_op, src) in enumerate(zip(attr.post_ops.source_owners, sources, strict=True)):
         expected = (post_op.dtype or dst_dtype) if isinstance(post_op, Sum) else src.dtype
-        if src.dtype != expected:
+        if computed_dtype(src.dtype) != computed_dtype(expected):
             raise TypeError(
                 f"torchq.{op}: post_op_srcs[{index}] must be {expected}, the dtype of its sum (by "
                 f"default that of dst), got {src.dtype}. Give append_sum its dtype."

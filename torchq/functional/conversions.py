@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchq.attributes.arguments import check_type, to_int
+from torchq.attributes.arguments import FLOATS, check_type, to_int
 from torchq.attributes.attr import Attr
 from torchq.attributes.post_op import Sum
 from torchq.functional.arguments import Floats, Zeros, to_scale, to_zero_point
@@ -132,7 +132,7 @@ def reorder(
     for arg, kind in (("src", src.dtype), ("dst", dtype)):
         attr.check(arg, src.shape)
         zero = attr.resolve(arg, src.shape, "zero_points")
-        if kind == torch.float32 and bool(zero.any()):
+        if kind in FLOATS and bool(zero.any()):
             raise ValueError(
                 f"torchq.reorder: {arg}_zero_point must lie in [0, 0] for a tensor of float32, got "
                 f"{int(zero[zero != 0][0])}. Leave it out."

@@ -10,7 +10,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchq.attributes.arguments import check_count, check_tensors, check_type, selected_dims
+from torchq.attributes.arguments import (
+    FLOATS,
+    as_float32,
+    check_count,
+    check_tensors,
+    check_type,
+    selected_dims,
+)
 from torchq.attributes.attr import Attr, check_attr_type
 from torchq.attributes.post_op import Binary, PostOp, PReLU, Sum, is_full, selects
 from torchq.attributes.post_ops import PostOps, post_ops_of
@@ -79,14 +86,14 @@ def matmul(
     if bias is not None:
         check_type("torchq.matmul: bias", bias, Tensor, "Pass a tensor, or None.")
     _check_shapes(src, weight)
-    if src.dtype == torch.float32:
+    if src.dtype in FLOATS:
         if post_op_srcs and not attr.post_ops:
             attr.post_ops.sources("matmul", lambda: (), post_op_srcs)  # refuses them
         return _weight_only(src, weight, bias, attr, dst_dtype)
-    if src.dtype in (torch.bfloat16, torch.float16, torch.float64):
+    if src.is_floating_point():
         raise TypeError(
-            f"torchq.matmul: a floating src must be torch.float32, got {src.dtype}. Convert it "
-            "with .float(), or quantize it."
+            "torchq.matmul: a floating src must be torch.float32 or torch.bfloat16, got "
+            f"{src.dtype}. Convert it with .float(), or quantize it."
         )
     check_source("matmul", src, attr)
     check_8bit("matmul", "weight", weight)
@@ -237,7 +244,7 @@ def _check_masks(attr: Attr, src: Tensor, weight: Tensor) -> None:
 
 def _check_dst_zero_points(attr: Attr, src: Tensor, groups: int, dst_dtype: torch.dtype) -> None:
     """Per column they are part of the offset, which neither rows nor groups of k have."""
-    if not attr.mask("dst", "zero_points") or dst_dtype == torch.float32:
+    if not attr.mask("dst", "zero_points") or dst_dtype in FLOATS:
         return
     by_row = _scaled_by_row(attr, src)
     if by_row or groups > 1:
@@ -291,8 +298,8 @@ def _by_rows(
     """Return the chain behind post-ops for row scales and a float bias; the bias that is left."""
     scales = attr.resolve("src", src.shape)[..., :1]
     first = PostOps().append_binary("mul", scales.expand(*dims[:-1], 1).reshape(-1), 1)
-    if bias is not None and bias.dtype == torch.float32 and bias.shape == (dims[-1],):
-        first, bias = first.append_binary("add", bias.detach(), 2), None
+    if bias is not None and bias.dtype in FLOATS and bias.shape == (dims[-1],):
+        first, bias = first.append_binary("add", as_float32(bias.detach()), 2), None
     return post_ops_of([*first, *chain]), bias
 
 
@@ -360,9 +367,9 @@ def _weight_only(
     """Float source, int8 weight."""
     check_8bit("matmul", "weight", weight)
     check_attr("matmul", attr, {("scales", "weights"): None, ("zero_points", "weights"): None})
-    if dst_dtype != torch.float32 or attr.post_ops:
+    if dst_dtype not in FLOATS or attr.post_ops:
         raise NotImplementedError(
-            "torchq.matmul: a float32 src must have a float32 dst and no post-ops, got "
+            "torchq.matmul: a float src must have a float dst and no post-ops, got "
             f"{dst_dtype} and '{attr.post_ops}'. Apply them to the result with torch's operators."
         )
     if src.requires_grad and torch.is_grad_enabled():
@@ -371,10 +378,10 @@ def _weight_only(
             "torch.no_grad() or torch.inference_mode(), or pass src.detach()."
         )
     n = weight.shape[-1]
-    if bias is not None and bias.dtype != torch.float32:
+    if bias is not None and bias.dtype not in FLOATS:
         raise TypeError(
-            f"torchq.matmul: bias must be float32 with a float32 src, got {bias.dtype}: there are "
-            "no accumulators. Convert it with .float()."
+            f"torchq.matmul: bias must be float32 or bfloat16 with a float src, got {bias.dtype}: "
+            "there are no accumulators. Convert it with .float()."
         )
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(
@@ -385,5 +392,5 @@ def _weight_only(
     zero_point = attr.resolve("weights", weight.shape, "zero_points")
     real: Tensor = torch.ops.torchq.dequantize(weight, scale, zero_point)
     with torch.autocast("cpu", enabled=False):
-        dst = torch.matmul(src, real)
-        return dst if bias is None else dst + bias
+        dst = torch.matmul(as_float32(src), real)
+        return (dst if bias is None else dst + bias).to(dst_dtype)

@@ -47,8 +47,9 @@ class TorchqConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Quantize the linear layers of a model while transformers loads it.
 
     Weights become int8. Each row of a source is quantized by its own range, so nothing is
-    calibrated, and the rest of the model stays float32 code of transformers. ``save_pretrained``
-    writes the packed weights; ``from_pretrained`` of that folder needs no configuration.
+    calibrated, and the rest of the model stays code of transformers, in float32 or bfloat16.
+    ``save_pretrained`` writes the packed weights; ``from_pretrained`` of that folder needs no
+    configuration.
 
     Args:
         modules_to_not_convert: linear layers to keep float, by name, end of a name, or regular
@@ -132,8 +133,8 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
         return {"": "cpu"} if isinstance(device_map, str) else device_map
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return float32, which quantized leaves take and give, for checkpoints of any dtype."""
-        return torch.float32
+        """Return bfloat16 where it is asked for, else float32: leaves take and give these."""
+        return dtype if dtype == torch.bfloat16 else torch.float32
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any

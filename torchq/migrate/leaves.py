@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that take and give float32, of int8 weights and scales that other tools chose."""
+"""Layers that take and give floats, of int8 weights and scales that other tools chose."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchq.attributes.post_ops import PostOps
@@ -53,17 +54,20 @@ def dynamic_leaf(layer: Any, weight: Tensor, scales: Tensor) -> QuantizedLeaf:
     return QuantizedLeaf.of(layer, form.from_int8(without_padding(layer), weight, scales))
 
 
-def static_leaf(layer: nn.Module, scales: Tensor, src: QParams) -> QuantizedLeaf:
+def static_leaf(
+    layer: nn.Module, scales: Tensor, src: QParams, dtype: torch.dtype = torch.float32
+) -> QuantizedLeaf:
     """Return the leaf of a layer whose source has known parameters.
 
     Args:
         layer: of torch.nn; its weight is int8 steps of ``scales``.
         scales: of the weight, one or one per output channel.
         src: parameters of its source.
+        dtype: that the layer has in its model.
     """
     plain = without_padding(layer)
     made = matmul_from_float(plain, src, None, QConfig(), PostOps(), scales)
-    return QuantizedLeaf.of(layer, made)
+    return QuantizedLeaf.of(layer.to(dtype), made)
 
 
 def report(model: nn.Module, kinds: Mapping[str, str], reasons: Mapping[str, str]) -> list[Row]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.attributes.arguments import FLOATS
 from torchq.migrate.leaves import dynamic_leaf, float_layer, report, static_leaf
 from torchq.nn.inputs import without_gradients, working_copy
 from torchq.nn.leaf import QuantizedLeaf, take_hooks
@@ -88,8 +89,8 @@ def _why_not(module: nn.Module, key: str, value: Any) -> str:
         return f"only weights of linear layers have a form here, not those of {_kind(module)}"
     if not isinstance(int8, Tensor) or int8.dtype != torch.int8 or not isinstance(scale, Tensor):
         return f"{_kind(value)} holds no int8 values"
-    if value.dtype != torch.float32:
-        return f"its layer takes {value.dtype}, and layers here take torch.float32"
+    if value.dtype not in FLOATS:
+        return f"its layer takes {value.dtype}, and layers here take torch.float32 or bfloat16"
     if scale.numel() not in (1, int8.shape[0]):
         groups = scale.numel() // int8.shape[0]
         return f"it has {groups} scales for each output channel, and layers here take one"
@@ -121,4 +122,4 @@ def _leaf(module: Any, value: Any) -> QuantizedLeaf:
     src = QParams.per_tensor(float(fixed), 0 if zero is None else int(zero), torch.int8)
     layer = nn.Linear(module.in_features, module.out_features, device="meta")
     weight = value.qdata.float() * scales.reshape(-1, 1)
-    return static_leaf(float_layer(layer, weight, module.bias), scales, src)
+    return static_leaf(float_layer(layer, weight, module.bias), scales, src, value.dtype)

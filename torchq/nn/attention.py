@@ -78,12 +78,12 @@ class DynamicQAttention(QModule):
     """Float in, float out, int8 inside; see :func:`torchq.functional.dynamic_attention`.
 
     Shapes:
-        query: float32 ``(..., L, E)``, key: ``(..., S, E)``, value: ``(..., S, Ev)``.
-        mask: broadcasts to ``(..., L, S)``, bool (true: seen) or float32 (added); or None.
-        dst: float32 ``(..., L, Ev)``.
+        query: float32 or bfloat16 ``(..., L, E)``, key: ``(..., S, E)``, value: ``(..., S, Ev)``.
+        mask: broadcasts to ``(..., L, S)``, bool (true: seen) or float (added); or None.
+        dst: ``(..., L, Ev)`` of the query's dtype.
 
     Raises:
-        TypeError: a source is not float32.
+        TypeError: a source has another dtype.
         ValueError: the shapes do not fit, with ``enable_gqa`` also the numbers of heads, or a mask
             comes with ``is_causal``.
     """

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.attributes.arguments import as_float32
 from torchq.attributes.options import Granularity, SrcRange
 from torchq.functional.conversions import quantize_weight
 from torchq.functional.linears import RANGES, check_dynamic_weight
@@ -27,10 +28,11 @@ class DynamicQLinear(QModule):
         bias: float32 ``[out_features]``, or absent.
 
     Shapes:
-        src: float32 ``(*, in_features)``; dst: float32 ``(*, out_features)``.
+        src: float32 or bfloat16 ``(*, in_features)``.
+        dst: ``(*, out_features)`` of the source's dtype.
 
     Raises:
-        TypeError: ``src`` is not float32.
+        TypeError: ``src`` has another dtype.
         ValueError: the last dimension of ``src`` is not ``in_features``, or it has NaN or inf.
     """
 
@@ -61,7 +63,7 @@ class DynamicQLinear(QModule):
         self.register_buffer("pair_bound", weight.pair_bound)
         scale = weight_scale.reshape(-1).expand(self.out_features).clone()
         self.register_buffer("weight_scale", scale)
-        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self.register_buffer("bias", None if bias is None else as_float32(bias.detach()).clone())
         self._set_spec(weight=list(weight.shape), bias=bias is not None, src_range=src_range)
 
     @classmethod

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchq.attributes.arguments import as_float32
 from torchq.attributes.options import Granularity
 from torchq.functional.arguments import conv_geometry
 from torchq.functional.linears import check_signed
@@ -33,8 +34,9 @@ class DynamicQConv(QModule):
         bias: float32 ``[OC]``, or absent.
 
     Shapes:
-        src: float32 ``(N, C, spatial...)``, or one sample without N.
-        dst: float32 ``(N, OC, spatial...)``, contiguous where ``src`` is, else channels-last.
+        src: float32 or bfloat16 ``(N, C, spatial...)``, or one sample without N.
+        dst: ``(N, OC, spatial...)`` of the source's dtype, contiguous where ``src`` is, else
+            channels-last.
 
     Raises:
         ValueError: the shape of ``src`` does not fit, or it has NaN or inf.
@@ -76,7 +78,7 @@ class DynamicQConv(QModule):
         self.register_buffer(
             "weight_scale", weight_scale.reshape(-1).expand(weight.channels).clone()
         )
-        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self.register_buffer("bias", None if bias is None else as_float32(bias.detach()).clone())
         self._set_spec(
             weight=list(weight.shape),
             groups=weight.groups,

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class FloatWeight(Tensor):
-    """A float32 parameter without memory: its values are computed when something reads them.
+    """A float parameter without memory: its values are computed when something reads them.
 
     Class, dtype, shape and device cost as much as those of any tensor. All else gets ``values()``.
     Writing raises: the layer computes with integers, which a write would not reach.
@@ -24,11 +24,17 @@ class FloatWeight(Tensor):
     _label: str
 
     @staticmethod
-    def __new__(cls, values: Callable[[], Any], shape: torch.Size, label: str) -> FloatWeight:
-        """``label`` names the tensor in messages."""
+    def __new__(
+        cls,
+        values: Callable[[], Any],
+        shape: torch.Size,
+        label: str,
+        dtype: torch.dtype = torch.float32,
+    ) -> FloatWeight:
+        """``label`` names the tensor in messages; ``dtype`` is that of the values."""
         with torch.inference_mode(False):
             weight = Tensor._make_wrapper_subclass(
-                cls, shape, dtype=torch.float32, device=torch.device("cpu")
+                cls, shape, dtype=dtype, device=torch.device("cpu")
             )
         weight._values, weight._label = values, label
         return weight

@@ -168,9 +168,17 @@ def float_tensors(result: Any) -> list[Tensor]:
 
 
 def are_close(first: list[Tensor], second: list[Tensor]) -> bool:
-    """Return whether two lists hold the same shapes, and values within 1e-4 of the largest."""
+    """Return whether two lists hold the same shapes and dtypes, and nearly the same values.
+
+    Values may differ by 1e-4 of the largest, in dtypes with few bits by 8 of their steps.
+    """
+
+    def close(a: Tensor, b: Tensor) -> bool:
+        share = max(1e-4, 8 * torch.finfo(a.dtype).eps)
+        return torch.allclose(a, b, share, share * _largest(a), equal_nan=True)
+
     return len(first) == len(second) and all(
-        a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-4 * _largest(a), equal_nan=True)
+        a.shape == b.shape and a.dtype == b.dtype and close(a, b)
         for a, b in zip(first, second, strict=True)
     )
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from torchq.attributes.arguments import check_type
+from torchq.attributes.arguments import as_float32, check_type
 from torchq.attributes.attr import Attr
 from torchq.attributes.post_op import CHANNEL_MASKS, Binary, Eltwise, PReLU
 from torchq.attributes.post_ops import PostOps, post_ops_of
@@ -165,7 +165,7 @@ class QLayer(QModule):
             spec["weight_zero_points"] = zero_point.numel()
         if weight.dtype != torch.int8:
             spec["weight_dtype"] = dtype_name(weight.dtype)
-        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self.register_buffer("bias", None if bias is None else as_float32(bias.detach()).clone())
         self.post_ops = str(chain)
         values = torch.cat(
             [torch.empty(0, dtype=torch.float32, device="cpu"), *chain.channel_values]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantized layer in the place of a float one: float32 in, float32 out, for any code around."""
+"""A quantized layer in the place of a float one: float in, float out, for any code around."""
 
 import copy
 from collections import OrderedDict
@@ -15,7 +15,7 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from torchq.attributes.arguments import kind_text
 from torchq.nn.float_weight import FloatWeight
-from torchq.nn.module import QModule
+from torchq.nn.module import QModule, as_source
 
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -123,7 +123,7 @@ class Leaf(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The float32 weight that the layer computes with."""
+        """The weight that the layer computes with, in the float layer's dtype."""
         if is_scripting():
             return self._weight_values()
         else:
@@ -132,7 +132,7 @@ class Leaf(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """The float32 bias, or None."""
+        """The bias in the float layer's dtype, or None."""
         if is_scripting():
             return self._bias_values()
         else:
@@ -142,16 +142,21 @@ class Leaf(nn.Module):
     def _read_weight(self) -> Tensor:
         if _is_traced():
             return self._weight_values()
-        self._read.weight = FloatWeight(self._weight_values, self._weight_shape(), "weight")
+        shape = self._weight_shape()
+        self._read.weight = FloatWeight(self._weight_values, shape, "weight", self._weight_dtype())
         return self._read.weight
 
     def _read_bias(self) -> Tensor | None:
         value = self._bias_values()
         if value is not None and not _is_traced():
-            value = self._read.bias = FloatWeight(self._bias_values, value.shape, "bias")
+            dtype = value.dtype
+            value = self._read.bias = FloatWeight(self._bias_values, value.shape, "bias", dtype)
         return value
 
     def _weight_shape(self) -> torch.Size:
+        raise NotImplementedError
+
+    def _weight_dtype(self) -> torch.dtype:
         raise NotImplementedError
 
     def _weight_values(self) -> Tensor:
@@ -164,9 +169,9 @@ class Leaf(nn.Module):
 class QuantizedLeaf(Leaf, QModule):
     """A quantized layer, and the attributes of the float one.
 
-    ``weight`` and ``bias`` are float32 tensors of the values that the layer computes with, made
-    when something reads them (:class:`~torchq.nn.float_weight.FloatWeight`). The packed weight is
-    ``layer.weight``.
+    ``weight`` and ``bias`` are tensors of the values that the layer computes with, in the float
+    layer's dtype, made when something reads them (:class:`~torchq.nn.float_weight.FloatWeight`).
+    The packed weight is ``layer.weight``. The result has the dtype of the source.
     """
 
     _pad: list[int]
@@ -177,6 +182,7 @@ class QuantizedLeaf(Leaf, QModule):
     _groups: int
     _zero: int
     _turned: bool
+    _dtype: torch.dtype
 
     def __init__(
         self,
@@ -192,7 +198,8 @@ class QuantizedLeaf(Leaf, QModule):
             layer: quantized.
             constants: attributes of the float layer.
             weight: how to unpack the weight: ``shape``, ``groups``, ``dilation``, ``stride``,
-                ``zero`` (128 of uint8) and ``turned`` (the float module holds the transpose).
+                ``zero`` (128 of uint8) and ``turned`` (the float module holds the transpose);
+                ``dtype`` of the float one, "bf16", where it is not float32.
             pad: for :func:`torch.nn.functional.pad` in front of the layer.
             mode: of that padding.
         """
@@ -201,6 +208,7 @@ class QuantizedLeaf(Leaf, QModule):
         self._shape, self._dilation = list(weight["shape"]), list(weight["dilation"])
         self._stride, self._groups = list(weight["stride"]), weight["groups"]
         self._zero, self._turned = weight["zero"], weight["turned"]
+        self._dtype = torch.bfloat16 if weight.get("dtype") == "bf16" else torch.float32
         self._set_spec(constants=constants, weight=weight, pad=list(pad), mode=mode)
         self._fix({k: _hashable(value) for k, value in constants.items()})
 
@@ -221,6 +229,8 @@ class QuantizedLeaf(Leaf, QModule):
             "stride": steps, "zero": 128 * (packed.dtype == torch.uint8),
             "turned": vars(module).get("_turned", False),
         }  # fmt: skip
+        if module.weight.dtype == torch.bfloat16:
+            weight["dtype"] = "bf16"
         mode = getattr(module, "padding_mode", "zeros")
         if mode == "zeros":
             return cls(layer, constants_of(module), weight)
@@ -247,6 +257,10 @@ class QuantizedLeaf(Leaf, QModule):
     def _weight_shape(self) -> torch.Size:
         return torch.Size(self._shape[::-1] if self._turned else self._shape)
 
+    @torch.jit.unused
+    def _weight_dtype(self) -> torch.dtype:
+        return self._dtype
+
     def _weight_values(self) -> Tensor:
         split, rank = 1, len(self._shape)
         if len(self._stride) > 0:
@@ -270,25 +284,23 @@ class QuantizedLeaf(Leaf, QModule):
                 values = values - zero_point.reshape(channels if zero_point.numel() > 1 else [1])
         scale: Tensor = self.layer.weight_scale  # type: ignore[assignment]
         values = values * scale.reshape(channels if scale.numel() > 1 else [1])
-        values = values.reshape(self._shape)
+        values = values.reshape(self._shape).to(self._dtype)
         return values.t() if self._turned else values
 
     def _bias_values(self) -> Tensor | None:
         bias: Tensor | None = self.layer.bias  # type: ignore[assignment]
-        return None if bias is None else bias.clone()
+        return None if bias is None else bias.to(self._dtype, copy=True)
 
     def forward(self, input: Tensor) -> Tensor:
         """Run the layer; the argument has the name that ``torch.nn`` gives it."""
-        if input.dtype != torch.float32:
+        if input.dtype != torch.float32 and input.dtype != torch.bfloat16:
             raise TypeError(
-                "torchq.nn: a layer that a model's own code calls takes torch.float32, as the "
-                f"float layer does, got {_kind(input)}. Give it input.float(), say, and call it "
-                "outside of autocast."
+                "torchq.nn: input of a layer must be torch.float32 or torch.bfloat16, got "
+                f"{_kind(input)}. Give it input.float() or input.bfloat16()."
             )
         if len(self._pad) > 0:
             input = F.pad(input, self._pad, self._pad_mode)
-        dst: Tensor = self.layer(input)
-        return dst
+        return as_source(self.layer(input), input)
 
 
 def without_padding(module: nn.Module) -> nn.Module:

@@ -40,15 +40,25 @@ def quantize_boundary(
     A function because TorchScript compiles it.
 
     Raises:
-        TypeError: ``src`` is neither float32 nor of the module's source dtype.
+        TypeError: ``src`` is neither float32 nor bfloat16 nor of the module's source dtype.
     """
-    if src.dtype != torch.float32:
+    if src.dtype != torch.float32 and src.dtype != torch.bfloat16:
         raise TypeError(
-            f"torchq.nn: src must be float32 or the module's own quantized dtype, got {src.dtype}. "
-            "Convert the producer and this module together, or dequantize in between."
+            "torchq.nn: src must be float32 or bfloat16, or the module's own quantized dtype, got "
+            f"{src.dtype}. Convert it with .float(), or dequantize what is quantized otherwise."
         )
     q: Tensor = torch.ops.torchq.quantize(src, scale, zero_point, code)
     return torch.clamp(q, low, high) if high - low < 255 else q
+
+
+def as_source(dst: Tensor, src: Tensor) -> Tensor:
+    """Return a float32 result in bfloat16 where the source is bfloat16; others as they are.
+
+    A function because TorchScript compiles it.
+    """
+    if src.dtype == torch.bfloat16 and dst.dtype == torch.float32:
+        return dst.to(torch.bfloat16)
+    return dst
 
 
 class QModule(nn.Module):
@@ -207,8 +217,8 @@ class QModule(nn.Module):
             if own is not None and dtype != own.dtype:
                 raise TypeError(
                     f"torchq.nn.{type(self).__name__}: '{name}' must stay {own.dtype}, got a "
-                    f"conversion to {dtype}. Convert the float modules of the model "
-                    "one by one instead, with float32 where they meet quantized ones."
+                    f"conversion to {dtype}. Convert the float model, to torch.bfloat16 say, and "
+                    "quantize it then."
                 )
 
         def flat(own: Tensor) -> Tensor:
@@ -252,7 +262,7 @@ class QModule(nn.Module):
         return torch.clamp(dst, self.dst_low, self.dst_high) if self.dst_high > 0 else dst
 
     def _quantized_src(self, src: Tensor) -> Tensor:
-        """Return the source in its quantized dtype; float32 is quantized, all else a TypeError."""
+        """Return the source in its quantized dtype; floats are quantized, all else a TypeError."""
         if src.dtype == self.src_dtype:
             return src
         return quantize_boundary(

@@ -66,7 +66,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
-        mask = self._mask(q.size(0), key_padding_mask, attn_mask)
+        mask = self._mask(q.size(0), key_padding_mask, attn_mask, q.dtype)
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(k.size(0), 1, -1)], 1)
             v = torch.cat([v, self.bias_v.expand(v.size(0), 1, -1)], 1)
@@ -93,22 +93,24 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         rows = src.reshape(src.size(0), src.size(1), self.num_heads, self.head_dim)
         return rows.transpose(1, 2)
 
-    def _mask(self, batch: int, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """Return the sum of both masks, of float32, [batch or 1, heads or 1, rows or 1, keys]."""
+    def _mask(
+        self, batch: int, padding: Tensor | None, mask: Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return the sum of both masks, [batch or 1, heads or 1, rows or 1, keys]."""
         result: Tensor | None = None
         if mask is not None:
             if mask.dim() == 3:
                 mask = mask.reshape(batch, self.num_heads, mask.size(1), mask.size(2))
-            result = self._added(mask)
+            result = self._added(mask, dtype)
         if padding is not None:
-            more = self._added(padding.reshape(batch, 1, 1, -1))
+            more = self._added(padding.reshape(batch, 1, 1, -1), dtype)
             result = more if result is None else result + more
         if result is not None and result.dim() == 2:
             result = result[None, None]
         return result
 
-    def _added(self, mask: Tensor) -> Tensor:
-        """Return what a mask adds to products: -inf where a bool one is True."""
+    def _added(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what a mask adds to products of a dtype: -inf where a bool one is True."""
         if mask.dtype != torch.bool:
             return mask
-        return torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask, -math.inf)
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchq.attributes.arguments import as_float32
 from torchq.attributes.post_ops import PostOps
 from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.quantization.qparams import QParams
@@ -153,7 +154,9 @@ class _QAffineNorm(_QNorm):
             given[f"has_{name}"] = affine[name] is not None
         super().__init__(src, dst, post_ops, **sizes, eps=eps, **given)
         for name, values in affine.items():
-            self.register_buffer(name, None if values is None else values.detach().clone())
+            self.register_buffer(
+                name, None if values is None else as_float32(values.detach()).clone()
+            )
         self.eps = eps
 
 

@@ -45,7 +45,7 @@ def _placeholder(dtype: str, spec: dict[str, Any]) -> QParams:
 
 
 class Quantize(QModule):
-    """``clamp(rne(fma(src, 1 / scale, zero_point)))``: float32 in, uint8 or int8 out, any shape.
+    """``clamp(rne(fma(src, 1 / scale, zero_point)))``: floats in, uint8 or int8 out, any shape.
 
     With 7 bits the result is clamped to their range. A tensor that has the destination's dtype
     already passes.
@@ -78,7 +78,7 @@ class Quantize(QModule):
 
 
 class Dequantize(QModule):
-    """``scale * float(src - zero_point)``: uint8 or int8 in, float32 out; float32 passes.
+    """``scale * float(src - zero_point)``: uint8 or int8 in, float32 out; floats pass.
 
     Raises:
         TypeError: ``src`` has another dtype.
@@ -99,12 +99,12 @@ class Dequantize(QModule):
 
     def forward(self, src: Tensor) -> Tensor:
         """Dequantize."""
-        if src.dtype == torch.float32:
+        if src.dtype == torch.float32 or src.dtype == torch.bfloat16:
             return src
         if src.dtype != self.src_dtype:
             raise TypeError(
-                "torchq.nn.Dequantize: src must be float32 or the quantized dtype it was made "
-                f"for, got {src.dtype}. Convert the producer and this module together."
+                "torchq.nn.Dequantize: src must be float32 or bfloat16, or the quantized dtype it "
+                f"was made for, got {src.dtype}. Convert it with .float()."
             )
         scale, zero_point, axis = self.src_scale, self.src_zero_point, self.axis
         if axis is not None:

@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from torchq.attributes.attr import Attr
 from torchq.attributes.options import Cell, Granularity, Merge
-from torchq.nn.module import QModule, dtype_name
+from torchq.nn.module import QModule, as_source, dtype_name
 from torchq.nn.rnn_attr import read_attr
 from torchq.nn.rnn_float import (
     cell_of,
@@ -231,7 +231,8 @@ class _QRecurrent(FloatParameters, QModule):
     def _run(
         self, src: Tensor, batch_sizes: Tensor | None, h_0: Tensor | None, c_0: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """All layers on [T, N, inputs], or on packed rows."""
+        """All layers on [T, N, inputs], or on packed rows; rounded to bfloat16 at the end."""
+        given = src
         h_n: list[Tensor] = []
         c_n: list[Tensor] = []
         start = 0
@@ -246,7 +247,8 @@ class _QRecurrent(FloatParameters, QModule):
             h_n.append(h_last)
             c_n.append(c_last)
             start = stop
-        return src, torch.cat(h_n), torch.cat(c_n)
+        h, c = torch.cat(h_n), torch.cat(c_n)
+        return as_source(src, given), as_source(h, given), as_source(c, given)
 
     def _forward(
         self, src: Tensor, h_0: Tensor | None, c_0: Tensor | None

@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from torchq.attributes.attr import Attr
 from torchq.attributes.options import Granularity
-from torchq.nn.module import QModule
+from torchq.nn.module import QModule, as_source
 from torchq.nn.rnn_attr import read_attr
 from torchq.nn.rnn_float import cell_of, check_bound, data_params, layer_from_float
 from torchq.nn.rnn_layer import GATES, QRecurrentLayer
@@ -104,7 +104,7 @@ class _QCell(FloatParameters, QModule):
         if c is not None:
             c = c.reshape(1, -1, c.size(-1))
         _, h_n, c_n = self.layer(rows, None, h, c)
-        h_n = h_n.squeeze(0)
+        h_n, c_n = as_source(h_n.squeeze(0), src), as_source(c_n, src)
         c_n = c_n.squeeze(0) if c_n.dim() == 3 else c_n
         if unbatched:
             return h_n.squeeze(0), c_n.squeeze(0) if c_n.dim() == 2 else c_n

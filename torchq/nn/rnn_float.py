@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.attributes.arguments import as_float32
 from torchq.attributes.options import Cell, Granularity
 from torchq.nn.rnn_attr import RnnParams
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer
@@ -36,7 +37,7 @@ def _stacked(module: nn.Module, name: str, layer: int, gates: int) -> Tensor | N
     values = [getattr(module, each, None) for each in names]
     if any(value is None for value in values):
         return None
-    both = torch.stack([value.detach() for value in values if value is not None])
+    both = torch.stack([as_float32(value.detach()) for value in values if value is not None])
     return both.reshape(len(values), gates, -1, *both.shape[2:])
 
 

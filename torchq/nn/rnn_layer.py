@@ -285,10 +285,10 @@ class QRecurrentLayer(QModule):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the layer: dst, h_n and c_n (empty unless an LSTM)."""
         if self.dynamic:
-            if src.dtype != torch.float32:
+            if src.dtype != torch.float32 and src.dtype != torch.bfloat16:
                 raise TypeError(
-                    f"torchq.nn: src of a dynamic recurrent layer must be float32, got {src.dtype}."
-                    " Dequantize it, or use a static layer."
+                    "torchq.nn: src of a dynamic recurrent layer must be float32 or bfloat16, got "
+                    f"{src.dtype}. Convert it with .float(), or use a static layer."
                 )
         elif src.dtype != self.src_dtype:
             src = self._quantized_src(src)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
+from torchq.attributes.arguments import FLOATS
 from torchq.nn.float_weight import FloatWeight
 from torchq.nn.rnn import QGRU, QLSTM, QRNN
 from torchq.nn.rnn_cell import QGRUCell, QLSTMCell, QRNNCell
@@ -56,11 +57,12 @@ class _Observed(nn.Module):
 
     def __init__(self, module: nn.Module, config: QConfig | None, name: str, known: Any) -> None:
         super().__init__()
-        if torch_class(module, known) is None or next(module.parameters()).dtype != torch.float32:
+        if torch_class(module, known) is None or next(module.parameters()).dtype not in FLOATS:
             names = ", ".join(cls.__name__ for cls in known)
             raise TypeError(
                 f"torchq.nn.{type(self).__name__}: module must be one of {names} of torch.nn in "
-                f"float32, got {type(module).__name__}, {next(module.parameters()).dtype}."
+                f"float32 or bfloat16, got {type(module).__name__}, "
+                f"{next(module.parameters()).dtype}. Call module.float() first."
             )
         self.module: Any = module
         self.config = config or QConfig()
@@ -100,12 +102,13 @@ class ObservedRNN(_Observed):
     Run it on representative data in place of the float network, then :meth:`convert` it.
 
     Args:
-        module: ``torch.nn.LSTM``, ``GRU`` or ``RNN``, float32, or a class that only inherits.
+        module: ``torch.nn.LSTM``, ``GRU`` or ``RNN``, float32 or bfloat16, or a class that only
+            inherits.
         config: how to quantize; ``dynamic`` needs no data.
         name: of the module, for messages.
 
     Raises:
-        TypeError: ``module`` is another module, or not float32.
+        TypeError: ``module`` is another module, or of another dtype.
     """
 
     def __init__(self, module: nn.RNNBase, config: QConfig | None = None, name: str = "") -> None:

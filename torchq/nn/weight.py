@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from torchq.attributes.arguments import float_values
+from torchq.attributes.arguments import as_float32, float_values
 from torchq.attributes.options import Granularity
 from torchq.quantization.qparams import choose_qparams, output_channel_rows, weight_qparams
 from torchq.runtime.library import dtype_code
@@ -28,7 +28,7 @@ def quantized_weight(
     turns -128 steps into 128. Then it gets one that they fit.
 
     Args:
-        weight: float32.
+        weight: float32 or bfloat16.
         granularity: of scales that are chosen.
         bits: 8 or 7, where scales are chosen.
         scale: finite float32 values > 0, one or ``[OC]``; None chooses.
@@ -44,7 +44,7 @@ def quantized_weight(
                 "weight_zero_point."
             )
         return _affine_weight(weight, granularity, bits, axis, groups)
-    limit = 2 ** (bits - 1) - 1
+    weight, limit = as_float32(weight), 2 ** (bits - 1) - 1
     if scale is None:
         scale = weight_qparams(weight, granularity, bits, axis, groups).scale.reshape(-1)
     else:

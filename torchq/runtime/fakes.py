@@ -269,7 +269,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
 
 @fake("dynamic_attention")
 def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
-    return _attended("dynamic_attention", query, key, value, torch.float32)
+    return _attended("dynamic_attention", query, key, value, query.dtype)
 
 
 # The next ones end in dst_dtype, post_ops and post_op_srcs, which may be left out.

@@ -13,6 +13,7 @@
 #include <limits>
 
 #include "ops/gemm/batches.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/result_allocator.h"
 
@@ -347,6 +348,6 @@ at::Tensor dynamic_attention(const at::Tensor& query, const at::Tensor& key,
 }  // namespace torchq
 
 TORCH_LIBRARY_IMPL(torchq, CPU, m) {
-  m.impl("attention", &torchq::attention);
-  m.impl("dynamic_attention", &torchq::dynamic_attention);
+  torchq::implement<&torchq::attention>(m, "attention");
+  torchq::implement<&torchq::dynamic_attention>(m, "dynamic_attention");
 }

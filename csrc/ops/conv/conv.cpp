@@ -8,6 +8,7 @@
 #include "epilogue/describe_layer.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/row_sums.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 
 namespace torchq {
@@ -132,4 +133,4 @@ at::Tensor conv(const at::Tensor& src_arg, const at::Tensor& weight, const at::T
 
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("conv", &torchq::conv); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::conv>(m, "conv"); }

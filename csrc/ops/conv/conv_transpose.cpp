@@ -7,6 +7,7 @@
 
 #include "ops/conv/conv.h"
 #include "ops/gemm/gemm.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 
 namespace torchq {
@@ -95,4 +96,4 @@ at::Tensor conv_transpose(
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("conv_transpose", &torchq::conv_transpose); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::conv_transpose>(m, "conv_transpose"); }

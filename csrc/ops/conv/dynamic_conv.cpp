@@ -13,6 +13,7 @@
 #include "ops/conv/conv.h"
 #include "ops/gemm/row_params.h"
 #include "ops/pointwise/quantize.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/parallel.h"
 
@@ -89,4 +90,4 @@ at::Tensor dynamic_conv(const at::Tensor& src_arg, const at::Tensor& weight,
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("dynamic_conv", &torchq::dynamic_conv); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::dynamic_conv>(m, "dynamic_conv"); }

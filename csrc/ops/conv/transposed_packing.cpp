@@ -8,6 +8,7 @@
 #include "ops/conv/border.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/packing.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 
 namespace torchq {
@@ -109,6 +110,6 @@ at::Tensor unpack_conv_transpose(const at::Tensor& packed, c10::IntArrayRef weig
 }  // namespace torchq
 
 TORCH_LIBRARY_IMPL(torchq, CPU, m) {
-  m.impl("pack_conv_transpose", &torchq::pack_conv_transpose);
-  m.impl("unpack_conv_transpose", &torchq::unpack_conv_transpose);
+  torchq::implement<&torchq::pack_conv_transpose>(m, "pack_conv_transpose");
+  torchq::implement<&torchq::unpack_conv_transpose>(m, "unpack_conv_transpose");
 }

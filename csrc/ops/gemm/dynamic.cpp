@@ -12,6 +12,7 @@
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/packing.h"
 #include "ops/gemm/row_params.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/parallel.h"
 #include "runtime/result_allocator.h"
@@ -182,4 +183,4 @@ at::Tensor dynamic_linear(const at::Tensor& src_arg, const at::Tensor& weight,
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("dynamic_linear", &torchq::dynamic_linear); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::dynamic_linear>(m, "dynamic_linear"); }

@@ -13,6 +13,7 @@
 #include "kernels/cpu_tuning.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/matmul.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/parallel.h"
 
@@ -132,4 +133,4 @@ at::Tensor gemm(const at::Tensor& a, const at::Tensor& b, const std::optional<at
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("gemm", &torchq::gemm); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::gemm>(m, "gemm"); }

@@ -10,6 +10,7 @@
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/packing.h"
 #include "ops/gemm/row_sums.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/result_allocator.h"
 
@@ -138,4 +139,4 @@ at::Tensor linear(const at::Tensor& src_arg, const at::Tensor& weight,
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("linear", &torchq::linear); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::linear>(m, "linear"); }

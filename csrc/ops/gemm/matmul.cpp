@@ -20,6 +20,7 @@
 #include "ops/gemm/batches.h"
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/packing.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/parallel.h"
 #include "runtime/result_allocator.h"
@@ -367,4 +368,4 @@ at::Tensor matmul(const at::Tensor& src, const at::Tensor& weight, const at::Ten
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("matmul", &torchq::matmul); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::matmul>(m, "matmul"); }

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "ops/gemm/gemm.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 
 namespace torchq {
@@ -226,8 +227,8 @@ c10::SmallVector<int32_t, 64> depthwise_taps(c10::IntArrayRef kernel) {
 }  // namespace torchq
 
 TORCH_LIBRARY_IMPL(torchq, CPU, m) {
-  m.impl("pack_linear", &torchq::pack_linear);
-  m.impl("unpack_linear", &torchq::unpack_linear);
-  m.impl("pack_conv", &torchq::pack_conv);
-  m.impl("unpack_conv", &torchq::unpack_conv);
+  torchq::implement<&torchq::pack_linear>(m, "pack_linear");
+  torchq::implement<&torchq::unpack_linear>(m, "unpack_linear");
+  torchq::implement<&torchq::pack_conv>(m, "pack_conv");
+  torchq::implement<&torchq::unpack_conv>(m, "unpack_conv");
 }

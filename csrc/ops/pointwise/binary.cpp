@@ -15,6 +15,7 @@
 #include "kernels/common.h"
 #include "kernels/cpu_tuning.h"
 #include "ops/pointwise/elementwise.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/parallel.h"
 #include "runtime/result_allocator.h"
@@ -388,7 +389,7 @@ at::Tensor concat(at::TensorList srcs, const at::Tensor& scales, const at::Tenso
 }  // namespace torchq
 
 TORCH_LIBRARY_IMPL(torchq, CPU, m) {
-  m.impl("add", &torchq::add);
-  m.impl("mul", &torchq::mul);
-  m.impl("concat", &torchq::concat);
+  torchq::implement<&torchq::add>(m, "add");
+  torchq::implement<&torchq::mul>(m, "mul");
+  torchq::implement<&torchq::concat>(m, "concat");
 }

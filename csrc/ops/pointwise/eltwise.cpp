@@ -10,6 +10,7 @@
 #include "kernels/cpu_tuning.h"
 #include "ops/pointwise/elementwise.h"
 #include "ops/rows/real.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/parallel.h"
 #include "runtime/result_allocator.h"
@@ -167,7 +168,7 @@ at::Tensor sum(at::TensorList srcs, const at::Tensor& scales, const at::Tensor& 
 }  // namespace torchq
 
 TORCH_LIBRARY_IMPL(torchq, CPU, m) {
-  m.impl("eltwise", &torchq::eltwise);
-  m.impl("binary", &torchq::binary);
-  m.impl("sum", &torchq::sum);
+  torchq::implement<&torchq::eltwise>(m, "eltwise");
+  torchq::implement<&torchq::binary>(m, "binary");
+  torchq::implement<&torchq::sum>(m, "sum");
 }

@@ -15,6 +15,7 @@
 #include "ops/pointwise/byte_table.h"
 #include "ops/pointwise/elementwise.h"
 #include "ops/pointwise/quantize.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/parallel.h"
 #include "runtime/result_allocator.h"
@@ -278,9 +279,9 @@ at::Tensor empty_broadcast(const char* op, const at::Tensor& src0, const at::Ten
 }  // namespace torchq
 
 TORCH_LIBRARY_IMPL(torchq, CPU, m) {
-  m.impl("quantize", &torchq::quantize);
-  m.impl("dequantize", &torchq::dequantize);
-  m.impl("requantize", &torchq::requantize);
-  m.impl("reorder", &torchq::reorder);
-  m.impl("lookup", &torchq::lookup);
+  torchq::implement<&torchq::quantize>(m, "quantize");
+  torchq::implement<&torchq::dequantize>(m, "dequantize");
+  torchq::implement<&torchq::requantize>(m, "requantize");
+  torchq::implement<&torchq::reorder>(m, "reorder");
+  torchq::implement<&torchq::lookup>(m, "lookup");
 }

@@ -12,6 +12,7 @@
 #include "kernels/cpu_tuning.h"
 #include "ops/pointwise/elementwise.h"
 #include "ops/rows/real.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/parallel.h"
 #include "runtime/result_allocator.h"
@@ -126,4 +127,4 @@ at::Tensor reorder_rounded(const at::Tensor& src, const at::Tensor& scales,
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("reorder_rounded", &torchq::reorder_rounded); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::reorder_rounded>(m, "reorder_rounded"); }

@@ -10,6 +10,7 @@
 #include "kernels/cpu_tuning.h"
 #include "ops/conv/border.h"
 #include "ops/rows/real.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/dispatch.h"
 #include "runtime/parallel.h"
@@ -314,7 +315,7 @@ at::Tensor adaptive_avg_pool(const at::Tensor& src_arg, c10::IntArrayRef output_
 }  // namespace torchq
 
 TORCH_LIBRARY_IMPL(torchq, CPU, m) {
-  m.impl("max_pool", &torchq::max_pool);
-  m.impl("avg_pool", &torchq::avg_pool);
-  m.impl("adaptive_avg_pool", &torchq::adaptive_avg_pool);
+  torchq::implement<&torchq::max_pool>(m, "max_pool");
+  torchq::implement<&torchq::avg_pool>(m, "avg_pool");
+  torchq::implement<&torchq::adaptive_avg_pool>(m, "adaptive_avg_pool");
 }

@@ -12,6 +12,7 @@
 
 #include "ops/gemm/gemm.h"
 #include "ops/gemm/packing.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/result_allocator.h"
 
@@ -364,4 +365,4 @@ Results rnn(const at::Tensor& src_arg, const std::optional<at::Tensor>& batch_si
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("rnn", &torchq::rnn); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::rnn>(m, "rnn"); }

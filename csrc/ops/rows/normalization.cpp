@@ -9,6 +9,7 @@
 
 #include "kernels/cpu_tuning.h"
 #include "ops/rows/real.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/result_allocator.h"
 
@@ -279,8 +280,8 @@ at::Tensor batch_norm(const at::Tensor& src, const at::Tensor& mean, const at::T
 }  // namespace torchq
 
 TORCH_LIBRARY_IMPL(torchq, CPU, m) {
-  m.impl("softmax", &torchq::softmax);
-  m.impl("layer_norm", &torchq::layer_norm);
-  m.impl("group_norm", &torchq::group_norm);
-  m.impl("batch_norm", &torchq::batch_norm);
+  torchq::implement<&torchq::softmax>(m, "softmax");
+  torchq::implement<&torchq::layer_norm>(m, "layer_norm");
+  torchq::implement<&torchq::group_norm>(m, "group_norm");
+  torchq::implement<&torchq::batch_norm>(m, "batch_norm");
 }

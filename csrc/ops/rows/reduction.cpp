@@ -9,6 +9,7 @@
 
 #include "kernels/cpu_tuning.h"
 #include "ops/rows/real.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/result_allocator.h"
 
@@ -228,4 +229,4 @@ at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntA
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("reduction", &torchq::reduction); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::reduction>(m, "reduction"); }

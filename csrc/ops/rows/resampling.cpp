@@ -11,6 +11,7 @@
 #include "kernels/cpu_tuning.h"
 #include "ops/conv/geometry.h"
 #include "ops/rows/real.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 
 namespace torchq {
@@ -242,4 +243,4 @@ at::Tensor resampling(const at::Tensor& src_arg, c10::string_view alg, c10::IntA
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { m.impl("resampling", &torchq::resampling); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::resampling>(m, "resampling"); }

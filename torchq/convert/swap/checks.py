@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse what no flow takes: no model, one that is not float32 on the CPU, verbs out of order."""
+"""Refuse what no flow takes: no model, one of another dtype or device, verbs out of order."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from torchq.attributes.arguments import FLOATS
 from torchq.convert.graph_code import is_exported
 from torchq.convert.module_kinds import QUANTIZABLE, RECURRENT
 from torchq.convert.self_contained import SELF_CONTAINED
@@ -97,11 +98,11 @@ def check_model(model: nn.Module) -> None:
                 f"torchq.prepare: model must have its parameters, got none yet in {place}, a "
                 f"{type(module).__name__}. Run the model on one input first."
             )
-        dtypes = {p.dtype for p in own} - {torch.float32}
+        dtypes = {p.dtype for p in own} - {*FLOATS}
         if isinstance(module, (*QUANTIZABLE, *RECURRENT)) and dtypes:
             raise TypeError(
-                f"torchq.prepare: model must be float32, got {dtypes.pop()} in {place}. Call "
-                "model.float() first."
+                f"torchq.prepare: model must be float32 or bfloat16, got {dtypes.pop()} in "
+                f"{place}. Call model.float() or model.bfloat16() first."
             )
         if isinstance(module, (*QUANTIZABLE, *RECURRENT)):
             check_finite("prepare", module, name)

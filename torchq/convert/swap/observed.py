@@ -43,6 +43,9 @@ class ObservedLeaf(Leaf):
         weight = self.module.get_parameter("weight").detach()
         return weight.t() if vars(self.module).get("_turned", False) else weight
 
+    def _weight_dtype(self) -> torch.dtype:
+        return self.module.get_parameter("weight").dtype
+
     def _bias_values(self) -> Tensor | None:
         bias = self.module.bias
         return bias.detach() if isinstance(bias, Tensor) else None

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from torchq.attributes.arguments import FLOATS
 from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, NO_DYNAMIC_FORM, RECURRENT, TOO_LONG
 from torchq.convert.phases import why_coarse
 from torchq.convert.rows import NOT_CALLED, READ, Row
@@ -96,11 +97,11 @@ class Plan:
                 return "called with other arguments than its source"
             if coarse := why_coarse(self.recording.phases.get(name)):
                 return coarse
-        dtypes = {dtype for call in calls for dtype in call.dtypes} - {torch.float32}
+        dtypes = {dtype for call in calls for dtype in call.dtypes} - {*FLOATS}
         if isinstance(layer, RECURRENT):
             dtypes.discard(torch.int64)  # of packed sequences
         if dtypes:
-            return f"its source is {dtypes.pop()}, not torch.float32"
+            return f"its source is {dtypes.pop()}, not torch.float32 or torch.bfloat16"
         if isinstance(layer, (nn.Linear, *RECURRENT)):
             return ""
         for call in calls:

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// How every op takes and gives bfloat16, and refuses float16.
+#pragma once
+
+#include <ATen/core/boxing/impl/boxing.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <utility>
+
+namespace torchq {
+
+// Note [bfloat16]
+// Kernels compute in float32. An op reads a bfloat16 argument as the float32 tensor of the same
+// values. It gives bfloat16 as its float32 result, rounded to nearest even. So the bits are those
+// of the float32 op, on every tier. The result is bfloat16 where dst_dtype says so or, in a call
+// without dst_dtype, where the first argument is bfloat16. Ops with several results give none.
+
+/// Returns a tensor in float32 rounded to bfloat16, and any other as it is.
+at::Tensor rounded(const at::Tensor& t);
+
+namespace border {
+
+template <class T>
+bool is_half(const T&) {
+  return false;
+}
+inline bool is_half(const at::Tensor& t) {
+  return t.defined() && (t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf);
+}
+inline bool is_half(at::TensorList list) {
+  for (const at::Tensor& t : list)
+    if (is_half(t)) return true;
+  return false;
+}
+template <class T>
+bool is_half(const std::optional<T>& value) {
+  return value.has_value() && is_half(*value);
+}
+
+template <class T>
+bool is_bfloat16(const T&) {
+  return false;
+}
+inline bool is_bfloat16(int64_t dtype) { return dtype == static_cast<int64_t>(at::kBFloat16); }
+inline bool is_bfloat16(std::optional<int64_t> dtype) { return dtype && is_bfloat16(*dtype); }
+
+/// Returns the position of `dst_dtype` in an op's schema, or -1.
+int find_dst_dtype(const char* op);
+
+/// Runs the op on float32 in place of bfloat16, as Note [bfloat16] says.
+void run_in_float32(const char* op, torch::jit::Stack& stack);
+
+/// The kernel of an op as the dispatcher sees it. Other dtypes cost it a look at each argument.
+template <auto* kKernel>
+struct Border;
+template <class Result, class... Args, Result (*kKernel)(Args...)>
+struct Border<kKernel> {
+  static inline const char* name = nullptr;
+
+  static Result call(Args... args) {
+    static const int dst_dtype = find_dst_dtype(name);
+    int i = 0;
+    if (!((is_half(args) || (i++ == dst_dtype && is_bfloat16(args))) || ...)) [[likely]] {
+      return kKernel(args...);
+    }
+    torch::jit::Stack stack = c10::impl::boxArgs<Args...>(args...);
+    run_in_float32(name, stack);
+    return c10::impl::PopResult<Result>::call(stack);
+  }
+};
+
+}  // namespace border
+
+/// Registers a CPU kernel behind a border that handles bfloat16.
+template <auto* kKernel>
+void implement(torch::Library& m, const char* op) {
+  border::Border<kKernel>::name = op;
+  m.impl(op, &border::Border<kKernel>::call);
+}
+
+}  // namespace torchq
