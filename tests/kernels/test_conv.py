@@ -101,8 +101,9 @@ def test_shapes_reach_every_path():
     assert any(counts[s] > 64 for s in DENSE)
 
 
-@pytest.mark.parametrize("src", (U8, S8), ids=str)
-@pytest.mark.parametrize("shape", SKIPPED, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "src"), zip(SKIPPED, itertools.cycle((U8, S8)), strict=False), ids=str
+)
 def test_padding_of_many_images(shape: ConvShape, src: torch.dtype):
     sampled(shape, src).check()
 
