@@ -96,7 +96,7 @@ def _script(code: list[Block]) -> str:
     return text
 
 
-LONG = ("docs/howto/accuracy.md",)
+LONG = ["docs/howto/accuracy.md", *(f"docs/tutorials/{name}.md" for name in ("bert", "cnn", "qat"))]
 
 
 def page(path: Path) -> Any:
