@@ -49,6 +49,7 @@ test-report: $(LIBRARY)  ## The HTML report in a headless browser (Debian: apt i
 EMULATED := build/emulated
 test-emulated: $(VENV)/.emulated  ## The tests of tiers that this CPU lacks, in software; takes half an hour
 	mkdir -p $(EMULATED)
+	rm -rf $(EMULATED)/tests
 	cp -ru setup.py pyproject.toml README.md csrc torchq tests benchmarks examples $(EMULATED)
 	rm -f $(EMULATED)/torchq/*.so
 	cd $(EMULATED) && TORCHQ_EMULATE=1 $(CURDIR)/$(BIN)/python setup.py --quiet build_ext --inplace
