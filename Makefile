@@ -16,12 +16,16 @@ SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*
 FORMATTED := $(SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*/*.cpp tests/*/*.c tests/emulated/*.h tests/neon/*.h tests/neon/*.cpp)
 # Options for pytest: make test ARGS='-k linear'
 ARGS ?=
+# Processes that tests run in, and threads of each. Waiting threads sleep: spinning, they would keep
+# the other process from its core.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
+PYTEST := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-emulated test-neon test-report conformance zoo docs wheel wheel-test lint format \
+.PHONY: help demo test test-slow test-all test-emulated test-neon test-report conformance zoo docs wheel wheel-test lint format \
   bench build clean distclean
 
 help:  ## This list
@@ -30,8 +34,13 @@ help:  ## This list
 demo: $(LIBRARY)  ## Train a small network on digits, quantize it, compare
 	$(BIN)/python examples/digits/run.py
 
-test: $(LIBRARY)  ## All tests; options: make test ARGS='-k linear'
-	$(BIN)/python -m pytest $(ARGS)
+test: $(LIBRARY)  ## The tests on every tier of this CPU; options: make test ARGS='-k linear'
+	$(PYTEST) $(ARGS)
+
+test-slow: $(LIBRARY)  ## The long rest: training, compilers, whole networks, fuzzing
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: test test-slow  ## Both
 
 test-report: $(LIBRARY)  ## The HTML report in a headless browser (Debian: apt install chromium)
 	$(BIN)/python -m pytest -m report $(ARGS)
@@ -40,6 +49,7 @@ test-report: $(LIBRARY)  ## The HTML report in a headless browser (Debian: apt i
 EMULATED := build/emulated
 test-emulated: $(VENV)/.emulated  ## The tests of tiers that this CPU lacks, in software; takes half an hour
 	mkdir -p $(EMULATED)
+	rm -rf $(EMULATED)/tests
 	cp -ru setup.py pyproject.toml README.md csrc torchq tests benchmarks examples $(EMULATED)
 	rm -f $(EMULATED)/torchq/*.so
 	cd $(EMULATED) && TORCHQ_EMULATE=1 $(CURDIR)/$(BIN)/python setup.py --quiet build_ext --inplace

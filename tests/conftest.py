@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -87,8 +88,17 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield tier
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist is done: the tiers that it ran count here."""
+    _ran.update(getattr(node, "workeroutput", {}).get("isas", ()))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """With TORCHQ_REQUIRE_ISAS, a tier this CPU has must have run, unless no test asked for one."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["isas"] = sorted(_ran)
+        return
     missing = [isa for isa in torchq.supported_isas() if isa not in _ran]
     if REQUIRED and _ran and missing and session.exitstatus == pytest.ExitCode.OK:
         print(f"\nTORCHQ_REQUIRE_ISAS: no test ran on {', '.join(missing)}, which this CPU has")

@@ -49,8 +49,16 @@ class Einsum(nn.Module):
         return torch.einsum(self.equation, operands[::-1] if self.first else operands)
 
 
-@pytest.mark.parametrize("equation", [*PRODUCTS, *OTHERS])
-@pytest.mark.parametrize("constant", ["none", "first", "second"])
+CONSTANT = ["bhid,bhjd->bhij", "...i,oi->...o", "b i h d, h d e f -> f b e i", "bnd,d->bn"]
+
+
+@pytest.mark.parametrize(
+    ("equation", "constant"),
+    [
+        *((equation, "none") for equation in [*PRODUCTS, *OTHERS]),
+        *((equation, which) for equation in CONSTANT for which in ("first", "second")),
+    ],
+)
 def test_einsum(equation: str, constant: str) -> None:
     x, y = map(torch.randn, (PRODUCTS | OTHERS)[equation])
     model, inputs = Einsum(equation, None, False), (x, y)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -130,20 +131,23 @@ def test_slopes_without_a_matmul_in_front() -> None:
 # Interpolation
 
 
+bilinear = functools.partial(F.interpolate, mode="bilinear")
+
+
 @pytest.mark.parametrize(
-    "resize",
+    ("resize", "dtype"),
     [
-        lambda x, y: F.interpolate(x, scale_factor=2, mode="bilinear"),
-        lambda x, y: F.interpolate(x, scale_factor=(3.0, 1.0), mode="bilinear"),
-        lambda x, y: F.interpolate(x, size=(13, 5), mode="bilinear", align_corners=False),
-        lambda x, y: F.interpolate(x, size=7, mode="bilinear"),
-        lambda x, y: F.interpolate(x, size=y.shape[2:], mode="bilinear"),
-        lambda x, y: F.interpolate(x, size=y.size()[-2:], mode="bilinear"),
-        lambda x, y: F.interpolate(x, size=(y.shape[2], 2 * y.shape[3]), mode="bilinear"),
-        lambda x, y: F.interpolate(x, y.size(3), mode="bilinear"),
+        (lambda x, y: bilinear(x, scale_factor=2), torch.int8),
+        (lambda x, y: bilinear(x, scale_factor=2), torch.uint8),
+        (lambda x, y: bilinear(x, scale_factor=(3.0, 1.0)), torch.uint8),
+        (lambda x, y: bilinear(x, size=(13, 5), align_corners=False), torch.uint8),
+        (lambda x, y: bilinear(x, size=7), torch.uint8),
+        (lambda x, y: bilinear(x, size=y.shape[2:]), torch.uint8),
+        (lambda x, y: bilinear(x, size=y.size()[-2:]), torch.uint8),
+        (lambda x, y: bilinear(x, size=(y.shape[2], 2 * y.shape[3])), torch.uint8),
+        (lambda x, y: bilinear(x, y.size(3)), torch.uint8),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
 def test_bilinear(resize: Any, dtype: torch.dtype) -> None:
     """int8 between convolutions, and what torch computes from the same int8 values."""
     model = Wired(lambda m, x: m.b(resize(m.a(x), x)), a=conv(stride=2), b=conv())

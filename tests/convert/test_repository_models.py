@@ -68,7 +68,10 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in DEPLOYED else pytest.mark.slow) for name in MODELS],
+)
 def test_converts(name: str, converted: Any) -> None:
     """Its convolutions and linears are int8, and it computes what the model does."""
     model, quantized, inputs = converted(name)

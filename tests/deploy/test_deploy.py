@@ -297,6 +297,7 @@ def test_compile_inductor(resnet: Built) -> None:
         assert torch.equal(compiled(x), expected)
 
 
+@pytest.mark.slow
 def test_aot_inductor(resnet: Built, tmp_path: Path) -> None:
     """Its programs call ops without Python, and hand them None where a list of tensors is empty."""
     model, x, expected = resnet

@@ -11,6 +11,7 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,10 @@ def saved_model(path: Path) -> Callable[[], Any]:
 def saved_calibration(path: Path) -> Callable[[], Any]:
     prepared = torchq.calibrate(torchq.prepare(network(), X), [X])
     torchq.save_calibration(prepared, path)
+    empty = torchq.prepare(network(), X)
 
     def load() -> Tensor:
-        state = torchq.load_calibration(torchq.prepare(network(), X), path).state_dict()
+        state = torchq.load_calibration(deepcopy(empty), path).state_dict()
         return torch.cat([value.double().flatten() for value in state.values()])
 
     return load

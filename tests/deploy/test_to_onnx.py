@@ -260,7 +260,16 @@ def test_models_with_other_sizes(name: str, tmp_path: Path) -> None:
             assert torchq.sqnr(expected, result) > 28
 
 
-@pytest.mark.parametrize("name", ["mobilenet_v3", "shufflenet_v2", "convnext_t", "vit_b_16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mobilenet_v3",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("shufflenet_v2", "convnext_t", "vit_b_16")
+        ),
+    ],
+)
 def test_networks(name: str, tmp_path: Path) -> None:
     network = NETWORKS[name]
     if not network.available:

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fresh import python
 from torch import nn
 
 import torchq
@@ -373,7 +372,8 @@ def test_import_of_torchq_does_not_import_transformers() -> None:
         "assert not hasattr(torchq, 'Other'); assert 'transformers' not in sys.modules; "
         "torchq.TorchqConfig(); assert 'transformers' in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    result = python(code)
+    assert result.returncode == 0, result.stderr
 
 
 def test_without_transformers_the_error_names_the_package() -> None:
@@ -383,5 +383,4 @@ def test_without_transformers_the_error_names_the_package() -> None:
         "try: torchq.TorchqConfig\n"
         "except ImportError as error: print(error)"
     )
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "pip install 'torchq-cpu[transformers]'" in run.stdout
+    assert "pip install 'torchq-cpu[transformers]'" in python(code).stdout

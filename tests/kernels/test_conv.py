@@ -101,8 +101,9 @@ def test_shapes_reach_every_path():
     assert any(counts[s] > 64 for s in DENSE)
 
 
-@pytest.mark.parametrize("src", (U8, S8), ids=str)
-@pytest.mark.parametrize("shape", SKIPPED, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "src"), zip(SKIPPED, itertools.cycle((U8, S8)), strict=False), ids=str
+)
 def test_padding_of_many_images(shape: ConvShape, src: torch.dtype):
     sampled(shape, src).check()
 
@@ -158,11 +159,16 @@ def test_depthwise(shape: ConvShape, src: torch.dtype):
         sampled(shape, src, dst).check(dst)
 
 
-@pytest.mark.parametrize("shape", cases.CONV_DEPTHWISE, ids=str)
-def test_bounds_of_depthwise(shape: ConvShape):
-    """The same in all channels, which finish in bytes, and one by one."""
-    for (src, dst), (low, high) in itertools.product(
-        ((U8, U8), (U8, S8), (S8, U8)), ((0, 6), (-1.5, 0.5), (-100, 100))
+@pytest.mark.parametrize(
+    ("shape", "turn"), zip(cases.CONV_DEPTHWISE, itertools.cycle(range(3)), strict=False), ids=str
+)
+def test_bounds_of_depthwise(shape: ConvShape, turn: int):
+    """The same in all channels, which finish in bytes, and one by one; a shape in three has each
+    bound with each of the dtypes.
+    """
+    bounds = [(0, 6), (-1.5, 0.5), (-100, 100)]
+    for (src, dst), (low, high) in zip(
+        ((U8, U8), (U8, S8), (S8, U8)), bounds[turn:] + bounds[:turn], strict=True
     ):
         chain = f"eltwise_clip:{low}:{high}"
         call = sampled(shape, src, dst, chain)

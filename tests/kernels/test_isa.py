@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fresh import python
 
 import torchq
 import torchq.functional as TF
@@ -39,17 +40,6 @@ def nm(*args: str | Path) -> list[tuple[str, str]]:
     """(kind, name) of each symbol."""
     run = subprocess.run(["nm", "-P", *args], check=True, capture_output=True, text=True)
     return [(line.split()[1], line.split()[0]) for line in run.stdout.splitlines() if line.strip()]
-
-
-def python(code: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    base = {k: v for k, v in os.environ.items() if k not in ("TORCHQ_ISA", "TORCHQ_VERBOSE")}
-    return subprocess.run(
-        [sys.executable, *options, "-c", code],
-        env=base | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 # Objects
@@ -118,7 +108,9 @@ def test_one_openmp_runtime():
 
 
 def test_import_is_silent():
-    run = python("import torchq", "-W", "error")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "-c", "import torchq"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import pytest
 import reference
@@ -145,18 +146,24 @@ def test_averages_divide(isa: str, divisor: int):
     assert torch.equal(adaptive(src, [1]), got)
 
 
-@pytest.mark.parametrize("size", [2, 3, 6, 9, 14, 25, 28, 49, 64, 1001, 4096, 8191, 8192, 8193])
-def test_averages_round_the_exact_quotient(isa: str, size: int):
-    """Every sum, or those around each half."""
+@cache
+def averages(size: int) -> tuple[Tensor, Tensor]:
+    """Sources (1, sums, size), sums innermost, of every sum or those around each half, and their
+    averages by integers.
+    """
     limit = 255 * size
     halves = [(2 * q + 1) * size // 2 + i for q in range(255) for i in (-1, 0, 1)]
     sums = torch.tensor(range(limit + 1) if size <= 64 else [s for s in halves if 0 <= s <= limit])
     low, more = sums // size, sums % size
-    src = (low + (torch.arange(size)[:, None] < more)).t().to(U8).unsqueeze(0)
-    last = src.transpose(1, 2).contiguous().transpose(1, 2)  # (1, sums, size), sums innermost
+    src = (low + (torch.arange(size)[:, None] < more)).to(U8)
     quotient, rest = (2 * sums + size) // (2 * size), (2 * sums + size) % (2 * size)
-    expected = quotient - ((rest == 0) & (quotient % 2 == 1)).long()  # ties to even
-    assert torch.equal(avg_pool(last, size, 1).flatten().long(), expected)
+    return src.t().unsqueeze(0), quotient - ((rest == 0) & (quotient % 2 == 1)).long()  # to even
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 9, 14, 25, 28, 49, 64, 1001, 4096, 8191, 8192, 8193])
+def test_averages_round_the_exact_quotient(isa: str, size: int):
+    src, expected = averages(size)
+    assert torch.equal(avg_pool(src, size, 1).flatten().long(), expected)
 
 
 @pytest.mark.parametrize("divisor", [1, 2, 5, 14, 28, 1000, 2**31, 2**62])

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ import pytest
 import torch
 from calls import F32, S32, U8, assert_same, sampled
 from cases import LinearShape, conv, random_q
+from fresh import python
 from test_memory import resident_bytes
 from test_opcheck import elementwise
 from torch import Tensor
@@ -91,7 +91,8 @@ del {private}
 library.shorten_calls("add")
 assert torch.ops.torchq.add._op is ordinary
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    result = python(program)
+    assert result.returncode == 0, result.stderr
 
 
 def test_results():
@@ -263,13 +264,14 @@ def test_references_and_memory():
     watched = [*ARGS, RESIDUAL, None]
 
     def run(count: int) -> None:
-        for _ in range(count):
+        for i in range(count):
             ops.linear(*good)
-            outcome(ops.linear, wrong)
-            outcome(ops.linear, late)
+            if i % 5 == 0:  # a call that raises takes 20 times as long
+                outcome(ops.linear, wrong)
+                outcome(ops.linear, late)
 
     def drift() -> int:
-        """Returns the largest change of a count over 10,000 calls of each kind."""
+        """Returns the largest change of a count over 10,000 calls and 2000 that raise."""
         gc.collect()
         before = [sys.getrefcount(a) for a in watched]
         run(10_000)
@@ -277,9 +279,9 @@ def test_references_and_memory():
 
     run(1000)
     uses, resident = [a._use_count() for a in watched[:6]], resident_bytes()
-    # A call that keeps or drops a reference shifts its count by 10,000 every time. None and small
+    # A call that keeps or drops a reference shifts its count by 2000 every time. None and small
     # numbers are also in what other tests have left, which is freed at any time, once.
-    assert min(drift() for _ in range(3)) < 5_000
+    assert min(drift() for _ in range(3)) < 1_000
     assert [a._use_count() for a in watched[:6]] == uses
     assert resident_bytes() - resident < 4 << 20
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -326,6 +327,7 @@ def run_script(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_malformed_calls_raise_python_exceptions():
     run = run_script("0", str(CALLS))
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """TORCHQ_VERBOSE=1 prints one line per executed op; 2 adds the choices."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
+from fresh import python
 
 import torchq
 
@@ -79,9 +77,8 @@ LINES = (
 
 
 def run(verbose: str, program: str = PROGRAM) -> list[str]:
-    environment = {**os.environ, "TORCHQ_VERBOSE": verbose}
-    command = [sys.executable, "-c", HEAD + program]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    result = python(HEAD + program, TORCHQ_VERBOSE=verbose)
+    assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
 

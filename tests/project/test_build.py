@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fresh import python
 
 import torchq
 from torchq.ops import LIBRARY_PATH
@@ -46,8 +47,7 @@ def package(tmp_path: Path) -> Path:
 
 def import_error(package: Path) -> str:
     """The last line of the traceback of `import torchq`."""
-    at = str(package.parent)
-    result = run(["-c", "import torchq"], package.parent, PYTHONPATH=at)
+    result = python("import torchq", str(package.parent))
     assert result.returncode == 1, result.stdout
     return result.stderr.strip().splitlines()[-1]
 
@@ -84,7 +84,7 @@ def test_a_release_of_torch_that_was_not_tried(package: Path, release: str):
     shutil.copy(LIBRARY_PATH, package)
     (package / "built_for.txt").write_text("torch 2.13.0+cpu, x86_64\n")
     code = f"import torch; torch.__version__ = {release!r}; import torchq"
-    result = run(["-c", code], package.parent, PYTHONPATH=str(package.parent))
+    result = python(code, str(package.parent))
     message = result.stderr.strip().splitlines()[-1]
     assert message.startswith(
         "ImportError: torchq: torchq is for torch 2.13 to before 2.16, and was built for torch "
@@ -247,6 +247,7 @@ def count(lines: list[str]) -> int:
 
 
 @needs_source
+@pytest.mark.slow
 def test_kernels_are_compiled_again_where_their_command_changes(compiles: Compiles):
     objects = count(compiles())
     assert objects == (6 if os.uname().machine == "x86_64" else 1)

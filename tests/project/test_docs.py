@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,15 @@ def _script(code: list[Block]) -> str:
     return text
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+LONG = ["docs/howto/accuracy.md", *(f"docs/tutorials/{name}.md" for name in ("bert", "cnn", "qat"))]
+
+
+def page(path: Path) -> Any:
+    name = str(path.relative_to(ROOT))
+    return pytest.param(path, id=name, marks=[pytest.mark.slow] if name in LONG else [])
+
+
+@pytest.mark.parametrize("path", map(page, PAGES))
 def test_the_code_of_a_page_runs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 from torchq.ops import LIBRARY_PATH
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchscript_cpp"
+pytestmark = pytest.mark.slow
 
 
 def cmake() -> str:

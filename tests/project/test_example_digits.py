@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_digits_example(tmp_path: Path) -> None:
     for package in ("sklearn", "matplotlib"):
         pytest.importorskip(package)

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_rnn_digits_example() -> None:
     pytest.importorskip("sklearn")
     command = [sys.executable, "examples/rnn_digits/run.py", "--quick"]

@@ -25,6 +25,10 @@ INT8_SHARE["bert_base"] = 0.99  # its pooler has no part in the result, so the g
 SQNR_DB = {"mobilenet_v3": 16, "inception_v3": 18, "detector": 15, "efficientnet_b0": 15}
 
 
+# Which convert in `make test`: plain, with branches that join, and with functions between layers.
+QUICK = ("resnet18", "shufflenet_v2", "mobilenet_v3")
+
+
 @pytest.fixture(params=NETWORKS)
 def name(request: pytest.FixtureRequest) -> str:
     chosen: str = request.param
@@ -44,6 +48,11 @@ def test_full_networks_have_the_published_size(name: str) -> None:
         assert sum(counts.values()) / 1e9 == pytest.approx(network.macs, rel=0.005)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in NETWORKS],
+    indirect=True,
+)
 def test_narrow_networks_convert(name: str) -> None:
     network = NETWORKS[name]
     model, batches = network.build(small=True), network.calibration(small=True)
