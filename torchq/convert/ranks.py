@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchq.convert.statistics import kind, observers, recorded, replace, replaced, weights_digest
+from torchq.nn.attached import graphs_of
 from torchq.quantization.config import QConfig
 
 T = TypeVar("T")
@@ -101,6 +102,11 @@ def _start(prepared: nn.Module, check: Callable[[], None]) -> tuple[str, list[st
         f"{name} {config}"
         for name, module in prepared.named_modules()
         if isinstance(config := getattr(module, "config", None), QConfig)
+    ]
+    configs += [
+        f"{prefix} {node} {config}"
+        for prefix, graph in graphs_of(prepared)
+        for node, (_, config) in vars(graph)["_groups"].items()
     ]
     kinds = [f"{name} {kind(observer)}" for name, observer in found.items()]
     return weights_digest(prepared), [*configs, *kinds, *map(str, prepared.torchq_report)]  # type: ignore[arg-type]
