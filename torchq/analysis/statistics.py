@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from pathlib import Path
@@ -11,19 +10,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchq.nn.attached import computing_modules
+from torchq.convert.statistics import (
+    Recorded,
+    kind,
+    observers,
+    recorded,
+    replace,
+    replaced,
+    weights_digest,
+)
 from torchq.quantization.observers import Observer
 from torchq.serialization.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 
 _FORMAT = "torchq-calibration-2"
 _FORMAT_0_1 = "torchq-calibration-1"
-Saved = dict[str, tuple[str, dict[str, Tensor]]]
-"""Qualified name -> kind and state of an observer."""
-
-
-def observers(prepared: nn.Module) -> dict[str, Observer]:
-    """Return the observers of a prepared model by qualified name."""
-    return {name: m for name, m in computing_modules(prepared).items() if isinstance(m, Observer)}
 
 
 def save_calibration(prepared: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -36,15 +36,21 @@ def save_calibration(prepared: nn.Module, path: str | os.PathLike[str]) -> None:
         path: of the file, in the format of safetensors.
 
     Raises:
+        NotImplementedError: an observer of your own keeps data, but not in buffers.
         OSError: the file cannot be written.
         ValueError: ``prepared`` has no observers.
     """
     found = _some_observers("save_calibration", prepared)
     tensors: dict[str, Tensor] = {}
-    for i, observer in enumerate(found.values()):
-        tensors |= {f"{i}.{key}": value for key, value in observer.state_dict().items()}
-    kinds = [[name, _kind(observer)] for name, observer in found.items()]
-    metadata = {"format": _FORMAT, "observers": json.dumps(kinds)}
+    given = {name: recorded(observer) for name, observer in found.items()}
+    for i, each in enumerate(given.values()):
+        tensors |= {f"{i}.{key}": value for key, value in each.state.items()}
+    metadata = {
+        "format": _FORMAT,
+        "observers": json.dumps([[name, each.kind] for name, each in given.items()]),
+        "elsewhere": json.dumps([name for name, each in given.items() if each.elsewhere]),
+        "weights": weights_digest(prepared),
+    }
     write_tensors("torchq.save_calibration", path, tensors, metadata)
 
 
@@ -62,18 +68,18 @@ def load_calibration(
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is no calibration or was damaged, or its observers are not those of
-            ``prepared``.
-        RuntimeError: ``merge`` with an observer that cannot.
+            ``prepared``; with ``merge``, also if its weights are not.
+        NotImplementedError, RuntimeError: ``merge`` with an observer that cannot.
     """
     if not Path(path).exists():
         raise FileNotFoundError(
             f"torchq.load_calibration: path must be a file written by save_calibration, got "
             f"'{path}', which does not exist."
         )
-    saved = _read(Path(path))
+    saved, weights = _read(Path(path))
     own = _some_observers("load_calibration", prepared)
-    kinds = {name: _kind(observer) for name, observer in own.items()}
-    given = {name: kind for name, (kind, _) in saved.items()}
+    kinds = {name: kind(observer) for name, observer in own.items()}
+    given = {name: each.kind for name, each in saved.items()}
     if kinds != given:
         different = sorted(set(kinds.items()) ^ set(given.items()))
         raise ValueError(
@@ -81,22 +87,25 @@ def load_calibration(
             f"{len(different)} differ, first {different[0]}. Prepare the same model with the same "
             "QConfig and overrides."
         )
-    loaded = {name: copy.deepcopy(observer) for name, observer in own.items()}
+    if merge and weights not in ("", weights_digest(prepared)):
+        raise ValueError(
+            f"torchq.load_calibration: prepared must have the weights that '{path}' was calibrated "
+            "with, got others. Load the same checkpoint before torchq.prepare."
+        )
     try:
-        for name, observer in loaded.items():
-            observer.load_state_dict(saved[name][1])
+        loaded = {name: replaced(observer, saved[name]) for name, observer in own.items()}
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise _not_ours(Path(path), f"the state of '{name}' does not fit") from error
+        raise _not_ours(Path(path), f"the state of an observer does not fit: {error}") from error
     for name, observer in own.items():
         if merge:
             observer.merge(loaded[name])
         else:
-            observer.load_state_dict(saved[name][1])
+            replace(observer, saved[name])
     return prepared
 
 
-def _read(path: Path) -> Saved:
-    """Return what a file holds.
+def _read(path: Path) -> tuple[dict[str, Recorded], str]:
+    """Return what a file holds, and the digest of the weights, "" in files without one.
 
     Raises:
         ValueError: it is no calibration, or was damaged.
@@ -108,17 +117,19 @@ def _read(path: Path) -> Saved:
             content: Any = read_pickled(path)
             if content["format"] != _FORMAT_0_1:
                 raise ValueError("it is of another version")
-            old: Saved = content["observers"]
-            return {name: (kind, dict(state)) for name, (kind, state) in old.items()}
+            old = content["observers"]
+            return {name: Recorded(text, dict(state)) for name, (text, state) in old.items()}, ""
         tensors, metadata = read_tensors(path)
         if metadata.get("format") != _FORMAT:
             raise ValueError("it holds no calibration")
-        kinds = json.loads(metadata["observers"])
-        states: list[dict[str, Tensor]] = [{} for _ in kinds]
+        names = json.loads(metadata["observers"])
+        elsewhere = json.loads(metadata.get("elsewhere", "[]"))
+        found = [Recorded(text, {}, name in elsewhere) for name, text in names]
         for key, value in tensors.items():
             i, _, name = key.partition(".")
-            states[int(i)][name] = value
-        return {name: (kind, state) for (name, kind), state in zip(kinds, states, strict=True)}
+            found[int(i)].state[name] = value
+        read = {name: each for (name, _), each in zip(names, found, strict=True)}
+        return read, metadata.get("weights", "")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise _not_ours(path, str(error)) from None
 
@@ -128,10 +139,6 @@ def _not_ours(path: Path, why: str) -> ValueError:
         f"torchq.load_calibration: path must be a file written by save_calibration, got '{path}', "
         f"which is not one: {why}. Save the calibrated model anew, or copy the file again."
     )
-
-
-def _kind(observer: Observer) -> str:
-    return f"{type(observer).__name__}({observer.extra_repr()})"
 
 
 def _some_observers(op: str, prepared: nn.Module) -> dict[str, Observer]:

@@ -188,7 +188,9 @@ def _largest(values: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def batches(op: str, data: Iterable[Inputs], progress: bool | None = None) -> Iterable[Inputs]:
+def batches(
+    op: str, data: Iterable[Inputs], progress: bool | None = None, may_be_empty: bool = False
+) -> Iterable[Inputs]:
     """Return the batches of ``data``, with a progress bar named ``op`` where there is a terminal.
 
     Args:
@@ -196,10 +198,11 @@ def batches(op: str, data: Iterable[Inputs], progress: bool | None = None) -> It
         data: batches.
         progress: show the bar (needs tqdm); None shows one where tqdm is installed and the output
             is a terminal.
+        may_be_empty: take data without batches.
 
     Raises:
         TypeError: ``data`` is one tensor or dict, or no iterable, instead of batches.
-        ValueError: ``data`` has no batches; raised when it was used up.
+        ValueError: ``data`` has no batches and must; raised when it was used up.
         ImportError: ``progress`` is True without tqdm.
     """
     gives = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
@@ -208,7 +211,8 @@ def batches(op: str, data: Iterable[Inputs], progress: bool | None = None) -> It
             f"torchq.{op}: data must be batches, got one {type(data).__name__}. Pass a list "
             "of them, such as [batch], or a DataLoader."
         )
-    return _checked(op, with_progress(op, data, progress))
+    shown = with_progress(op, data, progress)
+    return shown if may_be_empty else _checked(op, shown)
 
 
 def _checked(op: str, data: Iterable[Inputs]) -> Iterable[Inputs]:

@@ -98,7 +98,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     write_tensors("torchq.save", path, state)
 
 
-def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+def load(
+    path: str | os.PathLike[str], model: nn.Module | None = None, mmap: bool = False
+) -> nn.Module:
     """Load a converted model from a file and the float model it came from.
 
     Args:
@@ -106,6 +108,9 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
         model: a float model of the same architecture, as it was before :func:`torchq.prepare`; it
             is copied, and its weights do not matter. A traced model whose float modules are all of
             torch.nn needs none; only its float modules of other classes are looked up in it.
+        mmap: map the file's weights to memory in place of reading them. Processes that load it so
+            share them, until one writes to its own. The file must stay as it is meanwhile;
+            :func:`save` replaces it, which leaves those that have it alone.
 
     Raises:
         TypeError: ``model`` is no nn.Module.
@@ -125,9 +130,9 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     """
     if model is not None:
         check_type("torchq.load: model", model, nn.Module, "Pass the float model.")
-    state = read_state(Path(path))
+    state = read_state(Path(path), mmap)
     try:
-        return _loaded(state, model, path)
+        return _loaded(state, model, path, mmap)
     except ValueError as error:
         if str(path) in str(error):
             raise
@@ -143,7 +148,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
 
 
 def _loaded(
-    state: dict[str, Tensor], model: nn.Module | None, path: str | os.PathLike[str]
+    state: dict[str, Tensor], model: nn.Module | None, path: str | os.PathLike[str], mmap: bool
 ) -> nn.Module:
     """Return what :func:`load` returns."""
     report = state.pop(REPORT_KEY, None)
@@ -153,8 +158,10 @@ def _loaded(
         loaded, state = _graph_alone(state)
     else:
         loaded, state = _with_class(model, state, path)
+    if mmap:
+        state |= _parameters(loaded, state)
     # the model's own ones may know other names, and no results
-    missing, unexpected = nn.Module.load_state_dict(loaded, state, strict=False)
+    missing, unexpected = nn.Module.load_state_dict(loaded, state, strict=False, assign=mmap)
     if missing or unexpected:
         raise RuntimeError(
             f"torchq.load: {path} and the model must fit together, but the file lacks "
@@ -166,6 +173,17 @@ def _loaded(
     if report is not None:
         vars(loaded).update(read_report(report))
     return loaded.eval().requires_grad_(False)
+
+
+def _parameters(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters of a state, of the model's dtypes; one for all names of a tensor."""
+    made: dict[int, nn.Parameter] = {}
+    found: dict[str, Tensor] = {}
+    for name, own in model.named_parameters(remove_duplicate=False):
+        if (given := state.get(name)) is not None:
+            value = given.to(own.dtype)
+            found[name] = made.setdefault(id(given), nn.Parameter(value, requires_grad=False))
+    return found
 
 
 def read_report(text: Tensor) -> dict[str, Any]:
@@ -328,8 +346,12 @@ def _submodule(model: nn.Module, name: str, path: str | os.PathLike[str]) -> nn.
         ) from error
 
 
-def read_state(path: Path) -> dict[str, Tensor]:
+def read_state(path: Path, mmap: bool = False) -> dict[str, Tensor]:
     """Return the tensors of a file that :func:`save` wrote, by name.
+
+    Args:
+        path: of the file.
+        mmap: see :func:`load`.
 
     Raises:
         FileNotFoundError: there is none.
@@ -340,7 +362,12 @@ def read_state(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         raise _not_ours(path, "it is a directory")
     try:
-        state, metadata = (read_pickled(path), {}) if is_zip(path) else read_tensors(path)
+        if not is_zip(path):
+            state, metadata = read_tensors(path, mmap)
+        elif mmap:
+            raise ValueError("an archive of torch.save cannot be mapped: load it without mmap")
+        else:
+            state, metadata = read_pickled(path), {}
     except ValueError as error:
         raise _not_ours(path, str(error)) from None
     known = GRAPH_KEY, REPORT_KEY

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,10 +30,14 @@ _DTYPES = {
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
     **{"BOOL": torch.bool, "C64": torch.complex64},
 }
+_ALIGNED = 64
+"""Bytes of a cache line: where packed weights begin in a file."""
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA, _DIGEST, _WRITER = "__metadata__", "sha256", {"writer": "torchq"}
 _RELEASE_0_1 = {"format": "pt", **_WRITER}
 """All metadata of files without a digest that torchq.save wrote once."""
+_VERSION, _LATEST = "torchq_format", 1
+"""Of header and digest: a file of a later version is refused, one without a version is of 1."""
 
 
 def write_tensors(
@@ -47,10 +52,11 @@ def write_tensors(
         NotImplementedError: the format has no such dtype.
         OSError: the file cannot be written.
     """
-    header: dict[str, Any] = {_METADATA: {**_RELEASE_0_1, **(metadata or {})}}
+    header: dict[str, Any] = {
+        _METADATA: {**_RELEASE_0_1, _VERSION: str(_LATEST), **(metadata or {})}
+    }
     views, end = [], 0
-    # The widest first: then each tensor is aligned in the file.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    order = sorted(tensors, key=lambda name: (*_alignment(tensors[name]), name))
     for name, tensor in ((name, tensors[name]) for name in order):
         if tensor.dtype not in _NAMES:
             raise NotImplementedError(
@@ -63,12 +69,25 @@ def write_tensors(
         header[name] = {**entry, "data_offsets": [start, end]}
     header[_METADATA][_DIGEST] = _digest(header, views)
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % _ALIGNED)
     write_file(op, path, [len(text).to_bytes(8, "little"), text, *views])
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors, each in memory of its own, and the metadata.
+def _alignment(tensor: Tensor) -> tuple[bool, int]:
+    """Return the key that sorts tensors so that each is aligned in the file.
+
+    Packed weights are whole cache lines, and come first. The others: the widest dtypes first.
+    """
+    return tensor.nbytes % _ALIGNED != 0, -tensor.element_size()
+
+
+def read_tensors(path: Path, mapped: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata.
+
+    Args:
+        path: of the file.
+        mapped: the tensors are the file, mapped to memory that processes share until they write to
+            it; otherwise each is in memory of its own.
 
     Raises:
         ValueError: it is no safetensors file, or is damaged; says how.
@@ -76,10 +95,12 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     with path.open("rb") as file:
         header, size = _header(file, path.stat().st_size)
         metadata = header.pop(_METADATA, {})
+        _check_version(metadata.get(_VERSION, "1"))
         expected = metadata.pop(_DIGEST, None)
         tensors, views, end = {}, [], 0
+        take = _mapped(file) if mapped else _copied(file)
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            tensors[name], stored = _tensor(name, entry, end, file)
+            tensors[name], stored = _tensor(name, entry, end, size, take)
             views.append(stored)
             end += stored.nbytes
     if end != size:
@@ -150,27 +171,62 @@ def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
     return header, size - 8 - length
 
 
+def _check_version(version: str) -> None:
+    if not version.isdecimal() or int(version) > _LATEST:
+        raise ValueError(
+            f"its format has version {version}, and this torchq reads up to {_LATEST}; a newer "
+            "torchq reads it"
+        )
+
+
 def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
+_Take = Callable[[int, int], Tensor]
+"""Returns the next bytes of a file: their number, and what their address must be a multiple of."""
+
+
+def _copied(file: BinaryIO) -> _Take:
+    def take(count: int, alignment: int) -> Tensor:
+        stored = torch.empty(count, dtype=torch.uint8, device="cpu")
+        if file.readinto(stored.numpy().data) != count:  # type: ignore[attr-defined]
+            raise ValueError("it ends within a tensor")
+        return stored
+
+    return take
+
+
+def _mapped(file: BinaryIO) -> _Take:
+    whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    start = file.tell()
+
+    def take(count: int, alignment: int) -> Tensor:
+        nonlocal start
+        if count == 0:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        stored = torch.frombuffer(whole, dtype=torch.uint8, count=count, offset=start)
+        stored = stored.clone() if start % alignment else stored  # other tools align nothing
+        start += count
+        return stored
+
+    return take
+
+
 def _tensor(
-    name: str, entry: dict[str, Any], start: int, file: BinaryIO
+    name: str, entry: dict[str, Any], start: int, size: int, take: _Take
 ) -> tuple[Tensor, memoryview]:
     """Return the next tensor of a file, and its bytes."""
     dtype, (begin, end) = _DTYPES[entry["dtype"]], entry["data_offsets"]
     count = dtype.itemsize
-    for size in entry["shape"]:
-        count *= size
+    for length in entry["shape"]:
+        count *= length
     if begin != start or end - begin != count:
         raise ValueError(f"'{name}' must have {count} bytes from {start} on, not [{begin}, {end}]")
-    if count > os.fstat(file.fileno()).st_size:  # before so much memory is asked for
+    if end > size:  # before so much memory is asked for
         raise ValueError(f"it ends within '{name}'")
-    stored = torch.empty(count, dtype=torch.uint8, device="cpu")
-    view = stored.numpy().data
-    if file.readinto(view) != count:  # type: ignore[attr-defined]
-        raise ValueError(f"it ends within '{name}'")
+    stored = take(count, dtype.itemsize)
     try:
-        return stored.view(dtype).view(entry["shape"]), view
+        return stored.view(dtype).view(entry["shape"]), stored.numpy().data
     except RuntimeError:
         raise ValueError(f"'{name}' cannot have shape {entry['shape']}") from None

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from torchq.convert.graph_code import with_code
+from torchq.convert.ranks import calibrate_ranks
 from torchq.convert.rows import check_patterns
 from torchq.convert.swap.calls import record
 from torchq.convert.swap.checks import check_finite, check_mode, check_model, check_prepared
@@ -123,7 +125,12 @@ def _assembled(model: nn.Module, plan: Plan, comparison: Comparison) -> nn.Modul
     return prepared
 
 
-def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = None) -> nn.Module:
+def calibrate(
+    prepared: nn.Module,
+    data: Iterable[Any],
+    progress: bool | None = None,
+    group: ProcessGroup | None = None,
+) -> nn.Module:
     """Run the prepared model on data; its observers record. Calling it again adds data.
 
     Args:
@@ -132,14 +139,24 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
             keywords.
         progress: show a progress bar (needs tqdm); None shows one where tqdm is installed and the
             output is a terminal.
+        group: ranks that calibrate together, such as ``torch.distributed.group.WORLD`` after
+            ``init_process_group``. ``data`` is this rank's share, which may be empty. All ranks
+            get the statistics of all data. They do not depend on the shares, nor on the number of
+            ranks, but for observers of your own whose merge rounds. ``prepared`` must not have
+            been calibrated before.
 
     What the model itself keeps between calls, as a memory of earlier frames, is afterwards what it
     was: the converted model begins as the float one.
 
     Raises:
-        TypeError: ``data`` is one tensor or dict instead of batches of them.
+        TypeError: ``data`` is one tensor or dict instead of batches of them, or ``group`` is no
+            process group.
         ValueError: ``data`` has no batches, a batch or a parameter contains NaN or inf (the message
-            names it), or ``prepared`` is in training mode or no prepared model.
+            names it), ``prepared`` is in training mode or no prepared model, or ranks have other
+            weights or settings.
+        NotImplementedError: an observer has no ``_merge`` for ``group``.
+        RuntimeError: another rank raised, or did not answer within the time limit of the group; or
+            observers cannot merge, or have data already.
 
     Example:
         >>> data = [torch.randn(8, 16) for _ in range(3)]
@@ -147,13 +164,26 @@ def calibrate(prepared: nn.Module, data: Iterable[Any], progress: bool | None = 
         >>> prepared = torchq.calibrate(prepared, data)
         >>> prepared = torchq.calibrate(prepared, [torch.randn(8, 16)])  # adds to what it saw
     """
-    check_prepared("calibrate", prepared)
-    check_mode("calibrate", prepared)
-    with as_before(prepared), torch.inference_mode(), torch.autocast("cpu", enabled=False):
-        for batch in batches("calibrate", data, progress):
-            try:
-                call(prepared, batch)
-            except ValueError:
-                check_finite("calibrate", prepared, recurse=True)
-                raise
+
+    def check() -> None:
+        check_prepared("calibrate", prepared)
+        check_mode("calibrate", prepared)
+
+    def run() -> int:
+        count = 0
+        with as_before(prepared), torch.inference_mode(), torch.autocast("cpu", enabled=False):
+            for batch in batches("calibrate", data, progress, may_be_empty=group is not None):
+                try:
+                    call(prepared, batch)
+                except ValueError:
+                    check_finite("calibrate", prepared, recurse=True)
+                    raise
+                count += 1
+        return count
+
+    if group is None:
+        check()
+        run()
+    else:
+        calibrate_ranks(prepared, group, check, run)
     return prepared

@@ -18,8 +18,9 @@ class Observer(nn.Module):
     """Base of all observers: ``forward(x)`` records ``x`` and returns it unchanged.
 
     Subclasses implement ``_record``. Those that keep more than ``min_value`` and ``max_value``
-    implement ``_range`` too, and ``_merge`` where it is possible. Buffers, which calibration files
-    hold, come from ``_add_buffer`` and change in place.
+    implement ``_range`` too. A class that has a ``_record`` needs a ``_merge`` of its own where
+    several processes calibrate. Buffers, which they exchange and calibration files hold, come from
+    ``_add_buffer`` and change in place.
 
     Attributes:
         name: qualified name of what is observed, set by the calibration flow for error messages.
@@ -92,14 +93,29 @@ class Observer(nn.Module):
         ranged = self.min_value.numel() > 0 and bool((self.min_value <= self.max_value).all())
         return ranged or self._elsewhere
 
+    def check_merge(self) -> None:
+        """Raise unless what several observers of this kind recorded can be merged.
+
+        Raises:
+            NotImplementedError: the class records in its own way, and says no way to merge that.
+            RuntimeError: this kind depends on the order of the data.
+        """
+        own = {"forward", "_record", "_merge"}
+        owner = next(cls for cls in type(self).__mro__ if own & vars(cls).keys())
+        if owner is Observer or "_merge" not in vars(owner):
+            problem = f"class {owner.__name__} must implement _merge(self, other), got none"
+            remedy = "Add there what the other one recorded, or calibrate in one process."
+            raise NotImplementedError(self._text(problem, remedy))
+
     def merge(self, other: Observer) -> Self:
         """Add what ``other`` recorded, as if its data had come here too; return self.
 
         Raises:
             TypeError: ``other`` is an observer of another kind.
             ValueError: ``other`` has other settings or another number of channels.
-            RuntimeError: this kind depends on the order of the data and cannot merge.
+            NotImplementedError, RuntimeError: this kind cannot merge; see :meth:`check_merge`.
         """
+        self.check_merge()
         if type(other) is not type(self):
             got = type(other).__name__
             remedy = "Calibrate all processes with the same QConfig."
@@ -146,13 +162,7 @@ class Observer(nn.Module):
 
     def _merge(self, other: Self) -> None:
         """Add what another observer of this class and these settings recorded."""
-        raise NotImplementedError(
-            self._text(
-                f"class {type(self).__name__} must implement _merge(self, other) for merge, got a "
-                "subclass of Observer without it",
-                "Implement it, or calibrate in one process.",
-            )
-        )
+        raise NotImplementedError  # check_merge comes first
 
     def _min_max(self, values: Tensor) -> tuple[Tensor, Tensor]:
         low, high = torch.aminmax(values)

@@ -44,7 +44,7 @@ class MovingAverageObserver(Observer):
             )
         self.momentum = momentum
 
-    def merge(self, other: Observer) -> Self:
+    def check_merge(self) -> None:
         """Refuse: the average depends on the order of the batches.
 
         Raises:
