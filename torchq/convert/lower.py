@@ -272,7 +272,8 @@ class Lowering:
         config = self.plan.config(op.base)
         assert isinstance(op.module, nn.Linear) and config is not None
         with naming(f"{self.plan.prefix}{op.base}"):
-            linear = dynamic_from_float(op.module, config, op.weight_scale)
+            sample = self.prepared.sample(op.base)
+            linear = dynamic_from_float(op.module, config, op.weight_scale, sample)
         return self._call(op.name, linear, *sources)
 
     def _attention_arguments(self, op: Op) -> list[Any]:
