@@ -98,8 +98,8 @@ class DynamicQLinear(QModule):
             weight_scale: of the weight, where it is known: one, or one per output.
             recipe: another weight and bias, for a source that is multiplied by its factors.
         """
-        weight, bias = module.weight.detach(), module.bias
-        factor, note = None, ""
+        weight, factor, note = module.weight.detach(), None, ""
+        bias: Tensor | None = module.bias
         if recipe is not None:
             weight, bias, weight_scale = recipe.weight, recipe.bias, recipe.weight_scale
             factor, note = recipe.src_factor, recipe.note

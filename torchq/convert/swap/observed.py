@@ -35,11 +35,11 @@ class ObservedLeaf(Leaf):
         """Start without data."""
         super().__init__()
         self.module, self.config, self.name, self.contiguous = module, config, name, contiguous
-        linear = isinstance(module, nn.Linear)
-        by_rows = config.dynamic or (linear and config.by_rows)
+        by_rows = config.dynamic or (isinstance(module, nn.Linear) and config.by_rows)
         self.observer = None if by_rows else config.make_observer(name)
-        sampled = linear and config.samples_rows and module.weight.numel()
-        self.sample = SourceSample(module.in_features, name) if sampled else None
+        self.sample = None
+        if isinstance(module, nn.Linear) and config.samples_rows and module.weight.numel():
+            self.sample = SourceSample(module.in_features, name)
         self._fix(constants_of(module))
 
     def _weight_shape(self) -> torch.Size:

@@ -59,9 +59,8 @@ def linear_recipe(
     trial = _Trial(weight, sample, granularity, bits)
     tried = [trial.run(alpha, gptq=False) for alpha in (0.0, *ALPHAS)]
     best = min(tried, key=lambda one: one.noise)
-    if gptq:  # smaller errors of the weight bear larger factors
-        more = [trial.run(one.alpha, gptq) for one in tried[tried.index(best) :][:2]]
-        best = min(more, key=lambda one: one.noise)
+    if gptq:  # not for each alpha: what fits the sample best suits other rows less
+        best = trial.run(best.alpha, gptq)
     note = f"smoothing {best.alpha:g}{', GPTQ' if gptq else ''}"
     note += f", {trial.decibels(tried[0].noise)} -> {trial.decibels(best.noise)}"
     factor = None if best.factors is None else 1 / best.factors

@@ -15,7 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_DAMPING = 0.01  # of the mean diagonal; it keeps H invertible where rows are few or alike
+# Of the mean diagonal. The paper's 0.01 suits many more rows than channels: with 512 rows it makes
+# layers of MiniLM up to 0.7 dB worse than plain rounding on other rows; 0.1 to 1 gain 0.4 to 1.3.
+_DAMPING = 0.3
 _BLOCK = 64  # channels between updates of all later ones
 
 
@@ -51,4 +53,5 @@ def _upper(moments: Tensor) -> Tensor:
     damping = max(_DAMPING * float(moments.diagonal().mean()), torch.finfo(torch.float32).tiny)
     damped = moments + damping * torch.eye(len(moments), dtype=moments.dtype, device="cpu")
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True)
+    upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return upper

@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from torchq.quantization.observers.base import Observer
 
-ROWS = 512
+ROWS = 1024
 
 
 class SourceSample(Observer):
