@@ -4,6 +4,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -294,3 +295,40 @@ def test_compare_takes_a_preset():
     prepared = torchq.calibrate(torchq.prepare(block(), data[0], config), data)
     found = torchq.compare(prepared, torchq.convert(prepared), data)
     assert {layer.name for layer in found.layers} == {"first", "second"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_tier_gives_the_same_bits(recipe):
+    data = batches()
+    qmodel = torchq.quantize(block(), data, config=torchq.QConfig(recipe=recipe))
+    expected = qmodel(data[0])
+    for isa in torchq.supported_isas():
+        with torchq.use_isa(isa):
+            assert torch.equal(qmodel(data[0]), expected), isa
+
+
+def test_a_smoothed_layer_compiles_to_torchscript_and_exports():
+    layer, rows = nn.Linear(48, 24), outliers(200)
+    sample = sample_of(rows)
+    recipe = linear_recipe(layer.weight.detach(), layer.bias, sample, "per_channel", 8, gptq=False)
+    qlayer = torchq.nn.DynamicQLinear.from_float(layer, recipe=recipe)
+    assert qlayer.src_factor is not None
+    expected = qlayer(rows)
+    assert torch.equal(torch.jit.script(qlayer)(rows), expected)
+    assert torch.equal(torch.export.export(qlayer, (rows,)).module()(rows), expected)
+
+
+def test_quantizing_again_gives_the_same_weights():
+    config = torchq.QConfig(recipe="best")
+    first, second = (torchq.quantize(block(), batches(), config=config) for _ in range(2))
+    for one, other in zip(first.state_dict().values(), second.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_layers_without_inputs_take_no_recipe():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: an empty tensor has nothing to initialize
+        model = nn.Sequential(nn.Linear(0, 4), nn.ReLU(), nn.Linear(4, 3)).eval()
+    data = [torch.zeros(5, 0)]
+    qmodel = torchq.quantize(model, data, config=torchq.QConfig(recipe="accurate"))
+    torch.testing.assert_close(qmodel(data[0]), model(data[0]), atol=0.05, rtol=0.05)

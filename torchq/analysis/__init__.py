@@ -19,11 +19,11 @@ from torchq.analysis.accuracy import (
     sensitivity,
     sqnr,
 )
+from torchq.analysis.budget import Trial, Tuned, tune
 from torchq.analysis.html import write_report
 from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.statistics import load_calibration, save_calibration
 from torchq.analysis.timing import Speedup, Times, measure, milliseconds
-from torchq.analysis.tune import Trial, Tuned, tune
 
 __all__ = [
     "Accuracy",

@@ -24,7 +24,7 @@ from torchq.convert.lower import Lowering
 from torchq.convert.one_call import without_observers
 from torchq.convert.parts import Part, find_parts
 from torchq.convert.plan import Plan
-from torchq.convert.prepared import Prepared
+from torchq.convert.prepared import Prepared, source_samples
 from torchq.convert.report import merged, report_rows
 from torchq.convert.rows import Row, Weight, check_patterns, check_strict, joined
 from torchq.convert.self_contained import SELF_CONTAINED, converted
@@ -140,7 +140,7 @@ def _graph(
     plan = Plan(part.captured, config, overrides)
     opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.self_contained}
     leaves = dict(prepared.named_modules())
-    samples = plan.samples(lambda name: getattr(leaves.get(name), "sample", None))
+    samples = source_samples(plan, lambda name: getattr(leaves.get(name), "sample", None))
     return Prepared(plan, opaque, samples, report_rows(plan)).eval()
 
 

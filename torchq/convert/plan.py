@@ -28,7 +28,6 @@ from torchq.convert.recognize import recognize
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import Attention, Cat
 from torchq.quantization.config import Overrides, QConfig, resolve
-from torchq.quantization.recipes.sample import SourceSample
 
 _HARD = (Role.MATMUL, Role.PRODUCT)  # what int8 is for: they quantize what they read
 _KEEPING = (Role.MOVE, Role.PASS, Role.POOL, Role.PAD)
@@ -67,7 +66,8 @@ class Plan:
         fuse_attention(self.ops)
         for op in self.ops.values():
             self._read_tokens(op)
-            if _has_dynamic_form(op) and self._is_by_rows(op):
+            own = self.config(op.base)
+            if own is not None and own.by_rows and _has_dynamic_form(op):
                 op.role = Role.DYNAMIC
                 for part in op.absorbed:  # no layers, whatever their own configuration
                     part.role = Role.OPAQUE
@@ -191,20 +191,6 @@ class Plan:
                 return f"{self.prefix}{layer.op.base}", config
         return f"{self.prefix}{producers[0].name}", self._config
 
-    def samples(self, of_leaf: Callable[[str], SourceSample | None]) -> dict[str, SourceSample]:
-        """Return samples of what dynamic linear layers read, by base name: their leaves'."""
-        found: dict[str, SourceSample] = {}
-        for op in self.ops.values():
-            config = self.config(op.base)
-            linear = op.role is Role.DYNAMIC and isinstance(op.module, nn.Linear)
-            if linear and config is not None and config.samples_rows and op.base not in found:
-                assert isinstance(op.module, nn.Linear)
-                channels, name = op.module.in_features, f"{self.prefix}{op.base}"
-                leaf = of_leaf(name)
-                shared = leaf is not None and leaf.channels == channels
-                found[op.base] = leaf if leaf and shared else SourceSample(channels, name)
-        return found
-
     def readers(self) -> dict[fx.Node, int]:
         """Root -> how many quantized layers read the group as int8."""
         count: dict[fx.Node, int] = defaultdict(int)
@@ -241,10 +227,6 @@ class Plan:
         fake = self.ops.get(op.srcs[0]) if op.role is Role.MATMUL else None
         if fake is not None and is_per_token(fake.owner) and isinstance(op.module, nn.Linear):
             op.role, op.absorbed, op.srcs = Role.DYNAMIC, [fake], [fake.node.all_input_nodes[0]]
-
-    def _is_by_rows(self, op: Op) -> bool:
-        config = self.config(op.base)
-        return config is not None and config.by_rows
 
     def _no_dynamic_form(self, op: Op) -> str:
         config = self.config(op.base)

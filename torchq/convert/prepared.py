@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -173,6 +174,29 @@ def _rebuild(
         prepared.observers[i] = observer
         prepared.graph_module.set_submodule(f"torchq_observer_{i}", observer)
     return prepared.eval()
+
+
+def source_samples(
+    plan: Plan, of_leaf: Callable[[str], SourceSample | None]
+) -> dict[str, SourceSample]:
+    """Return samples of what dynamic linear layers read, by base name.
+
+    Args:
+        plan: with dynamic layers whose configuration has a recipe.
+        of_leaf: qualified name -> the sample of the leaf, which its graph shares, or None.
+    """
+    found: dict[str, SourceSample] = {}
+    for op in plan.ops.values():
+        config, linear = plan.config(op.base), op.module
+        if op.role is not Role.DYNAMIC or not isinstance(linear, nn.Linear):
+            continue
+        if config is not None and config.samples_rows and linear.weight.numel():
+            name = f"{plan.prefix}{op.base}"
+            leaf = of_leaf(name)
+            shared = leaf is not None and leaf.channels == linear.in_features
+            made = leaf if leaf and shared else SourceSample(linear.in_features, name)
+            found.setdefault(op.base, made)
+    return found
 
 
 _CLIPPED = 1 / 8  # of the source's range, at most
