@@ -7,11 +7,16 @@ import argparse
 import sys
 
 from benchmarks import ops, peak, rnn
+from benchmarks.accuracy import command as accuracy
 from benchmarks.inference import command as models
 
 COMMANDS = {
     "ops": (ops, "single layers beside native oneDNN and torch's own int8 ops"),
     "models": (models, "whole networks beside float, torch.ao, ONNX Runtime and OpenVINO"),
+    "accuracy": (
+        accuracy,
+        "models with trained weights: their metric, beside others' quantization",
+    ),
     "rnn": (rnn, "recurrent layers beside native oneDNN, torch.ao's dynamic ones and float"),
     "peak": (peak, "this machine's multiply-add rates, cache bandwidths and op-call floors"),
 }

@@ -12,6 +12,7 @@ from torchq.analysis import (
     save_calibration,
     sensitivity,
     sqnr,
+    tune,
     write_report,
 )
 from torchq.attributes.attr import Attr
@@ -89,6 +90,7 @@ __all__ = [
     "sqnr",
     "supported_isas",
     "to_onnx",
+    "tune",
     "use_isa",
     "write_report",
 ]

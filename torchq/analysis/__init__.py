@@ -6,6 +6,7 @@ qmodel = torchq.convert(prepared)
 print(torchq.compare(prepared, qmodel, data))     # SQNR of every layer
 print(torchq.profile(model, qmodel, inputs))      # float and int8 time of every layer
 torchq.sensitivity(model, data, inputs)           # which layers hurt, which are worth keeping
+torchq.tune(model, data, evaluate, max_drop=0.005)   # the first recipe that is good enough
 torchq.write_report("report.html", model, prepared, qmodel, data)
 """
 
@@ -18,6 +19,7 @@ from torchq.analysis.accuracy import (
     sensitivity,
     sqnr,
 )
+from torchq.analysis.budget import Trial, Tuned, tune
 from torchq.analysis.html import write_report
 from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.statistics import load_calibration, save_calibration
@@ -32,6 +34,8 @@ __all__ = [
     "Sensitivity",
     "Speedup",
     "Times",
+    "Trial",
+    "Tuned",
     "compare",
     "load_calibration",
     "measure",
@@ -40,5 +44,6 @@ __all__ = [
     "save_calibration",
     "sensitivity",
     "sqnr",
+    "tune",
     "write_report",
 ]

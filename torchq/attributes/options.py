@@ -18,6 +18,9 @@ BagMode: TypeAlias = Literal["sum", "mean", "max"]
 """Results of an embedding bag."""
 ObserverName: TypeAlias = Literal["minmax", "moving_average", "percentile", "histogram", "entropy"]
 """Recorders of the ranges of activations."""
+RecipeName: TypeAlias = Literal["fast", "accurate", "best"]
+"""What accuracy may cost."""
+RECIPES: tuple[str, ...] = get_args(RecipeName)
 SrcRange: TypeAlias = Literal["per_tensor", "per_row"]
 """Values that share one scale of a dynamic layer's source."""
 Tier: TypeAlias = Literal["reference", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "amx"]

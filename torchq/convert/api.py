@@ -24,7 +24,7 @@ from torchq.convert.lower import Lowering
 from torchq.convert.one_call import without_observers
 from torchq.convert.parts import Part, find_parts
 from torchq.convert.plan import Plan
-from torchq.convert.prepared import Prepared
+from torchq.convert.prepared import Prepared, source_samples
 from torchq.convert.report import merged, report_rows
 from torchq.convert.rows import Row, Weight, check_patterns, check_strict, joined
 from torchq.convert.self_contained import SELF_CONTAINED, converted
@@ -141,7 +141,9 @@ def _graph(
     """Return the observed graph of a part."""
     plan = Plan(part.captured, config, overrides)
     opaque = {name: prepared.get_submodule(f"{plan.prefix}{name}") for name in plan.self_contained}
-    return Prepared(plan, opaque, report_rows(plan)).eval()
+    leaves = dict(prepared.named_modules())
+    samples = source_samples(plan, lambda name: getattr(leaves.get(name), "sample", None))
+    return Prepared(plan, opaque, samples, report_rows(plan)).eval()
 
 
 def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
@@ -220,7 +222,7 @@ def _lowered(prepared: nn.Module, strict: bool, every_leaf: bool) -> nn.Module:
 def _check_calibrated(dispatch: Dispatch) -> None:
     """Raise RuntimeError where every call of calibration ran the module's own code."""
     assert isinstance(dispatch.graph, Prepared)
-    observers = list(dispatch.graph.observers)
+    observers = [*dispatch.graph.observers, *dispatch.graph.samples]
     seen = dispatch.graph_calls or any(observer.calibrated for observer in observers)
     if observers and not seen:
         where = f"'{dispatch.name}'" if dispatch.name else "the model"
@@ -266,7 +268,7 @@ def _leaf(
 
     What the graph has seen of the source counts as well: most calls take the graph.
     """
-    own = module.observer is None or module.observer.calibrated
+    own = module.calibrated
     if name not in layers or module.observer is None:
         return module.convert() if own or must_convert else module.module
     seen = [graph.qparams(layer.srcs[0]) for graph, layer in layers[name]]

@@ -17,6 +17,8 @@ from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.module import QModule
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
+from torchq.quantization.recipes.linear import linear_recipe
+from torchq.quantization.recipes.sample import SourceSample
 
 _CONVS: dict[type[nn.Module], type[conv.QConv]] = {
     nn.Conv1d: conv.QConv1d,
@@ -100,7 +102,10 @@ def matmul_from_float(
 
 
 def dynamic_from_float(
-    module: nn.Module, config: QConfig, weight_scale: Tensor | None = None
+    module: nn.Module,
+    config: QConfig,
+    weight_scale: Tensor | None = None,
+    sample: SourceSample | None = None,
 ) -> QModule:
     """Return the dynamic form of a float linear layer or convolution.
 
@@ -108,13 +113,20 @@ def dynamic_from_float(
         module: the float layer.
         config: how to quantize the weight.
         weight_scale: of the weight, where it is known: one, or one per output channel.
+        sample: rows of the source of a linear layer, which then takes the recipe of ``config``.
     """
-    result: QModule = _of_base(_DYNAMIC, module).from_float(
-        module,
-        granularity=config.weight_granularity,
-        bits=config.weight_bits,
-        weight_scale=weight_scale,
-    )
+    options: dict[str, Any] = {
+        "granularity": config.weight_granularity,
+        "bits": config.weight_bits,
+        "weight_scale": weight_scale,
+    }
+    if sample is not None and sample.calibrated and weight_scale is None:
+        assert isinstance(module, nn.Linear)
+        weight, bias, gptq = module.weight.detach(), module.bias, config.recipe == "best"
+        options["recipe"] = linear_recipe(
+            weight, bias, sample, config.weight_granularity, config.weight_bits, gptq
+        )
+    result: QModule = _of_base(_DYNAMIC, module).from_float(module, **options)
     return result
 
 

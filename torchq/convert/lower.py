@@ -285,7 +285,8 @@ class Lowering:
         config = self.plan.config(op.base)
         assert isinstance(op.module, nn.Linear) and config is not None
         with naming(f"{self.plan.prefix}{op.base}"):
-            linear = dynamic_from_float(op.module, config, op.weight_scale)
+            sample = self.prepared.sample(op.base)
+            linear = dynamic_from_float(op.module, config, op.weight_scale, sample)
         if op.post_ops:
             operands = [self.float_of(operand) for operand in op.operands]
             sources += [op.post_ops, operands or None]

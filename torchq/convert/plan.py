@@ -68,7 +68,8 @@ class Plan:
         fuse_attention(self.ops)
         for op in self.ops.values():
             self._read_tokens(op)
-            if _has_dynamic_form(op) and self._no_dynamic_form(op):
+            own = self.config(op.base)
+            if own is not None and own.by_rows and _has_dynamic_form(op):
                 op.role = Role.DYNAMIC
                 for part in op.absorbed:  # no layers, whatever their own configuration
                     part.role = Role.OPAQUE

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torchq.quantization.config import Overrides, QConfig
 from torchq.quantization.observers import HistogramObserver, Observer
 from torchq.quantization.qparams import QParams
 from torchq.quantization.ranges import activation_range
+from torchq.quantization.recipes.sample import SourceSample
 
 _META = (
     *("value", "aten", "owner", "scope", "varying", "static", "positional", "sizes", "phase"),
@@ -33,11 +35,18 @@ class Prepared(nn.Module):
         observers: one for each group of values that will share a scale and zero point.
         graph_module: the traced model; its opaque submodules may be prepared by torchq.eager.
         opaque_names: those submodules.
+        samples: of what dynamic linear layers read, for their recipes.
         torchq_report: what was decided for each module.
     """
 
-    def __init__(self, plan: Plan, opaque: dict[str, nn.Module], rows: list[Row]) -> None:
-        """``opaque``: submodules that were prepared by themselves."""
+    def __init__(
+        self,
+        plan: Plan,
+        opaque: dict[str, nn.Module],
+        samples: dict[str, SourceSample],
+        rows: list[Row],
+    ) -> None:
+        """``opaque``: submodules that were prepared by themselves; ``samples``: by base name."""
         super().__init__()
         self.plan = plan
         self.torchq_report = rows
@@ -58,6 +67,15 @@ class Prepared(nn.Module):
             for node in producers:
                 with graph.inserting_after(twins[node]):
                     graph.call_module(f"torchq_observer_{i}", (twins[node],))
+        self.samples, self._sample_of = nn.ModuleList(samples.values()), dict[str, int]()
+        for i, name in enumerate(samples):
+            self._sample_of[name] = i
+            model.add_submodule(f"torchq_sample_{i}", self.samples[i])
+        for op in plan.ops.values():
+            if op.role is Role.DYNAMIC and op.base in samples:
+                target = f"torchq_sample_{self._sample_of[op.base]}"
+                with graph.inserting_after(twins[op.srcs[0]]):
+                    graph.call_module(target, (twins[op.srcs[0]],))
         self._result_names: dict[str, str] = {}
         for i, (name, node) in enumerate(self._result_nodes()):
             self._result_names[name] = f"torchq_result_{i}"
@@ -81,7 +99,8 @@ class Prepared(nn.Module):
         nodes = plain_nodes(captured.graph, _META)
         opaque = {name: self.graph_module.get_submodule(name) for name in self.opaque_names}
         parts = replace(captured, graph=None), plan._config, plan._overrides  # type: ignore[arg-type]
-        return _rebuild, (nodes, *parts, opaque, self.torchq_report, list(self.observers))
+        samples = {name: self.samples[i] for name, i in self._sample_of.items()}
+        return _rebuild, (nodes, *parts, opaque, samples, self.torchq_report, list(self.observers))
 
     def _result_nodes(self) -> list[tuple[str, fx.Node]]:
         """Return the names of quantized modules to be, and the nodes of their results."""
@@ -125,6 +144,13 @@ class Prepared(nn.Module):
             return observer.qparams_before(function, *options)
         return observer.qparams(*options)
 
+    def sample(self, base: str) -> SourceSample | None:
+        """Return the sample of what a dynamic linear layer reads; None where it has no recipe."""
+        i = self._sample_of.get(base)
+        sample = None if i is None else self.samples[i]
+        assert sample is None or isinstance(sample, SourceSample)
+        return sample
+
     def constant(self, node: fx.Node) -> Tensor:
         """Return the value of a node that does not depend on the inputs."""
         value = node.meta["constant"]
@@ -138,15 +164,39 @@ def _rebuild(
     config: QConfig,
     overrides: Overrides | None,
     opaque: dict[str, nn.Module],
+    samples: dict[str, SourceSample],
     rows: list[Row],
     observers: list[nn.Module],
 ) -> Prepared:
     plan = Plan(replace(captured, graph=graph_of(nodes)), config, overrides)
-    prepared = Prepared(plan, opaque, rows)
+    prepared = Prepared(plan, opaque, samples, rows)
     for i, observer in enumerate(observers):
         prepared.observers[i] = observer
         prepared.graph_module.set_submodule(f"torchq_observer_{i}", observer)
     return prepared.eval()
+
+
+def source_samples(
+    plan: Plan, of_leaf: Callable[[str], SourceSample | None]
+) -> dict[str, SourceSample]:
+    """Return samples of what dynamic linear layers read, by base name.
+
+    Args:
+        plan: with dynamic layers whose configuration has a recipe.
+        of_leaf: qualified name -> the sample of the leaf, which its graph shares, or None.
+    """
+    found: dict[str, SourceSample] = {}
+    for op in plan.ops.values():
+        config, linear = plan.config(op.base), op.module
+        if op.role is not Role.DYNAMIC or not isinstance(linear, nn.Linear):
+            continue
+        if config is not None and config.samples_rows and linear.weight.numel():
+            name = f"{plan.prefix}{op.base}"
+            leaf = of_leaf(name)
+            shared = leaf is not None and leaf.channels == linear.in_features
+            made = leaf if leaf and shared else SourceSample(linear.in_features, name)
+            found.setdefault(op.base, made)
+    return found
 
 
 _CLIPPED = 1 / 8  # of the source's range, at most

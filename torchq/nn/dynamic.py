@@ -11,9 +11,10 @@ from torchq.attributes.options import Granularity, SrcRange
 from torchq.functional.conversions import quantize_weight
 from torchq.functional.linears import RANGES, check_dynamic_weight
 from torchq.functional.packing import PackedWeight, empty_packed, pack_linear
-from torchq.nn.module import QModule
+from torchq.nn.module import QModule, as_source
 from torchq.quantization.qparams import weight_qparams
 from torchq.quantization.ranges import check_choice
+from torchq.quantization.recipes.linear import Recipe
 
 
 class DynamicQLinear(QModule):
@@ -26,6 +27,8 @@ class DynamicQLinear(QModule):
         weight, compensation, pair_bound: see :class:`~torchq.packing.PackedWeight`.
         weight_scale: float32 ``[out_features]``, real units per weight step.
         bias: float32 ``[out_features]``, or absent.
+        src_factor: float32 ``[in_features]`` that the source is multiplied by first, or absent: see
+            :mod:`torchq.quantization.recipes.smoothing`. The weight has their inverses in it.
 
     Shapes:
         src: float32 or bfloat16 ``(*, in_features)``.
@@ -41,6 +44,7 @@ class DynamicQLinear(QModule):
     pair_bound: Tensor
     weight_scale: Tensor
     bias: Tensor | None
+    src_factor: Tensor | None
 
     def __init__(
         self,
@@ -48,10 +52,13 @@ class DynamicQLinear(QModule):
         weight_scale: Tensor,
         bias: Tensor | None,
         src_range: SrcRange = "per_row",
+        src_factor: Tensor | None = None,
+        recipe: str = "",
     ) -> None:
         """``weight_scale`` has one value, or one per output; :meth:`from_float` is the usual way.
 
-        ``src_range`` is what one scale of the source covers, "per_row" or "per_tensor".
+        ``src_range`` is what one scale of the source covers, "per_row" or "per_tensor"; ``recipe``
+        is what the report says of ``src_factor`` and the weight.
         """
         super().__init__()
         check_choice("nn.DynamicQLinear", "src_range", src_range, RANGES)
@@ -64,7 +71,12 @@ class DynamicQLinear(QModule):
         scale = weight_scale.reshape(-1).expand(self.out_features).clone()
         self.register_buffer("weight_scale", scale)
         self.register_buffer("bias", None if bias is None else as_float32(bias.detach()).clone())
-        self._set_spec(weight=list(weight.shape), bias=bias is not None, src_range=src_range)
+        self.register_buffer("src_factor", None if src_factor is None else src_factor.clone())
+        more: dict[str, object] = {"smoothed": True} if src_factor is not None else {}
+        more |= {"recipe": recipe} if recipe else {}
+        self._set_spec(
+            weight=list(weight.shape), bias=bias is not None, src_range=src_range, **more
+        )
 
     @classmethod
     def from_float(
@@ -75,6 +87,7 @@ class DynamicQLinear(QModule):
         granularity: Granularity = "per_channel",
         bits: int = 8,
         weight_scale: Tensor | None = None,
+        recipe: Recipe | None = None,
     ) -> "DynamicQLinear":
         """Quantize the weight symmetrically and pack it.
 
@@ -85,22 +98,27 @@ class DynamicQLinear(QModule):
             granularity: of the weight scale, "per_channel" or "per_tensor".
             bits: of the weight, 8 or 7.
             weight_scale: of the weight, where it is known: one, or one per output.
+            recipe: another weight and bias, for a source that is multiplied by its factors.
         """
-        weight = module.weight.detach()
+        weight, factor, note = module.weight.detach(), None, ""
+        bias: Tensor | None = module.bias
+        if recipe is not None:
+            weight, bias, weight_scale = recipe.weight, recipe.bias, recipe.weight_scale
+            factor, note = recipe.src_factor, recipe.note
         if weight_scale is None:
             weight_scale = weight_qparams(weight, granularity, bits).scale
         packed = pack_linear(quantize_weight(weight, weight_scale.reshape(-1, 1), bits))
-        return cls(packed, weight_scale, module.bias, src_range)
+        return cls(packed, weight_scale, bias, src_range, factor, note)
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "DynamicQLinear":
         """See the base class."""
         outputs, inputs = spec["weight"]
         packed = empty_packed((outputs, inputs))
+        ones = torch.ones(max(inputs, 1), dtype=torch.float32, device="cpu")
         bias = torch.zeros(outputs, dtype=torch.float32, device="cpu") if spec["bias"] else None
-        return cls(
-            packed, torch.ones(1, dtype=torch.float32, device="cpu"), bias, spec["src_range"]
-        )
+        factor = ones[:inputs] if spec.get("smoothed") else None
+        return cls(packed, ones[:1], bias, spec["src_range"], factor, spec.get("recipe", ""))
 
     def packed(self) -> PackedWeight:
         """Return the weight with the shape it was packed from."""
@@ -118,8 +136,11 @@ class DynamicQLinear(QModule):
         Post-ops, the text of a :class:`torchq.PostOps`, and their sources are those of
         :func:`torchq.functional.dynamic_linear`.
         """
+        src, factor = input, self.src_factor
+        if factor is not None:
+            src = input.float() * factor
         dst: Tensor = torch.ops.torchq.dynamic_linear(
-            input,
+            src,
             self.weight,
             self.compensation,
             self.pair_bound,
@@ -130,8 +151,10 @@ class DynamicQLinear(QModule):
             post_ops,
             post_op_srcs,
         )
-        return dst
+        return as_source(dst, input)
 
     def extra_repr(self) -> str:
         """Shapes and ranges on one line."""
-        return f"{self.read_spec()['weight']}, src_range={self.read_spec()['src_range']}"
+        spec = self.read_spec()
+        note = f", {spec['recipe']}" if "recipe" in spec else ""
+        return f"{spec['weight']}, src_range={spec['src_range']}{note}"

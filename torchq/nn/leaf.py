@@ -284,7 +284,12 @@ class QuantizedLeaf(Leaf, QModule):
                 values = values - zero_point.reshape(channels if zero_point.numel() > 1 else [1])
         scale: Tensor = self.layer.weight_scale  # type: ignore[assignment]
         values = values * scale.reshape(channels if scale.numel() > 1 else [1])
-        values = values.reshape(self._shape).to(self._dtype)
+        values = values.reshape(self._shape)
+        if hasattr(self.layer, "src_factor"):
+            factor: Tensor | None = self.layer.src_factor  # type: ignore[assignment]
+            if factor is not None:
+                values = values * factor
+        values = values.to(self._dtype)
         return values.t() if self._turned else values
 
     def _bias_values(self) -> Tensor | None:

@@ -14,6 +14,7 @@ from torchq.nn.leaf import Leaf, QuantizedLeaf, constants_of, without_padding
 from torchq.nn.module import QModule
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
+from torchq.quantization.recipes.sample import SourceSample
 
 
 class ObservedLeaf(Leaf):
@@ -21,7 +22,8 @@ class ObservedLeaf(Leaf):
 
     Attributes:
         module: the float layer.
-        observer: of its source; None in a dynamic configuration.
+        observer: of its source; None where its rows are quantized one by one.
+        sample: of its source, for the recipe of a linear layer; None where there is none.
         config: how to quantize source and weight.
         name: qualified, of the float module.
         contiguous: make the result contiguous, for code that calls ``view``.
@@ -33,7 +35,11 @@ class ObservedLeaf(Leaf):
         """Start without data."""
         super().__init__()
         self.module, self.config, self.name, self.contiguous = module, config, name, contiguous
-        self.observer = None if config.dynamic else config.make_observer(name)
+        by_rows = config.dynamic or (isinstance(module, nn.Linear) and config.by_rows)
+        self.observer = None if by_rows else config.make_observer(name)
+        self.sample = None
+        if isinstance(module, nn.Linear) and config.samples_rows and module.weight.numel():
+            self.sample = SourceSample(module.in_features, name)
         self._fix(constants_of(module))
 
     def _weight_shape(self) -> torch.Size:
@@ -52,12 +58,18 @@ class ObservedLeaf(Leaf):
 
     def forward(self, input: Tensor) -> Tensor:
         """Record the source; the argument has the name that ``torch.nn`` gives it."""
-        if self.observer is not None:
-            self.observer(input)
+        for recorder in (self.observer, self.sample):
+            if recorder is not None:
+                recorder(input)
         dst: Tensor = self.module(input)
         if self.contiguous or isinstance(self.module, nn.Linear):
             return dst.contiguous()
         return dst.movedim(1, -1).contiguous().movedim(-1, 1)
+
+    @property
+    def calibrated(self) -> bool:
+        """Return whether its own calls have recorded all that its conversion needs."""
+        return all(one is None or one.calibrated for one in (self.observer, self.sample))
 
     def qparams(self) -> QParams:
         """Return parameters of the source, as observed.
@@ -90,5 +102,5 @@ class ObservedLeaf(Leaf):
         module: Any = without_padding(self.module)
         config = self.config
         if src is None:
-            return dynamic_from_float(module, config)
+            return dynamic_from_float(module, config, sample=self.sample)
         return matmul_from_float(module, src, None, config, PostOps(), contiguous=self.contiguous)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantizes a model within a budget of accuracy, by the user's own metric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from glob import escape
+
+from torch import nn
+
+from torchq.analysis.accuracy import sensitivity
+from torchq.attributes.options import RECIPES
+from torchq.convert.api import quantize
+from torchq.nn.inputs import Inputs, batches
+from torchq.quantization.config import Overrides, QConfig
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A quantized model that was tried.
+
+    Attributes:
+        recipe: of its configuration.
+        in_float: names of layers that were kept float beside those of ``overrides``.
+        score: what ``evaluate`` returned.
+    """
+
+    recipe: str
+    in_float: tuple[str, ...]
+    score: float
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The first quantized model within the budget.
+
+    Attributes:
+        model: quantized.
+        baseline: score of the float model.
+        trials: in order; the last one is ``model``.
+    """
+
+    model: nn.Module
+    baseline: float
+    trials: tuple[Trial, ...]
+
+    def __str__(self) -> str:
+        """One line for the float model and for each trial."""
+        lines = [f"{self.baseline:.6g}  float"]
+        for trial in self.trials:
+            kept = f", in float: {', '.join(trial.in_float)}" if trial.in_float else ""
+            lines.append(f"{trial.score:.6g}  {trial.recipe}{kept}")
+        return "\n".join(lines)
+
+
+def tune(
+    model: nn.Module,
+    data: Sequence[Inputs],
+    evaluate: Callable[[nn.Module], float],
+    max_drop: float,
+    example_inputs: Inputs | None = None,
+    config: QConfig | None = None,
+    overrides: Overrides | None = None,
+) -> Tuned:
+    """Return the first quantized model that ``evaluate`` scores at most ``max_drop`` lower.
+
+    The recipes "fast", "accurate" and "best" come first. Where none is good enough, "best" keeps
+    one more layer float at a time, in the order of :func:`torchq.sensitivity` on the first batch.
+
+    Args:
+        model: float32, in eval mode.
+        data: batches to calibrate with. Evaluate on others.
+        evaluate: returns a score of a model; higher is better.
+        max_drop: how much lower than the float model's score is good enough.
+        example_inputs: as for :func:`torchq.prepare`; the default is the first batch.
+        config: how to quantize; its recipe is where the search begins.
+        overrides: exceptions, by name, in each trial.
+
+    Raises:
+        ValueError: ``max_drop`` is negative, or more is lost with every layer in float.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+        >>> x, data = torch.randn(64, 16), [torch.randn(32, 16) for _ in range(4)]
+        >>> expected = model(x).argmax(1)
+        >>> def evaluate(model):
+        ...     return float((model(x).argmax(1) == expected).float().mean())
+        >>> tuned = torchq.tune(model, data, evaluate, max_drop=0.1)
+        >>> tuned.trials[-1].score >= tuned.baseline - 0.1
+        True
+    """
+    if not max_drop >= 0:
+        raise ValueError(
+            f"torchq.tune: max_drop must be >= 0, got {max_drop}. It is the part of the score that "
+            "may be lost, such as 0.005."
+        )
+    config, overrides = QConfig() if config is None else config, dict(overrides or {})
+    data = list(batches("tune", data, progress=False))
+    example = data[0] if example_inputs is None else example_inputs
+    baseline, trials = evaluate(model), list[Trial]()
+
+    def tried(recipe: str, in_float: tuple[str, ...]) -> Tuned | None:
+        chosen = replace(config, recipe=recipe)  # type: ignore[arg-type]
+        kept = overrides | dict.fromkeys(map(escape, in_float))
+        quantized = quantize(model, data, example, chosen, kept)
+        trials.append(Trial(recipe, in_float, evaluate(quantized)))
+        enough = trials[-1].score >= baseline - max_drop
+        return Tuned(quantized, baseline, tuple(trials)) if enough else None
+
+    for recipe in RECIPES[RECIPES.index(config.recipe) :]:
+        if found := tried(recipe, ()):
+            return found
+    best = replace(config, recipe="best")
+    ranking = sensitivity(model, data[:1], example, best, overrides, progress=False)
+    names = tuple(layer.name for layer in ranking)
+    for count in range(1, len(names) + 1):
+        if found := tried("best", names[:count]):
+            return found
+    raise ValueError(
+        f"torchq.tune: max_drop must be reached with every layer in float, got {trials[-1].score} "
+        f"beside {baseline} of the float model. Check that evaluate returns the same for the same "
+        "model, or allow more."
+    )

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses what is done to a linear layer whose source is quantized row by row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchq.attributes.options import Granularity
+from torchq.quantization.qparams import weight_qparams
+from torchq.quantization.recipes.rounding import rounded
+from torchq.quantization.recipes.sample import SourceSample
+from torchq.quantization.recipes.smoothing import ALPHAS, smoothing_factors
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A linear layer that computes the same from another source, weight and bias.
+
+    Attributes:
+        weight: float32 ``[out_features, in_features]``; of GPTQ, multiples of ``weight_scale``.
+        bias: float32 ``[out_features]``, or None.
+        weight_scale: of the weight, one or one per output channel.
+        src_factor: float32 ``[in_features]`` that the source is multiplied by; None for none.
+        note: for the report.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    weight_scale: Tensor
+    src_factor: Tensor | None
+    note: str
+
+
+def linear_recipe(
+    weight: Tensor,
+    bias: Tensor | None,
+    sample: SourceSample,
+    granularity: Granularity,
+    bits: int,
+    gptq: bool,
+) -> Recipe:
+    """Return the recipe whose int8 result is nearest to the float one on a sample of the source.
+
+    Smoothing is tried with each of :data:`ALPHAS` and without; the mean error of each output that
+    is left goes into the bias.
+
+    Args:
+        weight: float32 ``[out_features, in_features]``.
+        bias: of the layer.
+        sample: of its source, with at least one row.
+        granularity: of the weight scale.
+        bits: of the weight.
+        gptq: round the weight with :func:`~torchq.quantization.recipes.rounding.rounded`.
+    """
+    trial = _Trial(weight, sample, granularity, bits)
+    tried = [trial.run(alpha, gptq=False) for alpha in (0.0, *ALPHAS)]
+    best = min(tried, key=lambda one: one.noise)
+    if gptq:  # not for each alpha: what fits the sample best suits other rows less
+        best = trial.run(best.alpha, gptq)
+    note = f"smoothing {best.alpha:g}{', GPTQ' if gptq else ''}"
+    note += f", {trial.decibels(tried[0].noise)} -> {trial.decibels(best.noise)}"
+    factor = None if best.factors is None else 1 / best.factors
+    bias = -best.shift if bias is None else bias.detach() - best.shift
+    return Recipe(best.weight, bias, best.scale.reshape(-1), factor, note)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """An attempt: the weight, what it was divided by, and the error of its results."""
+
+    alpha: float
+    factors: Tensor | None
+    weight: Tensor
+    scale: Tensor
+    noise: float
+    shift: Tensor
+
+
+class _Trial:
+    """Computes a layer on a sample of its source, in float and as int8 would."""
+
+    def __init__(
+        self, weight: Tensor, sample: SourceSample, granularity: Granularity, bits: int
+    ) -> None:
+        self._weight, self._sample = weight, sample
+        self._granularity, self._bits = granularity, bits
+        self._expected = sample.kept @ weight.t()
+
+    def run(self, alpha: float, gptq: bool) -> _Tried:
+        """Return what smoothing with ``alpha`` comes to; 0 stands for none."""
+        factors, src, weight = None, self._sample.kept, self._weight
+        if alpha:
+            factors = smoothing_factors(self._sample.largest, weight, alpha)
+            src, weight = src / factors, weight * factors
+        limit = 2 ** (self._bits - 1) - 1
+        scale = weight_qparams(weight, self._granularity, self._bits).scale.reshape(-1, 1)
+        near = (weight / scale).round().clamp(-limit, limit) * scale
+        if gptq:
+            weight = near = rounded(weight, scale, src, limit)
+        error = (quantized_rows(src) @ near.t() - self._expected).double()
+        noise, shift = float(error.square().sum()), error.mean(0).float()
+        return _Tried(alpha, factors, weight, scale, noise, shift)
+
+    def decibels(self, noise: float) -> str:
+        """Return the SQNR of the layer's result as text."""
+        power = float(self._expected.double().square().sum())
+        if noise == 0 or power == 0:
+            return "inf dB" if noise == 0 else "-inf dB"
+        return f"{10 * math.log10(power / noise):.1f} dB"
+
+
+def quantized_rows(rows: Tensor) -> Tensor:
+    """Return what uint8 with a scale and zero point for each row makes of the rows."""
+    low, high = (end.unsqueeze(1) for end in torch.aminmax(rows, dim=1))
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    scale = torch.where(high > low, (high - low) / 255, 1.0)
+    zero_point = (-low / scale).round()
+    return ((rows / scale + zero_point).round().clamp(0, 255) - zero_point) * scale

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SmoothQuant: large channels of a linear layer's source become smaller, their weights larger.
+
+With one positive factor ``s`` per input channel, ``x @ W.T == (x / s) @ (W * s).T``. One scale for
+a row suits ``x / s`` better where
+
+    s[k] = max|x[:, k]| ** alpha / max|W[:, k]| ** (1 - alpha)
+
+(Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
+Models", ICML 2023). ``alpha`` moves difficulty from the source to the weight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""What each layer chooses from, beside no smoothing."""
+
+_SMALLEST = 2.0**-20  # of a channel, beside the largest one
+
+
+def smoothing_factors(largest: Tensor, weight: Tensor, alpha: float) -> Tensor:
+    """Return ``s``, one float32 factor per input channel, whose geometric mean is about 1.
+
+    All are powers of two, so that products with them are exact. Channels without values or weights
+    count as very small ones.
+
+    Args:
+        largest: magnitude of each channel of the source, ``[in_features]``.
+        weight: ``[out_features, in_features]``.
+        alpha: between 0 and 1.
+    """
+    source, column = _positive(largest), _positive(weight.abs().amax(0))
+    exponent = alpha * source.log2() - (1 - alpha) * column.log2()
+    return torch.exp2((exponent - exponent.mean()).round()).float()
+
+
+def _positive(values: Tensor) -> Tensor:
+    values = values.double()
+    return values.clamp(min=max(float(values.max()) * _SMALLEST, torch.finfo(torch.float32).tiny))
