@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from torchq.attributes.post_ops import PostOps
+from torchq.convert.ops import append_clip
 from torchq.nn import conv, conv_transpose, dynamic, dynamic_conv, linear, pooling, resample
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.module import QModule
@@ -153,14 +152,3 @@ def post_op_chain(
         else:
             chain.append_sum(float(residual.scale), int(residual.zero_point), residual.dtype)
     return chain if clip is None else append_clip(chain, clip)
-
-
-def append_clip(chain: PostOps, clip: tuple[float, float]) -> PostOps:
-    """Append a relu or clip to the chain and return it."""
-    if clip == (0.0, math.inf):
-        chain.append_eltwise("relu")
-    else:
-        largest = torch.finfo(torch.float32).max  # a clip has no infinite bounds
-        low, high = (min(max(bound, -largest), largest) for bound in clip)
-        chain.append_eltwise("clip", low, high)
-    return chain

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuses into dynamic linear layers the functions and additions behind them."""
+"""Makes operations dynamic; linear layers take over the functions and additions behind them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from torch import fx, nn
 
 from torchq.attributes.options import EltwiseAlg
 from torchq.attributes.post_ops import PostOps
-from torchq.convert.from_float import append_clip
-from torchq.convert.ops import Op, Role, clip_bounds
-from torchq.nn.float_modules import Add
+from torchq.convert.ops import Op, Role, append_clip, clip_bounds
+from torchq.nn.float_modules import Add, Attention
 
 _FUNCTIONS: dict[type, tuple[EltwiseAlg, float]] = {
     nn.Tanh: ("tanh", 0.0),
@@ -22,7 +21,20 @@ _FUNCTIONS: dict[type, tuple[EltwiseAlg, float]] = {
 """Class of a module -> algorithm and alpha of its post-op."""
 
 
-def fuse_post_ops(op: Op, ops: dict[fx.Node, Op]) -> None:
+def make_dynamic(op: Op, ops: dict[fx.Node, Op]) -> None:
+    """Make attention dynamic, or a linear layer that is no module of the model."""
+    linear = op.role is Role.MATMUL and isinstance(op.module, nn.Linear)
+    linear = linear and op.node.op != "call_module"
+    if not linear and not (op.role is Role.PRODUCT and isinstance(op.module, Attention)):
+        return
+    op.role = Role.DYNAMIC
+    for part in op.absorbed:  # no layers, whatever their own configuration
+        part.role = Role.OPAQUE
+    if linear:
+        _fuse_post_ops(op, ops)
+
+
+def _fuse_post_ops(op: Op, ops: dict[fx.Node, Op]) -> None:
     """Extend a dynamic linear layer by what alone reads it: a function, an addition, or both."""
     chain, position = PostOps(), {node: i for i, node in enumerate(ops)}
     while (post_op := _only_reader(op.dst, ops)) is not None:

@@ -13,7 +13,6 @@ from torch import fx, nn
 
 from torchq.attributes.post_ops import PostOps
 from torchq.convert.from_float import (
-    append_clip,
     dynamic_from_float,
     matmul_from_float,
     naming,
@@ -23,7 +22,7 @@ from torchq.convert.from_float import (
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_data import is_reserved
 from torchq.convert.graph_module import QuantizedGraph
-from torchq.convert.ops import Op, Role
+from torchq.convert.ops import Op, Role, append_clip, is_resampling, reads_strides
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared, shared_qparams
 from torchq.nn.attention import DynamicQAttention, QAttention
@@ -35,8 +34,6 @@ from torchq.nn.module import QModule
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.quantization.qparams import QParams
-
-_OF_STRIDES = ("as_strided", "as_strided_copy", "as_strided_scatter", "view_as_complex")
 
 
 class Lowering:
@@ -165,7 +162,7 @@ class Lowering:
             return self._flat(op, dst)
         if op.role is Role.PAD:
             return self._call(op.name, QPad(qparams), src, self._padding(op))
-        signed = qparams.dtype == torch.int8 and _is_resampling(op)
+        signed = qparams.dtype == torch.int8 and is_resampling(op)
         if signed:  # torch interpolates uint8, but not int8; TorchScript has no view(dtype)
             src = self.graph.call_method("to", (src, torch.uint8))  # the same bytes
         dst = self._copy(op.node, lambda n: src if n is op.srcs[0] else self.any_of(n))
@@ -202,7 +199,7 @@ class Lowering:
     def _copy(self, node: fx.Node, form: Any = None) -> fx.Node:
         """Return the node as it is in the float model."""
         form = form or self.float_of
-        copied = self.graph.node_copy(node, self._in_order(form) if _reads_strides(node) else form)
+        copied = self.graph.node_copy(node, self._in_order(form) if reads_strides(node) else form)
         if node.op == "get_attr":
             value = operator.attrgetter(str(node.target))(self.plan.captured.model)
             # not the original name: its module may be a quantized one, with a weight of its own
@@ -320,16 +317,6 @@ class Lowering:
         if made or not alone:
             return self.int8_of(node)
         return self.float_of(node)
-
-
-def _reads_strides(node: fx.Node) -> bool:
-    """Return whether a call reads other elements where its source has other strides."""
-    name = str(node.meta.get("aten")).partition("::")[2]
-    return name.partition(".")[0] in _OF_STRIDES or name == "view.dtype"
-
-
-def _is_resampling(op: Op) -> bool:
-    return op.role is Role.MOVE and "upsample_nearest" in str(op.node.meta["aten"])
 
 
 QParamsOf = Callable[[fx.Node], QParams]

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, fx, nn
 
 from torchq.attributes.arguments import FLOATS
+from torchq.attributes.post_ops import PostOps
 
 
 class Role(enum.Enum):
@@ -35,6 +37,7 @@ class Role(enum.Enum):
 
 
 Mask: TypeAlias = fx.Node | tuple[fx.Node, float, float]
+_OF_STRIDES = ("as_strided", "as_strided_copy", "as_strided_scatter", "view_as_complex")
 NOT_FINITE = "its constant is not finite"
 """Why a sum stays float that is no mask of attention."""
 
@@ -161,6 +164,28 @@ def clip_bounds(module: nn.Module | None) -> tuple[float, float] | None:
     if isinstance(module, nn.Hardtanh):  # ReLU6 is one
         return float(module.min_val), float(module.max_val)
     return (0.0, math.inf) if isinstance(module, nn.ReLU) else None
+
+
+def append_clip(chain: PostOps, clip: tuple[float, float]) -> PostOps:
+    """Append a relu or clip to the chain and return it."""
+    if clip == (0.0, math.inf):
+        chain.append_eltwise("relu")
+    else:
+        largest = torch.finfo(torch.float32).max  # a clip has no infinite bounds
+        low, high = (min(max(bound, -largest), largest) for bound in clip)
+        chain.append_eltwise("clip", low, high)
+    return chain
+
+
+def is_resampling(op: Op) -> bool:
+    """Return whether it repeats elements to reach another size."""
+    return op.role is Role.MOVE and "upsample_nearest" in str(op.node.meta["aten"])
+
+
+def reads_strides(node: fx.Node) -> bool:
+    """Return whether a call reads other elements where its source has other strides."""
+    name = str(node.meta.get("aten")).partition("::")[2]
+    return name.partition(".")[0] in _OF_STRIDES or name == "view.dtype"
 
 
 def is_float(node: fx.Node) -> bool:

@@ -20,26 +20,18 @@ from torch import Tensor, fx, nn
 from torchq.convert.fake import Fixed, fixed_qparams, is_per_token, same
 from torchq.convert.fuse import Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
-from torchq.convert.fuse_dynamic import fuse_post_ops
+from torchq.convert.fuse_dynamic import make_dynamic
 from torchq.convert.graph import Captured
 from torchq.convert.module_kinds import NO_DYNAMIC_FORM, is_self_contained, why_float
 from torchq.convert.ops import Op, Role, clip_bounds
 from torchq.convert.phases import coarse_phases
 from torchq.convert.recognize import recognize
 from torchq.nn.fake_quantize import FakeQuantize
-from torchq.nn.float_modules import Attention, Cat
+from torchq.nn.float_modules import Cat
 from torchq.quantization.config import Overrides, QConfig, resolve
 
 _HARD = (Role.MATMUL, Role.PRODUCT)  # what int8 is for: they quantize what they read
 _KEEPING = (Role.MOVE, Role.PASS, Role.POOL, Role.PAD)
-
-
-def _has_dynamic_form(op: Op) -> bool:
-    """Attention, and linear layers that are no modules of the model: those stand alone."""
-    if op.role is Role.PRODUCT:
-        return isinstance(op.module, Attention)
-    linear = op.role is Role.MATMUL and isinstance(op.module, nn.Linear)
-    return linear and op.node.op != "call_module"
 
 
 class Plan:
@@ -69,12 +61,8 @@ class Plan:
         for op in self.ops.values():
             self._read_tokens(op)
             own = self.config(op.base)
-            if own is not None and own.by_rows and _has_dynamic_form(op):
-                op.role = Role.DYNAMIC
-                for part in op.absorbed:  # no layers, whatever their own configuration
-                    part.role = Role.OPAQUE
-                if isinstance(op.module, nn.Linear):
-                    fuse_post_ops(op, self.ops)
+            if own is not None and own.by_rows:
+                make_dynamic(op, self.ops)
         self.self_contained = self._find_self_contained()
         self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
