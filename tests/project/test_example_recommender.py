@@ -14,7 +14,7 @@ import torch
 import torchq
 from torchq.nn import QEmbeddingBag
 
-RUN = Path(__file__).parents[1] / "examples" / "recommender" / "run.py"
+RUN = Path(__file__).parents[2] / "examples" / "recommender" / "run.py"
 
 pytestmark = pytest.mark.skipif(not RUN.exists(), reason="not in a source tree")
 
