@@ -228,7 +228,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         "float16",
     ),
     "float16": ({"dtype": torch.float16}, "dtype must be torch.qint8.*got torch.float16.*int8"),
-    "quint8": ({"dtype": torch.quint8}, "got torch.quint8"),
+    "qint32": ({"dtype": torch.qint32}, "got torch.qint32"),
     "mapping": ({"mapping": {}}, "mapping must be None"),
 }
 

@@ -215,7 +215,8 @@ def test_float_modes_of_the_caller_count_for_nothing(isa: str) -> None:
     same_bits(got, expected)
     tiny = pack_embedding(packed.unpack()[0], torch.full((40,), 1e-41), torch.zeros(40))
     with flushing_denormals():
-        assert TF.embedding(indices, tiny).any()
+        got = TF.embedding(indices, tiny)
+    assert got.any()
 
 
 # Packing
@@ -260,7 +261,7 @@ def test_sums_are_those_of_torch_ao(bits: int) -> None:
         torch.tensor([0, 9, 9]),
         torch.rand(90),
     )
-    expected = getattr(ops_quantized(), f"embedding_bag_{name}")(
+    expected = getattr(ops_quantized(), f"embedding_bag_{name}_rowwise_offsets")(
         theirs, indices, offsets, False, 0, False, factors, None, False
     )
     packed = PackedEmbedding(theirs, 64, bits)  # type: ignore[arg-type]
