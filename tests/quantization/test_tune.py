@@ -88,3 +88,9 @@ def test_a_negative_budget_is_an_error(drop):
     model, data = model_and_data()
     with pytest.raises(ValueError, match=r"max_drop must be >= 0"):
         torchq.tune(model, data, scores([], []), max_drop=drop)
+
+
+def test_a_score_that_is_not_finite_is_an_error():
+    model, data = model_and_data()
+    with pytest.raises(ValueError, match=r"evaluate must give the float model a finite score"):
+        torchq.tune(model, data, scores([float("inf")], []), max_drop=1)

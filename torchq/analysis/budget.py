@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
@@ -78,7 +79,7 @@ def tune(
         overrides: exceptions, by name, in each trial.
 
     Raises:
-        ValueError: ``max_drop`` is negative, or more is lost with every layer in float.
+        ValueError: ``max_drop`` is negative, the float model's score is not finite, or more is lost with every layer in float.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
@@ -99,6 +100,11 @@ def tune(
     data = list(batches("tune", data, progress=False))
     example = data[0] if example_inputs is None else example_inputs
     baseline, trials = evaluate(model), list[Trial]()
+    if not math.isfinite(baseline):
+        raise ValueError(
+            f"torchq.tune: evaluate must give the float model a finite score, got {baseline}. Score "
+            "by labels, say: the SQNR of the float model beside itself is infinite."
+        )
 
     def tried(recipe: str, in_float: tuple[str, ...]) -> Tuned | None:
         chosen = replace(config, recipe=recipe)  # type: ignore[arg-type]
