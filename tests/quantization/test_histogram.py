@@ -276,9 +276,9 @@ def test_searches_are_fast(criterion, integers, symmetric):
     h = histogram_of(heavy_tailed())
     best = math.inf
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()
         best_range(h, criterion, integers, symmetric)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.thread_time() - start)
     assert best < 0.05
 
 
