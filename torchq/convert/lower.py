@@ -102,8 +102,8 @@ class Lowering:
             return self.float_of(op.srcs[0]) if op.role is Role.PASS else self._copy(node)
         if node in self._int8 or node in self.plan.fakes or (joined and self.plan.is_int8(node)):
             src = self.int8_of(node)
-            real = self._call(f"{node.name}_dequantize", Dequantize(self.qparams(node)), src)
-            return self._rounded_as(node, real)
+            name, dequantize = f"{node.name}_dequantize", Dequantize(self.qparams(node))
+            return self._as_in_model(node, self._call(name, dequantize, src))
         if op is not None and op.role is Role.PASS:
             return self.float_of(op.srcs[0])
         return self._copy(node)
@@ -121,11 +121,12 @@ class Lowering:
             node = part.srcs[0]
         return node is not op.node and node.op != "get_attr" and not self.plan.comes_as_int8(node)
 
-    def _rounded_as(self, node: fx.Node, made: fx.Node) -> fx.Node:
-        """Return a float32 result in the dtype that the float model gives there."""
-        if node.meta["value"].dtype != torch.bfloat16:
-            return made
-        return self.graph.call_method("to", (made, torch.bfloat16))
+    def _as_in_model(
+        self, node: fx.Node, made: fx.Node, given: torch.dtype = torch.float32
+    ) -> fx.Node:
+        """Return a result of a ``given`` dtype in that which it has in the float model."""
+        dtype = node.meta["value"].dtype
+        return made if dtype == given else self.graph.call_method("to", (made, dtype))
 
     def any_of(self, node: fx.Node) -> fx.Node:
         """Any form, of a value whose shape is asked for."""
@@ -165,7 +166,7 @@ class Lowering:
             return self._flat(op, dst)
         if op.role is Role.PAD:
             return self._call(op.name, QPad(qparams), src, self._padding(op))
-        signed = qparams.dtype == torch.int8 and _is_resampling(op)
+        signed = qparams.dtype == torch.int8 and "upsample_nearest" in str(op.node.meta["aten"])
         if signed:  # torch interpolates uint8, but not int8; TorchScript has no view(dtype)
             src = self.graph.call_method("to", (src, torch.uint8))  # the same bytes
         dst = self._copy(op.node, lambda n: src if n is op.srcs[0] else self.any_of(n))
@@ -258,10 +259,8 @@ class Lowering:
         with naming(f"{self.plan.prefix}{layer.op.base}"):
             module = quantized(layer, self.plan, self.qparams)
         dst = self._flat(layer.op, self._call(layer.name, module, *self._sources(layer)))
-        if self.plan.emits_int8(layer):
-            self._int8[layer.dst] = dst
-        else:
-            self._float[layer.dst] = self._rounded_as(layer.dst, dst)
+        form = self._int8 if self.plan.emits_int8(layer) else self._float
+        form[layer.dst] = dst if form is self._int8 else self._as_in_model(layer.dst, dst)
 
     def _sources(self, layer: Layer) -> list[Any]:
         """Return what the layer's module is called with."""
@@ -278,7 +277,7 @@ class Lowering:
         if isinstance(op.module, Attention):
             sources += self._attention_arguments(op)
             dst = self._call(op.name, DynamicQAttention(op.module.options), *sources)
-            return self._rounded_as(op.node, dst)
+            return self._as_in_model(op.node, dst, op.srcs[0].meta["value"].dtype)
         config = self.plan.config(op.base)
         assert isinstance(op.module, nn.Linear) and config is not None
         with naming(f"{self.plan.prefix}{op.base}"):
@@ -319,10 +318,6 @@ def _reads_strides(node: fx.Node) -> bool:
     """Return whether a call reads other elements where its source has other strides."""
     name = str(node.meta.get("aten")).partition("::")[2]
     return name.partition(".")[0] in _OF_STRIDES or name == "view.dtype"
-
-
-def _is_resampling(op: Op) -> bool:
-    return op.role is Role.MOVE and "upsample_nearest" in str(op.node.meta["aten"])
 
 
 QParamsOf = Callable[[fx.Node], QParams]
