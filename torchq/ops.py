@@ -51,10 +51,10 @@ def _check_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     for argument, value in [*zip(names, args, strict=False), *kwargs.items()]:
         dtypes = DTYPES if argument == "dst_dtype" and name != "rnn" else _STORED
         if argument in ("dst_dtype", "h_n_dtype") and value is not None and value not in dtypes:
-            known = ", ".join(f"{code} ({str(d)[6:]})" for code, d in dtypes.items())
             raise NotImplementedError(
-                f"torchq.{name}: dst_dtype must be {' or '.join(known.rsplit(', ', 1))}, got "
-                f"{value}. The nearest supported destination is float32."
+                f"torchq.{name}: dst_dtype must be 0 (uint8), 1 (int8), 3 (int32), 6 (float32) or, "
+                f"of an op with one result, 15 (bfloat16), got {value}. The nearest supported "
+                "destination is float32."
             )
         for tensor in value if isinstance(value, list | tuple) else [value]:
             if isinstance(tensor, Tensor):

@@ -99,8 +99,8 @@ class Lowering:
             return self.float_of(op.srcs[0]) if op.role is Role.PASS else self._copy(node)
         if node in self._int8 or node in self.plan.fakes or (joined and self.plan.is_int8(node)):
             src = self.int8_of(node)
-            real = self._call(f"{node.name}_dequantize", Dequantize(self.qparams(node)), src)
-            return self._rounded_as(node, real)
+            name, dequantize = f"{node.name}_dequantize", Dequantize(self.qparams(node))
+            return self._as_in_model(node, self._call(name, dequantize, src))
         if op is not None and op.role is Role.PASS:
             return self.float_of(op.srcs[0])
         return self._copy(node)
@@ -118,11 +118,12 @@ class Lowering:
             node = part.srcs[0]
         return node is not op.node and node.op != "get_attr" and not self.plan.comes_as_int8(node)
 
-    def _rounded_as(self, node: fx.Node, made: fx.Node) -> fx.Node:
-        """Return a float32 result in the dtype that the float model gives there."""
-        if node.meta["value"].dtype != torch.bfloat16:
-            return made
-        return self.graph.call_method("to", (made, torch.bfloat16))
+    def _as_in_model(
+        self, node: fx.Node, made: fx.Node, given: torch.dtype = torch.float32
+    ) -> fx.Node:
+        """Return a result of a ``given`` dtype in that which it has in the float model."""
+        dtype = node.meta["value"].dtype
+        return made if dtype == given else self.graph.call_method("to", (made, dtype))
 
     def any_of(self, node: fx.Node) -> fx.Node:
         """Any form, of a value whose shape is asked for."""
@@ -258,10 +259,8 @@ class Lowering:
         if layer.op.size is not None and layer.role is Role.MATMUL:
             size["output_padding"] = fx.node.map_arg(layer.op.size, self.any_of)
         dst = self._flat(layer.op, self._call(layer.name, module, *sources, **size))
-        if self.plan.emits_int8(layer):
-            self._int8[layer.dst] = dst
-        else:
-            self._float[layer.dst] = self._rounded_as(layer.dst, dst)
+        form = self._int8 if self.plan.emits_int8(layer) else self._float
+        form[layer.dst] = dst if form is self._int8 else self._as_in_model(layer.dst, dst)
 
     def _sources(self, layer: Layer) -> list[Any]:
         """Return what the layer's module is called with."""
@@ -278,7 +277,7 @@ class Lowering:
         if isinstance(op.module, Attention):
             sources += self._attention_arguments(op)
             dst = self._call(op.name, DynamicQAttention(op.module.options), *sources)
-            return self._rounded_as(op.node, dst)
+            return self._as_in_model(op.node, dst, op.srcs[0].meta["value"].dtype)
         config = self.plan.config(op.base)
         assert isinstance(op.module, nn.Linear) and config is not None
         with naming(f"{self.plan.prefix}{op.base}"):

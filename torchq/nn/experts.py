@@ -22,9 +22,9 @@ class QExperts(QModule):
     ``e = index[row, k]``.
 
     Shapes:
-        hidden_states: float32 ``(rows, features)``.
+        hidden_states: float32 or bfloat16 ``(rows, features)``.
         top_k_index: int64 ``(rows, k)``, the experts of a row; others than experts count nothing.
-        top_k_weights: float32 ``(rows, k)``.
+        top_k_weights: float32 or bfloat16 ``(rows, k)``.
     """
 
     def __init__(self, up: list[nn.Module], down: list[nn.Module], gate: nn.Module | None) -> None:
@@ -78,5 +78,5 @@ class QExperts(QModule):
             inner = self.up[expert](hidden_states[rows])
             inner = gate._apply_gate(inner) if gate.has_gate else gate.act_fn(inner)
             result = self.down[expert](inner) * top_k_weights[rows, place, None]
-            dst.index_add_(0, rows, result)
+            dst.index_add_(0, rows, result.to(dst.dtype))
         return dst

@@ -96,4 +96,6 @@ at::Tensor conv_transpose(
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::conv_transpose>(m, "conv_transpose"); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) {
+  torchq::implement<&torchq::conv_transpose>(m, "conv_transpose");
+}

@@ -183,4 +183,6 @@ at::Tensor dynamic_linear(const at::Tensor& src_arg, const at::Tensor& weight,
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::dynamic_linear>(m, "dynamic_linear"); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) {
+  torchq::implement<&torchq::dynamic_linear>(m, "dynamic_linear");
+}

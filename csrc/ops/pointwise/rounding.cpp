@@ -127,4 +127,6 @@ at::Tensor reorder_rounded(const at::Tensor& src, const at::Tensor& scales,
 }  // namespace
 }  // namespace torchq
 
-TORCH_LIBRARY_IMPL(torchq, CPU, m) { torchq::implement<&torchq::reorder_rounded>(m, "reorder_rounded"); }
+TORCH_LIBRARY_IMPL(torchq, CPU, m) {
+  torchq::implement<&torchq::reorder_rounded>(m, "reorder_rounded");
+}
