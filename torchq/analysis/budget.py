@@ -79,7 +79,8 @@ def tune(
         overrides: exceptions, by name, in each trial.
 
     Raises:
-        ValueError: ``max_drop`` is negative, the float model's score is not finite, or more is lost with every layer in float.
+        ValueError: ``max_drop`` is negative, the float model's score is not finite, or more is lost
+            with every layer in float.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
@@ -102,8 +103,8 @@ def tune(
     baseline, trials = evaluate(model), list[Trial]()
     if not math.isfinite(baseline):
         raise ValueError(
-            f"torchq.tune: evaluate must give the float model a finite score, got {baseline}. Score "
-            "by labels, say: the SQNR of the float model beside itself is infinite."
+            f"torchq.tune: evaluate must give the float model a finite score, got {baseline}. "
+            "Score by labels, say: the SQNR of the float model beside itself is infinite."
         )
 
     def tried(recipe: str, in_float: tuple[str, ...]) -> Tuned | None:
