@@ -185,7 +185,6 @@ def _why(module: nn.Module) -> str:
     if type(module).__module__.startswith("torchq.nn.rnn"):
         return f"{name} has none: int8 recurrent layers are no operators of ONNX"
     if isinstance(module, DynamicQLinear | DynamicQAttention):
-        return (
-            f"{name} has none: it chooses scales in each call; quantize with recipe='fast' and data"
-        )
+        remedy = "quantize with calibration data and recipe='fast'"
+        return f"{name} has none: it chooses scales in each call; {remedy}"
     return f"{name} has none"
