@@ -20,6 +20,7 @@ import torch
 import torchq
 from torchq.commands import report
 from torchq.commands.samples import find_images, read_texts
+from torchq.integrations.compressed_tensors import METHOD
 from torchq.nn.inputs import Inputs, call
 
 _LONGEST = 512
@@ -47,10 +48,17 @@ class Folder:
             self._inner = path / str(_read(path / "modules.json")[0].get("path", ""))
         self._facts = _read(self._inner / "config.json")
         self.method = str((self._facts.get("quantization_config") or {}).get("quant_method", ""))
+        self._is_compressed = self.method == METHOD
+        self.dynamic = self.dynamic or self._is_compressed
         self._check()
 
     def _check(self) -> None:
-        if self.method:
+        if self._is_compressed and self.data is not None:
+            raise ValueError(
+                f"torchq quantize: --data must be left out where MODEL has int8 weights, got "
+                f"'{self.data}' for '{self.path}'. Compare with the float model in Python."
+            )
+        if self.method and not self._is_compressed:
             raise ValueError(
                 f"torchq quantize: MODEL must be a float model, got '{self.path}', quantized by "
                 f"{self.method}. Take the folder it was made from."
@@ -89,7 +97,10 @@ class Folder:
         if self.dynamic:
             if samples:
                 expected = self._outputs("float model", self._load(), samples)
-            qmodel = self._load(quantization_config=torchq.TorchqConfig())
+            if self._is_compressed:
+                qmodel: Any = torchq.from_compressed_tensors(self.path)
+            else:
+                qmodel = self._load(quantization_config=torchq.TorchqConfig())
             with new_folder(self.output) as folder:
                 self._save(qmodel, folder)
         else:
