@@ -11,7 +11,7 @@ from benchmarks.inference.measure import WAYS
 from benchmarks.models import NETWORKS
 from benchmarks.peak import REQUIRED_FRACTION
 
-__all__ = ["page"]
+__all__ = ["page", "table"]
 
 _HEAD = """# Models
 
@@ -67,7 +67,7 @@ def _inputs() -> str:
     return "- " + "\n- ".join(texts)
 
 
-def _table(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def table(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     rows = [titles, ["---"] * len(titles), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
@@ -83,7 +83,7 @@ def _quality(rows: Sequence[dict[str, Any]]) -> str:
         found = [row["sqnr_db"].get(name) for name in names]
         source = str(NETWORKS[row["model"]].source)
         lines.append([row["model"], f"`{source}`", *shares, *sizes, *_figures(found, 1, max)])
-    return _table(titles, lines)
+    return table(titles, lines)
 
 
 def _times(rows: Sequence[dict[str, Any]]) -> str:
@@ -93,7 +93,7 @@ def _times(rows: Sequence[dict[str, Any]]) -> str:
         found = [{**own, **row["peers"]}.get(name) for name in _TIMES]
         noisy = "" if (row["share_of_peak"] or 1) >= REQUIRED_FRACTION else " (busy machine)"
         lines.append([row["model"] + noisy, *_figures(found, 2, min), _ratio(row)])
-    return _table(["model", *_TITLES, "best peer / best torchq"], lines)
+    return table(["model", *_TITLES, "best peer / best torchq"], lines)
 
 
 def _ways(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -108,7 +108,7 @@ def _ways(rows: Sequence[dict[str, Any]]) -> list[str]:
         "in another order: torch.export as `.module()`, torch.compile warm.\n"
     )
     titles = ["model", "eager", "frozen TorchScript", "torch.export", "torch.compile"]
-    return [text, _table(titles, lines)] if lines else []
+    return [text, table(titles, lines)] if lines else []
 
 
 def _ratio(row: dict[str, Any]) -> str:
@@ -137,9 +137,9 @@ def _left(rows: Sequence[dict[str, Any]]) -> str:
         for (kind, reason), count in groups.items():
             share = f"{shares[kind, reason] / row['macs']:.1%}"
             lines.append([row["model"], str(count), kind, share, reason])
-    return _table(["model", "count", "class", "of MACs", "reason"], lines)
+    return table(["model", "count", "class", "of MACs", "reason"], lines)
 
 
 def _failures(rows: Sequence[dict[str, Any]]) -> str:
     lines = [[row["model"], *failure] for row in rows for failure in row["failures"].items()]
-    return _table(["model", "contender", "reason"], lines) if lines else "Nothing.\n"
+    return table(["model", "contender", "reason"], lines) if lines else "Nothing.\n"
