@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import ops, peak, rnn
+from benchmarks import memory, ops, peak, rnn
 from benchmarks.inference import command as models
 from benchmarks.migrate import command as migrate
 
@@ -14,6 +14,7 @@ COMMANDS = {
     "ops": (ops, "single layers beside native oneDNN and torch's own int8 ops"),
     "models": (models, "whole networks beside float, torch.ao, ONNX Runtime and OpenVINO"),
     "migrate": (migrate, "models of torch.ao's users, by each way to int8 on CPUs"),
+    "memory": (memory, "peak memory of quantizing and loading, beside torch.ao and torchao"),
     "rnn": (rnn, "recurrent layers beside native oneDNN, torch.ao's dynamic ones and float"),
     "peak": (peak, "this machine's multiply-add rates, cache bandwidths and op-call floors"),
 }
