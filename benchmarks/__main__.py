@@ -6,9 +6,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import ops, peak, rnn
+from benchmarks import memory, ops, peak, rnn
 from benchmarks.accuracy import command as accuracy
 from benchmarks.inference import command as models
+from benchmarks.migrate import command as migrate
 
 COMMANDS = {
     "ops": (ops, "single layers beside native oneDNN and torch's own int8 ops"),
@@ -17,6 +18,8 @@ COMMANDS = {
         accuracy,
         "models with trained weights: their metric, beside others' quantization",
     ),
+    "migrate": (migrate, "models of torch.ao's users, by each way to int8 on CPUs"),
+    "memory": (memory, "peak memory of quantizing and loading, beside torch.ao and torchao"),
     "rnn": (rnn, "recurrent layers beside native oneDNN, torch.ao's dynamic ones and float"),
     "peak": (peak, "this machine's multiply-add rates, cache bandwidths and op-call floors"),
 }

@@ -20,6 +20,7 @@ from torchq.attributes.post_ops import PostOps
 from torchq.convert.api import calibrate, convert, prepare, quantize
 from torchq.convert.explain import explain
 from torchq.export import to_onnx
+from torchq.integrations.compressed_tensors import from_compressed_tensors
 from torchq.migrate import from_pt2e, from_torch_ao, from_torchao, quantize_dynamic
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.onednn.composition import compose
@@ -64,6 +65,7 @@ __all__ = [
     "cpu_info",
     "eager",
     "explain",
+    "from_compressed_tensors",
     "from_pt2e",
     "from_torch_ao",
     "from_torchao",

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m torchq doctor | analyze | bench | inspect | migrate``."""
+"""``python -m torchq doctor | quantize | analyze | bench | inspect | migrate``."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import io
 import json
 import os
@@ -18,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import torchq
 from torchq.analysis.timing import UNSTEADY, Speedup, crowded, measure
 from torchq.attributes.arguments import float_text
+from torchq.commands.model import load_model
+from torchq.commands.quantize import add_quantize, quantize
 from torchq.migrate.source import find_uses
-from torchq.nn.inputs import Inputs, split_inputs
+from torchq.nn.inputs import split_inputs
 from torchq.nn.module import read_spec
 from torchq.ops import LIBRARY_PATH
 from torchq.runtime import library
@@ -35,7 +35,8 @@ from torchq.serialization.graph_text import GRAPH_KEY
 _DESCRIPTION = """Quantizes, times and inspects models.
 
 A MODEL is file.py:function or package.module:function; the function takes nothing and returns the
-float model, in eval mode, and a list of calibration batches."""
+float model, in eval mode, and a list of calibration batches. For quantize it may be a folder of
+transformers or sentence-transformers, too."""
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -220,49 +221,10 @@ def _few(value: Tensor) -> str:
     return f"  [{', '.join(number(v) for v in value.flatten().tolist())}]"
 
 
-def load_model(spec: str) -> tuple[nn.Module, Sequence[Inputs]]:
-    """Call the function that a MODEL names.
-
-    Raises:
-        ValueError: there is no such function, or it returns something else.
-    """
-    place, _, name = spec.rpartition(":")
-    if not place or not name:
-        raise ValueError(f"torchq: MODEL must be file.py:function, got '{spec}'.")
-    if place.endswith(".py"):
-        found = importlib.util.spec_from_file_location(Path(place).stem, place)
-        if found is None or found.loader is None or not Path(place).exists():
-            raise ValueError(f"torchq: MODEL must name a file that exists, got '{place}'.")
-        module = importlib.util.module_from_spec(found)
-        sys.path.insert(0, str(Path(place).parent))
-        found.loader.exec_module(module)
-    else:
-        sys.path.insert(0, "")
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-                raise  # from inside of it
-            raise ValueError(
-                f"torchq: MODEL must be file.py:function or module:function, got '{spec}', and "
-                f"there is no module {error.name}."
-            ) from None
-    make = getattr(module, name, None)
-    result = make() if callable(make) else None
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
-        raise ValueError(
-            f"torchq: MODEL must name a function that returns (model, batches), got '{spec}', "
-            f"which {'is no function' if make is None else f'gave {type(result).__name__}'}."
-        )
-    model, data = result[0], list(result[1])
-    if not data:
-        raise ValueError(f"torchq: MODEL must give at least one batch, got none from '{spec}'.")
-    return model, data
-
-
 Setup = Callable[[argparse.ArgumentParser], None]
 COMMANDS: dict[str, tuple[str, Setup, Callable[[argparse.Namespace], int]]] = {
     "doctor": ("say what torchq found here, and test every tier", add_json, doctor),
+    "quantize": ("quantize a model and write it", add_quantize, quantize),
     "analyze": ("quantize a model and say what happened to every layer", add_analyze, analyze),
     "bench": ("time a model in float, in int8, and as frozen TorchScript", add_model, bench),
     "inspect": ("list the modules of a saved model and their tensors", add_inspect, inspect),
@@ -287,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who reads has enough, as with "| head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         if not str(error.args[-1] if error.args else "").startswith("torchq"):
             raise  # of the model's own code: the traceback says where
         print(f"{error}{_place(error)}", file=sys.stderr)

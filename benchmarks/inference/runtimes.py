@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Runtime", "int8_onnx"]
+__all__ = ["Runtime", "export", "int8_onnx"]
 
 _MATMUL = ["Conv", "ConvTranspose", "Gemm", "MatMul"]
 _ROOT = Path(__file__).resolve().parents[2]
@@ -105,13 +105,13 @@ def int8_onnx(
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch, _quiet():
             plain, fresh = Path(scratch) / "float.onnx", Path(scratch) / "int8.onnx"
-            _export(model, batches[0][:1], plain)
+            export(model, batches[0][:1], plain)
             _quantize(model, plain, fresh, batches, _MATMUL if only_matmul else None)
             fresh.replace(path)
     return path
 
 
-def _export(model: nn.Module, example: Tensor, path: Path) -> None:
+def export(model: nn.Module, example: Tensor, path: Path) -> None:
     common: dict[str, Any] = {"input_names": ["src"], "opset_version": 18}
     try:
         torch.onnx.export(model, (example,), str(path), dynamo=False, **common)

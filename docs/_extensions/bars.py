@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws README's picture, times of whole networks as bars, from the tables in docs/models.md.
+"""Writes docs/models.md, README's table and README's picture from docs/data/models.json.
 
 python docs/_extensions/bars.py
 """
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).parents[1]
-PICTURE = DOCS / "_static" / "speed.svg"
+DATA, PAGE = DOCS / "data" / "models.json", DOCS / "models.md"
+PICTURE, README = DOCS / "_static" / "speed.svg", DOCS.parent / "README.md"
+TABLE = re.compile(r"(?<=\n)\| network \| torchq \|.*?\n\n", re.DOTALL)
 NETWORKS = {
     "resnet50": "ResNet-50",
     "mobilenet_v2": "MobileNet-V2",
@@ -19,11 +25,13 @@ NETWORKS = {
     "lstm_tagger": "LSTM tagger",
 }
 CONTENDERS = {
-    "torchq": "torchq script",
-    "torch.ao": "torch.ao jit",
-    "ONNX Runtime": "ORT",
-    "OpenVINO": "OpenVINO",
+    "torchq": "torchq_script_ms",
+    "torch.ao": "torch_ao_jit",
+    "ONNX Runtime": "onnxruntime",
+    "OpenVINO": "openvino",
 }
+"""Contender -> its times in the data."""
+QUALITY = ("torchq", "torch_ao", "onnxruntime", "openvino")
 COLORS = ("#1a73e8", "#e8710a", "#9aa0a6", "#12a36f")
 STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#202124}"
@@ -31,25 +39,57 @@ STYLE = (
 )
 
 
-def times() -> dict[str, dict[str, float]]:
-    """Return the milliseconds of each column of docs/models.md, by network."""
-    text = (DOCS / "models.md").read_text(encoding="utf-8")
-    table = text.split("## Time on 1 thread, ms\n", 1)[1].split("\n## ", 1)[0]
-    lines = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in table.split("\n")]
-    header, *rows = (line for line in lines if line)
-    return {row[0]: dict(zip(header[1:-1], map(float, row[1:-1]), strict=True)) for row in rows[1:]}
+def rows() -> dict[str, dict[str, Any]]:
+    """Return what was measured on one thread, by network."""
+    found = json.loads(DATA.read_text(encoding="utf-8"))
+    return {row["model"]: row for row in found if row["threads"] == 1}
+
+
+def times(row: dict[str, Any]) -> list[float]:
+    """Return the milliseconds of the contenders."""
+    return [row[key] if key in row else row["peers"][key] for key in CONTENDERS.values()]
+
+
+def table() -> str:
+    """Return README's table."""
+    names = ", ".join(CONTENDERS)
+    titles = ["network", *CONTENDERS, "float", f"SQNR: {names}"]
+    lines = [titles, ["---"] * len(titles)]
+    for network, title in NETWORKS.items():
+        row = rows()[network]
+        best, *others = map(_short, times(row))
+        quality = [f"{row['sqnr_db'][name]:.1f}" for name in QUALITY]
+        quality[0] = f"**{quality[0]}**"
+        told = f"{', '.join(quality)} dB"
+        long = "BERT base, 128 tokens" if network == "bert_base" else title
+        lines.append([long, f"**{best}**", *others, _short(row["float_ms"]), told])
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return text.replace(" --- ", "---") + "\n\n"
+
+
+def _short(milliseconds: float) -> str:
+    digits = 0 if milliseconds >= 100 else 1 if milliseconds >= 1 else 2
+    return f"{milliseconds:.{digits}f}"
+
+
+def page() -> str:
+    """Return docs/models.md."""
+    sys.path.insert(0, str(DOCS.parent))
+    from benchmarks.inference.markdown import page
+
+    return page(json.loads(DATA.read_text(encoding="utf-8")))
 
 
 def draw() -> str:
     """Return an SVG: for each network a bar per contender, as long as its time by torchq's."""
-    measured, parts = times(), [f"<style>{STYLE}</style>"]
+    measured, parts = rows(), [f"<style>{STYLE}</style>"]
     left, bar, unit, y = 130, 9, 84, 34
     for i, name in enumerate(CONTENDERS):
         x = left + 130 * i
         parts.append(f'<rect x="{x}" y="8" width="11" height="11" fill="{COLORS[i]}"/>')
         parts.append(f'<text x="{x + 16}" y="18">{name}</text>')
     for network, title in NETWORKS.items():
-        row = [measured[network][column] for column in CONTENDERS.values()]
+        row = times(measured[network])
         parts.append(f'<text x="{left - 10}" y="{y + 23}" text-anchor="end">{title}</text>')
         for i, value in enumerate(row):
             width, top = value / row[0] * unit, y + i * bar
@@ -67,3 +107,5 @@ def draw() -> str:
 
 if __name__ == "__main__":
     PICTURE.write_text(draw(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
+    README.write_text(TABLE.sub(table(), README.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The directive ``picture``: SVG within the page, so that it has the theme's colours.
 
-``flow`` is drawn by hand in docs/_static; the others are computed from docs/models.md and from a
-seeded calibration when the site is built.
+``flow`` is drawn by hand in docs/_static; the others are computed from docs/data/models.json and
+from a seeded calibration when the site is built.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+import bars
 import torch
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -34,28 +35,11 @@ class Point:
     decibels: float
 
 
-def rows(text: str, heading: str) -> list[dict[str, str]]:
-    """Return the rows of the table under a heading, by the names of its columns."""
-    section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    cells = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines]
-    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
-
-
-def contenders(text: str, model: str) -> list[Point]:
-    """Return time and precision of each contender on a model, from docs/models.md."""
-    precision = next(row for row in rows(text, "Precision and size") if row["model"] == model)
-    times = next(row for row in rows(text, "Time on 1 thread, ms") if row["model"] == model)
-    columns = {
-        "torchq": ("torchq script", "SQNR dB torchq"),
-        "torch.ao": ("torch.ao jit", "SQNR dB torch.ao"),
-        "ONNX Runtime": ("ORT", "SQNR dB ORT"),
-        "OpenVINO": ("OpenVINO", "SQNR dB OpenVINO"),
-    }
-    return [
-        Point(label, float(times[time]), float(precision[decibels]))
-        for label, (time, decibels) in columns.items()
-    ]
+def contenders(model: str) -> list[Point]:
+    """Return time and precision of each contender on a model."""
+    row = bars.rows()[model]
+    decibels = [row["sqnr_db"][name] for name in bars.QUALITY]
+    return [Point(*told) for told in zip(bars.CONTENDERS, bars.times(row), decibels, strict=True)]
 
 
 def _text(x: float, y: float, text: str, css: str = "", anchor: str = "start") -> str:
@@ -112,8 +96,7 @@ def _chart(model: str, points: Sequence[Point]) -> str:
 
 def accuracy_and_time() -> str:
     """Draw precision against time of four networks, one panel each."""
-    text = (_DOCS / "models.md").read_text(encoding="utf-8")
-    found = {model: contenders(text, model) for model in _SHOWN}
+    found = {model: contenders(model) for model in _SHOWN}
     legend = "".join(
         f'<span><i class="peer{i}"></i>{escape(point.label)}</span>'
         for i, point in enumerate(found[_SHOWN[0]])

@@ -7,7 +7,7 @@ import copy
 import itertools
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torchq.convert.checks import add_checks
-from torchq.convert.dispatch import Dispatch, attach, dispatches, share_weights
+from torchq.convert.dispatch import Dispatch, attach, dispatches, share_weight, share_weights
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_code import as_module
 from torchq.convert.guards import Example
@@ -33,7 +33,7 @@ from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.tables import with_rows, with_tables
-from torchq.convert.weights import first_names, with_names
+from torchq.convert.weights import first_names, with_names, writes_parameters
 from torchq.nn.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.quantization.config import Overrides, QConfig
@@ -82,6 +82,17 @@ def prepare(
         >>> [(row.name, row.quantized) for row in torchq.explain(qmodel).rows if row.is_matmul]
         [('0', True), ('3', False)]
     """
+    return _checked(model, example_inputs, config, overrides, share=False)
+
+
+def _checked(
+    model: nn.Module,
+    example_inputs: Inputs,
+    config: QConfig | None,
+    overrides: Overrides | None,
+    share: bool,
+) -> nn.Module:
+    """Prepare; with ``share`` the result has the parameters of the model itself, where it can."""
     if config is not None and not isinstance(config, QConfig):
         raise TypeError(
             f"torchq.prepare: config must be a QConfig or None, got {type(config).__name__}. "
@@ -92,18 +103,36 @@ def prepare(
     args, kwargs = split_inputs(example_inputs)
     try:
         with _ONE_AT_A_TIME, torch.autocast("cpu", enabled=False):
-            return _prepared(model, args, kwargs, config or QConfig(), overrides)
+            share = share and not writes_parameters(model, args, kwargs)
+            shared = _stand_ins(model) if share else {}
+            return _prepared(model, args, kwargs, config or QConfig(), overrides, shared)
     except TypeError:
         check_fit(model, args, kwargs)
         raise
 
 
 @torch.inference_mode(False)
+def _stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Return parameters with the memory of the model's own, by their ids."""
+    found: dict[int, nn.Parameter] = {}
+    for parameter in model.parameters():
+        if type(parameter) is nn.Parameter and parameter.is_leaf and not parameter.is_inference():
+            other = found[id(parameter)] = nn.Parameter(parameter.data, parameter.requires_grad)
+            vars(other).update(vars(parameter))
+    return found
+
+
+@torch.inference_mode(False)
 @torch.no_grad()
 def _prepared(
-    model: nn.Module, args: Any, kwargs: Any, config: QConfig, overrides: Overrides | None
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    config: QConfig,
+    overrides: Overrides | None,
+    shared: Mapping[int, Any],
 ) -> nn.Module:
-    float_model = without_observers(plain_copy(model))
+    float_model = without_observers(plain_copy(model, shared))
     float_model, tables = with_tables(float_model, config, overrides)
     # patterns may name functions of a graph, too
     prepared = prepare_settled(float_model, args, kwargs, config, overrides, check=False)
@@ -192,10 +221,9 @@ def _lowered(prepared: nn.Module, strict: bool, every_leaf: bool) -> nn.Module:
     layers = _layers(graphs)
     memo: dict[int, Any] = {}
     for name, module in prepared.named_modules():
-        if isinstance(module, ObservedLeaf):
-            memo[id(module)] = take_hooks(_leaf(name, module, layers, every_leaf), module)
-        elif isinstance(module, SELF_CONTAINED):
+        if isinstance(module, SELF_CONTAINED):
             memo[id(module)] = take_hooks(converted(module, name), module)
+    packed: dict[str, nn.Module] = {}
     for dispatch in graphs:
         graph: Any = dispatch.graph
         opaque = {
@@ -203,8 +231,15 @@ def _lowered(prepared: nn.Module, strict: bool, every_leaf: bool) -> nn.Module:
         }
         memo[id(graph)] = lowered = Lowering(graph, opaque).run()
         add_checks(lowered, dispatch.example)
+        packed |= {f"{graph.plan.prefix}{name}": m for name, m in lowered.named_modules()}
+    for name, module in prepared.named_modules():
+        if isinstance(module, ObservedLeaf):
+            leaf = take_hooks(_leaf(name, module, layers, every_leaf), module)
+            share_weight(leaf, packed.get(name))  # one by one: few weights exist twice
+            memo[id(module)] = leaf
     result = copy.deepcopy(prepared, memo)
     for dispatch in dispatches(result):
+        _take_parameters(dispatch.graph, memo)
         dispatch.begin(strict)
     share_weights(result)
     refuse_save_pretrained(result)
@@ -217,6 +252,13 @@ def _lowered(prepared: nn.Module, strict: bool, every_leaf: bool) -> nn.Module:
             stacklevel=6,
         )
     return without_gradients(result.eval())
+
+
+def _take_parameters(graph: nn.Module, memo: dict[int, Any]) -> None:
+    """Give a graph the result's own float parameters: one copy of each, by what was copied."""
+    for module in graph.modules():
+        for key, parameter in module._parameters.items():
+            module._parameters[key] = copy.deepcopy(parameter, memo)
 
 
 def _check_calibrated(dispatch: Dispatch) -> None:
@@ -330,11 +372,12 @@ def quantize(
                 "torchq.quantize: data must be batches to calibrate with, got None. Where nothing "
                 "needs calibration, as with QConfig(dynamic=True), pass example_inputs alone."
             )
-        return converted_model(prepare(model, example_inputs, config, overrides), strict)
+        prepared = _checked(model, example_inputs, config, overrides, share=True)
+        return converted_model(prepared, strict)
     if example_inputs is None:
         rest = iter(batches("quantize", data, progress=False))
         args, kwargs = split_inputs(next(rest))
         example_inputs = kwargs or args
         data = itertools.chain([example_inputs], rest)
-    prepared = prepare(model, example_inputs, config, overrides)
+    prepared = _checked(model, example_inputs, config, overrides, share=True)
     return converted_model(calibrate(prepared, data), strict)

@@ -268,9 +268,7 @@ def share_weights(model: nn.Module) -> None:
         _share_rows(model.get_submodule(prefix), graph)
         layers = dict(graph.named_modules())
         for name, leaf in model.get_submodule(prefix).named_modules():
-            layer = layers.get(name)
-            if isinstance(leaf, QuantizedLeaf) and layer is not None:
-                _share(leaf.layer, layer)
+            share_weight(leaf, layers.get(name))
 
 
 def _share_rows(owner: nn.Module, graph: nn.Module) -> None:
@@ -281,11 +279,14 @@ def _share_rows(owner: nn.Module, graph: nn.Module) -> None:
             graph._buffers[key] = next(same, own)
 
 
-def _share(leaf: nn.Module, layer: nn.Module) -> None:
-    own, other = (module._buffers.get("weight") for module in (leaf, layer))
+def share_weight(leaf: nn.Module, layer: nn.Module | None) -> None:
+    """Give a quantized leaf the packed weight of a graph's layer, as :func:`share_weights`."""
+    if not isinstance(leaf, QuantizedLeaf) or layer is None:
+        return
+    own, other = (module._buffers.get("weight") for module in (leaf.layer, layer))
     if own is not None and other is not None and _is_near(own, other):
         for key in _PACKED:
-            leaf._buffers[key] = layer._buffers[key]
+            leaf.layer._buffers[key] = layer._buffers[key]
 
 
 def _is_near(a: Tensor, b: Tensor) -> bool:

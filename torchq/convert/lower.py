@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +29,7 @@ from torchq.nn.batch_norm import combined
 from torchq.nn.binary import QAdd, QCat, QMul
 from torchq.nn.float_modules import Add, Attention, Cat
 from torchq.nn.matmul import QMatMul
+from torchq.nn.model_state import twin
 from torchq.nn.module import QModule
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
@@ -226,7 +226,7 @@ class Lowering:
     def _float_module(self, name: str) -> str:
         """Return the name of this float module in the converted model."""
         if name not in self._names:
-            module = copy.deepcopy(self.plan.captured.model.get_submodule(name))
+            module = twin(self.plan.captured.model.get_submodule(name))
             self._names[name] = self._free(name)
             self.modules[self._names[name]] = self._opaque.get(name, module)
         return self._names[name]

@@ -9,6 +9,7 @@ model tells which parameters its products read.
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchq.convert.rows import Row, Weight
 from torchq.convert.swap.calls import copied
+from torchq.nn.inputs import detached
 from torchq.nn.model_state import twin
 
 _OPERANDS = {
@@ -80,6 +82,40 @@ def first_names(model: nn.Module) -> Callable[[str], str]:
         return firsts[id(every[name])] if name in every else name
 
     return first
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises before the first write to the memory of a parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+        self._memory = {_memory(p) for p in model.parameters()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for i, expected in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+            given = args[i] if i < len(args) else (kwargs or {}).get(expected.name)
+            if expected.alias_info is not None and expected.alias_info.is_write:
+                for value in given if isinstance(given, list | tuple) else (given,):
+                    if isinstance(value, Tensor):
+                        self.found |= _memory(value) in self._memory
+        if self.found:
+            raise RuntimeError("the model writes to a parameter")
+        return func(*args, **(kwargs or {}))
+
+
+def writes_parameters(model: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Return whether a call of the model writes to its parameters, which stay as they are."""
+    watch = _Writes(model)
+    with torch.no_grad(), contextlib.suppress(Exception):  # who prepares it meets its errors
+        own = {id(p): p for p in model.parameters()}
+        run = copy.deepcopy(model, detached(model) | own)
+        args, kwargs = copied(args, kwargs)
+        with watch:
+            run(*args, **kwargs)
+    return watch.found
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]

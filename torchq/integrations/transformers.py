@@ -188,7 +188,7 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
             self._reasons[name] = TOO_LONG if isinstance(layer, nn.Linear) else _OWN_CODE
             return False
         leaf = ObservedLeaf(layer, self.quantization_config.qconfig(), name).convert()
-        model.set_submodule(name, take_hooks(_initialized(leaf), module))
+        model.set_submodule(name, take_hooks(initialized(leaf), module))
         return True
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
@@ -204,7 +204,7 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
                     f"{name}.weight", renamings, [], model.base_model_prefix, state
                 )
                 if key in state:  # else it belongs to a head that this class has not
-                    model.set_submodule(key.removesuffix(".weight"), _initialized(leaf))
+                    model.set_submodule(key.removesuffix(".weight"), initialized(leaf))
         return weight_conversions
 
     @torch.inference_mode(False)
@@ -263,7 +263,7 @@ class _MakeLeaf(ConversionOps):  # type: ignore[misc]
         return made
 
 
-def _initialized(leaf: Any) -> Any:
+def initialized(leaf: Any) -> Any:
     """Return the leaf with the mark that keeps transformers from giving it random weights."""
     for part in (*leaf.modules(), leaf.weight, leaf.bias):
         if part is not None:

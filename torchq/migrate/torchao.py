@@ -78,6 +78,11 @@ def from_torchao(model: nn.Module) -> nn.Module:
     return without_gradients(copied.eval())
 
 
+def is_torchao(model: nn.Module) -> bool:
+    """Return whether a model has tensors of torchao."""
+    return any(_is_theirs(parameter) for parameter in model.parameters())
+
+
 def _is_theirs(value: object) -> bool:
     return type(value).__module__.startswith("torchao.")
 

@@ -246,16 +246,18 @@ def weight_qparams(
     check_bits("weight_qparams", "bits", bits)
     check_choice("weight_qparams", "granularity", granularity, WEIGHT_GRANULARITIES)
     rows = output_channel_rows(weight, channel_axis, groups)
-    bad = int((~torch.isfinite(rows)).sum())
-    if bad:
+    per_channel = granularity == "per_channel"
+    rows = rows if per_channel else rows.reshape(1, -1)
+    # amax of an empty row is an error in torch, yet layers without inputs are legal.
+    largest = rows.new_zeros(rows.shape[0])
+    if rows.shape[1]:  # without a temporary of the weight's size, as abs() is one
+        largest = torch.maximum(rows.amax(1), -rows.amin(1)).abs()  # no -0.0
+    if not bool(largest.isfinite().all()):  # NaN comes through amax, too
+        bad = int((~rows.isfinite()).sum())
         raise ValueError(
             f"torchq.weight_qparams: weight must be finite, got {bad} NaN or inf values of "
             f"{rows.numel()}. Repair the checkpoint or keep this module float."
         )
-    per_channel = granularity == "per_channel"
-    rows = rows if per_channel else rows.reshape(1, -1)
-    # amax of an empty row is an error in torch, yet layers without inputs are legal.
-    largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(rows.shape[0])
     bound = largest.to(torch.float64).numpy()
     scale, zero_point = solve_qparams(-bound, bound, weight_range(bits), symmetric=True)
     if not per_channel:

@@ -291,6 +291,7 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
         if last == "spec":
             name = name[1:]
             module = build(read_spec(state[key]))
+            _fill(module, _inside(state, name))
             outer = next((n for n in modules if name.startswith(f"{n}." if n else n)), None)
             if outer is None:
                 modules[name] = module
@@ -298,6 +299,19 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
                 parent, _, own = name[len(outer) + bool(outer) :].rpartition(".")
                 setattr(modules[outer].get_submodule(parent), own, module)
     return modules
+
+
+def _fill(module: nn.Module, state: dict[str, Tensor]) -> None:
+    """Give a module the tensors of a state, before the next one takes memory for its own.
+
+    What does not fit stays for ``load_state_dict`` to refuse.
+    """
+    for key, own in module._buffers.items():
+        given = None if key == "spec" else state.get(key)
+        if own is None or given is None:
+            continue
+        if (own.shape, own.dtype) == (given.shape, given.dtype):
+            module._buffers[key] = given
 
 
 def build(spec: dict[str, Any]) -> QModule:

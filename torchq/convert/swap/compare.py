@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torchq.convert.swap.calls import copied
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.inputs import are_close, float_tensors
+from torchq.nn.model_state import twin
 
 
 class Comparison:
@@ -37,7 +37,7 @@ class Comparison:
         return not self._is_steady or are_close(self._expected, result)
 
     def _result(self, model: nn.Module) -> list[Tensor]:
-        model, (args, kwargs) = copy.deepcopy(model), copied(*self._inputs)
+        model, (args, kwargs) = twin(model), copied(*self._inputs)
         for module in model.modules():
             if isinstance(module, ObservedLeaf):
                 module.observer = None  # it has opinions on the values

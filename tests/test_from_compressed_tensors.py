@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``from_compressed_tensors``: folders that llm-compressor writes, crafted here by their format."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.__main__ import main
+from torchq.nn.leaf import QuantizedLeaf
+
+transformers = pytest.importorskip("transformers", minversion="5.24")
+safetensors = pytest.importorskip("safetensors.torch")
+
+IDS = torch.tensor([[5, 7, 11, 42, 90, 3], [1, 80, 4, 9, 10, 6]])
+WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+FIXED = {**TOKENS, "strategy": "tensor", "dynamic": False}
+
+
+def llama(tied: bool = False) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.15)
+    return model
+
+
+def compressed(
+    folder: Path, sources: dict[str, Any] | None = TOKENS, strategy: str = "channel", **extra: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    """Write a folder; return the model that it means, with float weights, and its tensors."""
+    model = llama()
+    model.save_pretrained(folder)
+    tensors = dict(model.state_dict())
+    inputs = _largest_inputs(model) if sources == FIXED else {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            weight = module.weight.data
+            rows = weight.abs().amax(1, keepdim=True)
+            scale = (rows if strategy == "channel" else rows.amax().reshape(1)) / 127
+            int8 = (weight / scale).round().clamp(-128, 127).to(torch.int8)
+            tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"] = int8, scale
+            if inputs:
+                tensors[f"{name}.input_scale"] = torch.tensor([inputs[name] / 127])
+            module.weight.data = int8 * scale
+    safetensors.save_file(tensors, folder / "model.safetensors")
+    group = {"targets": ["Linear"], "weights": {**WEIGHTS, "strategy": strategy}}
+    configure(
+        folder,
+        {"group_0": group | {"input_activations": sources, "output_activations": None}},
+        **extra,
+    )
+    return model, tensors
+
+
+def _largest_inputs(model: nn.Module) -> dict[str, float]:
+    found: dict[str, float] = {}
+    handles = [
+        module.register_forward_pre_hook(
+            lambda _, args, name=name: found.update({name: float(args[0].abs().max())})
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    with torch.no_grad():
+        model(IDS)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def configure(folder: Path, groups: Any, **extra: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+        "config_groups": groups, "quantization_status": "compressed", **extra,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def leaves(model: nn.Module) -> dict[str, Any]:
+    return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLeaf)}
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+@pytest.mark.parametrize("sources", [TOKENS, FIXED, None], ids=["token", "fixed", "float"])
+def test_integers_and_scales_are_kept(
+    sources: dict[str, Any] | None, strategy: str, tmp_path: Path
+) -> None:
+    meaning, tensors = compressed(tmp_path, sources, strategy)
+    model = torchq.from_compressed_tensors(tmp_path)
+    assert type(model) is type(meaning) and not model.training
+    found = leaves(model)
+    assert len(found) == 14
+    for name, leaf in found.items():
+        layer = leaf.layer
+        assert torch.equal(layer.packed().unpack(), tensors[f"{name}.weight"])
+        expected = tensors[f"{name}.weight_scale"].reshape(-1).expand(layer.out_features)
+        assert torch.equal(layer.weight_scale.expand(layer.out_features), expected)
+        if sources == FIXED:
+            assert float(layer.src_scale) == float(tensors[f"{name}.input_scale"])
+    with torch.no_grad():
+        assert torchq.sqnr(meaning(IDS).logits, model(IDS).logits) > 25  # sources are rounded
+
+
+@pytest.mark.parametrize("sources", [TOKENS, FIXED], ids=["token", "fixed"])
+def test_saves_and_loads_as_torchq(sources: dict[str, Any], tmp_path: Path) -> None:
+    compressed(tmp_path / "theirs", sources)
+    model: Any = torchq.from_compressed_tensors(tmp_path / "theirs")
+    model.save_pretrained(tmp_path / "int8")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "int8")
+    assert again.config.quantization_config.quant_method == "torchq"
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    reasons = {row.name: row.reason for row in torchq.explain(model).rows}
+    assert reasons["lm_head"] == "float in the folder"
+
+
+def test_the_base_model_without_its_head(tmp_path: Path) -> None:
+    compressed(tmp_path)
+    whole: Any = torchq.from_compressed_tensors(tmp_path)
+    base = torchq.from_compressed_tensors(tmp_path, transformers.AutoModel)
+    assert type(base) is transformers.LlamaModel and len(leaves(base)) == 14
+    states = whole.model(IDS).last_hidden_state
+    assert torch.equal(base(IDS).last_hidden_state, states)
+
+
+def test_several_files_in_bfloat16(tmp_path: Path) -> None:
+    _, tensors = compressed(tmp_path)
+    halves = {k: v.bfloat16() if v.is_floating_point() else v for k, v in tensors.items()}
+    keys = sorted(halves)
+    parts = {"a.safetensors": keys[::2], "b.safetensors": keys[1::2]}
+    for name, some in parts.items():
+        safetensors.save_file({key: halves[key] for key in some}, tmp_path / name)
+    places = {key: name for name, some in parts.items() for key in some}
+    (tmp_path / "model.safetensors").unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    model = torchq.from_compressed_tensors(tmp_path)
+    layer: Any = leaves(model)["model.layers.0.mlp.up_proj"].layer
+    scale = halves["model.layers.0.mlp.up_proj.weight_scale"].float().reshape(-1)
+    assert torch.equal(layer.weight_scale, scale)
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"its b\.safetensors cannot be read"):
+        torchq.from_compressed_tensors(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="has no weight_map"):
+        torchq.from_compressed_tensors(tmp_path)
+
+
+FOUR = {**WEIGHTS, "num_bits": 4, "strategy": "group", "group_size": 128}
+FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"weights": FOUR}, "'g' has 4-bit int weights in groups of 128"),
+    ({"weights": FOUR, "input_activations": TOKENS}, "4-bit int weights in groups of 128"),
+    ({"weights": {**WEIGHTS, "type": "float"}}, "8-bit float weights"),
+    ({"weights": {**WEIGHTS, "strategy": "group"}}, "one scale for each group"),
+    ({"weights": {**WEIGHTS, "symmetric": False}}, "weights with zero points"),
+    ({"weights": WEIGHTS, "format": "pack-quantized"}, "the format pack-quantized"),
+    ({"weights": WEIGHTS, "output_activations": TOKENS}, "quantized outputs"),
+    ({"weights": WEIGHTS, "input_activations": {**TOKENS, "num_bits": 4}}, "4-bit int sources"),
+    ({"weights": WEIGHTS, "input_activations": {**TOKENS, "dynamic": "local"}}, "dynamic local"),
+]
+
+
+@pytest.mark.parametrize("group,message", FORMS, ids=[message for _, message in FORMS])
+def test_other_schemes_are_named(group: dict[str, Any], message: str, tmp_path: Path) -> None:
+    compressed(tmp_path)
+    configure(tmp_path, {"g": {"targets": ["Linear"], **group}})
+    with pytest.raises(ValueError, match=message) as caught:
+        torchq.from_compressed_tensors(tmp_path)
+    assert "\n" not in str(caught.value) and "scheme W8A8" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["kv_cache_scheme", "transform_config", "sparsity_config"])
+def test_what_else_would_change_results_is_refused(key: str, tmp_path: Path) -> None:
+    compressed(tmp_path, **{key: {"format": "sparse-24-bitmask", "num_bits": 8}})
+    with pytest.raises(ValueError, match=f"'{key}' is set"):
+        torchq.from_compressed_tensors(tmp_path)
+
+
+def _changed(tensors: dict[str, Tensor], key: str, value: Tensor | None) -> dict[str, Tensor]:
+    tensors = deepcopy(tensors)
+    tensors.pop(key, None)
+    return tensors if value is None else {**tensors, key: value}
+
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    "key,value,message",
+    [
+        (f"{UP}.weight", None, "has dtype no"),
+        (f"{UP}.weight", torch.ones(64, 32), "has dtype F32"),
+        (f"{UP}.weight_scale", torch.ones(7), "must be positive, 1 or 64 of them"),
+        (f"{UP}.weight_scale", torch.full((64, 1), float("nan")), "must be positive"),
+        (f"{UP}.weight_zero_point", torch.ones(64, 1, dtype=torch.int8), "has zero points"),
+        (f"{UP}.input_scale", torch.ones(6), "must be one positive number"),
+        (
+            f"{UP}.weight",
+            torch.ones(64, 16, dtype=torch.int8),
+            r"has shape \[64, 16\], not \[64, 32\]",
+        ),
+    ],
+)
+def test_damaged_tensors(key: str, value: Tensor | None, message: str, tmp_path: Path) -> None:
+    _, tensors = compressed(tmp_path)
+    safetensors.save_file(_changed(tensors, key, value), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        torchq.from_compressed_tensors(tmp_path)
+
+
+def test_damaged_folders(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"its config\.json cannot be read"):
+        torchq.from_compressed_tensors(tmp_path / "missing")
+    compressed(tmp_path)
+    file = tmp_path / "model.safetensors"
+    data = file.read_bytes()
+    for size in (0, 5, 1000, len(data) - 1):
+        file.write_bytes(data[:size])
+        with pytest.raises(ValueError, match=r"its model\.safetensors cannot be read"):
+            torchq.from_compressed_tensors(tmp_path)
+    file.write_bytes(data)
+    for groups in ({}, None, [1]):
+        configure(tmp_path, groups)
+        with pytest.raises(ValueError, match="has no config_groups"):
+            torchq.from_compressed_tensors(tmp_path)
+    configure(tmp_path, {"W4A16": ["Linear"]})
+    with pytest.raises(ValueError, match="'W4A16' is another preset"):
+        torchq.from_compressed_tensors(tmp_path)
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"its config\.json (cannot be read|holds a list)"):
+            torchq.from_compressed_tensors(tmp_path)
+
+
+def test_a_float_folder_is_refused(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="its quant_method is none"):
+        torchq.from_compressed_tensors(tmp_path)
+
+
+def test_a_tied_weight_is_refused(tmp_path: Path) -> None:
+    _, tensors = compressed(tmp_path)
+    tensors["lm_head.weight"] = torch.ones(96, 32, dtype=torch.int8)
+    tensors["lm_head.weight_scale"] = torch.ones(96, 1)
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match="'lm_head' shares its weight"):
+        torchq.from_compressed_tensors(tmp_path)
+
+
+def test_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compressed(tmp_path / "theirs")
+    assert main(["quantize", str(tmp_path / "theirs"), "-o", str(tmp_path / "int8")]) == 0
+    assert "14 of 15 layers in int8" in capsys.readouterr().out
+    model: Any = torchq.from_compressed_tensors(tmp_path / "theirs")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "int8")
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    (tmp_path / "theirs" / "model.safetensors").write_bytes(b"")
+    assert main(["quantize", str(tmp_path / "theirs"), "-o", str(tmp_path / "again")]) == 2
+    err = capsys.readouterr().err
+    assert "its model.safetensors cannot be read" in err and not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("preset", ["W8A8", "W4A16"])
+def test_folders_of_the_package_itself(preset: str, tmp_path: Path) -> None:
+    """Written by compressed-tensors, and compared with its own fake-quantized model."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    model, group = llama(), 128 if preset == "W4A16" else None
+    if group:
+        config = transformers.LlamaConfig(
+            vocab_size=96, hidden_size=128, intermediate_size=128, num_hidden_layers=1,
+            num_attention_heads=4,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config).eval()
+    groups = {preset: ["Linear"]}
+    config = quantization.QuantizationConfig(config_groups=groups, ignore=["lm_head"])
+    quantization.apply_quantization_config(model, config)
+    with torch.no_grad():
+        for module in model.modules():
+            if hasattr(module, "weight_scale"):
+                largest = module.weight.abs().amax(1, keepdim=True)
+                module.weight_scale.copy_(largest / (7.5 if group else 127.5))
+        expected = model(IDS).logits
+    compressor = compressors.ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(tmp_path)
+    compressor.update_config(tmp_path)
+    if group:
+        with pytest.raises(ValueError, match="4-bit int weights in groups of 128"):
+            torchq.from_compressed_tensors(tmp_path)
+        return
+    got: Any = torchq.from_compressed_tensors(tmp_path)
+    assert torchq.sqnr(expected, got(IDS).logits) > 28

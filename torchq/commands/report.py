@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that ``torchq quantize`` has in common for all models, and its summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.commands.samples import shown
+from torchq.nn.inputs import Inputs
+from torchq.nn.model_state import as_before
+
+
+def static(model: nn.Module, batches: Sequence[Inputs], config: torchq.QConfig) -> nn.Module:
+    """Calibrate and convert, with progress."""
+    prepared = torchq.prepare(model, batches[0], config)
+    torchq.calibrate(prepared, shown("calibrate", batches), progress=False)
+    return torchq.convert(prepared)
+
+
+def outputs(
+    title: str, model: nn.Module, run: Callable[[Any], Any], samples: Sequence[Any]
+) -> list[Any]:
+    """Return what ``run`` computes of each sample; the model keeps its state."""
+    with torch.inference_mode(), as_before(model):
+        return [run(sample) for sample in shown(title, samples)]
+
+
+def state_bytes(model: nn.Module) -> int:
+    """Return the bytes of parameters and buffers; 0 where they are packed, as in torch.ao."""
+    tensors = list(model.state_dict().values())
+    if not tensors or not all(isinstance(value, Tensor) for value in tensors):
+        return 0
+    sizes = {value.data_ptr(): value.numel() * value.element_size() for value in tensors}
+    return sum(sizes.values())
+
+
+def summarize(qmodel: nn.Module, output: Path, before: int) -> None:
+    """Print the size of what was written, and how many layers are int8."""
+    after = stored_bytes(output)
+    origin = f", from {before / 1e6:.3g} MB" if before else ""
+    print(f"{output}: {after / 1e6:.3g} MB{origin}")
+    layers = [row for row in torchq.explain(qmodel).rows if row.is_matmul]
+    left = [row for row in layers if not row.quantized]
+    print(f"{len(layers) - len(left)} of {len(layers)} layers in int8")
+    for row in left[:5]:
+        print(f"    float: {row.name or '(the model)'}: {row.reason}")
+    if len(left) > 5:
+        print(f"    float: {len(left) - 5} more; torchq.explain lists them")
+
+
+def stored_bytes(path: Path) -> int:
+    """Return the bytes of a file, or of the weights in a folder."""
+    if path.is_file():
+        return path.stat().st_size
+    kinds = (".safetensors", ".bin")
+    return sum(p.stat().st_size for p in path.rglob("*") if p.suffix in kinds)
+
+
+def print_accuracy(expected: Sequence[Any], got: Sequence[Any]) -> None:
+    """Print the SQNR of all outputs, where there are any."""
+    if expected:
+        samples = f"{len(expected)} sample" + "s" * (len(expected) > 1)
+        decibels = torchq.sqnr(list(expected), list(got))
+        print(f"{decibels:.1f} dB output SQNR against the given model, on {samples}")

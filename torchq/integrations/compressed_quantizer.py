@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a checked folder of compressed-tensors by ``from_pretrained`` of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchq.integrations.compressed_tensors import Int8Layer, refused
+from torchq.integrations.transformers import TorchqConfig, TorchqQuantizer, initialized
+from torchq.migrate.leaves import dynamic_leaf, float_layer, static_leaf
+from torchq.nn.leaf import take_hooks
+
+try:
+    import transformers
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.quantizers.auto import register_quantizer
+except ImportError as error:
+    raise ImportError(
+        "torchq.from_compressed_tensors: transformers 5.24 or a later 5.x must be installed, got "
+        f"{error}. Run: pip install 'torchq-cpu[transformers]'"
+    ) from error
+
+_METHOD = "torchq_compressed_tensors"
+_SCALES = r"\.(weight|input|output)_(scale|zero_point)$"
+
+
+def load(
+    folder: Path, facts: Mapping[str, Any], layers: Mapping[str, Int8Layer], model_class: Any
+) -> nn.Module:
+    """Return the model of a folder, with these layers in int8."""
+    if model_class is None:
+        names: Sequence[str] = facts.get("architectures") or ["AutoModel"]
+        model_class = getattr(transformers, names[0], transformers.AutoModel)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        for part in (config, config.get_text_config()):  # else transformers' own reader takes it
+            vars(part).pop("quantization_config", None)
+        model = model_class.from_pretrained(
+            folder, config=config, quantization_config=_Config(folder, layers)
+        )
+    except (OSError, RuntimeError, KeyError) as error:
+        raise refused(folder, f"transformers says {str(error).splitlines()[0]!r}") from error
+    plain = TorchqConfig()
+    model.config.quantization_config = model.hf_quantizer.quantization_config = plain
+    return model.eval()  # type: ignore[no-any-return]
+
+
+class _Config(TorchqConfig):
+    """A configuration that knows the layers of the files."""
+
+    def __init__(self, folder: Path, layers: Mapping[str, Int8Layer]) -> None:
+        super().__init__()
+        self.quant_method, self.folder, self.layers = _METHOD, folder, layers
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what config.json of the int8 model holds."""
+        return TorchqConfig().to_dict()  # type: ignore[no-any-return]
+
+
+class _Quantizer(TorchqQuantizer):
+    """Makes leaves of the int8 weights as they arrive."""
+
+    quantization_config: _Config
+
+    def __init__(self, quantization_config: _Config, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._layers: dict[str, Int8Layer] = {}
+        self._folder = quantization_config.folder
+
+    def _decide(self, model: Any) -> dict[str, str]:
+        """Wait for the names; :meth:`update_weight_conversions` decides."""
+        known = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*known, _SCALES}
+        return {}
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Find the layers of the files in the model, where transformers renames the weights."""
+        state, problems = model.state_dict(), list[str]()
+        renamings = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
+        converters = [c for c in weight_conversions if isinstance(c, WeightConverter)]
+        for name, layer in self.quantization_config.layers.items():
+            key, converted = rename_source_key(
+                f"{name}.weight", renamings, converters, model.base_model_prefix, state
+            )
+            place = key.removesuffix(".weight")
+            if converted is None and key not in state:
+                continue  # it belongs to a head that this class has not
+            if problem := _why_not(model, key, converted is not None, layer):
+                problems.append(f"'{name}' {problem}")
+            self._layers[place] = layer
+        if problems or not self._layers:
+            raise refused(
+                self._folder, "; ".join(problems) or "no layer of the model", "Ignore these layers."
+            )
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                self._reasons[name] = "" if name in self._layers else "float in the folder"
+        return weight_conversions
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Compute folded scales anew, which transformers takes for buffers that no file has."""
+        model = super()._process_model_after_weight_loading(model, **kwargs)
+        for name in self._layers:
+            model.get_submodule(name).layer.refold()
+        return model
+
+    def make_leaf(self, model: nn.Module, name: str) -> bool:
+        """Put a leaf of the int8 weight, which transformers made float32, in the layer's place."""
+        module, layer = model.get_submodule(name), self._layers[name]
+        weight: Any = module.weight
+        if layer.src is None:
+            leaf = dynamic_leaf(module, weight.to(torch.int8), layer.scales)
+        else:
+            outputs, inputs = weight.shape
+            meaning = weight * layer.scales.reshape(-1, 1)
+            plain = float_layer(nn.Linear(inputs, outputs, device="meta"), meaning, module.bias)  # type: ignore[arg-type]
+            leaf = static_leaf(plain, layer.scales, layer.src)
+        model.set_submodule(name, take_hooks(initialized(leaf), module))
+        return True
+
+
+def _why_not(model: Any, key: str, is_part: bool, layer: Int8Layer) -> str:
+    """Return why a layer of the files has no form in the model, or ""."""
+    if is_part:
+        return f"is a part of a larger weight of {type(model).__name__}"
+    ties = model.all_tied_weights_keys
+    if key in ties or key in ties.values():
+        return "shares its weight with another module"
+    module = model.get_submodule(key.removesuffix(".weight"))
+    if not isinstance(module, nn.Linear):
+        return f"is a {type(module).__name__}"
+    if module.weight.shape != layer.shape:
+        return f"has shape {list(layer.shape)}, not {list(module.weight.shape)}"
+    return ""
+
+
+register_quantizer(_METHOD)(_Quantizer)
