@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import torchq
 from torchq.convert.weights import writes_parameters
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def memory(option: str, name: str, file: Path) -> dict[str, Any]:
