@@ -28,7 +28,7 @@ import torchq
 
 ops = torch.ops.torchq
 CALLS, BATCH = 5000, 250
-SECONDS = 5  # for one call: a hang is a crash
+SECONDS = 20  # for one call, on a crowded machine too: a hang is a crash
 # Bytes of address space beyond what the process starts with: little, so that what is merely large
 # fails early; much, so that a loop without end is no MemoryError.
 LITTLE, MUCH = 256 << 20, 6 << 30
