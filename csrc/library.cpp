@@ -288,6 +288,12 @@ void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
                    ": the dtype of torch.autocast(\"cpu\") ", "must be torch.bfloat16, got ",
                    dtype_name(dtype), ". Name it, or leave autocast to compute in float32.");
   const bool is_float32 = adds_float32(*stack);
+  if (is_float32) {  // else a bfloat16 source would have the result rounded
+    for (c10::IValue& value : *stack) {
+      const bool narrow = value.isTensor() && value.toTensor().scalar_type() == at::kBFloat16;
+      if (narrow) value = value.toTensor().to(at::kFloat);
+    }
+  }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   op.callBoxed(stack);
   if (!is_float32) stack->back() = rounded(stack->back().toTensor());

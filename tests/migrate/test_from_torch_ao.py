@@ -361,7 +361,9 @@ def test_dynamic_models():
     assert_same(
         new.lstm.weight_hh_l1_reverse, old.lstm.get_weight()["weight_hh_l1_reverse"].dequantize()
     )
-    assert_same(new.words.weight, old.words.weight().dequantize())
+    torch.testing.assert_close(  # q * scale + offset here, (q - zero_point) * scale there
+        new.words.weight + 0, old.words.weight().dequantize(), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("qconfig", (ao.default_dynamic_qconfig, ao.per_channel_dynamic_qconfig))

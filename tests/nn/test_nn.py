@@ -238,6 +238,8 @@ def every_module() -> dict[str, tnn.QModule]:
         tnn.Quantize(seven),
         tnn.Dequantize(U8),
     ]
+    made += [tnn.QEmbedding.from_float(nn.Embedding(9, 6, padding_idx=2))]
+    made += [tnn.QEmbeddingBag.from_float(nn.EmbeddingBag(9, 6, mode="max").bfloat16(), bits=4)]
     made.append(tnn.QuantizedLeaf.of(nn.Linear(4, 8), copy.deepcopy(made[0])))
     return {type(module).__name__: module for module in made}
 
@@ -249,6 +251,7 @@ def test_every_class_is_tried() -> None:
         "_QAffineNorm",
         "QConv",
         "DynamicQConv",
+        "_Embedding",
         "QConvTranspose",
         "_QPool",
         "QMaxPool",

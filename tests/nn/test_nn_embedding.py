@@ -154,7 +154,13 @@ def test_max_norm_is_applied_once() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_float_dtypes(dtype: torch.dtype) -> None:
     float_module = nn.Embedding(30, 12).to(dtype)
-    assert torchq.sqnr(float_module.weight.float(), QEmbedding.from_float(float_module).weight) > 35
+    module = QEmbedding.from_float(float_module)
+    assert torchq.sqnr(float_module.weight.float(), module.weight.float()) > 35
+    result = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    index, weights = torch.tensor([[3, 7]]), torch.ones(1, 2, dtype=result)
+    bag = QEmbeddingBag.from_float(nn.EmbeddingBag(30, 12, mode="sum").to(dtype))
+    for got in (module(index), module.weight, bag(index, None, weights), bag.weight):
+        assert got.dtype == result
 
 
 def test_a_state_of_another_table_does_not_load() -> None:

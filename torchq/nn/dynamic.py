@@ -11,7 +11,7 @@ from torchq.attributes.options import Granularity, SrcRange
 from torchq.functional.conversions import quantize_weight
 from torchq.functional.linears import RANGES, check_dynamic_weight
 from torchq.functional.packing import PackedWeight, empty_packed, pack_linear
-from torchq.nn.module import QModule, as_source
+from torchq.nn.module import QModule
 from torchq.quantization.qparams import weight_qparams
 from torchq.quantization.ranges import check_choice
 from torchq.quantization.recipes.linear import Recipe
@@ -138,7 +138,7 @@ class DynamicQLinear(QModule):
         """
         src, factor = input, self.src_factor
         if factor is not None:
-            src = input.float() * factor
+            src = input * factor.to(input.dtype)  # a power of two: exact
         dst: Tensor = torch.ops.torchq.dynamic_linear(
             src,
             self.weight,
@@ -151,7 +151,7 @@ class DynamicQLinear(QModule):
             post_ops,
             post_op_srcs,
         )
-        return as_source(dst, input)
+        return dst
 
     def extra_repr(self) -> str:
         """Shapes and ranges on one line."""

@@ -23,16 +23,27 @@ class _Embedding(Leaf, QModule):
     """Base of both: the table, and the attributes of the float module."""
 
     rows: Tensor
+    _dtype: torch.dtype
 
-    def __init__(self, weight: PackedEmbedding, padding_idx: int | None, **spec: object) -> None:
+    def __init__(
+        self,
+        weight: PackedEmbedding,
+        padding_idx: int | None,
+        dtype: torch.dtype,
+        **spec: object,
+    ) -> None:
         super().__init__()
+        self._dtype = dtype
         self.register_buffer("rows", weight.weight)
         self.num_embeddings, self.embedding_dim = weight.num_embeddings, weight.embedding_dim
         self.bits: int = weight.bits
         self.padding_idx = padding_idx
         scales = "f16" if weight.scale_dtype == torch.float16 else "f32"
         shape = [self.num_embeddings, self.embedding_dim]
-        self._set_spec(weight=shape, bits=self.bits, scales=scales, padding=padding_idx, **spec)
+        known = {"weight": shape, "bits": self.bits, "scales": scales, "padding": padding_idx}
+        if dtype == torch.bfloat16:
+            known["dtype"] = "bf16"
+        self._set_spec(**known, **spec)
         vars(self).update(spec)
         fixed = ("num_embeddings", "embedding_dim", "padding_idx", *spec)
         vars(self)["_fixed"] = {name: vars(self)[name] for name in fixed}
@@ -52,10 +63,14 @@ class _Embedding(Leaf, QModule):
     def _weight_shape(self) -> torch.Size:
         return torch.Size((self.num_embeddings, self.embedding_dim))
 
+    @torch.jit.unused
+    def _weight_dtype(self) -> torch.dtype:
+        return self._dtype
+
     def _weight_values(self) -> Tensor:
         every = torch.arange(self.num_embeddings, device=self.rows.device)
         dst: Tensor = torch.ops.torchq.embedding(self.rows, every, self.embedding_dim, self.bits)
-        return dst
+        return dst.to(self._dtype)
 
     def _bias_values(self) -> Tensor | None:
         return None
@@ -74,22 +89,28 @@ class _Embedding(Leaf, QModule):
 class QEmbedding(_Embedding):
     """Looks up rows of a quantized table: :func:`torchq.functional.embedding`.
 
-    ``weight`` is a float32 tensor of the values that it computes with, made when something reads
-    it: a tied output layer, say.
+    ``weight`` is a tensor of the values that it computes with, made when something reads it: a tied
+    output layer, say.
 
     Buffers:
         rows: uint8, the ``weight`` of :class:`~torchq.packing.PackedEmbedding`.
 
     Shapes:
-        input: int64 or int32, any; dst: float32 ``(*, embedding_dim)``.
+        input: int64 or int32, any.
+        dst: ``(*, embedding_dim)``, bfloat16 where the float module was, else float32.
 
     Raises:
         IndexError: an index is no row of the table.
     """
 
-    def __init__(self, weight: PackedEmbedding, padding_idx: int | None = None) -> None:
+    def __init__(
+        self,
+        weight: PackedEmbedding,
+        padding_idx: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """``padding_idx`` is for readers: its row is one like all; :meth:`from_float` is usual."""
-        super().__init__(weight, padding_idx)
+        super().__init__(weight, padding_idx, dtype)
 
     @classmethod
     def from_float(
@@ -111,17 +132,17 @@ class QEmbedding(_Embedding):
             >>> table(torch.tensor([[3, 99]])).shape
             torch.Size([1, 2, 16])
         """
-        return cls(_packed(module, bits, scale_dtype), module.padding_idx)
+        return cls(_packed(module, bits, scale_dtype), module.padding_idx, _result(module))
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> Self:
         """See the base class."""
-        return cls(cls._placeholder(spec), spec["padding"])
+        return cls(cls._placeholder(spec), spec["padding"], _dtype_of(spec))
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up; the argument is called as that of ``torch.nn.Embedding``."""
         dst: Tensor = torch.ops.torchq.embedding(self.rows, input, self.embedding_dim, self.bits)
-        return dst
+        return dst.to(self._dtype)
 
 
 class QEmbeddingBag(_Embedding):
@@ -132,7 +153,7 @@ class QEmbeddingBag(_Embedding):
 
     Shapes:
         input: int64 or int32, ``(n,)`` with ``offsets``, or ``(bags, n)``.
-        dst: float32 ``(bags, embedding_dim)``.
+        dst: ``(bags, embedding_dim)``, bfloat16 where the float module was, else float32.
 
     Raises:
         IndexError: an index is no row of the table.
@@ -147,9 +168,12 @@ class QEmbeddingBag(_Embedding):
         mode: BagMode = "mean",
         include_last_offset: bool = False,
         padding_idx: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Take a packed table; :meth:`from_float` is the usual way."""
-        super().__init__(weight, padding_idx, mode=mode, include_last_offset=include_last_offset)
+        super().__init__(
+            weight, padding_idx, dtype, mode=mode, include_last_offset=include_last_offset
+        )
 
     @classmethod
     def from_float(
@@ -168,13 +192,15 @@ class QEmbeddingBag(_Embedding):
         """
         packed = _packed(module, bits, scale_dtype)
         mode: Any = module.mode
-        return cls(packed, mode, module.include_last_offset, module.padding_idx)
+        last = module.include_last_offset
+        return cls(packed, mode, last, module.padding_idx, _result(module))
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> Self:
         """See the base class."""
         mode, last = spec["mode"], spec["include_last_offset"]
-        return cls(cls._placeholder(spec), mode, last, spec["padding"])
+        dtype = _dtype_of(spec)
+        return cls(cls._placeholder(spec), mode, last, spec["padding"], dtype)
 
     def forward(
         self,
@@ -183,18 +209,27 @@ class QEmbeddingBag(_Embedding):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Reduce bags; the arguments are those of ``torch.nn.EmbeddingBag``."""
+        weights = None if per_sample_weights is None else per_sample_weights.float()
         dst: Tensor = torch.ops.torchq.embedding_bag(
             self.rows,
             input,
             offsets,
-            per_sample_weights,
+            weights,
             self.embedding_dim,
             self.bits,
             self.mode,
             self.include_last_offset,
             self.padding_idx,
         )
-        return dst
+        return dst.to(self._dtype)
+
+
+def _dtype_of(spec: dict[str, Any]) -> torch.dtype:
+    return torch.bfloat16 if spec.get("dtype") == "bf16" else torch.float32
+
+
+def _result(module: nn.Embedding | nn.EmbeddingBag) -> torch.dtype:
+    return torch.bfloat16 if module.weight.dtype == torch.bfloat16 else torch.float32
 
 
 def _packed(

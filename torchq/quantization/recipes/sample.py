@@ -75,8 +75,10 @@ class SourceSample(Observer):
 
 def _hashes(rows: Tensor) -> Tensor:
     """Return int64 ``[rows]``: a multilinear hash of each row's bits, modulo 2^64, then mixed."""
-    generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(_SIGN, -_SIGN - 1, (rows.shape[1],), generator=generator) | 1
+    generator = torch.Generator("cpu").manual_seed(0)
+    factors = (
+        torch.randint(_SIGN, -_SIGN - 1, (rows.shape[1],), generator=generator, device="cpu") | 1
+    )
     bits = (rows + 0.0).contiguous().view(torch.int32).to(torch.int64)  # -0.0 as 0.0
     sums = (bits * factors).sum(1)
     return (sums ^ (sums >> 29)) * -7046029254386353131  # the odd golden ratio of 64 bits
