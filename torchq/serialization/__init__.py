@@ -132,7 +132,7 @@ def load(
         check_type("torchq.load: model", model, nn.Module, "Pass the float model.")
     state = read_state(Path(path), mmap)
     try:
-        return _loaded(state, model, path, mmap)
+        return _loaded(state, model, path)
     except ValueError as error:
         if str(path) in str(error):
             raise
@@ -148,7 +148,7 @@ def load(
 
 
 def _loaded(
-    state: dict[str, Tensor], model: nn.Module | None, path: str | os.PathLike[str], mmap: bool
+    state: dict[str, Tensor], model: nn.Module | None, path: str | os.PathLike[str]
 ) -> nn.Module:
     """Return what :func:`load` returns."""
     report = state.pop(REPORT_KEY, None)
@@ -158,10 +158,9 @@ def _loaded(
         loaded, state = _graph_alone(state)
     else:
         loaded, state = _with_class(model, state, path)
-    if mmap:
-        state |= _parameters(loaded, state)
+    state |= _parameters(loaded, state)
     # the model's own ones may know other names, and no results
-    missing, unexpected = nn.Module.load_state_dict(loaded, state, strict=False, assign=mmap)
+    missing, unexpected = nn.Module.load_state_dict(loaded, state, strict=False, assign=True)
     if missing or unexpected:
         raise RuntimeError(
             f"torchq.load: {path} and the model must fit together, but the file lacks "
