@@ -54,7 +54,7 @@ class QConfig:
             None keeps embeddings float. Rows need no data: the prepared model has them already.
         recipe: what accuracy may cost. "fast" quantizes by the ranges of the calibration data.
             "accurate" has linear layers and attention dynamic, and smooths what linear layers read;
-            "best" also rounds their weights by GPTQ. Both run 1.1 to 1.4 times as long as "fast" on
+            "best" also rounds their weights by GPTQ. Both run 1.1 to 1.5 times as long as "fast" on
             a transformer; convolutions and recurrent layers are as in "fast".
         strict: raise where a call of the model, or of a part, cannot take its int8 graph, instead
             of warning and running the model's own code. That of the whole model counts, overrides
