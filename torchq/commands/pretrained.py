@@ -20,7 +20,7 @@ import torch
 import torchq
 from torchq.commands import report
 from torchq.commands.samples import find_images, read_texts
-from torchq.integrations.compressed_tensors import METHOD
+from torchq.integrations.compressed_files import METHOD
 from torchq.nn.inputs import Inputs, call
 
 _LONGEST = 512

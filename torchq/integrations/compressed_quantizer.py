@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.integrations.compressed_tensors import Int8Layer, refused
+from torchq.integrations.compressed_files import Int8Layer, refused
 from torchq.integrations.transformers import TorchqConfig, TorchqQuantizer, initialized
 from torchq.migrate.leaves import dynamic_leaf, float_layer, static_leaf
 from torchq.nn.leaf import take_hooks

@@ -1,42 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torchq.from_compressed_tensors``: folders that llm-compressor wrote.
-
-The format is that of https://github.com/vllm-project/compressed-tensors: ``config.json`` says how
-layers are quantized, and safetensors hold int8 weights with their scales beside them.
-"""
+"""``torchq.from_compressed_tensors``: models that llm-compressor quantized."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from torchq.quantization.qparams import QParams
-
-METHOD = "compressed-tensors"
-_FORMATS = ("int-quantized", "naive-quantized")
-_SCALE = ".weight_scale"
-
-
-@dataclass(frozen=True)
-class Int8Layer:
-    """A quantized layer of the files, but its weight.
-
-    Attributes:
-        shape: of the weight.
-        scales: of the weight, one or one per output channel.
-        src: fixed parameters of the source; None for those of each row.
-    """
-
-    shape: tuple[int, ...]
-    scales: Tensor
-    src: QParams | None
+from torchq.integrations.compressed_files import read_folder
 
 
 def from_compressed_tensors(path: str | os.PathLike[str], model_class: Any = None) -> nn.Module:
@@ -64,162 +37,7 @@ def from_compressed_tensors(path: str | os.PathLike[str], model_class: Any = Non
         model = torchq.from_compressed_tensors("Qwen3-0.6B-W8A8")
     """
     folder = Path(path)
-    facts = _read_json(folder / "config.json")
-    _check_scheme(folder, facts)
-    files = _weight_files(folder)
-    layers = _read_layers(folder, files)
+    facts, layers = read_folder(folder)
     from torchq.integrations.compressed_quantizer import load  # needs transformers
 
     return load(folder, facts, layers, model_class)
-
-
-def refused(folder: Path, got: str, remedy: str = "Copy the folder anew.") -> ValueError:
-    """Return the error for a folder that cannot be loaded."""
-    return ValueError(
-        "torchq.from_compressed_tensors: path must be a folder of compressed-tensors with int8 "
-        f"linear layers, got '{folder}': {got}. {remedy}"
-    )
-
-
-def scheme_of(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the quantization_config of a config.json, or {}."""
-    inner = facts.get("text_config")
-    for place in (facts, inner if isinstance(inner, dict) else {}):
-        found = place.get("quantization_config") or place.get("compression_config")
-        if isinstance(found, dict):
-            return found
-    return {}
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise refused(file.parent, f"its {file.name} cannot be read: {_line(error)}") from None
-    if not isinstance(found, dict):
-        raise refused(file.parent, f"its {file.name} holds a {type(found).__name__}, not an object")
-    return found
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
-def _check_scheme(folder: Path, facts: dict[str, Any]) -> None:
-    """Raise ValueError where the configuration says something that has no form here."""
-    scheme = scheme_of(facts)
-    method = scheme.get("quant_method", "none")
-    if method != METHOD:
-        raise refused(folder, f"its quant_method is {method}", "Load it with transformers.")
-    groups = scheme.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise refused(folder, "its quantization_config has no config_groups")
-    problems = [
-        f"'{key}' is set"
-        for key in ("kv_cache_scheme", "transform_config", "moe_sparsity_config")
-        if scheme.get(key)
-    ]
-    if (scheme.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        problems.append("'sparsity_config' is set")
-    for name, group in groups.items():
-        if isinstance(group, list):
-            problems += [] if name in ("W8A8", "INT8") else [f"'{name}' is another preset"]
-        else:
-            own = group.get("format") or scheme.get("format", "")
-            problems += [f"'{name}' has {problem}" for problem in _why_not(group, own)]
-    if problems:
-        raise refused(
-            folder, "; ".join(problems), "Compress the float model with the scheme W8A8 (INT8)."
-        )
-
-
-def _why_not(group: dict[str, Any], form: str) -> list[str]:
-    """Return what of a group has no form here."""
-    problems = []
-    weights, sources = group.get("weights") or {}, group.get("input_activations")
-    bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
-    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
-    if (bits, kind) != (8, "int"):
-        groups = f" in groups of {weights['group_size']}" if strategy == "group" else ""
-        problems.append(f"{bits}-bit {kind} weights{groups}")
-    elif strategy not in ("channel", "tensor"):
-        problems.append(f"weights with one scale for each {strategy}")
-    elif not weights.get("symmetric", True):
-        problems.append("weights with zero points")
-    elif form not in _FORMATS:
-        problems.append(f"the format {form or 'none'}")
-    if group.get("output_activations"):
-        problems.append("quantized outputs")
-    if sources:
-        how = sources.get("strategy") or "tensor", sources.get("dynamic", False)
-        if (sources.get("num_bits", 8), sources.get("type", "int")) != (8, "int"):
-            problems.append(f"{sources.get('num_bits')}-bit {sources.get('type')} sources")
-        elif how not in (("token", True), ("tensor", True), ("tensor", False)):
-            problems.append(f"sources with one scale for each {how[0]}, dynamic {how[1]}")
-    return problems
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return [folder / "model.safetensors"]
-    names = _read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise refused(folder, f"its {index.name} has no weight_map")
-    return [folder / Path(name).name for name in sorted(set(names.values()))]
-
-
-def _read_layers(folder: Path, files: Iterable[Path]) -> dict[str, Int8Layer]:
-    """Return the quantized layers by their names in the files; their weights are only looked at."""
-    shapes: dict[str, tuple[str, list[int]]] = {}
-    small: dict[str, Tensor] = {}
-    for path in files:
-        with _opened(folder, path) as file:
-            for key in file.keys():  # noqa: SIM118 - no mapping
-                shapes[key] = file.get_slice(key).get_dtype(), file.get_slice(key).get_shape()
-                if key.endswith(("_scale", "_zero_point")):
-                    small[key] = file.get_tensor(key)
-    names = [key.removesuffix(_SCALE) for key in shapes if key.endswith(_SCALE)]
-    if not names:
-        raise refused(folder, "no weight_scale in its files")
-    return {name: _layer(folder, name, shapes, small) for name in names}
-
-
-def _opened(folder: Path, path: Path) -> Any:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ImportError(
-            "torchq.from_compressed_tensors: safetensors must be installed, got no such module. "
-            "Run: pip install 'torchq-cpu[transformers]'"
-        ) from error
-    try:
-        return safe_open(path, "pt")
-    except (OSError, SafetensorError) as error:
-        raise refused(folder, f"its {path.name} cannot be read: {_line(error)}") from None
-
-
-def _layer(
-    folder: Path,
-    name: str,
-    shapes: dict[str, tuple[str, list[int]]],
-    small: dict[str, Tensor],
-) -> Int8Layer:
-    dtype, shape = shapes.get(f"{name}.weight", ("no", []))
-    scales = small[f"{name}{_SCALE}"].float().reshape(-1)
-    if dtype != "I8" or len(shape) != 2:
-        raise refused(folder, f"'{name}.weight' has dtype {dtype} and shape {shape}")
-    if scales.numel() not in (1, shape[0]) or not bool(((scales > 0) & scales.isfinite()).all()):
-        raise refused(folder, f"'{name}{_SCALE}' must be positive, 1 or {shape[0]} of them")
-    zero = small.get(f"{name}.weight_zero_point")
-    if zero is not None and bool(zero.any()):
-        raise refused(folder, f"'{name}.weight' has zero points")
-    fixed = small.get(f"{name}.input_scale")
-    if fixed is None:
-        return Int8Layer(tuple(shape), scales, None)
-    offset = small.get(f"{name}.input_zero_point")
-    if fixed.numel() != 1 or not 0 < float(fixed) < float("inf"):
-        raise refused(folder, f"'{name}.input_scale' must be one positive number")
-    zero_point = 0 if offset is None else int(offset.reshape(-1)[0])
-    src = QParams.per_tensor(float(fixed), zero_point, torch.int8)
-    return Int8Layer(tuple(shape), scales, src)
