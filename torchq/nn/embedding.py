@@ -209,12 +209,11 @@ class QEmbeddingBag(_Embedding):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Reduce bags; the arguments are those of ``torch.nn.EmbeddingBag``."""
-        weights = None if per_sample_weights is None else per_sample_weights.float()
         dst: Tensor = torch.ops.torchq.embedding_bag(
             self.rows,
             input,
             offsets,
-            weights,
+            per_sample_weights,
             self.embedding_dim,
             self.bits,
             self.mode,

@@ -45,11 +45,6 @@ at::Tensor dynamic_conv(const at::Tensor& src_arg, const at::Tensor& weight,
                         const at::Tensor& compensation, const at::Tensor& pair_bound,
                         const at::Tensor& weight_scale, const std::optional<at::Tensor>& bias,
                         c10::IntArrayRef geometry) {
-  TORCH_CHECK_TYPE(src_arg.scalar_type() == at::kFloat,
-                   "torchq.dynamic_conv: src must be float32, ", "got ",
-                   dtype_name(src_arg.scalar_type()),
-                   ". Convert it with .float(), or use conv for quantized sources.");
-  check_cpu(kOp, "src", src_arg);
   check_param(kOp, "compensation", compensation, at::kInt);
   TORCH_CHECK_VALUE(src_arg.dim() >= 3 && compensation.dim() == 2,
                     "torchq.dynamic_conv: src must be (N, C, spatial...) with compensation "
@@ -57,12 +52,7 @@ at::Tensor dynamic_conv(const at::Tensor& src_arg, const at::Tensor& weight,
                     src_arg.sizes(), " and ", compensation.sizes(),
                     ". Pack the weight with torch.ops.torchq.pack_conv.");
   const int64_t channels = compensation.size(1);
-  check_param(kOp, "weight_scale", weight_scale, at::kFloat);
-  check_numel(kOp, "weight_scale", weight_scale, channels);
-  if (bias.has_value()) {
-    check_param(kOp, "bias", *bias, at::kFloat);
-    check_numel(kOp, "bias", *bias, channels);
-  }
+  check_dynamic(kOp, "conv", src_arg, weight_scale, bias, channels);
   const float* scales = weight_scale.const_data_ptr<float>();
   const at::Tensor offset = bias.has_value() ? *bias : at::zeros({channels}, at::kFloat);
   const at::Tensor none = at::detail::empty_cpu({0}, at::kFloat);

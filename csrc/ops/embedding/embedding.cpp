@@ -2,8 +2,8 @@
 // Rows of a quantized table by their indices, and bags of them.
 //
 // A row of `weight` is its codes (embedding_dim bytes, or half as many, rounded up, for 4 bits),
-// its scale and its offset: both float32 or both float16. They lie side by side, for a row costs
-// cache lines more than bytes. torch.ao's packed weights have the same rows.
+// its scale and its offset: both float32 or both float16. They lie side by side, since the
+// time of a row is that of its cache lines. torch.ao's packed weights have the same rows.
 #include <torch/library.h>
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "kernels/embedding/contract.h"
+#include "runtime/bfloat16.h"
 #include "runtime/checks.h"
 #include "runtime/dispatch.h"
 #include "runtime/parallel.h"
@@ -244,6 +245,6 @@ at::Tensor embedding_bag(const at::Tensor& weight, const at::Tensor& indices,
 }  // namespace torchq
 
 TORCH_LIBRARY_IMPL(torchq, CPU, m) {
-  m.impl("embedding", &torchq::embedding);
-  m.impl("embedding_bag", &torchq::embedding_bag);
+  torchq::implement<&torchq::embedding>(m, "embedding");
+  torchq::implement<&torchq::embedding_bag>(m, "embedding_bag");
 }

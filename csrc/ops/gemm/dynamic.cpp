@@ -144,19 +144,9 @@ at::Tensor dynamic_linear(const at::Tensor& src_arg, const at::Tensor& weight,
                           std::optional<at::TensorList> post_op_srcs) {
   OpTrace trace(kOp);
   const Kernels& tier = kernels();
-  TORCH_CHECK_TYPE(src_arg.scalar_type() == at::kFloat,
-                   "torchq.dynamic_linear: src must be float32, ", "got ",
-                   dtype_name(src_arg.scalar_type()),
-                   ". Convert it with .float(), or use linear for quantized sources.");
-  check_cpu(kOp, "src", src_arg);
   check_weight(src_arg, weight, compensation, in_features);
   const int64_t n = compensation.size(1);
-  check_param(kOp, "weight_scale", weight_scale, at::kFloat);
-  check_numel(kOp, "weight_scale", weight_scale, n);
-  if (bias.has_value()) {
-    check_param(kOp, "bias", *bias, at::kFloat);
-    check_numel(kOp, "bias", *bias, n);
-  }
+  check_dynamic(kOp, "linear", src_arg, weight_scale, bias, n);
   c10::SmallVector<int64_t, 5> sizes(src_arg.sizes().begin(), src_arg.sizes().end());
   sizes.back() = n;
   at::Tensor dst = empty_dst(sizes, at::kFloat);
