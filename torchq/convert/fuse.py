@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.convert.module_kinds import BATCH_NORM, MATMUL
-from torchq.convert.ops import Op, Role, clip_bounds
+from torchq.convert.ops import Op, Role, clip_bounds, have_one_size, only_reader
 from torchq.nn.batch_norm import TRANSPOSED, Affine, combined, fold_affines, norm_affine
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import Add, Attention, Cat, MatMul, Mul
@@ -214,12 +214,9 @@ class _Finder:
             self.taken.add(op)
 
     def _next(self, node: fx.Node) -> Op | None:
-        """Return the one operation that reads a node, if it reads it once and may be fused."""
-        users = list(node.users)
-        op = self.ops.get(users[0]) if len(users) == 1 else None
-        if op is None or op in self.taken or op.requested or op.srcs.count(node) != 1:
-            return None
-        return None if op.role is Role.OPAQUE else op
+        """Return the one operation that reads a node, if it may be fused and no layer has it."""
+        op = only_reader(node, self.ops)
+        return None if op in self.taken else op
 
     def _affine(self, layer: Layer, op: Op) -> Affine | None:
         """Return what an operation does to each channel of a matmul in front of it."""
@@ -237,9 +234,7 @@ class _Finder:
             return False
         other = next(src for src in op.srcs if src is not layer.dst)
         # What is the same for all of a batch broadcasts to other ones; a sum would not.
-        same = other.meta["value"].shape == layer.dst.meta["value"].shape
-        same = same and other.meta["sizes"] == layer.dst.meta["sizes"]
-        return same and bool(other.meta["varying"])
+        return have_one_size(other, layer.dst) and bool(other.meta["varying"])
 
     def _fits_clip(self, layer: Layer, bounds: tuple[float, float] | None) -> bool:
         if bounds is None or layer.clip is not None or layer.role is Role.UNARY:

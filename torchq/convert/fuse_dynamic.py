@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from torchq.attributes.options import EltwiseAlg
 from torchq.attributes.post_ops import PostOps
-from torchq.convert.ops import Op, Role, append_clip, clip_bounds
+from torchq.convert.ops import Op, Role, append_clip, clip_bounds, have_one_size, only_reader
 from torchq.nn.float_modules import Add, Attention
 
 _FUNCTIONS: dict[type, tuple[EltwiseAlg, float]] = {
@@ -37,13 +37,14 @@ def make_dynamic(op: Op, ops: dict[fx.Node, Op]) -> None:
 def _fuse_post_ops(op: Op, ops: dict[fx.Node, Op]) -> None:
     """Extend a dynamic linear layer by what alone reads it: a function, an addition, or both."""
     chain, position = PostOps(), {node: i for i, node in enumerate(ops)}
-    while (post_op := _only_reader(op.dst, ops)) is not None:
+    while (post_op := only_reader(op.dst, ops)) is not None:
         others = [src for src in post_op.srcs if src is not op.dst]
         if post_op.role is Role.PASS:
             pass
-        elif isinstance(post_op.module, Add) and _may_be_summed(op, post_op, others):
+        elif isinstance(post_op.module, Add) and have_one_size(others[0], op.dst):
             # the sum is computed where the layer is: its other operand has to be there
-            if position.get(others[0], -1) > position[op.node]:
+            late = position.get(others[0], -1) > position[op.node]
+            if late or others[0].meta["value"].dtype != op.dst.meta["value"].dtype:
                 break
             chain.append_sum(1.0, 0, "f32")
             op.operands += others
@@ -52,23 +53,6 @@ def _fuse_post_ops(op: Op, ops: dict[fx.Node, Op]) -> None:
         post_op.role = Role.OPAQUE
         op.behind.append(post_op)
     op.post_ops = str(chain)
-
-
-def _only_reader(node: fx.Node, ops: dict[fx.Node, Op]) -> Op | None:
-    """Return the one operation that reads a node, if nothing keeps it float."""
-    users = list(node.users)
-    op = ops.get(users[0]) if len(users) == 1 else None
-    free = op is not None and not op.requested and not op.reason and op.role is not Role.OPAQUE
-    return op if free else None
-
-
-def _may_be_summed(op: Op, addition: Op, others: list[fx.Node]) -> bool:
-    """Return whether the other operand has the layer's shape for every size of the inputs."""
-    if len(others) != 1:
-        return False
-    meta, other = op.dst.meta, others[0].meta
-    same = meta["value"].shape == other["value"].shape and meta["sizes"] == other["sizes"]
-    return bool(same and meta["value"].dtype == other["value"].dtype)
 
 
 def _append_function(chain: PostOps, op: Op) -> bool:

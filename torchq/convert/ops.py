@@ -188,6 +188,21 @@ def reads_strides(node: fx.Node) -> bool:
     return name.partition(".")[0] in _OF_STRIDES or name == "view.dtype"
 
 
+def only_reader(node: fx.Node, ops: dict[fx.Node, Op]) -> Op | None:
+    """Return the one operation that reads a node, if it reads it once and may be fused."""
+    users = list(node.users)
+    op = ops.get(users[0]) if len(users) == 1 else None
+    if op is None or op.requested or op.role is Role.OPAQUE or op.srcs.count(node) != 1:
+        return None
+    return op
+
+
+def have_one_size(a: fx.Node, b: fx.Node) -> bool:
+    """Return whether two tensors have the same sizes for all sizes of the inputs."""
+    same = a.meta["value"].shape == b.meta["value"].shape
+    return bool(same and a.meta["sizes"] == b.meta["sizes"])
+
+
 def is_float(node: fx.Node) -> bool:
     """Return whether it is a tensor of float32 or bfloat16."""
     return node.meta["value"].dtype in FLOATS
