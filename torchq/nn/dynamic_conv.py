@@ -27,6 +27,9 @@ class DynamicQConv(QModule):
         dst = fma(float(acc), float(src_scale[sample] * weight_scale[channel]), bias[channel])
 
     A sample depends on nothing but itself: a batch gives the bits of its samples one by one.
+    Channels-last sources are faster: a contiguous one costs a copy of the result. On one Zen 4
+    thread it takes 0.4 to 0.65 of float's time (3x3 of 64 channels, 1x1 of 256), but 1.5 where a
+    result has few products (1x1 of 64 to 256 channels at 56x56) and 1.8 where it is depthwise.
 
     Buffers:
         weight, compensation, pair_bound: see :class:`~torchq.functional.packing.PackedWeight`.
