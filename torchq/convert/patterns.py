@@ -160,7 +160,7 @@ _MOVED = (
     "clone chunk split split_with_sizes tensor_split narrow select slice expand expand_as unbind "
     "view_as repeat tile roll flip reshape_as broadcast_to unflatten repeat_interleave index "
     "index_select pixel_shuffle pixel_unshuffle channel_shuffle reshape view _unsafe_view "
-    "numpy_T mT unfold im2col unsafe_split unsafe_chunk"
+    "numpy_T mT unfold unsafe_split unsafe_chunk"
 )
 
 TABLE: list[Row] = [
@@ -232,6 +232,7 @@ TABLE: list[Row] = [
     _row(Role.POOL, "mean", _with(makers.mean, dim=None, keepdim=False, dtype=None)),
     # what moves elements
     _row(Role.MOVE, _MOVED, makers.move),
+    _float("PyTorch's unfold takes no uint8 tensor", "im2col"),
     _row(Role.MOVE, "upsample_nearest1d upsample_nearest2d upsample_nearest3d", _resize("nearest")),
     _row(Role.MOVE, "_upsample_nearest_exact1d _upsample_nearest_exact2d "
          "_upsample_nearest_exact3d", _resize("nearest-exact")),
