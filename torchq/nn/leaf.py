@@ -320,9 +320,9 @@ class QuantizedTransposedLeaf(QuantizedLeaf):
         """Run the layer; the arguments have the names that ``torch.nn`` gives them."""
         padding: list[int] | None = None
         if output_size is not None:
-            padding = self._output_padding(
-                input, output_size, self.stride, self.padding, self.kernel_size,
-                len(self._stride), self.dilation,
+            padding = self._output_padding(  # type: ignore[misc]
+                input, output_size, self._stride, self.padding, self._shape[2:],  # type: ignore[arg-type]
+                len(self._stride), self._dilation,
             )  # fmt: skip
         return as_source(self.layer(self._checked(input), None, None, padding), input)
 
