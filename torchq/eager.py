@@ -8,12 +8,24 @@ from typing import Any
 
 from torch import nn
 
-from torchq.convert.api import converted_model
-from torchq.convert.swap.flow import calibrate, prepare
+from torchq.convert.api import calibrate, converted_model, prepared_model
 from torchq.nn.inputs import Inputs
 from torchq.quantization.config import Overrides, QConfig
 
 __all__ = ["calibrate", "convert", "prepare", "quantize"]
+
+
+def prepare(
+    model: nn.Module,
+    example_inputs: Inputs,
+    config: QConfig | None = None,
+    overrides: Overrides | None = None,
+) -> nn.Module:
+    """Return a copy of ``model`` with observers in place, as :func:`torchq.prepare`.
+
+    What ``example_inputs`` do not reach stays float. Patterns of ``overrides`` name modules.
+    """
+    return prepared_model(model, example_inputs, config, overrides, share=False, graphs=False)
 
 
 def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:

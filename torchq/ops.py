@@ -9,8 +9,8 @@ module as the one that does so.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,27 +28,28 @@ _STORED = {code: dtype for code, dtype in DTYPES.items() if dtype != torch.bfloa
 def _register(name: str, kernel: Callable[..., Any]) -> None:
     """Register the fake kernel of ``torchq::<name>``; shorten calls of the op."""
     shorten_calls(name)
+    arguments = getattr(torch.ops.torchq, name).default._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    needed = inspect.signature(kernel).parameters
 
-    @functools.wraps(kernel)
     def checked(*args: Any, **kwargs: Any) -> Any:
         refuse_onnx_export()
-        _check_arguments(name, args, kwargs)
-        return kernel(*args, **kwargs)
+        given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+        _check_arguments(name, given)
+        given = defaults | given
+        return kernel(**{key: given[key] for key in needed})
 
     torch.library.register_fake(f"torchq::{name}", checked)
 
 
-def _check_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_arguments(name: str, given: Mapping[str, Any]) -> None:
     """Refuse unknown dtypes, as the op does, and CPU sources with meta tensors.
 
     With these dst would be on the CPU, and nothing written to it.
     """
-    names = [
-        argument.name for argument in getattr(torch.ops.torchq, name).default._schema.arguments
-    ]
     devices: dict[bool, list[str]] = {False: [], True: []}
     on_meta: list[bool] = []
-    for argument, value in [*zip(names, args, strict=False), *kwargs.items()]:
+    for argument, value in given.items():
         dtypes = DTYPES if argument == "dst_dtype" and name != "rnn" else _STORED
         if argument in ("dst_dtype", "h_n_dtype") and value is not None and value not in dtypes:
             raise NotImplementedError(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import models
@@ -119,6 +120,28 @@ def test_output_sizes_of_another_tensor() -> None:
         x = 2 * torch.rand(2, 3, *sizes) - 1
         with torch.no_grad():
             assert sqnr(model(x), q(x)) > 30, sizes
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_output_sizes_in_code_that_no_graph_takes(dims: int, tmp_path: Path) -> None:
+    def forward(m: Any, x: Tensor, size: list[int]) -> Tensor:
+        y = m.a(x, size)
+        return y * 2 if float(y.sum()) > 1e9 else y
+
+    model = Wired(forward, a=CLASSES[dims](8, 6, 3, 2, 1)).eval()
+    x = torch.randn(1, 8, *[5] * dims)
+    q = torchq.quantize(model, [(x, [10] * dims)] * 2, strict=True)
+    torchq.save(q, tmp_path / "model")
+    loaded = torchq.load(tmp_path / "model", model)
+    with torch.no_grad():
+        for size in ([9] * dims, [10] * dims, [1, 6, *[9] * dims]):
+            expected, result = model(x, size), q(x, size)
+            assert result.shape == expected.shape and sqnr(expected, result) > 28
+            assert torch.equal(loaded(x, size), result)
+    scripted = torch.jit.script(q.a)
+    assert torch.equal(scripted(x, output_size=[10] * dims), q.a(x, [10] * dims))
+    with pytest.raises(ValueError, match="valid sizes range from"):
+        q(x, [11] * dims)
 
 
 def test_too_long_sums() -> None:

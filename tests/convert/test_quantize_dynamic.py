@@ -132,6 +132,17 @@ def test_attention_where_asked():
         assert torchq.sqnr(model(src), quantized(src)) > 30
 
 
+def test_convolutions_that_are_slower() -> None:
+    """Depthwise ones are asked for by name; memory formats decide about 1x1 of few channels."""
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 16, 1), nn.Conv2d(16, 4, 3))
+    rows = torchq.explain(torchq.quantize_dynamic(model, {nn.Conv2d})).rows
+    assert [row.quantized for row in rows] == [False, True, True]
+    assert "would be slower" in rows[0].reason and not rows[0].requested
+    assert "channels-last" in rows[1].reason and not rows[2].reason
+    named = torchq.explain(torchq.quantize_dynamic(model, {"0", nn.Conv2d})).rows
+    assert all(row.quantized for row in named)
+
+
 def test_weights_of_a_qconfig(model: Speech):
     ao = torch.ao.quantization
     for qconfig, scales in ((ao.default_dynamic_qconfig, 1), (ao.per_channel_dynamic_qconfig, 16)):

@@ -267,17 +267,6 @@ def test_transposed_convolutions(options: dict[str, int], computed: bool, tmp_pa
         assert torch.equal(copied(data[0]), result(data[0]))
 
 
-def test_output_size_of_a_transposed_convolution() -> None:
-    class Sized(Swapped):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.part(x, [13, 13])
-            return y * 2 if float(y.sum()) > 1e9 else y
-
-    part = nn.ConvTranspose2d(8, 6, 3, 2, 1)
-    result = converted(torchq, Sized(part).eval(), [torch.randn(1, 8, 7, 7) for _ in range(3)])
-    assert torchq.explain(result).rows[0].reason == "called with other arguments than its source"
-
-
 def test_weights_tied_to_an_embedding() -> None:
     """Of a class of its own, which looks rows up by a function."""
 

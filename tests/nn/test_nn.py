@@ -241,6 +241,8 @@ def every_module() -> dict[str, tnn.QModule]:
     made += [tnn.QEmbedding.from_float(nn.Embedding(9, 6, padding_idx=2))]
     made += [tnn.QEmbeddingBag.from_float(nn.EmbeddingBag(9, 6, mode="max").bfloat16(), bits=4)]
     made.append(tnn.QuantizedLeaf.of(nn.Linear(4, 8), copy.deepcopy(made[0])))
+    up = nn.ConvTranspose2d(4, 6, 3, 2)
+    made.append(tnn.QuantizedLeaf.of(up, tnn.QConvTranspose2d.from_float(up, U8)))
     return {type(module).__name__: module for module in made}
 
 
@@ -271,7 +273,7 @@ def test_spec_rebuilds_the_module(name: str) -> None:
     module = every_module()[name]
     again = tnn.QModule.registry[name].from_spec(module.read_spec())
     if isinstance(again, tnn.QuantizedLeaf):
-        again.layer = tnn.QLinear.from_spec(module.layer.read_spec())
+        again.layer = type(module.layer).from_spec(module.layer.read_spec())
     again.load_state_dict(module.state_dict())
     for key, value in module.named_buffers():
         assert torch.equal(value, again.get_buffer(key)), key
@@ -296,7 +298,7 @@ def test_the_default_dtype_changes_no_state(name: str, float64_by_default: None)
     module = MODULES[name]
     again = tnn.QModule.registry[name].from_spec(module.read_spec())
     if isinstance(again, tnn.QuantizedLeaf):
-        again.layer = tnn.QLinear.from_spec(module.layer.read_spec())
+        again.layer = type(module.layer).from_spec(module.layer.read_spec())
     again.load_state_dict(module.state_dict())
     for key, value in module.named_buffers():
         assert value.dtype == again.get_buffer(key).dtype, key

@@ -22,7 +22,7 @@ from torchq.convert.guards import Example
 from torchq.convert.limits import limits
 from torchq.convert.lower import Lowering
 from torchq.convert.one_call import without_observers
-from torchq.convert.parts import Part, find_parts
+from torchq.convert.parts import Part, Parts, find_parts
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared, source_samples
 from torchq.convert.report import merged, report_rows
@@ -39,7 +39,7 @@ from torchq.nn.leaf import take_hooks
 from torchq.quantization.config import Overrides, QConfig
 from torchq.quantization.qparams import QParams, choose_qparams
 
-__all__ = ["calibrate", "convert", "converted_model", "prepare", "quantize"]
+__all__ = ["calibrate", "convert", "converted_model", "prepare", "prepared_model", "quantize"]
 
 _ONE_AT_A_TIME = threading.RLock()
 """torch.export patches what all threads share while it captures."""
@@ -82,17 +82,21 @@ def prepare(
         >>> [(row.name, row.quantized) for row in torchq.explain(qmodel).rows if row.is_matmul]
         [('0', True), ('3', False)]
     """
-    return _checked(model, example_inputs, config, overrides, share=False)
+    return prepared_model(model, example_inputs, config, overrides, share=False)
 
 
-def _checked(
+def prepared_model(
     model: nn.Module,
     example_inputs: Inputs,
     config: QConfig | None,
     overrides: Overrides | None,
     share: bool,
+    graphs: bool = True,
 ) -> nn.Module:
-    """Prepare; with ``share`` the result has the parameters of the model itself, where it can."""
+    """Prepare; with ``share`` the result has the parameters of the model itself, where it can.
+
+    Without ``graphs`` the model's own code runs in every call.
+    """
     if config is not None and not isinstance(config, QConfig):
         raise TypeError(
             f"torchq.prepare: config must be a QConfig or None, got {type(config).__name__}. "
@@ -105,7 +109,8 @@ def _checked(
         with _ONE_AT_A_TIME, torch.autocast("cpu", enabled=False):
             share = share and not writes_parameters(model, args, kwargs)
             shared = _stand_ins(model) if share else {}
-            return _prepared(model, args, kwargs, config or QConfig(), overrides, shared)
+            config = config or QConfig()
+            return _prepared(model, args, kwargs, config, overrides, shared, graphs)
     except TypeError:
         check_fit(model, args, kwargs)
         raise
@@ -131,12 +136,13 @@ def _prepared(
     config: QConfig,
     overrides: Overrides | None,
     shared: Mapping[int, Any],
+    capture: bool,
 ) -> nn.Module:
     float_model = without_observers(plain_copy(model, shared))
     float_model, tables = with_tables(float_model, config, overrides)
     # patterns may name functions of a graph, too
-    prepared = prepare_settled(float_model, args, kwargs, config, overrides, check=False)
-    parts = find_parts(float_model, args, kwargs)
+    prepared = prepare_settled(float_model, args, kwargs, config, overrides)
+    parts = find_parts(float_model, args, kwargs) if capture else Parts()
     graphs: list[tuple[str, list[Row]]] = []
     rows: list[Row] = []
     unused: list[Row] = []
@@ -372,12 +378,12 @@ def quantize(
                 "torchq.quantize: data must be batches to calibrate with, got None. Where nothing "
                 "needs calibration, as with QConfig(dynamic=True), pass example_inputs alone."
             )
-        prepared = _checked(model, example_inputs, config, overrides, share=True)
+        prepared = prepared_model(model, example_inputs, config, overrides, share=True)
         return converted_model(prepared, strict)
     if example_inputs is None:
         rest = iter(batches("quantize", data, progress=False))
         args, kwargs = split_inputs(next(rest))
         example_inputs = kwargs or args
         data = itertools.chain([example_inputs], rest)
-    prepared = _checked(model, example_inputs, config, overrides, share=True)
+    prepared = prepared_model(model, example_inputs, config, overrides, share=True)
     return converted_model(calibrate(prepared, data), strict)

@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 
 from torchq.convert.capture import PREFIX, CaptureError, Exported, functional
 from torchq.convert.einsum import as_product
-from torchq.convert.graph import Captured, Meta, parameters_of, remove_unused
+from torchq.convert.graph import Captured, Meta, aten_name, parameters_of, remove_unused
 from torchq.convert.graph_data import is_reserved
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.patterns import row_of
-from torchq.convert.phases import function_name, largest_phase
+from torchq.convert.phases import largest_phase
 from torchq.convert.rewrites import as_torch_call, base_name
 
 _ATEN = torch.ops.aten
@@ -315,7 +315,7 @@ class _Plain:
     def _phase(self, made: fx.Node) -> float | None:
         """Return the largest angle that a function of angles takes on the example."""
         values = [self.values.get(arg) if isinstance(arg, fx.Node) else arg for arg in made.args]
-        return largest_phase(function_name(made), values)
+        return largest_phase(aten_name(made), values)
 
     def _place(self, node: fx.Node) -> tuple[str, str, str]:
         """Names of the module around a call, and of the leaf module that makes it ("" for none).

@@ -14,7 +14,10 @@ from torchq.convert.module_kinds import BATCH_NORM, MATMUL
 from torchq.convert.ops import Op, Role, clip_bounds, have_one_size, only_reader
 from torchq.nn.batch_norm import TRANSPOSED, Affine, combined, fold_affines, norm_affine
 from torchq.nn.fake_quantize import FakeQuantize
-from torchq.nn.float_modules import Add, Attention, Cat, MatMul, Mul
+from torchq.nn.float_modules import Add, Attention, Cat, Mul
+
+HARD = (Role.MATMUL, Role.PRODUCT)
+"""What int8 is for: they quantize what they read."""
 
 
 @dataclass(eq=False)
@@ -129,21 +132,6 @@ class _Finder:
         self._absorb(layer)
         return layer
 
-    def _absorb_factor(self, layer: Layer) -> None:
-        """Extend a matrix product by the division by sqrt(d) behind it, and a relu."""
-        while (op := self._next(layer.dst)) is not None:
-            affine = _channel_affine(op, 0)
-            scalar = affine is not None and affine[0].numel() == affine[1].numel() == 1
-            if op.role is Role.UNARY and affine is not None and scalar and not layer.clip:
-                layer.affines.append(affine)
-            elif clip_bounds(op.module) is not None and not layer.clip:
-                layer.clip = clip_bounds(op.module)
-            elif op.role is not Role.PASS:
-                break
-            layer.parts.append(op)
-            layer.dst = op.node
-            self.taken.add(op)
-
     def _merges(self, pad: Op, op: Op) -> bool:
         alone = list(pad.node.users) == [op.node]
         takes = alone and not isinstance(op.module, (nn.Linear, *TRANSPOSED))
@@ -169,9 +157,7 @@ class _Finder:
             affine = _channel_affine(op, 1)
             assert affine is not None
             layer.affines.append(affine)
-        if isinstance(op.module, MatMul):
-            self._absorb_factor(layer)
-        elif not isinstance(op.module, Attention | Cat):
+        if not isinstance(op.module, Attention | Cat):
             self._absorb(layer)
         return layer
 
@@ -206,8 +192,7 @@ class _Finder:
             if op is None or op in self.taken or op.role is not Role.FAKE or op.srcs != [src]:
                 break
             assert isinstance(op.module, FakeQuantize)
-            takes_clip = layer.role in (Role.MATMUL, Role.PRODUCT)
-            if not takes_clip and op.module.levels not in (128, 256):
+            if layer.role not in HARD and op.module.levels not in (128, 256):
                 break
             layer.fake, layer.dst = op.module, op.node
             layer.parts.append(op)
@@ -219,12 +204,15 @@ class _Finder:
         return None if op in self.taken else op
 
     def _affine(self, layer: Layer, op: Op) -> Affine | None:
-        """Return what an operation does to each channel of a matmul in front of it."""
-        if layer.role is not Role.MATMUL or layer.clip or layer.residual is not None:
+        """Return what an operation does to each channel of a matmul, or to a whole product."""
+        if layer.role not in HARD or layer.clip or layer.residual is not None:
             return None
         shape = layer.dst.meta["value"].shape
         if op.node.meta["value"].shape != shape or op.role is Role.FAKE:
             return None
+        if layer.role is Role.PRODUCT:  # a division by sqrt(d), say
+            affine = _channel_affine(op, 0) if op.role is Role.UNARY else None
+            return affine if affine and affine[0].numel() == affine[1].numel() == 1 else None
         return _channel_affine(op, len(shape) - 1 if isinstance(layer.op.module, nn.Linear) else 1)
 
     def _fits_sum(self, layer: Layer, op: Op) -> bool:
@@ -239,7 +227,7 @@ class _Finder:
     def _fits_clip(self, layer: Layer, bounds: tuple[float, float] | None) -> bool:
         if bounds is None or layer.clip is not None or layer.role is Role.UNARY:
             return False
-        return layer.role is Role.MATMUL or bounds == (0.0, math.inf)
+        return layer.role in HARD or bounds == (0.0, math.inf)
 
     def _fits_slopes(self, layer: Layer, op: Op) -> bool:
         """Return whether the slopes are of the matmul's channels."""

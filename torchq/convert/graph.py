@@ -60,6 +60,11 @@ class Captured:
     once: set[str] = field(default_factory=set)
 
 
+def aten_name(node: fx.Node) -> str:
+    """Return the name of an ATen call, without its overload; "" of anything else."""
+    return str(node.meta.get("aten")).partition("::")[2].partition(".")[0]
+
+
 def parameters_of(node: fx.Node) -> frozenset[str]:
     """Return the parameters that the constants which a node reads are made of."""
     return frozenset().union(*(n.meta.get("parameters", ()) for n in node.all_input_nodes))

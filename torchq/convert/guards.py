@@ -22,17 +22,6 @@ _EQUAL = re.compile(r"s(\d+)\[(\d+)\] == s(\d+)\[(\d+)\]")
 
 
 @dataclass
-class Structure:
-    """How a module's results are built, where they are more than tuples, lists and dicts."""
-
-    spec: Any
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
-        """Return itself: nothing changes it."""
-        return self
-
-
-@dataclass
 class Example:
     """Conditions for a call to take the graph: it is like the example, but for dynamic sizes.
 
@@ -41,7 +30,7 @@ class Example:
         arguments: the tensors that the graph takes.
         guards: conditions on their shapes ``s0``, ``s1``, ...
         values: parameter of ``forward`` -> what the example gave; tensors are Arguments.
-        structure: of the results; None where the graph gives them as they are.
+        structure: spec of results that are more than tuples, lists and dicts; None of others.
         limits: more such conditions, of calls that are not traced: ops raise beyond them.
     """
 
@@ -49,7 +38,7 @@ class Example:
     arguments: list[Argument]
     guards: list[str]
     values: dict[str, Any]
-    structure: Structure | None
+    structure: Any
     limits: list[str] = field(default_factory=list)
 
     @classmethod
@@ -63,8 +52,12 @@ class Example:
         bound.apply_defaults()
         values = dict(list(bound.arguments.items())[1:])
         result = exported.program.call_spec.out_spec
-        structure = None if _is_plain(result) else Structure(result)
+        structure = None if _is_plain(result) else result
         return cls(type(module), exported.arguments, exported.guards, values, structure, limits)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Example:
+        """Return itself: nothing changes it."""
+        return self
 
     @property
     def signature(self) -> inspect.Signature:
@@ -73,9 +66,9 @@ class Example:
 
     def restore(self) -> Callable[[Any], Any]:
         """Return the function that gives results the structure that the module gives them."""
-        if self.structure is None:
-            return _same
-        spec = self.structure.spec
+        spec = self.structure
+        if spec is None:
+            return lambda result: result
         return lambda result: pytree.tree_unflatten(pytree.tree_leaves(result), spec)
 
     def chooser(self, traced: bool = False) -> Callable[..., tuple[Tensor, ...] | None]:
@@ -300,10 +293,6 @@ def _equal(value: Any, expected: Any) -> bool:
         return bool(value == expected)
     except Exception:  # of a class that does not compare
         return False
-
-
-def _same(result: Any) -> Any:
-    return result
 
 
 def _is_plain(spec: Any) -> bool:

@@ -89,9 +89,7 @@ def unary(make: Callable[[Arguments], nn.Module]) -> Callable[[Arguments], Made 
     """Return the maker of a function of one tensor, whose other arguments are constants."""
 
     def unary(a: Arguments) -> Made | str:
-        if a.varying("input"):
-            return f"its {a.varying('input')[0]} is computed at run time"
-        return Made(Role.UNARY, make(a), [a.input])
+        return a.why_varying("input") or Made(Role.UNARY, make(a), [a.input])
 
     return unary
 
@@ -113,8 +111,8 @@ def clamp(a: Arguments) -> Made | str:
 
 def prelu(a: Arguments) -> Made | str:
     """Make ``F.prelu``: a leaky relu, or a slope per channel."""
-    if a.varying("input"):
-        return f"its {a.varying('input')[0]} is computed at run time"
+    if why := a.why_varying("input"):
+        return why
     if a.weight.numel() == 1:
         return Made(Role.UNARY, nn.LeakyReLU(float(a.weight)), [a.input])
     module = nn.PReLU(a.weight.numel(), device="cpu")
@@ -124,8 +122,8 @@ def prelu(a: Arguments) -> Made | str:
 
 def fake(a: Arguments) -> Made | str:
     """torch.fake_quantize_per_tensor_affine and torch.fake_quantize_per_channel_affine."""
-    if a.varying("input"):
-        return f"its {a.varying('input')[0]} is computed at run time"
+    if why := a.why_varying("input"):
+        return why
     fake = FakeQuantize.from_affine(a.scale, a.zero_point, a.quant_min, a.quant_max, a.get("axis"))
     return Made(Role.FAKE, fake, [a.nodes["input"]], reason=why_not_fixed(fake))
 
@@ -134,22 +132,16 @@ def pool(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
     """Return the maker of a pool of this class."""
 
     def make(a: Arguments) -> Made | str:
-        if a.varying("input"):
+        if a.why_varying("input"):
             return "its window is computed at run time"
-        options = {name: value for name, value in a.items() if name not in ("input", "_stacklevel")}
-        if "stride" in options and not options["stride"]:
-            options["stride"] = None
-        module = cls(**options)
-        return Made(Role.POOL, module, [a.input], reason=check_pool(module))
+        if a.get("divisor_override"):
+            return "its options have no int8 form"
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in a.items() if k != "input"}
+        if "stride" in options:
+            options["stride"] = options["stride"] or None
+        return Made(Role.POOL, cls(**options), [a.input])
 
     return make
-
-
-def check_pool(module: Any) -> str:
-    """Return why a pool has no int8 form, or ""."""
-    if getattr(module, "return_indices", False) or getattr(module, "divisor_override", None):
-        return "its options have no int8 form"
-    return ""
 
 
 _GLOBAL = {3: nn.AdaptiveAvgPool1d, 4: nn.AdaptiveAvgPool2d, 5: nn.AdaptiveAvgPool3d}
@@ -158,10 +150,8 @@ _GLOBAL = {3: nn.AdaptiveAvgPool1d, 4: nn.AdaptiveAvgPool2d, 5: nn.AdaptiveAvgPo
 def mean(a: Arguments) -> Made | str:
     """Make a mean over all spatial dims."""
     rank = len(shape_of(a.input))
-    dims = a.dim if isinstance(a.dim, Sequence) else [a.dim]
-    if a.dim is None or a.dtype is not None or rank not in _GLOBAL:
-        return "a mean other than over all spatial dims has no int8 form"
-    if sorted(d % rank for d in dims) != list(range(2, rank)):
+    dims = a.get("dim") or () if rank in _GLOBAL and a.dtype is None else ()
+    if not dims or sorted(d % rank for d in dims) != list(range(2, rank)):
         return "a mean other than over all spatial dims has no int8 form"
     return Made(Role.POOL, _GLOBAL[rank](1), [a.input], flatten=not a.keepdim)
 
@@ -181,39 +171,42 @@ def index(a: Arguments) -> Made | str:
     return Made(Role.MOVE, None, [a.input])
 
 
-def interpolate(a: Arguments) -> Made | str:
-    """``F.interpolate`` of nearest neighbors, or linear with the centers of pixels aligned."""
-    if a.mode in ("nearest", "nearest-exact"):
-        return Made(Role.MOVE, None, [a.input])
-    if a.mode not in ("linear", "bilinear", "trilinear") or a.antialias:
-        return f"interpolation of mode '{a.mode}' has no int8 form"
-    if a.align_corners:
-        return "interpolation with align_corners=True has no int8 form"
-    dims, size, factor = len(shape_of(a.input)) - 2, a.size, a.scale_factor
-    if a.varying("input", "size"):
-        return f"its {a.varying('input', 'size')[0]} is computed at run time"
-    factors = [] if factor is None else list(factor) if isinstance(factor, Sequence) else [factor]
-    if any(f != int(f) or f < 1 for f in factors):
-        return f"interpolation by {factor} has no int8 form, only by whole numbers"
-    module = nn.Upsample(None, None, a.mode)
-    module.scale_factor = tuple((factors * dims)[:dims]) or None
-    made = Made(Role.POOL, module, [a.input])
-    if a.varying("input"):
-        one = isinstance(size, fx.Node) and size.meta["value"].is_number
-        made.size = [size] * dims if one else list(size) if isinstance(size, tuple) else size
-    elif size is not None:
-        module.size = tuple(size) if isinstance(size, Sequence) else (size,) * dims
-    return made
+def nearest(a: Arguments) -> Made | str:
+    """``F.interpolate`` of nearest neighbors."""
+    return Made(Role.MOVE, None, [a.input])
+
+
+def interpolate(mode: str) -> Callable[[Arguments], Made | str]:
+    """Return the maker of a linear ``F.interpolate`` with the centers of pixels aligned."""
+
+    def make(a: Arguments) -> Made | str:
+        if a.align_corners:
+            return "interpolation with align_corners=True has no int8 form"
+        if why := a.why_varying("input", "output_size"):
+            return why
+        factors = a.get("scale_factors") or ()
+        if any(f != int(f) or f < 1 for f in factors):
+            return f"interpolation by {factors} has no int8 form, only by whole numbers"
+        module = nn.Upsample(None, None, mode)
+        module.scale_factor = tuple(factors) or None
+        made = Made(Role.POOL, module, [a.input])
+        if a.varies("output_size"):
+            made.size = list(a.output_size)
+        elif a.output_size is not None:
+            module.size = tuple(a.output_size)
+        return made
+
+    return make
 
 
 def pad(a: Arguments) -> Made | str:
     """``F.pad`` with zeros."""
-    rank, pad = len(shape_of(a.input)), a.pad
-    if a.mode in ("reflect", "replicate", "circular"):
+    rank, pad, mode = len(shape_of(a.input)), a.pad, a.get("mode", "constant")
+    if mode in ("reflect", "replicate", "circular"):
         return Made(Role.MOVE, None, [a.input])
-    if a.mode != "constant" or a.value not in (None, 0, 0.0):
+    if mode != "constant" or a.value not in (None, 0, 0.0):
         return "padding with anything but constant zeros has no int8 form"
-    if a.varying("input"):
+    if a.varies("pad"):
         return Made(Role.PAD, None, [a.input])  # by sizes
     return Made(Role.PAD, None, [a.input], pad=_spatial_pad(rank, pad))
 

@@ -18,20 +18,10 @@ from torchq.nn.batch_norm import TRANSPOSED, reduction
 from torchq.nn.float_modules import Attention, AttentionOptions, MatMul
 
 
-def check_matmul(module: Any) -> str:
-    """Return why a float layer has no int8 form, or ""."""
-    mode = getattr(module, "padding_mode", "zeros")
-    if mode != "zeros":
-        return f"padding_mode is '{mode}', only 'zeros' is supported"
-    if reduction(module) > MAX_REDUCTION:
-        return TOO_LONG
-    return ""
-
-
 def batch_norm(a: Arguments) -> Made | str:
     """``F.batch_norm`` in evaluation."""
-    if a.varying("input"):
-        return f"its {a.varying('input')[0]} is computed at run time"
+    if why := a.why_varying("input"):
+        return why
     if a.training or a.running_mean is None:
         return "it takes the statistics of each batch"
     scale = (a.running_var.double() + a.eps).rsqrt()
@@ -41,16 +31,16 @@ def batch_norm(a: Arguments) -> Made | str:
     return Made(Role.NORM, None, [a.input], affine=(scale.reshape(shape), shift.reshape(shape)))
 
 
-def _with_weight(module: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
+def _layer(module: nn.Module, src: fx.Node, weight: Tensor, bias: Tensor | None) -> Made:
+    """Give a module this weight and bias."""
     module.weight = nn.Parameter(weight.detach(), False)
     module.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), False))
-    return module.eval()
+    reason = TOO_LONG if reduction(module.eval()) > MAX_REDUCTION else ""
+    return Made(Role.MATMUL, module, [src], reason=reason)
 
 
-def _matmul(a: Arguments, module: nn.Module, axis: int = 0, groups: int = 1) -> Made:
-    """Make a module with the arguments' weight and bias; ``axis`` is of the output channels."""
-    made = Made(Role.MATMUL, _with_weight(module, a.weight, a.bias), [a.input])
-    made.reason = check_matmul(module)
+def _as_trained(made: Made, a: Arguments, axis: int = 0, groups: int = 1) -> Made:
+    """Take over the scale of a fake-quantized weight; ``axis`` is of the output channels."""
     source = a.nodes["weight"]
     fake = source.meta.get("fake") if isinstance(source, fx.Node) else None
     if fake is not None:
@@ -64,31 +54,31 @@ def _matmul(a: Arguments, module: nn.Module, axis: int = 0, groups: int = 1) -> 
 
 def linear(a: Arguments) -> Made | str:
     """``F.linear`` with constant parameters."""
-    if a.varying("input"):
-        return f"its {a.varying('input')[0]} is computed at run time"
+    if why := a.why_varying("input"):
+        return why
     if a.weight.dim() != 2:
         return "its weight is a vector"
-    module = nn.Linear(1, 1, device="meta")
-    module.out_features, module.in_features = a.weight.shape
-    return _matmul(a, module)
+    return _as_trained(linear_of(a.input, a.weight, a.bias), a)
 
 
 def product(a: Arguments) -> Made | str:
     """Make a product of two tensors at run time, or a linear layer of a constant matrix."""
-    ranks = [x.dim() if isinstance(x, Tensor) else len(shape_of(x)) for x in (a.input, a.other)]
+    right = "other" if "other" in a else "mat2"  # of bmm and mm
+    other = a[right]
+    ranks = [x.dim() if isinstance(x, Tensor) else len(shape_of(x)) for x in (a.input, other)]
     if min(ranks) < 2:
         return "an operand is a vector"
-    if isinstance(a.other, Tensor) and ranks[1] == 2:
-        return linear_of(a.input, a.other.t(), None)
-    return Made(Role.PRODUCT, MatMul(), [a.nodes["input"], a.nodes["other"]])
+    if isinstance(other, Tensor) and ranks[1] == 2:
+        return linear_of(a.input, other.t(), None)
+    return Made(Role.PRODUCT, MatMul(), [a.nodes["input"], a.nodes[right]])
 
 
 def attention(a: Arguments) -> Made | str:
     """F.scaled_dot_product_attention; a mask comes with each call, in float or bool."""
     sources = [a.nodes[name] for name in ("query", "key", "value")]
     sized = isinstance(a.scale, fx.Node) and is_size(a.scale)
-    if varying := a.varying("query", "key", "value", "attn_mask", *(["scale"] if sized else [])):
-        return f"its {varying[0]} is computed at run time"
+    if why := a.why_varying("query", "key", "value", "attn_mask", *(["scale"] if sized else [])):
+        return why
     if a.dropout_p != 0:
         return "it drops at random"
     given = 1.0 if sized else a.scale
@@ -113,8 +103,8 @@ def inner(a: Arguments) -> Made | str:
 
 def add_product(a: Arguments) -> Made | str:
     """torch.addmm of constants."""
-    if a.varying("mat1"):
-        return f"its {a.varying('mat1')[0]} is computed at run time"
+    if why := a.why_varying("mat1"):
+        return why
     if not isinstance(a.mat1, fx.Node):
         return "its matrix is a constant"
     bias = a.input * a.beta
@@ -127,9 +117,7 @@ def linear_of(src: fx.Node, weight: Tensor, bias: Tensor | None) -> Made:
     """Return a linear layer of a constant matrix ``[out, in]``."""
     module = nn.Linear(1, 1, device="meta")
     module.out_features, module.in_features = weight.shape
-    made = Made(Role.MATMUL, _with_weight(module, weight.contiguous(), bias), [src])
-    made.reason = check_matmul(module)
-    return made
+    return _layer(module, src, weight.contiguous(), bias)
 
 
 def conv(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
@@ -137,9 +125,9 @@ def conv(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
     transposed = issubclass(cls, TRANSPOSED)
 
     def make(a: Arguments) -> Made | str:
-        if a.varying("input", "output_padding"):
-            return f"its {a.varying('input', 'output_padding')[0]} is computed at run time"
-        sized = bool(a.varying("input"))  # output_padding, of an output_size
+        if why := a.why_varying("input", "output_padding"):
+            return why
+        sized = transposed and a.varies("output_padding")  # of an output_size
         first, second, *kernel = a.weight.shape
         channels = (first, second * a.groups) if transposed else (second * a.groups, first)
         options = {
@@ -148,8 +136,9 @@ def conv(cls: type[nn.Module]) -> Callable[[Arguments], Made | str]:
             if name in a and not (sized and name == "output_padding")
         }
         module = cls(*channels, tuple(kernel), groups=a.groups, device="meta", **options)
-        made = _matmul(a, module, *((1, a.groups) if transposed else ()))
-        if sized and isinstance(made, Made):
+        made = _layer(module, a.input, a.weight, a.bias)
+        made = _as_trained(made, a, *((1, a.groups) if transposed else ()))
+        if sized:
             made.size = list(a.output_padding)
         return made
 

@@ -8,7 +8,6 @@ from torch import nn
 
 from torchq.attributes.arguments import FLOATS
 from torchq.nn.batch_norm import TRANSPOSED
-from torchq.nn.float_modules import Add, Cat, DeQuantStub, Mul, QuantStub
 from torchq.quantization.config import QConfig
 
 _LIBRARY = ("torch.nn.", "torchq.")
@@ -28,25 +27,6 @@ AVERAGES = (
     nn.AdaptiveAvgPool2d,
     nn.AdaptiveAvgPool3d,
 )
-POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, *AVERAGES)
-COMBINE = (Add, Mul, Cat)
-UNARY = (
-    nn.ReLU,
-    nn.ReLU6,
-    nn.Hardtanh,
-    nn.Sigmoid,
-    nn.Tanh,
-    nn.SiLU,
-    nn.Mish,
-    nn.GELU,
-    nn.ELU,
-    nn.LeakyReLU,
-    nn.Hardswish,
-    nn.Hardsigmoid,
-    nn.Softplus,
-)
-STUBS = (QuantStub, DeQuantStub)
-QUANTIZABLE = (*MATMUL, *COMBINE, *UNARY, *POOLS, *STUBS)
 MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
 TOO_LONG = f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
 FOREIGN = "it is a recurrent module with code of its own, which has no int8 form"
@@ -73,10 +53,10 @@ def is_foreign(module: nn.Module) -> bool:
     return isinstance(module, RECURRENT) and not known
 
 
-def is_self_contained(module: nn.Module | None, config: QConfig | None) -> bool:
-    """Return True for modules quantized in isolation: recurrent ones, and dynamic linear layers."""
-    linear = isinstance(module, nn.Linear) and config is not None and config.dynamic
-    return linear or isinstance(module, RECURRENT)
+def why_dtypes(dtypes: set[torch.dtype]) -> str:
+    """Return why what reads tensors of these dtypes must stay float; "" where it need not."""
+    other = dtypes - {*FLOATS}
+    return f"its source is {other.pop()}, not torch.float32 or torch.bfloat16" if other else ""
 
 
 def why_float(
@@ -85,7 +65,7 @@ def why_float(
     """Return why such a module must stay float; "" where it need not.
 
     Args:
-        module: for which :func:`is_self_contained` holds.
+        module: recurrent.
         config: of the module; None keeps it float.
         dtypes: of the tensors that it was called with.
         exposed: whether the model reads its parameters by itself.
@@ -96,8 +76,8 @@ def why_float(
         return FOREIGN
     if exposed:
         return EXPOSED
-    if other := dtypes - {*FLOATS}:
-        return f"its source is {other.pop()}, not torch.float32 or torch.bfloat16"
+    if why := why_dtypes(dtypes):
+        return why
     if max(weight.size(-1) for weight in module.parameters() if weight.dim() > 1) > MAX_REDUCTION:
         return TOO_LONG
     return ""

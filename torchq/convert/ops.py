@@ -131,15 +131,16 @@ class Arguments(dict[str, Any]):
         """Return the argument."""
         return self[name]
 
-    def varying(self, *allowed: str) -> list[str]:
-        """Names of arguments that are computed at run time, without those ``allowed``."""
-        found = []
-        for name, value in self.items():
-            nodes: list[fx.Node] = []
-            fx.node.map_arg(value, nodes.append)
-            if nodes and name not in allowed:
-                found.append(name)
-        return found
+    def varies(self, name: str) -> bool:
+        """Return whether an argument is computed at run time."""
+        nodes: list[fx.Node] = []
+        fx.node.map_arg(self[name], nodes.append)
+        return bool(nodes)
+
+    def why_varying(self, *allowed: str) -> str:
+        """Return that other arguments than those ``allowed`` are computed at run time, or ""."""
+        found = [name for name in self if name not in allowed and self.varies(name)]
+        return f"its {found[0]} is computed at run time" if found else ""
 
 
 class Pointwise(nn.Module):

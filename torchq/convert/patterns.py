@@ -8,7 +8,6 @@ Everything behind the table (fusing, planning, lowering) sees that module only.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from torchq.attributes.arguments import as_float32
 from torchq.convert import makers, matmuls
+from torchq.convert.graph import aten_name
 from torchq.convert.makers import unary
 from torchq.convert.ops import Arguments, Made, Pointwise, Role, shape_of
 from torchq.nn.float_modules import Add, Mul
@@ -47,34 +47,10 @@ def _row(role: Role, names: str, make: Maker, *, is_matmul: bool = False) -> Row
     return Row(role, tuple(names.split()), make, is_matmul or role is Role.MATMUL)
 
 
-def _named(make: Maker, **names: str) -> Maker:
-    """Return the maker, for a call whose schema has other names: ``other="mat2"``."""
-
-    def named(a: Arguments) -> Made | str:
-        for name, schema in names.items():
-            if schema in a:
-                a[name], a.nodes[name] = a.pop(schema), a.nodes.pop(schema)
-        return make(a)
-
-    return named
-
-
-def _with(make: Maker, **defaults: Any) -> Maker:
-    """Return the maker, for a call whose schema lacks arguments."""
-
-    def completed(a: Arguments) -> Made | str:
-        for name, value in defaults.items():
-            a.setdefault(name, value)
-            a.nodes.setdefault(name, value)
-        return make(a)
-
-    return completed
-
-
 def _convolution(a: Arguments) -> Made | str:
     """``torch.convolution``, plain or transposed."""
-    if a.varying("input"):
-        return f"its {a.varying('input')[0]} is computed at run time"
+    if why := a.why_varying("input"):
+        return why
     dims = a.weight.dim() - 2
     plain = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     transposed = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -95,48 +71,16 @@ def _tensordot(a: Arguments) -> Made | str:
     return matmuls.linear_of(a.input, a.other if matrix[0] % 2 else a.other.t(), None)
 
 
-def _pool(cls: type[nn.Module]) -> Maker:
-    make = makers.pool(cls)
-
-    def pool(a: Arguments) -> Made | str:
-        for name, value in a.items():
-            a[name] = tuple(value) if isinstance(value, list) else value
-        return make(a)
-
-    return pool
-
-
-def _resize(mode: str) -> Maker:
-    """Return the maker of an upsampling; ``scales`` or ``output_size`` is given."""
-
-    def resize(a: Arguments) -> Made | str:
-        scales = a.get("scale_factors")
-        inner = Arguments()
-        inner.update(
-            input=a.input, size=a.output_size, scale_factor=scales, mode=mode,
-            align_corners=a.get("align_corners"), antialias=False,
-        )  # fmt: skip
-        inner.nodes = dict(inner)
-        return makers.interpolate(inner)
-
-    return resize
-
-
 def _elu(a: Arguments) -> Made | str:
     if a.scale != 1 or a.input_scale != 1:
         return "its scales have no int8 form"
     return unary(lambda a: nn.ELU(a.alpha))(a)
 
 
-def _pointwise(function: Callable[..., Any], a: Arguments) -> nn.Module:
-    return Pointwise(function)
-
-
-def _functions(*names: str) -> list[Row]:
-    return [
-        _row(Role.UNARY, name, unary(functools.partial(_pointwise, getattr(torch, name))))
-        for name in names
-    ]
+def _function(name: str) -> Row:
+    """Return the row of a function of torch that has no options."""
+    function = getattr(torch, name)
+    return _row(Role.UNARY, name, unary(lambda a: Pointwise(function)))
 
 
 def _float(reason: str, names: str, *, is_matmul: bool = False) -> Row:
@@ -173,8 +117,8 @@ TABLE: list[Row] = [
     _row(Role.MATMUL, "conv_transpose2d", matmuls.conv(nn.ConvTranspose2d)),
     _row(Role.MATMUL, "conv_transpose3d", matmuls.conv(nn.ConvTranspose3d)),
     _row(Role.MATMUL, "convolution", _convolution),
-    _row(Role.MATMUL, "addmm", _named(matmuls.add_product)),
-    _row(Role.PRODUCT, "matmul linalg_matmul bmm mm", _named(matmuls.product, other="mat2")),
+    _row(Role.MATMUL, "addmm", matmuls.add_product),
+    _row(Role.PRODUCT, "matmul linalg_matmul bmm mm", matmuls.product),
     _row(Role.PRODUCT, "inner", matmuls.inner),
     _float("an einsum that is no product of two matrices has no int8 form", "einsum"),
     _row(Role.PRODUCT, "tensordot", _tensordot),
@@ -191,7 +135,7 @@ TABLE: list[Row] = [
     _row(Role.COMBINE, "sub subtract", makers.binary(None, torch.sub)),
     _row(Role.COMBINE, "rsub", _rsub),
     _row(Role.COMBINE, "div divide true_divide", makers.binary(None, torch.div)),
-    _row(Role.COMBINE, "pow", _named(makers.binary(None, torch.pow), other="exponent")),
+    _row(Role.COMBINE, "pow", makers.binary(None, torch.pow)),
     _row(Role.COMBINE, "cat concat concatenate", makers.cat),
     # functions of each element
     _row(Role.UNARY, "relu", unary(lambda a: nn.ReLU())),
@@ -217,31 +161,30 @@ TABLE: list[Row] = [
     _row(Role.UNARY, "hardshrink", unary(lambda a: nn.Hardshrink(a.lambd))),
     _row(Role.UNARY, "softshrink", unary(lambda a: nn.Softshrink(a.lambd))),
     _row(Role.UNARY, "threshold", unary(lambda a: nn.Threshold(a.threshold, a.value))),
-    *_functions("abs", "exp", "neg", "square", "sqrt", "rsqrt", "reciprocal", "log", "log1p",
-                "expm1", "sin", "cos", "erf", "sign", "floor", "ceil", "round"),
+    *map(_function, ("abs", "exp", "neg", "square", "sqrt", "rsqrt", "reciprocal", "log", "log1p",
+                     "expm1", "sin", "cos", "erf", "sign", "floor", "ceil", "round")),
     # pools
-    _row(Role.POOL, "max_pool1d", _pool(nn.MaxPool1d)),
-    _row(Role.POOL, "max_pool2d", _pool(nn.MaxPool2d)),
-    _row(Role.POOL, "max_pool3d", _pool(nn.MaxPool3d)),
-    _row(Role.POOL, "avg_pool1d", _pool(nn.AvgPool1d)),
-    _row(Role.POOL, "avg_pool2d", _pool(nn.AvgPool2d)),
-    _row(Role.POOL, "avg_pool3d", _pool(nn.AvgPool3d)),
-    _row(Role.POOL, "adaptive_avg_pool1d", _pool(nn.AdaptiveAvgPool1d)),
-    _row(Role.POOL, "adaptive_avg_pool2d", _pool(nn.AdaptiveAvgPool2d)),
-    _row(Role.POOL, "adaptive_avg_pool3d", _pool(nn.AdaptiveAvgPool3d)),
-    _row(Role.POOL, "mean", _with(makers.mean, dim=None, keepdim=False, dtype=None)),
+    _row(Role.POOL, "max_pool1d", makers.pool(nn.MaxPool1d)),
+    _row(Role.POOL, "max_pool2d", makers.pool(nn.MaxPool2d)),
+    _row(Role.POOL, "max_pool3d", makers.pool(nn.MaxPool3d)),
+    _row(Role.POOL, "avg_pool1d", makers.pool(nn.AvgPool1d)),
+    _row(Role.POOL, "avg_pool2d", makers.pool(nn.AvgPool2d)),
+    _row(Role.POOL, "avg_pool3d", makers.pool(nn.AvgPool3d)),
+    _row(Role.POOL, "adaptive_avg_pool1d", makers.pool(nn.AdaptiveAvgPool1d)),
+    _row(Role.POOL, "adaptive_avg_pool2d", makers.pool(nn.AdaptiveAvgPool2d)),
+    _row(Role.POOL, "adaptive_avg_pool3d", makers.pool(nn.AdaptiveAvgPool3d)),
+    _row(Role.POOL, "mean", makers.mean),
     # what moves elements
     _row(Role.MOVE, _MOVED, makers.move),
-    _float("PyTorch's unfold takes no uint8 tensor", "im2col"),
-    _row(Role.MOVE, "upsample_nearest1d upsample_nearest2d upsample_nearest3d", _resize("nearest")),
-    _row(Role.MOVE, "_upsample_nearest_exact1d _upsample_nearest_exact2d "
-         "_upsample_nearest_exact3d", _resize("nearest-exact")),
-    _row(Role.MOVE, "upsample_linear1d", _resize("linear")),
-    _row(Role.MOVE, "upsample_bilinear2d", _resize("bilinear")),
-    _row(Role.MOVE, "upsample_trilinear3d", _resize("trilinear")),
-    _row(Role.PAD, "pad", _with(makers.pad, mode="constant", value=None)),
-    _row(Role.PAD, "constant_pad_nd", _with(makers.pad, mode="constant", value=None)),
+    _row(Role.MOVE, "upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+         "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d",
+         makers.nearest),
+    _row(Role.MOVE, "upsample_linear1d", makers.interpolate("linear")),
+    _row(Role.MOVE, "upsample_bilinear2d", makers.interpolate("bilinear")),
+    _row(Role.MOVE, "upsample_trilinear3d", makers.interpolate("trilinear")),
+    _row(Role.PAD, "pad constant_pad_nd", makers.pad),
     # what stays float, and why
+    _float("PyTorch's unfold takes no uint8 tensor", "im2col"),
     _float("8 bits of the scores are too coarse for their exponentials", "softmax log_softmax "
            "_softmax _safe_softmax"),
     _float("8 bits of what it reads, often a sum, are too coarse for its variance", "layer_norm "
@@ -260,7 +203,7 @@ def row_of(node: fx.Node) -> Row | None:
     """Return the row of a call in a captured graph; None for calls that the table lacks."""
     if node.target is operator.getitem and node.meta.get("aten") is None:
         return GETITEM
-    return BY_NAME.get(str(node.meta.get("aten")).partition("::")[2].partition(".")[0])
+    return BY_NAME.get(aten_name(node))
 
 
 def arguments_of(node: fx.Node) -> Arguments:
@@ -275,7 +218,7 @@ def arguments_of(node: fx.Node) -> Arguments:
 
     arguments = Arguments()
     for name, value in _named_arguments(node).items():
-        name = "input" if name == "self" else name
+        name = {"self": "input", "exponent": "other"}.get(name, name)
         arguments.nodes[name] = value
         arguments[name] = fx.node.map_arg(value, value_of)
     return arguments

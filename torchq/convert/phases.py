@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, fx
 
+from torchq.convert.graph import aten_name
+
 _T = TypeVar("_T")
 
 _ANGLES = {
@@ -67,7 +69,7 @@ def coarse_phases(
             continue
         if node in behind:
             found[behind[node]] = reason
-        source: Any = node.args[_ANGLES[function_name(node)][0]]
+        source: Any = node.args[_ANGLES[aten_name(node)][0]]
         while isinstance(source, fx.Node):
             layer = behind.get(source)
             if layer is not None:
@@ -77,8 +79,3 @@ def coarse_phases(
             varying = [n for n in source.all_input_nodes if n.meta["varying"]]
             source = varying[0] if len(varying) == 1 else None
     return found
-
-
-def function_name(node: fx.Node) -> str:
-    """Return the name of an ATen call, without its overload."""
-    return str(node.meta.get("aten")).partition("::")[2].partition(".")[0]

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from torch import Tensor, fx, nn
 
 from torchq.convert.fake import Fixed, fixed_qparams, is_per_token, same
-from torchq.convert.fuse import Layer, find_layers
+from torchq.convert.fuse import HARD, Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
 from torchq.convert.fuse_dynamic import make_dynamic
 from torchq.convert.graph import Captured
-from torchq.convert.module_kinds import NO_DYNAMIC_FORM, is_self_contained, why_float
+from torchq.convert.module_kinds import NO_DYNAMIC_FORM, RECURRENT, why_float
 from torchq.convert.ops import Op, Role, clip_bounds
 from torchq.convert.phases import coarse_phases
 from torchq.convert.recognize import recognize
@@ -30,7 +30,6 @@ from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import Cat
 from torchq.quantization.config import Overrides, QConfig, resolve
 
-_HARD = (Role.MATMUL, Role.PRODUCT)  # what int8 is for: they quantize what they read
 _KEEPING = (Role.MOVE, Role.PASS, Role.POOL, Role.PAD)
 
 
@@ -102,7 +101,7 @@ class Plan:
         """Leave float what computes phases of many periods."""
         behind: dict[fx.Node, Layer | Op] = {p.node: v for v in self.layers for p in v.parts}
         behind |= {op.node: op for op in self.ops.values() if op.role is Role.DYNAMIC}
-        products, nodes = (*_HARD, Role.DYNAMIC), self.captured.graph.nodes
+        products, nodes = (*HARD, Role.DYNAMIC), self.captured.graph.nodes
         for one, reason in coarse_phases(nodes, behind, lambda x: x.role in products).items():
             if isinstance(one, Layer):
                 self.reasons[one] = self.reasons[one] or reason
@@ -116,7 +115,7 @@ class Plan:
     @property
     def multiplies(self) -> bool:
         """Return whether it computes anything in int8 that is worth a graph."""
-        hard = any(layer.role in _HARD for layer in self.layer_at.values())
+        hard = any(layer.role in HARD for layer in self.layer_at.values())
         dynamic = any(op.role is Role.DYNAMIC for op in self.ops.values())
         return hard or dynamic or bool(self.self_contained)
 
@@ -199,8 +198,7 @@ class Plan:
         """Give these modules' calls their reason; return the names of those without one."""
         calls: dict[str, list[Op]] = defaultdict(list)
         for op in self.ops.values():
-            called = op.node.op == "call_module"
-            if called and is_self_contained(op.owner, self.config(op.base)):
+            if op.node.op == "call_module" and isinstance(op.owner, RECURRENT):
                 calls[op.base].append(op)
         names = []
         attributes = [n for n in self.captured.graph.nodes if n.op == "get_attr"]
@@ -370,7 +368,7 @@ class Plan:
         emitted: set[fx.Node] = set()
         for layer in self._active():
             roots = {self.root(node) for node in layer.srcs}
-            (hard if layer.role in _HARD else soft).update(roots)
+            (hard if layer.role in HARD else soft).update(roots)
             if layer.residual is not None:
                 soft.add(self.root(layer.residual))
             if self._may_emit_int8(layer):
@@ -379,7 +377,7 @@ class Plan:
         self._int8 = hard | (emitted & soft - self._read_as_float())
         failed = False
         for layer in self._active():
-            if layer.role not in _HARD and (why := self._why_not(layer, hard)):
+            if layer.role not in HARD and (why := self._why_not(layer, hard)):
                 self.reasons[layer], failed = why, True
         return not failed
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import fx, nn
 
 from torchq.convert.fake import composed, fake_quantizer, is_fake, why_not_fixed
-from torchq.convert.graph import Captured
-from torchq.convert.module_kinds import AVERAGES
+from torchq.convert.graph import Captured, aten_name
+from torchq.convert.module_kinds import AVERAGES, why_dtypes
 from torchq.convert.ops import Made, Op, Role, is_float
 from torchq.convert.patterns import arguments_of, row_of
 from torchq.functional.folding import MAX_SHIFTED_REDUCTION
@@ -74,8 +74,7 @@ class _Names:
 
 def function_name(node: fx.Node) -> str:
     """Return the name of the function that a node calls."""
-    name = str(node.meta["aten"] or getattr(node.target, "__name__", node.target))
-    return name.partition("::")[2].partition(".")[0] or name
+    return aten_name(node) or str(getattr(node.target, "__name__", node.target))
 
 
 def _fake_constant(node: fx.Node, model: nn.Module) -> FakeQuantize | None:
@@ -151,8 +150,8 @@ def _why_float(op: Op) -> str:
     for src in op.srcs:
         if src.meta["positional"]:
             return POSITIONS
-        if not is_float(src):
-            return f"its source is {src.meta['value'].dtype}, not torch.float32 or torch.bfloat16"
+        if why := why_dtypes({src.meta["value"].dtype}):
+            return why
     if isinstance(op.module, Attention) and _keys(op) > MAX_KEYS:
         return f"it has more than {MAX_KEYS} keys, whose sums could overflow int32"
     if op.role is Role.POOL and _positions(op) > MAX_POSITIONS:

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -39,27 +39,22 @@ _CHOOSE = ("index", "index_select")
 """Calls that choose some of several matrices by data."""
 
 
-def multiplied(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Counter[str]:
+def weights_of(
+    model: nn.Module, args: Any, kwargs: Any, requested: Callable[[str], bool]
+) -> list[Weight]:
     """Return the parameters that products read in one run, with multiplications on this example.
 
-    Empty where the model does not run so; its own error comes from another run.
+    An override keeps ``requested`` names float. The list is empty where the model does not run so;
+    its own error comes from another run.
     """
-    run = twin(model)
+    run, sizes = twin(model), {name: p.numel() for name, p in model.named_parameters()}
     args, kwargs = copied(args, kwargs)
     products = _Products(run, (args, kwargs))
     with torch.no_grad(), contextlib.suppress(Exception), products:
         run(*args, **kwargs)
-        return products.macs
-    return Counter()
-
-
-def weights_of(
-    model: nn.Module, args: Any, kwargs: Any, requested: Callable[[str], bool]
-) -> list[Weight]:
-    """Return the parameters of :func:`multiplied`; an override keeps ``requested`` names float."""
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    found = multiplied(model, args, kwargs)
-    return [Weight(name, sizes[name], macs, requested(name)) for name, macs in found.items()]
+        macs = products.macs.items()
+        return [Weight(name, sizes[name], count, requested(name)) for name, count in macs]
+    return []
 
 
 def with_names(rows: Iterable[Row], first: Callable[[str], str]) -> list[Row]:

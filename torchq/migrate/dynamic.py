@@ -4,12 +4,20 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, RECURRENT, is_patched, why_float
+from torchq.convert.module_kinds import (
+    MATMUL,
+    MAX_REDUCTION,
+    RECURRENT,
+    TOO_LONG,
+    is_patched,
+    why_float,
+)
 from torchq.convert.rows import Row
 from torchq.convert.self_contained import converted, observed
 from torchq.convert.swap.checks import check_model
@@ -20,14 +28,15 @@ from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.convert.tables import TABLES, TableMaker
 from torchq.migrate.leaves import put
-from torchq.migrate.spec import ASKED, QINT8, Spec
+from torchq.migrate.spec import QINT8, Spec
 from torchq.nn.batch_norm import reduction
 from torchq.nn.float_modules import is_experts
 from torchq.nn.inputs import without_gradients
 from torchq.nn.leaf import take_hooks, without_hooks
 from torchq.quantization.config import QConfig
 
-_FORMS = (nn.Linear, *ASKED[:3], *TABLES, *RECURRENT)
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_FORMS = (nn.Linear, *_CONVS, *TABLES, *RECURRENT)
 
 
 @torch.inference_mode(False)
@@ -51,7 +60,8 @@ def quantize_dynamic(
             types of modules and qualified names; what has children stands for the linear and
             recurrent layers in it. Convolutions, ``nn.MultiheadAttention`` and embeddings are
             replaced where their type or name is given, embeddings also by ``embedding_bits`` of a
-            QConfig around them. A dict maps such keys to a :class:`torchq.QConfig` or a QConfig of
+            QConfig around them. Depthwise convolutions, slower where they are dynamic, are replaced
+            by name only. A dict maps such keys to a :class:`torchq.QConfig` or a QConfig of
             torch.ao, of which only the weight's scales count, or to None to keep the match float.
             A name goes before a type, and both before what is around a module.
         dtype: ``torch.qint8`` or ``torch.int8``, of the weights; a dict decides for itself.
@@ -120,7 +130,9 @@ def _replacements(
         if any(name.startswith(f"{outer}.") for outer in attention):
             continue  # it reads the weights of what is in it
         layer, config = layers.get(name), spec.config(name)
-        reason = "" if layer is None or config is None else _why_float(layer, config)
+        reason = ""
+        if layer is not None and config is not None:
+            reason = _why_float(layer, config, spec.names(name))
         if layer is None or config is None or reason:
             rows += _left(name, module, layer is not None, config, reason)
         elif name in attention:
@@ -131,7 +143,7 @@ def _replacements(
             rows.append(_row(name, type(module), "", is_matmul=False))
         else:
             made[name] = take_hooks(_dynamic(layer, name, config), module)
-            rows.append(_row(name, type(module), ""))
+            rows.append(replace(_row(name, type(module), ""), reason=_note(layer)))
     return made, rows
 
 
@@ -145,12 +157,23 @@ def _layer(module: nn.Module) -> nn.Module | None:
     return layer if isinstance(layer, _FORMS) else None
 
 
-def _why_float(layer: nn.Module, config: QConfig) -> str:
+def _why_float(layer: nn.Module, config: QConfig, named: bool) -> str:
     if isinstance(layer, (nn.MultiheadAttention, *TABLES)):
         return ""
+    if isinstance(layer, _CONVS) and layer.groups == layer.in_channels > 1 and not named:
+        return (
+            "a dynamic depthwise convolution would be slower than float; give its name to have it"
+        )
     if isinstance(layer, MATMUL) and reduction(layer) > MAX_REDUCTION:
-        return f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
+        return TOO_LONG
     return why_float(layer, config, set(), False) if isinstance(layer, RECURRENT) else ""
+
+
+def _note(layer: nn.Module) -> str:
+    """Return what the report says of a convolution that one memory format makes slower."""
+    if isinstance(layer, _CONVS) and layer.weight[0].numel() == layer.in_channels <= 64:
+        return "faster than float from channels-last sources, slower from contiguous ones"
+    return ""
 
 
 def _dynamic(layer: nn.Module, name: str, config: QConfig) -> nn.Module:

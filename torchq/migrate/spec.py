@@ -98,6 +98,10 @@ class Spec:
             return found
         return None
 
+    def names(self, name: str) -> bool:
+        """Return whether a key is the name of a module, not a type or what is around it."""
+        return name in self._configs
+
     def _check_key(self, key: Any, config: QConfig | None) -> None:
         """Raise ValueError for a key that reaches nothing, unless it keeps something float."""
         modules = dict(self._model.named_modules(remove_duplicate=False))

@@ -223,6 +223,7 @@ class QuantizedLeaf(Leaf, QModule):
         packed = layer.packed()
         shape, steps = list(packed.shape), list(packed.stride)
         if steps:
+            cls = QuantizedTransposedLeaf
             shape[:2] = [shape[1] * packed.groups, shape[0] // packed.groups]
         weight = {
             "shape": shape, "groups": packed.groups, "dilation": list(packed.dilation),
@@ -298,14 +299,32 @@ class QuantizedLeaf(Leaf, QModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Run the layer; the argument has the name that ``torch.nn`` gives it."""
+        return as_source(self.layer(self._checked(input)), input)
+
+    def _checked(self, input: Tensor) -> Tensor:
+        """Return the layer's source, padded."""
         if input.dtype != torch.float32 and input.dtype != torch.bfloat16:
             raise TypeError(
                 "torchq.nn: input of a layer must be torch.float32 or torch.bfloat16, got "
                 f"{_kind(input)}. Give it input.float() or input.bfloat16()."
             )
-        if len(self._pad) > 0:
-            input = F.pad(input, self._pad, self._pad_mode)
-        return as_source(self.layer(input), input)
+        return F.pad(input, self._pad, self._pad_mode) if len(self._pad) > 0 else input
+
+
+class QuantizedTransposedLeaf(QuantizedLeaf):
+    """A quantized transposed convolution, which takes an ``output_size`` as the float one does."""
+
+    _output_padding = nn.ConvTranspose2d._output_padding  # for any number of dims
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Run the layer; the arguments have the names that ``torch.nn`` gives them."""
+        padding: list[int] | None = None
+        if output_size is not None:
+            padding = self._output_padding(  # type: ignore[misc]
+                input, output_size, self._stride, self.padding, self._shape[2:],  # type: ignore[arg-type]
+                len(self._stride), self._dilation,
+            )  # fmt: skip
+        return as_source(self.layer(self._checked(input), None, None, padding), input)
 
 
 def without_padding(module: nn.Module) -> nn.Module:

@@ -21,7 +21,10 @@ from torchq.runtime.windows import (
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
 FAKES: dict[str, Callable[..., Any]] = {}
-"""By the name of the op. ``torchq.ops`` registers them: the library names it as their module."""
+"""By the name of the op. ``torchq.ops`` registers them: the library names it as their module.
+
+Each takes those of the op's arguments that it needs, by their names in the op's schema.
+"""
 
 
 def fake(name: str) -> Callable[[_Kernel], _Kernel]:
@@ -54,29 +57,22 @@ def channels(op: str, compensation: Tensor) -> int:
 
 
 @fake("quantize")
-def _(src: Tensor, scale: Tensor, zero_point: Tensor, dst_dtype: int) -> Tensor:
+def _(src: Tensor, dst_dtype: int) -> Tensor:
     return torch.empty_like(src, dtype=DTYPES[dst_dtype])
 
 
 @fake("dequantize")
-def _(src: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+def _(src: Tensor) -> Tensor:
     return torch.empty_like(src, dtype=torch.float32)
 
 
 @fake("requantize")
-def _(
-    src: Tensor,
-    src_scale: Tensor,
-    src_zero_point: Tensor,
-    dst_scale: Tensor,
-    dst_zero_point: Tensor,
-    dst_dtype: int,
-) -> Tensor:
+def _(src: Tensor, dst_dtype: int) -> Tensor:
     return torch.empty_like(src, dtype=DTYPES[dst_dtype])
 
 
 @fake("reorder")
-def _(src: Tensor, output_scales: Tensor, dst_dtype: int, *zero_points: Tensor | None) -> Tensor:
+def _(src: Tensor, dst_dtype: int) -> Tensor:
     return torch.empty_like(src, dtype=DTYPES[dst_dtype])
 
 
@@ -85,9 +81,7 @@ def _(src: Tensor, table: Tensor) -> Tensor:
     return torch.empty_like(src, dtype=table.dtype)
 
 
-def _fake_binary(
-    op: str, src0: Tensor, src1: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int
-) -> Tensor:
+def _fake_binary(op: str, src0: Tensor, src1: Tensor, dst_dtype: int) -> Tensor:
     got = f"{list(src0.shape)} and {list(src1.shape)}. Reshape one of them."
     problem = f"src0 and src1 must broadcast, got {got}"
     shape = broadcast(op, problem, src0.shape, src1.shape)
@@ -98,13 +92,13 @@ def _fake_binary(
 
 
 @fake("add")
-def _(src0: Tensor, src1: Tensor, *args: Any) -> Tensor:
-    return _fake_binary("add", src0, src1, *args[:3])
+def _(src0: Tensor, src1: Tensor, dst_dtype: int) -> Tensor:
+    return _fake_binary("add", src0, src1, dst_dtype)
 
 
 @fake("mul")
-def _(src0: Tensor, src1: Tensor, *args: Any) -> Tensor:
-    return _fake_binary("mul", src0, src1, *args[:3])
+def _(src0: Tensor, src1: Tensor, dst_dtype: int) -> Tensor:
+    return _fake_binary("mul", src0, src1, dst_dtype)
 
 
 def _is_expanded(src: Tensor) -> bool:
@@ -114,9 +108,7 @@ def _is_expanded(src: Tensor) -> bool:
 
 
 @fake("concat")
-def _(
-    srcs: Sequence[Tensor], scales: Tensor, zero_points: Tensor, dim: int, dst_dtype: int
-) -> Tensor:
+def _(srcs: Sequence[Tensor], dim: int, dst_dtype: int) -> Tensor:
     if not srcs or srcs[0].dim() == 0:
         raise ValueError(
             "torchq.concat: srcs must be at least one tensor with dimensions, got "
@@ -144,41 +136,35 @@ def _(
     return torch.empty_strided(sizes, strides, dtype=DTYPES[dst_dtype], device=first.device)
 
 
-def _fake_pooled(src: Tensor, sizes: Sequence[int], real: Sequence[Any]) -> Tensor:
-    """``real``: scales, zero_points, dst_dtype and more, as far as they are given."""
-    code = real[2] if len(real) > 2 else None
+def _fake_pooled(src: Tensor, sizes: Sequence[int], code: int | None) -> Tensor:
     return empty_channels_last(src, sizes, src.dtype if code is None else DTYPES[code])
 
 
 @fake("max_pool")
-def _(src: Tensor, geometry: Sequence[int], ceil_mode: bool, *real: Any) -> Tensor:
-    return _fake_pooled(src, pool_sizes("max_pool", src.shape, geometry, ceil_mode), real)
+def _(src: Tensor, geometry: Sequence[int], ceil_mode: bool, dst_dtype: int | None) -> Tensor:
+    return _fake_pooled(src, pool_sizes("max_pool", src.shape, geometry, ceil_mode), dst_dtype)
 
 
 @fake("avg_pool")
-def _(
-    src: Tensor,
-    zero_point: Tensor,
-    geometry: Sequence[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-    *real: Any,
-) -> Tensor:
-    return _fake_pooled(src, pool_sizes("avg_pool", src.shape, geometry, ceil_mode), real)
+def _(src: Tensor, geometry: Sequence[int], ceil_mode: bool, dst_dtype: int | None) -> Tensor:
+    return _fake_pooled(src, pool_sizes("avg_pool", src.shape, geometry, ceil_mode), dst_dtype)
 
 
 @fake("adaptive_avg_pool")
-def _(src: Tensor, output_size: Sequence[int], *real: Any) -> Tensor:
-    return _fake_pooled(src, adaptive_sizes(src.shape, output_size), real)
+def _(src: Tensor, output_size: Sequence[int], dst_dtype: int | None) -> Tensor:
+    return _fake_pooled(src, adaptive_sizes(src.shape, output_size), dst_dtype)
 
 
 @fake("rnn")
 def _(
-    src: Tensor, batch_sizes: Tensor | None, h_0: Tensor | None, *args: Any
+    src: Tensor,
+    batch_sizes: Tensor | None,
+    h_0: Tensor | None,
+    geometry: Sequence[int],
+    dst_dtype: int,
+    h_n_dtype: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Infer shapes; a packed source needs h_0, which tells the batch without a look at data."""
-    geometry, dst_dtype, _, h_n_dtype = args[-4:]
     cell, directions, _, hidden, projection = geometry[:5]
     if h_0 is None and batch_sizes is not None:
         raise ValueError(
@@ -195,46 +181,29 @@ def _(
 
 
 @fake("eltwise")
-def _(src: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int, *chain: Any) -> Tensor:
+def _(src: Tensor, dst_dtype: int) -> Tensor:
     return torch.empty_like(src, dtype=DTYPES[dst_dtype])
 
 
 @fake("binary")
-def _(
-    src0: Tensor,
-    src1: Tensor,
-    condition: Tensor | None,
-    alg: str,
-    scales: Tensor,
-    zero_points: Tensor,
-    dst_dtype: int,
-    *chain: Any,
-) -> Tensor:
-    return _fake_binary("binary", src0, src1, scales, zero_points, dst_dtype)
+def _(src0: Tensor, src1: Tensor, dst_dtype: int) -> Tensor:
+    return _fake_binary("binary", src0, src1, dst_dtype)
 
 
 @fake("sum")
-def _(srcs: Sequence[Tensor], scales: Tensor, zero_points: Tensor, dst_dtype: int) -> Tensor:
+def _(srcs: Sequence[Tensor], dst_dtype: int) -> Tensor:
     if not srcs:
         raise ValueError("torchq.sum: srcs must be 1 to 32 tensors, got 0. Sum in several steps.")
     return torch.empty_like(srcs[0], dtype=DTYPES[dst_dtype])
 
 
 @fake("reorder_rounded")
-def _(src: Tensor, scales: Tensor, zero_points: Tensor, dst_dtype: int, *args: Any) -> Tensor:
+def _(src: Tensor, dst_dtype: int) -> Tensor:
     return src.new_empty(src.shape, dtype=DTYPES[dst_dtype])
 
 
 @fake("softmax")
-def _(
-    src: Tensor,
-    dim: int,
-    logarithmic: bool,
-    scales: Tensor,
-    zero_points: Tensor,
-    dst_dtype: int,
-    *chain: Any,
-) -> Tensor:
+def _(src: Tensor, dim: int, dst_dtype: int) -> Tensor:
     check_dim("softmax", src, dim)
     sizes = src.movedim(dim, -1).shape
     return src.new_empty(sizes, dtype=DTYPES[dst_dtype]).movedim(-1, dim)
@@ -263,26 +232,23 @@ def _attended(op: str, query: Tensor, key: Tensor, value: Tensor, dtype: torch.d
 
 
 @fake("attention")
-def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
-    return _attended("attention", query, key, value, DTYPES[args[5]])
+def _(query: Tensor, key: Tensor, value: Tensor, dst_dtype: int) -> Tensor:
+    return _attended("attention", query, key, value, DTYPES[dst_dtype])
 
 
 @fake("dynamic_attention")
-def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return _attended("dynamic_attention", query, key, value, query.dtype)
 
 
-# The next ones end in dst_dtype, post_ops and post_op_srcs, which may be left out.
-
-
 @fake("layer_norm")
-def _(src: Tensor, dims: int, *args: Any) -> Tensor:
+def _(src: Tensor, dims: int, dst_dtype: int) -> Tensor:
     if not 1 <= dims <= src.dim():
         raise ValueError(
             f"torchq.layer_norm: dims must lie in [1, {src.dim()}] for src {list(src.shape)}, got "
             f"{dims}."
         )
-    return src.new_empty(src.shape, dtype=DTYPES[args[5]])
+    return src.new_empty(src.shape, dtype=DTYPES[dst_dtype])
 
 
 def _by_channel(op: str, src: Tensor, dst_dtype: int) -> Tensor:
@@ -295,8 +261,8 @@ def _by_channel(op: str, src: Tensor, dst_dtype: int) -> Tensor:
 
 
 @fake("group_norm")
-def _(src: Tensor, groups: int, *args: Any) -> Tensor:
-    dst = _by_channel("group_norm", src, args[5])
+def _(src: Tensor, groups: int, dst_dtype: int) -> Tensor:
+    dst = _by_channel("group_norm", src, dst_dtype)
     if groups < 1 or src.shape[1] % groups:
         raise ValueError(
             f"torchq.group_norm: groups must divide the channels, {src.shape[1]}, got {groups}."
@@ -305,22 +271,22 @@ def _(src: Tensor, groups: int, *args: Any) -> Tensor:
 
 
 @fake("batch_norm")
-def _(src: Tensor, *args: Any) -> Tensor:
-    return _by_channel("batch_norm", src, args[7])
+def _(src: Tensor, dst_dtype: int) -> Tensor:
+    return _by_channel("batch_norm", src, dst_dtype)
 
 
 @fake("reduction")
-def _(src: Tensor, alg: str, dims: Sequence[int], keepdim: bool, *args: Any) -> Tensor:
-    return src.new_empty(reduced_sizes(src.shape, dims, keepdim), dtype=DTYPES[args[2]])
+def _(src: Tensor, dims: Sequence[int], keepdim: bool, dst_dtype: int) -> Tensor:
+    return src.new_empty(reduced_sizes(src.shape, dims, keepdim), dtype=DTYPES[dst_dtype])
 
 
 @fake("resampling")
-def _(src: Tensor, alg: str, size: Sequence[int], *args: Any) -> Tensor:
-    return empty_channels_last(src, resampled_sizes(src.shape, size), DTYPES[args[2]])
+def _(src: Tensor, size: Sequence[int], dst_dtype: int) -> Tensor:
+    return empty_channels_last(src, resampled_sizes(src.shape, size), DTYPES[dst_dtype])
 
 
 @fake("embedding")
-def _(weight: Tensor, indices: Tensor, embedding_dim: int, bits: int) -> Tensor:
+def _(weight: Tensor, indices: Tensor, embedding_dim: int) -> Tensor:
     return weight.new_empty([*indices.shape, embedding_dim], dtype=torch.float32)
 
 
@@ -329,12 +295,8 @@ def _(
     weight: Tensor,
     indices: Tensor,
     offsets: Tensor | None,
-    per_sample_weights: Tensor | None,
     embedding_dim: int,
-    bits: int,
-    mode: str,
     include_last_offset: bool,
-    padding_idx: int | None,
 ) -> Tensor:
     if indices.dim() != (2 if offsets is None else 1):
         raise ValueError(

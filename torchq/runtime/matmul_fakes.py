@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +91,7 @@ def _(weight: Tensor, groups: int, dilation: Sequence[int]) -> tuple[Tensor, Ten
     return _fake_packed(weight, outputs, *packing)
 
 
-def _fake_unpack(packed: Tensor, weight_shape: Sequence[int], *window: Any) -> Tensor:
+def _fake_unpack(packed: Tensor, weight_shape: Sequence[int]) -> Tensor:
     return packed.new_empty(weight_shape)
 
 
@@ -100,9 +99,9 @@ fake("unpack_conv")(_fake_unpack)
 fake("unpack_conv_transpose")(_fake_unpack)
 
 
-def _fake_fold(like: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Fold; the arguments end in channels, dst_dtype, post_ops, post_op_values."""
-    channels, dst_dtype, post_ops, _ = args[-4:]
+def _fake_fold(
+    like: Tensor, channels: int, dst_dtype: int, post_ops: str
+) -> tuple[Tensor, Tensor, Tensor]:
     # One by one: matmul's sum over groups of k stands beside sums of other dtypes.
     parts = post_ops.split("+") if post_ops else []
     chain = post_ops_of([op for part in parts for op in PostOps.parse(part)])
@@ -118,20 +117,18 @@ def _fake_fold(like: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return like.new_empty([channels]), like.new_empty([channels]), like.new_empty([params])
 
 
-fake("fold")(_fake_fold)
+@fake("fold")
+def _(
+    src_scale: Tensor, channels: int, dst_dtype: int, post_ops: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_fold(src_scale, channels, dst_dtype, post_ops)
 
 
 @fake("fold_output_scales")
 def _(
-    output_scales: Tensor,
-    bias: Tensor | None,
-    channels: int,
-    dst_dtype: int,
-    post_ops: str,
-    post_op_values: list[Tensor],
-    dst_zero_point: Tensor | None = None,
+    output_scales: Tensor, channels: int, dst_dtype: int, post_ops: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_fold(output_scales, channels, dst_dtype, post_ops, post_op_values)
+    return _fake_fold(output_scales, channels, dst_dtype, post_ops)
 
 
 def _result_dtype(op: str, dst_dtype: int, table: Tensor | None) -> torch.dtype:
@@ -159,24 +156,7 @@ def _result_dtype(op: str, dst_dtype: int, table: Tensor | None) -> torch.dtype:
 
 
 @fake("linear")
-def _(
-    src: Tensor,
-    weight: Tensor,
-    compensation: Tensor,
-    pair_bound: Tensor,
-    multiplier: Tensor,
-    offset: Tensor,
-    acc_bias: Tensor | None,
-    src_zero_point: Tensor | None,
-    in_features: int,
-    dst_dtype: int,
-    post_ops: str,
-    post_op_params: Tensor,
-    post_op_srcs: Sequence[Tensor] | None,
-    weight_zero_point: Tensor | None = None,
-    row_sums: Tensor | None = None,
-    table: Tensor | None = None,
-) -> Tensor:
+def _(src: Tensor, compensation: Tensor, dst_dtype: int, table: Tensor | None) -> Tensor:
     sizes = [*src.shape[:-1], channels("linear", compensation)]
     return src.new_empty(sizes, dtype=_result_dtype("linear", dst_dtype, table))
 
@@ -184,36 +164,17 @@ def _(
 @fake("conv")
 def _(
     src: Tensor,
-    weight: Tensor,
     compensation: Tensor,
-    pair_bound: Tensor,
-    multiplier: Tensor,
-    offset: Tensor,
-    acc_bias: Tensor | None,
-    src_zero_point: Tensor | None,
     geometry: Sequence[int],
     dst_dtype: int,
-    post_ops: str,
-    post_op_params: Tensor,
-    post_op_srcs: Sequence[Tensor] | None,
-    weight_zero_point: Tensor | None = None,
-    row_sums: Tensor | None = None,
-    table: Tensor | None = None,
+    table: Tensor | None,
 ) -> Tensor:
     sizes = conv_sizes(src.shape, channels("conv", compensation), geometry)
     return empty_channels_last(src, sizes, _result_dtype("conv", dst_dtype, table))
 
 
 @fake("dynamic_conv")
-def _(
-    src: Tensor,
-    weight: Tensor,
-    compensation: Tensor,
-    pair_bound: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    geometry: Sequence[int],
-) -> Tensor:
+def _(src: Tensor, compensation: Tensor, geometry: Sequence[int]) -> Tensor:
     sizes = conv_sizes(src.shape, channels("dynamic_conv", compensation), geometry)
     if src.is_contiguous():
         return src.new_empty(sizes)
@@ -235,39 +196,17 @@ def _(
 @fake("conv_transpose")
 def _(
     src: Tensor,
-    weight: Tensor,
     compensation: Tensor,
-    pair_bound: Tensor,
-    multiplier: Tensor,
-    offset: Tensor,
-    acc_bias: Tensor | None,
-    src_zero_point: Tensor | None,
     geometry: Sequence[int],
     dst_dtype: int,
-    post_ops: str,
-    post_op_params: Tensor,
-    post_op_srcs: Sequence[Tensor] | None,
-    weight_zero_point: Tensor | None = None,
-    table: Tensor | None = None,
+    table: Tensor | None,
 ) -> Tensor:
     sizes = conv_transpose_sizes(src.shape, channels("conv_transpose", compensation), geometry)
     return empty_channels_last(src, sizes, _result_dtype("conv_transpose", dst_dtype, table))
 
 
 @fake("matmul")
-def _(
-    src: Tensor,
-    weight: Tensor,
-    multiplier: Tensor,
-    offset: Tensor,
-    acc_bias: Tensor | None,
-    src_zero_point: Tensor | None,
-    weight_zero_point: Tensor | None,
-    dst_dtype: int,
-    post_ops: str,
-    post_op_params: Tensor,
-    post_op_srcs: Sequence[Tensor] | None,
-) -> Tensor:
+def _(src: Tensor, weight: Tensor, dst_dtype: int) -> Tensor:
     if min(src.dim(), weight.dim()) < 2:
         raise ValueError(
             f"torchq.matmul: src and weight must be (..., M, K) and (..., K, N), got "
@@ -281,34 +220,11 @@ def _(
 
 
 @fake("gemm")
-def _(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor | None,
-    trans_a: bool,
-    trans_b: bool,
-    alpha: float,
-    beta: float,
-    ao: int,
-    bo: int,
-    offsetc: str,
-    co: Tensor,
-) -> Tensor:
+def _(a: Tensor, b: Tensor, trans_a: bool, trans_b: bool) -> Tensor:
     rows, columns = a.shape[1 if trans_a else 0], b.shape[0 if trans_b else 1]
     return a.new_empty([rows, columns], dtype=torch.int32)
 
 
 @fake("dynamic_linear")
-def _(
-    src: Tensor,
-    weight: Tensor,
-    compensation: Tensor,
-    pair_bound: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    in_features: int,
-    per_row: bool,
-    post_ops: str = "",
-    post_op_srcs: Sequence[Tensor] | None = None,
-) -> Tensor:
+def _(src: Tensor, compensation: Tensor) -> Tensor:
     return src.new_empty([*src.shape[:-1], channels("dynamic_linear", compensation)])

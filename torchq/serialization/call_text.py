@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from torchq.convert.capture import Argument
 from torchq.convert.dispatch import Dispatch, attach
-from torchq.convert.guards import Example, Structure
+from torchq.convert.guards import Example
 
 CALL_KEY = "torchq_call"
 """Name of the tensor that holds the text, in the state of the graph's module."""
@@ -32,13 +32,13 @@ def describe(dispatch: Dispatch) -> Tensor:
     example = dispatch.example
     structure = example.structure
     if structure is not None:
-        _register_tuples(structure.spec)
+        _register_tuples(structure)
     fields = {
         "arguments": [[a.index, str(a.dtype), list(a.shape)] for a in example.arguments],
         "values": {name: _encode(value, example, name) for name, value in example.values.items()},
         "guards": example.guards,
         "limits": example.limits,
-        "result": None if structure is None else pytree.treespec_dumps(structure.spec),
+        "result": None if structure is None else pytree.treespec_dumps(structure),
         "strict": dispatch.strict,
     }
     return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8, device="cpu")
@@ -57,7 +57,7 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
     if fields["result"] is not None:
         try:
             _register_imported(fields["result"])
-            structure = Structure(pytree.treespec_loads(fields["result"]))
+            structure = pytree.treespec_loads(fields["result"])
         except Exception as error:  # NotImplementedError and what else the registry raises
             raise ValueError(
                 f"torchq.load: '{name}' returns a class that must be known, got {error}. Import "

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchq.convert.phases import largest_phase
 from torchq.convert.swap.leaves import equivalent_layer
+from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.float_modules import is_experts
 from torchq.nn.model_state import twin
 
@@ -27,7 +28,8 @@ class Call:
     Attributes:
         dtypes: of the tensors it got.
         shape: of the first one.
-        more: it got other arguments than ``input``, as torch.nn calls the parameter.
+        more: it got other arguments than ``input``, as torch.nn calls the parameter, and the
+            ``output_size`` of transposed convolutions.
     """
 
     dtypes: frozenset[torch.dtype]
@@ -127,7 +129,8 @@ def _noting(name: str, calls: list[Call]) -> Callable[..., None]:
         if isinstance(result, Tensor):
             result._torchq_origin = name  # type: ignore[attr-defined]
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        more = len(args) > 1 or bool(kwargs.keys() - {"input"})
+        known = ["input", "output_size"] if isinstance(module, TRANSPOSED) else ["input"]
+        more = len(args) > len(known) or bool(kwargs.keys() - {*known})
         shape = tuple(tensors[0].shape) if tensors else ()
         calls.append(Call(frozenset(x.dtype for x in tensors), shape, more))
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from torchq.attributes.arguments import FLOATS
 from torchq.convert.graph_code import is_exported
-from torchq.convert.module_kinds import QUANTIZABLE, RECURRENT
+from torchq.convert.module_kinds import MATMUL, RECURRENT
 from torchq.convert.self_contained import SELF_CONTAINED
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
@@ -98,13 +98,12 @@ def check_model(model: nn.Module) -> None:
                 f"torchq.prepare: model must have its parameters, got none yet in {place}, a "
                 f"{type(module).__name__}. Run the model on one input first."
             )
-        dtypes = {p.dtype for p in own} - {*FLOATS}
-        if isinstance(module, (*QUANTIZABLE, *RECURRENT)) and dtypes:
-            raise TypeError(
-                f"torchq.prepare: model must be float32 or bfloat16, got {dtypes.pop()} in "
-                f"{place}. Call model.float() or model.bfloat16() first."
-            )
-        if isinstance(module, (*QUANTIZABLE, *RECURRENT)):
+        if isinstance(module, (*MATMUL, *RECURRENT)):
+            if dtypes := {p.dtype for p in own} - {*FLOATS}:
+                raise TypeError(
+                    f"torchq.prepare: model must be float32 or bfloat16, got {dtypes.pop()} in "
+                    f"{place}. Call model.float() or model.bfloat16() first."
+                )
             check_finite("prepare", module, name)
         if devices := {p.device.type for p in own} - {"cpu"}:
             raise ValueError(

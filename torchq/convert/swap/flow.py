@@ -14,12 +14,10 @@ from torch.distributed import ProcessGroup
 
 from torchq.convert.graph_code import with_code
 from torchq.convert.ranks import calibrate_ranks
-from torchq.convert.rows import check_patterns
 from torchq.convert.swap.calls import record
-from torchq.convert.swap.checks import check_finite, check_mode, check_model, check_prepared
+from torchq.convert.swap.checks import check_finite, check_mode, check_prepared
 from torchq.convert.swap.compare import Comparison, fitting
 from torchq.convert.swap.planning import Plan, report_rows
-from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import (
     leave_fast_paths,
     settled,
@@ -28,42 +26,12 @@ from torchq.convert.swap.weights import (
 )
 from torchq.convert.weights import first_names, weights_of, with_names
 from torchq.nn.inputs import (
-    Inputs,
     batches,
     call,
-    split_inputs,
     working_copy,
 )
 from torchq.nn.model_state import as_before
 from torchq.quantization.config import Overrides, QConfig, resolve
-
-
-@torch.inference_mode(False)
-def prepare(
-    model: nn.Module,
-    example_inputs: Inputs,
-    config: QConfig | None = None,
-    overrides: Overrides | None = None,
-) -> nn.Module:
-    """Return a copy of ``model`` with observers in place.
-
-    Args:
-        model: float32, in eval mode.
-        example_inputs: one input, a tuple of them, or a dict of keyword arguments; copies of the
-            model are run on them. What they do not reach stays float.
-        config: how to quantize; the default is QConfig().
-        overrides: ``fnmatch`` patterns on qualified module names -> a QConfig, or None to keep
-            float. One that matches a module holds for all that is in it. Later patterns win.
-
-    Raises:
-        ValueError: the model is in training mode or prepared already, or a pattern matches nothing.
-        TypeError: the model is no nn.Module in Python, or not float32.
-    """
-    config = QConfig() if config is None else config
-    check_model(model)
-    args, kwargs = split_inputs(example_inputs)
-    with torch.autocast("cpu", enabled=False):
-        return prepare_settled(plain_copy(model), args, kwargs, config, overrides)
 
 
 def plain_copy(model: nn.Module, shared: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
@@ -83,7 +51,6 @@ def prepare_settled(
     kwargs: Mapping[str, Any],
     config: QConfig,
     overrides: Overrides | None,
-    check: bool = True,
 ) -> nn.Module:
     """Prepare a copy that :func:`plain_copy` made; the result shares its parameters."""
     weights = weights_of(model, args, kwargs, lambda n: resolve(overrides, n, config) is None)
@@ -95,12 +62,9 @@ def prepare_settled(
     if split is not model and comparison.agrees(split):
         model = split
     plan = Plan(model, record(model, args, kwargs), config, overrides)
-    if check:
-        check_patterns(model, report_rows(model, plan), weights, overrides)
     prepared = _assembled(model, plan, comparison)
     vars(prepared)["torchq_report"] = with_names(report_rows(model, plan), first)
     vars(prepared)["torchq_weights"] = weights
-    refuse_save_pretrained(prepared)
     return prepared
 
 
@@ -134,7 +98,7 @@ def calibrate(
     """Run the prepared model on data; its observers record. Calling it again adds data.
 
     Args:
-        prepared: from :func:`prepare`; returned for chaining.
+        prepared: from :func:`torchq.prepare`; returned for chaining.
         data: batches; a tensor is the model's one input, a tuple or list its inputs, a dict its
             keywords.
         progress: show a progress bar (needs tqdm); None shows one where tqdm is installed and the

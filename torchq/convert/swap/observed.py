@@ -56,12 +56,12 @@ class ObservedLeaf(Leaf):
         bias = self.module.bias
         return bias.detach() if isinstance(bias, Tensor) else None
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Record the source; the argument has the name that ``torch.nn`` gives it."""
+    def forward(self, input: Tensor, *output_size: Any, **named: Any) -> Tensor:
+        """Record the source; the arguments have the names that ``torch.nn`` gives them."""
         for recorder in (self.observer, self.sample):
             if recorder is not None:
                 recorder(input)
-        dst: Tensor = self.module(input)
+        dst: Tensor = self.module(input, *output_size, **named)
         if self.contiguous or isinstance(self.module, nn.Linear):
             return dst.contiguous()
         return dst.movedim(1, -1).contiguous().movedim(-1, 1)

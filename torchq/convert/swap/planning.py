@@ -9,8 +9,15 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from torchq.attributes.arguments import FLOATS
-from torchq.convert.module_kinds import MATMUL, MAX_REDUCTION, NO_DYNAMIC_FORM, RECURRENT, TOO_LONG
+from torchq.convert.module_kinds import (
+    MATMUL,
+    MAX_REDUCTION,
+    NO_DYNAMIC_FORM,
+    RECURRENT,
+    TOO_LONG,
+    why_dtypes,
+    why_float,
+)
 from torchq.convert.phases import why_coarse
 from torchq.convert.rows import NOT_CALLED, READ, Row
 from torchq.convert.self_contained import observed
@@ -80,32 +87,24 @@ class Plan:
     def _why_float(self, name: str) -> str:
         config, layer = self.config(name), self.recording.leaves[name]
         calls = self.recording.calls[name]
+        dtypes = {dtype for call in calls for dtype in call.dtypes}
         if config is None:
             return "kept float by an override"
         if is_experts(layer):
             return ""
         if isinstance(layer, RECURRENT):
-            if max(p.size(-1) for p in layer.parameters() if p.dim() > 1) > MAX_REDUCTION:
-                return TOO_LONG
-        else:
-            assert isinstance(layer, MATMUL)
-            if config.dynamic and not isinstance(layer, nn.Linear):
-                return NO_DYNAMIC_FORM
-            if reduction(layer) > MAX_REDUCTION:
-                return TOO_LONG
-            if any(call.more for call in calls):
-                return "called with other arguments than its source"
-            if coarse := why_coarse(self.recording.phases.get(name)):
-                return coarse
-        dtypes = {dtype for call in calls for dtype in call.dtypes} - {*FLOATS}
-        if isinstance(layer, RECURRENT):
-            dtypes.discard(torch.int64)  # of packed sequences
-        if dtypes:
-            return f"its source is {dtypes.pop()}, not torch.float32 or torch.bfloat16"
-        if isinstance(layer, (nn.Linear, *RECURRENT)):
-            return ""
-        for call in calls:
-            if len(call.shape) != len(layer.get_parameter("weight").shape):
+            return why_float(layer, config, dtypes - {torch.int64}, False)  # of packed sequences
+        assert isinstance(layer, MATMUL)
+        if config.dynamic and not isinstance(layer, nn.Linear):
+            return NO_DYNAMIC_FORM
+        if reduction(layer) > MAX_REDUCTION:
+            return TOO_LONG
+        if any(call.more for call in calls):
+            return "called with other arguments than its source"
+        if why := why_coarse(self.recording.phases.get(name)) or why_dtypes(dtypes):
+            return why
+        for call in () if isinstance(layer, nn.Linear) else calls:
+            if len(call.shape) != layer.weight.dim():
                 return f"its source {list(call.shape)} has no batch dimension"
         return ""
 

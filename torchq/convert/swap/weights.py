@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from torchq.convert.fake import is_fake
-from torchq.convert.module_kinds import QUANTIZABLE, RECURRENT, is_patched
+from torchq.convert.module_kinds import MATMUL, RECURRENT, is_patched
 from torchq.nn.inputs import working_copy
 from torchq.nn.multihead import SplitMultiheadAttention
 
@@ -31,7 +31,7 @@ def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
         id(module): _plain(module)
         for name, module in model.named_modules()
         if name not in besides
-        and isinstance(module, (*QUANTIZABLE, *RECURRENT))
+        and isinstance(module, (*MATMUL, *RECURRENT))
         and parametrize.is_parametrized(module)
         and not any(map(is_fake, module.modules()))
     }
