@@ -17,12 +17,12 @@ struct RowTable {
   bool is_half;
 };
 
-/// Indices of rows, int64 (`is_wide`) or int32. Row `ahead` places later is
+/// Indices of rows, int64 (`is_wide`) or int32. Row `prefetch_distance` places later is
 /// prefetched; 0: none.
 struct RowIndices {
   const void* values;
   bool is_wide;
-  int64_t count, ahead;
+  int64_t count, prefetch_distance;
 };
 
 /// Rows first, ..., end - 1 of the indices: dst[i - first] = real(index i).
