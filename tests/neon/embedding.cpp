@@ -54,7 +54,8 @@ struct Random {
   }
   std::string describe() const {
     return text("bits", table.bits, "half", table.is_half, "dim", table.dim, "wide",
-                indices.is_wide, "count", indices.count, "prefetch_distance", indices.prefetch_distance);
+                indices.is_wide, "count", indices.count, "prefetch_distance",
+                indices.prefetch_distance);
   }
 };
 
