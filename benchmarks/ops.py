@@ -33,6 +33,7 @@ from benchmarks.competitors import (
     torch_competitor,
     torchq_call,
 )
+from benchmarks.dynamic import DYNAMIC, Dynamic
 from benchmarks.embedding import EMBEDDING, Bags
 from benchmarks.lines import LoggedCall, LoggedLayer, read_lines
 from benchmarks.onednn import Peer, RefusedError, WheelsUnavailableError, sums_are_exact
@@ -46,12 +47,13 @@ __all__ = ["add_arguments", "run"]
 PEERS = ("onednn", "torch", "torchao")
 _SRC_DTYPES = {"u8": torch.uint8, "s8": torch.int8}
 
-AnyLayer: TypeAlias = Layer | LoggedLayer | Primitive | Attention | Bags
+AnyLayer: TypeAlias = Layer | LoggedLayer | Primitive | Attention | Bags | Dynamic
 LAYERS: dict[str, Mapping[Any, int]] = {
     **SUITES,
     "elementwise": ELEMENTWISE,
     "attention": ATTENTION,
     "embedding": EMBEDDING,
+    "dynamic": DYNAMIC,
 }
 
 
@@ -129,7 +131,7 @@ class Setup:
                 "torch": lambda: layer.torch(srcs),
             }
             return *layer.ours(srcs), makers
-        if isinstance(layer, Bags):
+        if isinstance(layer, Bags | Dynamic):
             srcs = layer.sources()
             makers = {"torch": lambda: layer.torch(srcs), "torchao": lambda: layer.torchao(srcs)}
             return *layer.ours(srcs), makers
@@ -198,7 +200,8 @@ def run(args: argparse.Namespace) -> int:
         raise RuntimeError(f"--peers must be of {', '.join(PEERS)}, got {', '.join(unknown)}.")
     if args.plot:
         report.require_matplotlib()
-    absent = {"onednn"} if args.suite == "embedding" else {"torchao"}  # without such ops
+    # Peers without such ops.
+    absent = {"onednn"} if args.suite in ("embedding", "dynamic") else {"torchao"}
     absent |= {"torch"} if args.line or args.suite == "elementwise" else set()
     names = [name for name in names if name not in absent]
     layers = read_lines(args.line) if args.line else LAYERS[args.suite]

@@ -63,6 +63,11 @@ constexpr int64_t kRnnLongPanelBytes = 16 * 1024;
 /// KB in each of two threads, 1.04. Zen 4.
 constexpr int64_t kRnnStreamedMinBytes[] = {64 * 1024, 40 * 1024};
 
+/// Larger embedding tables, those beyond L2, have their rows prefetched this many indices ahead. A
+/// million rows of 64 bytes then take 6.6 ns each instead of 20 on one core of a Zen 4; where the
+/// table is in a cache, prefetching costs 0.6 ns.
+constexpr int64_t kMinPrefetchedTableBytes = 1024 * 1024, kRowPrefetchDistance = 32;
+
 // Rows and quads where one form overtakes another.
 
 /// Rows up to which copies of the weights cost more than they save, clipped ones or 16-bit ones.
@@ -115,6 +120,7 @@ constexpr int64_t kEltwiseGrain = 4 * 1024;     // values of a float function
 constexpr int64_t kPoolGrain = 100'000;         // values of windows, or that are reduced
 constexpr int64_t kRealGrain = 40'000;          // values of a float chain
 constexpr int64_t kRoundGrain = 20'000;         // values
+constexpr int64_t kEmbeddingGrain = 64 * 1024;  // bytes read and written
 
 /// Turns of a barrier's loop before a thread yields: 20 us on Zen 4, 45 on Emerald Rapids, longer
 /// than threads that run are apart.

@@ -27,7 +27,7 @@ struct Random {
     table.data = data.data();
     indices.is_wide = chance(50);
     indices.count = chance(20) ? between(60, 120) : between(0, 50);
-    indices.ahead = chance(50) ? between(1, 40) : 0;
+    indices.prefetch_distance = chance(50) ? between(1, 40) : 0;
     wide = filled<int64_t>(indices.count, [&] { return between(0, table.rows - 1); });
     if (indices.count > 0 && chance(5)) {
       wide[between(0, indices.count - 1)] = chance(50) ? -1 : table.rows;
@@ -54,7 +54,8 @@ struct Random {
   }
   std::string describe() const {
     return text("bits", table.bits, "half", table.is_half, "dim", table.dim, "wide",
-                indices.is_wide, "count", indices.count, "ahead", indices.ahead);
+                indices.is_wide, "count", indices.count, "prefetch_distance",
+                indices.prefetch_distance);
   }
 };
 

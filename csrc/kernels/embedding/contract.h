@@ -6,10 +6,10 @@
 
 namespace torchq {
 
-/// A row is its codes q, unsigned, of 8 bits or 4 (the first of two is in a
-/// byte's low half), its scale and its offset, both float32 or both float16.
+/// A row is its codes q, unsigned, of 8 bits or 4 (the first of two is in a byte's low half), its
+/// scale and its offset, both float32 or both float16.
 ///
-///   real(r)[d] = float(q[r][d]) * scale[r] + offset[r] rounded twice
+///   real(r)[d] = float(q[r][d]) * scale[r] + offset[r], rounded twice
 struct RowTable {
   const uint8_t* data;
   int64_t rows, row_bytes, code_bytes, dim;
@@ -17,12 +17,12 @@ struct RowTable {
   bool is_half;
 };
 
-/// Indices of rows, int64 (`is_wide`) or int32. Row `ahead` places later is
+/// Indices of rows, int64 (`is_wide`) or int32. The row `prefetch_distance` places later is
 /// prefetched; 0: none.
 struct RowIndices {
   const void* values;
   bool is_wide;
-  int64_t count, ahead;
+  int64_t count, prefetch_distance;
 };
 
 /// Rows first, ..., end - 1 of the indices: dst[i - first] = real(index i).
@@ -35,13 +35,15 @@ struct EmbeddingRows {
 
 enum class BagMode : int { sum, mean, max };
 
-/// Bags first, ..., end - 1: dst[b - first] over the n indices from begin[b] to
-/// begin[b + 1] that are not `padding`, with scales and offsets times
-/// `factors`, in their order.
+/// Bags first, ..., end - 1: dst[b - first] over the n indices from begin[b] to begin[b + 1] that
+/// are not `padding`, with scales and offsets times `factors`, in their order.
 ///
-///   sum   s = 0, then s = fma(float(q), scale, s);   o = 0, then o += offset;
-///   dst = s + o mean  dst = (s + o) / n max   the largest real(index); 0 where
-///   n = 0, as the others are
+///   sum   s = 0, then s = fma(float(q), scale, s) for each;  o = 0, then o += offset;
+///         dst = s + o
+///   mean  dst = (s + o) / n
+///   max   the largest real(index)
+///
+/// Where n = 0, dst is 0.
 struct EmbeddingBags {
   RowTable table;
   RowIndices indices;

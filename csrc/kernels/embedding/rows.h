@@ -52,10 +52,10 @@ TORCHQ_INLINE TableRow row_at(const RowTable& t, int64_t index) {
   return row;
 }
 
-/// Asks for the row that is `ahead` indices behind the i-th.
+/// Prefetches the row of the index `prefetch_distance` places behind the i-th.
 TORCHQ_INLINE void prefetch_row(const RowTable& t, const RowIndices& x, int64_t i) {
-  if (x.ahead == 0 || i + x.ahead >= x.count) return;
-  const int64_t index = index_at(x, i + x.ahead);
+  if (x.prefetch_distance == 0 || i + x.prefetch_distance >= x.count) return;
+  const int64_t index = index_at(x, i + x.prefetch_distance);
   if (!is_row(t, index)) return;
   const uint8_t* row = t.data + index * t.row_bytes;
   for (int64_t b = 0; b < t.row_bytes; b += 64) __builtin_prefetch(row + b);
