@@ -34,6 +34,7 @@ from benchmarks.competitors import (
     torchq_call,
 )
 from benchmarks.embedding import EMBEDDING, Bags
+from benchmarks.int4 import INT4, Int4
 from benchmarks.lines import LoggedCall, LoggedLayer, read_lines
 from benchmarks.onednn import Peer, RefusedError, WheelsUnavailableError, sums_are_exact
 from benchmarks.peak import PATIENT, BusyMachineError, Peak, measure
@@ -46,12 +47,13 @@ __all__ = ["add_arguments", "run"]
 PEERS = ("onednn", "torch", "torchao")
 _SRC_DTYPES = {"u8": torch.uint8, "s8": torch.int8}
 
-AnyLayer: TypeAlias = Layer | LoggedLayer | Primitive | Attention | Bags
+AnyLayer: TypeAlias = Layer | LoggedLayer | Primitive | Attention | Bags | Int4
 LAYERS: dict[str, Mapping[Any, int]] = {
     **SUITES,
     "elementwise": ELEMENTWISE,
     "attention": ATTENTION,
     "embedding": EMBEDDING,
+    "int4": INT4,
 }
 
 
@@ -133,6 +135,9 @@ class Setup:
             srcs = layer.sources()
             makers = {"torch": lambda: layer.torch(srcs), "torchao": lambda: layer.torchao(srcs)}
             return *layer.ours(srcs), makers
+        if isinstance(layer, Int4):
+            srcs = layer.sources()
+            return *layer.ours(srcs), {"torch": lambda: layer.torch(srcs)}
         data = Operands.random(layer, _SRC_DTYPES[src])
         return *torchq_call(layer, data), {
             "onednn": lambda: onednn_competitor(layer, data, self._onednn),
@@ -146,7 +151,7 @@ class Setup:
             expected = op(*args)
         peers = self.competitors(layer.name, makers)
         with torchq.use_isa(self.isa):
-            saturate = not (sums_are_exact() or isinstance(layer, Primitive | Bags))
+            saturate = not (sums_are_exact() or isinstance(layer, Primitive | Bags | Int4))
             saturated = verify(layer.name, op(*args), expected, peers, saturate=saturate)
             kernel = torchq.last_kernel()
             blocks = {"kernel": op_blocks(op, args), "call": call_blocks(op, args)}
@@ -198,7 +203,8 @@ def run(args: argparse.Namespace) -> int:
         raise RuntimeError(f"--peers must be of {', '.join(PEERS)}, got {', '.join(unknown)}.")
     if args.plot:
         report.require_matplotlib()
-    absent = {"onednn"} if args.suite == "embedding" else {"torchao"}  # without such ops
+    absent = set() if args.suite == "embedding" else {"torchao"}  # without such ops
+    absent |= {"onednn"} if args.suite in ("embedding", "int4") else set()
     absent |= {"torch"} if args.line or args.suite == "elementwise" else set()
     names = [name for name in names if name not in absent]
     layers = read_lines(args.line) if args.line else LAYERS[args.suite]

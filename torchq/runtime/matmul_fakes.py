@@ -312,3 +312,19 @@ def _(
     post_op_srcs: Sequence[Tensor] | None = None,
 ) -> Tensor:
     return src.new_empty([*src.shape[:-1], channels("dynamic_linear", compensation)])
+
+
+@fake("dynamic_linear_int4")
+def _(
+    src: Tensor,
+    weight: Tensor,
+    params: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    out_features: int,
+    group_size: int,
+    symmetric: bool,
+    post_ops: str = "",
+    post_op_srcs: Sequence[Tensor] | None = None,
+) -> Tensor:
+    return src.new_empty([*src.shape[:-1], out_features])
