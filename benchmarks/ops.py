@@ -35,6 +35,7 @@ from benchmarks.competitors import (
 )
 from benchmarks.dynamic import DYNAMIC, Dynamic
 from benchmarks.embedding import EMBEDDING, Bags
+from benchmarks.int4 import INT4, Int4
 from benchmarks.lines import LoggedCall, LoggedLayer, read_lines
 from benchmarks.onednn import Peer, RefusedError, WheelsUnavailableError, sums_are_exact
 from benchmarks.peak import PATIENT, BusyMachineError, Peak, measure
@@ -47,13 +48,14 @@ __all__ = ["add_arguments", "run"]
 PEERS = ("onednn", "torch", "torchao")
 _SRC_DTYPES = {"u8": torch.uint8, "s8": torch.int8}
 
-AnyLayer: TypeAlias = Layer | LoggedLayer | Primitive | Attention | Bags | Dynamic
+AnyLayer: TypeAlias = Layer | LoggedLayer | Primitive | Attention | Bags | Dynamic | Int4
 LAYERS: dict[str, Mapping[Any, int]] = {
     **SUITES,
     "elementwise": ELEMENTWISE,
     "attention": ATTENTION,
     "embedding": EMBEDDING,
     "dynamic": DYNAMIC,
+    "int4": INT4,
 }
 
 
@@ -135,6 +137,9 @@ class Setup:
             srcs = layer.sources()
             makers = {"torch": lambda: layer.torch(srcs), "torchao": lambda: layer.torchao(srcs)}
             return *layer.ours(srcs), makers
+        if isinstance(layer, Int4):
+            srcs = layer.sources()
+            return *layer.ours(srcs), {"torch": lambda: layer.torch(srcs)}
         data = Operands.random(layer, _SRC_DTYPES[src])
         return *torchq_call(layer, data), {
             "onednn": lambda: onednn_competitor(layer, data, self._onednn),
@@ -148,7 +153,7 @@ class Setup:
             expected = op(*args)
         peers = self.competitors(layer.name, makers)
         with torchq.use_isa(self.isa):
-            saturate = not (sums_are_exact() or isinstance(layer, Primitive | Bags))
+            saturate = not (sums_are_exact() or isinstance(layer, Primitive | Bags | Int4))
             saturated = verify(layer.name, op(*args), expected, peers, saturate=saturate)
             kernel = torchq.last_kernel()
             blocks = {"kernel": op_blocks(op, args), "call": call_blocks(op, args)}
@@ -201,7 +206,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         report.require_matplotlib()
     # Peers without such ops.
-    absent = {"onednn"} if args.suite in ("embedding", "dynamic") else {"torchao"}
+    absent = {"onednn"} if args.suite in ("embedding", "dynamic", "int4") else set()
+    absent |= {"torchao"} if args.suite not in ("embedding", "dynamic") else set()
     absent |= {"torch"} if args.line or args.suite == "elementwise" else set()
     names = [name for name in names if name not in absent]
     layers = read_lines(args.line) if args.line else LAYERS[args.suite]

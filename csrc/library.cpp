@@ -96,6 +96,13 @@ TORCH_LIBRARY(torchq, m) {
       "Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
 
+  // The layout of `weight` and `params` is that of Int4Tile in kernels/gemm/contract.h.
+  m.def(
+      "dynamic_linear_int4(Tensor src, Tensor weight, Tensor params, Tensor? bias, "
+      "int in_features, int out_features, int group_size, bool symmetric, str post_ops='', "
+      "Tensor[]? post_op_srcs=None) -> Tensor",
+      tags);
+
   m.def(
       "dynamic_conv(Tensor src, Tensor weight, Tensor compensation, Tensor pair_bound, "
       "Tensor weight_scale, Tensor? bias, int[] geometry) -> Tensor",
@@ -313,8 +320,9 @@ void refuse_all(torch::Library& m) { implement_all<&refuse>(m); }
 
 TORCH_LIBRARY_IMPL(torchq, Autograd, m) { torchq::implement_all<&torchq::refuse_gradients>(m); }
 TORCH_LIBRARY_IMPL(torchq, AutocastCPU, m) {
-  for (const char* op : {"linear", "conv", "conv_transpose", "matmul", "attention",
-                         "dynamic_linear", "dynamic_conv", "dynamic_attention"})
+  for (const char* op :
+       {"linear", "conv", "conv_transpose", "matmul", "attention", "dynamic_linear",
+        "dynamic_linear_int4", "dynamic_conv", "dynamic_attention"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&torchq::autocast>());
 }
 TORCH_LIBRARY_IMPL(torchq, QuantizedCPU, m) { torchq::refuse_all(m); }

@@ -142,6 +142,12 @@ struct Avx2 : Avx2Lanes {
     acc.hi = _mm256_add_epi32(acc.hi, pair_sums(src, weight.hi));
     pin(acc);
   }
+  /// Codes below 16 as the unsigned operand: pair sums fit.
+  static TORCHQ_INLINE void dot_codes(Int& acc, Int codes, __m256i quad) {
+    acc.lo = _mm256_add_epi32(acc.lo, pair_sums(codes.lo, quad));
+    acc.hi = _mm256_add_epi32(acc.hi, pair_sums(codes.hi, quad));
+    pin(acc);
+  }
   /// small groups: lane 4 i + j from lane 4 j + i
   static TORCHQ_INLINE Int transpose_lanes(Int v) {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
@@ -345,6 +351,10 @@ struct Avx2Vnni : Avx2 {
   static TORCHQ_INLINE void dot(Int& acc, Int src, Int weight) {
     dot(acc.lo, src.lo, weight.lo);
     dot(acc.hi, src.hi, weight.hi);
+  }
+  static TORCHQ_INLINE void dot_codes(Int& acc, Int codes, __m256i quad) {
+    dot(acc.lo, codes.lo, quad);
+    dot(acc.hi, codes.hi, quad);
   }
 };
 #endif

@@ -146,6 +146,10 @@ struct Avx512 : Avx512Lanes {
     const Int pairs = _mm512_maddubs_epi16(src, weight);
     acc = _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
   }
+  /// Codes below 16 as the unsigned operand: pair sums fit.
+  static TORCHQ_INLINE void dot_codes(Int& acc, Int codes, Int quad) {
+    dot_narrow(acc, codes, quad);
+  }
   /// small groups: lane 4 i + j from lane 4 j + i
   static TORCHQ_INLINE Int transpose_lanes(Int v) {
     const Int order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);

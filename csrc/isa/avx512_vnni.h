@@ -32,6 +32,7 @@ struct Avx512Vnni : Avx512, VnniTuning {
   /// Inline assembly because GCC 12 copies the accumulator around the intrinsic inside loops
   /// (measured: 278 instead of 459 GOPS).
   static TORCHQ_INLINE void dot(Int& acc, Int src, Int weight) { TORCHQ_ASM_DOT(acc, src, weight); }
+  static TORCHQ_INLINE void dot_codes(Int& acc, Int codes, Int quad) { dot(acc, codes, quad); }
   /// A row's products with NP panels as few statements: GCC 12 moves sums between registers around
   /// statements of their own, two to six in recurrent tiles of three and four panels (GRU of 512
   /// units on Zen 5: 0.98 of the time without). On copies, since elements of an array that are

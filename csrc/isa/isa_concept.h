@@ -94,8 +94,9 @@ concept HasDots =
       T::flip_sign(quad);
       T::template split_src<0>(quad);  // what step 0 of kSteps multiplies
       T::dot(i, T::template split_src<0>(quad), i);
-      T::dot(i, i, i);  // with a quad of its own in each lane
-      T::pin(i);        // keeps an accumulator in its register
+      T::dot(i, i, i);           // with a quad of its own in each lane
+      T::dot_codes(i, i, quad);  // of unsigned codes below 16, a quad in each lane, with one of s8
+      T::pin(i);                 // keeps an accumulator in its register
     } && (!T::kHasNarrow || requires(typename T::Int i, uint8_t* u) {
       T::dot_narrow(i, T::broadcast(u), i);  // in one step, where pair bounds prove it exact
     }) && (T::kSteps == 1 || requires(int8_t* s) {

@@ -137,6 +137,16 @@ struct Neon : NeonLanes {
     acc = each<Int>([](auto a, auto s, auto w) { return dot(a, vreinterpretq_u8_s32(s), w); }, acc,
                     src, weight);
   }
+  /// Codes below 16 are s8, too.
+  static TORCHQ_INLINE void dot_codes(Int& acc, Int codes, uint8x16_t quad) {
+    const int8x16_t q = vreinterpretq_s8_u8(quad);
+    const auto multiply = [&](int32x4_t a, int32x4_t c) {
+      const int8x16_t w = vreinterpretq_s8_s32(c);
+      const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(q)), high = vmull_high_s8(w, q);
+      return vpadalq_s16(a, vpaddq_s16(low, high));
+    };
+    acc = each<Int>(multiply, acc, codes);
+  }
   static TORCHQ_INLINE void widen(const int8_t* packed, int8_t* dst) {
     for (int i = 0; i < 4; ++i, packed += 16, dst += 16) {
       const int16x8_t pairs = vreinterpretq_s16_s8(vld1q_s8(packed));
@@ -350,6 +360,12 @@ struct NeonI8mm : Neon {
       return vusdotq_s32(a, vreinterpretq_u8_s32(s), vreinterpretq_s8_s32(w));
     };
     acc = each<Int>(multiply, acc, src, weight);
+  }
+  static TORCHQ_INLINE void dot_codes(Int& acc, Int codes, uint8x16_t quad) {
+    const auto multiply = [&](int32x4_t a, int32x4_t c) {
+      return vusdotq_laneq_s32(a, vreinterpretq_u8_s32(c), vreinterpretq_s8_u8(quad), 0);
+    };
+    acc = each<Int>(multiply, acc, codes);
   }
 };
 #endif

@@ -8,6 +8,7 @@
 #include "kernels/embedding/embedding.h"
 #include "kernels/gemm/clip.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/gemm/gemm_int4.h"
 #include "kernels/gemm/panels.h"
 #include "kernels/gemm/widen.h"
 #include "kernels/pointwise/elementwise.h"
@@ -25,6 +26,7 @@ constexpr Kernels make_kernels() {
   k.rnn_widening = kRnnSteps<Isa>;
   k.gemm = &gemm<Isa, WeightForm::kWhole>;
   if constexpr (kJoinsGroups<Isa>) k.gemm_groups = &gemm_groups<Isa>;
+  k.gemm_int4 = &gemm_int4<Isa>;
   k.small_groups = &small_groups<Isa, false>;
   if constexpr (Isa::kHasNarrow) {
     k.gemm_narrow = &gemm<Isa, WeightForm::kNarrow>;

@@ -23,6 +23,7 @@ constinit const Kernels kReferenceKernels = {
     .gemm_narrow = nullptr,
     .gemm_split = nullptr,
     .gemm_groups = nullptr,
+    .gemm_int4 = &gemm_int4,
     .small_groups = &small_groups,
     .small_groups_narrow = nullptr,
     .widen = nullptr,

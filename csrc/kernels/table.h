@@ -42,6 +42,8 @@ struct Kernels {
   /// The same as `gemm` for the panels of several groups; null where `gemm`
   /// takes them one by one.
   void (*gemm_groups)(const GemmTile&, const Epilogue&);
+  /// Rows times panels of 4-bit weights.
+  void (*gemm_int4)(const Int4Tile&);
   /// `gemm` and `gemm_narrow` for small groups: dst[row][n] sums over the
   /// inputs of n's group only.
   void (*small_groups)(const GemmTile&, const Epilogue&);

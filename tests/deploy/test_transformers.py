@@ -174,6 +174,16 @@ def test_weight_options(tmp_path: Path) -> None:
     assert int(layer.weight.abs().max()) == 63
 
 
+def test_4_bit_weights(tmp_path: Path) -> None:
+    model = saved(distilbert(), tmp_path)
+    q = quantized(type(model), tmp_path, weight_bits=4, group_size=64)
+    assert "4-bit weights in groups of 64" in str(torchq.explain(q))
+    q.save_pretrained(tmp_path / "int4")
+    again = type(model).from_pretrained(tmp_path / "int4")
+    assert again.config.quantization_config.group_size == 64
+    assert torch.equal(again(IDS).logits, q(IDS).logits)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama tied"])
 def test_generate(name: str, tmp_path: Path) -> None:
     model = saved(MODELS[name][0](), tmp_path / "float")
@@ -256,7 +266,7 @@ def test_a_new_head_becomes_int8_too(tmp_path: Path) -> None:
     ("options", "text"),
     [
         ({"bits": 4}, "arguments must be .* got \\['bits'\\]"),
-        ({"weight_bits": 4}, "weight_bits must be 8 or 7, got 4"),
+        ({"weight_bits": 5}, "weight_bits must be 8, 7 or 4, got 5"),
         ({"weight_granularity": "per_row"}, "weight_granularity must be 'per_channel' or"),
         ({"modules_to_not_convert": "lm_head"}, "must be a list of names or None, got 'lm_head'"),
         ({"modules_to_not_convert": [3]}, "must be a list of names or None, got \\[3\\]"),

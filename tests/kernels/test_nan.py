@@ -77,6 +77,9 @@ def test_matrix_products(isa: str, channels: int):
         x, bias = torch.randn(rows, 16), X.repeat(2)[:channels]
         arguments = (x, *packed, scale, bias, 16, per_row)
         check(lambda a=arguments: torch.ops.torchq.dynamic_linear(*a), (rows, per_row))
+        codes = torch.randint(0, 16, (channels, 16), dtype=torch.uint8)
+        four = torchq.packing.pack_linear_int4(codes, torch.ones(channels, 1))
+        check(lambda a=(x, four, bias): TF.dynamic_linear_int4(*a), rows)
 
 
 def test_normalizations(isa: str):

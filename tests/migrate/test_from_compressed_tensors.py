@@ -162,8 +162,10 @@ def test_several_files_in_bfloat16(tmp_path: Path) -> None:
 
 FOUR = {**WEIGHTS, "num_bits": 4, "strategy": "group", "group_size": 128}
 FORMS: list[tuple[dict[str, Any], str]] = [
-    ({"weights": FOUR}, "'g' has 4-bit int weights in groups of 128"),
-    ({"weights": FOUR, "input_activations": TOKENS}, "4-bit int weights in groups of 128"),
+    ({"weights": FOUR}, "'g' has groups of 128 in the format int-quantized"),
+    ({"weights": {**FOUR, "group_size": 48}, "format": "pack-quantized"}, "groups of 48 in the"),
+    ({"weights": FOUR, "format": "pack-quantized", "input_activations": FIXED}, "sources of 4-bit"),
+    ({"weights": {**FOUR, "strategy": "channel"}}, "'g' has 4-bit int weights"),
     ({"weights": {**WEIGHTS, "type": "float"}}, "8-bit float weights"),
     ({"weights": {**WEIGHTS, "strategy": "group"}}, "one scale for each group"),
     ({"weights": {**WEIGHTS, "symmetric": False}}, "weights with zero points"),
@@ -276,12 +278,12 @@ def test_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "its model.safetensors cannot be read" in err and not (tmp_path / "again").exists()
 
 
-@pytest.mark.parametrize("preset", ["W8A8", "W4A16"])
+@pytest.mark.parametrize("preset", ["W8A8", "W4A16", "W4A8", "W4A16_ASYM"])
 def test_folders_of_the_package_itself(preset: str, tmp_path: Path) -> None:
     """Written by compressed-tensors, and compared with its own fake-quantized model."""
     quantization = pytest.importorskip("compressed_tensors.quantization")
     compressors = pytest.importorskip("compressed_tensors.compressors")
-    model, group = llama(), 128 if preset == "W4A16" else None
+    model, group = llama(), 128 if preset.startswith("W4") else None
     if group:
         config = transformers.LlamaConfig(
             vocab_size=96, hidden_size=128, intermediate_size=128, num_hidden_layers=1,
@@ -295,15 +297,16 @@ def test_folders_of_the_package_itself(preset: str, tmp_path: Path) -> None:
         for module in model.modules():
             if hasattr(module, "weight_scale"):
                 largest = module.weight.abs().amax(1, keepdim=True)
-                module.weight_scale.copy_(largest / (7.5 if group else 127.5))
+                module.weight_scale.copy_((largest / (7.5 if group else 127.5)).bfloat16())
+                if preset.endswith("ASYM"):
+                    module.weight_zero_point.copy_(torch.arange(128).reshape(-1, 1) % 5 - 2)
         expected = model(IDS).logits
     compressor = compressors.ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(tmp_path)
     compressor.update_config(tmp_path)
-    if group:
-        with pytest.raises(ValueError, match="4-bit int weights in groups of 128"):
-            torchq.from_compressed_tensors(tmp_path)
-        return
     got: Any = torchq.from_compressed_tensors(tmp_path)
     assert torchq.sqnr(expected, got(IDS).logits) > 28
+    assert {type(leaf.layer).__name__ for leaf in leaves(got).values()} == {
+        "DynamicQLinearInt4" if group else "DynamicQLinear"
+    }

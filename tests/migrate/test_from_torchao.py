@@ -53,6 +53,36 @@ def test_the_same_integers(name: str, tmp_path: Path):
     assert_same(torchq.load(tmp_path / "model", model())(SRC), new(SRC))
 
 
+GROUPS = {
+    "symmetric": (torch.int4, "SYMMETRIC"),
+    "zero points": (torch.int4, "ASYMMETRIC"),
+    "3 bits": (torch.int3, "SYMMETRIC"),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_of_4_bits(name: str, tmp_path: Path):
+    dtype, mapping = GROUPS[name]
+    config = tao.Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=dtype,
+        weight_granularity=tao.PerGroup(32),
+        weight_mapping_type=tao.MappingType[mapping],
+    )
+    old = quantized(config)
+    new = torchq.from_torchao(old)
+    for i in (0, 2):
+        theirs, ours = old[i].weight, new[i].layer
+        codes, scale, zero = ours.packed().unpack()
+        assert_same(codes, (theirs.qdata + 8).to(torch.uint8))
+        assert_same(scale, theirs.scale.bfloat16().float())
+        assert_same(zero, (theirs.zero_point + 8).to(torch.uint8))
+        assert ours.symmetric == (not theirs.zero_point.any())
+    with torch.no_grad():
+        assert torchq.sqnr(old(SRC), new(SRC)) > 33
+    torchq.save(new, tmp_path / "model")
+    assert_same(torchq.load(tmp_path / "model", model())(SRC), new(SRC))
+
+
 def test_models_in_bfloat16():
     static = tao.Int8StaticActivationInt8WeightConfig(
         act_quant_scale=torch.tensor([[0.03]]), granularity=tao.PerTensor()
@@ -93,12 +123,10 @@ def test_a_layer_alone():
 def test_not_taken():
     for config in (
         tao.Int8DynamicActivationIntxWeightConfig(),
-        tao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=tao.PerGroup(32)),
+        tao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=tao.PerGroup(16)),
     ):
         old = quantized(config)
-        with pytest.raises(
-            ValueError, match=r"'0\.weight': it has 2 scales.*'2\.weight': it has 4"
-        ):
+        with pytest.raises(ValueError, match=r"'0\.weight': it has \d scales.*'2\.weight': it has"):
             torchq.from_torchao(old)
     half = quantized(tao.Int8WeightOnlyConfig(), model().half())
     with pytest.raises(ValueError, match=r"torch\.float16.*torch\.float32 or bfloat16"):

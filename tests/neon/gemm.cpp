@@ -57,6 +57,42 @@ void check_product(const Kernels& k) {
   expect_same("dst", reference, tested);
 }
 
+void check_int4(const Kernels& k) {
+  Int4Tile tile{};
+  tile.rows = chance(20) ? between(7, 20) : between(1, 6);
+  tile.k = 8 * between(1, 40);
+  tile.group = pick({32, 64, 128});
+  tile.groups = (tile.k + tile.group - 1) / tile.group;
+  tile.panels = static_cast<int>(between(1, 6));
+  tile.channels = tile.panels * kPanel - (chance(50) ? 0 : between(1, 15));
+  tile.has_zeros = chance(50);
+  tile.dst_stride = tile.channels + between(0, 3);
+  const int64_t lanes = tile.has_zeros ? tile.groups : (tile.groups + 1) / 2;
+  const Buffer<int8_t> src = random_weights(tile.rows * tile.k);
+  const Buffer<int8_t> weight = random_weights(tile.panels * tile.k / 8 * kPanel * kQuad);
+  const Buffer<int32_t> sums = random_ints(tile.rows * tile.groups, 128 * 128);
+  const Buffer<float> scale = random_floats(tile.rows, 1.0f);
+  const Buffer<float> bias = random_floats(tile.channels, 9.0f);
+  const Buffer<int32_t> params = filled<int32_t>(tile.panels * lanes * kPanel, [&] {
+    const float high = within(2.0f), low = within(2.0f);  // as bfloat16, toward zero
+    uint32_t bits, others;
+    std::memcpy(&bits, &high, sizeof bits), std::memcpy(&others, &low, sizeof others);
+    const auto zero = static_cast<uint32_t>(between(0, 15));
+    return static_cast<int32_t>((bits & 0xffff0000u) | (tile.has_zeros ? zero : others >> 16));
+  });
+  tile.src = src.data(), tile.sums = sums.data(), tile.src_scale = scale.data();
+  tile.weight = weight.data(), tile.params = params.data();
+  tile.bias = chance(50) ? bias.data() : nullptr;
+  begin_case("gemm_int4", text("rows", tile.rows, "k", tile.k, "group", tile.group, "channels",
+                               tile.channels, "zeros", tile.has_zeros));
+  Buffer<float> reference(tile.rows * tile.dst_stride), tested = reference;
+  tile.dst = reference.data();
+  kReferenceKernels.gemm_int4(tile);
+  tile.dst = tested.data();
+  k.gemm_int4(tile);
+  expect_same("dst", reference, tested);
+}
+
 void check_widen(const Kernels& k) {
   if (k.widen == nullptr) return;
   const int64_t quads = between(1, 20), step = kPanel * kQuad;
@@ -137,6 +173,7 @@ void check_gemm(const Kernels& k) {
   for (int i = 0; i < 3000; ++i) check_product(k);
   for (int i = 0; i < 1500; ++i) check_epilogue_row(k);
   for (int i = 0; i < 300; ++i) {
+    check_int4(k);
     check_widen(k);
     check_compensate(k);
     check_pack_panel(k);

@@ -211,6 +211,7 @@ def every_module() -> dict[str, tnn.QModule]:
         tnn.QConvTranspose2d.from_float(nn.ConvTranspose2d(8, 6, 3, 2, groups=2), U8, None),
         tnn.QConvTranspose3d.from_float(nn.ConvTranspose3d(2, 2, 2, dilation=2), S8, U8, bits=7),
         tnn.DynamicQLinear.from_float(nn.Linear(5, 3), src_range="per_tensor", bits=7),
+        tnn.DynamicQLinearInt4.from_float(nn.Linear(70, 3, bias=False), group_size=64),
         tnn.DynamicQConv1d.from_float(nn.Conv1d(4, 6, 3, padding="same", dilation=2), bits=7),
         tnn.DynamicQConv2d.from_float(nn.Conv2d(8, 8, 3, groups=8), granularity="per_tensor"),
         tnn.DynamicQConv3d.from_float(nn.Conv3d(2, 2, 1, bias=False)),

@@ -107,6 +107,8 @@ WORDS: dict[str, Any] = {
     "Granularity": lambda word: torchq.QConfig(weight_granularity=word),
     "ObserverName": lambda word: torchq.QConfig(activation_observer=word).make_observer(),
     "Bits": lambda word: torchq.QConfig(weight_bits=word, activation_bits=word),
+    "WeightBits": lambda word: torchq.QConfig(weight_bits=word, dynamic=True),
+    "GroupSize": lambda word: torchq.QConfig(weight_bits=4, dynamic=True, group_size=word),
     "EmbeddingBits": lambda word: torchq.QConfig(embedding_bits=word),
     "BagMode": lambda word: TF.embedding_bag(
         torch.zeros(1, 1, dtype=torch.int64),

@@ -61,7 +61,7 @@ def test_observer_factories():
         ({"activation_dtype": torch.quint8}, ValueError, "activation_dtype must be torch.uint8 or"),
         ({"activation_dtype": "uint8"}, TypeError, "activation_dtype must be torch.uint8 or"),
         ({"activation_bits": 4}, ValueError, "activation_bits must be 8 or 7, got 4"),
-        ({"weight_bits": 8.5}, ValueError, "weight_bits must be 8 or 7, got 8.5"),
+        ({"weight_bits": 8.5}, ValueError, "weight_bits must be 8, 7 or 4, got 8.5"),
         ({"weight_granularity": "channel"}, ValueError, "must be 'per_channel' or 'per_tensor'"),
         ({"activation_symmetric": 1}, TypeError, "activation_symmetric must be a bool, got int"),
         ({"dynamic": None}, TypeError, "dynamic must be a bool, got NoneType"),

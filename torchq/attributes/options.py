@@ -12,6 +12,10 @@ Granularity: TypeAlias = Literal["per_channel", "per_tensor"]
 WEIGHT_GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 Bits: TypeAlias = Literal[8, 7]
 """Bits of the integers that are used."""
+WeightBits: TypeAlias = Literal[8, 7, 4]
+"""Bits of a weight; 4 for linear layers only."""
+GroupSize: TypeAlias = Literal[32, 64, 128]
+"""Values of a row of a 4-bit weight that share a scale."""
 EmbeddingBits: TypeAlias = Literal[8, 4]
 """Bits of the codes of an embedding."""
 BagMode: TypeAlias = Literal["sum", "mean", "max"]

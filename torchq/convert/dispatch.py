@@ -286,11 +286,13 @@ def share_weight(leaf: nn.Module, layer: nn.Module | None) -> None:
     own, other = (module._buffers.get("weight") for module in (leaf.layer, layer))
     if own is not None and other is not None and _is_near(own, other):
         for key in _PACKED:
-            leaf.layer._buffers[key] = layer._buffers[key]
+            if key in layer._buffers:
+                leaf.layer._buffers[key] = layer._buffers[key]
 
 
 def _is_near(a: Tensor, b: Tensor) -> bool:
-    """Return whether two packed weights differ by a step at most."""
+    """Return whether two packed weights differ by a step at most; 4-bit ones must be equal."""
     if a is b or a.shape != b.shape or a.dtype != b.dtype:
         return a is b
-    return torch.equal(a, b) or bool(((a.short() - b.short()).abs() <= 1).all())
+    near = a.dtype == torch.int8 and bool(((a.short() - b.short()).abs() <= 1).all())
+    return near or torch.equal(a, b)

@@ -13,6 +13,7 @@ from torchq.attributes.post_ops import PostOps
 from torchq.convert.ops import append_clip
 from torchq.nn import conv, conv_transpose, dynamic, dynamic_conv, linear, pooling, resample
 from torchq.nn.batch_norm import TRANSPOSED
+from torchq.nn.dynamic_int4 import DynamicQLinearInt4
 from torchq.nn.module import QModule
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
@@ -87,7 +88,7 @@ def matmul_from_float(
     """
     options: dict[str, Any] = {
         "granularity": config.weight_granularity,
-        "bits": config.weight_bits,
+        "bits": config.int8_bits,
         "weight_scale": weight_scale,
         "post_ops": post_ops,
     }
@@ -114,17 +115,25 @@ def dynamic_from_float(
         weight_scale: of the weight, where it is known: one, or one per output channel.
         sample: rows of the source of a linear layer, which then takes the recipe of ``config``.
     """
-    options: dict[str, Any] = {
-        "granularity": config.weight_granularity,
-        "bits": config.weight_bits,
-        "weight_scale": weight_scale,
-    }
+    # A known scale is that of an int8 weight.
+    is_int4 = config.weight_bits == 4 and isinstance(module, nn.Linear) and weight_scale is None
+    group_size = config.group_size or 32 if is_int4 else None
+    recipe = None
     if sample is not None and sample.calibrated and weight_scale is None:
         assert isinstance(module, nn.Linear)
         weight, bias, gptq = module.weight.detach(), module.bias, config.recipe == "best"
-        options["recipe"] = linear_recipe(
-            weight, bias, sample, config.weight_granularity, config.weight_bits, gptq
-        )
+        grid = config.weight_granularity, config.int8_bits, gptq, group_size
+        recipe = linear_recipe(weight, bias, sample, *grid)
+    if group_size is not None:
+        assert isinstance(module, nn.Linear)
+        return DynamicQLinearInt4.from_float(module, group_size=group_size, recipe=recipe)
+    options: dict[str, Any] = {
+        "granularity": config.weight_granularity,
+        "bits": config.int8_bits,
+        "weight_scale": weight_scale,
+    }
+    if recipe is not None:
+        options["recipe"] = recipe
     result: QModule = _of_base(_DYNAMIC, module).from_float(module, **options)
     return result
 

@@ -8,6 +8,7 @@ called any number of times, with any states, and its results may be unpacked, dr
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -36,8 +37,7 @@ class Deferred(nn.Module):
         """Return the quantized module."""
         if not is_experts(self.module):
             return dynamic_from_float(self.module, self.config)
-        granularity, bits = self.config.weight_granularity, self.config.weight_bits
-        return QExperts.from_float(self.module, granularity=granularity, bits=bits)
+        return QExperts.from_float(self.module, partial(dynamic_from_float, config=self.config))
 
 
 SELF_CONTAINED = (ObservedRNN, ObservedRNNCell, Deferred)

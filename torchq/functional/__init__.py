@@ -56,6 +56,7 @@ from torchq.functional.conversions import (
 from torchq.functional.elementwise import binary, eltwise, prelu, shuffle, sum
 from torchq.functional.embeddings import embedding, embedding_bag, quantize_embedding
 from torchq.functional.gemm import gemm_s8s8s32, gemm_u8s8s32
+from torchq.functional.int4 import dynamic_linear_int4, quantize_weight_int4
 from torchq.functional.linears import dynamic_linear, linear, requantize_dynamic
 from torchq.functional.matmuls import matmul
 from torchq.functional.normalization import (
@@ -91,6 +92,7 @@ __all__ = [
     "dequantize",
     "dynamic_attention",
     "dynamic_linear",
+    "dynamic_linear_int4",
     "eltwise",
     "embedding",
     "embedding_bag",
@@ -111,6 +113,7 @@ __all__ = [
     "quantize",
     "quantize_embedding",
     "quantize_weight",
+    "quantize_weight_int4",
     "reduction",
     "reorder",
     "requantize",

@@ -11,15 +11,17 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torchq.quantization.qparams import QParams
+from torchq.quantization.ranges import GROUP_SIZES
 
 METHOD = "compressed-tensors"
 _FORMATS = ("int-quantized", "naive-quantized")
+_PACKED = "pack-quantized"
 _SCALE = ".weight_scale"
 
 
@@ -38,7 +40,47 @@ class Int8Layer:
     src: QParams | None
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Int8Layer]]:
+@dataclass(frozen=True)
+class Int4Layer:
+    """A layer of the files with a 4-bit weight in groups.
+
+    Attributes:
+        shape: of the weight.
+        file: that holds it.
+        name: of the layer there.
+        group_size: values of a row that share a scale.
+    """
+
+    shape: tuple[int, ...]
+    file: Path
+    name: str
+    group_size: int
+
+    def read(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return integers from -8 to 7, scales, zero points of these integers, and the bias."""
+        with _opened(self.file.parent, self.file) as file:
+            given = {key.rpartition(".")[2]: key for key in file.keys() if self._has(key)}  # noqa: SIM118
+            found = {short: file.get_tensor(key) for short, key in given.items()}
+        weight = unpack_nibbles(found["weight_packed"])[:, : self.shape[1]]
+        zero = found.get("weight_zero_point")
+        if zero is not None:
+            zero = unpack_nibbles(zero.t()).t()[: self.shape[0]]
+        return weight, found["weight_scale"], zero, found.get("bias")
+
+    def _has(self, key: str) -> bool:
+        return key.rpartition(".")[0] == self.name
+
+
+Layers: TypeAlias = dict[str, Int8Layer | Int4Layer]
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Return eight integers from -8 to 7 for each int32 of a row, the lowest bits first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device="cpu")
+    return ((packed.unsqueeze(-1) >> shifts & 15) - 8).flatten(-2).to(torch.int8)
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], Layers]:
     """Return what config.json says, and the quantized layers by name.
 
     Raises:
@@ -105,7 +147,7 @@ def _check_scheme(folder: Path, facts: dict[str, Any]) -> None:
             problems += [f"'{name}' has {problem}" for problem in _why_not(group, own)]
     if problems:
         raise refused(
-            folder, "; ".join(problems), "Compress the float model with the scheme W8A8 (INT8)."
+            folder, "; ".join(problems), "Compress the float model with W8A8 (INT8) or W4A16."
         )
 
 
@@ -115,7 +157,10 @@ def _why_not(group: dict[str, Any], form: str) -> list[str]:
     weights, sources = group.get("weights") or {}, group.get("input_activations")
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
-    if (bits, kind) != (8, "int"):
+    if (bits, kind, strategy) == (4, "int", "group"):
+        if weights.get("group_size") not in GROUP_SIZES or form != _PACKED:
+            problems.append(f"groups of {weights.get('group_size')} in the format {form or 'none'}")
+    elif (bits, kind) != (8, "int"):
         groups = f" in groups of {weights['group_size']}" if strategy == "group" else ""
         problems.append(f"{bits}-bit {kind} weights{groups}")
     elif strategy not in ("channel", "tensor"):
@@ -126,7 +171,13 @@ def _why_not(group: dict[str, Any], form: str) -> list[str]:
         problems.append(f"the format {form or 'none'}")
     if group.get("output_activations"):
         problems.append("quantized outputs")
-    if sources:
+    if (
+        sources
+        and bits == 4
+        and (sources.get("strategy"), sources.get("dynamic")) != ("token", True)
+    ):
+        problems.append("sources of 4-bit weights with other scales than those of each row")
+    elif sources:
         how = sources.get("strategy") or "tensor", sources.get("dynamic", False)
         if (sources.get("num_bits", 8), sources.get("type", "int")) != (8, "int"):
             problems.append(f"{sources.get('num_bits')}-bit {sources.get('type')} sources")
@@ -145,20 +196,27 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / Path(name).name for name in sorted(set(names.values()))]
 
 
-def _read_layers(folder: Path, files: Iterable[Path]) -> dict[str, Int8Layer]:
+def _read_layers(folder: Path, files: Iterable[Path]) -> Layers:
     """Return the quantized layers by their names in the files; their weights are only looked at."""
     shapes: dict[str, tuple[str, list[int]]] = {}
     small: dict[str, Tensor] = {}
+    places: dict[str, Path] = {}
     for path in files:
         with _opened(folder, path) as file:
             for key in file.keys():  # noqa: SIM118 - no mapping
                 shapes[key] = file.get_slice(key).get_dtype(), file.get_slice(key).get_shape()
-                if key.endswith(("_scale", "_zero_point")):
+                places[key] = path
+                if key.endswith(("_scale", "_zero_point", "_shape")):
                     small[key] = file.get_tensor(key)
     names = [key.removesuffix(_SCALE) for key in shapes if key.endswith(_SCALE)]
     if not names:
         raise refused(folder, "no weight_scale in its files")
-    return {name: _layer(folder, name, shapes, small) for name in names}
+    return {
+        name: _layer(folder, name, shapes, small)
+        if (path := places.get(f"{name}.weight_packed")) is None
+        else _int4_layer(path, name, shapes, small, places)
+        for name in names
+    }
 
 
 def _opened(folder: Path, path: Path) -> Any:
@@ -199,3 +257,29 @@ def _layer(
     zero_point = 0 if offset is None else int(offset.reshape(-1)[0])
     src = QParams.per_tensor(float(fixed), zero_point, torch.int8)
     return Int8Layer(tuple(shape), scales, src)
+
+
+def _int4_layer(
+    path: Path,
+    name: str,
+    shapes: dict[str, tuple[str, list[int]]],
+    small: dict[str, Tensor],
+    places: dict[str, Path],
+) -> Int4Layer:
+    folder = path.parent
+    scales, shape = small[f"{name}{_SCALE}"], small.get(f"{name}.weight_shape")
+    if shape is None or shape.numel() != 2 or scales.dim() != 2:
+        raise refused(folder, f"'{name}' has no weight_shape, or its scales have no groups")
+    outputs, inputs = map(int, shape)
+    groups = scales.shape[1]
+    size = next((size for size in GROUP_SIZES if -(-inputs // size) == groups), 0)
+    packed = ("I32", [outputs, -(-inputs // 8)])
+    if not size or scales.shape[0] != outputs or shapes[f"{name}.weight_packed"] != packed:
+        raise refused(folder, f"'{name}.weight_packed' does not fit its shape and scales")
+    zero = shapes.get(f"{name}.weight_zero_point", ("I32", [-(-outputs // 8), groups]))
+    if zero != ("I32", [-(-outputs // 8), groups]) or not bool(scales.isfinite().all()):
+        raise refused(folder, f"'{name}' has scales or zero points that do not fit its shape")
+    own = {places[key] for key in places if key.rpartition(".")[0] == name}
+    if f"{name}.weight_g_idx" in places or len(own) > 1:
+        raise refused(folder, f"'{name}' has groups in another order, or is spread over files")
+    return Int4Layer((outputs, inputs), path, name, size)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.integrations.compressed_files import Int8Layer, refused
+from torchq.integrations.compressed_files import Int4Layer, Int8Layer, Layers, refused
 from torchq.integrations.transformers import TorchqConfig, TorchqQuantizer, initialized
-from torchq.migrate.leaves import dynamic_leaf, float_layer, static_leaf
+from torchq.migrate.leaves import dynamic_leaf, float_layer, int4_leaf, static_leaf
 from torchq.nn.leaf import take_hooks
 
 try:
@@ -26,12 +26,10 @@ except ImportError as error:
     ) from error
 
 _METHOD = "torchq_compressed_tensors"
-_SCALES = r"\.(weight|input|output)_(scale|zero_point)$"
+_SCALES = r"\.(weight|input|output)_(scale|zero_point)$|\.weight_(packed|shape)$"
 
 
-def load(
-    folder: Path, facts: Mapping[str, Any], layers: Mapping[str, Int8Layer], model_class: Any
-) -> nn.Module:
+def load(folder: Path, facts: Mapping[str, Any], layers: Layers, model_class: Any) -> nn.Module:
     """Return the model of a folder, with these layers in int8."""
     if model_class is None:
         names: Sequence[str] = facts.get("architectures") or ["AutoModel"]
@@ -53,7 +51,7 @@ def load(
 class _Config(TorchqConfig):
     """A configuration that knows the layers of the files."""
 
-    def __init__(self, folder: Path, layers: Mapping[str, Int8Layer]) -> None:
+    def __init__(self, folder: Path, layers: Layers) -> None:
         super().__init__()
         self.quant_method, self.folder, self.layers = _METHOD, folder, layers
 
@@ -69,7 +67,8 @@ class _Quantizer(TorchqQuantizer):
 
     def __init__(self, quantization_config: _Config, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self._layers: dict[str, Int8Layer] = {}
+        self._layers: Layers = {}
+        self._float: dict[str, nn.Module] = {}
         self._folder = quantization_config.folder
 
     def _decide(self, model: Any) -> dict[str, str]:
@@ -97,6 +96,10 @@ class _Quantizer(TorchqQuantizer):
             raise refused(
                 self._folder, "; ".join(problems) or "no layer of the model", "Ignore these layers."
             )
+        for name, layer in self._layers.items():
+            if isinstance(layer, Int4Layer):
+                self._float[name] = model.get_submodule(name)
+                model.set_submodule(name, nn.Identity())  # the files have no weight for it
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 self._reasons[name] = "" if name in self._layers else "float in the folder"
@@ -104,6 +107,11 @@ class _Quantizer(TorchqQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Compute folded scales anew, which transformers takes for buffers that no file has."""
+        for name, module in self._float.items():
+            layer = self._layers[name]
+            assert isinstance(layer, Int4Layer)
+            leaf = int4_leaf(module, *layer.read(), layer.group_size)
+            model.set_submodule(name, take_hooks(leaf, module))
         model = super()._process_model_after_weight_loading(model, **kwargs)
         for name in self._layers:
             model.get_submodule(name).layer.refold()
@@ -113,6 +121,7 @@ class _Quantizer(TorchqQuantizer):
         """Put a leaf of the int8 weight, which transformers made float32, in the layer's place."""
         module, layer = model.get_submodule(name), self._layers[name]
         weight: Any = module.weight
+        assert isinstance(layer, Int8Layer)
         if layer.src is None:
             leaf = dynamic_leaf(module, weight.to(torch.int8), layer.scales)
         else:
@@ -124,7 +133,7 @@ class _Quantizer(TorchqQuantizer):
         return True
 
 
-def _why_not(model: Any, key: str, is_part: bool, layer: Int8Layer) -> str:
+def _why_not(model: Any, key: str, is_part: bool, layer: Int8Layer | Int4Layer) -> str:
     """Return why a layer of the files has no form in the model, or ""."""
     if is_part:
         return f"is a part of a larger weight of {type(model).__name__}"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.attributes.options import WEIGHT_GRANULARITIES, Bits, Granularity
+from torchq.attributes.options import WEIGHT_GRANULARITIES, Granularity, GroupSize, WeightBits
 from torchq.convert.module_kinds import MAX_REDUCTION, TOO_LONG
 from torchq.convert.rows import Row
 from torchq.convert.swap.checks import check_finite
@@ -23,7 +23,7 @@ from torchq.integrations.checkpoint import read_leaves
 from torchq.nn.inputs import without_gradients
 from torchq.nn.leaf import QuantizedLeaf, take_hooks
 from torchq.quantization.config import QConfig
-from torchq.quantization.ranges import check_bits, check_choice
+from torchq.quantization.ranges import check_choice
 
 try:
     from transformers.core_model_loading import ConversionOps, WeightRenaming, rename_source_key
@@ -57,7 +57,8 @@ class TorchqConfig(QuantizationConfigMixin):  # type: ignore[misc]
             embeddings (``lm_head``) float. Layers that share their weight with another module stay
             float in any case.
         weight_granularity: "per_channel" or "per_tensor".
-        weight_bits: 8 or 7.
+        weight_bits: 8, 7 or 4.
+        group_size: values of a row of a 4-bit weight that share a scale, 32, 64 or 128; None is 32.
 
     Raises:
         ValueError: an argument has another value, or another name.
@@ -71,28 +72,32 @@ class TorchqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self,
         modules_to_not_convert: Sequence[str] | None = None,
         weight_granularity: Granularity = "per_channel",
-        weight_bits: Bits = 8,
+        weight_bits: WeightBits = 8,
         quant_method: str = _METHOD,
+        group_size: GroupSize | None = None,
         **others: Any,
     ) -> None:
         """See the class; ``quant_method`` is what config.json holds beside the arguments."""
         if others:
             raise ValueError(
-                f"torchq.{_WHERE}: arguments must be modules_to_not_convert, weight_granularity or "
-                f"weight_bits, got {sorted(others)}. Leave others out."
+                f"torchq.{_WHERE}: arguments must be modules_to_not_convert, weight_granularity, "
+                f"weight_bits or group_size, got {sorted(others)}. Leave others out."
             )
         check_choice(_WHERE, "quant_method", quant_method, (_METHOD,))
         check_choice(_WHERE, "weight_granularity", weight_granularity, WEIGHT_GRANULARITIES)
-        check_bits(_WHERE, "weight_bits", weight_bits)
         self.quant_method = quant_method
         self.modules_to_not_convert = _checked_names(modules_to_not_convert)
         self.weight_granularity: Granularity = weight_granularity
-        self.weight_bits: Bits = weight_bits
+        self.weight_bits, self.group_size = weight_bits, group_size
+        self.qconfig()  # checks them
 
     def qconfig(self) -> QConfig:
         """Return what each layer is quantized with."""
         return QConfig(
-            dynamic=True, weight_granularity=self.weight_granularity, weight_bits=self.weight_bits
+            dynamic=True,
+            weight_granularity=self.weight_granularity,
+            weight_bits=self.weight_bits,
+            group_size=self.group_size,
         )
 
 

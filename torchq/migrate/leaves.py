@@ -13,8 +13,16 @@ from torchq.attributes.post_ops import PostOps
 from torchq.convert.from_float import matmul_from_float
 from torchq.convert.module_kinds import MATMUL, RECURRENT
 from torchq.convert.rows import Row
+from torchq.functional.int4 import pack_linear_int4
 from torchq.functional.packing import pack_linear
-from torchq.nn import DynamicQConv1d, DynamicQConv2d, DynamicQConv3d, DynamicQLinear, QuantizedLeaf
+from torchq.nn import (
+    DynamicQConv1d,
+    DynamicQConv2d,
+    DynamicQConv3d,
+    DynamicQLinear,
+    DynamicQLinearInt4,
+    QuantizedLeaf,
+)
 from torchq.nn.leaf import without_padding
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
@@ -52,6 +60,29 @@ def dynamic_leaf(layer: Any, weight: Tensor, scales: Tensor) -> QuantizedLeaf:
     forms: dict[int, Any] = {3: DynamicQConv1d, 4: DynamicQConv2d, 5: DynamicQConv3d}
     form = forms[weight.dim()]
     return QuantizedLeaf.of(layer, form.from_int8(without_padding(layer), weight, scales))
+
+
+def int4_leaf(
+    layer: Any,
+    weight: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+) -> QuantizedLeaf:
+    """Return the dynamic leaf of a linear layer with a 4-bit weight.
+
+    Args:
+        layer: of torch.nn; its own weight and bias are not looked at.
+        weight: integers from -8 to 7.
+        scales: of each group, ``[out_features, groups]``; they become bfloat16.
+        zero_points: of each group, of the weight's integers; None for 0.
+        bias: of the layer.
+        group_size: 32, 64 or 128.
+    """
+    zeros = None if zero_points is None else (zero_points + 8).to(torch.uint8)
+    packed = pack_linear_int4((weight + 8).to(torch.uint8), scales, zeros, group_size)  # type: ignore[arg-type]
+    return QuantizedLeaf.of(layer, DynamicQLinearInt4(packed, bias))
 
 
 def static_leaf(

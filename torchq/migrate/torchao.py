@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.arguments import FLOATS
-from torchq.migrate.leaves import dynamic_leaf, float_layer, report, static_leaf
+from torchq.migrate.leaves import dynamic_leaf, float_layer, int4_leaf, report, static_leaf
 from torchq.nn.inputs import without_gradients, working_copy
 from torchq.nn.leaf import QuantizedLeaf, take_hooks
 from torchq.quantization.qparams import QParams
+from torchq.quantization.ranges import GROUP_SIZES
 
 
 @torch.inference_mode(False)
@@ -22,19 +23,20 @@ def from_torchao(model: nn.Module) -> nn.Module:
 
     Linear layers keep the integers and scales of their weights. They quantize each row of a source
     by its own range, also where torchao multiplies by the weight in float; where torchao has a
-    fixed scale for sources, that one.
+    fixed scale for sources, that one. Scales of 4-bit groups are rounded to bfloat16.
 
     Args:
         model: its linear layers have int8 weights with one scale, or one per output channel: by
-            ``Int8DynamicActivationInt8WeightConfig`` or ``Int8WeightOnlyConfig``, say.
+            ``Int8DynamicActivationInt8WeightConfig`` or ``Int8WeightOnlyConfig``, say. Or they have
+            4-bit weights in groups of 32, 64 or 128: by ``Int8DynamicActivationIntxWeightConfig``.
 
     Returns:
         A copy with int8 layers, of the same class.
 
     Raises:
         TypeError: ``model`` is no nn.Module.
-        ValueError: it has no tensors of torchao, or some have no form here, such as groups within a
-            row: the message names all of them, and why.
+        ValueError: it has no tensors of torchao, or some have no form here, such as int8 groups
+            within a row: the message names all of them, and why.
 
     Example:
         >>> import torch, torchq
@@ -96,14 +98,18 @@ def _why_not(module: nn.Module, key: str, value: Any) -> str:
         return f"{_kind(value)} holds no int8 values"
     if value.dtype not in FLOATS:
         return f"its layer takes {value.dtype}, and layers here take torch.float32 or bfloat16"
+    groups = scale.numel() // max(1, int8.shape[0])
     if scale.numel() not in (1, int8.shape[0]):
-        groups = scale.numel() // int8.shape[0]
-        return f"it has {groups} scales for each output channel, and layers here take one"
-    if _is_set(value, "zero_point"):
+        low, high = torch.aminmax(int8)
+        if low < -8 or high > 7 or int8.shape[1] not in (groups * size for size in GROUP_SIZES):
+            return f"it has {groups} scales for each output channel, and int8 layers here take one"
+    elif _is_set(value, "zero_point"):
         return "it has zero points other than 0, which int8 weights here have not"
     if getattr(value, "act_pre_scale", None) is not None:
         return "its source is scaled in front of it: fold act_pre_scale into the float weight"
     source = getattr(value, "act_quant_scale", None)
+    if source is not None and groups > 1:
+        return "its source has a fixed scale, and 4-bit layers here choose one for each row"
     if source is not None and source.numel() != 1:
         return "its source has fixed scales for each row, and layers here take one"
     return ""
@@ -119,6 +125,11 @@ def _is_set(value: Any, name: str) -> bool:
 
 
 def _leaf(module: Any, value: Any) -> QuantizedLeaf:
+    outputs, inputs = value.qdata.shape
+    if value.scale.numel() not in (1, outputs):
+        scales = value.scale.detach().reshape(outputs, -1)
+        zeros = value.zero_point.reshape(outputs, -1) if _is_set(value, "zero_point") else None
+        return int4_leaf(module, value.qdata, scales, zeros, module.bias, inputs // scales.shape[1])
     scales = value.scale.detach().reshape(-1).float()
     fixed = getattr(value, "act_quant_scale", None)
     if fixed is None:

@@ -7,6 +7,7 @@ from torchq.nn.conv import QConv1d, QConv2d, QConv3d
 from torchq.nn.conv_transpose import QConvTranspose1d, QConvTranspose2d, QConvTranspose3d
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.dynamic_conv import DynamicQConv1d, DynamicQConv2d, DynamicQConv3d
+from torchq.nn.dynamic_int4 import DynamicQLinearInt4
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.float_modules import Add, AttentionOptions, Cat, DeQuantStub, Mul, QuantStub
 from torchq.nn.leaf import QuantizedLeaf
@@ -48,6 +49,7 @@ __all__ = [
     "DynamicQConv2d",
     "DynamicQConv3d",
     "DynamicQLinear",
+    "DynamicQLinearInt4",
     "Mul",
     "ObservedRNN",
     "ObservedRNNCell",

@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchq.attributes.options import Granularity
-from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.float_modules import expert_weights
 from torchq.nn.module import QModule
 
 
 class QExperts(QModule):
-    """Experts with int8 weights; every row is quantized by its own range.
+    """Experts with dynamic linear layers; every row is quantized by its own range.
 
     ``dst[row] = sum over k of weights[row, k] * down[e](gate(up[e](src[row])))``, where
     ``e = index[row, k]``.
@@ -35,8 +34,11 @@ class QExperts(QModule):
         self._gate = [gate]  # in a list: no submodule
 
     @classmethod
-    def from_float(cls, module: Any, *, granularity: Granularity, bits: int) -> QExperts:
-        """Return the experts of a module for which :func:`is_experts` holds."""
+    def from_float(cls, module: Any, quantize: Callable[[nn.Linear], QModule]) -> QExperts:
+        """Return the experts of a module for which :func:`is_experts` holds.
+
+        ``quantize`` makes the dynamic form of a float linear layer.
+        """
         layers: list[list[nn.Module]] = []
         for name in expert_weights(module):
             weight: Any = getattr(module, name)
@@ -49,7 +51,7 @@ class QExperts(QModule):
                 given = bias is not None and module.has_bias
                 linear.bias = nn.Parameter(bias[i].detach(), False) if given else None
                 linear.out_features, linear.in_features = own.shape
-                made.append(DynamicQLinear.from_float(linear, granularity=granularity, bits=bits))
+                made.append(quantize(linear))
             layers.append(made)
         experts = cls(layers[0], layers[1], None)
         experts.adopt(module)

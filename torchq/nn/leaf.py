@@ -263,6 +263,14 @@ class QuantizedLeaf(Leaf, QModule):
         return self._dtype
 
     def _weight_values(self) -> Tensor:
+        if hasattr(self.layer, "weight_values"):
+            own: Tensor = self.layer.weight_values()  # type: ignore[operator]
+            own = own.to(self._dtype)
+            return own.t() if self._turned else own
+        else:
+            return self._int8_values()
+
+    def _int8_values(self) -> Tensor:
         split, rank = 1, len(self._shape)
         if len(self._stride) > 0:
             split = self._groups

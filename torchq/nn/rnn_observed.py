@@ -93,7 +93,7 @@ class _Observed(nn.Module):
         return observer.qparams(config.activation_dtype, config.activation_bits, config.symmetric)
 
     def _weights(self) -> dict[str, Any]:
-        return {"granularity": self.config.weight_granularity, "bits": self.config.weight_bits}
+        return {"granularity": self.config.weight_granularity, "bits": self.config.int8_bits}
 
 
 class ObservedRNN(_Observed):

@@ -15,8 +15,10 @@ from torchq.attributes.options import (
     Bits,
     EmbeddingBits,
     Granularity,
+    GroupSize,
     ObserverName,
     RecipeName,
+    WeightBits,
 )
 from torchq.quantization.observers.base import Observer
 from torchq.quantization.observers.binned import (
@@ -25,7 +27,7 @@ from torchq.quantization.observers.binned import (
     PercentileObserver,
 )
 from torchq.quantization.observers.minmax import MinMaxObserver, MovingAverageObserver
-from torchq.quantization.ranges import check_bits, check_choice, check_dtype
+from torchq.quantization.ranges import check_bits, check_choice, check_dtype, check_group_size
 
 OBSERVERS: dict[str, Callable[[], Observer]] = {
     "minmax": MinMaxObserver,
@@ -48,7 +50,10 @@ class QConfig:
         activation_symmetric: whether the zero point is fixed in the middle of the integers. None
             means symmetric for int8 and affine for uint8; ``symmetric`` tells the outcome.
         weight_granularity: "per_channel" or "per_tensor".
-        weight_bits: 8 or 7. Weights are int8 and symmetric.
+        weight_bits: 8, 7 or 4. Weights are symmetric, and int8 for 8 and 7. 4 needs ``dynamic`` or
+            a recipe other than "fast". It holds for linear layers; others then take 8.
+        group_size: values of a row of a 4-bit weight that share a scale: 32, 64 or 128; None is 32.
+            The last group of a row may be smaller.
         dynamic: choose activation parameters at run time; the observer is then not used.
         embedding_bits: 8 or 4 quantizes the rows of embeddings, each with a scale and an offset;
             None keeps embeddings float. Rows need no data: the prepared model has them already.
@@ -77,30 +82,51 @@ class QConfig:
     activation_bits: Bits = 8
     activation_symmetric: bool | None = None
     weight_granularity: Granularity = "per_channel"
-    weight_bits: Bits = 8
+    weight_bits: WeightBits = 8
     dynamic: bool = False
     recipe: RecipeName = "fast"
     strict: bool = False
     embedding_bits: EmbeddingBits | None = None
+    group_size: GroupSize | None = None
 
     def __post_init__(self) -> None:
         """Validate every field."""
         self._check_observer()
         check_dtype("QConfig", self.activation_dtype, "activation_dtype")
         check_bits("QConfig", "activation_bits", self.activation_bits)
-        check_bits("QConfig", "weight_bits", self.weight_bits)
         check_choice("QConfig", "weight_granularity", self.weight_granularity, WEIGHT_GRANULARITIES)
         if self.activation_symmetric is not None:
             _check_bool("activation_symmetric", self.activation_symmetric)
         check_choice("QConfig", "recipe", self.recipe, RECIPES)
         _check_bool("dynamic", self.dynamic)
         _check_bool("strict", self.strict)
+        self._check_weight_bits()
         bits = self.embedding_bits
         if bits is not None and (isinstance(bits, bool) or bits not in (8, 4)):
             raise ValueError(
                 f"torchq.QConfig: embedding_bits must be None, 8 or 4, got {bits!r}. Leave it out "
                 "to keep embeddings float."
             )
+
+    def _check_weight_bits(self) -> None:
+        bits, group_size = self.weight_bits, self.group_size
+        if isinstance(bits, bool) or bits not in (8, 7, 4):
+            raise ValueError(
+                f"torchq.QConfig: weight_bits must be 8, 7 or 4, got {bits!r}. Use 8; 7 rules out "
+                "saturation in 16-bit pair sums, 4 halves the weights of dynamic linear layers."
+            )
+        if bits == 4 and not self.by_rows:
+            raise ValueError(
+                "torchq.QConfig: weight_bits must be 8 or 7 for static layers, got 4. Add "
+                "dynamic=True, or recipe='accurate' or 'best'."
+            )
+        if group_size is not None:
+            check_group_size("QConfig", group_size)
+            if bits != 4:
+                raise ValueError(
+                    f"torchq.QConfig: group_size must be None with weight_bits={bits}, got "
+                    f"{group_size}. Only 4-bit weights have groups."
+                )
 
     def _check_observer(self) -> None:
         observer = self.activation_observer
@@ -135,6 +161,11 @@ class QConfig:
         """Return whether linear layers take a recipe, chosen on a sample of what they read."""
         return self.recipe != "fast" and not self.dynamic
 
+    @property
+    def int8_bits(self) -> Bits:
+        """Return the bits of int8 weights: 8 beside linear layers of 4."""
+        return 8 if self.weight_bits == 4 else self.weight_bits
+
     def make_observer(self, name: str = "") -> Observer:
         """Make a fresh activation observer for the module ``name``.
 
@@ -160,10 +191,15 @@ class QConfig:
         bits = self.embedding_bits
         return (
             f"activations {dtype}{_bits_suffix(self.activation_bits)} {kind} {observer}, "
-            f"weights s8{_bits_suffix(self.weight_bits)} {self.weight_granularity}"
+            f"weights {self._weights()}"
             + ("" if bits is None else f", embeddings u8{_bits_suffix(bits)} per row")
             + recipe
         )
+
+    def _weights(self) -> str:
+        if self.weight_bits == 4:
+            return f"s4 in groups of {self.group_size or 32}"
+        return f"s8{_bits_suffix(self.weight_bits)} {self.weight_granularity}"
 
     def _observer_name(self) -> str:
         observer = self.activation_observer

@@ -228,3 +228,19 @@ def _(a: Tensor, b: Tensor, trans_a: bool, trans_b: bool) -> Tensor:
 @fake("dynamic_linear")
 def _(src: Tensor, compensation: Tensor) -> Tensor:
     return src.new_empty([*src.shape[:-1], channels("dynamic_linear", compensation)])
+
+
+@fake("dynamic_linear_int4")
+def _(
+    src: Tensor,
+    weight: Tensor,
+    params: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    out_features: int,
+    group_size: int,
+    symmetric: bool,
+    post_ops: str = "",
+    post_op_srcs: Sequence[Tensor] | None = None,
+) -> Tensor:
+    return src.new_empty([*src.shape[:-1], out_features])

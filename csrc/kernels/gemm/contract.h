@@ -70,6 +70,33 @@ struct GemmTile {
   int group_quads;
 };
 
+/// Rows times panels of 4-bit weights, in groups along k; the last may be shorter:
+///
+///   sum[g] = the sum over k in group g of src[row][k] * (code[n][k] - zero[n][g])
+///   acc = 0, then acc = fma(float(sum[g]), scale[n][g], acc) for each g in order
+///   dst[row][n] = acc * src_scale[row] + bias[n], rounded twice
+///
+/// A panel's 64 bytes at position j have the codes of k = 8 j to 8 j + 3 in their low halves, four
+/// for each channel, and those of the next four k in their high halves. Where `has_zeros`, a lane
+/// of `params` is one group: zero point in the low 16 bits, scale as bfloat16 in the high ones.
+/// Else zero points are 8, and a lane has the scales of two groups, the first in the low bits.
+struct Int4Tile {
+  const int8_t* src;       // [rows][k], zeros behind the layer's own k
+  const int32_t* sums;     // [rows][groups]: of src
+  const float* src_scale;  // [rows]
+  int64_t rows;
+  int64_t k, group;  // multiples of 8
+  int64_t groups;
+  const int8_t* weight;   // [panels][k / 8][16][4]
+  const int32_t* params;  // [panels][groups, or half as many, rounded up][16]
+  bool has_zeros;
+  const float* bias;  // null: 0
+  int panels;
+  int64_t channels;  // valid in these panels
+  float* dst;
+  int64_t dst_stride;  // values
+};
+
 /// Up to 16 channels of a matrix of bytes, to be packed: one of the strides is 1.
 struct PanelSource {
   const uint8_t* data;

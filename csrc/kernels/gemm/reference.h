@@ -26,6 +26,31 @@ void gemm(const GemmTile& t, const Epilogue& e) {
   }
 }
 
+void gemm_int4(const Int4Tile& t) {
+  const int64_t lanes = t.has_zeros ? t.groups : (t.groups + 1) / 2;
+  for (int64_t i = 0; i < t.rows * t.channels; ++i) {
+    const int64_t row = i / t.channels, n = i % t.channels, lane = n % kPanel;
+    const int8_t* weight = t.weight + n / kPanel * t.k / 8 * kPanel * kQuad + lane * kQuad;
+    float acc = 0;
+    for (int64_t g = 0; g < t.groups; ++g) {
+      const int64_t at = n / kPanel * lanes + (t.has_zeros ? g : g / 2);
+      const uint32_t param = static_cast<uint32_t>(t.params[at * kPanel + lane]);
+      const int32_t zero = t.has_zeros ? static_cast<int32_t>(param & 0xffff) : 8;
+      const uint32_t bits = t.has_zeros || g % 2 == 1 ? param & 0xffff0000u : param << 16;
+      float scale;
+      memcpy(&scale, &bits, sizeof scale);
+      int32_t sum = -zero * t.sums[row * t.groups + g];
+      for (int64_t k = g * t.group; k < t.k && k < (g + 1) * t.group; ++k) {
+        const int code = weight[k / 8 * kPanel * kQuad + k % kQuad] >> (k % 8 / kQuad * 4) & 15;
+        sum += t.src[row * t.k + k] * code;
+      }
+      acc = fmaf(static_cast<float>(sum), scale, acc);
+    }
+    const float scaled = acc * t.src_scale[row];
+    t.dst[row * t.dst_stride + n] = t.bias == nullptr ? scaled : scaled + t.bias[n];
+  }
+}
+
 void compensate(const int32_t* compensation, int64_t stride, const int32_t* taps, int num_taps,
                 const int32_t* bias, int32_t zero_point, int64_t n, int32_t* acc_init) {
   for (int64_t i = 0; i < n; ++i) {

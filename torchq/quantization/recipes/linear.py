@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.options import Granularity
+from torchq.quantization.int4 import int4_scales
 from torchq.quantization.qparams import weight_qparams
+from torchq.quantization.ranges import weight_range
 from torchq.quantization.recipes.rounding import rounded
 from torchq.quantization.recipes.sample import SourceSample
 from torchq.quantization.recipes.smoothing import ALPHAS, smoothing_factors
@@ -23,7 +25,8 @@ class Recipe:
     Attributes:
         weight: float32 ``[out_features, in_features]``; of GPTQ, multiples of ``weight_scale``.
         bias: float32 ``[out_features]``, or None.
-        weight_scale: of the weight, one or one per output channel.
+        weight_scale: of the weight, one or one per output channel; ``[out_features, groups]`` of a
+            4-bit one with several groups.
         src_factor: float32 ``[in_features]`` that the source is multiplied by; None for none.
         note: for the report.
     """
@@ -42,8 +45,9 @@ def linear_recipe(
     granularity: Granularity,
     bits: int,
     gptq: bool,
+    group_size: int | None = None,
 ) -> Recipe:
-    """Return the recipe whose int8 result is nearest to the float one on a sample of the source.
+    """Return the recipe whose result is nearest to the float one on a sample of the source.
 
     Smoothing is tried with each of :data:`ALPHAS` and without; the mean error of each output that
     is left goes into the bias.
@@ -53,10 +57,11 @@ def linear_recipe(
         bias: of the layer.
         sample: of its source, with at least one row.
         granularity: of the weight scale.
-        bits: of the weight.
+        bits: of an int8 weight.
         gptq: round the weight with :func:`~torchq.quantization.recipes.rounding.rounded`.
+        group_size: of a 4-bit weight; None for an int8 one.
     """
-    trial = _Trial(weight, sample, granularity, bits)
+    trial = _Trial(weight, sample, granularity, bits, group_size)
     tried = [trial.run(alpha, gptq=False) for alpha in (0.0, *ALPHAS)]
     best = min(tried, key=lambda one: one.noise)
     if gptq:  # not for each alpha: what fits the sample best suits other rows less
@@ -65,7 +70,7 @@ def linear_recipe(
     note += f", {trial.decibels(tried[0].noise)} -> {trial.decibels(best.noise)}"
     factor = None if best.factors is None else 1 / best.factors
     bias = -best.shift if bias is None else bias.detach() - best.shift
-    return Recipe(best.weight, bias, best.scale.reshape(-1), factor, note)
+    return Recipe(best.weight, bias, best.scale.squeeze(1), factor, note)
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,15 @@ class _Trial:
     """Computes a layer on a sample of its source, in float and as int8 would."""
 
     def __init__(
-        self, weight: Tensor, sample: SourceSample, granularity: Granularity, bits: int
+        self,
+        weight: Tensor,
+        sample: SourceSample,
+        granularity: Granularity,
+        bits: int,
+        group_size: int | None,
     ) -> None:
         self._weight, self._sample = weight, sample
-        self._granularity, self._bits = granularity, bits
+        self._granularity, self._bits, self._group_size = granularity, bits, group_size
         self._expected = sample.kept @ weight.t()
 
     def run(self, alpha: float, gptq: bool) -> _Tried:
@@ -96,12 +106,18 @@ class _Trial:
         if alpha:
             factors = smoothing_factors(self._sample.largest, weight, alpha)
             src, weight = src / factors, weight * factors
-        limit = 2 ** (self._bits - 1) - 1
-        scale = weight_qparams(weight, self._granularity, self._bits).scale.reshape(-1, 1)
-        near = (weight / scale).round().clamp(-limit, limit) * scale
+        group_size = self._group_size
+        if group_size is not None:
+            scale, integers = int4_scales(weight, group_size), (-8, 7)
+            steps = scale.repeat_interleave(group_size, 1)[:, : weight.shape[1]]
+        else:
+            scale = weight_qparams(weight, self._granularity, self._bits).scale.reshape(-1, 1)
+            steps, integers = scale, weight_range(self._bits)
+        near = (weight / steps).round().clamp(*integers) * steps
         if gptq:
-            weight = near = rounded(weight, scale, src, limit)
-        error = (quantized_rows(src) @ near.t() - self._expected).double()
+            weight = near = rounded(weight, steps, src, integers)
+        error = quantized_rows(src, symmetric=group_size is not None) @ near.t() - self._expected
+        error = error.double()
         noise, shift = float(error.square().sum()), error.mean(0).float()
         return _Tried(alpha, factors, weight, scale, noise, shift)
 
@@ -113,8 +129,11 @@ class _Trial:
         return f"{10 * math.log10(power / noise):.1f} dB"
 
 
-def quantized_rows(rows: Tensor) -> Tensor:
-    """Return what uint8 with a scale and zero point for each row makes of the rows."""
+def quantized_rows(rows: Tensor, symmetric: bool = False) -> Tensor:
+    """Return what uint8 with a scale and zero point for each row, or int8, makes of the rows."""
+    if symmetric:
+        scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+        return (rows / scale).round() * scale
     low, high = (end.unsqueeze(1) for end in torch.aminmax(rows, dim=1))
     low, high = low.clamp(max=0), high.clamp(min=0)
     scale = torch.where(high > low, (high - low) / 255, 1.0)

@@ -21,27 +21,27 @@ _DAMPING = 0.3
 _BLOCK = 64  # channels between updates of all later ones
 
 
-def rounded(weight: Tensor, scale: Tensor, rows: Tensor, limit: int) -> Tensor:
+def rounded(weight: Tensor, scale: Tensor, rows: Tensor, integers: tuple[int, int]) -> Tensor:
     """Return multiples of ``scale`` near the weight whose products with the rows are near its own.
 
     Channels with the largest sums of squares come first.
 
     Args:
         weight: ``[out_features, in_features]``.
-        scale: ``[out_features, 1]`` or ``[1, 1]``, real units per step.
+        scale: real units per step; ``[out_features, in_features]``, with 1 where it is the same.
         rows: ``[n, in_features]``, a sample of the source.
-        limit: the largest integer.
+        integers: the smallest and the largest.
     """
     moments = rows.double().t() @ rows.double()
     order = moments.diagonal().argsort(descending=True, stable=True)
     upper = _upper(moments[order][:, order])
-    left, steps = weight.double()[:, order], scale.double().reshape(-1)
+    left, steps = weight.double()[:, order], scale.double().expand_as(weight)[:, order]
     result = torch.empty_like(left)
     for begin in range(0, left.shape[1], _BLOCK):
         end = min(begin + _BLOCK, left.shape[1])
         errors = []
         for k in range(begin, end):
-            result[:, k] = (left[:, k] / steps).round().clamp(-limit, limit) * steps
+            result[:, k] = (left[:, k] / steps[:, k]).round().clamp(*integers) * steps[:, k]
             errors.append((left[:, k] - result[:, k]) / upper[k, k])
             left[:, k:end] -= errors[-1].unsqueeze(1) * upper[k, k:end]
         left[:, end:] -= torch.stack(errors, 1) @ upper[begin:end, end:]

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+// torchq::dynamic_linear_int4: float in, float out, 4-bit weights in groups (Int4Tile in
+// kernels/gemm/contract.h). Each row of the source is quantized to s8 by its largest magnitude.
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "ops/gemm/packing.h"
+#include "ops/rows/real.h"
+#include "runtime/bfloat16.h"
+#include "runtime/checks.h"
+#include "runtime/parallel.h"
+#include "runtime/result_allocator.h"
+
+namespace torchq {
+namespace {
+
+constexpr const char* kOp = "dynamic_linear_int4";
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& params,
+                  int64_t in_features, int64_t out_features, int64_t group_size, bool symmetric) {
+  TORCH_CHECK_VALUE(group_size == 32 || group_size == 64 || group_size == 128, "torchq.", kOp,
+                    ": group_size must be 32, 64 or 128, got ", group_size,
+                    ". Pack the weight with torchq.packing.pack_linear_int4.");
+  check_param(kOp, "weight", weight, at::kByte);
+  check_param(kOp, "params", params, at::kInt);
+  TORCH_CHECK_VALUE(src.dim() >= 1 && src.size(-1) == in_features, "torchq.", kOp,
+                    ": src must be (*, ", in_features, "), got ", src.sizes(),
+                    ". Check the layer's in_features.");
+  const int64_t panels = ceil_div(out_features, kPanel);
+  const int64_t groups = ceil_div(in_features, group_size);
+  const int64_t lanes = symmetric ? ceil_div(groups, 2) : groups;
+  TORCH_CHECK_VALUE(
+      out_features >= 0 &&
+          weight.sizes() == at::IntArrayRef({panels, ceil_div(in_features, 8), kPanel, kQuad}) &&
+          params.sizes() == at::IntArrayRef({panels, lanes, kPanel}),
+      "torchq.", kOp, ": weight must be [ceil(N/16), ceil(K/8), 16, 4] with params [ceil(N/16), ",
+      lanes, ", 16] for N = ", out_features, ", K = ", in_features, ", got ", weight.sizes(),
+      " and ", params.sizes(), ". Pack it with torchq.packing.pack_linear_int4.");
+}
+
+struct Rows {
+  const int8_t* values;
+  const int32_t* sums;
+  const float* scale;
+};
+
+/// src as s8, and its sums by group; ValueError for what is not finite.
+Rows quantize_rows(ScratchFrame& scratch, const Kernels& tier, const at::Tensor& src,
+                   const Int4Tile& t) {
+  const int64_t size = src.size(-1);
+  const float* values = src.const_data_ptr<float>();
+  uint8_t* bytes = scratch.take<uint8_t>(t.rows * t.k);
+  int32_t* sums = scratch.take<int32_t>(t.rows * t.groups);
+  float* scale = scratch.take<float>(t.rows);
+  parallel_ranges(t.rows, threads_for(t.rows * t.k, tuning::kQuantizeRowGrain), [&](Range rows) {
+    for (int64_t r = rows.begin; r < rows.end; ++r) {
+      uint8_t* row = bytes + r * t.k;
+      tier.quantize_symmetric({values + r * size, size, 1, size, false, row, t.k, scale + r});
+      std::fill(row + size, row + t.k, 128);
+      for (int64_t g = 0; g < t.groups; ++g) {
+        const int64_t count = std::min(t.group, t.k - g * t.group);
+        const int32_t sum = tier.sum_bytes(row + g * t.group, count, false);
+        sums[r * t.groups + g] = sum - 128 * static_cast<int32_t>(count);
+      }
+      for (int64_t i = 0; i < t.k; ++i) row[i] ^= 0x80;  // u8 with zero point 128 to s8
+    }
+  });
+  for (int64_t r = 0; r < t.rows; ++r) {
+    TORCH_CHECK_VALUE(!std::isnan(scale[r]), "torchq.", kOp,
+                      ": src must be finite, got NaN or inf in row ", r,
+                      ". Its range decides the scale; repair what produced it.");
+  }
+  return {reinterpret_cast<const int8_t*>(bytes), sums, scale};
+}
+
+/// The tile's rows and panels cut out of it.
+Int4Tile slice_of(Int4Tile t, Range rows, Range panels) {
+  const int64_t lanes = t.has_zeros ? t.groups : ceil_div(t.groups, 2);
+  t.src += rows.begin * t.k;
+  t.sums += rows.begin * t.groups;
+  t.src_scale += rows.begin;
+  t.rows = rows.end - rows.begin;
+  t.weight += panels.begin * t.k / 8 * kPanel * kQuad;
+  t.params += panels.begin * lanes * kPanel;
+  if (t.bias != nullptr) t.bias += panels.begin * kPanel;
+  t.channels = std::min(t.channels, panels.end * kPanel) - panels.begin * kPanel;
+  t.panels = static_cast<int>(panels.end - panels.begin);
+  t.dst += rows.begin * t.dst_stride + panels.begin * kPanel;
+  return t;
+}
+
+/// All NaN become one: which one a kernel makes of a bias or an overflow depends on the tier.
+void unify_nans(const Int4Tile& t) {
+  for (int64_t r = 0; r < t.rows; ++r) {
+    float* row = t.dst + r * t.dst_stride;
+    for (int64_t n = 0; n < t.channels; ++n)
+      row[n] = std::isnan(row[n]) ? std::numeric_limits<float>::quiet_NaN() : row[n];
+  }
+}
+
+/// Many rows are shared among the threads, else panels are; of these four are a tile's.
+void multiply(const Kernels& tier, const Int4Tile& t) {
+  const int64_t work = t.rows * t.channels * t.k;
+  const int threads = threads_for(work);
+  const int64_t block =
+      std::max<int64_t>(kTileRows, tuning::kResidentWeightBytes / std::max<int64_t>(t.k, 1));
+  const auto run = [&](Range rows, Range panels) {
+    for (int64_t r = rows.begin; r < rows.end; r += block) {
+      const Int4Tile tile = slice_of(t, {r, std::min(r + block, rows.end)}, panels);
+      tier.gemm_int4(tile);
+      unify_nans(tile);
+    }
+  };
+  if (t.rows >= 4 * kTileRows * threads) {
+    return parallel_ranges(t.rows, threads, [&](Range rows) { run(rows, {0, t.panels}); });
+  }
+  const int64_t tiles = ceil_div(t.panels, 4);
+  parallel_ranges(tiles, threads, [&](Range range) {
+    run({0, t.rows}, {4 * range.begin, std::min<int64_t>(4 * range.end, t.panels)});
+  });
+}
+
+/// Applies the post-ops to the values of dst.
+void finish(const RealOutput& out, float* values, int64_t size) {
+  parallel_ranges(ceil_div(size, kRealBlock), threads_for(size, tuning::kRealGrain),
+                  [&](Range blocks) {
+                    alignas(64) float x[kRealBlock];
+                    for (int64_t b = blocks.begin; b < blocks.end; ++b) {
+                      const int64_t first = b * kRealBlock;
+                      const int64_t n = std::min<int64_t>(kRealBlock, size - first);
+                      std::copy_n(values + first, n, x);
+                      out.store(x, n, first);
+                    }
+                  });
+}
+
+at::Tensor dynamic_linear_int4(const at::Tensor& src_arg, const at::Tensor& weight,
+                               const at::Tensor& params, const std::optional<at::Tensor>& bias,
+                               int64_t in_features, int64_t out_features, int64_t group_size,
+                               bool symmetric, c10::string_view post_ops,
+                               std::optional<at::TensorList> post_op_srcs) {
+  OpTrace trace(kOp);
+  const Kernels& tier = kernels();
+  trace.ran(tier, "gemm_int4");
+  TORCH_CHECK_TYPE(src_arg.scalar_type() == at::kFloat, "torchq.", kOp,
+                   ": src must be float32, got ", dtype_name(src_arg.scalar_type()),
+                   ". Convert it with .float().");
+  check_cpu(kOp, "src", src_arg);
+  check_weight(src_arg, weight, params, in_features, out_features, group_size, symmetric);
+  if (bias.has_value()) {
+    check_param(kOp, "bias", *bias, at::kFloat);
+    check_numel(kOp, "bias", *bias, out_features);
+  }
+  c10::SmallVector<int64_t, 5> sizes(src_arg.sizes().begin(), src_arg.sizes().end());
+  sizes.back() = out_features;
+  at::Tensor dst = empty_dst(sizes, at::kFloat);
+  const RealOutput out({kOp, tier, {DType::f32, 1, 0}, post_ops, post_op_srcs}, dst);
+  if (dst.numel() == 0) return dst;
+  trace.describe(
+      [&] { return describe_call({src_arg}, dst, c10::str("group_size:", group_size), post_ops); });
+  const at::Tensor src = src_arg.contiguous();
+  ScratchFrame scratch;
+  Int4Tile t{};
+  t.rows = dst.numel() / out_features;
+  t.k = weight.size(1) * 8;
+  t.group = group_size;
+  t.groups = ceil_div(in_features, group_size);
+  const Rows rows = quantize_rows(scratch, tier, src, t);
+  t.src = rows.values;
+  t.sums = rows.sums;
+  t.src_scale = rows.scale;
+  t.weight = static_cast<const int8_t*>(weight.const_data_ptr());
+  t.params = params.const_data_ptr<int32_t>();
+  t.has_zeros = !symmetric;
+  t.bias = bias.has_value() ? bias->const_data_ptr<float>() : nullptr;
+  t.panels = static_cast<int>(weight.size(0));
+  t.channels = out_features;
+  t.dst = dst.mutable_data_ptr<float>();
+  t.dst_stride = out_features;
+  multiply(tier, t);
+  if (!out.is_plain()) finish(out, t.dst, dst.numel());
+  return dst;
+}
+
+}  // namespace
+}  // namespace torchq
+
+TORCH_LIBRARY_IMPL(torchq, CPU, m) {
+  torchq::implement<&torchq::dynamic_linear_int4>(m, "dynamic_linear_int4");
+}
