@@ -12,8 +12,9 @@ from torch import Tensor
 from torchq.attributes.arguments import INT32, check_type, computed_dtype, to_float32, to_int
 from torchq.attributes.attr import Attr, check_attr_type
 from torchq.attributes.post_op import Sum
-from torchq.functional.folding import Folded, check_attr
+from torchq.functional.folding import check_attr, fold
 from torchq.functional.packing import PackedWeight
+from torchq.runtime.library import dtype_code
 
 Ints: TypeAlias = int | Sequence[int]
 Floats: TypeAlias = float | Tensor
@@ -176,9 +177,22 @@ def post_op_sources(
     return sources
 
 
-def packed_arguments(packed: PackedWeight, folded: Folded) -> tuple[Tensor | None, ...]:
-    """Return the arguments between src and the geometry or dst_dtype, in the order of the ops."""
-    return (
+def packed_layer(
+    op: str,
+    kernel: Callable[..., Tensor],
+    src: Tensor,
+    packed: PackedWeight,
+    geometry: int | list[int],
+    bias: Tensor | None,
+    attr: Attr,
+    dst_dtype: torch.dtype,
+    post_op_srcs: Sequence[Tensor],
+    dst_sizes: Callable[[], Sequence[int]],
+) -> Tensor:
+    """Fold the scales and call ``kernel``, the op of a layer with a packed weight."""
+    folded = fold(op, attr, packed, bias, dst_dtype)
+    return kernel(
+        src,
         packed.weight,
         packed.compensation,
         packed.pair_bound,
@@ -186,4 +200,10 @@ def packed_arguments(packed: PackedWeight, folded: Folded) -> tuple[Tensor | Non
         folded.offset,
         folded.acc_bias,
         folded.src_zero_point,
+        geometry,
+        dtype_code(dst_dtype),
+        folded.post_ops,
+        folded.post_op_params,
+        post_op_sources(op, attr, dst_dtype, post_op_srcs, dst_sizes),
+        folded.weight_zero_point,
     )
