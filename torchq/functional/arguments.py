@@ -73,21 +73,24 @@ def real_params(
     return scales, torch.cat([attr.resolve(arg, (1,), "zero_points") for arg in args])
 
 
-def real_post_ops(
+def real_arguments(
     op: str,
-    attr: Attr,
+    attr: Attr | None,
+    args: Sequence[str],
     dst_dtype: torch.dtype,
     srcs: Sequence[Tensor],
     dims: Callable[[], Sequence[int]],
-) -> tuple[str, list[Tensor] | None]:
-    """Return the chain's text and all of its operands in order, as ops in real units take them.
+) -> tuple[Tensor, Tensor, int, str, list[Tensor] | None]:
+    """Return the last arguments of ops in real units, from scales to the operands of post-ops.
 
-    ``dims`` gives those of dst, which masks index.
+    ``args`` as in :func:`real_params`; ``dims`` gives those of dst, which masks index.
     """
+    attr = Attr() if attr is None else attr
+    scales, zero_points = real_params(op, attr, args)
     chain = attr.post_ops
     chain.check_supported(op, dst_dtype)
     sources = chain.sources(op, dims, srcs, every=True)
-    return str(chain), sources or None
+    return scales, zero_points, dtype_code(dst_dtype, op), str(chain), sources or None
 
 
 def spatial_dims(op: str, src: Tensor) -> int:
