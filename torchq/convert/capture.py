@@ -236,7 +236,7 @@ def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
         raise CaptureError(f"its code writes to its arguments or buffers ({mutated.pop()})")
     positions = adapter.positions
     arguments = _arguments(program, positions, leaves)
-    exported = Exported(program, args, kwargs, arguments, _guards(program, len(tensors)))
+    exported = Exported(program, args, kwargs, arguments, _guards(program))
     if failed := [guard for guard in exported.guards if not holds(guard, shapes_of(tensors))]:
         raise CaptureError(f"a guard of torch.export cannot be checked: {failed[0]}")
     return exported
@@ -277,7 +277,7 @@ def _arguments(program: ExportedProgram, positions: list[int], leaves: list[Any]
     return result
 
 
-def _guards(program: ExportedProgram, count: int) -> list[str]:
+def _guards(program: ExportedProgram) -> list[str]:
     """Return torch's guards as conditions on ``s0``, ``s1``, ...: the shapes of the tensors."""
     result = []
     for guard in getattr(program, "_guards_code", None) or []:

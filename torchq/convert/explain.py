@@ -13,7 +13,7 @@ from torchq.convert.rows import NOT_CALLED, Row, Weight, joined
 from torchq.nn.attached import attachment_of, computing_modules
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.module import QModule
-from torchq.nn.notebook import html_table
+from torchq.nn.notebook import html_table, text_table
 from torchq.onednn.saturation.proof import seven_bits
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
@@ -79,13 +79,7 @@ class Explanation:
 
         Calls in a loop are one line, with the scales of the first.
         """
-        cells = [_HEADS, *self._cells()]
-        widths = [max(len(cell[i]) for cell in cells) for i in range(3)]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(cell, [*widths, 0], strict=True))
-            for cell in cells
-        ]
-        return "\n".join(line.rstrip() for line in [*lines, *self._notes()])
+        return text_table([_HEADS, *self._cells()], self._notes())
 
     __repr__ = __str__
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The converted model: a torch.fx GraphModule that keeps its report when copied or pickled."""
+"""The converted graph: a torch.fx GraphModule with code of its own for eager mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import fx, nn
 from torch.fx.graph import _format_target
 
 from torchq.convert.graph_data import graph_of, plain_nodes
-from torchq.convert.rows import Row
 from torchq.nn.inputs import without_gradients
 from torchq.nn.module import QModule
 from torchq.runtime.library import new_site
@@ -104,11 +103,7 @@ def _function(source: str, names: dict[str, Any]) -> Callable[..., Any]:
 
 
 class QuantizedGraph(fx.GraphModule):
-    """A graph of quantized modules and torch functions.
-
-    Attributes:
-        torchq_report: what was decided for each module; empty if it was loaded from a file.
-    """
+    """A graph of quantized modules and torch functions."""
 
     # A function of its own: TorchScript reads its source, and GraphModule's gives a warning there.
     def __init__(
@@ -116,7 +111,6 @@ class QuantizedGraph(fx.GraphModule):
     ) -> None:
         """As a GraphModule; in eval mode, without gradients."""
         super().__init__(root, graph, class_name)
-        self.torchq_report = getattr(root, "torchq_report", None)
         without_gradients(self.eval())
 
     def recompile(self) -> fx.graph.PythonCode:
@@ -129,22 +123,11 @@ class QuantizedGraph(fx.GraphModule):
         cls._direct = direct  # type: ignore[attr-defined]
         return code
 
-    def with_report(self, rows: list[Row] | None) -> QuantizedGraph:
-        """Set the report; return self."""
-        self.torchq_report = rows
-        return self
-
     def _deepcopy_init(self) -> Callable[..., None]:
         return QuantizedGraph.__init__
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedGraph:
-        """Return a copy with the report."""
-        copied = super().__deepcopy__(memo)
-        assert isinstance(copied, QuantizedGraph)
-        return copied.with_report(self.torchq_report)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the modules, the graph as data, and the report.
+        """Pickle the modules, and the graph as data.
 
         A GraphModule pickles its code, which torch.fx would trace anew: without example values, so
         that code that acts on sizes fails.
@@ -155,10 +138,8 @@ class QuantizedGraph(fx.GraphModule):
             for n in self.graph.nodes
             if n.op in ("call_module", "get_attr")
         }
-        return _rebuild, (nodes, owned, type(self).__name__, self.torchq_report)
+        return _rebuild, (nodes, owned, type(self).__name__)
 
 
-def _rebuild(
-    plain: list[tuple[Any, ...]], owned: dict[str, Any], name: str, rows: list[Row] | None
-) -> QuantizedGraph:
-    return QuantizedGraph(owned, graph_of(plain), name).with_report(rows)
+def _rebuild(plain: list[tuple[Any, ...]], owned: dict[str, Any], name: str) -> QuantizedGraph:
+    return QuantizedGraph(owned, graph_of(plain), name)

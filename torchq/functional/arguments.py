@@ -12,8 +12,9 @@ from torch import Tensor
 from torchq.attributes.arguments import INT32, check_type, computed_dtype, to_float32, to_int
 from torchq.attributes.attr import Attr, check_attr_type
 from torchq.attributes.post_op import Sum
-from torchq.functional.folding import Folded, check_attr
+from torchq.functional.folding import check_attr, fold
 from torchq.functional.packing import PackedWeight
+from torchq.runtime.library import dtype_code
 
 Ints: TypeAlias = int | Sequence[int]
 Floats: TypeAlias = float | Tensor
@@ -72,21 +73,24 @@ def real_params(
     return scales, torch.cat([attr.resolve(arg, (1,), "zero_points") for arg in args])
 
 
-def real_post_ops(
+def real_arguments(
     op: str,
-    attr: Attr,
+    attr: Attr | None,
+    args: Sequence[str],
     dst_dtype: torch.dtype,
     srcs: Sequence[Tensor],
     dims: Callable[[], Sequence[int]],
-) -> tuple[str, list[Tensor] | None]:
-    """Return the chain's text and all of its operands in order, as ops in real units take them.
+) -> tuple[Tensor, Tensor, int, str, list[Tensor] | None]:
+    """Return the last arguments of ops in real units, from scales to the operands of post-ops.
 
-    ``dims`` gives those of dst, which masks index.
+    ``args`` as in :func:`real_params`; ``dims`` gives those of dst, which masks index.
     """
+    attr = Attr() if attr is None else attr
+    scales, zero_points = real_params(op, attr, args)
     chain = attr.post_ops
     chain.check_supported(op, dst_dtype)
     sources = chain.sources(op, dims, srcs, every=True)
-    return str(chain), sources or None
+    return scales, zero_points, dtype_code(dst_dtype, op), str(chain), sources or None
 
 
 def spatial_dims(op: str, src: Tensor) -> int:
@@ -176,9 +180,22 @@ def post_op_sources(
     return sources
 
 
-def packed_arguments(packed: PackedWeight, folded: Folded) -> tuple[Tensor | None, ...]:
-    """Return the arguments between src and the geometry or dst_dtype, in the order of the ops."""
-    return (
+def packed_layer(
+    op: str,
+    kernel: Callable[..., Tensor],
+    src: Tensor,
+    packed: PackedWeight,
+    geometry: int | list[int],
+    bias: Tensor | None,
+    attr: Attr,
+    dst_dtype: torch.dtype,
+    post_op_srcs: Sequence[Tensor],
+    dst_sizes: Callable[[], Sequence[int]],
+) -> Tensor:
+    """Fold the scales and call ``kernel``, the op of a layer with a packed weight."""
+    folded = fold(op, attr, packed, bias, dst_dtype)
+    return kernel(
+        src,
         packed.weight,
         packed.compensation,
         packed.pair_bound,
@@ -186,4 +203,10 @@ def packed_arguments(packed: PackedWeight, folded: Folded) -> tuple[Tensor | Non
         folded.offset,
         folded.acc_bias,
         folded.src_zero_point,
+        geometry,
+        dtype_code(dst_dtype),
+        folded.post_ops,
+        folded.post_op_params,
+        post_op_sources(op, attr, dst_dtype, post_op_srcs, dst_sizes),
+        folded.weight_zero_point,
     )

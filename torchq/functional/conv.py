@@ -16,15 +16,12 @@ from torchq.functional.arguments import (
     check_source,
     conv_geometry,
     integer,
-    packed_arguments,
-    post_op_sources,
+    packed_layer,
     spatial_dims,
     spread,
 )
 from torchq.functional.depthwise import padding_end, split_at_dw_conv
-from torchq.functional.folding import fold
 from torchq.functional.packing import PackedWeight, pack_conv
-from torchq.runtime.library import dtype_code
 from torchq.runtime.windows import conv_sizes
 
 
@@ -183,22 +180,13 @@ def _conv(
             f"{list(src.shape)}. Add a batch dimension with unsqueeze(0) if it is missing."
         )
     geometry = conv_geometry(op, packed.shape[2:], *window, packed.in_channels)
-    folded = fold(op, attr, packed, bias, dst_dtype)
-
-    def dst_sizes() -> list[int]:
-        return conv_sizes(src.shape, packed.channels, geometry)
-
-    result: Tensor = torch.ops.torchq.conv(
-        src,
-        *packed_arguments(packed, folded),
-        geometry,
-        dtype_code(dst_dtype),
-        folded.post_ops,
-        folded.post_op_params,
-        post_op_sources(op, attr, dst_dtype, post_op_srcs, dst_sizes),
-        folded.weight_zero_point,
+    operands = src, packed, geometry, bias, attr, dst_dtype, post_op_srcs
+    return packed_layer(
+        op,
+        torch.ops.torchq.conv,
+        *operands,
+        lambda: conv_sizes(src.shape, packed.channels, geometry),
     )
-    return result
 
 
 def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) -> PackedWeight:

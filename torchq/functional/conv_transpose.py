@@ -16,14 +16,11 @@ from torchq.functional.arguments import (
     check_source,
     conv_transpose_geometry,
     integer,
-    packed_arguments,
-    post_op_sources,
+    packed_layer,
     spatial_dims,
     spread,
 )
-from torchq.functional.folding import fold
 from torchq.functional.packing import PackedWeight, pack_conv_transpose
-from torchq.runtime.library import dtype_code
 from torchq.runtime.windows import conv_transpose_sizes
 
 
@@ -171,22 +168,13 @@ def _conv_transpose(
             "unsqueeze(0) if it is missing."
         )
     geometry = conv_transpose_geometry(op, packed.shape[2:], *window, packed.in_channels)
-
-    def sizes() -> list[int]:
-        return conv_transpose_sizes(src.shape, packed.channels, geometry)
-
-    folded = fold(op, attr, packed, bias, dst_dtype)
-    result: Tensor = torch.ops.torchq.conv_transpose(
-        src,
-        *packed_arguments(packed, folded),
-        geometry,
-        dtype_code(dst_dtype),
-        folded.post_ops,
-        folded.post_op_params,
-        post_op_sources(op, attr, dst_dtype, post_op_srcs, sizes),
-        folded.weight_zero_point,
+    operands = src, packed, geometry, bias, attr, dst_dtype, post_op_srcs
+    return packed_layer(
+        op,
+        torch.ops.torchq.conv_transpose,
+        *operands,
+        lambda: conv_transpose_sizes(src.shape, packed.channels, geometry),
     )
-    return result
 
 
 def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) -> PackedWeight:

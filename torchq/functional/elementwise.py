@@ -18,7 +18,7 @@ from torchq.attributes.arguments import check_tensors, check_type, float_values
 from torchq.attributes.attr import Attr, check_attr_type
 from torchq.attributes.options import BinaryOp, EltwiseAlg
 from torchq.attributes.post_ops import PostOps
-from torchq.functional.arguments import real_params, real_post_ops
+from torchq.functional.arguments import real_arguments, real_params
 from torchq.runtime.library import dtype_code
 
 _REMEDY = "Pass a uint8, int8, int32 or float32 tensor; a number with torch.tensor(number)."
@@ -57,15 +57,12 @@ def eltwise(
         RuntimeError: ``src`` requires grad in grad mode.
     """
     check_type("torchq.eltwise: src", src, Tensor, _REMEDY)
-    attr = Attr() if attr is None else attr
-    scales, zero_points = real_params("eltwise", attr, ["src", "dst"])
     chain = str(PostOps().append_eltwise(alg, alpha, beta))
     dst_dtype = src.dtype if dst_dtype is None else dst_dtype
-    rest, operands = real_post_ops("eltwise", attr, dst_dtype, post_op_srcs, lambda: src.shape)
-    code = dtype_code(dst_dtype, "eltwise")
-    result: Tensor = torch.ops.torchq.eltwise(
-        src, scales, zero_points, code, f"{chain}+{rest}" if rest else chain, operands
-    )
+    given = ["src", "dst"], dst_dtype, post_op_srcs
+    *real, rest, operands = real_arguments("eltwise", attr, *given, lambda: src.shape)
+    text = f"{chain}+{rest}" if rest else chain
+    result: Tensor = torch.ops.torchq.eltwise(src, *real, text, operands)
     return result
 
 
@@ -98,18 +95,12 @@ def binary(
     check_type("torchq.binary: src1", src1, Tensor, _REMEDY)
     if condition is not None:
         check_type("torchq.binary: condition", condition, Tensor, "Pass one of bool, or None.")
-    attr = Attr() if attr is None else attr
-    scales, zero_points = real_params("binary", attr, ["src0", "src1", "dst"])
     dst_dtype = src0.dtype if dst_dtype is None else dst_dtype
-    rest, operands = real_post_ops(
-        "binary", attr, dst_dtype, post_op_srcs, lambda: _broadcast(src0, src1)
-    )
+    given = ["src0", "src1", "dst"], dst_dtype, post_op_srcs
+    real = real_arguments("binary", attr, *given, lambda: _broadcast(src0, src1))
     if condition is not None and condition.dtype == torch.bool:
         condition = condition.to(torch.uint8)
-    code = dtype_code(dst_dtype, "binary")
-    result: Tensor = torch.ops.torchq.binary(
-        src0, src1, condition, alg, scales, zero_points, code, rest, operands
-    )
+    result: Tensor = torch.ops.torchq.binary(src0, src1, condition, alg, *real)
     return result
 
 
@@ -135,8 +126,6 @@ def prelu(
     """
     check_type("torchq.prelu: src", src, Tensor, _REMEDY)
     check_type("torchq.prelu: weight", weight, Tensor, _REMEDY)
-    attr = Attr() if attr is None else attr
-    scales, zero_points = real_params("prelu", attr, ["src", "dst"])
     if weight.dim() == 1 and src.dim() > 2:
         weight = weight.reshape(-1, *[1] * (src.dim() - 2))
     pairs = zip(reversed(weight.shape), reversed(src.shape), strict=False)
@@ -146,8 +135,8 @@ def prelu(
             f"{list(weight.shape)}. Give one value, or one per channel."
         )
     dst_dtype = src.dtype if dst_dtype is None else dst_dtype
-    rest, operands = real_post_ops("prelu", attr, dst_dtype, post_op_srcs, lambda: src.shape)
-    code = dtype_code(dst_dtype, "prelu")
+    given = ["src", "dst"], dst_dtype, post_op_srcs
+    scales, zero_points, *rest = real_arguments("prelu", attr, *given, lambda: src.shape)
     one, zero = (
         torch.ones(1, dtype=torch.float32, device="cpu"),
         torch.zeros(1, dtype=torch.int32, device="cpu"),
@@ -159,9 +148,7 @@ def prelu(
         "prelu",
         torch.cat([scales[:1], one, scales[1:]]),
         torch.cat([zero_points[:1], zero, zero_points[1:]]),
-        code,
-        rest,
-        operands,
+        *rest,
     )
     return result
 

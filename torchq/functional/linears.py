@@ -13,14 +13,7 @@ from torchq.attributes.arguments import check_type
 from torchq.attributes.attr import Attr
 from torchq.attributes.options import SrcRange
 from torchq.attributes.post_ops import PostOps
-from torchq.functional.arguments import (
-    Floats,
-    check_source,
-    packed_arguments,
-    post_op_sources,
-    to_scale,
-)
-from torchq.functional.folding import fold
+from torchq.functional.arguments import Floats, check_source, packed_layer, to_scale
 from torchq.functional.packing import PackedWeight, pack_linear
 from torchq.quantization.ranges import SMALLEST_SCALE, activation_range, check_choice
 from torchq.runtime.library import dtype_code
@@ -77,20 +70,13 @@ def linear(
             f"torchq.linear: src must be (*, {packed.shape[1]}) for weight {list(packed.shape)}, "
             f"a matrix, got {list(src.shape)}. Check the layer's in_features."
         )
-    folded = fold("linear", attr, packed, bias, dst_dtype)
-    result: Tensor = torch.ops.torchq.linear(
-        src,
-        *packed_arguments(packed, folded),
-        packed.in_channels,
-        dtype_code(dst_dtype),
-        folded.post_ops,
-        folded.post_op_params,
-        post_op_sources(
-            "linear", attr, dst_dtype, post_op_srcs, lambda: (*src.shape[:-1], packed.channels)
-        ),
-        folded.weight_zero_point,
+    operands = src, packed, packed.in_channels, bias, attr, dst_dtype, post_op_srcs
+    return packed_layer(
+        "linear",
+        torch.ops.torchq.linear,
+        *operands,
+        lambda: (*src.shape[:-1], packed.channels),
     )
-    return result
 
 
 RANGES: tuple[str, ...] = get_args(SrcRange)

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchq.attributes.attr import Attr, check_attr_type
-from torchq.functional.arguments import check_8bit, integer, real_params, real_post_ops
-from torchq.runtime.library import dtype_code
+from torchq.attributes.attr import Attr
+from torchq.functional.arguments import check_8bit, integer, real_arguments
 
 
 def softmax(
@@ -149,11 +148,8 @@ def _params(
     op: str, src: Tensor, attr: Attr | None, dst_dtype: torch.dtype, srcs: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, int, str, list[Tensor] | None]:
     """Return the last arguments of every op here; dst has the dims of src."""
-    attr = Attr() if attr is None else attr
-    check_attr_type(op, attr)
     check_8bit(op, "src", src)
-    chain = real_post_ops(op, attr, dst_dtype, srcs, lambda: src.shape)
-    return *real_params(op, attr, ["src", "dst"]), dtype_code(dst_dtype, op), *chain
+    return real_arguments(op, attr, ["src", "dst"], dst_dtype, srcs, lambda: src.shape)
 
 
 def _softmax(

@@ -15,20 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.attributes.attr import Attr, check_attr_type
+from torchq.attributes.attr import Attr
 from torchq.functional.arguments import (
     Ints,
     Zeros,
     check_8bit,
     conv_geometry,
     integer,
-    real_params,
-    real_post_ops,
+    real_arguments,
     spatial_dims,
     spread,
     to_zero_point,
 )
-from torchq.runtime.library import dtype_code
 from torchq.runtime.windows import pool_sizes
 
 
@@ -150,11 +148,8 @@ def _real(
     """Return the last arguments of a pool in real units; of any other, none."""
     if attr is None and dst_dtype is None and not srcs:
         return ()
-    attr = Attr() if attr is None else attr
-    check_attr_type(op, attr)
     dtype = src.dtype if dst_dtype is None else dst_dtype
-    chain = real_post_ops(op, attr, dtype, srcs, sizes)
-    return *real_params(op, attr, ["src", "dst"]), dtype_code(dtype, op), *chain
+    return real_arguments(op, attr, ["src", "dst"], dtype, srcs, sizes)
 
 
 def _geometry(

@@ -14,12 +14,10 @@ from torchq.functional.arguments import (
     Ints,
     check_8bit,
     integer,
-    real_params,
-    real_post_ops,
+    real_arguments,
     spatial_dims,
     spread,
 )
-from torchq.runtime.library import dtype_code
 from torchq.runtime.windows import reduced_sizes
 
 
@@ -58,27 +56,17 @@ def reduction(
         NotImplementedError: another ``alg``, mask of scales or zero points, or ``dw_conv``.
     """
     check_8bit("reduction", "src", src)
-    attr = Attr() if attr is None else attr
-    scales, zero_points = real_params("reduction", attr, ["src", "dst"])
     given = dims if isinstance(dims, Sequence) else [dims]
     gone = [integer("reduction", "dims", dim) for dim in given]
-    chain = real_post_ops(
+    real = real_arguments(
         "reduction",
         attr,
+        ["src", "dst"],
         dst_dtype,
         post_op_srcs,
         lambda: reduced_sizes(src.shape, gone, keepdim),
     )
-    result: Tensor = torch.ops.torchq.reduction(
-        src,
-        alg,
-        gone,
-        keepdim,
-        scales,
-        zero_points,
-        dtype_code(dst_dtype, "reduction"),
-        *chain,
-    )
+    result: Tensor = torch.ops.torchq.reduction(src, alg, gone, keepdim, *real)
     return result
 
 
@@ -109,13 +97,9 @@ def resampling(
     Errors as in :func:`reduction`.
     """
     check_8bit("resampling", "src", src)
-    attr = Attr() if attr is None else attr
-    scales, zero_points = real_params("resampling", attr, ["src", "dst"])
     dst_dtype = src.dtype if dst_dtype is None else dst_dtype
     sizes = spread("resampling", "size", size, spatial_dims("resampling", src))
-    chain = real_post_ops(
-        "resampling", attr, dst_dtype, post_op_srcs, lambda: [*src.shape[:2], *sizes]
-    )
-    code = dtype_code(dst_dtype, "resampling")
-    result: Tensor = torch.ops.torchq.resampling(src, alg, sizes, scales, zero_points, code, *chain)
+    given = ["src", "dst"], dst_dtype, post_op_srcs
+    real = real_arguments("resampling", attr, *given, lambda: [*src.shape[:2], *sizes])
+    result: Tensor = torch.ops.torchq.resampling(src, alg, sizes, *real)
     return result

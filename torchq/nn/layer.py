@@ -186,10 +186,7 @@ class QLayer(QModule):
             **spec,
         )
         self.lookup: QLookup | None = None  # a plain None costs no look-up through nn.Module
-        for name in ("multiplier", "offset", "post_op_params"):
-            self.register_buffer(
-                name, torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False
-            )
+        self._add_folded("multiplier", "offset", "post_op_params")
         self.refold()
 
     def with_lookup(self, lookup: QLookup) -> Self:

@@ -61,10 +61,7 @@ class QMatMul(_QCombine):
                 )
         super().__init__(srcs, dst, post_ops=str(chain))
         self.post_ops = str(chain)
-        for name in ("multiplier", "offset", "post_op_params"):
-            self.register_buffer(
-                name, torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False
-            )
+        self._add_folded("multiplier", "offset", "post_op_params")
         self.refold()
 
     @classmethod

@@ -232,6 +232,12 @@ class QModule(nn.Module):
         self.register_buffer(f"{name}_scale", qparams.scale.detach().reshape(-1).clone())
         self.register_buffer(f"{name}_zero_point", qparams.zero_point.reshape(-1).clone())
 
+    def _add_folded(self, *names: str) -> None:
+        """Add float32 buffers that no file holds, and that :meth:`refold` fills."""
+        for name in names:
+            empty = torch.empty(0, dtype=torch.float32, device="cpu")
+            self.register_buffer(name, empty, persistent=False)
+
     def _add_src(self, src: QParams) -> None:
         """Add what :meth:`_quantized_src` needs."""
         check_type(f"torchq.nn.{type(self).__name__}: src", src, QParams, _CHOOSE)

@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables as notebooks show them."""
+"""Tables as text, and as notebooks show them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+
+
+def text_table(lines: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> str:
+    """Return lines of cells in columns, heads first, and the notes below them."""
+    cells = list(lines)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    padded = (
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True))
+        for line in cells
+    )
+    return "\n".join(line.rstrip() for line in (*padded, *notes))
 
 
 def html_table(

@@ -125,21 +125,12 @@ class QRecurrentLayer(QModule):
         self._add_weight("projection", projection)
         shape = [directions, gates, self.hidden_size]
         for name, value in (("bias_src", bias_src), ("bias_state", bias_state)):
-            given = (
-                torch.zeros(shape, dtype=torch.float32, device="cpu")
-                if value is None
-                else value.detach().reshape(shape)
-            )
-            self.register_buffer(name, given.to(torch.float32).clone())
+            given = torch.zeros(shape, device="cpu") if value is None else value.detach()
+            self.register_buffer(name, given.reshape(shape).to(torch.float32).clone())
         self.register_buffer("peephole", None if peephole is None else peephole.detach().clone())
-        for name in ("multiplier_src", "multiplier_state", "bias", "scales", "zero_points"):
-            self.register_buffer(
-                name, torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False
-            )
-        has_extra = cell == "gru" or peephole is not None
-        for name, present in (("multiplier_projection", projection), ("extra", has_extra or None)):
-            value = None if present is None else torch.empty(0, dtype=torch.float32, device="cpu")
-            self.register_buffer(name, value, persistent=False)
+        self._add_folded("multiplier_src", "multiplier_state", "bias", "scales", "zero_points")
+        for name in ("multiplier_projection", "extra"):  # which refold fills where there are some
+            self.register_buffer(name, None, persistent=False)
         self.state_code = dtype_code(state.dtype)
         self.dst_dtype, self.dst_code = dst_dtype, dtype_code(dst_dtype)
         self.h_n_code = dtype_code(h_n_dtype)

@@ -21,7 +21,7 @@ from torchq.nn.layer import QLayer, sources_of
 from torchq.nn.linear import QLinear
 from torchq.nn.model_state import as_before, twin
 from torchq.nn.module import QModule
-from torchq.nn.notebook import html_table
+from torchq.nn.notebook import html_table, text_table
 from torchq.nn.rnn_layer import QRecurrentLayer
 from torchq.onednn.saturation.pairs import (
     Sums,
@@ -111,13 +111,7 @@ class Report:
 
     def __str__(self) -> str:
         """Return a table, and how pairs are formed."""
-        cells = [_HEADS, *map(_cells, self.layers)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        ]
-        return "\n".join([*lines, *self._notes()])
+        return text_table([_HEADS, *map(_cells, self.layers)], self._notes())
 
     __repr__ = __str__
 
