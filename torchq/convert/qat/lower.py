@@ -22,6 +22,7 @@ from torchq.convert.qat.quantizer import ActivationQuantizer, WeightQuantizer
 from torchq.convert.rows import Row, Weight, check_strict
 from torchq.convert.swap.checks import check_mode
 from torchq.convert.swap.leaves import equivalent_layer
+from torchq.convert.swap.planning import NO_LEAF
 from torchq.convert.swap.weights import plain_layer
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import is_experts
@@ -94,13 +95,15 @@ def _fix_scales(model: nn.Module) -> None:
                         "with data that reaches it, or load the state of a trained model."
                     )
                 if quantizer not in fixed:
-                    fixed[quantizer] = quantizer.fixed(quantizer.min_value)
+                    with naming(f"{name}.{key}"):
+                        fixed[quantizer] = quantizer.fixed(quantizer.min_value)
                 module._modules[key] = fixed[quantizer]
         if parametrize.is_parametrized(module, "weight"):
             steps: Any = module.parametrizations.weight
             if isinstance(steps[-1], WeightQuantizer):
                 # on levels already, so that another rounding finds the same integers
-                fake = steps[-1].fixed(steps.original)
+                with naming(name):
+                    fake = steps[-1].fixed(steps.original)
                 steps.original = nn.Parameter(module.weight, False)
                 steps[-1] = fake
 
@@ -161,4 +164,5 @@ def _row(row: Row, leaves: dict[str, nn.Module], bare: dict[str, str]) -> Row:
     name = row.name.rpartition(".")[0]
     if row.name not in bare and name in bare:
         return replace(row, name=name, kind=bare[name])
-    return replace(row, quantized=True, reason="") if row.name in leaves else row
+    without_graph = row.name in leaves and row.reason == NO_LEAF
+    return replace(row, quantized=True, reason="") if without_graph else row

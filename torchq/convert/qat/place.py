@@ -61,10 +61,10 @@ def prepare_qat(
     The range of an activation begins with ``example_inputs`` and is a moving average in training.
     Gradients go straight through where nothing is clipped.
 
-    The copy has the model's class and mode, and runs the model's own code. Convolutions and linear
-    layers have a parametrization of their weight: before :func:`torch.save`, take ``state_dict()``.
-    Recurrent layers, and what else has no convolution or linear layer, are trained in float. They
-    stay float, but for those with ``QConfig(dynamic=True)`` in ``overrides``.
+    The copy has the model's class, is in training mode, and runs the model's own code. Weights of
+    convolutions and linear layers are parametrized, so :func:`torch.save` takes its ``state_dict()``
+    only. Recurrent layers are trained in float, and stay float but for those with
+    ``QConfig(dynamic=True)`` in ``overrides``.
 
     Args:
         model: float32, on the CPU; the copy may be moved.
@@ -134,6 +134,7 @@ class _Placing:
             if isinstance(leaf, ObservedLeaf) and leaf.observer is not None and self._is_layer(name)
         }
         self.sources: dict[str, set[_Group]] = {name: set() for name in self.leaves}
+        self.moved: set[str] = set()  # layers that read what is moved, or averaged
         self.others: set[_Group] = set()  # groups that something else than a layer reads
         for i, graph in enumerate(self.graphs):
             self._read(i, graph)
@@ -160,6 +161,8 @@ class _Placing:
             known = layer.role is Role.MATMUL and name in self.leaves
             if known:
                 self.sources[name].add((number, plan.root(layer.srcs[0])))
+                if plan.is_joined(layer.srcs[0]):
+                    self.moved.add(name)
             for node in layer.reads[1:] if known else layer.reads:
                 if plan.is_int8(node):
                     self.others.add((number, plan.root(node)))
@@ -176,7 +179,7 @@ class _Placing:
             groups = self.sources[name]
             group = next(iter(groups)) if len(groups) == 1 else name
             setattr(layer, SRC, self._quantizer(group, config))
-            if group not in places:
+            if group not in places or name in self.moved:
                 layer.register_forward_pre_hook(round_src, with_kwargs=True)
             axis = 1 if isinstance(layer, TRANSPOSED) else 0
             per_channel = config.weight_granularity == "per_channel"
