@@ -20,6 +20,7 @@ import torchq
 import torchq.nn as tnn
 from torchq import QConfig
 from torchq.convert.qat.quantizer import ActivationQuantizer
+from torchq.nn.attached import graphs_of
 
 DIGITS = load_digits()
 IMAGES = torch.tensor(DIGITS.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -95,9 +96,9 @@ def accuracy(model: nn.Module) -> float:
 def fitted(learn: bool) -> tuple[nn.Module, list[float]]:
     torch.manual_seed(0)
     model = Cnn()
-    fit(model, 20)
+    fit(model, 8)
     qat = torchq.prepare_qat(model, IMAGES[:64], learn_scales=learn)
-    return qat, fit(qat, 25, 1e-3)
+    return qat, fit(qat, 35)
 
 
 @pytest.fixture(params=[False, True], ids=["ranges", "learned"])
@@ -112,7 +113,7 @@ def test_a_cnn_trains_and_converts(trained: tuple[nn.Module, list[float]]) -> No
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
     converted = torchq.convert(qat, strict=True)
     assert type(converted) is type(qat) is Cnn
-    assert abs(accuracy(converted) - accuracy(qat)) <= 0.005 and accuracy(converted) > 0.85
+    assert abs(accuracy(converted) - accuracy(qat)) <= 0.005 and accuracy(converted) > 0.8
     rows = {row.name: row for row in torchq.explain(converted).rows}
     float_rows = torchq.explain(torchq.prepare(Cnn().eval(), IMAGES[:64])).rows
     assert rows.keys() == {row.name for row in float_rows}
@@ -167,17 +168,18 @@ def test_weights_are_the_integers_of_training(trained: tuple[nn.Module, list[flo
         assert torch.equal(fused.abs(), leaf.layer.packed().unpack().abs())  # of a negative factor
 
 
+@pytest.mark.slow
 def test_a_transformer_trains_and_converts() -> None:
     """Its attention rounds probabilities as well, which training does not."""
     torch.manual_seed(0)
     model = Transformer()
-    fit(model, 60)
+    fit(model, 40)
     before = copy.deepcopy(model)
     qat = torchq.prepare_qat(model, IMAGES[:64])
-    losses = fit(qat, 60, 1e-3)
+    losses = fit(qat, 40, 3e-3)
     assert sum(losses[-10:]) < sum(losses[:10])
     converted = torchq.convert(qat, strict=True)
-    assert abs(accuracy(converted) - accuracy(qat)) <= 0.01 and accuracy(qat) > 0.7
+    assert abs(accuracy(converted) - accuracy(qat)) <= 0.01 and accuracy(qat) > 0.6
     assert torchq.sqnr(logits(qat), logits(converted)) > 35
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)
@@ -256,6 +258,25 @@ def test_models_without_a_graph(model: nn.Module, learn: bool) -> None:
     assert all(r.quantized for r in torchq.explain(converted).rows if r.is_matmul)
 
 
+def test_parts_of_a_model_have_graphs() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.first(m.stem(x))
+        return m.head(m.second(x if x.sum() > 0 else -x).flatten(1))
+
+    model = Wired(forward, stem=nn.Conv2d(1, 4, 1, bias=False), first=Block(4), second=Block(4),
+                  head=nn.Linear(256, 4, bias=False))  # fmt: skip
+    qat = torchq.prepare_qat(model, IMAGES[:32])
+    qat(IMAGES[:32]).square().mean().backward()
+    converted = torchq.convert(qat.eval(), strict=True)
+    rows = {r.name: r for r in torchq.explain(converted).rows if r.is_matmul}
+    assert len(rows) == 6 and all(
+        r.quantized and r.kind in ("Conv2d", "Linear") for r in rows.values()
+    )
+    assert rows["first.pointwise"].site == "first.pointwise"
+    assert [name for name, _ in graphs_of(converted)] == ["first", "second"]
+    assert torchq.sqnr(logits(qat), logits(converted)) > 60
+
+
 def test_one_layer() -> None:
     layer, x = nn.Linear(8, 4), torch.randn(32, 8)
     qat = torchq.prepare_qat(layer, x)
@@ -309,7 +330,7 @@ def test_errors() -> None:
         torchq.convert(qat)
     with pytest.raises(ValueError, match=r"got a ActivationQuantizer in 'stem.src_quantizer'"):
         torchq.prepare_qat(qat, x)
-    with pytest.raises(ValueError, match=r"got a ActivationQuantizer in"):
+    with pytest.raises(ValueError, match=r"or give this one to torchq\.convert"):
         torchq.prepare(qat, x)
     with pytest.raises(
         ValueError, match="freeze_after must be None or an int of at least 0, got -1"

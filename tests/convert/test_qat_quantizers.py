@@ -160,6 +160,17 @@ def test_a_second_derivative_is_refused() -> None:
         first.sum().backward()
 
 
+@pytest.mark.parametrize("learn", [False, True])
+def test_all_state_moves_to_another_device(learn: bool) -> None:
+    """No operation mixes devices, and none waits for a value."""
+    weight = WeightQuantizer(torch.randn(4, 4), (-127, 127), 0, learn).to("meta")
+    quantizer = recorded(torch.randn(8), learn=learn, freeze_after=3).to("meta")
+    for one, shape in ((weight, (4, 4)), (quantizer, (8,))):
+        src = torch.randn(shape, device="meta", requires_grad=True)
+        one(src).sum().backward()
+        assert src.grad.shape == shape and src.grad.is_meta
+
+
 def test_repr() -> None:
     assert "0..255, learned scale" in repr(recorded(torch.randn(4), learn=True))
     assert "-127..127, axis=0" in repr(WeightQuantizer(torch.randn(4, 4), (-127, 127), 0, False))

@@ -61,6 +61,8 @@ def converted_qat(prepared: nn.Module, strict: bool) -> nn.Module:
     result = with_known_scales(model, inputs, floats, config, settings.overrides, _NOT_ROUNDED)
     report: list[Row] = vars(result)["torchq_report"]
     rows = [_row(row, leaves, names) for row in report if _is_models(row)]
+    without = leaves.keys() - {row.name for row in rows}
+    rows += [_leaf_row(name, model.get_submodule(name)) for name in leaves if name in without]
     weights: list[Weight] = vars(result)["torchq_weights"]
     weights = [replace(weight, name=_plain_name(weight.name)) for weight in weights]
     vars(result).update(torchq_report=rows, torchq_weights=weights)
@@ -75,9 +77,7 @@ def converted_qat(prepared: nn.Module, strict: bool) -> nn.Module:
 
 def _alone(leaf: nn.Module, layer: nn.Module) -> nn.Module:
     """Return a model that is one layer, with its report."""
-    kind = type(layer).__name__.removeprefix("Parametrized")
-    row = Row("", kind, True, "", "", True, False, weights=("weight",))
-    vars(leaf).update(torchq_report=[row], torchq_weights=[])
+    vars(leaf).update(torchq_report=[_leaf_row("", layer)], torchq_weights=[])
     return leaf.eval()
 
 
@@ -156,6 +156,13 @@ def _is_models(row: Row) -> bool:
 def _plain_name(name: str) -> str:
     """Return the name of a parameter in the float model."""
     return name.replace(".parametrizations.", ".").removesuffix(".original")
+
+
+def _leaf_row(name: str, layer: nn.Module) -> Row:
+    """Return the row of a quantized layer that no graph has."""
+    kind = type(layer).__name__.removeprefix("Parametrized")
+    weights = (f"{name}.weight".lstrip("."),)
+    return Row(name, kind, True, "", name, True, False, weights=weights)
 
 
 def _row(row: Row, leaves: dict[str, nn.Module], bare: dict[str, str]) -> Row:

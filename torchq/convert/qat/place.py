@@ -62,8 +62,8 @@ def prepare_qat(
     Gradients go straight through where nothing is clipped.
 
     The copy has the model's class, is in training mode, and runs the model's own code. Weights of
-    convolutions and linear layers are parametrized, so :func:`torch.save` takes its ``state_dict()``
-    only. Recurrent layers are trained in float, and stay float but for those with
+    convolutions and linear layers are parametrized: :func:`torch.save` takes its ``state_dict()``,
+    and not the copy. Recurrent layers are trained in float, and stay float but for those with
     ``QConfig(dynamic=True)`` in ``overrides``.
 
     Args:

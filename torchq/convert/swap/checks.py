@@ -89,9 +89,10 @@ def check_model(model: nn.Module) -> None:
     isa()  # raises for a TORCHQ_ISA that is not available here
     for name, module in model.named_modules():
         if isinstance(module, (Observer, ObservedLeaf, Quantizer, QModule, *SELF_CONTAINED)):
+            also = ", or give this one to torchq.convert" if isinstance(module, Quantizer) else ""
             raise ValueError(
                 f"torchq.prepare: model must be a float model, got a {type(module).__name__} in "
-                f"'{name}'. Prepare the model that it was made from."
+                f"'{name}'. Prepare the model that it was made from{also}."
             )
         own, place = list(module.parameters(recurse=False)), repr(name) if name else "the model"
         if any(map(is_lazy, own)):
