@@ -19,6 +19,7 @@ from torchq.attributes.attr import Attr
 from torchq.attributes.post_ops import PostOps
 from torchq.convert.api import calibrate, convert, prepare, quantize
 from torchq.convert.explain import explain
+from torchq.convert.qat.place import prepare_qat
 from torchq.export import to_onnx
 from torchq.integrations.compressed_tensors import from_compressed_tensors
 from torchq.migrate import from_pt2e, from_torch_ao, from_torchao, quantize_dynamic
@@ -81,6 +82,7 @@ __all__ = [
     "ops",
     "packing",
     "prepare",
+    "prepare_qat",
     "profile",
     "quantize",
     "quantize_dynamic",

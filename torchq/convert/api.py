@@ -188,7 +188,7 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
     gradients: its float parameters do not require grad any more; inputs that require grad raise.
 
     Args:
-        prepared: calibrated.
+        prepared: calibrated, or from :func:`torchq.prepare_qat` and in eval mode.
         strict: raise if a convolution, linear or recurrent module, or another parameter that data
             is multiplied by, stays float without an override that says so, and at calls that do not
             meet a graph's guards.
@@ -205,6 +205,10 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         >>> qmodel(x).shape
         torch.Size([8, 4])
     """
+    if "torchq_qat" in getattr(prepared, "__dict__", ()):
+        from torchq.convert.qat.lower import converted_qat
+
+        return converted_qat(prepared, strict)
     return converted_model(prepared, strict)
 
 

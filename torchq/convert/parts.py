@@ -81,9 +81,13 @@ def _descend(parts: Parts, module: nn.Module, name: str, calls: dict[int, Call])
 
 def _is_worth(module: nn.Module) -> bool:
     """Return whether a module has parts, and a layer that can be int8 among them."""
-    if next(module.children(), None) is None or equivalent_layer(module) is not None:
+    kinds = (*MATMUL, *RECURRENT)  # such a layer has children where its weight is parametrized
+    if next(module.children(), None) is None or isinstance(module, kinds):
         return False
-    return any(isinstance(equivalent_layer(m), (*MATMUL, *RECURRENT)) for m in module.modules())
+    if equivalent_layer(module) is not None:
+        return False
+    modules = list(module.modules())
+    return any(isinstance(m, kinds) or isinstance(equivalent_layer(m), kinds) for m in modules)
 
 
 def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:

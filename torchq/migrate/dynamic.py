@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchq.convert.known_scales import put
 from torchq.convert.module_kinds import (
     MATMUL,
     MAX_REDUCTION,
@@ -27,7 +28,6 @@ from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.convert.tables import TABLES, TableMaker
-from torchq.migrate.leaves import put
 from torchq.migrate.spec import QINT8, Spec
 from torchq.nn.batch_norm import reduction
 from torchq.nn.float_modules import is_experts

@@ -30,14 +30,6 @@ from torchq.quantization.qparams import QParams
 LAYERS = (*MATMUL, *RECURRENT)
 
 
-def put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Put modules in the places of a model, under all names that each place has."""
-    places = {id(model.get_submodule(name)): new for name, new in modules.items()}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if id(module) in places:
-            model.set_submodule(name, places[id(module)])
-
-
 def float_layer(layer: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:
     """Return a layer of torch.nn with these float parameters in place of its own."""
     layer.weight = nn.Parameter(weight.detach().float().contiguous(), False)

@@ -19,8 +19,8 @@ _PLACES = "nothing: torchq finds by itself where values become int8"
 _CONFIG = "torchq.QConfig(...), and overrides={name pattern: QConfig or None} for single layers"
 _MODULES = "nothing: torchq.convert makes the modules of torchq.nn"
 _TRAINING = (
-    "keep it for training, and then torchq.quantize(model, None, example_inputs), which takes the "
-    "trained scales"
+    "torchq.prepare_qat(model, example_inputs) of the float model; or keep it for training, and "
+    "then torchq.quantize(model, None, example_inputs), which takes the trained scales"
 )
 _ADVICE = {
     "quantize_dynamic": "torchq.quantize_dynamic, with the same arguments",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class SplitMultiheadAttention(nn.MultiheadAttention):
-    """Computes what its base class does, in eval mode, by calling its projections.
+    """Computes what its base class does by calling its projections.
 
     The base class reads their weights instead. Without ``need_weights`` it is two layers and
     :func:`torch.nn.functional.scaled_dot_product_attention`.
@@ -35,9 +35,9 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
             weights = tuple(module.get_parameter(f"{name}_proj_weight") for name in "qkv")
         for name, weight, bias in zip("qkv", weights, biases, strict=True):
             linear = nn.Linear(weight.size(1), weight.size(0), bias is not None, device="meta")
-            linear.weight = nn.Parameter(weight.detach().clone(), False)
+            linear.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
             if bias is not None:
-                linear.bias = nn.Parameter(bias.detach().clone(), False)
+                linear.bias = nn.Parameter(bias.detach().clone(), bias.requires_grad)
             split.add_module(f"{name}_proj", linear.eval())
             split._parameters[f"{name}_proj_weight"] = None
         split._parameters["in_proj_weight"] = split._parameters["in_proj_bias"] = None
@@ -76,14 +76,16 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
             mask = F.pad(mask, (0, k.size(1) - mask.size(-1)))
         q, k, v = self._heads(q), self._heads(k), self._heads(v)
         weights: Tensor | None = None
+        dropout = self.dropout if self.training else 0.0
         if need_weights:
             products = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
             shares = torch.softmax(products if mask is None else products + mask, -1)
+            shares = F.dropout(shares, dropout) if dropout else shares
             dst = shares @ v
             weights = shares.mean(1) if average_attn_weights else shares
             weights = weights.squeeze(0) if unbatched else weights
         else:
-            dst = F.scaled_dot_product_attention(q, k, v, mask)
+            dst = F.scaled_dot_product_attention(q, k, v, mask, dropout)
         dst = self.out_proj(dst.transpose(1, 2).flatten(2))
         if unbatched:
             return dst.squeeze(0), weights

@@ -28,6 +28,7 @@ from torchq.nn.float_modules import is_experts
 from torchq.nn.leaf import take_hooks, without_hooks
 from torchq.quantization.config import Overrides, QConfig, resolve
 
+NO_LEAF = "only leaf modules of torch.nn and torchq.nn have an int8 form"
 OTHER_CODE = "the model's code does something else with another kind of layer"
 _SCRIPTED = {cls.__name__ for cls in (*MATMUL, nn.LSTM, nn.GRU, nn.RNN)}
 
@@ -139,7 +140,7 @@ def _without_layer(name: str, module: nn.Module, plan: Plan) -> str:
     if name not in plan.recording.leaves:
         if isinstance(module, RECURRENT):
             return "it is a recurrent module with code of its own"
-        return "only leaf modules of torch.nn and torchq.nn have an int8 form"
+        return NO_LEAF
     if plan.recording.calls[name]:
         return "the model's own code calls it, which gets and gives float32"
     if name in plan.recording.read:

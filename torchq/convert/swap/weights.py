@@ -28,7 +28,7 @@ def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
         besides: names of layers to leave.
     """
     memo: dict[int, Any] = {
-        id(module): _plain(module)
+        id(module): plain_layer(module)
         for name, module in model.named_modules()
         if name not in besides
         and isinstance(module, (*MATMUL, *RECURRENT))
@@ -38,7 +38,7 @@ def settled(model: nn.Module, besides: Collection[str] = ()) -> nn.Module:
     return copy.deepcopy(model, memo) if memo else model
 
 
-def _plain(module: nn.Module) -> nn.Module:
+def plain_layer(module: nn.Module) -> nn.Module:
     """Return a layer of the class that ``parametrize`` derived from.
 
     Not ``remove_parametrizations``: copies share the derived class, which that changes.

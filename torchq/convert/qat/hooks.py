@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks that round in training, and the names of what they call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+SRC, DST = "src_quantizer", "dst_quantizer"
+"""Names of the quantizers in a module: of what it reads, and of what it gives."""
+_FREEZE_AT = "torchq_freeze_at"
+
+
+def round_src(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Round the source of a layer."""
+    quantizer: Any = getattr(module, SRC)
+    if args:
+        return (quantizer(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "input": quantizer(kwargs["input"])}
+
+
+def round_dst(module: nn.Module, args: Any, result: Tensor) -> Any:
+    """Round the result of a module."""
+    quantizer: Any = getattr(module, DST)
+    return quantizer(result)
+
+
+def freeze_statistics(module: Any, args: Any) -> None:
+    """Put a batch norm that has seen enough batches in eval mode, before its call."""
+    if module.training and module.num_batches_tracked >= getattr(module, _FREEZE_AT):
+        module.eval()
+
+
+def freeze_after(module: Any, batches: int) -> None:
+    """Freeze the statistics of a batch norm after this many batches."""
+    if module.num_batches_tracked is not None:  # else it takes those of each batch
+        module.register_buffer(_FREEZE_AT, module.num_batches_tracked + batches)
+        module.register_forward_pre_hook(freeze_statistics)
+
+
+def without_quantizers(module: nn.Module) -> nn.Module:
+    """Take the hooks, and what they call, off a module; return it."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "__module__", "") == __name__:
+                del hooks[key]
+    for name in (SRC, DST):
+        module._modules.pop(name, None)
+    module._buffers.pop(_FREEZE_AT, None)
+    return module
