@@ -83,9 +83,8 @@ def _nncf(task: Task) -> nn.Module:
     import nncf
     import openvino
 
-    with tempfile.TemporaryDirectory() as name, _quiet():
-        _export(task, Path(name) / "plain.onnx")
-        model = openvino.convert_model(Path(name) / "plain.onnx")
+    with _quiet():
+        model = openvino.convert_model(task.model, example_input=_parts(task.timed))
         items = [[x.numpy() for x in _parts(src)] for src in task.calibration]
         kind = nncf.ModelType.TRANSFORMER if task.is_transformer else None
         small = nncf.quantize(
@@ -97,11 +96,16 @@ def _nncf(task: Task) -> nn.Module:
 
 def _export(task: Task, path: Path) -> None:
     inputs = _parts(task.timed)
-    torch.onnx.export(
-        task.model, inputs, str(path), dynamo=False, opset_version=18,
-        input_names=_names(inputs),
-        dynamic_axes={f"x{i}": list(axes) for i, axes in task.variable.items()},
-    )  # fmt: skip
+    common: dict[str, Any] = {"input_names": _names(inputs), "opset_version": 18}
+    axes = {f"x{i}": list(dims) for i, dims in task.variable.items()}
+    try:
+        torch.onnx.export(
+            task.model, inputs, str(path), dynamo=False, dynamic_axes=axes, **common
+        )
+    except torch.onnx.errors.OnnxExporterError:  # of an LSTMCell
+        torch.onnx.export(
+            task.model, inputs, str(path), dynamo=True, external_data=False, verbose=False, **common
+        )
 
 
 def _parts(inputs: Any) -> tuple[Tensor, ...]:

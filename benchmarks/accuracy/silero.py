@@ -32,8 +32,9 @@ class Silero(nn.Module):
         self.final_conv = nn.Conv1d(128, 1, 1)
 
     def forward(self, chunk: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        real, imaginary = self.stft_conv(F.pad(chunk.unsqueeze(1), (0, 64), "reflect")).chunk(2, 1)
-        x = F.relu(self.conv1((real.square() + imaginary.square()).sqrt()))
+        waves = self.stft_conv(F.pad(chunk.unsqueeze(1), (0, 64), "reflect"))
+        power = waves[:, :129].square() + waves[:, 129:].square()
+        x = F.relu(self.conv1(power.sqrt()))
         x = F.relu(self.conv4(F.relu(self.conv3(F.relu(self.conv2(x))))))
         h, c = self.lstm_cell(x.squeeze(-1), (h, c))
         return torch.sigmoid(self.final_conv(F.relu(h).unsqueeze(-1))).squeeze(-1), h, c

@@ -15,6 +15,7 @@ from torchq.convert.ops import Op, Role, clip_bounds, have_one_size, only_reader
 from torchq.nn.batch_norm import TRANSPOSED, Affine, combined, fold_affines, norm_affine
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import Add, Attention, Cat, MatMul, Mul
+from torchq.quantization.recipes.equalization import with_source_factors
 
 
 @dataclass(eq=False)
@@ -33,6 +34,7 @@ class Layer:
         function: of a UNARY, what the whole chain computes.
         slopes: of a leaky relu behind it, one per channel.
         fake: the fake quantizer of its result.
+        src_factors: what each channel of its source was divided by.
     """
 
     op: Op
@@ -46,6 +48,7 @@ class Layer:
     function: Callable[[Tensor], Tensor] | None = None
     slopes: Tensor | None = None
     fake: FakeQuantize | None = None
+    src_factors: Tensor | None = None
 
     @property
     def reads(self) -> list[fx.Node]:
@@ -74,7 +77,9 @@ class Layer:
         norm = self.op.role is Role.NORM
         module = _identity(self.dst.meta["value"].shape) if norm else self.op.module
         assert module is not None
-        return fold_affines(module, self.affines)
+        folded = fold_affines(module, self.affines)
+        factors = self.src_factors
+        return folded if factors is None else with_source_factors(folded, factors)
 
     def weight_scale(self) -> Tensor | None:
         """Scales that the weight was trained with, times the factors folded into it."""
