@@ -99,9 +99,7 @@ def _export(task: Task, path: Path) -> None:
     common: dict[str, Any] = {"input_names": _names(inputs), "opset_version": 18}
     axes = {f"x{i}": list(dims) for i, dims in task.variable.items()}
     try:
-        torch.onnx.export(
-            task.model, inputs, str(path), dynamo=False, dynamic_axes=axes, **common
-        )
+        torch.onnx.export(task.model, inputs, str(path), dynamo=False, dynamic_axes=axes, **common)
     except torch.onnx.errors.OnnxExporterError:  # of an LSTMCell
         torch.onnx.export(
             task.model, inputs, str(path), dynamo=True, external_data=False, verbose=False, **common

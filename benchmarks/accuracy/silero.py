@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""silero-vad: is there speech in a chunk of 32 ms? Convolutions and an LSTM that keeps its state."""
+"""silero-vad: speech or none in 32 ms, by convolutions and an LSTM that keeps its state."""
 
 from __future__ import annotations
 

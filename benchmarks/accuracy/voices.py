@@ -37,7 +37,7 @@ def load() -> Task:
     return Task(
         name="resemblyzer",
         about=f"{len(calibration)} sentences of {len(speech.CALIBRATION_VOICES)} synthesised voices"
-        f" calibrate, {len(test)} of {len(speech.TEST_VOICES)} other voices measure, 1.6 s of each. "
+        f" calibrate, {len(test)} of {len(speech.TEST_VOICES)} other voices measure, 1.6 s each. "
         "SQNR is that of the embeddings.",
         metric="same nearest neighbour, %",
         model=model,

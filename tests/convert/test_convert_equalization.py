@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import pathlib
 import pickle
 
 import pytest
@@ -138,3 +139,14 @@ def test_compare_shows_real_values() -> None:
     found = torchq.compare(prepared, torchq.convert(prepared), data())
     assert [layer.name for layer in found.layers] == ["a", "b"]
     assert min(layer.sqnr for layer in found.layers) > 34
+
+
+@pytest.mark.parametrize("name", ["conv", "pad", "flatten"])
+def test_onnx_runtime_computes_the_same_from_a_file(name: str, tmp_path: pathlib.Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    forward, others = FORMS[name]
+    qmodel, x = quantized(Wired(forward, **convs(**others))), data()[0]
+    torchq.to_onnx(qmodel, tmp_path / "model.onnx", x)
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    assert sqnr(qmodel(x), torch.from_numpy(found)) > 50

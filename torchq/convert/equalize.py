@@ -85,8 +85,10 @@ def between(
     """Return how to quantize what is between two layers, or None to leave one scale.
 
     Args:
-        first, second: of :func:`pairs`.
-        low, high: of each channel, ``[C]``.
+        first: of :func:`pairs`.
+        second: the layer that reads its result.
+        low: smallest value of each channel, ``[C]``.
+        high: largest value of each channel, ``[C]``.
         given: parameters with one scale.
         symmetric: whether the zero point is in the middle.
     """
