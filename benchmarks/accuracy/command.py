@@ -1,78 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
 """What quantization costs models with trained weights: their own metric, dB, seconds and ms.
 
-Sentences calibrate and others measure. "s to quantize" is CPU time. "ms" is the median time of one
+Some data calibrate and others measure. "s to quantize" is CPU time. "ms" is the median time of one
 call, all models in turns, with its quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import torchq
-from benchmarks.accuracy import minilm
+from benchmarks.accuracy import digits, minilm, orientation, pitch, silero, voices
+from benchmarks.accuracy.contenders import contenders
+from benchmarks.accuracy.task import Task
 from torchq.analysis.timing import Times, measure
 
+TASKS: dict[str, Callable[[], Task]] = {
+    "minilm": minilm.load,
+    "silero": silero.load,
+    "voices": voices.load,
+    "pitch": pitch.load,
+    "orientation": orientation.load,
+    "digits": digits.load,
+}
 _LARGER = ((1, 128), (8, 128))
-"""Sequences and their tokens, which models of PyTorch are timed on, too."""
-_HEADS = ("model", "SQNR dB", minilm.METRIC, "s to quantize", "ms (quartiles)")
+"""Sequences of MiniLM and their tokens, which models of PyTorch are timed on, too."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--calibration", type=int, default=96, help="sentences to calibrate with")
-    parser.add_argument("--test", type=int, default=480, help="sentences to measure on")
+    parser.add_argument("tasks", nargs="*", help=f"of {', '.join(TASKS)}; all of them if none")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=31, help="of timing")
     parser.add_argument("--only", default="", help="contenders whose names hold this")
-    parser.add_argument("--markdown", type=Path, help="file for the table")
+    parser.add_argument("--markdown", type=Path, help="file for the page")
 
 
 def run(args: argparse.Namespace) -> int:
+    if unknown := set(args.tasks) - set(TASKS):
+        raise RuntimeError(f"accuracy: no task {sorted(unknown)}; there are {list(TASKS)}")
     torch.set_num_threads(args.threads)
-    model, calibration, test = minilm.load(args.calibration, args.test)
-    expected = _embeddings(model, test)
-    models, rows = {"float": model}, {"float": ["", "", ""]}
-    for name, make in minilm.contenders(model, calibration).items():
-        if args.only not in name:
-            continue
-        begin = time.process_time()
+    sections = []
+    for name in args.tasks or TASKS:
         try:
-            models[name] = make()
-        except Exception as error:  # of a peer: the table says so
-            rows[name] = [f"{type(error).__name__}", "", ""]
-            continue
-        seconds, found = time.process_time() - begin, _embeddings(models[name], test)
-        kept = minilm.score(expected, found)
-        rows[name] = [f"{torchq.sqnr(expected, found):.1f}", f"{kept:.1f}", f"{seconds:.0f}"]
-        print(name, *rows[name], flush=True)
-    typical = sorted(test, key=lambda src: src.numel())[len(test) // 2]
-    times = measure(models, typical, rounds=args.rounds)
-    text = f"{_table(rows, times)}\n\n{_larger(models, args.rounds)}"
-    print(text)
+            task = TASKS[name]()
+        except RuntimeError as error:  # a package is missing: the page says so
+            sections.append(f"## {name}\n\nLeft out: {error}.")
+        else:
+            sections.append(_section(task, args))
+        print(f"{sections[-1]}\n", flush=True)
     if args.markdown is not None:
-        args.markdown.write_text(_page(args, typical, text))
+        args.markdown.write_text(_page(args, sections))
     return 0
 
 
-@torch.inference_mode()
-def _embeddings(model: nn.Module, batches: list[Tensor]) -> Tensor:
-    return torch.cat([model(src) for src in batches])
+def _section(task: Task, args: argparse.Namespace) -> str:
+    expected = task.run(task.model, task.test)
+    models, rows = {"float": task.model}, {"float": ["", "", ""]}
+    for name, make in contenders(task).items():
+        if args.only not in name:
+            continue
+        try:
+            models[name], rows[name] = _measured(task, make, expected)
+        except Exception as error:  # of a peer: the table says so
+            rows[name] = [_short(error), "", ""]
+        print(task.name, name, *rows[name], sep=" | ", file=sys.stderr, flush=True)
+    times = measure(models, task.timed, rounds=args.rounds)
+    text = f"## {task.name}\n\n{task.about}\n\n{_table(task.metric, rows, times)}"
+    if task.is_transformer:
+        text += f"\n\n{_larger(models, args.rounds)}"
+    return text
 
 
-def _table(rows: dict[str, list[str]], times: dict[str, Times]) -> str:
-    lines = ["| " + " | ".join(_HEADS) + " |", "| " + " | ".join("---" for _ in _HEADS) + " |"]
+def _measured(
+    task: Task, make: Callable[[], nn.Module], expected: Tensor
+) -> tuple[nn.Module, list[str]]:
+    begin = time.process_time()
+    model = make()
+    seconds, found = time.process_time() - begin, task.run(model, task.test)
+    sqnr = torchq.sqnr(expected.float(), found.float())
+    return model, [task.score(expected, found), f"{sqnr:.1f}", f"{seconds:.0f}"]
+
+
+def _short(error: Exception) -> str:
+    line = (str(error).strip().splitlines() or [""])[0].replace("|", "/")
+    return f"{type(error).__name__}: {line}"[:80]
+
+
+def _table(metric: str, rows: dict[str, list[str]], times: dict[str, Times]) -> str:
+    heads = ["model", metric, "SQNR dB", "s to quantize", "ms (quartiles)"]
+    lines = [heads, ["---"] * len(heads)]
     for name, cells in rows.items():
         shown = ""
         if name in times:
             low, high = times[name].quartiles
             shown = f"{times[name].median:.2f} ({low:.2f} to {high:.2f})"
-        lines.append("| " + " | ".join([name, *cells, shown]) + " |")
-    return "\n".join(lines)
+        lines.append([name, *cells, shown])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _larger(models: dict[str, nn.Module], rounds: int) -> str:
@@ -90,25 +120,27 @@ def _larger(models: dict[str, nn.Module], rounds: int) -> str:
     return "\n".join([*lines, *(f"| {name} | {' | '.join(c)} |" for name, c in cells.items())])
 
 
-def _page(args: argparse.Namespace, typical: Tensor, table: str) -> str:
+def _page(args: argparse.Namespace, sections: list[str]) -> str:
     return f"""# Accuracy with trained weights
 
 Generated by `python -m benchmarks accuracy --markdown docs/accuracy.md`, with torch
 {torch.__version__} on one thread of {_cpu()}, tier `{torchq.isa()}`.
 
-{minilm.NAME}: {args.calibration} English sentences calibrate, {args.test} others measure, one at a
-time without padding. SQNR is that of the embeddings at unit length. Times are of a sentence of
-{typical.numel()} tokens, medians of {args.rounds} rounds in turns; a spread of more than a tenth
-tells of a busy machine, where only large differences count. One percent of the neighbours is noise.
-torch.ao has weights per channel and one scale for a layer's whole source; ONNX Runtime quantizes
-all operators that it can, as by default. The second table is of sequences of 128 tokens, beside
-the time of "fast".
+Each model runs with weights that others trained, and is measured as its users would: on data that
+calibration never saw, by the decisions that change from the float model's. Times are medians of
+{args.rounds} rounds in turns; a spread of more than a tenth tells of a busy machine, where only
+large differences count.
 
-{table}
+- *torch.ao* quantizes linear and recurrent layers, with one scale for a layer's whole source.
+- *ONNX Runtime* quantizes all operators that it can, as by default, with weights per channel.
+- *NNCF* has its preset "mixed", and its model type for transformers; OpenVINO runs the result.
+- *torchq, fast* is torchq's default. Rows below it are its remedies.
+
+{(chr(10) * 2).join(sections)}
 """
 
 
 def _cpu() -> str:
-    """The CPU's name, as the operating system tells it."""
+    """Return the CPU's name, as the operating system tells it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "a CPU")

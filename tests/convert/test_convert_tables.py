@@ -132,3 +132,15 @@ def test_means_of_one_position_change_nothing() -> None:
     converted = convert(model, 2, 8, 1, 1)
     pool = graph_of(converted).get_submodule("adaptive_avg_pool2d")
     assert pool.scales is None and "dst_scale" not in pool.state_dict()
+
+
+def test_a_magnitude_is_float_up_to_the_layer_that_reads_it() -> None:
+    """One step of 8 bits near zero becomes many behind a square root."""
+    model = Wired(
+        lambda m, x: m.b((m.a(x).square() + m.c(x).square()).sqrt()), a=conv(), b=conv(), c=conv()
+    )
+    found = convert(model, bound=35)
+    rows = {row.name: row for row in torchq.explain(found).rows}
+    assert "too coarse for its slope" in rows["sqrt"].reason
+    assert not rows["add"].quantized and not rows["square"].quantized
+    assert rows["a"].quantized and graph_of(found).a.dst_dtype == torch.float32

@@ -190,3 +190,21 @@ def test_constants_of_other_masks_are_refused_with_what_works():
             tnn.QLinear.from_float(nn.Linear(8, 3), IN, None, post_ops=chain)
     with pytest.raises(ValueError, match="values must be present"):
         tnn.QLinear.from_float(nn.Linear(8, 3), IN, None, post_ops=PostOps.parse("binary_mul:2"))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("zero_point", [0, 7])
+def test_a_relu_in_front_of_one_scale_per_channel(name: str, zero_point: int) -> None:
+    """The result is the float one's, rounded to each channel's step."""
+    plain = layer(name, None, PostOps().append_eltwise("relu"))[1]
+    _, src_shape, dst_shape, *_ = LAYERS[name]
+    src, count = random_q(src_shape, U8), dst_shape[-1] if name == "linear" else dst_shape[1]
+    expected, scale = plain(src), torch.exp2(torch.arange(count) % 5 - 4.0)
+    zeros = torch.full((count,), zero_point, dtype=torch.int32)
+    dst = QParams(scale, zeros, U8, 1)
+    found = layer(name, dst, PostOps().append_eltwise("relu"))[1]
+    assert_same_deployed(found, (src,), found(src))
+    steps = scale if name == "linear" else scale.view(-1, *[1] * (len(dst_shape) - 2))
+    got = (found(src).float() - zero_point) * steps
+    largest = (255 - zero_point) * steps
+    assert bool(((got - torch.minimum(expected, largest)).abs() <= 0.5001 * steps).all())

@@ -14,7 +14,8 @@ from torchq.convert.module_kinds import BATCH_NORM, MATMUL
 from torchq.convert.ops import Op, Role, clip_bounds, have_one_size, only_reader
 from torchq.nn.batch_norm import TRANSPOSED, Affine, combined, fold_affines, norm_affine
 from torchq.nn.fake_quantize import FakeQuantize
-from torchq.nn.float_modules import Add, Attention, Cat, Mul
+from torchq.nn.float_modules import Add, Attention, Cat, MatMul, Mul
+from torchq.quantization.recipes.equalization import with_source_factors
 
 HARD = (Role.MATMUL, Role.PRODUCT)
 """What int8 is for: they quantize what they read."""
@@ -36,6 +37,7 @@ class Layer:
         function: of a UNARY, what the whole chain computes.
         slopes: of a leaky relu behind it, one per channel.
         fake: the fake quantizer of its result.
+        src_factors: what each channel of its source was divided by.
     """
 
     op: Op
@@ -49,6 +51,7 @@ class Layer:
     function: Callable[[Tensor], Tensor] | None = None
     slopes: Tensor | None = None
     fake: FakeQuantize | None = None
+    src_factors: Tensor | None = None
 
     @property
     def reads(self) -> list[fx.Node]:
@@ -77,7 +80,9 @@ class Layer:
         norm = self.op.role is Role.NORM
         module = _identity(self.dst.meta["value"].shape) if norm else self.op.module
         assert module is not None
-        return fold_affines(module, self.affines)
+        folded = fold_affines(module, self.affines)
+        factors = self.src_factors
+        return folded if factors is None else with_source_factors(folded, factors)
 
     def weight_scale(self) -> Tensor | None:
         """Scales that the weight was trained with, times the factors folded into it."""

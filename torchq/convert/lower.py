@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from torchq.attributes.post_ops import PostOps
+from torchq.convert.equalize import equalized
 from torchq.convert.from_float import (
     dynamic_from_float,
     matmul_from_float,
@@ -53,7 +54,8 @@ class Lowering:
         self._attributes: dict[int, str] = {}  # id of a tensor -> name in the converted model
         self._float: dict[fx.Node, fx.Node] = {}
         self._int8: dict[fx.Node, fx.Node] = {}
-        self._qparams = shared_qparams(prepared)
+        self._between = prepared.between()
+        self._qparams = shared_qparams(prepared) | {n: b.src for n, b in self._between.items()}
         self._readers = self.plan.readers()
 
     def run(self) -> QuantizedGraph:
@@ -254,7 +256,7 @@ class Lowering:
             self.modules[str(node.target)].with_lookup(lookup(layer, self.plan, self.qparams))
             return
         with naming(f"{self.plan.prefix}{layer.op.base}"):
-            module = quantized(layer, self.plan, self.qparams)
+            module = quantized(*equalized(layer, self.plan, self.qparams, self._between))
         sources, size = self._sources(layer), {}
         if layer.op.size is not None and layer.role is Role.MATMUL:
             size["output_padding"] = fx.node.map_arg(layer.op.size, self.any_of)

@@ -161,8 +161,8 @@ TABLE: list[Row] = [
     _row(Role.UNARY, "hardshrink", unary(lambda a: nn.Hardshrink(a.lambd))),
     _row(Role.UNARY, "softshrink", unary(lambda a: nn.Softshrink(a.lambd))),
     _row(Role.UNARY, "threshold", unary(lambda a: nn.Threshold(a.threshold, a.value))),
-    *map(_function, ("abs", "exp", "neg", "square", "sqrt", "rsqrt", "reciprocal", "log", "log1p",
-                     "expm1", "sin", "cos", "erf", "sign", "floor", "ceil", "round")),
+    *map(_function, ("abs", "exp", "neg", "square", "log1p", "expm1", "sin", "cos", "erf", "sign",
+                     "floor", "ceil", "round")),
     # pools
     _row(Role.POOL, "max_pool1d", makers.pool(nn.MaxPool1d)),
     _row(Role.POOL, "max_pool2d", makers.pool(nn.MaxPool2d)),
@@ -187,6 +187,8 @@ TABLE: list[Row] = [
     _float("PyTorch's unfold takes no uint8 tensor", "im2col"),
     _float("8 bits of the scores are too coarse for their exponentials", "softmax log_softmax "
            "_softmax _safe_softmax"),
+    _float("8 bits near zero are too coarse for its slope there", "sqrt rsqrt reciprocal log log2 "
+           "log10"),
     _float("8 bits of what it reads, often a sum, are too coarse for its variance", "layer_norm "
            "group_norm instance_norm rms_norm"),
     # what quantization-aware training leaves

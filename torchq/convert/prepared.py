@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from torchq.convert.equalize import Between, between, channel_axis, pairs
 from torchq.convert.graph import Captured
 from torchq.convert.graph_data import graph_of, plain_nodes
 from torchq.convert.ops import Role
 from torchq.convert.plan import Plan
 from torchq.convert.rows import Row
 from torchq.quantization.config import Overrides, QConfig
-from torchq.quantization.observers import HistogramObserver, Observer
+from torchq.quantization.observers import HistogramObserver, Observer, PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams
 from torchq.quantization.ranges import activation_range
 from torchq.quantization.recipes.sample import SourceSample
@@ -59,14 +60,24 @@ class Prepared(nn.Module):
         model = fx.GraphModule(plan.captured.model, graph)
         for name, module in opaque.items():
             model.set_submodule(name, module)
-        for i, (root, producers) in enumerate(plan.groups().items()):
-            name, config = plan.group_config(producers)
-            self.observers.append(config.make_observer(name))
-            self._groups[root.name] = i, config
-            model.add_submodule(f"torchq_observer_{i}", self.observers[i])
-            for node in producers:
+
+        def observe(observer: Observer, nodes: list[fx.Node]) -> int:
+            i = len(self.observers)
+            self.observers.append(observer)
+            model.add_submodule(f"torchq_observer_{i}", observer)
+            for node in nodes:
                 with graph.inserting_after(twins[node]):
                     graph.call_module(f"torchq_observer_{i}", (twins[node],))
+            return i
+
+        self._channels: dict[str, int] = {}  # name of a node -> index of the observer of channels
+        for first, _ in pairs(plan):
+            channels = PerChannelMinMaxObserver(channel_axis(first))
+            channels.name = plan.group_config([first.dst])[0]
+            self._channels[first.dst.name] = observe(channels, [first.dst])
+        for root, producers in plan.groups().items():
+            name, config = plan.group_config(producers)
+            self._groups[root.name] = observe(config.make_observer(name), producers), config
         self.samples, self._sample_of = nn.ModuleList(samples.values()), dict[str, int]()
         for i, name in enumerate(samples):
             self._sample_of[name] = i
@@ -143,6 +154,18 @@ class Prepared(nn.Module):
         if function is not None and isinstance(observer, HistogramObserver):
             return observer.qparams_before(function, *options)
         return observer.qparams(*options)
+
+    def between(self) -> dict[fx.Node, Between]:
+        """Root of a group -> how its tensor is quantized, where channels have their own scales."""
+        found = {}
+        for first, second in pairs(self.plan):
+            i, config = self._channels[first.dst.name], self._groups[first.dst.name][1]
+            channels: Any = self.observers[i]
+            given = self.qparams(first.dst)
+            ends = channels.min_value, channels.max_value
+            if (one := between(first, second, *ends, given, config.symmetric)) is not None:
+                found[first.dst] = one
+        return found
 
     def sample(self, base: str) -> SourceSample | None:
         """Return the sample of what a dynamic linear layer reads; None where it has no recipe."""

@@ -38,8 +38,10 @@ def dst_params(module: Any) -> QParams:
     """Return the parameters of what a module gives."""
     if isinstance(module, QLayer | QLookup):
         last = getattr(module, "lookup", None) or module
-        if last.dst_scale.numel() != 1 or last.dst_zero_point.numel() != 1:
-            raise UnsupportedError("its destination has one scale for each channel")
+        if last.dst_scale.numel() > 1:
+            zero_point = last.dst_zero_point.expand_as(last.dst_scale).contiguous()
+            axis = -1 if isinstance(last, QLinear) else 1
+            return QParams(last.dst_scale, zero_point, last.dst_dtype, axis)
         return _params(last.dst_scale, last.dst_zero_point, last.dst_dtype)
     bits = 7 if getattr(module, "dst_high", 0) else 8
     if getattr(module, "scales", None) is not None:

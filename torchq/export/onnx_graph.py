@@ -93,7 +93,8 @@ class OnnxGraph:
             low, high = (float(scale * (q - zero_point)) for q in params.integers)
             x = self.add("Clip", x, self.constant(low), self.constant(high))
         zeros = self.constant(zero_point.to(params.dtype))
-        return self.add("QuantizeLinear", x, self.constant(scale), zeros)
+        axis = {} if params.axis is None else {"axis": params.axis}
+        return self.add("QuantizeLinear", x, self.constant(scale), zeros, **axis)
 
     def rounded(self, x: str, params: QParams) -> str:
         """Return real values after a step through 8 bits; what has made that step stays."""

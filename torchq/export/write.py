@@ -151,6 +151,8 @@ class _Writer(fx.Interpreter):
             return tuple(self._values(name, e, params) for name, e in pairs)
         if not isinstance(names, str):
             return names
+        if params is not None and params.is_per_channel:  # whose reader has the factors
+            return Value(self.onnx.integers(names, params), example)
         name = names if params is None else self.onnx.rounded(names, params)
         return Value(name, example, params)
 

@@ -304,6 +304,7 @@ class QLayer(QModule):
         self.multiplier = folded.multiplier
         self.offset = folded.offset
         self.post_op_params = folded.post_op_params
+        self.post_ops = folded.post_ops  # with one scale per channel, a relu became a clip
         self.weight_shift = folded.weight_zero_point
 
     @classmethod

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of layers whose tensor between them has one scale per channel, if that keeps accuracy.
+
+The first layer quantizes its result by such scales. The second one has their ratios in its weight,
+and reads the tensor with one scale. So nobody else may read the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchq.convert.fuse import Layer
+from torchq.convert.ops import Role, shape_of
+from torchq.convert.phases import function_name
+from torchq.convert.plan import Plan
+from torchq.quantization.qparams import QParams, choose_qparams
+from torchq.quantization.recipes.equalization import by_channels, equalizing_factors
+
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class Between:
+    """The tensor between two layers.
+
+    Attributes:
+        dst: what the first layer quantizes by, one scale per channel.
+        src: what the second layer reads, one scale.
+        factors: float32 ``[C]``, ``dst.scale / src.scale``, in the second layer's weight.
+    """
+
+    dst: QParams
+    src: QParams
+    factors: Tensor
+
+
+def pairs(plan: Plan) -> Iterator[tuple[Layer, Layer]]:
+    """Yield layers where the second one alone reads what the first one computes."""
+    users, joined = plan.users(), defaultdict[fx.Node, list[fx.Node]](list)
+    for node in filter(plan.is_joined, plan.captured.graph.nodes):
+        joined[plan.root(node)].append(node)
+    for second in plan.layer_at.values():
+        root = plan.root(second.srcs[0])
+        first = plan.layer_at.get(root)
+        if first is None or not (_is_plain(first) and _is_plain(second)):
+            continue
+        alone = users[root] <= {part.node for part in second.parts}
+        alone &= second.residual is None or plan.root(second.residual) is not root
+        own = first.residual is None and first not in plan.table_hosts.values()
+        moved = all(_keeps_channels(plan, node) for node in joined[root])
+        free = plan.fixed(root) is None and plan.emits_int8(first) and not first.op.flatten
+        if alone and own and moved and free and plan.group_config([root])[1].activation_bits == 8:
+            yield first, second
+
+
+def _is_plain(layer: Layer) -> bool:
+    trained = layer.fake is not None or layer.op.weight_scale is not None
+    return layer.op.role is Role.MATMUL and isinstance(layer.op.module, _LAYERS) and not trained
+
+
+def _keeps_channels(plan: Plan, node: fx.Node) -> bool:
+    """Return whether what moves elements leaves them in the order of their channels."""
+    op = plan.ops[node]
+    if op.role is Role.MOVE:
+        src, dst, name = shape_of(op.srcs[0]), shape_of(node), function_name(node)
+        known = name == "flatten" or (name in ("view", "reshape") and src[0] != src[1])
+        return known and len(src) > 2 and dst == (src[0], math.prod(src[1:]))
+    return op.role in (Role.PASS, Role.PAD)
+
+
+def channel_axis(layer: Layer) -> int:
+    """Return the dimension of a layer's result that has its channels."""
+    return len(shape_of(layer.dst)) - 1 if isinstance(layer.op.module, nn.Linear) else 1
+
+
+def between(
+    first: Layer, second: Layer, low: Tensor, high: Tensor, given: QParams, symmetric: bool
+) -> Between | None:
+    """Return how to quantize what is between two layers, or None to leave one scale.
+
+    Args:
+        first: of :func:`pairs`.
+        second: the layer that reads its result.
+        low: smallest value of each channel, ``[C]``.
+        high: largest value of each channel, ``[C]``.
+        given: parameters with one scale.
+        symmetric: whether the zero point is in the middle.
+    """
+
+    def choose(factors: Tensor) -> QParams:
+        ends = float((low / factors).min()), float((high / factors).max())
+        return choose_qparams(*ends, given.dtype, given.bits, symmetric)
+
+    largest, step = torch.maximum(low.abs(), high.abs()), float(given.scale)
+    weight = by_channels(second.float_module(), len(largest))
+    factors = equalizing_factors(largest, weight, step, lambda f: float(choose(f).scale))
+    if factors is None:
+        return None
+    src = choose(factors)
+    zero_point = src.zero_point.expand(len(factors)).contiguous()
+    dst = QParams(src.scale * factors, zero_point, src.dtype, channel_axis(first))
+    return Between(dst, src, factors)
+
+
+def equalized(
+    layer: Layer,
+    plan: Plan,
+    qparams: Callable[[fx.Node], QParams],
+    found: Mapping[fx.Node, Between],
+) -> tuple[Layer, Plan, Callable[[fx.Node], QParams]]:
+    """Return what makes a layer's module, with factors in its weight and scales of its result.
+
+    Args:
+        layer: of the plan.
+        plan: of the layers.
+        qparams: parameters of a node, with one scale.
+        found: root of a group -> how its tensor is quantized.
+    """
+    behind = found.get(plan.root(layer.dst))
+    if (before := found.get(plan.root(layer.srcs[0]))) is not None:
+        layer = replace(layer, src_factors=before.factors)
+    if behind is None:
+        return layer, plan, qparams
+    return layer, plan, lambda node: behind.dst if node is layer.dst else qparams(node)
