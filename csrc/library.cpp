@@ -203,6 +203,9 @@ TORCH_LIBRARY(torchq, m) {
       "int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
 
+  // What loaded weights must prove (torchq.functional.packing.unproven); no program holds it.
+  m.def("_packed_sums(Tensor packed) -> (Tensor compensation, Tensor pair_bound)", tags);
+
   // Settings and introspection: no tensors, so they bind here.
   m.def("_select_isa(str isa) -> str", &torchq::select_isa);
   m.def("_isa() -> str", []() { return std::string(torchq::kernels().isa); });

@@ -5,7 +5,6 @@
 #include <locale.h>
 
 #include <cctype>
-#include <cerrno>
 #include <cfenv>
 #include <charconv>
 #include <cmath>
@@ -57,11 +56,9 @@ bool parse(std::string_view field, float* value) {
   const FloatMode mode;
   const int rounding = std::fegetround();
   std::fesetround(FE_TONEAREST);
-  errno = 0;
   *value = strtof_l(text.c_str(), &end, c_locale);
   std::fesetround(rounding);
-  const bool overflow = errno == ERANGE && std::isinf(*value);
-  return end == text.c_str() + text.size() && !overflow;
+  return end == text.c_str() + text.size() && std::isfinite(*value);
 }
 
 template <class T>
@@ -114,6 +111,12 @@ PostOp parse_one(const char* op, const std::string_view text) {
     read_number(op, next_field(rest, ':'), text, &result.eltwise.alpha);
     read_number(op, next_field(rest, ':'), text, &result.eltwise.beta);
     read_number(op, next_field(rest, ':'), text, &result.eltwise.scale);
+    TORCH_CHECK_VALUE(!result.is(Eltwise::kClip) || result.eltwise.alpha <= result.eltwise.beta,
+                      "torchq.", op, ": post_ops: the bounds of '", text, "' must be in order, ",
+                      "lower:upper. Build the text with torchq.PostOps.");
+    TORCH_CHECK_VALUE(!result.is(Eltwise::kSoftRelu) || result.eltwise.alpha != 0, "torchq.", op,
+                      ": post_ops: alpha of '", text, "', which divides, must not be 0. ",
+                      "Build the text with torchq.PostOps.");
   } else if (kind == "binary" || name == "prelu") {
     result.kind = PostOp::kBinary;
     result.binary = name == "prelu" ? Binary::prelu

@@ -104,6 +104,20 @@ def test_destination(call: Call):
         refuse(call, NotImplementedError, *parts, dst_dtype=code)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("eltwise_clip:1:0", "the bounds of 'eltwise_clip:1:0' must be in order, lower:upper"),
+        ("eltwise_clip:nan:nan", "expected a number in 'eltwise_clip:nan:nan', got 'nan'"),
+        ("eltwise_linear:inf", "expected a number in 'eltwise_linear:inf', got 'inf'"),
+        ("eltwise_soft_relu:0", "alpha of 'eltwise_soft_relu:0', which divides, must not be 0"),
+    ],
+)
+def test_numbers_in_post_ops(call: Call, text: str, expected: str):
+    """As PostOps.parse has them, so that meta and the op refuse the same text."""
+    refuse(call, ValueError, expected, post_ops=text)
+
+
 def test_post_ops(call: Call):
     refuse(
         call, ValueError, "the algorithm in 'eltwise_sin' must be one of", post_ops="eltwise_sin"

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.arguments import check_type
-from torchq.runtime.library import dtype_code
 
 
 class PackedWeight(NamedTuple):
@@ -234,7 +233,7 @@ def unproven(packed: PackedWeight) -> str:
 def _follow(packed: PackedWeight) -> dict[str, Tensor]:
     """Return sums and bounds of ``[panels, taps, quads, 16, 4]``; ``weight`` if its padding errs.
 
-    A kernel takes the sums: packing anew takes a hundred times as long.
+    One pass over the weight: packing anew takes a hundred times as long.
     """
     weight, outputs = packed.weight, packed.channels
     panels, taps, quads = weight.shape[:3]
@@ -242,42 +241,5 @@ def _follow(packed: PackedWeight) -> dict[str, Tensor]:
     used = inputs - 4 * (quads - 1), outputs - 16 * (panels - 1)
     if bool(weight[:, :, -1, :, used[0] :].any()) or bool(weight[-1, :, :, used[1] :].any()):
         return {"weight": torch.zeros_like(weight)}
-    # each tap of a panel as a panel of a linear layer, whose source is all ones
-    rows = panels * taps * 16
-    flat = weight.view(panels * taps, 1, quads, 16, 4)
-    zeros = torch.zeros(1, rows, dtype=torch.int32, device="cpu")
-    most = torch.full((panels * taps,), 256, dtype=torch.int32, device="cpu")
-    ones = torch.ones(1, inputs, dtype=torch.uint8, device="cpu")
-    none = torch.empty(0, dtype=torch.float32, device="cpu")  # no scales: exact accumulators
-    layer = flat, zeros, most, none, none, None, None, inputs
-    int32 = dtype_code(torch.int32)
-    sums = torch.ops.torchq.linear(ones, *layer, int32, "", none, None).view(panels, taps, 16)
-    compensation = sums.transpose(0, 1).reshape(taps, panels * 16)[:, :outputs]
-    return {"compensation": compensation, "pair_bound": _pair_bounds(weight)}
-
-
-_PART = 1 << 18
-"""Bytes that are proven at a time: in the L2 cache that takes an eighth of the time."""
-
-
-def _pair_bounds(weight: Tensor) -> Tensor:
-    """Return the largest sum of two adjacent weights of one sign, for each panel."""
-    bytes_ = weight.contiguous().view(len(weight), -1)
-    if bytes_.data_ptr() % 2:  # as files may have them: no address of int16
-        bytes_ = bytes_.clone()
-    parts = torch.split(bytes_.view(torch.int16), max(_PART // bytes_.shape[1], 1))
-    # memory for all parts: freed pieces of the heap would stay with the process
-    memory = torch.empty(4, *parts[0].shape, dtype=torch.int16, device="cpu")
-    return torch.cat([_pair_bounds_of(part, *memory[:, : len(part)]) for part in parts])
-
-
-def _pair_bounds_of(
-    pairs: Tensor, high: Tensor, low: Tensor, high_above: Tensor, low_above: Tensor
-) -> Tensor:
-    torch.bitwise_right_shift(pairs, 8, out=high)
-    torch.bitwise_left_shift(pairs, 8, out=low).bitwise_right_shift_(8)
-    torch.clamp(high, min=0, out=high_above)
-    torch.clamp(low, min=0, out=low_above)
-    most = high_above.add_(low_above).amax(1)
-    least = high.clamp_(max=0).add_(low.clamp_(max=0)).amin(1)
-    return torch.maximum(most, -least).to(torch.int32)
+    sums, bounds = torch.ops.torchq._packed_sums(weight.contiguous())
+    return {"compensation": sums[:, :outputs], "pair_bound": bounds}

@@ -231,4 +231,5 @@ TORCH_LIBRARY_IMPL(torchq, CPU, m) {
   torchq::implement<&torchq::unpack_linear>(m, "unpack_linear");
   torchq::implement<&torchq::pack_conv>(m, "pack_conv");
   torchq::implement<&torchq::unpack_conv>(m, "unpack_conv");
+  torchq::implement<&torchq::packed_sums>(m, "_packed_sums");
 }

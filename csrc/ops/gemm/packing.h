@@ -91,7 +91,11 @@ struct WeightLayout {
 Packed pack_weights(const ConvPacking& p, const WeightLayout& layout, const at::Tensor& weight,
                     c10::IntArrayRef kernel);
 
-/// The inverse; checks that `packed` has the shape of `p`.
+/// Returns what a dense weight in packed form proves of itself: sums [taps, panels * 16], pair
+/// bounds.
+std::tuple<at::Tensor, at::Tensor> packed_sums(const at::Tensor& packed);
+
+/// The inverse of pack_weights; checks that `packed` has the shape of `p`.
 at::Tensor unpack_weights(const char* op, const ConvPacking& p, const WeightLayout& layout,
                           const at::Tensor& packed, c10::IntArrayRef weight_shape,
                           c10::IntArrayRef kernel);

@@ -209,24 +209,65 @@ class PanelCopy {
   int64_t panels_, panel_bytes_, stride_;
 };
 
-/// The largest |sum| of adjacent weights of one sign: at most 128 means that 16-bit pair sums are
-/// exact for every u8 source (255 * 128 = 32640; 255 * 129 overflows).
-int32_t pair_bound(const int8_t* panel, int64_t bytes) {
-  int16_t bound = 0;
-  for (int64_t i = 0; i < bytes; i += 2) {
-    int16_t pair;  // in 16 bits from here on: SSE2 has no maximum of signed bytes
-    std::memcpy(&pair, panel + i, sizeof pair);
-    const int16_t a = static_cast<int16_t>(static_cast<int16_t>(pair << 8) >> 8);
-    const int16_t b = static_cast<int16_t>(pair >> 8);
-    const int16_t zero = 0;
-    const int16_t positive = static_cast<int16_t>(std::max(a, zero) + std::max(b, zero));
-    const int16_t negative = static_cast<int16_t>(std::min(a, zero) + std::min(b, zero));
-    bound = std::max(bound, std::max(positive, static_cast<int16_t>(-negative)));
+/// Adds the sums of a panel, or of one tap of it, to those of its 16 outputs. Returns the pair
+/// bound, the largest |sum| of adjacent weights of one sign: at most 128 means that 16-bit pair
+/// sums are exact for every u8 source (255 * 128 = 32640; 255 * 129 overflows).
+///
+/// All of it is in 16 bits, which hold 127 sums of two weights: SSE2 has no maximum of signed
+/// bytes.
+int32_t sum_panel(const int8_t* panel, int64_t quads, int32_t* sums) {
+  constexpr int kPairs = kPanel * kQuad / 2;
+  constexpr int64_t kBlock = 127;
+  int16_t most[kPairs] = {}, least[kPairs] = {};
+  for (int64_t first = 0; first < quads; first += kBlock) {
+    int16_t totals[kPairs] = {};
+    for (int64_t q = first; q < std::min(first + kBlock, quads); ++q) {
+      int16_t pairs[kPairs];
+      std::memcpy(pairs, panel + q * kPanel * kQuad, sizeof pairs);
+      for (int i = 0; i < kPairs; ++i) {
+        const int16_t a = static_cast<int16_t>(static_cast<int16_t>(pairs[i] << 8) >> 8);
+        const int16_t b = static_cast<int16_t>(pairs[i] >> 8);
+        const int16_t zero = 0;
+        const int16_t sum = static_cast<int16_t>(a + b);
+        const int16_t above = static_cast<int16_t>(std::max(a, zero) + std::max(b, zero));
+        const int16_t below = static_cast<int16_t>(sum - above);
+        totals[i] = static_cast<int16_t>(totals[i] + sum);
+        most[i] = std::max(most[i], above);
+        least[i] = std::min(least[i], below);
+      }
+    }
+    for (int i = 0; i < kPairs; ++i) sums[i / 2] += totals[i];
   }
-  return bound;
+  return std::max<int32_t>(*std::max_element(most, most + kPairs),
+                           -*std::min_element(least, least + kPairs));
 }
 
 }  // namespace
+
+std::tuple<at::Tensor, at::Tensor> packed_sums(const at::Tensor& packed) {
+  constexpr const char* kOp = "_packed_sums";
+  check_param(kOp, "packed", packed, at::kChar);
+  TORCH_CHECK_VALUE(packed.dim() == 5 && packed.size(3) == kPanel && packed.size(4) == kQuad,
+                    "torchq._packed_sums: packed must be [panels, taps, quads, 16, 4], got ",
+                    packed.sizes(), ". Pack the weight with torchq.packing.");
+  const int64_t panels = packed.size(0), taps = packed.size(1), quads = packed.size(2);
+  at::Tensor compensation = at::zeros({taps, panels * kPanel}, at::kInt);
+  at::Tensor bounds = at::zeros({panels}, at::kInt);
+  const int8_t* src = packed.const_data_ptr<int8_t>();
+  int32_t* sums = compensation.mutable_data_ptr<int32_t>();
+  int32_t* bound = bounds.mutable_data_ptr<int32_t>();
+  const int threads = threads_for(packed.numel(), tuning::kPackGrain);
+  parallel_ranges(panels, threads, [&](Range range) {
+    for (int64_t i = range.begin; i < range.end; ++i) {
+      for (int64_t tap = 0; tap < taps; ++tap) {
+        const int8_t* panel = src + (i * taps + tap) * quads * kPanel * kQuad;
+        int32_t* row = sums + (tap * panels + i) * kPanel;
+        bound[i] = std::max(bound[i], sum_panel(panel, quads, row));
+      }
+    }
+  });
+  return {compensation, bounds};
+}
 
 Packed pack_weights(const ConvPacking& p, const WeightLayout& layout, const at::Tensor& weight,
                     c10::IntArrayRef kernel) {
@@ -249,7 +290,8 @@ Packed pack_weights(const ConvPacking& p, const WeightLayout& layout, const at::
       copy.gather(segments, src, rows);
       copy.sum(segments, rows, sums);
       copy.interleave(rows, panel);
-      bound[i] = pair_bound(panel, copy.panel_bytes());
+      int32_t unused[kPanel] = {};  // of outputs: groups are merged, or a row is shared
+      bound[i] = sum_panel(panel, copy.panel_bytes() / (kPanel * kQuad), unused);
     }
   });
   return {packed, compensation, bounds};
