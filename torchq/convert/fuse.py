@@ -14,7 +14,7 @@ from torchq.convert.module_kinds import BATCH_NORM, MATMUL
 from torchq.convert.ops import Op, Role, clip_bounds, have_one_size, only_reader
 from torchq.nn.batch_norm import TRANSPOSED, Affine, combined, fold_affines, norm_affine
 from torchq.nn.fake_quantize import FakeQuantize
-from torchq.nn.float_modules import Add, Attention, Cat, MatMul, Mul
+from torchq.nn.float_modules import Add, Attention, Cat, Mul
 from torchq.quantization.recipes.equalization import with_source_factors
 
 HARD = (Role.MATMUL, Role.PRODUCT)
