@@ -13,10 +13,15 @@ from torch import Tensor, fx, nn
 from torchq.convert.graph import Captured
 from torchq.convert.graph_data import graph_of, plain_nodes
 from torchq.convert.ops import Role
+from torchq.convert.outliers import observed_nodes
 from torchq.convert.plan import Plan
 from torchq.convert.rows import Row
 from torchq.quantization.config import Overrides, QConfig
-from torchq.quantization.observers import HistogramObserver, Observer
+from torchq.quantization.observers import (
+    HistogramObserver,
+    Observer,
+    PerChannelMinMaxObserver,
+)
 from torchq.quantization.qparams import QParams
 from torchq.quantization.ranges import activation_range
 from torchq.quantization.recipes.sample import SourceSample
@@ -36,6 +41,7 @@ class Prepared(nn.Module):
         graph_module: the traced model; its opaque submodules may be prepared by torchq.eager.
         opaque_names: those submodules.
         samples: of what dynamic linear layers read, for their recipes.
+        channels: ranges of the channels that :mod:`torchq.convert.outliers` looks at.
         torchq_report: what was decided for each module.
     """
 
@@ -76,6 +82,15 @@ class Prepared(nn.Module):
                 target = f"torchq_sample_{self._sample_of[op.base]}"
                 with graph.inserting_after(twins[op.srcs[0]]):
                     graph.call_module(target, (twins[op.srcs[0]],))
+        self.channels = nn.ModuleList()
+        self._channels_of: dict[str, int] = {}  # name of a node -> index
+        for i, node in enumerate(observed_nodes(plan)):
+            self._channels_of[node.name] = i
+            self.channels.append(PerChannelMinMaxObserver(axis=-1))
+            self.channels[i].name = f"{plan.prefix}{node.name}"
+            model.add_submodule(f"torchq_channels_{i}", self.channels[i])
+            with graph.inserting_after(twins[node]):
+                graph.call_module(f"torchq_channels_{i}", (twins[node],))
         self._result_names: dict[str, str] = {}
         for i, (name, node) in enumerate(self._result_nodes()):
             self._result_names[name] = f"torchq_result_{i}"
@@ -100,7 +115,8 @@ class Prepared(nn.Module):
         opaque = {name: self.graph_module.get_submodule(name) for name in self.opaque_names}
         parts = replace(captured, graph=None), plan._config, plan._overrides  # type: ignore[arg-type]
         samples = {name: self.samples[i] for name, i in self._sample_of.items()}
-        return _rebuild, (nodes, *parts, opaque, samples, self.torchq_report, list(self.observers))
+        observers = list(self.observers), list(self.channels)
+        return _rebuild, (nodes, *parts, opaque, samples, self.torchq_report, *observers)
 
     def _result_nodes(self) -> list[tuple[str, fx.Node]]:
         """Return the names of quantized modules to be, and the nodes of their results."""
@@ -125,8 +141,8 @@ class Prepared(nn.Module):
         """Run the float model."""
         return self.graph_module(*args, **kwargs)
 
-    def qparams(self, node: fx.Node) -> QParams:
-        """Scale and zero point of a node of the plan's graph.
+    def qparams(self, node: fx.Node, within: tuple[float, float] | None = None) -> QParams:
+        """Scale and zero point of a node of the plan's graph, of its values ``within`` a range.
 
         Raises:
             RuntimeError: it was never calibrated; the message names the module.
@@ -138,6 +154,8 @@ class Prepared(nn.Module):
         i, config = self._groups[root.name]
         observer = self.observers[i]
         assert isinstance(observer, Observer)
+        if within is not None and isinstance(observer, HistogramObserver):
+            observer = observer.within(*within)
         options = config.activation_dtype, config.activation_bits, config.symmetric
         function = self.plan.function_behind(root)
         if function is not None and isinstance(observer, HistogramObserver):
@@ -150,6 +168,13 @@ class Prepared(nn.Module):
         sample = None if i is None else self.samples[i]
         assert sample is None or isinstance(sample, SourceSample)
         return sample
+
+    def channels_of(self, node: fx.Node) -> PerChannelMinMaxObserver | None:
+        """Return the ranges of the channels of a value; None where nothing was recorded."""
+        i = self._channels_of.get(node.name)
+        seen = None if i is None else self.channels[i]
+        assert seen is None or isinstance(seen, PerChannelMinMaxObserver)
+        return seen if seen is not None and seen.calibrated else None
 
     def constant(self, node: fx.Node) -> Tensor:
         """Return the value of a node that does not depend on the inputs."""
@@ -167,12 +192,16 @@ def _rebuild(
     samples: dict[str, SourceSample],
     rows: list[Row],
     observers: list[nn.Module],
+    channels: list[nn.Module],
 ) -> Prepared:
     plan = Plan(replace(captured, graph=graph_of(nodes)), config, overrides)
     prepared = Prepared(plan, opaque, samples, rows)
     for i, observer in enumerate(observers):
         prepared.observers[i] = observer
         prepared.graph_module.set_submodule(f"torchq_observer_{i}", observer)
+    for i, observer in enumerate(channels):
+        prepared.channels[i] = observer
+        prepared.graph_module.set_submodule(f"torchq_channels_{i}", observer)
     return prepared.eval()
 
 
