@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large channels of transformers in the default recipe: what they cost, and where they are found."""
+"""Large channels of transformers in the default recipe."""
 
 import io
 import pickle

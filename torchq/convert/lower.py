@@ -184,12 +184,6 @@ class Lowering:
         value, qparams = self.prepared.constant(node), self.qparams(node)
         return self.constant(f"{node.name}_int8", Quantize(qparams)(value.detach()))
 
-    def table_of(self, layer: Layer) -> Tensor:
-        """Return the real values of the table that a layer applies to its result."""
-        found: QLookup = self.modules[str(self._int8[layer.dst].target)].lookup
-        values: Tensor = found.dst_scale * (found.table.int() - found.dst_zero_point)
-        return values
-
     def constant(self, name: str, value: Tensor) -> fx.Node:
         """Return the node of a tensor that the converted graph holds."""
         name = self._free(name.replace(".", "_"))

@@ -9,12 +9,13 @@ of the channels in the calibration data tell where; other values stay as they ar
   and the columns of their weights are divided by it: see
   :mod:`torchq.quantization.recipes.smoothing`.
 - A hidden layer is a linear layer, a function that becomes its table, and a second linear layer.
-  The int8 range is that of the other channels. A float path computes the large channels again; what
-  is beyond the range, times their columns of the second weight, is added to the residual.
+  The int8 range is that of the other channels. The columns of the large ones are zero in the second
+  int8 weight; a float path beside it computes their products and adds them to the residual.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,14 +27,13 @@ from torchq.convert.ops import Role
 from torchq.convert.plan import Plan
 from torchq.quantization.observers import PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams, choose_qparams
-from torchq.quantization.recipes.smoothing import smoothing_factors
+from torchq.quantization.recipes.smoothing import static_smoothing
 
 if TYPE_CHECKING:
     from torchq.convert.lower import Lowering
     from torchq.convert.prepared import Prepared
 
-_SMOOTHED = 3.0  # times the median channel: MiniLM's norms have 4 to 20, random weights 1.5
-_ALPHA = 0.7
+_WORTH = 2 / 3  # of the expected error, at most: MiniLM's norms come to 0.08 to 0.61, noise to 1
 _COUNT = 8  # channels of a hidden layer in float: they cost the same as one
 _BESIDE = 1.5  # times the largest of the others
 
@@ -113,7 +113,7 @@ class Outliers:
 
     Attributes:
         factors: value -> what its channels are divided by.
-        channels: result of a hidden layer -> the hidden channels that float computes, too.
+        channels: result of a hidden layer -> the hidden channels in float.
         qparams: value -> parameters without its large channels.
     """
 
@@ -132,26 +132,30 @@ class Outliers:
 
     def _smooth(self, node: fx.Node, layers: list[Layer]) -> None:
         seen = self._prepared.channels_of(node)
-        largest = _magnitudes(seen)
-        if seen is None or float(largest.max()) <= _SMOOTHED * float(largest.median()):
+        if seen is None:
             return
+        low, high = seen.min_value, seen.max_value
         weight = torch.cat([_weight(layer) for layer in layers])
-        factors = self.factors[node] = smoothing_factors(largest, weight, _ALPHA)
+        alpha, factors, error = static_smoothing(low, high, weight)
+        if error > _WORTH:
+            return
+        self.factors[node] = factors
         config = self._plan.config(layers[0].op.base)
         assert config is not None
-        low, high = (seen.min_value / factors).amin(), (seen.max_value / factors).amax()
         options = config.activation_dtype, config.activation_bits, config.symmetric
-        self.qparams[node] = choose_qparams(low, high, *options)
-        text = f"smoothing {_ALPHA:g}: largest channel {float(largest.max()):.3g}, "
-        text += f"median {float(largest.median()):.3g}"
+        ends = (low / factors).amin(), (high / factors).amax()
+        self.qparams[node] = choose_qparams(*ends, *options)
+        largest = _magnitudes(seen)
+        text = f"smoothing {alpha:g}: largest channel {float(largest.max()):.3g}, median "
+        text += f"{float(largest.median()):.3g}, error {10 * math.log10(max(error, 1e-9)):.1f} dB"
         self._notes |= {layer.dst: text for layer in layers}
 
     def _split(self, hidden: Hidden) -> None:
         ends = hidden.first.dst, hidden.function.dst
         before, after = (self._prepared.channels_of(node) for node in ends)
-        largest = _magnitudes(after)
-        if before is None or after is None or len(largest) <= _COUNT:
+        if before is None or after is None or after.min_value.numel() <= _COUNT:
             return
+        largest = _magnitudes(after)
         values, order = torch.sort(largest, descending=True, stable=True)
         if float(values[0]) <= _BESIDE * float(values[_COUNT]):
             return
@@ -163,7 +167,7 @@ class Outliers:
         self.channels[hidden.second.dst] = order[:_COUNT].sort().values
         self._hidden[hidden.second.dst] = hidden
         self._notes[hidden.second.dst] = (
-            f"{_COUNT} of {len(largest)} source channels also in float: up to "
+            f"{_COUNT} of {len(largest)} source channels in float: up to "
             f"{float(values[0]):.3g}, others to {float(values[_COUNT]):.3g}"
         )
 
@@ -174,9 +178,14 @@ class Outliers:
     def adjusted(self, layer: Layer) -> Layer:
         """Return the layer with the weight that fits its source."""
         factors, module = self.factors.get(layer.srcs[0]), layer.op.module
-        if factors is None:
+        channels = self.channels.get(layer.dst)
+        if factors is None and channels is None:
             return layer
         assert isinstance(module, nn.Linear)
+        if factors is None:
+            factors = torch.ones(module.in_features)
+        if channels is not None:
+            factors = factors.index_fill(0, channels, 0.0)
         return replace(layer, op=replace(layer.op, module=_multiplied(module, factors)))
 
     def source(self, lowering: Lowering, node: fx.Node) -> fx.Node:
@@ -188,7 +197,7 @@ class Outliers:
         return lowering.graph.call_function(torch.mul, (src, factor))
 
     def residual(self, lowering: Lowering, layer: Layer, value: fx.Node) -> fx.Node:
-        """Return the residual, and what the hidden layer's int8 range leaves out."""
+        """Return the residual, and the products of the channels in float."""
         hidden, graph = self._hidden.get(layer.dst), lowering.graph
         if hidden is None:
             return value
@@ -202,21 +211,12 @@ class Outliers:
         known = {hidden.first.dst: graph.call_function(linear, tuple(args))}
         for part in hidden.function.parts:
             known[part.node] = lowering.copy_with(part.node, known)
-        large = known[hidden.function.dst]
-        table = lowering.table_of(hidden.first)
-        ends = (float(end) for end in torch.aminmax(table))
-        beyond = graph.call_function(
-            torch.sub, (large, graph.call_function(torch.clamp, (large, *ends)))
-        )
         columns = lowering.constant(f"{layer.name}_columns", second.weight[:, channels])
-        return graph.call_function(
-            torch.add, (value, graph.call_function(linear, (beyond, columns)))
-        )
+        products = graph.call_function(linear, (known[hidden.function.dst], columns))
+        return graph.call_function(torch.add, (value, products))
 
 
-def _magnitudes(seen: PerChannelMinMaxObserver | None) -> Tensor:
-    if seen is None:
-        return torch.zeros(1)
+def _magnitudes(seen: PerChannelMinMaxObserver) -> Tensor:
     return torch.maximum(-seen.min_value, seen.max_value)
 
 
