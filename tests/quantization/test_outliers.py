@@ -62,7 +62,7 @@ def plain(model, monkeypatch):
 
 def notes(qmodel):
     lines = [line for line in str(torchq.explain(qmodel)).splitlines() if "Linear" in line]
-    return "smoothing" in lines[0], "in float" in lines[1]
+    return "smoothing" in lines[0], "channels apart" in lines[1]
 
 
 @pytest.mark.parametrize(
@@ -87,16 +87,6 @@ def test_other_functions(function, monkeypatch):
     model = feed(function=function)
     qmodel = torchq.quantize(model, batches())
     assert quality(model, qmodel) > quality(model, plain(model, monkeypatch)) + 4
-
-
-def test_values_beyond_the_calibration_data_are_exact_in_the_float_channels():
-    model = feed(norm=False)
-    qmodel = torchq.quantize(model, batches())
-    model.first.bias[5] += 200.0  # far above every value that calibration saw
-    shifted = torchq.quantize(model, batches())
-    src = batches(1, seed=9)[0]
-    assert quality(model, shifted) > 20 and quality(feed(norm=False), qmodel) > 20
-    assert torch.isfinite(shifted(src)).all()
 
 
 def test_ranges_that_the_user_chose_stay():

@@ -90,7 +90,7 @@ class Lowering:
         if node in self._int8 or node in self.plan.fakes or (joined and self.plan.is_int8(node)):
             src = self.int8_of(node)
             name, dequantize = f"{node.name}_dequantize", Dequantize(self.qparams(node))
-            return self._as_in_model(node, self._call(name, dequantize, src))
+            return self._as_in_model(node, self.call(name, dequantize, src))
         if op is not None and op.role is Role.PASS:
             return self.float_of(op.srcs[0])
         return self._copy(node)
@@ -139,7 +139,7 @@ class Lowering:
                 quantize = Quantize(self.qparams(node))
                 name = f"{node.name}_quantize"
                 src = self._outliers.source(self, node)
-                self._int8[node] = self._call(name, quantize, src)
+                self._int8[node] = self.call(name, quantize, src)
         return self._int8[node]
 
     def _moved(self, op: Op) -> fx.Node:
@@ -150,10 +150,10 @@ class Lowering:
         if op.role is Role.POOL:
             assert op.module is not None
             size = [] if op.size is None else [fx.node.map_arg(op.size, self.any_of)]
-            dst = self._call(op.name, pool_from_float(op.module, qparams), src, *size)
+            dst = self.call(op.name, pool_from_float(op.module, qparams), src, *size)
             return self._flat(op, dst)
         if op.role is Role.PAD:
-            return self._call(op.name, QPad(qparams), src, self._padding(op))
+            return self.call(op.name, QPad(qparams), src, self._padding(op))
         signed = qparams.dtype == torch.int8 and is_resampling(op)
         if signed:  # torch interpolates uint8, but not int8; TorchScript has no view(dtype)
             src = self.graph.call_method("to", (src, torch.uint8))  # the same bytes
@@ -174,11 +174,11 @@ class Lowering:
         if self.plan.comes_as_int8(src):
             assert op.module is not None
             table = QLookup(op.module, self.qparams(src), fixed.dequantize, op.kind)
-            return self._call(f"{op.node.name}_lookup", table, self.int8_of(src))
+            return self.call(f"{op.node.name}_lookup", table, self.int8_of(src))
         value = self.float_of(src)
         if fixed.clip is not None:
             value = self.graph.call_function(torch.clamp, (value, *fixed.clip))
-        return self._call(f"{op.node.name}_quantize", Quantize(fixed.quantize), value)
+        return self.call(f"{op.node.name}_quantize", Quantize(fixed.quantize), value)
 
     def _constant(self, node: fx.Node) -> fx.Node:
         value, qparams = self.prepared.constant(node), self.qparams(node)
@@ -191,10 +191,6 @@ class Lowering:
         return self.graph.get_attr(name)
 
     # Nodes
-
-    def copy_with(self, node: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Return the node as it is in the float model, of the known values where it reads these."""
-        return self._copy(node, lambda src: known[src] if src in known else self.float_of(src))
 
     def _copy(self, node: fx.Node, form: Any = None) -> fx.Node:
         """Return the node as it is in the float model."""
@@ -230,7 +226,8 @@ class Lowering:
             self.modules[self._names[name]] = self._opaque.get(name, module)
         return self._names[name]
 
-    def _call(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> fx.Node:
+        """Return the node of a call of a module, under this name or one like it."""
         name = self._free(name)
         self.modules[name] = module
         return self.graph.call_module(name, args, kwargs)
@@ -259,7 +256,7 @@ class Lowering:
         sources, size = self._sources(layer), {}
         if layer.op.size is not None and layer.role is Role.MATMUL:
             size["output_padding"] = fx.node.map_arg(layer.op.size, self.any_of)
-        dst = self._flat(layer.op, self._call(layer.name, module, *sources, **size))
+        dst = self._flat(layer.op, self.call(layer.name, module, *sources, **size))
         form = self._int8 if self.plan.emits_int8(layer) else self._float
         form[layer.dst] = dst if form is self._int8 else self._as_in_model(layer.dst, dst)
 
@@ -278,7 +275,7 @@ class Lowering:
         sources: list[Any] = [self.float_of(src) for src in op.srcs]
         if isinstance(op.module, Attention):
             sources += self._attention_arguments(op)
-            dst = self._call(op.name, DynamicQAttention(op.module.options), *sources)
+            dst = self.call(op.name, DynamicQAttention(op.module.options), *sources)
             return self._as_in_model(op.node, dst, op.srcs[0].meta["value"].dtype)
         config = self.plan.config(op.base)
         assert isinstance(op.module, nn.Linear) and config is not None
@@ -288,7 +285,7 @@ class Lowering:
         if op.post_ops:
             operands = [self.float_of(operand) for operand in op.operands]
             sources += [op.post_ops, operands or None]
-        return self._call(op.name, linear, *sources)
+        return self.call(op.name, linear, *sources)
 
     def _attention_arguments(self, op: Op) -> list[Any]:
         """Return the mask, of all that are added; the scale, where it is known at run time only."""
@@ -314,7 +311,7 @@ class Lowering:
         """Return a source: int8, or a float32 value of which this layer is the only reader."""
         alone = self._readers[self.plan.root(node)] == 1
         made = self.plan.is_joined(node) or node in self.plan.fakes or "constant" in node.meta
-        made |= node in self._int8 or node in self._outliers.factors
+        made |= node in self._int8 or self._outliers.is_shared(node)
         if made or not alone:
             return self.int8_of(node)
         return self.float_of(node)

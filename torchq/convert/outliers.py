@@ -9,8 +9,8 @@ of the channels in the calibration data tell where; other values stay as they ar
   and the columns of their weights are divided by it: see
   :mod:`torchq.quantization.recipes.smoothing`.
 - A hidden layer is a linear layer, a function that becomes its table, and a second linear layer.
-  The int8 range is that of the other channels. The columns of the large ones are zero in the second
-  int8 weight; a float path beside it computes their products and adds them to the residual.
+  Its large channels get linear layers of their own, with scales of their own; their products are
+  added to the residual, and their columns of the second weight are zero.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from torch import Tensor, fx, nn
 from torchq.convert.fuse import Layer
 from torchq.convert.ops import Role
 from torchq.convert.plan import Plan
+from torchq.convert.quantized_layers import lookup, quantized
+from torchq.nn.linear import QLinear
 from torchq.quantization.observers import PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams, choose_qparams
 from torchq.quantization.recipes.smoothing import static_smoothing
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
     from torchq.convert.prepared import Prepared
 
 _WORTH = 2 / 3  # of the expected error, at most: MiniLM's norms come to 0.08 to 0.61, noise to 1
-_COUNT = 8  # channels of a hidden layer in float: they cost the same as one
-_BESIDE = 1.5  # times the largest of the others
+_WORTH_LAYERS = 1 / 4  # for layers apart, which cost a hidden layer 4 % of its time
+_MOST = 16  # channels apart: the kernels pad fewer to as many
 
 
 class Hidden(NamedTuple):
@@ -113,8 +115,9 @@ class Outliers:
 
     Attributes:
         factors: value -> what its channels are divided by.
-        channels: result of a hidden layer -> the hidden channels in float.
+        channels: result of a hidden layer -> its large channels.
         qparams: value -> parameters without its large channels.
+        shared: values that a layer beside another one reads, too.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -123,7 +126,9 @@ class Outliers:
         self.factors: dict[fx.Node, Tensor] = {}
         self.channels: dict[fx.Node, Tensor] = {}
         self.qparams: dict[fx.Node, QParams] = {}
+        self.shared: set[fx.Node] = set()
         self._hidden: dict[fx.Node, Hidden] = {}
+        self._beside: dict[fx.Node, QParams] = {}  # of the large channels
         self._notes: dict[fx.Node, str] = {}
         for node, layers in smoothed_sources(self._plan).items():
             self._smooth(node, layers)
@@ -140,36 +145,39 @@ class Outliers:
         if error > _WORTH:
             return
         self.factors[node] = factors
-        config = self._plan.config(layers[0].op.base)
-        assert config is not None
-        options = config.activation_dtype, config.activation_bits, config.symmetric
-        ends = (low / factors).amin(), (high / factors).amax()
-        self.qparams[node] = choose_qparams(*ends, *options)
+        self.qparams[node] = self._of_range(layers[0], low / factors, high / factors)
         largest = _magnitudes(seen)
         text = f"smoothing {alpha:g}: largest channel {float(largest.max()):.3g}, median "
-        text += f"{float(largest.median()):.3g}, error {10 * math.log10(max(error, 1e-9)):.1f} dB"
+        text += f"{float(largest.median()):.3g}, error {_decibels(error)}"
         self._notes |= {layer.dst: text for layer in layers}
 
     def _split(self, hidden: Hidden) -> None:
         ends = hidden.first.dst, hidden.function.dst
         before, after = (self._prepared.channels_of(node) for node in ends)
-        if before is None or after is None or after.min_value.numel() <= _COUNT:
+        if before is None or after is None:
             return
-        largest = _magnitudes(after)
-        values, order = torch.sort(largest, descending=True, stable=True)
-        if float(values[0]) <= _BESIDE * float(values[_COUNT]):
+        large, error = _large_channels(after, _weight(hidden.second).square().sum(0))
+        if error > _WORTH_LAYERS:
             return
-        left = torch.ones_like(largest, dtype=torch.bool)
-        left[order[:_COUNT]] = False
+        others = torch.ones(len(after.min_value), dtype=torch.bool).index_fill(0, large, False)
         for node, seen in zip(ends, (before, after), strict=True):
-            low, high = float(seen.min_value[left].min()), float(seen.max_value[left].max())
-            self.qparams[node] = self._prepared.qparams(node, (low, high))
-        self.channels[hidden.second.dst] = order[:_COUNT].sort().values
+            low, high = seen.min_value, seen.max_value
+            within = float(low[others].min()), float(high[others].max())
+            self.qparams[node] = self._prepared.qparams(node, within)
+            self._beside[node] = self._of_range(hidden.first, low[large], high[large])
+        self.shared.add(hidden.first.srcs[0])
+        self.channels[hidden.second.dst] = large
         self._hidden[hidden.second.dst] = hidden
+        largest = _magnitudes(after)
         self._notes[hidden.second.dst] = (
-            f"{_COUNT} of {len(largest)} source channels in float: up to "
-            f"{float(values[0]):.3g}, others to {float(values[_COUNT]):.3g}"
+            f"{len(large)} of {len(largest)} source channels apart: up to "
+            f"{float(largest.max()):.3g}, others to {float(largest[others].max()):.3g}, "
+            f"error {_decibels(error)}"
         )
+
+    def is_shared(self, node: fx.Node) -> bool:
+        """Return whether layers read the value after one quantization."""
+        return node in self.factors or node in self.shared
 
     def note(self, layer: Layer) -> str:
         """Return what the report says of a layer; "" for nothing."""
@@ -177,16 +185,16 @@ class Outliers:
 
     def adjusted(self, layer: Layer) -> Layer:
         """Return the layer with the weight that fits its source."""
-        factors, module = self.factors.get(layer.srcs[0]), layer.op.module
-        channels = self.channels.get(layer.dst)
+        factors, channels = self.factors.get(layer.srcs[0]), self.channels.get(layer.dst)
         if factors is None and channels is None:
             return layer
+        module = layer.float_module()
         assert isinstance(module, nn.Linear)
         if factors is None:
             factors = torch.ones(module.in_features)
         if channels is not None:
             factors = factors.index_fill(0, channels, 0.0)
-        return replace(layer, op=replace(layer.op, module=_multiplied(module, factors)))
+        return _of(layer, module.weight * factors, module.bias)
 
     def source(self, lowering: Lowering, node: fx.Node) -> fx.Node:
         """Return the float value that is quantized."""
@@ -197,27 +205,67 @@ class Outliers:
         return lowering.graph.call_function(torch.mul, (src, factor))
 
     def residual(self, lowering: Lowering, layer: Layer, value: fx.Node) -> fx.Node:
-        """Return the residual, and the products of the channels in float."""
-        hidden, graph = self._hidden.get(layer.dst), lowering.graph
+        """Return the residual, and the products of the large hidden channels."""
+        hidden = self._hidden.get(layer.dst)
         if hidden is None:
             return value
-        channels, linear = self.channels[layer.dst], nn.functional.linear
-        first, second = (v.float_module() for v in (hidden.first, layer))
-        assert isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
-        args = [lowering.float_of(hidden.first.srcs[0])]
-        args.append(lowering.constant(f"{layer.name}_rows", first.weight[channels]))
-        if first.bias is not None:
-            args.append(lowering.constant(f"{layer.name}_bias", first.bias[channels]))
-        known = {hidden.first.dst: graph.call_function(linear, tuple(args))}
-        for part in hidden.function.parts:
-            known[part.node] = lowering.copy_with(part.node, known)
-        columns = lowering.constant(f"{layer.name}_columns", second.weight[:, channels])
-        products = graph.call_function(linear, (known[hidden.function.dst], columns))
-        return graph.call_function(torch.add, (value, products))
+        rows, columns = (v.float_module() for v in (hidden.first, layer))
+        assert isinstance(rows, nn.Linear) and isinstance(columns, nn.Linear)
+        channels, factors = self.channels[layer.dst], self.factors.get(hidden.first.srcs[0])
+        above, bias = rows.weight[channels], rows.bias
+        first = _of(
+            hidden.first,
+            above if factors is None else above * factors,
+            None if bias is None else bias[channels],
+        )
+        second = _of(layer, columns.weight[:, channels], None)
+
+        def qparams(node: fx.Node) -> QParams:
+            return self._beside.get(node) or lowering.qparams(node)
+
+        inner = quantized(first, self._plan, qparams)
+        assert isinstance(inner, QLinear)
+        inner.with_lookup(lookup(hidden.function, self._plan, qparams))
+        outer = quantized(second, self._plan, qparams)
+        src = lowering.int8_of(hidden.first.srcs[0])
+        large = lowering.call(f"{hidden.first.name}_large", inner, src)
+        return lowering.call(f"{layer.name}_large", outer, large, value)
+
+    def _of_range(self, layer: Layer, low: Tensor, high: Tensor) -> QParams:
+        """Return parameters for all of these ranges, as the layer's configuration has them."""
+        config = self._plan.config(layer.op.base)
+        assert config is not None
+        options = config.activation_dtype, config.activation_bits, config.symmetric
+        return choose_qparams(low.min(), high.max(), *options)
 
 
 def _magnitudes(seen: PerChannelMinMaxObserver) -> Tensor:
     return torch.maximum(-seen.min_value, seen.max_value)
+
+
+def _decibels(error: float) -> str:
+    return f"{10 * math.log10(max(error, 1e-9)):.1f} dB"
+
+
+def _large_channels(seen: PerChannelMinMaxObserver, squares: Tensor) -> tuple[Tensor, float]:
+    """Return the channels to quantize apart, and the expected squared error beside that of none.
+
+    Args:
+        seen: ranges of the channels.
+        squares: what the square of an error in each channel counts.
+    """
+    low, high = (end.double() for end in (seen.min_value, seen.max_value))
+    order = torch.sort(_magnitudes(seen), descending=True, stable=True).indices
+
+    def error(channels: Tensor) -> float:
+        step = high[channels].max().clamp(min=0) - low[channels].min().clamp(max=0)
+        return float(step.square() * squares[channels].double().sum())
+
+    counts = range(1, min(_MOST, len(order) - 1) + 1)
+    found = [(error(order[:n]) + error(order[n:]), n) for n in counts]
+    least, count = min(found, default=(0.0, 0))
+    plain = error(order)
+    return order[:count].sort().values, least / plain if plain > 0 and count else 1.0
 
 
 def _weight(layer: Layer) -> Tensor:
@@ -225,9 +273,10 @@ def _weight(layer: Layer) -> Tensor:
     return layer.op.module.weight.detach().float()
 
 
-def _multiplied(module: nn.Linear, factors: Tensor) -> nn.Linear:
-    """Return a linear layer with factors for the columns of its weight."""
-    made = nn.Linear(module.in_features, module.out_features, module.bias is not None, "meta")
-    made.weight = nn.Parameter(module.weight.detach().float() * factors, False)
-    made.bias = module.bias
-    return made.eval()
+def _of(layer: Layer, weight: Tensor, bias: Tensor | None) -> Layer:
+    """Return the layer with this weight and bias; nothing is left to fold into them."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, "meta")
+    made.weight = nn.Parameter(weight.detach().float(), False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.detach(), False)
+    return replace(layer, op=replace(layer.op, module=made.eval()), affines=[])

@@ -86,9 +86,10 @@ class Prepared(nn.Module):
         self._channels_of: dict[str, int] = {}  # name of a node -> index
         for i, node in enumerate(observed_nodes(plan)):
             self._channels_of[node.name] = i
-            self.channels.append(PerChannelMinMaxObserver(axis=-1))
-            self.channels[i].name = f"{plan.prefix}{node.name}"
-            model.add_submodule(f"torchq_channels_{i}", self.channels[i])
+            observer = PerChannelMinMaxObserver(axis=-1)
+            observer.name = f"{plan.prefix}{node.name}"
+            self.channels.append(observer)
+            model.add_submodule(f"torchq_channels_{i}", observer)
             with graph.inserting_after(twins[node]):
                 graph.call_module(f"torchq_channels_{i}", (twins[node],))
         self._result_names: dict[str, str] = {}
