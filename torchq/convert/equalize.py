@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.convert.fuse import Layer
+from torchq.convert.graph import aten_name
 from torchq.convert.ops import Role, shape_of
-from torchq.convert.phases import function_name
 from torchq.convert.plan import Plan
 from torchq.quantization.qparams import QParams, choose_qparams
 from torchq.quantization.recipes.equalization import by_channels, equalizing_factors
@@ -68,7 +68,7 @@ def _keeps_channels(plan: Plan, node: fx.Node) -> bool:
     """Return whether what moves elements leaves them in the order of their channels."""
     op = plan.ops[node]
     if op.role is Role.MOVE:
-        src, dst, name = shape_of(op.srcs[0]), shape_of(node), function_name(node)
+        src, dst, name = shape_of(op.srcs[0]), shape_of(node), aten_name(node)
         known = name == "flatten" or (name in ("view", "reshape") and src[0] != src[1])
         return known and len(src) > 2 and dst == (src[0], math.prod(src[1:]))
     return op.role in (Role.PASS, Role.PAD)

@@ -4,34 +4,23 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from torchq.attributes.post_ops import PostOps
 from torchq.convert.equalize import equalized
-from torchq.convert.from_float import (
-    dynamic_from_float,
-    matmul_from_float,
-    naming,
-    pool_from_float,
-    post_op_chain,
-)
+from torchq.convert.from_float import dynamic_from_float, naming, pool_from_float
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_data import is_reserved
 from torchq.convert.graph_module import QuantizedGraph
-from torchq.convert.ops import Op, Role, append_clip, is_resampling, reads_strides
-from torchq.convert.plan import Plan
+from torchq.convert.ops import Op, Role, is_resampling, reads_strides
+from torchq.convert.outliers import Outliers
 from torchq.convert.prepared import Prepared, shared_qparams
-from torchq.nn.attention import DynamicQAttention, QAttention
-from torchq.nn.batch_norm import combined
-from torchq.nn.binary import QAdd, QCat, QMul
-from torchq.nn.float_modules import Add, Attention, Cat
-from torchq.nn.matmul import QMatMul
+from torchq.convert.quantized_layers import lookup, quantized
+from torchq.nn.attention import DynamicQAttention
+from torchq.nn.float_modules import Attention, Cat
 from torchq.nn.model_state import twin
-from torchq.nn.module import QModule
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
 from torchq.quantization.qparams import QParams
@@ -55,7 +44,9 @@ class Lowering:
         self._float: dict[fx.Node, fx.Node] = {}
         self._int8: dict[fx.Node, fx.Node] = {}
         self._between = prepared.between()
-        self._qparams = shared_qparams(prepared) | {n: b.src for n, b in self._between.items()}
+        self._outliers = Outliers(prepared)
+        between = {node: found.src for node, found in self._between.items()}
+        self._qparams = shared_qparams(prepared) | between | self._outliers.qparams
         self._readers = self.plan.readers()
 
     def run(self) -> QuantizedGraph:
@@ -102,7 +93,7 @@ class Lowering:
         if node in self._int8 or node in self.plan.fakes or (joined and self.plan.is_int8(node)):
             src = self.int8_of(node)
             name, dequantize = f"{node.name}_dequantize", Dequantize(self.qparams(node))
-            return self._as_in_model(node, self._call(name, dequantize, src))
+            return self._as_in_model(node, self.call(name, dequantize, src))
         if op is not None and op.role is Role.PASS:
             return self.float_of(op.srcs[0])
         return self._copy(node)
@@ -150,7 +141,8 @@ class Lowering:
             else:
                 quantize = Quantize(self.qparams(node))
                 name = f"{node.name}_quantize"
-                self._int8[node] = self._call(name, quantize, self.float_of(node))
+                src = self._outliers.source(self, node)
+                self._int8[node] = self.call(name, quantize, src)
         return self._int8[node]
 
     def _moved(self, op: Op) -> fx.Node:
@@ -161,10 +153,10 @@ class Lowering:
         if op.role is Role.POOL:
             assert op.module is not None
             size = [] if op.size is None else [fx.node.map_arg(op.size, self.any_of)]
-            dst = self._call(op.name, pool_from_float(op.module, qparams), src, *size)
+            dst = self.call(op.name, pool_from_float(op.module, qparams), src, *size)
             return self._flat(op, dst)
         if op.role is Role.PAD:
-            return self._call(op.name, QPad(qparams), src, self._padding(op))
+            return self.call(op.name, QPad(qparams), src, self._padding(op))
         signed = qparams.dtype == torch.int8 and is_resampling(op)
         if signed:  # torch interpolates uint8, but not int8; TorchScript has no view(dtype)
             src = self.graph.call_method("to", (src, torch.uint8))  # the same bytes
@@ -185,16 +177,20 @@ class Lowering:
         if self.plan.comes_as_int8(src):
             assert op.module is not None
             table = QLookup(op.module, self.qparams(src), fixed.dequantize, op.kind)
-            return self._call(f"{op.node.name}_lookup", table, self.int8_of(src))
+            return self.call(f"{op.node.name}_lookup", table, self.int8_of(src))
         value = self.float_of(src)
         if fixed.clip is not None:
             value = self.graph.call_function(torch.clamp, (value, *fixed.clip))
-        return self._call(f"{op.node.name}_quantize", Quantize(fixed.quantize), value)
+        return self.call(f"{op.node.name}_quantize", Quantize(fixed.quantize), value)
 
     def _constant(self, node: fx.Node) -> fx.Node:
         value, qparams = self.prepared.constant(node), self.qparams(node)
-        name = self._free(f"{node.name}_int8")
-        self.modules[name] = Quantize(qparams)(value.detach())
+        return self.constant(f"{node.name}_int8", Quantize(qparams)(value.detach()))
+
+    def constant(self, name: str, value: Tensor) -> fx.Node:
+        """Return the node of a tensor that the converted graph holds."""
+        name = self._free(name.replace(".", "_"))
+        self.modules[name] = value.detach()
         return self.graph.get_attr(name)
 
     # Nodes
@@ -233,7 +229,8 @@ class Lowering:
             self.modules[self._names[name]] = self._opaque.get(name, module)
         return self._names[name]
 
-    def _call(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> fx.Node:
+        """Return the node of a call of a module, under this name or one like it."""
         name = self._free(name)
         self.modules[name] = module
         return self.graph.call_module(name, args, kwargs)
@@ -256,11 +253,14 @@ class Lowering:
             self.modules[str(node.target)].with_lookup(lookup(layer, self.plan, self.qparams))
             return
         with naming(f"{self.plan.prefix}{layer.op.base}"):
-            module = quantized(*equalized(layer, self.plan, self.qparams, self._between))
+            adjusted = self._outliers.adjusted(layer)
+            module = quantized(*equalized(adjusted, self.plan, self.qparams, self._between))
+        if note := self._outliers.note(layer):
+            module.with_recipe(note)  # type: ignore[operator]
         sources, size = self._sources(layer), {}
         if layer.op.size is not None and layer.role is Role.MATMUL:
             size["output_padding"] = fx.node.map_arg(layer.op.size, self.any_of)
-        dst = self._flat(layer.op, self._call(layer.name, module, *sources, **size))
+        dst = self._flat(layer.op, self.call(layer.name, module, *sources, **size))
         form = self._int8 if self.plan.emits_int8(layer) else self._float
         form[layer.dst] = dst if form is self._int8 else self._as_in_model(layer.dst, dst)
 
@@ -269,7 +269,8 @@ class Lowering:
         args: list[Any] = [self._src(src) for src in layer.srcs]
         if layer.residual is not None:
             as_int8 = self.plan.comes_as_int8(layer.residual)
-            args.append((self.int8_of if as_int8 else self.float_of)(layer.residual))
+            residual = (self.int8_of if as_int8 else self.float_of)(layer.residual)
+            args.append(self._outliers.residual(self, layer, residual))
         if isinstance(layer.op.module, Attention):
             args += self._attention_arguments(layer.op)
         return [args] if isinstance(layer.op.module, Cat) else args
@@ -278,7 +279,7 @@ class Lowering:
         sources: list[Any] = [self.float_of(src) for src in op.srcs]
         if isinstance(op.module, Attention):
             sources += self._attention_arguments(op)
-            dst = self._call(op.name, DynamicQAttention(op.module.options), *sources)
+            dst = self.call(op.name, DynamicQAttention(op.module.options), *sources)
             return self._as_in_model(op.node, dst, op.srcs[0].meta["value"].dtype)
         config = self.plan.config(op.base)
         assert isinstance(op.module, nn.Linear) and config is not None
@@ -288,7 +289,7 @@ class Lowering:
         if op.post_ops:
             operands = [self.float_of(operand) for operand in op.operands]
             sources += [op.post_ops, operands or None]
-        return self._call(op.name, linear, *sources)
+        return self.call(op.name, linear, *sources)
 
     def _attention_arguments(self, op: Op) -> list[Any]:
         """Return the mask, of all that are added; the scale, where it is known at run time only."""
@@ -314,85 +315,7 @@ class Lowering:
         """Return a source: int8, or a float32 value of which this layer is the only reader."""
         alone = self._readers[self.plan.root(node)] == 1
         made = self.plan.is_joined(node) or node in self.plan.fakes or "constant" in node.meta
-        made |= node in self._int8
+        made |= node in self._int8 or self._outliers.is_shared(node)
         if made or not alone:
             return self.int8_of(node)
         return self.float_of(node)
-
-
-QParamsOf = Callable[[fx.Node], QParams]
-
-
-def quantized(layer: Layer, plan: Plan, qparams: QParamsOf) -> QModule:
-    """Return the module that computes the layer from int8 sources, and perhaps a float32 residual.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: the module's own reasons.
-    """
-    if layer.role is Role.UNARY:
-        return lookup(layer, plan, qparams)
-    dst, srcs = _dst(layer, plan, qparams), [qparams(src) for src in layer.srcs]
-    if layer.role is Role.MATMUL:
-        return _matmul(layer, plan, qparams, dst)
-    if layer.role is Role.MEAN:
-        assert layer.op.module is not None
-        return pool_from_float(layer.op.module, srcs[0], dst=dst or "f32")
-    if isinstance(layer.op.module, Cat):
-        return QCat(srcs, dst, layer.op.module.dim)
-    if isinstance(layer.op.module, Attention):
-        return QAttention(srcs, dst, layer.op.module.options)
-    if layer.role is Role.PRODUCT:
-        return QMatMul(srcs, dst, _factor(layer, plan))
-    cls = QAdd if isinstance(layer.op.module, Add) else QMul
-    return cls(srcs, dst, layer.clip is not None)
-
-
-def lookup(layer: Layer, plan: Plan, qparams: QParamsOf) -> QLookup:
-    """Return the table of a UNARY."""
-    assert layer.function is not None
-    src = qparams(layer.srcs[0])
-    dst = qparams(layer.dst) if layer.fake is None else plan.fakes[layer.dst].quantize
-    label = "+".join(part.kind for part in layer.parts if part.role is not Role.PASS)
-    return QLookup(layer.function, src, dst, label)
-
-
-def _dst(layer: Layer, plan: Plan, qparams: QParamsOf) -> QParams | None:
-    """Parameters of the result; None: it is float32."""
-    if layer.fake is not None:
-        return plan.fakes[layer.dst].quantize
-    return qparams(layer.dst) if plan.emits_int8(layer) else None
-
-
-def _matmul(layer: Layer, plan: Plan, qparams: QParamsOf, dst: QParams | None) -> QModule:
-    residual: QParams | None = None
-    if layer.residual is not None and plan.comes_as_int8(layer.residual):
-        residual = qparams(layer.residual)
-    chain = post_op_chain(layer.residual is not None, residual, None)
-    if layer.slopes is not None:
-        chain.append_prelu(layer.slopes, 2)
-    if (clip := _clip(layer, plan)) is not None:
-        append_clip(chain, clip)
-    config = plan.config(layer.op.base)
-    assert config is not None
-    src, module = qparams(layer.srcs[0]), layer.float_module()
-    scale = layer.weight_scale()
-    return matmul_from_float(module, src, dst, config, chain, scale, pad=layer.pad)
-
-
-def _factor(layer: Layer, plan: Plan) -> PostOps:
-    """Return what a matrix product takes over, in order."""
-    chain = PostOps()
-    if layer.affines:
-        scale, shift = combined(layer.affines)
-        chain.append_eltwise("linear", float(scale), float(shift))
-    clip = _clip(layer, plan)
-    return chain if clip is None else append_clip(chain, clip)
-
-
-def _clip(layer: Layer, plan: Plan) -> tuple[float, float] | None:
-    """Bounds of the activation, and of a fake quantizer with few levels."""
-    more = None if layer.fake is None else plan.fakes[layer.dst].clip
-    if layer.clip is None or more is None:
-        return layer.clip or more
-    low, high = (min(max(bound, more[0]), more[1]) for bound in layer.clip)
-    return low, high

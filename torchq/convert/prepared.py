@@ -14,6 +14,7 @@ from torchq.convert.equalize import Between, between, channel_axis, pairs
 from torchq.convert.graph import Captured
 from torchq.convert.graph_data import graph_of, plain_nodes
 from torchq.convert.ops import Role
+from torchq.convert.outliers import observed_nodes
 from torchq.convert.plan import Plan
 from torchq.convert.rows import Row
 from torchq.quantization.config import Overrides, QConfig
@@ -37,6 +38,7 @@ class Prepared(nn.Module):
         graph_module: the traced model; its opaque submodules may be prepared by torchq.eager.
         opaque_names: those submodules.
         samples: of what dynamic linear layers read, for their recipes.
+        channels: ranges of the channels of values that ``outliers`` and ``equalize`` look at.
         torchq_report: what was decided for each module.
     """
 
@@ -60,24 +62,15 @@ class Prepared(nn.Module):
         model = fx.GraphModule(plan.captured.model, graph)
         for name, module in opaque.items():
             model.set_submodule(name, module)
-
-        def observe(observer: Observer, nodes: list[fx.Node]) -> int:
-            i = len(self.observers)
-            self.observers.append(observer)
-            model.add_submodule(f"torchq_observer_{i}", observer)
-            for node in nodes:
-                with graph.inserting_after(twins[node]):
-                    graph.call_module(f"torchq_observer_{i}", (twins[node],))
-            return i
-
-        self._channels: dict[str, int] = {}  # name of a node -> index of the observer of channels
-        for first, _ in pairs(plan):
-            channels = PerChannelMinMaxObserver(channel_axis(first))
-            channels.name = plan.group_config([first.dst])[0]
-            self._channels[first.dst.name] = observe(channels, [first.dst])
         for root, producers in plan.groups().items():
             name, config = plan.group_config(producers)
-            self._groups[root.name] = observe(config.make_observer(name), producers), config
+            observer, i = config.make_observer(name), len(self.observers)
+            self.observers.append(observer)
+            self._groups[root.name] = i, config
+            model.add_submodule(f"torchq_observer_{i}", observer)
+            for producer in producers:
+                with graph.inserting_after(twins[producer]):
+                    graph.call_module(f"torchq_observer_{i}", (twins[producer],))
         self.samples, self._sample_of = nn.ModuleList(samples.values()), dict[str, int]()
         for i, name in enumerate(samples):
             self._sample_of[name] = i
@@ -87,6 +80,18 @@ class Prepared(nn.Module):
                 target = f"torchq_sample_{self._sample_of[op.base]}"
                 with graph.inserting_after(twins[op.srcs[0]]):
                     graph.call_module(target, (twins[op.srcs[0]],))
+        self.channels = nn.ModuleList()
+        self._channels_of: dict[str, int] = {}  # name of a node -> index
+        axes = dict.fromkeys(observed_nodes(plan), -1)
+        axes |= {first.dst: channel_axis(first) for first, _ in pairs(plan)}
+        for i, (node, axis) in enumerate(axes.items()):
+            self._channels_of[node.name] = i
+            observer = PerChannelMinMaxObserver(axis)
+            observer.name = f"{plan.prefix}{node.name}"
+            self.channels.append(observer)
+            model.add_submodule(f"torchq_channels_{i}", observer)
+            with graph.inserting_after(twins[node]):
+                graph.call_module(f"torchq_channels_{i}", (twins[node],))
         self._result_names: dict[str, str] = {}
         for i, (name, node) in enumerate(self._result_nodes()):
             self._result_names[name] = f"torchq_result_{i}"
@@ -111,7 +116,8 @@ class Prepared(nn.Module):
         opaque = {name: self.graph_module.get_submodule(name) for name in self.opaque_names}
         parts = replace(captured, graph=None), plan._config, plan._overrides  # type: ignore[arg-type]
         samples = {name: self.samples[i] for name, i in self._sample_of.items()}
-        return _rebuild, (nodes, *parts, opaque, samples, self.torchq_report, list(self.observers))
+        observers = list(self.observers), list(self.channels)
+        return _rebuild, (nodes, *parts, opaque, samples, self.torchq_report, *observers)
 
     def _result_nodes(self) -> list[tuple[str, fx.Node]]:
         """Return the names of quantized modules to be, and the nodes of their results."""
@@ -136,8 +142,8 @@ class Prepared(nn.Module):
         """Run the float model."""
         return self.graph_module(*args, **kwargs)
 
-    def qparams(self, node: fx.Node) -> QParams:
-        """Scale and zero point of a node of the plan's graph.
+    def qparams(self, node: fx.Node, within: tuple[float, float] | None = None) -> QParams:
+        """Scale and zero point of a node of the plan's graph, of its values ``within`` a range.
 
         Raises:
             RuntimeError: it was never calibrated; the message names the module.
@@ -149,6 +155,8 @@ class Prepared(nn.Module):
         i, config = self._groups[root.name]
         observer = self.observers[i]
         assert isinstance(observer, Observer)
+        if within is not None and isinstance(observer, HistogramObserver):
+            observer = observer.within(*within)
         options = config.activation_dtype, config.activation_bits, config.symmetric
         function = self.plan.function_behind(root)
         if function is not None and isinstance(observer, HistogramObserver):
@@ -159,11 +167,11 @@ class Prepared(nn.Module):
         """Root of a group -> how its tensor is quantized, where channels have their own scales."""
         found = {}
         for first, second in pairs(self.plan):
-            i, config = self._channels[first.dst.name], self._groups[first.dst.name][1]
-            channels: Any = self.observers[i]
-            given = self.qparams(first.dst)
-            ends = channels.min_value, channels.max_value
-            if (one := between(first, second, *ends, given, config.symmetric)) is not None:
+            if (seen := self.channels_of(first.dst)) is None:
+                continue
+            symmetric = self._groups[first.dst.name][1].symmetric
+            given, ends = self.qparams(first.dst), (seen.min_value, seen.max_value)
+            if (one := between(first, second, *ends, given, symmetric)) is not None:
                 found[first.dst] = one
         return found
 
@@ -173,6 +181,13 @@ class Prepared(nn.Module):
         sample = None if i is None else self.samples[i]
         assert sample is None or isinstance(sample, SourceSample)
         return sample
+
+    def channels_of(self, node: fx.Node) -> PerChannelMinMaxObserver | None:
+        """Return the ranges of the channels of a value; None where nothing was recorded."""
+        i = self._channels_of.get(node.name)
+        seen = None if i is None else self.channels[i]
+        assert seen is None or isinstance(seen, PerChannelMinMaxObserver)
+        return seen if seen is not None and seen.calibrated else None
 
     def constant(self, node: fx.Node) -> Tensor:
         """Return the value of a node that does not depend on the inputs."""
@@ -190,12 +205,16 @@ def _rebuild(
     samples: dict[str, SourceSample],
     rows: list[Row],
     observers: list[nn.Module],
+    channels: list[nn.Module],
 ) -> Prepared:
     plan = Plan(replace(captured, graph=graph_of(nodes)), config, overrides)
     prepared = Prepared(plan, opaque, samples, rows)
     for i, observer in enumerate(observers):
         prepared.observers[i] = observer
         prepared.graph_module.set_submodule(f"torchq_observer_{i}", observer)
+    for i, observer in enumerate(channels):
+        prepared.channels[i] = observer
+        prepared.graph_module.set_submodule(f"torchq_channels_{i}", observer)
     return prepared.eval()
 
 

@@ -213,8 +213,8 @@ def _read_layers(folder: Path, files: Iterable[Path]) -> Layers:
         raise refused(folder, "no weight_scale in its files")
     return {
         name: _layer(folder, name, shapes, small)
-        if (path := places.get(f"{name}.weight_packed")) is None
-        else _int4_layer(path, name, shapes, small, places)
+        if (packed := places.get(f"{name}.weight_packed")) is None
+        else _int4_layer(packed, name, shapes, small, places)
         for name in names
     }
 

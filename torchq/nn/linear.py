@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from torchq.attributes.options import Granularity
 from torchq.attributes.post_ops import PostOps
@@ -90,7 +91,18 @@ class QLinear(QLayer):
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QLinear":
         """See the base class."""
-        return cls(**cls._arguments_from_spec(spec))
+        return cls(**cls._arguments_from_spec(spec)).with_recipe(spec.get("recipe", ""))
+
+    def with_recipe(self, note: str) -> Self:
+        """Keep what the report says of the source and the weight; return the module."""
+        fields = self.read_spec() | ({"recipe": note} if note else {})
+        self._set_spec(**{key: fields[key] for key in fields.keys() - {"class", "version"}})
+        return self
+
+    def extra_repr(self) -> str:
+        """Shapes, dtypes, attributes and the recipe on one line."""
+        note = self.read_spec().get("recipe", "")
+        return f"{super().extra_repr()}{', ' if note else ''}{note}"
 
     def forward(
         self,

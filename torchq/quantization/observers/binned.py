@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
@@ -145,6 +147,18 @@ class HistogramObserver(_BinnedObserver):
     Raises:
         ValueError: ``bins`` is too small.
     """
+
+    def within(self, low: float, high: float) -> Self:
+        """Return an observer of the values in bins that ``[low, high]`` reaches."""
+        old, other = self.histogram(), copy.deepcopy(self)
+        low, high = max(low, old.min_value), min(high, old.max_value)
+        first, last = (first_bin(end, old.exponent) for end in (min(low, 0.0), max(high, 0.0)))
+        counts = np.zeros_like(old.counts)
+        counts[: last - first + 1] = old.counts[first - old.first :][: last - first + 1]
+        other.counts.copy_(torch.from_numpy(counts))
+        other.min_value.fill_(low)
+        other.max_value.fill_(high)
+        return other
 
     def qparams_before(
         self,

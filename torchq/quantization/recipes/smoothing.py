@@ -37,6 +37,40 @@ def smoothing_factors(largest: Tensor, weight: Tensor, alpha: float) -> Tensor:
     return torch.exp2((exponent - exponent.mean()).round()).float()
 
 
+def static_smoothing(low: Tensor, high: Tensor, weight: Tensor) -> tuple[float, Tensor, float]:
+    """Return the alpha with the least expected error, its factors, and that error.
+
+    For a source with one scale and zero point. Roundings of source and weight are taken as
+    independent, each of the variance ``step ** 2 / 12``, and the source's values as a third of the
+    largest of their channel.
+
+    Args:
+        low: smallest value of each channel of the source, ``[in_features]``.
+        high: largest value of each channel.
+        weight: ``[out_features, in_features]``.
+
+    Returns:
+        alpha; factors of :func:`smoothing_factors`; the squared error beside that without
+        smoothing, 1 for as much.
+    """
+    largest, magnitudes = torch.maximum(-low, high), weight.abs()
+    squares = weight.double().square().sum(0)
+
+    def error(factors: Tensor) -> float:
+        step = ((high / factors).amax().clamp(min=0) - (low / factors).amin().clamp(max=0)) / 255
+        rounded_source = step.double() ** 2 * (squares * factors.double().square()).sum()
+        steps = (magnitudes * factors).amax(1) / 127
+        power = (largest / factors / 3).double().square().sum()
+        return float(rounded_source + steps.double().square().sum() * power)
+
+    plain = error(torch.ones_like(largest))
+    tried = [(alpha, smoothing_factors(largest, weight, alpha)) for alpha in ALPHAS]
+    least, (alpha, factors) = min(
+        ((error(factors), (alpha, factors)) for alpha, factors in tried), key=lambda one: one[0]
+    )
+    return alpha, factors, least / plain if plain > 0 else 1.0
+
+
 def _positive(values: Tensor) -> Tensor:
     values = values.double()
     return values.clamp(min=max(float(values.max()) * _SMALLEST, torch.finfo(torch.float32).tiny))

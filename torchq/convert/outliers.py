@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a few large channels from coarsening the int8 steps of all others.
+
+One scale and zero point serve all channels of a value. Transformers have values of which one or two
+channels are many times as large as the rest, and the rest is then left with few levels. The ranges
+of the channels in the calibration data tell where; other values stay as they are.
+
+- What linear layers alone read is multiplied by a power of two per channel before it is quantized,
+  and the columns of their weights are divided by it: see
+  :mod:`torchq.quantization.recipes.smoothing`.
+- A hidden layer is a linear layer, a function that becomes its table, and a second linear layer.
+  Its large channels get linear layers of their own, with scales of their own; their products are
+  added to the residual, and their columns of the second weight are zero.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchq.convert.fuse import Layer
+from torchq.convert.ops import Role
+from torchq.convert.plan import Plan
+from torchq.convert.quantized_layers import lookup, quantized
+from torchq.nn.linear import QLinear
+from torchq.quantization.observers import PerChannelMinMaxObserver
+from torchq.quantization.qparams import QParams, choose_qparams
+from torchq.quantization.recipes.smoothing import static_smoothing
+
+if TYPE_CHECKING:
+    from torchq.convert.lower import Lowering
+    from torchq.convert.prepared import Prepared
+
+_WORTH = 2 / 3  # of the expected error, at most: MiniLM's norms come to 0.08 to 0.61, noise to 1
+_WORTH_LAYERS = 1 / 4  # for layers apart, which cost a hidden layer 4 % of its time
+_MOST = 16  # channels apart: the kernels pad fewer to as many
+
+
+class Hidden(NamedTuple):
+    """A hidden layer: ``second(function(first(src)))``."""
+
+    first: Layer
+    function: Layer
+    second: Layer
+
+
+def smoothed_sources(plan: Plan) -> dict[fx.Node, list[Layer]]:
+    """Return float values that linear layers alone quantize, with these layers."""
+    readers: dict[fx.Node, list[Layer]] = {}
+    for layer in plan.layer_at.values():
+        for node in layer.srcs:
+            readers.setdefault(plan.root(node), []).append(layer)
+        if layer.residual is not None and plan.comes_as_int8(layer.residual):
+            readers.setdefault(plan.root(layer.residual), []).append(layer)
+    return {
+        node: layers
+        for node, layers in readers.items()
+        if _is_single(plan, node)
+        and not plan.comes_as_int8(node)
+        and "constant" not in node.meta
+        and all(_is_linear(plan, layer) and layer.srcs == [node] for layer in layers)
+    }
+
+
+def hidden_layers(plan: Plan) -> list[Hidden]:
+    """Return the hidden layers whose two linear layers, and they alone, read the values between."""
+    found, of_source = [], {layer.srcs[0]: layer for layer in plan.layer_at.values()}
+    for function, first in plan.table_hosts.items():
+        node, second = function.dst, of_source.get(function.dst)
+        if second is None or not set(node.users) <= {part.node for part in second.parts}:
+            continue
+        linear = _is_linear(plan, first) and _is_linear(plan, second)
+        plain = not (first.residual or first.clip or first.slopes is not None or function.fake)
+        single = _is_single(plan, node) and _is_single(plan, first.dst)
+        if linear and plain and single and second.residual not in (None, node):
+            floats = (first.srcs[0], second.residual)
+            if not any(src is None or plan.comes_as_int8(src) for src in floats):
+                found.append(Hidden(first, function, second))
+    return found
+
+
+def observed_nodes(plan: Plan) -> list[fx.Node]:
+    """Return the values whose channels are observed."""
+    nodes = [*smoothed_sources(plan)]
+    for hidden in hidden_layers(plan):
+        nodes += [hidden.first.dst, hidden.function.dst]
+    return nodes
+
+
+def _is_linear(plan: Plan, layer: Layer) -> bool:
+    """Return whether it is a static linear layer whose ranges are torchq's to choose."""
+    module, config = layer.op.module, plan.config(layer.op.base)
+    own = layer.op.weight_scale is not None or layer.fake is not None
+    if config is None or own or not isinstance(module, nn.Linear) or layer.role is not Role.MATMUL:
+        return False
+    return config.activation_observer == "histogram" and layer.srcs[0].meta["value"].dtype == (
+        torch.float32
+    )
+
+
+def _is_single(plan: Plan, node: fx.Node) -> bool:
+    """Return whether no other value shares its scale and zero point, and data choose them."""
+    alone = not any(
+        plan.root(other) is node for other in plan.captured.graph.nodes if other is not node
+    )
+    return plan.root(node) is node and plan.fixed(node) is None and alone
+
+
+class Outliers:
+    """Decisions of one conversion.
+
+    Attributes:
+        factors: value -> what its channels are divided by.
+        channels: result of a hidden layer -> its large channels.
+        qparams: value -> parameters without its large channels.
+        shared: values that a layer beside another one reads, too.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        """Decide."""
+        self._prepared, self._plan = prepared, prepared.plan
+        self.factors: dict[fx.Node, Tensor] = {}
+        self.channels: dict[fx.Node, Tensor] = {}
+        self.qparams: dict[fx.Node, QParams] = {}
+        self.shared: set[fx.Node] = set()
+        self._hidden: dict[fx.Node, Hidden] = {}
+        self._beside: dict[fx.Node, QParams] = {}  # of the large channels
+        self._notes: dict[fx.Node, str] = {}
+        for node, layers in smoothed_sources(self._plan).items():
+            self._smooth(node, layers)
+        for hidden in hidden_layers(self._plan):
+            self._split(hidden)
+
+    def _smooth(self, node: fx.Node, layers: list[Layer]) -> None:
+        seen = self._prepared.channels_of(node)
+        if seen is None:
+            return
+        low, high = seen.min_value, seen.max_value
+        weight = torch.cat([_weight(layer) for layer in layers])
+        alpha, factors, error = static_smoothing(low, high, weight)
+        if error > _WORTH:
+            return
+        self.factors[node] = factors
+        self.qparams[node] = self._of_range(layers[0], low / factors, high / factors)
+        largest = _magnitudes(seen)
+        text = f"smoothing {alpha:g}: largest channel {float(largest.max()):.3g}, median "
+        text += f"{float(largest.median()):.3g}, error {_decibels(error)}"
+        self._notes |= {layer.dst: text for layer in layers}
+
+    def _split(self, hidden: Hidden) -> None:
+        ends = hidden.first.dst, hidden.function.dst
+        before, after = (self._prepared.channels_of(node) for node in ends)
+        if before is None or after is None:
+            return
+        large, error = _large_channels(after, _weight(hidden.second).square().sum(0))
+        if error > _WORTH_LAYERS:
+            return
+        others = torch.ones(len(after.min_value), dtype=torch.bool).index_fill(0, large, False)
+        for node, seen in zip(ends, (before, after), strict=True):
+            low, high = seen.min_value, seen.max_value
+            within = float(low[others].min()), float(high[others].max())
+            self.qparams[node] = self._prepared.qparams(node, within)
+            self._beside[node] = self._of_range(hidden.first, low[large], high[large])
+        self.shared.add(hidden.first.srcs[0])
+        self.channels[hidden.second.dst] = large
+        self._hidden[hidden.second.dst] = hidden
+        largest = _magnitudes(after)
+        self._notes[hidden.second.dst] = (
+            f"{len(large)} of {len(largest)} source channels apart: up to "
+            f"{float(largest.max()):.3g}, others to {float(largest[others].max()):.3g}, "
+            f"error {_decibels(error)}"
+        )
+
+    def is_shared(self, node: fx.Node) -> bool:
+        """Return whether layers read the value after one quantization."""
+        return node in self.factors or node in self.shared
+
+    def note(self, layer: Layer) -> str:
+        """Return what the report says of a layer; "" for nothing."""
+        return self._notes.get(layer.dst, "")
+
+    def adjusted(self, layer: Layer) -> Layer:
+        """Return the layer with the weight that fits its source."""
+        factors, channels = self.factors.get(layer.srcs[0]), self.channels.get(layer.dst)
+        if factors is None and channels is None:
+            return layer
+        module = layer.float_module()
+        assert isinstance(module, nn.Linear)
+        if factors is None:
+            factors = torch.ones(module.in_features)
+        if channels is not None:
+            factors = factors.index_fill(0, channels, 0.0)
+        return _of(layer, module.weight * factors, module.bias)
+
+    def source(self, lowering: Lowering, node: fx.Node) -> fx.Node:
+        """Return the float value that is quantized."""
+        src, factors = lowering.float_of(node), self.factors.get(node)
+        if factors is None:
+            return src
+        factor = lowering.constant(f"{node.name}_factor", 1 / factors)  # powers of two: exact
+        return lowering.graph.call_function(torch.mul, (src, factor))
+
+    def residual(self, lowering: Lowering, layer: Layer, value: fx.Node) -> fx.Node:
+        """Return the residual, and the products of the large hidden channels."""
+        hidden = self._hidden.get(layer.dst)
+        if hidden is None:
+            return value
+        rows, columns = (v.float_module() for v in (hidden.first, layer))
+        assert isinstance(rows, nn.Linear) and isinstance(columns, nn.Linear)
+        channels, factors = self.channels[layer.dst], self.factors.get(hidden.first.srcs[0])
+        above, bias = rows.weight[channels], rows.bias
+        first = _of(
+            hidden.first,
+            above if factors is None else above * factors,
+            None if bias is None else bias[channels],
+        )
+        second = _of(layer, columns.weight[:, channels], None)
+
+        def qparams(node: fx.Node) -> QParams:
+            return self._beside.get(node) or lowering.qparams(node)
+
+        inner = quantized(first, self._plan, qparams)
+        assert isinstance(inner, QLinear)
+        inner.with_lookup(lookup(hidden.function, self._plan, qparams))
+        outer = quantized(second, self._plan, qparams)
+        src = lowering.int8_of(hidden.first.srcs[0])
+        large = lowering.call(f"{hidden.first.name}_large", inner, src)
+        return lowering.call(f"{layer.name}_large", outer, large, value)
+
+    def _of_range(self, layer: Layer, low: Tensor, high: Tensor) -> QParams:
+        """Return parameters for all of these ranges, as the layer's configuration has them."""
+        config = self._plan.config(layer.op.base)
+        assert config is not None
+        options = config.activation_dtype, config.activation_bits, config.symmetric
+        return choose_qparams(low.min(), high.max(), *options)
+
+
+def _magnitudes(seen: PerChannelMinMaxObserver) -> Tensor:
+    return torch.maximum(-seen.min_value, seen.max_value)
+
+
+def _decibels(error: float) -> str:
+    return f"{10 * math.log10(max(error, 1e-9)):.1f} dB"
+
+
+def _large_channels(seen: PerChannelMinMaxObserver, squares: Tensor) -> tuple[Tensor, float]:
+    """Return the channels to quantize apart, and the expected squared error beside that of none.
+
+    Args:
+        seen: ranges of the channels.
+        squares: what the square of an error in each channel counts.
+    """
+    low, high = (end.double() for end in (seen.min_value, seen.max_value))
+    order = torch.sort(_magnitudes(seen), descending=True, stable=True).indices
+
+    def error(channels: Tensor) -> float:
+        step = high[channels].max().clamp(min=0) - low[channels].min().clamp(max=0)
+        return float(step.square() * squares[channels].double().sum())
+
+    counts = range(1, min(_MOST, len(order) - 1) + 1)
+    found = [(error(order[:n]) + error(order[n:]), n) for n in counts]
+    least, count = min(found, default=(0.0, 0))
+    plain = error(order)
+    return order[:count].sort().values, least / plain if plain > 0 and count else 1.0
+
+
+def _weight(layer: Layer) -> Tensor:
+    assert isinstance(layer.op.module, nn.Linear)
+    return layer.op.module.weight.detach().float()
+
+
+def _of(layer: Layer, weight: Tensor, bias: Tensor | None) -> Layer:
+    """Return the layer with this weight and bias; nothing is left to fold into them."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, "meta")
+    made.weight = nn.Parameter(weight.detach().float(), False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.detach(), False)
+    return replace(layer, op=replace(layer.op, module=made.eval()), affines=[])
