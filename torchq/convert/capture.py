@@ -279,12 +279,9 @@ def _arguments(program: ExportedProgram, positions: list[int], leaves: list[Any]
 
 def _guards(program: ExportedProgram) -> list[str]:
     """Return torch's guards as conditions on ``s0``, ``s1``, ...: the shapes of the tensors."""
-    result = []
-    for guard in getattr(program, "_guards_code", None) or []:
-        text = re.sub(r"L\['tensors'\]\[(\d+)\]\.size\(\)", r"s\1", guard)
-        text = re.sub(r"L\['args'\]\[0\]\[(\d+)\]\.size\(\)", r"s\1", text)
-        result.append(text)
-    return list(dict.fromkeys(result))
+    size = re.compile(r"L\['(?:tensors'|args'\]\[0)\]\[(\d+)\]\.size\(\)")
+    guards = getattr(program, "_guards_code", None) or []
+    return list(dict.fromkeys(size.sub(r"s\1", guard) for guard in guards))
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> dict[str, torch.Size]:

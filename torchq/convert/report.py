@@ -93,7 +93,7 @@ def _together(rows: list[Row]) -> Row:
 
 def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
     quantized, reason, site = False, op.reason, op.name
-    if op.base in plan.self_contained or isinstance(op.owner, RECURRENT):
+    if isinstance(op.owner, RECURRENT):
         quantized, site = op.base in plan.self_contained, op.base
     elif (whole := plan.dynamic_wholes.get(op)) is not None:
         quantized, reason, site = True, f"fused into {plan.prefix}{whole.name}", whole.name

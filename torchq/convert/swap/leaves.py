@@ -118,14 +118,6 @@ def _linear(src: None, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
     return _with_weights(nn.Linear(inputs, channels, device="meta"), weight, bias)
 
 
-def _matmul(src: None, weight: Tensor) -> nn.Module:
-    return _linear(src, weight.t())
-
-
-def _addmm(bias: Tensor, src: None, weight: Tensor) -> nn.Module:
-    return _linear(src, weight.t(), bias)
-
-
 def _conv(cls: Any) -> Callable[..., nn.Module]:
     def make(
         src: None, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
@@ -142,8 +134,11 @@ def _conv(cls: Any) -> Callable[..., nn.Module]:
 
 _PRODUCTS: dict[Any, Callable[..., nn.Module]] = {
     torch.nn.functional.linear: _linear,
-    torch.addmm: _addmm,
-    **dict.fromkeys((torch.matmul, operator.matmul, torch.mm, "matmul", "mm"), _matmul),
+    torch.addmm: lambda bias, src, weight: _linear(src, weight.t(), bias),
+    **dict.fromkeys(
+        (torch.matmul, operator.matmul, torch.mm, "matmul", "mm"),
+        lambda src, weight: _linear(src, weight.t()),
+    ),
     torch.conv1d: _conv(nn.Conv1d),
     torch.conv2d: _conv(nn.Conv2d),
     torch.conv3d: _conv(nn.Conv3d),
