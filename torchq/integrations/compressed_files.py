@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from torchq.quantization.int4 import GROUP_SIZES
 from torchq.quantization.qparams import QParams
-from torchq.quantization.ranges import GROUP_SIZES
 
 METHOD = "compressed-tensors"
 _FORMATS = ("int-quantized", "naive-quantized")
