@@ -278,7 +278,7 @@ def test_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "its model.safetensors cannot be read" in err and not (tmp_path / "again").exists()
 
 
-@pytest.mark.parametrize("preset", ["W8A8", "W4A16", "W4A8", "W4A16_ASYM"])
+@pytest.mark.parametrize("preset", ["W8A8", "W4A16", "W4A16_ASYM"])
 def test_folders_of_the_package_itself(preset: str, tmp_path: Path) -> None:
     """Written by compressed-tensors, and compared with its own fake-quantized model."""
     quantization = pytest.importorskip("compressed_tensors.quantization")

@@ -139,7 +139,7 @@ def test_gptq_rounds_to_multiples_whose_products_are_nearer(count):
     rows = outliers(count) @ torch.randn(48, 48)  # channels that go together
     weight = torch.randn(24, 48)
     scale = weight_qparams(weight).scale.reshape(-1, 1)
-    found = rounded(weight, scale, rows, 127)
+    found = rounded(weight, scale, rows, (-127, 127))
     steps = found / scale
     assert torch.allclose(steps, steps.round(), atol=1e-4) and steps.abs().max() <= 127.001
     nearest = (weight / scale).round() * scale
@@ -150,7 +150,7 @@ def test_gptq_rounds_to_multiples_whose_products_are_nearer(count):
 def test_gptq_takes_sources_that_are_always_zero():
     weight = torch.randn(4, 70)
     scale = weight_qparams(weight).scale.reshape(-1, 1)
-    found = rounded(weight, scale, torch.zeros(9, 70), 127)
+    found = rounded(weight, scale, torch.zeros(9, 70), (-127, 127))
     assert torch.allclose(found, (weight / scale).round() * scale)
 
 

@@ -288,6 +288,9 @@ def share_weight(leaf: nn.Module, layer: nn.Module | None) -> None:
         for key in _PACKED:
             if key in layer._buffers:
                 leaf.layer._buffers[key] = layer._buffers[key]
+        scales, others = (module._buffers.get("params") for module in (leaf.layer, layer))
+        if scales is not None and others is not None and torch.equal(scales, others):
+            leaf.layer._buffers["params"] = others
 
 
 def _is_near(a: Tensor, b: Tensor) -> bool:

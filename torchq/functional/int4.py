@@ -13,8 +13,7 @@ from torch import Tensor
 from torchq.attributes.arguments import check_type
 from torchq.attributes.options import GroupSize
 from torchq.attributes.post_ops import PostOps
-from torchq.quantization.int4 import int4_codes, int4_scales
-from torchq.quantization.ranges import check_group_size
+from torchq.quantization.int4 import check_group_size, int4_codes, int4_scales
 
 _PACK = "Pack codes and scales with torchq.packing.pack_linear_int4."
 

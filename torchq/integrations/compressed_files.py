@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from torchq.quantization.int4 import GROUP_SIZES
 from torchq.quantization.qparams import QParams
-from torchq.quantization.ranges import GROUP_SIZES
 
 METHOD = "compressed-tensors"
 _FORMATS = ("int-quantized", "naive-quantized")
@@ -147,7 +147,9 @@ def _check_scheme(folder: Path, facts: dict[str, Any]) -> None:
             problems += [f"'{name}' has {problem}" for problem in _why_not(group, own)]
     if problems:
         raise refused(
-            folder, "; ".join(problems), "Compress the float model with W8A8 (INT8) or W4A16."
+            folder,
+            "; ".join(problems),
+            "Compress the float model with the scheme W8A8 (INT8) or W4A16.",
         )
 
 
@@ -211,12 +213,15 @@ def _read_layers(folder: Path, files: Iterable[Path]) -> Layers:
     names = [key.removesuffix(_SCALE) for key in shapes if key.endswith(_SCALE)]
     if not names:
         raise refused(folder, "no weight_scale in its files")
-    return {
-        name: _layer(folder, name, shapes, small)
-        if (packed := places.get(f"{name}.weight_packed")) is None
-        else _int4_layer(packed, name, shapes, small, places)
-        for name in names
-    }
+    found: Layers = {}
+    for name in names:
+        own = places.get(f"{name}.weight_packed")
+        found[name] = (
+            _layer(folder, name, shapes, small)
+            if own is None
+            else _int4_layer(own, name, shapes, small, places)
+        )
+    return found
 
 
 def _opened(folder: Path, path: Path) -> Any:

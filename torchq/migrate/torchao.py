@@ -12,8 +12,8 @@ from torchq.attributes.arguments import FLOATS
 from torchq.migrate.leaves import dynamic_leaf, float_layer, int4_leaf, report, static_leaf
 from torchq.nn.inputs import without_gradients, working_copy
 from torchq.nn.leaf import QuantizedLeaf, take_hooks
+from torchq.quantization.int4 import GROUP_SIZES
 from torchq.quantization.qparams import QParams
-from torchq.quantization.ranges import GROUP_SIZES
 
 
 @torch.inference_mode(False)

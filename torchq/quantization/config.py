@@ -20,6 +20,7 @@ from torchq.attributes.options import (
     RecipeName,
     WeightBits,
 )
+from torchq.quantization.int4 import check_group_size
 from torchq.quantization.observers.base import Observer
 from torchq.quantization.observers.binned import (
     EntropyObserver,
@@ -27,7 +28,7 @@ from torchq.quantization.observers.binned import (
     PercentileObserver,
 )
 from torchq.quantization.observers.minmax import MinMaxObserver, MovingAverageObserver
-from torchq.quantization.ranges import check_bits, check_choice, check_dtype, check_group_size
+from torchq.quantization.ranges import check_bits, check_choice, check_dtype
 
 OBSERVERS: dict[str, Callable[[], Observer]] = {
     "minmax": MinMaxObserver,

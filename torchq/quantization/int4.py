@@ -3,13 +3,28 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
+
+from torchq.attributes.options import GroupSize
+
+GROUP_SIZES: tuple[int, ...] = get_args(GroupSize)
 
 # Steps between 0 and the value of largest magnitude in a group. Of these, those with the smallest
 # squared error are taken: 1.0 to 1.6 dB above 7 for groups of normal, Laplace and uniform weights.
 _STEPS = (7.0, 7.5, 8.0, 8.5, 9.0)
 _CHUNK = 1 << 20  # weights that are quantized at a time
+
+
+def check_group_size(where: str, group_size: object) -> None:
+    """Raise ValueError unless 4-bit weights may have groups of this size."""
+    if isinstance(group_size, bool) or group_size not in GROUP_SIZES:
+        raise ValueError(
+            f"torchq.{where}: group_size must be 32, 64 or 128, got {group_size!r}. Take 32 for "
+            "the most accurate weights, 128 for the smallest."
+        )
 
 
 def grouped(weight: Tensor, group_size: int) -> Tensor:

@@ -3,15 +3,9 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-
-from torchq.attributes.options import GroupSize
-
-GROUP_SIZES: tuple[int, ...] = get_args(GroupSize)
 
 # Scales below the smallest normal float32 would be flushed to zero under FTZ, and 1 / scale
 # would overflow.
@@ -74,15 +68,6 @@ def check_bits(where: str, name: str, bits: object) -> None:
         raise ValueError(
             f"torchq.{where}: {name} must be 8 or 7, got {bits!r}. "
             "Use 8, or 7 to rule out saturation in 16-bit pair sums."
-        )
-
-
-def check_group_size(where: str, group_size: object) -> None:
-    """Raise ValueError unless 4-bit weights may have groups of this size."""
-    if isinstance(group_size, bool) or group_size not in GROUP_SIZES:
-        raise ValueError(
-            f"torchq.{where}: group_size must be 32, 64 or 128, got {group_size!r}. Take 32 for "
-            "the most accurate weights, 128 for the smallest."
         )
 
 
