@@ -150,3 +150,24 @@ def test_onnx_runtime_computes_the_same_from_a_file(name: str, tmp_path: pathlib
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
     found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
     assert sqnr(qmodel(x), torch.from_numpy(found)) > 50
+
+
+@pytest.mark.parametrize("rescaled_first", [True, False])
+def test_a_state_of_a_model_with_other_scales_is_refused(rescaled_first: bool) -> None:
+    """Weights of the second layer belong to the scales of the first one."""
+    plain = Wired(FORMS["conv"][0], a=nn.Conv2d(4, 16, 3), b=nn.Conv2d(16, 8, 3))
+    models = [quantized(Wired(FORMS["conv"][0], **convs())), quantized(plain)]
+    one, other = models if rescaled_first else models[::-1]
+    assert scales(one) != scales(other)
+    with pytest.raises(RuntimeError, match="load with torchq.load"):
+        other.load_state_dict(one.state_dict())
+
+
+def test_a_state_loads_into_the_model_calibrated_on_other_data() -> None:
+    """Its factors come along, in the weights."""
+    model = Wired(FORMS["conv"][0], **convs()).eval()
+    one, other = quantized(model), torchq.quantize(model, [3 * x for x in data()])
+    x = data()[0]
+    assert not torch.equal(one(x), other(x))
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one(x), other(x))
