@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 
 from torchq.convert.aten import plain_graph
@@ -81,13 +82,15 @@ def _descend(parts: Parts, module: nn.Module, name: str, calls: dict[int, Call])
 
 def _is_worth(module: nn.Module) -> bool:
     """Return whether a module has parts, and a layer that can be int8 among them."""
-    kinds = (*MATMUL, *RECURRENT)  # such a layer has children where its weight is parametrized
-    if next(module.children(), None) is None or isinstance(module, kinds):
+    if next(module.children(), None) is None or _is_layer(module):
         return False
-    if equivalent_layer(module) is not None:
-        return False
-    modules = list(module.modules())
-    return any(isinstance(m, kinds) or isinstance(equivalent_layer(m), kinds) for m in modules)
+    return any(map(_is_layer, module.modules()))
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Return whether a module is one layer that can be int8; its weight may be parametrized."""
+    layer = module if is_parametrized(module, "weight") else equivalent_layer(module)
+    return isinstance(layer, (*MATMUL, *RECURRENT))
 
 
 def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
