@@ -114,6 +114,8 @@ def main() -> int:
                 failures += 1
                 print(f"{tier}: {failure}", flush=True)
                 calls = calls[calls.index(failure.split(": ", 1)[1].partition("\n")[0]) + 1 :]
+        if first % 10_000 == 0:
+            print(f"{sum(tiers.values())} calls, {failures} failures so far", flush=True)
     print(f"{failures} failures of {dict(tiers)} calls")
     return int(failures > 0)
 
