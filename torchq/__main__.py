@@ -29,8 +29,9 @@ from torchq.nn.module import read_spec
 from torchq.ops import LIBRARY_PATH
 from torchq.runtime import library
 from torchq.runtime.cpus import usable_cpus
-from torchq.serialization import REPORT_KEY, read_report, read_state
+from torchq.serialization import read_state
 from torchq.serialization.graph_text import GRAPH_KEY
+from torchq.serialization.report_text import REPORT_KEY, read_report
 
 _DESCRIPTION = """Quantizes, times and inspects models.
 

@@ -191,7 +191,7 @@ def test_calibration_files_are_checked(flow, tmp_path: Path) -> None:
         torchq.load_calibration(prepared, tmp_path / "other.pt")
     config = torchq.QConfig(activation_observer="minmax")
     torchq.save_calibration(calibrated(data, config), tmp_path / "minmax.pt")
-    with pytest.raises(ValueError, match=r"prepared must have the observers that were saved"):
+    with pytest.raises(ValueError, match=r"prepared must have the observers that '.*' holds"):
         torchq.load_calibration(prepared, tmp_path / "minmax.pt")
     with pytest.raises(ValueError, match=r"without observers"):
         torchq.save_calibration(network(), tmp_path / "float.pt")

@@ -83,7 +83,7 @@ def load_calibration(
     if kinds != given:
         different = sorted(set(kinds.items()) ^ set(given.items()))
         raise ValueError(
-            "torchq.load_calibration: prepared must have the observers that were saved; "
+            f"torchq.load_calibration: prepared must have the observers that '{path}' holds; "
             f"{len(different)} differ, first {different[0]}. Prepare the same model with the same "
             "QConfig and overrides."
         )
@@ -94,7 +94,7 @@ def load_calibration(
         )
     try:
         loaded = {name: replaced(observer, saved[name]) for name, observer in own.items()}
-    except (RuntimeError, TypeError, AttributeError) as error:
+    except Exception as error:
         raise _not_ours(Path(path), f"the state of an observer does not fit: {error}") from error
     for name, observer in own.items():
         if merge:
@@ -123,6 +123,8 @@ def _read(path: Path) -> tuple[dict[str, Recorded], str]:
         if metadata.get("format") != _FORMAT:
             raise ValueError("it holds no calibration")
         names = json.loads(metadata["observers"])
+        if not all(isinstance(text, str) for pair in names for text in pair):
+            raise ValueError("its observers are no pairs of texts")
         elsewhere = json.loads(metadata.get("elsewhere", "[]"))
         found = [Recorded(text, {}, name in elsewhere) for name, text in names]
         for key, value in tensors.items():
@@ -130,8 +132,10 @@ def _read(path: Path) -> tuple[dict[str, Recorded], str]:
             found[int(i)].state[name] = value
         read = {name: each for (name, _), each in zip(names, found, strict=True)}
         return read, metadata.get("weights", "")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise _not_ours(path, str(error)) from None
+    except OSError:
+        raise
+    except Exception as error:  # of a forged file: anything
+        raise _not_ours(path, str(error) or type(error).__name__) from None
 
 
 def _not_ours(path: Path, why: str) -> ValueError:

@@ -36,7 +36,7 @@ def read_leaves(files: Iterable[str] | None) -> dict[str, nn.Module]:
     for key, spec in specs.items():
         if (version := read_spec(spec).get("version")) != LAYOUT_VERSION:
             raise _refused(files, f"'{key}' of layout version {version}, not {LAYOUT_VERSION}")
-    leaves = quantized_modules(specs)
+    leaves = quantized_modules(specs, whole=False)
     wanted = {f"{name}.{key}" for name, leaf in leaves.items() for key in leaf.state_dict()}
     if missing := sorted(wanted - names):
         raise _refused(files, f"none of {missing[:5]}")

@@ -160,7 +160,7 @@ class QModule(nn.Module):
         """
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if "_spec_text" not in self.__dict__:  # of an older version
-            self._spec_text = bytes(self.spec.tolist()).decode()
+            self._spec_text = text_bytes(self.spec).decode()
         self._own_empty_buffers()
         self._check_packed("")
 
@@ -202,7 +202,7 @@ class QModule(nn.Module):
         """
         if given is None:
             return self._spec_text
-        text = bytes(given.tolist()).decode(errors="replace")
+        text = text_bytes(given).decode(errors="replace")
         if text == self._spec_text or _uncalibrated(text) == _uncalibrated(self._spec_text):
             return text
         raise RuntimeError(
@@ -276,6 +276,12 @@ class QModule(nn.Module):
         )
 
 
+def text_bytes(text: Tensor) -> bytes:
+    """Return the text that a uint8 tensor holds; a list of its values would be eight times it."""
+    flat = text.detach().contiguous().view(-1).view(torch.uint8)
+    return bytes(flat.numpy().data)
+
+
 def read_spec(spec: Tensor) -> dict[str, Any]:
     """Parse a ``spec`` buffer.
 
@@ -283,14 +289,14 @@ def read_spec(spec: Tensor) -> dict[str, Any]:
         ValueError: it is not the spec of a torchq module.
     """
     try:
-        fields = json.loads(bytes(spec.tolist()))
-        if isinstance(fields, dict) and "class" in fields:
+        fields = json.loads(text_bytes(spec))
+        if isinstance(fields, dict) and isinstance(fields.get("class"), str):
             return fields
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     raise ValueError(
         "torchq.nn: spec must be the JSON text of a torchq module, got "
-        f"{bytes(spec.tolist())[:60]!r}. Is this a state saved by torchq?"
+        f"{text_bytes(spec)[:60]!r}. Is this a state saved by torchq?"
     )
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import zlib
-from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +21,20 @@ from torchq.attributes.arguments import check_type
 from torchq.convert.dispatch import dispatches, share_weights
 from torchq.convert.graph_code import with_code
 from torchq.convert.graph_module import QuantizedGraph
-from torchq.convert.rows import Row, Weight
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.nn.experts import QExperts
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.inputs import working_copy
-from torchq.nn.module import QModule, read_spec
+from torchq.nn.module import QModule, read_spec, text_bytes
 from torchq.quantization.observers import Observer
 from torchq.serialization.call_text import CALL_KEY, describe, restore
 from torchq.serialization.graph_text import GRAPH_KEY, decode, encode, plain_module
+from torchq.serialization.report_text import REPORT_KEY, read_report, write_report
 from torchq.serialization.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 
-REPORT_KEY = "torchq_report"
-"""Name of the tensor that holds the text of the report, compressed by zlib."""
 ALIAS_KEY = "torchq_aliases"
 """Name of the tensor that tells which names stand for another one's tensor."""
-_NOTE = "torchq_note"
-_WEIGHTS = "torchq_weights"
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -88,13 +82,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if isinstance(model, QuantizedGraph):
         state[GRAPH_KEY] = encode(model)
     if report is not None:
-        fields = {
-            "rows": [astuple(row) for row in report],
-            "note": getattr(model, _NOTE, ""),
-            "weights": [astuple(weight) for weight in getattr(model, _WEIGHTS, ())],
-        }
-        text = zlib.compress(json.dumps(fields, separators=(",", ":")).encode())
-        state[REPORT_KEY] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
+        state[REPORT_KEY] = write_report(model)
     write_tensors("torchq.save", path, state)
 
 
@@ -138,13 +126,17 @@ def load(
             raise
         text = str(error).removeprefix("torchq.load: ")
         raise ValueError(f"torchq.load: {path}: {text}") from error
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
-        if str(error).startswith("torchq"):
+    except (
+        Exception
+    ) as error:  # of a file without a digest, forged, or of another version: anything
+        if str(error).startswith("torchq.load"):
             raise
-        why = (
-            f"{type(error).__name__}: {error}"  # of a file without a digest, or of another version
-        )
-        raise _not_ours(Path(path), why) from error
+        if model is None or type(error) is not RuntimeError:
+            raise _not_ours(Path(path), f"{type(error).__name__}: {error}") from error
+        raise RuntimeError(
+            f"torchq.load: {path} and the model must fit together, but do not: {error} Pass the "
+            "architecture the file was saved from, or copy the file anew."
+        ) from error
 
 
 def _loaded(
@@ -185,35 +177,13 @@ def _parameters(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
     return found
 
 
-def read_report(text: Tensor) -> dict[str, Any]:
-    """Return what :func:`save` wrote of the report, by the names that a model has it under."""
-    try:
-        fields = json.loads(zlib.decompress(bytes(text.tolist())))
-        return {
-            "torchq_report": [_row(row) for row in fields["rows"]],
-            _NOTE: str(fields["note"]),
-            _WEIGHTS: [Weight(*weight) for weight in fields["weights"]],
-        }
-    except (zlib.error, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"torchq.load: the file's report must be rows that torchq.save wrote, got "
-            f"{bytes(text.tolist())[:30]!r}. Was it written by another version of torchq?"
-        ) from error
-
-
-def _row(fields: list[Any]) -> Row:
-    """Return a row; JSON makes lists of tuples."""
-    row = Row(*fields)
-    return replace(row, weights=tuple(row.weights))
-
-
 def _under(name: str, key: str) -> str:
     """Return the name that something of a module has in the state of the model."""
     return f"{name}.{key}" if name else key
 
 
 def _json(text: Tensor | None) -> dict[str, str]:
-    return {} if text is None else dict(json.loads(bytes(text.tolist())))
+    return {} if text is None else dict(json.loads(text_bytes(text)))
 
 
 def _inside(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -281,16 +251,29 @@ def _with_class(
     return loaded, state
 
 
-def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
-    """Return name -> quantized module, from the specs in a state."""
+def quantized_modules(state: dict[str, Tensor], whole: bool = True) -> dict[str, nn.Module]:
+    """Return name -> quantized module, from the specs in a state.
+
+    Args:
+        state: the tensors.
+        whole: False where it has the specs alone.
+
+    Raises:
+        ValueError: a spec is not of torchq, or needs more memory than the state has tensors for.
+    """
     modules: dict[str, nn.Module] = {}
     # Outer modules first: a quantized module may itself hold one.
     for key in sorted(state, key=lambda name: name.count(".")):
         name, _, last = f".{key}".rpartition(".")
         if last == "spec":
             name = name[1:]
-            module = build(read_spec(state[key]))
-            _fill(module, _inside(state, name))
+            tensors, spec = _inside(state, name), read_spec(state[key])
+            if whole:
+                _check_sizes(
+                    spec, max(sum(value.numel() for value in tensors.values()), _SMALL), key
+                )
+            module = build(spec)
+            _fill(module, tensors)
             outer = next((n for n in modules if name.startswith(f"{n}." if n else n)), None)
             if outer is None:
                 modules[name] = module
@@ -298,6 +281,24 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
                 parent, _, own = name[len(outer) + bool(outer) :].rpartition(".")
                 setattr(modules[outer].get_submodule(parent), own, module)
     return modules
+
+
+_SMALL = 1 << 16
+"""Geometry, such as the size of an upsampled image, is below."""
+
+
+def _check_sizes(value: object, limit: int, key: str) -> None:
+    """Refuse sizes beyond the tensors of a module, before memory is taken for them."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            _check_sizes(each, limit, key)
+    elif isinstance(value, int) and value > limit:
+        raise ValueError(
+            f"torchq.load: sizes in '{key}' must be up to {limit}, for which the file has values, "
+            f"got {value}. Was it written by torchq.save?"
+        )
 
 
 def _fill(module: nn.Module, state: dict[str, Tensor]) -> None:

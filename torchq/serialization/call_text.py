@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torchq.convert.capture import Argument
 from torchq.convert.dispatch import Dispatch, attach
 from torchq.convert.guards import Example
+from torchq.nn.module import text_bytes
 
 CALL_KEY = "torchq_call"
 """Name of the tensor that holds the text, in the state of the graph's module."""
@@ -50,7 +51,7 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
     Raises:
         ValueError: the module returns a class that is not imported yet.
     """
-    fields = json.loads(bytes(text.tolist()))
+    fields = json.loads(text_bytes(text))
     arguments = [Argument(i, _DTYPES[dtype], tuple(s)) for i, dtype, s in fields["arguments"]]
     values = {key: _decode(value, arguments) for key, value in fields["values"].items()}
     structure = None

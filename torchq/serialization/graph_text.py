@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from torchq.convert.graph_data import by_name, is_known, name_of
 from torchq.convert.graph_module import QuantizedGraph
-from torchq.nn.module import QModule
+from torchq.nn.module import QModule, text_bytes
 
 GRAPH_KEY = "torchq_graph"
 """Name of the tensor that holds the text in a saved state."""
@@ -63,14 +63,14 @@ def decode(
         ValueError: the text is not that of a graph, or names a function that is not allowed.
     """
     try:
-        fields = json.loads(bytes(text.tolist()))
+        fields = json.loads(text_bytes(text))
         entries = fields["nodes"] if fields["version"] == _VERSION else None
     except (ValueError, KeyError, TypeError):
         entries = None
     if entries is None:
         raise ValueError(
             "torchq.load: the file's graph must be the text of version "
-            f"{_VERSION} of torchq's graphs, got {bytes(text.tolist())[:60]!r}. Was it written by "
+            f"{_VERSION} of torchq's graphs, got {text_bytes(text)[:60]!r}. Was it written by "
             "another version of torchq? Quantize the model again, and save it with this one."
         )
     graph, nodes, owned = (

@@ -1,40 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Malformed calls raise Python exceptions: no signal, no hang, no internal assertion.
-
-Run as a script this file is the fuzzer, in a process of its own that forks for each batch of calls:
-`python tests/ops/test_fuzz.py SEED CALLS`. A call is a line of Python that is written to a file
-before it runs; what it prints on failure can be pasted into `python -i tests/ops/test_fuzz.py`.
-"""
+"""Calls of all ops that work, and random ones near them, as lines of Python."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
-import resource
-import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterable
-from pathlib import Path
+from functools import cache
 from typing import Any
 
-import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchq
 
 ops = torch.ops.torchq
-CALLS, BATCH = 5000, 250
-SECONDS = 20  # for one call, on a crowded machine too: a hang is a crash
-# Bytes of address space beyond what the process starts with: little, so that what is merely large
-# fails early; much, so that a loop without end is no MemoryError.
-LITTLE, MUCH = 256 << 20, 6 << 30
-
-
-# The vocabulary of calls
 
 
 def tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, fill: Any = 1) -> Tensor:
@@ -106,6 +85,7 @@ ROWS = "tensor((6, 16), torch.uint8, 'random')"
 BAGS = ("tensor((5,), torch.int64)", "tensor((2,), torch.int64, 0)")
 FOLDED = ["tensor(({0},))", "tensor(({0},))", "None", I1]
 TAIL = ["0", "''", "tensor((0,))", "[]"]
+GEMM = ["1.0", "0.0", "0", "1", "'F'", I1]
 SUM = ["'sum:0.5'", "tensor((21,))", "[tensor((3, 20), torch.uint8, 'random')]"]
 
 
@@ -116,6 +96,38 @@ def folded(channels: int) -> list[str]:
 def unstar(packed: str) -> list[str]:
     """The three tensors of `*pack(...)` as separate arguments."""
     return [f"{packed[1:]}[{i}]" for i in range(3)]
+
+
+RECURRENT: list[Any] = [
+    (nn.LSTM(8, 4, proj_size=3), False),
+    (nn.GRU(8, 4, bidirectional=True), False),
+    (nn.RNN(8, 4), True),
+]
+
+
+@cache
+def rnn_arguments(which: int) -> list[Any]:
+    """What a recurrent layer gives to its op."""
+    layer, dynamic = RECURRENT[which]
+    x, given = torch.ones(5, 2, 8), []
+    config = torchq.QConfig(dynamic=dynamic)
+    model = torchq.quantize(nn.ModuleList([layer]).eval()[0], [x], config=config)
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if op is ops.rnn.default:
+                given.append(args)
+            return op(*args, **(kwargs or {}))
+
+    with Record(), torch.no_grad():
+        model(x)
+    return list(given[0])
+
+
+def rnn_numbers(which: int) -> list[str]:
+    return [repr(value) for value in rnn_arguments(which)[18:]]
 
 
 SRC = "tensor((3, 10), torch.uint8, 'random')"
@@ -168,6 +180,34 @@ VALID: list[tuple[str, list[str]]] = [
     ("batch_norm", [U8_4D, F4, F4, F4, F4, "1e-5", S2, Z2, "0", "'eltwise_relu'"]),
     ("reduction", [U8_4D, "'sum'", "[1, 3]", "True", S2, Z2, "3", "''"]),
     ("resampling", [U8_4D, "'linear'", "[3, 7]", S2, Z2, "6", "''"]),
+    ("matmul", [U8_4D, "tensor((2, 1, 5, 3), torch.int8, 'random')", *folded(3), "None", *TAIL]),
+    (
+        "matmul",
+        [SRC, "tensor((10, 3), torch.int8)", *folded(3)[:2], "None", I1, I1, "6", *TAIL[1:]],
+    ),
+    ("gemm", [SRC, "tensor((10, 4), torch.int8)", "None", "False", "False", *GEMM]),
+    (
+        "gemm",
+        [SRC, "tensor((3, 10), torch.int8)", "tensor((3, 3), torch.int32)", "False", "True", *GEMM],
+    ),
+    ("dynamic_linear", ["tensor((3, 10))", *unstar(LINEAR), "tensor((20,))", "None", "10", "True"]),
+    (
+        "dynamic_linear",
+        [
+            *("tensor((3, 10))", *unstar(LINEAR), "tensor((20,))", "tensor((20,))"),
+            *("10", "False", "'sum'", "[tensor((3, 20))]"),
+        ],
+    ),
+    (
+        "dynamic_conv",
+        [F_4D, *unstar(CONV), "tensor((8,))", "tensor((8,))", WINDOW[:-1] + ", 1, 4]"],
+    ),
+    ("pack_conv_transpose", ["tensor((4, 2, 3, 3), torch.int8)", "2", "[2, 1]", "[1, 1]"]),
+    (
+        "unpack_conv_transpose",
+        [unstar(CONV_TRANSPOSE)[0], "[4, 8, 3, 3]", "1", "[2, 2]", "[1, 1]"],
+    ),
+    *(("rnn", [f"rnn_arguments({n})[{i}]" for i in range(18)] + rnn_numbers(n)) for n in range(3)),
     ("embedding", [ROWS, "tensor((3, 4), torch.int64, 0)", "8", "8"]),
     ("embedding_bag", [ROWS, *BAGS, "None", "8", "8", "'mean'", "False", "1"]),
     ("embedding_bag", [ROWS, *BAGS, "tensor((5,))", "16", "4", "'sum'", "True", "None"]),
@@ -245,139 +285,3 @@ def random_call(rng: random.Random) -> str:
     if rng.random() < 0.02:
         args.pop()
     return f"ops.{name}({', '.join(args)})"
-
-
-# Running them
-
-
-def check(call: str) -> None:
-    """Runs one call in this process."""
-    try:
-        result = eval(call)
-    except Exception as error:
-        assert "INTERNAL ASSERT" not in str(error), error
-        return
-    for x in [result] if isinstance(result, Tensor) else result:
-        assert isinstance(x, Tensor) and min(x.shape, default=0) >= 0 and x.numel() < 2**62
-        if not x.is_meta and x.numel() > 0:  # its memory exists
-            x.sum() if x.numel() < 2**20 else x[(-1,) * x.ndim].item()
-
-
-def run_forked(calls: Iterable[str]) -> str:
-    """Runs calls in a child; "" or what happened and at which call."""
-    with tempfile.NamedTemporaryFile("r+") as log:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            with contextlib.suppress(BaseException):
-                for call in calls:
-                    log.seek(0)
-                    log.truncate()
-                    log.write(call)
-                    log.flush()
-                    signal.alarm(SECONDS)  # the default action ends a hanging call, too
-                    check(call)
-                    signal.alarm(0)
-                code = 0
-            os._exit(code)
-        _, status = os.waitpid(child, 0)
-        if status == 0:
-            return ""
-        what = f"signal {signal.Signals(status & 127).name}" if status & 127 else "a wrong result"
-        log.seek(0)
-        return f"{what}: {log.read()}"
-
-
-def prepare(memory: int) -> None:
-    torch.set_num_threads(1)  # a forked child has no worker threads
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for name, args in VALID:  # the calls that are mutated work
-        eval(f"ops.{name}({', '.join(args)})")
-
-
-def main(seed: int, count: int) -> None:
-    prepare(LITTLE)
-    rng = random.Random(seed)
-    failures = []
-    for first in range(0, count, BATCH):
-        tier = rng.choice(torchq.supported_isas())
-        calls = [random_call(rng) for _ in range(min(BATCH, count - first))]
-        with torchq.use_isa(tier):
-            failure = run_forked(calls)
-        if failure:
-            failures.append(f"seed {seed}, calls {first}.., {tier}: {failure}")
-    print(*failures, sep="\n")
-    sys.exit(bool(failures))
-
-
-# Tests
-
-
-def run_script(*args: str) -> subprocess.CompletedProcess[str]:
-    root = str(Path(__file__).parents[2])
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, *args],
-        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-@pytest.mark.slow
-def test_malformed_calls_raise_python_exceptions():
-    run = run_script("0", str(CALLS))
-    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
-
-
-RAW = "tensor((0,)), tensor((0,)), None, None"
-REGRESSIONS = {
-    # An empty kernel width divided by zero.
-    "unpack_conv_empty_width": "ops.unpack_conv(tensor((1, 0, 16, 4), torch.int8), [2, 1, 0], 2, "
-    "[1])",
-    # So did one that is a multiple of 2^32.
-    "unpack_conv_width": "ops.unpack_conv(tensor((1, 1, 16, 4), torch.int8), [2, 1, 2**40], 2, "
-    "[1])",
-    # Without output channels any number of groups was tried.
-    "pack_conv_groups": "ops.pack_conv(tensor((0, 4, 3), torch.int8), 2**40, [1])",
-    "fake_groups": "ops.pack_conv(tensor((1, 1, 3), torch.int8).to('meta'), 2**40, [1])",
-    "unpack_conv_groups": "ops.unpack_conv(tensor((0, 3, 1, 16, 4), torch.int8), [0, 4, 3], "
-    "2**62, [1])",
-    "conv_groups": "ops.conv(tensor((1, 0, 4), torch.uint8), tensor((0, 1, 0, 16, 4), torch.int8), "
-    "tensor((1, 0), torch.int32), tensor((0,), torch.int32), " + RAW + ", [1, 1, 0, 0, 1, 2**40], "
-    "3, '', tensor((0,)), [])",
-    # The bytes of a padded copy wrapped around 2^64.
-    "conv_padded_bytes": "ops.conv(tensor((1, 1, 2, 2, 2), torch.uint8), *ops.pack_conv(tensor((1, "
-    "1, 1, 1, 2), torch.int8), 1, [1, 1, 1]), " + RAW + ", [1, 1, 2] + [2**22] * 3 + "
-    "[2**21 - 1] * 6 + [1, 1, 1, 1, 1], 3, '', tensor((0,)), [])",
-    # So did the number of taps, to 0: weights of no taps were accepted.
-    "conv_taps": "ops.conv(tensor((1, 4, 1, 1, 1), torch.uint8), tensor((1, 0, 1, 16, 4), "
-    "torch.int8), tensor((0, 1), torch.int32), tensor((1,), torch.int32), " + RAW + ", "
-    "[2**22] * 6 + [2**21] * 6 + [1, 1, 1, 1, 4], 3, '', tensor((0,)), [])",
-    # Windows were listed before anything was allocated: no end, or no memory left.
-    "adaptive_output": "ops.adaptive_avg_pool(tensor((1, 1, 4), torch.uint8), [2**40])",
-    "pool_of_nothing": "ops.max_pool(torch.empty(0, 1, 2**40, dtype=torch.uint8), "
-    "[1, 1, 0, 0, 1], False)",
-}
-
-
-def test_regressions():
-    run = run_script("regressions")
-    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
-
-
-def regressions() -> None:
-    prepare(MUCH)
-    found = {name: run_forked([call]) for name, call in REGRESSIONS.items()}
-    print(*(f"{name}: {failure}" for name, failure in found.items() if failure), sep="\n")
-    sys.exit(any(found.values()))
-
-
-if __name__ == "__main__" and len(sys.argv) > 1:
-    if sys.argv[1] == "regressions":
-        regressions()
-    else:
-        main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random and malformed calls of all ops on all tiers, in children that report.
+
+    python tests/fuzz/fuzz_ops.py --calls 1000000 --seed 0
+
+A call gives a result or a Python exception: no signal, no hang, no internal assertion. On meta it
+gives the same shapes, strides and dtypes, and raises only where the op does. A call is a line of
+Python; what is printed on failure can be pasted into `python -i tests/fuzz/op_calls.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import random
+import sys
+from typing import Any
+
+import op_calls
+import torch
+from children import limit_memory, run_forked
+from op_calls import VALID, random_call
+from torch import Tensor
+
+import torchq
+
+BATCH = 250
+# Bytes of address space beyond what the process starts with: little, so that what is merely large
+# fails early; much, so that a loop without end is no MemoryError.
+LITTLE, MUCH = 256 << 20, 6 << 30
+
+
+def on_meta(x: Any) -> Any:
+    if isinstance(x, list | tuple):
+        return [on_meta(part) for part in x]
+    if isinstance(x, Tensor) and x.layout == torch.strided:  # to("meta") has other strides
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return x
+
+
+class OnMeta:
+    """Ops whose tensors go to meta."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: getattr(torch.ops.torchq, name)(*on_meta(args))
+
+
+def evaluated(call: str, ops: Any) -> list[Tensor] | Exception:
+    names = vars(op_calls) | {"fuzzed": ops}
+    try:
+        result = eval(call.replace("ops.", "fuzzed.", 1), names)
+    except Exception as error:
+        assert "INTERNAL ASSERT" not in str(error), error
+        return error
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def check(call: str) -> None:
+    """Runs one call in this process."""
+    found = evaluated(call, torch.ops.torchq)
+    if isinstance(found, list):
+        for x in found:
+            assert isinstance(x, Tensor) and min(x.shape, default=0) >= 0 and x.numel() < 2**62
+            if not x.is_meta and x.numel() > 0:  # its memory exists
+                x.sum() if x.numel() < 2**20 else x[(-1,) * x.ndim].item()
+    if "requires_grad" in call or ".to('meta')" in call or "sparse" in call:
+        return
+    on_meta = evaluated(call, OnMeta())
+    if isinstance(found, Exception) or "instead found type 'Tensor'" in str(on_meta):
+        return  # torch takes a tensor for a number only where it has a value
+    assert not isinstance(on_meta, Exception), f"only on meta: {on_meta!r}"
+    for x, y in zip(found, on_meta, strict=True):
+        assert form(x) == form(y), f"{form(x)} is {form(y)} on meta"
+
+
+def form(x: Tensor) -> tuple[Any, ...]:
+    """Dtype, shape, and those strides that say where values are."""
+    strides = [st for n, st in zip(x.shape, x.stride(), strict=True) if n > 1] if x.numel() else []
+    return x.dtype, tuple(x.shape), strides
+
+
+def prepare(memory: int) -> None:
+    for name, args in VALID:  # the calls that are mutated work, on meta too
+        for ops in (torch.ops.torchq, OnMeta()):
+            found = evaluated(f"ops.{name}({', '.join(args)})", ops)
+            if isinstance(found, Exception):
+                raise found
+    limit_memory(memory)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calls", type=int, default=1_000_000, help="default 1000000")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--regressions", action="store_true", help="only calls that crashed once")
+    args = parser.parse_args()
+    if args.regressions:
+        prepare(MUCH)
+        found = {name: run_forked([call], check) for name, call in REGRESSIONS.items()}
+        print(*(f"{name}: {failure}" for name, failure in found.items() if failure), sep="\n")
+        return int(any(found.values()))
+    prepare(LITTLE)
+    rng, failures = random.Random(args.seed), 0
+    tiers: collections.Counter[str] = collections.Counter()
+    for first in range(0, args.calls, BATCH):
+        tier = rng.choice(torchq.supported_isas())
+        calls = [random_call(rng) for _ in range(min(BATCH, args.calls - first))]
+        tiers[tier] += len(calls)
+        with torchq.use_isa(tier):
+            while calls:  # what a failure leaves of a batch
+                failure = run_forked(calls, check)
+                if not failure:
+                    break
+                failures += 1
+                print(f"{tier}: {failure}", flush=True)
+                calls = calls[calls.index(failure.split(": ", 1)[1].partition("\n")[0]) + 1 :]
+        if first % 10_000 == 0:
+            print(f"{sum(tiers.values())} calls, {failures} failures so far", flush=True)
+    print(f"{failures} failures of {dict(tiers)} calls")
+    return int(failures > 0)
+
+
+RAW = "tensor((0,)), tensor((0,)), None, None"
+REGRESSIONS = {
+    # An empty kernel width divided by zero.
+    "unpack_conv_empty_width": "ops.unpack_conv(tensor((1, 0, 16, 4), torch.int8), [2, 1, 0], 2, "
+    "[1])",
+    # So did one that is a multiple of 2^32.
+    "unpack_conv_width": "ops.unpack_conv(tensor((1, 1, 16, 4), torch.int8), [2, 1, 2**40], 2, "
+    "[1])",
+    # Without output channels any number of groups was tried.
+    "pack_conv_groups": "ops.pack_conv(tensor((0, 4, 3), torch.int8), 2**40, [1])",
+    "fake_groups": "ops.pack_conv(tensor((1, 1, 3), torch.int8).to('meta'), 2**40, [1])",
+    "unpack_conv_groups": "ops.unpack_conv(tensor((0, 3, 1, 16, 4), torch.int8), [0, 4, 3], "
+    "2**62, [1])",
+    "conv_groups": "ops.conv(tensor((1, 0, 4), torch.uint8), tensor((0, 1, 0, 16, 4), torch.int8), "
+    "tensor((1, 0), torch.int32), tensor((0,), torch.int32), " + RAW + ", [1, 1, 0, 0, 1, 2**40], "
+    "3, '', tensor((0,)), [])",
+    # The bytes of a padded copy wrapped around 2^64.
+    "conv_padded_bytes": "ops.conv(tensor((1, 1, 2, 2, 2), torch.uint8), *ops.pack_conv(tensor((1, "
+    "1, 1, 1, 2), torch.int8), 1, [1, 1, 1]), " + RAW + ", [1, 1, 2] + [2**22] * 3 + "
+    "[2**21 - 1] * 6 + [1, 1, 1, 1, 1], 3, '', tensor((0,)), [])",
+    # So did the number of taps, to 0: weights of no taps were accepted.
+    "conv_taps": "ops.conv(tensor((1, 4, 1, 1, 1), torch.uint8), tensor((1, 0, 1, 16, 4), "
+    "torch.int8), tensor((0, 1), torch.int32), tensor((1,), torch.int32), " + RAW + ", "
+    "[2**22] * 6 + [2**21] * 6 + [1, 1, 1, 1, 4], 3, '', tensor((0,)), [])",
+    # Windows were listed before anything was allocated: no end, or no memory left.
+    "adaptive_output": "ops.adaptive_avg_pool(tensor((1, 1, 4), torch.uint8), [2**40])",
+    "pool_of_nothing": "ops.max_pool(torch.empty(0, 1, 2**40, dtype=torch.uint8), "
+    "[1, 1, 0, 0, 1], False)",
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
