@@ -13,20 +13,21 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LIBRARY := torchq/libtorchq.so
 SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*/*.h)
-FORMATTED := $(SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*/*.cpp tests/*/*.c tests/emulated/*.h tests/neon/*.h tests/neon/*.cpp)
+FORMATTED := $(SOURCES) $(wildcard benchmarks/*.cpp benchmarks/*/*.cpp tests/*/*.c tests/emulated/*.h tests/neon/*.h \
+  tests/neon/*.cpp tests/threads/*.cpp tests/threads/ATen/*.h)
 # Options for pytest: make test ARGS='-k linear'
 ARGS ?=
 # Processes that tests run in, and threads of each. Waiting threads sleep: spinning, they would keep
 # the other process from its core.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
-PYTEST := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(CURDIR)/$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all test-emulated test-neon test-report conformance zoo docs wheel wheel-test lint format \
-  bench build clean distclean
+.PHONY: help demo test test-slow test-all test-emulated test-sanitized test-neon test-report conformance zoo docs \
+  wheel wheel-test lint format bench build clean distclean
 
 help:  ## This list
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -45,16 +46,37 @@ test-all: test test-slow  ## Both
 test-report: $(LIBRARY)  ## The HTML report in a headless browser (Debian: apt install chromium)
 	$(BIN)/python -m pytest -m report $(ARGS)
 
-# In a copy of the tree, whose library has all tiers in AVX2 (tests/emulated).
+# A copy of the tree, for a library that is built in another way.
+define copy_tree
+mkdir -p $(1)
+rm -rf $(1)/tests
+cp -ru setup.py pyproject.toml README.md csrc torchq tests benchmarks examples $(1)
+rm -f $(1)/torchq/*.so
+endef
+
+# All tiers are in AVX2 (tests/emulated).
 EMULATED := build/emulated
 test-emulated: $(VENV)/.emulated  ## The tests of tiers that this CPU lacks, in software; takes half an hour
-	mkdir -p $(EMULATED)
-	rm -rf $(EMULATED)/tests
-	cp -ru setup.py pyproject.toml README.md csrc torchq tests benchmarks examples $(EMULATED)
-	rm -f $(EMULATED)/torchq/*.so
+	$(call copy_tree,$(EMULATED))
 	cd $(EMULATED) && TORCHQ_EMULATE=1 $(CURDIR)/$(BIN)/python setup.py --quiet build_ext --inplace
 	cd $(EMULATED) && $(CURDIR)/$(BIN)/python -m pytest --ignore tests/kernels/test_disassembly.py \
 	  -k '(avx2_vnni or avx512 or amx) and not an_object' $(ARGS)
+
+# Python and torch are not sanitized: the runtime is loaded before them, and libstdc++ with it, whose
+# exceptions it intercepts. Threads have a program of their own (tests/threads).
+SANITIZED := build/sanitized
+SANITIZED_TESTS := tests/kernels tests/ops tests/deploy/test_files.py tests/deploy/test_serialization.py
+# Those that read the compiler's instructions, or count memory and page faults, which are not the same.
+UNSANITIZED_TESTS := --ignore tests/kernels/test_disassembly.py --ignore tests/ops/test_memory.py \
+  --deselect tests/ops/test_direct_calls.py::test_references_and_memory \
+  --deselect tests/ops/test_result_allocator.py::test_calls_do_not_wait_for_fresh_pages
+test-sanitized: $(LIBRARY)  ## Kernels, ops and loaders under Address-, UndefinedBehavior- and ThreadSanitizer
+	$(call copy_tree,$(SANITIZED))
+	cd $(SANITIZED) && TORCHQ_SANITIZE=1 $(CURDIR)/$(BIN)/python setup.py --quiet build_ext --inplace
+	cd $(SANITIZED) && ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	  $(PYTEST) $(SANITIZED_TESTS) $(UNSANITIZED_TESTS) $(ARGS)
+	$(MAKE) --no-print-directory -C tests/threads PYTHON=$(CURDIR)/$(BIN)/python
 
 test-neon:  ## The NEON kernels against the reference in an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 	$(MAKE) --no-print-directory -C tests/neon
