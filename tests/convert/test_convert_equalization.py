@@ -159,7 +159,7 @@ def test_a_state_of_a_model_with_other_scales_is_refused(rescaled_first: bool) -
     models = [quantized(Wired(FORMS["conv"][0], **convs())), quantized(plain)]
     one, other = models if rescaled_first else models[::-1]
     assert scales(one) != scales(other)
-    with pytest.raises(RuntimeError, match="load with torchq.load"):
+    with pytest.raises(RuntimeError, match=r"load with torchq\.load"):
         other.load_state_dict(one.state_dict())
 
 
