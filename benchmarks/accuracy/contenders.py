@@ -96,14 +96,13 @@ def _nncf(task: Task) -> nn.Module:
 
 def _export(task: Task, path: Path) -> None:
     inputs = _parts(task.timed)
-    common: dict[str, Any] = {"input_names": _names(inputs), "opset_version": 18}
-    axes = {f"x{i}": list(dims) for i, dims in task.variable.items()}
-    try:
-        torch.onnx.export(task.model, inputs, str(path), dynamo=False, dynamic_axes=axes, **common)
-    except torch.onnx.errors.OnnxExporterError:  # of an LSTMCell
-        torch.onnx.export(
-            task.model, inputs, str(path), dynamo=True, external_data=False, verbose=False, **common
-        )
+    options: dict[str, Any] = {"input_names": _names(inputs), "opset_version": 18}
+    if any(isinstance(part, nn.LSTMCell) for part in task.model.modules()):
+        options |= {"dynamo": True, "external_data": False, "verbose": False}
+    else:
+        axes = {f"x{i}": list(dims) for i, dims in task.variable.items()}
+        options |= {"dynamo": False, "dynamic_axes": axes}
+    torch.onnx.export(task.model, inputs, str(path), **options)
 
 
 def _parts(inputs: Any) -> tuple[Tensor, ...]:

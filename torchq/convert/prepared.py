@@ -34,7 +34,8 @@ class Prepared(nn.Module):
 
     Attributes:
         plan: what each node will become.
-        observers: one for each group of values that will share a scale and zero point.
+        observers: one for each group of values that will share a scale and zero point, and one for
+            the channels between two layers that may be equalized.
         graph_module: the traced model; its opaque submodules may be prepared by torchq.eager.
         opaque_names: those submodules.
         samples: of what dynamic linear layers read, for their recipes.
