@@ -37,7 +37,7 @@ _Group = tuple[int, fx.Node] | str
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``torchq.convert`` needs to know of :func:`prepare_qat`'s arguments."""
+    """Arguments of :func:`prepare_qat` that ``torchq.convert`` needs."""
 
     example_inputs: Inputs
     config: QConfig | None
