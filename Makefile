@@ -73,9 +73,11 @@ UNSANITIZED_TESTS := --ignore tests/kernels/test_disassembly.py --ignore tests/o
 test-sanitized: $(LIBRARY)  ## Kernels, ops and loaders under Address-, UndefinedBehavior- and ThreadSanitizer
 	$(call copy_tree,$(SANITIZED))
 	cd $(SANITIZED) && TORCHQ_SANITIZE=1 $(CURDIR)/$(BIN)/python setup.py --quiet build_ext --inplace
-	cd $(SANITIZED) && ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	  $(PYTEST) $(SANITIZED_TESTS) $(UNSANITIZED_TESTS) $(ARGS)
+	cd $(SANITIZED) && export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" && \
+	  $(PYTEST) $(SANITIZED_TESTS) $(UNSANITIZED_TESTS) $(ARGS) && \
+	  PYTHONPATH=. $(CURDIR)/$(BIN)/python tests/ops/test_fuzz.py 11 1000
 	$(MAKE) --no-print-directory -C tests/threads PYTHON=$(CURDIR)/$(BIN)/python
 
 test-neon:  ## The NEON kernels against the reference in an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
