@@ -2,7 +2,7 @@
 """Linear layers with 4-bit weights at shapes of language models, beside torch's op.
 
 ``torch`` is ``aten::_weight_int4pack_mm_for_cpu``. It reads the same codes and scales, and
-multiplies float32 sources, where torchq quantizes each row to int8 first.
+multiplies bfloat16 sources, where torchq quantizes each row to int8 first.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Int4:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         params = torch.stack([scale.t(), torch.zeros_like(scale.t())], -1).contiguous()
         op = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-        args = [src, packed, self.group_size, params]
+        args = [src.bfloat16(), packed, self.group_size, params.bfloat16()]
         dst = op(*args)
         return Competitor(dst, call_blocks(op, args), real_tolerance=0.05 * float(dst.abs().max()))
 
