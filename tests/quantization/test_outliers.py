@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import torchq
+from torchq.quantization.qparams import choose_qparams, weight_qparams
+from torchq.quantization.recipes.smoothing import static_smoothing
 
 _OUTLIERS = sys.modules["torchq.convert.outliers"]
 
@@ -87,6 +89,53 @@ def test_other_functions(function, monkeypatch):
     model = feed(function=function)
     qmodel = torchq.quantize(model, batches())
     assert quality(model, qmodel) > quality(model, plain(model, monkeypatch)) + 4
+
+
+@pytest.mark.parametrize("largest", [1.0, 8.0, 40.0])
+def test_the_expected_error_is_near_the_measured_one(largest):
+    torch.manual_seed(0)
+    rows, weight = torch.randn(2000, 64), torch.randn(32, 64)
+    rows[:, 7] *= largest
+    weight[:, 7] /= largest
+    alpha, factors, error = static_smoothing(rows.amin(0), rows.amax(0), weight)
+
+    def measured(factors):
+        src, own = rows / factors, weight * factors
+        q, scale = choose_qparams(src.min(), src.max()), weight_qparams(own).scale.reshape(-1, 1)
+        levels = (src / q.scale + q.zero_point).round().clamp(0, 255)
+        near = (levels - q.zero_point) * q.scale
+        products = near @ ((own / scale).round() * scale).t()
+        return float((products - rows @ weight.t()).double().square().sum())
+
+    assert 0 < alpha < 1 and error == pytest.approx(
+        measured(factors) / measured(torch.ones(64)), rel=0.5
+    )
+    assert (error < 0.2) == (largest > 1)
+
+
+def test_projections_that_share_a_source_share_its_factors():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.head = nn.LayerNorm(48), nn.Linear(48, 48)
+            self.query, self.key, self.value = (nn.Linear(48, 48) for _ in range(3))
+
+        def forward(self, src):
+            normed = self.norm(src)
+            projected = self.query(normed), self.key(normed), self.value(normed)
+            dst = nn.functional.scaled_dot_product_attention(*projected)
+            return normed + self.head(dst)
+
+    torch.manual_seed(0)
+    model = Attention().eval().requires_grad_(False)
+    model.norm.weight[3] = 40.0
+    for layer in (model.query, model.key, model.value):
+        layer.weight[:, 3] /= 40.0
+    qmodel = torchq.quantize(model, batches())
+    lines = [line for line in str(torchq.explain(qmodel)).splitlines() if "smoothing" in line]
+    assert [line.split()[0] for line in lines] == ["query", "key", "value"]
+    assert len({line.partition("smoothing")[2] for line in lines}) == 1
+    assert quality(model, qmodel) > 28
 
 
 def test_ranges_that_the_user_chose_stay():
