@@ -89,7 +89,11 @@ class TorchqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.modules_to_not_convert = _checked_names(modules_to_not_convert)
         self.weight_granularity: Granularity = weight_granularity
         self.weight_bits, self.group_size = weight_bits, group_size
-        self.qconfig()  # checks them
+        try:
+            self.qconfig()
+        except ValueError as error:
+            text = str(error).removeprefix("torchq.QConfig")
+            raise ValueError(f"torchq.{_WHERE}{text}") from None
 
     def qconfig(self) -> QConfig:
         """Return what each layer is quantized with."""
