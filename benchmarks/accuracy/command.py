@@ -134,7 +134,8 @@ large differences count.
 - *torch.ao* quantizes linear and recurrent layers, with one scale for a layer's whole source.
 - *ONNX Runtime* quantizes all operators that it can, as by default, with weights per channel.
 - *NNCF* has its preset "mixed", and its model type for transformers; OpenVINO runs the result.
-- *torchq, fast* is torchq's default. Rows below it are its remedies.
+- *torchq, fast* is torchq's default. Rows below it are its remedies. `dynamic=True` leaves
+  convolutions float.
 
 {(chr(10) * 2).join(sections)}
 """
