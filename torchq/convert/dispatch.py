@@ -191,9 +191,20 @@ class Dispatch(Attachment):
     # The state of the graph goes with that of the module
 
     def save(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Add the graph's tensors to a state_dict of the module."""
+        """Add the graph's tensors to a state_dict of the module, but for those of its leaves."""
+        of_leaf = self._shared()
         for name, value in self.graph.state_dict(keep_vars=True).items():
-            state[f"{prefix}{_KEY}{name}"] = value
+            if f"{prefix}{of_leaf.get(name)}" not in state:
+                state[f"{prefix}{_KEY}{name}"] = value
+
+    def _shared(self) -> dict[str, str]:
+        """Return names of the graph's tensors that leaves have too, and the leaves' names."""
+        leaves: dict[int, str] = {}
+        for name, layer in self.module.named_modules(remove_duplicate=False):
+            tensors = (*layer._parameters.items(), *layer._buffers.items())
+            leaves |= {id(t): f"{name}.{key}".lstrip(".") for key, t in tensors if t is not None}
+        graph = self.graph.state_dict(keep_vars=True)
+        return {name: leaves[id(t)] for name, t in graph.items() if id(t) in leaves}
 
     def load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
@@ -203,6 +214,9 @@ class Dispatch(Attachment):
         start = f"{prefix}{_KEY}"
         own = {name: state.pop(name) for name in list(state) if name.startswith(start)}
         own = {name[len(start) :]: value for name, value in own.items()}
+        for name, leaf in self._shared().items():
+            if name not in own and f"{prefix}{leaf}" in state:
+                own[name] = state[f"{prefix}{leaf}"]
         try:
             assign = bool(metadata.get("assign_to_params_buffers"))
             lacks, more = self.graph.load_state_dict(own, strict=False, assign=assign)
@@ -220,6 +234,17 @@ def attach(dispatch: Dispatch) -> None:
     vars(module)["__prepare_scriptable__"] = dispatch.scriptable
     module.register_state_dict_post_hook(functools.partial(Dispatch.save, dispatch))  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(dispatch.load)  # type: ignore[no-untyped-call]
+
+
+def full_state(model: nn.Module) -> dict[str, Any]:
+    """Return the tensors of leaves and graphs, each under all of its names."""
+    state = nn.Module.state_dict(model, keep_vars=True)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if (owner := dispatch_of(module)) is not None:
+            prefix = f"{name}.{_KEY}".removeprefix(".")
+            graph = owner.graph.state_dict(keep_vars=True)
+            state |= {f"{prefix}{key}": value for key, value in graph.items()}
+    return state
 
 
 def dispatch_of(module: nn.Module) -> Dispatch | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.arguments import check_type
-from torchq.convert.dispatch import dispatches, share_weights
+from torchq.convert.dispatch import dispatches, full_state, share_weights
 from torchq.convert.graph_code import with_code
 from torchq.convert.graph_module import QuantizedGraph
 from torchq.convert.swap.pretrained import refuse_save_pretrained
@@ -332,7 +332,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     seen: dict[int, str] = {}
     aliases: dict[str, str] = {}
     storages: set[int] = set()
-    for name, tensor in nn.Module.state_dict(model, keep_vars=True).items():
+    for name, tensor in full_state(model).items():
         if id(tensor) in seen:
             aliases[name] = seen[id(tensor)]
             continue
