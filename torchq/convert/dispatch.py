@@ -214,9 +214,12 @@ class Dispatch(Attachment):
         start = f"{prefix}{_KEY}"
         own = {name: state.pop(name) for name in list(state) if name.startswith(start)}
         own = {name[len(start) :]: value for name, value in own.items()}
-        for name, leaf in self._shared().items():
-            if name not in own and f"{prefix}{leaf}" in state:
-                own[name] = state[f"{prefix}{leaf}"]
+        of_leaf = self._shared()
+        for name in self.graph.state_dict(keep_vars=True).keys() - own.keys():
+            layer, _, key = name.rpartition(".")
+            leaf = f"{prefix}{of_leaf.get(name, f'{layer}.layer.{key}')}"
+            if leaf in state:
+                own[name] = state[leaf]
         try:
             assign = bool(metadata.get("assign_to_params_buffers"))
             lacks, more = self.graph.load_state_dict(own, strict=False, assign=assign)

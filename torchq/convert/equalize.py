@@ -54,6 +54,7 @@ def pairs(plan: Plan) -> Iterator[tuple[Layer, Layer]]:
         alone &= second.residual is None or plan.root(second.residual) is not root
         own = first.residual is None and first not in plan.table_hosts.values()
         moved = all(_keeps_channels(plan, node) for node in joined[root])
+        moved &= _channels_agree(first, second)
         free = plan.fixed(root) is None and plan.emits_int8(first) and not first.op.flatten
         if alone and own and moved and free and plan.group_config([root])[1].activation_bits == 8:
             yield first, second
@@ -72,6 +73,18 @@ def _keeps_channels(plan: Plan, node: fx.Node) -> bool:
         known = name == "flatten" or (name in ("view", "reshape") and src[0] != src[1])
         return known and len(src) > 2 and dst == (src[0], math.prod(src[1:]))
     return op.role in (Role.PASS, Role.PAD)
+
+
+def _channels_agree(first: Layer, second: Layer) -> bool:
+    """Return whether the second layer multiplies what the first one has as channels."""
+    ranks = len(shape_of(first.dst)), len(shape_of(second.srcs[0]))
+    for layer, rank in zip((first, second), ranks, strict=True):
+        kernel = getattr(layer.op.module, "kernel_size", None)
+        if kernel is not None and rank != len(kernel) + 2:  # a call without batch
+            return False
+    flat = ranks[0] != ranks[1]
+    reads = ranks[1] - 1 if isinstance(second.op.module, nn.Linear) else 1
+    return channel_axis(first) == 1 if flat else channel_axis(first) == reads
 
 
 def channel_axis(layer: Layer) -> int:

@@ -142,7 +142,8 @@ class Outliers:
         if seen is None:
             return
         low, high = seen.min_value, seen.max_value
-        weight = torch.cat([_weight(layer) for layer in layers])
+        weights = [_weight(layer) for layer in layers]
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         alpha, factors, error = static_smoothing(low, high, weight)
         if error > _WORTH:
             return
@@ -161,7 +162,7 @@ class Outliers:
         large, error = _large_channels(after, _weight(hidden.second).square().sum(0))
         if error > _WORTH_LAYERS:
             return
-        others = torch.ones(len(after.min_value), dtype=torch.bool).index_fill(0, large, False)
+        others = torch.ones_like(after.min_value, dtype=torch.bool).index_fill(0, large, False)
         for node, seen in zip(ends, (before, after), strict=True):
             low, high = seen.min_value, seen.max_value
             within = float(low[others].min()), float(high[others].max())
@@ -193,7 +194,7 @@ class Outliers:
         module = layer.float_module()
         assert isinstance(module, nn.Linear)
         if factors is None:
-            factors = torch.ones(module.in_features)
+            factors = torch.ones_like(module.weight[0])
         if channels is not None:
             factors = factors.index_fill(0, channels, 0.0)
         return _of(layer, module.weight * factors, module.bias)

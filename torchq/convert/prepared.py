@@ -23,6 +23,8 @@ from torchq.quantization.qparams import QParams
 from torchq.quantization.ranges import activation_range
 from torchq.quantization.recipes.sample import SourceSample
 
+_VALUES = 64  # of a channel, at least: a range of fewer may be far from that of other data
+
 _META = (
     *("value", "aten", "owner", "scope", "varying", "static", "positional", "sizes", "phase"),
     "constant",
@@ -184,11 +186,15 @@ class Prepared(nn.Module):
         return sample
 
     def channels_of(self, node: fx.Node) -> PerChannelMinMaxObserver | None:
-        """Return the ranges of the channels of a value; None where nothing was recorded."""
-        i = self._channels_of.get(node.name)
-        seen = None if i is None else self.channels[i]
-        assert seen is None or isinstance(seen, PerChannelMinMaxObserver)
-        return seen if seen is not None and seen.calibrated else None
+        """Return the ranges of the channels of a value; None where too little was recorded."""
+        i, group = self._channels_of.get(node.name), self._groups.get(self.plan.root(node).name)
+        if i is None or group is None:
+            return None
+        seen, of_all = self.channels[i], self.observers[group[0]]
+        assert isinstance(seen, PerChannelMinMaxObserver)
+        if not seen.calibrated or not isinstance(of_all, HistogramObserver):
+            return None
+        return seen if of_all.counts.sum() >= _VALUES * len(seen.min_value) else None
 
     def constant(self, node: fx.Node) -> Tensor:
         """Return the value of a node that does not depend on the inputs."""

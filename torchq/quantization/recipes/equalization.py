@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from torchq.quantization.recipes.smoothing import smoothing_factors
 
-_ALPHAS = (0.5, 0.75, 1.0)
+_ALPHAS = (0.5, 0.75)  # below 1: small channels keep room for values beyond their range
 _GAIN = 2.0
 """The estimated noise must shrink by this factor: what is estimated is not what is measured."""
 _MEAN_SQUARE = 1 / 16  # of a channel, beside the square of its largest value
@@ -38,28 +38,31 @@ def equalizing_factors(
         step: of the source as it is, real units.
         step_with: from ``s`` to the step of ``x / s``.
     """
-    rows = weight.abs().amax((2, 3), keepdim=True)
-    weight = (weight / torch.where(rows > 0, rows, 1)).double()
-    columns = weight.abs().amax((1, 3)).reshape(1, -1)
-    best = _noise(weight, largest, torch.ones_like(largest), step) / _GAIN
+    magnitudes = weight.abs().amax(3)
+    rows = magnitudes.amax(2, keepdim=True)
+    rows = torch.where(rows > 0, rows, 1)
+    magnitudes /= rows
+    scaled = weight / rows.unsqueeze(3)
+    squares = torch.linalg.vector_norm(scaled, dim=(1, 3), dtype=torch.float64).square()
+    del scaled
+    columns = magnitudes.amax(1).reshape(1, -1)
+
+    def noise(factors: Tensor, step: float) -> float:
+        """Return the estimated noise of the second layer's results, each beside its own weights."""
+        by_group = factors.reshape(len(weight), 1, -1)
+        of_source = step**2 * (squares * by_group.squeeze(1).double().square()).sum()
+        power = (largest / factors).double().square().reshape(len(weight), -1) * _MEAN_SQUARE
+        steps = (magnitudes * by_group).amax(2).double() / 127
+        of_weight = steps.square() * power.sum(1, keepdim=True) * weight.shape[3]
+        return float(of_source + of_weight.sum())
+
+    best = noise(torch.ones_like(largest), step) / _GAIN
     found = None
     for alpha in _ALPHAS:
         factors = smoothing_factors(largest, columns, alpha)
-        noise = _noise(weight, largest, factors, step_with(factors))
-        if noise < best:
-            best, found = noise, factors
+        if (expected := noise(factors, step_with(factors))) < best:
+            best, found = expected, factors
     return found
-
-
-def _noise(weight: Tensor, largest: Tensor, factors: Tensor, step: float) -> float:
-    """Return the estimated noise of the second layer's results, each beside its own weights."""
-    groups, _, channels, _ = weight.shape
-    scaled = weight * factors.reshape(groups, 1, channels, 1)
-    of_source = step**2 * scaled.square().sum()
-    power = (largest / factors).double().square().reshape(groups, 1, channels) * _MEAN_SQUARE
-    steps = scaled.abs().amax((2, 3)) / 127
-    of_weight = steps.square() * power.sum(2) * weight.shape[3]
-    return float(of_source + of_weight.sum())
 
 
 def by_channels(module: nn.Module, count: int) -> Tensor:

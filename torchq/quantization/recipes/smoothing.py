@@ -54,7 +54,7 @@ def static_smoothing(low: Tensor, high: Tensor, weight: Tensor) -> tuple[float, 
         smoothing, 1 for as much.
     """
     largest, magnitudes = torch.maximum(-low, high), weight.abs()
-    squares = weight.double().square().sum(0)
+    squares = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float64).square()
 
     def error(factors: Tensor) -> float:
         step = ((high / factors).amax().clamp(min=0) - (low / factors).amin().clamp(max=0)) / 255
