@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert.equalize import Between, between, channel_axis, pairs
+from torchq.convert.equalize import Between, between, channel_axis, magnitudes, pairs
 from torchq.convert.graph import Captured
 from torchq.convert.graph_data import graph_of, plain_nodes
 from torchq.convert.ops import Role
@@ -158,13 +159,16 @@ class Prepared(nn.Module):
 
     def between(self) -> dict[fx.Node, Between]:
         """Root of a group -> how its tensor is quantized, where channels have their own scales."""
-        found = {}
+        found, sizes = {}, dict[fx.Node, Tensor]()
         for first, second in pairs(self.plan):
-            i, config = self._channels[first.dst.name], self._groups[first.dst.name][1]
-            channels: Any = self.observers[i]
-            given = self.qparams(first.dst)
-            ends = channels.min_value, channels.max_value
-            if (one := between(first, second, *ends, given, config.symmetric)) is not None:
+            channels: Any = self.observers[self._channels[first.dst.name]]
+            config, given = self._groups[first.dst.name][1], self.qparams(first.dst)
+            low, high = channels.min_value, channels.max_value
+            before = sizes.get(self.plan.root(first.srcs[0]))
+            largest = magnitudes(first, torch.maximum(low.abs(), high.abs()), before)
+            sizes[first.dst] = largest
+            one = between(first, second, largest, float(low.min()), given, config.symmetric)
+            if one is not None:
                 found[first.dst] = one
         return found
 
