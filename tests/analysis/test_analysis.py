@@ -84,10 +84,10 @@ def test_compare_leaves_observers_alone(flow) -> None:
 
 def test_sensitivity_finds_the_layer_that_hurts() -> None:
     model = network()
-    with (
-        torch.no_grad()
-    ):  # one output channel a thousand times the others: per-tensor steps are lost
-        model[3].weight[0] *= 1000
+    # Weights of a channel that is always zero take the steps from the others.
+    with torch.no_grad():
+        model[1].bias[0] = -1000
+        model[3].weight[:, 0] *= 1000
     data = [torch.randn(4, 3, 8, 8)]
     config = torchq.QConfig(weight_granularity="per_tensor")
     found = torchq.sensitivity(model, data, data[0], config, progress=False)

@@ -135,7 +135,7 @@ def test_rounds_to_float32_once():
 
 
 def test_bounds_saturate_and_round_half_to_even():
-    for bounds in ("-inf:inf", "-1000:1000", "0.25:1.25", "-0.75:0.75", "3:-3"):
+    for bounds in ("-3e38:3e38", "-1000:1000", "0.25:1.25", "-0.75:0.75"):
         for dst in (U8, S8, S32):
             zp = 3
             chain = f"eltwise_clip:{bounds}"

@@ -8,6 +8,7 @@ from torch import nn
 from torchq.quantization.recipes.equalization import (
     by_channels,
     equalizing_factors,
+    expected_largest,
     with_source_factors,
 )
 
@@ -67,3 +68,14 @@ def test_channels_without_values_or_weights_are_no_trouble():
     weight[:, 2] = 0
     factors = factors_for(largest, weight)
     assert factors is None or bool((factors.isfinite() & (factors > 0)).all())
+
+
+def test_a_channel_that_calibration_missed_counts_by_its_weights():
+    seen = torch.tensor([0.0, 0.01, *[1.0] * 30, 2.0])
+    rows = torch.tensor([*[1.0] * 32, 0.01])  # the last one is large by its bias
+    assert torch.equal(expected_largest(seen, rows), torch.tensor([*[1.0] * 32, 2.0]))
+
+
+def test_channels_that_are_small_by_their_weights_stay_small():
+    seen = torch.tensor([0.01, 1.0, 100.0])
+    torch.testing.assert_close(expected_largest(seen, seen * 3), seen)

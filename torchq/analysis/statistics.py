@@ -19,7 +19,7 @@ from torchq.convert.statistics import (
     replaced,
     weights_digest,
 )
-from torchq.quantization.observers import Observer
+from torchq.quantization.observers import Observer, PerChannelMinMaxObserver
 from torchq.serialization.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 
 _FORMAT = "torchq-calibration-2"
@@ -80,9 +80,11 @@ def load_calibration(
     own = _some_observers("load_calibration", prepared)
     kinds = {name: kind(observer) for name, observer in own.items()}
     given = {name: each.kind for name, each in saved.items()}
-    # ranges of channels refine scales; files of 0.1 lack them
-    refining = set() if merge else {n for n in kinds.keys() - given if ".channels." in f".{n}"}
-    own = {name: observer for name, observer in own.items() if name not in refining}
+    # ranges of channels only refine scales; the first files of 0.1 lack them
+    lacking = {name for name in kinds.keys() - given if ".channels." in f".{name}"}
+    for observer in (own.pop(name) for name in lacking):
+        if isinstance(observer, PerChannelMinMaxObserver):
+            observer.forget()
     kinds = {name: kinds[name] for name in own}
     if kinds != given:
         different = sorted(set(kinds.items()) ^ set(given.items()))

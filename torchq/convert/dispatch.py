@@ -217,7 +217,8 @@ class Dispatch(Attachment):
         of_leaf = self._shared()
         for name in self.graph.state_dict(keep_vars=True).keys() - own.keys():
             layer, _, key = name.rpartition(".")
-            leaf = f"{prefix}{of_leaf.get(name, f'{layer}.layer.{key}')}"
+            same = f"{layer}.layer.{key}" if key in (*_PACKED, "params") else name
+            leaf = f"{prefix}{of_leaf.get(name, same)}"
             if leaf in state:
                 own[name] = state[leaf]
         try:
@@ -325,5 +326,6 @@ def _is_near(a: Tensor, b: Tensor) -> bool:
     """Return whether two packed weights differ by a step at most; 4-bit ones must be equal."""
     if a is b or a.shape != b.shape or a.dtype != b.dtype:
         return a is b
-    near = a.dtype == torch.int8 and bool(((a.short() - b.short()).abs() <= 1).all())
-    return near or torch.equal(a, b)
+    if torch.equal(a, b):
+        return True
+    return a.dtype == torch.int8 and bool(((a.short() - b.short()).abs() <= 1).all())

@@ -11,16 +11,23 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, fx, nn
 
 from torchq.convert.fuse import Layer
 from torchq.convert.graph import aten_name
 from torchq.convert.ops import Role, shape_of
-from torchq.convert.plan import Plan
 from torchq.quantization.qparams import QParams, choose_qparams
-from torchq.quantization.recipes.equalization import by_channels, equalizing_factors
+from torchq.quantization.recipes.equalization import (
+    by_channels,
+    equalizing_factors,
+    expected_largest,
+    with_source_factors,
+)
+
+if TYPE_CHECKING:
+    from torchq.convert.plan import Plan
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -92,25 +99,41 @@ def channel_axis(layer: Layer) -> int:
     return len(shape_of(layer.dst)) - 1 if isinstance(layer.op.module, nn.Linear) else 1
 
 
+def magnitudes(first: Layer, seen: Tensor, before: Tensor | None) -> Tensor:
+    """Return the magnitude of each channel of a layer's result.
+
+    Args:
+        first: of :func:`pairs`.
+        seen: in calibration, ``[C]``.
+        before: of the channels of its source, where they are known.
+    """
+    module = first.float_module()
+    if before is not None:
+        module = with_source_factors(module, before)
+    assert isinstance(module.weight, Tensor)
+    return expected_largest(seen, module.weight.detach().flatten(1).norm(dim=1))
+
+
 def between(
-    first: Layer, second: Layer, low: Tensor, high: Tensor, given: QParams, symmetric: bool
+    first: Layer, second: Layer, largest: Tensor, lowest: float, given: QParams, symmetric: bool
 ) -> Between | None:
     """Return how to quantize what is between two layers, or None to leave one scale.
 
     Args:
         first: of :func:`pairs`.
         second: the layer that reads its result.
-        low: smallest value of each channel, ``[C]``.
-        high: largest value of each channel, ``[C]``.
+        largest: magnitude of each channel, ``[C]``.
+        lowest: of all values.
         given: parameters with one scale.
         symmetric: whether the zero point is in the middle.
     """
 
     def choose(factors: Tensor) -> QParams:
-        ends = float((low / factors).min()), float((high / factors).max())
-        return choose_qparams(*ends, given.dtype, given.bits, symmetric)
+        most = float((largest / factors).max())
+        low = -most if lowest < 0 else 0.0
+        return choose_qparams(low, most, given.dtype, given.bits, symmetric)
 
-    largest, step = torch.maximum(low.abs(), high.abs()), float(given.scale)
+    step = float(given.scale)
     weight = by_channels(second.float_module(), len(largest))
     factors = equalizing_factors(largest, weight, step, lambda f: float(choose(f).scale))
     if factors is None:

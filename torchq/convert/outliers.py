@@ -24,8 +24,6 @@ from torch import Tensor, fx, nn
 
 from torchq.convert.fuse import Layer
 from torchq.convert.ops import Role
-from torchq.convert.plan import Plan
-from torchq.convert.quantized_layers import lookup, quantized
 from torchq.nn.linear import QLinear
 from torchq.quantization.observers import PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams, choose_qparams
@@ -33,6 +31,7 @@ from torchq.quantization.recipes.smoothing import static_smoothing
 
 if TYPE_CHECKING:
     from torchq.convert.lower import Lowering
+    from torchq.convert.plan import Plan
     from torchq.convert.prepared import Prepared
 
 # Of the expected error, at most. MiniLM's norms have 0.08 to 0.61; at 0.54 a narrow ConvNeXt of
@@ -226,10 +225,10 @@ class Outliers:
         def qparams(node: fx.Node) -> QParams:
             return self._beside.get(node) or lowering.qparams(node)
 
-        inner = quantized(first, self._plan, qparams)
+        inner = lowering.made(first, qparams)
         assert isinstance(inner, QLinear)
-        inner.with_lookup(lookup(hidden.function, self._plan, qparams))
-        outer = quantized(second, self._plan, qparams)
+        inner.with_lookup(lowering.table(hidden.function, qparams))
+        outer = lowering.made(second, qparams)
         src = lowering.int8_of(hidden.first.srcs[0])
         large = lowering.call(f"{hidden.first.name}_large", inner, src)
         return lowering.call(f"{layer.name}_large", outer, large, value)

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert.equalize import Between, between, channel_axis, pairs
+from torchq.convert.equalize import Between, between, channel_axis, magnitudes, pairs
 from torchq.convert.graph import Captured
 from torchq.convert.graph_data import graph_of, plain_nodes
 from torchq.convert.ops import Role
@@ -168,13 +169,17 @@ class Prepared(nn.Module):
 
     def between(self) -> dict[fx.Node, Between]:
         """Root of a group -> how its tensor is quantized, where channels have their own scales."""
-        found = {}
+        found, sizes = {}, dict[fx.Node, Tensor]()
         for first, second in pairs(self.plan):
             if (seen := self.channels_of(first.dst)) is None:
                 continue
-            symmetric = self._groups[first.dst.name][1].symmetric
-            given, ends = self.qparams(first.dst), (seen.min_value, seen.max_value)
-            if (one := between(first, second, *ends, given, symmetric)) is not None:
+            config, given = self._groups[first.dst.name][1], self.qparams(first.dst)
+            low, high = seen.min_value, seen.max_value
+            before = sizes.get(self.plan.root(first.srcs[0]))
+            largest = magnitudes(first, torch.maximum(low.abs(), high.abs()), before)
+            sizes[first.dst] = largest
+            one = between(first, second, largest, float(low.min()), given, config.symmetric)
+            if one is not None:
                 found[first.dst] = one
         return found
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -11,7 +12,6 @@ from torchq.attributes.post_ops import PostOps
 from torchq.convert.from_float import matmul_from_float, pool_from_float, post_op_chain
 from torchq.convert.fuse import Layer
 from torchq.convert.ops import Role, append_clip
-from torchq.convert.plan import Plan
 from torchq.nn.attention import QAttention
 from torchq.nn.batch_norm import combined
 from torchq.nn.binary import QAdd, QCat, QMul
@@ -20,6 +20,9 @@ from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
 from torchq.nn.quantize import QLookup
 from torchq.quantization.qparams import QParams
+
+if TYPE_CHECKING:
+    from torchq.convert.plan import Plan
 
 QParamsOf = Callable[[fx.Node], QParams]
 

@@ -90,6 +90,10 @@ class PerChannelMinMaxObserver(Observer):
     def _channel_axis(self) -> int | None:
         return self.axis
 
+    def forget(self) -> None:
+        """Start anew."""
+        self._resize(0)
+
     def _resize(self, channels: int) -> None:
         self._set_buffer(
             "min_value",

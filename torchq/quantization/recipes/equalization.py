@@ -14,17 +14,33 @@ calibration knows:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from torchq.quantization.recipes.smoothing import smoothing_factors
 
-_ALPHAS = (0.5, 0.75)  # below 1: small channels keep room for values beyond their range
+_ALPHAS = (0.5, 0.75, 1.0)
 _GAIN = 2.0
 """The estimated noise must shrink by this factor: what is estimated is not what is measured."""
+_ROWS = 32
 _MEAN_SQUARE = 1 / 16  # of a channel, beside the square of its largest value
+
+
+def expected_largest(seen: Tensor, rows: Tensor) -> Tensor:
+    """Return the magnitude of each channel, at least what its weights give where others have most.
+
+    Calibration may hardly reach a channel behind a ReLU, which is no reason to clip it later.
+    Bias alone makes some channels large, which says nothing of the others.
+
+    Args:
+        seen: in calibration, ``[C]``.
+        rows: norm of the weights that make each channel, ``[C]``.
+    """
+    both = (seen > 0) & (rows > 0)
+    ratios = (seen[both] / rows[both]).sort().values
+    return torch.maximum(seen, rows * ratios[int(0.9 * len(ratios))]) if len(ratios) else seen
 
 
 def equalizing_factors(
@@ -38,31 +54,36 @@ def equalizing_factors(
         step: of the source as it is, real units.
         step_with: from ``s`` to the step of ``x / s``.
     """
-    magnitudes = weight.abs().amax(3)
-    rows = magnitudes.amax(2, keepdim=True)
-    rows = torch.where(rows > 0, rows, 1)
-    magnitudes /= rows
-    scaled = weight / rows.unsqueeze(3)
-    squares = torch.linalg.vector_norm(scaled, dim=(1, 3), dtype=torch.float64).square()
-    del scaled
-    columns = magnitudes.amax(1).reshape(1, -1)
-
-    def noise(factors: Tensor, step: float) -> float:
-        """Return the estimated noise of the second layer's results, each beside its own weights."""
-        by_group = factors.reshape(len(weight), 1, -1)
-        of_source = step**2 * (squares * by_group.squeeze(1).double().square()).sum()
-        power = (largest / factors).double().square().reshape(len(weight), -1) * _MEAN_SQUARE
-        steps = (magnitudes * by_group).amax(2).double() / 127
-        of_weight = steps.square() * power.sum(1, keepdim=True) * weight.shape[3]
-        return float(of_source + of_weight.sum())
-
-    best = noise(torch.ones_like(largest), step) / _GAIN
+    columns = torch.stack([part.abs().amax((1, 3)) for part in _parts(weight)]).amax(0)
+    columns = columns.reshape(1, -1)
+    best = _noise(weight, largest, torch.ones_like(largest), step) / _GAIN
     found = None
     for alpha in _ALPHAS:
         factors = smoothing_factors(largest, columns, alpha)
-        if (expected := noise(factors, step_with(factors))) < best:
-            best, found = expected, factors
+        noise = _noise(weight, largest, factors, step_with(factors))
+        if noise < best:
+            best, found = noise, factors
     return found
+
+
+def _noise(weight: Tensor, largest: Tensor, factors: Tensor, step: float) -> float:
+    """Return the estimated noise of the second layer's results, each beside its own weights."""
+    groups, _, channels, taps = weight.shape
+    power = (largest / factors).double().square().reshape(groups, 1, channels) * _MEAN_SQUARE
+    noise = 0.0
+    for part in _parts(weight):
+        scaled = part * factors.reshape(groups, 1, channels, 1)
+        steps = scaled.abs().amax((2, 3)) / 127
+        noise += float(step**2 * scaled.square().sum())
+        noise += float((steps.square() * power.sum(2)).sum()) * taps
+    return noise
+
+
+def _parts(weight: Tensor) -> Iterator[Tensor]:
+    """Yield some rows at a time, so that little memory is taken, each beside its largest value."""
+    for part in torch.split(weight, _ROWS, 1):
+        largest = part.abs().amax((2, 3), keepdim=True)
+        yield (part / torch.where(largest > 0, largest, 1)).double()
 
 
 def by_channels(module: nn.Module, count: int) -> Tensor:
