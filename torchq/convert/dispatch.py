@@ -199,12 +199,13 @@ class Dispatch(Attachment):
 
     def _shared(self) -> dict[str, str]:
         """Return names of the graph's tensors that leaves have too, and the leaves' names."""
-        leaves: dict[int, str] = {}
+        leaves: dict[tuple[Any, ...], str] = {}
         for name, layer in self.module.named_modules(remove_duplicate=False):
-            tensors = (*layer._parameters.items(), *layer._buffers.items())
-            leaves |= {id(t): f"{name}.{key}".lstrip(".") for key, t in tensors if t is not None}
+            for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+                if tensor is not None:
+                    leaves[_memory(tensor)] = f"{name}.{key}".lstrip(".")
         graph = self.graph.state_dict(keep_vars=True)
-        return {name: leaves[id(t)] for name, t in graph.items() if id(t) in leaves}
+        return {name: leaves[_memory(t)] for name, t in graph.items() if _memory(t) in leaves}
 
     def load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
@@ -238,6 +239,12 @@ def attach(dispatch: Dispatch) -> None:
     vars(module)["__prepare_scriptable__"] = dispatch.scriptable
     module.register_state_dict_post_hook(functools.partial(Dispatch.save, dispatch))  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(dispatch.load)  # type: ignore[no-untyped-call]
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tells whether two tensors are the same values in the same memory."""
+    address = id(tensor) if tensor.is_meta or tensor.numel() == 0 else tensor.data_ptr()
+    return address, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def full_state(model: nn.Module) -> dict[str, Any]:
