@@ -110,7 +110,8 @@ def measure(
     """Time one call of each model, in turns.
 
     A busy machine slows all alike, so the times of one round can be compared. Each model runs three
-    times before, in inference mode, with as many threads as ``torch.get_num_threads()``.
+    times before, in inference mode, with as many threads as ``torch.get_num_threads()``. The first
+    call of a turn is not timed: it reads again what the other models have driven from the caches.
 
     Args:
         models: by the names that the result has.
@@ -133,6 +134,7 @@ def measure(
                 call(model, inputs)
         for _ in range(rounds):
             for name, model in models.items():
+                call(model, inputs)
                 start = clock()
                 for _ in range(calls):
                     call(model, inputs)
