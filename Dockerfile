@@ -11,7 +11,7 @@ RUN pip install --no-cache-dir "torch>=2.13,<2.16" numpy ${TORCH_INDEX:+--extra-
 COPY dist/*.whl /tmp/
 RUN pip install --no-cache-dir /tmp/*.whl && rm /tmp/*.whl
 
-COPY examples/service/app.py /srv/app.py
+COPY examples/service/app.py examples/service/worker.py /srv/
 RUN useradd --create-home app
 USER app
 WORKDIR /home/app

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,6 +44,12 @@ def service(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen
         finally:
             server.terminate()
     assert server.returncode == 0
+
+
+def test_the_image_has_every_file_of_the_service() -> None:
+    copied = re.findall(r"examples/service/(\S+)", (ROOT / "Dockerfile").read_text())
+    own = {path.name for path in APP.parent.glob("*.py")} - {"load_test.py", "locustfile.py"}
+    assert own <= set(copied)
 
 
 @pytest.fixture(scope="module")
