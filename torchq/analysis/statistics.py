@@ -81,9 +81,10 @@ def load_calibration(
     kinds = {name: kind(observer) for name, observer in own.items()}
     given = {name: each.kind for name, each in saved.items()}
     # ranges of channels only refine scales; the first files of 0.1 lack them
-    lacking = {name for name in kinds.keys() - given if ".channels." in f".{name}"}
-    for observer in (own.pop(name) for name in lacking):
-        if isinstance(observer, PerChannelMinMaxObserver):
+    for name in kinds.keys() - given:
+        observer = own[name]
+        if isinstance(observer, PerChannelMinMaxObserver) and ".channels." in f".{name}":
+            own.pop(name)
             observer.forget()
     kinds = {name: kinds[name] for name in own}
     if kinds != given:

@@ -194,7 +194,8 @@ class Dispatch(Attachment):
         """Add the graph's tensors to a state_dict of the module, but for those of its leaves."""
         of_leaf = self._shared()
         for name, value in self.graph.state_dict(keep_vars=True).items():
-            if f"{prefix}{of_leaf.get(name)}" not in state:
+            leaf = of_leaf.get(name)
+            if leaf is None or f"{prefix}{leaf}" not in state:
                 state[f"{prefix}{_KEY}{name}"] = value
 
     def _shared(self) -> dict[str, str]:

@@ -16,6 +16,7 @@ of the channels in the calibration data tell where; other values stay as they ar
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,10 +58,11 @@ def smoothed_sources(plan: Plan) -> dict[fx.Node, list[Layer]]:
             readers.setdefault(plan.root(node), []).append(layer)
         if layer.residual is not None and plan.comes_as_int8(layer.residual):
             readers.setdefault(plan.root(layer.residual), []).append(layer)
+    singles = _singles(plan)
     return {
         node: layers
         for node, layers in readers.items()
-        if _is_single(plan, node)
+        if node in singles
         and not plan.comes_as_int8(node)
         and "constant" not in node.meta
         and all(_is_linear(plan, layer) and layer.srcs == [node] for layer in layers)
@@ -70,13 +72,14 @@ def smoothed_sources(plan: Plan) -> dict[fx.Node, list[Layer]]:
 def hidden_layers(plan: Plan) -> list[Hidden]:
     """Return the hidden layers whose two linear layers, and they alone, read the values between."""
     found, of_source = [], {layer.srcs[0]: layer for layer in plan.layer_at.values()}
+    singles = _singles(plan)
     for function, first in plan.table_hosts.items():
         node, second = function.dst, of_source.get(function.dst)
         if second is None or not set(node.users) <= {part.node for part in second.parts}:
             continue
         linear = _is_linear(plan, first) and _is_linear(plan, second)
         plain = not (first.residual or first.clip or first.slopes is not None or function.fake)
-        single = _is_single(plan, node) and _is_single(plan, first.dst)
+        single = {node, first.dst} <= singles
         if linear and plain and single and second.residual not in (None, node):
             floats = (first.srcs[0], second.residual)
             if not any(src is None or plan.comes_as_int8(src) for src in floats):
@@ -103,12 +106,10 @@ def _is_linear(plan: Plan, layer: Layer) -> bool:
     )
 
 
-def _is_single(plan: Plan, node: fx.Node) -> bool:
-    """Return whether no other value shares its scale and zero point, and data choose them."""
-    alone = not any(
-        plan.root(other) is node for other in plan.captured.graph.nodes if other is not node
-    )
-    return plan.root(node) is node and plan.fixed(node) is None and alone
+def _singles(plan: Plan) -> set[fx.Node]:
+    """Return the values that share their scale and zero point with none, and data choose them."""
+    groups = Counter(map(plan.root, plan.captured.graph.nodes))
+    return {node for node, count in groups.items() if count == 1 and plan.fixed(node) is None}
 
 
 class Outliers:

@@ -37,8 +37,7 @@ class Prepared(nn.Module):
 
     Attributes:
         plan: what each node will become.
-        observers: one for each group of values that will share a scale and zero point, and one for
-            the channels between two layers that may be equalized.
+        observers: one for each group of values that will share a scale and zero point.
         graph_module: the traced model; its opaque submodules may be prepared by torchq.eager.
         opaque_names: those submodules.
         samples: of what dynamic linear layers read, for their recipes.
@@ -66,15 +65,14 @@ class Prepared(nn.Module):
         model = fx.GraphModule(plan.captured.model, graph)
         for name, module in opaque.items():
             model.set_submodule(name, module)
-        for root, producers in plan.groups().items():
+        for i, (root, producers) in enumerate(plan.groups().items()):
             name, config = plan.group_config(producers)
-            observer, i = config.make_observer(name), len(self.observers)
-            self.observers.append(observer)
+            self.observers.append(config.make_observer(name))
             self._groups[root.name] = i, config
-            model.add_submodule(f"torchq_observer_{i}", observer)
-            for producer in producers:
-                with graph.inserting_after(twins[producer]):
-                    graph.call_module(f"torchq_observer_{i}", (twins[producer],))
+            model.add_submodule(f"torchq_observer_{i}", self.observers[i])
+            for node in producers:
+                with graph.inserting_after(twins[node]):
+                    graph.call_module(f"torchq_observer_{i}", (twins[node],))
         self.samples, self._sample_of = nn.ModuleList(samples.values()), dict[str, int]()
         for i, name in enumerate(samples):
             self._sample_of[name] = i
