@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import doctest
 import inspect
+import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,20 +21,20 @@ import torchq.functional as TF
 from torchq.attributes import options
 from torchq.quantization.config import OBSERVERS
 
+MODULES = torchq, TF, torchq.eager, torchq.nn, torchq.observers, torchq.packing, torchq.saturation
+PUBLIC = {
+    f"{module.__name__}.{name}": value
+    for module in MODULES
+    for name, value in vars(module).items()
+    if name in getattr(module, "__all__", [name]) and not name.startswith("_")
+    if inspect.isclass(value) or inspect.isfunction(value)
+    if hasattr(module, "__all__") or value.__module__ == module.__name__
+}
 EXAMPLES: dict[str, Any] = {
-    name: getattr(torchq, name)
-    for name in (
-        *("quantize", "prepare", "calibrate", "convert", "explain", "compare", "sensitivity"),
-        *("sqnr", "save", "load", "QConfig", "QParams", "Attr"),
-    )
-} | {
+    **{name: value for name, value in PUBLIC.items() if ">>> " in (inspect.getdoc(value) or "")},
     "post_ops": torchq.attributes,
     "QLinear": torchq.nn.QLinear.from_float,
     "QConv2d": torchq.nn.QConv2d.from_float,
-    "linear": TF.linear,
-    "conv2d": TF.conv2d,
-    "functional.quantize": TF.quantize,
-    "dequantize": TF.dequantize,
 }
 
 
@@ -44,10 +45,21 @@ def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     torch.manual_seed(0)
     names = {"torch": torch, "nn": nn, "torchq": torchq}
     text = inspect.getdoc(EXAMPLES[name]) or ""
+    if "torchao" in text:
+        pytest.importorskip("torchao")
     test = doctest.DocTestParser().get_doctest(text, names, name, None, 0)
     assert test.examples, f"{name} has no example"
     said: list[str] = []
     assert doctest.DocTestRunner().run(test, out=said.append).failed == 0, "".join(said)
+
+
+def test_each_public_name_has_one_example() -> None:
+    """In its docstring, or under its heading in docs/reference/examples."""
+    pages = (Path(__file__).parents[2] / "docs/reference/examples").glob("*.md")
+    headings = [name for page in pages for name in re.findall(r"(?m)^## (\S+)$", page.read_text())]
+    in_docstrings = [n for n, x in PUBLIC.items() if "\nExample" in (inspect.getdoc(x) or "")]
+    documented = [*headings, *in_docstrings]
+    assert sorted(documented) == sorted(PUBLIC)
 
 
 def test_modules_are_imported_by_name() -> None:

@@ -350,19 +350,24 @@ def quantize(
     overrides: Overrides | None = None,
     strict: bool = False,
 ) -> nn.Module:
-    """Call :func:`prepare`, :func:`calibrate` and :func:`convert`.
+    """Return an int8 copy of a float model, of the same class.
+
+    In short for :func:`prepare`, :func:`calibrate` and :func:`convert`, whose pages say more.
 
     Args:
-        model: see :func:`prepare`, as for ``config`` and ``overrides``.
-        data: batches to calibrate with; None where nothing needs calibration, as with
-            QConfig(dynamic=True) and fake quantizers in the model.
-        example_inputs: of :func:`prepare`; the default is the first batch of ``data``.
-        config: how to quantize.
-        overrides: exceptions, by name.
-        strict: see :func:`convert`.
+        model: float32 or bfloat16, in eval mode; it stays as it is.
+        data: batches as the model is called with them: tensors, tuples, or dicts of keyword
+            arguments. A few hundred rows of real data suffice. None where nothing needs
+            calibration, as with QConfig(dynamic=True).
+        example_inputs: one such batch, for the capture; the default is the first of ``data``.
+        config: how to quantize; the default is QConfig().
+        overrides: patterns on names of modules -> a QConfig, or None to keep them float, as
+            ``{"head": None, "layers.*.down": torchq.QConfig(dynamic=True)}``.
+        strict: raise, instead of saying so in :func:`explain`, where a layer stays float or a later
+            call does not fit the graph.
 
     Returns:
-        The quantized model, of the class of ``model``.
+        The quantized model. :func:`explain` tells what runs in int8.
 
     Raises:
         TypeError, ValueError, RuntimeError: as the three functions.
