@@ -125,7 +125,7 @@ def test_a_model_in_int8_has_none_left(name: str, dynamic: bool, flow: Any) -> N
     config = torchq.QConfig(dynamic=dynamic)
     told = torchq.explain(flow.quantize(make().eval(), [x], x, config, strict=True))
     assert told.weights and told.float_weights == ()
-    assert "int8: 100 % of the weights that data is multiplied by, 100 %" in str(told)
+    assert "int8: 100 % of the weights, 100 %" in str(told)
 
 
 def test_layers_alone() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,11 +102,6 @@ def test_a_model_that_saturates_is_reported() -> None:
     # the model is as it was
     assert all(torch.equal(qmodel(x), y) for x, y in zip(data, before, strict=True))
     assert next(iter(seven_bits(qmodel))) == "conv"
-    explained = torchq.explain(qmodel)
-    assert explained.seven_bits == seven_bits(qmodel)
-    assert "without VNNI 7 bits would matter in conv, fc (torchq.saturation" in str(explained)
-    many = replace(explained, seven_bits=dict.fromkeys("abcdefg", "why"))
-    assert "would matter in a, b, c, d and 3 more (torchq.saturation" in str(many)
     assert "weight_bits=7 or activation_bits=7 rules it out" in seven_bits(qmodel)["conv"]
 
 
@@ -142,7 +136,7 @@ def test_seven_bits_rule_it_out(bits: dict[str, int]) -> None:
     assert all(layer.saturating == layer.changed == 0 for layer in report.layers)
     assert all(layer.sqnr == math.inf for layer in report.layers)
     assert "exact" in str(report)
-    assert seven_bits(qmodel) == {} and "oneDNN" not in str(torchq.explain(qmodel))
+    assert seven_bits(qmodel) == {}
 
 
 def test_s8_halves_convolutions_but_not_linears() -> None:

@@ -14,7 +14,6 @@ from torchq.nn.attached import attachment_of, computing_modules
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.module import QModule
 from torchq.nn.notebook import html_table, text_table
-from torchq.onednn.saturation.proof import seven_bits
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 
@@ -53,8 +52,6 @@ class Explanation:
     Attributes:
         rows: one per module of the float model.
         details: attributes of the quantized modules, by name.
-        seven_bits: where 7 bits would matter on other libraries' terms, and why, by name; see
-            :func:`torchq.saturation.seven_bits`.
         note: why the whole model has no graph; "" where it has one.
         graphs: of the model or its parts.
         weights: parameters that data is multiplied by, in any code.
@@ -63,7 +60,6 @@ class Explanation:
 
     rows: tuple[Row, ...]
     details: dict[str, str]
-    seven_bits: dict[str, str] = field(default_factory=dict)
     note: str = ""
     graphs: tuple[GraphRow, ...] = field(default=(), compare=False)  # they count calls
     weights: tuple[Weight, ...] = ()
@@ -102,13 +98,6 @@ class Explanation:
     def _notes(self) -> list[str]:
         """Return what stands below the table."""
         lines = []
-        if self.seven_bits:
-            names = list(self.seven_bits)
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            lines.append(
-                "exact here; under oneDNN's rules without VNNI 7 bits would matter in "
-                f"{', '.join(names[:4])}{more} (torchq.saturation.seven_bits says why)"
-            )
         layers = [row for row in self.rows if row.is_matmul]
         quantized = sum(row.quantized for row in layers)
         if self.note:
@@ -138,10 +127,7 @@ class Explanation:
             return []
         size = 100 * sum(w.size for w in int8) / max(sum(w.size for w in self.weights), 1)
         macs = 100 * sum(w.macs for w in int8) / max(sum(w.macs for w in self.weights), 1)
-        lines = [
-            f"int8: {size:.3g} % of the weights that data is multiplied by, {macs:.3g} % of these "
-            "multiplications"
-        ]
+        lines = [f"int8: {size:.3g} % of the weights, {macs:.3g} % of the multiplications by them"]
         layers = {name for row in self.rows if row.is_matmul for name in row.weights}
         others = [weight for weight in self.float_weights if weight.name not in layers]
         if others:
@@ -197,4 +183,4 @@ def explain(model: nn.Module) -> Explanation:
     tables = {id(m.rows): m for m in model.modules() if isinstance(m, kinds)}.values()
     floats = sum(4 * table.num_embeddings * table.embedding_dim for table in tables)
     embeddings = sum(table.rows.nbytes for table in tables), floats
-    return Explanation(tuple(rows), details, seven_bits(model), note, graphs, weights, embeddings)
+    return Explanation(tuple(rows), details, note, graphs, weights, embeddings)
