@@ -11,7 +11,7 @@ import pytest
 import torch.ao.quantization as ao
 from torch.ao.quantization import qconfig, quantize_fx
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "from_torch_ao.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "torch_ao_names.md"
 
 
 def functions_of(module: object) -> list[str]:
