@@ -13,7 +13,7 @@ from torchq.integrations.compressed_files import read_folder
 
 
 def from_compressed_tensors(path: str | os.PathLike[str], model_class: Any = None) -> nn.Module:
-    """Load a folder of int8 weights that llm-compressor wrote, for inference here.
+    """Load a folder of int8 or 4-bit weights that llm-compressor wrote, for inference here.
 
     Linear layers keep the integers and scales of their weights. They quantize each row of a source
     by its own range, also where the folder has float sources; where it has a fixed scale for
@@ -25,12 +25,12 @@ def from_compressed_tensors(path: str | os.PathLike[str], model_class: Any = Non
         model_class: of transformers, such as AutoModel; the default is what config.json names.
 
     Returns:
-        The model of transformers, its quantized layers in int8.
+        The model of transformers, its quantized layers as they are in the folder.
 
     Raises:
         ImportError: transformers is not installed.
         ValueError: it is no such folder, is damaged, or has layers without a form here, such as
-            4-bit weights or scales of groups; the message names them.
+            float8 weights; the message names them.
 
     Example::
 
