@@ -2,7 +2,8 @@
 """Reads folders that llm-compressor wrote.
 
 The format is that of https://github.com/vllm-project/compressed-tensors: ``config.json`` says how
-layers are quantized, and safetensors hold int8 weights with their scales beside them.
+layers are quantized, and safetensors hold their integers with the scales beside them. 4-bit
+integers have a byte each in the format int-quantized, and half of one in pack-quantized.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from torchq.quantization.qparams import QParams
 METHOD = "compressed-tensors"
 _FORMATS = ("int-quantized", "naive-quantized")
 _PACKED = "pack-quantized"
+_PRESETS = ("W8A8", "INT8", "W4A8", "W4A16", "W4A16_ASYM")
+_ROW_GROUPS = 128
+"""Size of groups, all of one scale, where a whole row has one."""
 _SCALE = ".weight_scale"
 
 
@@ -42,7 +46,7 @@ class Int8Layer:
 
 @dataclass(frozen=True)
 class Int4Layer:
-    """A layer of the files with a 4-bit weight in groups.
+    """A layer of the files with a 4-bit weight.
 
     Attributes:
         shape: of the weight.
@@ -61,14 +65,31 @@ class Int4Layer:
         with _opened(self.file.parent, self.file) as file:
             given = {key.rpartition(".")[2]: key for key in file.keys() if self._has(key)}  # noqa: SIM118
             found = {short: file.get_tensor(key) for short, key in given.items()}
-        weight = unpack_nibbles(found["weight_packed"])[:, : self.shape[1]]
         zero = found.get("weight_zero_point")
-        if zero is not None:
-            zero = unpack_nibbles(zero.t()).t()[: self.shape[0]]
-        return weight, found["weight_scale"], zero, found.get("bias")
+        if "weight_packed" in found:
+            weight = unpack_nibbles(found["weight_packed"])[:, : self.shape[1]]
+            zero = None if zero is None else unpack_nibbles(zero.t()).t()[: self.shape[0]]
+        else:
+            weight = self._checked(found["weight"])
+            zero = None if zero is None or not bool(zero.any()) else self._checked(zero)
+        scales = self._by_group(found["weight_scale"])
+        return weight, scales, None if zero is None else self._by_group(zero), found.get("bias")
 
     def _has(self, key: str) -> bool:
         return key.rpartition(".")[0] == self.name
+
+    def _by_group(self, values: Tensor) -> Tensor:
+        """Return values of a whole row, or of the tensor, for each group of each row."""
+        outputs, inputs = self.shape
+        rows = values.reshape(1 if values.numel() == 1 else outputs, -1)
+        return rows.expand(outputs, -(-inputs // self.group_size))
+
+    def _checked(self, integers: Tensor) -> Tensor:
+        low, high = torch.aminmax(integers) if integers.numel() else (0, 0)
+        if low < -8 or high > 7:
+            got = f"'{self.name}' has integers from {int(low)} to {int(high)}, not 4-bit ones"
+            raise refused(self.file.parent, got)
+        return integers
 
 
 Layers: TypeAlias = dict[str, Int8Layer | Int4Layer]
@@ -88,14 +109,14 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], Layers]:
     """
     facts = _read_json(folder / "config.json")
     _check_scheme(folder, facts)
-    return facts, _read_layers(folder, _weight_files(folder))
+    return facts, _read_layers(folder, _weight_files(folder), _only_4_bits(scheme_of(facts)))
 
 
 def refused(folder: Path, got: str, remedy: str = "Copy the folder anew.") -> ValueError:
     """Return the error for a folder that cannot be loaded."""
     return ValueError(
         "torchq.from_compressed_tensors: path must be a folder of compressed-tensors with int8 "
-        f"linear layers, got '{folder}': {got}. {remedy}"
+        f"or 4-bit linear layers, got '{folder}': {got}. {remedy}"
     )
 
 
@@ -141,7 +162,7 @@ def _check_scheme(folder: Path, facts: dict[str, Any]) -> None:
         problems.append("'sparsity_config' is set")
     for name, group in groups.items():
         if isinstance(group, list):
-            problems += [] if name in ("W8A8", "INT8") else [f"'{name}' is another preset"]
+            problems += [] if name in _PRESETS else [f"'{name}' is another preset"]
         else:
             own = group.get("format") or scheme.get("format", "")
             problems += [f"'{name}' has {problem}" for problem in _why_not(group, own)]
@@ -149,8 +170,22 @@ def _check_scheme(folder: Path, facts: dict[str, Any]) -> None:
         raise refused(
             folder,
             "; ".join(problems),
-            "Compress the float model with the scheme W8A8 (INT8) or W4A16.",
+            f"Compress the float model with a scheme of {', '.join(_PRESETS)}.",
         )
+
+
+def _only_4_bits(scheme: dict[str, Any]) -> bool:
+    """Return whether all weights of a checked scheme have 4 bits.
+
+    Beside int8 ones, 4-bit integers of a byte with one scale a row are taken for int8 ones, too.
+    """
+    groups = scheme["config_groups"].items()
+    return all(
+        name.startswith("W4")
+        if isinstance(group, list)
+        else (group.get("weights") or {}).get("num_bits") == 4
+        for name, group in groups
+    )
 
 
 def _why_not(group: dict[str, Any], form: str) -> list[str]:
@@ -159,17 +194,17 @@ def _why_not(group: dict[str, Any], form: str) -> list[str]:
     weights, sources = group.get("weights") or {}, group.get("input_activations")
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
-    if (bits, kind, strategy) == (4, "int", "group"):
-        if weights.get("group_size") not in GROUP_SIZES or form != _PACKED:
-            problems.append(f"groups of {weights.get('group_size')} in the format {form or 'none'}")
-    elif (bits, kind) != (8, "int"):
+    if (bits, kind) not in ((8, "int"), (4, "int")):
         groups = f" in groups of {weights['group_size']}" if strategy == "group" else ""
         problems.append(f"{bits}-bit {kind} weights{groups}")
+    elif (bits, strategy) == (4, "group"):
+        if weights.get("group_size") not in GROUP_SIZES:
+            problems.append(f"4-bit weights in groups of {weights.get('group_size')}")
     elif strategy not in ("channel", "tensor"):
         problems.append(f"weights with one scale for each {strategy}")
-    elif not weights.get("symmetric", True):
+    elif bits == 8 and not weights.get("symmetric", True):
         problems.append("weights with zero points")
-    elif form not in _FORMATS:
+    if form not in (*_FORMATS, *([_PACKED] if bits == 4 else [])):
         problems.append(f"the format {form or 'none'}")
     if group.get("output_activations"):
         problems.append("quantized outputs")
@@ -198,7 +233,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / Path(name).name for name in sorted(set(names.values()))]
 
 
-def _read_layers(folder: Path, files: Iterable[Path]) -> Layers:
+def _read_layers(folder: Path, files: Iterable[Path], only_4_bits: bool) -> Layers:
     """Return the quantized layers by their names in the files; their weights are only looked at."""
     shapes: dict[str, tuple[str, list[int]]] = {}
     small: dict[str, Tensor] = {}
@@ -215,12 +250,11 @@ def _read_layers(folder: Path, files: Iterable[Path]) -> Layers:
         raise refused(folder, "no weight_scale in its files")
     found: Layers = {}
     for name in names:
-        own = places.get(f"{name}.weight_packed")
-        found[name] = (
-            _layer(folder, name, shapes, small)
-            if own is None
-            else _int4_layer(own, name, shapes, small, places)
-        )
+        has_groups = small[f"{name}{_SCALE}"].shape[1:].numel() > 1
+        if only_4_bits or has_groups or f"{name}.weight_packed" in places:
+            found[name] = _int4_layer(folder, name, shapes, small, places)
+        else:
+            found[name] = _layer(folder, name, shapes, small)
     return found
 
 
@@ -265,26 +299,32 @@ def _layer(
 
 
 def _int4_layer(
-    path: Path,
+    folder: Path,
     name: str,
     shapes: dict[str, tuple[str, list[int]]],
     small: dict[str, Tensor],
     places: dict[str, Path],
 ) -> Int4Layer:
-    folder = path.parent
     scales, shape = small[f"{name}{_SCALE}"], small.get(f"{name}.weight_shape")
-    if shape is None or shape.numel() != 2 or scales.dim() != 2:
-        raise refused(folder, f"'{name}' has no weight_shape, or its scales have no groups")
-    outputs, inputs = map(int, shape)
-    groups = scales.shape[1]
-    size = next((size for size in GROUP_SIZES if -(-inputs // size) == groups), 0)
-    packed = ("I32", [outputs, -(-inputs // 8)])
-    if not size or scales.shape[0] != outputs or shapes[f"{name}.weight_packed"] != packed:
-        raise refused(folder, f"'{name}.weight_packed' does not fit its shape and scales")
-    zero = shapes.get(f"{name}.weight_zero_point", ("I32", [-(-outputs // 8), groups]))
-    if zero != ("I32", [-(-outputs // 8), groups]) or not bool(scales.isfinite().all()):
-        raise refused(folder, f"'{name}' has scales or zero points that do not fit its shape")
-    own = {places[key] for key in places if key.rpartition(".")[0] == name}
-    if f"{name}.weight_g_idx" in places or len(own) > 1:
+    own, zeros = f"{name}.weight_packed", f"{name}.weight_zero_point"
+    if is_packed := own in shapes:
+        outputs, inputs = map(int, [0, 0] if shape is None or shape.numel() != 2 else shape)
+        expected = "I32", [outputs, -(-inputs // 8)]
+    else:
+        own = f"{name}.weight"
+        outputs, inputs = [*shapes.get(own, ("", []))[1], 0, 0][:2]
+        expected = "I8", [outputs, inputs]
+    groups = -(-scales.numel() // max(outputs, 1))
+    sizes = (size for size in GROUP_SIZES if -(-inputs // size) == groups)
+    size = _ROW_GROUPS if groups == 1 else next(sizes, 0)
+    if not size or not inputs or shapes.get(own) != expected:
+        raise refused(folder, f"'{own}' does not fit its shape and scales")
+    if scales.numel() not in (1, outputs * groups) or not bool(scales.isfinite().all()):
+        raise refused(folder, f"'{name}{_SCALE}' must be finite, {outputs} x {groups} of them")
+    expected = ("I32", [-(-outputs // 8), groups]) if is_packed else ("I8", [outputs, groups])
+    if shapes.get(zeros, expected) != expected:
+        raise refused(folder, f"'{zeros}' must be {expected[0]} of shape {expected[1]}")
+    files = {places[key] for key in places if key.rpartition(".")[0] == name}
+    if f"{name}.weight_g_idx" in places or len(files) > 1:
         raise refused(folder, f"'{name}' has groups in another order, or is spread over files")
-    return Int4Layer((outputs, inputs), path, name, size)
+    return Int4Layer((outputs, inputs), files.pop(), name, size)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ class _Quantizer(TorchqQuantizer):
         for name, layer in self._layers.items():
             if isinstance(layer, Int4Layer):
                 self._float[name] = model.get_submodule(name)
-                model.set_submodule(name, nn.Identity())  # the files have no weight for it
+                model.set_submodule(name, nn.Identity())  # the leaf reads the file itself
+                model._keys_to_ignore_on_load_unexpected.add(rf"{re.escape(name)}\.(weight|bias)$")
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 self._reasons[name] = "" if name in self._layers else "float in the folder"

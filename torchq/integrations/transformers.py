@@ -13,15 +13,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.attributes.options import WEIGHT_GRANULARITIES, Granularity, GroupSize, WeightBits
+from torchq.attributes.options import (
+    WEIGHT_GRANULARITIES,
+    EmbeddingBits,
+    Granularity,
+    GroupSize,
+    WeightBits,
+)
 from torchq.convert.module_kinds import MAX_REDUCTION, TOO_LONG
 from torchq.convert.rows import Row
 from torchq.convert.swap.checks import check_finite
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.integrations.checkpoint import read_leaves
+from torchq.nn.embedding import QEmbedding
 from torchq.nn.inputs import without_gradients
-from torchq.nn.leaf import QuantizedLeaf, take_hooks
+from torchq.nn.leaf import Leaf, QuantizedLeaf, take_hooks, without_hooks
 from torchq.quantization.config import QConfig
 from torchq.quantization.ranges import check_choice
 
@@ -44,7 +51,7 @@ _OWN_CODE = "its code is its own"
 
 
 class TorchqConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Quantize the linear layers of a model while transformers loads it.
+    """Quantize the linear layers of a model while transformers loads it, its embeddings on request.
 
     Weights become int8. Each row of a source is quantized by its own range, so nothing is
     calibrated, and the rest of the model stays code of transformers, in float32 or bfloat16.
@@ -59,6 +66,8 @@ class TorchqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         weight_granularity: "per_channel" or "per_tensor".
         weight_bits: 8, 7 or 4.
         group_size: values of a row of a 4-bit weight that share a scale, 32, 64 or 128; None is 32.
+        embedding_bits: 8 or 4 quantizes the rows of embeddings, too; None keeps them float. Those
+            that share their weight with another module stay float in any case.
 
     Raises:
         ValueError: an argument has another value, or another name.
@@ -75,13 +84,15 @@ class TorchqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         weight_bits: WeightBits = 8,
         quant_method: str = _METHOD,
         group_size: GroupSize | None = None,
+        embedding_bits: EmbeddingBits | None = None,
         **others: Any,
     ) -> None:
         """See the class; ``quant_method`` is what config.json holds beside the arguments."""
         if others:
             raise ValueError(
                 f"torchq.{_WHERE}: arguments must be modules_to_not_convert, weight_granularity, "
-                f"weight_bits or group_size, got {sorted(others)}. Leave others out."
+                f"weight_bits, group_size or embedding_bits, got {sorted(others)}. Leave others "
+                "out."
             )
         check_choice(_WHERE, "quant_method", quant_method, (_METHOD,))
         check_choice(_WHERE, "weight_granularity", weight_granularity, WEIGHT_GRANULARITIES)
@@ -89,6 +100,7 @@ class TorchqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.modules_to_not_convert = _checked_names(modules_to_not_convert)
         self.weight_granularity: Granularity = weight_granularity
         self.weight_bits, self.group_size = weight_bits, group_size
+        self.embedding_bits: EmbeddingBits | None = embedding_bits
         try:
             self.qconfig()
         except ValueError as error:
@@ -102,6 +114,7 @@ class TorchqConfig(QuantizationConfigMixin):  # type: ignore[misc]
             weight_granularity=self.weight_granularity,
             weight_bits=self.weight_bits,
             group_size=self.group_size,
+            embedding_bits=self.embedding_bits,
         )
 
 
@@ -154,7 +167,7 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _decide(self, model: Any) -> dict[str, str]:
-        """Return the linear layers by name, each with why it stays float or ""."""
+        """Return linear layers and tables by name, each with why it stays float or ""."""
         asked = self.quantization_config.modules_to_not_convert
         for pattern in asked or ():
             if all(should_convert_module(name, [pattern]) for name, _ in model.named_modules()):
@@ -167,8 +180,9 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
         ties = model.all_tied_weights_keys
         tied = {name.rpartition(".")[0] for name in (*ties, *ties.values())}
         reasons: dict[str, str] = {}
+        tables = (nn.Embedding,) if self.quantization_config.embedding_bits else ()
         for name, module in model.named_modules():
-            if not isinstance(module, (nn.Linear, Conv1D)):
+            if not isinstance(module, (nn.Linear, Conv1D, *tables)):
                 continue
             reasons[name] = ""
             if name in tied:
@@ -192,11 +206,14 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
         """Put a leaf in the place of a loaded float layer; return False where it has none."""
         module = model.get_submodule(name)
         check_finite(_WHERE, module, name)
-        layer = equivalent_layer(module)
-        if not isinstance(layer, nn.Linear) or layer.in_features > MAX_REDUCTION:
+        layer, config = equivalent_layer(module), self.quantization_config.qconfig()
+        if isinstance(layer, nn.Embedding) and config.embedding_bits is not None:
+            leaf: Any = QEmbedding.from_float(without_hooks(layer), bits=config.embedding_bits)  # type: ignore[arg-type]
+        elif isinstance(layer, nn.Linear) and layer.in_features <= MAX_REDUCTION:
+            leaf = ObservedLeaf(layer, config, name).convert()
+        else:
             self._reasons[name] = TOO_LONG if isinstance(layer, nn.Linear) else _OWN_CODE
             return False
-        leaf = ObservedLeaf(layer, self.quantization_config.qconfig(), name).convert()
         model.set_submodule(name, take_hooks(initialized(leaf), module))
         return True
 
@@ -220,10 +237,10 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
     @torch.no_grad()
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, reason in list(self._reasons.items()):
-            if not reason and not isinstance(model.get_submodule(name), QuantizedLeaf):
+            if not reason and not isinstance(model.get_submodule(name), Leaf):
                 self.make_leaf(model, name)  # its bias came late, or its weight is a new one
         for module in model.modules():
-            if self.pre_quantized and isinstance(module, QuantizedLeaf):
+            if self.pre_quantized and isinstance(module, Leaf):
                 module.load_state_dict(module.state_dict())  # checks what transformers set
         vars(model)["torchq_report"] = _report(model, self._reasons)
         return without_gradients(model)
@@ -260,7 +277,8 @@ class _MakeLeaf(ConversionOps):  # type: ignore[misc]
         if not self.quantizer.param_needs_quantization(model, key):
             return False
         module, weight = model.get_submodule(name), value[0] if isinstance(value, list) else value
-        if module.weight.shape != weight.shape or (module.bias is not None and module.bias.is_meta):
+        bias = getattr(module, "bias", None)
+        if module.weight.shape != weight.shape or (bias is not None and bias.is_meta):
             return False  # transformers reports shapes; a late bias is waited for
         module.weight = nn.Parameter(weight, requires_grad=False)
         try:
@@ -284,13 +302,16 @@ def _report(model: nn.Module, reasons: Mapping[str, str]) -> list[Row]:
     """Return the rows of ``torchq.explain``; a saved model does not know why layers are float."""
     rows = []
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D, QuantizedLeaf)):
-            quantized = isinstance(module, QuantizedLeaf)
+        is_table = isinstance(module, QEmbedding) or (
+            isinstance(module, nn.Embedding) and name in reasons
+        )
+        if is_table or isinstance(module, (nn.Linear, Conv1D, QuantizedLeaf)):
+            quantized = isinstance(module, Leaf)
             reason = "" if quantized else reasons.get(name, "float in the saved model")
             # a leaf has the attributes of the float layer
-            kind = "Conv1D" if hasattr(module, "nf") else "Linear"
+            kind = "Embedding" if is_table else "Conv1D" if hasattr(module, "nf") else "Linear"
             requested = reason not in ("", TOO_LONG, _OWN_CODE)
-            rows.append(Row(name, kind, quantized, reason, name, True, requested))
+            rows.append(Row(name, kind, quantized, reason, name, not is_table, requested))
     return rows
 
 
