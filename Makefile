@@ -77,7 +77,7 @@ test-sanitized: $(LIBRARY)  ## Kernels, ops and loaders under Address-, Undefine
 	  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" && \
 	  $(PYTEST) $(SANITIZED_TESTS) $(UNSANITIZED_TESTS) $(ARGS) && \
-	  PYTHONPATH=. $(CURDIR)/$(BIN)/python tests/ops/test_fuzz.py 11 1000
+	  PYTHONPATH=. $(CURDIR)/$(BIN)/python tests/fuzz/fuzz_ops.py --calls 1000 --seed 11
 	$(MAKE) --no-print-directory -C tests/threads PYTHON=$(CURDIR)/$(BIN)/python
 
 test-neon:  ## The NEON kernels against the reference in an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)

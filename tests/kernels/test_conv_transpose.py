@@ -12,8 +12,8 @@ import pytest
 import reference
 import torch
 from calls import F32, NAMES, S8, S32, U8, assert_same, check_fake, make_call, sampled
+from conv_transpose_shapes import CONV_TRANSPOSE, random_conv_transpose_shapes
 from geometries import ConvTransposeShape, conv_transpose
-from shapes import CONV_TRANSPOSE, random_conv_transpose_shapes
 from torch.library import opcheck
 
 import torchq

@@ -12,7 +12,7 @@ import test_conv
 import torch
 from calls import F32, S8, S32, U8, Call, assert_same, sampled
 from cases import ConvShape, LinearShape
-from shapes import CONV_TRANSPOSE
+from conv_transpose_shapes import CONV_TRANSPOSE
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 

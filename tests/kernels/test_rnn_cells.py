@@ -7,7 +7,7 @@ import pytest
 import reference_rnn
 import torch
 from calls import F32, assert_same
-from test_rnn import Case, inputs, make, oracle_layer
+from rnn_cases import Case, inputs, make, oracle_layer
 from torch import Tensor, nn
 
 from torchq.nn import QLSTM, QRNN

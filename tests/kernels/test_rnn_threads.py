@@ -11,7 +11,7 @@ import sys
 def test_a_region_that_gets_fewer_threads_than_it_asks_for() -> None:
     """A limit that torch does not know of: 7 parts on 2 or 3 threads."""
     code = (
-        "import torch, test_rnn as t\n"
+        "import torch, rnn_cases as t\n"
         "case = t.Case('lstm', 64, 256, steps=5, batch=2)\n"
         "layer = t.make(case); x, h, c = t.inputs(case, layer)\n"
         "torch.set_num_threads(1); one = layer(x, None, h, c)[0]\n"
@@ -31,7 +31,7 @@ def test_four_processes_on_two_cores_finish() -> None:
     2000 steps, giving up the core 0.05 s; up to 2 s where other processes take whole time slices.
     """
     code = (
-        "import os, time, torch, test_rnn as t\n"
+        "import os, time, torch, rnn_cases as t\n"
         "number = 2 * (os.fork() == 0)\n"
         "number += os.fork() == 0  # four processes: threads start below\n"
         "cores = sorted(os.sched_getaffinity(0))[:2]\n"
