@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The matrix product, and what prepares its operands.
+#include <cmath>
+
 #include "random_epilogue.h"
 
 namespace torchq {
@@ -67,24 +69,33 @@ void check_int4(const Kernels& k) {
   tile.channels = tile.panels * kPanel - (chance(50) ? 0 : between(1, 15));
   tile.has_zeros = chance(50);
   tile.dst_stride = tile.channels + between(0, 3);
+  const bool extreme = chance(20);  // the largest sums: every value a limit of its range
   const int64_t lanes = tile.has_zeros ? tile.groups : (tile.groups + 1) / 2;
-  const Buffer<int8_t> src = random_weights(tile.rows * tile.k);
-  const Buffer<int8_t> weight = random_weights(tile.panels * tile.k / 8 * kPanel * kQuad);
-  const Buffer<int32_t> sums = random_ints(tile.rows * tile.groups, 128 * 128);
+  const Buffer<int8_t> src =
+      filled<int8_t>(tile.rows * tile.k, [&] { return extreme ? -128 : between(-128, 127); });
+  const int code = static_cast<int>(between(0, 1) * 0xff);
+  const Buffer<int8_t> weight = filled<int8_t>(tile.panels * tile.k / 8 * kPanel * kQuad,
+                                               [&] { return extreme ? code : between(0, 0xff); });
+  const int32_t bound = 128 * static_cast<int32_t>(tile.group);
+  const Buffer<int32_t> sums = filled<int32_t>(
+      tile.rows * tile.groups, [&] { return extreme ? -bound : between(-bound, bound); });
   const Buffer<float> scale = random_floats(tile.rows, 1.0f);
   const Buffer<float> bias = random_floats(tile.channels, 9.0f);
+  const auto bfloat16 = [] {  // rounded toward zero; denormals, and values up to 2^100
+    const float value = std::ldexp(within(1.0f), static_cast<int>(between(-130, 100)));
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits >> 16;
+  };
   const Buffer<int32_t> params = filled<int32_t>(tile.panels * lanes * kPanel, [&] {
-    const float high = within(2.0f), low = within(2.0f);  // as bfloat16, toward zero
-    uint32_t bits, others;
-    std::memcpy(&bits, &high, sizeof bits), std::memcpy(&others, &low, sizeof others);
-    const auto zero = static_cast<uint32_t>(between(0, 15));
-    return static_cast<int32_t>((bits & 0xffff0000u) | (tile.has_zeros ? zero : others >> 16));
+    const auto zero = static_cast<uint32_t>(extreme ? 15 - (code & 15) : between(0, 15));
+    return bfloat16() << 16 | (tile.has_zeros ? zero : bfloat16());
   });
   tile.src = src.data(), tile.sums = sums.data(), tile.src_scale = scale.data();
   tile.weight = weight.data(), tile.params = params.data();
   tile.bias = chance(50) ? bias.data() : nullptr;
   begin_case("gemm_int4", text("rows", tile.rows, "k", tile.k, "group", tile.group, "channels",
-                               tile.channels, "zeros", tile.has_zeros));
+                               tile.channels, "zeros", tile.has_zeros, "extreme", extreme));
   Buffer<float> reference(tile.rows * tile.dst_stride), tested = reference;
   tile.dst = reference.data();
   kReferenceKernels.gemm_int4(tile);
@@ -172,8 +183,8 @@ void check_epilogue_row(const Kernels& k) {
 void check_gemm(const Kernels& k) {
   for (int i = 0; i < 3000; ++i) check_product(k);
   for (int i = 0; i < 1500; ++i) check_epilogue_row(k);
+  for (int i = 0; i < 1000; ++i) check_int4(k);
   for (int i = 0; i < 300; ++i) {
-    check_int4(k);
     check_widen(k);
     check_compensate(k);
     check_pack_panel(k);

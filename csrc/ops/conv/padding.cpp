@@ -20,6 +20,7 @@ void copy_pixels(uint8_t* dst, const uint8_t* src, int64_t pixels, int64_t bytes
       std::memcpy(dst, src, static_cast<size_t>(size));
     }
   };
+  if (bytes == 0) return;  // a source without channels may be null, which memcpy does not take
   if (bytes == pitch) {
     std::memcpy(dst, src, static_cast<size_t>(pixels * bytes));
   } else if (bytes == 16) {
