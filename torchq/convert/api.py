@@ -205,11 +205,8 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         >>> qmodel(x).shape
         torch.Size([8, 4])
     """
-    if "torchq_qat" in getattr(prepared, "__dict__", ()):
-        from torchq.convert.qat.lower import converted_qat
-
-        return converted_qat(prepared, strict)
-    return converted_model(prepared, strict)
+    qat: Any = getattr(prepared, "__dict__", {}).get("torchq_qat")  # of torchq.prepare_qat
+    return converted_model(prepared, strict) if qat is None else qat.convert(prepared, strict)
 
 
 @torch.inference_mode(False)
