@@ -151,7 +151,9 @@ def _prepared(
         rows += graph.torchq_report
         if graph.plan.multiplies:
             owner = prepared.get_submodule(part.name)
-            example = Example.of(owner, part.exported, limits(graph.plan))
+            example = Example.of(
+                owner, part.exported, limits(part.captured.graph, graph.plan.ops.values())
+            )
             dispatch = Dispatch(owner, graph, example, part.name, config.strict)
             dispatch.runs_both = _has_other_leaves(owner, dispatch)
             attach(dispatch)
