@@ -60,10 +60,7 @@ def conv2d(
             ``dst_dtype`` those of the depthwise convolution: see
             :meth:`torchq.PostOps.append_dw_conv`.
         dst_dtype: torch.uint8, int8, int32 or float32, as in :func:`~torchq.functional.linear`.
-        post_op_srcs: in the order of the chain, a tensor of dst's shape and the sum's dtype for
-            each ``sum``; for each binary or prelu with another mask than 0 and 2 and without values
-            its operand, of dst's shape with 1 where the mask has no bit; the condition of each
-            select.
+        post_op_srcs: as in :func:`~torchq.functional.linear`.
         padding_end: padding after, where it differs.
 
     Returns:

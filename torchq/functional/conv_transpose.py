@@ -60,7 +60,7 @@ def conv_transpose2d(
             (G, OC/G, C/G, kh, kw): mask 3 per group and channel, mask 2 is OC/G values shared by
             the groups. dst is (N, OC, OH, OW), mask 2 per channel.
         dst_dtype: torch.uint8, int8, int32 or float32, as in :func:`~torchq.functional.linear`.
-        post_op_srcs: as in :func:`~torchq.functional.conv2d`: sums, operands, conditions.
+        post_op_srcs: as in :func:`~torchq.functional.linear`.
         padding_end: padding after, where it differs.
 
     Returns:
