@@ -20,7 +20,7 @@ from torchq.quantization.recipes.linear import linear_recipe
 from torchq.quantization.recipes.sample import SourceSample
 
 
-def _quantized_class(module: nn.Module, prefix: str = "Q") -> Any:
+def quantized_class(module: nn.Module, prefix: str = "Q") -> Any:
     """Return the quantized class of a float layer: ``QConv2d`` for ``nn.Conv2d``."""
     bases = (cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn."))
     names = (f"{prefix}{cls.__name__}" for cls in bases)
@@ -29,7 +29,7 @@ def _quantized_class(module: nn.Module, prefix: str = "Q") -> Any:
 
 def pool_from_float(module: nn.Module, qparams: QParams, **own: Dst) -> QModule:
     """Return a float pool on such tensors; an average may have a ``dst`` of its own."""
-    cls: Any = QResample if isinstance(module, nn.Upsample) else _quantized_class(module)
+    cls: Any = QResample if isinstance(module, nn.Upsample) else quantized_class(module)
     result: QModule = cls.from_float(module, qparams, **own)
     return result
 
@@ -67,7 +67,7 @@ def matmul_from_float(
         options["contiguous"] = contiguous
     if pad is not None:  # not in front of linear layers and transposed convolutions
         options["pad"] = pad
-    result: QModule = _quantized_class(module).from_float(module, src, dst, **options)
+    result: QModule = quantized_class(module).from_float(module, src, dst, **options)
     return result
 
 
@@ -104,7 +104,7 @@ def dynamic_from_float(
     }
     if recipe is not None:
         options["recipe"] = recipe
-    result: QModule = _quantized_class(module, "DynamicQ").from_float(module, **options)
+    result: QModule = quantized_class(module, "DynamicQ").from_float(module, **options)
     return result
 
 
