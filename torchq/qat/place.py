@@ -16,15 +16,15 @@ from torchq.convert.dispatch import dispatches
 from torchq.convert.module_kinds import BATCH_NORM, MATMUL
 from torchq.convert.ops import Role
 from torchq.convert.prepared import Prepared
-from torchq.convert.qat.hooks import DST, SRC, freeze_after, round_dst, round_src
-from torchq.convert.qat.lower import KEY, Settings
-from torchq.convert.qat.quantizer import ActivationQuantizer, WeightQuantizer
 from torchq.convert.swap.calls import copied
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.inputs import Inputs, split_inputs, working_copy
 from torchq.nn.model_state import as_before
+from torchq.qat.hooks import DST, SRC, freeze_after, round_dst, round_src
+from torchq.qat.lower import KEY, Settings
+from torchq.qat.quantizer import ActivationQuantizer, WeightQuantizer
 from torchq.quantization.config import Overrides, QConfig
 from torchq.quantization.ranges import activation_range, weight_range
 

@@ -16,8 +16,6 @@ from torchq.convert.dispatch import share_weights
 from torchq.convert.from_float import matmul_from_float, naming
 from torchq.convert.known_scales import put, with_known_scales
 from torchq.convert.module_kinds import RECURRENT
-from torchq.convert.qat.hooks import DST, SRC, without_quantizers
-from torchq.convert.qat.quantizer import ActivationQuantizer, WeightQuantizer
 from torchq.convert.rows import Row, Weight, check_strict
 from torchq.convert.swap.checks import check_mode
 from torchq.convert.swap.leaves import equivalent_layer
@@ -27,6 +25,8 @@ from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import is_experts
 from torchq.nn.inputs import Inputs
 from torchq.nn.leaf import QuantizedLeaf, take_hooks, without_padding
+from torchq.qat.hooks import DST, SRC, without_quantizers
+from torchq.qat.quantizer import ActivationQuantizer, WeightQuantizer
 from torchq.quantization.config import Overrides, QConfig, resolve
 
 KEY = "torchq_qat"
