@@ -19,12 +19,12 @@ from torchq.attributes.attr import Attr
 from torchq.attributes.post_ops import PostOps
 from torchq.convert.api import calibrate, convert, prepare, quantize
 from torchq.convert.explain import explain
-from torchq.convert.qat.place import prepare_qat
 from torchq.export import to_onnx
 from torchq.integrations.compressed_tensors import from_compressed_tensors
 from torchq.migrate import from_pt2e, from_torch_ao, from_torchao, quantize_dynamic
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.onednn.composition import compose
+from torchq.qat.place import prepare_qat
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
 from torchq.runtime.isa import (

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 import torchq
 import torchq.nn as tnn
 from torchq import QConfig
-from torchq.convert.qat.quantizer import ActivationQuantizer
 from torchq.nn.attached import graphs_of
+from torchq.qat.quantizer import ActivationQuantizer
 
 DIGITS = load_digits()
 IMAGES = torch.tensor(DIGITS.images, dtype=torch.float32).unsqueeze(1) / 16

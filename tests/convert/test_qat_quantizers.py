@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import torchq
-from torchq.convert.qat.quantizer import ActivationQuantizer, Quantizer, WeightQuantizer, affine
+from torchq.qat.quantizer import ActivationQuantizer, Quantizer, WeightQuantizer, affine
 
 U8, S8 = (0, 255), (-128, 127)
 

@@ -22,7 +22,7 @@ FILES = {
 TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
 FOLDERS = {module.split(".")[1] for module in FILES if module.count(".") > 1}
 LOW = {"attributes", "runtime", "quantization", "functional", "nn"} & FOLDERS
-HIGH = {"convert", "onednn", "analysis"} & FOLDERS
+HIGH = {"convert", "qat", "onednn", "analysis"} & FOLDERS
 
 
 def imported(module: str, nodes: Iterator[ast.AST] | list[ast.stmt]) -> set[str]:

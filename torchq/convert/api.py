@@ -151,7 +151,9 @@ def _prepared(
         rows += graph.torchq_report
         if graph.plan.multiplies:
             owner = prepared.get_submodule(part.name)
-            example = Example.of(owner, part.exported, limits(graph.plan))
+            example = Example.of(
+                owner, part.exported, limits(part.captured.graph, graph.plan.ops.values())
+            )
             dispatch = Dispatch(owner, graph, example, part.name, config.strict)
             dispatch.runs_both = _has_other_leaves(owner, dispatch)
             attach(dispatch)
@@ -205,11 +207,8 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         >>> qmodel(x).shape
         torch.Size([8, 4])
     """
-    if "torchq_qat" in getattr(prepared, "__dict__", ()):
-        from torchq.convert.qat.lower import converted_qat
-
-        return converted_qat(prepared, strict)
-    return converted_model(prepared, strict)
+    qat: Any = getattr(prepared, "__dict__", {}).get("torchq_qat")  # of torchq.prepare_qat
+    return converted_model(prepared, strict) if qat is None else qat.convert(prepared, strict)
 
 
 @torch.inference_mode(False)

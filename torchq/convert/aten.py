@@ -52,7 +52,6 @@ class _Plain:
         self.values: dict[fx.Node, Any] = {}  # on the example
         self.held: dict[str, fx.Node] = {}
         self.modules = dict(model.named_modules())
-        self.entered: set[str] = {""}
         self.names = _argument_names(exported, model)
 
     def run(self) -> Captured:
@@ -60,7 +59,7 @@ class _Plain:
         self._region(self.program.graph, self.program.graph_module, inputs, None)
         remove_unused(self.graph)
         self._name_leaves()
-        return Captured(self.graph, self.model, entered=self.entered)
+        return Captured(self.graph, self.model)
 
     def _name_leaves(self) -> None:
         """Leave to each leaf module the one call that stands for the module."""
@@ -326,7 +325,6 @@ class _Plain:
         found = {key: path for key, (path, _) in stack.items() if f"{path}.".startswith(PREFIX)}
         names = [re.sub(r"@\d+", "", path)[len(PREFIX) :] for path in found.values()]
         names = [name for name in names if name in self.modules]
-        self.entered.update(names)
         if not names:
             return "", "", ""
         leaf = self.modules[names[-1]]
@@ -390,5 +388,5 @@ def _meta(value: Any) -> Meta:
         return Meta(tuple(value.shape), value.dtype)
     if isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value):
         first = next(v for v in value if isinstance(v, Tensor))
-        return Meta(None, first.dtype, is_sequence=True, length=len(value))
+        return Meta(None, first.dtype, is_sequence=True)
     return Meta(is_number=isinstance(value, bool | int | float))

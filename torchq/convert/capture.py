@@ -134,7 +134,7 @@ def _why_not(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def _is_users(hook: Any) -> bool:
     """Return False for hooks that a library makes in its models, and that a graph does without."""
     module = getattr(hook, "__module__", None) or ""
-    return not module.startswith(("torch.", "transformers.", "torchq.convert.qat."))
+    return not module.startswith(("torch.", "transformers.", "torchq.qat."))
 
 
 def _why_unknown(does: str, values: Any) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, fx, nn
@@ -18,10 +18,11 @@ from torch import Tensor, fx, nn
 from torchq.convert.fuse import Layer
 from torchq.convert.graph import aten_name
 from torchq.convert.ops import Role, shape_of
-from torchq.quantization.qparams import QParams, choose_qparams
+from torchq.quantization.qparams import QParams
 from torchq.quantization.recipes.equalization import (
+    Between,
     by_channels,
-    equalizing_factors,
+    equalized_between,
     expected_largest,
     with_source_factors,
 )
@@ -30,21 +31,6 @@ if TYPE_CHECKING:
     from torchq.convert.plan import Plan
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-@dataclass(frozen=True)
-class Between:
-    """The tensor between two layers.
-
-    Attributes:
-        dst: what the first layer quantizes by, one scale per channel.
-        src: what the second layer reads, one scale.
-        factors: float32 ``[C]``, ``dst.scale / src.scale``, in the second layer's weight.
-    """
-
-    dst: QParams
-    src: QParams
-    factors: Tensor
 
 
 def pairs(plan: Plan) -> Iterator[tuple[Layer, Layer]]:
@@ -117,31 +103,9 @@ def magnitudes(first: Layer, seen: Tensor, before: Tensor | None) -> Tensor:
 def between(
     first: Layer, second: Layer, largest: Tensor, lowest: float, given: QParams, symmetric: bool
 ) -> Between | None:
-    """Return how to quantize what is between two layers, or None to leave one scale.
-
-    Args:
-        first: of :func:`pairs`.
-        second: the layer that reads its result.
-        largest: magnitude of each channel, ``[C]``.
-        lowest: of all values.
-        given: parameters with one scale.
-        symmetric: whether the zero point is in the middle.
-    """
-
-    def choose(factors: Tensor) -> QParams:
-        most = float((largest / factors).max())
-        low = -most if lowest < 0 else 0.0
-        return choose_qparams(low, most, given.dtype, given.bits, symmetric)
-
-    step = float(given.scale)
-    weight = by_channels(second.float_module(), len(largest))
-    factors = equalizing_factors(largest, weight, step, lambda f: float(choose(f).scale))
-    if factors is None:
-        return None
-    src = choose(factors)
-    zero_point = src.zero_point.expand(len(factors)).contiguous()
-    dst = QParams(src.scale * factors, zero_point, src.dtype, channel_axis(first))
-    return Between(dst, src, factors)
+    """Return how to quantize what is between two layers of :func:`pairs`, or None."""
+    weight, axis = by_channels(second.float_module(), len(largest)), channel_axis(first)
+    return equalized_between(largest, weight, lowest, given, symmetric, axis)
 
 
 def equalized(

@@ -5,60 +5,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from torchq.attributes.post_ops import PostOps
-from torchq.convert.ops import append_clip
-from torchq.nn import conv, conv_transpose, dynamic, dynamic_conv, linear, pooling, resample
-from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.dynamic_int4 import DynamicQLinearInt4
 from torchq.nn.module import QModule
+from torchq.nn.pooling import Dst
+from torchq.nn.resample import QResample
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
 from torchq.quantization.recipes.linear import linear_recipe
 from torchq.quantization.recipes.sample import SourceSample
 
-_CONVS: dict[type[nn.Module], type[conv.QConv]] = {
-    nn.Conv1d: conv.QConv1d,
-    nn.Conv2d: conv.QConv2d,
-    nn.Conv3d: conv.QConv3d,
-}
-_DYNAMIC: dict[type[nn.Module], Any] = {
-    nn.Linear: dynamic.DynamicQLinear,
-    nn.Conv1d: dynamic_conv.DynamicQConv1d,
-    nn.Conv2d: dynamic_conv.DynamicQConv2d,
-    nn.Conv3d: dynamic_conv.DynamicQConv3d,
-}
-_TRANSPOSED: dict[type[nn.Module], type[conv_transpose.QConvTranspose]] = {
-    nn.ConvTranspose1d: conv_transpose.QConvTranspose1d,
-    nn.ConvTranspose2d: conv_transpose.QConvTranspose2d,
-    nn.ConvTranspose3d: conv_transpose.QConvTranspose3d,
-}
-_POOLS: dict[type[nn.Module], Any] = {
-    nn.MaxPool1d: pooling.QMaxPool1d,
-    nn.MaxPool2d: pooling.QMaxPool2d,
-    nn.MaxPool3d: pooling.QMaxPool3d,
-    nn.AvgPool1d: pooling.QAvgPool1d,
-    nn.AvgPool2d: pooling.QAvgPool2d,
-    nn.AvgPool3d: pooling.QAvgPool3d,
-    nn.AdaptiveAvgPool1d: pooling.QAdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d: pooling.QAdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d: pooling.QAdaptiveAvgPool3d,
-    nn.Upsample: resample.QResample,
-}
-_Class = TypeVar("_Class")
+
+def quantized_class(module: nn.Module, prefix: str = "Q") -> Any:
+    """Return the quantized class of a float layer: ``QConv2d`` for ``nn.Conv2d``."""
+    bases = (cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn."))
+    names = (f"{prefix}{cls.__name__}" for cls in bases)
+    return next(QModule.registry[name] for name in names if name in QModule.registry)
 
 
-def _of_base(classes: dict[type[nn.Module], _Class], module: nn.Module) -> _Class:
-    """Return the entry of the module's class or the nearest base class."""
-    return next(classes[base] for base in type(module).__mro__ if base in classes)
-
-
-def pool_from_float(module: nn.Module, qparams: QParams, **own: pooling.Dst) -> QModule:
+def pool_from_float(module: nn.Module, qparams: QParams, **own: Dst) -> QModule:
     """Return a float pool on such tensors; an average may have a ``dst`` of its own."""
-    cls = _of_base(_POOLS, module)
+    cls: Any = QResample if isinstance(module, nn.Upsample) else quantized_class(module)
     result: QModule = cls.from_float(module, qparams, **own)
     return result
 
@@ -92,13 +63,12 @@ def matmul_from_float(
         "weight_scale": weight_scale,
         "post_ops": post_ops,
     }
-    if isinstance(module, nn.Linear):
-        return linear.QLinear.from_float(module, src, dst, **options)
-    options["contiguous"] = contiguous
-    if isinstance(module, TRANSPOSED):
-        return _of_base(_TRANSPOSED, module).from_float(module, src, dst, **options)
-    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    return _of_base(_CONVS, module).from_float(module, src, dst, pad=pad, **options)
+    if not isinstance(module, nn.Linear):
+        options["contiguous"] = contiguous
+    if pad is not None:  # not in front of linear layers and transposed convolutions
+        options["pad"] = pad
+    result: QModule = quantized_class(module).from_float(module, src, dst, **options)
+    return result
 
 
 def dynamic_from_float(
@@ -134,7 +104,7 @@ def dynamic_from_float(
     }
     if recipe is not None:
         options["recipe"] = recipe
-    result: QModule = _of_base(_DYNAMIC, module).from_float(module, **options)
+    result: QModule = quantized_class(module, "DynamicQ").from_float(module, **options)
     return result
 
 
@@ -148,16 +118,3 @@ def naming(name: str) -> Iterator[None]:
             f"torchq.convert: '{name}' cannot be quantized: {error} To keep it float, pass "
             f"overrides={{'{name}': None}}."
         ) from error
-
-
-def post_op_chain(
-    has_residual: bool, residual: QParams | None, clip: tuple[float, float] | None
-) -> PostOps:
-    """Return a sum for the residual (float32 if without parameters), then the fused activation."""
-    chain = PostOps()
-    if has_residual:
-        if residual is None:
-            chain.append_sum(1.0, 0, "f32")
-        else:
-            chain.append_sum(float(residual.scale), int(residual.zero_point), residual.dtype)
-    return chain if clip is None else append_clip(chain, clip)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert.module_kinds import BATCH_NORM, MATMUL
+from torchq.convert.module_kinds import MATMUL
 from torchq.convert.ops import Op, Role, clip_bounds, have_one_size, only_reader
-from torchq.nn.batch_norm import TRANSPOSED, Affine, combined, fold_affines, norm_affine
+from torchq.nn.batch_norm import TRANSPOSED, Affine, combined, fold_affines
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import Add, Attention, Cat, Mul
 from torchq.quantization.recipes.equalization import with_source_factors
@@ -59,21 +59,11 @@ class Layer:
         return self.srcs if self.residual is None else [*self.srcs, self.residual]
 
     @property
-    def name(self) -> str:
-        """Return the name of its module in the converted model."""
-        return self.op.name
-
-    @property
     def role(self) -> Role:
         """Return the role of the main operation; a NORM is a depthwise MATMUL."""
         if self.function is not None:
             return Role.UNARY
         return Role.MATMUL if self.op.role is Role.NORM else self.op.role
-
-    @property
-    def note(self) -> str:
-        """Return what the report says of it where it is int8."""
-        return self.op.note
 
     def float_module(self) -> nn.Module:
         """Return the main operation with the factors and shifts folded into it."""
@@ -320,11 +310,7 @@ def _evaluate(ops: dict[fx.Node, Op], root: fx.Node, node: fx.Node) -> Callable[
 def _channel_affine(op: Op, axis: int) -> Affine | None:
     """(scale, shift) per channel along ``axis`` of the result, if that is all that it does."""
     rank = len(op.node.meta["value"].shape or ())
-    if op.role is Role.OPAQUE:
-        return None
-    if isinstance(op.module, BATCH_NORM):
-        return norm_affine(op.module) if axis == 1 else None
-    if op.affine is None:
+    if op.role is Role.OPAQUE or op.affine is None:
         return None
     found = []
     for value in op.affine:

@@ -22,9 +22,8 @@ _FUNCTIONS: dict[type, tuple[EltwiseAlg, float]] = {
 
 
 def make_dynamic(op: Op, ops: dict[fx.Node, Op]) -> None:
-    """Make attention dynamic, or a linear layer that is no module of the model."""
+    """Make attention and linear layers dynamic."""
     linear = op.role is Role.MATMUL and isinstance(op.module, nn.Linear)
-    linear = linear and op.node.op != "call_module"
     if not linear and not (op.role is Role.PRODUCT and isinstance(op.module, Attention)):
         return
     op.role = Role.DYNAMIC

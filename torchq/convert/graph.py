@@ -17,14 +17,12 @@ class Meta:
         shape: of a tensor; None for any other value.
         dtype: of a tensor, or of the first one in a sequence.
         is_sequence: whether it is a tuple or list that holds tensors.
-        length: of a sequence.
         is_number: whether it is an int, a float or a bool.
     """
 
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     is_sequence: bool = False
-    length: int = 0
     is_number: bool = False
 
 
@@ -48,14 +46,12 @@ class Captured:
             - "constant": the value of what does not vary.
             - "parameters": names of those that this value is made of.
         model: owns the modules and parameters that the graph refers to.
-        entered: qualified names of the modules whose code was captured.
         prefix: of what is a submodule of another model, its name there with a dot behind it.
         once: modules that are called with constants only, and whose results the graph holds.
     """
 
     graph: fx.Graph
     model: nn.Module
-    entered: set[str] = field(default_factory=set)
     prefix: str = ""
     once: set[str] = field(default_factory=set)
 

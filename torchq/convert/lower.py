@@ -268,7 +268,7 @@ class Lowering:
         sources, size = self._sources(layer), {}
         if layer.op.size is not None and layer.role is Role.MATMUL:
             size["output_padding"] = fx.node.map_arg(layer.op.size, self.any_of)
-        dst = self._flat(layer.op, self.call(layer.name, module, *sources, **size))
+        dst = self._flat(layer.op, self.call(layer.op.name, module, *sources, **size))
         form = self._int8 if self.plan.emits_int8(layer) else self._float
         form[layer.dst] = dst if form is self._int8 else self._as_in_model(layer.dst, dst)
 

@@ -171,11 +171,6 @@ def index(a: Arguments) -> Made | str:
     return Made(Role.MOVE, None, [a.input])
 
 
-def nearest(a: Arguments) -> Made | str:
-    """``F.interpolate`` of nearest neighbors."""
-    return Made(Role.MOVE, None, [a.input])
-
-
 def interpolate(mode: str) -> Callable[[Arguments], Made | str]:
     """Return the maker of a linear ``F.interpolate`` with the centers of pixels aligned."""
 

@@ -231,8 +231,8 @@ class Outliers:
         inner.with_lookup(lowering.table(hidden.function, qparams))
         outer = lowering.made(second, qparams)
         src = lowering.int8_of(hidden.first.srcs[0])
-        large = lowering.call(f"{hidden.first.name}_large", inner, src)
-        return lowering.call(f"{layer.name}_large", outer, large, value)
+        large = lowering.call(f"{hidden.first.op.name}_large", inner, src)
+        return lowering.call(f"{layer.op.name}_large", outer, large, value)
 
     def _of_range(self, layer: Layer, low: Tensor, high: Tensor) -> QParams:
         """Return parameters for all of these ranges, as the layer's configuration has them."""

@@ -77,6 +77,18 @@ def _elu(a: Arguments) -> Made | str:
     return unary(lambda a: nn.ELU(a.alpha))(a)
 
 
+def _by_dims(
+    role: Role, name: str, maker: Callable[[type[nn.Module]], Maker], cls: str
+) -> list[Row]:
+    """Return the rows of a call and its class in one, two and three dimensions."""
+    return [_row(role, name.format(d), maker(getattr(nn, cls.format(d)))) for d in (1, 2, 3)]
+
+
+def _activation(cls: type[nn.Module]) -> Row:
+    """Return the row of a function that has a class without options, whose name it has."""
+    return _row(Role.UNARY, cls.__name__.lower(), unary(lambda a: cls()))
+
+
 def _function(name: str) -> Row:
     """Return the row of a function of torch that has no options."""
     function = getattr(torch, name)
@@ -104,18 +116,16 @@ _MOVED = (
     "clone chunk split split_with_sizes tensor_split narrow select slice expand expand_as unbind "
     "view_as repeat tile roll flip reshape_as broadcast_to unflatten repeat_interleave index "
     "index_select pixel_shuffle pixel_unshuffle channel_shuffle reshape view _unsafe_view "
-    "numpy_T mT unfold unsafe_split unsafe_chunk"
+    "numpy_T mT unfold unsafe_split unsafe_chunk upsample_nearest1d upsample_nearest2d "
+    "upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
+    "_upsample_nearest_exact3d"
 )
 
 TABLE: list[Row] = [
     # matmuls
     _row(Role.MATMUL, "linear", matmuls.linear),
-    _row(Role.MATMUL, "conv1d", matmuls.conv(nn.Conv1d)),
-    _row(Role.MATMUL, "conv2d", matmuls.conv(nn.Conv2d)),
-    _row(Role.MATMUL, "conv3d", matmuls.conv(nn.Conv3d)),
-    _row(Role.MATMUL, "conv_transpose1d", matmuls.conv(nn.ConvTranspose1d)),
-    _row(Role.MATMUL, "conv_transpose2d", matmuls.conv(nn.ConvTranspose2d)),
-    _row(Role.MATMUL, "conv_transpose3d", matmuls.conv(nn.ConvTranspose3d)),
+    *_by_dims(Role.MATMUL, "conv{}d", matmuls.conv, "Conv{}d"),
+    *_by_dims(Role.MATMUL, "conv_transpose{}d", matmuls.conv, "ConvTranspose{}d"),
     _row(Role.MATMUL, "convolution", _convolution),
     _row(Role.MATMUL, "addmm", matmuls.add_product),
     _row(Role.PRODUCT, "matmul linalg_matmul bmm mm", matmuls.product),
@@ -138,47 +148,31 @@ TABLE: list[Row] = [
     _row(Role.COMBINE, "pow", makers.binary(None, torch.pow)),
     _row(Role.COMBINE, "cat concat concatenate", makers.cat),
     # functions of each element
-    _row(Role.UNARY, "relu", unary(lambda a: nn.ReLU())),
-    _row(Role.UNARY, "relu6", unary(lambda a: nn.ReLU6())),
     _row(Role.UNARY, "hardtanh", unary(lambda a: makers.clip(a.min_val, a.max_val))),
     _row(Role.UNARY, "clamp clip", makers.clamp),
     _row(Role.UNARY, "clamp_min", unary(lambda a: makers.clip(a.min, None))),
     _row(Role.UNARY, "clamp_max", unary(lambda a: makers.clip(None, a.max))),
-    _row(Role.UNARY, "sigmoid", unary(lambda a: nn.Sigmoid())),
-    _row(Role.UNARY, "tanh", unary(lambda a: nn.Tanh())),
-    _row(Role.UNARY, "silu", unary(lambda a: nn.SiLU())),
-    _row(Role.UNARY, "mish", unary(lambda a: nn.Mish())),
     _row(Role.UNARY, "gelu", unary(lambda a: nn.GELU(a.approximate))),
     _row(Role.UNARY, "elu", _elu),
-    _row(Role.UNARY, "selu", unary(lambda a: nn.SELU())),
     _row(Role.UNARY, "celu", unary(lambda a: nn.CELU(a.alpha))),
     _row(Role.UNARY, "leaky_relu", unary(lambda a: nn.LeakyReLU(a.negative_slope))),
     _row(Role.UNARY, "prelu", makers.prelu),
-    _row(Role.UNARY, "hardswish", unary(lambda a: nn.Hardswish())),
-    _row(Role.UNARY, "hardsigmoid", unary(lambda a: nn.Hardsigmoid())),
     _row(Role.UNARY, "softplus", unary(lambda a: nn.Softplus(a.beta, a.threshold))),
-    _row(Role.UNARY, "log_sigmoid", unary(lambda a: nn.LogSigmoid())),
     _row(Role.UNARY, "hardshrink", unary(lambda a: nn.Hardshrink(a.lambd))),
     _row(Role.UNARY, "softshrink", unary(lambda a: nn.Softshrink(a.lambd))),
     _row(Role.UNARY, "threshold", unary(lambda a: nn.Threshold(a.threshold, a.value))),
+    *map(_activation, (nn.ReLU, nn.ReLU6, nn.Sigmoid, nn.Tanh, nn.SiLU, nn.Mish, nn.SELU,
+                       nn.Hardswish, nn.Hardsigmoid)),
+    _row(Role.UNARY, "log_sigmoid", unary(lambda a: nn.LogSigmoid())),
     *map(_function, ("abs", "exp", "neg", "square", "log1p", "expm1", "sin", "cos", "erf", "sign",
                      "floor", "ceil", "round")),
     # pools
-    _row(Role.POOL, "max_pool1d", makers.pool(nn.MaxPool1d)),
-    _row(Role.POOL, "max_pool2d", makers.pool(nn.MaxPool2d)),
-    _row(Role.POOL, "max_pool3d", makers.pool(nn.MaxPool3d)),
-    _row(Role.POOL, "avg_pool1d", makers.pool(nn.AvgPool1d)),
-    _row(Role.POOL, "avg_pool2d", makers.pool(nn.AvgPool2d)),
-    _row(Role.POOL, "avg_pool3d", makers.pool(nn.AvgPool3d)),
-    _row(Role.POOL, "adaptive_avg_pool1d", makers.pool(nn.AdaptiveAvgPool1d)),
-    _row(Role.POOL, "adaptive_avg_pool2d", makers.pool(nn.AdaptiveAvgPool2d)),
-    _row(Role.POOL, "adaptive_avg_pool3d", makers.pool(nn.AdaptiveAvgPool3d)),
+    *_by_dims(Role.POOL, "max_pool{}d", makers.pool, "MaxPool{}d"),
+    *_by_dims(Role.POOL, "avg_pool{}d", makers.pool, "AvgPool{}d"),
+    *_by_dims(Role.POOL, "adaptive_avg_pool{}d", makers.pool, "AdaptiveAvgPool{}d"),
     _row(Role.POOL, "mean", makers.mean),
     # what moves elements
     _row(Role.MOVE, _MOVED, makers.move),
-    _row(Role.MOVE, "upsample_nearest1d upsample_nearest2d upsample_nearest3d "
-         "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d",
-         makers.nearest),
     _row(Role.MOVE, "upsample_linear1d", makers.interpolate("linear")),
     _row(Role.MOVE, "upsample_bilinear2d", makers.interpolate("bilinear")),
     _row(Role.MOVE, "upsample_trilinear3d", makers.interpolate("trilinear")),

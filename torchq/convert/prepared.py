@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert.equalize import Between, between, channel_axis, magnitudes, pairs
+from torchq.convert.equalize import between, channel_axis, magnitudes, pairs
 from torchq.convert.graph import Captured
 from torchq.convert.graph_data import graph_of, plain_nodes
 from torchq.convert.ops import Role
@@ -22,6 +22,7 @@ from torchq.quantization.config import Overrides, QConfig
 from torchq.quantization.observers import HistogramObserver, Observer, PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams
 from torchq.quantization.ranges import activation_range
+from torchq.quantization.recipes.equalization import Between
 from torchq.quantization.recipes.sample import SourceSample
 
 _VALUES = 64  # of a channel, at least: a range of fewer may be far from that of other data

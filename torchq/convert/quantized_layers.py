@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from torchq.attributes.post_ops import PostOps
-from torchq.convert.from_float import matmul_from_float, pool_from_float, post_op_chain
+from torchq.convert.from_float import matmul_from_float, pool_from_float
 from torchq.convert.fuse import Layer
 from torchq.convert.ops import Role, append_clip
 from torchq.nn.attention import QAttention
@@ -68,10 +68,12 @@ def _dst(layer: Layer, plan: Plan, qparams: QParamsOf) -> QParams | None:
 
 
 def _matmul(layer: Layer, plan: Plan, qparams: QParamsOf, dst: QParams | None) -> QModule:
-    residual: QParams | None = None
+    chain = PostOps()
     if layer.residual is not None and plan.comes_as_int8(layer.residual):
         residual = qparams(layer.residual)
-    chain = post_op_chain(layer.residual is not None, residual, None)
+        chain.append_sum(float(residual.scale), int(residual.zero_point), residual.dtype)
+    elif layer.residual is not None:
+        chain.append_sum(1.0, 0, "f32")
     if layer.slopes is not None:
         chain.append_prelu(layer.slopes, 2)
     if (clip := _clip(layer, plan)) is not None:

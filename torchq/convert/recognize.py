@@ -12,15 +12,12 @@ from torch import fx, nn
 
 from torchq.convert.fake import composed, fake_quantizer, is_fake, why_not_fixed
 from torchq.convert.graph import Captured, aten_name
+from torchq.convert.limits import why_long
 from torchq.convert.module_kinds import AVERAGES, why_dtypes
 from torchq.convert.ops import Made, Op, Role, is_float
 from torchq.convert.patterns import arguments_of, row_of
-from torchq.functional.folding import MAX_SHIFTED_REDUCTION
 from torchq.nn.fake_quantize import FakeQuantize
-from torchq.nn.float_modules import Attention
 
-MAX_KEYS = 65793
-MAX_POSITIONS = 8388608
 POSITIONS = "it reads what depends on sizes and positions alone"
 
 
@@ -152,13 +149,9 @@ def _why_float(op: Op) -> str:
             return POSITIONS
         if why := why_dtypes({src.meta["value"].dtype}):
             return why
-    if isinstance(op.module, Attention) and _keys(op) > MAX_KEYS:
-        return f"it has more than {MAX_KEYS} keys, whose sums could overflow int32"
-    if op.role is Role.POOL and _positions(op) > MAX_POSITIONS:
-        return f"its window has more than {MAX_POSITIONS} positions, whose sum could overflow int32"
+    if why := why_long(op):
+        return why
     dims = _spatial_dims(op.module)
-    if op.role is Role.PRODUCT and _reduction(op) > MAX_SHIFTED_REDUCTION:
-        return f"it sums more than {MAX_SHIFTED_REDUCTION} products, which could overflow int32"
     if dims is not None and op.srcs and len(op.srcs[0].meta["value"].shape or ()) != dims + 2:
         return f"its source {list(op.srcs[0].meta['value'].shape)} has no batch dimension"
     if not is_float(op.node):
@@ -172,29 +165,6 @@ def _is_mean(op: Op) -> bool:
         return False
     before, after = (math.prod(n.meta["value"].shape[2:]) for n in (op.srcs[0], op.node))
     return bool(after == 1 < before)
-
-
-def _keys(op: Op) -> int:
-    """Return how many keys attention has in the example."""
-    shape = op.srcs[2].meta["value"].shape or (0, 0)
-    return int(shape[-2])
-
-
-def _positions(op: Op) -> int:
-    """Return how many positions each result of an average sums; 0 for other pools."""
-    if not isinstance(op.module, AVERAGES):
-        return 0
-    before, after = (math.prod(n.meta["value"].shape[2:]) for n in (op.srcs[0], op.node))
-    kernel: Any = getattr(op.module, "kernel_size", 0)
-    if not kernel:
-        return int(before // max(after, 1))
-    sizes = kernel if isinstance(kernel, tuple | list) else (kernel,)
-    return math.prod(sizes * (len(op.node.meta["value"].shape) - 2 if len(sizes) == 1 else 1))
-
-
-def _reduction(op: Op) -> int:
-    shape = op.srcs[0].meta["value"].shape
-    return int(shape[-1]) if shape else 0
 
 
 def _spatial_dims(module: Any) -> int | None:

@@ -101,10 +101,10 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
         reason = plan.reasons[layer]
         quantized = not reason
         if quantized:
-            reason = layer.note
+            reason = layer.op.note
         host = plan.table_hosts.get(layer, layer)
         if quantized and op is not host.op:
-            reason, site = f"fused into {plan.prefix}{host.name}", host.name
+            reason, site = f"fused into {plan.prefix}{host.op.name}", host.op.name
     elif op.role in (Role.MOVE, Role.PASS, Role.POOL, Role.PAD):
         quantized = plan.is_int8(op.node)
         reason = "passes values on as they are" if op.role is Role.PASS else ""

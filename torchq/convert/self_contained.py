@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules that are quantized by themselves: float32 in and out, whatever is around them.
 
-They are the recurrent networks and cells and, in a dynamic configuration, linear layers. Both flows
-put an observed module in the place of the float one and convert it where it stands, so it may be
-called any number of times, with any states, and its results may be unpacked, dropped or returned.
+They are the recurrent networks and cells, and the experts of a mixture. Both flows put an observed
+module in the place of the float one and convert it where it stands, so it may be called any number
+of times, with any states, and its results may be unpacked, dropped or returned.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from torch import nn
 
 from torchq.convert.from_float import dynamic_from_float, naming
 from torchq.nn.experts import QExperts
-from torchq.nn.float_modules import is_experts
 from torchq.nn.module import QModule
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
 from torchq.quantization.config import QConfig
 
 
 class Deferred(nn.Module):
-    """A float linear layer, or experts, that become dynamic; there is nothing to observe."""
+    """Float experts that become dynamic; there is nothing to observe."""
 
     def __init__(self, module: nn.Module, config: QConfig) -> None:
         """``config`` tells how to quantize the weights."""
@@ -35,8 +34,6 @@ class Deferred(nn.Module):
 
     def convert(self) -> QModule:
         """Return the quantized module."""
-        if not is_experts(self.module):
-            return dynamic_from_float(self.module, self.config)
         return QExperts.from_float(self.module, partial(dynamic_from_float, config=self.config))
 
 
@@ -50,7 +47,6 @@ def observed(module: nn.Module, config: QConfig, name: str) -> nn.Module:
         return ObservedRNN(module, config, name)
     if isinstance(module, nn.RNNCellBase):
         return ObservedRNNCell(module, config, name)
-    assert is_experts(module) or isinstance(module, nn.Linear)
     return Deferred(module, config)
 
 

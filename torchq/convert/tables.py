@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from torchq.attributes.options import EmbeddingBits
+from torchq.convert.from_float import quantized_class
 from torchq.convert.rows import Row
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
@@ -29,10 +30,7 @@ class TableMaker:
         """Return the quantized form of an ``nn.Embedding`` or ``nn.EmbeddingBag``."""
         assert isinstance(module, TABLES)
         made: QEmbedding | QEmbeddingBag
-        if isinstance(module, nn.EmbeddingBag):
-            made = QEmbeddingBag.from_float(without_hooks(module), bits=bits)  # type: ignore[arg-type]
-        else:
-            made = QEmbedding.from_float(without_hooks(module), bits=bits)  # type: ignore[arg-type]
+        made = quantized_class(module).from_float(without_hooks(module), bits=bits)
         key = id(module.weight), bits, module.max_norm, module.norm_type
         made.rows = self._rows.setdefault(key, (made.rows, module.weight))[0]
         take_hooks(made, module)

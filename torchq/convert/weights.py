@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchq.convert.rows import Row, Weight
 from torchq.convert.swap.calls import copied
+from torchq.nn.float_weight import written
 from torchq.nn.inputs import detached
 from torchq.nn.model_state import twin
 
@@ -90,13 +91,9 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for i, expected in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
-            given = args[i] if i < len(args) else (kwargs or {}).get(expected.name)
-            if expected.alias_info is not None and expected.alias_info.is_write:
-                for value in given if isinstance(given, list | tuple) else (given,):
-                    if isinstance(value, Tensor):
-                        self.found |= _memory(value) in self._memory
-        if self.found:
+        tensors = _tensors(list(written(func, args, kwargs or {})))
+        if any(_memory(tensor) in self._memory for tensor in tensors):
+            self.found = True
             raise RuntimeError("the model writes to a parameter")
         return func(*args, **(kwargs or {}))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.attr import Attr
-from torchq.functional.arguments import check_8bit, integer, real_arguments
+from torchq.functional.arguments import check_8bit, integer, real_arguments, variant
 
 
 def softmax(
@@ -36,27 +36,14 @@ def softmax(
         attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops, in float32, their
             masks indexing the dims of dst. The usual 8-bit destination is uint8 with scale 1 / 256.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale).
-        post_op_srcs: in the order of the chain, what each ``sum`` adds (of dst's shape and the
-            sum's dtype), the operand of each binary or prelu without values and with a mask other
-            than 0 and 2, and the condition of each ``select``.
+        post_op_srcs: as in :func:`eltwise`.
 
     Raises:
         TypeError: ``src`` is neither uint8 nor int8, or one of ``post_op_srcs`` has another dtype.
         ValueError: ``dim`` does not exist, ``attr`` sets other arguments, or shapes do not fit.
         NotImplementedError: another mask of scales or zero points, or ``dw_conv``.
     """
-    return _softmax("softmax", src, dim, False, attr, dst_dtype, post_op_srcs)
-
-
-def log_softmax(
-    src: Tensor,
-    dim: int = -1,
-    attr: Attr | None = None,
-    dst_dtype: torch.dtype = torch.float32,
-    post_op_srcs: Sequence[Tensor] = (),
-) -> Tensor:
-    """``y_i = (x_i - max_j x_j) - log(sum_j e_j)``; all else as in :func:`softmax`."""
-    return _softmax("log_softmax", src, dim, True, attr, dst_dtype, post_op_srcs)
+    return _softmax("softmax", src, dim, attr, dst_dtype, post_op_srcs)
 
 
 def layer_norm(
@@ -155,13 +142,18 @@ def _params(
 def _softmax(
     op: str,
     src: Tensor,
-    dim: int,
-    logarithmic: bool,
-    attr: Attr | None,
-    dst_dtype: torch.dtype,
-    post_op_srcs: Sequence[Tensor],
+    dim: int = -1,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
 ) -> Tensor:
     params = _params(op, src, attr, dst_dtype, post_op_srcs)
     dim = integer(op, "dim", dim)
-    result: Tensor = torch.ops.torchq.softmax(src, dim, logarithmic, *params)
+    result: Tensor = torch.ops.torchq.softmax(src, dim, op == "log_softmax", *params)
     return result
+
+
+log_softmax = variant(
+    _softmax, "log_softmax", "log_softmax",
+    "``y_i = (x_i - max_j x_j) - log(sum_j e_j)``; all else as in :func:`softmax`.",
+)  # fmt: skip

@@ -55,9 +55,7 @@ def max_pool(
         attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops, in float32, their
             masks indexing the dims of dst.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale); None is that of ``src``.
-        post_op_srcs: in the order of the chain, what each ``sum`` adds (of dst's shape and the
-            sum's dtype), the operand of each binary or prelu without values and with a mask other
-            than 0 and 2, and the condition of each ``select``.
+        post_op_srcs: as in :func:`eltwise`.
 
     Raises:
         TypeError: ``src`` is neither uint8 nor int8, or one of ``post_op_srcs`` has another dtype.

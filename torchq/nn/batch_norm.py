@@ -17,16 +17,6 @@ Affine: TypeAlias = tuple[Tensor, Tensor]
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def norm_affine(norm: Any) -> Affine:
-    """Return the scale and shift by which a batch norm in eval mode changes each channel."""
-    with torch.no_grad():
-        scale: Tensor = (norm.running_var.double() + norm.eps).rsqrt()
-        if norm.weight is not None:
-            scale = scale * norm.weight
-        shift = -norm.running_mean * scale
-        return scale, shift if norm.bias is None else shift + norm.bias
-
-
 def fold_affines(module: Any, affines: Sequence[Affine]) -> nn.Module:
     """Return a copy of a convolution or linear that applies these, one by one, to its result."""
     if not affines:

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq.attributes.arguments import as_float32
 from torchq.attributes.options import Granularity
 from torchq.functional.arguments import conv_geometry
 from torchq.functional.linears import check_signed
 from torchq.functional.packing import PackedWeight, empty_packed, pack_conv
 from torchq.nn.conv import paddings
-from torchq.nn.module import QModule
+from torchq.nn.module import QModule, placeholder
 from torchq.nn.weight import quantized_weight
 
 
@@ -76,12 +75,11 @@ class DynamicQConv(QModule):
             op, weight.shape[2:], stride, padding, padding_end, weight.dilation, *channels
         )
         self.rank = len(weight.shape)
-        for name, part in weight.tensors().items():
-            self.register_buffer(name, part)
+        self._add_packed(weight)
         self.register_buffer(
             "weight_scale", weight_scale.reshape(-1).expand(weight.channels).clone()
         )
-        self.register_buffer("bias", None if bias is None else as_float32(bias.detach()).clone())
+        self._add_floats("bias", bias)
         self._set_spec(
             weight=list(weight.shape),
             groups=weight.groups,
@@ -133,13 +131,9 @@ class DynamicQConv(QModule):
     def from_spec(cls, spec: dict[str, Any]) -> Self:
         """See the base class."""
         packed = empty_packed(spec["weight"], groups=spec["groups"], dilation=spec["dilation"])
-        bias = (
-            torch.zeros(packed.channels, dtype=torch.float32, device="cpu")
-            if spec["bias"]
-            else None
-        )
+        bias = placeholder(packed.channels) if spec["bias"] else None
         sides = {name: spec[name] for name in ("stride", "padding", "padding_end")}
-        return cls(packed, torch.ones(1, dtype=torch.float32, device="cpu"), bias, **sides)
+        return cls(packed, placeholder(1), bias, **sides)
 
     def packed(self) -> PackedWeight:
         """Return the weight with the shape it was packed from."""

@@ -16,7 +16,7 @@ from torchq.functional.embeddings import (
     quantize_embedding,
 )
 from torchq.nn.leaf import Leaf
-from torchq.nn.module import QModule
+from torchq.nn.module import QModule, placeholder
 
 
 class _Embedding(Leaf, QModule):
@@ -52,8 +52,7 @@ class _Embedding(Leaf, QModule):
     def _placeholder(cls, spec: dict[str, Any]) -> PackedEmbedding:
         rows, dim = spec["weight"]
         size = code_bytes(dim, spec["bits"]) + (4 if spec["scales"] == "f16" else 8)
-        zeros = torch.zeros(rows, size, dtype=torch.uint8, device="cpu")
-        return PackedEmbedding(zeros, dim, spec["bits"])
+        return PackedEmbedding(placeholder(rows, size, dtype=torch.uint8), dim, spec["bits"])
 
     def packed(self) -> PackedEmbedding:
         """Return the table."""

@@ -3,12 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+
+
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the tensors that a call of an operator writes to."""
+    for i, expected in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        given = args[i] if i < len(args) else kwargs.get(expected.name)
+        if expected.alias_info is not None and expected.alias_info.is_write:
+            yield from given if isinstance(given, list | tuple) else (given,)
 
 
 class FloatWeight(Tensor):
@@ -45,13 +53,9 @@ class FloatWeight(Tensor):
     ) -> Any:
         """Run an operator on the values."""
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for i, expected in enumerate(func._schema.arguments):
-                given = args[i] if i < len(args) else kwargs.get(expected.name)
-                if expected.alias_info is not None and expected.alias_info.is_write:
-                    for weight in given if isinstance(given, list | tuple) else (given,):
-                        if isinstance(weight, FloatWeight):
-                            weight._refuse()
+        for weight in written(func, args, kwargs):
+            if isinstance(weight, FloatWeight):
+                weight._refuse()
         args, kwargs = tree_map_only(FloatWeight, lambda weight: weight._values(), (args, kwargs))
         return func(*args, **kwargs)
 

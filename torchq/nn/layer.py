@@ -7,13 +7,19 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from torchq.attributes.arguments import as_float32, check_type
+from torchq.attributes.arguments import check_type
 from torchq.attributes.attr import Attr
 from torchq.attributes.post_op import CHANNEL_MASKS, Binary, Eltwise, PReLU
 from torchq.attributes.post_ops import PostOps, post_ops_of
 from torchq.functional.folding import fold
 from torchq.functional.packing import PackedWeight, empty_packed
-from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
+from torchq.nn.module import (
+    QModule,
+    dtype_from_name,
+    dtype_name,
+    placeholder,
+    placeholder_qparams,
+)
 from torchq.nn.quantize import QLookup
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
@@ -154,9 +160,7 @@ class QLayer(QModule):
         self.dst_dtype = torch.float32 if dst is None else dst.dtype
         self.dst_code = dtype_code(self.dst_dtype)
         self._add_qparams("dst", QParams.per_tensor(1.0) if dst is None else dst)
-        self.register_buffer("weight", weight.weight)
-        self.register_buffer("compensation", weight.compensation)
-        self.register_buffer("pair_bound", weight.pair_bound)
+        self._add_packed(weight)
         self.register_buffer("weight_scale", weight_scale.reshape(-1).clone())
         zero_point = None if weight_zero_point is None else weight_zero_point.reshape(-1).clone()
         self.register_buffer("weight_zero_point", zero_point)
@@ -165,7 +169,7 @@ class QLayer(QModule):
             spec["weight_zero_points"] = zero_point.numel()
         if weight.dtype != torch.int8:
             spec["weight_dtype"] = dtype_name(weight.dtype)
-        self.register_buffer("bias", None if bias is None else as_float32(bias.detach()).clone())
+        self._add_floats("bias", bias)
         self.post_ops = str(chain)
         values = torch.cat(
             [torch.empty(0, dtype=torch.float32, device="cpu"), *chain.channel_values]
@@ -314,24 +318,18 @@ class QLayer(QModule):
         # Bits of dst are in the chain already: the clip at its end.
         dst = None if spec["dst"] == "f32" else placeholder_qparams(spec["dst"])
         if dst is not None and spec["dst_scales"] > 1:
-            scale = torch.ones(spec["dst_scales"], dtype=torch.float32, device="cpu")
+            scale = placeholder(spec["dst_scales"])
             dst = QParams(scale, torch.zeros_like(scale, dtype=torch.int32), dst.dtype, 1)
-        sizes = spec["post_op_values"]
         zeros = spec.get("weight_zero_points")
+        values = [placeholder(n) for n in spec["post_op_values"]]
         return {
             "weight": packed,
-            "weight_scale": torch.ones(spec["weight_scales"], dtype=torch.float32, device="cpu"),
-            "weight_zero_point": None
-            if zeros is None
-            else torch.zeros(zeros, dtype=torch.int32, device="cpu"),
-            "bias": torch.zeros(spec["weight"][0], dtype=torch.float32, device="cpu")
-            if spec["bias"]
-            else None,
+            "weight_scale": placeholder(spec["weight_scales"]),
+            "weight_zero_point": None if zeros is None else placeholder(zeros, dtype=torch.int32),
+            "bias": placeholder(spec["weight"][0]) if spec["bias"] else None,
             "src": placeholder_qparams(spec["src"], spec["src_bits"]),
             "dst": dst,
-            "post_ops": PostOps.parse(spec["post_ops"]).with_channel_values(
-                [torch.zeros(n, dtype=torch.float32, device="cpu") for n in sizes]
-            ),
+            "post_ops": PostOps.parse(spec["post_ops"]).with_channel_values(values),
         }
 
     def extra_repr(self) -> str:

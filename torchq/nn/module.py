@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq.attributes.arguments import DTYPE_NAMES, check_type
+from torchq.attributes.arguments import DTYPE_NAMES, as_float32, check_type
 from torchq.functional.packing import PackedWeight, unproven
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
@@ -232,6 +232,16 @@ class QModule(nn.Module):
         self.register_buffer(f"{name}_scale", qparams.scale.detach().reshape(-1).clone())
         self.register_buffer(f"{name}_zero_point", qparams.zero_point.reshape(-1).clone())
 
+    def _add_packed(self, weight: PackedWeight) -> None:
+        """Add ``weight``, ``compensation`` and ``pair_bound``."""
+        for name, part in weight.tensors().items():
+            self.register_buffer(name, part)
+
+    def _add_floats(self, name: str, values: Tensor | None) -> None:
+        """Add a float32 buffer of its own memory, or None."""
+        own = None if values is None else as_float32(values.detach()).clone()
+        self.register_buffer(name, own)
+
     def _add_folded(self, *names: str) -> None:
         """Add float32 buffers that no file holds, and that :meth:`refold` fills."""
         for name in names:
@@ -313,6 +323,11 @@ def _without_numbers(post_op: str) -> list[str]:
     """Return the fields of a post-op, without scale and zero point of a sum, bounds of a clip."""
     name, *fields = post_op.split(":")
     return [name, *(fields[2:] if name in ("sum", "eltwise_clip") else fields)]
+
+
+def placeholder(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return values of a module that is about to be loaded."""
+    return torch.ones(shape, dtype=dtype, device="cpu")
 
 
 def placeholder_qparams(dtype: str, bits: int = 8) -> QParams:

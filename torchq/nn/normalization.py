@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchq.attributes.arguments import as_float32
 from torchq.attributes.post_ops import PostOps
-from torchq.nn.module import QModule, dtype_name, placeholder_qparams
+from torchq.nn.module import QModule, dtype_name, placeholder, placeholder_qparams
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
 
@@ -145,7 +144,7 @@ class _QAffineNorm(_QNorm):
         given = dict[str, bool]()
         for name, values in affine.items():
             if values is None and places[name]:
-                affine[name] = torch.zeros(tuple(shape), dtype=torch.float32, device="cpu")
+                affine[name] = placeholder(*shape)
             elif values is not None and list(values.shape) != list(shape):
                 raise ValueError(
                     f"torchq.nn: {name} of a normalization must have shape {list(shape)}, got "
@@ -154,9 +153,7 @@ class _QAffineNorm(_QNorm):
             given[f"has_{name}"] = affine[name] is not None
         super().__init__(src, dst, post_ops, **sizes, eps=eps, **given)
         for name, values in affine.items():
-            self.register_buffer(
-                name, None if values is None else as_float32(values.detach()).clone()
-            )
+            self._add_floats(name, values)
         self.eps = eps
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchq.attributes.attr import Attr
 from torchq.attributes.options import Cell
 from torchq.functional.packing import PackedWeight, pack_linear
-from torchq.nn.module import QModule, dtype_name, placeholder_qparams
+from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder, placeholder_qparams
 from torchq.nn.rnn_attr import attr_of
 from torchq.nn.rnn_weight import RecurrentWeight, grouped, ungrouped
 from torchq.quantization.qparams import QParams
@@ -244,12 +244,8 @@ class QRecurrentLayer(QModule):
         directions, gates = spec["directions"], GATES[spec["cell"]]
 
         def weight(index: int, *shape: int) -> "RecurrentWeight":
-            scales = torch.ones(
-                1 if spec["weight_scales"][index] == 1 else shape[:-1],
-                dtype=torch.float32,
-                device="cpu",
-            )
-            return RecurrentWeight(torch.zeros(shape, dtype=torch.int8, device="cpu"), scales)
+            scales = (1,) if spec["weight_scales"][index] == 1 else shape[:-1]
+            return RecurrentWeight(placeholder(*shape, dtype=torch.int8), placeholder(*scales))
 
         dynamic = spec["src"] == "dynamic"
         return cls(
@@ -257,14 +253,12 @@ class QRecurrentLayer(QModule):
             weight(0, directions, gates, hidden, inputs),
             weight(1, directions, gates, hidden, projection or hidden),
             projection=weight(2, directions, 1, projection, hidden) if projection else None,
-            peephole=torch.zeros(directions, 3, hidden, dtype=torch.float32, device="cpu")
-            if spec["peephole"]
-            else None,
+            peephole=placeholder(directions, 3, hidden) if spec["peephole"] else None,
             src=None if dynamic else placeholder_qparams(spec["src"], spec["src_bits"]),
             state=placeholder_qparams(spec["state"], spec["state_bits"]),
             hidden=placeholder_qparams(spec["state"]),
-            dst_dtype=_DTYPES[spec["dst"]],
-            h_n_dtype=_DTYPES[spec["h_n"]],
+            dst_dtype=dtype_from_name(spec["dst"]),
+            h_n_dtype=dtype_from_name(spec["h_n"]),
         )
 
     def forward(
@@ -321,9 +315,6 @@ class QRecurrentLayer(QModule):
         both = ", bidirectional" if self.directions == 2 else ""
         dtypes = f"{spec['src']} -> {spec['dst']}, state {spec['state']}"
         return f"{self.cell}, {sizes}{both}, {dtypes}, {self.attr}"
-
-
-_DTYPES = {"u8": torch.uint8, "s8": torch.int8, "f32": torch.float32}
 
 
 def _folded(scale: Tensor, shape: list[int]) -> Tensor:

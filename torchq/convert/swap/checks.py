@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 from torchq.attributes.arguments import FLOATS
 from torchq.convert.graph_code import is_exported
 from torchq.convert.module_kinds import MATMUL, RECURRENT
-from torchq.convert.qat.quantizer import Quantizer
 from torchq.convert.self_contained import SELF_CONTAINED
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
@@ -88,8 +87,9 @@ def check_model(model: nn.Module) -> None:
         check_mode("prepare", model)
     isa()  # raises for a TORCHQ_ISA that is not available here
     for name, module in model.named_modules():
-        if isinstance(module, (Observer, ObservedLeaf, Quantizer, QModule, *SELF_CONTAINED)):
-            also = ", or give this one to torchq.convert" if isinstance(module, Quantizer) else ""
+        trained = type(module).__module__.startswith("torchq.qat.")
+        if trained or isinstance(module, (Observer, ObservedLeaf, QModule, *SELF_CONTAINED)):
+            also = ", or give this one to torchq.convert" if trained else ""
             raise ValueError(
                 f"torchq.prepare: model must be a float model, got a {type(module).__name__} in "
                 f"'{name}'. Prepare the model that it was made from{also}."

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from torchq.quantization.qparams import QParams, choose_qparams
 from torchq.quantization.recipes.smoothing import smoothing_factors
 
 _ALPHAS = (0.5, 0.75, 1.0)
@@ -26,6 +28,49 @@ _GAIN = 2.0
 """The estimated noise must shrink by this factor: what is estimated is not what is measured."""
 _ROWS = 32
 _MEAN_SQUARE = 1 / 16  # of a channel, beside the square of its largest value
+
+
+@dataclass(frozen=True)
+class Between:
+    """The tensor between two layers.
+
+    Attributes:
+        dst: what the first layer quantizes by, one scale per channel.
+        src: what the second layer reads, one scale.
+        factors: float32 ``[C]``, ``dst.scale / src.scale``, in the second layer's weight.
+    """
+
+    dst: QParams
+    src: QParams
+    factors: Tensor
+
+
+def equalized_between(
+    largest: Tensor, weight: Tensor, lowest: float, given: QParams, symmetric: bool, axis: int
+) -> Between | None:
+    """Return how to quantize what is between two layers, or None to leave one scale.
+
+    Args:
+        largest: magnitude of each channel, ``[C]``.
+        weight: of the second layer, as of :func:`by_channels`.
+        lowest: of all values.
+        given: parameters with one scale.
+        symmetric: whether the zero point is in the middle.
+        axis: of the channels.
+    """
+
+    def choose(factors: Tensor) -> QParams:
+        most = float((largest / factors).max())
+        low = -most if lowest < 0 else 0.0
+        return choose_qparams(low, most, given.dtype, given.bits, symmetric)
+
+    step = float(given.scale)
+    factors = equalizing_factors(largest, weight, step, lambda f: float(choose(f).scale))
+    if factors is None:
+        return None
+    src = choose(factors)
+    zero_point = src.zero_point.expand(len(factors)).contiguous()
+    return Between(QParams(src.scale * factors, zero_point, src.dtype, axis), src, factors)
 
 
 def expected_largest(seen: Tensor, rows: Tensor) -> Tensor:

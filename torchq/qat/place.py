@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,31 +16,21 @@ from torchq.convert.dispatch import dispatches
 from torchq.convert.module_kinds import BATCH_NORM, MATMUL
 from torchq.convert.ops import Role
 from torchq.convert.prepared import Prepared
-from torchq.convert.qat.hooks import DST, SRC, freeze_after, round_dst, round_src
-from torchq.convert.qat.quantizer import ActivationQuantizer, WeightQuantizer
 from torchq.convert.swap.calls import copied
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.inputs import Inputs, split_inputs, working_copy
 from torchq.nn.model_state import as_before
+from torchq.qat.hooks import DST, SRC, freeze_after, round_dst, round_src
+from torchq.qat.lower import KEY, Settings
+from torchq.qat.quantizer import ActivationQuantizer, WeightQuantizer
 from torchq.quantization.config import Overrides, QConfig
 from torchq.quantization.ranges import activation_range, weight_range
 
-KEY = "torchq_qat"
-"""Name of the :class:`Settings` among a model's attributes."""
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _Group = tuple[int, fx.Node] | str
 """A value: number of its graph and root; of a layer without a graph, the layer's name."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Arguments of :func:`prepare_qat` that ``torchq.convert`` needs."""
-
-    example_inputs: Inputs
-    config: QConfig | None
-    overrides: Overrides | None
 
 
 @torch.inference_mode(False)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,6 @@ from torchq.convert.dispatch import share_weights
 from torchq.convert.from_float import matmul_from_float, naming
 from torchq.convert.known_scales import put, with_known_scales
 from torchq.convert.module_kinds import RECURRENT
-from torchq.convert.qat.hooks import DST, SRC, without_quantizers
-from torchq.convert.qat.place import KEY, Settings
-from torchq.convert.qat.quantizer import ActivationQuantizer, WeightQuantizer
 from torchq.convert.rows import Row, Weight, check_strict
 from torchq.convert.swap.checks import check_mode
 from torchq.convert.swap.leaves import equivalent_layer
@@ -26,26 +23,42 @@ from torchq.convert.swap.planning import NO_LEAF
 from torchq.convert.swap.weights import plain_layer
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import is_experts
+from torchq.nn.inputs import Inputs
 from torchq.nn.leaf import QuantizedLeaf, take_hooks, without_padding
-from torchq.quantization.config import QConfig, resolve
+from torchq.qat.hooks import DST, SRC, without_quantizers
+from torchq.qat.quantizer import ActivationQuantizer, WeightQuantizer
+from torchq.quantization.config import Overrides, QConfig, resolve
 
+KEY = "torchq_qat"
+"""Name of the :class:`Settings` among a model's attributes."""
 _NOT_ROUNDED = (
     "quantization-aware training did not round what it reads. Quantize it dynamically, by an "
     "override with QConfig(dynamic=True), or calibrate a float model of the trained weights"
 )
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of :func:`torchq.prepare_qat` that its model keeps."""
+
+    example_inputs: Inputs
+    config: QConfig | None
+    overrides: Overrides | None
+
+    def convert(self, prepared: nn.Module, strict: bool) -> nn.Module:
+        """Return the int8 model; ``torchq.convert`` calls this of the model's own settings.
+
+        Raises:
+            ValueError: the model is in training mode.
+            RuntimeError: a range is not known, or ``strict`` and something stays float.
+        """
+        return _converted(prepared, self, strict)
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
-def converted_qat(prepared: nn.Module, strict: bool) -> nn.Module:
-    """Return the int8 model.
-
-    Raises:
-        ValueError: the model is in training mode.
-        RuntimeError: a range is not known, or ``strict`` and something stays float.
-    """
+def _converted(prepared: nn.Module, settings: Settings, strict: bool) -> nn.Module:
     check_mode("convert", prepared)
-    settings: Settings = vars(prepared)[KEY]
     model = copy.deepcopy(prepared)
     del vars(model)[KEY]
     _fix_scales(model)
