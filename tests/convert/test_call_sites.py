@@ -4,29 +4,23 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import itertools
-import pickle
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from calls import assert_same
+from calls import assert_same, python_calls
 from cases import random_q
-from flows import graph_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-import torchq
 import torchq.nn as tnn
 from torchq import _C, PostOps, QParams
 from torchq.nn.module import QModule
@@ -93,18 +87,6 @@ LONG: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
 
 def new_site() -> Callable[..., Any]:
     return _C.site(QModule)
-
-
-@contextmanager
-def python_calls() -> Iterator[list[str]]:
-    """The names of Python functions that run meanwhile."""
-    called: list[str] = []
-    before = sys.getprofile()
-    sys.setprofile(lambda f, event, _: called.append(f.f_code.co_name) if event == "call" else None)
-    try:
-        yield called
-    finally:
-        sys.setprofile(before)
 
 
 def took_short_way(site: Callable[..., Any], *args: Any) -> bool:
@@ -338,57 +320,7 @@ def test_modes_see_the_call():
     assert_same(traced(other), module(other))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
-        self.pool = nn.MaxPool2d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.a(x)) + self.b(x)
-        return self.pool(torch.cat([x, torch.sigmoid(x)], 1))
-
-
-def network() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), Block(), nn.Conv2d(16, 4, 1)).eval()
-
-
-def test_a_converted_model_calls_no_module():
-    src = torch.randn(2, 3, 12, 12)
-    model = torchq.quantize(network(), [src], src)
-    expected = model(src)
-    called_modules = sum(n.op == "call_module" for n in graph_of(model).graph.nodes)
-    for same in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_same(same(src), expected)
-        with python_calls() as called:
-            assert_same(same(src), expected)
-        # the model itself, and the first layer, which quantizes its float source
-        assert called.count("_call_impl") == 2 < called_modules
-    hooked = []
-    graph_of(model).get_submodule("1.a").register_forward_hook(lambda *_: hooked.append(1))
-    assert_same(model(src), expected)
-    assert hooked == [1]
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert_same(compiled(src), expected)
-
-
-@pytest.mark.parametrize("name", ["0", "1", "1.pool"])
-def test_modules_that_are_compiled_where_they_are(name: str):
-    """What ``torch.compile`` gives has the module's parts, but not among its own modules."""
-    src = torch.randn(2, 3, 12, 12)
-    model = torchq.quantize(network(), [src], src)
-    graph = graph_of(model)
-    expected, part = model(src), graph.get_submodule(name)
-    graph.set_submodule(name, torch.compile(part, backend="eager"))
-    assert_same(model(src), expected)
-    assert_same(copy.deepcopy(model)(src), expected)
-    graph.set_submodule(name, part)
-    assert_same(model(src), expected)
-
-
 def test_nothing_is_kept_alive():
-    """Neither by calls nor by a model that is gone."""
     module, site = conv(), new_site()
     site(module, IMAGE)
     counts = [sys.getrefcount(b) for b in (module.weight, module.geometry, IMAGE)]
@@ -398,14 +330,3 @@ def test_nothing_is_kept_alive():
     del site
     gc.collect()
     assert sys.getrefcount(module.geometry) < counts[1]
-
-    src = torch.randn(1, 3, 12, 12)
-    model = torchq.quantize(network(), [src], src)
-    inner = graph_of(model).get_submodule("1.a")
-    inner.owner = [model]
-    inner.register_forward_hook(functools.partial(lambda owner, *_: None, model))
-    model(src)
-    gone = weakref.ref(model)
-    del model, inner
-    gc.collect()
-    assert gone() is None

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import warnings
-from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
 import torch.nn.functional as F
-from flows import graph_of
+from flows import found, graph_of, names
 from models import Wired
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -53,18 +51,6 @@ def check(model: nn.Module, *inputs: Tensor, step: float, **kwargs: Any) -> nn.M
     assert float(steps.max()) < 1.01, "off by more than one step"
     assert float((steps > 0.01).double().mean()) < 2e-3, "off by one too often"
     return converted
-
-
-def names(converted: nn.Module) -> list[str]:
-    """Classes of the modules that the graph calls, in order."""
-    graph = graph_of(converted)
-    calls = [n for n in graph.graph.nodes if n.op == "call_module"]
-    return [type(graph.get_submodule(n.target)).__name__ for n in calls]
-
-
-def found(converted: nn.Module, *classes: type[nn.Module]) -> list[Any]:
-    """Modules of these classes in the graph."""
-    return [m for m in graph_of(converted).modules() if isinstance(m, classes)]
 
 
 class Weighted(nn.Conv2d):
@@ -258,135 +244,6 @@ def test_concatenation_of_different_scales() -> None:
         a=u8(2, 128), b=u8(6, 128), c=u8(6, 128), d=u8(5, 128), conv=Weighted(16, 8, 3),
     )  # fmt: skip
     check(model, 2 * torch.randn(X), step=5 / 255)
-
-
-# torch.ao
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.relu, self.relu2 = nn.ReLU(), nn.ReLU()
-        self.add = torch.ao.nn.quantized.FloatFunctional()
-        self.pool, self.fc = nn.MaxPool2d(2), nn.Linear(8 * 36, 5)
-        self.quant, self.dequant = torch.ao.quantization.QuantStub(), nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.quant(x)
-        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        y = self.pool(self.relu2(self.add.add(y, x)))
-        return self.dequant(self.fc(y.flatten(1)))
-
-
-def trained(model: nn.Module) -> nn.Module:
-    for _ in range(3):
-        model(torch.randn(X))
-    return model.eval()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["fx", "eager", "eager-fused", "symmetric"])
-def test_models_of_torch_ao(kind: str, tmp_path: Path) -> None:
-    """Prepared by torch for training, converted here; observers switched on change nothing."""
-    tq = torch.ao.quantization
-    model, x = models.randomize(Residual()).train(), torch.randn(X)
-    if kind == "fx":
-        from torch.ao.quantization import quantize_fx
-
-        mapping = tq.get_default_qat_qconfig_mapping("x86")
-        qat = trained(quantize_fx.prepare_qat_fx(model, mapping, (x,)))
-    else:
-        model.qconfig = tq.get_default_qat_qconfig("x86")
-        if kind == "symmetric":
-            activation = tq.FakeQuantize.with_args(
-                observer=tq.MovingAverageMinMaxObserver, quant_min=-128, quant_max=127,
-                dtype=torch.qint8, qscheme=torch.per_tensor_symmetric,
-            )  # fmt: skip
-            model.qconfig = tq.QConfig(activation, tq.default_per_channel_weight_fake_quant)
-        if kind == "eager-fused":
-            model = tq.fuse_modules_qat(model, [["conv1", "bn1", "relu"], ["conv2", "bn2"]])
-        qat = trained(tq.prepare_qat(model))
-    before = {k: v.clone() for k, v in qat.state_dict().items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        converted = convert(qat, x)
-    assert all(torch.equal(v, before[k]) for k, v in qat.state_dict().items())
-    qat.apply(tq.disable_observer)
-    with torch.no_grad():
-        want = qat(x)
-    got, last = converted(x), found(converted, tnn.QLinear)[-1]
-    # torch rounds before it adds the zero point, and sums in float32: a step now and then
-    assert float(((got - want) / last.dst_scale).abs().max()) < 3.01
-    rows = torchq.explain(converted).rows
-    assert all(row.quantized for row in rows), [row for row in rows if not row.quantized]
-    torchq.save(converted, tmp_path / "model")
-    assert torch.equal(torchq.load(tmp_path / "model")(x), got)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("off", [False, True])
-def test_observers_of_torch_ao_pass_values_on(off: bool) -> None:
-    """Observers, and fake quantizers that are switched off, are no part of the graph."""
-    tq, x = torch.ao.quantization, torch.randn(X)
-    model = nn.Sequential(tq.QuantStub(), nn.Conv2d(8, 8, 3), nn.ReLU()).train()
-    model.qconfig = tq.get_default_qat_qconfig("x86") if off else tq.get_default_qconfig("x86")
-    watched = tq.prepare_qat(model) if off else tq.prepare(model.eval())
-    watched(x)
-    watched.apply(tq.disable_fake_quant).eval()
-    converted = torchq.quantize(watched, [x], strict=True)
-    kinds = {type(m).__module__ for m in graph_of(converted).modules()}
-    assert not any("torch.ao" in kind for kind in kinds)
-    with torch.no_grad():
-        assert torchq.sqnr(watched(x), converted(x)) > 35
-
-
-def torchao_qat(activation: bool, dtype: torch.dtype, granularity: Any, symmetric: bool) -> Any:
-    ao = pytest.importorskip("torchao.quantization")
-    qat = pytest.importorskip("torchao.quantization.qat")
-    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).train()
-    tokens = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
-    options = {"group_size": 8} if granularity == "per_group" else {"granularity": granularity}
-    weights = qat.IntxFakeQuantizeConfig(dtype, is_symmetric=symmetric, **options)
-    config = qat.QATConfig(
-        activation_config=tokens if activation else None, weight_config=weights, step="prepare"
-    )
-    ao.quantize_(model, config)
-    with torch.no_grad():
-        model[0].weight[0, 0] = -3.0  # the lowest level, which amax / 127 would miss
-    return model.eval()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("activation", [True, False], ids=["tokens", "weights"])
-@pytest.mark.parametrize(
-    ("granularity", "dtype", "symmetric"),
-    [
-        ("per_channel", torch.int8, True),
-        ("per_channel", torch.int8, False),
-        ("per_channel", torch.int4, True),
-        ("per_group", torch.int4, True),
-    ],
-)
-def test_models_of_torchao(
-    activation: bool, granularity: str, dtype: torch.dtype, symmetric: bool
-) -> None:
-    """Tokens make dynamic layers; the weights of a channel keep their scale."""
-    model = torchao_qat(activation, dtype, granularity, symmetric)
-    data = [torch.randn(4, 32) for _ in range(3)]
-    converted = torchq.quantize(model, data, strict=True)
-    kinds = names(converted)
-    assert "IntxFakeQuantizer" not in kinds and "FakeQuantize" not in kinds
-    layers = found(converted, tnn.DynamicQLinear if activation else tnn.QLinear)
-    assert len(layers) == 2
-    if granularity == "per_channel" and symmetric:
-        model(data[0])
-        scale = model[0].weight_fake_quantizer.scale.flatten()
-        torch.testing.assert_close(layers[0].weight_scale, scale)
-    with torch.no_grad():
-        for x in (*data, data[0][:1]):
-            assert torchq.sqnr(model(x), converted(x)) > 35
 
 
 # What cannot be taken

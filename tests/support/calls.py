@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,3 +185,15 @@ def sampled(
         few = with_few_pairs(weight)
         args["weight"] = few.transpose(0, 1).contiguous() if transposed else few
     return make_call(args, shape)
+
+
+@contextmanager
+def python_calls() -> Iterator[list[str]]:
+    """The names of Python functions that run meanwhile."""
+    called: list[str] = []
+    before = sys.getprofile()
+    sys.setprofile(lambda f, event, _: called.append(f.f_code.co_name) if event == "call" else None)
+    try:
+        yield called
+    finally:
+        sys.setprofile(before)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -89,3 +90,51 @@ def names(converted: nn.Module) -> list[str]:
     graph = graph_of(converted)
     calls = [n for n in graph.graph.nodes if n.op == "call_module"]
     return [type(graph.get_submodule(n.target)).__name__ for n in calls]
+
+
+def found(converted: nn.Module, *classes: type[nn.Module]) -> list[Any]:
+    """Modules of these classes in the graph."""
+    return [m for m in graph_of(converted).modules() if isinstance(m, classes)]
+
+
+MISSES = "does not run its int8 graph"
+"""Is in the warning of a call that runs the model's own code."""
+
+
+def values(*shape: int) -> Tensor:
+    """Random numbers whose range a few batches show."""
+    return torch.rand(shape) * 2 - 1
+
+
+def wired(forward: Callable[..., Any]) -> nn.Module:
+    torch.manual_seed(0)
+    return models.Wired(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8)).eval().requires_grad_(False)
+
+
+def near(model: nn.Module, converted: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Asserts that both give the same kind of result, and nearly the same numbers."""
+    with torch.no_grad():
+        expected = model(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        found = converted(*args, **kwargs)
+    assert type(found) is type(expected)
+    for a, b in zip(tensors(expected), tensors(found), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert a.numel() == 0 or torch.equal(a, b) or sqnr(a, b) > 25
+    return found
+
+
+def calls(converted: nn.Module) -> tuple[int, int]:
+    """Returns how many calls took the graph of the whole model, and its own code."""
+    (graph,) = torchq.explain(converted).graphs
+    assert graph.module == ""
+    return graph.graph_calls, graph.own_calls
+
+
+def converted(flow: Any, model: nn.Module, data: list[Tensor], **more: object) -> nn.Module:
+    """The model that ``torchq`` or ``torchq.eager`` makes of it; it is near the float one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result: nn.Module = flow.quantize(model, data, data[0], **more)
+    with torch.no_grad():
+        assert sqnr(model(data[0]), result(data[0])) > 30
+    return result

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of a converted model with other sizes than the example's, and the guards on sizes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flows import MISSES, near, values, wired
+from torch import Tensor, nn
+
+import torchq
+
+
+def unrolled(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x[:, 0])
+    for t in range(1, x.shape[1]):
+        h = torch.tanh(m.b(h) + x[:, t])
+    return h
+
+
+def windows(m: Any, x: Tensor) -> Tensor:
+    return torch.stack([m.b(m.a(part).relu()).mean(1) for part in x.split(2, 1)]).sum(0)
+
+
+def by_size(m: Any, x: Tensor) -> Tensor:
+    y = m.b(m.a(x).relu())
+    return y * 2 if x.shape[1] > 6 else -y
+
+
+def alone(m: Any, x: Tensor) -> Tensor:
+    """Acts on a batch of one, which torch.export does not see."""
+    y = m.b(m.a(x).relu())
+    return y[:, :2] if x.shape[0] == 1 else y
+
+
+def positions(m: Any, x: Tensor) -> Tensor:
+    ramp = torch.arange(x.shape[1], dtype=x.dtype).unsqueeze(0)
+    if ramp.shape[0] != x.shape[0]:
+        ramp = ramp.expand(x.shape[0], -1)
+    return m.b(m.a(x).relu()) + ramp.unsqueeze(-1) / x.shape[1]
+
+
+def resized(m: Any, x: Tensor) -> Tensor:
+    n = x.shape[1] // 2 * 3
+    y = nn.functional.interpolate(m.a(x).transpose(1, 2), size=n).transpose(1, 2)
+    return m.b(y)
+
+
+@functools.lru_cache
+def grid(length: int) -> Tensor:
+    return torch.linspace(0, 1, length)[:, None]
+
+
+def cached(m: Any, x: Tensor) -> Tensor:
+    return m.b(m.a(x) + grid(x.shape[1]))
+
+
+@pytest.mark.parametrize("example", [(3, 5), (1, 7)])
+@pytest.mark.parametrize(
+    "code",
+    [unrolled, windows, by_size, alone, positions, resized, cached],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.filterwarnings(f"ignore:.*{MISSES}")
+def test_other_batches_and_lengths(code: Callable[..., Any], example: tuple[int, int]) -> None:
+    """Right for every size, by whichever code runs."""
+    model = wired(code)
+    lengths = [7, 2, 3, 5] if code is not by_size else [7, 5]
+    data = [values(*example, 8)] + [values(40, n, 8) for n in lengths]
+    converted = torchq.quantize(model, data)
+    for batch, length in (example, (1, 7), (4, 5), (2, 2), (3, 9), (1, 3), (0, 5)):
+        near(model, converted, values(batch, length, 8))
+
+
+def test_a_size_that_the_code_acts_on_is_a_guard() -> None:
+    model = wired(unrolled)
+    converted = torchq.quantize(model, [values(50, 5, 8)])
+    with pytest.warns(UserWarning, match=r"\.shape\[1\] == 5 does not hold, since .* has \[2, 4,"):
+        near(model, converted, values(2, 4, 8))
+    near(model, converted, values(6, 5, 8))
+    (graph,) = torchq.explain(converted).graphs
+    assert (graph.graph_calls, graph.own_calls) == (1, 1)
+    assert any(guard.endswith(".shape[1] == 5") for guard in graph.guards)
+
+
+def test_scripted_and_loaded_graphs_check_their_guards(tmp_path: Path) -> None:
+    """They have no other code, so that a call that the graph is not for raises."""
+    model, x = wired(unrolled), values(50, 5, 8)
+    converted = torchq.quantize(model, [x])
+    torchq.save(converted, tmp_path / "model")
+    for found in (torchq.load(tmp_path / "model"), torch.jit.script(converted)):
+        assert torch.equal(found(x[:3]), converted(x[:3]))
+        for other in (values(3, 6, 8), values(3, 5), torch.zeros(3, 5, 8, dtype=torch.uint8)):
+            with pytest.raises((AssertionError, torch.jit.Error), match="must meet its guards"):
+                found(other)
