@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eager flow: quantized leaves, float32 between them, the model's own code around them."""
+"""The eager flow: replaces single layers, and captures no graph; values between are float32."""
 
 from __future__ import annotations
 
@@ -23,13 +23,25 @@ def prepare(
 ) -> nn.Module:
     """Return a copy of ``model`` with observers in place, as :func:`torchq.prepare`.
 
-    What ``example_inputs`` do not reach stays float. Patterns of ``overrides`` name modules.
+    Args:
+        model: float32 or bfloat16, in eval mode; it stays as it is.
+        example_inputs: one call's inputs: a tensor, a tuple, or a dict of keyword arguments. Layers
+            that the call does not reach stay float.
+        config: how to quantize; the default is QConfig().
+        overrides: patterns on names of modules -> a QConfig, or None to keep them float.
+
+    Raises:
+        TypeError, ValueError: as :func:`torchq.prepare`.
     """
     return prepared_model(model, example_inputs, config, overrides, share=False, graphs=False)
 
 
 def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
     """Return the quantized model, as :func:`torchq.convert`; the prepared one stays as it is.
+
+    Args:
+        prepared: from :func:`prepare`, calibrated unless its layers are dynamic.
+        strict: raise if a layer stays float without an override that says so.
 
     Raises:
         RuntimeError: a layer was never calibrated (the message names it), or ``strict`` and
@@ -47,6 +59,15 @@ def quantize(
     overrides: Overrides | None = None,
     strict: bool = False,
 ) -> nn.Module:
-    """Call :func:`prepare`, :func:`calibrate` and :func:`convert`."""
+    """Call :func:`prepare`, :func:`calibrate` and :func:`convert`.
+
+    Args:
+        model: float32 or bfloat16, in eval mode.
+        data: batches to calibrate with: tensors, tuples, or dicts of keyword arguments.
+        example_inputs: one call's inputs.
+        config: how to quantize; the default is QConfig().
+        overrides: patterns on names of modules -> a QConfig, or None to keep them float.
+        strict: raise if a layer stays float without an override that says so.
+    """
     prepared = prepare(model, example_inputs, config, overrides)
     return convert(calibrate(prepared, data), strict)

@@ -46,7 +46,7 @@ def write_report(
     data: Sequence[Inputs],
     title: str | None = None,
 ) -> None:
-    """Write an HTML page: what was won and lost, and every layer with its reason and figures.
+    """Write an HTML page of accuracy, times, and every layer with its reason and figures.
 
     Args:
         path: of the file.

@@ -145,6 +145,18 @@ def measure(
 def milliseconds(
     models: Mapping[str, nn.Module], inputs: Inputs, rounds: int = 11, calls: int = 1
 ) -> dict[str, float]:
-    """Return the median time of one call of each model; see :func:`measure`."""
+    """Return the median time of one call of each model; the models take turns.
+
+    Each model runs three times before, in inference mode, on ``torch.get_num_threads()`` threads.
+
+    Args:
+        models: by the names that the result has.
+        inputs: of every call: one input, a tuple of them, or a dict of keyword arguments.
+        rounds: how many times each model has its turn.
+        calls: of a turn, which counts as their mean: more for models of a few microseconds.
+
+    Raises:
+        ValueError: ``rounds`` or ``calls`` is less than 1.
+    """
     times = measure(models, inputs, rounds, calls)
     return {name: each.median for name, each in times.items()}

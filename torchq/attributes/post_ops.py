@@ -90,9 +90,9 @@ class PostOps:
         """Append ``x = scale * f(x)`` with f the algorithm ``alg``, such as ``"relu"``.
 
         Args:
-            alg: One of the table in :mod:`torchq.attributes`.
-            alpha: None is the default of that table.
-            beta: Ditto.
+            alg: One of the table in :doc:`/concepts/post_ops`.
+            alpha: Parameter of ``alg``; None is the default of that table.
+            beta: Second parameter of ``alg``; None is the default of that table.
             scale: Of the result.
 
         Raises:
@@ -109,7 +109,7 @@ class PostOps:
             alg: Such as ``"add"`` or ``"mul"``.
             src1: Copied. uint8, int8 and int32 tensors keep their dtype, all else becomes float32.
                 None: the values are supplied at execution, see `with_values`.
-            mask: The dims of dst that src1 has, see :mod:`torchq.attributes`.
+            mask: The dims of dst that src1 has: bit ``d`` selects dim ``d``.
             dtype: Of values still to come; default float32.
         """
         where = "torchq.PostOps.append_binary"

@@ -147,10 +147,18 @@ class Explanation:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """Return what :func:`torchq.prepare` decided for each module of a prepared or converted model.
+    """Report which modules of a model run in int8, and why others stay float.
+
+    Args:
+        model: from :func:`torchq.prepare`, :func:`torchq.convert`, :func:`torchq.quantize`,
+            :func:`torchq.quantize_dynamic` or :func:`torchq.load`.
+
+    Returns:
+        A report that prints as a table. Its ``rows``, ``graphs`` and ``float_weights`` are for
+        programs.
 
     Raises:
-        ValueError: the model comes from neither.
+        ValueError: the model comes from none of these.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).eval()

@@ -40,9 +40,8 @@ def eltwise(
         alg: ``abs``, ``clip``, ``elu``, ``exp``, ``gelu_erf``, ``gelu_tanh``, ``hardsigmoid``,
             ``hardswish``, ``linear``, ``log``, ``logistic``, ``mish``, ``pow``, ``relu``,
             ``round``, ``soft_relu``, ``sqrt``, ``square``, ``swish`` or ``tanh``.
-        alpha: see :mod:`torchq.attributes` for the formulas and the defaults, as for
-            ``beta``.
-        beta: ditto.
+        alpha: parameter of ``alg``; :doc:`/concepts/post_ops` has formulas and defaults.
+        beta: second parameter of ``alg``.
         attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops, which follow ``alg``
             in float32, their masks indexing the dims of dst.
         dst_dtype: torch.uint8, int8, int32 or float32 (without scale); None is that of ``src``.
@@ -79,7 +78,8 @@ def binary(
 
     Args:
         src0: uint8, int8, int32 or float32.
-        src1: ditto, of a shape that broadcasts with ``src0``; the dtypes may differ.
+        src1: uint8, int8, int32 or float32, of a shape that broadcasts with ``src0``; the dtypes
+            may differ.
         alg: ``add``, ``sub``, ``mul``, ``div``, ``max``, ``min``; ``ge``, ``gt``, ``le``, ``lt``,
             ``eq``, ``ne``, which give 1 or 0; ``select``: ``condition ? src0 : src1``; ``prelu``:
             ``src0 >= 0 ? src0 : src0 * src1``.
@@ -122,7 +122,7 @@ def prelu(
         weight: float32: one value, ``[C]`` (as ``torch.nn.PReLU``), or any shape that broadcasts.
         attr: scales and zero points of ``src`` and ``dst``, mask 0; post-ops.
         dst_dtype: as in :func:`eltwise`, and so are the errors.
-        post_op_srcs: ditto.
+        post_op_srcs: as in :func:`eltwise`.
     """
     check_type("torchq.prelu: src", src, Tensor, _REMEDY)
     check_type("torchq.prelu: weight", weight, Tensor, _REMEDY)

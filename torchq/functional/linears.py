@@ -89,8 +89,8 @@ def requantize_dynamic(
     """Quantize an int32 result by its own range: the three steps of dynamic quantization.
 
     1. ``acc`` is the result in higher precision; it stands for ``scale * acc``.
-    2. Its smallest and largest real value, 0 included, give scale and zero point as
-       :func:`torchq.quantization.qparams.choose_qparams` does.
+    2. Its smallest and largest real value, 0 included, give scale and zero point, as in
+       :doc:`/concepts/quantization`.
     3. ``q = clamp(rne(fma(float(acc), scale / dst_scale, zero_point)))``.
 
     Args:
@@ -166,8 +166,8 @@ def dynamic_linear(
 ) -> Tensor:
     """Float in, float out: quantizes ``src`` by its own range, multiplies in int8, scales back.
 
-    The source becomes uint8 with :func:`torchq.quantization.qparams.choose_qparams` of the smallest
-    and largest value of its row, or of all rows. ``acc`` is the exact sum of
+    The source becomes uint8. Its scale and zero point are those of the range from the smallest to
+    the largest value of the row, or of all rows, with 0 included. ``acc`` is the exact sum of
     ``(q - zero_point) * weight``::
 
         dst = post_ops((float(acc) * weight_scale[n]) * src_scale[row] + bias[n])

@@ -21,7 +21,7 @@ from torchq.nn.inputs import Inputs, without_gradients, working_copy
 @torch.inference_mode(False)
 @torch.no_grad()
 def from_pt2e(model: nn.Module, example_inputs: Inputs | None = None) -> nn.Module:
-    """Take over a graph that ``convert_pt2e`` made, and compiles nothing.
+    """Take over a graph that ``convert_pt2e`` made, without a compiler.
 
     Weights keep their integers, and weights and activations their scales; nothing is calibrated.
     Results differ from those of the graph by rounding alone. Dynamic linear layers quantize each
@@ -29,8 +29,8 @@ def from_pt2e(model: nn.Module, example_inputs: Inputs | None = None) -> nn.Modu
 
     Args:
         model: from torchao's ``convert_pt2e``, with the X86InductorQuantizer, say.
-        example_inputs: as in :func:`torchq.prepare`. None makes random ones of the shapes that the
-            graph was exported for.
+        example_inputs: one call's inputs: a tensor, a tuple, or a dict of keyword arguments. None
+            makes random ones of the shapes that the graph was exported for.
 
     Returns:
         The int8 model.

@@ -42,9 +42,10 @@ def from_torch_ao(model: nn.Module, example_inputs: Inputs | None = None) -> nn.
 
     Args:
         model: from ``torch.ao.quantization.convert``, ``convert_fx`` or ``quantize_dynamic``.
-        example_inputs: inputs of a static model, as in :func:`torchq.prepare`. With them int8
-            tensors go from layer to layer. Without, each layer takes and gives float32, and its
-            source's scale must follow from the code. A model with dynamic layers needs none.
+        example_inputs: one call's inputs of a static model: a tensor, a tuple, or a dict of keyword
+            arguments. With them int8 tensors go from layer to layer. Without, each layer takes and
+            gives float32, and its source's scale must follow from the code. A model with dynamic
+            layers needs none.
 
     Returns:
         The int8 model, of the class of ``model``.

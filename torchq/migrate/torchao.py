@@ -22,8 +22,8 @@ def from_torchao(model: nn.Module) -> nn.Module:
     """Take over a model on which torchao's ``quantize_`` was called.
 
     Linear layers keep the integers and scales of their weights. They quantize each row of a source
-    by its own range, also where torchao multiplies by the weight in float; where torchao has a
-    fixed scale for sources, that one. Scales of 4-bit groups are rounded to bfloat16.
+    by its own range, also where torchao multiplies by the weight in float, unless torchao has a
+    fixed scale for sources. Scales of 4-bit groups are rounded to bfloat16.
 
     Args:
         model: its linear layers have int8 weights with one scale, or one per output channel: by

@@ -26,8 +26,8 @@ class DynamicQLinear(QModule):
         weight, compensation, pair_bound: see :class:`~torchq.packing.PackedWeight`.
         weight_scale: float32 ``[out_features]``, real units per weight step.
         bias: float32 ``[out_features]``, or absent.
-        src_factor: float32 ``[in_features]`` that the source is multiplied by first, or absent: see
-            :mod:`torchq.quantization.recipes.smoothing`. The weight has their inverses in it.
+        src_factor: float32 ``[in_features]`` of SmoothQuant, or absent. The source is multiplied by
+            them first, and the weight has their inverses in it.
 
     Shapes:
         src: float32 or bfloat16 ``(*, in_features)``.

@@ -20,8 +20,8 @@ from torchq.nn.weight import quantized_weight
 class DynamicQConv(QModule):
     """Float in, float out, int8 inside; it needs no calibration.
 
-    Each sample becomes uint8 with :func:`torchq.quantization.qparams.choose_qparams` of its
-    smallest and largest value. ``acc`` is the exact sum of ``(q - zero_point) * weight``, and::
+    Each sample becomes uint8, with the scale and zero point of the range from its smallest to its
+    largest value, 0 included. ``acc`` is the exact sum of ``(q - zero_point) * weight``, and::
 
         dst = fma(float(acc), float(src_scale[sample] * weight_scale[channel]), bias[channel])
 

@@ -27,10 +27,15 @@ _BITS = {256: 8, 128: 7}
 class FakeQuantize(nn.Module):
     """Rounds float values as a quantized tensor would; float in, float out.
 
-    The formula at the top of this file, evaluated in float64 and rounded once to the dtype of the
-    source. NaN stays NaN. Where ``input_low >= input_high`` it is still the definition, literally.
+    With ``il, ih = input_low, input_high`` and ``ol, oh = output_low, output_high``::
+
+        x <= min(il, ih):  ol
+        x >  max(il, ih):  oh
+        otherwise:  round((x - il) / (ih - il) * (levels - 1)) / (levels - 1) * (oh - ol) + ol
+
+    The formula is evaluated in float64, and rounded once to the dtype of the source. NaN stays NaN.
     Gradients go straight through, times ``(oh - ol) / (ih - il)``, where a value rounds to one of
-    the levels; outside they are zero, as those of torch's fake quantizers. Bounds get none.
+    the levels. Outside they are zero, as those of torch's fake quantizers. Bounds get no gradient.
 
     Shapes:
         src: any floating-point shape; dst has the same shape and dtype.

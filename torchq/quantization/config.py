@@ -48,8 +48,8 @@ class QConfig:
             a callable that makes an Observer, such as ``partial(PercentileObserver, 99.9)``.
         activation_dtype: ``torch.uint8`` or ``torch.int8``.
         activation_bits: 8 or 7.
-        activation_symmetric: whether the zero point is fixed in the middle of the integers. None
-            means symmetric for int8 and affine for uint8; ``symmetric`` tells the outcome.
+        activation_symmetric: fix the zero point in the middle of the integers. None means symmetric
+            for int8 and affine for uint8; ``symmetric`` is the outcome.
         weight_granularity: "per_channel" or "per_tensor".
         weight_bits: 8, 7 or 4. Weights are symmetric, and int8 for 8 and 7. 4 needs ``dynamic`` or
             a recipe other than "fast". It holds for linear layers; others then take 8.
@@ -58,15 +58,14 @@ class QConfig:
         dynamic: choose activation parameters at run time; the observer is then not used.
         embedding_bits: 8 or 4 quantizes the rows of embeddings, each with a scale and an offset;
             None keeps embeddings float. Rows need no data: the prepared model has them already.
-        recipe: what accuracy may cost. "fast" quantizes by the ranges of the calibration data.
-            Where a few channels of what linear layers read are far larger than the others, it
-            scales them, or gives them layers of their own: with the default observer only.
-            "accurate" has linear layers and attention dynamic, and smooths what linear layers read;
-            "best" also rounds their weights by GPTQ. Both run 1.1 to 1.5 times as long as "fast" on
-            a transformer; convolutions and recurrent layers are as in "fast".
-        strict: raise where a call of the model, or of a part, cannot take its int8 graph, instead
-            of warning and running the model's own code. That of the whole model counts, overrides
-            have no say.
+        recipe: a choice between time and accuracy. "fast" quantizes by the ranges of the
+            calibration data. With the default observer it also equalizes channels between layers,
+            and scales the few large channels that linear layers read, or gives them layers of their
+            own. "accurate" has dynamic linear layers and attention, SmoothQuant and bias
+            correction; "best" also rounds weights by GPTQ. Both run 1.1 to 1.5 times as long as
+            "fast" on a transformer; convolutions and recurrent layers are as in "fast".
+        strict: raise if a call cannot take its int8 graph, instead of warning and running the
+            model's own code. Only the config of the whole model counts, not those of overrides.
 
     Raises:
         TypeError: a field has another type.

@@ -32,7 +32,7 @@ class QParams:
         zero_point: int32, same shape as ``scale``, within the range of ``dtype``.
         dtype: ``torch.uint8`` or ``torch.int8``.
         axis: the dimension that ``C`` runs over; None exactly if ``scale`` is ``[]``.
-        bits: 8, or 7 where only the range of :func:`activation_range` with 7 bits is used.
+        bits: 8, or 7 where only half of the integers are used.
 
     Raises:
         TypeError: a field has another type or dtype.

@@ -93,12 +93,12 @@ def load(
 
     Args:
         path: written by :func:`save`.
-        model: a float model of the same architecture, as it was before :func:`torchq.prepare`; it
-            is copied, and its weights do not matter. A traced model whose float modules are all of
-            torch.nn needs none; only its float modules of other classes are looked up in it.
-        mmap: map the file's weights to memory in place of reading them. Processes that load it so
-            share them, until one writes to its own. The file must stay as it is meanwhile;
-            :func:`save` replaces it, which leaves those that have it alone.
+        model: a float model of the same architecture, as it was before :func:`torchq.prepare`. It
+            is copied, and its weights do not matter. None returns the graph alone. The saved model
+            must then have been captured as a whole, with float modules of torch.nn only.
+        mmap: map the file's weights to memory instead of reading them. Processes that map the file
+            share them. Do not write to the file meanwhile; :func:`save` replaces it, which does not
+            affect models that are loaded.
 
     Raises:
         TypeError: ``model`` is no nn.Module.

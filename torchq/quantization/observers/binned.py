@@ -138,8 +138,8 @@ class PercentileObserver(_BinnedObserver):
 class HistogramObserver(_BinnedObserver):
     """The range with the least expected squared quantization error. Merges exactly.
 
-    See :func:`torchq.quantization.observers.clipping.squared_error` for the error. Never worse, on
-    the histogram, than the range from minimum to maximum.
+    The error includes rounding within the range, and clipping beyond. On the histogram it is never
+    larger than that of the range from minimum to maximum.
 
     Args:
         bins: number of histogram bins.
@@ -184,9 +184,9 @@ class HistogramObserver(_BinnedObserver):
 
 
 class EntropyObserver(_BinnedObserver):
-    """The range whose levels tell most about the distribution (KL divergence). Merges exactly.
+    """The range with the least loss of information (KL divergence). Merges exactly.
 
-    See :func:`torchq.quantization.observers.clipping.divergence` for what is minimised.
+    The divergence is that between the values and their quantized levels, on the histogram.
 
     Args:
         bins: number of histogram bins.
