@@ -20,7 +20,8 @@ import torchq.nn as tnn
 from torchq.serialization.tensor_file import read_tensors, write_tensors
 
 FILES = next(p / "files" for p in Path(__file__).parents if (p / "files").is_dir())
-"""Written by the first version; nothing writes them anew."""
+"""Written by earlier versions, whose format is in the name; nothing writes them anew."""
+BY_FORMAT = pytest.mark.parametrize("version", ["0_1", "format_2"])
 
 
 @pytest.mark.parametrize("name", ["resnet", "tied", "lstm", "lookups"])
@@ -162,20 +163,22 @@ def test_a_worker_more_shares_the_weights(tmp_path: Path) -> None:
 # Versions
 
 
-def test_files_of_release_0_1_load() -> None:
+@BY_FORMAT
+def test_files_of_earlier_versions_load(version: str) -> None:
     """Bit for bit, as the version that wrote them computed."""
     expected, _ = read_tensors(FILES / "results_0_1.safetensors")
     for mmap in (False, True):
-        loaded = torchq.load(FILES / "model_0_1.safetensors", mmap=mmap)
+        loaded = torchq.load(FILES / f"model_{version}.safetensors", mmap=mmap)
         assert torch.equal(loaded(expected["src"]), expected["dst"])
     assert torchq.explain(loaded).rows[0].quantized
 
 
-def test_calibration_of_release_0_1_loads() -> None:
+@BY_FORMAT
+def test_calibration_of_earlier_versions_loads(version: str) -> None:
     expected, _ = read_tensors(FILES / "results_0_1.safetensors")
     config = torchq.QConfig(activation_observer="minmax")
     prepared = torchq.prepare(float_model(), expected["src"], config)
-    torchq.load_calibration(prepared, FILES / "calibration_0_1.safetensors", merge=True)
+    torchq.load_calibration(prepared, FILES / f"calibration_{version}.safetensors", merge=True)
     assert torch.equal(torchq.convert(prepared)(expected["src"]), expected["dst"])
 
 
@@ -189,21 +192,22 @@ def float_model() -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("version", ["2", "17", "one", ""])
+@pytest.mark.parametrize("version", ["3", "17", "one", ""])
 def test_files_of_later_versions_are_refused(version: str, tmp_path: Path) -> None:
     tensors, metadata = read_tensors(FILES / "model_0_1.safetensors")
     assert metadata["torchq_format"] == "1"
     write_tensors("torchq.save", tmp_path / "file", tensors, {"torchq_format": version})
-    text = f"format has version {version}, and this torchq reads up to 1; a newer torchq reads it"
+    text = f"format has version {version}, and this torchq reads up to 2; a newer torchq reads it"
     with pytest.raises(ValueError, match=text):
         torchq.load(tmp_path / "file")
 
 
-def test_a_digest_cannot_be_left_out(tmp_path: Path) -> None:
-    content = (FILES / "model_0_1.safetensors").read_bytes()
+@pytest.mark.parametrize(("version", "key"), [("0_1", "sha256"), ("format_2", "digest")])
+def test_a_digest_cannot_be_left_out(version: str, key: str, tmp_path: Path) -> None:
+    content = (FILES / f"model_{version}.safetensors").read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
-    del header["__metadata__"]["sha256"]
+    del header["__metadata__"][key]
     text = json.dumps(header).encode()
     (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
     with pytest.raises(ValueError, match="its digest is another one"):

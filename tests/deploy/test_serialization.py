@@ -246,7 +246,7 @@ def test_files_without_a_digest_load(form: str, small: Any) -> None:
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
-    del header["__metadata__"]["sha256"], header["__metadata__"]["torchq_format"]
+    del header["__metadata__"]["digest"], header["__metadata__"]["torchq_format"]
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     if form == "torch.save":

@@ -268,7 +268,6 @@ def forge(pick: random.Random, kind: Kind) -> None:
                     metadata[key] = forge_text(pick, metadata[key])
             case _:
                 tensors[name] = forge_tensor(pick, value)
-    metadata.pop("sha256", None)
     write_tensors("fuzz", kind.path, tensors, metadata)
 
 

@@ -2,8 +2,8 @@
 """Reads and writes safetensors files, with a digest in their metadata.
 
 The format is that of https://github.com/huggingface/safetensors: the length of a header, the header
-as JSON, the bytes of the tensors. The metadata's ``sha256`` covers header and tensors: that of
-their digests, one after the other, the header's without ``sha256`` and with sorted keys.
+as JSON, the bytes of the tensors. A digest in the metadata covers header and tensors. It finds
+damage: whoever forges a file can forge its digest.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,11 +34,15 @@ _DTYPES = {
 _ALIGNED = 64
 """Bytes of a cache line: where packed weights begin in a file."""
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_METADATA, _DIGEST, _WRITER = "__metadata__", "sha256", {"writer": "torchq"}
+_METADATA, _WRITER = "__metadata__", {"writer": "torchq"}
 _RELEASE_0_1 = {"format": "pt", **_WRITER}
 """All metadata of files without a digest that torchq.save wrote once."""
-_VERSION, _LATEST = "torchq_format", 1
+_VERSION, _LATEST = "torchq_format", 2
 """Of header and digest: a file of a later version is refused, one without a version is of 1."""
+_DIGESTS = {"1": "sha256", "2": "digest"}
+"""Version -> name of the digest in the metadata."""
+_ROW = 1024
+"""Words of 64 bits whose sum the digest has: 8 KB, so that a row of sums stays in L1."""
 
 
 def write_tensors(
@@ -67,7 +72,7 @@ def write_tensors(
         start, end = end, end + views[-1].nbytes
         entry = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
         header[name] = {**entry, "data_offsets": [start, end]}
-    header[_METADATA][_DIGEST] = _digest(header, views)
+    header[_METADATA][_DIGESTS[str(_LATEST)]] = _digest(header, views, _sums)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNED)
     write_file(op, path, [len(text).to_bytes(8, "little"), text, *views])
@@ -95,8 +100,9 @@ def read_tensors(path: Path, mapped: bool = False) -> tuple[dict[str, Tensor], d
     with path.open("rb") as file:
         header, size = _header(file, path.stat().st_size)
         metadata = header.pop(_METADATA, {})
-        _check_version(metadata.get(_VERSION, "1"))
-        expected = metadata.pop(_DIGEST, None)
+        version = metadata.get(_VERSION, "1")
+        _check_version(version)
+        expected = metadata.pop(_DIGESTS[version], None)
         tensors, views, end = {}, [], 0
         take = _mapped(file) if mapped else _copied(file)
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -107,7 +113,8 @@ def read_tensors(path: Path, mapped: bool = False) -> tuple[dict[str, Tensor], d
         raise ValueError(f"its tensors should have {size} bytes, but have {end}")
     ours = metadata.get("writer") == "torchq" and metadata != _RELEASE_0_1
     marked = ours or expected is not None
-    if marked and expected != _digest({_METADATA: metadata, **header}, views):
+    read = _whole if version == "1" else _sums
+    if marked and expected != _digest({_METADATA: metadata, **header}, views, read):
         raise ValueError("it was damaged: its digest is another one")
     return tensors, metadata
 
@@ -142,12 +149,35 @@ def _bytes(tensor: Tensor) -> memoryview:
     return plain.view(-1).view(torch.uint8).numpy().data
 
 
-def _digest(header: dict[str, Any], views: Sequence[memoryview]) -> str:
-    """Return the digest of the header and of the tensors' digests, which several threads take."""
-    text = json.dumps(header, sort_keys=True).encode()
+_Read = Callable[[memoryview], bytes | memoryview]
+
+
+def _digest(header: dict[str, Any], views: Sequence[memoryview], read: _Read) -> str:
+    """Return the digest of the digests of what is read of the header and of each tensor.
+
+    The header is without its digest, with sorted keys. Several threads share the tensors.
+    """
+    text = memoryview(json.dumps(header, sort_keys=True).encode())
     with ThreadPoolExecutor() as pool:
-        parts = pool.map(lambda part: hashlib.sha256(part).digest(), [text, *views])
+        parts = pool.map(lambda part: hashlib.sha256(read(part)).digest(), [text, *views])
         return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def _whole(part: memoryview) -> memoryview:
+    """Return what version 1 takes a digest of: all bytes."""
+    return part
+
+
+def _sums(part: memoryview) -> bytes:
+    """Return the sums of columns and of rows of 64-bit words, and the bytes that fill no row.
+
+    A change of one word changes two sums. SHA-256 of all bytes takes eight times as long on a Zen
+    4, which has instructions for it: 1.8 GB/s in place of 15.
+    """
+    whole = len(part) // (8 * _ROW)
+    rest = 8 * _ROW * whole
+    words = np.frombuffer(part[:rest], np.uint64).reshape(whole, _ROW)
+    return b"".join([words.sum(0).tobytes(), words.sum(1).tobytes(), part[rest:]])
 
 
 def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
@@ -172,7 +202,7 @@ def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
 
 
 def _check_version(version: str) -> None:
-    if not version.isdecimal() or int(version) > _LATEST:
+    if version not in _DIGESTS:
         raise ValueError(
             f"its format has version {version}, and this torchq reads up to {_LATEST}; a newer "
             "torchq reads it"
