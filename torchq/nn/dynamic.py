@@ -6,18 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.attributes.arguments import as_float32
 from torchq.attributes.options import Granularity, SrcRange
 from torchq.functional.conversions import quantize_weight
 from torchq.functional.linears import RANGES, check_dynamic_weight
 from torchq.functional.packing import PackedWeight, empty_packed, pack_linear
-from torchq.nn.module import QModule
+from torchq.nn.row_quantized import RowQuantizedLinear
 from torchq.quantization.qparams import weight_qparams
 from torchq.quantization.ranges import check_choice
 from torchq.quantization.recipes.linear import Recipe
 
 
-class DynamicQLinear(QModule):
+class DynamicQLinear(RowQuantizedLinear):
     """Float in, float out, int8 inside; see :func:`torchq.functional.dynamic_linear`.
 
     It needs no calibration, and saves the weight's memory traffic more than it saves time on
@@ -43,8 +42,6 @@ class DynamicQLinear(QModule):
     compensation: Tensor
     pair_bound: Tensor
     weight_scale: Tensor
-    bias: Tensor | None
-    src_factor: Tensor | None
 
     def __init__(
         self,
@@ -70,8 +67,7 @@ class DynamicQLinear(QModule):
         self.register_buffer("pair_bound", weight.pair_bound)
         scale = weight_scale.reshape(-1).expand(self.out_features).clone()
         self.register_buffer("weight_scale", scale)
-        self.register_buffer("bias", None if bias is None else as_float32(bias.detach()).clone())
-        self.register_buffer("src_factor", None if src_factor is None else src_factor.clone())
+        self._set_floats(bias, src_factor)
         more: dict[str, object] = {"smoothed": True} if src_factor is not None else {}
         more |= {"recipe": recipe} if recipe else {}
         self._set_spec(
@@ -136,11 +132,8 @@ class DynamicQLinear(QModule):
         Post-ops, the text of a :class:`torchq.PostOps`, and their sources are those of
         :func:`torchq.functional.dynamic_linear`.
         """
-        src, factor = input, self.src_factor
-        if factor is not None:
-            src = input * factor.to(input.dtype)  # a power of two: exact
         dst: Tensor = torch.ops.torchq.dynamic_linear(
-            src,
+            self._smoothed(input),
             self.weight,
             self.compensation,
             self.pair_bound,

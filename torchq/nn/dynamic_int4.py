@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.attributes.arguments import as_float32, check_type
+from torchq.attributes.arguments import check_type
 from torchq.attributes.options import GroupSize
 from torchq.functional.int4 import (
     PackedInt4,
@@ -15,36 +15,24 @@ from torchq.functional.int4 import (
     pack_linear_int4,
     quantize_weight_int4,
 )
-from torchq.nn.module import QModule
+from torchq.nn.row_quantized import RowQuantizedLinear
 from torchq.quantization.int4 import int4_codes
 from torchq.quantization.recipes.linear import Recipe
 
 
-class DynamicQLinearInt4(QModule):
+class DynamicQLinearInt4(RowQuantizedLinear):
     """Float in, float out, 4-bit weights; see :func:`torchq.functional.dynamic_linear_int4`.
 
     Few rows wait for weights from memory, which are half of those of
-    :class:`~torchq.nn.DynamicQLinear`.
+    :class:`~torchq.nn.DynamicQLinear`. Shapes and errors of a call are the same.
 
     Buffers:
         weight, params: see :class:`~torchq.packing.PackedInt4`.
-        bias: float32 ``[out_features]``, or absent.
-        src_factor: float32 ``[in_features]`` that the source is multiplied by first, or absent: see
-            :mod:`torchq.quantization.recipes.smoothing`. The weight has their inverses in it.
-
-    Shapes:
-        src: float32 or bfloat16 ``(*, in_features)``.
-        dst: ``(*, out_features)`` of the source's dtype.
-
-    Raises:
-        TypeError: ``src`` has another dtype.
-        ValueError: the last dimension of ``src`` is not ``in_features``, or it has NaN or inf.
+        bias, src_factor: as those of :class:`~torchq.nn.DynamicQLinear`.
     """
 
     weight: Tensor
     params: Tensor
-    bias: Tensor | None
-    src_factor: Tensor | None
 
     def __init__(
         self,
@@ -64,8 +52,7 @@ class DynamicQLinearInt4(QModule):
         self.group_size, self.symmetric = weight.group_size, weight.symmetric
         self.register_buffer("weight", weight.weight)
         self.register_buffer("params", weight.params)
-        self.register_buffer("bias", None if bias is None else as_float32(bias.detach()).clone())
-        self.register_buffer("src_factor", None if src_factor is None else src_factor.clone())
+        self._set_floats(bias, src_factor)
         self._set_spec(
             weight=list(weight.shape),
             bias=bias is not None,
@@ -134,11 +121,8 @@ class DynamicQLinearInt4(QModule):
         Post-ops, the text of a :class:`torchq.PostOps`, and their sources are those of
         :func:`torchq.functional.dynamic_linear_int4`.
         """
-        src, factor = input, self.src_factor
-        if factor is not None:
-            src = input * factor.to(input.dtype)  # a power of two: exact
         dst: Tensor = torch.ops.torchq.dynamic_linear_int4(
-            src,
+            self._smoothed(input),
             self.weight,
             self.params,
             self.bias,
