@@ -8,6 +8,7 @@ import sys
 
 from benchmarks import memory, ops, peak, rnn
 from benchmarks.accuracy import command as accuracy
+from benchmarks.encoders import command as embeddings
 from benchmarks.inference import command as models
 from benchmarks.migrate import command as migrate
 
@@ -19,6 +20,10 @@ COMMANDS = {
         "models with trained weights: their metric, beside others' quantization",
     ),
     "migrate": (migrate, "models of torch.ao's users, by each way to int8 on CPUs"),
+    "embeddings": (
+        embeddings,
+        "sentences per second of text encoders, beside ONNX Runtime and OpenVINO",
+    ),
     "memory": (memory, "peak memory of quantizing and loading, beside torch.ao and torchao"),
     "rnn": (rnn, "recurrent layers beside native oneDNN, torch.ao's dynamic ones and float"),
     "peak": (peak, "this machine's multiply-add rates, cache bandwidths and op-call floors"),

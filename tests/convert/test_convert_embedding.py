@@ -253,3 +253,44 @@ def test_to_onnx(bits: Any, tmp_path: Path) -> None:
     got = torch.from_numpy(session.run(None, {name: INDICES.numpy()})[0])
     assert torchq.sqnr(quantized(INDICES), got) > 40
     assert path.stat().st_size < 216 * 32 * 4 + 32 * 64 * 2 + 32 * 200 + 9000
+
+
+class Ranker(nn.Module):
+    """Bags, and enough behind them for a graph."""
+
+    def __init__(self, mode: str, kind: str) -> None:
+        super().__init__()
+        self.bag, self.kind = nn.EmbeddingBag(200, 32, mode=mode), kind
+        self.out = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        given = {"offsets": (more,), "factors": (None, more)}.get(self.kind, ())
+        y: Tensor = self.out(self.bag(x, *given))
+        return y + more.float().mean()
+
+
+@pytest.mark.parametrize("mode,kind", [("sum", "factors"), ("mean", ""), ("max", "")])
+def test_bags_of_one_size_to_onnx(mode: str, kind: str, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    inputs = INDICES, torch.randn(4, 9)
+    config = torchq.QConfig(embedding_bits=8)
+    quantized = torchq.quantize(Ranker(mode, kind).eval(), [inputs], config=config)
+    torchq.to_onnx(quantized, tmp_path / "m.onnx", inputs)
+    session = runtime.InferenceSession(tmp_path / "m.onnx")
+    names = [i.name for i in session.get_inputs()]
+    arrays = dict(zip(names, (x.numpy() for x in inputs), strict=True))
+    got = torch.from_numpy(session.run(None, arrays)[0])
+    assert torchq.sqnr(quantized(*inputs), got) > 40
+
+
+@pytest.mark.parametrize(
+    "bits,message", [(8, "bags with offsets have none: pass"), (None, "float bags have none")]
+)
+def test_other_bags_have_no_onnx(bits: Any, message: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    config = torchq.QConfig(embedding_bits=bits)
+    quantized = torchq.quantize(Ranker("sum", "offsets").eval(), [BAG], config=config)
+    with pytest.raises(NotImplementedError, match=message):
+        torchq.to_onnx(quantized, tmp_path / "m.onnx", BAG)
+    assert not (tmp_path / "m.onnx").exists()

@@ -254,6 +254,7 @@ def test_every_class_is_tried() -> None:
         "_QAffineNorm",
         "QConv",
         "DynamicQConv",
+        "RowQuantizedLinear",
         "_Embedding",
         "QConvTranspose",
         "_QPool",

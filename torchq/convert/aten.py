@@ -35,6 +35,10 @@ _DROPPED = {
 }  # fmt: skip
 _PASSED = {"lift_fresh_copy", "detach", "alias", "lift", "_unsafe_view_copy"}
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+_LOOK_UPS = (
+    *("embedding", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only"),
+    *("index", "index_select", "gather"),
+)
 _REPEATED = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.bool)
 
@@ -230,7 +234,7 @@ class _Plain:
         self.values[made] = self._computed(made)
         if name == "as_strided" and not self._is_in_order(made.all_input_nodes[0]):
             raise CaptureError("its code reads the memory of a view by strides")
-        looks_up = name in ("embedding", "index", "index_select", "gather")
+        looks_up = name in _LOOK_UPS
         known = [n.meta["positional"] for n in sources if n.meta["varying"]]
         positional = target in ("size", "numel") or (bool(known) and all(known))
         if (looks_up and not static) or (name in _REPEATED and not sources[0].meta["varying"]):

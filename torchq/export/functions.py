@@ -283,6 +283,27 @@ def _embedding(g: OnnxGraph, weight: Value, indices: Value, *options: Any, **mor
     return g.add("Gather", weight.name, indices.name, axis=0)
 
 
+def _embedding_bag(
+    g: OnnxGraph,
+    weight: Value,
+    indices: Value,
+    offsets: Any = None,
+    factors: Any = None,
+    *more: Any,
+) -> str:
+    """Write bags of one size."""
+    if weight.example.dtype != torch.uint8:
+        raise UnsupportedError("float bags have none: quantize with QConfig(embedding_bits=8)")
+    dim, bits, mode, _, padding = more
+    if offsets is not None or padding is not None:
+        given = "offsets" if offsets is not None else "padding_idx"
+        raise UnsupportedError(f"bags with {given} have none: pass indices of shape (bags, n)")
+    x = _quantized_rows(g, indices, PackedEmbedding(weight.example, dim, bits))
+    if factors is not None:
+        x = g.add("Mul", x, g.add("Unsqueeze", factors.name, g.constant([2])))
+    return g.add(f"Reduce{mode.capitalize()}", x, g.constant([1]), keepdims=0)
+
+
 def _quantized_rows(g: OnnxGraph, indices: Value, table: PackedEmbedding) -> str:
     """Write code * scale + offset of the rows that are looked up; codes have a byte each."""
     codes, *params = table.unpack()
@@ -332,6 +353,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{"size": _size, "flatten": _flatten, "unflatten": _unflatten, "permute": _permute, "to": _to},
     **{"transpose": _transpose, "unsqueeze": _unsqueeze, "squeeze": _squeeze, "select": _select},
     **{"getitem": _getitem, "chunk": _chunk, "split": _split, "unbind": _unbind, "cat": _cat},
-    **{"expand": _expand, "embedding": _embedding, "gather": _gather, "arange": _arange},
+    **{"expand": _expand, "gather": _gather, "arange": _arange},
+    **{"embedding": _embedding, "embedding_bag": _embedding_bag},
 }
 """Name of a function of torch or of operator, or of a method, -> its nodes."""

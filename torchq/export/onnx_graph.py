@@ -13,7 +13,7 @@ from torch import Tensor
 from torchq.quantization.qparams import QParams
 
 _LOWEST = 13  # scales per channel
-_SINCE = {"Trilu": 14, "LayerNormalization": 17, "ReduceMean": 18}
+_SINCE = {"Trilu": 14, "LayerNormalization": 17, "ReduceMean": 18, "ReduceMax": 18}
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ from torchq.attributes.options import Granularity, SrcRange
 from torchq.functional.conversions import quantize_weight
 from torchq.functional.linears import RANGES, check_dynamic_weight
 from torchq.functional.packing import PackedWeight, empty_packed, pack_linear
-from torchq.nn.module import QModule, placeholder
+from torchq.nn.module import placeholder
+from torchq.nn.row_quantized import RowQuantizedLinear
 from torchq.quantization.qparams import weight_qparams
 from torchq.quantization.ranges import check_choice
 from torchq.quantization.recipes.linear import Recipe
 
 
-class DynamicQLinear(QModule):
+class DynamicQLinear(RowQuantizedLinear):
     """Float in, float out, int8 inside; see :func:`torchq.functional.dynamic_linear`.
 
     It needs no calibration, and saves the weight's memory traffic more than it saves time on
@@ -42,8 +43,6 @@ class DynamicQLinear(QModule):
     compensation: Tensor
     pair_bound: Tensor
     weight_scale: Tensor
-    bias: Tensor | None
-    src_factor: Tensor | None
 
     def __init__(
         self,
@@ -132,11 +131,8 @@ class DynamicQLinear(QModule):
         Post-ops, the text of a :class:`torchq.PostOps`, and their sources are those of
         :func:`torchq.functional.dynamic_linear`.
         """
-        src, factor = input, self.src_factor
-        if factor is not None:
-            src = input * factor.to(input.dtype)  # a power of two: exact
         dst: Tensor = torch.ops.torchq.dynamic_linear(
-            src,
+            self._smoothed(input),
             self.weight,
             self.compensation,
             self.pair_bound,

@@ -15,16 +15,17 @@ from torchq.functional.int4 import (
     pack_linear_int4,
     quantize_weight_int4,
 )
-from torchq.nn.module import QModule, placeholder
+from torchq.nn.module import placeholder
+from torchq.nn.row_quantized import RowQuantizedLinear
 from torchq.quantization.int4 import int4_codes
 from torchq.quantization.recipes.linear import Recipe
 
 
-class DynamicQLinearInt4(QModule):
+class DynamicQLinearInt4(RowQuantizedLinear):
     """Float in, float out, 4-bit weights; see :func:`torchq.functional.dynamic_linear_int4`.
 
     Few rows wait for weights from memory, which are half of those of
-    :class:`~torchq.nn.DynamicQLinear`.
+    :class:`~torchq.nn.DynamicQLinear`. Shapes and errors of a call are the same.
 
     Buffers:
         weight, params: see :class:`~torchq.packing.PackedInt4`.
@@ -43,8 +44,6 @@ class DynamicQLinearInt4(QModule):
 
     weight: Tensor
     params: Tensor
-    bias: Tensor | None
-    src_factor: Tensor | None
 
     def __init__(
         self,
@@ -134,11 +133,8 @@ class DynamicQLinearInt4(QModule):
         Post-ops, the text of a :class:`torchq.PostOps`, and their sources are those of
         :func:`torchq.functional.dynamic_linear_int4`.
         """
-        src, factor = input, self.src_factor
-        if factor is not None:
-            src = input * factor.to(input.dtype)  # a power of two: exact
         dst: Tensor = torch.ops.torchq.dynamic_linear_int4(
-            src,
+            self._smoothed(input),
             self.weight,
             self.params,
             self.bias,
