@@ -323,12 +323,12 @@ def sensitivity(
     """Quantize the model twice per layer: with that layer alone in int8, and alone in float.
 
     Args:
-        model: float32, in eval mode.
+        model: float32 or bfloat16, in eval mode.
         data: batches, used for calibration and for measuring; one or two are enough.
-        example_inputs: as for :func:`torchq.prepare`, as are the others.
-        config: how to quantize.
-        overrides: of the whole-model quantization; layers they keep float are left out.
-        progress: show a bar; takes two calibrations per layer.
+        example_inputs: one call's inputs: a tensor, a tuple, or a dict of keyword arguments.
+        config: how to quantize; the default is QConfig().
+        overrides: exceptions, by name, in every trial; layers that they keep float are left out.
+        progress: show a bar; each layer takes two calibrations.
 
     Returns:
         One entry per convolution and linear that runs in int8, the most harmful first; a list that

@@ -70,11 +70,11 @@ def tune(
     one more layer float at a time, in the order of :func:`torchq.sensitivity` on the first batch.
 
     Args:
-        model: float32, in eval mode.
+        model: float32 or bfloat16, in eval mode.
         data: batches to calibrate with. Evaluate on others.
         evaluate: returns a score of a model; higher is better.
         max_drop: how much lower than the float model's score is good enough.
-        example_inputs: as for :func:`torchq.prepare`; the default is the first batch.
+        example_inputs: one call's inputs; the default is the first batch.
         config: how to quantize; its recipe is where the search begins.
         overrides: exceptions, by name, in each trial.
 

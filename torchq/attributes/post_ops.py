@@ -66,7 +66,7 @@ class PostOps:
             scale: Any finite float32.
             zero_point: In the range of ``dtype``; 0 if that is float32. With ``dtype`` None it is
                 checked against dst's dtype where that is known: `check_supported`, `foldable`.
-            dtype: Of the run-time source; None is the dtype of dst. All sums share one dtype.
+            dtype: That of the run-time source; None is that of dst. All sums share one dtype.
         """
         where = "torchq.PostOps.append_sum"
         sum_dtype = None if dtype is None else to_dtype(f"{where}: dtype", dtype)
@@ -93,7 +93,7 @@ class PostOps:
             alg: One of the table in :doc:`/concepts/post_ops`.
             alpha: Parameter of ``alg``; None is the default of that table.
             beta: Second parameter of ``alg``; None is the default of that table.
-            scale: Of the result.
+            scale: Factor of the result.
 
         Raises:
             ValueError: ``alg`` is unknown, needs alpha or beta, or has another range of them.
@@ -110,7 +110,7 @@ class PostOps:
             src1: Copied. uint8, int8 and int32 tensors keep their dtype, all else becomes float32.
                 None: the values are supplied at execution, see `with_values`.
             mask: The dims of dst that src1 has: bit ``d`` selects dim ``d``.
-            dtype: Of values still to come; default float32.
+            dtype: That of values still to come; default float32.
         """
         where = "torchq.PostOps.append_binary"
         check_choice(f"{where}: alg", alg, BINARY_ALGS)

@@ -57,21 +57,21 @@ def prepare(
     captures of the call; where the whole is not captured, its largest parts are.
 
     Args:
-        model: float32, in eval mode; also an ExportedProgram or a GraphModule.
+        model: float32 or bfloat16, in eval mode; also an ExportedProgram or a GraphModule.
         example_inputs: one input, a tuple of them, or a dict of keyword arguments. Copies of the
             model are run on them. Later calls take the graph if they are like this one: the same
-            arguments that are no tensors, the same dtypes and ranks, and sizes that the model's
-            code treats alike.
+            dtypes and ranks of tensors, the same other arguments, and sizes that the model's code
+            treats alike.
         config: how to quantize; the default is QConfig().
         overrides: ``fnmatch`` patterns on qualified names of modules, or of functions as the report
-            names them -> a QConfig, or None to keep float. One that matches a module holds for all
-            that is in it. With ``.dst`` appended, a pattern means only the destinations. Later
-            patterns win.
+            names them -> a QConfig, or None to keep float. A pattern that matches a module holds
+            for everything in it. With ``.dst`` appended, a pattern means only the destinations.
+            Later patterns win.
 
     Raises:
         ValueError: the model is in training mode, prepared or quantized already, a weight has NaN
             or inf, or a pattern matches nothing.
-        TypeError: the model is no nn.Module or not float32, ``example_inputs`` are not those of its
+        TypeError: the model is no nn.Module or of another dtype, ``example_inputs`` do not fit its
             forward, or ``config`` is no QConfig.
 
     Example:
@@ -186,14 +186,14 @@ def _graph(
 def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
     """Return the quantized model; the prepared one stays as it is.
 
-    The result is a copy with the model's class, of quantized layers and int8 graphs. It has no
-    gradients: its float parameters do not require grad any more; inputs that require grad raise.
+    The result is a copy of the model's class, with quantized layers and int8 graphs. It has no
+    gradients: its float parameters do not require grad, and inputs that require grad raise.
 
     Args:
         prepared: calibrated, or from :func:`torchq.prepare_qat` and in eval mode.
         strict: raise if a convolution, linear or recurrent module, or another parameter that data
-            is multiplied by, stays float without an override that says so, and at calls that do not
-            meet a graph's guards.
+            is multiplied by, stays float without an override that asks for it. Later calls that do
+            not meet a graph's guards raise, too.
 
     Raises:
         ValueError: ``prepared`` has no observers, or a weight cannot be quantized.

@@ -55,7 +55,7 @@ def quantize_dynamic(
     have one scale per output channel.
 
     Args:
-        model: float32. Its class and everything else in it stays.
+        model: float32 or bfloat16. Its class and everything else in it stays.
         qconfig_spec: what to replace. None means linear and recurrent layers and cells. A set holds
             types of modules and qualified names; what has children stands for the linear and
             recurrent layers in it. Convolutions, ``nn.MultiheadAttention`` and embeddings are
@@ -75,7 +75,7 @@ def quantize_dynamic(
         :func:`torchq.explain` tells what is int8.
 
     Raises:
-        TypeError: ``model`` is no nn.Module, or not float32.
+        TypeError: ``model`` is no nn.Module, or of another dtype.
         ValueError: a key names nothing that has a dynamic form, ``dtype`` is another, or the model
             is quantized already. ``model`` is then as it was.
 

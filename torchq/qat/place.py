@@ -56,8 +56,9 @@ def prepare_qat(
     ``QConfig(dynamic=True)`` in ``overrides``.
 
     Args:
-        model: float32, on the CPU; the copy may be moved.
-        example_inputs: as for :func:`torchq.prepare`; a batch like the training data.
+        model: float32 or bfloat16, on the CPU; the copy may be moved.
+        example_inputs: a batch like the training data: a tensor, a tuple, or a dict of keyword
+            arguments.
         config: how to quantize, as for :func:`torchq.prepare`. Its observer is not used.
         overrides: exceptions, by name, as for :func:`torchq.prepare`.
         learn_scales: make the scales of weights and activations parameters, with the gradients of

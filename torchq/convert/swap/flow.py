@@ -105,12 +105,11 @@ def calibrate(
             output is a terminal.
         group: ranks that calibrate together, such as ``torch.distributed.group.WORLD`` after
             ``init_process_group``. ``data`` is this rank's share, which may be empty. All ranks
-            get the statistics of all data. They do not depend on the shares, nor on the number of
-            ranks, but for observers of your own whose merge rounds. ``prepared`` must not have
-            been calibrated before.
+            get the statistics of all data, the same for any shares and any number of ranks.
+            ``prepared`` must not have been calibrated before.
 
-    What the model itself keeps between calls, as a memory of earlier frames, is afterwards what it
-    was: the converted model begins as the float one.
+    State that the model itself keeps between calls, such as a memory of earlier frames, is restored
+    afterwards.
 
     Raises:
         TypeError: ``data`` is one tensor or dict instead of batches of them, or ``group`` is no
