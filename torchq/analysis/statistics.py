@@ -20,6 +20,7 @@ from torchq.convert.statistics import (
     weights_digest,
 )
 from torchq.quantization.observers import Observer, PerChannelMinMaxObserver
+from torchq.quantization.recipes.rows import RowPowers
 from torchq.serialization.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 
 _FORMAT = "torchq-calibration-2"
@@ -80,12 +81,13 @@ def load_calibration(
     own = _some_observers("load_calibration", prepared)
     kinds = {name: kind(observer) for name, observer in own.items()}
     given = {name: each.kind for name, each in saved.items()}
-    # ranges of channels only refine scales; the first files of 0.1 lack them
+    # these only refine what ranges decide; the first files of 0.1 lack them
     for name in kinds.keys() - given:
         observer = own[name]
-        if isinstance(observer, PerChannelMinMaxObserver) and ".channels." in f".{name}":
+        refines = isinstance(observer, PerChannelMinMaxObserver) and ".channels." in f".{name}"
+        if isinstance(observer, RowPowers) or refines:
             own.pop(name)
-            observer.forget()
+            observer.forget()  # type: ignore[operator]
     kinds = {name: kinds[name] for name in own}
     if kinds != given:
         different = sorted(set(kinds.items()) ^ set(given.items()))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torchq.convert.checks import add_checks
+from torchq.convert.coarse import follow_row_rule
 from torchq.convert.dispatch import Dispatch, attach, dispatches, share_weight, share_weights
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_code import as_module
@@ -222,28 +223,30 @@ def converted_model(prepared: nn.Module, strict: bool, every_leaf: bool = False)
 def _lowered(prepared: nn.Module, strict: bool, every_leaf: bool) -> nn.Module:
     check_prepared("convert", prepared)
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
-    if strict:
-        check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
     graphs = dispatches(prepared)
     for dispatch in graphs:
         _check_calibrated(dispatch)
-    layers = _layers(graphs)
+    settled, coarse, rows = follow_row_rule(prepared, [d.graph for d in graphs], rows)
+    if strict:
+        check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
+    layers = _layers(settled)
     memo: dict[int, Any] = {}
     for name, module in prepared.named_modules():
         if isinstance(module, SELF_CONTAINED):
             memo[id(module)] = take_hooks(converted(module, name), module)
     packed: dict[str, nn.Module] = {}
-    for dispatch in graphs:
-        graph: Any = dispatch.graph
+    for dispatch, graph in zip(graphs, settled, strict=True):
         opaque = {
             name: memo[id(graph.graph_module.get_submodule(name))] for name in graph.opaque_names
         }
-        memo[id(graph)] = lowered = Lowering(graph, opaque).run()
+        memo[id(dispatch.graph)] = lowered = Lowering(graph, opaque).run()
         add_checks(lowered, dispatch.example)
         packed |= {f"{graph.plan.prefix}{name}": m for name, m in lowered.named_modules()}
     for name, module in prepared.named_modules():
         if isinstance(module, ObservedLeaf):
-            leaf = take_hooks(_leaf(name, module, layers, every_leaf), module)
+            static = name not in coarse
+            leaf = _leaf(name, module, layers, every_leaf) if static else module.coarse()
+            leaf = take_hooks(leaf, module)
             share_weight(leaf, packed.get(name))  # one by one: few weights exist twice
             memo[id(module)] = leaf
     result = copy.deepcopy(prepared, memo)
@@ -284,11 +287,10 @@ def _check_calibrated(dispatch: Dispatch) -> None:
         )
 
 
-def _layers(graphs: list[Dispatch]) -> dict[str, list[tuple[Prepared, Layer]]]:
+def _layers(graphs: list[Prepared]) -> dict[str, list[tuple[Prepared, Layer]]]:
     """Return the quantized layers of graphs by the names of the float modules, call by call."""
     found: dict[str, list[tuple[Prepared, Layer]]] = {}
-    for dispatch in graphs:
-        graph: Any = dispatch.graph
+    for graph in graphs:
         for layer in graph.plan.layer_at.values():
             if layer.op.owner is not None:
                 name = f"{graph.plan.prefix}{layer.op.base}"
@@ -300,7 +302,7 @@ def _has_other_leaves(owner: nn.Module, dispatch: Dispatch) -> bool:
     """Return whether a module has observed leaves that its graph does not call."""
     graph: Any = dispatch.graph
     prefix = f"{dispatch.name}." if dispatch.name else ""
-    known = _layers([dispatch]).keys() | {f"{prefix}{name}" for name in graph.opaque_names}
+    known = _layers([graph]).keys() | {f"{prefix}{name}" for name in graph.opaque_names}
     return any(
         f"{prefix}{name}" not in known
         for name, leaf in owner.named_modules()

@@ -13,7 +13,8 @@ int8 value is read as float32, the converted graph dequantizes it there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from torch import Tensor, fx, nn
 
@@ -51,8 +52,14 @@ class Plan:
             its table.
     """
 
-    def __init__(self, captured: Captured, config: QConfig, overrides: Overrides | None) -> None:
-        """Decide."""
+    def __init__(
+        self,
+        captured: Captured,
+        config: QConfig,
+        overrides: Overrides | None,
+        coarse: Mapping[fx.Node, str] = MappingProxyType({}),
+    ) -> None:
+        """Decide; ``coarse`` has nodes of layers that one scale does not suit, and why."""
         self.captured, self.prefix = captured, captured.prefix
         self._config, self._overrides = config, overrides
         self.ops = recognize(captured, lambda name: self.config(name) is None)
@@ -66,6 +73,7 @@ class Plan:
         self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
         self._leave_phases()
+        self.reasons |= {v: coarse[v.op.node] for v in self.layers if v.op.node in coarse}
         self._parent: dict[fx.Node, fx.Node] = {}
         in_layers = {part for layer in self.layers for part in layer.parts}
         self._joined: set[fx.Node] = set()  # nodes that have the parameters of what they read

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from torchq.convert.coarse import judged
 from torchq.convert.equalize import between, channel_axis, magnitudes, pairs
+from torchq.convert.fuse import Layer
 from torchq.convert.graph import Captured
 from torchq.convert.graph_data import graph_of, plain_nodes
 from torchq.convert.ops import Role
@@ -23,13 +25,14 @@ from torchq.quantization.observers import HistogramObserver, Observer, PerChanne
 from torchq.quantization.qparams import QParams
 from torchq.quantization.ranges import activation_range
 from torchq.quantization.recipes.equalization import Between
+from torchq.quantization.recipes.rows import RowPowers
 from torchq.quantization.recipes.sample import SourceSample
 
 _VALUES = 64  # of a channel, at least: a range of fewer may be far from that of other data
 
 _META = (
     *("value", "aten", "owner", "scope", "varying", "static", "positional", "sizes", "phase"),
-    "constant",
+    *("line", "constant"),
 )
 
 
@@ -43,6 +46,7 @@ class Prepared(nn.Module):
         opaque_names: those submodules.
         samples: of what dynamic linear layers read, for their recipes.
         channels: ranges of the channels of values that ``outliers`` and ``equalize`` look at.
+        rows: of what layers read, for ``coarse``.
         torchq_report: what was decided for each module.
     """
 
@@ -95,6 +99,19 @@ class Prepared(nn.Module):
             model.add_submodule(f"torchq_channels_{i}", observer)
             with graph.inserting_after(twins[node]):
                 graph.call_module(f"torchq_channels_{i}", (twins[node],))
+        self.rows, self._rows_of = nn.ModuleList(), dict[str, int]()  # name of a result -> index
+        known: dict[tuple[fx.Node, str], int] = {}
+        for layer in judged(plan):
+            assert layer.op.module is not None
+            powers, node = RowPowers.of(layer.op.module), layer.srcs[0]
+            i = known.setdefault((node, powers.extra_repr()), len(known))
+            self._rows_of[layer.dst.name] = i
+            if i == len(self.rows):
+                powers.name = f"{plan.prefix}{layer.op.base}"
+                self.rows.append(powers)
+                model.add_submodule(f"torchq_rows_{i}", powers)
+                with graph.inserting_after(twins[node]):
+                    graph.call_module(f"torchq_rows_{i}", (twins[node],))
         self._result_names: dict[str, str] = {}
         for i, (name, node) in enumerate(self._result_nodes()):
             self._result_names[name] = f"torchq_result_{i}"
@@ -119,7 +136,7 @@ class Prepared(nn.Module):
         opaque = {name: self.graph_module.get_submodule(name) for name in self.opaque_names}
         parts = replace(captured, graph=None), plan._config, plan._overrides  # type: ignore[arg-type]
         samples = {name: self.samples[i] for name, i in self._sample_of.items()}
-        observers = list(self.observers), list(self.channels)
+        observers = list(self.observers), list(self.channels), list(self.rows)
         return _rebuild, (nodes, *parts, opaque, samples, self.torchq_report, *observers)
 
     def _result_nodes(self) -> list[tuple[str, fx.Node]]:
@@ -200,6 +217,13 @@ class Prepared(nn.Module):
             return None
         return seen if of_all.counts.sum() >= _VALUES * len(seen.min_value) else None
 
+    def rows_of(self, layer: Layer) -> RowPowers | None:
+        """Return what was counted of the rows that a layer reads; None where nobody asked."""
+        i = self._rows_of.get(layer.dst.name)
+        rows = None if i is None else self.rows[i]
+        assert rows is None or isinstance(rows, RowPowers)
+        return rows
+
     def constant(self, node: fx.Node) -> Tensor:
         """Return the value of a node that does not depend on the inputs."""
         value = node.meta["constant"]
@@ -217,15 +241,15 @@ def _rebuild(
     rows: list[Row],
     observers: list[nn.Module],
     channels: list[nn.Module],
+    rows_read: list[nn.Module],
 ) -> Prepared:
     plan = Plan(replace(captured, graph=graph_of(nodes)), config, overrides)
     prepared = Prepared(plan, opaque, samples, rows)
-    for i, observer in enumerate(observers):
-        prepared.observers[i] = observer
-        prepared.graph_module.set_submodule(f"torchq_observer_{i}", observer)
-    for i, observer in enumerate(channels):
-        prepared.channels[i] = observer
-        prepared.graph_module.set_submodule(f"torchq_channels_{i}", observer)
+    for kind, found in (("observer", observers), ("channels", channels), ("rows", rows_read)):
+        own: Any = getattr(prepared, "observers" if kind == "observer" else kind)
+        for i, observer in enumerate(found):
+            own[i] = observer
+            prepared.graph_module.set_submodule(f"torchq_{kind}_{i}", observer)
     return prepared.eval()
 
 

@@ -102,6 +102,7 @@ def _row(plan: Plan, op: Op, layer: Layer | None, name: str) -> Row:
         quantized = not reason
         if quantized:
             reason = layer.op.note
+        quantized |= op.node in plan.dynamic_at
         host = plan.table_hosts.get(layer, layer)
         if quantized and op is not host.op:
             reason, site = f"fused into {plan.prefix}{host.op.name}", host.op.name

@@ -29,6 +29,9 @@ MERGES = ("concat", "sum")
 """What becomes of two directions; a sum is taken in float32, so that it cannot clip."""
 
 
+_FIRST = ("input_size", "hidden_size", "bias", "proj_size", "bidirectional")
+
+
 class _QRecurrent(FloatParameters, QModule):
     """Base of the networks of all cells.
 
@@ -85,9 +88,22 @@ class _QRecurrent(FloatParameters, QModule):
         self.op = type(self).__name__  # TorchScript has no type()
         self.units = first.projection_size or first.hidden_size
         self.dst_dtype = torch.float32 if self.sums else layers[-1].dst_dtype
+        self.first: Any = None
         self._set_spec(
             layers=[layer.read_spec() for layer in layers], batch_first=batch_first, merge=merge
         )
+
+    def with_float_first(self, first: nn.LSTM) -> Self:
+        """Put a float layer in front, for a source that 8 bits do not suit; return the module.
+
+        Args:
+            first: of one layer, without ``batch_first``.
+        """
+        self.first, self.input_size = first.requires_grad_(False).eval(), first.input_size
+        self.num_layers += 1
+        fields = self.read_spec() | {"first": {name: getattr(first, name) for name in _FIRST}}
+        self._set_spec(**{key: fields[key] for key in fields.keys() - {"class", "version"}})
+        return self
 
     @classmethod
     def from_float(
@@ -201,7 +217,8 @@ class _QRecurrent(FloatParameters, QModule):
     def from_spec(cls, spec: dict[str, Any]) -> Self:
         """See the base class."""
         layers = [QRecurrentLayer.from_spec(layer) for layer in spec["layers"]]
-        return cls(layers, spec["batch_first"], spec["merge"])
+        made = cls(layers, spec["batch_first"], spec["merge"])
+        return made.with_float_first(nn.LSTM(**spec["first"])) if "first" in spec else made
 
     @property
     def attr(self) -> Attr:
@@ -236,6 +253,11 @@ class _QRecurrent(FloatParameters, QModule):
         h_n: list[Tensor] = []
         c_n: list[Tensor] = []
         start = 0
+        if self.first is not None:
+            src, h_last, c_last = self._run_first(src, batch_sizes, h_0, c_0)
+            h_n.append(h_last)
+            c_n.append(c_last)
+            start = self.directions
         for layer in self.layers:
             stop = start + self.directions
             h = None if h_0 is None else h_0[start:stop]
@@ -249,6 +271,19 @@ class _QRecurrent(FloatParameters, QModule):
             start = stop
         h, c = torch.cat(h_n), torch.cat(c_n)
         return as_source(src, given), as_source(h, given), as_source(c, given)
+
+    def _run_first(
+        self, src: Tensor, batch_sizes: Tensor | None, h_0: Tensor | None, c_0: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the float layer."""
+        states: tuple[Tensor, Tensor] | None = None
+        if h_0 is not None and c_0 is not None:
+            states = (h_0[: self.directions].float(), c_0[: self.directions].float())
+        if not torch.jit.is_scripting() and batch_sizes is not None:  # type: ignore[attr-defined]
+            packed, (h, c) = self.first(PackedSequence(src.float(), batch_sizes), states)
+            return packed.data, h, c
+        dst, (h, c) = self.first(src.float(), states)
+        return dst, h, c
 
     def _forward(
         self, src: Tensor, h_0: Tensor | None, c_0: Tensor | None
@@ -302,6 +337,7 @@ class _QRecurrent(FloatParameters, QModule):
         words += ["bidirectional"] if self.bidirectional else []
         words += ["batch_first"] if self.batch_first else []
         words += ["merge=sum"] if self.sums else []
+        words += ["first layer float32"] if self.first is not None else []
         words.append(f"{spec['src']} -> {dtype_name(self.dst_dtype)}")
         words += [] if spec["src"] == "dynamic" else [f"states {spec['state']}"]
         words += dict.fromkeys(str(layer.attr) for layer in self.layers)

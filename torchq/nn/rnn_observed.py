@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torchq.nn.rnn_cell import QGRUCell, QLSTMCell, QRNNCell
 from torchq.quantization.config import QConfig
 from torchq.quantization.observers import Observer
 from torchq.quantization.qparams import QParams
+from torchq.quantization.recipes.rows import RowPowers
 
 _SIZES = ["input_size", "hidden_size", "proj_size", "num_layers", "bidirectional", "batch_first"]
 NETWORKS: dict[type[nn.Module], Any] = {nn.LSTM: QLSTM, nn.GRU: QGRU, nn.RNN: QRNN}
@@ -68,6 +70,7 @@ class _Observed(nn.Module):
         self.config = config or QConfig()
         self.layer_name = name
         self.src_observer = self._observer()
+        self.rows = None if self.config.dynamic else RowPowers()
 
     def __getattr__(self, name: str) -> Any:
         """Return what the quantized module has, too: sizes and float parameters.
@@ -86,6 +89,12 @@ class _Observed(nn.Module):
 
     def _observer(self) -> Observer | None:
         return None if self.config.dynamic else self.config.make_observer(self.layer_name)
+
+    def why_coarse(self) -> str:
+        """Return why one scale does not suit its source; "" where it does."""
+        if self.rows is None or not self.rows.calibrated:
+            return ""
+        return self.rows.why_coarse(self._qparams(self.src_observer))
 
     def _qparams(self, observer: nn.Module | None) -> QParams:
         assert isinstance(observer, Observer)
@@ -124,8 +133,10 @@ class ObservedRNN(_Observed):
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Return the float network's result; record the source, initial and all later states."""
         if self.src_observer is not None:
-            packed = isinstance(input, PackedSequence)
-            self.src_observer(input.data if packed else input)
+            src = input.data if isinstance(input, PackedSequence) else input
+            self.src_observer(src)
+            if self.rows is not None:
+                self.rows(src)
             self._observe_layers(input, hx)
         return self.module(input, hx)
 
@@ -159,16 +170,28 @@ class ObservedRNN(_Observed):
         states = [each[part] if each.dim() == 3 else each[part].unsqueeze(1) for each in several]
         return tuple(states) if isinstance(hx, tuple | list) else states[0]
 
+    @property
+    def has_float_first(self) -> bool:
+        """Return whether a source that one scale does not suit has its first layer stay float."""
+        return isinstance(self.module, nn.LSTM) and self.module.num_layers > 1
+
     def convert(self, dst_dtype: torch.dtype = torch.float32) -> QLSTM | QGRU | QRNN:
         """Return the quantized network.
+
+        Where one scale does not suit its source, it is dynamic, and the first of several layers of
+        an LSTM stays float.
 
         Raises:
             RuntimeError: it was never run (static configurations).
         """
         cls, options = NETWORKS[torch_class(self.module, NETWORKS)], self._weights()
         result: QLSTM | QGRU | QRNN
-        if self.config.dynamic:
+        coarse = dst_dtype == torch.float32 and bool(self.why_coarse())
+        if self.config.dynamic or coarse:
             result = cls.from_float(self.module, **options)
+            if coarse and self.has_float_first:
+                result = cls([*result.layers][1:], result.batch_first)
+                result.with_float_first(copy.deepcopy(single_layers(self.module)[0]))  # type: ignore[arg-type]
             return result
         if self.hidden_observer is not None:
             options["hidden"] = self._qparams(self.hidden_observer)
@@ -219,6 +242,8 @@ class ObservedRNNCell(_Observed):
         result = self.module(input, hx)
         if self.src_observer is not None and self.state_observer is not None:
             self.src_observer(input)
+            if self.rows is not None:
+                self.rows(input)
             for state in (hx, result):
                 if state is not None:
                     self.state_observer(state if isinstance(state, Tensor) else state[0])
@@ -227,7 +252,7 @@ class ObservedRNNCell(_Observed):
     def convert(self) -> QLSTMCell | QGRUCell | QRNNCell:
         """Return the quantized cell; see :meth:`ObservedRNN.convert`."""
         cls, options = CELLS[torch_class(self.module, CELLS)], self._weights()
-        if not self.config.dynamic:
+        if not self.config.dynamic and not self.why_coarse():
             options["src"] = self._qparams(self.src_observer)
             options["state"] = self._qparams(self.state_observer)
         result: QLSTMCell | QGRUCell | QRNNCell = cls.from_float(self.module, **options)

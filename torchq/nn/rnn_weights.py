@@ -30,6 +30,12 @@ class FloatParameters(nn.Module):
             found = _NAME.fullmatch(name)
             layers = self._layers() if found else []
             index, reverse = (int(found[3] or 0), bool(found[4])) if found else (0, False)
+            first = self._modules.get("first")
+            if found and first is not None and index == 0:
+                value = getattr(first, name)
+                compiling = torch.compiler.is_compiling()
+                return value if compiling else FloatWeight(value.detach, value.shape, name)
+            index -= first is not None
             if found is None or index >= len(layers) or reverse >= layers[index].directions:
                 raise
             read = partial(_values, layers[index], int(reverse), found[1], _PARTS[found[2]])

@@ -40,7 +40,7 @@ class Comparison:
         model, (args, kwargs) = twin(model), copied(*self._inputs)
         for module in model.modules():
             if isinstance(module, ObservedLeaf):
-                module.observer = None  # it has opinions on the values
+                module.observer = module.rows = None  # they have opinions on the values
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return float_tensors(model(*args, **kwargs))

@@ -14,6 +14,7 @@ from torchq.nn.leaf import Leaf, QuantizedLeaf, constants_of, without_padding
 from torchq.nn.module import QModule
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
+from torchq.quantization.recipes.rows import RowPowers
 from torchq.quantization.recipes.sample import SourceSample
 
 
@@ -24,6 +25,7 @@ class ObservedLeaf(Leaf):
         module: the float layer.
         observer: of its source; None where its rows are quantized one by one.
         sample: of its source, for the recipe of a linear layer; None where there is none.
+        rows: of its source, for the row rule; None where that does not apply.
         config: how to quantize source and weight.
         name: qualified, of the float module.
         contiguous: make the result contiguous, for code that calls ``view``.
@@ -37,6 +39,7 @@ class ObservedLeaf(Leaf):
         self.module, self.config, self.name, self.contiguous = module, config, name, contiguous
         by_rows = config.dynamic or (isinstance(module, nn.Linear) and config.by_rows)
         self.observer = None if by_rows else config.make_observer(name)
+        self.rows = None if by_rows else RowPowers.of(module)
         self.sample = None
         if isinstance(module, nn.Linear) and config.samples_rows and module.weight.numel():
             self.sample = SourceSample(module.in_features, name)
@@ -58,7 +61,7 @@ class ObservedLeaf(Leaf):
 
     def forward(self, input: Tensor, *output_size: Any, **named: Any) -> Tensor:
         """Record the source; the arguments have the names that ``torch.nn`` gives them."""
-        for recorder in (self.observer, self.sample):
+        for recorder in (self.observer, self.sample, self.rows):
             if recorder is not None:
                 recorder(input)
         dst: Tensor = self.module(input, *output_size, **named)
@@ -82,6 +85,18 @@ class ObservedLeaf(Leaf):
         return self.observer.qparams(
             config.activation_dtype, config.activation_bits, config.symmetric
         )
+
+    def why_coarse(self) -> str:
+        """Return why one scale does not suit its source, by its own calls; "" where it does."""
+        known = self.rows is not None and self.observer is not None and self.observer.calibrated
+        return self.rows.why_coarse(self.qparams()) if known and self.rows else ""
+
+    def coarse(self) -> nn.Module:
+        """Return what it becomes then: dynamic, or the float layer."""
+        if not isinstance(self.module, nn.Linear):
+            return self.module
+        with naming(self.name):
+            return QuantizedLeaf.of(self.module, self._layer(None))
 
     def convert(self, src: QParams | None = None) -> QuantizedLeaf:
         """Return the quantized leaf.

@@ -82,6 +82,8 @@ class Plan:
                 if isinstance(layer, RECURRENT) or is_experts(layer)
                 else ObservedLeaf(layer, config, name, contiguous)
             )
+            if hasattr(leaf, "rows") and resolve(self._overrides, name, None) is not None:
+                leaf.rows = None  # type: ignore[assignment]  # an override says how
             result[name] = take_hooks(leaf, self._model.get_submodule(name))
         return result
 

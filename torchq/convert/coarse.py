@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row rule: layers that read rows far too small for their tensor's scale are not static.
+
+:mod:`torchq.quantization.recipes.rows` has the arithmetic. Linear layers become dynamic, others
+stay float. A layer whose configuration an override gives is static all the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import fx, nn
+
+from torchq.convert.fuse import Layer
+from torchq.convert.module_kinds import MATMUL, RECURRENT
+from torchq.convert.ops import Role
+from torchq.convert.plan import Plan
+from torchq.convert.report import report_rows
+from torchq.convert.rows import Row
+from torchq.convert.swap.observed import ObservedLeaf
+from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
+from torchq.quantization.config import resolve
+
+if TYPE_CHECKING:
+    from torchq.convert.prepared import Prepared
+
+
+DYNAMIC = "dynamic: "
+
+
+class Settled(NamedTuple):
+    """Graphs with plans that follow the rule, leaves that are not static and why, the report."""
+
+    graphs: list[Prepared]
+    leaves: dict[str, str]
+    rows: list[Row]
+
+
+def judged(plan: Plan) -> list[Layer]:
+    """Return the layers that the rule is for."""
+    return [
+        layer
+        for layer in plan.layer_at.values()
+        if layer.op.role is Role.MATMUL
+        and isinstance(layer.op.module, MATMUL)
+        and plan.fixed(layer.srcs[0]) is None
+        and resolve(plan._overrides, f"{plan.prefix}{layer.op.base}", None) is None
+    ]
+
+
+def follow_row_rule(prepared: nn.Module, graphs: list[Any], rows: list[Row]) -> Settled:
+    """Apply the rule to a calibrated model.
+
+    Args:
+        prepared: the model.
+        graphs: its own.
+        rows: its report.
+    """
+    settled, leaves, in_graphs = [], dict[str, str](), set[str]()
+    for graph in graphs:
+        reasons = _coarse(graph)
+        settled.append(_without(graph, reasons))
+        rows = _updated(rows, graph.plan, settled[-1].plan)
+        for layer in graph.plan.layer_at.values():
+            name = f"{graph.plan.prefix}{layer.op.base}"
+            in_graphs.add(name)
+            if layer.op.node in reasons:
+                leaves[name] = reasons[layer.op.node]
+    for name, leaf in prepared.named_modules():
+        known = isinstance(leaf, (ObservedLeaf, ObservedRNN, ObservedRNNCell))
+        if known and name not in in_graphs and (why := leaf.why_coarse()):
+            leaves[name], prefix = why, _becomes(leaf)
+            now: dict[str, Any] = {"quantized": bool(prefix), "reason": f"{prefix}{why}"}
+            rows = [replace(row, **now) if row.name == name else row for row in rows]
+    return Settled(settled, leaves, rows)
+
+
+def _becomes(leaf: Any) -> str:
+    """Return what a module becomes, in front of the reason; "" for float."""
+    if getattr(leaf, "has_float_first", False):
+        return "first layer float, others dynamic: "
+    return DYNAMIC if isinstance(leaf.module, (nn.Linear, *RECURRENT)) else ""
+
+
+def _coarse(prepared: Prepared) -> dict[fx.Node, str]:
+    """Return the nodes of layers that one scale does not suit, and why."""
+    found: dict[fx.Node, str] = {}
+    for layer in judged(prepared.plan):
+        rows = prepared.rows_of(layer)
+        if rows is not None and rows.calibrated:
+            why = rows.why_coarse(prepared.qparams(layer.srcs[0]))
+            dynamic = isinstance(layer.op.module, nn.Linear) and not layer.op.absorbed
+            found |= {layer.op.node: f"{DYNAMIC if dynamic else ''}{why}"} if why else {}
+    return found
+
+
+def _without(prepared: Prepared, reasons: dict[fx.Node, str]) -> Prepared:
+    if not reasons:
+        return prepared
+    other, plan = copy.copy(prepared), prepared.plan
+    other.plan = Plan(plan.captured, plan._config, plan._overrides, reasons)
+    ops = (other.plan.ops[node] for node in reasons)
+    linear = (op for op in ops if isinstance(op.module, nn.Linear) and not op.absorbed)
+    other.plan.dynamic_at |= {op.node: op for op in linear}
+    return other
+
+
+def _updated(rows: list[Row], before: Plan, after: Plan) -> list[Row]:
+    """Return a report with what another plan of the same graph says."""
+    if before is after:
+        return rows
+    old, new = ({row.name: row for row in report_rows(plan)} for plan in (before, after))
+    changed = {name: row for name, row in new.items() if row != old.get(name)}
+    return [
+        replace(row, quantized=now.quantized, reason=now.reason, site=now.site)
+        if (now := changed.get(row.name))
+        else row
+        for row in rows
+    ]
