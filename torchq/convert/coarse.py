@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from torchq.convert.fuse import Layer
-from torchq.convert.module_kinds import MATMUL, RECURRENT
-from torchq.convert.ops import Role
+from torchq.convert.module_kinds import RECURRENT
 from torchq.convert.plan import Plan
+from torchq.convert.prepared import Prepared, judged
 from torchq.convert.report import report_rows
 from torchq.convert.rows import Row
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
-from torchq.quantization.config import resolve
-
-if TYPE_CHECKING:
-    from torchq.convert.prepared import Prepared
-
 
 DYNAMIC = "dynamic: "
 
@@ -36,18 +30,6 @@ class Settled(NamedTuple):
     graphs: list[Prepared]
     leaves: dict[str, str]
     rows: list[Row]
-
-
-def judged(plan: Plan) -> list[Layer]:
-    """Return the layers that the rule is for."""
-    return [
-        layer
-        for layer in plan.layer_at.values()
-        if layer.op.role is Role.MATMUL
-        and isinstance(layer.op.module, MATMUL)
-        and plan.fixed(layer.srcs[0]) is None
-        and resolve(plan._overrides, f"{plan.prefix}{layer.op.base}", None) is None
-    ]
 
 
 def follow_row_rule(prepared: nn.Module, graphs: list[Any], rows: list[Row]) -> Settled:

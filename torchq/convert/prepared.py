@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert.coarse import judged
 from torchq.convert.equalize import between, channel_axis, magnitudes, pairs
 from torchq.convert.fuse import Layer
 from torchq.convert.graph import Captured
 from torchq.convert.graph_data import graph_of, plain_nodes
+from torchq.convert.module_kinds import MATMUL
 from torchq.convert.ops import Role
 from torchq.convert.outliers import observed_nodes
 from torchq.convert.plan import Plan
 from torchq.convert.rows import Row
-from torchq.quantization.config import Overrides, QConfig
+from torchq.quantization.config import Overrides, QConfig, resolve
 from torchq.quantization.observers import HistogramObserver, Observer, PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams
 from torchq.quantization.ranges import activation_range
@@ -34,6 +34,18 @@ _META = (
     *("value", "aten", "owner", "scope", "varying", "static", "positional", "sizes", "phase"),
     *("line", "constant"),
 )
+
+
+def judged(plan: Plan) -> list[Layer]:
+    """Return the layers that the rule is for."""
+    return [
+        layer
+        for layer in plan.layer_at.values()
+        if layer.op.role is Role.MATMUL
+        and isinstance(layer.op.module, MATMUL)
+        and plan.fixed(layer.srcs[0]) is None
+        and resolve(plan._overrides, f"{plan.prefix}{layer.op.base}", None) is None
+    ]
 
 
 class Prepared(nn.Module):
