@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """FakeQuantize: float tensors rounded to the values that a quantized tensor can hold.
 
-    x <= min(il, ih):  ol                 il, ih  input_low, input_high
-    x >  max(il, ih):  oh                 ol, oh  output_low, output_high
-    otherwise:         round((x - il) / (ih - il) * (levels - 1)) / (levels - 1) * (oh - ol) + ol
-
-Rounding is half to even. With ``S_i = (ih - il) / (levels - 1)``, ``Z_i = -il / S_i`` and the same
-for the output, this is ``q = clamp(round(x / S_i + Z_i), 0, levels - 1)`` and ``S_o * (q - Z_o)``:
-a quantization and a dequantization wherever ``Z_i`` and ``Z_o`` are integers (rules T1 to T6).
+With ``S_i = (ih - il) / (levels - 1)``, ``Z_i = -il / S_i`` and the same for the output, the
+formula of `FakeQuantize` is ``q = clamp(round(x / S_i + Z_i), 0, levels - 1)``, then
+``S_o * (q - Z_o)``: a quantization and a dequantization wherever ``Z_i`` and ``Z_o`` are integers
+(rules T1 to T6).
 """
 
 from collections.abc import Callable
@@ -33,7 +30,7 @@ class FakeQuantize(nn.Module):
         x >  max(il, ih):  oh
         otherwise:  round((x - il) / (ih - il) * (levels - 1)) / (levels - 1) * (oh - ol) + ol
 
-    The formula is evaluated in float64, and rounded once to the dtype of the source. NaN stays NaN.
+    Rounding is half to even, in float64, then once to the source's dtype. NaN stays NaN.
     Gradients go straight through, times ``(oh - ol) / (ih - il)``, where a value rounds to one of
     the levels. Outside they are zero, as those of torch's fake quantizers. Bounds get no gradient.
 
