@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.attributes.arguments import as_float32
 from torchq.attributes.options import Granularity, SrcRange
 from torchq.functional.conversions import quantize_weight
 from torchq.functional.linears import RANGES, check_dynamic_weight
 from torchq.functional.packing import PackedWeight, empty_packed, pack_linear
-from torchq.nn.module import QModule, placeholder
+from torchq.nn.module import QModule
 from torchq.quantization.qparams import weight_qparams
 from torchq.quantization.ranges import check_choice
 from torchq.quantization.recipes.linear import Recipe
@@ -64,11 +65,13 @@ class DynamicQLinear(QModule):
         check_dynamic_weight("nn.DynamicQLinear", weight)
         self.out_features, self.in_features = weight.shape
         self.per_row = src_range == "per_row"
-        self._add_packed(weight)
+        self.register_buffer("weight", weight.weight)
+        self.register_buffer("compensation", weight.compensation)
+        self.register_buffer("pair_bound", weight.pair_bound)
         scale = weight_scale.reshape(-1).expand(self.out_features).clone()
         self.register_buffer("weight_scale", scale)
-        self._add_floats("bias", bias)
-        self._add_floats("src_factor", src_factor)
+        self.register_buffer("bias", None if bias is None else as_float32(bias.detach()).clone())
+        self.register_buffer("src_factor", None if src_factor is None else src_factor.clone())
         more: dict[str, object] = {"smoothed": True} if src_factor is not None else {}
         more |= {"recipe": recipe} if recipe else {}
         self._set_spec(
@@ -111,10 +114,11 @@ class DynamicQLinear(QModule):
     def from_spec(cls, spec: dict[str, Any]) -> "DynamicQLinear":
         """See the base class."""
         outputs, inputs = spec["weight"]
-        bias = placeholder(outputs) if spec["bias"] else None
-        factor = placeholder(inputs) if spec.get("smoothed") else None
-        more = bias, spec["src_range"], factor, spec.get("recipe", "")
-        return cls(empty_packed((outputs, inputs)), placeholder(1), *more)
+        packed = empty_packed((outputs, inputs))
+        ones = torch.ones(max(inputs, 1), dtype=torch.float32, device="cpu")
+        bias = torch.zeros(outputs, dtype=torch.float32, device="cpu") if spec["bias"] else None
+        factor = ones[:inputs] if spec.get("smoothed") else None
+        return cls(packed, ones[:1], bias, spec["src_range"], factor, spec.get("recipe", ""))
 
     def packed(self) -> PackedWeight:
         """Return the weight with the shape it was packed from."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.attributes.arguments import check_type
+from torchq.attributes.arguments import as_float32, check_type
 from torchq.attributes.options import GroupSize
 from torchq.functional.int4 import (
     PackedInt4,
@@ -15,7 +15,7 @@ from torchq.functional.int4 import (
     pack_linear_int4,
     quantize_weight_int4,
 )
-from torchq.nn.module import QModule, placeholder
+from torchq.nn.module import QModule
 from torchq.quantization.int4 import int4_codes
 from torchq.quantization.recipes.linear import Recipe
 
@@ -64,8 +64,8 @@ class DynamicQLinearInt4(QModule):
         self.group_size, self.symmetric = weight.group_size, weight.symmetric
         self.register_buffer("weight", weight.weight)
         self.register_buffer("params", weight.params)
-        self._add_floats("bias", bias)
-        self._add_floats("src_factor", src_factor)
+        self.register_buffer("bias", None if bias is None else as_float32(bias.detach()).clone())
+        self.register_buffer("src_factor", None if src_factor is None else src_factor.clone())
         self._set_spec(
             weight=list(weight.shape),
             bias=bias is not None,
@@ -103,8 +103,8 @@ class DynamicQLinearInt4(QModule):
     def from_spec(cls, spec: dict[str, Any]) -> "DynamicQLinearInt4":
         """See the base class."""
         outputs, inputs = spec["weight"]
-        bias = placeholder(outputs) if spec["bias"] else None
-        factor = placeholder(inputs) if spec["smoothed"] else None
+        bias = torch.zeros(outputs, dtype=torch.float32, device="cpu") if spec["bias"] else None
+        factor = torch.ones(inputs, dtype=torch.float32, device="cpu") if spec["smoothed"] else None
         packed = empty_packed_int4((outputs, inputs), spec["group_size"], spec["symmetric"])
         return cls(packed, bias, factor, spec["recipe"])
 
