@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torchq.attributes.post_ops import PostOps
 from torchq.nn.dynamic_int4 import DynamicQLinearInt4
 from torchq.nn.module import QModule
-from torchq.nn.pooling import Dst
-from torchq.nn.resample import QResample
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams
 from torchq.quantization.recipes.linear import linear_recipe
@@ -23,14 +21,13 @@ from torchq.quantization.recipes.sample import SourceSample
 def quantized_class(module: nn.Module, prefix: str = "Q") -> Any:
     """Return the quantized class of a float layer: ``QConv2d`` for ``nn.Conv2d``."""
     bases = (cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn."))
-    names = (f"{prefix}{cls.__name__}" for cls in bases)
+    names = (f"{prefix}{cls.__name__}".replace("Upsample", "Resample") for cls in bases)
     return next(QModule.registry[name] for name in names if name in QModule.registry)
 
 
-def pool_from_float(module: nn.Module, qparams: QParams, **own: Dst) -> QModule:
+def pool_from_float(module: nn.Module, qparams: QParams, **own: Any) -> QModule:
     """Return a float pool on such tensors; an average may have a ``dst`` of its own."""
-    cls: Any = QResample if isinstance(module, nn.Upsample) else quantized_class(module)
-    result: QModule = cls.from_float(module, qparams, **own)
+    result: QModule = quantized_class(module).from_float(module, qparams, **own)
     return result
 
 

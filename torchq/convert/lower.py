@@ -17,7 +17,7 @@ from torchq.convert.graph_module import QuantizedGraph
 from torchq.convert.ops import Op, Role, is_resampling, reads_strides
 from torchq.convert.outliers import Outliers
 from torchq.convert.prepared import Prepared, shared_qparams
-from torchq.convert.quantized_layers import QParamsOf, lookup, quantized
+from torchq.convert.quantized_layers import lookup, quantized
 from torchq.nn.attention import DynamicQAttention
 from torchq.nn.float_modules import Attention, Cat
 from torchq.nn.model_state import twin
@@ -48,14 +48,6 @@ class Lowering:
         between = {node: found.src for node, found in self._between.items()}
         self._qparams = shared_qparams(prepared) | between | self._outliers.qparams
         self._readers = self.plan.readers()
-
-    def made(self, layer: Layer, qparams: QParamsOf) -> nn.Module:
-        """Return the module of a layer, with these parameters of its tensors."""
-        return quantized(layer, self.plan, qparams)
-
-    def table(self, layer: Layer, qparams: QParamsOf) -> QLookup:
-        """Return the table of a function."""
-        return lookup(layer, self.plan, qparams)
 
     def run(self) -> QuantizedGraph:
         """Return the converted model."""

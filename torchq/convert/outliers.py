@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 
 from torchq.convert.fuse import Layer
 from torchq.convert.ops import Role
+from torchq.convert.quantized_layers import lookup, quantized
 from torchq.nn.linear import QLinear
 from torchq.quantization.observers import PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams, choose_qparams
@@ -226,10 +227,10 @@ class Outliers:
         def qparams(node: fx.Node) -> QParams:
             return self._beside.get(node) or lowering.qparams(node)
 
-        inner = lowering.made(first, qparams)
+        inner = quantized(first, self._plan, qparams)
         assert isinstance(inner, QLinear)
-        inner.with_lookup(lowering.table(hidden.function, qparams))
-        outer = lowering.made(second, qparams)
+        inner.with_lookup(lookup(hidden.function, self._plan, qparams))
+        outer = quantized(second, self._plan, qparams)
         src = lowering.int8_of(hidden.first.srcs[0])
         large = lowering.call(f"{hidden.first.op.name}_large", inner, src)
         return lowering.call(f"{layer.op.name}_large", outer, large, value)
