@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,27 +19,6 @@ from torchq.runtime.library import dtype_code
 Ints: TypeAlias = int | Sequence[int]
 Floats: TypeAlias = float | Tensor
 Zeros: TypeAlias = int | Tensor
-_First = TypeVar("_First")
-_Others = ParamSpec("_Others")
-
-
-def variant(
-    function: Callable[Concatenate[_First, _Others], Tensor], first: _First, name: str, doc: str
-) -> Callable[_Others, Tensor]:
-    """Return ``function`` with its first argument given, as a public function of this name."""
-
-    @functools.wraps(function)
-    def made(*args: _Others.args, **kwargs: _Others.kwargs) -> Tensor:
-        return function(first, *args, **kwargs)
-
-    known: Any = made
-    signature = inspect.signature(function)
-    given, *parameters = signature.parameters.values()
-    known.__signature__ = signature.replace(parameters=parameters)
-    known.__annotations__ = {k: h for k, h in function.__annotations__.items() if k != given.name}
-    known.__name__ = known.__qualname__ = name
-    known.__doc__ = doc
-    return made
 
 
 def to_scale(where: str, value: Floats) -> Tensor:

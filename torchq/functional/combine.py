@@ -11,7 +11,8 @@ from torch import Tensor
 
 from torchq.attributes.arguments import check_tensors, to_int
 from torchq.attributes.attr import Attr
-from torchq.functional.arguments import check_8bit, integer, real_params
+from torchq.functional.arguments import check_8bit, integer
+from torchq.functional.folding import check_attr
 from torchq.runtime.library import dtype_code
 
 
@@ -27,7 +28,10 @@ def add(src0: Tensor, src1: Tensor, attr: Attr, dst_dtype: torch.dtype = torch.u
         attr: scales and zero points of ``src0``, ``src1`` and ``dst``, mask 0.
         dst_dtype: torch.uint8, int8 or float32; float32 has neither scale nor zero point.
     """
-    return _binary("add", src0, src1, attr, dst_dtype)
+    scales, zero_points = _operands("add", attr, [src0, src1])
+    relu, code = _binary("add", src0, src1, attr, dst_dtype)
+    result: Tensor = torch.ops.torchq.add(src0, src1, scales, zero_points, code, relu)
+    return result
 
 
 def mul(src0: Tensor, src1: Tensor, attr: Attr, dst_dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -36,7 +40,10 @@ def mul(src0: Tensor, src1: Tensor, attr: Attr, dst_dtype: torch.dtype = torch.u
     ``dst = clamp(rne(fma(float((src0 - z0) * (src1 - z1)), m, dst_zero_point)))`` with ``m =
     scale0 * scale1 / dst_scale``, computed in double and rounded once.
     """
-    return _binary("mul", src0, src1, attr, dst_dtype)
+    scales, zero_points = _operands("mul", attr, [src0, src1])
+    relu, code = _binary("mul", src0, src1, attr, dst_dtype)
+    result: Tensor = torch.ops.torchq.mul(src0, src1, scales, zero_points, code, relu)
+    return result
 
 
 def concat(
@@ -80,14 +87,18 @@ def pad(src: Tensor, padding: Sequence[int], zero_point: int = 0) -> Tensor:
 def _operands(op: str, attr: Attr, srcs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Scales and zero points of src0, src1, ... and dst as the ops take them."""
     args = [*(f"src{i}" for i in range(len(srcs))), "dst"]
-    params = real_params(op, attr, args)
+    check_attr(op, attr, {(kind, arg): (0,) for kind in ("scales", "zero_points") for arg in args})
     for arg, src in zip(args, srcs, strict=False):
         check_8bit(op, arg, src)
-    return params
+    scales = torch.cat([attr.resolve(arg, (1,)) for arg in args])
+    zero_points = torch.cat([attr.resolve(arg, (1,), "zero_points") for arg in args])
+    return scales, zero_points
 
 
-def _binary(op: str, src0: Tensor, src1: Tensor, attr: Attr, dst_dtype: torch.dtype) -> Tensor:
-    scales, zero_points = _operands(op, attr, [src0, src1])
+def _binary(
+    op: str, src0: Tensor, src1: Tensor, attr: Attr, dst_dtype: torch.dtype
+) -> tuple[bool, int]:
+    """Return whether the destination ends in a relu, and its dtype code."""
     text = str(attr.post_ops)
     if text not in ("", "eltwise_relu"):
         raise NotImplementedError(
@@ -100,6 +111,4 @@ def _binary(op: str, src0: Tensor, src1: Tensor, attr: Attr, dst_dtype: torch.dt
             f"torchq.{op}: src0 and src1 must have shapes that broadcast, got {list(src0.shape)} "
             f"and {list(src1.shape)}. Dims must agree or be 1, from the last one on."
         )
-    code, kernel = dtype_code(dst_dtype, op), getattr(torch.ops.torchq, op)
-    result: Tensor = kernel(src0, src1, scales, zero_points, code, text == "eltwise_relu")
-    return result
+    return text == "eltwise_relu", dtype_code(dst_dtype, op)

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchq.attributes.arguments import check_type
 from torchq.attributes.attr import Attr, check_attr_type
-from torchq.functional import depthwise
 from torchq.functional.arguments import (
     Ints,
     check_source,
@@ -19,11 +19,28 @@ from torchq.functional.arguments import (
     packed_layer,
     spatial_dims,
     spread,
-    variant,
 )
-from torchq.functional.depthwise import split_at_dw_conv
+from torchq.functional.depthwise import padding_end, split_at_dw_conv
 from torchq.functional.packing import PackedWeight, pack_conv
 from torchq.runtime.windows import conv_sizes
+
+
+def conv1d(
+    src: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
+    padding_end: Ints | None = None,
+) -> Tensor:
+    """As :func:`conv2d` for ``src`` (N, C, L) and ``weight`` (OC, C/groups, k)."""
+    window = _Window(stride, padding, padding_end, dilation, groups)
+    return _conv(1, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
 
 
 def conv2d(
@@ -80,12 +97,11 @@ def conv2d(
         >>> dst.shape, dst[0, 0, 0].tolist()
         (torch.Size([1, 4, 5, 5]), [4.0, 6.0, 6.0, 6.0, 4.0])
     """
-    window = stride, padding, dilation, groups
-    return _conv(2, src, weight, bias, *window, attr, dst_dtype, post_op_srcs, padding_end)
+    window = _Window(stride, padding, padding_end, dilation, groups)
+    return _conv(2, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
 
 
-def _conv(
-    dims: int | None,
+def conv3d(
     src: Tensor,
     weight: Tensor | PackedWeight,
     bias: Tensor | None = None,
@@ -98,32 +114,69 @@ def _conv(
     post_op_srcs: Sequence[Tensor] = (),
     padding_end: Ints | None = None,
 ) -> Tensor:
-    if dims is None:
-        check_type("torchq.convolution: src", src, Tensor, "Pass a uint8 or int8 tensor.")
-        dims = spatial_dims("convolution", src)
+    """As :func:`conv2d` for ``src`` (N, C, D, H, W) and ``weight`` (OC, C/groups, kd, kh, kw)."""
+    window = _Window(stride, padding, padding_end, dilation, groups)
+    return _conv(3, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
+
+
+def convolution(
+    src: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
+    padding_end: Ints | None = None,
+) -> Tensor:
+    """As :func:`conv2d` for one to three spatial dimensions, those of ``src``."""
+    check_type("torchq.convolution: src", src, Tensor, "Pass a uint8 or int8 tensor.")
+    window = _Window(stride, padding, padding_end, dilation, groups)
+    dims = spatial_dims("convolution", src)
+    return _conv(dims, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
+
+
+class _Window(NamedTuple):
+    stride: Ints
+    padding: Ints
+    padding_end: Ints | None
+    dilation: Ints
+    groups: int
+
+
+def _conv(
+    dims: int,
+    src: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None,
+    window: _Window,
+    attr: Attr | None,
+    dst_dtype: torch.dtype,
+    post_op_srcs: Sequence[Tensor],
+) -> Tensor:
     op = f"conv{dims}d"
     attr = Attr() if attr is None else attr
     check_attr_type(op, attr)
     if (parts := split_at_dw_conv(op, attr)) is not None:
         first, dw, filters, second = parts
         count = first.post_ops.num_srcs
-        window, srcs = (stride, padding, dilation, groups), post_op_srcs[:count]
-        mid = _conv(dims, src, weight, bias, *window, first, dw.dtype, srcs, padding_end)
-        window, srcs = (dw.stride, dw.padding, 1, mid.shape[1]), post_op_srcs[count:]
-        end = depthwise.padding_end(op, dw, mid)
-        return _conv(dims, mid, filters, dw.bias, *window, second, dst_dtype, srcs, end)
+        mid = _conv(dims, src, weight, bias, window, first, dw.dtype, post_op_srcs[:count])
+        inner = _Window(dw.stride, dw.padding, padding_end(op, dw, mid), 1, mid.shape[1])
+        srcs = post_op_srcs[count:]
+        return _conv(dims, mid, filters, dw.bias, inner, second, dst_dtype, srcs)
     check_source(op, src, attr)
-    gaps = tuple(spread(op, "dilation", dilation, dims))
-    packed = _packed(op, dims, weight, integer(op, "groups", groups), gaps)
+    window = window._replace(groups=integer(op, "groups", window.groups))
+    packed = _packed(op, dims, weight, window)
     if src.dim() != dims + 2 or src.shape[1] != packed.in_channels:
         raise ValueError(
             f"torchq.{op}: src must be (N, {packed.in_channels}, spatial...) with "
             f"{dims + 2} dims for weight {list(packed.shape)} and groups={packed.groups}, got "
             f"{list(src.shape)}. Add a batch dimension with unsqueeze(0) if it is missing."
         )
-    sides = stride, padding, padding_end, gaps
-    channels = packed.groups, packed.in_channels
-    geometry = conv_geometry(op, packed.shape[2:], *sides, *channels)
+    geometry = conv_geometry(op, packed.shape[2:], *window, packed.in_channels)
     operands = src, packed, geometry, bias, attr, dst_dtype, post_op_srcs
     return packed_layer(
         op,
@@ -133,22 +186,8 @@ def _conv(
     )
 
 
-conv1d = variant(
-    _conv, 1, "conv1d", "As :func:`conv2d` for ``src`` (N, C, L) and ``weight`` (OC, C/groups, k)."
-)
-conv3d = variant(
-    _conv, 3, "conv3d",
-    "As :func:`conv2d` for ``src`` (N, C, D, H, W) and ``weight`` (OC, C/groups, kd, kh, kw).",
-)  # fmt: skip
-convolution = variant(
-    _conv, None, "convolution",
-    "As :func:`conv2d` for one to three spatial dimensions, those of ``src``.",
-)  # fmt: skip
-
-
-def _packed(
-    op: str, dims: int, weight: Tensor | PackedWeight, groups: int, dilation: tuple[int, ...]
-) -> PackedWeight:
+def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) -> PackedWeight:
+    dilation = tuple(spread(op, "dilation", window.dilation, dims))
     if not isinstance(weight, PackedWeight):
         check_type(f"torchq.{op}: weight", weight, Tensor, "Pass an int8 or uint8 tensor.")
     shape = tuple(weight.shape)
@@ -164,15 +203,15 @@ def _packed(
             f"{list(shape)}. {remedy}"
         )
     if not isinstance(weight, PackedWeight):
-        return pack_conv(weight, groups, dilation)
+        return pack_conv(weight, window.groups, dilation)
     if weight.stride:
         raise ValueError(
             f"torchq.{op}: weight must be packed by pack_conv, got the packed weight of a "
             "transposed convolution. Use conv_transpose1d, 2d or 3d."
         )
-    if (weight.groups, weight.dilation) != (groups, dilation):
+    if (weight.groups, weight.dilation) != (window.groups, dilation):
         raise ValueError(
-            f"torchq.{op}: weight must be packed for groups={groups}, dilation={dilation}, "
+            f"torchq.{op}: weight must be packed for groups={window.groups}, dilation={dilation}, "
             f"got groups={weight.groups}, dilation={weight.dilation}. Call pack_conv with these."
         )
     return weight

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +19,28 @@ from torchq.functional.arguments import (
     packed_layer,
     spatial_dims,
     spread,
-    variant,
 )
 from torchq.functional.packing import PackedWeight, pack_conv_transpose
 from torchq.runtime.windows import conv_transpose_sizes
+
+
+def conv_transpose1d(
+    src: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
+    padding_end: Ints | None = None,
+) -> Tensor:
+    """As :func:`conv_transpose2d` for ``src`` (N, C, L) and ``weight`` (C, OC/groups, k)."""
+    window = _Window(stride, padding, padding_end, dilation, output_padding, groups)
+    return _conv_transpose(1, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
 
 
 def conv_transpose2d(
@@ -73,14 +92,11 @@ def conv_transpose2d(
             scales with a float32 source.
         NotImplementedError: masks or post-ops without a kernel.
     """
-    window = stride, padding, output_padding, groups, dilation
-    return _conv_transpose(
-        2, src, weight, bias, *window, attr, dst_dtype, post_op_srcs, padding_end
-    )
+    window = _Window(stride, padding, padding_end, dilation, output_padding, groups)
+    return _conv_transpose(2, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
 
 
-def _conv_transpose(
-    dims: int | None,
+def conv_transpose3d(
     src: Tensor,
     weight: Tensor | PackedWeight,
     bias: Tensor | None = None,
@@ -94,15 +110,56 @@ def _conv_transpose(
     post_op_srcs: Sequence[Tensor] = (),
     padding_end: Ints | None = None,
 ) -> Tensor:
-    if dims is None:
-        check_type("torchq.deconvolution: src", src, Tensor, "Pass a uint8 or int8 tensor.")
-        dims = spatial_dims("deconvolution", src)
+    """As :func:`conv_transpose2d` for (N, C, D, H, W) and ``weight`` (C, OC/groups, kd, kh, kw)."""
+    window = _Window(stride, padding, padding_end, dilation, output_padding, groups)
+    return _conv_transpose(3, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
+
+
+def deconvolution(
+    src: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: Ints = 0,
+    output_padding: Ints = 0,
+    groups: int = 1,
+    dilation: Ints = 1,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
+    padding_end: Ints | None = None,
+) -> Tensor:
+    """As :func:`conv_transpose2d` for one to three spatial dimensions, those of ``src``."""
+    check_type("torchq.deconvolution: src", src, Tensor, "Pass a uint8 or int8 tensor.")
+    window = _Window(stride, padding, padding_end, dilation, output_padding, groups)
+    dims = spatial_dims("deconvolution", src)
+    return _conv_transpose(dims, src, weight, bias, window, attr, dst_dtype, post_op_srcs)
+
+
+class _Window(NamedTuple):
+    stride: Ints
+    padding: Ints
+    padding_end: Ints | None
+    dilation: Ints
+    output_padding: Ints
+    groups: int
+
+
+def _conv_transpose(
+    dims: int,
+    src: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None,
+    window: _Window,
+    attr: Attr | None,
+    dst_dtype: torch.dtype,
+    post_op_srcs: Sequence[Tensor],
+) -> Tensor:
     op = f"conv_transpose{dims}d"
     attr = Attr() if attr is None else attr
     check_source(op, src, attr)
-    steps = tuple(spread(op, "stride", stride, dims))
-    gaps = tuple(spread(op, "dilation", dilation, dims))
-    packed = _packed(op, dims, weight, integer(op, "groups", groups), steps, gaps)
+    window = window._replace(groups=integer(op, "groups", window.groups))
+    packed = _packed(op, dims, weight, window)
     if src.dim() != dims + 2 or src.shape[1] != packed.in_channels:
         raise ValueError(
             f"torchq.{op}: src must be (N, {packed.in_channels}, spatial...) with "
@@ -110,7 +167,6 @@ def _conv_transpose(
             f"groups={packed.groups}, got {list(src.shape)}. Add a batch dimension with "
             "unsqueeze(0) if it is missing."
         )
-    window = steps, padding, padding_end, gaps, output_padding, packed.groups
     geometry = conv_transpose_geometry(op, packed.shape[2:], *window, packed.in_channels)
     operands = src, packed, geometry, bias, attr, dst_dtype, post_op_srcs
     return packed_layer(
@@ -121,28 +177,9 @@ def _conv_transpose(
     )
 
 
-conv_transpose1d = variant(
-    _conv_transpose, 1, "conv_transpose1d",
-    "As :func:`conv_transpose2d` for ``src`` (N, C, L) and ``weight`` (C, OC/groups, k).",
-)  # fmt: skip
-conv_transpose3d = variant(
-    _conv_transpose, 3, "conv_transpose3d",
-    "As :func:`conv_transpose2d` for (N, C, D, H, W) and ``weight`` (C, OC/groups, kd, kh, kw).",
-)  # fmt: skip
-deconvolution = variant(
-    _conv_transpose, None, "deconvolution",
-    "As :func:`conv_transpose2d` for one to three spatial dimensions, those of ``src``.",
-)  # fmt: skip
-
-
-def _packed(
-    op: str,
-    dims: int,
-    weight: Tensor | PackedWeight,
-    groups: int,
-    stride: tuple[int, ...],
-    dilation: tuple[int, ...],
-) -> PackedWeight:
+def _packed(op: str, dims: int, weight: Tensor | PackedWeight, window: _Window) -> PackedWeight:
+    stride = tuple(spread(op, "stride", window.stride, dims))
+    dilation = tuple(spread(op, "dilation", window.dilation, dims))
     if not isinstance(weight, PackedWeight):
         check_type(f"torchq.{op}: weight", weight, Tensor, "Pass an int8 or uint8 tensor.")
     shape = tuple(weight.shape)
@@ -153,10 +190,11 @@ def _packed(
             "(G, OC/G, C/G, kernel...) is weight.transpose(1, 2).flatten(0, 1) here."
         )
     if not isinstance(weight, PackedWeight):
-        return pack_conv_transpose(weight, groups, stride, dilation)
-    if (weight.groups, weight.stride, weight.dilation) != (groups, stride, dilation):
+        return pack_conv_transpose(weight, window.groups, stride, dilation)
+    packed_for = (weight.groups, weight.stride, weight.dilation)
+    if packed_for != (window.groups, stride, dilation):
         raise ValueError(
-            f"torchq.{op}: weight must be packed for groups={groups}, stride={stride}, "
+            f"torchq.{op}: weight must be packed for groups={window.groups}, stride={stride}, "
             f"dilation={dilation}, got groups={weight.groups}, stride={weight.stride}, "
             f"dilation={weight.dilation}. Call pack_conv_transpose with these."
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchq.attributes.arguments import INT32, check_type, to_int
 from torchq.attributes.options import OffsetC
-from torchq.functional.arguments import integer, variant
+from torchq.functional.arguments import integer
 
 
 def gemm_u8s8s32(
@@ -53,14 +53,15 @@ def gemm_u8s8s32(
         ValueError: shapes that do not fit, ``ao`` or ``bo`` out of range, or K above 65793 (33025
             with ``bo``).
     """
-    return _gemm(
-        torch.uint8, a, b, c, co, trans_a=trans_a, trans_b=trans_b, offsetc=offsetc, alpha=alpha,
-        beta=beta, ao=ao, bo=bo,
-    )  # fmt: skip
+    check_type("torchq.gemm_u8s8s32: a", a, Tensor, "Pass a uint8 matrix.")
+    if a.dtype != torch.uint8:
+        raise TypeError(
+            f"torchq.gemm_u8s8s32: a must be torch.uint8, got {a.dtype}. Use gemm_s8s8s32 for int8."
+        )
+    return _gemm("gemm_u8s8s32", a, b, c, co, trans_a, trans_b, offsetc, alpha, beta, ao, bo)
 
 
-def _gemm(
-    dtype: torch.dtype,
+def gemm_s8s8s32(
     a: Tensor,
     b: Tensor,
     c: Tensor | None = None,
@@ -74,12 +75,29 @@ def _gemm(
     ao: int = 0,
     bo: int = 0,
 ) -> Tensor:
-    op, other = "gemm_u8s8s32", "gemm_s8s8s32 for int8"
-    if dtype == torch.int8:
-        op, other = "gemm_s8s8s32", "gemm_u8s8s32 for uint8"
-    check_type(f"torchq.{op}: a", a, Tensor, f"Pass a matrix of {dtype}.")
-    if a.dtype != dtype:
-        raise TypeError(f"torchq.{op}: a must be {dtype}, got {a.dtype}. Use {other}.")
+    """As :func:`gemm_u8s8s32` for an int8 ``a``."""
+    check_type("torchq.gemm_s8s8s32: a", a, Tensor, "Pass an int8 matrix.")
+    if a.dtype != torch.int8:
+        raise TypeError(
+            f"torchq.gemm_s8s8s32: a must be torch.int8, got {a.dtype}. Use gemm_u8s8s32 for uint8."
+        )
+    return _gemm("gemm_s8s8s32", a, b, c, co, trans_a, trans_b, offsetc, alpha, beta, ao, bo)
+
+
+def _gemm(
+    op: str,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    co: int | Tensor,
+    trans_a: bool,
+    trans_b: bool,
+    offsetc: OffsetC,
+    alpha: float,
+    beta: float,
+    ao: int,
+    bo: int,
+) -> Tensor:
     if not isinstance(co, Tensor):
         value = to_int(f"torchq.{op}: co", co, INT32.min, INT32.max)
         co = torch.tensor([value], dtype=torch.int32, device="cpu")
@@ -88,8 +106,3 @@ def _gemm(
         a, b, c, trans_a, trans_b, alpha, beta, ao, bo, offsetc, co.contiguous()
     )
     return result
-
-
-gemm_s8s8s32 = variant(
-    _gemm, torch.int8, "gemm_s8s8s32", "As :func:`gemm_u8s8s32` for an int8 ``a``."
-)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.attr import Attr
-from torchq.functional.arguments import check_8bit, integer, real_arguments, variant
+from torchq.functional.arguments import check_8bit, integer, real_arguments
 
 
 def softmax(
@@ -43,7 +43,18 @@ def softmax(
         ValueError: ``dim`` does not exist, ``attr`` sets other arguments, or shapes do not fit.
         NotImplementedError: another mask of scales or zero points, or ``dw_conv``.
     """
-    return _softmax("softmax", src, dim, attr, dst_dtype, post_op_srcs)
+    return _softmax("softmax", src, dim, False, attr, dst_dtype, post_op_srcs)
+
+
+def log_softmax(
+    src: Tensor,
+    dim: int = -1,
+    attr: Attr | None = None,
+    dst_dtype: torch.dtype = torch.float32,
+    post_op_srcs: Sequence[Tensor] = (),
+) -> Tensor:
+    """``y_i = (x_i - max_j x_j) - log(sum_j e_j)``; all else as in :func:`softmax`."""
+    return _softmax("log_softmax", src, dim, True, attr, dst_dtype, post_op_srcs)
 
 
 def layer_norm(
@@ -142,18 +153,13 @@ def _params(
 def _softmax(
     op: str,
     src: Tensor,
-    dim: int = -1,
-    attr: Attr | None = None,
-    dst_dtype: torch.dtype = torch.float32,
-    post_op_srcs: Sequence[Tensor] = (),
+    dim: int,
+    logarithmic: bool,
+    attr: Attr | None,
+    dst_dtype: torch.dtype,
+    post_op_srcs: Sequence[Tensor],
 ) -> Tensor:
     params = _params(op, src, attr, dst_dtype, post_op_srcs)
     dim = integer(op, "dim", dim)
-    result: Tensor = torch.ops.torchq.softmax(src, dim, op == "log_softmax", *params)
+    result: Tensor = torch.ops.torchq.softmax(src, dim, logarithmic, *params)
     return result
-
-
-log_softmax = variant(
-    _softmax, "log_softmax", "log_softmax",
-    "``y_i = (x_i - max_j x_j) - log(sum_j e_j)``; all else as in :func:`softmax`.",
-)  # fmt: skip
