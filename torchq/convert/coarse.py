@@ -94,10 +94,12 @@ def _updated(rows: list[Row], before: Plan, after: Plan) -> list[Row]:
     if before is after:
         return rows
     old, new = ({row.name: row for row in report_rows(plan)} for plan in (before, after))
-    changed = {name: row for name, row in new.items() if row != old.get(name)}
-    return [
-        replace(row, quantized=now.quantized, reason=now.reason, site=now.site)
-        if (now := changed.get(row.name))
-        else row
-        for row in rows
-    ]
+    found = []
+    for row in rows:
+        now = new.get(row.name)
+        if now is not None and now != old.get(row.name):
+            own = now.quantized or now.is_matmul  # others only follow such a layer
+            reason = now.reason if own else "its sources are float"
+            row = replace(row, quantized=now.quantized, reason=reason, site=now.site)
+        found.append(row)
+    return found

@@ -25,10 +25,10 @@ from torchq.quantization.observers.base import Observer
 from torchq.quantization.qparams import QParams
 
 # In dB. Convolutions of trained networks that lose nothing have 29 and more; silero-vad's that
-# change its decisions have 25 and 23, resemblyzer's LSTM 8. MiniLM's linear layers have 22 and
+# change its decisions have 25 and 23, resemblyzer's LSTM 8. MiniLM's linear layers have 19 and
 # more: smoothing and channels apart suit them, at no cost.
 LEAST = 27.0
-_LEAST_LINEAR = 20.0
+_LEAST_LINEAR = 15.0
 _PER_OCTAVE = 4  # bins of 0.75 dB
 _OCTAVES = 128  # below 1, and above
 _POOLS: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -99,9 +99,10 @@ class RowPowers(Observer):
         return f"window={self.window}, groups={self.groups}"
 
     def _record(self, values: Tensor) -> None:
-        squares, counts = (
-            self._rows(x) for x in (values.double().square(), (values != 0).double())
-        )
+        axis = -1 if self.window is None else -len(self.window) - 1
+        if values.shape[axis] != self.groups:  # sums over channels, in an order that varies
+            values = values.double()
+        squares, counts = self._rows(values.square()), self._rows((values != 0).to(values.dtype))
         kept = squares > 0  # neither zeros nor NaN, which the observer of ranges refuses
         octaves = (squares[kept] / counts[kept]).log2()
         index = ((octaves + _OCTAVES) * _PER_OCTAVE).clamp(0, len(self.counts) - 1).long()
@@ -113,10 +114,12 @@ class RowPowers(Observer):
             return values.sum(-1).flatten()
         spatial = values.shape[-len(self.window) :]
         channels = values.shape[-len(spatial) - 1] // self.groups
-        sums = values.reshape(-1, self.groups, channels, *spatial).sum(2)
+        if channels > 1:
+            values = values.reshape(-1, self.groups, channels, *spatial).sum(2)
         window = [min(pair) for pair in zip(self.window, spatial, strict=True)]
-        means: Tensor = _POOLS[len(spatial)](sums, window, window)
-        return means.flatten()
+        if max(window) > 1:
+            values = _POOLS[len(spatial)](values, window, window)
+        return values.flatten()
 
     def _merge(self, other: Self) -> None:
         self.counts += other.counts
