@@ -11,6 +11,7 @@ from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -262,6 +263,22 @@ def test_results_that_are_no_tensors() -> None:
     converted = torchq.quantize(model, [values(90, 8)])
     out = near(model, converted, values(2, 8))
     assert out[1:] == (None, "text", 3, 2, (2, 8)) and calls(converted) == (1, 0)
+
+
+class Cache:
+    """Keeps tensors, as the caches of language models do; torch.export does not know it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def test_a_result_that_torch_export_does_not_know_is_seen_without_a_capture() -> None:
+    model = wired(lambda m, x: (m.b(m.a(x)), Cache(x)))
+    with mock.patch("torch.export.export", side_effect=AssertionError):
+        converted = torchq.quantize(model, [values(90, 8)])
+    assert "it returns a Cache, which is no tensor" in torchq.explain(converted).note
+    y, cache = converted(x := values(2, 8))
+    assert sqnr(model(x)[0], y) > 25 and torch.equal(cache.x, x)
 
 
 def test_other_items_of_a_dict_are_not_ignored() -> None:

@@ -143,14 +143,15 @@ def _why_unknown(does: str, values: Any) -> str:
         kind = type(leaf).__name__
         if is_dataclass(leaf):
             return f"it {does} a {kind}. Call torch.export.register_dataclass({kind}) first"
-        if does == "takes" and not _is_constant(leaf):
-            return f"it takes a {kind}, which is no tensor and no constant"
+        if not _is_constant(leaf):
+            return f"it {does} a {kind}, which is no tensor and no constant"
     return ""
 
 
 def _is_constant(leaf: Any) -> bool:
     """Return whether a graph may hold a value that is no tensor as a constant."""
-    kinds = (Tensor, bool, int, float, str, torch.dtype, torch.device, enum.Enum, type(None))
+    numbers = (bool, int, float, torch.Size)
+    kinds = (Tensor, *numbers, str, torch.dtype, torch.device, enum.Enum, type(None))
     return isinstance(leaf, kinds)
 
 
