@@ -216,6 +216,7 @@ TORCH_LIBRARY(torchq, m) {
   m.def("_release_memory() -> int",
         []() { return torchq::release_scratch() + torchq::release_idle(); });
   m.def("_set_timing(bool on) -> bool", &torchq::set_timing);
+  m.def("_set_only_checks(bool on) -> bool", &torchq::set_only_checks);
   m.def("_last_us() -> float", &torchq::last_microseconds);
 }
 

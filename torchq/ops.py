@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.runtime.library import DTYPES, LIBRARY_PATH, refuse_onnx_export, shorten_calls
+from torchq.runtime.library import LIBRARY_PATH, refuse_onnx_export, shorten_calls
 from torchq.runtime.matmul_fakes import FAKES
+from torchq.runtime.stand_ins import check_as_op
 
 __all__ = ["LIBRARY_PATH"]
-
-_STORED = {code: dtype for code, dtype in DTYPES.items() if dtype != torch.bfloat16}
-"""What kernels store; the border of ops with one result rounds to bfloat16."""
 
 
 def _register(name: str, kernel: Callable[..., Any]) -> None:
@@ -35,28 +33,19 @@ def _register(name: str, kernel: Callable[..., Any]) -> None:
     def checked(*args: Any, **kwargs: Any) -> Any:
         refuse_onnx_export()
         given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-        _check_arguments(name, given)
+        _check_devices(name, given)
         given = defaults | given
+        check_as_op(name, {a.name: given[a.name] for a in arguments})
         return kernel(**{key: given[key] for key in needed})
 
     torch.library.register_fake(f"torchq::{name}", checked)
 
 
-def _check_arguments(name: str, given: Mapping[str, Any]) -> None:
-    """Refuse unknown dtypes, as the op does, and CPU sources with meta tensors.
-
-    With these dst would be on the CPU, and nothing written to it.
-    """
+def _check_devices(name: str, given: Mapping[str, Any]) -> None:
+    """Refuse CPU sources with meta tensors: dst would be on the CPU, and nothing written to it."""
     devices: dict[bool, list[str]] = {False: [], True: []}
     on_meta: list[bool] = []
     for argument, value in given.items():
-        dtypes = DTYPES if argument == "dst_dtype" and name != "rnn" else _STORED
-        if argument in ("dst_dtype", "h_n_dtype") and value is not None and value not in dtypes:
-            raise NotImplementedError(
-                f"torchq.{name}: dst_dtype must be 0 (uint8), 1 (int8), 3 (int32), 6 (float32) or, "
-                f"of an op with one result, 15 (bfloat16), got {value}. The nearest supported "
-                "destination is float32."
-            )
         for tensor in value if isinstance(value, list | tuple) else [value]:
             if isinstance(tensor, Tensor):
                 on_meta.append(tensor.device.type == "meta")

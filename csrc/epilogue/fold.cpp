@@ -127,6 +127,7 @@ Folded fold_with(const Problem& p, const PerChannel& dst_scale, const Start& sta
   at::Tensor offset = at::detail::empty_cpu({n_channels}, at::kFloat);
   at::Tensor params =
       at::detail::empty_cpu({p.chain.num_params(n_channels, p.dst_dtype)}, at::kFloat);
+  if (only_checks()) return {multiplier, offset, params};
   float* m = multiplier.mutable_data_ptr<float>();
   float* b = offset.mutable_data_ptr<float>();
   float* q = params.mutable_data_ptr<float>();

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include "kernels/table.h"
+#include "runtime/dispatch.h"
 
 namespace torchq {
 
@@ -77,6 +78,9 @@ inline DType dst_dtype_of(const char* op, int64_t dst_dtype) {
           "float32.");
   }
 }
+
+/// Returns true where an op has nothing more to do than to return dst.
+inline bool is_done(const at::Tensor& dst) { return dst.numel() == 0 || only_checks(); }
 
 /// The bytes of a quantized tensor.
 inline const uint8_t* bytes_of(const at::Tensor& t) {

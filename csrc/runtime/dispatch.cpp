@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 
 #include "kernels/amx/contract.h"
 #include "runtime/verbose.h"
@@ -119,6 +120,7 @@ thread_local const Kernels* selected = nullptr;
 thread_local const char* last_name = "";
 thread_local const char* last_isa = "";
 thread_local bool timing = false;
+thread_local bool checking = false;
 thread_local double last_us = 0;
 
 }  // namespace
@@ -139,7 +141,12 @@ std::string select_isa(const std::string& isa) {
   return before;
 }
 
-OpTrace::OpTrace(const char* op) : op_(op), verbose_(verbosity() > 0), timed_(verbose_ || timing) {
+bool only_checks() { return checking; }
+
+bool set_only_checks(bool on) { return std::exchange(checking, on); }
+
+OpTrace::OpTrace(const char* op)
+    : op_(op), verbose_(verbosity() > 0 && !checking), timed_(verbose_ || timing) {
   last_name = last_isa = "";  // an op that has nothing to compute runs no kernel
   if (timed_) start_ = now_us();
 }
@@ -163,11 +170,7 @@ std::string last_kernel() {
   return *last_name == '\0' ? "" : std::string(last_name) + ":" + last_isa;
 }
 
-bool set_timing(bool on) {
-  const bool before = timing;
-  timing = on;
-  return before;
-}
+bool set_timing(bool on) { return std::exchange(timing, on); }
 
 double last_microseconds() { return last_us; }
 

@@ -21,6 +21,18 @@ std::vector<std::string> supported_isas();
 /// Raises ValueError for a tier this CPU lacks.
 std::string select_isa(const std::string& isa);
 
+// Note [Checks alone]
+// A fake kernel calls the op itself on stand-ins: CPU tensors with the dtypes, shapes and strides
+// of the arguments, and ones or zeros in them. The op checks its arguments and returns a result
+// that nothing wrote. So a traced program raises what the op raises, in the same words. What is
+// wrong with values alone shows at run time.
+
+/// Returns true while ops of this thread check their arguments and compute nothing.
+bool only_checks();
+
+/// Switches that on or off, and returns what it was.
+bool set_only_checks(bool on);
+
 /// Around one op call, from its first line: sets the floating-point mode, notes which kernel ran,
 /// measures the call while timing is on, and prints a line for it under TORCHQ_VERBOSE=1.
 class OpTrace {

@@ -4,8 +4,9 @@
     python tests/fuzz/fuzz_ops.py --calls 1000000 --seed 0
 
 A call gives a result or a Python exception: no signal, no hang, no internal assertion. On meta it
-gives the same shapes, strides and dtypes, and raises only where the op does. A call is a line of
-Python; what is printed on failure can be pasted into `python -i tests/fuzz/op_calls.py`.
+gives the same shapes, strides and dtypes, or raises the same text, unless values alone are wrong. A
+call is a line of Python; what is printed on failure can be pasted into
+`python -i tests/fuzz/op_calls.py`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,26 @@ def evaluated(call: str, ops: Any) -> list[Tensor] | Exception:
     return [result] if isinstance(result, Tensor) else list(result)
 
 
+OF_VALUES = (
+    *("must be finite", "must be normal", "a finite float32", "float32 cannot hold"),
+    *("zero_point must lie", "zero_points must lie", "indices must lie", "offsets must ascend"),
+    *(
+        "requires grad",
+        "must have scale 1",
+        "needs a zero point of 0",
+        "no scale and no zero point",
+        "takes more than 2^40 bytes",
+    ),
+)
+"""In errors that only values show, or what meta tensors lack: gradients, and memory."""
+
+
+def is_of_values(call: str, error: str) -> bool:
+    """Returns whether a fake need not raise; it knows nothing of packed sequences either."""
+    packed = call.startswith("ops.rnn(") and ")[1]" not in call
+    return packed or not error.startswith("torchq.") or any(text in error for text in OF_VALUES)
+
+
 OTHERS = "requires_grad", ".to('meta')", "sparse", "_efficientzerotensor"
 """Of tensors whose meta form is another one: torch gives an op an expanded zero for the last."""
 
@@ -70,8 +91,12 @@ def check(call: str) -> None:
     if any(text in call for text in OTHERS):
         return
     on_meta = evaluated(call, OnMeta())
-    if isinstance(found, Exception) or "instead found type 'Tensor'" in str(on_meta):
+    if "instead found type" in str(on_meta):
         return  # torch takes a tensor for a number only where it has a value
+    if isinstance(found, Exception):
+        same = str(on_meta) == str(found)
+        assert same or is_of_values(call, str(found)), f"{found!r}; on meta {on_meta!r}"
+        return
     assert not isinstance(on_meta, Exception), f"only on meta: {on_meta!r}"
     for x, y in zip(found, on_meta, strict=True):
         assert form(x) == form(y), f"{form(x)} is {form(y)} on meta"

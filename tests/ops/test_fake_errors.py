@@ -29,6 +29,7 @@ ARGS: dict[str, tuple[Any, ...]] = {
     "pack_conv": (KERNEL, 1, [1, 1]),
     "pack_conv_transpose": (FLIPPED, 1, [2, 2], [1, 1]),
 }
+PACKED = "conv", "conv_transpose", "linear"
 NAMES = {n: [a.name for a in getattr(ops, n).default._schema.arguments] for n in ARGS}
 
 
@@ -125,9 +126,70 @@ def test_shapes(name: str, argument: str, value: Any) -> None:
     check(name, argument, value)
 
 
-@pytest.mark.parametrize("name", ["conv", "conv_transpose", "linear"])
-def test_weights_that_nothing_packed(name: str) -> None:
-    args = [*ARGS[name]]
-    args[NAMES[name].index("compensation")] = torch.ones(8, dtype=torch.int32)
-    raised, text = error(getattr(ops, name), on_meta(args))
-    assert raised is ValueError and f"torchq.{name}: compensation must be [rows, N]" in text
+BYTES, ONE = torch.ones(1, dtype=S8), torch.ones(1)
+EVERY = [
+    *((n, "compensation", torch.ones(8, dtype=torch.int32)) for n in PACKED),
+    *((n, "weight", BYTES) for n in PACKED),
+    *((n, "multiplier", torch.ones(3)) for n in PACKED),
+    *((n, "offset", BYTES) for n in PACKED),
+    *((n, "pair_bound", ONE) for n in PACKED),
+    *((n, "acc_bias", torch.ones(3, dtype=torch.int32)) for n in PACKED),
+    *((n, "post_ops", text) for n in PACKED for text in ("eltwise_none", "sum:", "sum")),
+    *((n, "post_op_srcs", [SRC]) for n in PACKED),
+    *((n, "scales", ONE) for n in ARGS if "scales" in NAMES[n] and "pool" not in n),
+    *((n, "zero_points", ONE) for n in ARGS if "zero_points" in NAMES[n] and "pool" not in n),
+    *((n, "src", SRC.double()) for n in ARGS if "src" in NAMES[n]),
+    ("binary", "alg", "plus"),
+    ("reduction", "alg", "norm"),
+    ("resampling", "alg", "cubic"),
+    ("reorder_rounded", "rounding", "up"),
+    ("lookup", "table", BYTES),
+    ("layer_norm", "eps", -1.0),
+    ("batch_norm", "mean", torch.ones(4)),
+    ("quantize", "scale", torch.ones(4)),
+    ("attention", "mask", torch.ones(3, 4)),
+    ("attention", "scale", 0.0),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "value"), EVERY, ids=lambda x: str(x)[:20])
+def test_dtypes_counts_and_words(name: str, argument: str, value: Any) -> None:
+    check(name, argument, value)
+
+
+def test_values_show_at_run_time() -> None:
+    args = [SRC, torch.zeros(2), torch.zeros(2, dtype=torch.int32), 0, "eltwise_tanh"]
+    assert "scales must be finite and greater than 0" in error(ops.eltwise, args)[1]
+    assert ops.eltwise(*on_meta(args)).shape == SRC.shape
+
+
+def test_sizes_beyond_memory() -> None:
+    src = torch.empty(2**20, 2**30, dtype=U8, device="meta")
+    scales, zeros = torch.ones(2, device="meta"), torch.zeros(2, dtype=torch.int32, device="meta")
+    assert ops.softmax(src, -1, False, scales, zeros, 0, "").shape == src.shape
+
+
+@pytest.mark.parametrize("unbacked", [False, True], ids=["with a hint", "unbacked"])
+def test_symbolic_sizes(unbacked: bool) -> None:
+    """A size's hint is checked; what only data tells is not."""
+    packed = ops.pack_linear(torch.ones(8, 6, dtype=S8))
+
+    def call(x: Tensor) -> Tensor:
+        rows = x[x.sum(1) > 0] if unbacked else x  # how many: only known at run time
+        return ops.linear(rows.to(U8), *packed, *FOLDED, 6, *LAST)
+
+    rows = {0: torch.export.Dim("rows", min=2, max=64)}
+    program = torch.export.export(Call(call), (torch.ones(4, 6),), dynamic_shapes=[rows])
+    assert program.module()(torch.ones(9, 6)).shape == (9, 8)
+    if not unbacked:
+        with pytest.raises(Exception, match=r"torchq\.linear: src must have 6 feat"):
+            torch.export.export(Call(call), (torch.ones(4, 7),), dynamic_shapes=[rows])
+
+
+class Call(torch.nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)

@@ -10,20 +10,15 @@ import torch
 from torch import Tensor
 
 from torchq.runtime.library import DTYPES, empty_channels_last
-from torchq.runtime.windows import (
-    adaptive_sizes,
-    broadcast,
-    pool_sizes,
-    reduced_sizes,
-    resampled_sizes,
-)
+from torchq.runtime.windows import broadcast, pool_sizes, reduced_sizes
 
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
 FAKES: dict[str, Callable[..., Any]] = {}
 """By the name of the op. ``torchq.ops`` registers them: the library names it as their module.
 
-Each takes those of the op's arguments that it needs, by their names in the op's schema.
+Each takes those of the op's arguments that it needs, by their names in the op's schema. The op has
+checked them (``torchq.runtime.stand_ins``), but for what has no number yet.
 """
 
 
@@ -35,25 +30,6 @@ def fake(name: str) -> Callable[[_Kernel], _Kernel]:
         return kernel
 
     return add
-
-
-def check_dim(op: str, src: Tensor, dim: int) -> None:
-    """Raise ValueError unless ``src`` has the dimension; negative counts from the end."""
-    if not -src.dim() <= dim < src.dim():
-        raise ValueError(
-            f"torchq.{op}: dim must lie in [{-src.dim()}, {src.dim() - 1}] for src "
-            f"{list(src.shape)}, got {dim}."
-        )
-
-
-def channels(op: str, compensation: Tensor) -> int:
-    """Return the output channels of a packed weight; raise ValueError where there are none."""
-    if compensation.dim() != 2:
-        raise ValueError(
-            f"torchq.{op}: compensation must be [rows, N], got {list(compensation.shape)}. Pack "
-            "the weight with torchq.packing."
-        )
-    return int(compensation.shape[1])
 
 
 @fake("quantize")
@@ -81,10 +57,8 @@ def _(src: Tensor, table: Tensor) -> Tensor:
     return torch.empty_like(src, dtype=table.dtype)
 
 
-def _fake_binary(op: str, src0: Tensor, src1: Tensor, dst_dtype: int) -> Tensor:
-    got = f"{list(src0.shape)} and {list(src1.shape)}. Reshape one of them."
-    problem = f"src0 and src1 must broadcast, got {got}"
-    shape = broadcast(op, problem, src0.shape, src1.shape)
+def _fake_binary(src0: Tensor, src1: Tensor, dst_dtype: int) -> Tensor:
+    shape = broadcast(src0.shape, src1.shape)
     for src in (src0, src1):
         if src.shape == shape:
             return torch.empty_like(src, dtype=DTYPES[dst_dtype])
@@ -93,12 +67,12 @@ def _fake_binary(op: str, src0: Tensor, src1: Tensor, dst_dtype: int) -> Tensor:
 
 @fake("add")
 def _(src0: Tensor, src1: Tensor, dst_dtype: int) -> Tensor:
-    return _fake_binary("add", src0, src1, dst_dtype)
+    return _fake_binary(src0, src1, dst_dtype)
 
 
 @fake("mul")
 def _(src0: Tensor, src1: Tensor, dst_dtype: int) -> Tensor:
-    return _fake_binary("mul", src0, src1, dst_dtype)
+    return _fake_binary(src0, src1, dst_dtype)
 
 
 def _is_expanded(src: Tensor) -> bool:
@@ -109,20 +83,7 @@ def _is_expanded(src: Tensor) -> bool:
 
 @fake("concat")
 def _(srcs: Sequence[Tensor], dim: int, dst_dtype: int) -> Tensor:
-    if not srcs or srcs[0].dim() == 0:
-        raise ValueError(
-            "torchq.concat: srcs must be at least one tensor with dimensions, got "
-            f"{len(srcs)} tensors."
-        )
     first = srcs[0]
-    check_dim("concat", first, dim)
-    dim = dim % first.dim()
-    for src in srcs:
-        if src.dim() != first.dim():
-            raise ValueError(
-                f"torchq.concat: srcs must agree in every dimension but {dim}, got "
-                f"{list(first.shape)} and {list(src.shape)}."
-            )
     sizes = list(first.shape)
     sizes[dim] = sum(src.shape[dim] for src in srcs)
     # The order of a source that is not expanded; contiguous where there is none.
@@ -152,7 +113,7 @@ def _(src: Tensor, geometry: Sequence[int], ceil_mode: bool, dst_dtype: int | No
 
 @fake("adaptive_avg_pool")
 def _(src: Tensor, output_size: Sequence[int], dst_dtype: int | None) -> Tensor:
-    return _fake_pooled(src, adaptive_sizes(src.shape, output_size), dst_dtype)
+    return _fake_pooled(src, [*src.shape[:2], *output_size], dst_dtype)
 
 
 @fake("rnn")
@@ -187,13 +148,11 @@ def _(src: Tensor, dst_dtype: int) -> Tensor:
 
 @fake("binary")
 def _(src0: Tensor, src1: Tensor, dst_dtype: int) -> Tensor:
-    return _fake_binary("binary", src0, src1, dst_dtype)
+    return _fake_binary(src0, src1, dst_dtype)
 
 
 @fake("sum")
 def _(srcs: Sequence[Tensor], dst_dtype: int) -> Tensor:
-    if not srcs:
-        raise ValueError("torchq.sum: srcs must be 1 to 32 tensors, got 0. Sum in several steps.")
     return torch.empty_like(srcs[0], dtype=DTYPES[dst_dtype])
 
 
@@ -204,25 +163,13 @@ def _(src: Tensor, dst_dtype: int) -> Tensor:
 
 @fake("softmax")
 def _(src: Tensor, dim: int, dst_dtype: int) -> Tensor:
-    check_dim("softmax", src, dim)
     sizes = src.movedim(dim, -1).shape
     return src.new_empty(sizes, dtype=DTYPES[dst_dtype]).movedim(-1, dim)
 
 
-def _attended(op: str, query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+def _attended(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the result, with queries where they are in query's memory."""
-    shapes = [src.shape for src in (query, key, value)]
-    q, k, v = map(list, shapes)
-    if min(map(len, shapes)) < 2:
-        raise ValueError(
-            f"torchq.{op}: query, key and value must be (..., L, E), (..., S, E) and (..., S, Ev), "
-            f"got {q}, {k} and {v}. Add the missing dimension with unsqueeze."
-        )
-    problem = (
-        f"the batch dimensions of query, key and value must broadcast, got {q}, {k} and {v}. "
-        "Repeat the heads of key and value where there are fewer."
-    )
-    batch = broadcast(op, problem, *(shape[:-2] for shape in shapes))
+    batch = broadcast(*(src.shape[:-2] for src in (query, key, value)))
     sizes = [*batch, query.shape[-2], value.shape[-1]]
     last = at = len(batch)
     while query.dim() == last + 2 and at > 0 and query.stride(at - 1) < query.stride(last):
@@ -233,46 +180,25 @@ def _attended(op: str, query: Tensor, key: Tensor, value: Tensor, dtype: torch.d
 
 @fake("attention")
 def _(query: Tensor, key: Tensor, value: Tensor, dst_dtype: int) -> Tensor:
-    return _attended("attention", query, key, value, DTYPES[dst_dtype])
+    return _attended(query, key, value, DTYPES[dst_dtype])
 
 
 @fake("dynamic_attention")
 def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return _attended("dynamic_attention", query, key, value, query.dtype)
+    return _attended(query, key, value, query.dtype)
 
 
 @fake("layer_norm")
-def _(src: Tensor, dims: int, dst_dtype: int) -> Tensor:
-    if not 1 <= dims <= src.dim():
-        raise ValueError(
-            f"torchq.layer_norm: dims must lie in [1, {src.dim()}] for src {list(src.shape)}, got "
-            f"{dims}."
-        )
+def _(src: Tensor, dst_dtype: int) -> Tensor:
     return src.new_empty(src.shape, dtype=DTYPES[dst_dtype])
 
 
-def _by_channel(op: str, src: Tensor, dst_dtype: int) -> Tensor:
-    if src.dim() < 2:
-        raise ValueError(
-            f"torchq.{op}: src must be (N, C, ...), got {list(src.shape)}. Add a batch dimension "
-            "with unsqueeze(0)."
-        )
+def _by_channel(src: Tensor, dst_dtype: int) -> Tensor:
     return src.new_empty(src.movedim(1, -1).shape, dtype=DTYPES[dst_dtype]).movedim(-1, 1)
 
 
-@fake("group_norm")
-def _(src: Tensor, groups: int, dst_dtype: int) -> Tensor:
-    dst = _by_channel("group_norm", src, dst_dtype)
-    if groups < 1 or src.shape[1] % groups:
-        raise ValueError(
-            f"torchq.group_norm: groups must divide the channels, {src.shape[1]}, got {groups}."
-        )
-    return dst
-
-
-@fake("batch_norm")
-def _(src: Tensor, dst_dtype: int) -> Tensor:
-    return _by_channel("batch_norm", src, dst_dtype)
+fake("group_norm")(_by_channel)
+fake("batch_norm")(_by_channel)
 
 
 @fake("reduction")
@@ -282,7 +208,7 @@ def _(src: Tensor, dims: Sequence[int], keepdim: bool, dst_dtype: int) -> Tensor
 
 @fake("resampling")
 def _(src: Tensor, size: Sequence[int], dst_dtype: int) -> Tensor:
-    return empty_channels_last(src, resampled_sizes(src.shape, size), DTYPES[dst_dtype])
+    return empty_channels_last(src, [*src.shape[:2], *size], DTYPES[dst_dtype])
 
 
 @fake("embedding")
@@ -298,11 +224,5 @@ def _(
     embedding_dim: int,
     include_last_offset: bool,
 ) -> Tensor:
-    if indices.dim() != (2 if offsets is None else 1):
-        raise ValueError(
-            "torchq.embedding_bag: indices must be 1-D with offsets, or 2-D without, a bag in each "
-            f"row, got {indices.dim()}-D and {'no ' if offsets is None else ''}offsets. Flatten "
-            "them, and say with offsets where each bag begins."
-        )
     bags = indices.shape[0] if offsets is None else offsets.shape[0] - int(include_last_offset)
     return weight.new_empty([bags, embedding_dim], dtype=torch.float32)

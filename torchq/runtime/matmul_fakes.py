@@ -11,16 +11,9 @@ from torch import Tensor
 
 from torchq.attributes.post_op import CHANNEL_MASKS, Binary, PReLU
 from torchq.attributes.post_ops import PostOps, foldable, post_ops_of
-from torchq.runtime.fakes import FAKES, channels, fake
+from torchq.runtime.fakes import FAKES, fake
 from torchq.runtime.library import DTYPES, empty_channels_last
-from torchq.runtime.windows import (
-    broadcast,
-    check_groups,
-    check_kernel,
-    check_steps,
-    conv_sizes,
-    conv_transpose_sizes,
-)
+from torchq.runtime.windows import broadcast, conv_sizes, conv_transpose_sizes
 
 __all__ = ["FAKES"]
 
@@ -83,10 +76,7 @@ def _(packed: Tensor, out_features: int, in_features: int) -> Tensor:
 
 @fake("pack_conv")
 def _(weight: Tensor, groups: int, dilation: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    check_kernel("pack_conv", "OC, IC/G", weight.shape)
     outputs, inputs = weight.shape[:2]
-    check_groups("pack_conv", "output", weight.shape, groups)
-    check_steps("pack_conv", "dilation", weight.shape, dilation)
     packing = _conv_packing(outputs, inputs, groups, weight.shape[2:], dilation)
     return _fake_packed(weight, outputs, *packing)
 
@@ -131,34 +121,14 @@ def _(
     return _fake_fold(output_scales, channels, dst_dtype, post_ops)
 
 
-def _result_dtype(op: str, dst_dtype: int, table: Tensor | None) -> torch.dtype:
-    """Return the table's dtype, checked as by the op: a traced program must not fail later."""
-    if table is None:
-        return DTYPES[dst_dtype]
-    small = (torch.uint8, torch.int8)
-    if DTYPES[dst_dtype] not in small:
-        raise ValueError(
-            f"torchq.{op}: dst_dtype must be 0 (uint8) or 1 (int8) with a table of 256 values, got "
-            f"{DTYPES[dst_dtype]}. Leave the table out."
-        )
-    if table.dtype not in small:
-        raise TypeError(
-            f"torchq.{op}: table must be uint8 or int8, got {table.dtype}. Make it with "
-            "torchq.functional.lookup_table."
-        )
-    if tuple(table.shape) != (256,) or not table.is_contiguous():
-        raise ValueError(
-            f"torchq.{op}: table must be 256 contiguous values, one per source value in ascending "
-            f"order, got {list(table.shape)} with strides {list(table.stride())}. Make them with "
-            "torchq.functional.lookup_table, or call .contiguous()."
-        )
-    return table.dtype
+def _result_dtype(dst_dtype: int, table: Tensor | None) -> torch.dtype:
+    return DTYPES[dst_dtype] if table is None else table.dtype
 
 
 @fake("linear")
 def _(src: Tensor, compensation: Tensor, dst_dtype: int, table: Tensor | None) -> Tensor:
-    sizes = [*src.shape[:-1], channels("linear", compensation)]
-    return src.new_empty(sizes, dtype=_result_dtype("linear", dst_dtype, table))
+    sizes = [*src.shape[:-1], compensation.shape[1]]
+    return src.new_empty(sizes, dtype=_result_dtype(dst_dtype, table))
 
 
 @fake("conv")
@@ -169,25 +139,20 @@ def _(
     dst_dtype: int,
     table: Tensor | None,
 ) -> Tensor:
-    sizes = conv_sizes(src.shape, channels("conv", compensation), geometry)
-    return empty_channels_last(src, sizes, _result_dtype("conv", dst_dtype, table))
+    sizes = conv_sizes(src.shape, compensation.shape[1], geometry)
+    return empty_channels_last(src, sizes, _result_dtype(dst_dtype, table))
 
 
 @fake("dynamic_conv")
 def _(src: Tensor, compensation: Tensor, geometry: Sequence[int]) -> Tensor:
-    sizes = conv_sizes(src.shape, channels("dynamic_conv", compensation), geometry)
+    sizes = conv_sizes(src.shape, compensation.shape[1], geometry)
     if src.is_contiguous():
         return src.new_empty(sizes)
     return empty_channels_last(src, sizes, src.dtype)
 
 
 @fake("pack_conv_transpose")
-def _(
-    weight: Tensor, groups: int, stride: Sequence[int], dilation: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    layout = " That is the layout of torch.nn.ConvTranspose."
-    check_kernel("pack_conv_transpose", "IC, OC/G", weight.shape, layout)
-    check_groups("pack_conv_transpose", "input", weight.shape, groups)
+def _(weight: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     inputs, outputs = weight.shape[0] // groups, weight.shape[1] * groups
     packing = _dense_packing(outputs, inputs, groups, math.prod(weight.shape[2:]))
     return _fake_packed(weight, outputs, *packing)
@@ -201,20 +166,13 @@ def _(
     dst_dtype: int,
     table: Tensor | None,
 ) -> Tensor:
-    sizes = conv_transpose_sizes(src.shape, channels("conv_transpose", compensation), geometry)
-    return empty_channels_last(src, sizes, _result_dtype("conv_transpose", dst_dtype, table))
+    sizes = conv_transpose_sizes(src.shape, compensation.shape[1], geometry)
+    return empty_channels_last(src, sizes, _result_dtype(dst_dtype, table))
 
 
 @fake("matmul")
 def _(src: Tensor, weight: Tensor, dst_dtype: int) -> Tensor:
-    if min(src.dim(), weight.dim()) < 2:
-        raise ValueError(
-            f"torchq.matmul: src and weight must be (..., M, K) and (..., K, N), got "
-            f"{list(src.shape)} and {list(weight.shape)}. Add the missing dimension with unsqueeze."
-        )
-    got = f"src {list(src.shape)} and weight {list(weight.shape)}. Sizes must be equal or 1."
-    problem = f"the batch dimensions of src and weight must broadcast, got {got}"
-    batch = broadcast("matmul", problem, src.shape[:-2], weight.shape[:-2])
+    batch = broadcast(src.shape[:-2], weight.shape[:-2])
     sizes = [*batch, src.shape[-2], weight.shape[-1]]
     return src.new_empty(sizes, dtype=DTYPES[dst_dtype])
 
@@ -227,7 +185,7 @@ def _(a: Tensor, b: Tensor, trans_a: bool, trans_b: bool) -> Tensor:
 
 @fake("dynamic_linear")
 def _(src: Tensor, compensation: Tensor) -> Tensor:
-    return src.new_empty([*src.shape[:-1], channels("dynamic_linear", compensation)])
+    return src.new_empty([*src.shape[:-1], compensation.shape[1]])
 
 
 @fake("dynamic_linear_int4")

@@ -60,33 +60,6 @@ def check_window(op: str, src: Sequence[int], geometry: Sequence[int], extra: in
         )
 
 
-def check_kernel(op: str, form: str, weight: Sequence[int], more: str = "") -> None:
-    """Raise ValueError unless ``weight`` is (form, k...) with one to three kernel dims."""
-    if not 3 <= len(weight) <= 5:
-        raise ValueError(
-            f"torchq.{op}: weight must be ({form}, k...) with one to three kernel dimensions, got "
-            f"{list(weight)}.{more}"
-        )
-
-
-def check_groups(op: str, kind: str, weight: Sequence[int], groups: int) -> None:
-    """Raise ValueError unless the groups divide the first dimension of a weight."""
-    if groups < 1 or weight[0] % groups or groups > max(weight[0], 1):
-        raise ValueError(
-            f"torchq.{op}: groups must divide the {weight[0]} {kind} channels of weight "
-            f"{list(weight)}, got groups={groups}."
-        )
-
-
-def check_steps(op: str, name: str, weight: Sequence[int], steps: Sequence[int]) -> None:
-    """Raise ValueError unless there is one positive step per kernel dimension."""
-    if len(steps) != len(weight) - 2 or min(steps) < 1:
-        raise ValueError(
-            f"torchq.{op}: {name} must have {len(weight) - 2} values of at least 1 for weight "
-            f"{list(weight)}, got {list(steps)}."
-        )
-
-
 def _windows(size: int, fields: Sequence[int], ceil_mode: bool = False) -> int:
     """Return how many windows there are along one dimension."""
     kernel, stride, begin, end, dilation = fields
@@ -161,38 +134,6 @@ def pool_sizes(op: str, src: Sequence[int], geometry: Sequence[int], ceil_mode: 
     return [*src[:2], *spatial]
 
 
-def adaptive_sizes(src: Sequence[int], output_size: Sequence[int]) -> list[int]:
-    """Shape of an adaptive pool's dst."""
-    check_images("adaptive_avg_pool", src)
-    if len(output_size) != len(src) - 2 or _too_small(output_size):
-        raise ValueError(
-            f"torchq.adaptive_avg_pool: output_size must have {len(src) - 2} values of at least 1 "
-            f"for src {list(src)}, got {list(output_size)}."
-        )
-    if _too_small(src[2:]):
-        raise ValueError(
-            f"torchq.adaptive_avg_pool: src must not be empty in space, got {list(src)}. Give it "
-            "at least one position."
-        )
-    return [*src[:2], *output_size]
-
-
-def resampled_sizes(src: Sequence[int], size: Sequence[int]) -> list[int]:
-    """Shape of what resampling makes."""
-    check_images("resampling", src)
-    if len(size) != len(src) - 2:
-        raise ValueError(
-            f"torchq.resampling: size must have {len(src) - 2} values for src {list(src)}, got "
-            f"{list(size)}."
-        )
-    if any(type(x) is int and not 1 <= x <= _LIMIT for x in (*size, *src[2:])):
-        raise ValueError(
-            f"torchq.resampling: sizes must lie in [1, 2^24], got src {list(src)} and size "
-            f"{list(size)}."
-        )
-    return [*src[:2], *size]
-
-
 def reduced_sizes(src: Sequence[int], dims: Sequence[int], keepdim: bool) -> list[int]:
     """Shape of a reduction's dst."""
     rank, gone = len(src), set[int]()
@@ -214,12 +155,9 @@ def reduced_sizes(src: Sequence[int], dims: Sequence[int], keepdim: bool) -> lis
     return [size for d, size in enumerate(sizes) if keepdim or d not in gone]
 
 
-def broadcast(op: str, problem: str, *shapes: Sequence[int]) -> torch.Size:
-    """Return the shape that shapes broadcast to; raise ValueError where they do not."""
-    try:
-        shape: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        raise ValueError(f"torchq.{op}: {problem}") from None
+def broadcast(*shapes: Sequence[int]) -> torch.Size:
+    """Return the shape that shapes broadcast to."""
+    shape: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     return shape
 
 

@@ -315,7 +315,7 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
                               "(int8) or 6 (float32), got 3 (int32). Use float32.");
   const auto params = read_params(op, scales, zero_points, {query, key, value}, to);
   const Call call(trace, op, query, key, value, mask, is_causal, scale, to);
-  if (call.dst.numel() == 0) return call.dst;
+  if (is_done(call.dst)) return call.dst;
   if (key.size(-2) == 0) return call.dst.fill_(params[3].zero_point);
   ScratchFrame scratch;
   run_attention(call.attention(is_causal, params[3]), QuantizedHeads(scratch, call, params, scale));
@@ -337,7 +337,7 @@ at::Tensor dynamic_attention(const at::Tensor& query, const at::Tensor& key,
   check("key", key);
   check("value", value);
   const Call call(trace, op, query, key, value, mask, is_causal, scale, DType::f32);
-  if (call.dst.numel() == 0) return call.dst;
+  if (is_done(call.dst)) return call.dst;
   if (key.size(-2) == 0) return call.dst.fill_(0);
   const Attention run = call.attention(is_causal, {DType::f32, 1, 0});
   run_attention(run, FloatHeads(call, run, scale));

@@ -56,7 +56,7 @@ at::Tensor run_conv(OpTrace& trace, const ConvCall& call, const ConvArgs& args) 
   const bool depthwise = packing.form == ConvPacking::kDepthwise;
   std::optional<at::Tensor> sums = args.row_sums;
   const bool shifts = args.weight_zero_point.has_value() && !sums.has_value();
-  if (shifts && !depthwise) {
+  if (shifts && !depthwise && !only_checks()) {
     const RowSource rows{bytes_of(src.tensor), groups, group_inputs, c.is_signed, c.zero_point};
     sums = sum_windows(tier, rows, src, c.axes);
   }
@@ -76,7 +76,7 @@ at::Tensor run_conv(OpTrace& trace, const ConvCall& call, const ConvArgs& args) 
                                             groups,
                                             pointer_to(args.table)};
   const EpilogueBuilder epilogue(epilogue_args, bytes.before(dst));
-  if (dst.numel() == 0) return dst;
+  if (is_done(dst)) return dst;
   if (shifts && depthwise) c.weight_zero_point = args.weight_zero_point->const_data_ptr<int32_t>();
   trace.describe([&] {
     return describe_layer(epilogue_args, args.src, args.src_zero_point.has_value(),

@@ -93,6 +93,7 @@ at::Tensor embedding(const at::Tensor& weight, const at::Tensor& indices, int64_
   sizes.push_back(table.dim);
   const at::Tensor dst = empty_dst(sizes, at::kFloat), dense = indices.contiguous();
   trace.describe([&] { return describe_call({weight, indices}, dst, c10::str("bits:", bits)); });
+  if (is_done(dst)) return dst;
   float* values = dst.mutable_data_ptr<float>();
   const RowIndices rows = indices_of(table, dense);
   FirstBad bad;
@@ -219,6 +220,7 @@ at::Tensor embedding_bag(const at::Tensor& weight, const at::Tensor& indices,
   trace.describe([&] {
     return describe_call({weight, indices}, dst, c10::str("bits:", bits, " mode:", mode_name));
   });
+  if (is_done(dst)) return dst;
   float* values = dst.mutable_data_ptr<float>();
   const RowIndices rows = indices_of(table, dense);
   const float* each = factors.defined() ? factors.const_data_ptr<float>() : nullptr;

@@ -27,6 +27,7 @@ struct Problem {
   const float* src;
   int64_t m, n, k, panels;
   const float* bias;  // null if there is none
+  bool narrow;        // pairs_fit
 };
 
 /// Ranges of all rows; ValueError for what is not finite.
@@ -61,14 +62,14 @@ const uint8_t* quantize_rows(ScratchFrame& scratch, const Problem& p, const RowP
 }
 
 GemmProblem make_gemm(const Problem& p, const uint8_t* q, const at::Tensor& weight,
-                      const at::Tensor& pair_bound, const GemmRun& run, const int32_t* acc_init) {
+                      const GemmRun& run, const int32_t* acc_init) {
   GemmProblem problem;
   problem.src = q;
   problem.weight = weight.const_data_ptr<int8_t>();
   problem.panel_bytes = weight.size(2) * kPanel * kQuad;
   problem.group_channels = static_cast<int>(p.n);
   problem.panels_per_group = static_cast<int>(p.panels);
-  problem.narrow = pairs_fit(kOp, pair_bound, p.panels);
+  problem.narrow = p.narrow;
   problem.regions.push_back({{1, 1, 1, p.m}, {0, 0, 0, p.k}, {0, 0, 0, p.n}, 0, 0, run, acc_init});
   return problem;
 }
@@ -95,7 +96,7 @@ at::Tensor chain_params(const Chain& chain, c10::string_view post_ops, int64_t n
 
 /// Each row's own zero point is multiplied with the sums of the weights, in the epilogue.
 void run(OpTrace& trace, const Problem& p, const at::Tensor& weight, const at::Tensor& compensation,
-         const at::Tensor& pair_bound, bool per_row, EpilogueBuilder& epilogue) {
+         bool per_row, EpilogueBuilder& epilogue) {
   ScratchFrame scratch;
   RowRange* range = ranges(scratch, p);
   if (!per_row) {
@@ -116,8 +117,7 @@ void run(OpTrace& trace, const Problem& p, const at::Tensor& weight, const at::T
   int32_t* init = scratch.take<int32_t>(padded);
   std::memset(init, 0, static_cast<size_t>(padded) * sizeof(int32_t));
   const uint8_t* q = quantize_rows(scratch, p, params);
-  run_gemm(make_gemm(p, q, weight, pair_bound, {0, 0, weight.size(2)}, init), epilogue.get(),
-           p.tier, &trace);
+  run_gemm(make_gemm(p, q, weight, {0, 0, weight.size(2)}, init), epilogue.get(), p.tier, &trace);
 }
 
 void check_weight(const at::Tensor& src, const at::Tensor& weight, const at::Tensor& compensation,
@@ -158,15 +158,16 @@ at::Tensor dynamic_linear(const at::Tensor& src_arg, const at::Tensor& weight,
       {kOp, n, weight_scale, offset, post_ops, params, post_op_srcs.value_or(at::TensorList()),
        max_accumulator(in_features, {}), true},
       dst);
-  if (dst.numel() == 0) return dst;
+  const bool narrow = pairs_fit(kOp, pair_bound, weight.size(0));
+  if (is_done(dst)) return dst;
   trace.describe([&] {
     return describe_call({src_arg}, dst, per_row ? "range:per_row" : "range:per_tensor", post_ops);
   });
   const at::Tensor src = src_arg.contiguous();
   run(trace,
       {tier, src.const_data_ptr<float>(), dst.numel() / n, n, in_features, weight.size(0),
-       bias.has_value() ? bias->const_data_ptr<float>() : nullptr},
-      weight, compensation, pair_bound, per_row, epilogue);
+       bias.has_value() ? bias->const_data_ptr<float>() : nullptr, narrow},
+      weight, compensation, per_row, epilogue);
   return dst;
 }
 

@@ -122,7 +122,7 @@ at::Tensor gemm(const at::Tensor& a, const at::Tensor& b, const std::optional<at
   at::Tensor dst =
       run_matmul(trace, left, right, none, none, {}, zero_point("ao", ao, a_dtype),
                  zero_point("bo", bo, DType::s8), static_cast<int64_t>(at::kInt), "", none, {});
-  if (dst.numel() == 0) return dst;
+  if (is_done(dst)) return dst;
   apply_epilogue(
       {alpha, beta, beta == 0 || !old.defined() ? nullptr : old.const_data_ptr<int32_t>(),
        co.const_data_ptr<int32_t>(), co_row, co_column},

@@ -334,7 +334,7 @@ at::Tensor run_matmul(OpTrace& trace, const at::Tensor& src_arg, const at::Tenso
        acc_bias.has_value() ? 2147483648.0 : 255.0 * 255.0 * static_cast<double>(mm.group_k()),
        true},
       dst);
-  if (dst.numel() == 0) return dst;
+  if (is_done(dst)) return dst;
   if (mm.row_terms != nullptr) {
     epilogue.subtract(mm.row_terms + (mm.groups - 1) * mm.rows,
                       mm.weight_zero_points + (mm.groups - 1) * n, n, 1);

@@ -275,6 +275,7 @@ Packed pack_weights(const ConvPacking& p, const WeightLayout& layout, const at::
   at::Tensor packed = at::detail::empty_cpu(p.packed_sizes(), at::kChar);
   at::Tensor compensation = at::zeros({p.compensation_taps(), p.outputs()}, at::kInt);
   at::Tensor bounds = at::detail::empty_cpu({copy.panels()}, at::kInt);
+  if (only_checks()) return {packed, compensation, bounds};
   const at::Tensor dense = weight.contiguous();
   const int8_t* src = dense.const_data_ptr<int8_t>();
   int8_t* dst = packed.mutable_data_ptr<int8_t>();
@@ -306,6 +307,7 @@ at::Tensor unpack_weights(const char* op, const ConvPacking& p, const WeightLayo
                     weight_shape, ", got ", packed.sizes(), ". Pass the shape it was packed from.");
   const PanelCopy copy(p, layout, kernel);
   at::Tensor weight = at::detail::empty_cpu(weight_shape, at::kChar);
+  if (only_checks()) return weight;
   const int8_t* src = packed.const_data_ptr<int8_t>();
   int8_t* dst = weight.mutable_data_ptr<int8_t>();
   parallel_ranges(copy.panels(), copy.threads(), [&](Range panels) {

@@ -170,7 +170,7 @@ at::Tensor binary(const char* op, OpTrace& trace, RowFn run, const at::Tensor& s
   }
   at::Tensor dst = empty_broadcast(op, src0, src1, scalar_type(row.dst_dtype));
   trace.describe([&] { return describe_call({src0, src1}, dst); });
-  if (dst.numel() == 0) return dst;
+  if (is_done(dst)) return dst;
   const bool swap = swaps && src0.numel() < src1.numel();
   if (swap) {
     std::swap(row.dtype0, row.dtype1);
@@ -378,7 +378,7 @@ at::Tensor concat(at::TensorList srcs, const at::Tensor& scales, const at::Tenso
   }
   at::Tensor dst = empty_dst(sizes, concat_strides(srcs, sizes), scalar_type(dst_type));
   trace.describe([&] { return describe_call(srcs, dst); });
-  if (dst.numel() == 0) return dst;
+  if (is_done(dst)) return dst;
   c10::SmallVector<at::Tensor, 8> dense;
   for (const at::Tensor& src : srcs) dense.push_back(in_order_of(dst, src));
   concat_into(tier, dst, dense, p, dim);

@@ -27,7 +27,7 @@ void check_source(const char* op, const char* arg, const at::Tensor& src) {
 /// its memory on, and those of each source, broadcast.
 template <class Body>
 void for_each_block(const at::Tensor& dst, at::TensorList srcs, const Body& body) {
-  if (dst.numel() == 0) return;
+  if (is_done(dst)) return;
   at::TensorIteratorConfig config;
   config.check_all_same_dtype(false).resize_outputs(false).add_output(dst);
   for (const at::Tensor& src : srcs) config.add_const_input(src);

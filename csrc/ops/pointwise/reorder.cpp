@@ -178,7 +178,7 @@ at::Tensor lookup(const at::Tensor& src, const at::Tensor& table) {
 
 void lookup_into(const Kernels& tier, const at::Tensor& dst, const at::Tensor& src,
                  const uint8_t* bytes) {
-  if (src.numel() == 0) return;
+  if (is_done(src)) return;
   at::TensorIterator iter = at::TensorIteratorConfig()
                                 .check_all_same_dtype(false)
                                 .resize_outputs(false)
@@ -198,7 +198,7 @@ void lookup_into(const Kernels& tier, const at::Tensor& dst, const at::Tensor& s
 void convert_into(const Kernels& tier, const at::Tensor& dst, const at::Tensor& src,
                   const at::Tensor& factor, const at::Tensor& src_zero_point,
                   const at::Tensor& dst_zero_point) {
-  if (src.numel() == 0) return;
+  if (is_done(src)) return;
   const DType src_dtype = dtype_of("convert", "src", src),
               dst_dtype = dtype_of("convert", "dst", dst);
   // one value of any rank does for any source

@@ -92,8 +92,8 @@ at::Tensor reorder_rounded(const at::Tensor& src, const at::Tensor& scales,
   const DstUnits units = in_dst_units(tier, src, scales, zero_points, dtype);
   const at::Tensor dst = empty_dst(src.sizes(), scalar_type(dtype));
   trace.describe([&] { return describe_call({src}, dst, "rounding:" + std::string(rounding)); });
+  if (is_done(dst)) return dst;
   const int64_t count = dst.numel();
-  if (count == 0) return dst;
   const float* real = units.x.const_data_ptr<float>();
   const float* inverse = units.inverse.const_data_ptr<float>();
   const int32_t* zero_point = units.zero_point.const_data_ptr<int32_t>();

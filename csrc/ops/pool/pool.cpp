@@ -167,11 +167,11 @@ void pool(OpTrace& trace, const Kernels& tier, const ChannelsLast& src, const Sp
     out.emplace(RealOutput::Args{pooling.kernel, tier, params[1], real.post_ops, real.post_op_srcs},
                 dst);
   }
-  if (dst.numel() == 0) return;
   const int64_t window = largest_window(spans);
   TORCH_CHECK_VALUE(window <= kMaxTaps, "torchq.", pooling.kernel, ": a window must have at most ",
                     kMaxTaps, " positions, got ", window, " on src ", src.tensor.sizes(),
                     ". Pool in two steps.");
+  if (is_done(dst)) return;
   const bool is_signed = src.tensor.scalar_type() == at::kChar;
   const uint8_t* data = bytes_of(src.tensor);
   uint8_t* result = static_cast<uint8_t*>(dst.mutable_data_ptr());

@@ -340,7 +340,7 @@ Results rnn(const at::Tensor& src_arg, const std::optional<at::Tensor>& batch_si
   at::Tensor dst = empty_dst(sizes, scalar_type(l.dst_dtype));
   at::Tensor h_n = empty_dst(h_sizes, scalar_type(l.h_n_dtype));
   at::Tensor c_n = is_lstm ? empty_dst(c_sizes, at::kFloat) : empty_dst({0}, at::kFloat);
-  if (sequences.batch == 0) return {dst, h_n, c_n};
+  if (sequences.batch == 0 || only_checks()) return {dst, h_n, c_n};
   trace.describe([&] { return describe_call({src_arg}, dst, c10::str("geometry:", geometry)); });
 
   if (l.dynamic) check_finite("src", src_arg);

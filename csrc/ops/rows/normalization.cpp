@@ -33,7 +33,7 @@ at::Tensor softmax(const at::Tensor& src, int64_t dim, bool logarithmic, const a
   const at::Tensor dst = is_last ? dense : dense.movedim(-1, dim);
   const RealOutput out({"softmax", tier, params[1], post_ops, post_op_srcs}, dst);
   trace.describe([&] { return describe_call({src}, dst, "", post_ops); });
-  if (dst.numel() == 0) return dst;
+  if (is_done(dst)) return dst;
   const uint8_t* data = bytes_of(rows);
   const bool is_signed = params[0].dtype == DType::s8;
   const int64_t n = rows.size(-1);
@@ -117,7 +117,7 @@ at::Tensor layer_norm(const at::Tensor& src, int64_t dims, const std::optional<a
   const at::Tensor dst = empty_dst(src.sizes(), scalar_type(params[1].dtype));
   const RealOutput out({"layer_norm", tier, params[1], post_ops, post_op_srcs}, dst);
   trace.describe([&] { return describe_call({src}, dst, "", post_ops); });
-  if (dst.numel() == 0) return dst;
+  if (is_done(dst)) return dst;
   const uint8_t* data = bytes_of(dense);
   const bool is_signed = params[0].dtype == DType::s8;
   // Rows that stay in L1, so that their divisions and roots overlap and one call writes them all.
@@ -214,7 +214,7 @@ at::Tensor group_norm(const at::Tensor& src, int64_t groups,
   const Affine affine("group_norm", weight, bias, channels);
   const RealOutput out({"group_norm", tier, call.params[1], post_ops, post_op_srcs}, call.dst);
   trace.describe([&] { return describe_call({src}, call.dst, "", post_ops); });
-  if (call.dst.numel() == 0) return call.dst;
+  if (is_done(call.dst)) return call.dst;
   const int64_t pixels = src.numel() / (batch * channels), width = channels / groups;
   auto statistics = group_statistics(tier, call.data, call.is_signed, batch, pixels, groups, width);
   const size_t count = static_cast<size_t>(batch * channels);
@@ -267,7 +267,7 @@ at::Tensor batch_norm(const at::Tensor& src, const at::Tensor& mean, const at::T
   }
   const RealOutput out({"batch_norm", tier, call.params[1], post_ops, post_op_srcs}, call.dst);
   trace.describe([&] { return describe_call({src}, call.dst, "", post_ops); });
-  if (call.dst.numel() == 0) return call.dst;
+  if (is_done(call.dst)) return call.dst;
   store_rows(out, src.numel() / channels, channels, [&](const Range& range, const RealRow& to) {
     tier.affine({call.data + range.begin * channels, call.is_signed, channels,
                  range.end - range.begin, true, center.data(), factor.data(), shift.data(), nullptr,

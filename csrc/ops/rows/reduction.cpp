@@ -210,7 +210,7 @@ at::Tensor reduction(const at::Tensor& src, c10::string_view alg_name, c10::IntA
   const at::Tensor dst = empty_dst(sizes, scalar_type(to.dtype));
   const RealOutput out({"reduction", tier, to, post_ops, post_op_srcs}, dst);
   trace.describe([&] { return describe_call({src}, dst, c10::str("alg:", alg_name), post_ops); });
-  if (dst.numel() == 0) return dst;
+  if (is_done(dst)) return dst;
   at::Tensor dense;
   const Blocks blocks = blocks_of(tier, alg, src, dense, reduced, n);
   const bool exact = to.dtype == DType::s32 && from.scale == 1 && to.scale == 1 &&

@@ -225,7 +225,7 @@ at::Tensor resampling(const at::Tensor& src_arg, c10::string_view alg, c10::IntA
       empty_channels_last(src.batch, src.channels, size, scalar_type(params[1].dtype));
   const RealOutput out({"resampling", tier, params[1], post_ops, post_op_srcs}, dst);
   trace.describe([&] { return describe_call({src_arg}, dst, c10::str("alg:", alg), post_ops); });
-  if (dst.numel() == 0) return dst;
+  if (is_done(dst)) return dst;
   Taps taps;
   for (int d = 0; d < 3; ++d) {
     for (int64_t o = 0; o < output[d]; ++o)
