@@ -12,6 +12,7 @@ from benchmarks.accuracy.task import Task, package
 __all__ = ["kept", "load", "nearest"]
 
 _CALIBRATION, _TEST = 96, 480
+_LARGER = ((1, 128), (8, 128))
 
 
 class SentenceEncoder(nn.Module):
@@ -52,6 +53,7 @@ def load() -> Task:
         score=kept,
         timed=typical,
         variable={0: (1,)},
+        larger=[torch.randint(1000, 20_000, shape) for shape in _LARGER],
         is_transformer=True,
     )
 

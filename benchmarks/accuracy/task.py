@@ -37,6 +37,7 @@ class Task:
         score: of the float results and others, as the page shows it.
         run: gives the results for the test inputs.
         timed: the input whose time is taken.
+        larger: inputs that models of PyTorch are timed on, too.
         variable: dimensions of the inputs that vary, for the export to ONNX.
         remedies: further rows of torchq, and what makes their models.
         is_transformer: for NNCF, which treats transformers in its own way.
@@ -53,6 +54,7 @@ class Task:
     run: Run = results
     variable: Mapping[int, Sequence[int]] = field(default_factory=dict)
     remedies: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
+    larger: Sequence[Tensor] = ()
     is_transformer: bool = False
 
 
