@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -20,6 +20,8 @@ from torchq.functional.folding import MAX_SHIFTED_REDUCTION
 from torchq.nn.float_modules import Attention
 
 _SYMBOL = re.compile(r"\bs\d+\b")
+_POSITIONS = 8388608
+_WINDOW = "its window has more than {} positions, whose sum"
 
 
 class _Sum(NamedTuple):
@@ -38,15 +40,29 @@ def _sum(op: Op) -> _Sum | None:
     if op.role is Role.PRODUCT:
         reason = "it sums more than {} products, which"
         return _Sum(op.srcs[0], slice(-1, None), MAX_SHIFTED_REDUCTION, reason)
-    averages = op.role in (Role.POOL, Role.MEAN) and isinstance(op.module, AVERAGES)
-    if averages and not hasattr(op.module, "kernel_size") and math.prod(shape_of(op.node)[2:]) == 1:
-        reason = "its window has more than {} positions, whose sum"
-        return _Sum(op.srcs[0], slice(2, None), 8388608, reason)
+    fixed = hasattr(op.module, "kernel_size")
+    if _is_average(op) and not fixed and math.prod(shape_of(op.node)[2:]) == 1:
+        return _Sum(op.srcs[0], slice(2, None), _POSITIONS, _WINDOW)
     return None
+
+
+def _is_average(op: Op) -> bool:
+    return op.role in (Role.POOL, Role.MEAN) and isinstance(op.module, AVERAGES)
+
+
+def _positions(op: Op) -> int:
+    """Return how many positions each result of an average sums."""
+    before, after = (shape_of(node)[2:] for node in (op.srcs[0], op.node))
+    kernel: Any = getattr(op.module, "kernel_size", None)
+    if kernel is None:
+        return math.prod(before) // max(math.prod(after), 1)
+    return math.prod(kernel if isinstance(kernel, tuple | list) else (kernel,) * len(after))
 
 
 def why_long(op: Op) -> str:
     """Return why an operation sums too much on the example; "" where it does not."""
+    if _is_average(op) and _positions(op) > _POSITIONS:
+        return f"{_WINDOW.format(_POSITIONS)} could overflow int32"
     found = _sum(op)
     if found is None or math.prod(shape_of(found.src)[found.dims]) <= found.largest:
         return ""
