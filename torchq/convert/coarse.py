@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx, nn
 
-from torchq.convert.fuse import Layer
-from torchq.convert.module_kinds import MATMUL, RECURRENT
-from torchq.convert.ops import Role
+from torchq.convert.module_kinds import RECURRENT
 from torchq.convert.plan import Plan
 from torchq.convert.report import report_rows
 from torchq.convert.rows import Row
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
-from torchq.quantization.config import resolve
 
 if TYPE_CHECKING:
     from torchq.convert.prepared import Prepared
@@ -36,18 +33,6 @@ class Settled(NamedTuple):
     graphs: list[Prepared]
     leaves: dict[str, str]
     rows: list[Row]
-
-
-def judged(plan: Plan) -> list[Layer]:
-    """Return the layers that the rule is for."""
-    return [
-        layer
-        for layer in plan.layer_at.values()
-        if layer.op.role is Role.MATMUL
-        and isinstance(layer.op.module, MATMUL)
-        and plan.fixed(layer.srcs[0]) is None
-        and resolve(plan._overrides, f"{plan.prefix}{layer.op.base}", None) is None
-    ]
 
 
 def follow_row_rule(prepared: nn.Module, graphs: list[Any], rows: list[Row]) -> Settled:
@@ -87,7 +72,7 @@ def _becomes(leaf: Any) -> str:
 def _coarse(prepared: Prepared) -> dict[fx.Node, str]:
     """Return the nodes of layers that one scale does not suit, and why."""
     found: dict[fx.Node, str] = {}
-    for layer in judged(prepared.plan):
+    for layer in prepared.plan.layer_at.values():
         rows = prepared.rows_of(layer)
         if rows is not None and rows.calibrated:
             why = rows.why_coarse(prepared.qparams(layer.srcs[0]))

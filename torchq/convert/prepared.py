@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert.coarse import judged
 from torchq.convert.equalize import Between, between, channel_axis, magnitudes, pairs
 from torchq.convert.fuse import Layer
 from torchq.convert.graph import Captured
 from torchq.convert.graph_data import graph_of, plain_nodes
+from torchq.convert.module_kinds import MATMUL
 from torchq.convert.ops import Role
 from torchq.convert.outliers import observed_nodes
 from torchq.convert.plan import Plan
 from torchq.convert.rows import Row
-from torchq.quantization.config import Overrides, QConfig
+from torchq.quantization.config import Overrides, QConfig, resolve
 from torchq.quantization.observers import HistogramObserver, Observer, PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams
 from torchq.quantization.ranges import activation_range
@@ -100,7 +100,7 @@ class Prepared(nn.Module):
                 graph.call_module(f"torchq_channels_{i}", (twins[node],))
         self.rows, self._rows_of = nn.ModuleList(), dict[str, int]()  # name of a result -> index
         known: dict[tuple[fx.Node, str], int] = {}
-        for layer in judged(plan):
+        for layer in _judged(plan):
             assert layer.op.module is not None
             powers, node = RowPowers.of(layer.op.module), layer.srcs[0]
             i = known.setdefault((node, powers.extra_repr()), len(known))
@@ -228,6 +228,18 @@ class Prepared(nn.Module):
         value = node.meta["constant"]
         assert isinstance(value, Tensor)
         return value
+
+
+def _judged(plan: Plan) -> list[Layer]:
+    """Return the layers that the row rule is for: not those that an override configures."""
+    return [
+        layer
+        for layer in plan.layer_at.values()
+        if layer.op.role is Role.MATMUL
+        and isinstance(layer.op.module, MATMUL)
+        and plan.fixed(layer.srcs[0]) is None
+        and resolve(plan._overrides, f"{plan.prefix}{layer.op.base}", None) is None
+    ]
 
 
 def _rebuild(
