@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from torchq.convert.module_kinds import RECURRENT
 from torchq.convert.plan import Plan
-from torchq.convert.prepared import Prepared, judged
+from torchq.convert.prepared import Prepared
 from torchq.convert.report import report_rows
 from torchq.convert.rows import Row
 from torchq.convert.swap.observed import ObservedLeaf
@@ -69,7 +69,7 @@ def _becomes(leaf: Any) -> str:
 def _coarse(prepared: Prepared) -> dict[fx.Node, str]:
     """Return the nodes of layers that one scale does not suit, and why."""
     found: dict[fx.Node, str] = {}
-    for layer in judged(prepared.plan):
+    for layer in prepared.plan.layer_at.values():
         rows = prepared.rows_of(layer)
         if rows is not None and rows.calibrated:
             why = rows.why_coarse(prepared.qparams(layer.srcs[0]))

@@ -36,18 +36,6 @@ _META = (
 )
 
 
-def judged(plan: Plan) -> list[Layer]:
-    """Return the layers that the rule is for."""
-    return [
-        layer
-        for layer in plan.layer_at.values()
-        if layer.op.role is Role.MATMUL
-        and isinstance(layer.op.module, MATMUL)
-        and plan.fixed(layer.srcs[0]) is None
-        and resolve(plan._overrides, f"{plan.prefix}{layer.op.base}", None) is None
-    ]
-
-
 class Prepared(nn.Module):
     """Computes what the float model computes, and records ranges on the way.
 
@@ -113,7 +101,7 @@ class Prepared(nn.Module):
                 graph.call_module(f"torchq_channels_{i}", (twins[node],))
         self.rows, self._rows_of = nn.ModuleList(), dict[str, int]()  # name of a result -> index
         known: dict[tuple[fx.Node, str], int] = {}
-        for layer in judged(plan):
+        for layer in _judged(plan):
             assert layer.op.module is not None
             powers, node = RowPowers.of(layer.op.module), layer.srcs[0]
             i = known.setdefault((node, powers.extra_repr()), len(known))
@@ -241,6 +229,18 @@ class Prepared(nn.Module):
         value = node.meta["constant"]
         assert isinstance(value, Tensor)
         return value
+
+
+def _judged(plan: Plan) -> list[Layer]:
+    """Return the layers that the row rule is for: not those that an override configures."""
+    return [
+        layer
+        for layer in plan.layer_at.values()
+        if layer.op.role is Role.MATMUL
+        and isinstance(layer.op.module, MATMUL)
+        and plan.fixed(layer.srcs[0]) is None
+        and resolve(plan._overrides, f"{plan.prefix}{layer.op.base}", None) is None
+    ]
 
 
 def _rebuild(

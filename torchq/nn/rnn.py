@@ -13,12 +13,7 @@ from torchq.attributes.attr import Attr
 from torchq.attributes.options import Cell, Granularity, Merge
 from torchq.nn.module import QModule, as_source, dtype_name
 from torchq.nn.rnn_attr import read_attr
-from torchq.nn.rnn_float import (
-    cell_of,
-    check_bound,
-    data_params,
-    layer_from_float,
-)
+from torchq.nn.rnn_float import cell_of, check_bound, data_params, layer_from_float
 from torchq.nn.rnn_layer import GATES, UNIT_STATE, QRecurrentLayer
 from torchq.nn.rnn_onednn import layers_from_onednn, read_weights
 from torchq.nn.rnn_weights import FloatParameters
@@ -94,11 +89,7 @@ class _QRecurrent(FloatParameters, QModule):
         )
 
     def with_float_first(self, first: nn.LSTM) -> Self:
-        """Put a float layer in front, for a source that 8 bits do not suit; return the module.
-
-        Args:
-            first: of one layer, without ``batch_first``.
-        """
+        """Put a float layer in front, for a source that 8 bits do not suit; return the module."""
         self.first, self.input_size = first.requires_grad_(False).eval(), first.input_size
         self.num_layers += 1
         fields = self.read_spec() | {"first": {name: getattr(first, name) for name in _FIRST}}
