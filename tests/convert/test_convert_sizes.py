@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from flows import MISSES, near, values, wired
+from flows import MISSES, calls, near, values, wired
 from torch import Tensor, nn
 
 import torchq
@@ -98,3 +98,17 @@ def test_scripted_and_loaded_graphs_check_their_guards(tmp_path: Path) -> None:
         for other in (values(3, 6, 8), values(3, 5), torch.zeros(3, 5, 8, dtype=torch.uint8)):
             with pytest.raises((AssertionError, torch.jit.Error), match="must meet its guards"):
                 found(other)
+
+
+def padded(m: Any, x: Tensor) -> Tensor:
+    table = nn.functional.pad(m.table, (0, 0, 0, x.shape[1] - 2))
+    return m.b(m.a(x) + table)
+
+
+def test_sizes_decide_how_a_parameter_is_padded() -> None:
+    model = wired(padded)
+    model.table = nn.Parameter(torch.rand(2, 8))
+    converted = torchq.quantize(model, [values(50, 5, 8)], strict=True)
+    for batch, length in ((3, 5), (2, 7)):
+        near(model, converted, values(batch, length, 8))
+    assert calls(converted) == (2, 0)

@@ -149,7 +149,7 @@ _GLOBAL = {3: nn.AdaptiveAvgPool1d, 4: nn.AdaptiveAvgPool2d, 5: nn.AdaptiveAvgPo
 
 def mean(a: Arguments) -> Made | str:
     """Make a mean over all spatial dims."""
-    rank = len(shape_of(a.input))
+    rank = len(shape_of(a.nodes["input"]))
     dims = a.get("dim") or () if rank in _GLOBAL and a.dtype is None else ()
     if not dims or sorted(d % rank for d in dims) != list(range(2, rank)):
         return "a mean other than over all spatial dims has no int8 form"
@@ -166,7 +166,8 @@ def move(a: Arguments) -> Made | str:
 
 def index(a: Arguments) -> Made | str:
     """Make an item of a tensor, or of sizes."""
-    if a.input.meta["value"].shape is None and not a.input.meta["value"].is_sequence:
+    value = a.nodes["input"].meta["value"]
+    if value.shape is None and not value.is_sequence:
         return Made(Role.SHAPE, None, [])  # of a size
     return Made(Role.MOVE, None, [a.input])
 
@@ -196,7 +197,7 @@ def interpolate(mode: str) -> Callable[[Arguments], Made | str]:
 
 def pad(a: Arguments) -> Made | str:
     """``F.pad`` with zeros."""
-    rank, pad, mode = len(shape_of(a.input)), a.pad, a.get("mode", "constant")
+    rank, pad, mode = len(shape_of(a.nodes["input"])), a.pad, a.get("mode", "constant")
     if mode in ("reflect", "replicate", "circular"):
         return Made(Role.MOVE, None, [a.input])
     if mode != "constant" or a.value not in (None, 0, 0.0):
