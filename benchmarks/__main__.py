@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import memory, ops, peak, rnn
+from benchmarks import load, memory, ops, peak, rnn
 from benchmarks.accuracy import command as accuracy
 from benchmarks.inference import command as models
 from benchmarks.migrate import command as migrate
@@ -20,6 +20,7 @@ COMMANDS = {
     ),
     "migrate": (migrate, "models of torch.ao's users, by each way to int8 on CPUs"),
     "memory": (memory, "peak memory of quantizing and loading, beside torch.ao and torchao"),
+    "load": (load, "a service's start: imports, load, first answers"),
     "rnn": (rnn, "recurrent layers beside native oneDNN, torch.ao's dynamic ones and float"),
     "peak": (peak, "this machine's multiply-add rates, cache bandwidths and op-call floors"),
 }
