@@ -101,7 +101,7 @@ def _row(name: str, megabytes: int) -> dict[str, Any]:
     return row
 
 
-def _stack(count: int, width: int = _WIDTH) -> nn.Module:
+def stack(count: int, width: int = _WIDTH) -> nn.Module:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(count):
@@ -112,9 +112,9 @@ def _stack(count: int, width: int = _WIDTH) -> nn.Module:
 def _quantize(name: str, file: Path, count: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     make = CONTENDERS[name]
-    make(_stack(2, 64), torch.randn(4, 64))  # what is imported late
+    make(stack(2, 64), torch.randn(4, 64))  # what is imported late
     before = _resident()
-    model, x = _stack(count), torch.randn(4, _WIDTH)
+    model, x = stack(count), torch.randn(4, _WIDTH)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     made = make(model, x)
     peak = (_peak() - before) / size
@@ -133,7 +133,7 @@ def _load(name: str, file: Path, count: int) -> dict[str, Any]:
     """Load what :func:`_quantize` wrote; a float model that loading needs is a part of the peak."""
     warnings.simplefilter("ignore")
     tiny = file.with_name("tiny")
-    small = CONTENDERS[name](_stack(2, 64), torch.randn(4, 64))
+    small = CONTENDERS[name](stack(2, 64), torch.randn(4, 64))
     _save(name, copy.deepcopy(small), tiny)
     _loaded(name, tiny, 2, 64)
     before = _resident()
@@ -146,16 +146,16 @@ def _load(name: str, file: Path, count: int) -> dict[str, Any]:
 def _loaded(name: str, file: Path, count: int, width: int) -> nn.Module:
     if name.startswith("torchao"):  # its models do not pickle: a state for a model without memory
         with torch.device("meta"):
-            stack = _stack(count, width)
-        stack.load_state_dict(torch.load(file, weights_only=False), assign=True)
-        return stack
+            model = stack(count, width)
+        model.load_state_dict(torch.load(file, weights_only=False), assign=True)
+        return model
     if not name.startswith("torchq"):
         loaded: nn.Module = torch.load(file, weights_only=False)
         return loaded
     if "static" in name:
         return torchq.load(file)
     with torch.device("meta"):
-        skeleton = _stack(count, width)
+        skeleton = stack(count, width)
     return torchq.load(file, skeleton)
 
 

@@ -61,7 +61,7 @@ def images() -> nn.Module:
 
 def sample(name: str, pick: random.Random) -> Tensor:
     """An input of a random size."""
-    batch, length = pick.randint(1, 4), pick.randint(6, 60)
+    batch, length = pick.randint(1, 4), pick.randint(7, 59)  # smaller images fail their guards
     shape = (batch, 3, length, 66 - length) if name == "images" else (batch, length, 24)
     return torch.randn(shape, generator=torch.Generator().manual_seed(pick.randrange(1000)))
 

@@ -126,7 +126,7 @@ def empty_packed(
 def _zeros(like: Tensor) -> Tensor:
     """Return zeros; large ones take no memory until something is written to them."""
     if like.nbytes < 1 << 20:
-        return torch.zeros_like(like, device="cpu")
+        return torch.zeros(like.shape, dtype=like.dtype, device="cpu")  # zeros_like imports sympy
     pages = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE)
     return torch.frombuffer(pages, dtype=like.dtype).view(like.shape)
 

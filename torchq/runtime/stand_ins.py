@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -62,7 +63,9 @@ def check_as_op(name: str, given: Mapping[str, Any]) -> None:
     if given.get("batch_sizes") is not None:
         return
     ops = torch.ops.torchq
-    with _disable_current_modes():
+    # _disable_current_modes imports sympy, which takes 0.4 s; loading a model needs no modes
+    traced = torch._C._len_torch_dispatch_stack() > 0
+    with _disable_current_modes() if traced else nullcontext():
         before = ops._set_only_checks(True)
         try:
             args = [_stand_in(value, key in _UNREAD) for key, value in given.items()]
