@@ -69,9 +69,11 @@ def _becomes(leaf: Any) -> str:
 def _coarse(prepared: Prepared) -> dict[fx.Node, str]:
     """Return the nodes of layers that one scale does not suit, and why."""
     found: dict[fx.Node, str] = {}
+    equalized = prepared.between()  # their channels have scales of their own
     for layer in prepared.plan.layer_at.values():
         rows = prepared.rows_of(layer)
-        if rows is not None and rows.calibrated:
+        one_scale = prepared.plan.root(layer.srcs[0]) not in equalized
+        if rows is not None and rows.calibrated and one_scale:
             why = rows.why_coarse(prepared.qparams(layer.srcs[0]))
             dynamic = isinstance(layer.op.module, nn.Linear) and not layer.op.absorbed
             found |= {layer.op.node: f"{DYNAMIC if dynamic else ''}{why}"} if why else {}
