@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from flows import MISSES, calls, near, values, wired
+from models import Wired
 from torch import Tensor, nn
 
 import torchq
@@ -98,6 +99,26 @@ def test_scripted_and_loaded_graphs_check_their_guards(tmp_path: Path) -> None:
         for other in (values(3, 6, 8), values(3, 5), torch.zeros(3, 5, 8, dtype=torch.uint8)):
             with pytest.raises((AssertionError, torch.jit.Error), match="must meet its guards"):
                 found(other)
+
+
+def pooled(m: Any, x: Tensor) -> Tensor:
+    """By a query of its own, over every other row: torch.export excludes a single one."""
+    x = x[:, ::2]
+    found, _ = m.attention(m.probe.repeat(x.shape[0], 1, 1), x, x)
+    return m.head(found[:, 0])
+
+
+def test_a_size_of_one_takes_the_graph_where_results_are_the_same() -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    model = Wired(pooled, attention=attention, head=nn.Linear(8, 8)).eval()
+    model.probe = nn.Parameter(torch.randn(1, 1, 8))
+    converted = torchq.quantize(model, [values(50, 5, 8), values(50, 1, 8)])
+    (graph,) = torchq.explain(converted).graphs
+    assert any(guard.endswith(" or srcs[0].shape[1] == 1") for guard in graph.guards)
+    for batch, length in ((1, 1), (1, 3), (4, 1)):
+        near(model, converted, values(batch, length, 8))
+    assert calls(converted) == (3, 0)
+    assert torch.equal(torch.jit.script(converted)(x := values(4, 1, 8)), converted(x))
 
 
 def padded(m: Any, x: Tensor) -> Tensor:

@@ -136,19 +136,26 @@ def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def check(module: nn.Module, exported: Exported, captured: Captured) -> None:
     """Compare the graph with the module, on the example and where a dynamic size is one.
 
-    A size of one that gives other results becomes a guard.
+    A size of one that gives other results becomes a guard. Guards that exclude it, though the
+    results are the same, as ``n % (s0[0] * n) != 0`` does, take it from here on.
 
     Raises:
         CaptureError: they differ on the example.
     """
     graph = fx.GraphModule(captured.model, captured.graph)
-    tensors = exported.tensors
-    if not _agree(module, graph, exported, tensors):
+    if not _agree(module, graph, exported, exported.tensors):
         raise CaptureError("its graph computes something else than its code")
     for guard, smaller in _ones(exported):
-        met = all(holds(g, shapes_of(smaller)) for g in exported.guards)
-        if met and not _agree(module, graph, exported, smaller):
+        unmet = [g for g in exported.guards if not holds(g, shapes_of(smaller))]
+        if any("!=" not in g for g in unmet):
+            continue
+        agree = _agree(module, graph, exported, smaller)
+        if agree is False and not unmet:
             exported.guards.append(guard)
+        elif agree:
+            for g in unmet:
+                at = exported.guards.index(g)
+                exported.guards[at] = f"({g}) or {guard.replace('!=', '==')}"
 
 
 def _ones(exported: Exported) -> Iterator[tuple[str, list[Tensor]]]:
@@ -171,8 +178,10 @@ def _cut(tensor: Tensor, shape: tuple[int | None, ...], length: int) -> Tensor:
     return tensor.contiguous()
 
 
-def _agree(module: nn.Module, graph: nn.Module, exported: Exported, tensors: list[Tensor]) -> bool:
-    """Return whether graph and module give the same; True where the module itself fails."""
+def _agree(
+    module: nn.Module, graph: nn.Module, exported: Exported, tensors: list[Tensor]
+) -> bool | None:
+    """Return whether graph and module give the same; None where the module itself fails."""
     leaves, spec = pytree.tree_flatten((exported.args, exported.kwargs))
     for argument, tensor in zip(exported.arguments, tensors, strict=True):
         leaves[argument.index] = tensor.clone()
@@ -182,7 +191,7 @@ def _agree(module: nn.Module, graph: nn.Module, exported: Exported, tensors: lis
         try:
             expected = float_tensors(twin(module)(*args, **kwargs))
         except Exception:  # of the module's own code, which a call would raise as well
-            return tensors is not exported.tensors
+            return None
         torch.manual_seed(0)
         try:
             result = float_tensors(graph(*[t.clone() for t in tensors]))
