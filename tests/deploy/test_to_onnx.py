@@ -376,3 +376,23 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(ImportError, match=r"pip install torchq-cpu\[onnx\]"):
         torchq.to_onnx(q, tmp_path / "m.onnx", x)
+
+
+class Pooled(nn.Module):
+    """Attention of the first row over every other one, of which torch.export excludes one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, ::2]
+        return self.attention(x[:, :1], x, x)[0][:, 0]
+
+
+def test_a_guard_that_allows_one_fixes_no_size(tmp_path: Path) -> None:
+    qmodel = torchq.quantize(Pooled().eval(), [x := torch.randn(50, 5, 8)])
+    assert " == 1" in str(torchq.explain(qmodel).graphs)
+    torchq.to_onnx(qmodel, tmp_path / "model.onnx", x)
+    (source,) = onnx.load(tmp_path / "model.onnx").graph.input
+    assert [d.dim_value for d in source.type.tensor_type.shape.dim] == [0, 0, 8]

@@ -108,6 +108,33 @@ def test_a_convolution_with_spread_rows_stays_float(flow):
     assert min(gains) > 0
 
 
+def test_layers_that_stay_float_are_copies(tmp_path):
+    model, data = net(), batches(True)
+    calls = []
+    model.conv.register_forward_hook(lambda *_: calls.append(1))
+    prepared = torchq.calibrate(torchq.prepare(model, data[0]), data)
+    qmodel = torchq.convert(prepared)
+    pointers = {model.conv.weight.data_ptr(), prepared.conv.module.weight.data_ptr()}
+    assert qmodel.conv.weight.data_ptr() not in pointers
+    changed = {name: torch.zeros_like(value) for name, value in qmodel.state_dict().items()}
+    qmodel.load_state_dict({**qmodel.state_dict(), "conv.weight": changed["conv.weight"]})
+    assert model.conv.weight.any()
+    expected = model.head(torch.zeros(8, 8))
+    assert torchq.sqnr(expected, qmodel(data[0])) > 30  # graph and leaf have one weight
+    calls.clear()
+    prepared.conv(data[0])
+    assert len(calls) == 1
+
+
+def test_files_of_all_layers_serve_a_model_with_an_override(tmp_path):
+    model, data = net(), batches(True)
+    whole = torchq.calibrate(torchq.prepare(model, data[0]), data)
+    torchq.save_calibration(whole, tmp_path / "all")
+    forced = torchq.prepare(model, data[0], overrides={"conv": torchq.QConfig()})
+    torchq.load_calibration(forced, tmp_path / "all")
+    assert all(in_int8(torchq.convert(forced)).values())
+
+
 @pytest.mark.parametrize("flow", FLOWS)
 def test_ordinary_rows_change_nothing(flow):
     model, data = net(), batches(False)
@@ -151,8 +178,11 @@ def test_the_first_layer_of_an_lstm_stays_float(options, tmp_path):
     model = Tagger(nn.LSTM(6, 16, 2, batch_first=True, **options)).eval()
     data = sequences(True)
     qmodel = torchq.quantize(model, data)
-    row = next(r for r in torchq.explain(qmodel).rows if r.is_matmul)
-    assert row.quantized and row.reason.startswith("first layer float, others dynamic: ")
+    first, others = (r for r in torchq.explain(qmodel).rows if r.is_matmul)
+    assert not first.quantized and "dB" in first.reason
+    assert others.quantized and others.reason.startswith("dynamic: ")
+    assert first.weights and not {*first.weights} & {*others.weights}
+    assert "int8: 100 %" not in str(torchq.explain(qmodel))
     static = torchq.quantize(model, data, overrides={"network": torchq.QConfig()})
     src = torch.cat(data)
     assert torchq.sqnr(model(src), qmodel(src)) > torchq.sqnr(model(src), static(src)) + 3
@@ -163,6 +193,16 @@ def test_the_first_layer_of_an_lstm_stays_float(options, tmp_path):
     assert torch.equal(network.weight_ih_l0 + 0, model.network.weight_ih_l0)
     assert torchq.sqnr(model.network.weight_hh_l1, network.weight_hh_l1 + 0) > 40
     assert (network.input_size, network.num_layers) == (6, 2)
+
+
+def test_such_an_lstm_of_bfloat16_and_its_spec():
+    torch.manual_seed(0)
+    model = Tagger(nn.LSTM(6, 16, 2, batch_first=True)).eval().bfloat16()
+    data = [x.bfloat16() for x in sequences(True)]
+    qmodel = torchq.quantize(model, data)
+    assert qmodel(data[0]).dtype == torch.bfloat16
+    assert torchq.sqnr(model(data[0]).float(), qmodel(data[0]).float()) > 25
+    assert list(qmodel.network.read_spec())[-1] == "first"  # not in the order of a set
 
 
 def test_states_and_packed_sequences_of_such_an_lstm():

@@ -246,6 +246,8 @@ def _lowered(prepared: nn.Module, strict: bool, every_leaf: bool) -> nn.Module:
         if isinstance(module, ObservedLeaf):
             static = name not in coarse
             leaf = _leaf(name, module, layers, every_leaf) if static else module.coarse()
+            if leaf is module.module:  # the prepared model keeps its own
+                leaf = copy.deepcopy(leaf, memo)
             leaf = take_hooks(leaf, module)
             share_weight(leaf, packed.get(name))  # one by one: few weights exist twice
             memo[id(module)] = leaf

@@ -8,6 +8,7 @@ stay float. A layer whose configuration an override gives is static all the same
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,27 +21,23 @@ from torchq.convert.report import report_rows
 from torchq.convert.rows import Row
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
+from torchq.quantization.config import resolve
 
 DYNAMIC = "dynamic: "
+_FIRST = re.compile(r"_l0(_reverse)?$")  # weights of a network's first layer
 
 
 class Settled(NamedTuple):
-    """Graphs with plans that follow the rule, leaves that are not static and why, the report."""
+    """Graphs with plans that follow the rule, names of leaves that are not static, the report."""
 
     graphs: list[Prepared]
-    leaves: dict[str, str]
+    leaves: set[str]
     rows: list[Row]
 
 
 def follow_row_rule(prepared: nn.Module, graphs: list[Any], rows: list[Row]) -> Settled:
-    """Apply the rule to a calibrated model.
-
-    Args:
-        prepared: the model.
-        graphs: its own.
-        rows: its report.
-    """
-    settled, leaves, in_graphs = [], dict[str, str](), set[str]()
+    """Apply the rule to a calibrated model, its graphs and its report."""
+    settled, leaves, in_graphs = [], set[str](), set[str]()
     for graph in graphs:
         reasons = _coarse(graph)
         settled.append(_without(graph, reasons))
@@ -49,31 +46,38 @@ def follow_row_rule(prepared: nn.Module, graphs: list[Any], rows: list[Row]) -> 
             name = f"{graph.plan.prefix}{layer.op.base}"
             in_graphs.add(name)
             if layer.op.node in reasons:
-                leaves[name] = reasons[layer.op.node]
+                leaves.add(name)
     for name, leaf in prepared.named_modules():
         known = isinstance(leaf, (ObservedLeaf, ObservedRNN, ObservedRNNCell))
         if known and name not in in_graphs and (why := leaf.why_coarse()):
-            leaves[name], prefix = why, _becomes(leaf)
-            now: dict[str, Any] = {"quantized": bool(prefix), "reason": f"{prefix}{why}"}
-            rows = [replace(row, **now) if row.name == name else row for row in rows]
+            leaves.add(name)
+            told = (_told(row, leaf, why) if row.name == name else [row] for row in rows)
+            rows = [row for several in told for row in several]
     return Settled(settled, leaves, rows)
 
 
-def _becomes(leaf: Any) -> str:
-    """Return what a module becomes, in front of the reason; "" for float."""
-    if getattr(leaf, "has_float_first", False):
-        return "first layer float, others dynamic: "
-    return DYNAMIC if isinstance(leaf.module, (nn.Linear, *RECURRENT)) else ""
+def _told(row: Row, leaf: Any, why: str) -> list[Row]:
+    """Return the rows of a module that one scale does not suit."""
+    if not isinstance(leaf.module, (nn.Linear, *RECURRENT)):
+        return [replace(row, quantized=False, reason=why)]
+    first = [w for w in row.weights if getattr(leaf, "has_float_first", False) and _FIRST.search(w)]
+    rest = tuple(w for w in row.weights if w not in first)
+    dynamic = replace(row, quantized=True, reason=f"{DYNAMIC}{why}", weights=rest)
+    if not first:
+        return [dynamic]
+    name = f"{row.name}, first layer"
+    return [replace(row, name=name, quantized=False, reason=why, weights=tuple(first)), dynamic]
 
 
 def _coarse(prepared: Prepared) -> dict[fx.Node, str]:
     """Return the nodes of layers that one scale does not suit, and why."""
     found: dict[fx.Node, str] = {}
-    equalized = prepared.between()  # their channels have scales of their own
-    for layer in prepared.plan.layer_at.values():
+    plan, equalized = prepared.plan, prepared.between()  # whose channels have scales of their own
+    for layer in plan.layer_at.values():
         rows = prepared.rows_of(layer)
-        one_scale = prepared.plan.root(layer.srcs[0]) not in equalized
-        if rows is not None and rows.calibrated and one_scale:
+        if rows is None or not rows.calibrated or plan.root(layer.srcs[0]) in equalized:
+            continue
+        if resolve(plan._overrides, f"{plan.prefix}{layer.op.base}", None) is None:
             why = rows.why_coarse(prepared.qparams(layer.srcs[0]))
             dynamic = isinstance(layer.op.module, nn.Linear) and not layer.op.absorbed
             found |= {layer.op.node: f"{DYNAMIC if dynamic else ''}{why}"} if why else {}

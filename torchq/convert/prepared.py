@@ -20,7 +20,7 @@ from torchq.convert.ops import Role
 from torchq.convert.outliers import observed_nodes
 from torchq.convert.plan import Plan
 from torchq.convert.rows import Row
-from torchq.quantization.config import Overrides, QConfig, resolve
+from torchq.quantization.config import Overrides, QConfig
 from torchq.quantization.observers import HistogramObserver, Observer, PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams
 from torchq.quantization.ranges import activation_range
@@ -232,14 +232,13 @@ class Prepared(nn.Module):
 
 
 def _judged(plan: Plan) -> list[Layer]:
-    """Return the layers that the row rule is for: not those that an override configures."""
+    """Return the layers that the row rule may be for."""
     return [
         layer
         for layer in plan.layer_at.values()
         if layer.op.role is Role.MATMUL
         and isinstance(layer.op.module, MATMUL)
         and plan.fixed(layer.srcs[0]) is None
-        and resolve(plan._overrides, f"{plan.prefix}{layer.op.base}", None) is None
     ]
 
 

@@ -93,7 +93,8 @@ def check_strict(rows: list[Row], weights: Sequence[Weight]) -> None:
         raise RuntimeError(
             f"torchq.convert: strict=True, but {len(lines)} convolution, linear or recurrent "
             f"modules or parameters stay float: {'; '.join(lines)}. Change the model, or name them "
-            "in overrides with None."
+            "in overrides: None keeps them float, and torchq.QConfig() makes layers int8 that read "
+            "rows too small for one scale."
         )
 
 

@@ -178,7 +178,9 @@ def _fixed_sizes(tensor: fx.Node) -> dict[int, int]:
     for size in tensor.users:
         if size.name.startswith(CHECK) and size.target == "size":
             for check in size.users:
-                if check.target is operator.eq and isinstance(check.args[1], int):
+                one_of_two = any(user.target is operator.or_ for user in check.users)
+                fixed = check.target is operator.eq and not one_of_two
+                if fixed and isinstance(check.args[1], int):
                     found[int(size.args[1])] = check.args[1]  # type: ignore[arg-type]
     return found
 

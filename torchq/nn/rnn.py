@@ -24,6 +24,7 @@ MERGES = ("concat", "sum")
 """What becomes of two directions; a sum is taken in float32, so that it cannot clip."""
 
 
+# What from_spec builds the float layer from.
 _FIRST = ("input_size", "hidden_size", "bias", "proj_size", "bidirectional")
 
 
@@ -90,10 +91,11 @@ class _QRecurrent(FloatParameters, QModule):
 
     def with_float_first(self, first: nn.LSTM) -> Self:
         """Put a float layer in front, for a source that 8 bits do not suit; return the module."""
-        self.first, self.input_size = first.requires_grad_(False).eval(), first.input_size
+        self.first = first.float().requires_grad_(False).eval()
+        self.input_size = first.input_size
         self.num_layers += 1
         fields = self.read_spec() | {"first": {name: getattr(first, name) for name in _FIRST}}
-        self._set_spec(**{key: fields[key] for key in fields.keys() - {"class", "version"}})
+        self._set_spec(**{key: fields[key] for key in fields if key not in ("class", "version")})
         return self
 
     @classmethod
@@ -213,7 +215,7 @@ class _QRecurrent(FloatParameters, QModule):
 
     @property
     def attr(self) -> Attr:
-        """Those of the first layer, as oneDNN has them; the others' are ``layers[i].attr``."""
+        """Those of the first int8 layer, as oneDNN has them; the others' are ``layers[i].attr``."""
         attr: Attr = self.layers[0].attr  # type: ignore[assignment]
         return attr
 

@@ -18,7 +18,7 @@ FAKES: dict[str, Callable[..., Any]] = {}
 """By the name of the op. ``torchq.ops`` registers them: the library names it as their module.
 
 Each takes those of the op's arguments that it needs, by their names in the op's schema. The op has
-checked them (``torchq.runtime.stand_ins``), but for what has no number yet.
+checked them (``torchq.runtime.stand_ins``), except for symbolic sizes without a number.
 """
 
 

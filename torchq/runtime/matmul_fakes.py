@@ -189,16 +189,5 @@ def _(src: Tensor, compensation: Tensor) -> Tensor:
 
 
 @fake("dynamic_linear_int4")
-def _(
-    src: Tensor,
-    weight: Tensor,
-    params: Tensor,
-    bias: Tensor | None,
-    in_features: int,
-    out_features: int,
-    group_size: int,
-    symmetric: bool,
-    post_ops: str = "",
-    post_op_srcs: Sequence[Tensor] | None = None,
-) -> Tensor:
+def _(src: Tensor, out_features: int) -> Tensor:
     return src.new_empty([*src.shape[:-1], out_features])

@@ -66,8 +66,9 @@ def check_as_op(name: str, given: Mapping[str, Any]) -> None:
     # _disable_current_modes imports sympy, which takes 0.4 s; loading a model needs no modes
     traced = torch._C._len_torch_dispatch_stack() > 0
     with _disable_current_modes() if traced else nullcontext():
-        before = ops._set_only_checks(True)
+        before = False
         try:
+            before = ops._set_only_checks(True)
             args = [_stand_in(value, key in _UNREAD) for key, value in given.items()]
             getattr(ops, name).default(*args)
         except Exception as error:  # of memory, or _Unknown: the arguments may be right

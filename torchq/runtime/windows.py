@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of what windows make, checked as the ops check them: fakes raise the ops' own errors."""
+"""Sizes of what windows make. They are checked here, too: sizes without a number reach no op."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ class RowPowers(Observer):
         found = self.decibels(src)
         if found is None or found >= self.least:
             return ""
-        return f"one scale leaves half of the rows that it reads below {found + 0.4:.0f} dB"
+        at_most = found + 0.4  # the upper end of the bin
+        return f"with one scale, half of its source's rows have less than {at_most:.0f} dB"
 
     def decibels(self, src: QParams) -> float | None:
         """Return the median with 8 bits for the range of ``src``; None without data."""
