@@ -244,8 +244,7 @@ def _lowered(prepared: nn.Module, strict: bool, every_leaf: bool) -> nn.Module:
         packed |= {f"{graph.plan.prefix}{name}": m for name, m in lowered.named_modules()}
     for name, module in prepared.named_modules():
         if isinstance(module, ObservedLeaf):
-            static = name not in coarse
-            leaf = _leaf(name, module, layers, every_leaf) if static else module.coarse()
+            leaf = module.coarse() if name in coarse else _leaf(name, module, layers, every_leaf)
             if leaf is module.module:  # the prepared model keeps its own
                 leaf = copy.deepcopy(leaf, memo)
             leaf = take_hooks(leaf, module)

@@ -22,9 +22,7 @@ from torchq.quantization.ranges import check_choice
 
 MERGES = ("concat", "sum")
 """What becomes of two directions; a sum is taken in float32, so that it cannot clip."""
-
-
-# What from_spec builds the float layer from.
+# what from_spec builds a float layer from
 _FIRST = ("input_size", "hidden_size", "bias", "proj_size", "bidirectional")
 
 
