@@ -74,7 +74,7 @@ STRIP = ["-s"]
 if os.environ.get("TORCHQ_SANITIZE"):
     # vptr would need torch's type information. The kernels of AVX2 take the compiler 37 s; with all
     # checks, inline, more than twice as long.
-    STRIP = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize=vptr"]
+    STRIP = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize=vptr,alignment"]
     COMMON += ["-O1", "-fno-omit-frame-pointer", *STRIP]
     KERNEL += ["-fno-sanitize=null,alignment,object-size,pointer-overflow"]
     KERNEL += ["--param", "asan-instrumentation-with-call-threshold=0"]
