@@ -72,8 +72,8 @@ if EMULATED:
 # TORCHQ_SANITIZE=1: with Address- and UndefinedBehaviorSanitizer, for `make test-sanitized`.
 STRIP = ["-s"]
 if os.environ.get("TORCHQ_SANITIZE"):
-    # vptr would need torch's type information; tensors may have any address. The kernels of AVX2 take the compiler 37 s; with all
-    # checks, inline, more than twice as long.
+    # vptr would need torch's type information; tensors may have any address. The kernels of AVX2
+    # take the compiler 37 s; with all checks, inline, more than twice as long.
     STRIP = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize=vptr,alignment"]
     COMMON += ["-O1", "-fno-omit-frame-pointer", *STRIP]
     KERNEL += ["-fno-sanitize=null,alignment,object-size,pointer-overflow"]
