@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The row rule: layers that read rows far too small for their tensor's scale are not static.
 
-:mod:`torchq.quantization.recipes.rows` has the arithmetic. Linear layers become dynamic, others
-stay float. A layer whose configuration an override gives is static all the same.
+:mod:`torchq.quantization.recipes.rows` has the arithmetic. Linear and
+recurrent layers become dynamic, convolutions and the first of several layers of an LSTM stay float.
+A layer whose configuration an override gives is static all the same.
 """
 
 from __future__ import annotations
