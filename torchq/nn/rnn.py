@@ -22,7 +22,6 @@ from torchq.quantization.ranges import check_choice
 
 MERGES = ("concat", "sum")
 """What becomes of two directions; a sum is taken in float32, so that it cannot clip."""
-# what from_spec builds a float layer from
 _FIRST = ("input_size", "hidden_size", "bias", "proj_size", "bidirectional")
 
 
@@ -89,8 +88,7 @@ class _QRecurrent(FloatParameters, QModule):
 
     def with_float_first(self, first: nn.LSTM) -> Self:
         """Put a float layer in front, for a source that 8 bits do not suit; return the module."""
-        self.first = first.float().requires_grad_(False).eval()
-        self.input_size = first.input_size
+        self.first, self.input_size = first.float().requires_grad_(False).eval(), first.input_size
         self.num_layers += 1
         fields = self.read_spec() | {"first": {name: getattr(first, name) for name in _FIRST}}
         self._set_spec(**{key: fields[key] for key in fields if key not in ("class", "version")})
@@ -209,7 +207,10 @@ class _QRecurrent(FloatParameters, QModule):
         """See the base class."""
         layers = [QRecurrentLayer.from_spec(layer) for layer in spec["layers"]]
         made = cls(layers, spec["batch_first"], spec["merge"])
-        return made.with_float_first(nn.LSTM(**spec["first"])) if "first" in spec else made
+        if "first" not in spec:
+            return made
+        # its memory is untouched until the file's values fit
+        return made.with_float_first(nn.LSTM(**spec["first"], device="meta").to_empty(device="cpu"))
 
     @property
     def attr(self) -> Attr:
@@ -246,8 +247,7 @@ class _QRecurrent(FloatParameters, QModule):
         start = 0
         if self.first is not None:
             src, h_last, c_last = self._run_first(src, batch_sizes, h_0, c_0)
-            h_n.append(h_last)
-            c_n.append(c_last)
+            h_n, c_n = [h_last], [c_last]
             start = self.directions
         for layer in self.layers:
             stop = start + self.directions
