@@ -240,6 +240,12 @@ def test_strict_names_the_layer_and_its_figure():
         torchq.quantize(net(), batches(True), strict=True)
 
 
+def test_sensitivity_lists_layers_in_int8_only():
+    data = batches(True)
+    found = torchq.sensitivity(net(), data, data[0], progress=False)
+    assert [layer.name for layer in found] == ["head"]
+
+
 def test_counts_merge_and_go_through_files(tmp_path: Path):
     model, data = net(), batches(True)
     prepared = torchq.prepare(model, data[0])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from torchq.convert.api import prepare, quantize
+from torchq.convert.api import quantize
 from torchq.convert.explain import explain
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.checks import check_prepared
@@ -349,23 +349,25 @@ def sensitivity(
     with as_before(model), torch.inference_mode():
         expected = [call(model, batch) for batch in data]
 
-    def output(chosen: Overrides) -> float:
-        quantized = quantize(model, data, example_inputs, config, chosen)
+    def output(quantized: nn.Module) -> float:
         with torch.inference_mode():
             return sqnr(expected, [call(quantized, batch) for batch in data])
 
-    prepared = prepare(model, example_inputs, config, overrides)
-    rows = [row for row in explain(prepared).rows if row.is_matmul and row.quantized]
+    def trial(chosen: Overrides) -> float:
+        return output(quantize(model, data, example_inputs, config, chosen))
+
+    whole = quantize(model, data, example_inputs, config, overrides)
+    rows = [row for row in explain(whole).rows if row.is_matmul and row.quantized]
     if not rows:
         raise ValueError(
             "torchq.sensitivity: model must have a convolution or linear that runs in int8, got "
-            "none. torchq.explain(torchq.prepare(...)) says why each stays float."
+            "none. torchq.explain(torchq.quantize(...)) says why each stays float."
         )
-    together = output(overrides)
+    together = output(whole)
     found = []
     for row in with_progress("sensitivity", rows, progress):
         name = escape(row.name)
         own = resolve(overrides, row.name, config)
-        alone, kept = output({"*": None, name: own}), output({**overrides, name: None})
+        alone, kept = trial({"*": None, name: own}), trial({**overrides, name: None})
         found.append(Sensitivity(row.name, alone, kept, together))
     return Sensitivities(sorted(found, key=lambda entry: entry.alone))
