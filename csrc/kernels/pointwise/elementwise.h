@@ -9,27 +9,30 @@ namespace {
 
 /// With one set of parameters for the row, or one per element.
 template <class Isa, DType kSrc, DType kDst, bool kPerElement>
-TORCHQ_INLINE void convert_row(const ConvertRow& c) {
-  const auto zero_point = [&](const int32_t* p, int64_t step, int64_t i, auto m) {
-    return kPerElement && step != 0 ? Isa::load_int(p + i, m) : Isa::set_int(*p);
-  };
-  const auto value = [&](int64_t i, auto m) {
-    const auto factor =
-        kPerElement && c.factor_step != 0 ? Isa::load(c.factor + i, m) : Isa::set(*c.factor);
-    const auto src_zero = zero_point(c.src_zero_point, c.src_zero_point_step, i, m);
+TORCHQ_INLINE void convert_row(const ConvertRow& row) {
+  const ConvertRow c = row;  // by value: what is stored through dst could be any of it
+  const auto value = [=](int64_t i, auto m, auto factor, auto src_zero, auto dst_zero) {
     const auto x = load_as_float<Isa>(c.src, kSrc, i, src_zero, m);
     // f32 has no zero point, and adding 0 would lose the sign of -0
     if constexpr (kDst == DType::f32) return Isa::mul(x, factor);
-    return Isa::fma(x, factor,
-                    Isa::to_float(zero_point(c.dst_zero_point, c.dst_zero_point_step, i, m)));
+    return Isa::fma(x, factor, dst_zero);
   };
   if constexpr (!kPerElement) {
+    const auto factor = Isa::set(*c.factor);
+    const auto src_zero = Isa::set_int(*c.src_zero_point);
     const auto dst_zero = Isa::to_float(Isa::set_int(*c.dst_zero_point));
-    return store_row_as<Isa, kDst>(c.dst, c.size, dst_zero, value);
+    return store_row_as<Isa, kDst>(c.dst, c.size, dst_zero, [=](int64_t i, auto m) {
+      return value(i, m, factor, src_zero, dst_zero);
+    });
   }
+  const auto zero_point = [](const int32_t* p, int64_t step, int64_t i, auto m) {
+    return step != 0 ? Isa::load_int(p + i, m) : Isa::set_int(*p);
+  };
   for_each_row_panel<Isa>(c.size, [&](int64_t i, auto m) {
-    const auto dst_zero = zero_point(c.dst_zero_point, c.dst_zero_point_step, i, m);
-    store_as<Isa, kDst>(c.dst, i, value(i, m), Isa::to_float(dst_zero), m);
+    const auto factor = c.factor_step != 0 ? Isa::load(c.factor + i, m) : Isa::set(*c.factor);
+    const auto src_zero = zero_point(c.src_zero_point, c.src_zero_point_step, i, m);
+    const auto dst_zero = Isa::to_float(zero_point(c.dst_zero_point, c.dst_zero_point_step, i, m));
+    store_as<Isa, kDst>(c.dst, i, value(i, m, factor, src_zero, dst_zero), dst_zero, m);
   });
 }
 
