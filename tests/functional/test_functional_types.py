@@ -209,7 +209,7 @@ def test_integers(value: object) -> None:
 
 
 def test_sizes_are_integers() -> None:
-    """Of a traced tensor, and numpy's."""
+    """Sizes of a traced tensor and numpy's integers are integers, too."""
     depthwise = torch.ones(8, 1, 3, 3, dtype=S8)
 
     def call(src: torch.Tensor) -> torch.Tensor:

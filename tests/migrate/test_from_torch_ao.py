@@ -40,7 +40,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 class Between(nn.Module):
-    """What torch.ao quantizes in eager mode: stubs around a module."""
+    """A module between stubs, as torch.ao's eager mode wants it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ def random_q(shape: tuple[int, ...], params: QParams) -> Tensor:
 
 
 def oracle(module: nn.Module, srcs: list[Tensor]) -> Tensor:
-    """What the oracle gives for the module's readable state. srcs: quantized, residual last."""
+    """Returns the oracle's result for a module's state. srcs: quantized, residual last."""
     if isinstance(module, tnn.QLinear | tnn.QConv1d | tnn.QConv2d | tnn.QConv3d):
         result = _oracle_matmul(module, srcs)
         return result if module.lookup is None else reference.lookup(result, module.lookup.table)

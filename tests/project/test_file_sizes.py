@@ -14,8 +14,12 @@ SUFFIXES = {".c", ".cpp", ".h", ".py", ".sh"}
 
 def lengths(folder: Path) -> dict[str, int]:
     """Lines of each source file in a folder."""
-    files = [path for path in folder.rglob("*") if path.suffix in SUFFIXES]
-    return {str(path.relative_to(folder)): len(path.read_text().splitlines()) for path in files}
+    files = {path.relative_to(folder): path for path in folder.rglob("*")}
+    return {
+        str(name): len(path.read_text().splitlines())
+        for name, path in files.items()
+        if path.suffix in SUFFIXES and "build" not in name.parts
+    }
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "csrc", "examples", "tests", "torchq"])
