@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The formulas of the recurrent cells, once for every tier: `V` is an Isa trait, or `Scalar`.
 //
+// Note [Recurrent cells]
 // The gates share one exponential and few divisions: logistic(a) = 1 / (1 + e^-a), and
 // tanh(a) = (1 - e^-2a) / (1 + e^-2a), so that a product of two gates is one quotient. Absolute
 // error of each below 5e-7 (tests/kernels/test_rnn_cells.py). exp_gates is shorter than
