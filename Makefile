@@ -65,7 +65,8 @@ test-emulated: $(VENV)/.emulated  ## The tests of tiers that this CPU lacks, in 
 # Python and torch are not sanitized: the runtime is loaded before them, and libstdc++ with it, whose
 # exceptions it intercepts. Threads have a program of their own (tests/threads).
 SANITIZED := build/sanitized
-SANITIZED_TESTS := tests/kernels tests/ops tests/deploy/test_files.py tests/deploy/test_serialization.py
+SANITIZED_TESTS := tests/kernels tests/ops tests/deploy/test_files.py tests/deploy/test_file_format.py \
+  tests/deploy/test_serialization.py
 # Those that read the compiler's instructions and symbols, or count memory and page faults, which are
 # not the same. Alignment is not sanitized: tensors may have any address, which x86 loads from.
 UNSANITIZED_TESTS := --ignore tests/kernels/test_disassembly.py --ignore tests/ops/test_memory.py \

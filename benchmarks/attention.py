@@ -44,7 +44,7 @@ class Attention:
 
     @property
     def macs(self) -> int:
-        """Of both products."""
+        """Returns the multiply-adds of both products."""
         return 2 * self.heads * self.length**2 * self.size
 
     def sources(self, query_dtype: torch.dtype) -> list[Tensor]:

@@ -86,7 +86,7 @@ class LoggedLayer:
         return layer
 
     def _fits(self) -> bool:
-        """Whether this is a layer at all; the op checks the rest."""
+        """Returns True for a layer; the op checks the rest."""
         if len(self.tensors) < 2 or any(dtype not in _DTYPES for dtype, _ in self.tensors):
             return False
         if self.table not in ("", "uint8", "int8"):
@@ -181,7 +181,7 @@ class LoggedCall:
         return x.movedim(1, -1).contiguous().movedim(-1, 1) if self.layer.geometry else x
 
     def _rows(self, t: Tensor) -> Tensor:
-        """What inner_product takes: it would sum over more dimensions."""
+        """Returns t as a matrix for inner_product, which would sum over more dimensions."""
         return t if self.layer.geometry else t.reshape(-1, t.shape[-1])
 
     @cached_property

@@ -91,7 +91,7 @@ def verify(
 
 @dataclass(frozen=True)
 class Setup:
-    """What all layers of a run share. ``peer`` is the oneDNN process if ``names`` has onednn."""
+    """Settings of a run. ``peer`` is the oneDNN process if ``names`` has onednn."""
 
     names: list[str]
     peer: Peer | None

@@ -72,12 +72,12 @@ class Peak:
 
     @property
     def fraction(self) -> float:
-        """What the VNNI loop reaches of what the clock allows; 1 where there is no VNNI."""
+        """Returns the VNNI loop's share of the clock's limit; 1 where there is no VNNI."""
         return (self.measured_vnni_gops or 1.0) / (self.vnni_gops or 1.0)
 
     @property
     def quiet(self) -> bool:
-        """Whether no other job takes a share of the machine."""
+        """Returns True if no other job takes a share of the machine."""
         return self.fraction >= REQUIRED_FRACTION
 
     def check_quiet(self) -> None:

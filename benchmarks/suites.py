@@ -186,7 +186,7 @@ def _grouped() -> Iterator[Layer]:
 
 
 def _small() -> Iterator[Layer]:
-    """Where the call costs as much as the work."""
+    """Yields layers whose call costs as much as their work."""
     yield Linear(4, 64, 64)
     yield Linear(1, 768, 768)
     yield Linear(16, 256, 256)

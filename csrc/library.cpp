@@ -203,7 +203,8 @@ TORCH_LIBRARY(torchq, m) {
       "int dst_dtype, str post_ops, Tensor[]? post_op_srcs=None) -> Tensor",
       tags);
 
-  // What loaded weights must prove (torchq.functional.packing.unproven); no program holds it.
+  // For the checks of loaded weights (torchq.functional.packing.unproven); exported programs do not
+  // call it.
   m.def("_packed_sums(Tensor packed) -> (Tensor compensation, Tensor pair_bound)", tags);
 
   // Settings and introspection: no tensors, so they bind here.

@@ -28,7 +28,7 @@ PER_OUTPUT_CHANNEL = 1 << 0  # mask over the dims of the weight, (OC, IC, KH, KW
 
 
 def float_inference(src: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """What the int8 convolution approximates."""
+    """Computes the float result that the int8 convolution approximates."""
     return F.relu(F.conv2d(src, weight, bias, padding=PADDING))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quantization costs models with trained weights: their own metric, dB, seconds and ms.
+"""The cost of quantization for models with trained weights: their metric, dB, seconds, ms.
 
 Some data calibrate and others measure. "s to quantize" is CPU time. "ms" is the median time of one
 call, all models in turns, with its quartiles.

@@ -41,7 +41,7 @@ _LONG = 0.3
 
 @dataclass
 class Results:
-    """What was measured, and where: one row for a contender and a shape of input."""
+    """The measurements and their machine: one row for a contender and a shape of input."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     sqnr_db: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -83,7 +83,7 @@ def _measured(name: str, peers: list[str], args: argparse.Namespace) -> list[dic
 
 
 def _share_of_peak(threads: int) -> float:
-    """What the VNNI loop reaches of what the clock allows; 1 where there is no VNNI."""
+    """Returns the VNNI loop's share of the clock's limit; 1 where there is no VNNI."""
     return peak.measure(threads, torchq.isa()).fraction
 
 

@@ -48,7 +48,7 @@ class WrongBitsError(RuntimeError):
 
 @dataclass
 class Measured:
-    """What is known about one network.
+    """The results of one network.
 
     Attributes:
         model: name.
@@ -272,7 +272,7 @@ def frozen(model: nn.Module, src: Tensor) -> Model:
 
 @functools.cache
 def _fingerprint() -> str:
-    """Of what converted models depend on: definitions, converters and torch's version."""
+    """Returns a hash of the definitions, the converters and torch's version."""
     definitions = sorted(Path(models.__file__).parent.glob("*.py"))
     text = torch.__version__
     for path in (*definitions, Path(torch_ao.__file__), Path(runtimes.__file__)):

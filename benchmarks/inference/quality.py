@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a conversion did to a model: multiply-adds in int8, precision, size."""
+"""Effects of a conversion on a model: multiply-adds in int8, precision, size."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def macs(model: nn.Module, example: Tensor) -> dict[str, int]:
 
 
 def float_layers(converted: nn.Module, counts: dict[str, int]) -> list[FloatLayer]:
-    """What torchq left in float, most multiply-adds first."""
+    """Returns the layers that torchq left in float, most multiply-adds first."""
     rows = torchq.explain(converted).rows
     left = [(r.name, r.kind, counts.get(r.name, 0), r.reason) for r in rows if not r.quantized]
     unknown = set(counts) - {row.name for row in rows}

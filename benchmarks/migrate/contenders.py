@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user writes for each contender; the lines of these functions are counted.
+"""The code that a user writes for each contender; these functions' lines are counted.
 
 Each takes a float model and calibration batches, and returns the quantized model; those of ONNX
 Runtime, the path of its file.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several networks are made of."""
+"""Blocks that several networks share."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ __all__ = [
 
 
 def sums_are_exact() -> bool:
-    """Whether oneDNN, torch's too, adds int8 products in 32 bits on this CPU.
+    """Returns True where oneDNN, torch's too, adds int8 products in 32 bits on this CPU.
 
     Without VNNI it adds pairs in 16 bits, which saturate, and halves the weights of int8 sources.
     """
@@ -229,9 +229,7 @@ class Peer:
         step = kernel if stride is None else stride
         window, size = geometry(src, kernel, step, padding, padding_end, dilation)
         request = Request("pooling", attributes, algorithm=f"pooling_{algorithm}", **window)
-        request.tensor("src", src)
-        request.destination((*src.shape[:2], *size), src)
-        return self._run(request)
+        return self._run_on(request, (*src.shape[:2], *size), src=src)
 
     def eltwise(
         self, src: Tensor, algorithm: str, alpha: float = 0, beta: float = 0, **attributes: Any
@@ -240,32 +238,22 @@ class Peer:
         request = Request(
             "eltwise", attributes, algorithm=f"eltwise_{algorithm}", alpha=alpha, beta=beta
         )
-        request.tensor("src", src)
-        request.destination(src.shape, src)
-        return self._run(request)
+        return self._run_on(request, src.shape, src=src)
 
     def binary(self, src0: Tensor, src1: Tensor, algorithm: str, **attributes: Any) -> Any:
         """Applies ``binary_<algorithm>``; dimensions of ``src1`` that are 1 are broadcast."""
         request = Request("binary", attributes, algorithm=f"binary_{algorithm}")
-        request.tensor("src0", src0)
-        request.tensor("src1", src1)
-        request.destination(src0.shape, src0)
-        return self._run(request)
+        return self._run_on(request, src0.shape, src0=src0, src1=src1)
 
     def reorder(self, src: Tensor, **attributes: Any) -> Any:
         """Converts to ``dst_dtype``: ``src_scale * (src - src_zero_point)``, then quantized."""
-        request = Request("reorder", attributes)
-        request.tensor("src", src)
-        request.destination(src.shape, src)
-        return self._run(request)
+        return self._run_on(Request("reorder", attributes), src.shape, src=src)
 
     def sum(self, srcs: Sequence[Tensor], scales: Sequence[float], **attributes: Any) -> Any:
         """``sum_i scales[i] * srcs[i]``."""
         request = Request("sum", attributes, scales=list(scales))
-        for i, src in enumerate(srcs):
-            request.tensor(f"part{i}", src)
-        request.destination(srcs[0].shape, srcs[0])
-        return self._run(request)
+        parts = {f"part{i}": src for i, src in enumerate(srcs)}
+        return self._run_on(request, srcs[0].shape, **parts)
 
     def concat(
         self,
@@ -291,9 +279,7 @@ class Peer:
         """Softmax or log-softmax along ``axis``."""
         algorithm = "softmax_log" if logarithmic else "softmax_accurate"
         request = Request("softmax", attributes, algorithm=algorithm, axis=axis)
-        request.tensor("src", src)
-        request.destination(src.shape, src)
-        return self._run(request)
+        return self._run_on(request, src.shape, src=src)
 
     def layer_normalization(
         self, src: Tensor, gamma: Tensor, beta: Tensor, epsilon: float = 1e-5, **attributes: Any
@@ -310,10 +296,8 @@ class Peer:
     def reduction(self, src: Tensor, algorithm: str, dims: Sequence[int], **attributes: Any) -> Any:
         """``reduction_<algorithm>`` over ``dims``, which keep size 1."""
         request = Request("reduction", attributes, algorithm=f"reduction_{algorithm}")
-        request.tensor("src", src)
         shape = [1 if dim in dims else size for dim, size in enumerate(src.shape)]
-        request.destination(shape, src)
-        return self._run(request)
+        return self._run_on(request, shape, src=src)
 
     def resampling(
         self,
@@ -367,6 +351,13 @@ class Peer:
         for name in ("samples", "iterations"):
             if request.attributes.samples:
                 request.parameter(name, getattr(request.attributes, name))
+        return self._run(request)
+
+    def _run_on(self, request: Request, shape: Sequence[int], **srcs: Tensor) -> Any:
+        """Runs a request on these sources; its result has a shape, and the first one's dtype."""
+        for name, src in srcs.items():
+            request.tensor(name, src)
+        request.destination(shape, next(iter(srcs.values())))
         return self._run(request)
 
     def _run(self, request: Request) -> Tensor | list[Tensor] | Timing:

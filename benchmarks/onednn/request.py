@@ -24,7 +24,7 @@ _LETTERS = "abcdefghijkl"  # oneDNN's names for logical dimensions
 
 @dataclass
 class Attributes:
-    """What every primitive of `Peer` takes besides its operands, as keyword arguments.
+    """Keyword arguments that every primitive of `Peer` takes besides its operands.
 
     A scale or zero point is a number or a tensor. One value has mask 0; several are per output
     channel for weights and per dimension 1 otherwise, unless ``masks`` says it, for example

@@ -71,7 +71,7 @@ def load(folder: Path) -> tuple[SentenceEncoder, Tokenizer]:
 
 
 def sentences() -> list[str]:
-    """Of 30 to 300 letters, in English."""
+    """Returns English sentences of 30 to 300 letters."""
     pages = sorted(files("sklearn.datasets.descr").iterdir(), key=lambda page: page.name)
     text = "\n".join(page.read_text() for page in pages if page.name.endswith(".rst"))
     found = (" ".join(s.split()) for s in re.split(r"(?<=[.!?])\s+", text))
@@ -102,7 +102,7 @@ def embeddings(model: nn.Module, batches: list[Batch]) -> Tensor:
 
 
 def nearest(vectors: Tensor) -> Tensor:
-    """Which other sentence is most similar to each."""
+    """Returns the index of the most similar other sentence, for each sentence."""
     return (vectors @ vectors.T).fill_diagonal_(-1).argmax(1)
 
 

@@ -83,7 +83,7 @@ SUFFIX = {torch.float32: "", torch.uint8: ":u8", torch.int8: ":s8", torch.int32:
 
 @dataclass
 class Chain:
-    """What each side is given.
+    """A chain of post-ops, in the words of each side.
 
     Attributes:
         words: The post-ops as the oracle has them: masks of a matmul index (rows, columns).
@@ -209,7 +209,7 @@ class ChainMaker:
         )
 
     def _masks(self) -> tuple[int, int]:
-        """Of an operand: the oracle's, and that of torchq and oneDNN."""
+        """Returns an operand's mask for the oracle, and its mask for torchq and oneDNN."""
         dims, channel = len(self.shape), 1 << self.axis
         full = (1 << dims) - 1
         rows = dims > 2 and self.axis + 1 == dims  # the oracle's index (rows, columns) of a matmul

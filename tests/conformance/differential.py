@@ -101,7 +101,7 @@ class Case:
 
 @dataclass
 class Tally:
-    """What became of a primitive's cases."""
+    """Counts a primitive's cases by their outcome."""
 
     run: int = 0
     zero_points: int = 0

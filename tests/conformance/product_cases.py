@@ -195,7 +195,7 @@ def depthwise_fused(rng: random.Random, data: torch.Generator, index: int) -> Ca
         return reference.conv(mid, filters, second.bias, 0, side=side, **more, **second.oracle())
 
     def exact() -> Exact:
-        """Where the stored value is close to a tie, the other one is possible too."""
+        """Returns an interval: a stored value close to a tie may be rounded either way."""
         real = first.exact(F.conv2d(src.double(), weight.double()), 1)
         low, high = (0, 255) if stored == U8 else (-128, 127)
         one, other = (

@@ -27,14 +27,14 @@ def draw_chain(
     kinds: Sequence[str],
     scale: float | None = None,
 ) -> Chain:
-    """Of the kinds that oneDNN's primitive takes."""
+    """Draws a chain of the kinds that oneDNN's primitive takes."""
     broadcasts = ("one", "channel", "full", "some")
     maker = ChainMaker(rng, data, shape, dtype, scale or 1.0, broadcasts=broadcasts, kinds=kinds)
     return maker.chain()
 
 
 def keywords(chain: Chain, attr: Attr | None = None) -> dict[str, Any]:
-    """What torchq's function takes."""
+    """Returns the chain as arguments of torchq's function."""
     attr = (attr or Attr()).set_post_ops(chain.post_ops())
     return {"attr": attr, "post_op_srcs": chain.olds}
 

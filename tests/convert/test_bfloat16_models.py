@@ -184,7 +184,7 @@ def test_mixed_dtypes(flow: str) -> None:
 
 @pytest.mark.parametrize("flow", FLOWS)
 def test_autocast(flow: str) -> None:
-    """What autocast gives of float layers it gives of quantized ones, from either dtype."""
+    """Autocast has the same effect on quantized layers as on float ones, for either dtype."""
     model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 32), nn.LayerNorm(32),
                           nn.Linear(32, 10)).eval()  # fmt: skip
     data = [torch.randn(6, 24) for _ in range(3)]

@@ -90,7 +90,7 @@ def new_site() -> Callable[..., Any]:
 
 
 def took_short_way(site: Callable[..., Any], *args: Any) -> bool:
-    """Whether no forward ran; checks the result."""
+    """Returns True if no forward ran; checks the result."""
     with python_calls() as called:
         got = site(*args)
     expected = args[0](*args[1:])

@@ -55,7 +55,7 @@ def test_a_converted_model_calls_no_module():
 
 @pytest.mark.parametrize("name", ["0", "1", "1.pool"])
 def test_modules_that_are_compiled_where_they_are(name: str):
-    """What ``torch.compile`` gives has the module's parts, but not among its own modules."""
+    """A compiled module has the original's parts, but not among its own modules."""
     src = torch.randn(2, 3, 12, 12)
     model = torchq.quantize(network(), [src], src)
     graph = graph_of(model)

@@ -130,7 +130,7 @@ def test_arguments_are_mutated_as_by_the_float_model(code: Callable[..., Any]) -
 
 
 class Keeps(nn.Module):
-    """What it computes depends on earlier calls: a buffer, an attribute."""
+    """A model whose result depends on earlier calls, by a buffer or an attribute."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ def concatenations(converted: nn.Module) -> list[tnn.QCat]:
 
 
 def shares(cat: tnn.QCat) -> bool:
-    """Whether it copies bytes."""
+    """Returns True if the concatenation copies bytes."""
     return len(set(zip(cat.scales.tolist(), cat.zero_points.tolist(), strict=True))) == 1
 
 

@@ -59,7 +59,7 @@ def model(tied: bool = False) -> Tagger:
 
 
 def bytes_of(module: nn.Module) -> int:
-    """Of the distinct tensors in a state dict."""
+    """Returns the size of the distinct tensors in a state dict."""
     tensors = {t.data_ptr(): t.nbytes for t in module.state_dict().values()}
     return sum(tensors.values())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a graph fuses or keeps in int8 beside convolutions and linears."""
+"""Layers that a graph fuses or keeps in int8 beside convolutions and linears."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def test_what_is_not_called_does_not_count() -> None:
 @pytest.mark.parametrize("flow", [torchq, torchq.eager])
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.PReLU])
 def test_channels_of_rows_and_of_sequences(kind: Any, flow: Any) -> None:
-    """What has its channels in dim 1 folds into a linear layer of rows only."""
+    """A layer with channels in dim 1 folds into a linear layer only for a source of rows."""
     torch.manual_seed(0)
     part = kind(8)
     for value in part.state_dict().values():

@@ -75,7 +75,7 @@ def convert(name: str, **kwargs: Any) -> nn.Module:
 
 
 def calls(converted: nn.Module) -> list[str]:
-    """What the graph computes, in order: classes of modules, names of functions; no checks."""
+    """Returns the graph's steps in order, without checks: module classes, function names."""
     graph, found = graph_of(converted), []
     for node in graph.graph.nodes:
         if node.name.startswith(CHECK):
@@ -115,14 +115,14 @@ def test_stays_int8(name: str) -> None:
 
 
 def test_concatenation_shares_parameters() -> None:
-    """Where nobody else reads the sources, concatenating copies bytes."""
+    """Concatenation copies bytes if nothing else reads the sources."""
     cat = graph_of(convert("shuffle")).get_submodule("cat")
     assert isinstance(cat, tnn.QCat)
     assert len(set(cat.scales.tolist())) == 1 or len(set(cat.scales[1:].tolist())) == 1
 
 
 def test_residual_of_a_float_value_is_float() -> None:
-    """What exists as float32 is added as it is."""
+    """A float32 residual is added without quantizing it."""
     model = models.Wired(lambda m, x: m.a(x) + x, a=models.conv()).eval()
     x = torch.randn(models.IMAGE)
     converted = torchq.quantize(model, [x])

@@ -250,7 +250,7 @@ def test_concatenation_of_different_scales() -> None:
 
 
 def test_reasons() -> None:
-    """What has no int8 form stays what it is, and says why."""
+    """A fake quantizer without an int8 form stays, and the report says why."""
     channels = FakeQuantize.from_affine(torch.rand(8) + 0.01, torch.zeros(8), -128, 127, axis=1)
     off_zero = FakeQuantize(0.5, 3.0)
     model = Wired(lambda m, x: m.conv(m.b(m.a(x))), a=channels, b=off_zero, conv=nn.Conv2d(8, 4, 3))

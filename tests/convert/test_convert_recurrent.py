@@ -293,7 +293,7 @@ def test_quantized_without_data() -> None:
 
 @pytest.mark.parametrize("flow", [torchq, eager])
 def test_flattened_parameters(flow: Any) -> None:
-    """What much code calls for CUDA: no other use of the weights."""
+    """A call that much code makes for CUDA; it is no other use of the weights."""
 
     class Flattens(nn.Module):
         def __init__(self) -> None:
@@ -363,7 +363,7 @@ def test_errors_name_the_module(flow: str) -> None:
 
 
 def test_accuracy_by_layer_and_saved_calibration(tmp_path: Path) -> None:
-    """Of a module that is called twice, each call is compared with its own float result."""
+    """Each call of a module that runs twice is compared with its own float result."""
     for name, module in (("tagger", "lstm"), ("decoder", "rnn")):
         model, data = network(name)
         for flow in FLOWS.values():

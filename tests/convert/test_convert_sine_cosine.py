@@ -136,7 +136,7 @@ class Rotary(nn.Module):
 @pytest.mark.parametrize("spelling", ["outer", "einsum", "matmul", "positions"])
 @torch.no_grad()
 def test_rotary_embeddings_beyond_what_was_calibrated(spelling: str) -> None:
-    """What sizes and positions alone decide is never quantized: its range is not that of data."""
+    """Values that depend only on sizes and positions stay float: no data gives their range."""
     model = Rotary(spelling).eval()
 
     def inputs(length: int) -> tuple[Tensor, ...]:

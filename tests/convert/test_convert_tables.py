@@ -77,7 +77,7 @@ def test_a_range_before_a_function_is_chosen_by_its_results() -> None:
 
 @pytest.mark.parametrize("between", [nn.AvgPool2d(3), nn.Upsample(scale_factor=2, mode="bilinear")])
 def test_averages_in_front_of_a_function_see_all_values(between: nn.Module) -> None:
-    """What a function makes of averages says nothing of the values that they are made of."""
+    """The range in front of an average is that of its source, not that of its result."""
     model = Wired(lambda m, x: m.b(F.relu6(m.p(m.a(x)))), a=conv(), b=conv(), p=between)
     nn.init.normal_(model.a.weight)
     convert(model, bound=28)

@@ -135,7 +135,7 @@ def test_functions_take_numbers(name: str) -> None:
 
 
 def test_every_factory_names_a_device() -> None:
-    """What runs at call, conversion or load must not follow the default device."""
+    """Calls, conversion and loading must not follow the default device."""
     names = {function.__name__ for function in _device_constructors()}
     own = {"fake_quantize.py", "factories.py"}  # a float module; what the user's code makes
     left = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model multiplies by is counted by parameters: what stays float is told, and strict."""
+"""Parameters that products read are counted: the report lists float ones, strict=True refuses."""
 
 from __future__ import annotations
 

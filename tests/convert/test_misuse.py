@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users do by mistake: each gets an error that says so, and no result that is wrong."""
+"""Mistakes of users: each raises an error that names it, and none gives a wrong result."""
 
 import copy
 import functools

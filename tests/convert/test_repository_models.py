@@ -116,7 +116,7 @@ def test_results_keep_their_class(converted: Any, tmp_path: Path) -> None:
 
 
 class Arguments(nn.Module):
-    """Of each kind that a caller may leave out, or choose otherwise."""
+    """Arguments of each kind that a caller may omit or change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_other_arguments_than_the_example_has(changed: dict[str, Any]) -> None:
 
 
 def test_sizes_that_values_decide_about() -> None:
-    """What the code does with the number of pixels above zero holds for one image only."""
+    """A branch on the number of pixels above zero holds for one image only."""
 
     class Selects(nn.Module):
         def __init__(self) -> None:

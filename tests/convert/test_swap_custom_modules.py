@@ -230,7 +230,7 @@ def test_arguments_by_name() -> None:
 
 
 class Asks(Swapped):
-    """Of a transposed convolution from 4 channels to 6."""
+    """Reads the shapes of a transposed convolution from 4 channels to 6."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.part.bias.shape == (6,) and self.part.weight.shape[0] == 4
@@ -257,7 +257,7 @@ def test_transposed_convolutions(options: dict[str, int], computed: bool, tmp_pa
 
 
 def test_weights_tied_to_an_embedding() -> None:
-    """Of a class of its own, which looks rows up by a function."""
+    """The embedding is a class of the user, which looks rows up by a function."""
 
     class ScaledEmbedding(nn.Embedding):
         def forward(self, x: Tensor) -> Tensor:

@@ -303,7 +303,7 @@ def test_autocast_hooks_and_replaced_modules() -> None:
 
 
 class Optionally(nn.Module):
-    """What TorchScript takes, too."""
+    """A model with branches that TorchScript takes, too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -154,7 +154,7 @@ def test_a_module_differs_by_one_step_at_most(name: str, src: QParams, tmp_path:
      F.softplus, F.leaky_relu, torch.sin],
 )  # fmt: skip
 def test_tables(function: Any, src: QParams, tmp_path: Path) -> None:
-    """Of known functions and, by its values, of any other."""
+    """A known function is exported as such, any other one as a table of its values."""
     q = graph(tnn.QLookup(function, src, DST), [src], DST)
     check_steps(q, [any_values(src, (7, 64))], float(DST.scale), tmp_path / "m.onnx")
     used = {node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node}

@@ -129,15 +129,6 @@ def test_example_2_output_scales_per_output_channel() -> None:
         attr.check("dst", (8, 7, 10, 10))
 
 
-def test_output_scales_apply_before_post_ops_and_the_eltwise_scale_after() -> None:
-    attr = (
-        Attr()
-        .set_output_scales(0, 0.5 * 0.25)
-        .set_post_ops(PostOps().append_eltwise("tanh", scale=1 / 0.125))
-    )
-    assert str(attr) == "output_scales:0 post_ops:eltwise_tanh:0:0:8"
-
-
 # Source 2 (int8 inference): T[G, O, I, H, W].
 
 
@@ -163,12 +154,6 @@ def test_masks_of_goihw(mask: int, count: int, shape: tuple[int, ...]) -> None:
     assert scales.expand(dims).shape == dims
     assert attr.resolve("weights", dims, "zero_points").dtype == torch.int32
     assert scales.flatten().tolist() == list(range(1, count + 1))  # row-major
-
-
-def test_mask_2_of_grouped_weights_is_shared_by_the_groups() -> None:
-    attr = Attr().set_scales("weights", 2, [1.0, 2.0, 3.0])
-    expanded = attr.resolve("weights", (2, 3, 1, 1, 1)).expand(2, 3, 1, 1, 1)
-    assert expanded.flatten().tolist() == [1, 2, 3, 1, 2, 3]
 
 
 def test_rnn_masks() -> None:

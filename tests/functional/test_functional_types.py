@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
-from calls import F32, S8, S32
-from test_functional_errors import IMAGE, SRC, WEIGHT, conv, lin, refuse
+from calls import F32, S8, S32, U8
+from test_functional_errors import IMAGE, KERNEL, SRC, WEIGHT, conv, lin, refuse
 
 import torchq.functional as TF
 from torchq import Attr, PostOps, compose, saturation
@@ -181,3 +184,38 @@ def test_numbers_of_compose() -> None:
         refuse((TypeError, ValueError), call, "compose: src_scale must be", f"got {wrong}")
     call = lambda: compose([], 4, bias=0.5)  # noqa: E731
     refuse(TypeError, call, "compose: bias must be of type Tensor, got float", "Pass")
+
+
+@pytest.mark.parametrize("value", [1.5, "1", None, torch.tensor(1.5), torch.uint8], ids=repr)
+def test_integers(value: object) -> None:
+    """The dispatcher takes the integer part of a tensor, and the number of a dtype."""
+    a, b = SRC, WEIGHT.T.contiguous()
+    calls: dict[str, Callable[..., object]] = {
+        "gemm_u8s8s32: ao": lambda v: TF.gemm_u8s8s32(a, b, ao=v),
+        "gemm_s8s8s32: bo": lambda v: TF.gemm_s8s8s32(a.to(S8), b, bo=v),
+        "softmax: dim": lambda v: TF.softmax(SRC, v),
+        "log_softmax: dim": lambda v: TF.log_softmax(SRC, v),
+        "concat: dim": lambda v: TF.concat([SRC, SRC], dim=v),
+        "reduction: dims": lambda v: TF.reduction(SRC, "sum", [v]),
+        "group_norm: num_groups": lambda v: TF.group_norm(SRC, v),
+        "conv2d: groups": lambda v: conv(groups=v)(),
+        "conv_transpose2d: groups": lambda v: TF.conv_transpose2d(IMAGE, KERNEL, groups=v),
+    }
+    if value is not None:
+        calls["avg_pool: divisor_override"] = lambda v: TF.avg_pool(IMAGE, 2, divisor_override=v)
+    for name, call in calls.items():
+        parts = f"torchq.{name} must be an integer", "got", "Pass an int"
+        refuse(TypeError, lambda c=call: c(value), *parts)
+
+
+def test_sizes_are_integers() -> None:
+    """Sizes of a traced tensor and numpy's integers are integers, too."""
+    depthwise = torch.ones(8, 1, 3, 3, dtype=S8)
+
+    def call(src: torch.Tensor) -> torch.Tensor:
+        return TF.conv2d(TF.group_norm(src, src.shape[1] // 2, dst_dtype=U8), depthwise,
+                         groups=src.shape[1])  # fmt: skip
+
+    image = torch.randint(0, 256, IMAGE.shape, dtype=U8)
+    assert torch.equal(torch.jit.trace(call, image)(image), call(image))
+    assert torch.equal(TF.softmax(image, np.int64(1)), TF.softmax(image, torch.tensor(1)))

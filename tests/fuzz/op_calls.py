@@ -107,7 +107,7 @@ RECURRENT: list[Any] = [
 
 @cache
 def rnn_arguments(which: int) -> list[Any]:
-    """What a recurrent layer gives to its op."""
+    """Returns the arguments that a recurrent layer gives to its op."""
     layer, dynamic = RECURRENT[which]
     x, given = torch.ones(5, 2, 8), []
     config = torchq.QConfig(dynamic=dynamic)

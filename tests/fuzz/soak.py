@@ -127,7 +127,7 @@ class Soak:
         return own
 
     def work(self, seed: int) -> None:
-        """What one thread does."""
+        """Runs the work of one thread."""
         pick = random.Random(seed)
         torch.set_num_threads(pick.choice([1, 1, 2]))
         ways = ["load", "map", "copy", "pickle", *["call"] * 12, *["convert"] * (seed % 40 == 0)]

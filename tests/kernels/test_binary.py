@@ -319,7 +319,7 @@ def test_errors():
 
 @pytest.mark.parametrize("shape", [(1, 3), (3, 1), (3, 1, 1, 1)])
 def test_parameters_are_taken_by_their_number(shape: tuple[int, ...]):
-    """What concat accepts or refuses does not depend on the parameters' shape by accident."""
+    """Parameters of any shape give the same result, or an error of concat."""
     q = random_q((2, 3), U8)
     s, z = torch.tensor([0.5, 0.25, 1.0]), torch.tensor([1, 2, 3], dtype=S32)
     expected = ops.concat([q, q], s, z, 0, 0)

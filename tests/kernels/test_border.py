@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which taps meet which pixels, by brute force: sums of windows, whose weights are all one, say."""
+"""The taps that meet each pixel, by brute force: weights of one give sums of windows."""
 
 import random
 

@@ -44,7 +44,7 @@ def sample(shape: Any, dst: torch.dtype, chain: str) -> dict[str, Any]:
 
 
 def run(shape: Any, args: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What torchq and the oracle give."""
+    """Returns the results of torchq and of the oracle."""
     groups = getattr(shape, "groups", 1)
     more = (args["bias"], attr_of(args, 1 if groups == 1 else 3), args["dst_dtype"])
     operands, srcs = (args["src"], args["weight"]), args["post_op_srcs"]

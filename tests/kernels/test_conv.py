@@ -69,8 +69,10 @@ def border(shape: ConvShape) -> tuple[int, int, int]:
 
 
 def in_place(shape: ConvShape) -> bool:
-    """Whether the source is read where it is, not a copy with padding: there are few classes of
-    valid taps, with 3 pixels and more, and products with padding cost more than the classes.
+    """Returns True if the source is read in place, without a copy that has padding.
+
+    That holds for few regions with the same valid taps, of 3 pixels and more, if products with
+    padding cost more than the regions.
     """
     classes, taps, valid = border(shape)
     outputs, inputs = shape.weight[:2]

@@ -128,7 +128,7 @@ def test_addresses_do_not_wait_for_products() -> None:
 
 
 def behind_products(body: list[tuple[int, str]]) -> list[str]:
-    """What stands between the last dot product and the first jump forward: no end is chosen yet."""
+    """Returns the lines from the last dot product to the choice of an epilogue, a jump forward."""
     last = max(i for i, (_, text) in enumerate(body) if DOT.search(text))
     lines = []
     for address, text in body[last + 1 :]:
@@ -155,7 +155,7 @@ def test_ends_of_tiles_find_sums_in_registers() -> None:
 @needs_objdump
 @pytest.mark.skipif("avx512_vnni" not in TIERS, reason="no such CPU")
 def test_pipelined_tiles_store_their_sums_once() -> None:
-    """What stands between their products is written out, not a loop: nowhere do others spill."""
+    """Stores between the products are unrolled, and no other tiles spill."""
     stores = {
         name: sum("zmm" in text for text in spills([text for _, text in body]))  # xmm: addresses
         for name, body in disassemble(OBJECTS["avx512_vnni"]).items()

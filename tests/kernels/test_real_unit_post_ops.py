@@ -251,7 +251,7 @@ def test_pool_errors() -> None:
 
 
 def test_refusals() -> None:
-    """What has no post-ops says so instead of leaving them out."""
+    """Ops without post-ops raise instead of ignoring them."""
     q, attr = random_q((2, 3), U8), Attr()
     attr.post_ops.append_eltwise("relu")
     refuse(

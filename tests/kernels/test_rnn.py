@@ -76,7 +76,7 @@ def test_rnn_is_what_the_oracle_says(isa: str, case: Case) -> None:
 def same_on_threads(
     layer: QRecurrentLayer, src: Tensor, h_0: Tensor | None, c_0: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """What one thread computes, which two and three compute, too."""
+    """Returns one thread's results, and checks that two and three threads give the same."""
     torch.set_num_threads(1)
     whole: tuple[Tensor, ...] = layer(src, None, h_0, c_0)
     for threads in (2, 3):

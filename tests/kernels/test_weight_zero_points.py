@@ -239,7 +239,7 @@ def test_errors():
 
 @pytest.mark.parametrize("shape", [LINEAR[0], CONV[0], CONV_TRANSPOSE[0]], ids=str)
 def test_the_op_refuses_longer_sums_with_zero_points(shape):
-    """What 65793 products may be without: the op has no packing of its own to ask."""
+    """Sums with zero points may have fewer products; the op checks this itself, without packing."""
     k = 33025 + 1
     zero = torch.zeros(1, dtype=S32)
     if isinstance(shape, LinearShape):

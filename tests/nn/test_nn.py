@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import models
@@ -17,7 +14,6 @@ from flows import graph_of
 from torch import Tensor, nn
 
 import torchq
-import torchq.functional as TF
 import torchq.nn as tnn
 from torchq import PostOps, QConfig, QParams
 from torchq.quantization.ranges import activation_range
@@ -32,7 +28,7 @@ def random_q(shape: tuple[int, ...], params: QParams) -> Tensor:
 
 
 def oracle(module: nn.Module, srcs: list[Tensor]) -> Tensor:
-    """What the oracle gives for the module's readable state. srcs: quantized, residual last."""
+    """Returns the oracle's result for a module's state. srcs: quantized, residual last."""
     if isinstance(module, tnn.QLinear | tnn.QConv1d | tnn.QConv2d | tnn.QConv3d):
         result = _oracle_matmul(module, srcs)
         return result if module.lookup is None else reference.lookup(result, module.lookup.table)
@@ -199,161 +195,6 @@ def test_contiguous() -> None:
         assert again.contiguous and torch.equal(again.spec, dense.spec)
 
 
-def every_module() -> dict[str, tnn.QModule]:
-    """One of each class, with the less usual arguments."""
-    seven = QParams(U8.scale, torch.tensor(50, dtype=torch.int32), torch.uint8, None, 7)
-    made: list[tnn.QModule] = [
-        tnn.QLinear.from_float(nn.Linear(5, 3, bias=False), seven, seven),
-        tnn.QConv1d.from_float(nn.Conv1d(4, 6, 3, padding="same", dilation=2), U8, S8),
-        tnn.QConv2d.from_float(nn.Conv2d(8, 8, 3, groups=8), U8, None, granularity="per_tensor"),
-        tnn.QConv3d.from_float(nn.Conv3d(2, 2, 1), S8, U8, bits=7),
-        tnn.QConvTranspose1d.from_float(nn.ConvTranspose1d(4, 6, 3, 2, 1, 1), U8, seven),
-        tnn.QConvTranspose2d.from_float(nn.ConvTranspose2d(8, 6, 3, 2, groups=2), U8, None),
-        tnn.QConvTranspose3d.from_float(nn.ConvTranspose3d(2, 2, 2, dilation=2), S8, U8, bits=7),
-        tnn.DynamicQLinear.from_float(nn.Linear(5, 3), src_range="per_tensor", bits=7),
-        tnn.DynamicQLinearInt4.from_float(nn.Linear(70, 3, bias=False), group_size=64),
-        tnn.DynamicQConv1d.from_float(nn.Conv1d(4, 6, 3, padding="same", dilation=2), bits=7),
-        tnn.DynamicQConv2d.from_float(nn.Conv2d(8, 8, 3, groups=8), granularity="per_tensor"),
-        tnn.DynamicQConv3d.from_float(nn.Conv3d(2, 2, 1, bias=False)),
-        tnn.QMatMul([U8, seven], S8, PostOps.parse("eltwise_linear:0.25:0")),
-        tnn.QAttention([U8, seven, S8], seven, tnn.AttentionOptions(True, 0.25, True, True)),
-        tnn.DynamicQAttention(tnn.AttentionOptions(True, None, True)),
-        tnn.QSoftmax(U8, seven, 1, True, PostOps.parse("eltwise_linear:0.5:1")),
-        tnn.QLayerNorm.from_float(nn.LayerNorm((3, 2)), U8, S8),
-        tnn.QGroupNorm.from_float(nn.GroupNorm(2, 4, 1e-3), seven, None),
-        tnn.QAdd([U8, seven], seven, True),
-        tnn.QMul([U8, S8], None),
-        tnn.QCat([U8, S8, U8], U8, -1),
-        tnn.QMaxPool1d(seven, 3, 2, 1, 1, True),
-        tnn.QMaxPool2d(U8, (2, 3)),
-        tnn.QMaxPool3d(U8, 2),
-        tnn.QAvgPool1d(S8, 2, dst="f32"),
-        tnn.QAvgPool2d(U8, 3, 1, 1, False, False),
-        tnn.QAvgPool3d(U8, 2),
-        tnn.QAdaptiveAvgPool1d(U8, 2),
-        tnn.QResample(U8, size=[4, 6]),
-        tnn.QPad(seven),
-        tnn.QAdaptiveAvgPool2d(U8, (None, 3)),
-        tnn.QAdaptiveAvgPool3d(U8, 1, dst=seven),
-        tnn.QLookup(torch.tanh, seven, S8),
-        tnn.Quantize(seven),
-        tnn.Dequantize(U8),
-    ]
-    made += [tnn.QEmbedding.from_float(nn.Embedding(9, 6, padding_idx=2))]
-    made += [tnn.QEmbeddingBag.from_float(nn.EmbeddingBag(9, 6, mode="max").bfloat16(), bits=4)]
-    made.append(tnn.QuantizedLeaf.of(nn.Linear(4, 8), copy.deepcopy(made[0])))
-    up = nn.ConvTranspose2d(4, 6, 3, 2)
-    made.append(tnn.QuantizedLeaf.of(up, tnn.QConvTranspose2d.from_float(up, U8)))
-    return {type(module).__name__: module for module in made}
-
-
-def test_every_class_is_tried() -> None:
-    bases = {
-        "QLayer",
-        "_QNorm",
-        "_QAffineNorm",
-        "QConv",
-        "DynamicQConv",
-        "RowQuantizedLinear",
-        "_Embedding",
-        "QConvTranspose",
-        "_QPool",
-        "QMaxPool",
-        "QAvgPool",
-        "QAdaptiveAvgPool",
-        "_QCombine",
-        "_QBinary",
-    }
-    recurrent = {name for name in tnn.QModule.registry if "LSTM" in name or "GRU" in name}
-    bases |= {"QExperts"}  # has no spec without the float module
-    recurrent |= {"QRNN", "QRNNCell", "QRecurrentLayer", "_QCell", "_QRecurrent"}  # test_nn_rnn.py
-    assert set(every_module()) == set(tnn.QModule.registry) - bases - recurrent
-
-
-@pytest.mark.parametrize("name", every_module())
-def test_spec_rebuilds_the_module(name: str) -> None:
-    module = every_module()[name]
-    again = tnn.QModule.registry[name].from_spec(module.read_spec())
-    if isinstance(again, tnn.QuantizedLeaf):
-        again.layer = type(module.layer).from_spec(module.layer.read_spec())
-    again.load_state_dict(module.state_dict())
-    for key, value in module.named_buffers():
-        assert torch.equal(value, again.get_buffer(key)), key
-    assert repr(again) == repr(module) and module.extra_repr() == again.extra_repr()
-    plain = {k: v for k, v in module.__dict__.items() if not k.startswith("_")}
-    assert plain == {k: v for k, v in again.__dict__.items() if not k.startswith("_")}
-
-
-@pytest.fixture
-def float64_by_default() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
-
-
-MODULES = every_module()
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_the_default_dtype_changes_no_state(name: str, float64_by_default: None) -> None:
-    module = MODULES[name]
-    again = tnn.QModule.registry[name].from_spec(module.read_spec())
-    if isinstance(again, tnn.QuantizedLeaf):
-        again.layer = type(module.layer).from_spec(module.layer.read_spec())
-    again.load_state_dict(module.state_dict())
-    for key, value in module.named_buffers():
-        assert value.dtype == again.get_buffer(key).dtype, key
-
-
-def test_the_default_dtype_changes_no_function(float64_by_default: None) -> None:
-    src, weight = random_q((3, 4), U8), random_q((6, 4), S8)
-    assert TF.linear(src, weight, None, None, torch.int32).dtype == torch.int32
-    assert TF.matmul(src, weight.mT, None, None, torch.int32).dtype == torch.int32
-    assert torch.equal(TF.sum([src]), src) and torch.equal(TF.reorder(src, src.dtype), src)
-    added = torchq.Attr.parse("post_ops:sum:0.5")
-    assert TF.reorder(src, torch.uint8, added, src).dtype == torch.uint8
-    assert torch.equal(TF.prelu(src, torch.ones(4, dtype=torch.float32)), src)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_buffers_that_are_none_come_last(name: str) -> None:
-    """Else torch.export, which counts them, looks for the others in the wrong place."""
-    absent = [value is None for value in MODULES[name]._buffers.values()]
-    assert absent == sorted(absent)
-
-
-@pytest.mark.parametrize("name", every_module())
-def test_float16_is_refused(name: str) -> None:
-    module = every_module()[name]
-    if not any(value.is_floating_point() for value in module.buffers()):
-        module.half()
-        return
-    before = {key: value.clone() for key, value in module.state_dict().items()}
-    for convert in (module.half, module.double, module.bfloat16):
-        with pytest.raises(TypeError, match=r"must stay torch.float32, got a conversion to"):
-            convert()
-    assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())
-    module.to("cpu").share_memory()
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_half_state_is_refused(assign: bool) -> None:
-    module = tnn.QLinear.from_float(nn.Linear(5, 3), U8)
-    state = {k: v.half() if v.is_floating_point() else v for k, v in module.state_dict().items()}
-    model = nn.Sequential(module)
-    state = {f"0.{key}": value for key, value in state.items()}
-    with pytest.raises(RuntimeError, match=r"'0.src_scale' of the state must be torch.float32"):
-        model.load_state_dict(state, assign=assign)
-
-
-def test_other_spec_is_refused() -> None:
-    state = tnn.QLinear.from_float(nn.Linear(5, 3), U8).state_dict()
-    other = nn.ModuleDict({"fc": tnn.QLinear.from_float(nn.Linear(5, 3), S8)})
-    with pytest.raises(RuntimeError, match=r"'fc' has spec .*\"src\":\"u8\".*this module is"):
-        other.load_state_dict({f"fc.{key}": value for key, value in state.items()})
-
-
 @pytest.mark.parametrize("bits", [8, 7])
 @pytest.mark.parametrize("dst", ["u8", "s8", "f32"])
 @pytest.mark.parametrize("src", [U8, S8])
@@ -456,20 +297,6 @@ def test_wrong_arguments_of_layers() -> None:
         tnn.QLinear.from_float(linear, U8, post_ops="eltwise_relu")
 
 
-def test_scales_that_were_trained() -> None:
-    scale = nn.Parameter(torch.tensor(0.1))
-    trained = QParams(scale, torch.tensor(0, dtype=torch.int32), torch.uint8)
-    x = torch.rand(3)
-    for module in (
-        tnn.Quantize(trained),
-        tnn.Dequantize(trained),
-        tnn.QLookup(torch.tanh, trained, U8),
-    ):
-        assert not copy.deepcopy(module)(x).requires_grad
-    assert not tnn.QAdd([trained, U8], trained)(x, x).requires_grad
-    assert not tnn.QSoftmax(trained, None)(x).requires_grad
-
-
 @pytest.mark.parametrize("affine", [False, True])
 def test_no_inputs(affine: bool) -> None:
     linear = nn.Linear(0, 3)
@@ -500,13 +327,3 @@ def test_empty_batch_and_strides() -> None:
     assert linear(src[:, :0].t()).shape == (0, 3)
     assert torch.equal(linear(src.t()), linear(src.t().contiguous()))
     assert linear(src[:, 0]).shape == (3,)
-
-
-def test_copies_of_a_layer_with_a_table() -> None:
-    x = torch.randint(0, 256, (2, 8), dtype=torch.uint8)
-    table = tnn.QLookup(torch.sigmoid, QParams.per_tensor(0.1), QParams.per_tensor(0.01))
-    layer = tnn.QLinear.from_float(
-        nn.Linear(8, 4), QParams.per_tensor(0.1, 3), QParams.per_tensor(0.1)
-    ).with_lookup(table)
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(other(x), layer(x))

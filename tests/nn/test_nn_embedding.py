@@ -49,7 +49,7 @@ each_call = pytest.mark.parametrize("index", range(6), ids=NAMES)
 
 @each_call
 def test_agrees_with_the_float_module(index: int) -> None:
-    """Of the weight that it reads as; within steps of the weight that it was made from."""
+    """Equal for the dequantized weight, and within steps for the original one."""
     module, args = calls()[index]
     assert isinstance(module, (QEmbedding, QEmbeddingBag))
     torch.manual_seed(3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What oneDNN's int8 documents say, by name: their formulas, masks and printed numbers.
+"""Statements of oneDNN's int8 documents, by name: formulas, masks and printed numbers.
 
 Source 1: Primitive Attributes: Quantization (v1, output scales). Source 2: Int8 Inference. Source
 3: the v3 specification (separate scales and zero points). Source 4: Nuances of int8 Computations.

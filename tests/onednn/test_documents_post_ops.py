@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the source documents say about post-ops, each as one named test on every tier."""
+"""Statements of the source documents about post-ops: a named test for each, on every tier."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_signed_data() -> None:
 
 
 def ldigo(module: nn.Module, name: str, gates: int, order: list[int]) -> Tensor:
-    """Of a float network with one direction, in oneDNN's layout."""
+    """Returns the weights of a float network with one direction, in oneDNN's layout."""
     layers = [getattr(module, f"{name}_l{i}").detach() for i in range(module.num_layers)]
     stacked = torch.stack([w.reshape(gates, -1, *w.shape[1:])[order] for w in layers])[:, None]
     return stacked.permute(0, 1, 4, 2, 3) if stacked.dim() == 5 else stacked

@@ -188,7 +188,7 @@ def generated_data(n: Network) -> dict[str, Any]:
 
 
 def differs(n: Network, peer: Peer, data: dict[str, Any]) -> bool:
-    """Whether any state of the last layer, or any final state, is another integer."""
+    """Returns True if a state of the last layer, or a final state, is another integer."""
     theirs, (dst, h_n) = run_peer(n, peer, data), run_torchq(n, data)
 
     def integers(t: Tensor) -> Tensor:

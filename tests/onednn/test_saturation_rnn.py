@@ -157,7 +157,7 @@ def test_names_and_packed_sequences(packed: bool) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("factor", [20, 60, 120])
 def test_what_is_not_listed_never_saturates(seed: int, factor: int) -> None:
-    """Of every kind with weights, on sources at the ends of their range."""
+    """Layers that the proof does not list, of every kind, on sources at the ends of their range."""
     torch.manual_seed(seed)
     attr = Attr().set_rnn_data_qparams(127, 128)
     attr.set_rnn_weights_qparams(0, factor * 8**0.5)

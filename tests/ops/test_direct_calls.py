@@ -50,7 +50,7 @@ class Spy:
 
 
 def outcome(function: Callable[..., Any], args: Sequence[Any], **kwargs: Any) -> Any:
-    """What a call returns, or the type and text of what it raises."""
+    """Returns a call's result, or the type and text of its error."""
     try:
         return function(*args, **kwargs)
     except Exception as error:

@@ -24,7 +24,7 @@ def converted() -> nn.Module:
 
 
 def ends(run: Callable[[], Any], seconds: float = 60) -> bool:
-    """Whether a forked child comes to the end of it."""
+    """Returns True if a forked child comes to the end of `run`."""
     pid = os.fork()
     if pid == 0:
         run()

@@ -85,7 +85,7 @@ def test_memory_is_given_back() -> None:
 
 
 def test_memory_of_other_threads_is_given_back() -> None:
-    """Of one that waits, and then computes again; what one that runs an op uses is left to it."""
+    """A waiting thread gives memory back and computes again; a thread in an op keeps its own."""
     expected, ready, stop, wrong = convolve(64), threading.Event(), threading.Event(), []
 
     def work() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What linear and conv refuse: each message has the op, the argument, what it got and a remedy."""
+"""Errors of linear and conv: each has the op, the argument, the value and a remedy."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_other_kinds_of_tensors(make: Any, message: str):
 
 
 def test_one_value_of_any_rank():
-    """Of scales and zero points, for sources without dims too: modules have them as [1]."""
+    """Scales and zero points may have any rank, also for sources without dims: modules have [1]."""
     scale, zero = torch.tensor([[0.5]]), torch.tensor([3], dtype=S32)
     for src in (torch.tensor(2.0), torch.full((2,), 2.0)):
         result = ops.quantize(src, scale, zero, 0)

@@ -144,7 +144,7 @@ print(sorted(faults)[15])
 
 
 def test_calls_do_not_wait_for_fresh_pages() -> None:
-    """Where malloc takes every result from the system, 256 pages a call."""
+    """Runs with a malloc that takes every result from the system: 256 pages a call."""
     assert resource.getpagesize() == 4096
     done = subprocess.run(
         [sys.executable, "-c", PAGE_FAULTS],

@@ -259,7 +259,7 @@ TF.max_pool(u8(1, 8, 6, 6), 2)
 
 
 def test_lines_are_repeated(benchmarks: Command, tmp_path: Path) -> None:
-    """What TORCHQ_VERBOSE prints is a layer again: the same line comes out of the repetition."""
+    """A line of TORCHQ_VERBOSE can be repeated, and the repetition prints the same line."""
     environment = {**os.environ, "TORCHQ_VERBOSE": "1"}
     command = [sys.executable, "-c", LOGGED]
     log = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)

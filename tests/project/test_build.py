@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user reads when torchq cannot be imported or built: one sentence with the remedy."""
+"""Errors of import and build: one sentence with the remedy."""
 
 from __future__ import annotations
 

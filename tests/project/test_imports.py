@@ -105,7 +105,7 @@ def test_a_name_is_a_module_or_a_function() -> None:
 
 
 def test_public_names_are_all_there() -> None:
-    """Where a module lists its names, it lists every function and class without an underscore."""
+    """A module with `__all__` lists every function and class without an underscore."""
     for module, tree in TREES.items():
         listed = [
             ast.literal_eval(node.value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What type checkers and readers see: imports, options as words, examples that run."""
+"""Names for type checkers and readers: imports, options as words, examples that run."""
 
 from __future__ import annotations
 

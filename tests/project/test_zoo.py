@@ -22,7 +22,7 @@ pytestmark = pytest.mark.zoo
 
 @pytest.fixture(scope="module", params=NETWORKS)
 def row(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one run says about a network."""
+    """Returns the row that one run writes about a network."""
     name: str = request.param
     if not NETWORKS[name].available:
         pytest.skip(f"{name} needs {NETWORKS[name].requires}")

@@ -47,7 +47,7 @@ def test_channels_of_different_sizes_become_alike_for_a_depthwise_convolution():
 
 
 def test_factors_are_shared_out_between_source_and_weight():
-    """Where large channels meet small columns, which belong to one scale each."""
+    """Large channels meet small columns, and each belongs to one scale."""
     largest = torch.tensor([1.0, 256.0]).repeat(8)
     weight = torch.ones(1, 4, 16, 1) / largest.view(1, 1, 16, 1)
     factors = factors_for(largest, weight)

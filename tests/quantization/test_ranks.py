@@ -169,7 +169,7 @@ def models() -> dict[str, nn.Module]:
 
 @pytest.fixture(scope="module")
 def expected(models: dict[str, nn.Module]) -> dict[str, dict[str, bytes]]:
-    """What one process makes of the data, in another order."""
+    """Returns the states that one process computes from the data, in another order."""
     torch.set_num_threads(1)
     shuffled = random.Random(0).sample(batches(), 11)
     return {

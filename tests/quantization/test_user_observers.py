@@ -150,7 +150,7 @@ def test_without_record_raises(flow):
 
 @pytest.mark.parametrize("flow", FLOWS, ids=["fx", "eager"])
 def test_without_range_raises(flow):
-    """What it keeps elsewhere is not seen: the data is not to blame."""
+    """Values that an observer keeps elsewhere are not seen; the error does not blame the data."""
 
     class Kept(Observer):
         def _record(self, values):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests run on: the shapes of shapes.py, post-op chains, and data that finds mistakes.
+"""Cases of tests: the shapes of shapes.py, post-op chains, and data that finds mistakes.
 
 Data come as readable arguments for the oracle: `reference.linear(**args)`, and for convolutions
 `reference.conv(**args, **shape.oracle)`. All parameters are tensors.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of both flows share: how a converted network is held against the float one."""
+"""Checks that the tests of both flows share: a converted network beside the float one."""
 
 from __future__ import annotations
 

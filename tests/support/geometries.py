@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a linear layer or a convolution runs on. `str(shape)` is the test id."""
+"""Shapes of linear layers and convolutions. `str(shape)` is the test id."""
 
 from __future__ import annotations
 

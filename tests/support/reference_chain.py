@@ -113,7 +113,7 @@ def result(made: Composed, acc: Tensor, srcs: Sequence[Tensor]) -> Tensor:
 
 
 def rules(made: Composed) -> list[str]:
-    """Of each decision, in order."""
+    """Returns the rule of each decision, in order."""
     return [reason.split(": ")[1] for reason in made.reasons if reason.startswith("step")]
 
 
@@ -164,7 +164,7 @@ def check(
 
 
 def runs(post_ops: PostOps) -> bool:
-    """Whether there are kernels."""
+    """Returns True if there are kernels for the chain."""
     try:
         post_ops.check_supported("linear")
     except NotImplementedError:

@@ -164,7 +164,7 @@ def bind(
 
 
 def foldable(chain: Sequence[PostOp]) -> bool:
-    """Whether rule 3 applies: affine in x and old, then at most one plain relu or clip."""
+    """Returns True if rule 3 applies: affine in x and old, then at most one plain relu or clip."""
     if chain and ((chain[-1].kind == "relu" and chain[-1].alpha == 0) or chain[-1].kind == "clip"):
         if chain[-1].scale != 1:
             return False

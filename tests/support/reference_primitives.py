@@ -36,7 +36,7 @@ def to_dst(x: Tensor, params: Params, dtype: torch.dtype) -> Tensor:
 
 
 def approximate(post_ops: str) -> bool:
-    """Whether a function of the chain has an error, so that `finish` has an interval."""
+    """Returns True if a function of the chain has an error, so that `finish` has an interval."""
     return any(kind in TRANSCENDENTAL for kind, *_ in parse(post_ops))
 
 

@@ -63,7 +63,7 @@ def quantize_symmetric(x: Tensor) -> tuple[Tensor, Tensor]:
 def run(
     layer: Layer, src: Tensor, emitted: Tensor, h: Tensor, c: Tensor | None, emitted_0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What every step should be, given the states it emitted.
+    """Computes what every step should be, given the states it emitted.
 
     Args:
         layer: parameters.

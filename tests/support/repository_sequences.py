@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of sequences, texts and sounds."""
+"""Float networks for sequences, texts and sounds."""
 
 from __future__ import annotations
 

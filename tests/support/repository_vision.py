@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of images."""
+"""Float networks for images."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ model("unet_bilinear", image(3, 25), 11)(lambda: UNet(True))
 
 
 class LayerNorm(nn.Module):
-    """Of channels first or last, with its own parameters."""
+    """Normalizes channels, first or last, with parameters of its own."""
 
     def __init__(self, c: int, eps: float = 1e-6, data_format: str = "channels_last") -> None:
         super().__init__()

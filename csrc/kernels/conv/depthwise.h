@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Depthwise convolution: channels are lanes, four taps share a 32-bit lane (contract:
-// DepthwiseLayer in contract.h).
+// Depthwise convolution (contract: DepthwiseLayer in contract.h).
+//
+// Note [Depthwise convolution]
+// Channels are lanes, and four taps share a 32-bit lane.
 //
 // A source column of up to four kernel rows is interleaved, so that the four bytes of a channel
 // share a lane, and then used for every window that has it. There are two strategies along a row:

@@ -36,7 +36,7 @@ StashPlan stash_plan(const DepthwiseLayer& d) {
   constexpr int kPixels = Isa::kDepthwisePixels;
   StashPlan plan{};
   plan.bands = (d.kernel_rows + kQuad - 1) / kQuad;
-  // Where weights are widened, the third quad costs more than the stash saves.
+  // With widened weights the third quad costs more than the stash saves.
   plan.tail = Isa::kSteps == 1 && d.kernel_rows == kQuad + 1 && d.width == kFive && d.stride == 1 &&
               d.dilation == 1;
   plan.quads = plan.tail ? kFive + kTailQuads : d.quads;

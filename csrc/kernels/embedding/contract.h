@@ -43,7 +43,7 @@ enum class BagMode : int { sum, mean, max };
 ///   mean  dst = (s + o) / n
 ///   max   the largest real(index)
 ///
-/// Where n = 0, dst is 0.
+/// dst is 0 if n = 0.
 struct EmbeddingBags {
   RowTable table;
   RowIndices indices;

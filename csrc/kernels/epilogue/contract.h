@@ -111,9 +111,9 @@ struct Epilogue {
   int num_ops;
   const ChainOp* ops;
   const float* inv_scale;  // chain with integer dst: 1 / dst_scale per channel
-  // Where both operands have a zero point (Note [Weight zero points] in ops/gemm/gemm.h), acc loses
-  // row_terms[row][n / group_channels] * channel_terms[n] before all else; null: nothing. Such an
-  // epilogue never finishes in registers: it is raw, to 32 bits, or has `guard`.
+  // If both operands have a zero point (Note [Weight zero points] in ops/gemm/gemm.h), acc first
+  // loses row_terms[row][n / group_channels] * channel_terms[n]; null: nothing. Such an epilogue
+  // never finishes in registers: it is raw, to 32 bits, or has `guard`.
   const int32_t* row_terms;
   const int32_t* channel_terms;
   int channels, group_channels;

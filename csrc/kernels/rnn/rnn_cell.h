@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The formulas of the recurrent cells, once for every tier: `V` is an Isa trait, or `Scalar`.
 //
+// Note [Recurrent cells]
 // The gates share one exponential and few divisions: logistic(a) = 1 / (1 + e^-a), and
 // tanh(a) = (1 - e^-2a) / (1 + e^-2a), so that a product of two gates is one quotient. Absolute
 // error of each below 5e-7 (tests/kernels/test_rnn_cells.py). exp_gates is shorter than
 // Math<V>::exp, which counts five times a unit: it has the range that gates need, and not more.
 //
-// A gate that is open is exactly 1, and one that is closed below 5e-18, so that what they keep
-// stays as it is, bit for bit, but for cell states below 1e-10: an error of half a digit, the same
-// in every step, would move what is held for thousands of them.
+// An open gate is exactly 1, and a closed one is below 5e-18. So a state that gates hold keeps its
+// bits, except for cell states below 1e-10. Otherwise an error of half a digit, the same in every
+// step, would move a state that is held for thousands of steps.
 #pragma once
 
 #include "kernels/math.h"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which kernel taps meet which source positions, along one dimension: the only such arithmetic, for
-// convolutions, transposed ones, pools and sums over windows.
+// Kernel taps and the source positions that they meet, along one dimension: the only such
+// arithmetic for convolutions, transposed ones, pools and sums over windows. The depthwise kernel
+// checks the columns of a row itself.
 //
 // Note [Transposed convolution]
 // dst[o] = sum over taps k and positions i with  o + padding = i * stride + k * dilation  of

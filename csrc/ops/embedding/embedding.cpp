@@ -52,7 +52,7 @@ void check_integers(const char* op, const char* arg, const at::Tensor& t) {
   check_cpu(op, arg, t);
 }
 
-/// Of contiguous indices.
+/// Returns the rows that contiguous indices select.
 RowIndices indices_of(const RowTable& table, const at::Tensor& indices) {
   const bool is_large = table.rows * table.row_bytes > tuning::kMinPrefetchedTableBytes;
   return {indices.const_data_ptr(), indices.scalar_type() == at::kLong, indices.numel(),
