@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
+import linecache
 import pickle
 import weakref
 
@@ -14,6 +16,7 @@ import torch
 from calls import assert_same, python_calls
 from flows import graph_of
 from torch import Tensor, nn
+from torch.fx.graph_module import _loader
 
 import torchq
 
@@ -78,3 +81,21 @@ def test_a_model_that_is_gone_is_not_kept_alive():
     del model, inner
     gc.collect()
     assert gone() is None
+
+
+def test_copies_take_their_source_with_them() -> None:
+    """Python and torch.fx keep the source of all code that they were given, 20 KB a graph."""
+    src = torch.randn(2, 3, 12, 12)
+    model = torchq.quantize(network(), [src], src)
+
+    def kept() -> tuple[int, int]:
+        gc.collect()
+        return len(linecache.cache), len(_loader.eval_cache)
+
+    before = kept()
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    assert kept() > before
+    for copied in copies:
+        assert "_torchq_site_0(" in inspect.getsource(graph_of(copied)._direct)
+    del copies, copied
+    assert kept() == before

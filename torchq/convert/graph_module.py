@@ -8,12 +8,14 @@ import itertools
 import linecache
 import operator
 import re
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.graph import _format_target
+from torch.fx.graph_module import _loader
 
 from torchq.convert.graph_data import graph_of, plain_nodes
 from torchq.nn.inputs import without_gradients
@@ -98,8 +100,21 @@ def _function(source: str, names: dict[str, Any]) -> Callable[..., Any]:
     file, scope = f"<torchq graph {next(_numbers)}>", dict(names)
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     exec(compile(source, file, "exec", dont_inherit=True), scope)
-    function: Callable[..., Any] = scope["forward"]
+    return _with_source(scope["forward"])
+
+
+def _with_source(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function; its source goes with it, which Python and torch.fx would keep forever.
+
+    A service that loads models again and again lost 20 KB a model.
+    """
+    weakref.finalize(function, _forget, function.__code__.co_filename)
     return function
+
+
+def _forget(file: str) -> None:
+    linecache.cache.pop(file, None)
+    _loader.eval_cache.pop(file, None)
 
 
 class QuantizedGraph(fx.GraphModule):
@@ -118,7 +133,7 @@ class QuantizedGraph(fx.GraphModule):
         code, cls = super().recompile(), type(self)
         called = {str(node.target) for node in self.graph.find_nodes(op="call_module")}
         given = [str(node.target) for node in self.graph.find_nodes(op="placeholder")]
-        cls._plain = cls.forward  # type: ignore[attr-defined]
+        cls._plain = _with_source(cls.forward)  # type: ignore[attr-defined]
         direct, cls.forward = direct_and_forward(code.src, code.globals, called, given)
         cls._direct = direct  # type: ignore[attr-defined]
         return code
