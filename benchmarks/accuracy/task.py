@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 __all__ = ["Task", "changed", "package", "results", "seeded"]
 
-Run = Callable[[nn.Module, Sequence[Any]], Tensor]
+Run = Callable[[nn.Module, Iterable[Any]], Tensor]
 
 
 @torch.inference_mode()
-def results(model: nn.Module, inputs: Sequence[Any]) -> Tensor:
+def results(model: nn.Module, inputs: Iterable[Any]) -> Tensor:
     """Return the results of all inputs, joined along the batch."""
     return torch.cat([model(src) for src in inputs])
 
@@ -41,6 +41,7 @@ class Task:
         variable: dimensions of the inputs that vary, for the export to ONNX.
         remedies: further rows of torchq, and what makes their models.
         is_transformer: for NNCF, which treats transformers in its own way.
+        knows_answers: whether the score counts right answers, so that the float model has one, too.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Task:
     metric: str
     model: nn.Module
     calibration: list[Any]
-    test: list[Any]
+    test: Iterable[Any]
     score: Callable[[Tensor, Tensor], str]
     timed: Any
     run: Run = results
@@ -56,6 +57,7 @@ class Task:
     remedies: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     larger: Sequence[Tensor] = ()
     is_transformer: bool = False
+    knows_answers: bool = False
 
 
 def package(module: str, name: str) -> Path:
