@@ -74,7 +74,7 @@ struct GemmTile {
 ///
 ///   sum[g] = the sum over k in group g of src[row][k] * (code[n][k] - zero[n][g])
 ///   acc = 0, then acc = fma(float(sum[g]), scale[n][g], acc) for each g in order
-///   dst[row][n] = acc * src_scale[row] + bias[n], rounded twice
+///   dst[row][n] = acc * src_scale[row] + bias[n], rounded twice; one NaN stands for all
 ///
 /// A panel's 64 bytes at position j have the codes of k = 8 j to 8 j + 3 in their low halves, four
 /// for each channel, and those of the next four k in their high halves. Where `has_zeros`, a lane

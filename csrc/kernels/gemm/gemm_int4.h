@@ -25,6 +25,11 @@ TORCHQ_NOINLINE void int4_tile(const Int4Tile& t, int64_t first, int panel) {
   TORCHQ_UNROLL for (auto& of_row : acc) {
     TORCHQ_UNROLL for (auto& x : of_row) x = Isa::set(0.0f);
   }
+  // Zen 4, 4096 to 4096: 7 and 16 rows take 0.96 to 0.99 of the time, beside a program that uses
+  // memory 0.78 to 0.94; 128 rows 0.98 to 1. One row takes up to 1.4 times as long.
+  constexpr bool kPrefetches = Isa::kPrefetches && MR >= 3;
+  int64_t distance = 0;
+  if constexpr (kPrefetches) distance = Isa::prefetch_distance();
   int64_t k = 0;
   for (int64_t g = 0; g < t.groups; ++g) {
     Int sum[MR][NP];
@@ -42,6 +47,7 @@ TORCHQ_NOINLINE void int4_tile(const Int4Tile& t, int64_t first, int panel) {
     for (; k != end; k += 2 * kQuad, weight += kPanel * kQuad) {
       Int low[NP], high[NP];
       TORCHQ_UNROLL for (int p = 0; p < NP; ++p) {
+        if constexpr (kPrefetches) Isa::prefetch(weight + p * weight_stride + distance);
         const Int both = Isa::load_weight(weight + p * weight_stride);
         low[p] = Isa::bit_and(both, low_half);
         high[p] = Isa::bit_and(Isa::template shift_right<4>(both), low_half);
@@ -70,6 +76,7 @@ TORCHQ_NOINLINE void int4_tile(const Int4Tile& t, int64_t first, int panel) {
     TORCHQ_UNROLL for (int r = 0; r < MR; ++r) {
       auto y = Isa::mul(acc[r][p], Isa::set(t.src_scale[first + r]));
       if (t.bias != nullptr) y = Isa::add(y, Isa::load(t.bias + n, mask));
+      y = Isa::replace_nan(y, Isa::set(__builtin_nanf("")));
       Isa::store(t.dst + (first + r) * t.dst_stride + n, y, mask);
     }
   }

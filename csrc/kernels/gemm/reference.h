@@ -46,8 +46,9 @@ void gemm_int4(const Int4Tile& t) {
       }
       acc = fmaf(static_cast<float>(sum), scale, acc);
     }
-    const float scaled = acc * t.src_scale[row];
-    t.dst[row * t.dst_stride + n] = t.bias == nullptr ? scaled : scaled + t.bias[n];
+    float y = acc * t.src_scale[row];
+    if (t.bias != nullptr) y += t.bias[n];
+    t.dst[row * t.dst_stride + n] = y != y ? Math<Scalar>::kNan : y;
   }
 }
 

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <cstring>
 
 #include "ops/gemm/packing.h"
 #include "ops/rows/real.h"
@@ -49,6 +49,20 @@ struct Rows {
   const float* scale;
 };
 
+/// Makes s8 of u8 with zero point 128, and returns their sum. `count`: a multiple of 8, up to 256.
+int32_t to_signed(uint8_t* bytes, int64_t count) {
+  constexpr uint64_t kEvenBytes = 0x00ff00ff00ff00ff, kSignBits = 0x8080808080808080;
+  uint64_t sums = 0;  // four, of 16 bits each
+  for (int64_t i = 0; i < count; i += 8) {
+    uint64_t eight;
+    std::memcpy(&eight, bytes + i, sizeof eight);
+    sums += (eight & kEvenBytes) + (eight >> 8 & kEvenBytes);
+    eight ^= kSignBits;
+    std::memcpy(bytes + i, &eight, sizeof eight);
+  }
+  return static_cast<int32_t>(sums * 0x0001000100010001 >> 48) - 128 * static_cast<int32_t>(count);
+}
+
 /// src as s8, and its sums by group; ValueError for what is not finite.
 Rows quantize_rows(ScratchFrame& scratch, const Kernels& tier, const at::Tensor& src,
                    const Int4Tile& t) {
@@ -63,11 +77,9 @@ Rows quantize_rows(ScratchFrame& scratch, const Kernels& tier, const at::Tensor&
       tier.quantize_symmetric({values + r * size, size, 1, size, false, row, t.k, scale + r});
       std::fill(row + size, row + t.k, 128);
       for (int64_t g = 0; g < t.groups; ++g) {
-        const int64_t count = std::min(t.group, t.k - g * t.group);
-        const int32_t sum = tier.sum_bytes(row + g * t.group, count, false);
-        sums[r * t.groups + g] = sum - 128 * static_cast<int32_t>(count);
+        const int64_t first = g * t.group;
+        sums[r * t.groups + g] = to_signed(row + first, std::min(t.group, t.k - first));
       }
-      for (int64_t i = 0; i < t.k; ++i) row[i] ^= 0x80;  // u8 with zero point 128 to s8
     }
   });
   for (int64_t r = 0; r < t.rows; ++r) {
@@ -94,15 +106,6 @@ Int4Tile slice_of(Int4Tile t, Range rows, Range panels) {
   return t;
 }
 
-/// All NaN become one: which one a kernel makes of a bias or an overflow depends on the tier.
-void unify_nans(const Int4Tile& t) {
-  for (int64_t r = 0; r < t.rows; ++r) {
-    float* row = t.dst + r * t.dst_stride;
-    for (int64_t n = 0; n < t.channels; ++n)
-      row[n] = std::isnan(row[n]) ? std::numeric_limits<float>::quiet_NaN() : row[n];
-  }
-}
-
 /// Many rows are shared among the threads, else panels are; of these four are a tile's.
 void multiply(const Kernels& tier, const Int4Tile& t) {
   const int64_t work = t.rows * t.channels * t.k;
@@ -111,9 +114,7 @@ void multiply(const Kernels& tier, const Int4Tile& t) {
       std::max<int64_t>(kTileRows, tuning::kResidentWeightBytes / std::max<int64_t>(t.k, 1));
   const auto run = [&](Range rows, Range panels) {
     for (int64_t r = rows.begin; r < rows.end; r += block) {
-      const Int4Tile tile = slice_of(t, {r, std::min(r + block, rows.end)}, panels);
-      tier.gemm_int4(tile);
-      unify_nans(tile);
+      tier.gemm_int4(slice_of(t, {r, std::min(r + block, rows.end)}, panels));
     }
   };
   if (t.rows >= 4 * kTileRows * threads) {
