@@ -72,7 +72,7 @@ def test_other_batches_and_lengths(code: Callable[..., Any], example: tuple[int,
     """Right for every size, by whichever code runs."""
     model = wired(code)
     lengths = [7, 2, 3, 5] if code is not by_size else [7, 5]
-    data = [values(*example, 8)] + [values(40, n, 8) for n in lengths]
+    data = [values(*example, 8) for _ in range(9)] + [values(40, n, 8) for n in lengths]
     converted = torchq.quantize(model, data)
     for batch, length in (example, (1, 7), (4, 5), (2, 2), (3, 9), (1, 3), (0, 5)):
         near(model, converted, values(batch, length, 8))
@@ -87,6 +87,30 @@ def test_a_size_that_the_code_acts_on_is_a_guard() -> None:
     (graph,) = torchq.explain(converted).graphs
     assert (graph.graph_calls, graph.own_calls) == (1, 1)
     assert any(guard.endswith(".shape[1] == 5") for guard in graph.guards)
+
+
+def counted(m: Any, x: Tensor) -> Tensor:
+    n = len(x)
+    return m.b(m.a(x).relu()).reshape(n, -1)
+
+
+def test_the_warning_tells_the_line_that_makes_a_size_a_constant() -> None:
+    model = wired(counted)
+    converted = torchq.quantize(model, [values(50, 5, 8)])
+    line = rf"; {Path(__file__).name}:\d+ \(n = len\(x\)\) makes a constant of the size"
+    with pytest.warns(UserWarning, match=line):
+        near(model, converted, values(2, 5, 8))
+
+
+@pytest.mark.parametrize("code", [counted, alone])
+@pytest.mark.filterwarnings(f"ignore:.*{MISSES}")
+def test_an_example_of_one_row_takes_its_graph(code: Callable[..., Any]) -> None:
+    """Where the code treats a batch of one in its own way, the graph is of such calls."""
+    model = wired(code)
+    converted = torchq.quantize(model, [values(1, 40, 8), values(1, 30, 8)])
+    near(model, converted, values(1, 5, 8))
+    near(model, converted, values(3, 5, 8))
+    assert calls(converted) == (1, 1)
 
 
 def test_scripted_and_loaded_graphs_check_their_guards(tmp_path: Path) -> None:

@@ -18,10 +18,13 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -29,6 +32,8 @@ from torchq.convert.one_call import FakeFunctions, as_fake_calls, as_one_call
 from torchq.nn.model_state import changed, state_of, twin
 
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+_SIZE = re.compile(r"L\['(?:tensors'|args'\]\[0)\]\[(\d+)\]\.size\(\)")
+_TORCH = str(Path(torch.__file__).parent)
 _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION", "PARAMETER_MUTATION")
 
 
@@ -60,6 +65,7 @@ class Exported:
         args, kwargs: of the example, perhaps with a larger batch.
         arguments: the tensors that the graph takes.
         guards: conditions on ``s0[0]`` and the like: sizes of the tensors.
+        lines: such a size -> the line of the module's code that makes a constant of it.
     """
 
     program: ExportedProgram
@@ -67,12 +73,22 @@ class Exported:
     kwargs: dict[str, Any]
     arguments: list[Argument]
     guards: list[str] = field(default_factory=list)
+    lines: dict[str, str] = field(default_factory=dict)
 
     @property
     def tensors(self) -> list[Tensor]:
         """The example's tensors, in the order of the graph's inputs."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return [leaves[argument.index] for argument in self.arguments]
+
+    def takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether the graph takes tensors of these sizes."""
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        tensors = [leaves[argument.index] for argument in self.arguments]
+        pairs = zip(self.arguments, tensors, strict=True)
+        sizes = (pair for a, t in pairs for pair in zip(a.shape, t.shape, strict=True))
+        shapes = shapes_of(tensors)
+        return all(a in (None, b) for a, b in sizes) and all(holds(g, shapes) for g in self.guards)
 
 
 class _Adapter(nn.Module):
@@ -96,8 +112,12 @@ PREFIX = "module."
 """Begins the names of the module's own parameters in a captured program."""
 
 
-def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exported:
+def export(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], widen: bool = True
+) -> Exported:
     """Capture ``module(*args, **kwargs)``; the module itself is not changed.
+
+    ``widen`` gives an example with a batch of one a batch of two, so that the batch is dynamic.
 
     Raises:
         CaptureError: torch.export does not capture the call, or the module keeps what it computes.
@@ -106,12 +126,10 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         raise CaptureError(why)
     args, kwargs = _clean(tuple(args)), _clean(dict(kwargs))
     module, fakes = _warm(module, args, kwargs)
-    wider = _widened(module, args, kwargs)
+    wider = _widened(module, args, kwargs) if widen else None
     if wider is not None:
-        try:
+        with contextlib.suppress(CaptureError):
             return _export(module, *wider, fakes)
-        except CaptureError:
-            pass
     return _export(module, args, kwargs, fakes)
 
 
@@ -228,6 +246,7 @@ def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
     with _quiet(), torch.no_grad(), FakeFunctions() if fakes else contextlib.nullcontext():
         try:
             program = torch.export.export(adapter, tensors, dynamic_shapes=dims, strict=False)
+            lines = _lines(program)
             if needs_functions(program):
                 program = program.run_decompositions({})
         except Exception as error:
@@ -237,7 +256,7 @@ def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
         raise CaptureError(f"its code writes to its arguments or buffers ({mutated.pop()})")
     positions = adapter.positions
     arguments = _arguments(program, positions, leaves)
-    exported = Exported(program, args, kwargs, arguments, _guards(program))
+    exported = Exported(program, args, kwargs, arguments, _guards(program), lines)
     if failed := [guard for guard in exported.guards if not holds(guard, shapes_of(tensors))]:
         raise CaptureError(f"a guard of torch.export cannot be checked: {failed[0]}")
     return exported
@@ -278,11 +297,25 @@ def _arguments(program: ExportedProgram, positions: list[int], leaves: list[Any]
     return result
 
 
+def _lines(program: ExportedProgram) -> dict[str, str]:
+    """Return the lines of code outside torch that make constants of sizes, as ``len(x)`` does."""
+    values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
+    env: Any = next((v.fake_mode.shape_env for v in values if isinstance(v, FakeTensor)), None)
+    found: dict[str, str] = {}
+    for symbol, place in env.replacements_slocs.items() if env else ():
+        frame = place.framework_loc
+        own = isinstance(frame, FrameSummary) and not frame.filename.startswith(_TORCH)
+        if own and env.replacements[symbol].is_number:
+            line = f"{Path(frame.filename).name}:{frame.lineno} ({frame.line})"
+            for source in env.var_to_sources.get(symbol, ()):
+                found[_SIZE.sub(r"s\1", source.name)] = line
+    return found
+
+
 def _guards(program: ExportedProgram) -> list[str]:
     """Return torch's guards as conditions on ``s0``, ``s1``, ...: the shapes of the tensors."""
-    size = re.compile(r"L\['(?:tensors'|args'\]\[0)\]\[(\d+)\]\.size\(\)")
     guards = getattr(program, "_guards_code", None) or []
-    return list(dict.fromkeys(size.sub(r"s\1", guard) for guard in guards))
+    return list(dict.fromkeys(_SIZE.sub(r"s\1", guard) for guard in guards))
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> dict[str, torch.Size]:

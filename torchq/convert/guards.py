@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ class Example:
         values: parameter of ``forward`` -> what the example gave; tensors are Arguments.
         structure: spec of results that are more than tuples, lists and dicts; None of others.
         limits: more such conditions, of calls that are not traced: ops raise beyond them.
+        lines: size, as ``s0[0]`` -> the line of the module's code that makes a constant of it.
     """
 
     cls: type[nn.Module]
@@ -40,6 +41,7 @@ class Example:
     values: dict[str, Any]
     structure: Any
     limits: list[str] = field(default_factory=list)
+    lines: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: nn.Module, exported: Exported, limits: list[str]) -> Example:
@@ -53,7 +55,8 @@ class Example:
         values = dict(list(bound.arguments.items())[1:])
         result = exported.program.call_spec.out_spec
         structure = None if _is_plain(result) else result
-        return cls(type(module), exported.arguments, exported.guards, values, structure, limits)
+        more = exported.guards, values, structure, limits, exported.lines
+        return cls(type(module), exported.arguments, *more)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Example:
         """Return itself: nothing changes it."""
@@ -109,7 +112,8 @@ class Example:
             if not holds(guard, shapes):
                 used = sorted({int(match[1]) for match in _SIZE.finditer(guard)})
                 got = " and ".join(f"{labels[i]} has {list(shapes[f's{i}'])}" for i in used)
-                return f"{_readable(guard, labels)} does not hold, since {got}"
+                line = self._line(match[0] for match in _SIZE.finditer(guard))
+                return f"{_readable(guard, labels)} does not hold, since {got}{line}"
         return "its arguments are of other kinds than those of the example inputs"
 
     def why_array(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -131,14 +135,21 @@ class Example:
             return self._why_constant(name, expected, value, shapes)
         if type(value) is not Tensor and not _is_tensor(value):
             return f"its argument '{name}' is {_brief(value)}, not a plain tensor"
-        shapes[f"s{self.arguments.index(expected)}"] = value.shape
+        index = self.arguments.index(expected)
+        shapes[f"s{index}"] = value.shape
         if value.dtype != expected.dtype:
             return f"its argument '{name}' is {value.dtype}, not {expected.dtype}"
-        sizes = zip(value.shape, expected.shape, strict=False)
-        if value.dim() != len(expected.shape) or any(e not in (None, s) for s, e in sizes):
-            wanted = _sizes(expected.shape)
-            return f"its argument '{name}' has shape {list(value.shape)}, not {wanted}"
+        sizes = enumerate(zip(value.shape, expected.shape, strict=False))
+        others = [f"s{index}[{d}]" for d, (s, e) in sizes if e not in (None, s)]
+        if value.dim() != len(expected.shape) or others:
+            wanted, line = _sizes(expected.shape), self._line(others)
+            return f"its argument '{name}' has shape {list(value.shape)}, not {wanted}{line}"
         return ""
+
+    def _line(self, sizes: Iterable[str]) -> str:
+        """Return the line that makes a constant of one of the sizes, as an end of a sentence."""
+        line = next((self.lines[size] for size in sizes if size in self.lines), "")
+        return f"; {line} makes a constant of the size" if line else ""
 
     def _why_constant(self, name: str, expected: Any, value: Any, shapes: dict[str, Any]) -> str:
         before, structure = pytree.tree_flatten(expected)

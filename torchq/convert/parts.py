@@ -96,10 +96,9 @@ def _is_layer(module: nn.Module) -> bool:
 def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
     module = without_hooks(module)  # they run around a graph, as around the module's own code
     try:
-        exported = export(module, *call)
-        captured = plain_graph(exported, twin(module))
-        captured.prefix = f"{name}." if name else ""
-        check(module, exported, captured)
+        exported, captured = _captured(module, call)
+        if not exported.takes(*call):  # its batch is one, which the code treats in its own way
+            exported, captured = _captured(module, call, widen=False)
     except CaptureError as error:
         parts.reasons[name] = str(error)
         return False
@@ -107,9 +106,17 @@ def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
         first = str(error).partition("\n")[0]
         parts.reasons[name] = f"it makes no graph, got {type(error).__name__}: {first}"
         return False
+    captured.prefix = f"{name}." if name else ""
     compute_once(captured)
     parts.found.append(Part(name, exported, captured))
     return True
+
+
+def _captured(module: nn.Module, call: Call, widen: bool = True) -> tuple[Exported, Captured]:
+    exported = export(module, *call, widen)
+    captured = plain_graph(exported, twin(module))
+    check(module, exported, captured)
+    return exported, captured
 
 
 def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, Call]:
