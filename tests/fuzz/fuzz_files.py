@@ -62,7 +62,7 @@ def _images() -> nn.Module:
 MODELS: list[tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = [
     (_images, torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8), {}),
     (Attended, torch.arange(10).reshape(2, 5) % 11, {}),
-    (Attended, torch.arange(10).reshape(2, 5) % 11, {"dynamic": True}),
+    (Attended, torch.arange(10).reshape(2, 5) % 11, {"dynamic": True, "embedding_bits": 8}),
 ]
 
 
@@ -167,8 +167,19 @@ def damage(pick: random.Random, kind: Kind) -> None:
     kind.path.write_bytes(content)
 
 
-VALUES: list[Any] = [None, True, False, 0, 1, -1, 2, 3, 255, 2**26, 2**31, 2**40, 2**62, 2**63]
-VALUES += [0.5, -1e30, float("nan"), float("inf"), "", "weight", "torch.nn.Linear", "aten.add", "x"]
+VALUES: list[Any] = [None, True, False, 0, 1, -1, 2, 3, 255, 2**15, 2**26, 2**31, 2**40, 2**62]
+VALUES += [
+    2**63,
+    0.5,
+    -1e30,
+    float("nan"),
+    float("inf"),
+    "",
+    "weight",
+    "torch.nn.Linear",
+    "aten.add",
+    "x",
+]
 VALUES += [[], {}, [1], [2**40], "é" * 40, [[[]]], {"class": "QLinear"}]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchq.attributes.arguments import check_type
 from torchq.attributes.options import GroupSize
 from torchq.attributes.post_ops import PostOps
+from torchq.functional.placeholders import placeholder
 from torchq.quantization.int4 import check_group_size, int4_codes, int4_scales
 
 _PACK = "Pack codes and scales with torchq.packing.pack_linear_int4."
@@ -160,8 +161,8 @@ def empty_packed_int4(shape: Sequence[int], group_size: int, symmetric: bool) ->
     n, k = shape
     panels, groups = -(-n // 16), -(-k // group_size)
     lanes = -(-groups // 2) if symmetric else groups
-    weight = torch.zeros(panels, -(-k // 8), 16, 4, dtype=torch.uint8, device="cpu")
-    params = torch.zeros(panels, lanes, 16, dtype=torch.int32, device="cpu")
+    weight = placeholder(panels, -(-k // 8), 16, 4, dtype=torch.uint8, value=0)
+    params = placeholder(panels, lanes, 16, dtype=torch.int32, value=0)
     return PackedInt4(weight, params, (n, k), group_size, symmetric)
 
 

@@ -10,14 +10,15 @@ weights (G, OC/G, IC/G, k...) are ``weight.flatten(0, 1)`` here.
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchq.attributes.arguments import check_type
+from torchq.functional.placeholders import placeholder
 
 
 class PackedWeight(NamedTuple):
@@ -117,18 +118,23 @@ def empty_packed(
     The shape is the one that ``pack_linear``, or with a dilation ``pack_conv``, or with a stride
     ``pack_conv_transpose`` takes.
     """
-    weight = torch.empty(list(weight_shape), dtype=dtype, device="meta")
-    packed = _pack(weight, groups, stride, dilation)
-    zeros = [_zeros(part) for part in packed.tensors().values()]
-    return packed._replace(weight=zeros[0], compensation=zeros[1], pair_bound=zeros[2])
+    packed = _form(tuple(weight_shape), dtype, groups, tuple(stride), tuple(dilation))
+    weight, compensation, pair_bound = (
+        placeholder(*part.shape, dtype=part.dtype, value=0) for part in packed.tensors().values()
+    )
+    return packed._replace(weight=weight, compensation=compensation, pair_bound=pair_bound)
 
 
-def _zeros(like: Tensor) -> Tensor:
-    """Return zeros; large ones take no memory until something is written to them."""
-    if like.nbytes < 1 << 20:
-        return torch.zeros(like.shape, dtype=like.dtype, device="cpu")  # zeros_like imports sympy
-    pages = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE)
-    return torch.frombuffer(pages, dtype=like.dtype).view(like.shape)
+@lru_cache(maxsize=256)  # models have many layers of the same shape
+def _form(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    groups: int,
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> PackedWeight:
+    """Return what packing makes of a weight of this shape: tensors on meta."""
+    return _pack(torch.empty(shape, dtype=dtype, device="meta"), groups, stride, dilation)
 
 
 def _pack(
@@ -217,8 +223,8 @@ def unproven(packed: PackedWeight) -> str:
     shape = list(packed.shape)
     if packed.stride:
         shape = [packed.in_channels, shape[0] // packed.groups, *shape[2:]]
-    empty = torch.empty(shape, dtype=packed.dtype, device="meta")
-    wanted = _pack(empty, packed.groups, packed.stride, packed.dilation).tensors()
+    form = _form(tuple(shape), packed.dtype, packed.groups, packed.stride, packed.dilation)
+    wanted = form.tensors()
     given = packed.tensors()
     for name, tensor in given.items():
         if tensor.shape != wanted[name].shape or tensor.dtype != wanted[name].dtype:

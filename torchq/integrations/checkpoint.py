@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
+from torchq.functional.placeholders import limited_placeholders
 from torchq.nn.module import LAYOUT_VERSION, read_spec
 from torchq.serialization import quantized_modules
 
@@ -36,7 +38,8 @@ def read_leaves(files: Iterable[str] | None) -> dict[str, nn.Module]:
     for key, spec in specs.items():
         if (version := read_spec(spec).get("version")) != LAYOUT_VERSION:
             raise _refused(files, f"'{key}' of layout version {version}, not {LAYOUT_VERSION}")
-    leaves = quantized_modules(specs, whole=False)
+    with limited_placeholders(sum(map(os.path.getsize, files or ()))):
+        leaves = quantized_modules(specs)
     wanted = {f"{name}.{key}" for name, leaf in leaves.items() for key in leaf.state_dict()}
     if missing := sorted(wanted - names):
         raise _refused(files, f"none of {missing[:5]}")

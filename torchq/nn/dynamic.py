@@ -10,7 +10,7 @@ from torchq.attributes.options import Granularity, SrcRange
 from torchq.functional.conversions import quantize_weight
 from torchq.functional.linears import RANGES, check_dynamic_weight
 from torchq.functional.packing import PackedWeight, empty_packed, pack_linear
-from torchq.nn.module import placeholder
+from torchq.functional.placeholders import placeholder
 from torchq.nn.row_quantized import RowQuantizedLinear
 from torchq.quantization.qparams import weight_qparams
 from torchq.quantization.ranges import check_choice

@@ -12,8 +12,9 @@ from torchq.attributes.options import Granularity
 from torchq.functional.arguments import conv_geometry
 from torchq.functional.linears import check_signed
 from torchq.functional.packing import PackedWeight, empty_packed, pack_conv
+from torchq.functional.placeholders import placeholder
 from torchq.nn.conv import paddings
-from torchq.nn.module import QModule, placeholder
+from torchq.nn.module import QModule
 from torchq.nn.weight import quantized_weight
 
 

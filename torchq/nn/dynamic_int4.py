@@ -15,7 +15,7 @@ from torchq.functional.int4 import (
     pack_linear_int4,
     quantize_weight_int4,
 )
-from torchq.nn.module import placeholder
+from torchq.functional.placeholders import placeholder
 from torchq.nn.row_quantized import RowQuantizedLinear
 from torchq.quantization.int4 import int4_codes
 from torchq.quantization.recipes.linear import Recipe

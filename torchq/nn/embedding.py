@@ -15,8 +15,9 @@ from torchq.functional.embeddings import (
     pack_embedding,
     quantize_embedding,
 )
+from torchq.functional.placeholders import placeholder
 from torchq.nn.leaf import Leaf
-from torchq.nn.module import QModule, placeholder
+from torchq.nn.module import QModule
 
 
 class _Embedding(Leaf, QModule):

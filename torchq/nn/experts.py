@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.functional.placeholders import take
 from torchq.nn.float_modules import expert_weights
 from torchq.nn.module import QModule
 
@@ -61,6 +62,7 @@ class QExperts(QModule):
     def from_spec(cls, spec: dict[str, Any]) -> QExperts:
         """Return experts whose layers have specs of their own; :meth:`adopt` comes next."""
         count = spec["experts"]
+        take(8 * count)  # pointers
         return cls([nn.Identity()] * count, [nn.Identity()] * count, None)
 
     def adopt(self, module: nn.Module) -> None:

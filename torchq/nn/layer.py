@@ -13,11 +13,11 @@ from torchq.attributes.post_op import CHANNEL_MASKS, Binary, Eltwise, PReLU
 from torchq.attributes.post_ops import PostOps, post_ops_of
 from torchq.functional.folding import fold
 from torchq.functional.packing import PackedWeight, empty_packed
+from torchq.functional.placeholders import placeholder
 from torchq.nn.module import (
     QModule,
     dtype_from_name,
     dtype_name,
-    placeholder,
     placeholder_qparams,
 )
 from torchq.nn.quantize import QLookup

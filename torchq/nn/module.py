@@ -325,11 +325,6 @@ def _without_numbers(post_op: str) -> list[str]:
     return [name, *(fields[2:] if name in ("sum", "eltwise_clip") else fields)]
 
 
-def placeholder(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return values of a module that is about to be loaded."""
-    return torch.ones(shape, dtype=dtype, device="cpu")
-
-
 def placeholder_qparams(dtype: str, bits: int = 8) -> QParams:
     """Parameters of a module that is about to be loaded."""
     one = QParams.per_tensor(1.0, 0, dtype_from_name(dtype))

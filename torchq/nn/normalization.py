@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torchq.attributes.post_ops import PostOps
-from torchq.nn.module import QModule, dtype_name, placeholder, placeholder_qparams
+from torchq.functional.placeholders import placeholder
+from torchq.nn.module import QModule, dtype_name, placeholder_qparams
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
 

@@ -209,8 +209,9 @@ class _QRecurrent(FloatParameters, QModule):
         made = cls(layers, spec["batch_first"], spec["merge"])
         if "first" not in spec:
             return made
+        sizes = {name: spec["first"][name] for name in _FIRST}
         # its memory is untouched until the file's values fit
-        return made.with_float_first(nn.LSTM(**spec["first"], device="meta").to_empty(device="cpu"))
+        return made.with_float_first(nn.LSTM(**sizes, device="meta").to_empty(device="cpu"))
 
     @property
     def attr(self) -> Attr:

@@ -9,7 +9,8 @@ from torch import Tensor
 from torchq.attributes.attr import Attr
 from torchq.attributes.options import Cell
 from torchq.functional.packing import PackedWeight, pack_linear
-from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder, placeholder_qparams
+from torchq.functional.placeholders import placeholder
+from torchq.nn.module import QModule, dtype_from_name, dtype_name, placeholder_qparams
 from torchq.nn.rnn_attr import attr_of
 from torchq.nn.rnn_weight import RecurrentWeight, grouped, ungrouped
 from torchq.quantization.qparams import QParams

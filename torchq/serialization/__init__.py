@@ -23,6 +23,7 @@ from torchq.convert.graph_code import with_code
 from torchq.convert.graph_module import QuantizedGraph
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
+from torchq.functional.placeholders import limited_placeholders, replaced_placeholders, take
 from torchq.nn.experts import QExperts
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.inputs import working_copy
@@ -120,7 +121,8 @@ def load(
         check_type("torchq.load: model", model, nn.Module, "Pass the float model.")
     state = read_state(Path(path), mmap)
     try:
-        return _loaded(state, model, path)
+        with limited_placeholders(sum(value.nbytes for value in state.values())):
+            return _loaded(state, model, path)
     except ValueError as error:
         if str(path) in str(error):
             raise
@@ -251,15 +253,11 @@ def _with_class(
     return loaded, state
 
 
-def quantized_modules(state: dict[str, Tensor], whole: bool = True) -> dict[str, nn.Module]:
+def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
     """Return name -> quantized module, from the specs in a state.
 
-    Args:
-        state: the tensors.
-        whole: False where it has the specs alone.
-
     Raises:
-        ValueError: a spec is not of torchq, or needs more memory than the state has tensors for.
+        ValueError: a spec is not of torchq, or the specs ask for more memory than the file has.
     """
     modules: dict[str, nn.Module] = {}
     # Outer modules first: a quantized module may itself hold one.
@@ -268,12 +266,9 @@ def quantized_modules(state: dict[str, Tensor], whole: bool = True) -> dict[str,
         if last == "spec":
             name = name[1:]
             tensors, spec = _inside(state, name), read_spec(state[key])
-            if whole:
-                _check_sizes(
-                    spec, max(sum(value.numel() for value in tensors.values()), _SMALL), key
-                )
-            module = build(spec)
-            _fill(module, tensors)
+            with replaced_placeholders():
+                module = build(spec)
+            take(_fill(module, tensors))
             outer = next((n for n in modules if name.startswith(f"{n}." if n else n)), None)
             if outer is None:
                 modules[name] = module
@@ -283,35 +278,24 @@ def quantized_modules(state: dict[str, Tensor], whole: bool = True) -> dict[str,
     return modules
 
 
-_SMALL = 1 << 16
-"""Geometry, such as the size of an upsampled image, is below."""
-
-
-def _check_sizes(value: object, limit: int, key: str) -> None:
-    """Refuse sizes beyond the tensors of a module, before memory is taken for them."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for each in value:
-            _check_sizes(each, limit, key)
-    elif isinstance(value, int) and value > limit:
-        raise ValueError(
-            f"torchq.load: sizes in '{key}' must be up to {limit}, for which the file has values, "
-            f"got {value}. Was it written by torchq.save?"
-        )
-
-
-def _fill(module: nn.Module, state: dict[str, Tensor]) -> None:
+def _fill(module: nn.Module, state: dict[str, Tensor]) -> int:
     """Give a module the tensors of a state, before the next one takes memory for its own.
 
     What does not fit stays for ``load_state_dict`` to refuse.
+
+    Returns:
+        Bytes of placeholders that stay.
     """
+    stay = sum(own.nbytes for child in module.children() for own in child.buffers())
     for key, own in module._buffers.items():
-        given = None if key == "spec" else state.get(key)
-        if own is None or given is None:
+        if own is None or key == "spec" or key in module._non_persistent_buffers_set:
             continue
-        if (own.shape, own.dtype) == (given.shape, given.dtype):
+        given = state.get(key)
+        if given is not None and (own.shape, own.dtype) == (given.shape, given.dtype):
             module._buffers[key] = given
+        else:
+            stay += own.nbytes
+    return stay
 
 
 def build(spec: dict[str, Any]) -> QModule:
