@@ -25,8 +25,8 @@ TORCHQ_NOINLINE void int4_tile(const Int4Tile& t, int64_t first, int panel) {
   TORCHQ_UNROLL for (auto& of_row : acc) {
     TORCHQ_UNROLL for (auto& x : of_row) x = Isa::set(0.0f);
   }
-  // Zen 4, 4096 to 4096: 7 and 16 rows take 0.96 to 0.99 of the time, beside a program that uses
-  // memory 0.78 to 0.94; 128 rows 0.98 to 1. One row takes up to 1.4 times as long.
+  // Zen 4, weights out of memory: 6 and 8 rows take 0.67 to 0.88 of the time, 16 rows 0.82 to 0.91.
+  // 128 rows take 0.98 to 1. One row out of memory would take up to 1.4 times as long.
   constexpr bool kPrefetches = Isa::kPrefetches && MR >= 3;
   int64_t distance = 0;
   if constexpr (kPrefetches) distance = Isa::prefetch_distance();
