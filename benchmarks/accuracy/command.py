@@ -162,12 +162,13 @@ where only large differences count.
 - *torchq, fast* is torchq's default. Rows below it are its remedies. `dynamic=True` leaves
   convolutions float.
 
-ImageNet's images may not be handed on, so no row is of them. Whoever has the validation images
-measures the image networks of NNCF's own table, or those named, as in
-`python -m benchmarks accuracy torchvision/resnet18 --imagenet PATH --only torchq`. Images are
-`PATH/val/<class>/*.JPEG`, with 1000 folders whose sorted names are the classes. 300 images
-calibrate, the others give top-1 and top-5. Networks and published weights are those of torchvision
-and timm; `--weights FOLDER` takes state dicts instead, `FOLDER/resnet18.pth`, for any classes.
+ImageNet is not on this page, since its images may not be passed on. If you have the validation
+images, `python -m benchmarks accuracy --imagenet PATH --only torchq` measures the image networks of
+NNCF's own table. Names such as `torchvision/resnet18` in front of `--imagenet` choose some of them.
+Images are `PATH/val/<class>/*.JPEG`, in 1000 folders whose sorted names are the classes. 300 images
+calibrate, and the others give top-1 and top-5. Networks and their published weights come from
+torchvision and timm. `--weights FOLDER` reads state dicts such as `FOLDER/resnet18.pth` instead,
+for as many classes as there are folders.
 
 {(chr(10) * 2).join(sections)}
 """

@@ -101,7 +101,7 @@ def magnitudes(first: Layer, seen: Tensor, before: Tensor | None) -> Tensor:
 
 
 def between(
-    first: Layer, second: Layer, largest: Tensor, lowest: Tensor, given: QParams, symmetric: bool
+    first: Layer, second: Layer, largest: Tensor, lowest: float, given: QParams, symmetric: bool
 ) -> Between | None:
     """Return how to quantize what is between two layers of :func:`pairs`, or None."""
     weight, axis = by_channels(second.float_module(), len(largest)), channel_axis(first)

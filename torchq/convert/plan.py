@@ -70,7 +70,7 @@ class Plan:
             if own is not None and own.by_rows:
                 make_dynamic(op, self.ops)
         self.self_contained = self._find_self_contained()
-        self.layers = find_layers(self.ops, self._rounds_once)
+        self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
         self._leave_phases()
         self.reasons |= {v: coarse[v.op.node] for v in self.layers if v.op.node in coarse}
@@ -231,12 +231,6 @@ class Plan:
     def _no_dynamic_form(self, op: Op) -> str:
         config = self.config(op.base)
         return NO_DYNAMIC_FORM if config is not None and config.dynamic else ""
-
-    def _rounds_once(self, op: Op) -> bool:
-        import os
-        if os.environ.get("TQ_ACT"): return True
-        config = self.config(op.base)
-        return config is not None and config.samples_rows
 
     def _may_emit_int8(self, layer: Layer) -> bool:
         config = self.config(f"{layer.op.base}.dst")

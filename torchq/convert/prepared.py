@@ -194,8 +194,7 @@ class Prepared(nn.Module):
             before = sizes.get(self.plan.root(first.srcs[0]))
             largest = magnitudes(first, torch.maximum(low.abs(), high.abs()), before)
             sizes[first.dst] = largest
-            lowest = low.clamp(max=0) if first.post_op or low.min() >= 0 else -largest
-            one = between(first, second, largest, lowest, given, config.symmetric)
+            one = between(first, second, largest, float(low.min()), given, config.symmetric)
             if one is not None:
                 found[first.dst] = one
         return found

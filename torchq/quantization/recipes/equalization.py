@@ -46,22 +46,23 @@ class Between:
 
 
 def equalized_between(
-    largest: Tensor, weight: Tensor, lowest: Tensor, given: QParams, symmetric: bool, axis: int
+    largest: Tensor, weight: Tensor, lowest: float, given: QParams, symmetric: bool, axis: int
 ) -> Between | None:
     """Return how to quantize what is between two layers, or None to leave one scale.
 
     Args:
         largest: magnitude of each channel, ``[C]``.
         weight: of the second layer, as of :func:`by_channels`.
-        lowest: value of each channel, ``[C]``, at most 0.
+        lowest: of all values.
         given: parameters with one scale.
         symmetric: whether the zero point is in the middle.
         axis: of the channels.
     """
 
     def choose(factors: Tensor) -> QParams:
-        low, high = (lowest / factors).min(), (largest / factors).max()
-        return choose_qparams(low, high, given.dtype, given.bits, symmetric)
+        most = float((largest / factors).max())
+        low = -most if lowest < 0 else 0.0
+        return choose_qparams(low, most, given.dtype, given.bits, symmetric)
 
     step = float(given.scale)
     factors = equalizing_factors(largest, weight, step, lambda f: float(choose(f).scale))
