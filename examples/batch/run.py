@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classifies images with Ray Data; results are the same bytes however the work is divided.
+"""Classifies images of files with Ray Data: the same bytes however the work is divided.
 
 pip install -r examples/batch/requirements.txt
 python examples/batch/run.py --workers 2 --batch-size 64 --tiers avx2,avx512_vnni
+
+Ray shows progress, and restarts a worker that dies; its batch runs again.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +24,34 @@ from torch import nn
 
 import torchq
 
-IMAGES, SIDE = 500, 16
+SIDE = 16
 
 
-def build() -> nn.Module:
+def build(width: int = 16) -> nn.Module:
     """A small classifier; a real job trains it, here its weights are random."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3, stride=2),
+        nn.Conv2d(3, width, 3, stride=2),
         nn.ReLU(),
-        nn.Conv2d(16, 32, 3),
+        nn.Conv2d(width, 2 * width, 3),
         nn.Hardswish(),
         nn.Flatten(),
-        nn.Linear(32 * 25, 10),
+        nn.Linear(50 * width, 10),
     ).eval()
 
 
-def images() -> np.ndarray[Any, Any]:
-    generator = np.random.default_rng(0)
-    return generator.standard_normal((IMAGES, 3, SIDE, SIDE), np.float32)
+def images(rows: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).standard_normal((rows, 3, SIDE, SIDE), np.float32)
+
+
+def write(folder: Path, width: int, rows: int, files: int) -> list[str]:
+    """Writes the model and the images; returns the paths of the images."""
+    batches = [torch.from_numpy(part) for part in np.split(images(64), 4)]
+    torchq.save(torchq.quantize(build(width), batches, strict=True), folder / "model.torchq")
+    paths = [str(folder / f"{i:04}.npy") for i in range(files)]
+    for path, part in zip(paths, np.array_split(images(rows), files), strict=True):
+        np.save(path, part)
+    return paths
 
 
 class Classifier:
@@ -52,28 +65,32 @@ class Classifier:
 
     @torch.inference_mode()
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        scores = self.model(torch.tensor(batch["image"]))
+        scores = self.model(torch.tensor(batch["data"]))
         tiers = np.full(len(scores), torchq.isa())
-        return {"id": batch["id"], "scores": scores.numpy(), "tier": tiers}
+        return {"path": batch["path"], "scores": scores.numpy(), "tier": tiers}
 
 
-def classify(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the rows of all images, in order."""
-    rows = [{"id": i, "image": image} for i, image in enumerate(images())]
-    tiers = args.tiers.split(",") if args.tiers else [""]
-    found: list[dict[str, Any]] = []
-    for k, tier in enumerate(tiers):  # as machines of several kinds would share the rows
-        environment = {"env_vars": {"TORCHQ_ISA": tier}} if tier else {}
-        labels = ray.data.from_items(rows[k :: len(tiers)]).map_batches(
-            Classifier,
-            fn_constructor_args=(str(path), args.threads),
-            batch_size=args.batch_size,
-            num_cpus=args.threads,  # of each worker
-            compute=ray.data.ActorPoolStrategy(size=args.workers),
-            runtime_env=environment,
-        )
-        found += labels.take_all()
-    return sorted(found, key=lambda row: int(row["id"]))
+def classify(
+    paths: list[str], args: argparse.Namespace, worker: type = Classifier, tier: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Yields batches of results, the rows of each file in order."""
+    ray.data.DataContext.get_current().execution_options.preserve_order = True
+    labels = ray.data.read_numpy(paths, include_paths=True).map_batches(
+        worker,
+        fn_constructor_args=(str(Path(paths[0]).with_name("model.torchq")), args.threads),
+        batch_size=args.batch_size,
+        num_cpus=args.threads,  # of each worker
+        compute=ray.data.ActorPoolStrategy(size=args.workers),
+        runtime_env={"env_vars": {"TORCHQ_ISA": tier}} if tier else {},
+    )
+    yield from labels.iter_batches(batch_size=None)
+
+
+def digest(found: list[dict[str, Any]]) -> str:
+    """Returns a digest of the scores of all images, in the order of their files."""
+    paths = np.concatenate([batch["path"] for batch in found])
+    scores = np.concatenate([batch["scores"] for batch in found])
+    return hashlib.sha256(scores[np.argsort(paths, kind="stable")].tobytes()).hexdigest()
 
 
 def main() -> None:
@@ -82,16 +99,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each worker; default 1")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--tiers", default="", help="names of torchq.supported_isas()")
+    parser.add_argument("--rows", type=int, default=500)
+    parser.add_argument("--files", type=int, default=10)
+    parser.add_argument("--width", type=int, default=16, help="channels of the first layer")
     args = parser.parse_args()
-    ray.init(num_cpus=args.workers * args.threads, include_dashboard=False)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.torchq")
-        batches = [torch.from_numpy(part) for part in np.split(images()[:64], 4)]
-        torchq.save(torchq.quantize(build(), batches, strict=True), path)
-        rows = classify(path, args)
-    scores = np.stack([row["scores"] for row in rows])
-    print("tiers", *sorted({row["tier"] for row in rows}))
-    print(f"{len(scores)} rows, sha256 {hashlib.sha256(scores.tobytes()).hexdigest()}")
+    ray.init(num_cpus=args.workers * args.threads + 1, include_dashboard=False)  # one reads
+    found, seconds, later = [], 0.0, 0
+    with tempfile.TemporaryDirectory() as name:
+        paths = write(Path(name), args.width, args.rows, args.files)
+        tiers = args.tiers.split(",")
+        for k, tier in enumerate(tiers):  # as machines of several kinds would share the files
+            start = 0.0
+            for batch in classify(paths[k :: len(tiers)], args, tier=tier):
+                found.append(batch)
+                later += len(batch["scores"]) if start else 0
+                start = start or time.perf_counter()  # without the start of the workers
+            seconds += time.perf_counter() - start
+    print("tiers", *sorted({tier for batch in found for tier in batch["tier"]}))
+    if later:
+        print(f"{later / seconds:.0f} rows/s after the first batch")
+    print(f"{args.rows} rows, sha256 {digest(found)}")
 
 
 if __name__ == "__main__":
