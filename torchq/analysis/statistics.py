@@ -10,16 +10,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchq.convert.statistics import (
+from torchq.convert.statistics import observers, weights_digest
+from torchq.quantization.observers import Observer, PerChannelMinMaxObserver
+from torchq.quantization.observers.recorded import (
     Recorded,
     kind,
-    observers,
     recorded,
     replace,
     replaced,
-    weights_digest,
 )
-from torchq.quantization.observers import Observer, PerChannelMinMaxObserver
 from torchq.quantization.recipes.rows import RowPowers
 from torchq.serialization.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 

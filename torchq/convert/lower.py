@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.convert.equalize import equalized
-from torchq.convert.from_float import dynamic_from_float, naming, pool_from_float
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_data import is_reserved
 from torchq.convert.graph_module import QuantizedGraph
@@ -20,6 +19,7 @@ from torchq.convert.prepared import Prepared, shared_qparams
 from torchq.convert.quantized_layers import lookup, quantized
 from torchq.nn.attention import DynamicQAttention
 from torchq.nn.float_modules import Attention, Cat
+from torchq.nn.from_float import dynamic_from_float, naming, pool_from_float
 from torchq.nn.model_state import twin
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize

@@ -29,7 +29,7 @@ from torchq.convert.quantized_layers import lookup, quantized
 from torchq.nn.linear import QLinear
 from torchq.quantization.observers import PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams, choose_qparams
-from torchq.quantization.recipes.smoothing import static_smoothing
+from torchq.quantization.recipes.smoothing import large_channels, static_smoothing
 
 if TYPE_CHECKING:
     from torchq.convert.lower import Lowering
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 # random weights lost 6 dB, since the range of smoothed values is not clipped.
 _WORTH = 0.45
 _WORTH_LAYERS = 0.4  # for layers apart: MiniLM's hidden layers have 0.05 to 0.36, and 0.48
-_MOST = 16  # channels apart: the kernels pad fewer to as many
 
 
 class Hidden(NamedTuple):
@@ -160,7 +159,8 @@ class Outliers:
         before, after = (self._prepared.channels_of(node) for node in ends)
         if before is None or after is None:
             return
-        large, error = _large_channels(after, _weight(hidden.second).square().sum(0))
+        squares = _weight(hidden.second).square().sum(0)
+        large, error = large_channels(after.min_value, after.max_value, squares)
         if error > _WORTH_LAYERS:
             return
         others = torch.ones_like(after.min_value, dtype=torch.bool).index_fill(0, large, False)
@@ -249,27 +249,6 @@ def _magnitudes(seen: PerChannelMinMaxObserver) -> Tensor:
 
 def _decibels(error: float) -> str:
     return f"{10 * math.log10(max(error, 1e-9)):.1f} dB"
-
-
-def _large_channels(seen: PerChannelMinMaxObserver, squares: Tensor) -> tuple[Tensor, float]:
-    """Return the channels to quantize apart, and the expected squared error beside that of none.
-
-    Args:
-        seen: ranges of the channels.
-        squares: what the square of an error in each channel counts.
-    """
-    low, high = (end.double() for end in (seen.min_value, seen.max_value))
-    order = torch.sort(_magnitudes(seen), descending=True, stable=True).indices
-
-    def error(channels: Tensor) -> float:
-        step = high[channels].max().clamp(min=0) - low[channels].min().clamp(max=0)
-        return float(step.square() * squares[channels].double().sum())
-
-    counts = range(1, min(_MOST, len(order) - 1) + 1)
-    found = [(error(order[:n]) + error(order[n:]), n) for n in counts]
-    least, count = min(found, default=(0.0, 0))
-    plain = error(order)
-    return order[:count].sort().values, least / plain if plain > 0 and count else 1.0
 
 
 def _weight(layer: Layer) -> Tensor:

@@ -18,7 +18,6 @@ from types import MappingProxyType
 
 from torch import Tensor, fx, nn
 
-from torchq.convert.fake import Fixed, fixed_qparams, is_per_token, same
 from torchq.convert.fuse import HARD, Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
 from torchq.convert.fuse_dynamic import make_dynamic
@@ -28,6 +27,7 @@ from torchq.convert.ops import Op, Role, clip_bounds
 from torchq.convert.phases import coarse_phases
 from torchq.convert.recognize import recognize
 from torchq.nn.fake_quantize import FakeQuantize
+from torchq.nn.fake_scales import Fixed, fixed_qparams, is_per_token, same
 from torchq.nn.float_modules import Cat
 from torchq.quantization.config import Overrides, QConfig, resolve
 

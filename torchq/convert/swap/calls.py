@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchq.convert.phases import largest_phase
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.float_modules import is_experts
 from torchq.nn.model_state import twin
+from torchq.quantization.recipes.phases import largest_phase
 
 
 @dataclass(frozen=True)

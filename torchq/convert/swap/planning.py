@@ -18,7 +18,6 @@ from torchq.convert.module_kinds import (
     why_dtypes,
     why_float,
 )
-from torchq.convert.phases import why_coarse
 from torchq.convert.rows import NOT_CALLED, READ, Row
 from torchq.convert.self_contained import observed
 from torchq.convert.swap.calls import Recording
@@ -27,6 +26,7 @@ from torchq.nn.batch_norm import reduction
 from torchq.nn.float_modules import is_experts
 from torchq.nn.leaf import take_hooks, without_hooks
 from torchq.quantization.config import Overrides, QConfig, resolve
+from torchq.quantization.recipes.phases import why_coarse
 
 NO_LEAF = "only leaf modules of torch.nn and torchq.nn have an int8 form"
 OTHER_CODE = "the model's code does something else with another kind of layer"
