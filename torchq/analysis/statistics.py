@@ -87,9 +87,6 @@ def load_calibration(
         if isinstance(observer, RowPowers) or refines:
             own.pop(name)
             observer.forget()  # type: ignore[operator]
-    for name in given.keys() - kinds:
-        if given[name].startswith("RowPowers"):  # here an override says what the layer becomes
-            del given[name], saved[name]
     kinds = {name: kinds[name] for name in own}
     if kinds != given:
         different = sorted(set(kinds.items()) ^ set(given.items()))

@@ -339,9 +339,8 @@ def _wider(a: QParams, b: QParams, config: QConfig) -> QParams:
         return b
     if config.symmetric:
         return a if float(a.scale) > float(b.scale) else b
-    low = min(float(q.scale * (q.integers[0] - q.zero_point)) for q in (a, b))
-    high = max(float(q.scale * (q.integers[1] - q.zero_point)) for q in (a, b))
-    return choose_qparams(low, high, a.dtype, a.bits)
+    lows, highs = zip(a.range, b.range, strict=True)
+    return choose_qparams(min(lows), max(highs), a.dtype, a.bits)
 
 
 def quantize(

@@ -25,14 +25,11 @@ from torch import Tensor, fx, nn
 
 from torchq.convert.fuse import Layer
 from torchq.convert.ops import Role
-from torchq.convert.quantized_layers import lookup, quantized
-from torchq.nn.linear import QLinear
 from torchq.quantization.observers import PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams, choose_qparams
 from torchq.quantization.recipes.smoothing import large_channels, static_smoothing
 
 if TYPE_CHECKING:
-    from torchq.convert.lower import Lowering
     from torchq.convert.plan import Plan
     from torchq.convert.prepared import Prepared
 
@@ -119,6 +116,7 @@ class Outliers:
         factors: value -> what its channels are divided by.
         channels: result of a hidden layer -> its large channels.
         qparams: value -> parameters without its large channels.
+        beside: value -> parameters of its large channels.
         shared: values that a layer beside another one reads, too.
     """
 
@@ -130,7 +128,7 @@ class Outliers:
         self.qparams: dict[fx.Node, QParams] = {}
         self.shared: set[fx.Node] = set()
         self._hidden: dict[fx.Node, Hidden] = {}
-        self._beside: dict[fx.Node, QParams] = {}  # of the large channels
+        self.beside: dict[fx.Node, QParams] = {}
         self._notes: dict[fx.Node, str] = {}
         for node, layers in smoothed_sources(self._plan).items():
             self._smooth(node, layers)
@@ -168,7 +166,7 @@ class Outliers:
             low, high = seen.min_value, seen.max_value
             within = float(low[others].min()), float(high[others].max())
             self.qparams[node] = self._prepared.qparams(node, within)
-            self._beside[node] = self._of_range(hidden.first, low[large], high[large])
+            self.beside[node] = self._of_range(hidden.first, low[large], high[large])
         self.shared.add(hidden.first.srcs[0])
         self.channels[hidden.second.dst] = large
         self._hidden[hidden.second.dst] = hidden
@@ -200,19 +198,11 @@ class Outliers:
             factors = factors.index_fill(0, channels, 0.0)
         return _of(layer, module.weight * factors, module.bias)
 
-    def source(self, lowering: Lowering, node: fx.Node) -> fx.Node:
-        """Return the float value that is quantized."""
-        src, factors = lowering.float_of(node), self.factors.get(node)
-        if factors is None:
-            return src
-        factor = lowering.constant(f"{node.name}_factor", 1 / factors)  # powers of two: exact
-        return lowering.graph.call_function(torch.mul, (src, factor))
-
-    def residual(self, lowering: Lowering, layer: Layer, value: fx.Node) -> fx.Node:
-        """Return the residual, and the products of the large hidden channels."""
+    def apart(self, layer: Layer) -> Hidden | None:
+        """Return the hidden layer of a layer's large source channels; None for other layers."""
         hidden = self._hidden.get(layer.dst)
         if hidden is None:
-            return value
+            return None
         rows, columns = (v.float_module() for v in (hidden.first, layer))
         assert isinstance(rows, nn.Linear) and isinstance(columns, nn.Linear)
         channels, factors = self.channels[layer.dst], self.factors.get(hidden.first.srcs[0])
@@ -222,18 +212,7 @@ class Outliers:
             above if factors is None else above * factors,
             None if bias is None else bias[channels],
         )
-        second = _of(layer, columns.weight[:, channels], None)
-
-        def qparams(node: fx.Node) -> QParams:
-            return self._beside.get(node) or lowering.qparams(node)
-
-        inner = quantized(first, self._plan, qparams)
-        assert isinstance(inner, QLinear)
-        inner.with_lookup(lookup(hidden.function, self._plan, qparams))
-        outer = quantized(second, self._plan, qparams)
-        src = lowering.int8_of(hidden.first.srcs[0])
-        large = lowering.call(f"{hidden.first.op.name}_large", inner, src)
-        return lowering.call(f"{layer.op.name}_large", outer, large, value)
+        return Hidden(first, hidden.function, _of(layer, columns.weight[:, channels], None))
 
     def _of_range(self, layer: Layer, low: Tensor, high: Tensor) -> QParams:
         """Return parameters for all of these ranges, as the layer's configuration has them."""

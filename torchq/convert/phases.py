@@ -3,41 +3,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from torchq.convert.fuse import HARD, Layer
 from torchq.convert.graph import aten_name
+from torchq.convert.ops import Op, Role
 from torchq.quantization.recipes.phases import ANGLES, why_coarse
 
-_T = TypeVar("_T")
+if TYPE_CHECKING:
+    from torchq.convert.plan import Plan
 
 
-def coarse_phases(
-    nodes: Iterable[fx.Node], behind: Mapping[fx.Node, _T], multiplies: Callable[[_T], bool]
-) -> dict[_T, str]:
-    """Return what computes large phases, and why it stays float.
+def coarse_phases(plan: Plan) -> Iterator[tuple[Layer | Op, str]]:
+    """Yield layers and dynamic operations that compute large phases, and why they stay float.
 
-    Args:
-        nodes: of a graph.
-        behind: node -> the layer or operation that it is part of.
-        multiplies: tells layers that are sums of products; what they read are no phases.
+    They may come more than once. What a sum of products reads is no phase.
     """
-    found: dict[_T, str] = {}
-    for node in nodes:
+    behind: dict[fx.Node, Layer | Op] = {p.node: v for v in plan.layers for p in v.parts}
+    behind |= {op.node: op for op in plan.ops.values() if op.role is Role.DYNAMIC}
+    for node in plan.captured.graph.nodes:
         reason = why_coarse(node.meta.get("phase"))
         if not reason:
             continue
         if node in behind:
-            found[behind[node]] = reason
+            yield behind[node], reason
         source: Any = node.args[ANGLES[aten_name(node)][0]]
         while isinstance(source, fx.Node):
-            layer = behind.get(source)
-            if layer is not None:
-                found[layer] = reason
-                if multiplies(layer):
+            one = behind.get(source)
+            if one is not None:
+                yield one, reason
+                if one.role in (*HARD, Role.DYNAMIC):
                     break
             varying = [n for n in source.all_input_nodes if n.meta["varying"]]
             source = varying[0] if len(varying) == 1 else None
-    return found

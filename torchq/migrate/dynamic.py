@@ -166,7 +166,7 @@ def _why_float(layer: nn.Module, config: QConfig, named: bool) -> str:
         )
     if isinstance(layer, MATMUL) and reduction(layer) > MAX_REDUCTION:
         return TOO_LONG
-    return why_float(layer, config, set(), False) if isinstance(layer, RECURRENT) else ""
+    return why_float(layer, config, set()) if isinstance(layer, RECURRENT) else ""
 
 
 def _note(layer: nn.Module) -> str:
