@@ -71,7 +71,6 @@ SANITIZED_TESTS := tests/kernels tests/ops tests/deploy/test_files.py tests/depl
 # not the same. Alignment is not sanitized: tensors may have any address, which x86 loads from.
 UNSANITIZED_TESTS := --ignore tests/kernels/test_disassembly.py --ignore tests/ops/test_memory.py \
   --deselect tests/kernels/test_isa.py::test_an_object \
-  --deselect tests/ops/test_direct_calls.py::test_references_and_memory \
   --deselect tests/ops/test_result_allocator.py::test_calls_do_not_wait_for_fresh_pages
 test-sanitized: $(LIBRARY)  ## Kernels, ops and loaders under Address-, UndefinedBehavior- and ThreadSanitizer
 	$(call copy_tree,$(SANITIZED))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torchq import eager, functional, nn, observers, ops, packing, saturation
 from torchq.analysis import (
     compare,
+    explain,
     load_calibration,
     milliseconds,
     profile,
@@ -18,7 +19,6 @@ from torchq.analysis import (
 from torchq.attributes.attr import Attr
 from torchq.attributes.post_ops import PostOps
 from torchq.convert.api import calibrate, convert, prepare, quantize
-from torchq.convert.explain import explain
 from torchq.export import to_onnx
 from torchq.integrations.compressed_tensors import from_compressed_tensors
 from torchq.migrate import from_pt2e, from_torch_ao, from_torchao, quantize_dynamic

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives every op its fake kernel and a shorter call from Python.
+"""Gives every op its fake kernel.
 
 The ops themselves are ``torch.ops.torchq.*`` (schemas: ``csrc/library.cpp``). A fake kernel states
 shape, strides and dtype without data, which ``torch.compile`` and ``torch.export`` trace with. The
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.runtime.library import LIBRARY_PATH, refuse_onnx_export, shorten_calls
+from torchq.runtime.library import LIBRARY_PATH, refuse_onnx_export
 from torchq.runtime.matmul_fakes import FAKES
 from torchq.runtime.stand_ins import check_as_op
 
@@ -24,8 +24,7 @@ __all__ = ["LIBRARY_PATH"]
 
 
 def _register(name: str, kernel: Callable[..., Any]) -> None:
-    """Register the fake kernel of ``torchq::<name>``; shorten calls of the op."""
-    shorten_calls(name)
+    """Register the fake kernel of ``torchq::<name>``."""
     arguments = getattr(torch.ops.torchq, name).default._schema.arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     needed = inspect.signature(kernel).parameters

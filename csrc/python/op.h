@@ -33,12 +33,6 @@ inline bool take(PyObject* object, int64_t& value) {
   return overflow == 0;
 }
 
-inline bool take(PyObject* object, double& value) {
-  if (!PyFloat_CheckExact(object)) return false;
-  value = PyFloat_AS_DOUBLE(object);
-  return true;
-}
-
 inline bool take(PyObject* object, bool& value) {
   value = object == Py_True;
   return PyBool_Check(object);
@@ -80,15 +74,13 @@ bool push(PyObject* object, Stack& stack) {
   return true;
 }
 
-/// Null for types that no op of torchq takes in a hot loop.
+/// Null for types that no layer's op takes.
 inline Push push_of(const c10::Type& type) {
   switch (type.kind()) {
     case c10::TypeKind::TensorType:
       return &push<at::Tensor>;
     case c10::TypeKind::IntType:
       return &push<int64_t>;
-    case c10::TypeKind::FloatType:
-      return &push<double>;
     case c10::TypeKind::BoolType:
       return &push<bool>;
     case c10::TypeKind::StringType:
@@ -107,29 +99,18 @@ inline Push push_of(const c10::Type& type) {
   }
 }
 
-inline PyObject* wrap(Stack&& results) {
-  if (results.size() == 1) return THPVariable_Wrap(std::move(results[0]).toTensor());
-  py::tuple tuple(results.size());
-  for (size_t i = 0; i < results.size(); ++i) {
-    tuple[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(results[i].toTensor()));
-  }
-  return tuple.release().ptr();
-}
-
 struct Parameter {
   Push push;
   bool optional;
   std::optional<c10::IValue> default_value;
 };
 
-/// `served`: whether all arguments and results are of types that take and wrap know.
+/// `served`: whether the result is one tensor, and all arguments are of types that take knows.
 struct Op {
   explicit Op(const char* name) : handle(c10::Dispatcher::singleton().findSchemaOrThrow(name, "")) {
     const c10::FunctionSchema& schema = handle.schema();
-    served = !schema.returns().empty();
-    for (const c10::Argument& result : schema.returns()) {
-      served &= result.type()->kind() == c10::TypeKind::TensorType;
-    }
+    served = schema.returns().size() == 1 &&
+             schema.returns()[0].type()->kind() == c10::TypeKind::TensorType;
     for (const c10::Argument& argument : schema.arguments()) {
       const bool optional = argument.type()->kind() == c10::TypeKind::OptionalType;
       const Push typed = push_of(optional ? *argument.type()->containedType(0) : *argument.type());
@@ -146,20 +127,6 @@ struct Op {
     return true;
   }
 
-  bool push_all(PyObject* const* args, size_t count, Stack& stack) const {
-    if (count > parameters.size()) return false;
-    stack.reserve(parameters.size());
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      if (i >= count) {
-        if (!parameters[i].default_value) return false;
-        stack.push_back(*parameters[i].default_value);
-      } else if (!push(i, args[i], stack)) {
-        return false;
-      }
-    }
-    return true;
-  }
-
   /// Consumes the arguments; throws what the op throws.
   PyObject* run(Stack&& stack) const {
     // A tensor that only Python owns takes the GIL when the last other owner lets go of it. The op
@@ -169,7 +136,7 @@ struct Op {
       const py::gil_scoped_release no_gil;  // as torch.ops does
       handle.callBoxed(stack);
     }
-    return wrap(std::move(stack));
+    return THPVariable_Wrap(std::move(stack[0]).toTensor());
   }
 
   c10::OperatorHandle handle;

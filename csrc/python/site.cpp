@@ -6,9 +6,8 @@
 // caches while a network's weights went through them: 6 us a layer in MobileNet-V2. A site keeps
 // the arguments and only looks whether the module still holds the same. Anything out of the
 // ordinary goes to the module: hooks, another forward, float sources, tracing, subclasses of
-// Tensor, options that `_direct` excludes. What `_direct` says: torchq/nn/module.py.
-#include "python/site.h"
-
+// Tensor, options that `_direct` excludes. What `_direct` says: torchq/nn/module.py. Not a part of
+// libtorchq.so, which programs without Python load too.
 #include <torch/csrc/Dtype.h>
 
 #include <algorithm>
@@ -310,8 +309,7 @@ PyObject* call_site(PyObject* self, PyObject* const* args, Py_ssize_t count, PyO
 PyMethodDef kCallSite = {"site", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_site)),
                          METH_FASTCALL | METH_KEYWORDS, nullptr};
 
-}  // namespace
-
+/// site(base): see the top of the file; `base` is that of the classes whose `_direct` counts.
 PyObject* new_site(PyObject*, PyObject* base) {
   try {
     module_call();  // as torch has it now, not as someone patches it later
@@ -327,4 +325,11 @@ PyObject* new_site(PyObject*, PyObject* base) {
   return nullptr;
 }
 
+PyMethodDef kMethods[] = {{"site", &new_site, METH_O, nullptr}, {}};
+PyModuleDef kModule = {
+    PyModuleDef_HEAD_INIT, "_C", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
 }  // namespace torchq
+
+PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&torchq::kModule); }

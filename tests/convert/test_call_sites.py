@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+import torchq
 import torchq.nn as tnn
 from torchq import _C, PostOps, QParams
 from torchq.nn.module import QModule
@@ -30,6 +31,10 @@ U8 = QParams.per_tensor(0.021, 117)
 S8 = QParams.per_tensor(0.034, -9, torch.int8)
 SEVEN = choose_qparams(torch.tensor(-2.0), torch.tensor(3.0), torch.uint8, 7)
 SUM = PostOps().append_sum(0.5).append_eltwise("relu")
+
+
+class Sub(Tensor):
+    pass
 
 
 def conv(**options: Any) -> tnn.QConv2d:
@@ -80,6 +85,9 @@ LONG: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
     "contiguous pool": (tnn.QMaxPool2d(U8, 2, contiguous=True), (IMAGE,)),
     "list of operands": (conv(post_ops=SUM), (IMAGE, None, [RESIDUAL])),
     "seven bits of a sum": (tnn.QAdd([U8, U8], SEVEN), (IMAGE, IMAGE)),
+    "subclass": (conv(), (IMAGE.as_subclass(Sub),)),
+    "residual of a subclass": (conv(post_ops=SUM), (IMAGE, RESIDUAL.as_subclass(Sub))),
+    "subclass in a list": (tnn.QCat([U8, U8], S8), ([IMAGE, IMAGE.as_subclass(Sub)],)),
     "another module": (nn.ReLU(), (IMAGE,)),
     "not a module": (len, ([],)),
 }
@@ -318,6 +326,26 @@ def test_modes_see_the_call():
     traced = torch.jit.trace(lambda x: site(module, x), IMAGE, check_trace=False)
     other = random_q((1, 6, 9, 4), torch.uint8, 8)
     assert_same(traced(other), module(other))
+
+
+def test_other_threads_run_meanwhile():
+    """The op holds no lock of Python's while it computes."""
+    module = tnn.QLinear.from_float(nn.Linear(1024, 256), U8, U8)
+    site, src, done = new_site(), random_q((256, 1024), torch.uint8), threading.Event()
+
+    def work() -> None:
+        with torchq.use_isa("reference"):
+            site(module, src)
+        done.set()
+
+    thread = threading.Thread(target=work)
+    start = time.perf_counter()
+    thread.start()
+    turns = 0
+    while not done.wait(1e-3):
+        turns += 1
+    thread.join()
+    assert turns >= 5, f"{turns} turns in {time.perf_counter() - start:.3f} s"
 
 
 def test_nothing_is_kept_alive():

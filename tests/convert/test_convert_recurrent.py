@@ -376,3 +376,20 @@ def test_accuracy_by_layer_and_saved_calibration(tmp_path: Path) -> None:
             again = flow.convert(other)
             with torch.no_grad():
                 assert torchq.sqnr(q(*data[0]), again(*data[0])) == float("inf")
+
+
+class Reading(Tagger):
+    """The model's own code reads a parameter of its LSTM, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.lstm.weight_hh_l0.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_code_may_read_the_parameters(flow: str) -> None:
+    model, data = Reading().eval(), [(torch.randn(3, 7, 12),) for _ in range(4)]
+    qmodel = FLOWS[flow].convert(eager.calibrate(FLOWS[flow].prepare(model, data[0]), data))
+    rows = {row.name: row for row in torchq.explain(qmodel).rows}
+    assert rows["lstm"].quantized
+    with torch.no_grad():
+        assert torchq.sqnr(model(*data[0]), qmodel(*data[0])) > 25

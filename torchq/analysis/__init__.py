@@ -3,6 +3,7 @@
 
 prepared = torchq.calibrate(torchq.prepare(model, inputs), data)
 qmodel = torchq.convert(prepared)
+print(torchq.explain(qmodel))                     # what runs in int8, and why not the rest
 print(torchq.compare(prepared, qmodel, data))     # SQNR of every layer
 print(torchq.profile(model, qmodel, inputs))      # float and int8 time of every layer
 torchq.sensitivity(model, data, inputs)           # which layers hurt, which are worth keeping
@@ -20,6 +21,7 @@ from torchq.analysis.accuracy import (
     sqnr,
 )
 from torchq.analysis.budget import Trial, Tuned, tune
+from torchq.analysis.explanation import Explanation, GraphRow, explain
 from torchq.analysis.html import write_report
 from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.statistics import load_calibration, save_calibration
@@ -27,6 +29,8 @@ from torchq.analysis.timing import Speedup, Times, measure, milliseconds
 
 __all__ = [
     "Accuracy",
+    "Explanation",
+    "GraphRow",
     "LayerAccuracy",
     "LayerTime",
     "Profile",
@@ -37,6 +41,7 @@ __all__ = [
     "Trial",
     "Tuned",
     "compare",
+    "explain",
     "load_calibration",
     "measure",
     "milliseconds",

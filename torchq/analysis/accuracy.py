@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from torchq.analysis.explanation import explain
 from torchq.convert.api import quantize
-from torchq.convert.explain import explain
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.checks import check_prepared
 from torchq.nn.attached import computing_modules, graphs_of, watching

@@ -25,9 +25,9 @@ from torchq.analysis.accuracy import (
     float_layers,
     without_observers,
 )
+from torchq.analysis.explanation import explain
 from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.timing import UNSTEADY
-from torchq.convert.explain import explain
 from torchq.convert.rows import NOT_CALLED, Row
 from torchq.nn.attached import computing_modules, watching
 from torchq.nn.inputs import Inputs, batches, call

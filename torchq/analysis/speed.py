@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from torchq.analysis import timing
+from torchq.analysis.explanation import explain
 from torchq.analysis.timing import UNSTEADY, Speedup, Times, crowded, measure
-from torchq.convert.explain import explain
 from torchq.nn.attached import computing_modules, watching
 from torchq.nn.inputs import Inputs, call
 from torchq.nn.model_state import as_before

@@ -10,16 +10,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchq.convert.statistics import (
+from torchq.convert.statistics import observers, weights_digest
+from torchq.quantization.observers import Observer, PerChannelMinMaxObserver
+from torchq.quantization.observers.recorded import (
     Recorded,
     kind,
-    observers,
     recorded,
     replace,
     replaced,
-    weights_digest,
 )
-from torchq.quantization.observers import Observer, PerChannelMinMaxObserver
 from torchq.quantization.recipes.rows import RowPowers
 from torchq.serialization.tensor_file import is_zip, read_pickled, read_tensors, write_tensors
 
@@ -88,9 +87,6 @@ def load_calibration(
         if isinstance(observer, RowPowers) or refines:
             own.pop(name)
             observer.forget()  # type: ignore[operator]
-    for name in given.keys() - kinds:
-        if given[name].startswith("RowPowers"):  # here an override says what the layer becomes
-            del given[name], saved[name]
     kinds = {name: kinds[name] for name in own}
     if kinds != given:
         different = sorted(set(kinds.items()) ^ set(given.items()))

@@ -14,5 +14,5 @@ The stages, in order:
     lower              the graph of quantized modules
     graph_module       that graph, and its code for eager mode; graph_data: as data
     guards, dispatch   which calls take a graph; checks: the same within scripts
-    rows, report       what became of each module; explain: the report as a table
+    rows, report       what became of each module
 """

@@ -34,7 +34,7 @@ from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.tables import with_rows, with_tables
-from torchq.convert.weights import first_names, with_names, writes_parameters
+from torchq.convert.weights import ParameterWritten, first_names, with_names
 from torchq.nn.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.quantization.config import Overrides, QConfig
@@ -108,10 +108,11 @@ def prepared_model(
     args, kwargs = split_inputs(example_inputs)
     try:
         with _ONE_AT_A_TIME, torch.autocast("cpu", enabled=False):
-            share = share and not writes_parameters(model, args, kwargs)
-            shared = _stand_ins(model) if share else {}
-            config = config or QConfig()
-            return _prepared(model, args, kwargs, config, overrides, shared, graphs)
+            shared, config = _stand_ins(model) if share else {}, config or QConfig()
+            try:
+                return _prepared(model, args, kwargs, config, overrides, shared, graphs)
+            except ParameterWritten:
+                return _prepared(model, args, kwargs, config, overrides, {}, graphs)
     except TypeError:
         check_fit(model, args, kwargs)
         raise
@@ -142,7 +143,7 @@ def _prepared(
     float_model = without_observers(plain_copy(model, shared))
     float_model, tables = with_tables(float_model, config, overrides)
     # patterns may name functions of a graph, too
-    prepared = prepare_settled(float_model, args, kwargs, config, overrides)
+    prepared = prepare_settled(float_model, args, kwargs, config, overrides, bool(shared))
     parts = find_parts(float_model, args, kwargs) if capture else Parts()
     graphs: list[tuple[str, list[Row]]] = []
     rows: list[Row] = []
@@ -339,9 +340,8 @@ def _wider(a: QParams, b: QParams, config: QConfig) -> QParams:
         return b
     if config.symmetric:
         return a if float(a.scale) > float(b.scale) else b
-    low = min(float(q.scale * (q.integers[0] - q.zero_point)) for q in (a, b))
-    high = max(float(q.scale * (q.integers[1] - q.zero_point)) for q in (a, b))
-    return choose_qparams(low, high, a.dtype, a.bits)
+    lows, highs = zip(a.range, b.range, strict=True)
+    return choose_qparams(min(lows), max(highs), a.dtype, a.bits)
 
 
 def quantize(

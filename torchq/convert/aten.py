@@ -25,8 +25,8 @@ from torchq.convert.graph import Captured, Meta, aten_name, parameters_of, remov
 from torchq.convert.graph_data import is_reserved
 from torchq.convert.module_kinds import MATMUL
 from torchq.convert.patterns import row_of
-from torchq.convert.phases import largest_phase
 from torchq.convert.rewrites import as_torch_call, base_name
+from torchq.quantization.recipes.phases import largest_phase
 
 _ATEN = torch.ops.aten
 _DROPPED = {

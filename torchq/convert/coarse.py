@@ -8,13 +8,13 @@ A layer whose configuration an override gives is static all the same.
 
 from __future__ import annotations
 
-import copy
 import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import fx, nn
 
+from torchq.convert.fuse import Layer
 from torchq.convert.module_kinds import RECURRENT
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared
@@ -72,28 +72,28 @@ def _told(row: Row, leaf: Any, why: str) -> list[Row]:
 
 def _coarse(prepared: Prepared) -> dict[fx.Node, str]:
     """Return the nodes of layers that one scale does not suit, and why."""
-    found: dict[fx.Node, str] = {}
-    plan, equalized = prepared.plan, prepared.between()  # whose channels have scales of their own
+    plan, found = prepared.plan, dict[Layer, str]()
     for layer in plan.layer_at.values():
         rows = prepared.rows_of(layer)
-        if rows is None or not rows.calibrated or plan.root(layer.srcs[0]) in equalized:
+        chosen = resolve(plan._overrides, f"{plan.prefix}{layer.op.base}", None)
+        if rows is None or not rows.calibrated or chosen is not None:
             continue
-        if resolve(plan._overrides, f"{plan.prefix}{layer.op.base}", None) is None:
-            why = rows.why_coarse(prepared.qparams(layer.srcs[0]))
+        if why := rows.why_coarse(prepared.qparams(layer.srcs[0])):
             dynamic = isinstance(layer.op.module, nn.Linear) and not layer.op.absorbed
-            found |= {layer.op.node: f"{DYNAMIC if dynamic else ''}{why}"} if why else {}
-    return found
+            found[layer] = f"{DYNAMIC if dynamic else ''}{why}"
+    equalized = prepared.between() if found else {}  # whose channels have scales of their own
+    return {v.op.node: w for v, w in found.items() if plan.root(v.srcs[0]) not in equalized}
 
 
 def _without(prepared: Prepared, reasons: dict[fx.Node, str]) -> Prepared:
     if not reasons:
         return prepared
-    other, plan = copy.copy(prepared), prepared.plan
-    other.plan = Plan(plan.captured, plan._config, plan._overrides, reasons)
-    ops = (other.plan.ops[node] for node in reasons)
+    old = prepared.plan
+    plan = Plan(old.captured, old._config, old._overrides, reasons)
+    ops = (plan.ops[node] for node in reasons)
     linear = (op for op in ops if isinstance(op.module, nn.Linear) and not op.absorbed)
-    other.plan.dynamic_at |= {op.node: op for op in linear}
-    return other
+    plan.dynamic_at |= {op.node: op for op in linear}
+    return prepared.with_plan(plan)
 
 
 def _updated(rows: list[Row], before: Plan, after: Plan) -> list[Row]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor, fx, nn
@@ -106,25 +105,3 @@ def between(
     """Return how to quantize what is between two layers of :func:`pairs`, or None."""
     weight, axis = by_channels(second.float_module(), len(largest)), channel_axis(first)
     return equalized_between(largest, weight, lowest, given, symmetric, axis)
-
-
-def equalized(
-    layer: Layer,
-    plan: Plan,
-    qparams: Callable[[fx.Node], QParams],
-    found: Mapping[fx.Node, Between],
-) -> tuple[Layer, Plan, Callable[[fx.Node], QParams]]:
-    """Return what makes a layer's module, with factors in its weight and scales of its result.
-
-    Args:
-        layer: of the plan.
-        plan: of the layers.
-        qparams: parameters of a node, with one scale.
-        found: root of a group -> how its tensor is quantized.
-    """
-    behind = found.get(plan.root(layer.dst))
-    if (before := found.get(plan.root(layer.srcs[0]))) is not None:
-        layer = replace(layer, src_factors=before.factors)
-    if behind is None:
-        return layer, plan, qparams
-    return layer, plan, lambda node: behind.dst if node is layer.dst else qparams(node)

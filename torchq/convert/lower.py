@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert.equalize import equalized
-from torchq.convert.from_float import dynamic_from_float, naming, pool_from_float
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_data import is_reserved
 from torchq.convert.graph_module import QuantizedGraph
@@ -20,6 +19,7 @@ from torchq.convert.prepared import Prepared, shared_qparams
 from torchq.convert.quantized_layers import lookup, quantized
 from torchq.nn.attention import DynamicQAttention
 from torchq.nn.float_modules import Attention, Cat
+from torchq.nn.from_float import dynamic_from_float, naming, pool_from_float
 from torchq.nn.model_state import twin
 from torchq.nn.pad import QPad
 from torchq.nn.quantize import Dequantize, QLookup, Quantize
@@ -139,10 +139,12 @@ class Lowering:
             elif "constant" in node.meta:
                 self._int8[node] = self._constant(node)
             else:
+                src, factors = self.float_of(node), self._outliers.factors.get(node)
+                if factors is not None:  # powers of two: exact
+                    factor = self.constant(f"{node.name}_factor", 1 / factors)
+                    src = self.graph.call_function(torch.mul, (src, factor))
                 quantize = Quantize(self.qparams(node))
-                name = f"{node.name}_quantize"
-                src = self._outliers.source(self, node)
-                self._int8[node] = self.call(name, quantize, src)
+                self._int8[node] = self.call(f"{node.name}_quantize", quantize, src)
         return self._int8[node]
 
     def _moved(self, op: Op) -> fx.Node:
@@ -252,9 +254,16 @@ class Lowering:
             node = self._int8[layer.dst] = self._int8[host.dst]
             self.modules[str(node.target)].with_lookup(lookup(layer, self.plan, self.qparams))
             return
+        ends = layer.srcs[0], layer.dst  # whose channels may have scales of their own
+        before, behind = (self._between.get(self.plan.root(node)) for node in ends)
+
+        def qparams(node: fx.Node) -> QParams:
+            return behind.dst if behind and node is layer.dst else self.qparams(node)
+
         with naming(f"{self.plan.prefix}{layer.op.base}"):
-            adjusted = self._outliers.adjusted(layer)
-            module = quantized(*equalized(adjusted, self.plan, self.qparams, self._between))
+            factors = before.factors if before else None
+            adjusted = replace(self._outliers.adjusted(layer), src_factors=factors)
+            module = quantized(adjusted, self.plan, qparams)
         if note := self._outliers.note(layer):
             module.with_recipe(note)  # type: ignore[operator]
         sources, size = self._sources(layer), {}
@@ -270,10 +279,26 @@ class Lowering:
         if layer.residual is not None:
             as_int8 = self.plan.comes_as_int8(layer.residual)
             residual = (self.int8_of if as_int8 else self.float_of)(layer.residual)
-            args.append(self._outliers.residual(self, layer, residual))
+            args.append(self._with_large_channels(layer, residual))
         if isinstance(layer.op.module, Attention):
             args += self._attention_arguments(layer.op)
         return [args] if isinstance(layer.op.module, Cat) else args
+
+    def _with_large_channels(self, layer: Layer, residual: fx.Node) -> fx.Node:
+        """Return the residual, and the products of the large hidden channels, if there are any."""
+        hidden = self._outliers.apart(layer)
+        if hidden is None:
+            return residual
+
+        def qparams(node: fx.Node) -> QParams:
+            return self._outliers.beside.get(node) or self.qparams(node)
+
+        inner: Any = quantized(hidden.first, self.plan, qparams)
+        inner.with_lookup(lookup(hidden.function, self.plan, qparams))
+        src = self.int8_of(hidden.first.srcs[0])
+        large = self.call(f"{hidden.first.op.name}_large", inner, src)
+        outer = quantized(hidden.second, self.plan, qparams)
+        return self.call(f"{layer.op.name}_large", outer, large, residual)
 
     def _dynamic(self, op: Op) -> fx.Node:
         sources: list[Any] = [self.float_of(src) for src in op.srcs]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert.fake import why_not_fixed
 from torchq.convert.ops import NOT_FINITE, Arguments, Made, Pointwise, Role, shape_of
 from torchq.nn.fake_quantize import FakeQuantize
+from torchq.nn.fake_scales import why_not_fixed
 from torchq.nn.float_modules import Cat
 
 # Combining

@@ -29,8 +29,6 @@ AVERAGES = (
 )
 MAX_REDUCTION = 65793  # products of 255 * 127 that an int32 surely holds
 TOO_LONG = f"it sums more than {MAX_REDUCTION} products, which could overflow int32"
-FOREIGN = "it is a recurrent module with code of its own, which has no int8 form"
-EXPOSED = "its parameters are used outside of it too"
 NO_DYNAMIC_FORM = "only linear layers, recurrent ones and attention have a dynamic form"
 
 
@@ -59,23 +57,18 @@ def why_dtypes(dtypes: set[torch.dtype]) -> str:
     return f"its source is {other.pop()}, not torch.float32 or torch.bfloat16" if other else ""
 
 
-def why_float(
-    module: nn.Module, config: QConfig | None, dtypes: set[torch.dtype], exposed: bool
-) -> str:
+def why_float(module: nn.Module, config: QConfig | None, dtypes: set[torch.dtype]) -> str:
     """Return why such a module must stay float; "" where it need not.
 
     Args:
         module: recurrent.
         config: of the module; None keeps it float.
         dtypes: of the tensors that it was called with.
-        exposed: whether the model reads its parameters by itself.
     """
     if config is None:
         return "kept float by an override"
     if is_foreign(module):
-        return FOREIGN
-    if exposed:
-        return EXPOSED
+        return "it is a recurrent module with code of its own, which has no int8 form"
     if why := why_dtypes(dtypes):
         return why
     if max(weight.size(-1) for weight in module.parameters() if weight.dim() > 1) > MAX_REDUCTION:

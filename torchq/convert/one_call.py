@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from torchq.convert.fake import is_fake, is_watcher
 from torchq.convert.module_kinds import is_foreign
+from torchq.nn.fake_scales import is_fake, is_watcher
 
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 

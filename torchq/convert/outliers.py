@@ -25,14 +25,11 @@ from torch import Tensor, fx, nn
 
 from torchq.convert.fuse import Layer
 from torchq.convert.ops import Role
-from torchq.convert.quantized_layers import lookup, quantized
-from torchq.nn.linear import QLinear
 from torchq.quantization.observers import PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams, choose_qparams
-from torchq.quantization.recipes.smoothing import static_smoothing
+from torchq.quantization.recipes.smoothing import large_channels, static_smoothing
 
 if TYPE_CHECKING:
-    from torchq.convert.lower import Lowering
     from torchq.convert.plan import Plan
     from torchq.convert.prepared import Prepared
 
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
 # random weights lost 6 dB, since the range of smoothed values is not clipped.
 _WORTH = 0.45
 _WORTH_LAYERS = 0.4  # for layers apart: MiniLM's hidden layers have 0.05 to 0.36, and 0.48
-_MOST = 16  # channels apart: the kernels pad fewer to as many
 
 
 class Hidden(NamedTuple):
@@ -120,6 +116,7 @@ class Outliers:
         factors: value -> what its channels are divided by.
         channels: result of a hidden layer -> its large channels.
         qparams: value -> parameters without its large channels.
+        beside: value -> parameters of its large channels.
         shared: values that a layer beside another one reads, too.
     """
 
@@ -131,7 +128,7 @@ class Outliers:
         self.qparams: dict[fx.Node, QParams] = {}
         self.shared: set[fx.Node] = set()
         self._hidden: dict[fx.Node, Hidden] = {}
-        self._beside: dict[fx.Node, QParams] = {}  # of the large channels
+        self.beside: dict[fx.Node, QParams] = {}
         self._notes: dict[fx.Node, str] = {}
         for node, layers in smoothed_sources(self._plan).items():
             self._smooth(node, layers)
@@ -160,7 +157,8 @@ class Outliers:
         before, after = (self._prepared.channels_of(node) for node in ends)
         if before is None or after is None:
             return
-        large, error = _large_channels(after, _weight(hidden.second).square().sum(0))
+        squares = _weight(hidden.second).square().sum(0)
+        large, error = large_channels(after.min_value, after.max_value, squares)
         if error > _WORTH_LAYERS:
             return
         others = torch.ones_like(after.min_value, dtype=torch.bool).index_fill(0, large, False)
@@ -168,7 +166,7 @@ class Outliers:
             low, high = seen.min_value, seen.max_value
             within = float(low[others].min()), float(high[others].max())
             self.qparams[node] = self._prepared.qparams(node, within)
-            self._beside[node] = self._of_range(hidden.first, low[large], high[large])
+            self.beside[node] = self._of_range(hidden.first, low[large], high[large])
         self.shared.add(hidden.first.srcs[0])
         self.channels[hidden.second.dst] = large
         self._hidden[hidden.second.dst] = hidden
@@ -200,19 +198,11 @@ class Outliers:
             factors = factors.index_fill(0, channels, 0.0)
         return _of(layer, module.weight * factors, module.bias)
 
-    def source(self, lowering: Lowering, node: fx.Node) -> fx.Node:
-        """Return the float value that is quantized."""
-        src, factors = lowering.float_of(node), self.factors.get(node)
-        if factors is None:
-            return src
-        factor = lowering.constant(f"{node.name}_factor", 1 / factors)  # powers of two: exact
-        return lowering.graph.call_function(torch.mul, (src, factor))
-
-    def residual(self, lowering: Lowering, layer: Layer, value: fx.Node) -> fx.Node:
-        """Return the residual, and the products of the large hidden channels."""
+    def apart(self, layer: Layer) -> Hidden | None:
+        """Return the hidden layer of a layer's large source channels; None for other layers."""
         hidden = self._hidden.get(layer.dst)
         if hidden is None:
-            return value
+            return None
         rows, columns = (v.float_module() for v in (hidden.first, layer))
         assert isinstance(rows, nn.Linear) and isinstance(columns, nn.Linear)
         channels, factors = self.channels[layer.dst], self.factors.get(hidden.first.srcs[0])
@@ -222,18 +212,7 @@ class Outliers:
             above if factors is None else above * factors,
             None if bias is None else bias[channels],
         )
-        second = _of(layer, columns.weight[:, channels], None)
-
-        def qparams(node: fx.Node) -> QParams:
-            return self._beside.get(node) or lowering.qparams(node)
-
-        inner = quantized(first, self._plan, qparams)
-        assert isinstance(inner, QLinear)
-        inner.with_lookup(lookup(hidden.function, self._plan, qparams))
-        outer = quantized(second, self._plan, qparams)
-        src = lowering.int8_of(hidden.first.srcs[0])
-        large = lowering.call(f"{hidden.first.op.name}_large", inner, src)
-        return lowering.call(f"{layer.op.name}_large", outer, large, value)
+        return Hidden(first, hidden.function, _of(layer, columns.weight[:, channels], None))
 
     def _of_range(self, layer: Layer, low: Tensor, high: Tensor) -> QParams:
         """Return parameters for all of these ranges, as the layer's configuration has them."""
@@ -249,27 +228,6 @@ def _magnitudes(seen: PerChannelMinMaxObserver) -> Tensor:
 
 def _decibels(error: float) -> str:
     return f"{10 * math.log10(max(error, 1e-9)):.1f} dB"
-
-
-def _large_channels(seen: PerChannelMinMaxObserver, squares: Tensor) -> tuple[Tensor, float]:
-    """Return the channels to quantize apart, and the expected squared error beside that of none.
-
-    Args:
-        seen: ranges of the channels.
-        squares: what the square of an error in each channel counts.
-    """
-    low, high = (end.double() for end in (seen.min_value, seen.max_value))
-    order = torch.sort(_magnitudes(seen), descending=True, stable=True).indices
-
-    def error(channels: Tensor) -> float:
-        step = high[channels].max().clamp(min=0) - low[channels].min().clamp(max=0)
-        return float(step.square() * squares[channels].double().sum())
-
-    counts = range(1, min(_MOST, len(order) - 1) + 1)
-    found = [(error(order[:n]) + error(order[n:]), n) for n in counts]
-    least, count = min(found, default=(0.0, 0))
-    plain = error(order)
-    return order[:count].sort().values, least / plain if plain > 0 and count else 1.0
 
 
 def _weight(layer: Layer) -> Tensor:

@@ -20,9 +20,9 @@ from torchq.convert.graph import Captured, remove_unused
 from torchq.convert.module_kinds import MATMUL, RECURRENT
 from torchq.convert.ops import Role
 from torchq.convert.patterns import row_of
-from torchq.convert.swap.calls import copied
+from torchq.convert.swap.calls import copied, results_of
 from torchq.convert.swap.leaves import equivalent_layer
-from torchq.nn.inputs import are_close, float_tensors
+from torchq.nn.inputs import are_close
 from torchq.nn.leaf import without_hooks
 from torchq.nn.model_state import twin
 
@@ -191,20 +191,16 @@ def _agree(
     """Return whether graph and module give the same; None where the module itself fails."""
     leaves, spec = pytree.tree_flatten((exported.args, exported.kwargs))
     for argument, tensor in zip(exported.arguments, tensors, strict=True):
-        leaves[argument.index] = tensor.clone()
+        leaves[argument.index] = tensor
     args, kwargs = pytree.tree_unflatten(leaves, spec)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        try:
-            expected = float_tensors(twin(module)(*args, **kwargs))
-        except Exception:  # of the module's own code, which a call would raise as well
-            return None
-        torch.manual_seed(0)
-        try:
-            result = float_tensors(graph(*[t.clone() for t in tensors]))
-        except Exception:
-            return False
-    return are_close(expected, result)
+    try:
+        expected = results_of(twin(module), args, kwargs)
+    except Exception:  # of the module's own code, which a call would raise as well
+        return None
+    try:
+        return are_close(expected, results_of(graph, tensors, {}))
+    except Exception:
+        return False
 
 
 def compute_once(captured: Captured) -> None:

@@ -1,81 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that compute phases of many periods: 8 bits do not say where in a period they are."""
+"""Layers of a graph that compute phases of many periods, which stay float."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, fx
+from torch import fx
 
+from torchq.convert.fuse import HARD, Layer
 from torchq.convert.graph import aten_name
+from torchq.convert.ops import Op, Role
+from torchq.quantization.recipes.phases import ANGLES, why_coarse
 
-_T = TypeVar("_T")
-
-_ANGLES = {
-    **{"sin": (0, 1.0), "cos": (0, 1.0), "tan": (0, 2.0), "polar": (1, 1.0), "exp": (0, 1.0)},
-    **{"sinc": (0, math.pi), "frac": (0, math.tau)},
-    **dict.fromkeys(("remainder", "fmod", "mod"), (0, math.tau)),
-}
-"""Periodic functions -> which argument they have a period in, and its factor to radians.
-
-Of those with a divisor, the factor to a divisor of 1; of exp, of complex numbers.
-"""
-
-# An error of 1/883 of a range of 2 (half a step of 255, as its root mean square) is A / 441 in
-# phases of up to A. Beyond four periods either way, less than 25 dB of the wave are right.
-_LARGEST = 25.0
+if TYPE_CHECKING:
+    from torchq.convert.plan import Plan
 
 
-def largest_phase(name: str, args: Sequence[Any]) -> float | None:
-    """Return the largest angle that a call of this name takes; None of other functions."""
-    at, factor = _ANGLES.get(name, (len(args), 0.0))
-    source = args[at] if at < len(args) else None
-    if not isinstance(source, Tensor) or not source.numel():
-        return None
-    if name == "exp":
-        if not source.is_complex():
-            return None
-        source = source.imag
-    if not source.is_floating_point():
-        return None
-    if name in ("remainder", "fmod", "mod"):
-        source = source / args[1]
-    return factor * float(source.abs().max())
+def coarse_phases(plan: Plan) -> Iterator[tuple[Layer | Op, str]]:
+    """Yield layers and dynamic operations that compute large phases, and why they stay float.
 
-
-def why_coarse(largest: float | None) -> str:
-    """Return why a layer in front of such phases stays float; "" where it need not."""
-    if largest is None or largest <= _LARGEST:
-        return ""
-    return f"8 bits of what it reads are too coarse for phases of up to {largest:.3g} behind"
-
-
-def coarse_phases(
-    nodes: Iterable[fx.Node], behind: Mapping[fx.Node, _T], multiplies: Callable[[_T], bool]
-) -> dict[_T, str]:
-    """Return what computes large phases, and why it stays float.
-
-    Args:
-        nodes: of a graph.
-        behind: node -> the layer or operation that it is part of.
-        multiplies: tells layers that are sums of products; what they read are no phases.
+    They may come more than once. What a sum of products reads is no phase.
     """
-    found: dict[_T, str] = {}
-    for node in nodes:
+    behind: dict[fx.Node, Layer | Op] = {p.node: v for v in plan.layers for p in v.parts}
+    behind |= {op.node: op for op in plan.ops.values() if op.role is Role.DYNAMIC}
+    for node in plan.captured.graph.nodes:
         reason = why_coarse(node.meta.get("phase"))
         if not reason:
             continue
         if node in behind:
-            found[behind[node]] = reason
-        source: Any = node.args[_ANGLES[aten_name(node)][0]]
+            yield behind[node], reason
+        source: Any = node.args[ANGLES[aten_name(node)][0]]
         while isinstance(source, fx.Node):
-            layer = behind.get(source)
-            if layer is not None:
-                found[layer] = reason
-                if multiplies(layer):
+            one = behind.get(source)
+            if one is not None:
+                yield one, reason
+                if one.role in (*HARD, Role.DYNAMIC):
                     break
             varying = [n for n in source.all_input_nodes if n.meta["varying"]]
             source = varying[0] if len(varying) == 1 else None
-    return found

@@ -18,7 +18,6 @@ from types import MappingProxyType
 
 from torch import Tensor, fx, nn
 
-from torchq.convert.fake import Fixed, fixed_qparams, is_per_token, same
 from torchq.convert.fuse import HARD, Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
 from torchq.convert.fuse_dynamic import make_dynamic
@@ -28,6 +27,7 @@ from torchq.convert.ops import Op, Role, clip_bounds
 from torchq.convert.phases import coarse_phases
 from torchq.convert.recognize import recognize
 from torchq.nn.fake_quantize import FakeQuantize
+from torchq.nn.fake_scales import Fixed, fixed_qparams, is_per_token
 from torchq.nn.float_modules import Cat
 from torchq.quantization.config import Overrides, QConfig, resolve
 
@@ -107,10 +107,7 @@ class Plan:
 
     def _leave_phases(self) -> None:
         """Leave float what computes phases of many periods."""
-        behind: dict[fx.Node, Layer | Op] = {p.node: v for v in self.layers for p in v.parts}
-        behind |= {op.node: op for op in self.ops.values() if op.role is Role.DYNAMIC}
-        products, nodes = (*HARD, Role.DYNAMIC), self.captured.graph.nodes
-        for one, reason in coarse_phases(nodes, behind, lambda x: x.role in products).items():
+        for one, reason in dict(coarse_phases(self)).items():
             if isinstance(one, Layer):
                 self.reasons[one] = self.reasons[one] or reason
             else:
@@ -164,7 +161,7 @@ class Plan:
             return None
         alone = set(host.dst.users) <= {part.node for part in layer.parts}
         fake = self.fakes.get(host.dst)
-        return host if alone and (fake is None or same(fake.quantize, fake.dequantize)) else None
+        return host if alone and (fake is None or fake.quantize == fake.dequantize) else None
 
     def groups(self) -> dict[fx.Node, list[fx.Node]]:
         """Root -> the nodes that bring values into the group, for int8 groups to be observed."""
@@ -209,13 +206,11 @@ class Plan:
             if op.node.op == "call_module" and isinstance(op.owner, RECURRENT):
                 calls[op.base].append(op)
         names = []
-        attributes = [n for n in self.captured.graph.nodes if n.op == "get_attr"]
-        exposed = {str(node.target).rpartition(".")[0] for node in attributes}
         for name, ops in calls.items():
             assert ops[0].owner is not None
             values = [src.meta["value"] for op in ops for src in op.node.all_input_nodes]
             dtypes = {value.dtype for value in values if value.dtype is not None}
-            reason = why_float(ops[0].owner, self.config(name), dtypes, name in exposed)
+            reason = why_float(ops[0].owner, self.config(name), dtypes)
             for op in ops:
                 op.role, op.reason = Role.OPAQUE, reason
             if not reason:
@@ -256,7 +251,7 @@ class Plan:
         assert isinstance(op.module, FakeQuantize)
         fixed, src = fixed_qparams(op.module, self._config.activation_dtype), op.srcs[0]
         before = self.fixed(src)
-        known = before is not None and same(before.dequantize, fixed.quantize)
+        known = before is not None and before.dequantize == fixed.quantize
         if not absorbed and fixed.keeps and (known or self._rounds_first(src, fixed)):
             op.role = Role.PASS
             self._join(op.node, src)
@@ -308,7 +303,7 @@ class Plan:
             return op.role is Role.SHAPE
         assert isinstance(op.module, FakeQuantize)
         other = fixed_qparams(op.module, self._config.activation_dtype)
-        return other.keeps and same(other.quantize, fixed.quantize)
+        return other.keeps and other.quantize == fixed.quantize
 
     def concatenations(self) -> list[Layer]:
         """In the order of their results, quantized or not."""
@@ -352,7 +347,7 @@ class Plan:
         first, second = self.fixed(src), self.fixed(dst)
         if first is None:
             return second is None or second.keeps
-        return second is not None and same(first.dequantize, second.dequantize)
+        return second is not None and first.dequantize == second.dequantize
 
     def _merge(self, src: fx.Node, dst: fx.Node) -> None:
         first, second = self.root(src), self.root(dst)

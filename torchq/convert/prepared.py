@@ -23,7 +23,6 @@ from torchq.convert.rows import Row
 from torchq.quantization.config import Overrides, QConfig
 from torchq.quantization.observers import HistogramObserver, Observer, PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams
-from torchq.quantization.ranges import activation_range
 from torchq.quantization.recipes.equalization import Between
 from torchq.quantization.recipes.rows import RowPowers
 from torchq.quantization.recipes.sample import SourceSample
@@ -70,23 +69,23 @@ class Prepared(nn.Module):
         model = fx.GraphModule(plan.captured.model, graph)
         for name, module in opaque.items():
             model.set_submodule(name, module)
+
+        def watch(kind: str, i: int, module: nn.Module, *nodes: fx.Node) -> None:
+            model.add_submodule(f"torchq_{kind}_{i}", module)
+            for node in nodes:
+                with graph.inserting_after(twins[node]):
+                    graph.call_module(f"torchq_{kind}_{i}", (twins[node],))
+
         for i, (root, producers) in enumerate(plan.groups().items()):
             name, config = plan.group_config(producers)
             self.observers.append(config.make_observer(name))
             self._groups[root.name] = i, config
-            model.add_submodule(f"torchq_observer_{i}", self.observers[i])
-            for node in producers:
-                with graph.inserting_after(twins[node]):
-                    graph.call_module(f"torchq_observer_{i}", (twins[node],))
+            watch("observer", i, self.observers[i], *producers)
         self.samples, self._sample_of = nn.ModuleList(samples.values()), dict[str, int]()
-        for i, name in enumerate(samples):
+        dynamic = [op for op in plan.ops.values() if op.role is Role.DYNAMIC]
+        for i, (name, sample) in enumerate(samples.items()):
             self._sample_of[name] = i
-            model.add_submodule(f"torchq_sample_{i}", self.samples[i])
-        for op in plan.ops.values():
-            if op.role is Role.DYNAMIC and op.base in samples:
-                target = f"torchq_sample_{self._sample_of[op.base]}"
-                with graph.inserting_after(twins[op.srcs[0]]):
-                    graph.call_module(target, (twins[op.srcs[0]],))
+            watch("sample", i, sample, *(op.srcs[0] for op in dynamic if op.base == name))
         self.channels = nn.ModuleList()
         self._channels_of: dict[str, int] = {}  # name of a node -> index
         axes = dict.fromkeys(observed_nodes(plan), -1)
@@ -96,9 +95,7 @@ class Prepared(nn.Module):
             observer = PerChannelMinMaxObserver(axis)
             observer.name = f"{plan.prefix}{node.name}"
             self.channels.append(observer)
-            model.add_submodule(f"torchq_channels_{i}", observer)
-            with graph.inserting_after(twins[node]):
-                graph.call_module(f"torchq_channels_{i}", (twins[node],))
+            watch("channels", i, observer, node)
         self.rows, self._rows_of = nn.ModuleList(), dict[str, int]()  # name of a result -> index
         known: dict[tuple[fx.Node, str], int] = {}
         for layer in _judged(plan):
@@ -109,15 +106,11 @@ class Prepared(nn.Module):
             if i == len(self.rows):
                 powers.name = f"{plan.prefix}{layer.op.base}"
                 self.rows.append(powers)
-                model.add_submodule(f"torchq_rows_{i}", powers)
-                with graph.inserting_after(twins[node]):
-                    graph.call_module(f"torchq_rows_{i}", (twins[node],))
+                watch("rows", i, powers, node)
         self._result_names: dict[str, str] = {}
         for i, (name, node) in enumerate(self._result_nodes()):
             self._result_names[name] = f"torchq_result_{i}"
-            model.add_submodule(f"torchq_result_{i}", nn.Identity())
-            with graph.inserting_after(twins[node]):
-                graph.call_module(f"torchq_result_{i}", (twins[node],))
+            watch("result", i, nn.Identity(), node)
         model.recompile()
         self.graph_module = model
 
@@ -127,6 +120,12 @@ class Prepared(nn.Module):
         other = Prepared.__new__(Prepared)
         memo[id(self)] = other
         other.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return other
+
+    def with_plan(self, plan: Plan) -> Prepared:
+        """Return the same graph and observers with another plan of this graph."""
+        other = Prepared.__new__(Prepared)
+        other.__dict__ = {**vars(self), "plan": plan}
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -329,13 +328,6 @@ def shared_qparams(prepared: Prepared) -> dict[fx.Node, QParams]:
 
 def _covers(dst: QParams, src: QParams) -> bool:
     """Return whether ``dst`` covers what ``src`` covers, but for a little at the ends."""
-    (low, high), (other_low, other_high) = _range(src), _range(dst)
+    (low, high), (other_low, other_high) = src.range, dst.range
     alike = (src.dtype, src.bits) == (dst.dtype, dst.bits)
     return alike and max(other_low - low, high - other_high) <= _CLIPPED * (high - low)
-
-
-def _range(qparams: QParams) -> tuple[float, float]:
-    """Return the real values of the smallest and the largest integer."""
-    scale, zero_point = float(qparams.scale), int(qparams.zero_point)
-    low, high = activation_range(qparams.dtype, qparams.bits)
-    return scale * (low - zero_point), scale * (high - zero_point)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from torchq.attributes.post_ops import PostOps
-from torchq.convert.from_float import matmul_from_float, pool_from_float
 from torchq.convert.fuse import Layer
 from torchq.convert.ops import Role, append_clip
 from torchq.nn.attention import QAttention
 from torchq.nn.batch_norm import combined
 from torchq.nn.binary import QAdd, QCat, QMul
 from torchq.nn.float_modules import Add, Attention, Cat
+from torchq.nn.from_float import matmul_from_float, pool_from_float
 from torchq.nn.matmul import QMatMul
 from torchq.nn.module import QModule
 from torchq.nn.quantize import QLookup

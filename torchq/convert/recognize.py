@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from torchq.convert.fake import composed, fake_quantizer, is_fake, why_not_fixed
 from torchq.convert.graph import Captured, aten_name
 from torchq.convert.limits import why_long
 from torchq.convert.module_kinds import AVERAGES, why_dtypes
 from torchq.convert.ops import Made, Op, Role, is_float
 from torchq.convert.patterns import arguments_of, row_of
 from torchq.nn.fake_quantize import FakeQuantize
+from torchq.nn.fake_scales import composed, fake_quantizer, is_fake, why_not_fixed
 
 POSITIONS = "it reads what depends on sizes and positions alone"
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from torchq.convert.from_float import dynamic_from_float, naming
 from torchq.nn.experts import QExperts
+from torchq.nn.from_float import dynamic_from_float, naming
 from torchq.nn.module import QModule
 from torchq.nn.rnn_observed import ObservedRNN, ObservedRNNCell
 from torchq.quantization.config import QConfig

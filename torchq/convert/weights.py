@@ -9,7 +9,6 @@ model tells which parameters its products read.
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -24,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from torchq.convert.rows import Row, Weight
 from torchq.convert.swap.calls import copied
 from torchq.nn.float_weight import written
-from torchq.nn.inputs import detached
 from torchq.nn.model_state import twin
 
 _OPERANDS = {
@@ -40,22 +38,36 @@ _CHOOSE = ("index", "index_select")
 """Calls that choose some of several matrices by data."""
 
 
+class ParameterWritten(RuntimeError):
+    """A model writes to its parameters when it is called; they are as they were."""
+
+
 def weights_of(
-    model: nn.Module, args: Any, kwargs: Any, requested: Callable[[str], bool]
+    model: nn.Module, args: Any, kwargs: Any, requested: Callable[[str], bool], shared: bool
 ) -> list[Weight]:
     """Return the parameters that products read in one run, with multiplications on this example.
 
-    An override keeps ``requested`` names float. The list is empty where the model does not run so;
-    its own error comes from another run.
+    The list is empty where the model does not run so; its own error comes from another run.
+
+    Args:
+        model: as plain as it is prepared.
+        args: of a call.
+        kwargs: of the same call.
+        requested: tells names that an override keeps float.
+        shared: whether the memory of the parameters is that of the user's model.
+
+    Raises:
+        ParameterWritten: the model would write to shared parameters.
     """
     run, sizes = twin(model), {name: p.numel() for name, p in model.named_parameters()}
     args, kwargs = copied(args, kwargs)
-    products = _Products(run, (args, kwargs))
+    products, macs = _Products(run, (args, kwargs), shared), Counter[str]()
     with torch.no_grad(), contextlib.suppress(Exception), products:
         run(*args, **kwargs)
-        macs = products.macs.items()
-        return [Weight(name, sizes[name], count, requested(name)) for name, count in macs]
-    return []
+        macs = products.macs
+    if products.wrote:
+        raise ParameterWritten
+    return [Weight(name, sizes[name], count, requested(name)) for name, count in macs.items()]
 
 
 def with_names(rows: Iterable[Row], first: Callable[[str], str]) -> list[Row]:
@@ -80,36 +92,6 @@ def first_names(model: nn.Module) -> Callable[[str], str]:
     return first
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises before the first write to the memory of a parameter."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
-        self._memory = {_memory(p) for p in model.parameters()}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        tensors = _tensors(list(written(func, args, kwargs or {})))
-        if any(_memory(tensor) in self._memory for tensor in tensors):
-            self.found = True
-            raise RuntimeError("the model writes to a parameter")
-        return func(*args, **(kwargs or {}))
-
-
-def writes_parameters(model: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Return whether a call of the model writes to its parameters, which stay as they are."""
-    watch = _Writes(model)
-    with torch.no_grad(), contextlib.suppress(Exception):  # who prepares it meets its errors
-        own = {id(p): p for p in model.parameters()}
-        run = copy.deepcopy(model, detached(model) | own)
-        args, kwargs = copied(args, kwargs)
-        with watch:
-            run(*args, **kwargs)
-    return watch.found
-
-
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts multiplications of values that depend on the inputs by those of parameters.
 
@@ -117,8 +99,11 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     for each of them: the two of a weight norm, say.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any) -> None:
+    def __init__(self, model: nn.Module, inputs: Any, keep: bool) -> None:
+        """``keep``: raise before the first write to the memory of a parameter."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self.wrote = False
+        self._kept = {_memory(p) for p in model.parameters()} if keep else set()
         self.macs: Counter[str] = Counter()
         self._names: dict[int, frozenset[str]] = {}
         for name, parameter in model.named_parameters():
@@ -131,6 +116,10 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        outs = list(written(func, args, kwargs)) if self._kept else []
+        if any(_memory(x) in self._kept for x in _tensors(outs)):
+            self.wrote = True
+            raise ParameterWritten
         result = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         inputs, at = list(_tensors((args, kwargs))), _OPERANDS.get(name)

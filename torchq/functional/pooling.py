@@ -65,7 +65,7 @@ def max_pool(
     geometry = _geometry("max_pool", src, kernel_size, stride, padding, dilation)
 
     def sizes() -> list[int]:
-        return pool_sizes("max_pool", src.shape, geometry, ceil_mode)
+        return pool_sizes(src.shape, geometry, ceil_mode)
 
     real = _real("max_pool", src, attr, dst_dtype, post_op_srcs, sizes)
     result: Tensor = torch.ops.torchq.max_pool(src, geometry, ceil_mode, *real)
@@ -96,7 +96,7 @@ def avg_pool(
     geometry = _geometry("avg_pool", src, kernel_size, stride, padding, 1)
 
     def sizes() -> list[int]:
-        return pool_sizes("avg_pool", src.shape, geometry, ceil_mode)
+        return pool_sizes(src.shape, geometry, ceil_mode)
 
     real = _real("avg_pool", src, attr, dst_dtype, post_op_srcs, sizes)
     zero = to_zero_point("torchq.avg_pool: zero_point", zero_point)

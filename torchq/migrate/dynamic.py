@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchq.convert.known_scales import put
 from torchq.convert.module_kinds import (
     MATMUL,
     MAX_REDUCTION,
@@ -33,6 +32,7 @@ from torchq.nn.batch_norm import reduction
 from torchq.nn.float_modules import is_experts
 from torchq.nn.inputs import without_gradients
 from torchq.nn.leaf import take_hooks, without_hooks
+from torchq.qat.known_scales import put
 from torchq.quantization.config import QConfig
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -166,7 +166,7 @@ def _why_float(layer: nn.Module, config: QConfig, named: bool) -> str:
         )
     if isinstance(layer, MATMUL) and reduction(layer) > MAX_REDUCTION:
         return TOO_LONG
-    return why_float(layer, config, set(), False) if isinstance(layer, RECURRENT) else ""
+    return why_float(layer, config, set()) if isinstance(layer, RECURRENT) else ""
 
 
 def _note(layer: nn.Module) -> str:

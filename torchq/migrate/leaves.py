@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.post_ops import PostOps
-from torchq.convert.from_float import matmul_from_float
 from torchq.convert.module_kinds import MATMUL, RECURRENT
 from torchq.convert.rows import Row
 from torchq.functional.int4 import pack_linear_int4
@@ -23,6 +22,7 @@ from torchq.nn import (
     DynamicQLinearInt4,
     QuantizedLeaf,
 )
+from torchq.nn.from_float import matmul_from_float
 from torchq.nn.leaf import without_padding
 from torchq.quantization.config import QConfig
 from torchq.quantization.qparams import QParams

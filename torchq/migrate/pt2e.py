@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from torchq.convert.graph_code import as_module
-from torchq.convert.known_scales import put, rounding, with_known_scales
 from torchq.migrate.leaves import dynamic_leaf, float_layer, report
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.inputs import Inputs, without_gradients, working_copy
+from torchq.qat.known_scales import put, rounding, with_known_scales
 
 
 @torch.inference_mode(False)

@@ -13,8 +13,6 @@ from torch.nn.utils import parametrize
 
 from torchq.attributes.post_ops import PostOps
 from torchq.convert.dispatch import share_weights
-from torchq.convert.from_float import matmul_from_float, naming
-from torchq.convert.known_scales import put, with_known_scales
 from torchq.convert.module_kinds import RECURRENT
 from torchq.convert.rows import Row, Weight, check_strict
 from torchq.convert.swap.checks import check_mode
@@ -23,9 +21,11 @@ from torchq.convert.swap.planning import NO_LEAF
 from torchq.convert.swap.weights import plain_layer
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import is_experts
+from torchq.nn.from_float import matmul_from_float, naming
 from torchq.nn.inputs import Inputs
 from torchq.nn.leaf import QuantizedLeaf, take_hooks, without_padding
 from torchq.qat.hooks import DST, SRC, without_quantizers
+from torchq.qat.known_scales import put, with_known_scales
 from torchq.qat.quantizer import ActivationQuantizer, WeightQuantizer
 from torchq.quantization.config import Overrides, QConfig, resolve
 

@@ -116,6 +116,13 @@ class QParams:
         return activation_range(self.dtype, self.bits)
 
     @property
+    def range(self) -> tuple[float, float]:
+        """The real values of these integers; there must be one scale."""
+        scale, zero_point = float(self.scale), int(self.zero_point)
+        low, high = self.integers
+        return scale * (low - zero_point), scale * (high - zero_point)
+
+    @property
     def is_per_channel(self) -> bool:
         """Return whether there is one scale per channel."""
         return self.axis is not None

@@ -103,12 +103,12 @@ def _fake_pooled(src: Tensor, sizes: Sequence[int], code: int | None) -> Tensor:
 
 @fake("max_pool")
 def _(src: Tensor, geometry: Sequence[int], ceil_mode: bool, dst_dtype: int | None) -> Tensor:
-    return _fake_pooled(src, pool_sizes("max_pool", src.shape, geometry, ceil_mode), dst_dtype)
+    return _fake_pooled(src, pool_sizes(src.shape, geometry, ceil_mode), dst_dtype)
 
 
 @fake("avg_pool")
 def _(src: Tensor, geometry: Sequence[int], ceil_mode: bool, dst_dtype: int | None) -> Tensor:
-    return _fake_pooled(src, pool_sizes("avg_pool", src.shape, geometry, ceil_mode), dst_dtype)
+    return _fake_pooled(src, pool_sizes(src.shape, geometry, ceil_mode), dst_dtype)
 
 
 @fake("adaptive_avg_pool")

@@ -48,7 +48,7 @@ def dtype_code(dtype: torch.dtype, op: str = "") -> int:
 
 
 def _load() -> ModuleType:
-    """Load the ops; return the module ``_C``, which shortens calls of them."""
+    """Load the ops; return the module ``_C``, which makes sites."""
     here = f"torch {torch.__version__}, {platform.machine()}"
     python = f"Python {platform.python_version()}"
     oldest, newest = (".".join(map(str, release)) for release in SUPPORTED_TORCH)
@@ -82,32 +82,9 @@ def _load() -> ModuleType:
         ) from error
 
 
-_calls = _load()
-_shortcut: Callable[[str, Any], Any] = _calls.shortcut
-new_site: Callable[[type], Callable[..., Any]] = _calls.site
+new_site: Callable[[type], Callable[..., Any]] = _load().site
 """A place where modules are called, ``site(module, *args)``, or their ops without them, where the
 modules' class is a subclass of the one given."""
-
-
-def shorten_calls(name: str) -> None:
-    """Let calls of ``torch.ops.torchq.<name>`` take the faster ``csrc/python/call.cpp``.
-
-    The op remains the object that torch knows: only what its two callables run in the end is
-    replaced, and TorchScript is told that it is the same op. (Its hash changes with them: an op
-    that was a key before torchq was imported is not found any more.) In a torch release without
-    these names, which are private, calls stay as they are.
-    """
-    packet = getattr(torch.ops.torchq, name)
-    register = getattr(torch.jit._builtins, "_register_builtin", None)
-    callables = [getattr(op, "_op", None) for op in (packet, packet.default)]
-    if register is None or None in callables:
-        return
-    for op, ordinary in zip((packet, packet.default), callables, strict=True):
-        short = _shortcut(f"torchq::{name}", ordinary)
-        short.__module__ = ordinary.__module__
-        if op is packet:
-            register(short, f"torchq::{name}")
-        op._op = short
 
 
 def channels_last_strides(sizes: Sequence[int]) -> list[int]:

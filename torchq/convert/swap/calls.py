@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchq.convert.phases import largest_phase
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.float_modules import is_experts
+from torchq.nn.inputs import float_tensors
 from torchq.nn.model_state import twin
+from torchq.quantization.recipes.phases import largest_phase
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,14 @@ def _noting(name: str, calls: list[Call]) -> Callable[..., None]:
         calls.append(Call(frozenset(x.dtype for x in tensors), shape, more))
 
     return hook
+
+
+def results_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the float tensors that a call gives; random numbers are the same in each."""
+    args, kwargs = copied(args, kwargs)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return float_tensors(model(*args, **kwargs))
 
 
 def copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -7,12 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from torchq.convert.swap.calls import copied
+from torchq.convert.swap.calls import results_of
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.nn.inputs import are_close, float_tensors
+from torchq.nn.inputs import are_close
 from torchq.nn.model_state import twin
 
 
@@ -37,13 +36,11 @@ class Comparison:
         return not self._is_steady or are_close(self._expected, result)
 
     def _result(self, model: nn.Module) -> list[Tensor]:
-        model, (args, kwargs) = twin(model), copied(*self._inputs)
+        model = twin(model)
         for module in model.modules():
             if isinstance(module, ObservedLeaf):
                 module.observer = module.rows = None  # they have opinions on the values
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return float_tensors(model(*args, **kwargs))
+        return results_of(model, *self._inputs)
 
 
 def fitting(

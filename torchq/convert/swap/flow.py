@@ -51,9 +51,18 @@ def prepare_settled(
     kwargs: Mapping[str, Any],
     config: QConfig,
     overrides: Overrides | None,
+    shared: bool,
 ) -> nn.Module:
-    """Prepare a copy that :func:`plain_copy` made; the result shares its parameters."""
-    weights = weights_of(model, args, kwargs, lambda n: resolve(overrides, n, config) is None)
+    """Prepare a copy that :func:`plain_copy` made; the result shares its parameters.
+
+    Raises:
+        ParameterWritten: the parameters are ``shared`` with the user's model, and written to.
+    """
+
+    def requested(name: str) -> bool:
+        return resolve(overrides, name, config) is None
+
+    weights = weights_of(model, args, kwargs, requested, shared)
     first = first_names(model)
     comparison = Comparison(model, args, kwargs)
     names = [name for name, _ in model.named_modules()]

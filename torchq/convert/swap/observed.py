@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.post_ops import PostOps
-from torchq.convert.from_float import dynamic_from_float, matmul_from_float, naming
+from torchq.nn.from_float import dynamic_from_float, matmul_from_float, naming
 from torchq.nn.leaf import Leaf, QuantizedLeaf, constants_of, without_padding
 from torchq.nn.module import QModule
 from torchq.quantization.config import QConfig

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -18,7 +19,6 @@ from torchq.convert.module_kinds import (
     why_dtypes,
     why_float,
 )
-from torchq.convert.phases import why_coarse
 from torchq.convert.rows import NOT_CALLED, READ, Row
 from torchq.convert.self_contained import observed
 from torchq.convert.swap.calls import Recording
@@ -27,6 +27,8 @@ from torchq.nn.batch_norm import reduction
 from torchq.nn.float_modules import is_experts
 from torchq.nn.leaf import take_hooks, without_hooks
 from torchq.quantization.config import Overrides, QConfig, resolve
+from torchq.quantization.recipes.phases import why_coarse
+from torchq.quantization.recipes.rows import RowPowers
 
 NO_LEAF = "only leaf modules of torch.nn and torchq.nn have an int8 form"
 OTHER_CODE = "the model's code does something else with another kind of layer"
@@ -82,8 +84,9 @@ class Plan:
                 if isinstance(layer, RECURRENT) or is_experts(layer)
                 else ObservedLeaf(layer, config, name, contiguous)
             )
-            if hasattr(leaf, "rows") and resolve(self._overrides, name, None) is not None:
-                leaf.rows = None  # type: ignore[assignment]  # an override says how
+            rows = getattr(leaf, "rows", None)
+            if isinstance(rows, RowPowers) and resolve(self._overrides, name, None) is not None:
+                rows.least = -math.inf  # an override says how
             result[name] = take_hooks(leaf, self._model.get_submodule(name))
         return result
 
@@ -96,7 +99,7 @@ class Plan:
         if is_experts(layer):
             return ""
         if isinstance(layer, RECURRENT):
-            return why_float(layer, config, dtypes - {torch.int64}, False)  # of packed sequences
+            return why_float(layer, config, dtypes - {torch.int64})  # of packed sequences
         assert isinstance(layer, MATMUL)
         if config.dynamic and not isinstance(layer, nn.Linear):
             return NO_DYNAMIC_FORM

@@ -8,6 +8,8 @@ a row suits ``x / s`` better where
 
 (Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
 Models", ICML 2023). ``alpha`` moves difficulty from the source to the weight.
+
+Channels that even this leaves too large may be quantized apart: :func:`large_channels`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """What each layer chooses from, beside no smoothing."""
 
+_MOST = 16  # channels apart: the kernels pad fewer to as many
 _SMALLEST = 2.0**-20  # of a channel, beside the largest one
 
 
@@ -69,6 +72,28 @@ def static_smoothing(low: Tensor, high: Tensor, weight: Tensor) -> tuple[float, 
         ((error(factors), (alpha, factors)) for alpha, factors in tried), key=lambda one: one[0]
     )
     return alpha, factors, least / plain if plain > 0 else 1.0
+
+
+def large_channels(low: Tensor, high: Tensor, squares: Tensor) -> tuple[Tensor, float]:
+    """Return the channels to quantize apart, and the expected squared error beside that of none.
+
+    Args:
+        low: smallest value of each channel.
+        high: largest value of each channel.
+        squares: what the square of an error in each channel counts.
+    """
+    order = torch.sort(torch.maximum(-low, high), descending=True, stable=True).indices
+    low, high = low.double(), high.double()
+
+    def error(channels: Tensor) -> float:
+        step = high[channels].max().clamp(min=0) - low[channels].min().clamp(max=0)
+        return float(step.square() * squares[channels].double().sum())
+
+    counts = range(1, min(_MOST, len(order) - 1) + 1)
+    found = [(error(order[:n]) + error(order[n:]), n) for n in counts]
+    least, count = min(found, default=(0.0, 0))
+    plain = error(order)
+    return order[:count].sort().values, least / plain if plain > 0 and count else 1.0
 
 
 def _positive(values: Tensor) -> Tensor:

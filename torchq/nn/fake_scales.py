@@ -33,13 +33,7 @@ class Fixed:
     @property
     def keeps(self) -> bool:
         """Return whether it only rounds: values on its levels stay what they are."""
-        return self.clip is None and same(self.quantize, self.dequantize)
-
-
-def same(a: QParams, b: QParams) -> bool:
-    """Return whether two parameters are the same."""
-    alike = a.dtype == b.dtype and a.bits == b.bits and a.axis == b.axis
-    return alike and torch.equal(a.scale, b.scale) and torch.equal(a.zero_point, b.zero_point)
+        return self.clip is None and self.quantize == self.dequantize
 
 
 def is_fake(module: nn.Module) -> bool:
