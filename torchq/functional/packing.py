@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchq.attributes.arguments import check_type
-from torchq.functional.placeholders import placeholder
+from torchq.functional.placeholders import placeholder, replaced_placeholders, take
 
 
 class PackedWeight(NamedTuple):
@@ -118,6 +118,8 @@ def empty_packed(
     The shape is the one that ``pack_linear``, or with a dilation ``pack_conv``, or with a stride
     ``pack_conv_transpose`` takes.
     """
+    with replaced_placeholders():
+        take(math.prod(max(size, 1) for size in weight_shape))  # sums take memory on meta, too
     packed = _form(tuple(weight_shape), dtype, groups, tuple(stride), tuple(dilation))
     weight, compensation, pair_bound = (
         placeholder(*part.shape, dtype=part.dtype, value=0) for part in packed.tensors().values()
