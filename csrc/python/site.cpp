@@ -18,6 +18,7 @@
 
 #include "python/module_state.h"
 #include "python/op.h"
+#include "runtime/glibc.h"
 
 namespace torchq {
 namespace {

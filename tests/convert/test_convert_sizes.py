@@ -105,7 +105,7 @@ def test_the_warning_tells_the_line_that_makes_a_size_a_constant() -> None:
 @pytest.mark.parametrize("code", [counted, alone])
 @pytest.mark.filterwarnings(f"ignore:.*{MISSES}")
 def test_an_example_of_one_row_takes_its_graph(code: Callable[..., Any]) -> None:
-    """Where the code treats a batch of one in its own way, the graph is of such calls."""
+    """Its code treats a batch of one in its own way, and so does the graph."""
     model = wired(code)
     converted = torchq.quantize(model, [values(1, 40, 8), values(1, 30, 8)])
     near(model, converted, values(1, 5, 8))

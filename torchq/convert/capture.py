@@ -302,7 +302,8 @@ def _lines(program: ExportedProgram) -> dict[str, str]:
     values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
     env: Any = next((v.fake_mode.shape_env for v in values if isinstance(v, FakeTensor)), None)
     found: dict[str, str] = {}
-    for symbol, place in env.replacements_slocs.items() if env else ():
+    places = getattr(env, "replacements_slocs", {})  # private: without it no line is named
+    for symbol, place in places.items():
         frame = place.framework_loc
         own = isinstance(frame, FrameSummary) and not frame.filename.startswith(_TORCH)
         if own and env.replacements[symbol].is_number:

@@ -210,8 +210,8 @@ class _QRecurrent(FloatParameters, QModule):
         if "first" not in spec:
             return made
         sizes = {name: spec["first"][name] for name in _FIRST}
-        # its memory is untouched until the file's values fit
-        return made.with_float_first(nn.LSTM(**sizes, device="meta").to_empty(device="cpu"))
+        first = nn.LSTM(**sizes, device="meta").to_empty(device="cpu")  # untouched until values fit
+        return made.with_float_first(first)
 
     @property
     def attr(self) -> Attr:

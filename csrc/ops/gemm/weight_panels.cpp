@@ -273,9 +273,10 @@ Packed pack_weights(const ConvPacking& p, const WeightLayout& layout, const at::
                     c10::IntArrayRef kernel) {
   const PanelCopy copy(p, layout, kernel);
   at::Tensor packed = at::detail::empty_cpu(p.packed_sizes(), at::kChar);
-  at::Tensor compensation = at::zeros({p.compensation_taps(), p.outputs()}, at::kInt);
+  at::Tensor compensation = at::detail::empty_cpu({p.compensation_taps(), p.outputs()}, at::kInt);
   at::Tensor bounds = at::detail::empty_cpu({copy.panels()}, at::kInt);
   if (only_checks()) return {packed, compensation, bounds};
+  compensation.zero_();
   const at::Tensor dense = weight.contiguous();
   const int8_t* src = dense.const_data_ptr<int8_t>();
   int8_t* dst = packed.mutable_data_ptr<int8_t>();
