@@ -244,6 +244,18 @@ def test_other_kinds_of_tensors(make: Any, message: str):
         ops.pack_linear(given)
 
 
+@pytest.mark.parametrize(
+    "make", [torch._efficientzerotensor, lambda shape: torch._neg_view(torch.ones(shape))]
+)
+def test_tensors_that_are_computed_when_read(make: Any) -> None:
+    """torch resolves them in arguments of all kinds but lists that may be None."""
+    window, zero = [3, 3, 2, 2, 1, 1, 1, 1, 1, 1], torch.zeros(1, dtype=S32)
+    args = [torch.zeros(2, 4, 5, 5, dtype=U8), zero, window, False, True, None, torch.ones(2), zero]
+    message = r"avg_pool: post_op_srcs must hold its values.*\.clone\(\)"
+    with pytest.raises(ValueError, match=message):
+        ops.avg_pool(*args, 0, "binary_mul:0", [make((1, 1, 1, 1))])
+
+
 def test_one_value_of_any_rank():
     """Scales and zero points may have any rank, also for sources without dims: modules have [1]."""
     scale, zero = torch.tensor([[0.5]]), torch.tensor([3], dtype=S32)

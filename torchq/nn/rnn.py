@@ -204,14 +204,13 @@ class _QRecurrent(FloatParameters, QModule):
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> Self:
-        """See the base class."""
+        """See the base class; a float layer takes no memory until the file's values fit."""
         layers = [QRecurrentLayer.from_spec(layer) for layer in spec["layers"]]
         made = cls(layers, spec["batch_first"], spec["merge"])
-        if "first" not in spec:
-            return made
-        sizes = {name: spec["first"][name] for name in _FIRST}
-        first = nn.LSTM(**sizes, device="meta").to_empty(device="cpu")  # untouched until values fit
-        return made.with_float_first(first)
+        if first := spec.get("first"):
+            sizes = {name: first[name] for name in _FIRST}
+            made.with_float_first(nn.LSTM(**sizes, device="meta").to_empty(device="cpu"))
+        return made
 
     @property
     def attr(self) -> Attr:
