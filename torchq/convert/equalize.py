@@ -45,7 +45,6 @@ def pairs(plan: Plan) -> Iterator[tuple[Layer, Layer]]:
         alone = users[root] <= {part.node for part in second.parts}
         alone &= second.residual is None or plan.root(second.residual) is not root
         own = first.residual is None and first not in plan.table_hosts.values()
-        own &= first.post_op is None  # the epilogue has one zero point there
         moved = all(_keeps_channels(plan, node) for node in joined[root])
         moved &= _channels_agree(first, second)
         free = plan.fixed(root) is None and plan.emits_int8(first) and not first.op.flatten

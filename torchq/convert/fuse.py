@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.attributes.options import EltwiseAlg
 from torchq.convert.module_kinds import MATMUL
-from torchq.convert.ops import Op, Role, clip_bounds, have_one_size, only_reader, post_op_of
+from torchq.convert.ops import Op, Role, clip_bounds, have_one_size, only_reader
 from torchq.nn.batch_norm import TRANSPOSED, Affine, combined, fold_affines
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import Add, Attention, Cat, Mul
-from torchq.quantization.config import QConfig
 from torchq.quantization.recipes.equalization import with_source_factors
 
 HARD = (Role.MATMUL, Role.PRODUCT)
@@ -38,7 +36,6 @@ class Layer:
         pad: zeros before and after each spatial dim, beside those of the module.
         function: of a UNARY, what the whole chain computes.
         slopes: of a leaky relu behind it, one per channel.
-        post_op: a function behind it that it computes in float32, before its one rounding.
         fake: the fake quantizer of its result.
         src_factors: what each channel of its source was divided by.
     """
@@ -53,7 +50,6 @@ class Layer:
     pad: tuple[list[int], list[int]] | None = None
     function: Callable[[Tensor], Tensor] | None = None
     slopes: Tensor | None = None
-    post_op: EltwiseAlg | None = None
     fake: FakeQuantize | None = None
     src_factors: Tensor | None = None
 
@@ -87,14 +83,14 @@ class Layer:
         return (scale * torch.where(factor > 0, factor, 1)).float()
 
 
-def find_layers(ops: dict[fx.Node, Op], config: Callable[[str], QConfig | None]) -> list[Layer]:
-    """Layers in the order of their results; ``config``: base name -> how to quantize."""
-    return _Finder(ops, config).run()
+def find_layers(ops: dict[fx.Node, Op]) -> list[Layer]:
+    """Layers in the order of their results."""
+    return _Finder(ops).run()
 
 
 class _Finder:
-    def __init__(self, ops: dict[fx.Node, Op], config: Callable[[str], QConfig | None]) -> None:
-        self.ops, self.config = ops, config
+    def __init__(self, ops: dict[fx.Node, Op]) -> None:
+        self.ops = ops
         self.taken: set[Op] = set()
 
     def run(self) -> list[Layer]:
@@ -175,14 +171,12 @@ class _Finder:
             elif self._fits_slopes(layer, op):
                 assert isinstance(op.module, nn.PReLU)
                 layer.slopes = op.module.weight.detach()
-            elif self._fits_function(layer, op):
-                layer.post_op = post_op_of(op.module)
             else:
                 break
             layer.parts.append(op)
             layer.dst = op.node
             self.taken.add(op)
-            if layer.slopes is not None or layer.post_op is not None:
+            if layer.slopes is not None:
                 break
 
     def _absorb_fake(self, layer: Layer) -> None:
@@ -236,13 +230,6 @@ class _Finder:
             return False
         linear = isinstance(layer.op.module, nn.Linear)
         return not linear or len(layer.dst.meta["value"].shape) == 2
-
-    def _fits_function(self, layer: Layer, op: Op) -> bool:
-        """Return whether a function is worth float32: a table would round its source as well."""
-        config = self.config(layer.op.base)
-        if layer.role is not Role.MATMUL or layer.clip or config is None:
-            return False
-        return config.samples_rows and op.role is Role.UNARY and post_op_of(op.module) is not None
 
     # Expressions of one tensor
 

@@ -7,17 +7,18 @@ import math
 
 from torch import fx, nn
 
+from torchq.attributes.options import EltwiseAlg
 from torchq.attributes.post_ops import PostOps
-from torchq.convert.ops import (
-    Op,
-    Role,
-    append_clip,
-    clip_bounds,
-    have_one_size,
-    only_reader,
-    post_op_of,
-)
+from torchq.convert.ops import Op, Role, append_clip, clip_bounds, have_one_size, only_reader
 from torchq.nn.float_modules import Add, Attention
+
+_FUNCTIONS: dict[type, tuple[EltwiseAlg, float]] = {
+    nn.Tanh: ("tanh", 0.0),
+    nn.Sigmoid: ("logistic", 0.0),
+    nn.SiLU: ("swish", 1.0),
+    nn.Mish: ("mish", 0.0),
+}
+"""Class of a module -> algorithm and alpha of its post-op."""
 
 
 def make_dynamic(op: Op, ops: dict[fx.Node, Op]) -> None:
@@ -59,8 +60,10 @@ def _append_function(chain: PostOps, op: Op) -> bool:
     bounds = clip_bounds(module)
     if bounds is not None and (bounds == (0.0, math.inf) or all(map(math.isfinite, bounds))):
         append_clip(chain, bounds)
-    elif (alg := post_op_of(module)) is not None:
-        chain.append_eltwise(alg)
+    elif isinstance(module, nn.GELU):
+        chain.append_eltwise("gelu_tanh" if module.approximate == "tanh" else "gelu_erf")
+    elif type(module) in _FUNCTIONS:
+        chain.append_eltwise(*_FUNCTIONS[type(module)])
     else:
         return False
     return True

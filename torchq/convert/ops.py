@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.attributes.arguments import FLOATS
-from torchq.attributes.options import EltwiseAlg
 from torchq.attributes.post_ops import PostOps
 
 
@@ -38,14 +37,6 @@ class Role(enum.Enum):
 
 
 Mask: TypeAlias = fx.Node | tuple[fx.Node, float, float]
-_POST_OPS: dict[type, EltwiseAlg] = {
-    nn.Tanh: "tanh",
-    nn.Sigmoid: "logistic",
-    nn.SiLU: "swish",
-    nn.Mish: "mish",
-    nn.Hardswish: "hardswish",
-    nn.Hardsigmoid: "hardsigmoid",
-}
 _OF_STRIDES = ("as_strided", "as_strided_copy", "as_strided_scatter", "view_as_complex")
 NOT_FINITE = "its constant is not finite"
 """Why a sum stays float that is no mask of attention."""
@@ -174,13 +165,6 @@ def clip_bounds(module: nn.Module | None) -> tuple[float, float] | None:
     if isinstance(module, nn.Hardtanh):  # ReLU6 is one
         return float(module.min_val), float(module.max_val)
     return (0.0, math.inf) if isinstance(module, nn.ReLU) else None
-
-
-def post_op_of(module: nn.Module | None) -> EltwiseAlg | None:
-    """Return the post-op that computes a function of each element; None where there is none."""
-    if isinstance(module, nn.GELU):
-        return "gelu_tanh" if module.approximate == "tanh" else "gelu_erf"
-    return _POST_OPS.get(type(module))
 
 
 def append_clip(chain: PostOps, clip: tuple[float, float]) -> PostOps:

@@ -70,7 +70,7 @@ class Plan:
             if own is not None and own.by_rows:
                 make_dynamic(op, self.ops)
         self.self_contained = self._find_self_contained()
-        self.layers = find_layers(self.ops, self.config)
+        self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
         self._leave_phases()
         self.reasons |= {v: coarse[v.op.node] for v in self.layers if v.op.node in coarse}

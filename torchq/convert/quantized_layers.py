@@ -78,8 +78,6 @@ def _matmul(layer: Layer, plan: Plan, qparams: QParamsOf, dst: QParams | None) -
         chain.append_prelu(layer.slopes, 2)
     if (clip := _clip(layer, plan)) is not None:
         append_clip(chain, clip)
-    if layer.post_op is not None:
-        chain.append_eltwise(layer.post_op)
     config = plan.config(layer.op.base)
     assert config is not None
     src, module = qparams(layer.srcs[0]), layer.float_module()

@@ -62,9 +62,8 @@ class QConfig:
             calibration data. With the default observer it also equalizes channels between layers,
             and scales the few large channels that linear layers read, or gives them layers of their
             own. "accurate" has dynamic linear layers and attention, SmoothQuant and bias
-            correction; "best" also rounds weights by GPTQ. In both, convolutions round once behind
-            a function such as hardswish, not before it, too. They run 1.1 to 1.5 times as long as
-            "fast" on a transformer; recurrent layers are as in "fast".
+            correction; "best" also rounds weights by GPTQ. Both run 1.1 to 1.5 times as long as
+            "fast" on a transformer; convolutions and recurrent layers are as in "fast".
         strict: raise if a call cannot take its int8 graph, instead of warning and running the
             model's own code. Only the config of the whole model counts, not those of overrides.
 
