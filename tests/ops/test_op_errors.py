@@ -249,8 +249,17 @@ def test_other_kinds_of_tensors(make: Any, message: str):
 )
 def test_tensors_that_are_computed_when_read(make: Any) -> None:
     """torch resolves them in arguments of all kinds but lists that may be None."""
-    window, zero = [3, 3, 2, 2, 1, 1, 1, 1, 1, 1], torch.zeros(1, dtype=S32)
-    args = [torch.zeros(2, 4, 5, 5, dtype=U8), zero, window, False, True, None, torch.ones(2), zero]
+    window, zeros = [3, 3, 2, 2, 1, 1, 1, 1, 1, 1], torch.zeros(2, dtype=S32)
+    args = [
+        torch.zeros(2, 4, 5, 5, dtype=U8),
+        zeros[:1],
+        window,
+        False,
+        True,
+        None,
+        torch.ones(2),
+        zeros,
+    ]
     message = r"avg_pool: post_op_srcs must hold its values.*\.clone\(\)"
     with pytest.raises(ValueError, match=message):
         ops.avg_pool(*args, 0, "binary_mul:0", [make((1, 1, 1, 1))])
