@@ -140,7 +140,7 @@ class Lowering:
                 self._int8[node] = self._constant(node)
             else:
                 src, factors = self.float_of(node), self._outliers.factors.get(node)
-                if factors is not None:  # powers of two: exact
+                if factors is not None:
                     factor = self.constant(f"{node.name}_factor", 1 / factors)
                     src = self.graph.call_function(torch.mul, (src, factor))
                 quantize = Quantize(self.qparams(node))

@@ -5,7 +5,7 @@ One scale and zero point serve all channels of a value. Transformers have values
 channels are many times as large as the rest, and the rest is then left with few levels. The ranges
 of the channels in the calibration data tell where; other values stay as they are.
 
-- What linear layers alone read is multiplied by a power of two per channel before it is quantized,
+- What linear layers alone read is multiplied by a factor per channel before it is quantized,
   and the columns of their weights are divided by it: see
   :mod:`torchq.quantization.recipes.smoothing`.
 - A hidden layer is a linear layer, a function that becomes its table, and a second linear layer.

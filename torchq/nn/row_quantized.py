@@ -14,4 +14,4 @@ class RowQuantizedLinear(QModule):
 
     def _smoothed(self, src: Tensor) -> Tensor:
         factor = self.src_factor
-        return src if factor is None else src * factor.to(src.dtype)  # a power of two: exact
+        return src if factor is None else src * factor.to(src.dtype)  # factors are bfloat16 numbers

@@ -27,8 +27,8 @@ _SMALLEST = 2.0**-20  # of a channel, beside the largest one
 def smoothing_factors(largest: Tensor, weight: Tensor, alpha: float) -> Tensor:
     """Return ``s``, one float32 factor per input channel, whose geometric mean is about 1.
 
-    All are powers of two, so that products with them are exact. Channels without values or weights
-    count as very small ones.
+    Their reciprocals are bfloat16 numbers: a source of that dtype is multiplied by them. Channels
+    without values or weights count as very small ones.
 
     Args:
         largest: magnitude of each channel of the source, ``[in_features]``.
@@ -37,7 +37,7 @@ def smoothing_factors(largest: Tensor, weight: Tensor, alpha: float) -> Tensor:
     """
     source, column = _positive(largest), _positive(weight.abs().amax(0))
     exponent = alpha * source.log2() - (1 - alpha) * column.log2()
-    return torch.exp2((exponent - exponent.mean()).round()).float()
+    return 1 / torch.exp2(exponent.mean() - exponent).bfloat16().float()
 
 
 def static_smoothing(low: Tensor, high: Tensor, weight: Tensor) -> tuple[float, Tensor, float]:
