@@ -97,7 +97,7 @@ def counted(m: Any, x: Tensor) -> Tensor:
 def test_the_warning_tells_the_line_that_makes_a_size_a_constant() -> None:
     model = wired(counted)
     converted = torchq.quantize(model, [values(50, 5, 8)])
-    line = rf"; {Path(__file__).name}:\d+ \(n = len\(x\)\) makes a constant of the size"
+    line = rf"; {Path(__file__).name}:\d+ \(n = len\(x\)\) fixes this size"
     with pytest.warns(UserWarning, match=line):
         near(model, converted, values(2, 5, 8))
 
@@ -111,6 +111,21 @@ def test_an_example_of_one_row_takes_its_graph(code: Callable[..., Any]) -> None
     near(model, converted, values(1, 5, 8))
     near(model, converted, values(3, 5, 8))
     assert calls(converted) == (1, 1)
+
+
+@pytest.mark.parametrize("gain", [1.0, 30.0])
+def test_an_example_of_one_row_may_lose_its_batch(gain: float) -> None:
+    """``squeeze()`` drops the batch of one row; a gain of some channels has them equalized."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(8, 64), "b": nn.Linear(64, 5)})
+    with torch.no_grad():
+        model["a"].weight[::7] *= gain
+        model["b"].weight[:, ::7] /= gain
+    pooled = Wired(lambda m, x: m.b(m.a(x.mean(2, keepdim=True).squeeze()).relu()), **model).eval()
+    converted = torchq.quantize(pooled, [values(1, 8, n) for n in range(5, 25)])
+    for batch in (1, 4):
+        near(pooled, converted, values(batch, 8, 9))
+    assert calls(converted) == (2, 0)
 
 
 def test_scripted_and_loaded_graphs_check_their_guards(tmp_path: Path) -> None:

@@ -53,6 +53,26 @@ def test_sizes_that_the_file_has_no_tensors_for(name: str, tmp_path: Path) -> No
         spec = json.loads(bytes(tensors[key].numpy()))
         tensors[key] = torch.tensor(list(json.dumps(_larger(spec)).encode()), dtype=torch.uint8)
     write_tensors("test", path, tensors, metadata)
-    with pytest.raises(ValueError, match="the memory that its tensors take, got") as error:
+    with pytest.raises(ValueError, match="than its tensors allow, got") as error:
         torchq.load(path, nn.Sequential(make()))
     assert str(path) in str(error.value)
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList([nn.LSTM(256, 256)] * 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(x)[0]
+        return x
+
+
+def test_a_layer_of_many_names_counts_once(tmp_path: Path) -> None:
+    model, x = Shared().eval(), torch.rand(3, 2, 256)
+    qmodel = torchq.quantize(model, [x])
+    torchq.save(qmodel, tmp_path / "file")
+    loaded = torchq.load(tmp_path / "file", model)
+    assert torch.equal(loaded(x), qmodel(x))
+    assert loaded.steps[0] is loaded.steps[7]

@@ -14,6 +14,7 @@ import inspect
 import io
 import logging
 import math
+import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from torchq.nn.model_state import changed, state_of, twin
 
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 _SIZE = re.compile(r"L\['(?:tensors'|args'\]\[0)\]\[(\d+)\]\.size\(\)")
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION", "PARAMETER_MUTATION")
 
 
@@ -243,10 +244,12 @@ def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
     if not tensors:
         raise CaptureError("it takes no tensor")
     dims = (tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors),)
+    lines: dict[str, str] = {}
     with _quiet(), torch.no_grad(), FakeFunctions() if fakes else contextlib.nullcontext():
         try:
             program = torch.export.export(adapter, tensors, dynamic_shapes=dims, strict=False)
-            lines = _lines(program)
+            with contextlib.suppress(AttributeError, KeyError):  # private names of torch
+                lines = _lines(program)
             if needs_functions(program):
                 program = program.run_decompositions({})
         except Exception as error:
@@ -302,8 +305,7 @@ def _lines(program: ExportedProgram) -> dict[str, str]:
     values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
     env: Any = next((v.fake_mode.shape_env for v in values if isinstance(v, FakeTensor)), None)
     found: dict[str, str] = {}
-    places = getattr(env, "replacements_slocs", {})  # private: without it no line is named
-    for symbol, place in places.items():
+    for symbol, place in env.replacements_slocs.items() if env else ():
         frame = place.framework_loc
         own = isinstance(frame, FrameSummary) and not frame.filename.startswith(_TORCH)
         if own and env.replacements[symbol].is_number:

@@ -74,14 +74,16 @@ def _channels_agree(first: Layer, second: Layer) -> bool:
         kernel = getattr(layer.op.module, "kernel_size", None)
         if kernel is not None and rank != len(kernel) + 2:  # a call without batch
             return False
-    flat = ranks[0] != ranks[1]
-    reads = ranks[1] - 1 if isinstance(second.op.module, nn.Linear) else 1
-    return channel_axis(first) == 1 if flat else channel_axis(first) == reads
+    wrote, reads = channel_axis(first) % ranks[0], channel_axis(second) % ranks[1]
+    return wrote == (1 if ranks[0] != ranks[1] else reads)
 
 
 def channel_axis(layer: Layer) -> int:
-    """Return the dimension of a layer's result that has its channels."""
-    return len(shape_of(layer.dst)) - 1 if isinstance(layer.op.module, nn.Linear) else 1
+    """Return the dimension of a layer's result that has its channels.
+
+    That of a linear layer counts from the end: ``squeeze()`` gives another rank for one row.
+    """
+    return -1 if isinstance(layer.op.module, nn.Linear) else 1
 
 
 def magnitudes(first: Layer, seen: Tensor, before: Tensor | None) -> Tensor:

@@ -149,7 +149,7 @@ class Example:
     def _line(self, sizes: Iterable[str]) -> str:
         """Return the line that makes a constant of one of the sizes, as an end of a sentence."""
         line = next((self.lines[size] for size in sizes if size in self.lines), "")
-        return f"; {line} makes a constant of the size" if line else ""
+        return f"; {line} fixes this size" if line else ""
 
     def _why_constant(self, name: str, expected: Any, value: Any, shapes: dict[str, Any]) -> str:
         before, structure = pytree.tree_flatten(expected)

@@ -97,8 +97,10 @@ def _capture(parts: Parts, module: nn.Module, name: str, call: Call) -> bool:
     module = without_hooks(module)  # they run around a graph, as around the module's own code
     try:
         exported, captured = _captured(module, call)
-        if not exported.takes(*call):  # its batch is one, which the code treats in its own way
+        if not exported.takes(*call):  # the code treats a batch of one, as it is here, differently
+            lines = exported.lines
             exported, captured = _captured(module, call, widen=False)
+            exported.lines = lines
     except CaptureError as error:
         parts.reasons[name] = str(error)
         return False

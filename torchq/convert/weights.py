@@ -39,7 +39,7 @@ _CHOOSE = ("index", "index_select")
 
 
 class ParameterWritten(RuntimeError):
-    """A model writes to its parameters when it is called; they are as they were."""
+    """A model writes to its parameters when it is called; raised before the first write."""
 
 
 def weights_of(

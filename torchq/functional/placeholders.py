@@ -53,7 +53,7 @@ def take(nbytes: int) -> None:
     left = _left.get() - max(nbytes, 0)  # a negative size must not give more
     if left < 0:
         raise ValueError(
-            "torchq.load: the file's specs must ask for the memory that its tensors take, got "
+            "torchq.load: the file's specs must ask for no more memory than its tensors allow, got "
             f"{-left} bytes too many. Was it written by torchq.save?"
         )
     _left.set(left)

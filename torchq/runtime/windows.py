@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of results. The ops check arguments; what they refuse may give any shape here."""
+"""Shapes of results, of arguments that the ops take; the ops check them."""
 
 from __future__ import annotations
 

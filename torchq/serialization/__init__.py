@@ -260,15 +260,17 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
         ValueError: a spec is not of torchq, or the specs ask for more memory than the file has.
     """
     modules: dict[str, nn.Module] = {}
+    made: dict[int, nn.Module] = {}  # of a spec: a module that has several names is one
     # Outer modules first: a quantized module may itself hold one.
     for key in sorted(state, key=lambda name: name.count(".")):
         name, _, last = f".{key}".rpartition(".")
         if last == "spec":
             name = name[1:]
-            tensors, spec = _inside(state, name), read_spec(state[key])
-            with replaced_placeholders():
-                module = build(spec)
-            take(_fill(module, tensors))
+            module = made.get(id(state[key]))
+            if module is None:
+                with replaced_placeholders():
+                    module = made[id(state[key])] = build(read_spec(state[key]))
+                take(_fill(module, _inside(state, name)))
             outer = next((n for n in modules if name.startswith(f"{n}." if n else n)), None)
             if outer is None:
                 modules[name] = module
