@@ -49,8 +49,8 @@ test-report: $(LIBRARY)  ## The HTML report in a headless browser (Debian: apt i
 # A copy of the tree, for a library that is built in another way.
 define copy_tree
 mkdir -p $(1)
-rm -rf $(1)/tests
-cp -ru setup.py pyproject.toml README.md csrc torchq tests benchmarks examples $(1)
+rm -rf $(addprefix $(1)/,csrc tests torchq)
+cp -rp setup.py pyproject.toml README.md csrc torchq tests benchmarks examples $(1)
 rm -f $(1)/torchq/*.so
 endef
 
