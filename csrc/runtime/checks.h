@@ -94,7 +94,7 @@ inline void check_cpu(const char* op, const char* arg, const at::Tensor& t) {
       t.device().is_cpu() && t.layout() == at::kStrided, "torchq.", op, ": ", arg,
       " must be a dense CPU tensor, got a ", t.layout(), " tensor on ", t.device(),
       ". Move it with .cpu(), or fill it with .to_dense(); torchq runs on CPUs only.");
-  // torch resolves these in arguments of all kinds but Tensor[]?.
+  // torch resolves these before an op runs, except in lists that may be None.
   TORCH_CHECK_VALUE(!t._is_zerotensor() && !t.is_neg(), "torchq.", op, ": ", arg,
                     " must hold its values, got a tensor that torch computes when it is read ",
                     "(zero tensor or negated view). Copy it with .clone().");

@@ -88,9 +88,10 @@ def test_copies_take_their_source_with_them() -> None:
     src = torch.randn(2, 3, 12, 12)
     model = torchq.quantize(network(), [src], src)
 
-    def kept() -> tuple[int, int]:
+    def kept() -> int:
         gc.collect()
-        return len(linecache.cache), len(_loader.eval_cache)
+        graphs = [file for file in linecache.cache if file.startswith("<")]  # others are files
+        return len(graphs) + len(_loader.eval_cache)
 
     before = kept()
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -98,4 +99,4 @@ def test_copies_take_their_source_with_them() -> None:
     for copied in copies:
         assert "_torchq_site_0(" in inspect.getsource(graph_of(copied)._direct)
     del copies, copied
-    assert kept() == before
+    assert kept() <= before  # less where another test's models went

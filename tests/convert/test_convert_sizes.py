@@ -94,7 +94,7 @@ def counted(m: Any, x: Tensor) -> Tensor:
     return m.b(m.a(x).relu()).reshape(n, -1)
 
 
-def test_the_warning_tells_the_line_that_makes_a_size_a_constant() -> None:
+def test_the_warning_tells_the_line_that_fixes_a_size() -> None:
     model = wired(counted)
     converted = torchq.quantize(model, [values(50, 5, 8)])
     line = rf"; {Path(__file__).name}:\d+ \(n = len\(x\)\) fixes this size"

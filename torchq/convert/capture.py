@@ -66,7 +66,7 @@ class Exported:
         args, kwargs: of the example, perhaps with a larger batch.
         arguments: the tensors that the graph takes.
         guards: conditions on ``s0[0]`` and the like: sizes of the tensors.
-        lines: such a size -> the line of the module's code that makes a constant of it.
+        lines: such a size -> the line of the module's code that fixes it.
     """
 
     program: ExportedProgram
@@ -301,7 +301,7 @@ def _arguments(program: ExportedProgram, positions: list[int], leaves: list[Any]
 
 
 def _lines(program: ExportedProgram) -> dict[str, str]:
-    """Return the lines of code outside torch that make constants of sizes, as ``len(x)`` does."""
+    """Return the lines of code outside torch that fix sizes, as ``len(x)`` does."""
     values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
     env: Any = next((v.fake_mode.shape_env for v in values if isinstance(v, FakeTensor)), None)
     found: dict[str, str] = {}

@@ -104,7 +104,7 @@ def _function(source: str, names: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _with_source(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function; its source goes with it, which Python and torch.fx would keep forever.
+    """Return the function, and drop its source with it: Python and torch.fx keep sources for good.
 
     A service that loads models again and again lost 20 KB a model.
     """

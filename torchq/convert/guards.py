@@ -32,7 +32,7 @@ class Example:
         values: parameter of ``forward`` -> what the example gave; tensors are Arguments.
         structure: spec of results that are more than tuples, lists and dicts; None of others.
         limits: more such conditions, of calls that are not traced: ops raise beyond them.
-        lines: size, as ``s0[0]`` -> the line of the module's code that makes a constant of it.
+        lines: size, as ``s0[0]`` -> the line of the module's code that fixes it.
     """
 
     cls: type[nn.Module]
@@ -147,7 +147,7 @@ class Example:
         return ""
 
     def _line(self, sizes: Iterable[str]) -> str:
-        """Return the line that makes a constant of one of the sizes, as an end of a sentence."""
+        """Return the line that fixes one of the sizes, as an end of a sentence."""
         line = next((self.lines[size] for size in sizes if size in self.lines), "")
         return f"; {line} fixes this size" if line else ""
 

@@ -119,7 +119,7 @@ def empty_packed(
     ``pack_conv_transpose`` takes.
     """
     with replaced_placeholders():
-        take(math.prod(max(size, 1) for size in weight_shape))  # sums take memory on meta, too
+        take(math.prod(max(size, 1) for size in weight_shape))  # before packing allocates as much
     packed = _form(tuple(weight_shape), dtype, groups, tuple(stride), tuple(dilation))
     weight, compensation, pair_bound = (
         placeholder(*part.shape, dtype=part.dtype, value=0) for part in packed.tensors().values()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of results, of arguments that the ops take; the ops check them."""
+"""Shapes of results. The ops check the arguments."""
 
 from __future__ import annotations
 
