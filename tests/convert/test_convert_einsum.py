@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchq.convert.aten import plain_graph
-from torchq.convert.capture import export
+from torchq.capture.aten import plain_graph
+from torchq.capture.exported import export
 
 PRODUCTS = {
     "bhid,bhjd->bhij": ((2, 3, 4, 5), (2, 3, 6, 5)),

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchq.capture.guards import Example
+from torchq.capture.one_call import without_observers
 from torchq.convert.checks import add_checks
 from torchq.convert.coarse import follow_row_rule
 from torchq.convert.dispatch import Dispatch, attach, dispatches, share_weight, share_weights
 from torchq.convert.fuse import Layer
 from torchq.convert.graph_code import as_module
-from torchq.convert.guards import Example
 from torchq.convert.limits import limits
 from torchq.convert.lower import Lowering
-from torchq.convert.one_call import without_observers
 from torchq.convert.parts import Part, Parts, find_parts
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared, source_samples

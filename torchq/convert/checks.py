@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchq.capture.guards import Example
 from torchq.convert.graph_module import CHECK
-from torchq.convert.guards import Example
 from torchq.convert.rows import joined
 
 

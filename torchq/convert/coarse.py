@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
+from torchq.capture.module_kinds import RECURRENT
 from torchq.convert.fuse import Layer
-from torchq.convert.module_kinds import RECURRENT
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared
 from torchq.convert.report import report_rows

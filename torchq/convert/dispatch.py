@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from torchq.attributes.arguments import as_float32
-from torchq.convert.guards import Example
+from torchq.capture.guards import Example
 from torchq.convert.swap.weights import without_capturing_hooks
 from torchq.nn.attached import WATCHING, Attachment, attachment_of, graphs_of
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, fx, nn
 
+from torchq.capture.graph import aten_name
+from torchq.capture.ops import Role, shape_of
 from torchq.convert.fuse import Layer
-from torchq.convert.graph import aten_name
-from torchq.convert.ops import Role, shape_of
 from torchq.quantization.qparams import QParams
 from torchq.quantization.recipes.equalization import (
     Between,

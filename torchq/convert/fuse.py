@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert.module_kinds import MATMUL
-from torchq.convert.ops import Op, Role, clip_bounds, have_one_size, only_reader
+from torchq.capture.module_kinds import MATMUL
+from torchq.capture.ops import Op, Role, clip_bounds, have_one_size, only_reader
 from torchq.nn.batch_norm import TRANSPOSED, Affine, combined, fold_affines
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.float_modules import Add, Attention, Cat, Mul

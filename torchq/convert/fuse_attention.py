@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchq.convert.ops import NOT_FINITE, Mask, Op, Role, is_float, is_size
+from torchq.capture.ops import NOT_FINITE, Mask, Op, Role, is_float, is_size
 from torchq.nn.float_modules import Add, Attention, AttentionOptions, MatMul
 
 _CASTS = ("to", "type_as")

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from torchq.attributes.options import EltwiseAlg
 from torchq.attributes.post_ops import PostOps
-from torchq.convert.ops import Op, Role, append_clip, clip_bounds, have_one_size, only_reader
+from torchq.capture.ops import Op, Role, append_clip, clip_bounds, have_one_size, only_reader
 from torchq.nn.float_modules import Add, Attention
 
 _FUNCTIONS: dict[type, tuple[EltwiseAlg, float]] = {

@@ -75,11 +75,6 @@ def by_name(name: str) -> Callable[..., Any]:
     return BY_NAME[name]
 
 
-def is_reserved(name: str) -> bool:
-    """Return whether a qualified name begins with an attribute of every GraphModule."""
-    return hasattr(fx.GraphModule, name.partition(".")[0])
-
-
 @dataclass(frozen=True)
 class _Ref:
     """The result of another node, or a function of torch."""

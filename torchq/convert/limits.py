@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from torchq.convert.module_kinds import AVERAGES
-from torchq.convert.ops import Op, Role, shape_of
+from torchq.capture.module_kinds import AVERAGES
+from torchq.capture.ops import Op, Role, shape_of
 from torchq.functional.folding import MAX_SHIFTED_REDUCTION
 from torchq.nn.float_modules import Attention
 

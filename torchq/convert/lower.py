@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from torchq.capture.graph import is_reserved
+from torchq.capture.ops import Op, Role, is_resampling, reads_strides
 from torchq.convert.fuse import Layer
-from torchq.convert.graph_data import is_reserved
 from torchq.convert.graph_module import QuantizedGraph
-from torchq.convert.ops import Op, Role, is_resampling, reads_strides
 from torchq.convert.outliers import Outliers
 from torchq.convert.prepared import Prepared, shared_qparams
 from torchq.convert.quantized_layers import lookup, quantized

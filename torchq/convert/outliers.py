@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from torchq.capture.ops import Role
 from torchq.convert.fuse import Layer
-from torchq.convert.ops import Role
 from torchq.quantization.observers import PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams, choose_qparams
 from torchq.quantization.recipes.smoothing import large_channels, static_smoothing

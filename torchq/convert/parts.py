@@ -14,12 +14,12 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 
-from torchq.convert.aten import plain_graph
-from torchq.convert.capture import CaptureError, Exported, export, holds, shapes_of
-from torchq.convert.graph import Captured, remove_unused
-from torchq.convert.module_kinds import MATMUL, RECURRENT
-from torchq.convert.ops import Role
-from torchq.convert.patterns import row_of
+from torchq.capture.aten import plain_graph
+from torchq.capture.exported import CaptureError, Exported, export, holds, shapes_of
+from torchq.capture.graph import Captured, remove_unused
+from torchq.capture.module_kinds import MATMUL, RECURRENT
+from torchq.capture.ops import Role
+from torchq.capture.patterns import row_of
 from torchq.convert.swap.calls import copied, results_of
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.nn.inputs import are_close

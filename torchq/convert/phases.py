@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from torchq.capture.graph import aten_name
+from torchq.capture.ops import Op, Role
 from torchq.convert.fuse import HARD, Layer
-from torchq.convert.graph import aten_name
-from torchq.convert.ops import Op, Role
 from torchq.quantization.recipes.phases import ANGLES, why_coarse
 
 if TYPE_CHECKING:

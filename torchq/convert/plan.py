@@ -18,12 +18,12 @@ from types import MappingProxyType
 
 from torch import Tensor, fx, nn
 
+from torchq.capture.graph import Captured
+from torchq.capture.module_kinds import NO_DYNAMIC_FORM, RECURRENT, why_float
+from torchq.capture.ops import Op, Role, clip_bounds
 from torchq.convert.fuse import HARD, Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
 from torchq.convert.fuse_dynamic import make_dynamic
-from torchq.convert.graph import Captured
-from torchq.convert.module_kinds import NO_DYNAMIC_FORM, RECURRENT, why_float
-from torchq.convert.ops import Op, Role, clip_bounds
 from torchq.convert.phases import coarse_phases
 from torchq.convert.recognize import recognize
 from torchq.nn.fake_quantize import FakeQuantize

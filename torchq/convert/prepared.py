@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from torchq.capture.graph import Captured
+from torchq.capture.module_kinds import MATMUL
+from torchq.capture.ops import Role
 from torchq.convert.equalize import between, channel_axis, magnitudes, pairs
 from torchq.convert.fuse import Layer
-from torchq.convert.graph import Captured
 from torchq.convert.graph_data import graph_of, plain_nodes
-from torchq.convert.module_kinds import MATMUL
-from torchq.convert.ops import Role
 from torchq.convert.outliers import observed_nodes
 from torchq.convert.plan import Plan
 from torchq.convert.rows import Row

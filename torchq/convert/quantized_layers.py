@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from torchq.attributes.post_ops import PostOps
+from torchq.capture.ops import Role, append_clip
 from torchq.convert.fuse import Layer
-from torchq.convert.ops import Role, append_clip
 from torchq.nn.attention import QAttention
 from torchq.nn.batch_norm import combined
 from torchq.nn.binary import QAdd, QCat, QMul

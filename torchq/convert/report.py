@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+from torchq.capture.graph import parameters_of
+from torchq.capture.module_kinds import MATMUL, RECURRENT
+from torchq.capture.ops import Op, Role
+from torchq.capture.patterns import GETITEM, row_of
 from torchq.convert.fuse import Layer
-from torchq.convert.graph import parameters_of
-from torchq.convert.module_kinds import MATMUL, RECURRENT
-from torchq.convert.ops import Op, Role
-from torchq.convert.patterns import GETITEM, row_of
 from torchq.convert.plan import Plan
 from torchq.convert.rows import READ, Row
 

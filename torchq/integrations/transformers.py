@@ -20,7 +20,7 @@ from torchq.attributes.options import (
     GroupSize,
     WeightBits,
 )
-from torchq.convert.module_kinds import MAX_REDUCTION, TOO_LONG
+from torchq.capture.module_kinds import MAX_REDUCTION, TOO_LONG
 from torchq.convert.rows import Row
 from torchq.convert.swap.checks import check_finite
 from torchq.convert.swap.leaves import equivalent_layer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.post_ops import PostOps
-from torchq.convert.module_kinds import MATMUL, RECURRENT
+from torchq.capture.module_kinds import MATMUL, RECURRENT
 from torchq.convert.rows import Row
 from torchq.functional.int4 import pack_linear_int4
 from torchq.functional.packing import pack_linear

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from torchq.attributes.post_ops import PostOps
+from torchq.capture.module_kinds import RECURRENT
 from torchq.convert.dispatch import share_weights
-from torchq.convert.module_kinds import RECURRENT
 from torchq.convert.rows import Row, Weight, check_strict
 from torchq.convert.swap.checks import check_mode
 from torchq.convert.swap.leaves import equivalent_layer

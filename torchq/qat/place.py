@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
+from torchq.capture.module_kinds import BATCH_NORM, MATMUL
+from torchq.capture.ops import Role
 from torchq.convert.api import prepare
 from torchq.convert.dispatch import dispatches
-from torchq.convert.module_kinds import BATCH_NORM, MATMUL
-from torchq.convert.ops import Role
 from torchq.convert.prepared import Prepared
 from torchq.convert.swap.calls import copied
 from torchq.convert.swap.observed import ObservedLeaf

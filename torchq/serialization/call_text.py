@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchq.convert.capture import Argument
+from torchq.capture.exported import Argument
+from torchq.capture.guards import Example
 from torchq.convert.dispatch import Dispatch, attach
-from torchq.convert.guards import Example
 from torchq.nn.module import text_bytes
 
 CALL_KEY = "torchq_call"

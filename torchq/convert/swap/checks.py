@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchq.attributes.arguments import FLOATS
+from torchq.capture.module_kinds import MATMUL, RECURRENT
 from torchq.convert.graph_code import is_exported
-from torchq.convert.module_kinds import MATMUL, RECURRENT
 from torchq.convert.self_contained import SELF_CONTAINED
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert.module_kinds import inherits, is_patched
+from torchq.capture.module_kinds import inherits, is_patched
 from torchq.nn.inputs import are_close
 from torchq.nn.leaf import constants_of
 from torchq.nn.model_state import twin

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from torchq.convert.module_kinds import (
+from torchq.capture.module_kinds import (
     MATMUL,
     MAX_REDUCTION,
     NO_DYNAMIC_FORM,

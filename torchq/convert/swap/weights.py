@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from torchq.convert.module_kinds import MATMUL, RECURRENT, is_patched
+from torchq.capture.module_kinds import MATMUL, RECURRENT, is_patched
 from torchq.nn.fake_scales import is_fake
 from torchq.nn.inputs import working_copy
 from torchq.nn.multihead import SplitMultiheadAttention

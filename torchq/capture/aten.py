@@ -19,13 +19,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchq.convert.capture import PREFIX, CaptureError, Exported, functional
-from torchq.convert.einsum import as_product
-from torchq.convert.graph import Captured, Meta, aten_name, parameters_of, remove_unused
-from torchq.convert.graph_data import is_reserved
-from torchq.convert.module_kinds import MATMUL
-from torchq.convert.patterns import row_of
-from torchq.convert.rewrites import as_torch_call, base_name
+from torchq.capture.einsum import as_product
+from torchq.capture.exported import PREFIX, CaptureError, Exported, functional
+from torchq.capture.graph import (
+    Captured,
+    Meta,
+    aten_name,
+    is_reserved,
+    parameters_of,
+    remove_unused,
+)
+from torchq.capture.module_kinds import MATMUL
+from torchq.capture.patterns import row_of
+from torchq.capture.rewrites import as_torch_call, base_name
 from torchq.quantization.recipes.phases import largest_phase
 
 _ATEN = torch.ops.aten

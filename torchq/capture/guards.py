@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchq.convert.capture import Argument, Exported, holds
+from torchq.capture.exported import Argument, Exported, holds
 
 _SIZE = re.compile(r"\bs(\d+)\[(\d+)\]")
 _EQUAL = re.compile(r"s(\d+)\[(\d+)\] == s(\d+)\[(\d+)\]")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchq.convert.ops import NOT_FINITE, Arguments, Made, Pointwise, Role, shape_of
+from torchq.capture.ops import NOT_FINITE, Arguments, Made, Pointwise, Role, shape_of
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.fake_scales import why_not_fixed
 from torchq.nn.float_modules import Cat

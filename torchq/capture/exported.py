@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from torchq.convert.one_call import FakeFunctions, as_fake_calls, as_one_call
+from torchq.capture.one_call import FakeFunctions, as_fake_calls, as_one_call
 from torchq.nn.model_state import changed, state_of, twin
 
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.attributes.arguments import as_float32
-from torchq.convert import makers, matmuls
-from torchq.convert.graph import aten_name
-from torchq.convert.makers import unary
-from torchq.convert.ops import Arguments, Made, Pointwise, Role, shape_of
+from torchq.capture import makers, matmuls
+from torchq.capture.graph import aten_name
+from torchq.capture.makers import unary
+from torchq.capture.ops import Arguments, Made, Pointwise, Role, shape_of
 from torchq.nn.float_modules import Add, Mul
 
 Maker = Callable[[Arguments], Made | str]

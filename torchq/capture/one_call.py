@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from torchq.convert.module_kinds import is_foreign
+from torchq.capture.module_kinds import is_foreign
 from torchq.nn.fake_scales import is_fake, is_watcher
 
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)

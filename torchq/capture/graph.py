@@ -66,6 +66,11 @@ def parameters_of(node: fx.Node) -> frozenset[str]:
     return frozenset().union(*(n.meta.get("parameters", ()) for n in node.all_input_nodes))
 
 
+def is_reserved(name: str) -> bool:
+    """Return whether a qualified name begins with an attribute of every GraphModule."""
+    return hasattr(fx.GraphModule, name.partition(".")[0])
+
+
 def remove_unused(graph: fx.Graph) -> None:
     """Erase nodes that nobody reads."""
     for node in reversed(list(graph.nodes)):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.attributes.arguments import FLOATS
-from torchq.convert.module_kinds import MAX_REDUCTION, TOO_LONG
-from torchq.convert.ops import Arguments, Made, Role, is_size, shape_of
+from torchq.capture.module_kinds import MAX_REDUCTION, TOO_LONG
+from torchq.capture.ops import Arguments, Made, Role, is_size, shape_of
 from torchq.nn.batch_norm import TRANSPOSED, reduction
 from torchq.nn.fake_scales import weight_scale
 from torchq.nn.float_modules import Attention, AttentionOptions, MatMul
