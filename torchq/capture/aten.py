@@ -267,7 +267,6 @@ class _Plain:
         srcs, name, kind = args[0], args[1], args[2]
         states = [tuple(srcs[1:])] if "LSTM" in kind and srcs[1:] else srcs[1:]
         made = self._module(node, name, (srcs[0], *states))
-
         part = functools.partial(self._item, node)
         if kind == "LSTM":
             state = part(made, 1)
@@ -375,10 +374,7 @@ def _full_name(target: Any) -> str | None:
 
 
 def _is_random(target: Any) -> bool:
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in target.tags
-    )
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _is_whole_slice(node: fx.Node, args: Any) -> bool:
