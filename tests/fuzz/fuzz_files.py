@@ -71,10 +71,12 @@ class Check:
         name, way, _ = case.split()
         kind = self.kinds[name]
         kind.change(random.Random(case), way)
+        self.note(f"dies: {kind.excuse()}")
+        self.note(f"{name.partition('-')[0]} {way}: {self.outcome(kind, way)}")
+
+    def note(self, line: str) -> None:
         with self.notes.open("a") as notes:
-            notes.write(f"dies: {kind.excuse()}\n")
-            notes.flush()
-            notes.write(f"{name.partition('-')[0]} {way}: {self.outcome(kind, way)}\n")
+            notes.write(f"{line}\n")
 
     def outcome(self, kind: Kind, way: str) -> str:
         before, size = peak(), kind.path.stat().st_size
@@ -88,6 +90,7 @@ class Check:
         return what if loaded is None else self.use(kind, loaded, way)
 
     def use(self, kind: Kind, loaded: object, way: str) -> str:
+        self.note("dies: ")  # no loader is at work
         why = kind.may_differ(way)
         results = []
         for tier in torchq.supported_isas():
@@ -153,8 +156,7 @@ def run(cases: list[str], check: Check) -> int:
             cases = batch[batch.index(failed) + 1 :] + cases
             last = check.notes.read_text().splitlines()[-1].removeprefix("dies: ")
             if failure.startswith("signal") and last:
-                with check.notes.open("a") as notes:
-                    notes.write(f"{failed.partition('-')[0]}: died, {last}\n")
+                check.note(f"{failed.partition('-')[0]}: died, {last}")
                 continue
             failures += 1
             print(failure, flush=True)
