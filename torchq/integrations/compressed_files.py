@@ -203,9 +203,11 @@ def _why_not(group: dict[str, Any], form: str) -> list[str]:
     """Return what of a group has no form here."""
     problems = []
     weights, sources = group.get("weights") or {}, group.get("input_activations")
-    bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
+    bits, kind = weights.get("num_bits"), weights.get("type", "int")
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
-    if (bits, kind) not in ((8, "int"), (4, "int")):
+    if bits is None:  # the format means 8, but its writers always name the number
+        problems.append("weights without num_bits")
+    elif (bits, kind) not in ((8, "int"), (4, "int")):
         groups = f" in groups of {weights['group_size']}" if strategy == "group" else ""
         problems.append(f"{bits}-bit {kind} weights{groups}")
     elif (bits, strategy) == (4, "group"):
