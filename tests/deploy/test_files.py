@@ -293,7 +293,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["load_state_dict", "assign", "pickle", "load"])
+@pytest.mark.parametrize("way", ["load_state_dict", "assign", "pickle", "load", "script"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_sums_and_bounds_must_follow_from_the_weights(name: str, way: str, tmp_path: Path) -> None:
     make, x, options = LAYERS[name]
@@ -307,8 +307,12 @@ def test_sums_and_bounds_must_follow_from_the_weights(name: str, way: str, tmp_p
         value = dict(qmodel.named_buffers())[key]
         value.view(-1)[-1] ^= 1 << 20
         try:
-            with pytest.raises(ValueError, match="must follow from its weight") as error:
-                if way == "pickle":
+            kinds = (ValueError, torch.jit.Error)
+            with pytest.raises(kinds, match="must follow from its weight") as error:
+                if way == "script":
+                    torch.jit.script(qmodel).save(path)
+                    torch.jit.load(path)
+                elif way == "pickle":
                     pickle.loads(pickle.dumps(qmodel))
                 elif way == "load":
                     torchq.save(qmodel, path)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchq.attributes.arguments import check_type
 from torchq.functional.placeholders import placeholder, replaced_placeholders, take
+from torchq.functional.proofs import derived
 
 
 class PackedWeight(NamedTuple):
@@ -231,23 +232,8 @@ def unproven(packed: PackedWeight) -> str:
     for name, tensor in given.items():
         if tensor.shape != wanted[name].shape or tensor.dtype != wanted[name].dtype:
             return name
-    if packed.groups == 1 and packed.weight.numel():
-        wanted = _follow(packed)
-    else:  # layouts of many kinds, and few weights
-        wanted = packed.repacked().tensors()
+    packing = derived(
+        packed.weight, list(packed.shape), packed.groups, list(packed.stride), list(packed.dilation)
+    )
+    wanted = dict(zip(given, packing, strict=True))
     return next((name for name in wanted if not torch.equal(given[name], wanted[name])), "")
-
-
-def _follow(packed: PackedWeight) -> dict[str, Tensor]:
-    """Return sums and bounds of ``[panels, taps, quads, 16, 4]``; ``weight`` if its padding errs.
-
-    One pass over the weight: packing anew takes a hundred times as long.
-    """
-    weight, outputs = packed.weight, packed.channels
-    panels, taps, quads = weight.shape[:3]
-    inputs = math.prod(packed.shape[1:]) // taps
-    used = inputs - 4 * (quads - 1), outputs - 16 * (panels - 1)
-    if bool(weight[:, :, -1, :, used[0] :].any()) or bool(weight[-1, :, :, used[1] :].any()):
-        return {"weight": torch.zeros_like(weight)}
-    sums, bounds = torch.ops.torchq._packed_sums(weight.contiguous())
-    return {"compensation": sums[:, :outputs], "pair_bound": bounds}

@@ -4,14 +4,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchq.functional.placeholders import limited_placeholders
+from torchq.nn.leaf import Leaf
 from torchq.nn.module import LAYOUT_VERSION, read_spec
 from torchq.serialization import quantized_modules
+from torchq.serialization.tensor_file import digest
+
+_DIGESTS = "torchq_digests"
+
+
+def digests_of(model: nn.Module) -> dict[str, str]:
+    """Return metadata of safetensors files: digests of the quantized layers, without names.
+
+    transformers renames layers while it saves and loads them.
+    """
+    leaves = (module for module in model.modules() if isinstance(module, Leaf))
+    return {_DIGESTS: " ".join(sorted({digest(leaf.state_dict()) for leaf in leaves}))}
 
 
 def read_leaves(files: Iterable[str] | None) -> dict[str, nn.Module]:
@@ -20,30 +34,47 @@ def read_leaves(files: Iterable[str] | None) -> dict[str, nn.Module]:
     The files say which layers are quantized, so nothing depends on how they were chosen.
 
     Args:
-        files: of safetensors; only the layers' specs are read.
+        files: of safetensors; digests in their metadata are checked.
 
     Raises:
-        ValueError: there are no such files, or they are incomplete or of another version.
+        ValueError: there are no such files, or they are damaged, incomplete or of another version.
     """
-    names: set[str] = set()
-    specs: dict[str, Tensor] = {}
-    for path in files or ():
-        with _opened(path) as file:
-            names.update(file.keys())
-            for key in file.keys():  # noqa: SIM118 - no mapping
-                if f".{key}".endswith(".spec"):
-                    specs[key] = file.get_tensor(key)
-    if not specs:
-        raise _refused(files, "no quantized layer in them")
-    for key, spec in specs.items():
-        if (version := read_spec(spec).get("version")) != LAYOUT_VERSION:
-            raise _refused(files, f"'{key}' of layout version {version}, not {LAYOUT_VERSION}")
-    with limited_placeholders(sum(map(os.path.getsize, files or ()))):
-        leaves = quantized_modules(specs)
-    wanted = {f"{name}.{key}" for name, leaf in leaves.items() for key in leaf.state_dict()}
-    if missing := sorted(wanted - names):
-        raise _refused(files, f"none of {missing[:5]}")
+    paths = list(files or ())
+    with ExitStack() as stack:
+        opened = [stack.enter_context(_opened(path)) for path in paths]
+        places = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 - no mapping
+        specs = {k: f.get_tensor(k) for k, f in places.items() if f".{k}".endswith(".spec")}
+        if not specs:
+            raise _refused(paths, "no quantized layer in them")
+        for key, spec in specs.items():
+            if (version := read_spec(spec).get("version")) != LAYOUT_VERSION:
+                raise _refused(paths, f"'{key}' of layout version {version}, not {LAYOUT_VERSION}")
+        with limited_placeholders(sum(map(os.path.getsize, paths))):
+            leaves = quantized_modules(specs)
+        states = {
+            name: {key: f"{name}.{key}" for key in leaf.state_dict()}
+            for name, leaf in leaves.items()
+        }
+        wanted = {key for state in states.values() for key in state.values()}
+        if missing := sorted(wanted - places.keys()):
+            raise _refused(paths, f"none of {missing[:5]}")
+        known = {d for f in opened for d in (f.metadata() or {}).get(_DIGESTS, "").split()}
+        for name, state in states.items():
+            found = {short: places[key].get_tensor(key) for short, key in state.items()}
+            if known and digest(found) not in known:  # files of earlier releases have none
+                raise _refused(paths, f"damaged tensors of '{name}'; their digest is another one")
     return leaves
+
+
+@contextmanager
+def refusing(files: Iterable[str] | None) -> Iterator[None]:
+    """Turn what changed files raise, which may be anything, into ValueErrors that name them."""
+    try:
+        yield
+    except Exception as error:
+        if str(error).startswith("torchq.TorchqConfig"):
+            raise
+        raise _refused(list(files or ()), f"{type(error).__name__}: {error}") from error
 
 
 def _opened(path: str) -> Any:
@@ -55,9 +86,9 @@ def _opened(path: str) -> Any:
         raise _refused([path], str(error)) from error
 
 
-def _refused(files: Iterable[str] | None, why: str) -> ValueError:
+def _refused(files: list[str], why: str) -> ValueError:
     return ValueError(
         "torchq.TorchqConfig: a folder whose config.json names torchq must hold the safetensors "
-        f"files that save_pretrained wrote, got {list(files or ())}: {why}. Load the float model "
+        f"files that save_pretrained wrote, got {files}: {why}. Load the float model "
         "with quantization_config=torchq.TorchqConfig(), and save it anew."
     )

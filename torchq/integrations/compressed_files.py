@@ -158,11 +158,14 @@ def _check_scheme(folder: Path, facts: dict[str, Any]) -> None:
         for key in ("kv_cache_scheme", "transform_config", "moe_sparsity_config")
         if scheme.get(key)
     ]
-    if (scheme.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    sparsity = scheme.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         problems.append("'sparsity_config' is set")
     for name, group in groups.items():
         if isinstance(group, list):
             problems += [] if name in _PRESETS else [f"'{name}' is another preset"]
+        elif not _has_form(group):
+            problems.append(f"'{name}' is no group of weights and input_activations")
         else:
             own = group.get("format") or scheme.get("format", "")
             problems += [f"'{name}' has {problem}" for problem in _why_not(group, own)]
@@ -172,6 +175,14 @@ def _check_scheme(folder: Path, facts: dict[str, Any]) -> None:
             "; ".join(problems),
             f"Compress the float model with a scheme of {', '.join(_PRESETS)}.",
         )
+
+
+def _has_form(group: Any) -> bool:
+    """Return whether a group of config_groups has the types that its format says."""
+    if not isinstance(group, dict):
+        return False
+    parts = group.get("weights"), group.get("input_activations")
+    return all(part is None or isinstance(part, dict) for part in parts)
 
 
 def _only_4_bits(scheme: dict[str, Any]) -> bool:
@@ -192,9 +203,11 @@ def _why_not(group: dict[str, Any], form: str) -> list[str]:
     """Return what of a group has no form here."""
     problems = []
     weights, sources = group.get("weights") or {}, group.get("input_activations")
-    bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
+    bits, kind = weights.get("num_bits"), weights.get("type", "int")
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
-    if (bits, kind) not in ((8, "int"), (4, "int")):
+    if bits is None:  # the format means 8, but its writers always name the number
+        problems.append("weights without num_bits")
+    elif (bits, kind) not in ((8, "int"), (4, "int")):
         groups = f" in groups of {weights['group_size']}" if strategy == "group" else ""
         problems.append(f"{bits}-bit {kind} weights{groups}")
     elif (bits, strategy) == (4, "group"):

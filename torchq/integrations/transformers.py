@@ -25,7 +25,7 @@ from torchq.convert.rows import Row
 from torchq.convert.swap.checks import check_finite
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.convert.swap.observed import ObservedLeaf
-from torchq.integrations.checkpoint import read_leaves
+from torchq.integrations.checkpoint import digests_of, read_leaves, refusing
 from torchq.nn.embedding import QEmbedding
 from torchq.nn.inputs import without_gradients
 from torchq.nn.leaf import Leaf, QuantizedLeaf, take_hooks, without_hooks
@@ -223,15 +223,19 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
         Earlier hooks do not know yet how names in the files and in the model correspond.
         """
         if self.pre_quantized:
-            state = model.state_dict()
-            renamings = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
-            for name, leaf in read_leaves(self._files).items():
-                key, _ = rename_source_key(
-                    f"{name}.weight", renamings, [], model.base_model_prefix, state
-                )
-                if key in state:  # else it belongs to a head that this class has not
-                    model.set_submodule(key.removesuffix(".weight"), initialized(leaf))
+            with refusing(self._files):
+                self._place_leaves(weight_conversions, model)
         return weight_conversions
+
+    def _place_leaves(self, weight_conversions: list[Any], model: Any) -> None:
+        state = model.state_dict()
+        renamings = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
+        for name, leaf in read_leaves(self._files).items():
+            key, _ = rename_source_key(
+                f"{name}.weight", renamings, [], model.base_model_prefix, state
+            )
+            if key in state:  # else it belongs to a head that this class has not
+                model.set_submodule(key.removesuffix(".weight"), initialized(leaf))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -239,11 +243,17 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
         for name, reason in list(self._reasons.items()):
             if not reason and not isinstance(model.get_submodule(name), Leaf):
                 self.make_leaf(model, name)  # its bias came late, or its weight is a new one
-        for module in model.modules():
-            if self.pre_quantized and isinstance(module, Leaf):
-                module.load_state_dict(module.state_dict())  # checks what transformers set
+        if self.pre_quantized:
+            with refusing(self._files):
+                for module in model.modules():
+                    if isinstance(module, Leaf):
+                        module.load_state_dict(module.state_dict())  # checks what transformers set
         vars(model)["torchq_report"] = _report(model, self._reasons)
         return without_gradients(model)
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
+        """Return that the state is the model's own, and digests for the files."""
+        return None, digests_of(model)
 
     def is_serializable(self) -> bool:
         """Return True: the state is plain tensors."""

@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from torchq.attributes.arguments import DTYPE_NAMES, as_float32, check_type
 from torchq.functional.packing import PackedWeight, unproven
+from torchq.nn.packed_proof import PackedProof
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
 
@@ -144,6 +145,14 @@ class QModule(nn.Module):
                     "must follow from its weight, got other values. The state was damaged or "
                     "changed by hand: load the original, or quantize the model again."
                 )
+
+    def __prepare_scriptable__(self) -> Self:
+        """Return what TorchScript compiles: the module, with parts that check its weights."""
+        scriptable = type(self).__new__(type(self))
+        packed = self._packed_weights().items()
+        proofs = {f"proof{suffix}": PackedProof.of(weight) for suffix, weight in packed}
+        scriptable.__dict__.update(self.__dict__, _modules={**self._modules, **proofs})
+        return scriptable
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """As usual; what was in memory needs no check, unlike what is unpickled."""

@@ -148,6 +148,13 @@ def _bytes(tensor: Tensor) -> memoryview:
     return plain.view(-1).view(torch.uint8).numpy().data
 
 
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the digest of tensors and their names, dtypes and shapes."""
+    names = sorted(tensors)
+    forms = {name: [str(tensors[name].dtype), list(tensors[name].shape)] for name in names}
+    return _digest(forms, [_bytes(tensors[name]) for name in names], _sums)
+
+
 _Read = Callable[[memoryview], bytes | memoryview]
 
 
