@@ -31,6 +31,21 @@ def base_name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
+def full_name(target: Any) -> str | None:
+    """Return the name of an ATen call as in its schema; None for Python's operators."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    return f"{target._schema.name}.{target._schema.overload_name}".rstrip(".")
+
+
+def is_random(target: Any) -> bool:
+    """Return whether an ATen call gives other values each time."""
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in target.tags
+    )
+
+
 def as_torch_call(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
     """Return kind, target and arguments of the node that makes an ATen call."""
     if not isinstance(target, torch._ops.OpOverload):
