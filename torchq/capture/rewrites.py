@@ -81,7 +81,12 @@ def as_torch_call(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, A
 
 
 def _function_of(name: str) -> Callable[..., Any] | None:
-    """Return the C++ function of torch that makes this ATen call: shorter than ``torch.ops``."""
+    """Return the C++ function of torch that makes this ATen call: shorter than ``torch.ops``.
+
+    Files name public functions and ``torch.ops`` alone.
+    """
+    if name.startswith("_"):
+        return None
     for namespace in (torch, torch._C._nn):
         function = getattr(namespace, name, None)
         if isinstance(function, BuiltinFunctionType):
