@@ -117,3 +117,24 @@ def test_expanded_sources() -> None:
     for given in (x[:1], torch.randn(3, 9, 8)):
         with torch.no_grad():
             assert sqnr(model(given), converted(given)) > 28
+
+
+class Cached(nn.Module):
+    """Attention whose keys are appended to a cache, which begins empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = torch.cat([torch.tensor([]), self.key(x)], dim=-2)
+        return (self.query(x) @ keys.transpose(-1, -2)).softmax(-1) @ keys
+
+
+def test_an_empty_tensor_in_front_is_left_out() -> None:
+    model, x = randomize(Cached()), torch.randn(2, 6, 16)
+    converted = torchq.quantize(model, [x], x)
+    assert not concatenations(converted)
+    for other in (x, torch.randn(3, 9, 16)):
+        assert sqnr(converted(other), model(other)) > 15
+    assert torchq.explain(converted).graphs[0].own_calls == 0

@@ -254,6 +254,21 @@ def test_complex_numbers_in_the_graph(tmp_path: Path) -> None:
     assert torch.equal(torchq.load(tmp_path / "m")(x), quantized(x))
 
 
+def test_functions_of_private_names(tmp_path: Path) -> None:
+    """The call of an antialiased interpolation is ``_upsample_bicubic2d_aa``."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.interpolate(m.a(x), (5, 5), mode="bicubic", antialias=True)
+        return m.b(x)
+
+    model = models.Wired(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 1)).eval()
+    x = torch.randn(2, 3, 10, 12)
+    quantized = torchq.quantize(model, [x], x)
+    torchq.save(quantized, tmp_path / "m")
+    assert torch.equal(torchq.load(tmp_path / "m")(x), quantized(x))
+    assert torch.equal(torch.jit.script(quantized)(x), quantized(x))
+
+
 class Gridded(nn.Module):
     """A grid from a list of ranges, as detectors make it, and an entry that a dict may lack."""
 

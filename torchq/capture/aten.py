@@ -31,7 +31,7 @@ from torchq.capture.graph import (
 )
 from torchq.capture.module_kinds import MATMUL
 from torchq.capture.patterns import row_of
-from torchq.capture.rewrites import as_torch_call, base_name
+from torchq.capture.rewrites import as_torch_call, base_name, full_name, is_random
 from torchq.quantization.recipes.phases import largest_phase
 
 _ATEN = torch.ops.aten
@@ -184,6 +184,8 @@ class _Plain:
         call = functional(target) if in_place else None
         args: Any = fx.node.map_aggregate(node.args, self._known)
         kwargs: Any = fx.node.map_aggregate(node.kwargs, self._known)
+        if name == "cat":
+            args = (self._without_empty(args[0]), *args[1:])
         if name in _REGIONS:
             at = next(i for i, arg in enumerate(args) if isinstance(arg, fx.GraphModule))
             self.env[node] = self._region(args[at].graph, args[at], None, iter(args[at + 1 :]))
@@ -191,6 +193,8 @@ class _Plain:
             return
         elif name in _PASSED or _is_whole_slice(node, args) or _does_nothing(node, args):
             self.env[node] = args[0]
+        elif name == "cat" and len(args[0]) == 1 and all(u.op != "output" for u in node.users):
+            self.env[node] = args[0][0]
         elif target is operator.getitem and isinstance(args[0], tuple | list):
             self.env[node] = args[0][args[1]]
         elif name == "recurrent":
@@ -231,12 +235,12 @@ class _Plain:
         op, target, args, kwargs = as_torch_call(call, args, kwargs)
         made = self.graph.create_node(op, target, tuple(args), dict(kwargs))
         sources = made.all_input_nodes
-        varying = any(n.meta["varying"] for n in sources) or _is_random(call)
+        varying = any(n.meta["varying"] for n in sources) or is_random(call)
         static = varying and all(n.meta["static"] or not n.meta["varying"] for n in sources)
         name = base_name(call)
         if target in ("size", "numel"):
             static = varying = True
-        made.meta["aten"] = _full_name(call)
+        made.meta["aten"] = full_name(call)
         self.values[made] = self._computed(made)
         if name == "as_strided" and not self._is_in_order(made.all_input_nodes[0]):
             raise CaptureError("its code reads the memory of a view by strides")
@@ -246,6 +250,12 @@ class _Plain:
         if (looks_up and not static) or (name in _REPEATED and not sources[0].meta["varying"]):
             positional = False  # values of a table, all of them where it is repeated
         return self._noted(made, node, varying=varying, static=static, positional=positional)
+
+    def _without_empty(self, parts: Any) -> Any:
+        """Leave out ``torch.tensor([])``, which a cache of keys begins with: cat ignores it."""
+        full = [p for p in parts if p.meta["varying"] or self.values[p].shape != (0,)]
+        alike = len({self.values[part].dtype for part in parts}) == 1
+        return full if full and alike else parts
 
     def _einsum(self, node: fx.Node, equation: str, operands: Any, path: Any = None) -> Any:
         """Write an einsum as the matrix product that it is; None where it is none."""
@@ -364,17 +374,6 @@ def _has(model: nn.Module, name: str) -> bool:
         return isinstance(operator.attrgetter(name)(model), Tensor)
     except AttributeError:
         return False
-
-
-def _full_name(target: Any) -> str | None:
-    """Return the name of an ATen call as in its schema; None for Python's operators."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    return f"{target._schema.name}.{target._schema.overload_name}".rstrip(".")
-
-
-def _is_random(target: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _is_whole_slice(node: fx.Node, args: Any) -> bool:

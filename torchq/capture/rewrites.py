@@ -31,6 +31,18 @@ def base_name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
+def full_name(target: Any) -> str | None:
+    """Return the name of an ATen call as in its schema; None for Python's operators."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    return f"{target._schema.name}.{target._schema.overload_name}".rstrip(".")
+
+
+def is_random(target: Any) -> bool:
+    """Return whether an ATen call gives other values each time."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
 def as_torch_call(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
     """Return kind, target and arguments of the node that makes an ATen call."""
     if not isinstance(target, torch._ops.OpOverload):
@@ -66,7 +78,12 @@ def as_torch_call(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, A
 
 
 def _function_of(name: str) -> Callable[..., Any] | None:
-    """Return the C++ function of torch that makes this ATen call: shorter than ``torch.ops``."""
+    """Return the C++ function of torch that makes this ATen call: shorter than ``torch.ops``.
+
+    Files name public functions and ``torch.ops`` alone.
+    """
+    if name.startswith("_"):
+        return None
     for namespace in (torch, torch._C._nn):
         function = getattr(namespace, name, None)
         if isinstance(function, BuiltinFunctionType):
