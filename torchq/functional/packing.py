@@ -74,13 +74,6 @@ class PackedWeight(NamedTuple):
             return self.shape
         return (self.groups, self.shape[0] // self.groups, *self.shape[1:])
 
-    def repacked(self) -> PackedWeight:
-        """Return the weight unpacked and packed again.
-
-        Sums and bounds, which prove kernels exact, and the padding follow from the weight alone.
-        """
-        return _pack(self.unpack(), self.groups, self.stride, self.dilation)
-
     def tensors(self, suffix: str = "") -> dict[str, Tensor]:
         """Return the tensors by name, each name followed by the suffix."""
         parts = {"weight": self.weight, "compensation": self.compensation}

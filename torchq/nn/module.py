@@ -149,8 +149,10 @@ class QModule(nn.Module):
     def __prepare_scriptable__(self) -> Self:
         """Return what TorchScript compiles: the module, with parts that check its weights."""
         scriptable = type(self).__new__(type(self))
-        packed = self._packed_weights().items()
-        proofs = {f"proof{suffix}": PackedProof.of(weight) for suffix, weight in packed}
+        proofs = {}
+        for suffix, w in self._packed_weights().items():
+            geometry = [list(w.shape), [w.groups], list(w.stride), list(w.dilation)]
+            proofs[f"proof{suffix}"] = PackedProof(geometry=geometry, **w.tensors())
         scriptable.__dict__.update(self.__dict__, _modules={**self._modules, **proofs})
         return scriptable
 
