@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import load, memory, ops, peak, rnn
+from benchmarks import load, memory, ops, peak, rnn, workers
 from benchmarks.accuracy import command as accuracy
 from benchmarks.encoders import command as embeddings
 from benchmarks.inference import command as models
@@ -26,6 +26,7 @@ COMMANDS = {
     ),
     "memory": (memory, "peak memory of quantizing and loading, beside torch.ao and torchao"),
     "load": (load, "a service's start: imports, load, first answers"),
+    "workers": (workers, "memory that one more worker takes, by how it was started"),
     "rnn": (rnn, "recurrent layers beside native oneDNN, torch.ao's dynamic ones and float"),
     "peak": (peak, "this machine's multiply-add rates, cache bandwidths and op-call floors"),
 }

@@ -60,6 +60,8 @@ class Kind:
 
     name = ""
     refusals: tuple[type[Exception], ...] = (ValueError,)
+    unsafe = ""
+    """Why a library itself may give other numbers in each call, after :meth:`change`."""
 
     def __init__(self, path: Path, make: Callable[[], nn.Module], x: Tensor, options: Any) -> None:
         self.path, self.model, self.x = path, _made(make), x

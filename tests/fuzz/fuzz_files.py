@@ -24,7 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from children import limit_memory, run_forked
 from file_kinds import MODELS, Calibration, Graphs, Kind, Weights
-from other_kinds import Compressed, Pretrained, Script, transformers
+from other_kinds import HAS_TRANSFORMERS, Compressed, Pretrained, Script
 
 import torchq
 
@@ -41,7 +41,7 @@ def kinds_in(folder: Path, chosen: list[str]) -> dict[str, Kind]:
             has_observers = not made[2]  # dynamic layers have none
             if kind.name in chosen and (has_observers or kind is not Calibration):
                 found[f"{kind.name}-{i}"] = kind(folder / f"{kind.name}-{i}", *made)
-    if transformers is None:
+    if not HAS_TRANSFORMERS:
         return found
     folders = [(Pretrained, {}), (Pretrained, {"weight_bits": 4, "embedding_bits": 8})]
     folders += [(Compressed, {"bits": 8}), (Compressed, {"bits": 4})]
@@ -49,8 +49,7 @@ def kinds_in(folder: Path, chosen: list[str]) -> dict[str, Kind]:
         if other.name in chosen:
             (folder / f"{other.name}-{i}").mkdir()
             ids = torch.tensor([[5, 7, 11, 42], [1, 80, 4, 9]])
-            cls = transformers.BertForSequenceClassification
-            found[f"{other.name}-{i}"] = other(folder / f"{other.name}-{i}", cls, ids, options)
+            found[f"{other.name}-{i}"] = other(folder / f"{other.name}-{i}", ids, options)
     return found
 
 
@@ -89,8 +88,8 @@ class Check:
         assert fits, f"{grown >> 20} MB more for a file of {size >> 10} kB"
         return what if loaded is None else self.use(kind, loaded, way)
 
-    def use(self, kind: Kind, loaded: object, way: str) -> str:
-        self.note("dies: ")  # no loader is at work
+    def use(self, kind: Kind, loaded: torch.nn.Module, way: str) -> str:
+        self.note(f"dies: {kind.unsafe}")  # no loader is at work
         why = kind.may_differ(way)
         results = []
         for tier in torchq.supported_isas():
@@ -101,7 +100,9 @@ class Check:
                     assert why and "INTERNAL ASSERT" not in str(error), error
                     return f"{why}, whose call raises"
         same = all(_equal(result, results[0]) for result in results)
-        assert same, "other numbers on other tiers"
+        assert same or kind.unsafe, "other numbers on other tiers"
+        if not same:
+            return kind.unsafe
         if _equal(results[0], kind.expected):
             return "the right numbers"
         assert why, "other numbers"

@@ -162,6 +162,8 @@ def test_several_files_in_bfloat16(tmp_path: Path) -> None:
 
 FOUR = {**WEIGHTS, "num_bits": 4, "strategy": "group", "group_size": 128}
 FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"weights": 7}, "'g' is no group of weights and input_activations"),
+    ({"weights": {"strategy": "channel"}}, "'g' has weights without num_bits"),
     ({"weights": FOUR, "format": "marlin-24"}, "'g' has the format marlin-24"),
     ({"weights": {**FOUR, "group_size": 48}}, "4-bit weights in groups of 48"),
     ({"weights": FOUR, "input_activations": FIXED}, "sources of 4-bit"),

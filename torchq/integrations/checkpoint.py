@@ -59,10 +59,14 @@ def read_leaves(files: Iterable[str] | None) -> dict[str, nn.Module]:
         if missing := sorted(wanted - places.keys()):
             raise _refused(paths, f"none of {missing[:5]}")
         known = {d for f in opened for d in (f.metadata() or {}).get(_DIGESTS, "").split()}
-        for name, state in states.items():
-            found = {short: places[key].get_tensor(key) for short, key in state.items()}
-            if known and digest(found) not in known:  # files of earlier releases have none
-                raise _refused(paths, f"damaged tensors of '{name}'; their digest is another one")
+        found = {
+            name: digest({short: places[key].get_tensor(key) for short, key in state.items()})
+            for name, state in (states if known else {}).items()  # earlier releases wrote none
+        }
+        if changed := [name for name, own in found.items() if own not in known]:
+            raise _refused(paths, f"other tensors of {changed[:5]} than were saved")
+        if known - {*found.values()}:
+            raise _refused(paths, "fewer quantized layers than were saved")
     return leaves
 
 

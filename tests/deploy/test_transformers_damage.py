@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged and forged folders that ``save_pretrained`` wrote with a ``TorchqConfig``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchq
+
+transformers = pytest.importorskip("transformers", minversion="5.24")
+safetensors = pytest.importorskip("safetensors.torch")
+
+IDS = torch.tensor([[5, 7, 11, 42, 90, 3]])
+KEY = "pooler.dense.layer"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = transformers.BertConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=64,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    made = torchq.TorchqConfig()
+    transformers.BertModel.from_pretrained(tmp_path, quantization_config=made).save_pretrained(
+        tmp_path
+    )
+    return tmp_path
+
+
+def load(folder: Path) -> Any:
+    return transformers.BertModel.from_pretrained(folder)
+
+
+def test_every_changed_bit_of_a_quantized_layer_is_found(folder: Path) -> None:
+    """Their digest is in the metadata of the file; loaders of transformers have none."""
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    for key in ("weight", "weight_scale", "bias", "spec"):
+        begin, end = header[f"{KEY}.{key}"]["data_offsets"]
+        for place in (begin, end - 1):
+            damaged = bytearray(content)
+            damaged[start + place] ^= 16 if key != "spec" else 1
+            path.write_bytes(damaged)
+            with pytest.raises(ValueError, match=r"torchq.TorchqConfig: .*model.safetensors"):
+                load(folder)
+    path.write_bytes(content.replace(f"{KEY}.spec".encode(), f"{KEY}.spac".encode()))
+    with pytest.raises(ValueError, match=r"torchq.TorchqConfig: .*model.safetensors"):
+        load(folder)
+    path.write_bytes(content)
+    assert load(folder)(IDS).last_hidden_state.isfinite().all()
+
+
+def test_folders_of_earlier_releases_load(folder: Path) -> None:
+    """They have no digest."""
+    path = folder / "model.safetensors"
+    expected = load(folder)(IDS).last_hidden_state
+    safetensors.save_file(safetensors.load_file(path), path, metadata={"format": "pt"})
+    assert torch.equal(load(folder)(IDS).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"src_range":', '"src_ranges":'),
+        ('"weight":[32,32]', '"weight":[32]'),
+        ('"weight":[32,32]', '"weight":[32,-32]'),
+        ('"weight":[32,32]', '"weight":7'),
+        ('"class":"DynamicQLinear"', '"class":"QLinear"'),
+    ],
+)
+def test_forged_specs_raise_one_error(old: str, new: str, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    state = safetensors.load_file(path)
+    text = bytes(state[f"{KEY}.spec"].tolist()).decode()
+    assert old in text
+    changed = list(text.replace(old, new).encode())
+    state[f"{KEY}.spec"] = torch.tensor(changed, dtype=torch.uint8)
+    safetensors.save_file(state, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"torchq.TorchqConfig: .*model.safetensors.*save it anew"):
+        load(folder)
