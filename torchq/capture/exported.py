@@ -67,6 +67,7 @@ class Exported:
         arguments: the tensors that the graph takes.
         guards: conditions on ``s0[0]`` and the like: sizes of the tensors.
         lines: such a size -> the line of the module's code that fixes it.
+        neutral: name of an option -> values of it that give the same results as the example.
     """
 
     program: ExportedProgram
@@ -75,12 +76,21 @@ class Exported:
     arguments: list[Argument]
     guards: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
+    neutral: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def tensors(self) -> list[Tensor]:
         """The example's tensors, in the order of the graph's inputs."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return [leaves[argument.index] for argument in self.arguments]
+
+    def call(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the example with other tensors."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        for argument, tensor in zip(self.arguments, tensors, strict=True):
+            leaves[argument.index] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return args, kwargs
 
     def takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether the graph takes tensors of these sizes."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
@@ -33,6 +34,7 @@ class Example:
         structure: spec of results that are more than tuples, lists and dicts; None of others.
         limits: more such conditions, of calls that are not traced: ops raise beyond them.
         lines: size, as ``s0[0]`` -> the line of the module's code that fixes it.
+        neutral: option -> values that give the same results as the example, such as None.
     """
 
     cls: type[nn.Module]
@@ -42,6 +44,7 @@ class Example:
     structure: Any
     limits: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
+    neutral: dict[str, list[Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: nn.Module, exported: Exported, limits: list[str]) -> Example:
@@ -55,7 +58,7 @@ class Example:
         values = dict(list(bound.arguments.items())[1:])
         result = exported.program.call_spec.out_spec
         structure = None if _is_plain(result) else result
-        more = exported.guards, values, structure, limits, exported.lines
+        more = exported.guards, values, structure, limits, exported.lines, exported.neutral
         return cls(type(module), exported.arguments, *more)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Example:
@@ -66,6 +69,16 @@ class Example:
     def signature(self) -> inspect.Signature:
         """That of the module's forward, with self."""
         return inspect.signature(self.cls.forward)
+
+    def options(self, name: str, value: Any) -> Any:
+        """Return keywords without neutral ones, if ``name`` is ``**kwargs``; else the value."""
+        parameter = self.signature.parameters[name]
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            return value
+        return {key: given for key, given in value.items() if not self._is_neutral(key, given)}
+
+    def _is_neutral(self, name: str, value: Any) -> bool:
+        return any(value is known for known in self.neutral.get(name, ()))
 
     def restore(self) -> Callable[[Any], Any]:
         """Return the function that gives results the structure that the module gives them."""
@@ -105,7 +118,10 @@ class Example:
         bound.apply_defaults()
         shapes: dict[str, Any] = {}
         for name, value in list(bound.arguments.items())[1:]:
-            if reason := self._why_other(name, self.values[name], value, shapes):
+            if self._is_neutral(name, value):
+                continue
+            expected = self.options(name, self.values[name])
+            if reason := self._why_other(name, expected, self.options(name, value), shapes):
                 return reason
         labels = self._labels()
         for guard in (*self.guards, *self.limits):
@@ -156,6 +172,8 @@ class Example:
         if not any(isinstance(leaf, Argument) for leaf in before):
             if _equal(value, expected):
                 return ""
+            if self.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+                name, value, expected = _first_other(value, expected)
             return f"its argument '{name}' is {_brief(value)}, not {_brief(expected)}"
         leaves, spec = pytree.tree_flatten(value)
         if spec != structure:
@@ -184,20 +202,25 @@ def _source(example: Example) -> tuple[str, dict[str, Any]]:
     names |= {"_flat": _flat, "_equal": _equal, "_is_tensor": _is_tensor}
     head, parts, others = _parameters(example, names), [], []
     given: dict[Argument, str] = {}
-    for name, expected in example.values.items():
+    for name, value in example.values.items():
+        expected = names[f"_expected_{name}"] = example.options(name, value)
         found = [leaf for leaf in pytree.tree_leaves(expected) if isinstance(leaf, Argument)]
-        names[f"_expected_{name}"] = expected
+        text = name
+        if example.neutral and f"**{name}" in head:
+            names[f"_options_{name}"] = functools.partial(example.options, name)
+            text = f"({name} and _options_{name}({name}))"
         if isinstance(expected, Argument):
             given[expected] = name
         elif found:
-            parts.append(f"(_f_{name} := _flat({name}, _expected_{name})) is not None")
+            parts.append(f"(_f_{name} := _flat({text}, _expected_{name})) is not None")
             given |= {argument: f"_f_{name}[{i}]" for i, argument in enumerate(found)}
         elif expected is None or isinstance(expected, bool):
-            others.append(f"{name} is {expected}")
+            values = dict.fromkeys([expected, *example.neutral.get(name, ())])
+            others.append(f"({' or '.join(f'{name} is {value}' for value in values)})")
         elif not expected and f"*{name}" in head:
-            others.append(f"not {name}")
+            others.append(f"not {text}")
         else:
-            others.append(f"_equal({name}, _expected_{name})")
+            others.append(f"_equal({text}, _expected_{name})")
     texts = [given[argument] for argument in example.arguments]
     conditions = [*others, *parts, *_on_tensors(example, texts, names)]
     return (
@@ -311,6 +334,12 @@ def _is_plain(spec: Any) -> bool:
     if spec.is_leaf():
         return True
     return spec.type in (tuple, list, dict) and all(map(_is_plain, spec.children()))
+
+
+def _first_other(given: dict[str, Any], expected: dict[str, Any]) -> tuple[str, Any, Any]:
+    """Return the first keyword of a call that is not as in the example, with both values."""
+    pairs = ((key, given.get(key), expected.get(key)) for key in (*given, *expected))
+    return next(pair for pair in pairs if not _equal(*pair[1:]))
 
 
 def _readable(guard: str, labels: list[str]) -> str:

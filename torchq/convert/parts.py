@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils import _pytree as pytree
 
 from torchq.capture.aten import plain_graph
 from torchq.capture.exported import CaptureError, Exported, export, holds, shapes_of
@@ -20,6 +19,7 @@ from torchq.capture.graph import Captured, remove_unused
 from torchq.capture.module_kinds import MATMUL, RECURRENT
 from torchq.capture.ops import Role
 from torchq.capture.patterns import row_of
+from torchq.convert.options import neutral_options
 from torchq.convert.swap.calls import copied, results_of
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.nn.inputs import are_close
@@ -154,7 +154,10 @@ def check(module: nn.Module, exported: Exported, captured: Captured) -> None:
     graph = fx.GraphModule(captured.model, captured.graph)
     if not _agree(module, graph, exported, exported.tensors):
         raise CaptureError("its graph computes something else than its code")
-    for guard, smaller in _ones(exported):
+    ones = list(_ones(exported))
+    calls = sorted((x for _, x in ones), key=lambda x: sum(t.numel() for t in x))
+    exported.neutral = neutral_options(module, exported, (*calls, exported.tensors))
+    for guard, smaller in ones:
         unmet = [g for g in exported.guards if not holds(g, shapes_of(smaller))]
         if any("!=" not in g for g in unmet):
             continue
@@ -191,10 +194,7 @@ def _agree(
     module: nn.Module, graph: nn.Module, exported: Exported, tensors: list[Tensor]
 ) -> bool | None:
     """Return whether graph and module give the same; None where the module itself fails."""
-    leaves, spec = pytree.tree_flatten((exported.args, exported.kwargs))
-    for argument, tensor in zip(exported.arguments, tensors, strict=True):
-        leaves[argument.index] = tensor
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    args, kwargs = exported.call(tensors)
     try:
         expected = results_of(twin(module), args, kwargs)
     except Exception:  # of the module's own code, which a call would raise as well

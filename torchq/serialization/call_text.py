@@ -39,6 +39,7 @@ def describe(dispatch: Dispatch) -> Tensor:
         "values": {name: _encode(value, example, name) for name, value in example.values.items()},
         "guards": example.guards,
         "limits": example.limits,
+        "neutral": example.neutral,
         "result": None if structure is None else pytree.treespec_dumps(structure),
         "strict": dispatch.strict,
     }
@@ -65,7 +66,8 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
                 "the library of the model first."
             ) from error
     conditions = fields["guards"], values, structure, fields["limits"]
-    example = Example(type(module), arguments, *conditions)
+    neutral = fields.get("neutral", {})  # files of earlier versions have none
+    example = Example(type(module), arguments, *conditions, neutral=neutral)
     attach(Dispatch(module, graph, example, name, fields["strict"]))
 
 

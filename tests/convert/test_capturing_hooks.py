@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks with which transformers collects hidden states do not keep calls from their graph."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from flows import calls, sqnr
+from torch import Tensor, nn
+
+import torchq
+
+COLLECTED: list[Tensor] = []
+
+
+def collect(module: nn.Module, args: Any, result: Tensor) -> None:
+    """Keep the result of a layer, as the hooks of transformers do."""
+    COLLECTED.append(result)
+
+
+collect.__module__ = "transformers.utils.output_capturing"
+
+
+class Encoder(nn.Module):
+    """Installs hooks in the first call that asks for hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.pool = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, hidden: bool = False) -> Any:
+        if hidden and not getattr(self, "_output_capturing_hooks_installed", False):
+            self.up.register_forward_hook(collect)
+            self._output_capturing_hooks_installed = True
+        COLLECTED.clear()
+        result = self.down(torch.relu(self.up(x)))
+        pooled = torch.tanh(self.pool(result))
+        return (result, pooled, *COLLECTED) if hidden else (result, pooled)
+
+
+class Net(nn.Module):
+    """Reads hidden states of an encoder, and not what it pools."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Encoder(), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.encoder(x, hidden=True)[2]
+        return self.head(torch.relu(hidden))
+
+
+def test_a_net_that_reads_hidden_states_runs_its_graph() -> None:
+    model, x = Net().eval(), torch.randn(4, 8)
+    converted = torchq.quantize(model, [x])
+    assert sqnr(model(x), converted(x)) > 25
+    assert calls(converted) == (1, 0)
+    pickle.loads(pickle.dumps(converted))
+
+
+def test_a_call_of_a_part_leaves_the_graph_of_the_whole() -> None:
+    model, x = Net().eval(), torch.randn(4, 8)
+    converted = torchq.quantize(model, [x])
+    assert len(converted.encoder(x, hidden=True)) == 3
+    converted(x)
+    assert calls(converted) == (1, 0)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds options of a call that leave its result as it is, such as ``return_dict=True``."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchq.capture.exported import Exported
+from torchq.convert.swap.calls import copied
+from torchq.nn.model_state import twin
+
+_OPTIONS = {"output_attentions": False, "output_hidden_states": False, "return_dict": True}
+"""Options of models of transformers. ``generate`` gives them to the encoder in each call."""
+
+
+def neutral_options(
+    module: nn.Module, exported: Exported, calls: Iterable[Sequence[Tensor]]
+) -> dict[str, list[Any]]:
+    """Return options, and values of them that change nothing in a captured call.
+
+    The module itself decides: it is called with the usual values of all, and with None for all.
+
+    Args:
+        module: the module that was captured.
+        exported: its example.
+        calls: tensors of calls that are like the example, smaller ones first. The first call that
+            the module takes is used.
+    """
+    parameters = inspect.signature(type(module).forward).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    usual = {
+        name: value
+        for name, value in _OPTIONS.items()
+        if (takes_all or name in parameters) and exported.kwargs.get(name) in (None, value)
+    }
+    if not usual:
+        return {}
+    for tensors in calls:
+        args, kwargs = exported.call(tensors)
+        with contextlib.suppress(Exception):  # of the module's own code
+            expected = _result(module, args, kwargs)
+            found: dict[str, list[Any]] = {}
+            for options in (usual, dict.fromkeys(usual)):
+                if _is_same(_result(module, args, kwargs | options), expected):
+                    for name, value in options.items():
+                        found.setdefault(name, []).append(value)
+            return found
+    return {}
+
+
+def _result(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    args, kwargs = copied(args, kwargs)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return pytree.tree_flatten(twin(module)(*args, **kwargs))
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Return whether flattened results have the same structure and the same values."""
+    (leaves, spec), (others, structure) = first, second
+    return bool(spec == structure) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in zip(leaves, others, strict=True)
+    )
