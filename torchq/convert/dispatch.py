@@ -89,30 +89,35 @@ class Dispatch(Attachment):
             if found is not None and clean and not self.module.training:
                 self.graph_calls += 1
                 if self.runs_both:
-                    own(self.module, *args, **kwargs)
+                    self._own(args, kwargs)
                 run = getattr(self.graph, "_direct", self.graph)  # without its own checks
                 return restore(run(*found))
             reason = "" if self._warned and not self.strict else self._why(found, args, kwargs)
             if self.strict:
                 raise RuntimeError(reason)
-            first = RemovableHandle.next_id
             try:
-                result = own(self.module, *args, **kwargs)
+                result = self._own(args, kwargs)
             except (TypeError, ValueError, RuntimeError) as error:
                 if told := self.example.why_array(args, kwargs):
                     raise TypeError(told) from error
                 if name := self._failed(error):
                     raise type(error)(f"{error} The module is '{name}'.") from error
                 raise
-            finally:
-                if RemovableHandle.next_id != first:
-                    without_capturing_hooks(self.module, first)
             self._count(reason)
             return result
 
         forward.__signature__ = signature  # type: ignore[attr-defined]
         forward.__doc__, forward.__name__ = own.__doc__, "forward"
         return MethodType(forward, self)
+
+    def _own(self, args: Any, kwargs: Any) -> Any:
+        """Run the module's own code; the hooks that transformers adds in it go again."""
+        first = RemovableHandle.next_id
+        try:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        finally:
+            if RemovableHandle.next_id != first:
+                without_capturing_hooks(self.module, first)
 
     def _failed(self, error: Exception) -> str:
         """Return the name of the quantized layer that an op's error comes from, or ""."""
