@@ -62,7 +62,7 @@ class Collects(nn.Module):
         super().__init__()
         self.first, self.body, self.other = nn.Linear(8, 8), layers(), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor, more: bool = False) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if not self.body._forward_hooks:
 
             def collect(*_: Any) -> None: ...
@@ -70,16 +70,16 @@ class Collects(nn.Module):
             collect.__module__ = "transformers.utils.output_capturing"
             self.body.register_forward_hook(collect)
         x = self.body(self.first(x))
-        return self.other(x) if more else x
+        self.other(x)
+        return x
 
 
 def test_hooks_that_calls_of_calibration_install_do_not_stay() -> None:
-    """``other`` is in no graph, so that calibration runs the own code as well."""
+    """Nothing reads what ``other`` gives: it is in no graph, and calibration runs own code too."""
     model, x = Collects().eval(), values(4, 8)
     converted = torchq.quantize(model, [x, x])
     near(model, converted, x)
     assert calls(converted) == (1, 0)
-    near(model, copy.deepcopy(converted), x, more=True)
     pickle.dumps(converted)
 
 
