@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,34 @@ def test_a_new_hook_on_an_inner_module_sends_calls_to_own_code(everywhere: bool)
     handle.remove()
     near(model, converted, x)
     assert calls(converted) == (2, 1)
+
+
+class Collects(nn.Module):
+    """Installs hooks in its first call, as transformers does where it returns hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body, self.other = nn.Linear(8, 8), layers(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.body._forward_hooks:
+
+            def collect(*_: Any) -> None: ...
+
+            collect.__module__ = "transformers.utils.output_capturing"
+            self.body.register_forward_hook(collect)
+        x = self.body(self.first(x))
+        self.other(x)
+        return x
+
+
+def test_hooks_that_calls_of_calibration_install_do_not_stay() -> None:
+    """Nothing reads what ``other`` gives: it is in no graph, and calibration runs own code too."""
+    model, x = Collects().eval(), values(4, 8)
+    converted = torchq.quantize(model, [x, x])
+    near(model, converted, x)
+    assert calls(converted) == (1, 0)
+    pickle.dumps(converted)
 
 
 def test_hooks_of_the_float_model_still_run() -> None:

@@ -77,6 +77,25 @@ def test_large_channels_no_longer_coarsen_the_others(norm, hidden, gain, monkeyp
     assert quality(model, qmodel) > max(quality(model, plain(model, monkeypatch)) + gain, 26)
 
 
+@pytest.mark.parametrize("behind", [nn.Identity(), nn.ReLU(), nn.LeakyReLU(0.2)])
+def test_another_layer_reads_the_sum(behind):
+    """The block's result is int8, which the sum of both groups of channels is not yet."""
+
+    class Read(Feed):
+        def forward(self, src):
+            return self.third(behind(super().forward(src)))
+
+    torch.manual_seed(0)
+    model = Read(nn.GELU())
+    model.third = nn.Linear(48, 8)
+    model.load_state_dict(feed(norm=False).state_dict(), strict=False)
+    qmodel = torchq.quantize(model.eval().requires_grad_(False), batches())
+    assert notes(qmodel) == (False, True)
+    src = batches(1, seed=9)[0]
+    assert torchq.sqnr(model(src), qmodel(src)) > 30
+    assert torchq.explain(qmodel).graphs[0].own_calls == 0
+
+
 def test_a_model_without_large_channels_stays_as_it_is(monkeypatch):
     model, src = feed(norm=False, hidden=False), batches(1)[0]
     qmodel = torchq.quantize(model, batches())

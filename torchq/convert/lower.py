@@ -297,7 +297,7 @@ class Lowering:
         inner.with_lookup(lookup(hidden.function, self.plan, qparams))
         src = self.int8_of(hidden.first.srcs[0])
         large = self.call(f"{hidden.first.op.name}_large", inner, src)
-        outer = quantized(hidden.second, self.plan, qparams)
+        outer = quantized(hidden.second, self.plan, qparams, emits_float=True)
         return self.call(f"{layer.op.name}_large", outer, large, residual)
 
     def _dynamic(self, op: Op) -> fx.Node:

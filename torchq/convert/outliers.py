@@ -212,7 +212,8 @@ class Outliers:
             above if factors is None else above * factors,
             None if bias is None else bias[channels],
         )
-        return Hidden(first, hidden.function, _of(layer, columns.weight[:, channels], None))
+        second = replace(layer, clip=None, slopes=None)  # both follow the whole sum
+        return Hidden(first, hidden.function, _of(second, columns.weight[:, channels], None))
 
     def _of_range(self, layer: Layer, low: Tensor, high: Tensor) -> QParams:
         """Return parameters for all of these ranges, as the layer's configuration has them."""

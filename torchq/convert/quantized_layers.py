@@ -27,15 +27,18 @@ if TYPE_CHECKING:
 QParamsOf = Callable[[fx.Node], QParams]
 
 
-def quantized(layer: Layer, plan: Plan, qparams: QParamsOf) -> QModule:
+def quantized(layer: Layer, plan: Plan, qparams: QParamsOf, emits_float: bool = False) -> QModule:
     """Return the module that computes the layer from int8 sources, and perhaps a float32 residual.
+
+    ``emits_float``: the result is float32, whatever the plan says.
 
     Raises:
         TypeError, ValueError, NotImplementedError: the module's own reasons.
     """
     if layer.role is Role.UNARY:
         return lookup(layer, plan, qparams)
-    dst, srcs = _dst(layer, plan, qparams), [qparams(src) for src in layer.srcs]
+    dst = None if emits_float else _dst(layer, plan, qparams)
+    srcs = [qparams(src) for src in layer.srcs]
     if layer.role is Role.MATMUL:
         return _matmul(layer, plan, qparams, dst)
     if layer.role is Role.MEAN:
