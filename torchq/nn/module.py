@@ -150,7 +150,7 @@ class QModule(nn.Module):
         """Return what TorchScript compiles: the module, with parts that check its weights."""
         scriptable = type(self).__new__(type(self))
         packed = self._packed_weights().items()
-        proofs = {f"proof{suffix}": PackedProof.of(weight) for suffix, weight in packed}
+        proofs = {f"proof{suffix}": _proof(weight) for suffix, weight in packed}
         scriptable.__dict__.update(self.__dict__, _modules={**self._modules, **proofs})
         return scriptable
 
@@ -293,6 +293,13 @@ class QModule(nn.Module):
         return quantize_boundary(
             src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
         )
+
+
+def _proof(packed: PackedWeight) -> PackedProof:
+    """Return what checks a packed weight when a script is loaded."""
+    shape, stride, dilation = packed.shape, packed.stride, packed.dilation
+    geometry = [list(shape), [packed.groups], list(stride), list(dilation)]
+    return PackedProof(packed.weight, packed.compensation, packed.pair_bound, geometry)
 
 
 def text_bytes(text: Tensor) -> bytes:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.functional.packing import PackedWeight
 from torchq.functional.proofs import derived
 
 
@@ -32,13 +31,6 @@ class PackedProof(nn.Module):
         super().__init__()
         self.weight, self.compensation, self.pair_bound = weight, compensation, pair_bound
         self.geometry = geometry
-
-    @staticmethod
-    def of(packed: PackedWeight) -> "PackedProof":
-        """Return the part for a packed weight."""
-        shape, stride, dilation = packed.shape, packed.stride, packed.dilation
-        geometry = [list(shape), [packed.groups], list(stride), list(dilation)]
-        return PackedProof(packed.weight, packed.compensation, packed.pair_bound, geometry)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle without the two methods below, which are of TorchScript."""
