@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchq.attributes.arguments import as_float32
 from torchq.capture.guards import Example
-from torchq.convert.swap.weights import without_capturing_hooks
+from torchq.convert.swap.weights import is_capturing, is_collecting, without_capturing_hooks
 from torchq.nn.attached import WATCHING, Attachment, attachment_of, graphs_of
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.leaf import QuantizedLeaf
@@ -144,11 +144,14 @@ class Dispatch(Attachment):
         return restore(self.graph(*found))
 
     def _is_clean(self) -> bool:
-        """Return whether no submodule has hooks that are newer than the graph."""
-        if _hooks(self.module) - self._known:
+        """Return whether no submodule has hooks that are newer than the graph, and that act."""
+        if not (new := _hooks(self.module) - self._known):
+            self._seen = RemovableHandle.next_id
+            return True
+        if is_collecting():
             return False
-        self._seen = RemovableHandle.next_id
-        return True
+        hooks = (self.module.get_submodule(n)._forward_hooks.get(k) for n, k in new if n != "*")
+        return all(map(is_capturing, hooks)) and not any(name == "*" for name, _ in new)
 
     def _why(self, found: Any, args: Any, kwargs: Any) -> str:
         """Return why a call does not take the graph, and what would avoid that."""
