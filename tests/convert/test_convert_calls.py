@@ -163,6 +163,32 @@ def test_the_warning_names_guard_and_value(converted: nn.Module, name: str) -> N
         converted(*args, **kwargs)
 
 
+class Options(nn.Module):
+    """Takes options in a dict and by any name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, options: dict[str, Any], **more: Any) -> Tensor:
+        return self.fc(x) * options.get("scale", 1.0) * more.get("factor", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "why"),
+    [
+        ({"scale": 3.0}, {}, "'scale' of its argument 'options' is 3.0, not 2.0"),
+        ({}, {}, "'scale' of its argument 'options' is missing"),
+        ({"scale": 2.0}, {"factor": 2.0}, "its argument 'factor' is 2.0, which the example left"),
+    ],
+)
+def test_the_warning_names_the_entry_of_a_dict(options: Any, more: Any, why: str) -> None:
+    model, x = Options().eval(), values(4, 8)
+    converted = torchq.quantize(model, [(x, {"scale": 2.0})])
+    with pytest.warns(UserWarning, match=why):
+        near(model, converted, x, options, **more)
+
+
 @pytest.mark.parametrize("how", ["config", "argument"])
 def test_strict_calls_take_the_graph_or_raise(encoder: nn.Module, how: str) -> None:
     data = [tokens() for _ in range(2)]

@@ -172,14 +172,25 @@ class Example:
         if not any(isinstance(leaf, Argument) for leaf in before):
             if _equal(value, expected):
                 return ""
-            if self.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-                name, value, expected = _first_other(value, expected)
+            if type(value) is type(expected) is dict:
+                return self._why_entry(name, expected, value)
             return f"its argument '{name}' is {_brief(value)}, not {_brief(expected)}"
         leaves, spec = pytree.tree_flatten(value)
         if spec != structure:
             return f"its argument '{name}' holds other parts than the example's"
         pairs = zip(before, leaves, strict=True)
         return next((r for a, b in pairs if (r := self._why_other(name, a, b, shapes))), "")
+
+    def _why_entry(self, name: str, expected: dict[Any, Any], value: dict[Any, Any]) -> str:
+        """Return which entry of a dict, such as that of ``**kwargs``, is not the example's."""
+        keys = [k for k in value if k not in expected or not _equal(value[k], expected[k])]
+        key = (keys or [k for k in expected if k not in value])[0]
+        star = self.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        label = f"its argument '{key}'" if star else f"{key!r} of its argument '{name}'"
+        if key not in value:
+            return f"{label} is missing"
+        wanted = f"not {_brief(expected[key])}" if key in expected else "which the example left out"
+        return f"{label} is {_brief(value[key])}, {wanted}"
 
     def _labels(self) -> list[str]:
         """Return how the caller names each tensor: ``input_ids``, ``batch['x']``."""
@@ -334,12 +345,6 @@ def _is_plain(spec: Any) -> bool:
     if spec.is_leaf():
         return True
     return spec.type in (tuple, list, dict) and all(map(_is_plain, spec.children()))
-
-
-def _first_other(given: dict[str, Any], expected: dict[str, Any]) -> tuple[str, Any, Any]:
-    """Return the first keyword of a call that is not as in the example, with both values."""
-    pairs = ((key, given.get(key), expected.get(key)) for key in (*given, *expected))
-    return next(pair for pair in pairs if not _equal(*pair[1:]))
 
 
 def _readable(guard: str, labels: list[str]) -> str:

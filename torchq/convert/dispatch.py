@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchq.attributes.arguments import as_float32
 from torchq.capture.guards import Example
-from torchq.convert.swap.weights import without_capturing_hooks
+from torchq.convert.swap.weights import is_capturing, is_collecting, without_capturing_hooks
 from torchq.nn.attached import WATCHING, Attachment, attachment_of, graphs_of
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.leaf import QuantizedLeaf
@@ -54,7 +54,7 @@ class Dispatch(Attachment):
         self.module, self.graph, self.name, self.strict = module, graph, name, strict
         self.example = example
         self.graph_calls = self.own_calls = 0
-        self.runs_both = self._warned = False
+        self.runs_both = self._warned = self._captures = False
         self._seen = -1
         self._known = _hooks(module)
 
@@ -85,7 +85,10 @@ class Dispatch(Attachment):
                     found = choose(*_widened(args), **_widened(kwargs))
             except TypeError:  # own code takes the call otherwise, or says what is wrong with it
                 found = None
-            clean = RemovableHandle.next_id == self._seen or self._is_clean()
+            if RemovableHandle.next_id == self._seen:
+                clean = not (self._captures and is_collecting())
+            else:
+                clean = self._is_clean()
             if found is not None and clean and not self.module.training:
                 self.graph_calls += 1
                 if self.runs_both:
@@ -144,13 +147,13 @@ class Dispatch(Attachment):
         return restore(self.graph(*found))
 
     def _is_clean(self) -> bool:
-        """Return whether no submodule has hooks that are newer than the graph."""
-        if not self.name:  # calls of parts of the model leave some, too
-            without_capturing_hooks(self.module)
-        if _hooks(self.module) - self._known:
+        """Return whether no submodule has hooks that are newer than the graph, and that act."""
+        new = _hooks(self.module) - self._known
+        hooks = [self.module.get_submodule(n)._forward_hooks.get(k) for n, k in new if n != "*"]
+        if len(hooks) < len(new) or not all(map(is_capturing, hooks)):
             return False
-        self._seen = RemovableHandle.next_id
-        return True
+        self._seen, self._captures = RemovableHandle.next_id, bool(hooks)
+        return not (self._captures and is_collecting())
 
     def _why(self, found: Any, args: Any, kwargs: Any) -> str:
         """Return why a call does not take the graph, and what would avoid that."""

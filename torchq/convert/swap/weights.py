@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -77,9 +78,20 @@ def without_capturing_hooks(model: nn.Module, first: int = 0) -> None:
     """
     for module in model.modules():
         for key, hook in list(module._forward_hooks.items()):
-            if key >= first and getattr(hook, "__module__", "") == _CAPTURING:
+            if key >= first and is_capturing(hook):
                 del module._forward_hooks[key]
         vars(module).pop("_output_capturing_hooks_installed", None)
+
+
+def is_capturing(hook: Any) -> bool:
+    """Return whether transformers collects hidden states with a hook."""
+    return getattr(hook, "__module__", "") == _CAPTURING
+
+
+def is_collecting() -> bool:
+    """Return whether the call at work collects hidden states; True where that is not known."""
+    collector = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
+    return collector is None or bool(collector.get())
 
 
 def leave_fast_paths(model: nn.Module) -> None:
