@@ -12,7 +12,7 @@ import inspect
 import keyword
 import operator
 import re
-import sys
+from collections import Counter
 from typing import Any
 
 import torch
@@ -25,13 +25,21 @@ from torchq.capture.graph import (
     Captured,
     Meta,
     aten_name,
+    has_tensor,
     is_reserved,
     parameters_of,
     remove_unused,
 )
 from torchq.capture.module_kinds import MATMUL
 from torchq.capture.patterns import row_of
-from torchq.capture.rewrites import as_torch_call, base_name
+from torchq.capture.rewrites import (
+    as_torch_call,
+    base_name,
+    does_nothing,
+    full_name,
+    is_random,
+    is_whole_slice,
+)
 from torchq.quantization.recipes.phases import largest_phase
 
 _ATEN = torch.ops.aten
@@ -59,7 +67,9 @@ class _Plain:
         self.program, self.model, self.exported = exported.program, model, exported
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
-        self.values: dict[fx.Node, Any] = {}  # on the example
+        self.values: dict[fx.Node, Any] = {}  # on the example, until the last call that reads them
+        self.holders = Counter[fx.Node]()  # nodes of the program that have a value
+        self.texts: dict[Any, str] = {}  # of sizes: sympy takes long to print one
         self.held: dict[str, fx.Node] = {}
         self.modules = dict(model.named_modules())
         self.names = _argument_names(exported, model)
@@ -108,6 +118,7 @@ class _Plain:
     def _region(self, source: fx.Graph, module: nn.Module, tensors: Any, given: Any) -> Any:
         """Write the nodes of a graph, or of a region inside; return what it gives."""
         kinds = {s.arg.name: s for s in self.program.graph_signature.input_specs}
+        last = {read: node for node in source.nodes for read in node.all_input_nodes}
         for node in source.nodes:
             if node.op == "placeholder":
                 if given is not None:
@@ -124,7 +135,20 @@ class _Plain:
                 self._output(node)
             else:
                 self._call(node)
+            if given is None:
+                fx.map_arg(self.env.get(node), lambda made: self.holders.update([made]))
+                self._forget([read for read in node.all_input_nodes if last[read] is node])
         return None
+
+    def _forget(self, nodes: list[fx.Node]) -> None:
+        """Drop values that only these nodes of the program have."""
+        gone: list[fx.Node] = []
+        for node in nodes:
+            fx.map_arg(self.env.pop(node, None), gone.append)
+        self.holders.subtract(gone)
+        for made in gone:
+            if not self.holders[made] and made.meta["varying"]:
+                self.values.pop(made, None)
 
     def _input(self, node: fx.Node, value: Tensor) -> fx.Node:
         made = self.graph.placeholder(self.names.pop(0))
@@ -137,7 +161,7 @@ class _Plain:
         if target not in self.held:
             name = target.removeprefix(PREFIX)
             value = {**self.program.state_dict, **self.program.constants}[target]
-            own = target.startswith(PREFIX) and _has(self.model, name)
+            own = target.startswith(PREFIX) and has_tensor(self.model, name)
             if not own or is_reserved(name):
                 name = f"_torchq_constant_{len(self.held)}"
                 self.model.register_buffer(name, value)
@@ -189,7 +213,7 @@ class _Plain:
             self.env[node] = self._region(args[at].graph, args[at], None, iter(args[at + 1 :]))
         elif name in _DROPPED:
             return
-        elif name in _PASSED or _is_whole_slice(node, args) or _does_nothing(node, args):
+        elif name in _PASSED or is_whole_slice(node, args) or does_nothing(node, args):
             self.env[node] = args[0]
         elif target is operator.getitem and isinstance(args[0], tuple | list):
             self.env[node] = args[0][args[1]]
@@ -231,12 +255,12 @@ class _Plain:
         op, target, args, kwargs = as_torch_call(call, args, kwargs)
         made = self.graph.create_node(op, target, tuple(args), dict(kwargs))
         sources = made.all_input_nodes
-        varying = any(n.meta["varying"] for n in sources) or _is_random(call)
+        varying = any(n.meta["varying"] for n in sources) or is_random(call)
         static = varying and all(n.meta["static"] or not n.meta["varying"] for n in sources)
         name = base_name(call)
         if target in ("size", "numel"):
             static = varying = True
-        made.meta["aten"] = _full_name(call)
+        made.meta["aten"] = full_name(call)
         self.values[made] = self._computed(made)
         if name == "as_strided" and not self._is_in_order(made.all_input_nodes[0]):
             raise CaptureError("its code reads the memory of a view by strides")
@@ -314,12 +338,18 @@ class _Plain:
         made.meta["call"] = call
         shape = getattr(symbolic, "shape", None)
         made.meta.update(
-            sizes=None if shape is None else tuple(map(str, shape)),
+            sizes=None if shape is None else tuple(map(self._text, shape)),
             phase=self._phase(made), line=node.meta.get("stack_trace"),
         )  # fmt: skip
         if not flags["varying"]:
             made.meta.update(constant=value, parameters=parameters_of(made))
         return made
+
+    def _text(self, size: Any) -> str:
+        key = size.node.expr if isinstance(size, torch.SymInt) else size
+        if key not in self.texts:
+            self.texts[key] = str(size)
+        return self.texts[key]
 
     def _phase(self, made: fx.Node) -> float | None:
         """Return the largest angle that a function of angles takes on the example."""
@@ -358,39 +388,6 @@ def _argument_names(exported: Exported, model: nn.Module) -> list[str]:
         fine = name.isidentifier() and name not in found and not keyword.iskeyword(name)
         found.append(name if fine and name != "self" else f"tensors_{i}")
     return found
-
-
-def _has(model: nn.Module, name: str) -> bool:
-    try:
-        return isinstance(operator.attrgetter(name)(model), Tensor)
-    except AttributeError:
-        return False
-
-
-def _full_name(target: Any) -> str | None:
-    """Return the name of an ATen call as in its schema; None for Python's operators."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    return f"{target._schema.name}.{target._schema.overload_name}".rstrip(".")
-
-
-def _is_random(target: Any) -> bool:
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in target.tags
-    )
-
-
-def _is_whole_slice(node: fx.Node, args: Any) -> bool:
-    if base_name(node.target) != "slice" or len(args) < 4 or args[4:] not in ((), (1,)):
-        return False
-    return args[2] in (0, None) and args[3] in (sys.maxsize, None)
-
-
-def _does_nothing(node: fx.Node, args: Any) -> bool:
-    if base_name(node.target) == "clone":  # what is left of one where in-place code was rewritten
-        return not node.kwargs and all(user.op != "output" for user in node.users)
-    return "dropout" in base_name(node.target) and len(args) > 2 and args[2] is False
 
 
 def _meta(value: Any) -> Meta:

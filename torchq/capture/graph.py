@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,14 @@ def parameters_of(node: fx.Node) -> frozenset[str]:
 def is_reserved(name: str) -> bool:
     """Return whether a qualified name begins with an attribute of every GraphModule."""
     return hasattr(fx.GraphModule, name.partition(".")[0])
+
+
+def has_tensor(model: nn.Module, name: str) -> bool:
+    """Return whether a qualified name is that of a tensor."""
+    try:
+        return isinstance(operator.attrgetter(name)(model), Tensor)
+    except AttributeError:
+        return False
 
 
 def remove_unused(graph: fx.Graph) -> None:
