@@ -221,8 +221,8 @@ class _Plain:
             self.env[node] = self._recurrent(node, args)
         elif name == "fake_quantize" and target.namespace == "torchq_capture":
             self.env[node] = self._module(node, args[1], args[:1])
-        elif name.startswith("fake_quantize_per_"):
-            overload = getattr(target, "_overloadname", "default")
+        elif getattr(target, "namespace", "") == "torchq_capture":  # in the place of ATen's
+            overload = target._overloadname
             call = getattr(getattr(_ATEN, name), overload)
             self.env[node] = self._function(node, args, kwargs, call)
         elif name == "baddbmm" and not kwargs:
