@@ -70,7 +70,7 @@ def test_options_that_change_nothing_take_the_graph(
 def test_the_warning_names_the_option() -> None:
     x = torch.randn(4, 8)
     converted = torchq.quantize(Keywords().eval(), [x])
-    with pytest.warns(UserWarning, match="its argument 'return_dict' is False, not None"):
+    with pytest.warns(UserWarning, match="its argument 'return_dict' is False, which"):
         converted(x, return_dict=False)
 
 

@@ -12,7 +12,7 @@ import inspect
 import keyword
 import operator
 import re
-import sys
+from collections import Counter
 from typing import Any
 
 import torch
@@ -25,13 +25,21 @@ from torchq.capture.graph import (
     Captured,
     Meta,
     aten_name,
+    has_tensor,
     is_reserved,
     parameters_of,
     remove_unused,
 )
 from torchq.capture.module_kinds import MATMUL
 from torchq.capture.patterns import row_of
-from torchq.capture.rewrites import as_torch_call, base_name, full_name, is_random
+from torchq.capture.rewrites import (
+    as_torch_call,
+    base_name,
+    does_nothing,
+    full_name,
+    is_random,
+    is_whole_slice,
+)
 from torchq.quantization.recipes.phases import largest_phase
 
 _ATEN = torch.ops.aten
@@ -59,7 +67,9 @@ class _Plain:
         self.program, self.model, self.exported = exported.program, model, exported
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
-        self.values: dict[fx.Node, Any] = {}  # on the example
+        self.values: dict[fx.Node, Any] = {}  # on the example, until the last call that reads them
+        self.holders = Counter[fx.Node]()  # nodes of the program that have a value
+        self.texts: dict[Any, str] = {}  # of sizes: sympy takes long to print one
         self.held: dict[str, fx.Node] = {}
         self.modules = dict(model.named_modules())
         self.names = _argument_names(exported, model)
@@ -108,6 +118,7 @@ class _Plain:
     def _region(self, source: fx.Graph, module: nn.Module, tensors: Any, given: Any) -> Any:
         """Write the nodes of a graph, or of a region inside; return what it gives."""
         kinds = {s.arg.name: s for s in self.program.graph_signature.input_specs}
+        last = {read: node for node in source.nodes for read in node.all_input_nodes}
         for node in source.nodes:
             if node.op == "placeholder":
                 if given is not None:
@@ -124,7 +135,20 @@ class _Plain:
                 self._output(node)
             else:
                 self._call(node)
+            if given is None:
+                fx.map_arg(self.env.get(node), lambda made: self.holders.update([made]))
+                self._forget([read for read in node.all_input_nodes if last[read] is node])
         return None
+
+    def _forget(self, nodes: list[fx.Node]) -> None:
+        """Drop values that only these nodes of the program have."""
+        gone: list[fx.Node] = []
+        for node in nodes:
+            fx.map_arg(self.env.pop(node, None), gone.append)
+        self.holders.subtract(gone)
+        for made in gone:
+            if not self.holders[made] and made.meta["varying"]:
+                self.values.pop(made, None)
 
     def _input(self, node: fx.Node, value: Tensor) -> fx.Node:
         made = self.graph.placeholder(self.names.pop(0))
@@ -137,7 +161,7 @@ class _Plain:
         if target not in self.held:
             name = target.removeprefix(PREFIX)
             value = {**self.program.state_dict, **self.program.constants}[target]
-            own = target.startswith(PREFIX) and _has(self.model, name)
+            own = target.startswith(PREFIX) and has_tensor(self.model, name)
             if not own or is_reserved(name):
                 name = f"_torchq_constant_{len(self.held)}"
                 self.model.register_buffer(name, value)
@@ -160,7 +184,7 @@ class _Plain:
             made = self.graph.create_node("get_attr", name)
         self.values[made] = value
         made.meta.update(
-            value=_meta(value), scope="", varying=False, static=False,
+            value=Meta.of(value), scope="", varying=False, static=False,
             positional=False, constant=value, sizes=tuple(map(str, value.shape)), phase=None,
         )  # fmt: skip
         return made
@@ -191,7 +215,7 @@ class _Plain:
             self.env[node] = self._region(args[at].graph, args[at], None, iter(args[at + 1 :]))
         elif name in _DROPPED:
             return
-        elif name in _PASSED or _is_whole_slice(node, args) or _does_nothing(node, args):
+        elif name in _PASSED or is_whole_slice(node, args) or does_nothing(node, args):
             self.env[node] = args[0]
         elif name == "cat" and len(args[0]) == 1 and all(u.op != "output" for u in node.users):
             self.env[node] = args[0][0]
@@ -201,8 +225,8 @@ class _Plain:
             self.env[node] = self._recurrent(node, args)
         elif name == "fake_quantize" and target.namespace == "torchq_capture":
             self.env[node] = self._module(node, args[1], args[:1])
-        elif name.startswith("fake_quantize_per_"):
-            overload = getattr(target, "_overloadname", "default")
+        elif getattr(target, "namespace", "") == "torchq_capture":  # in the place of ATen's
+            overload = target._overloadname
             call = getattr(getattr(_ATEN, name), overload)
             self.env[node] = self._function(node, args, kwargs, call)
         elif name == "baddbmm" and not kwargs:
@@ -319,16 +343,22 @@ class _Plain:
         if isinstance(symbolic, tuple | list) and isinstance(value, Tensor):
             symbolic = symbolic[0]  # of a batch norm
         scope, owner, call = self._place(node)
-        made.meta.update(flags, value=_meta(value), scope=scope, owner=owner)
+        made.meta.update(flags, value=Meta.of(value), scope=scope, owner=owner)
         made.meta["call"] = call
         shape = getattr(symbolic, "shape", None)
         made.meta.update(
-            sizes=None if shape is None else tuple(map(str, shape)),
+            sizes=None if shape is None else tuple(map(self._text, shape)),
             phase=self._phase(made), line=node.meta.get("stack_trace"),
         )  # fmt: skip
         if not flags["varying"]:
             made.meta.update(constant=value, parameters=parameters_of(made))
         return made
+
+    def _text(self, size: Any) -> str:
+        key = size.node.expr if isinstance(size, torch.SymInt) else size
+        if key not in self.texts:
+            self.texts[key] = str(size)
+        return self.texts[key]
 
     def _phase(self, made: fx.Node) -> float | None:
         """Return the largest angle that a function of angles takes on the example."""
@@ -367,31 +397,3 @@ def _argument_names(exported: Exported, model: nn.Module) -> list[str]:
         fine = name.isidentifier() and name not in found and not keyword.iskeyword(name)
         found.append(name if fine and name != "self" else f"tensors_{i}")
     return found
-
-
-def _has(model: nn.Module, name: str) -> bool:
-    try:
-        return isinstance(operator.attrgetter(name)(model), Tensor)
-    except AttributeError:
-        return False
-
-
-def _is_whole_slice(node: fx.Node, args: Any) -> bool:
-    if base_name(node.target) != "slice" or len(args) < 4 or args[4:] not in ((), (1,)):
-        return False
-    return args[2] in (0, None) and args[3] in (sys.maxsize, None)
-
-
-def _does_nothing(node: fx.Node, args: Any) -> bool:
-    if base_name(node.target) == "clone":  # what is left of one where in-place code was rewritten
-        return not node.kwargs and all(user.op != "output" for user in node.users)
-    return "dropout" in base_name(node.target) and len(args) > 2 and args[2] is False
-
-
-def _meta(value: Any) -> Meta:
-    if isinstance(value, Tensor):
-        return Meta(tuple(value.shape), value.dtype)
-    if isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value):
-        first = next(v for v in value if isinstance(v, Tensor))
-        return Meta(None, first.dtype, is_sequence=True)
-    return Meta(is_number=isinstance(value, bool | int | float))

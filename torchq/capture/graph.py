@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,16 @@ class Meta:
     dtype: torch.dtype | None = None
     is_sequence: bool = False
     is_number: bool = False
+
+    @classmethod
+    def of(cls, value: Any) -> Meta:
+        """Return the facts about a value."""
+        if isinstance(value, Tensor):
+            return cls(tuple(value.shape), value.dtype)
+        if isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value):
+            first = next(v for v in value if isinstance(v, Tensor))
+            return cls(None, first.dtype, is_sequence=True)
+        return cls(is_number=isinstance(value, bool | int | float))
 
 
 @dataclass
@@ -69,6 +81,14 @@ def parameters_of(node: fx.Node) -> frozenset[str]:
 def is_reserved(name: str) -> bool:
     """Return whether a qualified name begins with an attribute of every GraphModule."""
     return hasattr(fx.GraphModule, name.partition(".")[0])
+
+
+def has_tensor(model: nn.Module, name: str) -> bool:
+    """Return whether a qualified name is that of a tensor."""
+    try:
+        return isinstance(operator.attrgetter(name)(model), Tensor)
+    except AttributeError:
+        return False
 
 
 def remove_unused(graph: fx.Graph) -> None:

@@ -117,3 +117,17 @@ def _floats(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     names = list(kinds)
     args = tuple(as_float(a, kinds[n]) for n, a in zip(names, args, strict=False))
     return args, {n: as_float(v, kinds[n]) for n, v in kwargs.items()}
+
+
+def is_whole_slice(node: fx.Node, args: Any) -> bool:
+    """Return whether a slice takes everything."""
+    if base_name(node.target) != "slice" or len(args) < 4 or args[4:] not in ((), (1,)):
+        return False
+    return args[2] in (0, None) and args[3] in (sys.maxsize, None)
+
+
+def does_nothing(node: fx.Node, args: Any) -> bool:
+    """Return whether a call passes on its first argument: a copy, or dropout in eval mode."""
+    if base_name(node.target) == "clone":  # what is left of one where in-place code was rewritten
+        return not node.kwargs and all(user.op != "output" for user in node.users)
+    return "dropout" in base_name(node.target) and len(args) > 2 and args[2] is False

@@ -59,6 +59,8 @@ class Prepared(nn.Module):
         """``opaque``: submodules that were prepared by themselves; ``samples``: by base name."""
         super().__init__()
         self.plan = plan
+        # results of searches, kept by with_plan alone: until then observers may record more
+        self._known: dict[tuple[str, tuple[float, float] | None], QParams] | None = None
         self.torchq_report = rows
         self.opaque_names = list(opaque)
         self.observers = nn.ModuleList()
@@ -123,9 +125,9 @@ class Prepared(nn.Module):
         return other
 
     def with_plan(self, plan: Plan) -> Prepared:
-        """Return the same graph and observers with another plan of this graph."""
+        """Return the same graph and observers with a plan of this graph, after calibration."""
         other = Prepared.__new__(Prepared)
-        other.__dict__ = {**vars(self), "plan": plan}
+        other.__dict__ = {**vars(self), "plan": plan, "_known": {}}
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -171,6 +173,14 @@ class Prepared(nn.Module):
         if fixed is not None:
             return fixed.dequantize
         root = self.plan.root(node)
+        if self._known is None:
+            return self._searched(root, within)
+        key = root.name, within
+        if key not in self._known:
+            self._known[key] = self._searched(root, within)
+        return self._known[key]
+
+    def _searched(self, root: fx.Node, within: tuple[float, float] | None) -> QParams:
         i, config = self._groups[root.name]
         observer = self.observers[i]
         assert isinstance(observer, Observer)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,21 +20,25 @@ class Comparison:
     """The results of a float model on the example inputs, and of others."""
 
     def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Run the model twice: one that does not agree with itself is not compared."""
-        self._inputs = args, kwargs
+        """Run the model."""
+        self._model, self._inputs = model, (args, kwargs)
         self._expected = self._result(model)
-        self._is_steady = are_close(self._expected, self._result(model))
 
     def agrees(self, prepared: nn.Module) -> bool:
         """Return False where the code raises, or gives something else.
 
-        It may ask for the class of a layer, write to its weight, or need a result's strides.
+        It may ask for the class of a layer, write to its weight, or need a result's strides. A
+        model that does not agree with itself, run again, is not compared.
         """
         try:
             result = self._result(prepared)
         except Exception:  # the float model raised nothing
             return False
-        return not self._is_steady or are_close(self._expected, result)
+        return are_close(self._expected, result) or not self._is_steady
+
+    @functools.cached_property
+    def _is_steady(self) -> bool:
+        return are_close(self._expected, self._result(self._model))
 
     def _result(self, model: nn.Module) -> list[Tensor]:
         model = twin(model)
