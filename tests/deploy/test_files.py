@@ -259,6 +259,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path) -> None:
     tensors = {str(dtype): torch.arange(3.0).to(dtype) for dtype in DTYPES}
     tensors |= {"none": torch.empty(0, 3), "one": torch.tensor(7), "t": torch.ones(2, 3).mT}
     tensors["conj"] = torch.tensor([1 + 2j]).conj()
+    tensors["expanded"] = torch.tensor(5.0).expand(1)
     write_tensors("torchq.save", tmp_path / "file", tensors, {"key": "value"})
     read, metadata = read_tensors(tmp_path / "file")
     assert metadata["key"] == "value" and read.keys() == tensors.keys()

@@ -145,7 +145,8 @@ def is_zip(path: Path) -> bool:
 def _bytes(tensor: Tensor) -> memoryview:
     """Return the tensor's values as they are in memory."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.view(-1).view(torch.uint8).numpy().data
+    # an expanded tensor of one element is contiguous, with a stride of zero
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
