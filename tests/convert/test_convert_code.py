@@ -21,6 +21,28 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import torchq
 
+
+class Features(nn.Module):
+    """Adds to the features that it is given, and calls the network's ``forward`` by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        features["embedding"] = self.network.forward(features["x"])
+        return features
+
+
+def test_a_module_whose_forward_is_called_by_name_has_a_graph() -> None:
+    model, x = Features().eval(), values(4, 8)
+    converted = torchq.quantize(model, [({"x": x},)])
+    found, expected = converted({"x": x})["embedding"], model({"x": x})["embedding"]
+    assert sqnr(expected, found) > 25
+    (graph,) = torchq.explain(converted).graphs
+    assert (graph.module, graph.graph_calls, graph.own_calls) == ("network", 1, 0)
+
+
 # Hooks
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,9 +134,20 @@ def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             with contextlib.suppress(Exception):  # of arguments that do not copy
                 found[twins[module]] = copy.deepcopy((args, kwargs))
 
+    def recorded(module: nn.Module) -> Any:
+        own = module.forward
+
+        @functools.wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            record(module, args, kwargs)
+            return own(*args, **kwargs)
+
+        return forward
+
     for module in run.modules():
         if not isinstance(module, torch.jit.ScriptModule):
             module.register_forward_pre_hook(record, with_kwargs=True)
+            vars(module)["forward"] = recorded(module)  # sentence-transformers calls it by name
     args, kwargs = copied(args, kwargs)
     with torch.no_grad(), contextlib.suppress(Exception):
         run(*args, **kwargs)
