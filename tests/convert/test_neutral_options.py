@@ -88,3 +88,28 @@ def test_options_that_change_the_result_run_own_code() -> None:
     converted = torchq.quantize(model, [x])
     assert sqnr(model(x, return_dict=True), converted(x, return_dict=True)) > 25
     assert calls(converted) == (0, 1)
+
+
+class Absent(Keywords):
+    """Gives another result where the option is left out than where it has its usual value."""
+
+    def forward(self, x: Tensor, k: Any = 0, **options: Any) -> Any:  # type: ignore[override]
+        y = self.down(torch.relu(self.up(x)))
+        y = y if k is None else -y
+        return {"y": y} if options.get("return_dict") else (y,)
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{MISSES}")
+def test_an_option_that_is_left_out_may_change_the_result() -> None:
+    model, x = Absent().eval(), torch.randn(4, 8)
+    converted = torchq.quantize(model, [{"x": x, "return_dict": True}])
+    assert isinstance(converted(x), tuple) and set(converted(x, return_dict=True)) == {"y"}
+    assert calls(converted) == (1, 1)
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{MISSES}")
+def test_a_name_that_begins_that_of_the_keywords() -> None:
+    model, x = Absent().eval(), torch.randn(4, 8)
+    converted = torchq.quantize(model, [x])
+    assert sqnr(model(x, k=None)[0], converted(x, k=None)[0]) > 25
+    assert calls(converted) == (0, 1)

@@ -298,7 +298,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_sums_and_bounds_must_follow_from_the_weights(name: str, way: str, tmp_path: Path) -> None:
     make, x, options = LAYERS[name]
-    model = make().eval()
+    model = (nn.Sequential(make()) if way == "script" else make()).eval()  # scripts of graphs
     qmodel = torchq.quantize(model, [x], config=torchq.QConfig(**options))
     state = qmodel.state_dict()
     keys = [k for k in state if k.rpartition(".")[2].startswith(("compensation", "pair_bound"))]

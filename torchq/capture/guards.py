@@ -72,13 +72,11 @@ class Example:
 
     def options(self, name: str, value: Any) -> Any:
         """Return keywords without neutral ones, if ``name`` is ``**kwargs``; else the value."""
-        parameter = self.signature.parameters[name]
-        if parameter.kind is not parameter.VAR_KEYWORD:
-            return value
-        return {key: given for key, given in value.items() if not self._is_neutral(key, given)}
+        keywords = self._kind(name) is inspect.Parameter.VAR_KEYWORD
+        return _without(self.neutral, value) if keywords else value
 
-    def _is_neutral(self, name: str, value: Any) -> bool:
-        return any(value is known for known in self.neutral.get(name, ()))
+    def _kind(self, name: str) -> Any:
+        return self.signature.parameters[name].kind
 
     def restore(self) -> Callable[[Any], Any]:
         """Return the function that gives results the structure that the module gives them."""
@@ -118,7 +116,7 @@ class Example:
         bound.apply_defaults()
         shapes: dict[str, Any] = {}
         for name, value in list(bound.arguments.items())[1:]:
-            if self._is_neutral(name, value):
+            if _is_neutral(self.neutral, name, value):
                 continue
             expected = self.options(name, self.values[name])
             if reason := self._why_other(name, expected, self.options(name, value), shapes):
@@ -185,7 +183,7 @@ class Example:
         """Return which entry of a dict, such as that of ``**kwargs``, is not the example's."""
         keys = [k for k in value if k not in expected or not _equal(value[k], expected[k])]
         key = (keys or [k for k in expected if k not in value])[0]
-        star = self.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        star = self._kind(name) is inspect.Parameter.VAR_KEYWORD
         label = f"its argument '{key}'" if star else f"{key!r} of its argument '{name}'"
         if key not in value:
             return f"{label} is missing"
@@ -216,22 +214,25 @@ def _source(example: Example) -> tuple[str, dict[str, Any]]:
     for name, value in example.values.items():
         expected = names[f"_expected_{name}"] = example.options(name, value)
         found = [leaf for leaf in pytree.tree_leaves(expected) if isinstance(leaf, Argument)]
-        text = name
-        if example.neutral and f"**{name}" in head:
-            names[f"_options_{name}"] = functools.partial(example.options, name)
-            text = f"({name} and _options_{name}({name}))"
+        text, kind = name, example._kind(name)
+        if example.neutral and kind is inspect.Parameter.VAR_KEYWORD:
+            names[f"_without_{name}"] = functools.partial(_without, example.neutral)
+            text = f"({name} and _without_{name}({name}))"
         if isinstance(expected, Argument):
             given[expected] = name
         elif found:
             parts.append(f"(_f_{name} := _flat({text}, _expected_{name})) is not None")
             given |= {argument: f"_f_{name}[{i}]" for i, argument in enumerate(found)}
-        elif expected is None or isinstance(expected, bool):
-            values = dict.fromkeys([expected, *example.neutral.get(name, ())])
-            others.append(f"({' or '.join(f'{name} is {value}' for value in values)})")
-        elif not expected and f"*{name}" in head:
+        elif not expected and kind in (
+            inspect.Parameter.VAR_POSITIONAL,
+            inspect.Parameter.VAR_KEYWORD,
+        ):
             others.append(f"not {text}")
         else:
-            others.append(f"_equal({text}, _expected_{name})")
+            plain = expected is None or isinstance(expected, bool)
+            first = f"{name} is {expected}" if plain else f"_equal({text}, _expected_{name})"
+            neutral = [f"{name} is {value}" for value in example.neutral.get(name, ())]
+            others.append(f"({' or '.join([first, *neutral])})")
     texts = [given[argument] for argument in example.arguments]
     conditions = [*others, *parts, *_on_tensors(example, texts, names)]
     return (
@@ -302,6 +303,15 @@ def _leaders(example: Example) -> list[int]:
         for i, argument in enumerate(example.arguments)
     ]
     return [shapes.index(shape) for shape in shapes]
+
+
+def _is_neutral(neutral: Mapping[str, list[Any]], name: str, value: Any) -> bool:
+    return any(value is known for known in neutral.get(name, ()))
+
+
+def _without(neutral: Mapping[str, list[Any]], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return keywords without neutral ones."""
+    return {k: v for k, v in keywords.items() if not _is_neutral(neutral, k, v)}
 
 
 def _is_tensor(value: Any) -> bool:

@@ -25,10 +25,11 @@ from torch.utils.hooks import RemovableHandle
 
 from torchq.attributes.arguments import as_float32
 from torchq.capture.guards import Example
-from torchq.convert.swap.weights import is_capturing, is_collecting, without_capturing_hooks
+from torchq.convert.swap.weights import call_collects, is_capturing_hook, without_capturing_hooks
 from torchq.nn.attached import WATCHING, Attachment, attachment_of, graphs_of
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.leaf import QuantizedLeaf
+from torchq.nn.packed_proof import with_proof
 from torchq.runtime.library import refuse_onnx_export
 
 _KEY = "torchq_graph."
@@ -86,7 +87,7 @@ class Dispatch(Attachment):
             except TypeError:  # own code takes the call otherwise, or says what is wrong with it
                 found = None
             if RemovableHandle.next_id == self._seen:
-                clean = not (self._captures and is_collecting())
+                clean = not (self._captures and call_collects())
             else:
                 clean = self._is_clean()
             if found is not None and clean and not self.module.training:
@@ -150,10 +151,11 @@ class Dispatch(Attachment):
         """Return whether no submodule has hooks that are newer than the graph, and that act."""
         new = _hooks(self.module) - self._known
         hooks = [self.module.get_submodule(n)._forward_hooks.get(k) for n, k in new if n != "*"]
-        if len(hooks) < len(new) or not all(map(is_capturing, hooks)):
+        if len(hooks) < len(new) or not all(map(is_capturing_hook, hooks)):
             return False
-        self._seen, self._captures = RemovableHandle.next_id, bool(hooks)
-        return not (self._captures and is_collecting())
+        self._captures = bool(hooks)
+        self._seen = RemovableHandle.next_id  # last: other threads may call, too
+        return not (self._captures and call_collects())
 
     def _why(self, found: Any, args: Any, kwargs: Any) -> str:
         """Return why a call does not take the graph, and what would avoid that."""
@@ -196,7 +198,7 @@ class Dispatch(Attachment):
 
     def scriptable(self) -> nn.Module:
         """Return what ``torch.jit.script`` compiles in place of the module."""
-        return self.graph
+        return with_proof(self.graph)
 
     # The state of the graph goes with that of the module
 

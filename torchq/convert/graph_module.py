@@ -20,6 +20,7 @@ from torch.fx.graph_module import _loader
 from torchq.convert.graph_data import graph_of, plain_nodes
 from torchq.nn.inputs import without_gradients
 from torchq.nn.module import QModule
+from torchq.nn.packed_proof import with_proof
 from torchq.runtime.library import new_site
 
 _CHOICE = """    if not _torchq_torch.jit.is_scripting():
@@ -137,6 +138,10 @@ class QuantizedGraph(fx.GraphModule):
         direct, cls.forward = direct_and_forward(code.src, code.globals, called, given)
         cls._direct = direct  # type: ignore[attr-defined]
         return code
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return what TorchScript compiles, which checks packed weights when it is loaded."""
+        return with_proof(self)
 
     def _deepcopy_init(self) -> Callable[..., None]:
         return QuantizedGraph.__init__

@@ -38,19 +38,22 @@ def neutral_options(
     usual = {
         name: value
         for name, value in _OPTIONS.items()
-        if (takes_all or name in parameters) and exported.kwargs.get(name) in (None, value)
+        if (takes_all or name in parameters)
+        and any(exported.kwargs.get(name) is known for known in (None, value))
     }
-    if not usual:
-        return {}
-    for tensors in calls:
+    for tensors in calls if usual else ():
         args, kwargs = exported.call(tensors)
+        found: dict[str, list[Any]] = {}
         with contextlib.suppress(Exception):  # of the module's own code
             expected = _result(module, args, kwargs)
-            found: dict[str, list[Any]] = {}
+            others = {name: value for name, value in kwargs.items() if name not in usual}
+            if len(others) < len(kwargs) and not _is_same(_result(module, args, others), expected):
+                return {}  # a call without them is another one
             for options in (usual, dict.fromkeys(usual)):
-                if _is_same(_result(module, args, kwargs | options), expected):
-                    for name, value in options.items():
-                        found.setdefault(name, []).append(value)
+                with contextlib.suppress(Exception):
+                    if _is_same(_result(module, args, others | options), expected):
+                        for name, value in options.items():
+                            found.setdefault(name, []).append(value)
             return found
     return {}
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchq.attributes.arguments import check_type
 from torchq.functional.placeholders import placeholder, replaced_placeholders, take
-from torchq.functional.proofs import derived
+from torchq.functional.proofs import sums_and_bounds
 
 
 class PackedWeight(NamedTuple):
@@ -66,6 +66,11 @@ class PackedWeight(NamedTuple):
         gaps = zip(self.shape[2:], self.stride, self.dilation, strict=True)
         taps = (-(-kernel // (step // math.gcd(step, gap))) for kernel, step, gap in gaps)
         return self.shape[1] * math.prod(taps)
+
+    @property
+    def geometry(self) -> list[list[int]]:
+        """Shape, groups, stride and dilation, as TorchScript takes them."""
+        return [list(self.shape), [self.groups], list(self.stride), list(self.dilation)]
 
     @property
     def logical_dims(self) -> tuple[int, ...]:
@@ -225,8 +230,7 @@ def unproven(packed: PackedWeight) -> str:
     for name, tensor in given.items():
         if tensor.shape != wanted[name].shape or tensor.dtype != wanted[name].dtype:
             return name
-    packing = derived(
-        packed.weight, list(packed.shape), packed.groups, list(packed.stride), list(packed.dilation)
-    )
+    shape, groups, stride, dilation = packed.geometry
+    packing = sums_and_bounds(packed.weight, shape, groups[0], stride, dilation)
     wanted = dict(zip(given, packing, strict=True))
     return next((name for name in wanted if not torch.equal(given[name], wanted[name])), "")

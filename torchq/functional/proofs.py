@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums and bounds of packed weights, which prove kernels exact, derived from the weights alone.
+"""Derives sums and bounds of packed weights, which prove kernels exact, from the weights alone.
 
 TorchScript compiles this file, so it does not import annotations.
 """
@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 
 
-def derived(
+def sums_and_bounds(
     weight: Tensor, shape: list[int], groups: int, stride: list[int], dilation: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weight with zeros as padding, its sums and its bounds.
+    """Return the weight as packing makes it, its sums, and its bounds.
+
+    The padding of a weight meets bytes of other rows. Where it is not zero, the first result is
+    another tensor than ``weight``.
 
     Args:
         weight: packed.
-        shape: and the rest, as of ``PackedWeight``.
-        groups: see there.
-        stride: see there.
-        dilation: see there.
+        shape: of the unpacked weight, as in ``PackedWeight``.
+        groups: of the convolution; 1 for linear.
+        stride: of a transposed convolution; empty for all others.
+        dilation: one per spatial dimension; empty for linear.
     """
     if groups == 1 and weight.numel() > 0:
         # one pass over the weight: packing anew takes a hundred times as long
@@ -28,7 +31,7 @@ def derived(
             inputs *= size
         used = inputs // taps - 4 * (quads - 1), shape[0] - 16 * (panels - 1)
         if bool(weight[:, :, -1, :, used[0] :].any()) or bool(weight[-1, :, :, used[1] :].any()):
-            weight = torch.zeros_like(weight)  # padding meets bytes of other rows
+            weight = torch.zeros_like(weight)
         sums, bounds = torch.ops.torchq._packed_sums(weight.contiguous())
         return weight, sums[:, : shape[0]], bounds
     if len(stride) > 0:

@@ -12,7 +12,6 @@ from typing_extensions import Self
 
 from torchq.attributes.arguments import DTYPE_NAMES, as_float32, check_type
 from torchq.functional.packing import PackedWeight, unproven
-from torchq.nn.packed_proof import PackedProof
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
 
@@ -145,16 +144,6 @@ class QModule(nn.Module):
                     "must follow from its weight, got other values. The state was damaged or "
                     "changed by hand: load the original, or quantize the model again."
                 )
-
-    def __prepare_scriptable__(self) -> Self:
-        """Return what TorchScript compiles: the module, with parts that check its weights."""
-        scriptable = type(self).__new__(type(self))
-        proofs = {}
-        for suffix, w in self._packed_weights().items():
-            geometry = [list(w.shape), [w.groups], list(w.stride), list(w.dilation)]
-            proofs[f"proof{suffix}"] = PackedProof(geometry=geometry, **w.tensors())
-        scriptable.__dict__.update(self.__dict__, _modules={**self._modules, **proofs})
-        return scriptable
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """As usual; what was in memory needs no check, unlike what is unpickled."""

@@ -6,60 +6,73 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq.functional.proofs import derived
+from torchq.functional.proofs import sums_and_bounds
+from torchq.nn.module import QModule
+
+Packed = tuple[Tensor, Tensor, Tensor, list[list[int]]]
+"""Weight, sums, bounds; shape, groups, stride and dilation."""
 
 
 class PackedProof(nn.Module):
-    """A part of scripts that holds the tensors of a packed weight.
+    """A part of scripts that holds the packed weights of a graph.
 
-    ``torch.jit.load`` calls its ``__setstate__``, in programs without Python as well.
+    ``torch.jit.load`` calls its ``__setstate__``, in programs without Python as well. The tensors
+    are attributes: buffers would be part of the script's state.
     """
 
-    geometry: list[list[int]]
+    packed: list[tuple[Tensor, Tensor, Tensor, list[list[int]]]]
 
-    def __init__(
-        self, weight: Tensor, compensation: Tensor, pair_bound: Tensor, geometry: list[list[int]]
-    ) -> None:
-        """Take the tensors as attributes: buffers would be part of the module's state.
-
-        Args:
-            weight: packed.
-            compensation: its sums.
-            pair_bound: its bounds.
-            geometry: shape, groups, stride and dilation.
-        """
+    def __init__(self, packed: list[Packed]) -> None:
+        """Take the weights that :func:`with_proof` finds."""
         super().__init__()
-        self.weight, self.compensation, self.pair_bound = weight, compensation, pair_bound
-        self.geometry = geometry
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle without the two methods below, which are of TorchScript."""
-        tensors = self.weight, self.compensation, self.pair_bound
-        return PackedProof, (*tensors, self.geometry)
+        self.packed = packed
 
     @torch.jit.export
-    def __getstate__(self) -> tuple[Tensor, Tensor, Tensor, list[list[int]], bool]:
+    def __getstate__(self) -> tuple[list[tuple[Tensor, Tensor, Tensor, list[list[int]]]], bool]:
         """Return what an archive holds."""
-        return self.weight, self.compensation, self.pair_bound, self.geometry, self.training
+        return self.packed, self.training
 
     @torch.jit.export
-    def __setstate__(self, state: tuple[Tensor, Tensor, Tensor, list[list[int]], bool]) -> None:
+    def __setstate__(
+        self, state: tuple[list[tuple[Tensor, Tensor, Tensor, list[list[int]]]], bool]
+    ) -> None:
         """Take what an archive holds.
 
         Raises:
-            ValueError: sums and bounds do not follow from the weight.
+            ValueError: sums and bounds do not follow from a weight.
         """
-        self.weight, self.compensation, self.pair_bound, self.geometry, self.training = state
-        shape, groups, stride, dilation = self.geometry
-        if not self.weight.is_meta:
-            weight, sums, bounds = derived(self.weight, shape, groups[0], stride, dilation)
-            if not (
-                torch.equal(weight, self.weight)
-                and torch.equal(sums, self.compensation)
-                and torch.equal(bounds, self.pair_bound)
-            ):
-                raise ValueError(
-                    "torchq.nn: sums and bounds of an archive must follow from its weights, got "
-                    "other values. It was damaged or changed: copy it again, or script the model "
-                    "again."
-                )
+        self.packed, self.training = state
+        for weight, compensation, pair_bound, geometry in self.packed:
+            shape, groups, stride, dilation = geometry
+            if not weight.is_meta:
+                padded, sums, bounds = sums_and_bounds(weight, shape, groups[0], stride, dilation)
+                if not (
+                    torch.equal(padded, weight)
+                    and torch.equal(sums, compensation)
+                    and torch.equal(bounds, pair_bound)
+                ):
+                    raise ValueError(
+                        "torchq.nn: sums and bounds of an archive must follow from its weights, "
+                        "got other values. It was damaged or changed: copy it again, or script "
+                        "the model again."
+                    )
+
+
+def with_proof(graph: nn.Module) -> nn.Module:
+    """Return what TorchScript compiles in place of a graph: the same, with a part that checks it.
+
+    Args:
+        graph: not changed; its modules are shared.
+    """
+    weights = [
+        weight
+        for module in graph.modules()
+        if isinstance(module, QModule)
+        for weight in module._packed_weights().values()
+    ]
+    scriptable: Any = object.__new__(type(graph))  # GraphModule's own makes another class
+    vars(scriptable).update(vars(graph), _modules=dict(graph._modules))
+    if weights:
+        packed = [(w.weight, w.compensation, w.pair_bound, w.geometry) for w in weights]
+        scriptable._modules["torchq_proof"] = PackedProof(packed)
+    return scriptable  # type: ignore[no-any-return]

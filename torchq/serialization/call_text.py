@@ -17,6 +17,7 @@ from torchq.capture.exported import Argument
 from torchq.capture.guards import Example
 from torchq.convert.dispatch import Dispatch, attach
 from torchq.nn.module import text_bytes
+from torchq.serialization.conditions import is_condition, is_option, is_size
 
 CALL_KEY = "torchq_call"
 """Name of the tensor that holds the text, in the state of the graph's module."""
@@ -50,9 +51,11 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
     """Attach a graph to a module, with what :func:`describe` wrote of its calls.
 
     Raises:
-        ValueError: the module returns a class that is not imported yet.
+        ValueError: the module returns a class that is not imported yet, or the text holds what
+            torchq does not write.
     """
     fields = json.loads(text_bytes(text))
+    _check(fields, name)
     arguments = [Argument(i, _DTYPES[dtype], tuple(s)) for i, dtype, s in fields["arguments"]]
     values = {key: _decode(value, arguments) for key, value in fields["values"].items()}
     structure = None
@@ -69,6 +72,20 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
     neutral = fields.get("neutral", {})  # files of earlier versions have none
     example = Example(type(module), arguments, *conditions, neutral=neutral)
     attach(Dispatch(module, graph, example, name, fields["strict"]))
+
+
+def _check(fields: dict[str, Any], name: str) -> None:
+    """Refuse what could run as code within the function that chooses calls."""
+    conditions = [*fields["guards"], *fields["limits"]]
+    wrong = [text for text in conditions if not is_condition(text)]
+    for index, _, shape in fields["arguments"]:
+        wrong += [size for size in (index, *shape) if not is_size(size)]
+    wrong += [n for n, values in fields.get("neutral", {}).items() if not is_option(n, values)]
+    if wrong:
+        raise ValueError(
+            f"torchq.load: the file's guards of '{name}' must be conditions on sizes, got "
+            f"{str(wrong[0])[:60]!r}. Was it written by torchq.save?"
+        )
 
 
 def _register_tuples(spec: pytree.TreeSpec) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torchq.convert.graph_data import by_name, is_known, name_of
 from torchq.convert.graph_module import QuantizedGraph
 from torchq.nn.module import QModule, text_bytes
+from torchq.serialization.conditions import is_name, is_path
 
 GRAPH_KEY = "torchq_graph"
 """Name of the tensor that holds the text in a saved state."""
@@ -83,6 +84,7 @@ def decode(
             owned[target] = owned.get(target) or modules(target, *more)
         elif op == "get_attr":
             owned[target] = tensors[target]
+        _check_names(op, target, kwargs["dict"])
         resolved = _decode_target(op, target)
         values = tuple(_decode(args, nodes)), _decode(kwargs, nodes)
         nodes[name] = graph.create_node(op, resolved, *values, name=name)
@@ -169,6 +171,20 @@ def _is_method(name: str) -> bool:
     """Return whether a loaded graph may call it: of a tensor, a number or a dict."""
     known = hasattr(Tensor, name) or hasattr(float, name) or name == "get"
     return known and not name.startswith("_")
+
+
+def _check_names(op: str, target: Any, keywords: Iterable[str]) -> None:
+    """Refuse names that would not be names in the code that torch.fx writes of a graph."""
+    known = (
+        is_name if op == "placeholder" else is_path if op in ("get_attr", "call_module") else None
+    )
+    wrong = [name for name in keywords if not is_name(name)]
+    wrong += [target] if known is not None and not known(target) else []
+    if wrong:
+        raise ValueError(
+            f"torchq.load: names in the file's graph must be names of Python, got "
+            f"{wrong[0]!r:.60}. Was it written by torchq.save?"
+        )
 
 
 def _decode_target(op: str, target: str) -> Any:

@@ -78,17 +78,17 @@ def without_capturing_hooks(model: nn.Module, first: int = 0) -> None:
     """
     for module in model.modules():
         for key, hook in list(module._forward_hooks.items()):
-            if key >= first and is_capturing(hook):
+            if key >= first and is_capturing_hook(hook):
                 del module._forward_hooks[key]
         vars(module).pop("_output_capturing_hooks_installed", None)
 
 
-def is_capturing(hook: Any) -> bool:
+def is_capturing_hook(hook: Any) -> bool:
     """Return whether transformers collects hidden states with a hook."""
     return getattr(hook, "__module__", "") == _CAPTURING
 
 
-def is_collecting() -> bool:
+def call_collects() -> bool:
     """Return whether the call at work collects hidden states; True where that is not known."""
     collector = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
     return collector is None or bool(collector.get())

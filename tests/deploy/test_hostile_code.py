@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text of a file becomes a part of generated code; loading refuses what is no name or condition."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchq
+from torchq.serialization.conditions import is_condition
+from torchq.serialization.tensor_file import read_tensors, write_tensors
+
+Fields = dict[str, Any]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, return_dict: Any = None) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def _guard(fields: Fields, code: str) -> None:
+    fields["guards"].append(f"{code} == 0")
+
+
+def _limit(fields: Fields, code: str) -> None:
+    fields["limits"].append(code)
+
+
+def _size(fields: Fields, code: str) -> None:
+    fields["arguments"][0][2][1] = code
+
+
+def _option(fields: Fields, code: str) -> None:
+    fields["neutral"] = {"return_dict": [code]}
+
+
+def _input(fields: Fields, code: str) -> None:
+    node = next(node for node in fields["nodes"] if node[0] == "placeholder")
+    node[2] = f"x={code}"
+
+
+def _keyword(fields: Fields, code: str) -> None:
+    node = next(node for node in fields["nodes"] if node[0] == "call_module")
+    node[4]["dict"][f"x={code}, y"] = 1
+
+
+def _module(fields: Fields, code: str) -> None:
+    node = next(node for node in fields["nodes"] if node[0] == "call_module")
+    node[2] = f'up"), {code}, getattr(self, "up'
+
+
+CHANGES: dict[str, tuple[str, Callable[[Fields, str], None]]] = {
+    "guard": ("torchq_call", _guard),
+    "limit": ("torchq_call", _limit),
+    "size": ("torchq_call", _size),
+    "option": ("torchq_call", _option),
+    "input": ("torchq_graph", _input),
+    "keyword": ("torchq_graph", _keyword),
+    "module": ("torchq_graph", _module),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_code_in_a_file_does_not_run(name: str, tmp_path: Path) -> None:
+    path, proof, x = tmp_path / "file", tmp_path / "ran", torch.randn(4, 8)
+    torchq.save(torchq.quantize(Net().eval(), [x]), path)
+    tensors, metadata = read_tensors(path)
+    where, change = CHANGES[name]
+    key = next(key for key in tensors if key.endswith(where))
+    fields = json.loads(bytes(tensors[key].tolist()))
+    change(fields, f"__import__('pathlib').Path({str(proof)!r}).touch()")
+    tensors = {**tensors, key: torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)}
+    write_tensors("test", path, tensors, metadata)
+    with pytest.raises(ValueError, match=r"file|refuse|must") as error:
+        torchq.load(path, Net().eval())(x)
+    assert str(path) in str(error.value) and not proof.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("s0[0] == s1[0]", True),
+        ("(max(1, s0[2] - 2)) != 1 and not s0[1] % 8 == 0", True),
+        ("torch.sym_float(s0[1]) / 2.0 <= math.floor(7.5)", True),
+        ("2 <= s0[0] <= 4 or (s0[0] // 3) * -1 < 5", True),
+        ("s0[0] ** 2 == 4 if s0[1] else s0[1] == 3", True),
+        ("9 ** 9 ** 9 > s0[0]", False),
+        ("torch.load('x')", False),
+        ("math.__loader__", False),
+        ("s0.__class__", False),
+        ("s0[x]", False),
+        ("(lambda: 1)()", False),
+        ("'a' * 1000000000 == 'b'", False),
+        ("(" * 10000, False),
+        (7, False),
+    ],
+)
+def test_conditions(text: Any, known: bool) -> None:
+    assert is_condition(text) == known
