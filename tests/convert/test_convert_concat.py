@@ -138,3 +138,14 @@ def test_an_empty_tensor_in_front_is_left_out() -> None:
     for other in (x, torch.randn(3, 9, 16)):
         assert sqnr(converted(other), model(other)) > 15
     assert torchq.explain(converted).graphs[0].own_calls == 0
+
+
+@pytest.mark.parametrize("copy", [lambda x: torch.cat([x]), torch.clone], ids=["cat", "clone"])
+def test_views_of_a_copy_that_are_returned_keep_the_copy(copy: Any) -> None:
+    """Callers may write to them; the arguments of the call stay as they were."""
+    model = Wired(lambda m, x: (m.a(x), copy(x).transpose(0, 1).view(-1)), a=nn.Linear(4, 4))
+    x = torch.randn(1, 4)
+    given = x.clone()
+    converted = torchq.quantize(model.eval(), [x], x, strict=True)
+    converted(given)[1].zero_()
+    assert torch.equal(given, x)

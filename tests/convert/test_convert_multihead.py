@@ -114,3 +114,17 @@ def test_transformer(batch_first: bool) -> None:
         torch.testing.assert_close(traced(x), q(x))
         compiled = torch.compile(q, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(x), q(x))
+
+
+class ActsOnValues(nn.TransformerEncoderLayer):
+    """A layer that has no graph as a whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if float(x.sum()) < 1e9 else x
+
+
+def test_attention_has_a_graph_where_its_encoder_layer_has_none() -> None:
+    """The layer of torch would run as one fused kernel, which calls no attention."""
+    layer, x = ActsOnValues(16, 2, 32, batch_first=True).eval(), torch.randn(2, 5, 16)
+    converted = torchq.quantize(layer, [x])
+    assert [graph.module for graph in torchq.explain(converted).graphs] == ["self_attn"]

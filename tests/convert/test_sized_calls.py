@@ -50,3 +50,25 @@ def test_modules_give_the_graph_and_guards_of_their_functions() -> None:
     assert any("torchq_capture" in str(n.target) for n in modules.program.graph.nodes)
     assert calls == expected and len(calls) == 8
     assert modules.guards == functions.guards
+
+
+class Others(nn.Module):
+    """Has an activation of a constant, and batch norms without weights or momentum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act = nn.Conv2d(3, 8, 3), nn.ReLU()
+        self.plain = nn.BatchNorm2d(8, affine=False)
+        self.average = nn.BatchNorm2d(8, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.average(self.plain(self.conv(x))) * self.act(torch.tensor(0.5))
+
+
+def test_constants_and_other_batch_norms_give_the_same_numbers() -> None:
+    """torch.export computes functions of constants, on the CPU."""
+    model, x = Others().eval(), torch.randn(2, 3, 8, 8)
+    exported = export(model, (x,), {})
+    plain = plain_graph(exported, twin(model))
+    expected = model(x)
+    assert torch.equal(torch.fx.GraphModule(plain.model, plain.graph)(x), expected)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torchq
+from torchq.integrations.checkpoint import refusing
 
 transformers = pytest.importorskip("transformers", minversion="5.24")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -37,7 +38,7 @@ def load(folder: Path) -> Any:
     return transformers.BertModel.from_pretrained(folder)
 
 
-def test_every_changed_bit_of_a_quantized_layer_is_found(folder: Path) -> None:
+def test_a_changed_bit_at_either_end_of_a_tensor_is_found(folder: Path) -> None:
     """Their digest is in the metadata of the file; loaders of transformers have none."""
     path = folder / "model.safetensors"
     content = path.read_bytes()
@@ -86,3 +87,9 @@ def test_forged_specs_raise_one_error(old: str, new: str, folder: Path) -> None:
     safetensors.save_file(state, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"torchq.TorchqConfig: .*model.safetensors.*save it anew"):
         load(folder)
+
+
+@pytest.mark.parametrize("kind", [MemoryError, ImportError])
+def test_errors_of_the_machine_are_not_blamed_on_files(kind: type[Exception]) -> None:
+    with pytest.raises(kind), refusing(["model.safetensors"]):
+        raise kind

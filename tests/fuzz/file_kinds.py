@@ -62,6 +62,8 @@ class Kind:
     refusals: tuple[type[Exception], ...] = (ValueError,)
     unsafe = ""
     """Why a library itself may give other numbers in each call, after :meth:`change`."""
+    most_excused = 1.0
+    """Share of files that may crash or take much memory where :meth:`excuse` has a reason."""
 
     def __init__(self, path: Path, make: Callable[[], nn.Module], x: Tensor, options: Any) -> None:
         self.path, self.model, self.x = path, _made(make), x

@@ -40,10 +40,12 @@ class Script(Kind):
     """An archive of torch.jit, read by torch.jit.load.
 
     A damaged one has other bytes anywhere. Of a forged one, tensors, code, and numbers of the
-    pickle change, under sums that zip files have.
+    pickle change, under sums that zip files have. Crashes in torch.jit.load look alike, whoever
+    causes them, so only their number is limited: of 2,004 files 1 crashed, 7 took much memory.
     """
 
     name = "script"
+    most_excused = 0.01
 
     def save(self) -> None:
         torchq.calibrate(self.prepared, [self.x])

@@ -38,6 +38,7 @@ from torchq.capture.rewrites import (
     does_nothing,
     full_name,
     is_random,
+    is_returned,
     is_whole_slice,
 )
 from torchq.quantization.recipes.phases import largest_phase
@@ -67,7 +68,7 @@ class _Plain:
         self.program, self.model, self.exported = exported.program, model, exported
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
-        self.values: dict[fx.Node, Any] = {}  # on the example, until the last call that reads them
+        self.values: dict[fx.Node, Any] = {}  # on the example; see _forget
         self.holders = Counter[fx.Node]()  # nodes of the program that have a value
         self.texts: dict[Any, str] = {}  # of sizes: sympy takes long to print one
         self.held: dict[str, fx.Node] = {}
@@ -141,7 +142,10 @@ class _Plain:
         return None
 
     def _forget(self, nodes: list[fx.Node]) -> None:
-        """Drop values that only these nodes of the program have."""
+        """Drop values that only these nodes of the program have.
+
+        Values inside regions and of helper nodes stay.
+        """
         gone: list[fx.Node] = []
         for node in nodes:
             fx.map_arg(self.env.pop(node, None), gone.append)
@@ -217,7 +221,7 @@ class _Plain:
             return
         elif name in _PASSED or is_whole_slice(node, args) or does_nothing(node, args):
             self.env[node] = args[0]
-        elif name == "cat" and len(args[0]) == 1 and all(u.op != "output" for u in node.users):
+        elif name == "cat" and len(args[0]) == 1 and not is_returned(node):
             self.env[node] = args[0][0]
         elif target is operator.getitem and isinstance(args[0], tuple | list):
             self.env[node] = args[0][args[1]]

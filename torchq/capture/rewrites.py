@@ -80,7 +80,7 @@ def as_torch_call(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, A
 def _function_of(name: str) -> Callable[..., Any] | None:
     """Return the C++ function of torch that makes this ATen call: shorter than ``torch.ops``.
 
-    Files name public functions and ``torch.ops`` alone.
+    Files can name only public functions of torch, and ops.
     """
     if name.startswith("_"):
         return None
@@ -129,5 +129,22 @@ def is_whole_slice(node: fx.Node, args: Any) -> bool:
 def does_nothing(node: fx.Node, args: Any) -> bool:
     """Return whether a call passes on its first argument: a copy, or dropout in eval mode."""
     if base_name(node.target) == "clone":  # what is left of one where in-place code was rewritten
-        return not node.kwargs and all(user.op != "output" for user in node.users)
+        return not node.kwargs and not is_returned(node)
     return "dropout" in base_name(node.target) and len(args) > 2 and args[2] is False
+
+
+def is_returned(node: fx.Node) -> bool:
+    """Return whether the output has the node's memory, to which callers may write."""
+    return any(
+        user.op == "output" or (_may_be_view(user.target) and is_returned(user))
+        for user in node.users
+    )
+
+
+def _may_be_view(target: Any) -> bool:
+    """Return whether a result may have the memory of an argument, by its schema if it has one."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    name = base_name(target)
+    shares = any(result.alias_info is not None for result in target._schema.returns)
+    return shares or name == "_unsafe_view" or "dropout" in name

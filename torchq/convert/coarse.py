@@ -39,7 +39,7 @@ class Settled(NamedTuple):
 def follow_row_rule(prepared: nn.Module, graphs: list[Any], rows: list[Row]) -> Settled:
     """Apply the rule to a calibrated model, its graphs and its report."""
     settled, leaves, in_graphs = [], set[str](), set[str]()
-    for graph in [g.with_plan(g.plan) for g in graphs]:  # which search each range once
+    for graph in [g.with_plan(g.plan) for g in graphs]:  # these search each range once
         reasons = _coarse(graph)
         settled.append(_without(graph, reasons))
         rows = _updated(rows, graph.plan, settled[-1].plan)

@@ -129,24 +129,20 @@ def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     for original, other in zip(model.modules(), run.modules(), strict=True):
         twins[other] = id(original)
 
-    def record(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if twins[module] not in found:
-            with contextlib.suppress(Exception):  # of arguments that do not copy
-                found[twins[module]] = copy.deepcopy((args, kwargs))
-
     def recorded(module: nn.Module) -> Any:
         own = module.forward
 
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            record(module, args, kwargs)
+            if twins[module] not in found:
+                with contextlib.suppress(Exception):  # of arguments that do not copy
+                    found[twins[module]] = copy.deepcopy((args, kwargs))
             return own(*args, **kwargs)
 
         return forward
 
     for module in run.modules():
         if not isinstance(module, torch.jit.ScriptModule):
-            module.register_forward_pre_hook(record, with_kwargs=True)
             vars(module)["forward"] = recorded(module)  # sentence-transformers calls it by name
     args, kwargs = copied(args, kwargs)
     with torch.no_grad(), contextlib.suppress(Exception):

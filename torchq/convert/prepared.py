@@ -59,7 +59,7 @@ class Prepared(nn.Module):
         """``opaque``: submodules that were prepared by themselves; ``samples``: by base name."""
         super().__init__()
         self.plan = plan
-        # results of searches, kept by with_plan alone: until then observers may record more
+        # QParams by root and range; None until with_plan, since observers may still record
         self._known: dict[tuple[str, tuple[float, float] | None], QParams] | None = None
         self.torchq_report = rows
         self.opaque_names = list(opaque)

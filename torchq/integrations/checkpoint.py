@@ -75,6 +75,8 @@ def refusing(files: Iterable[str] | None) -> Iterator[None]:
     """Turn what changed files raise, which may be anything, into ValueErrors that name them."""
     try:
         yield
+    except (ImportError, MemoryError):  # these are of the machine, not of the files
+        raise
     except Exception as error:
         if str(error).startswith("torchq.TorchqConfig"):
             raise
