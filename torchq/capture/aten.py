@@ -32,15 +32,7 @@ from torchq.capture.graph import (
 )
 from torchq.capture.module_kinds import MATMUL
 from torchq.capture.patterns import row_of
-from torchq.capture.rewrites import (
-    as_torch_call,
-    base_name,
-    does_nothing,
-    full_name,
-    is_random,
-    is_returned,
-    is_whole_slice,
-)
+from torchq.capture.rewrites import as_torch_call, base_name, full_name, is_random, passed_on
 from torchq.quantization.recipes.phases import largest_phase
 
 _ATEN = torch.ops.aten
@@ -48,7 +40,6 @@ _DROPPED = {
     "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range_for_size",
     "sym_constrain_range", "_assert_async",
 }  # fmt: skip
-_PASSED = {"lift_fresh_copy", "detach", "alias", "lift", "_unsafe_view_copy"}
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 _LOOK_UPS = (
     *("embedding", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only"),
@@ -219,10 +210,8 @@ class _Plain:
             self.env[node] = self._region(args[at].graph, args[at], None, iter(args[at + 1 :]))
         elif name in _DROPPED:
             return
-        elif name in _PASSED or is_whole_slice(node, args) or does_nothing(node, args):
-            self.env[node] = args[0]
-        elif name == "cat" and len(args[0]) == 1 and not is_returned(node):
-            self.env[node] = args[0][0]
+        elif (source := passed_on(node, args)) is not None:
+            self.env[node] = source
         elif target is operator.getitem and isinstance(args[0], tuple | list):
             self.env[node] = args[0][args[1]]
         elif name == "recurrent":

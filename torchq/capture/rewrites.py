@@ -23,6 +23,8 @@ _NUMBERS: dict[Any, Any] = {
     torch.sym_not: operator.not_,
 }  # fmt: skip
 
+_PASSED = {"lift_fresh_copy", "detach", "alias", "lift", "_unsafe_view_copy"}
+
 
 def base_name(target: Any) -> str:
     """Return the name of an ATen call without its overload."""
@@ -119,18 +121,18 @@ def _floats(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, {n: as_float(v, kinds[n]) for n, v in kwargs.items()}
 
 
-def is_whole_slice(node: fx.Node, args: Any) -> bool:
-    """Return whether a slice takes everything."""
-    if base_name(node.target) != "slice" or len(args) < 4 or args[4:] not in ((), (1,)):
-        return False
-    return args[2] in (0, None) and args[3] in (sys.maxsize, None)
-
-
-def does_nothing(node: fx.Node, args: Any) -> bool:
-    """Return whether a call passes on its first argument: a copy, or dropout in eval mode."""
-    if base_name(node.target) == "clone":  # what is left of one where in-place code was rewritten
-        return not node.kwargs and not is_returned(node)
-    return "dropout" in base_name(node.target) and len(args) > 2 and args[2] is False
+def passed_on(node: fx.Node, args: Any) -> Any:
+    """Return the source that a call gives as it is: no copy is left where nobody writes to one."""
+    name = base_name(node.target)
+    if name == "slice" and len(args) > 3 and args[4:] in ((), (1,)):
+        whole = args[2] in (0, None) and args[3] in (sys.maxsize, None)
+        return args[0] if whole else None
+    if name == "cat" and len(args[0]) == 1:
+        return None if is_returned(node) else args[0][0]
+    if name == "clone":  # what is left of one where in-place code was rewritten
+        return None if node.kwargs or is_returned(node) else args[0]
+    dropout = "dropout" in name and len(args) > 2 and args[2] is False
+    return args[0] if dropout or name in _PASSED else None
 
 
 def is_returned(node: fx.Node) -> bool:
