@@ -133,10 +133,7 @@ class _Plain:
         return None
 
     def _forget(self, nodes: list[fx.Node]) -> None:
-        """Drop values that only these nodes of the program have.
-
-        Values inside regions and of helper nodes stay.
-        """
+        """Drop values that only these nodes have; those in regions and of helper nodes stay."""
         gone: list[fx.Node] = []
         for node in nodes:
             fx.map_arg(self.env.pop(node, None), gone.append)
