@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from flows import calls, sqnr
+from flows import calls, near, sqnr
 from torch import Tensor, nn
 
 import torchq
@@ -56,6 +56,10 @@ class Net(nn.Module):
         return self.head(torch.relu(hidden))
 
 
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 8))).eval()
+
+
 def test_a_net_that_reads_hidden_states_runs_its_graph() -> None:
     model, x = Net().eval(), torch.randn(4, 8)
     converted = torchq.quantize(model, [x])
@@ -72,3 +76,30 @@ def test_a_call_of_a_part_leaves_the_graph_of_the_whole(monkeypatch: pytest.Monk
     assert len(converted.encoder(x, hidden=True)) == 3
     converted(x)
     assert calls(converted) == (1, 0)
+
+
+def test_hooks_that_collect_nothing_leave_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of transformers stay, and act in the calls that return hidden states."""
+    name, seen = "transformers.utils.output_capturing", list[Tensor]()
+    current = ContextVar[Any]("collector", default=None)
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(_active_collector=current))
+
+    def collect(module: nn.Module, args: Any, result: Tensor) -> None:
+        if current.get():
+            seen.append(result)
+
+    collect.__module__ = name
+    model, x = layers(), torch.randn(4, 8)
+    converted = torchq.quantize(model, [x])
+    converted[1].register_forward_hook(collect)
+    near(model, converted, x)
+    assert calls(converted) == (1, 0) and not seen
+    token = current.set({"hidden_states": []})
+    with pytest.warns(UserWarning, match="a submodule has a hook"):
+        near(model, converted, x)
+    assert calls(converted) == (1, 1) and len(seen) == 1
+    current.reset(token)
+    near(model, converted, x)
+    converted[1].register_forward_hook(lambda *_: seen.clear())
+    near(model, converted, x)
+    assert calls(converted) == (2, 2) and not seen

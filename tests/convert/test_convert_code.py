@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
-import sys
 from collections.abc import Callable
-from contextvars import ContextVar
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,61 +74,6 @@ def test_a_new_hook_on_an_inner_module_sends_calls_to_own_code(everywhere: bool)
     handle.remove()
     near(model, converted, x)
     assert calls(converted) == (2, 1)
-
-
-class Collects(nn.Module):
-    """Installs hooks in its first call, as transformers does where it returns hidden states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.body, self.other = nn.Linear(8, 8), layers(), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.body._forward_hooks:
-
-            def collect(*_: Any) -> None: ...
-
-            collect.__module__ = "transformers.utils.output_capturing"
-            self.body.register_forward_hook(collect)
-        x = self.body(self.first(x))
-        self.other(x)
-        return x
-
-
-def test_hooks_that_calls_of_calibration_install_do_not_stay() -> None:
-    """Nothing reads what ``other`` gives: it is in no graph, and calibration runs own code too."""
-    model, x = Collects().eval(), values(4, 8)
-    converted = torchq.quantize(model, [x, x])
-    near(model, converted, x)
-    assert calls(converted) == (1, 0)
-    pickle.dumps(converted)
-
-
-def test_hooks_that_collect_nothing_leave_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of transformers stay, and act in the calls that return hidden states."""
-    name, seen = "transformers.utils.output_capturing", list[Tensor]()
-    current = ContextVar[Any]("collector", default=None)
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(_active_collector=current))
-
-    def collect(module: nn.Module, args: Any, result: Tensor) -> None:
-        if current.get():
-            seen.append(result)
-
-    collect.__module__ = name
-    model, x = layers(), values(4, 8)
-    converted = torchq.quantize(model, [x])
-    converted[1].register_forward_hook(collect)
-    near(model, converted, x)
-    assert calls(converted) == (1, 0) and not seen
-    token = current.set({"hidden_states": []})
-    with pytest.warns(UserWarning, match="a submodule has a hook"):
-        near(model, converted, x)
-    assert calls(converted) == (1, 1) and len(seen) == 1
-    current.reset(token)
-    near(model, converted, x)
-    converted[1].register_forward_hook(lambda *_: seen.clear())
-    near(model, converted, x)
-    assert calls(converted) == (2, 2) and not seen
 
 
 def test_hooks_of_the_float_model_still_run() -> None:

@@ -22,7 +22,6 @@ _NUMBERS: dict[Any, Any] = {
     torch.sym_max: max, torch.sym_min: min, torch.sym_float: float, torch.sym_int: int,
     torch.sym_not: operator.not_,
 }  # fmt: skip
-
 _PASSED = {"lift_fresh_copy", "detach", "alias", "lift", "_unsafe_view_copy"}
 
 

@@ -20,7 +20,7 @@ class PackedProof(nn.Module):
     are attributes: buffers would be part of the script's state.
     """
 
-    packed: list[tuple[Tensor, Tensor, Tensor, list[list[int]]]]
+    packed: list[Packed]
 
     def __init__(self, packed: list[Packed]) -> None:
         """Take the weights that :func:`with_proof` finds."""
@@ -28,14 +28,12 @@ class PackedProof(nn.Module):
         self.packed = packed
 
     @torch.jit.export
-    def __getstate__(self) -> tuple[list[tuple[Tensor, Tensor, Tensor, list[list[int]]]], bool]:
+    def __getstate__(self) -> tuple[list[Packed], bool]:
         """Return what an archive holds."""
         return self.packed, self.training
 
     @torch.jit.export
-    def __setstate__(
-        self, state: tuple[list[tuple[Tensor, Tensor, Tensor, list[list[int]]]], bool]
-    ) -> None:
+    def __setstate__(self, state: tuple[list[Packed], bool]) -> None:
         """Take what an archive holds.
 
         Raises:
