@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq.serialization.conditions import is_condition
+from torchq.serialization.conditions import is_condition, is_path
 from torchq.serialization.tensor_file import read_tensors, write_tensors
 
 Fields = dict[str, Any]
@@ -101,3 +101,24 @@ def test_code_in_a_file_does_not_run(name: str, tmp_path: Path) -> None:
 )
 def test_conditions(text: Any, known: bool) -> None:
     assert is_condition(text) == known
+
+
+def test_names_that_are_no_names_of_python_load(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({"a-b": nn.Linear(8, 8), "3x3/c d": nn.Linear(8, 8)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts["3x3/c d"](torch.relu(self.parts["a-b"](x)))
+
+    x, path = torch.randn(4, 8), tmp_path / "file"
+    converted = torchq.quantize(Named().eval(), [x])
+    torchq.save(converted, path)
+    for loaded in (torchq.load(path, Named().eval()), torchq.load(path)):
+        assert torch.equal(loaded(x), converted(x))
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", 7])
+def test_names_that_end_a_quotation(name: Any) -> None:
+    assert not is_path(name) and is_path("a-b.0.weight")

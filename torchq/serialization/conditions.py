@@ -19,7 +19,6 @@ _OF_MATH = (
     *("isfinite", "isnan"),
 )
 _SIZE = re.compile(r"s\d+")
-_PATH = re.compile(r"\w+(\.\w+)*")
 
 
 def is_condition(text: Any) -> bool:
@@ -74,5 +73,5 @@ def is_name(name: Any) -> bool:
 
 
 def is_path(name: Any) -> bool:
-    """Return whether it is the qualified name of a module or tensor, as ``layers.0.weight``."""
-    return isinstance(name, str) and bool(_PATH.fullmatch(name))
+    """Return whether generated code may quote the name of a module or tensor, as ``a-b.weight``."""
+    return isinstance(name, str) and name.isprintable() and not {'"', "\\"} & set(name)
