@@ -3,8 +3,8 @@
 
 Nodes that are joined by what merely moves elements, or pools them, form a group: one scale and
 zero point. So do the sources of a concatenation that nobody else reads, with its result; of its
-other sources ``prepared.shared_qparams`` decides when the ranges are known. An average over all
-positions begins a group of its own: means lie closer together than values. A group is int8 if a
+other sources ``concatenations.shared_qparams`` decides when the ranges are known. An average over
+all positions begins a group of its own: means lie closer together than values. A group is int8 if a
 matmul reads it, or if a layer emits it as int8 and another can read that, or if the model rounds it
 to levels itself: with a fake quantizer, which then says what the scale and zero point are. Where an
 int8 value is read as float32, the converted graph dequantizes it there.
@@ -13,10 +13,10 @@ int8 value is read as float32, the converted graph dequantizes it there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from torchq.capture.graph import Captured
 from torchq.capture.module_kinds import NO_DYNAMIC_FORM, RECURRENT, why_float
@@ -319,7 +319,7 @@ class Plan:
                     found[self.root(node)].add(user)
         return found
 
-    def function_behind(self, root: fx.Node) -> Callable[[Tensor], Tensor] | None:
+    def function_behind(self, root: fx.Node) -> Layer | None:
         """Return the function that alone reads the values of a group, if it becomes a table.
 
         None where averages lie between: what it makes of them says little of what they are made of.
@@ -330,7 +330,7 @@ class Plan:
             return None
         if any(self.root(node) is root and self._averages(node) for node in self._joined):
             return None
-        return layer.function
+        return layer if layer.function is not None else None
 
     def _join_concatenations(self) -> None:
         """Give the sources of a concatenation its scale, where nobody else reads them."""
