@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import torchq
-from torchq.analysis.timing import UNSTEADY, Speedup, crowded, measure
+from torchq.analysis.timing import crowded
 from torchq.attributes.arguments import float_text
 from torchq.commands.model import load_model
 from torchq.commands.quantize import add_quantize, quantize
@@ -139,15 +139,7 @@ def bench(args: argparse.Namespace) -> int:
         with torch.inference_mode():
             traced: Any = torch.jit.trace(qmodel, positional)  # type: ignore[no-untyped-call]
             models["int8, frozen TorchScript"] = torch.jit.freeze(traced)
-    times = measure(models, data[0])
-    speedups = {name: Speedup.of(times["float"], each) for name, each in times.items()}
-    note = crowded()
-    if not note and not all(speedup.is_steady for speedup in speedups.values()):
-        note = UNSTEADY
-    for name, each in times.items():
-        print(f"{name:26}{each}  {'' if note else speedups[name]}".rstrip())
-    if note:
-        print(f"no speedup: {note}")
+    print(torchq.milliseconds(models, data[0]))
     return 0
 
 

@@ -94,7 +94,7 @@ class Profile:
         """One line per layer, then the whole, then what loses; a function has no float time."""
         lines = [
             f"{layer.float_ms:9.3f} ms float  {layer.int8_ms:9.3f} ms int8  ".replace("nan", "  -")
-            + f"{layer.speedup or '-'!s:>6}  {layer.name}"
+            + f"{layer.speedup or '-'!s:>14}  {layer.name}"
             for layer in self.layers
         ]
         lines.append(f"{self.float_times} float  {self.int8_times} int8")
