@@ -361,7 +361,7 @@ def test_errors() -> None:
         ValueError, match="must call a convolution or linear layer that becomes int8"
     ):
         torchq.prepare_qat(nn.Sequential(nn.ReLU(), nn.Flatten()), x)
-    with pytest.raises(ValueError, match="overrides must match module names"):
+    with pytest.raises(ValueError, match="overrides must match names of modules"):
         torchq.prepare_qat(Cnn(), x, overrides={"nothing": None})
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got function"):
         torchq.prepare_qat(lambda x: x, x)

@@ -16,6 +16,7 @@ from torch import nn
 
 from torchq.capture.guards import Example
 from torchq.capture.one_call import without_observers
+from torchq.convert.calibrated import check_calibrated, check_has_data
 from torchq.convert.checks import add_checks
 from torchq.convert.coarse import follow_row_rule
 from torchq.convert.dispatch import Dispatch, attach, dispatches, share_weight, share_weights
@@ -27,7 +28,7 @@ from torchq.convert.parts import Part, Parts, find_parts
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared, source_samples
 from torchq.convert.report import merged, report_rows
-from torchq.convert.rows import Row, Weight, check_patterns, check_strict, joined
+from torchq.convert.rows import Row, Weight, check_patterns, check_strict
 from torchq.convert.self_contained import SELF_CONTAINED, converted
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
@@ -101,7 +102,7 @@ def prepared_model(
     if config is not None and not isinstance(config, QConfig):
         raise TypeError(
             f"torchq.prepare: config must be a QConfig or None, got {type(config).__name__}. "
-            "Write torchq.QConfig(activation_bits=7), say."
+            "Write config=torchq.QConfig(activation_bits=7), say."
         )
     model = as_module(model)
     check_model(model)
@@ -199,8 +200,8 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
 
     Raises:
         ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
-        RuntimeError: calibration did not reach a graph or a module (the message names it), or
-            ``strict`` and something stays float.
+        RuntimeError: calibration was forgotten, or did not reach a graph or a module (the message
+            names it); or ``strict`` and something stays float.
 
     Example:
         >>> x = torch.randn(8, 16)
@@ -210,7 +211,11 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         torch.Size([8, 4])
     """
     qat: Any = getattr(prepared, "__dict__", {}).get("torchq_qat")  # of torchq.prepare_qat
-    return converted_model(prepared, strict) if qat is None else qat.convert(prepared, strict)
+    if qat is not None:
+        return qat.convert(prepared, strict)  # type: ignore[no-any-return]
+    check_prepared("convert", prepared)
+    check_has_data(prepared)
+    return converted_model(prepared, strict)
 
 
 @torch.inference_mode(False)
@@ -226,7 +231,7 @@ def _lowered(prepared: nn.Module, strict: bool, every_leaf: bool) -> nn.Module:
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     graphs = dispatches(prepared)
     for dispatch in graphs:
-        _check_calibrated(dispatch)
+        check_calibrated(dispatch)
     settled, coarse, rows = follow_row_rule(prepared, [d.graph for d in graphs], rows)
     if strict:
         check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
@@ -273,20 +278,6 @@ def _take_parameters(graph: nn.Module, memo: dict[int, Any]) -> None:
     for module in graph.modules():
         for key, parameter in module._parameters.items():
             module._parameters[key] = copy.deepcopy(parameter, memo)
-
-
-def _check_calibrated(dispatch: Dispatch) -> None:
-    """Raise RuntimeError where every call of calibration ran the module's own code."""
-    assert isinstance(dispatch.graph, Prepared)
-    observers = [*dispatch.graph.observers, *dispatch.graph.samples]
-    seen = dispatch.graph_calls or any(observer.calibrated for observer in observers)
-    if observers and not seen:
-        where = f"'{dispatch.name}'" if dispatch.name else "the model"
-        raise RuntimeError(
-            f"torchq.convert: calibration must reach the graph of {where}, got no call that meets "
-            f"its guards: {joined(dispatch.conditions())}. Give torchq.prepare "
-            "example_inputs that are like the data, or torchq.calibrate more data."
-        )
 
 
 def _layers(graphs: list[Prepared]) -> dict[str, list[tuple[Prepared, Layer]]]:
@@ -390,6 +381,7 @@ def quantize(
                 "needs calibration, as with QConfig(dynamic=True), pass example_inputs alone."
             )
         prepared = prepared_model(model, example_inputs, config, overrides, share=True)
+        check_has_data(prepared, "quantize")
         return converted_model(prepared, strict)
     if example_inputs is None:
         rest = iter(batches("quantize", data, progress=False))

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from torchq.convert.api import convert, prepare
+from torchq.convert.api import converted_model, prepare
 from torchq.convert.dispatch import dispatches
 from torchq.convert.rows import Row
 from torchq.nn.fake_quantize import FakeQuantize
@@ -48,7 +48,7 @@ def with_known_scales(
         chosen |= dict.fromkeys(names)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a model without a graph: its layers come later
-        result = convert(prepared)
+        result = converted_model(prepared, strict=False)
     rows: list[Row] = vars(result)["torchq_report"]
     rows = [replace(row, kind=row.kind.removeprefix("Parametrized")) for row in rows]
     if reason:

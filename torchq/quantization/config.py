@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from typing import Any, TypeVar
 
 import torch
 
+from torchq.attributes.arguments import nearest
 from torchq.attributes.options import (
     RECIPES,
     WEIGHT_GRANULARITIES,
@@ -30,6 +33,8 @@ from torchq.quantization.observers.binned import (
 from torchq.quantization.observers.minmax import MinMaxObserver, MovingAverageObserver
 from torchq.quantization.ranges import check_bits, check_choice, check_dtype
 
+Class = TypeVar("Class")
+
 OBSERVERS: dict[str, Callable[[], Observer]] = {
     "minmax": MinMaxObserver,
     "moving_average": MovingAverageObserver,
@@ -39,6 +44,30 @@ OBSERVERS: dict[str, Callable[[], Observer]] = {
 }
 
 
+def _names_fields(cls: type[Class]) -> type[Class]:
+    """Let a dataclass say in torchq's words which fields it has."""
+    names, own = [field.name for field in fields(cls)], cls.__init__  # type: ignore[arg-type]
+
+    @functools.wraps(own)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrong = next((name for name in kwargs if name not in names), None)
+        if wrong is not None:
+            raise TypeError(
+                f"torchq.{cls.__name__}: fields must be of {', '.join(names)}, got {wrong!r}. "
+                + (f"Did you mean {near!r}?" if (near := nearest(wrong, names, 0.4)) else "")
+            )
+        if len(args) > len(names):
+            raise TypeError(
+                f"torchq.{cls.__name__}: there must be at most {len(names)} values, got "
+                f"{len(args)}. Give them by name, as in {cls.__name__}({names[0]}={args[0]!r})."
+            )
+        own(self, *args, **kwargs)
+
+    setattr(cls, "__init__", __init__)  # noqa: B010
+    return cls
+
+
+@_names_fields
 @dataclass(frozen=True)
 class QConfig:
     """How to quantize a module. Immutable; vary one with ``dataclasses.replace``.

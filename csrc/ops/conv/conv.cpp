@@ -17,9 +17,9 @@ int64_t checked_groups(const char* op, const ChannelsLast& src, c10::IntArrayRef
                        const at::Tensor& compensation) {
   const int64_t groups = geometry[geometry.size() - 2];
   TORCH_CHECK_VALUE(src.channels == geometry.back(), "torchq.", op, ": src must have ",
-                    geometry.back(), " channels, the in_channels of geometry ", geometry, ", got ",
+                    geometry.back(), " channels, as many as the layer's in_channels, got ",
                     src.channels, " in src ", src.tensor.sizes(),
-                    ". Check the layer's in_channels.");
+                    ". Check the order of its dimensions, (N, C, spatial...).");
   check_groups(op, src.channels, groups, compensation);
   return groups;
 }
