@@ -13,7 +13,6 @@ import enum
 import inspect
 import io
 import logging
-import math
 import os
 import re
 import warnings
@@ -29,11 +28,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from torchq.capture.condition import Condition
 from torchq.capture.one_call import FakeFunctions, as_fake_calls, as_one_call
+from torchq.capture.terms import Size
 from torchq.nn.model_state import changed, state_of, twin
 
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 _SIZE = re.compile(r"L\['(?:tensors'|args'\]\[0)\]\[(\d+)\]\.size\(\)")
+_SOURCE = re.compile(rf"{_SIZE.pattern}\[(\d+)\]")
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION", "PARAMETER_MUTATION")
 
@@ -65,8 +67,8 @@ class Exported:
         program: the graph of ATen calls; its inputs are the tensors of the call, in order.
         args, kwargs: of the example, perhaps with a larger batch.
         arguments: the tensors that the graph takes.
-        guards: conditions on ``s0[0]`` and the like: sizes of the tensors.
-        lines: such a size -> the line of the module's code that fixes it.
+        guards: conditions on the sizes of the tensors.
+        lines: size -> the line of the module's code that fixes it.
         neutral: name of an option -> values of it that give the same results as the example.
     """
 
@@ -74,8 +76,8 @@ class Exported:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     arguments: list[Argument]
-    guards: list[str] = field(default_factory=list)
-    lines: dict[str, str] = field(default_factory=dict)
+    guards: list[Condition] = field(default_factory=list)
+    lines: dict[Size, str] = field(default_factory=dict)
     neutral: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
@@ -99,7 +101,7 @@ class Exported:
         pairs = zip(self.arguments, tensors, strict=True)
         sizes = (pair for a, t in pairs for pair in zip(a.shape, t.shape, strict=True))
         shapes = shapes_of(tensors)
-        return all(a in (None, b) for a, b in sizes) and all(holds(g, shapes) for g in self.guards)
+        return all(a in (None, b) for a, b in sizes) and all(g.holds(shapes) for g in self.guards)
 
 
 class _Adapter(nn.Module):
@@ -254,7 +256,7 @@ def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
     if not tensors:
         raise CaptureError("it takes no tensor")
     dims = (tuple({d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in tensors),)
-    lines: dict[str, str] = {}
+    lines: dict[Size, str] = {}
     with _quiet(), torch.no_grad(), FakeFunctions() if fakes else contextlib.nullcontext():
         try:
             program = torch.export.export(adapter, tensors, dynamic_shapes=dims, strict=False)
@@ -270,7 +272,7 @@ def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
     positions = adapter.positions
     arguments = _arguments(program, positions, leaves)
     exported = Exported(program, args, kwargs, arguments, _guards(program), lines)
-    if failed := [guard for guard in exported.guards if not holds(guard, shapes_of(tensors))]:
+    if failed := [guard for guard in exported.guards if not guard.holds(shapes_of(tensors))]:
         raise CaptureError(f"a guard of torch.export cannot be checked: {failed[0]}")
     return exported
 
@@ -310,38 +312,38 @@ def _arguments(program: ExportedProgram, positions: list[int], leaves: list[Any]
     return result
 
 
-def _lines(program: ExportedProgram) -> dict[str, str]:
+def _lines(program: ExportedProgram) -> dict[Size, str]:
     """Return the lines of code outside torch that fix sizes, as ``len(x)`` does."""
     values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
     env: Any = next((v.fake_mode.shape_env for v in values if isinstance(v, FakeTensor)), None)
-    found: dict[str, str] = {}
+    found: dict[Size, str] = {}
     for symbol, place in env.replacements_slocs.items() if env else ():
         frame = place.framework_loc
         own = isinstance(frame, FrameSummary) and not frame.filename.startswith(_TORCH)
         if own and env.replacements[symbol].is_number:
             line = f"{Path(frame.filename).name}:{frame.lineno} ({frame.line})"
             for source in env.var_to_sources.get(symbol, ()):
-                found[_SIZE.sub(r"s\1", source.name)] = line
+                if match := _SOURCE.fullmatch(source.name):
+                    found[Size(*map(int, match.groups()))] = line
     return found
 
 
-def _guards(program: ExportedProgram) -> list[str]:
-    """Return torch's guards as conditions on ``s0``, ``s1``, ...: the shapes of the tensors."""
-    guards = getattr(program, "_guards_code", None) or []
-    return list(dict.fromkeys(_SIZE.sub(r"s\1", guard) for guard in guards))
+def _guards(program: ExportedProgram) -> list[Condition]:
+    """Return torch's guards as conditions on the sizes of the tensors.
 
-
-def shapes_of(tensors: Sequence[Tensor]) -> dict[str, torch.Size]:
-    """Return the names that guards refer to."""
-    return {f"s{i}": tensor.shape for i, tensor in enumerate(tensors)}
-
-
-def holds(guard: str, shapes: Mapping[str, Any]) -> bool:
-    """Return whether a guard holds for these shapes; False where it cannot be evaluated."""
+    Raises:
+        CaptureError: a guard is none.
+    """
+    texts = [_SIZE.sub(r"s\1", text) for text in getattr(program, "_guards_code", None) or []]
     try:
-        return bool(eval(guard, {"torch": torch, "math": math}, dict(shapes)))
-    except Exception:
-        return False
+        return [Condition.parse(text) for text in dict.fromkeys(texts)]
+    except ValueError as error:
+        raise CaptureError(f"a guard of torch.export cannot be checked: {error}") from error
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> dict[int, torch.Size]:
+    """Return the shapes of a graph's tensors, by the numbers that conditions have for them."""
+    return {i: tensor.shape for i, tensor in enumerate(tensors)}
 
 
 def needs_functions(program: ExportedProgram) -> bool:

@@ -169,12 +169,17 @@ def _loaded(
 
 
 def _parameters(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters of a state, of the model's dtypes; one for all names of a tensor."""
+    """Return the parameters of a state, of the model's dtypes; one for all names of a tensor.
+
+    They have the model's strides, too: a float convolution rounds otherwise for other ones.
+    """
     made: dict[int, nn.Parameter] = {}
     found: dict[str, Tensor] = {}
     for name, own in model.named_parameters(remove_duplicate=False):
         if (given := state.get(name)) is not None:
             value = given.to(own.dtype)
+            if value.shape == own.shape and value.stride() != own.stride():
+                value = torch.empty_like(own).copy_(value)
             found[name] = made.setdefault(id(given), nn.Parameter(value, requires_grad=False))
     return found
 

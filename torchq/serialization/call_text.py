@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchq.capture.condition import Condition
 from torchq.capture.exported import Argument
 from torchq.capture.guards import Example
 from torchq.convert.dispatch import Dispatch, attach
 from torchq.nn.module import text_bytes
-from torchq.serialization.conditions import is_condition, is_option, is_size
+from torchq.serialization.conditions import is_option, is_size
 
 CALL_KEY = "torchq_call"
 """Name of the tensor that holds the text, in the state of the graph's module."""
@@ -38,8 +39,8 @@ def describe(dispatch: Dispatch) -> Tensor:
     fields = {
         "arguments": [[a.index, str(a.dtype), list(a.shape)] for a in example.arguments],
         "values": {name: _encode(value, example, name) for name, value in example.values.items()},
-        "guards": example.guards,
-        "limits": example.limits,
+        "guards": list(map(str, example.guards)),
+        "limits": list(map(str, example.limits)),
         "neutral": example.neutral,
         "result": None if structure is None else pytree.treespec_dumps(structure),
         "strict": dispatch.strict,
@@ -55,6 +56,7 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
             torchq does not write.
     """
     fields = json.loads(text_bytes(text))
+    guards, limits = _conditions(fields["guards"], name), _conditions(fields["limits"], name)
     _check(fields, name)
     arguments = [Argument(i, _DTYPES[dtype], tuple(s)) for i, dtype, s in fields["arguments"]]
     values = {key: _decode(value, arguments) for key, value in fields["values"].items()}
@@ -68,16 +70,15 @@ def restore(module: nn.Module, graph: nn.Module, name: str, text: Tensor) -> Non
                 f"torchq.load: '{name}' returns a class that must be known, got {error}. Import "
                 "the library of the model first."
             ) from error
-    conditions = fields["guards"], values, structure, fields["limits"]
     neutral = fields.get("neutral", {})  # files of earlier versions have none
-    example = Example(type(module), arguments, *conditions, neutral=neutral)
+    cls = type(module)
+    example = Example(cls, arguments, guards, values, structure, limits, neutral=neutral)
     attach(Dispatch(module, graph, example, name, fields["strict"]))
 
 
 def _check(fields: dict[str, Any], name: str) -> None:
     """Refuse what could run as code within the function that chooses calls."""
-    conditions = [*fields["guards"], *fields["limits"]]
-    wrong = [text for text in conditions if not is_condition(text)]
+    wrong: list[Any] = []
     for index, _, shape in fields["arguments"]:
         wrong += [size for size in (index, *shape) if not is_size(size)]
     wrong += [n for n, values in fields.get("neutral", {}).items() if not is_option(n, values)]
@@ -86,6 +87,16 @@ def _check(fields: dict[str, Any], name: str) -> None:
             f"torchq.load: the file's guards of '{name}' must be conditions on sizes, got "
             f"{str(wrong[0])[:60]!r}. Was it written by torchq.save?"
         )
+
+
+def _conditions(texts: list[str], name: str) -> list[Condition]:
+    try:
+        return [Condition.parse(text) for text in texts]
+    except ValueError as error:
+        raise ValueError(
+            f"torchq.load: the file's guards of '{name}' must be conditions on sizes: {error}. "
+            "Was it written by torchq.save?"
+        ) from error
 
 
 def _register_tuples(spec: pytree.TreeSpec) -> None:
