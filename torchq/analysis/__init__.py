@@ -21,7 +21,7 @@ from torchq.analysis.accuracy import (
     sqnr,
 )
 from torchq.analysis.budget import Trial, Tuned, tune
-from torchq.analysis.explanation import Explanation, GraphRow, explain
+from torchq.analysis.explanation import Explanation, GraphRow, InputRow, explain
 from torchq.analysis.html import write_report
 from torchq.analysis.speed import LayerTime, Profile, profile
 from torchq.analysis.statistics import load_calibration, save_calibration
@@ -31,6 +31,7 @@ __all__ = [
     "Accuracy",
     "Explanation",
     "GraphRow",
+    "InputRow",
     "LayerAccuracy",
     "LayerTime",
     "Profile",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,13 +26,15 @@ from torchq.convert.parts import Part, Parts, find_parts
 from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared, source_samples
 from torchq.convert.report import merged, report_rows
-from torchq.convert.rows import Row, Weight, check_patterns, check_strict, joined
+from torchq.convert.rows import Row, Weight, check_patterns, check_strict
 from torchq.convert.self_contained import SELF_CONTAINED, converted
+from torchq.convert.sources import CHECKS, name_sources
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.tables import with_rows, with_tables
+from torchq.convert.unseen import check_calibrated, keep_options, warn_of_data, warn_of_floats
 from torchq.convert.weights import ParameterWritten, first_names, with_names
 from torchq.nn.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
@@ -169,6 +170,8 @@ def _prepared(
     merged_rows = with_names(merged(leaves, graphs, unused, names), first_names(float_model))
     vars(prepared)["torchq_report"] = with_rows(merged_rows, tables)
     refuse_save_pretrained(prepared)
+    if config.check_inputs:
+        vars(prepared)[CHECKS] = True
     if "" in parts.reasons:
         vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.reasons['']}"
     return prepared
@@ -210,7 +213,11 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         torch.Size([8, 4])
     """
     qat: Any = getattr(prepared, "__dict__", {}).get("torchq_qat")  # of torchq.prepare_qat
-    return converted_model(prepared, strict) if qat is None else qat.convert(prepared, strict)
+    if qat is not None:
+        return qat.convert(prepared, strict)  # type: ignore[no-any-return]
+    result = converted_model(prepared, strict)
+    warn_of_data("convert", prepared)
+    return result
 
 
 @torch.inference_mode(False)
@@ -226,7 +233,7 @@ def _lowered(prepared: nn.Module, strict: bool, every_leaf: bool) -> nn.Module:
     rows: list[Row] = list(prepared.torchq_report)  # type: ignore[arg-type]
     graphs = dispatches(prepared)
     for dispatch in graphs:
-        _check_calibrated(dispatch)
+        check_calibrated(dispatch)
     settled, coarse, rows = follow_row_rule(prepared, [d.graph for d in graphs], rows)
     if strict:
         check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
@@ -258,13 +265,9 @@ def _lowered(prepared: nn.Module, strict: bool, every_leaf: bool) -> nn.Module:
     share_weights(result)
     refuse_save_pretrained(result)
     vars(result).update(torchq_report=rows, torchq_weights=prepared.torchq_weights)
-    left = [row for row in rows if row.is_matmul and not row.requested]
-    if left and not any(row.quantized for row in rows):
-        warnings.warn(
-            f"torchq.convert: nothing runs in int8; '{left[0].name}' is float: {left[0].reason}. "
-            "torchq.explain tells the others.",
-            stacklevel=6,
-        )
+    keep_options(prepared, result)
+    name_sources(result)
+    warn_of_floats(rows)
     return without_gradients(result.eval())
 
 
@@ -273,20 +276,6 @@ def _take_parameters(graph: nn.Module, memo: dict[int, Any]) -> None:
     for module in graph.modules():
         for key, parameter in module._parameters.items():
             module._parameters[key] = copy.deepcopy(parameter, memo)
-
-
-def _check_calibrated(dispatch: Dispatch) -> None:
-    """Raise RuntimeError where every call of calibration ran the module's own code."""
-    assert isinstance(dispatch.graph, Prepared)
-    observers = [*dispatch.graph.observers, *dispatch.graph.samples]
-    seen = dispatch.graph_calls or any(observer.calibrated for observer in observers)
-    if observers and not seen:
-        where = f"'{dispatch.name}'" if dispatch.name else "the model"
-        raise RuntimeError(
-            f"torchq.convert: calibration must reach the graph of {where}, got no call that meets "
-            f"its guards: {joined(dispatch.conditions())}. Give torchq.prepare "
-            "example_inputs that are like the data, or torchq.calibrate more data."
-        )
 
 
 def _layers(graphs: list[Prepared]) -> dict[str, list[tuple[Prepared, Layer]]]:
@@ -397,4 +386,6 @@ def quantize(
         example_inputs = kwargs or args
         data = itertools.chain([example_inputs], rest)
     prepared = prepared_model(model, example_inputs, config, overrides, share=True)
-    return converted_model(calibrate(prepared, data), strict)
+    result = converted_model(calibrate(prepared, data), strict)
+    warn_of_data("quantize", prepared)
+    return result

@@ -8,10 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.jit import is_scripting  # type: ignore[attr-defined]
 from typing_extensions import Self
 
 from torchq.attributes.arguments import DTYPE_NAMES, as_float32, check_type
 from torchq.functional.packing import PackedWeight, unproven
+from torchq.nn.clip_counter import ClipCounter, Told, check_finite
 from torchq.quantization.qparams import QParams
 from torchq.runtime.library import dtype_code
 
@@ -85,6 +88,7 @@ class QModule(nn.Module):
     """
 
     spec: Tensor
+    checked_name: str
     src_scale: Tensor
     src_zero_point: Tensor
 
@@ -110,6 +114,7 @@ class QModule(nn.Module):
         fields = {"class": type(self).__name__, "version": LAYOUT_VERSION, **fields}
         # beside the buffer, which loses its values on meta
         self._spec_text = json.dumps(fields, separators=(",", ":"))
+        self.name_source(f"a source of {type(self).__name__}", False, None)
         text = list(self._spec_text.encode())
         self.register_buffer("spec", torch.tensor(text, dtype=torch.uint8, device="cpu"))
 
@@ -124,6 +129,18 @@ class QModule(nn.Module):
 
     def refold(self) -> None:
         """Recompute what follows from other tensors; call it after changing them."""
+
+    def name_source(self, name: str, checks: bool, told: Told | None) -> None:
+        """Tell how to call the float source, and whether it must be finite.
+
+        Args:
+            name: for warnings and errors, such as "input 'x'".
+            checks: raise ValueError for NaN and inf.
+            told: shared by the modules of a model, of which one warns; None never warns.
+        """
+        self._clips = ClipCounter(name, checks, told)
+        if checks:
+            self.checked_name = name  # TorchScript sees no counter
 
     def _packed_weights(self) -> dict[str, PackedWeight]:
         """Return the packed weights by what follows ``weight`` in the names of their buffers."""
@@ -161,6 +178,8 @@ class QModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if "_spec_text" not in self.__dict__:  # of an older version
             self._spec_text = text_bytes(self.spec).decode()
+        if "_clips" not in self.__dict__:
+            self.name_source(f"a source of {type(self).__name__}", False, None)
         self._own_empty_buffers()
         self._check_packed("")
 
@@ -281,9 +300,20 @@ class QModule(nn.Module):
         """Return the source in its quantized dtype; floats are quantized, all else a TypeError."""
         if src.dtype == self.src_dtype:
             return src
-        return quantize_boundary(
+        return self._from_float(
             src, self.src_scale, self.src_zero_point, self.src_code, self.src_low, self.src_high
         )
+
+    def _from_float(
+        self, src: Tensor, scale: Tensor, zero_point: Tensor, code: int, low: int, high: int
+    ) -> Tensor:
+        """Return a float source in a quantized dtype, and count what that clips."""
+        if is_scripting():
+            if hasattr(self, "checked_name"):
+                check_finite(src, self.checked_name)
+        elif not is_compiling():
+            self._clips.look(src, scale, zero_point, low, high)
+        return quantize_boundary(src, scale, zero_point, code, low, high)
 
 
 def text_bytes(text: Tensor) -> bytes:

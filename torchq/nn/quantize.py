@@ -69,11 +69,13 @@ class Quantize(QModule):
 
     def forward(self, src: Tensor) -> Tensor:
         """Quantize."""
-        if src.dtype == self.src_dtype:
-            return src
-        scale, zero_point, axis = self.src_scale, self.src_zero_point, self.axis
-        if axis is not None:
-            scale, zero_point = _along(scale, src, axis), _along(zero_point, src, axis)
+        axis = self.axis
+        if axis is None or src.dtype == self.src_dtype:
+            return self._quantized_src(src)
+        scale, zero_point = (
+            _along(self.src_scale, src, axis),
+            _along(self.src_zero_point, src, axis),
+        )
         return quantize_boundary(src, scale, zero_point, self.src_code, self.src_low, self.src_high)
 
 

@@ -21,6 +21,7 @@ from torchq.attributes.arguments import check_type
 from torchq.convert.dispatch import dispatches, full_state, share_weights
 from torchq.convert.graph_code import with_code
 from torchq.convert.graph_module import QuantizedGraph
+from torchq.convert.sources import name_sources
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.functional.placeholders import limited_placeholders, replaced_placeholders, take
@@ -165,7 +166,7 @@ def _loaded(
     refuse_save_pretrained(loaded)
     if report is not None:
         vars(loaded).update(read_report(report))
-    return loaded.eval().requires_grad_(False)
+    return name_sources(loaded).eval().requires_grad_(False)
 
 
 def _parameters(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ def recorded(observer: Observer) -> Recorded:
 def replace(observer: Observer, given: Recorded) -> Observer:
     """Make an observer forget what it has recorded, and take over this; return it."""
     observer.load_state_dict(given.state)
-    observer._elsewhere = given.elsewhere
+    observer._elsewhere, observer.row_count = given.elsewhere, None
     return observer
 
 
