@@ -62,7 +62,7 @@ def test_an_unknown_row_raises_with_the_first_op() -> None:
 
 
 def test_kernels_and_ops_hold_no_number_of_a_cpu() -> None:
-    """Sizes of caches, and questions for the model of the CPU, stand in cpu_tuning.h and cpu.cpp."""
+    """Sizes of caches and questions for the CPU stand in cpu_tuning.h and cpu.cpp."""
     wrong = []
     for folder in ("kernels", "ops", "isa", "epilogue"):
         for file in sorted((CSRC / folder).rglob("*.[ch]*")):
