@@ -72,10 +72,9 @@ bool RnnDirection::gains_from_lookahead() const {
   const bool has_gates = l.cell == RnnCell::kLstm || l.cell == RnnCell::kGru;
   if (tier.rnn_pieces == nullptr || !has_gates) return false;
   if (l.batch > 1 || l.steps <= kLookaheadRows) return false;
-  // Measured on Zen 4: an LSTM of 256 units takes 1.03 of the time with 40 inputs, 0.90 with 512,
-  // 0.98 with 2048; one of 160 units 1.02 with 4096.
   const int64_t units = l.state_units();
-  if (4 * l.inputs < units || l.inputs > 8 * units) return false;
+  if (tuning::kMinInputsOfUnits * l.inputs < units) return false;
+  if (l.inputs > tuning::kMaxInputsPerUnit * units) return false;
   for (int i = 0; i < parts; ++i) {
     if (pieces_of_tile(i) == 0) return false;
   }
