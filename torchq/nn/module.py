@@ -115,7 +115,18 @@ class QModule(nn.Module):
 
     def read_spec(self) -> dict[str, Any]:
         """Return the spec as a dict."""
-        return read_spec(self.spec)
+        return dict(json.loads(self._spec_text))
+
+    def extra_repr(self) -> str:
+        """Return what the class tells of itself, then scales and zero points."""
+        values = {} if self._buffers.get("scales") is None else {"scales": 0, "zero_points": 0}
+        names = values or [n for n in self._buffers if n.endswith(("_scale", "_zero_point"))]
+        known = [(name, self._buffers[name]) for name in names]
+        told = [f"{name}={_values_text(own)}" for name, own in known if own is not None]
+        return ", ".join(filter(None, [self._own_repr(), *told]))
+
+    def _own_repr(self) -> str:
+        return ""
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QModule":
@@ -308,6 +319,16 @@ def read_spec(spec: Tensor) -> dict[str, Any]:
         "torchq.nn: spec must be the JSON text of a torchq module, got "
         f"{text_bytes(spec)[:60]!r}. Is this a state saved by torchq?"
     )
+
+
+def _values_text(values: Tensor) -> str:
+    """Return up to four values, or how many there are and the smallest and the largest."""
+    if values.is_meta:
+        return "?"
+    numbers = [f"{value:.4g}" for value in values.tolist()]
+    if len(numbers) > 4:
+        return f"{len(numbers)} of {float(values.min()):.4g} to {float(values.max()):.4g}"
+    return numbers[0] if len(numbers) == 1 else f"[{', '.join(numbers)}]"
 
 
 def _uncalibrated(text: str) -> object:
