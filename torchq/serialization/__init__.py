@@ -235,7 +235,8 @@ def _with_class(
     texts = {n: (state.pop(_under(n, GRAPH_KEY)), state.pop(_under(n, CALL_KEY))) for n in names}
     graphs = tuple(f"{_under(name, GRAPH_KEY)}." for name in names)
     leaves = quantized_modules({k: v for k, v in state.items() if not k.startswith(graphs)})
-    model = split_attention(model, [n.removesuffix(".q_proj") for n in leaves])
+    projections = [f".{key}".rpartition(".q_proj.") for key in state]
+    model = split_attention(model, {name[1:] for name, found, _ in projections if found})
     memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in leaves.items()}
     for name, leaf in leaves.items():
         if isinstance(leaf, QExperts):
