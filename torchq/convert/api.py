@@ -217,7 +217,7 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
 @torch.no_grad()
 def converted_model(prepared: nn.Module, strict: bool, every_leaf: bool = False) -> nn.Module:
     """Convert; ``every_leaf`` must be calibrated, also those that no call of the data reached."""
-    with _ONE_AT_A_TIME:
+    with _ONE_AT_A_TIME, torch.autocast("cpu", enabled=False):
         return _lowered(prepared, strict, every_leaf)
 
 

@@ -174,9 +174,8 @@ class _Pairs:
             layer = float_layer(layer, _dequantized(weight, int8, params), bias)
             name = f"{user.name}_dynamic"
             self.dynamic.append(name)
-            self.model.add_submodule(
-                name, dynamic_leaf(layer, int8, torch.as_tensor(params[0], device="cpu").float())
-            )
+            scales = torch.as_tensor(params[0], dtype=torch.float32, device="cpu")
+            self.model.add_submodule(name, dynamic_leaf(layer, int8, scales))
             with self.graph.inserting_before(user):
                 made = self.graph.call_module(name, (source.args[0],))
             user.replace_all_uses_with(made)
