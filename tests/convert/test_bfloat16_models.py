@@ -296,7 +296,7 @@ def test_tables_and_4_bits_with_a_recipe(tmp_path: Path) -> None:
     assert torch.equal(torchq.load(tmp_path / "file", model)(IDS[0]), converted(IDS[0]))
 
 
-def test_tools() -> None:
+def test_training_and_choosing() -> None:
     """They take data and models in bfloat16, and training keeps that dtype."""
     model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 10)).eval().to(BF16)
     data = [torch.randn(6, 24).to(BF16) for _ in range(3)]
