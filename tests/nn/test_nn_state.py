@@ -97,7 +97,7 @@ def test_every_class_is_tried() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_repr_shows_scales(name: str) -> None:
-    """Of layers with an Attr, it tells which there are; of all others the values, too."""
+    """Layers with an Attr show which there are, all others the values, too."""
     module = MODULES[name]
     text = repr(module)
     if hasattr(module, "attr"):

@@ -37,6 +37,7 @@ from torchq.integrations.checkpoint import (
     refusing,
     stored_state,
 )
+from torchq.nn.conversions import refusing_conversions
 from torchq.nn.embedding import QEmbedding
 from torchq.nn.inputs import without_gradients
 from torchq.nn.leaf import Leaf, QuantizedLeaf, take_hooks, without_hooks
@@ -263,7 +264,7 @@ class TorchqQuantizer(HfQuantizer):  # type: ignore[misc]
                     if isinstance(module, Leaf):
                         module.load_state_dict(module.state_dict())  # checks what transformers set
         vars(model)["torchq_report"] = _report(model, self._reasons)
-        return without_gradients(model)
+        return refusing_conversions(without_gradients(model))
 
     def get_state_dict_and_metadata(
         self, model: Any

@@ -18,6 +18,10 @@ from torchq.runtime.library import dtype_code
 LAYOUT_VERSION = 1
 """Of the packed weights and the spec; a state of another version does not load."""
 
+_UNCHANGED = (
+    "Nothing of the quantized model was changed, but what a float module around it has in front of "
+    "it may be."
+)
 _CHOOSE = "Choose them from what an observer saw, or with torchq.QParams.per_tensor."
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -222,15 +226,34 @@ class QModule(nn.Module):
             "load with torchq.load."
         )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def check_conversion(self, fn: Callable[[Tensor], Tensor], where: str = "") -> None:
+        """Raise TypeError if ``fn`` changes dtypes, or moves tensors to a device without kernels.
+
+        Args:
+            fn: what ``half()``, ``to()`` and the like do to each tensor.
+            where: name of the module in the one that is converted.
+        """
         for name, own in self._buffers.items():
-            dtype = None if own is None else fn(own.reshape(-1)[:0]).dtype
-            if own is not None and dtype != own.dtype:
+            if own is None:
+                continue
+            made, full = fn(own.reshape(-1)[:0]), f"{where}.{name}".lstrip(".")
+            if made.dtype != own.dtype:
                 raise TypeError(
-                    f"torchq.nn.{type(self).__name__}: '{name}' must stay {own.dtype}, got a "
-                    f"conversion to {dtype}. Convert the float model, to torch.bfloat16 say, and "
-                    "quantize it then."
+                    f"torchq.nn.{type(self).__name__}: '{full}' must stay {own.dtype}, got a "
+                    f"conversion to {made.dtype}. Convert the float model, to torch.bfloat16 say, "
+                    f"and quantize it then. {_UNCHANGED}"
                 )
+            if made.device.type not in ("cpu", "meta", own.device.type):
+                raise TypeError(
+                    f"torchq.nn.{type(self).__name__}: '{full}' must stay on the CPU, got a move "
+                    f"to {made.device}. Quantized layers run on CPUs: give them what x.cpu() "
+                    f"returns. {_UNCHANGED}"
+                )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        for name, part in self.named_modules() if recurse else [("", self)]:
+            if isinstance(part, QModule):
+                part.check_conversion(fn, name)
 
         def flat(own: Tensor) -> Tensor:
             """Packed weights are of 4 and 5 dims, but no images: a memory format is not theirs."""

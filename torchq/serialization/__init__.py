@@ -24,6 +24,7 @@ from torchq.convert.graph_module import QuantizedGraph
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.functional.placeholders import limited_placeholders, replaced_placeholders, take
+from torchq.nn.conversions import refusing_conversions
 from torchq.nn.experts import QExperts
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.inputs import working_copy
@@ -165,7 +166,7 @@ def _loaded(
     refuse_save_pretrained(loaded)
     if report is not None:
         vars(loaded).update(read_report(report))
-    return loaded.eval().requires_grad_(False)
+    return refusing_conversions(loaded.eval().requires_grad_(False))
 
 
 def _parameters(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
