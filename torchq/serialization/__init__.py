@@ -30,6 +30,7 @@ from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.inputs import working_copy
 from torchq.nn.module import QModule, read_spec, text_bytes
 from torchq.quantization.observers import Observer
+from torchq.serialization.architecture import check_architecture
 from torchq.serialization.call_text import CALL_KEY, describe, restore
 from torchq.serialization.graph_text import GRAPH_KEY, decode, encode, plain_module
 from torchq.serialization.report_text import REPORT_KEY, read_report, write_report
@@ -106,9 +107,9 @@ def load(
         TypeError: ``model`` is no nn.Module.
         FileNotFoundError: there is no such file.
         ValueError: the file is not of torchq.save or was damaged, a spec in it is not of torchq or
-            names an unknown module class; or ``model`` is needed.
-        RuntimeError: the file and the model do not fit together; names what is missing or left
-            over.
+            names an unknown module class; or ``model`` is needed, or of another architecture. The
+            message names every difference.
+        RuntimeError: the tensors of the file's graphs do not fit together.
 
     Example:
         >>> model, x = nn.Sequential(nn.Linear(16, 4), nn.Tanh()).eval(), torch.randn(8, 16)
@@ -238,16 +239,20 @@ def _with_class(
     leaves = quantized_modules({k: v for k, v in state.items() if not k.startswith(graphs)})
     projections = [f".{key}".rpartition(".q_proj.") for key in state]
     model = split_attention(model, {name[1:] for name, found, _ in projections if found})
-    memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in leaves.items()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    memo: dict[int, Any] = {id(modules[n]): m for n, m in leaves.items() if n in modules}
     for name, leaf in leaves.items():
-        if isinstance(leaf, QExperts):
-            leaf.adopt(_submodule(model, name, path))
+        if isinstance(leaf, QExperts) and name in modules:
+            leaf.adopt(modules[name])
     loaded = with_code(
         working_copy(model, memo, "load")
     )  # its float layers became what prepare made of them
     kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
     loaded = settled(loaded, kept)
     leave_fast_paths(loaded)
+    own = nn.Module.state_dict(loaded, keep_vars=True)
+    given = {k: v for k, v in state.items() if not k.startswith(graphs)}
+    check_architecture(f"torchq.load: {path}", model, leaves, own, given)
     for name, (graph, call) in texts.items():
         own = _inside(state, _under(name, GRAPH_KEY))
         made = _graph(graph, own, _submodule(loaded, name, path))
