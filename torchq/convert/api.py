@@ -36,6 +36,7 @@ from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.tables import with_rows, with_tables
 from torchq.convert.unseen import check_calibrated, keep_options, warn_of_data, warn_of_floats
 from torchq.convert.weights import ParameterWritten, first_names, with_names
+from torchq.nn.conversions import refusing_conversions
 from torchq.nn.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.quantization.config import Overrides, QConfig
@@ -224,7 +225,7 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
 @torch.no_grad()
 def converted_model(prepared: nn.Module, strict: bool, every_leaf: bool = False) -> nn.Module:
     """Convert; ``every_leaf`` must be calibrated, also those that no call of the data reached."""
-    with _ONE_AT_A_TIME:
+    with _ONE_AT_A_TIME, torch.autocast("cpu", enabled=False):
         return _lowered(prepared, strict, every_leaf)
 
 
@@ -238,11 +239,10 @@ def _lowered(prepared: nn.Module, strict: bool, every_leaf: bool) -> nn.Module:
     if strict:
         check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
     layers = _layers(settled)
-    memo: dict[int, Any] = {}
+    memo, packed = dict[int, Any](), dict[str, nn.Module]()
     for name, module in prepared.named_modules():
         if isinstance(module, SELF_CONTAINED):
             memo[id(module)] = take_hooks(converted(module, name), module)
-    packed: dict[str, nn.Module] = {}
     for dispatch, graph in zip(graphs, settled, strict=True):
         opaque = {
             name: memo[id(graph.graph_module.get_submodule(name))] for name in graph.opaque_names
@@ -268,7 +268,7 @@ def _lowered(prepared: nn.Module, strict: bool, every_leaf: bool) -> nn.Module:
     keep_options(prepared, result)
     name_sources(result)
     warn_of_floats(rows)
-    return without_gradients(result.eval())
+    return refusing_conversions(without_gradients(result.eval()))
 
 
 def _take_parameters(graph: nn.Module, memo: dict[int, Any]) -> None:

@@ -13,11 +13,13 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.graph import _format_target
 from torch.fx.graph_module import _loader
+from typing_extensions import Self
 
 from torchq.convert.graph_data import graph_of, plain_nodes
+from torchq.nn.conversions import check_conversions
 from torchq.nn.inputs import without_gradients
 from torchq.nn.module import QModule
 from torchq.nn.packed_proof import with_proof
@@ -138,6 +140,11 @@ class QuantizedGraph(fx.GraphModule):
         direct, cls.forward = direct_and_forward(code.src, code.globals, called, given)
         cls._direct = direct  # type: ignore[attr-defined]
         return code
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if recurse:
+            check_conversions(self, fn)
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Return what TorchScript compiles, which checks packed weights when it is loaded."""

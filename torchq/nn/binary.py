@@ -63,10 +63,9 @@ class _QCombine(QModule):
         code, low, high = self.src_codes[i], self.src_lows[i], self.src_highs[i]
         return self._from_float(src, self.scales[i], self.zero_points[i], code, low, high)
 
-    def extra_repr(self) -> str:
-        """Dtypes, scales and zero points."""
-        scales = ", ".join(f"{s:.4g}" for s in self.scales.tolist())
-        return f"scales=[{scales}], zero_points={self.zero_points.tolist()}"
+    def _own_repr(self) -> str:
+        spec = self.read_spec()
+        return f"{', '.join(spec['srcs'])} -> {spec['dst']}"
 
 
 class _QBinary(_QCombine):

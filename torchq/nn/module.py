@@ -21,6 +21,10 @@ from torchq.runtime.library import dtype_code
 LAYOUT_VERSION = 1
 """Of the packed weights and the spec; a state of another version does not load."""
 
+_UNCHANGED = (
+    "Nothing of the quantized model was changed, but what a float module around it has in front of "
+    "it may be."
+)
 _CHOOSE = "Choose them from what an observer saw, or with torchq.QParams.per_tensor."
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -120,7 +124,18 @@ class QModule(nn.Module):
 
     def read_spec(self) -> dict[str, Any]:
         """Return the spec as a dict."""
-        return read_spec(self.spec)
+        return dict(json.loads(self._spec_text))
+
+    def extra_repr(self) -> str:
+        """Return what the class tells of itself, then scales and zero points."""
+        values = {} if self._buffers.get("scales") is None else {"scales": 0, "zero_points": 0}
+        names = values or [n for n in self._buffers if n.endswith(("_scale", "_zero_point"))]
+        known = [(name, self._buffers[name]) for name in names]
+        told = [f"{name}={_values_text(own)}" for name, own in known if own is not None]
+        return ", ".join(filter(None, [self._own_repr(), *told]))
+
+    def _own_repr(self) -> str:
+        return ""
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> "QModule":
@@ -230,15 +245,34 @@ class QModule(nn.Module):
             "load with torchq.load."
         )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def check_conversion(self, fn: Callable[[Tensor], Tensor], where: str = "") -> None:
+        """Raise TypeError if ``fn`` changes dtypes, or moves tensors to a device without kernels.
+
+        Args:
+            fn: what ``half()``, ``to()`` and the like do to each tensor.
+            where: name of the module in the one that is converted.
+        """
         for name, own in self._buffers.items():
-            dtype = None if own is None else fn(own.reshape(-1)[:0]).dtype
-            if own is not None and dtype != own.dtype:
+            if own is None:
+                continue
+            made, full = fn(own.reshape(-1)[:0]), f"{where}.{name}".lstrip(".")
+            if made.dtype != own.dtype:
                 raise TypeError(
-                    f"torchq.nn.{type(self).__name__}: '{name}' must stay {own.dtype}, got a "
-                    f"conversion to {dtype}. Convert the float model, to torch.bfloat16 say, and "
-                    "quantize it then."
+                    f"torchq.nn.{type(self).__name__}: '{full}' must stay {own.dtype}, got a "
+                    f"conversion to {made.dtype}. Convert the float model, to torch.bfloat16 say, "
+                    f"and quantize it then. {_UNCHANGED}"
                 )
+            if made.device.type not in ("cpu", "meta", own.device.type):
+                raise TypeError(
+                    f"torchq.nn.{type(self).__name__}: '{full}' must stay on the CPU, got a move "
+                    f"to {made.device}. Quantized layers run on CPUs: give them what x.cpu() "
+                    f"returns. {_UNCHANGED}"
+                )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        for name, part in self.named_modules() if recurse else [("", self)]:
+            if isinstance(part, QModule):
+                part.check_conversion(fn, name)
 
         def flat(own: Tensor) -> Tensor:
             """Packed weights are of 4 and 5 dims, but no images: a memory format is not theirs."""
@@ -338,6 +372,16 @@ def read_spec(spec: Tensor) -> dict[str, Any]:
         "torchq.nn: spec must be the JSON text of a torchq module, got "
         f"{text_bytes(spec)[:60]!r}. Is this a state saved by torchq?"
     )
+
+
+def _values_text(values: Tensor) -> str:
+    """Return up to four values, or how many there are and the smallest and the largest."""
+    if values.is_meta:
+        return "?"
+    numbers = [f"{value:.4g}" for value in values.tolist()]
+    if len(numbers) > 4:
+        return f"{len(numbers)} of {float(values.min()):.4g} to {float(values.max()):.4g}"
+    return numbers[0] if len(numbers) == 1 else f"[{', '.join(numbers)}]"
 
 
 def _uncalibrated(text: str) -> object:

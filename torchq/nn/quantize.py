@@ -67,6 +67,9 @@ class Quantize(QModule):
         """See the base class."""
         return cls(_placeholder(spec["dst"], spec))
 
+    def _own_repr(self) -> str:
+        return f"f32 -> {dtype_name(self.src_dtype)}"
+
     def forward(self, src: Tensor) -> Tensor:
         """Quantize."""
         axis = self.axis
@@ -98,6 +101,9 @@ class Dequantize(QModule):
     def from_spec(cls, spec: dict[str, Any]) -> "Dequantize":
         """See the base class."""
         return cls(_placeholder(spec["src"], spec))
+
+    def _own_repr(self) -> str:
+        return f"{dtype_name(self.src_dtype)} -> f32"
 
     def forward(self, src: Tensor) -> Tensor:
         """Dequantize."""
@@ -153,8 +159,7 @@ class QLookup(QModule):
         dst = placeholder_qparams(spec["dst"])
         return cls(torch.zeros_like, src, dst, spec["function"])
 
-    def extra_repr(self) -> str:
-        """Return the function and the dtypes."""
+    def _own_repr(self) -> str:
         return f"{self.function_name}, {dtype_name(self.src_dtype)} -> {dtype_name(self.dst_dtype)}"
 
     def forward(self, src: Tensor) -> Tensor:

@@ -25,11 +25,13 @@ from torchq.convert.sources import name_sources
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.functional.placeholders import limited_placeholders, replaced_placeholders, take
+from torchq.nn.conversions import refusing_conversions
 from torchq.nn.experts import QExperts
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.inputs import working_copy
 from torchq.nn.module import QModule, read_spec, text_bytes
 from torchq.quantization.observers import Observer
+from torchq.serialization.architecture import check_architecture
 from torchq.serialization.call_text import CALL_KEY, describe, restore
 from torchq.serialization.graph_text import GRAPH_KEY, decode, encode, plain_module
 from torchq.serialization.report_text import REPORT_KEY, read_report, write_report
@@ -106,9 +108,9 @@ def load(
         TypeError: ``model`` is no nn.Module.
         FileNotFoundError: there is no such file.
         ValueError: the file is not of torchq.save or was damaged, a spec in it is not of torchq or
-            names an unknown module class; or ``model`` is needed.
-        RuntimeError: the file and the model do not fit together; names what is missing or left
-            over.
+            names an unknown module class; or ``model`` is needed, or of another architecture. The
+            message names every difference.
+        RuntimeError: the tensors of the file's graphs do not fit together.
 
     Example:
         >>> model, x = nn.Sequential(nn.Linear(16, 4), nn.Tanh()).eval(), torch.randn(8, 16)
@@ -166,7 +168,7 @@ def _loaded(
     refuse_save_pretrained(loaded)
     if report is not None:
         vars(loaded).update(read_report(report))
-    return name_sources(loaded).eval().requires_grad_(False)
+    return refusing_conversions(name_sources(loaded).eval().requires_grad_(False))
 
 
 def _parameters(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -241,17 +243,22 @@ def _with_class(
     texts = {n: (state.pop(_under(n, GRAPH_KEY)), state.pop(_under(n, CALL_KEY))) for n in names}
     graphs = tuple(f"{_under(name, GRAPH_KEY)}." for name in names)
     leaves = quantized_modules({k: v for k, v in state.items() if not k.startswith(graphs)})
-    model = split_attention(model, [n.removesuffix(".q_proj") for n in leaves])
-    memo: dict[int, Any] = {id(_submodule(model, n, path)): m for n, m in leaves.items()}
+    projections = [f".{key}".rpartition(".q_proj.") for key in state]
+    model = split_attention(model, {name[1:] for name, found, _ in projections if found})
+    modules = dict(model.named_modules(remove_duplicate=False))
+    memo: dict[int, Any] = {id(modules[n]): m for n, m in leaves.items() if n in modules}
     for name, leaf in leaves.items():
-        if isinstance(leaf, QExperts):
-            leaf.adopt(_submodule(model, name, path))
+        if isinstance(leaf, QExperts) and name in modules:
+            leaf.adopt(modules[name])
     loaded = with_code(
         working_copy(model, memo, "load")
     )  # its float layers became what prepare made of them
     kept = {key.partition(".parametrizations.")[0] for key in state if ".parametrizations." in key}
     loaded = settled(loaded, kept)
     leave_fast_paths(loaded)
+    own = nn.Module.state_dict(loaded, keep_vars=True)
+    given = {k: v for k, v in state.items() if not k.startswith(graphs)}
+    check_architecture(f"torchq.load: {path}", model, leaves, own, given)
     for name, (graph, call) in texts.items():
         own = _inside(state, _under(name, GRAPH_KEY))
         made = _graph(graph, own, _submodule(loaded, name, path))

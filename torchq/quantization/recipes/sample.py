@@ -36,7 +36,9 @@ class SourceSample(Observer):
         super().__init__()
         self.channels, self.name = channels, name
         self._add_buffer("largest", [0.0] * channels)
-        self._set_buffer("rows", lambda: torch.zeros(ROWS, channels, device="cpu"))
+        self._set_buffer(
+            "rows", lambda: torch.zeros(ROWS, channels, dtype=torch.float32, device="cpu")
+        )
         self._set_buffer("hashes", lambda: torch.zeros(ROWS, dtype=torch.int64, device="cpu"))
         self._add_buffer("count", 0, torch.int64)
 
