@@ -97,7 +97,7 @@ def copied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
 def _copy(leaf: Any, memo: dict[int, Any]) -> Any:
     if not isinstance(leaf, nn.Module):
         with contextlib.suppress(Exception):
-            return copy.deepcopy(leaf, memo | detached(leaf))
+            return copy.deepcopy(leaf, detached(leaf) | memo)
     return leaf
 
 
