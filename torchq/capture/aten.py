@@ -33,6 +33,7 @@ from torchq.capture.graph import (
 from torchq.capture.module_kinds import MATMUL
 from torchq.capture.patterns import row_of
 from torchq.capture.rewrites import as_torch_call, base_name, full_name, is_random, passed_on
+from torchq.nn.trees import opened
 from torchq.quantization.recipes.phases import largest_phase
 
 _ATEN = torch.ops.aten
@@ -374,7 +375,7 @@ class _Plain:
 
 def _argument_names(exported: Exported, model: nn.Module) -> list[str]:
     """Return the names that the model's code has for its tensors, which scripts keep."""
-    leaves, _ = pytree.tree_flatten_with_path((exported.args, exported.kwargs))
+    leaves, _ = pytree.tree_flatten_with_path(opened((exported.args, exported.kwargs)))
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     positional = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
     found: list[str] = []

@@ -8,7 +8,6 @@ module's code decides otherwise; such decisions come back as guards, conditions 
 from __future__ import annotations
 
 import contextlib
-import copy
 import enum
 import inspect
 import io
@@ -16,7 +15,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from traceback import FrameSummary
@@ -32,6 +31,7 @@ from torchq.capture.condition import Condition
 from torchq.capture.one_call import FakeFunctions, as_fake_calls, as_one_call
 from torchq.capture.terms import Size
 from torchq.nn.model_state import changed, state_of, twin
+from torchq.nn.trees import copied, opened
 
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 _SIZE = re.compile(r"L\['(?:tensors'|args'\]\[0)\]\[(\d+)\]\.size\(\)")
@@ -83,12 +83,12 @@ class Exported:
     @property
     def tensors(self) -> list[Tensor]:
         """The example's tensors, in the order of the graph's inputs."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        leaves = pytree.tree_leaves(opened((self.args, self.kwargs)))
         return [leaves[argument.index] for argument in self.arguments]
 
     def call(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the example with other tensors."""
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        leaves, spec = pytree.tree_flatten(opened((self.args, self.kwargs)))
         for argument, tensor in zip(self.arguments, tensors, strict=True):
             leaves[argument.index] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -96,7 +96,7 @@ class Exported:
 
     def takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether the graph takes tensors of these sizes."""
-        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        leaves = pytree.tree_leaves(opened((tuple(args), dict(kwargs))))
         tensors = [leaves[argument.index] for argument in self.arguments]
         pairs = zip(self.arguments, tensors, strict=True)
         sizes = (pair for a, t in pairs for pair in zip(a.shape, t.shape, strict=True))
@@ -135,9 +135,10 @@ def export(
     Raises:
         CaptureError: torch.export does not capture the call, or the module keeps what it computes.
     """
-    if why := _why_not(module, args, kwargs) or _why_unknown("takes", (args, kwargs)):
+    if why := _why_not(module, args, kwargs) or _why_unknown("takes", opened((args, kwargs))):
         raise CaptureError(why)
-    args, kwargs = _clean(tuple(args)), _clean(dict(kwargs))
+    # contiguous, since other strides would become guards
+    args, kwargs = _mapped(lambda t: t.detach().clone().contiguous(), (tuple(args), dict(kwargs)))
     module, fakes = _warm(module, args, kwargs)
     wider = _widened(module, args, kwargs) if widen else None
     if wider is not None:
@@ -186,9 +187,9 @@ def _is_constant(leaf: Any) -> bool:
     return isinstance(leaf, kinds)
 
 
-def _clean(value: Any) -> Any:
-    """Contiguous copies of tensors, since other strides would become guards."""
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone().contiguous(), value)
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return the same with other tensors."""
+    return pytree.tree_map_only(Tensor, function, opened(value))
 
 
 def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
@@ -200,11 +201,11 @@ def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
         CaptureError: each call changes what it keeps, the values of the first one decide, the code
             changes what its arguments hold, or it returns what no graph holds.
     """
-    warm, again, given = twin(module), twin(module), copy.deepcopy((args, kwargs))
-    before, (leaves, spec) = state_of(warm), pytree.tree_flatten(given)
+    warm, again, given = twin(module), twin(module), copied(args, kwargs)
+    before, (leaves, spec) = state_of(warm), pytree.tree_flatten(opened(given))
     with torch.no_grad(), FakeFunctions(replace=False) as functions:
         result = warm(*given[0], **given[1])
-    now = pytree.tree_flatten(given)
+    now = pytree.tree_flatten(opened(given))
     if now[1] != spec or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
         raise CaptureError("its code changes what its arguments hold")
     if why := _why_unknown("returns", result):
@@ -213,8 +214,9 @@ def _warm(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, bool]:
     if not changed(before, first):
         return module, functions.seen
     with torch.no_grad(), contextlib.suppress(Exception):  # of values that the code refuses
-        warm(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-        args, kwargs = pytree.tree_map_only(Tensor, _other_values, (args, kwargs))
+        given = copied(args, kwargs)
+        warm(*given[0], **given[1])
+        args, kwargs = _mapped(_other_values, (args, kwargs))
         again(*args, **kwargs)
     found = changed(first, state_of(warm)) or changed(first, state_of(again))
     for name, keys in found.items():
@@ -232,17 +234,19 @@ def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
 
     torch.export takes a size of one for a constant.
     """
-    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
+    leaves = pytree.tree_leaves(opened((args, kwargs)))
+    tensors = [t for t in leaves if isinstance(t, Tensor) and t.dim()]
     if not tensors or any(t.shape[0] != 1 for t in tensors):
         return None
 
     def twice(t: Tensor) -> Tensor:
         return torch.cat([t, t]) if t.dim() else t
 
-    wide = pytree.tree_map_only(Tensor, twice, (args, kwargs))
+    wide = _mapped(twice, (args, kwargs))
+    given = copied(*wide)
     with torch.no_grad():
         try:
-            results = twin(module)(*copy.deepcopy(wide[0]), **copy.deepcopy(wide[1]))
+            results = twin(module)(*given[0], **given[1])
         except Exception:  # of the model's own code
             return None
     found = [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor)]
@@ -250,7 +254,7 @@ def _widened(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
 
 
 def _export(module: nn.Module, args: Any, kwargs: Any, fakes: bool) -> Exported:
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = pytree.tree_flatten(opened((args, kwargs)))
     adapter = _Adapter(as_fake_calls(as_one_call(twin(module))), leaves, spec).eval()
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     if not tensors:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torchq.capture.condition import NAMES, Condition, by_size
 from torchq.capture.exported import Argument, Exported
 from torchq.capture.terms import Size
+from torchq.nn.trees import opened
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Example:
     @classmethod
     def of(cls, module: nn.Module, exported: Exported, limits: list[Condition]) -> Example:
         """Return the example of a captured call."""
-        leaves, spec = pytree.tree_flatten((exported.args, exported.kwargs))
+        leaves, spec = pytree.tree_flatten(opened((exported.args, exported.kwargs)))
         for argument in exported.arguments:
             leaves[argument.index] = argument
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -104,7 +105,7 @@ class Example:
         others = [
             f"{name} is {_brief(value)}"
             for name, value in self.values.items()
-            if value and not any(isinstance(x, Argument) for x in pytree.tree_leaves(value))
+            if value and not _tensors_of(value)
         ]
         return [*tensors, *others, *dict.fromkeys(sizes)]
 
@@ -167,14 +168,14 @@ class Example:
         return f"; {line} fixes this size" if line else ""
 
     def _why_constant(self, name: str, expected: Any, value: Any, shapes: dict[int, Any]) -> str:
-        before, structure = pytree.tree_flatten(expected)
+        before, structure = pytree.tree_flatten(opened(expected))
         if not any(isinstance(leaf, Argument) for leaf in before):
             if _equal(value, expected):
                 return ""
             if type(value) is type(expected) is dict:
                 return self._why_entry(name, expected, value)
             return f"its argument '{name}' is {_brief(value)}, not {_brief(expected)}"
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec = pytree.tree_flatten(opened(value))
         if spec != structure:
             return f"its argument '{name}' holds other parts than the example's"
         pairs = zip(before, leaves, strict=True)
@@ -196,9 +197,9 @@ class Example:
         found: dict[Any, str] = {}
         for name, value in self.values.items():
             try:
-                pairs = pytree.tree_flatten_with_path(value)[0]
+                pairs = pytree.tree_flatten_with_path(opened(value))[0]
             except ValueError:  # a class of others, whose parts have no names
-                pairs = [((), leaf) for leaf in pytree.tree_leaves(value)]
+                pairs = [((), leaf) for leaf in pytree.tree_leaves(opened(value))]
             for path, leaf in pairs:
                 if isinstance(leaf, Argument):
                     found[leaf] = f"{name}{pytree.keystr(path)}"
@@ -219,7 +220,7 @@ def _source(example: Example) -> tuple[str, dict[str, Any]]:
     given: dict[Argument, str] = {}
     for name, value in example.values.items():
         expected = names[f"_expected_{name}"] = example.options(name, value)
-        found = [leaf for leaf in pytree.tree_leaves(expected) if isinstance(leaf, Argument)]
+        found = _tensors_of(expected)
         text, kind = name, example._kind(name)
         if example.neutral and kind is inspect.Parameter.VAR_KEYWORD:
             names[f"_without_{name}"] = functools.partial(_without, example.neutral)
@@ -227,7 +228,8 @@ def _source(example: Example) -> tuple[str, dict[str, Any]]:
         if isinstance(expected, Argument):
             given[expected] = name
         elif found:
-            parts.append(f"(_f_{name} := _flat({text}, _expected_{name})) is not None")
+            names[f"_expected_{name}"] = pytree.tree_flatten(opened(expected))
+            parts.append(f"(_f_{name} := _flat({text}, *_expected_{name})) is not None")
             given |= {argument: f"_f_{name}[{i}]" for i, argument in enumerate(found)}
         elif not expected and kind in (
             inspect.Parameter.VAR_POSITIONAL,
@@ -339,12 +341,18 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and torch.compiler.is_compiling()
 
 
-def _flat(value: Any, expected: Any) -> list[Any] | None:
+def _tensors_of(value: Any) -> list[Argument]:
+    """Return the tensors in what the example gave for one parameter."""
+    return [leaf for leaf in pytree.tree_leaves(opened(value)) if isinstance(leaf, Argument)]
+
+
+def _flat(value: Any, before: list[Any], structure: Any) -> list[Any] | None:
     """Return the tensors of a value that holds the same as the example's, else None."""
     leaves, spec = pytree.tree_flatten(value)
-    before, structure = pytree.tree_flatten(expected)
     if spec != structure:
-        return None
+        leaves, spec = pytree.tree_flatten(opened(value))
+        if spec != structure:
+            return None
     tensors = []
     for leaf, known in zip(leaves, before, strict=True):
         if isinstance(known, Argument):

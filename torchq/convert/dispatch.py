@@ -30,6 +30,7 @@ from torchq.nn.attached import WATCHING, Attachment, attachment_of, graphs_of
 from torchq.nn.embedding import QEmbedding, QEmbeddingBag
 from torchq.nn.leaf import QuantizedLeaf
 from torchq.nn.packed_proof import with_proof
+from torchq.nn.trees import opened
 from torchq.runtime.library import refuse_onnx_export
 
 _KEY = "torchq_graph."
@@ -299,7 +300,7 @@ def _hooks(module: nn.Module) -> set[tuple[str, int]]:
 
 def _widened(arguments: Any) -> Any:
     """Return the arguments with bfloat16, which autocast makes of float32, as float32."""
-    return tree_map_only(Tensor, as_float32, arguments)
+    return tree_map_only(Tensor, as_float32, opened(arguments))
 
 
 _PACKED = ("weight", "compensation", "pair_bound")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,11 +22,12 @@ from torchq.capture.ops import Role
 from torchq.capture.patterns import row_of
 from torchq.capture.terms import Size
 from torchq.convert.options import neutral_options
-from torchq.convert.swap.calls import copied, results_of
+from torchq.convert.swap.calls import results_of
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.nn.inputs import are_close
 from torchq.nn.leaf import without_hooks
 from torchq.nn.model_state import twin
+from torchq.nn.trees import copied
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -137,8 +137,7 @@ def _calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if twins[module] not in found:
-                with contextlib.suppress(Exception):  # of arguments that do not copy
-                    found[twins[module]] = copy.deepcopy((args, kwargs))
+                found[twins[module]] = copied(args, kwargs)
             return own(*args, **kwargs)
 
         return forward

@@ -159,7 +159,7 @@ def _encode_target(node: fx.Node) -> str:
     if node.op != "call_function":
         return str(node.target)
     name = name_of(node.target)
-    if name is None:
+    if name is None or not is_known(name):
         raise NotImplementedError(
             f"torchq.save: the graph must call functions of torch only, got {node.target} in "
             f"{node.name}. Save the whole model with torch.save, or as TorchScript."
