@@ -59,7 +59,9 @@ _MORE = {
         "native_layer_norm reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
         "replication_pad2d replication_pad3d upsample_bicubic2d "
     ),
-    "private names: what torch.export writes for operators of Python": ("__and__ __or__ __xor__ "),
+    "private names, which torch.export writes for operators and for antialiased interpolation": (
+        "__and__ __or__ __xor__ _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
+    ),
 }
 """Beside the table of capture/patterns.py: why they are here, and their names."""
 _LESS = {

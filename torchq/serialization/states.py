@@ -41,7 +41,7 @@ def quantized_modules(state: dict[str, Tensor]) -> dict[str, nn.Module]:
     modules: dict[str, nn.Module] = {}
     made: dict[int, nn.Module] = {}  # of a spec: a module that has several names is one
     # Outer modules first: a quantized module may itself hold one.
-    for name in sorted(_with_spec(state), key=lambda name: name.count(".")):
+    for name in sorted(_with_spec(state), key=lambda name: name.count(".") + bool(name)):
         spec = state[under(name, "spec")]
         module = made.get(id(spec))
         if module is None:
