@@ -19,14 +19,20 @@ def read_json(text: bytes | memoryview) -> Any:
     Raises:
         ValueError: it is no JSON, or has more values or levels than files of torchq have.
     """
-    raw = np.frombuffer(text, np.uint8)
-    opens, closes = (raw == ord("[")) | (raw == ord("{")), (raw == ord("]")) | (raw == ord("}"))
-    places = np.flatnonzero(opens | closes)
-    levels = np.cumsum(np.where(opens[places], 1, -1))
-    separators = int(((raw == ord(",")) | (raw == ord(":"))).sum())
-    if separators + len(places) > _VALUES or (len(levels) and int(levels.max()) > _DEPTH):
+    text = bytes(text)
+    brackets = text.count(b"[") + text.count(b"{")
+    values = text.count(b",") + text.count(b":") + brackets
+    if values > _VALUES or (brackets > _DEPTH and _levels(text) > _DEPTH):
         raise ValueError("its text has too many values or levels")
     try:
-        return json.loads(bytes(text))
+        return json.loads(text)
     except RecursionError:
         raise ValueError("its text has too many levels") from None
+
+
+def _levels(text: bytes) -> int:
+    """Return the most brackets that are open at a place."""
+    raw = np.frombuffer(text, np.uint8)
+    opens, closes = (raw == ord("[")) | (raw == ord("{")), (raw == ord("]")) | (raw == ord("}"))
+    steps = opens[opens | closes].astype(np.int8) * 2 - 1
+    return int(np.cumsum(steps, dtype=np.int64).max(initial=0))

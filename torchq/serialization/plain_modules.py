@@ -33,8 +33,8 @@ _CLASSES = {cls.__name__: cls for cls in _FIELDS}
 def describe_plain(module: nn.Module) -> dict[str, Any] | None:
     """Return what :func:`plain_module` takes; None for any other module."""
     fields = _FIELDS.get(type(module))
-    hooked = module._forward_hooks or module._forward_pre_hooks
-    if fields is None or hooked or next(module.children(), None):
+    hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+    if fields is None or hooked or len(module._modules) > 0:
         return None
     given = {name: kind(getattr(module, name)) for name, kind in fields.items()}
     return {"class": type(module).__name__, "fields": given}
@@ -53,7 +53,9 @@ def plain_module(plain: dict[str, Any], state: Mapping[str, Tensor]) -> nn.Modul
     cls = _CLASSES.get(plain["class"])
     fields = {} if cls is None else _FIELDS[cls]
     given = {name: value for name, value in plain["fields"].items() if name in fields}
-    fits = all(type(value) is fields[name] for name, value in given.items())
+    fits = all(
+        type(v) is fields[k] or (fields[k], type(v)) == (float, int) for k, v in given.items()
+    )
     layers = given.get("num_layers", 1)
     if cls is None or given.keys() != fields.keys() or not fits or not 0 < layers <= len(state):
         raise ValueError(

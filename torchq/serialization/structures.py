@@ -21,7 +21,6 @@ from torchq.attributes.json_text import read_json
 _PLAIN = {"builtins.tuple": tuple, "builtins.list": list}
 _DICTS = {"builtins.dict": dict, "collections.OrderedDict": OrderedDict}
 _NAMED = "namedtuple:"
-_LEAVES = 100_000
 
 
 def write_structure(spec: pytree.TreeSpec) -> str:
@@ -81,13 +80,14 @@ def _read(node: dict[str, Any], own: tuple[str, ...]) -> pytree.TreeSpec:
         return pytree.treespec_leaf()
     if name in _PLAIN:
         return pytree.TreeSpec(_PLAIN[name], None, children)
-    cls = _DICTS.get(name) or _class_of(name, own)
+    cls: Any = _DICTS.get(name) or _class_of(name, own)
+    kind: Any = cls
     if cls is None:
         raise ValueError(f"'{str(name)[:100]}'")
     if name.startswith(_NAMED):
         names, kind, context = cls._fields, namedtuple, cls
     else:
-        kind, context = cls, read_json(context.encode())
+        context = read_json(context.encode())
         names = _keys(context) if name in _DICTS else _names_of(cls, context)
     if names is None or len(names) != len(children):
         raise ValueError(f"a {cls.__name__} of other parts than it has")
@@ -131,6 +131,6 @@ def _class_of(name: str, own: tuple[str, ...]) -> Any:
         return None
     if named:
         plain = issubclass(found, tuple) and isinstance(getattr(found, "_fields", None), tuple)
-        return found if plain and found.__new__ is not tuple.__new__ else None
+        return found if plain else None
     registered = found in pytree.SUPPORTED_NODES
     return found if is_dataclass(found) and (registered or module in own) else None
