@@ -21,6 +21,7 @@ import torchq
 import torchq.nn as tnn
 from torchq import eager
 from torchq.serialization import read_state
+from torchq.serialization.tensor_file import write_tensors
 
 
 @functools.cache
@@ -200,7 +201,7 @@ def test_errors(tmp_path: Path) -> None:
         (text.replace(b'"version":1', b'"version":9'), "has spec .*but this module is"),
     ):
         state["layers.0.layer.spec"] = torch.tensor(list(wrong), dtype=torch.uint8)
-        torch.save(state, path)
+        write_tensors("test", path, state)
         with pytest.raises((ValueError, RuntimeError), match=message):
             torchq.load(path, model)
 

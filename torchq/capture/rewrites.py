@@ -21,10 +21,11 @@ _METHODS = {
     "reshape", "expand", "contiguous", "repeat", "expand_as", "reshape_as", "type_as", "unfold",
     "new_zeros", "new_ones", "new_full", "new_empty", "item",
 }  # fmt: skip
-_NUMBERS: dict[Any, Any] = {
+NUMBERS: dict[Any, Any] = {
     torch.sym_max: max, torch.sym_min: min, torch.sym_float: float, torch.sym_int: int,
     torch.sym_not: operator.not_,
 }  # fmt: skip
+"""Functions of torch for sizes, and those of Python for numbers."""
 _PASSED = {"lift_fresh_copy", "detach", "alias", "lift", "_unsafe_view_copy"}
 
 
@@ -53,7 +54,7 @@ def as_torch_call(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, A
     Ops keep their overloads: Note [Overloads] in convert/graph_data.py.
     """
     if not isinstance(target, torch._ops.OpOverload):
-        return "call_function", _NUMBERS.get(target, target), args, kwargs
+        return "call_function", NUMBERS.get(target, target), args, kwargs
     name, schema = base_name(target), target._schema
     if name == "sym_size":
         return "call_method", "size", args, {}

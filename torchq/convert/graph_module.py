@@ -79,10 +79,9 @@ def direct_and_forward(
     if checks:  # torch.jit.trace would take sizes for tensors
         checks.insert(0, "        if _torchq_torch._C._get_tracing_state() is None:\n")
     direct = "".join(line for line in of_body if not line.lstrip().startswith(CHECK))
+    direct = _through_sites(direct, modules)
     sites, found = dict[str, Any](), []
     for i, name in enumerate(modules):
-        call = f"{_format_target('self', name)}("
-        direct = direct.replace(f"= {call}", f"= _torchq_site_{i}(_torchq_module_{i}, ")
         sites[f"_torchq_site_{i}"] = new_site(QModule)
         path = "".join(f"._modules[{part!r}]" for part in name.split("."))
         found.append(f"        _torchq_module_{i} = self{path}\n")
@@ -98,6 +97,24 @@ def direct_and_forward(
     scripted = _OVERLOAD.sub(r"\1", body)
     choice = _function(head + colon + _CHOICE.format(given, "".join(checks)) + scripted, names)
     return _function(head + colon + direct, {**names, **sites}), choice
+
+
+def _through_sites(source: str, modules: Collection[str]) -> str:
+    """Return code that calls modules by their sites; each line is looked at once."""
+    calls = {f"{_format_target('self', name)}(": i for i, name in enumerate(modules)}
+    lines = source.splitlines(keepends=True)
+    for n, line in enumerate(lines):
+        result, _, call = line.partition(" = ")
+        ends = [end for end, character in enumerate(call[:_LONGEST_CALL], 1) if character == "("]
+        end = next((end for end in ends if call[:end] in calls), None)
+        if end is not None:
+            i = calls[call[:end]]
+            lines[n] = f"{result} = _torchq_site_{i}(_torchq_module_{i}, {call[end:]}"
+    return "".join(lines)
+
+
+_LONGEST_CALL = 2000
+"""Characters of what calls a module: four times those of the longest name in a file."""
 
 
 def _named(lines: list[str], modules: list[str], error: Exception) -> Exception:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchq.functional.placeholders import limited_placeholders
 from torchq.nn.leaf import Leaf
 from torchq.nn.module import LAYOUT_VERSION, read_spec
-from torchq.serialization import quantized_modules
+from torchq.serialization.states import quantized_modules
 from torchq.serialization.tensor_file import digest
 
 _DIGESTS = "torchq_digests"

@@ -13,6 +13,7 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 from typing_extensions import Self
 
 from torchq.attributes.arguments import DTYPE_NAMES, as_float32, check_type
+from torchq.attributes.json_text import read_json
 from torchq.functional.packing import PackedWeight, unproven
 from torchq.nn.clip_counter import ClipCounter, Told, check_finite
 from torchq.quantization.qparams import QParams
@@ -166,10 +167,10 @@ class QModule(nn.Module):
 
         Kernels take them as proof that their own sums are exact, so a loaded state must prove them.
         """
-        buffers = [b for b in self._buffers.values() if b is not None]
-        if any(type(b) is not Tensor or b.is_meta for b in buffers):  # fake or meta: no values
-            return
         for suffix, packed in self._packed_weights().items():
+            parts = (packed.weight, packed.compensation, packed.pair_bound)
+            if any(type(part) is not Tensor for part in parts) or all(p.is_meta for p in parts):
+                continue  # fake or meta: no values
             if wrong := unproven(packed):
                 raise ValueError(
                     f"torchq.nn.{type(self).__name__}: '{wrong}{suffix}' of the state of '{name}' "
@@ -363,10 +364,10 @@ def read_spec(spec: Tensor) -> dict[str, Any]:
         ValueError: it is not the spec of a torchq module.
     """
     try:
-        fields = json.loads(text_bytes(spec))
+        fields = read_json(text_bytes(spec))
         if isinstance(fields, dict) and isinstance(fields.get("class"), str):
             return fields
-    except (ValueError, RecursionError):
+    except ValueError:
         pass
     raise ValueError(
         "torchq.nn: spec must be the JSON text of a torchq module, got "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchq.attributes.json_text import read_json
 from torchq.convert.rows import Row, Weight
 from torchq.convert.sources import CHECKS, CLIPS
 from torchq.nn.module import text_bytes
@@ -33,7 +34,7 @@ def write_report(model: nn.Module) -> Tensor:
 def read_report(text: Tensor) -> dict[str, Any]:
     """Return what :func:`save` wrote of the report, by the names that a model has it under."""
     try:
-        fields = json.loads(_unpacked(text_bytes(text)))
+        fields = read_json(_unpacked(text_bytes(text)))
         options = {CHECKS: bool, CLIPS: float}
         return {
             "torchq_report": [_row(row) for row in fields["rows"]],

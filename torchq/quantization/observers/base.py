@@ -137,6 +137,17 @@ class Observer(nn.Module):
                 self._elsewhere = self._elsewhere or not self.calibrated
         return self
 
+    def check_state(self) -> None:
+        """Raise ValueError unless the buffers hold what such an observer records."""
+        low, high = self.min_value, self.max_value
+        ranges = low.isfinite() & high.isfinite() & (low <= high)
+        self._check_loaded(ranges | ((low == torch.inf) & (high == -torch.inf)), "its range")
+
+    def _check_loaded(self, valid: Tensor | bool, what: str) -> None:
+        if not bool(torch.as_tensor(valid).all()):
+            problem = f"{what} must be one that it has recorded, got other values"
+            raise ValueError(self._text(problem, "Was the file changed? Calibrate anew."))
+
     def extra_repr(self) -> str:
         """Return settings as ``name=value``; observers merge only if these agree."""
         return ""

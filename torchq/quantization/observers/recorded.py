@@ -54,5 +54,11 @@ def replace(observer: Observer, given: Recorded) -> Observer:
 
 
 def replaced(observer: Observer, given: Recorded) -> Observer:
-    """Return a copy of an observer that has recorded this instead."""
-    return replace(copy.deepcopy(observer), given)
+    """Return a copy of an observer that has recorded this instead.
+
+    Raises:
+        ValueError: no such observer records this.
+    """
+    made = replace(copy.deepcopy(observer), given)
+    made.check_state()
+    return made

@@ -47,6 +47,13 @@ class SourceSample(Observer):
         """Return the rows of the sample."""
         return self.rows[: int(self.count)]
 
+    def check_state(self) -> None:
+        """See the base class."""
+        super().check_state()
+        self._check_loaded(0 <= int(self.count) <= ROWS, "count")
+        finite = self.rows.isfinite().all() & self.largest.isfinite().all()
+        self._check_loaded(finite & (self.largest >= 0).all(), "its rows")
+
     def extra_repr(self) -> str:
         """Return the settings."""
         return f"channels={self.channels}"
