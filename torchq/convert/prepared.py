@@ -148,7 +148,9 @@ class Prepared(nn.Module):
         hosts = self.plan.table_hosts
         layers = [(hosts.get(v, v).op, node) for node, v in self.plan.layer_at.items()]
         dynamic = [(op, node) for node, op in self.plan.dynamic_at.items()]
-        return [(op.name, node) for op, node in layers + int8 + dynamic if not op.flatten]
+        return [
+            (op.name, node) for op, node in layers + int8 + dynamic if not (op.flatten or op.joined)
+        ]
 
     def results(self) -> dict[str, nn.Module]:
         """Name of a quantized module to be -> a module here that passes on its float result."""
