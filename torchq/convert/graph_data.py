@@ -59,32 +59,6 @@ def name_of(function: Any) -> str | None:
     return NAMES.get(id(function))
 
 
-def is_known(name: str) -> bool:
-    """Return whether a stored graph may call a function of such a name."""
-    library, _, own = name.rpartition("::")
-    if not library:
-        return name in BY_NAME
-    own, _, overload = own.partition(".")
-    if library == "torchq":
-        return own in _OWN and overload in ("", "default")
-    packet: Any = getattr(torch.ops.aten, own, None)
-    if library != "aten" or own in _REFUSED or not isinstance(packet, torch._ops.OpOverloadPacket):
-        return False
-    overloads: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
-    return not overload or overload in overloads
-
-
-def by_name(name: str) -> Callable[..., Any]:
-    """Return the function of such a name.
-
-    Raises:
-        KeyError: a stored graph may not call it.
-    """
-    if not is_known(name):
-        raise KeyError(name)
-    return _function(name)
-
-
 def _function(name: str) -> Callable[..., Any]:
     library, _, own = name.rpartition("::")
     if not library:
