@@ -101,6 +101,21 @@ def test_the_graph_reads_the_rows_of_the_module() -> None:
                    for t in quantized.state_dict().values())  # fmt: skip
 
 
+@pytest.mark.parametrize("recipe", ["fast", "best"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_report_has_no_row_of_what_a_graph_does_inside(dynamic: bool, recipe: Any) -> None:
+    """Each table is one row, in int8, whether or not a graph looks its rows up by a function."""
+    config = torchq.QConfig(dynamic=dynamic, recipe=recipe, embedding_bits=8)
+    prepared = torchq.calibrate(torchq.prepare(model(), INDICES, config), [INDICES])
+    for one in (prepared, torchq.convert(prepared)):
+        rows = [row for row in torchq.explain(one).rows if row.name.startswith(("words", "places"))]
+        assert {row.name for row in rows} == {"words", "places"}
+        assert all(row.quantized and not row.reason for row in rows)
+    bags = torchq.quantize(Bags().eval(), [BAG], config=config)
+    (row,) = [row for row in torchq.explain(bags).rows if row.name.startswith("bag")]
+    assert (row.name, row.kind, row.quantized) == ("bag", "EmbeddingBag", True)
+
+
 def test_overrides_choose() -> None:
     config = torchq.QConfig(embedding_bits=8)
     overrides = {"places": None, "words": torchq.QConfig(embedding_bits=4)}

@@ -13,7 +13,7 @@ torchq.write_report("report.html", model, prepared, qmodel, data)
 
 from torchq.analysis.accuracy import Accuracy, LayerAccuracy, compare, sqnr
 from torchq.analysis.budget import Trial, Tuned, tune
-from torchq.analysis.explanation import Explanation, GraphRow, explain
+from torchq.analysis.explanation import Explanation, GraphRow, InputRow, explain
 from torchq.analysis.html import write_report
 from torchq.analysis.sensitivities import Sensitivities, Sensitivity, sensitivity
 from torchq.analysis.speed import LayerTime, Profile, profile
@@ -24,6 +24,7 @@ __all__ = [
     "Accuracy",
     "Explanation",
     "GraphRow",
+    "InputRow",
     "LayerAccuracy",
     "LayerTime",
     "Profile",

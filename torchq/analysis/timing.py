@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from torchq.nn.inputs import Inputs, call
+from torchq.nn.inputs import Inputs, call, call_with, split_inputs
+from torchq.nn.model_state import is_same
+from torchq.nn.trees import copied
 from torchq.runtime.cpus import usable_cpus
 
 clock = time.perf_counter
@@ -120,6 +122,7 @@ def measure(
     A busy machine slows all alike, so the times of one round can be compared. Each model runs three
     times before, in inference mode, with as many threads as ``torch.get_num_threads()``. The first
     call of a turn is not timed: it reads again what the other models have driven from the caches.
+    A model that writes to its inputs gets copies in each call, made while no clock runs.
 
     Args:
         models: by the names that the result has.
@@ -137,15 +140,18 @@ def measure(
         )
     samples: dict[str, list[float]] = {name: [] for name in models}
     with torch.inference_mode():
+        written = {name: _is_written(model, inputs) for name, model in models.items()}
         for model in models.values():
-            for _ in range(3):
+            for _ in range(2):
                 call(model, inputs)
         for _ in range(rounds):
             for name, model in models.items():
                 call(model, inputs)
+                given = split_inputs(inputs)
+                turn = [copied(*given) if written[name] else given for _ in range(calls)]
                 start = clock()
-                for _ in range(calls):
-                    call(model, inputs)
+                for args, kwargs in turn:
+                    model(*args, **kwargs)
                 samples[name].append((clock() - start) * 1e3 / calls)
     return {name: Times(tuple(times)) for name, times in samples.items()}
 
@@ -177,12 +183,20 @@ class Milliseconds(dict[str, float]):
     __repr__ = __str__
 
 
+def _is_written(model: nn.Module, inputs: Inputs) -> bool:
+    """Call the model; return whether it writes to its inputs, so that each call needs new ones."""
+    given, before = (copied(*split_inputs(inputs)) for _ in range(2))
+    call_with(model, *given)
+    return not is_same(before, given)
+
+
 def milliseconds(
     models: Mapping[str, nn.Module], inputs: Inputs, rounds: int = 11, calls: int = 1
 ) -> Milliseconds:
     """Return the median time of one call of each model; the models take turns.
 
     Each model runs three times before, in inference mode, on ``torch.get_num_threads()`` threads.
+    A model that writes to its inputs gets copies in each call, made while no clock runs.
 
     Args:
         models: by the names that the result has.

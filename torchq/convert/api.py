@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,12 +29,15 @@ from torchq.convert.prepared import Prepared, source_samples
 from torchq.convert.report import merged, report_rows
 from torchq.convert.rows import Row, Weight, check_patterns, check_strict
 from torchq.convert.self_contained import SELF_CONTAINED, converted
+from torchq.convert.sources import CHECKS, name_sources
 from torchq.convert.swap.checks import check_model, check_prepared
 from torchq.convert.swap.flow import calibrate, plain_copy, prepare_settled
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.tables import with_rows, with_tables
+from torchq.convert.unseen import keep_options, warn_of_data, warn_of_floats
 from torchq.convert.weights import ParameterWritten, first_names, with_names
+from torchq.nn.conversions import refusing_conversions
 from torchq.nn.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks
 from torchq.quantization.config import Overrides, QConfig
@@ -170,6 +172,8 @@ def _prepared(
     merged_rows = with_names(merged(leaves, graphs, unused, names), first_names(float_model))
     vars(prepared)["torchq_report"] = with_rows(merged_rows, tables)
     refuse_save_pretrained(prepared)
+    if config.check_inputs:
+        vars(prepared)[CHECKS] = True
     if "" in parts.reasons:
         vars(prepared)["torchq_note"] = f"the whole is not captured: {parts.reasons['']}"
     return prepared
@@ -215,14 +219,16 @@ def convert(prepared: nn.Module, strict: bool = False) -> nn.Module:
         return qat.convert(prepared, strict)  # type: ignore[no-any-return]
     check_prepared("convert", prepared)
     check_has_data(prepared)
-    return converted_model(prepared, strict)
+    result = converted_model(prepared, strict)
+    warn_of_data("convert", prepared)
+    return result
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def converted_model(prepared: nn.Module, strict: bool, every_leaf: bool = False) -> nn.Module:
     """Convert; ``every_leaf`` must be calibrated, also those that no call of the data reached."""
-    with _ONE_AT_A_TIME:
+    with _ONE_AT_A_TIME, torch.autocast("cpu", enabled=False):
         return _lowered(prepared, strict, every_leaf)
 
 
@@ -236,11 +242,10 @@ def _lowered(prepared: nn.Module, strict: bool, every_leaf: bool) -> nn.Module:
     if strict:
         check_strict(rows, prepared.torchq_weights)  # type: ignore[arg-type]
     layers = _layers(settled)
-    memo: dict[int, Any] = {}
+    memo, packed = dict[int, Any](), dict[str, nn.Module]()
     for name, module in prepared.named_modules():
         if isinstance(module, SELF_CONTAINED):
             memo[id(module)] = take_hooks(converted(module, name), module)
-    packed: dict[str, nn.Module] = {}
     for dispatch, graph in zip(graphs, settled, strict=True):
         opaque = {
             name: memo[id(graph.graph_module.get_submodule(name))] for name in graph.opaque_names
@@ -263,14 +268,10 @@ def _lowered(prepared: nn.Module, strict: bool, every_leaf: bool) -> nn.Module:
     share_weights(result)
     refuse_save_pretrained(result)
     vars(result).update(torchq_report=rows, torchq_weights=prepared.torchq_weights)
-    left = [row for row in rows if row.is_matmul and not row.requested]
-    if left and not any(row.quantized for row in rows):
-        warnings.warn(
-            f"torchq.convert: nothing runs in int8; '{left[0].name}' is float: {left[0].reason}. "
-            "torchq.explain tells the others.",
-            stacklevel=6,
-        )
-    return without_gradients(result.eval())
+    keep_options(prepared, result)
+    name_sources(result)
+    warn_of_floats(rows)
+    return refusing_conversions(without_gradients(result.eval()))
 
 
 def _take_parameters(graph: nn.Module, memo: dict[int, Any]) -> None:
@@ -389,4 +390,6 @@ def quantize(
         example_inputs = kwargs or args
         data = itertools.chain([example_inputs], rest)
     prepared = prepared_model(model, example_inputs, config, overrides, share=True)
-    return converted_model(calibrate(prepared, data), strict)
+    result = converted_model(calibrate(prepared, data), strict)
+    warn_of_data("quantize", prepared)
+    return result

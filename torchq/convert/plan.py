@@ -24,6 +24,7 @@ from torchq.capture.ops import Op, Role, clip_bounds
 from torchq.convert.fuse import HARD, Layer, find_layers
 from torchq.convert.fuse_attention import fuse_attention
 from torchq.convert.fuse_dynamic import make_dynamic
+from torchq.convert.lengths import LENGTH, leave_lengths
 from torchq.convert.phases import coarse_phases
 from torchq.convert.recognize import recognize
 from torchq.nn.fake_quantize import FakeQuantize
@@ -69,10 +70,12 @@ class Plan:
             own = self.config(op.base)
             if own is not None and own.by_rows:
                 make_dynamic(op, self.ops)
+        self._sized = leave_lengths(self.ops, self._is_chosen)
         self.self_contained = self._find_self_contained()
         self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
         self._leave_phases()
+        self.reasons |= {v: LENGTH for v in self.layers if not self._sized.isdisjoint(v.srcs)}
         self.reasons |= {v: coarse[v.op.node] for v in self.layers if v.op.node in coarse}
         self._parent: dict[fx.Node, fx.Node] = {}
         in_layers = {part for layer in self.layers for part in layer.parts}
@@ -116,6 +119,9 @@ class Plan:
     def config(self, name: str) -> QConfig | None:
         """Return how to quantize a module, or its destination ``<name>.dst``; None: not at all."""
         return resolve(self._overrides, f"{self.prefix}{name}", self._config)
+
+    def _is_chosen(self, name: str) -> bool:
+        return resolve(self._overrides, f"{self.prefix}{name}", None) is not None
 
     @property
     def multiplies(self) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -178,7 +178,9 @@ class Prepared(nn.Module):
         hosts = self.plan.table_hosts
         layers = [(hosts.get(v, v).op, node) for node, v in self.plan.layer_at.items()]
         dynamic = [(op, node) for node, op in self.plan.dynamic_at.items()]
-        return [(op.name, node) for op, node in layers + int8 + dynamic if not op.flatten]
+        return [
+            (op.name, node) for op, node in layers + int8 + dynamic if not (op.flatten or op.joined)
+        ]
 
     def results(self) -> dict[str, nn.Module]:
         """Name of a quantized module to be -> a module here that passes on its float result."""
@@ -255,6 +257,25 @@ class Prepared(nn.Module):
             if (one := self._searches[key]) is not None:
                 found[first.dst] = one
         return found
+
+    def first_observers(self) -> Iterator[tuple[fx.Node, Observer]]:
+        """Yield observers of values with no quantized layer in front, and nodes of these values."""
+        behind = set[fx.Node]()
+        roots = {node: root for root, nodes in self.plan.groups().items() for node in nodes}
+        for node in self.plan.captured.graph.nodes:
+            later = not behind.isdisjoint(node.all_input_nodes)
+            alone = node.op == "call_module" and node.target in self.opaque_names
+            made = alone or node in self.plan.layer_at
+            if node.meta["varying"] and not later and (alone or (node in roots and not made)):
+                observer = (
+                    getattr(self.graph_module.get_submodule(str(node.target)), "src_observer", None)
+                    if alone
+                    else self.observers[self._groups[roots[node].name][0]]
+                )
+                if isinstance(observer, Observer):
+                    yield node.all_input_nodes[0] if alone else node, observer
+            if later or made:
+                behind.add(node)
 
     def sample(self, base: str) -> SourceSample | None:
         """Return the sample of what a dynamic linear layer reads; None where it has no recipe."""

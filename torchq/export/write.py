@@ -139,7 +139,7 @@ class _Writer(fx.Interpreter):
                 raise UnsupportedError(_why(module))
             return write, [module]
         name = str(n.target) if n.op == "call_method" else name_of(n.target) or str(n.target)
-        name = name.replace("::", ".").rpartition(".")[2]
+        name = name.partition("::")[2].partition(".")[0] or name.rpartition(".")[2]
         if name not in FUNCTIONS:
             raise UnsupportedError(f"the function {name} has none")
         return FUNCTIONS[name], []

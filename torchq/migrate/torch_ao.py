@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.convert.dispatch import dispatches, share_weights
-from torchq.convert.swap.calls import copied
 from torchq.migrate.ao_graph import AoGraph, Params, the_only
 from torchq.migrate.ao_modules import (
     DYNAMIC,
@@ -23,8 +22,10 @@ from torchq.migrate.ao_modules import (
 )
 from torchq.migrate.leaves import LAYERS as FLOATS
 from torchq.migrate.leaves import report, static_leaf
+from torchq.nn.conversions import refusing_conversions
 from torchq.nn.inputs import Inputs, split_inputs, without_gradients, working_copy
 from torchq.nn.leaf import QuantizedLeaf
+from torchq.nn.trees import copied
 from torchq.qat.known_scales import put, rounding, with_known_scales
 from torchq.quantization.qparams import QParams
 
@@ -89,7 +90,7 @@ def from_torch_ao(model: nn.Module, example_inputs: Inputs | None = None) -> nn.
     put(result, leaves)
     put(result, rounding(result))
     share_weights(result)
-    return without_gradients(result.eval())
+    return refusing_conversions(without_gradients(result.eval()))
 
 
 class _Taken:

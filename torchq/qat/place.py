@@ -16,12 +16,12 @@ from torchq.capture.ops import Role
 from torchq.convert.api import prepare
 from torchq.convert.dispatch import dispatches
 from torchq.convert.prepared import Prepared
-from torchq.convert.swap.calls import copied
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.nn.batch_norm import TRANSPOSED
 from torchq.nn.inputs import Inputs, split_inputs, working_copy
 from torchq.nn.model_state import as_before
+from torchq.nn.trees import copied
 from torchq.qat.hooks import DST, SRC, freeze_after, round_dst, round_src
 from torchq.qat.lower import KEY, Settings
 from torchq.qat.quantizer import ActivationQuantizer, WeightQuantizer

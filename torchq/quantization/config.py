@@ -95,6 +95,10 @@ class QConfig:
             "fast" on a transformer; convolutions and recurrent layers are as in "fast".
         strict: raise if a call cannot take its int8 graph, instead of warning and running the
             model's own code. Only the config of the whole model counts, not those of overrides.
+        check_inputs: raise ValueError where a float value that becomes int8 is NaN or inf. Without
+            it NaN counts as the zero point and inf as the end of the range. Eager mode and
+            torch.jit.script check, and read these values once more. torch.jit.trace, torch.export
+            and torch.compile leave the check out. Only the config of the whole model counts.
 
     Raises:
         TypeError: a field has another type.
@@ -119,6 +123,7 @@ class QConfig:
     strict: bool = False
     embedding_bits: EmbeddingBits | None = None
     group_size: GroupSize | None = None
+    check_inputs: bool = False
 
     def __post_init__(self) -> None:
         """Validate every field."""
@@ -131,6 +136,7 @@ class QConfig:
         check_choice("QConfig", "recipe", self.recipe, RECIPES)
         _check_bool("dynamic", self.dynamic)
         _check_bool("strict", self.strict)
+        _check_bool("check_inputs", self.check_inputs)
         self._check_weight_bits()
         bits = self.embedding_bits
         if bits is not None and (isinstance(bits, bool) or bits not in (8, 4)):

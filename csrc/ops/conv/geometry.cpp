@@ -8,6 +8,7 @@
 #include "ops/conv/layout.h"
 #include "runtime/checks.h"
 #include "runtime/result_allocator.h"
+#include "runtime/sizes.h"
 
 namespace torchq {
 namespace {
@@ -18,7 +19,7 @@ c10::SmallVector<int64_t, 5> channels_last_strides(int64_t channels, c10::IntArr
   int64_t stride = channels;
   for (size_t d = spatial.size(); d-- > 0;) {
     strides[d + 2] = stride;
-    stride *= spatial[d];
+    stride = product_of({stride, spatial[d]});
   }
   strides[0] = stride;
   return strides;
