@@ -28,7 +28,8 @@ _NAMESPACES: dict[str, Any] = {
 _OWN = ("embedding", "embedding_bag")
 """Ops of torchq that a float graph calls: their modules are there when it is captured."""
 _PYTHON = (int, float, max, min, abs, len)
-_SIZES, _TENSOR = ("size", "numel", "item", "dim"), torch.empty(0, device="meta")
+_SIZES = ("size", "numel", "item", "dim")
+_TENSOR = torch.empty(0, dtype=torch.float32, device="meta")
 _REFUSED = ("call", "methodcaller", "attrgetter", "itemgetter", "delitem", "from_file", "save")
 
 

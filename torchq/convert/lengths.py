@@ -2,10 +2,11 @@
 """Values whose range depends on sizes of the input: no calibrated scale suits every size.
 
 Each value gets a degree: where sizes are ``n`` times as large, its range is about ``n ** degree``
-times as large. A sum over positions has 1, weights of a softmax over positions have -1, and what
-these weigh has 0: it is an average. So is the quotient of two sums. A layer that reads a value of
-another degree is not static; nor is a product that reads weights of a softmax, most of which are
-small beside the largest.
+times as large. A sum over positions has 1, and weights of a softmax over positions have -1. What
+these weigh, as in attention, has -0.5: an average of ``n`` values that differ in sign is about
+``n ** -0.5`` times as large as they are. A mean has 0, and so has the quotient of two sums. A layer
+that reads a value of another degree is not static; nor is a product that reads weights of a
+softmax, most of which are small beside the largest.
 """
 
 from __future__ import annotations
@@ -151,8 +152,10 @@ class _Ranges:
         """Return the degree of sums of products."""
         operands = [arg for arg in node.all_input_nodes if arg.meta["value"].shape is not None]
         degree = sum(self.of(operand).degree for operand in operands)
+        averages = any(self.of(operand).degree < 0 for operand in operands)
+        grows = 0.5 if averages else 1.0
         if name != "einsum":
-            return degree + _of_sizes(node.args[0], -1)
+            return degree + grows * _of_sizes(node.args[0], -1)
         text, _, result = str(node.args[0]).replace(" ", "").partition("->")
         summed: dict[str, float] = {}
         given: Any = node.args[1]
@@ -160,7 +163,7 @@ class _Ranges:
             for i, label in enumerate(labels if "." not in labels else ""):
                 if label not in result:
                     summed[label] = _of_sizes(operand, i)
-        return degree + sum(summed.values())
+        return degree + grows * sum(summed.values())
 
 
 def _of_sizes(node: Any, dims: Any) -> float:

@@ -75,7 +75,8 @@ class Plan:
         self.layers = find_layers(self.ops)
         self.reasons = {layer: self._no_dynamic_form(layer.op) for layer in self.layers}
         self._leave_phases()
-        self.reasons |= {v: LENGTH for v in self.layers if not self._sized.isdisjoint(v.srcs)}
+        sized = [v for v in self.layers if not self._sized.isdisjoint(v.srcs)]
+        self.reasons |= {v: LENGTH for v in sized if not self._is_chosen(v.op.base)}
         self.reasons |= {v: coarse[v.op.node] for v in self.layers if v.op.node in coarse}
         self._parent: dict[fx.Node, fx.Node] = {}
         in_layers = {part for layer in self.layers for part in layer.parts}

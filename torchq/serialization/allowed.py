@@ -25,7 +25,8 @@ from torchq.capture.rewrites import NUMBERS
 _MORE = {
     "functions of each element": (
         "acos acosh addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not "
-        "bitwise_or bitwise_xor complex copysign cosh deg2rad eq erfc exp2 floor_divide fmax fmin "
+        "bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift "
+        "complex copysign cosh deg2rad eq erfc exp2 floor_divide fmax fmin "
         "fmod frac ge greater greater_equal gt heaviside imag isclose isfinite isinf isnan le "
         "less less_equal lerp logaddexp logaddexp2 logical_and logical_not logical_or logical_xor "
         "logit lt masked_fill maximum minimum nan_to_num ne negative not_equal polar positive "
@@ -60,7 +61,8 @@ _MORE = {
         "replication_pad2d replication_pad3d upsample_bicubic2d "
     ),
     "private names, which torch.export writes for operators and for antialiased interpolation": (
-        "__and__ __or__ __xor__ _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
+        "__and__ __or__ __xor__ __lshift__ __rshift__ "
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa "
     ),
 }
 """Beside the table of capture/patterns.py: why they are here, and their names."""

@@ -144,7 +144,7 @@ class Observer(nn.Module):
         self._check_loaded(ranges | ((low == torch.inf) & (high == -torch.inf)), "its range")
 
     def _check_loaded(self, valid: Tensor | bool, what: str) -> None:
-        if not bool(torch.as_tensor(valid).all()):
+        if not bool(torch.as_tensor(valid, device="cpu").all()):
             problem = f"{what} must be one that it has recorded, got other values"
             raise ValueError(self._text(problem, "Was the file changed? Calibrate anew."))
 
