@@ -15,8 +15,8 @@ from flows import calls, graph_of, near, values, wired
 from torch import Tensor, nn
 
 import torchq
-from torchq.convert import graph_data
 from torchq.convert.dispatch import dispatches
+from torchq.graphs import data
 
 _PACKET = torch._ops.OpOverloadPacket.__call__.__code__
 _MODULE = nn.Module.__getattr__.__code__
@@ -104,9 +104,9 @@ def test_files_without_overloads_load_with_them(
     converted = torchq.quantize(model, [inputs(40)])
     graph: Any = graph_of(converted)
     wanted = [node.target for node in graph.graph.nodes]
-    name_of = graph_data.name_of
-    for module in (graph_data, sys.modules["torchq.serialization.graph_text"]):
-        monkeypatch.setattr(module, "name_of", lambda target: _packet(name_of(target)))
+    name_of = data.name_of
+    for module in (data, sys.modules["torchq.serialization.graph_text"]):
+        monkeypatch.setattr(module, "name_of", lambda *target: _packet(name_of(*target)))
     other: Any = loaded(model, converted, tmp_path)
     assert [node.target for node in graph_of(other).graph.nodes] == wanted
     given = inputs(3)
@@ -193,7 +193,7 @@ def batch(name: str, rows: int, length: int) -> dict[str, Any]:
     ],
 )
 def test_models_of_transformers_with_masks(name: str) -> None:
-    """What the float model does, such as asking its configuration, is its own."""
+    """Exceptions of the float model, which asks its configuration, say, do not count."""
     transformers = pytest.importorskip("transformers", minversion="5.24")
     config, sizes = FAMILIES[name]
     model = getattr(transformers, name)(getattr(transformers, config)(**sizes)).eval()

@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("spelling", ["@", "matmul", "bmm"])
 def test_products_are_int8(spelling: str) -> None:
-    """What attention gives is an average over positions, whose range depends on their number."""
+    """Attention gives averages over positions, whose range depends on their number."""
     converted = convert(Attention(spelling), torch.randn(TOKENS))
     assert names(converted) == ["QLinear", "QAttention", "DynamicQLinear"]
 

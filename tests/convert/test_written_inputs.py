@@ -142,7 +142,7 @@ def test_mappings_are_read_by_the_graph_of_the_whole(name: str) -> None:
     assert calls(converted) == (1, 0)
     (graph,) = torchq.explain(converted).graphs
     label = "given['z'][0]['x']" if name == "nested" else "given['x']"
-    assert graph.guards[0] == f"{label} is float32 of shape [any, any]"
+    assert graph.guards[0] == f"{label} is float32 of shape [any, 8]"
     with pytest.warns(UserWarning, match="'given' holds other parts than the example's"):
         near(model, converted, make({"x": values(3, 8), "mask": torch.rand(3, 8)}))
     assert calls(converted) == (1, 1)

@@ -18,7 +18,7 @@ import torchq
 import torchq.nn as tnn
 from benchmarks.models import NETWORKS
 from torchq import PostOps, QParams
-from torchq.convert.graph_module import QuantizedGraph
+from torchq.graphs.module import QuantizedGraph
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")

@@ -20,7 +20,7 @@ NAMES = sorted({name or other for name, other in CPUS})
 
 
 def digest() -> str:
-    """Of products with few, some and many rows, from L1 to L3, and of recurrent layers."""
+    """Return that of products with few to many rows, from L1 to L3, and of recurrent layers."""
     torch.manual_seed(0)
     found = hashlib.sha256()
     for rows, inputs, outputs in ((1, 512, 768), (3, 768, 2048), (12, 96, 160), (70, 200, 64)):

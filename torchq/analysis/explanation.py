@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from torchq.nn.notebook import html_table, text_table
 
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
 
+_LINE = 200  # characters of guards
 _HEADS = ("module", "class", "runs in", "attributes, or why it is float")
 
 
@@ -41,7 +43,7 @@ class GraphRow:
         where = f"'{self.module}'" if self.module else "the model"
         return (
             f"graph of {where}: {self.graph_calls} calls, {self.own_calls} of own code; guards: "
-            f"{joined(self.guards)}"
+            f"{_shortened(self.guards)}"
         )
 
 
@@ -73,6 +75,14 @@ class InputRow:
             f"{self.name}: of {self.sampled} sampled values {self.clipped} clipped{nans}; range "
             f"{low:.4g} to {high:.4g}, seen {seen_low:.4g} to {seen_high:.4g}"
         )
+
+
+def _shortened(guards: tuple[str, ...]) -> str:
+    """Return guards in one line: as many as fit, and how many there are more."""
+    ends = list(itertools.accumulate(len(guard) + 2 for guard in guards))
+    count = max(1, sum(end <= _LINE for end in ends))
+    more = f"; and {len(guards) - count} more (explain(model).graphs)"
+    return f"{joined(guards[:count])}{more if count < len(guards) else ''}"
 
 
 @dataclass(frozen=True, repr=False)

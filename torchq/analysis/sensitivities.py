@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from torchq.analysis.accuracy import Noise, noise_of, pairs_of
+from torchq.analysis.trials import Trial, Trials
 from torchq.convert.rows import Row
-from torchq.convert.trials import Trial, Trials
 from torchq.nn.inputs import Inputs, batches, call, with_progress
 from torchq.nn.model_state import as_before
 from torchq.nn.notebook import html_table

@@ -51,7 +51,7 @@ def is_random(target: Any) -> bool:
 def as_torch_call(target: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
     """Return kind, target and arguments of the node that makes an ATen call.
 
-    Ops keep their overloads: Note [Overloads] in convert/graph_data.py.
+    Ops keep their overloads: Note [Overloads] in graphs/data.py.
     """
     if not isinstance(target, torch._ops.OpOverload):
         return "call_function", NUMBERS.get(target, target), args, kwargs

@@ -20,7 +20,6 @@ from torchq.convert.checks import add_checks
 from torchq.convert.coarse import follow_row_rule
 from torchq.convert.dispatch import Dispatch, attach, dispatches, share_weight, share_weights
 from torchq.convert.fuse import Layer
-from torchq.convert.graph_code import as_module
 from torchq.convert.limits import limits
 from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, Parts, find_parts
@@ -37,6 +36,7 @@ from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.tables import with_rows, with_tables
 from torchq.convert.unseen import keep_options, warn_of_data, warn_of_floats
 from torchq.convert.weights import ParameterWritten, first_names, with_names
+from torchq.graphs.code import as_module
 from torchq.nn.conversions import refusing_conversions
 from torchq.nn.inputs import Inputs, batches, check_fit, split_inputs, without_gradients
 from torchq.nn.leaf import take_hooks

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import fx
 
-from torchq.convert.prepared import Prepared
 from torchq.quantization.qparams import QParams
+
+if TYPE_CHECKING:
+    from torchq.convert.prepared import Prepared
 
 _CLIPPED = 1 / 8  # of the source's range, at most
 

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from torchq.capture.graph import function_name
 from torchq.capture.ops import Op, Role, is_float
 from torchq.capture.patterns import arguments_of
 from torchq.convert.fuse import HARD
 from torchq.convert.fuse_dynamic import make_dynamic
-from torchq.convert.recognize import function_name
 from torchq.nn.float_modules import Attention, MatMul
 
 DYNAMIC = "dynamic: "

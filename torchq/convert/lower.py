@@ -14,10 +14,10 @@ from torchq.capture.graph import is_reserved
 from torchq.capture.ops import Op, Role, Split, is_resampling, reads_strides
 from torchq.convert.concatenations import shared_qparams
 from torchq.convert.fuse import Layer
-from torchq.convert.graph_module import QuantizedGraph
 from torchq.convert.outliers import Outliers
 from torchq.convert.prepared import Prepared
 from torchq.convert.quantized_layers import lookup, quantized
+from torchq.graphs.module import QuantizedGraph
 from torchq.nn.attention import DynamicQAttention
 from torchq.nn.float_modules import Attention, Cat
 from torchq.nn.from_float import dynamic_from_float, naming, pool_from_float

@@ -17,10 +17,10 @@ from torchq.capture.module_kinds import MATMUL
 from torchq.capture.ops import Role
 from torchq.convert.equalize import between, channel_axis, magnitudes, pairs
 from torchq.convert.fuse import Layer
-from torchq.convert.graph_data import graph_of, plain_nodes
 from torchq.convert.outliers import observed_nodes
 from torchq.convert.plan import Plan
 from torchq.convert.rows import Row
+from torchq.graphs.data import graph_of, plain_nodes
 from torchq.quantization.config import Overrides, QConfig
 from torchq.quantization.observers import HistogramObserver, Observer, PerChannelMinMaxObserver
 from torchq.quantization.qparams import QParams

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import fx, nn
 
 from torchq.convert.dispatch import Dispatch, dispatches
-from torchq.convert.graph_module import QuantizedGraph
+from torchq.graphs.module import QuantizedGraph
 from torchq.nn.clip_counter import SHARE, Told
 from torchq.nn.module import QModule
 from torchq.nn.quantize import QLookup, Quantize

@@ -15,11 +15,11 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from torchq.convert.dispatch import dispatch_of
-from torchq.convert.graph_data import name_of
-from torchq.convert.graph_module import CHECK, QuantizedGraph
 from torchq.export.functions import FUNCTIONS
 from torchq.export.modules import MODULES, dst_params
 from torchq.export.onnx_graph import OnnxGraph, UnsupportedError, Value
+from torchq.graphs.data import name_of
+from torchq.graphs.module import CHECK, QuantizedGraph
 from torchq.nn.attention import DynamicQAttention
 from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.dynamic_int4 import DynamicQLinearInt4

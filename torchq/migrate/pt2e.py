@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchq.convert.graph_code import as_module
+from torchq.graphs.code import as_module
 from torchq.migrate.leaves import dynamic_leaf, float_layer, report
 from torchq.nn.conversions import refusing_conversions
 from torchq.nn.fake_quantize import FakeQuantize

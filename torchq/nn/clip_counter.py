@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-import sys
+import os
+import traceback
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._C import _functorch, _get_tracing_state, _len_torch_dispatch_stack
 
+_FOLDERS = Path(torch.__file__).parent, Path(__file__).parents[1]
+_OURS = (*(f"{folder}{os.sep}" for folder in _FOLDERS), "<torchq", "<eval_with_key")
+"""Begin the names of files of torch and torchq, and of the code of graphs."""
 SAMPLE = 256
 """Values that are looked at in a call."""
 _PERIOD = 1024  # calls between two samples, at most
@@ -23,12 +28,9 @@ _FEW_CALLS = 0.2  # the values of a call resemble each other: one call may have 
 
 def warn(text: str) -> None:
     """Warn in the name of the nearest caller outside of torch and torchq."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None:
-        frame, level = frame.f_back, level + 1
-        if str(frame.f_globals.get("__name__", "torch")).split(".")[0] not in ("torch", "torchq"):
-            break
-    warnings.warn(text, stacklevel=level)
+    files = [entry.filename for entry in traceback.extract_stack()[::-1]]
+    outside = (i for i, file in enumerate(files) if not file.startswith(_OURS))
+    warnings.warn(text, stacklevel=next(outside, 1) + 1)
 
 
 def check_finite(src: Tensor, name: str) -> None:

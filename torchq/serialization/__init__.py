@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torchq.attributes.arguments import check_type
 from torchq.attributes.json_text import read_json
 from torchq.convert.dispatch import dispatches, full_state, share_weights
-from torchq.convert.graph_code import with_code
-from torchq.convert.graph_module import QuantizedGraph
 from torchq.convert.sources import name_sources
 from torchq.convert.swap.pretrained import refuse_save_pretrained
 from torchq.convert.swap.weights import leave_fast_paths, settled, split_attention
 from torchq.functional.placeholders import limited_placeholders
+from torchq.graphs.code import with_code
+from torchq.graphs.module import QuantizedGraph
 from torchq.nn.conversions import refusing_conversions
 from torchq.nn.experts import QExperts
 from torchq.nn.fake_quantize import FakeQuantize

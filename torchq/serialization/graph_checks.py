@@ -20,7 +20,7 @@ from torchq.serialization.allowed import DTYPES, PYTHON, is_known, schemas_of
 
 
 class Kind(enum.Enum):
-    """What a node gives."""
+    """Kinds of values that a node gives."""
 
     TENSOR = "a tensor"
     NUMBER = "a number"
@@ -31,7 +31,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of a node: its kind, and the bits that an integer needs at most."""
+    """Facts about a node: its kind, and the bits that an integer needs at most."""
 
     kind: Kind
     bits: int = 64

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchq.attributes.json_text import read_json
-from torchq.convert.graph_module import QuantizedGraph
+from torchq.graphs.module import QuantizedGraph
 from torchq.nn.module import QModule, text_bytes
 from torchq.serialization.allowed import DTYPES, by_name, name_of
 from torchq.serialization.conditions import is_name, is_path

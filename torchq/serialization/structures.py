@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from torchq.attributes.json_text import read_json
 
-_PLAIN = {"builtins.tuple": tuple, "builtins.list": list}
-_DICTS = {"builtins.dict": dict, "collections.OrderedDict": OrderedDict}
+_PLAIN = {f"{cls.__module__}.{cls.__name__}": cls for cls in (tuple, list)}
+_DICTS = {f"{cls.__module__}.{cls.__name__}": cls for cls in (dict, OrderedDict)}
 _NAMED = "namedtuple:"
 
 

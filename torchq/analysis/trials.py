@@ -32,7 +32,7 @@ from torchq.quantization.config import Overrides, QConfig, resolve
 
 @dataclass(frozen=True)
 class Trial:
-    """What stays float, and the graphs with a plan for that.
+    """A choice of what stays float, and the graphs with a plan for it.
 
     Attributes:
         overrides: by name, of the whole model.

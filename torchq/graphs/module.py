@@ -18,7 +18,7 @@ from torch.fx.graph import _format_target
 from torch.fx.graph_module import _loader
 from typing_extensions import Self
 
-from torchq.convert.graph_data import graph_of, plain_nodes, with_overloads
+from torchq.graphs.data import graph_of, plain_nodes, with_overloads
 from torchq.nn.conversions import check_conversions
 from torchq.nn.inputs import without_gradients
 from torchq.nn.module import QModule
@@ -59,7 +59,7 @@ def direct_and_forward(
     ``nn.Module.__getattr__`` finds it among the modules: four times a layer in a nested model. The
     call then costs as much as the op of a small layer (csrc/python/site.cpp).
 
-    TorchScript compiles the last part of ``forward``: Note [Overloads] in graph_data.py.
+    TorchScript compiles the last part of ``forward``: Note [Overloads] in data.py.
 
     Args:
         source: of ``forward``, as torch.fx writes it.

@@ -77,7 +77,7 @@ def with_overloads(graph: fx.Graph) -> fx.Graph:
     numbers: set[fx.Node] = set()
     for node in graph.nodes:
         sources = node.all_input_nodes
-        of_python = getattr(node.target, "__module__", "") in ("_operator", "math", "builtins")
+        of_python = not NAMES.get(id(node.target), "torch.").startswith(("torch.", "nn."))
         of_numbers = of_python and sources and numbers.issuperset(sources)
         if of_numbers or (node.op == "call_method" and node.target in _SIZES):
             numbers.add(node)
