@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from torchq.attributes.json_text import read_json
-from torchq.convert.statistics import observers, weights_digest
+from torchq.nn.observers import observers, weights_digest
 from torchq.quantization.observers import Observer, PerChannelMinMaxObserver
 from torchq.quantization.observers.recorded import (
     Recorded,

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from torchq.capture.guards import Example
+from torchq.capture.limits import limits
 from torchq.capture.one_call import without_observers
 from torchq.convert.calibrated import check_calibrated, check_has_data
 from torchq.convert.checks import add_checks
 from torchq.convert.coarse import follow_row_rule
 from torchq.convert.dispatch import Dispatch, attach, dispatches, share_weight, share_weights
 from torchq.convert.fuse import Layer
-from torchq.convert.limits import limits
 from torchq.convert.lower import Lowering
 from torchq.convert.parts import Part, Parts, find_parts
 from torchq.convert.plan import Plan

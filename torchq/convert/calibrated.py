@@ -8,8 +8,8 @@ from torch import nn
 from torchq.convert.dispatch import Dispatch, dispatches
 from torchq.convert.prepared import Prepared
 from torchq.convert.rows import joined
-from torchq.convert.statistics import observers
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.nn.observers import observers
 
 
 def check_has_data(prepared: nn.Module, op: str = "convert") -> None:

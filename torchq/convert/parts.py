@@ -18,10 +18,10 @@ from torchq.capture.condition import Condition
 from torchq.capture.exported import CaptureError, Exported, export, shapes_of
 from torchq.capture.graph import Captured, remove_unused
 from torchq.capture.module_kinds import MATMUL, RECURRENT
+from torchq.capture.neutral_arguments import neutral_options
 from torchq.capture.ops import Role
 from torchq.capture.patterns import row_of
 from torchq.capture.terms import Size
-from torchq.convert.options import neutral_options
 from torchq.convert.swap.calls import results_of
 from torchq.convert.swap.leaves import equivalent_layer
 from torchq.nn.inputs import are_close

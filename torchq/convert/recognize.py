@@ -11,10 +11,10 @@ from typing import Any
 from torch import fx, nn
 
 from torchq.capture.graph import Captured, function_name
+from torchq.capture.limits import why_long
 from torchq.capture.module_kinds import AVERAGES, why_dtypes
 from torchq.capture.ops import Made, Op, Role, is_float
 from torchq.capture.patterns import arguments_of, row_of
-from torchq.convert.limits import why_long
 from torchq.nn.fake_quantize import FakeQuantize
 from torchq.nn.fake_scales import composed, fake_quantizer, is_fake, why_not_fixed
 
