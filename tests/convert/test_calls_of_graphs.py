@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import torchq
 from torchq.convert.dispatch import dispatches
-from torchq.graphs import data
+from torchq.serialization import graph_text
 
 _PACKET = torch._ops.OpOverloadPacket.__call__.__code__
 _MODULE = nn.Module.__getattr__.__code__
@@ -104,9 +104,8 @@ def test_files_without_overloads_load_with_them(
     converted = torchq.quantize(model, [inputs(40)])
     graph: Any = graph_of(converted)
     wanted = [node.target for node in graph.graph.nodes]
-    name_of = data.name_of
-    for module in (data, sys.modules["torchq.serialization.graph_text"]):
-        monkeypatch.setattr(module, "name_of", lambda *target: _packet(name_of(*target)))
+    name_of = graph_text.name_of
+    monkeypatch.setattr(graph_text, "name_of", lambda *target: _packet(name_of(*target)))
     other: Any = loaded(model, converted, tmp_path)
     assert [node.target for node in graph_of(other).graph.nodes] == wanted
     given = inputs(3)

@@ -14,12 +14,15 @@ from collections import OrderedDict, namedtuple
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
 from torchq.attributes.json_text import read_json
 
 _PLAIN = {f"{cls.__module__}.{cls.__name__}": cls for cls in (tuple, list)}
 _DICTS = {f"{cls.__module__}.{cls.__name__}": cls for cls in (dict, OrderedDict)}
+_OF_GRAPHS = {immutable_dict: dict, immutable_list: list}
+"""Classes that graphs of torch.fx return, and those that stand for them in files."""
 _NAMED = "namedtuple:"
 
 
@@ -33,7 +36,7 @@ def write_structure(spec: pytree.TreeSpec) -> str:
 
 
 def _written(spec: pytree.TreeSpec) -> dict[str, Any]:
-    name, context, cls = None, None, spec.type
+    name, context, cls = None, None, _OF_GRAPHS.get(spec.type, spec.type)
     if not spec.is_leaf():
         parts = {cls: name for name, cls in {**_PLAIN, **_DICTS}.items()}
         if cls in parts:
