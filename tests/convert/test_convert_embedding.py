@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.ao.quantization as ao
 import torch.nn.functional as F
+from onnx_runtime import session
 from torch import Tensor, nn
 
 import torchq
@@ -257,15 +258,14 @@ def test_from_torch_ao(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_to_onnx(bits: Any, tmp_path: Path) -> None:
-    runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")
     config = torchq.QConfig(embedding_bits=bits)
     quantized = torchq.quantize(model(), [INDICES], config=config)
     path = tmp_path / "m.onnx"
     torchq.to_onnx(quantized, path, INDICES)
-    session = runtime.InferenceSession(path)
-    (name,) = (i.name for i in session.get_inputs())
-    got = torch.from_numpy(session.run(None, {name: INDICES.numpy()})[0])
+    runtime = session(path)
+    (name,) = (i.name for i in runtime.get_inputs())
+    got = torch.from_numpy(runtime.run(None, {name: INDICES.numpy()})[0])
     assert torchq.sqnr(quantized(INDICES), got) > 40
     assert path.stat().st_size < 216 * 32 * 4 + 32 * 64 * 2 + 32 * 200 + 9000
 
@@ -286,16 +286,15 @@ class Ranker(nn.Module):
 
 @pytest.mark.parametrize("mode,kind", [("sum", "factors"), ("mean", ""), ("max", "")])
 def test_bags_of_one_size_to_onnx(mode: str, kind: str, tmp_path: Path) -> None:
-    runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")
     inputs = INDICES, torch.randn(4, 9)
     config = torchq.QConfig(embedding_bits=8)
     quantized = torchq.quantize(Ranker(mode, kind).eval(), [inputs], config=config)
     torchq.to_onnx(quantized, tmp_path / "m.onnx", inputs)
-    session = runtime.InferenceSession(tmp_path / "m.onnx")
-    names = [i.name for i in session.get_inputs()]
+    runtime = session(tmp_path / "m.onnx")
+    names = [i.name for i in runtime.get_inputs()]
     arrays = dict(zip(names, (x.numpy() for x in inputs), strict=True))
-    got = torch.from_numpy(session.run(None, arrays)[0])
+    got = torch.from_numpy(runtime.run(None, arrays)[0])
     assert torchq.sqnr(quantized(*inputs), got) > 40
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx_runtime import session
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
@@ -31,14 +32,10 @@ DST = QParams.per_tensor(0.025, 100, torch.uint8)
 
 
 def run(path: Path, inputs: list[Tensor], optimized: bool = True) -> list[Tensor]:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    if not optimized:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    names = [given.name for given in session.get_inputs()]
+    runtime = session(path, optimized)
+    names = [given.name for given in runtime.get_inputs()]
     feeds = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
-    return [torch.from_numpy(result) for result in session.run(None, feeds)]
+    return [torch.from_numpy(result) for result in runtime.run(None, feeds)]
 
 
 def graph(module: nn.Module, srcs: list[QParams | None], dst: QParams | None, *more: Any) -> Any:

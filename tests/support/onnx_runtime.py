@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions of ONNX Runtime that compute exact int8 sums on every CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def session(path: Path, optimized: bool = True) -> Any:
+    """Return a session on one thread.
+
+    Without VNNI, the products of uint8 and int8 that ONNX Runtime takes by default saturate.
+    """
+    runtime = pytest.importorskip("onnxruntime")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    if not optimized:
+        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
