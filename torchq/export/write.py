@@ -21,7 +21,6 @@ from torchq.export.onnx_graph import OnnxGraph, UnsupportedError, Value
 from torchq.graphs.data import name_of
 from torchq.graphs.module import CHECK, QuantizedGraph
 from torchq.nn.attention import DynamicQAttention
-from torchq.nn.dynamic import DynamicQLinear
 from torchq.nn.dynamic_int4 import DynamicQLinearInt4
 from torchq.nn.inputs import Inputs, split_inputs
 from torchq.quantization.qparams import QParams
@@ -189,7 +188,7 @@ def _why(module: nn.Module) -> str:
     name = type(module).__name__
     if type(module).__module__.startswith("torchq.nn.rnn"):
         return f"{name} has none: int8 recurrent layers are no operators of ONNX"
-    if isinstance(module, DynamicQLinear | DynamicQLinearInt4 | DynamicQAttention):
+    if isinstance(module, DynamicQLinearInt4 | DynamicQAttention):
         remedy = "quantize with calibration data and recipe='fast'"
         return f"{name} has none: it chooses scales in each call; {remedy}"
     return f"{name} has none"
