@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from torchq.convert.api import calibrate, converted_model, prepared_model
+from torchq.convert.calibrated import check_has_data
+from torchq.convert.swap.checks import check_prepared
 from torchq.convert.unseen import warn_of_data
 from torchq.nn.inputs import Inputs, Model
 from torchq.quantization.config import Overrides, QConfig
@@ -47,6 +49,8 @@ def convert(prepared: Model, strict: bool = False) -> Model:
             something stays float.
         ValueError: ``prepared`` has no observers, or a weight cannot be quantized.
     """
+    check_prepared("eager.convert", prepared)
+    check_has_data(prepared, "eager.convert")
     result = converted_model(prepared, strict, every_leaf=True)
     warn_of_data("eager.convert", prepared)
     return result
