@@ -168,3 +168,26 @@ def test_layers_of_the_row_rule_are_measured_as_they_run() -> None:
     with torch.no_grad():
         expected = torchq.sqnr([model(x) for x in data], [qmodel(x) for x in data])
     assert found["0"].alone == pytest.approx(expected, abs=1e-3)
+
+
+def test_embeddings_are_ranked_with_the_layers() -> None:
+    torch.manual_seed(0)
+    model, data = Tagger().eval(), [torch.randint(50, (8, 9)) for _ in range(3)]
+    config = torchq.QConfig(embedding_bits=4)
+    found = torchq.sensitivity(model, data, data[0], config, progress=False)
+    entries = {entry.name: entry for entry in found}
+    assert entries.keys() == {"embed", "lstm", "out"} and found[0].name == "embed"
+
+    def measured(overrides: torchq.quantization.config.Overrides) -> float:
+        qmodel = torchq.quantize(model, data, config=config, overrides=overrides)
+        with torch.no_grad():
+            return torchq.sqnr([model(x) for x in data], [qmodel(x) for x in data])
+
+    table = entries["embed"]
+    assert table.alone == pytest.approx(measured({"*": None, "embed": config}))
+    assert table.kept == pytest.approx(measured({"embed": None}), abs=2)
+    for entry in found:
+        assert entry.all_quantized == pytest.approx(measured({}), abs=0.5)
+    assert entries["lstm"].kept == pytest.approx(measured({"lstm": None}), abs=0.5)
+    only = torchq.sensitivity(model, data, data[0], config, {"lstm": None, "out": None}, False)
+    assert [entry.name for entry in only] == ["embed"]

@@ -126,7 +126,7 @@ def tune(
         if found := tried("best", names[:count]):
             return found
     while left := tuple(row.name for row in explain(last[0]).rows if row.quantized):
-        names += left  # embeddings, and what only now became int8
+        names += left  # what only now became int8
         if found := tried("best", names):
             return found
     raise ValueError(

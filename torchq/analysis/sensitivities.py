@@ -22,7 +22,9 @@ from torchq.convert.plan import Plan
 from torchq.convert.prepared import Prepared
 from torchq.convert.rows import Row
 from torchq.convert.self_contained import SELF_CONTAINED
+from torchq.convert.swap.flow import plain_copy
 from torchq.convert.swap.observed import ObservedLeaf
+from torchq.convert.tables import with_tables
 from torchq.nn.inputs import Inputs, batches, call, with_progress
 from torchq.nn.leaf import take_hooks
 from torchq.nn.model_state import as_before
@@ -95,7 +97,8 @@ def sensitivity(
     off, and on others between the first and the last.
 
     Many functions are int8 only between int8 layers. Their ``alone`` is computed from the noise
-    that goes when they are kept float. Embeddings are float in all trials.
+    that goes when they are kept float. Embeddings are float in the trials of others, and their
+    noise is added to that of ``kept`` and ``all_quantized``.
 
     Args:
         model: float32 or bfloat16, in eval mode.
@@ -106,8 +109,8 @@ def sensitivity(
         progress: show a bar over the layers.
 
     Returns:
-        One entry per layer and function that runs in int8, the most harmful first; a list that
-        prints as a table.
+        One entry per layer and function that runs in int8, and per embedding with quantized rows,
+        the most harmful first; a list that prints as a table.
 
     Raises:
         ValueError: nothing of the model runs in int8; and as :func:`torchq.quantize`.
@@ -119,14 +122,13 @@ def sensitivity(
         >>> sorted(entry.name for entry in found)
         ['0', '2']
     """
-    config, overrides = _without_tables(config), dict(check_overrides(overrides))
-    overrides = {name: own and _without_tables(own) for name, own in overrides.items()}
+    config, overrides = config or QConfig(), dict(check_overrides(overrides))
     data = list(batches("sensitivity", data, progress=False))
     return _Measure(model, data, example_inputs, config, overrides).run(progress)
 
 
-def _without_tables(config: QConfig | None) -> QConfig:
-    return QConfig() if config is None else replace(config, embedding_bits=None)
+def _without_tables(config: QConfig) -> QConfig:
+    return replace(config, embedding_bits=None)
 
 
 class _Measure:
@@ -141,9 +143,11 @@ class _Measure:
         overrides: Overrides,
     ) -> None:
         """Capture the model; arguments as for :func:`sensitivity`."""
-        self.model, self.data, self.example = model, data, example_inputs
-        self.config, self.overrides = config, overrides
-        self.trials = Trials(model, example_inputs, config, overrides)
+        self.model, self.data = model, data
+        self.tables = _tables(model, config, overrides)
+        self.config = _without_tables(config)
+        self.overrides = {name: own and _without_tables(own) for name, own in overrides.items()}
+        self.trials = Trials(model, example_inputs, self.config, self.overrides)
         self.rows = self.trials.computing()
         self.chosen: list[tuple[Inputs, Any]] = []  # batches, and results of the float model
 
@@ -154,18 +158,24 @@ class _Measure:
         told: list[Row] = self.trials.whole.torchq_report  # type: ignore[assignment]
         in_int8 = {row.name for row in told if row.quantized}
         found = [(row, t) for row, t in zip(self.rows, planned, strict=True) if row.name in in_int8]
-        if not found:
+        if not found and not self.tables:
             raise NothingInt8(
                 "torchq.sensitivity: model must have a convolution or linear that runs in int8, "
                 "got none. torchq.explain(torchq.quantize(...)) says why each stays float."
             )
-        self.chosen = self._choose(sum(len(trials) for _, trials in found))
-        together, entries = self._noise(self.trials.whole), []
+        self.chosen = self._choose(sum(len(trials) for _, trials in found) + len(self.tables))
+        layers, noises = self._noise(self.trials.whole), dict[str, tuple[Noise, Noise]]()
+        tables = {name: self._noise(quantized) for name, quantized in self.tables.items()}
+        together = _with(layers, tables.values())
         for row, trials in with_progress("sensitivity", found, progress):
             *first, kept = [self._of_trial(trial) for trial in trials]
-            alone = first[0] if first else _without(together, kept)
-            noises = (alone, kept, together)
-            entries.append(Sensitivity(row.name, *(noise.decibels for noise in noises)))
+            alone = first[0] if first else _without(layers, kept)
+            noises[row.name] = alone, _with(kept, tables.values())
+        noises |= {name: (alone, _without(together, alone)) for name, alone in tables.items()}
+        entries = [
+            Sensitivity(name, alone.decibels, kept.decibels, together.decibels)
+            for name, (alone, kept) in noises.items()
+        ]
         return Sensitivities(sorted(entries, key=lambda entry: entry.alone))
 
     def _planned(self, row: Row) -> list[Choice]:
@@ -201,6 +211,20 @@ class _Measure:
 
 def _without(noise: Noise, part: Noise) -> Noise:
     return Noise(noise.signal, max(noise.noise - part.noise, 0.0), 0.0, noise.values)
+
+
+def _with(noise: Noise, parts: Iterable[Noise]) -> Noise:
+    return replace(noise, noise=noise.noise + sum(part.noise for part in parts))
+
+
+def _tables(model: nn.Module, config: QConfig, overrides: Overrides) -> dict[str, nn.Module]:
+    """Return by name of each embedding whose rows are quantized: the model with it alone so."""
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    found: dict[str, nn.Module] = {}
+    for name in with_tables(plain_copy(model, shared), config, overrides)[1]:
+        alone = {"*": None, escape(name): resolve(overrides, name, config)}
+        found[name] = with_tables(plain_copy(model, shared), config, alone)[0]
+    return found
 
 
 # Trials: one capture and one calibration for all. Each is planned before the calibration. A graph
