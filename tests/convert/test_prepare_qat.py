@@ -361,7 +361,22 @@ def test_errors() -> None:
         ValueError, match="must call a convolution or linear layer that becomes int8"
     ):
         torchq.prepare_qat(nn.Sequential(nn.ReLU(), nn.Flatten()), x)
+    with pytest.raises(ValueError, match=r"got 'head' \(dynamic\), 'stem' \(only linear"):
+        torchq.prepare_qat(Cnn(), x, torchq.QConfig(weight_bits=4, dynamic=True))
+    with pytest.raises(ValueError, match=r"overrides={'head': .*weight_bits=4, dynamic=True"):
+        torchq.prepare_qat(Cnn(), x, torchq.QConfig(weight_bits=4, recipe="accurate"))
     with pytest.raises(ValueError, match="overrides must match names of modules"):
         torchq.prepare_qat(Cnn(), x, overrides={"nothing": None})
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got function"):
         torchq.prepare_qat(lambda x: x, x)
+
+
+def test_linear_layers_of_four_bits_beside_convolutions() -> None:
+    """They are not rounded in training; convolutions take eight bits."""
+    four = torchq.QConfig(weight_bits=4, dynamic=True)
+    qat = torchq.prepare_qat(Cnn().eval(), IMAGES[:8], overrides={"head": four}).eval()
+    converted = torchq.convert(qat)
+    rows = {row.name: row for row in torchq.explain(converted).rows if row.is_matmul}
+    assert all(row.quantized for row in rows.values()) and rows["head"].kind == "Linear"
+    assert isinstance(converted.head.layer, torchq.nn.DynamicQLinearInt4)
+    assert torchq.sqnr(qat(IMAGES[:8]), converted(IMAGES[:8])) > 15

@@ -130,11 +130,9 @@ def _headline(
 
 
 def _speed_fact(times: Profile) -> tuple[str, str]:
-    """Return the speed and the times behind it, or why there is no figure for it."""
-    if times.note:
-        return "speed unknown", times.note
+    """Return the speed, and the times behind it with what speaks against them."""
     text = f"faster: {_ms(times.float_ms)} to {_ms(times.int8_ms)} ms"
-    return str(times.speedup), text if times.is_steady else f"{text}; {UNSTEADY}"
+    return str(times.speedup), text if times.is_steady else f"{text}; {times.note or UNSTEADY}"
 
 
 def _faster(times: Profile) -> str:

@@ -16,6 +16,7 @@ from torchq.capture.ops import Role
 from torchq.convert.api import prepare
 from torchq.convert.dispatch import dispatches
 from torchq.convert.prepared import Prepared
+from torchq.convert.rows import Row
 from torchq.convert.swap.observed import ObservedLeaf
 from torchq.convert.swap.weights import leave_fast_paths, split_attention
 from torchq.nn.batch_norm import TRANSPOSED
@@ -196,8 +197,7 @@ class _Placing:
         if not self.quantizers:
             raise ValueError(
                 "torchq.prepare_qat: model must call a convolution or linear layer that becomes "
-                f"int8, got {type(self.model).__name__} without one. torchq.explain("
-                "torchq.prepare(model, example_inputs)) says why."
+                f"int8 with fixed scales, which training rounds by, got {self._found()}."
             )
         self._run(self.model, args, kwargs)
         for quantizer in self.quantizers.values():
@@ -205,6 +205,18 @@ class _Placing:
         for module in self.modules:
             if self.freeze is not None and isinstance(module, BATCH_NORM):
                 freeze_after(module, self.freeze)
+
+    def _found(self) -> str:
+        """Return the first layer of each reason to have no fixed scales, and what to do."""
+        rows: list[Row] = vars(self.prepared)["torchq_report"]
+        layers = {row.reason or "dynamic": row.name for row in reversed(rows) if row.is_matmul}
+        if not layers:
+            return f"{type(self.model).__name__}, which has no layers. Train it as it is"
+        told = [f"{name or 'the model'!r} ({reason})" for reason, name in layers.items()]
+        return (
+            f"{', '.join(sorted(told))}. Quantize one layer without dynamic, weight_bits=4 or an "
+            "override of None"
+        )
 
     def _config_of(self, group: _Group) -> QConfig:
         assert not isinstance(group, str)
