@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from flows import calls
 from torch import nn
 
 import torchq
@@ -104,6 +105,7 @@ def test_pipelines(name: str, dynamic: bool, tmp_path: Path) -> None:
     assert len(again) == len(data)
     for batch, result in zip(data, results, strict=True):
         assert torchq.sqnr(result, converted(**batch)[0]) > 20
+    assert calls(converted) == (2 * len(data), 0)
 
 
 def compare(expected: Any, found: Any) -> None:
@@ -118,17 +120,36 @@ def compare(expected: Any, found: Any) -> None:
             compare(a, b)
 
 
-def test_sentence_transformers(tmp_path: Path) -> None:
+def test_transformers_recipe() -> None:
+    """Of docs/tutorials/bert.md."""
+    config = transformers.BertConfig(vocab_size=len(WORDS), **SIZES)
+    model = randomized(transformers.BertModel(config, add_pooling_layer=False))
+    ids = torch.randint(len(WORDS), (4, 7))
+    mask = (torch.arange(7) < torch.tensor([7, 5, 3, 6])[:, None]).long()
+    given = {"input_ids": ids, "attention_mask": mask}
+    dynamic = torchq.QConfig(dynamic=True)
+    converted = torchq.quantize(model, example_inputs=given, config=dynamic, strict=True)
+    expected, found = model(**given), converted(**given)
+    assert type(found) is type(expected) and type(converted) is type(model)
+    assert torchq.sqnr(expected.last_hidden_state, found.last_hidden_state) > 20
+    assert calls(converted) == (1, 0)
+
+
+@pytest.mark.parametrize("kind", [lambda features: features, dict], ids=["features", "dict"])
+def test_sentence_transformers_recipe(kind: Callable[[Any], Any], tmp_path: Path) -> None:
+    """Of docs/howto/transformers.md: the features are a BatchEncoding, to which modules write."""
     sentences = pytest.importorskip("sentence_transformers")
     model, parts, texts = bert("BertModel", tmp_path)
     randomized(model).save_pretrained(tmp_path)
     parts["tokenizer"].save_pretrained(tmp_path)
     encoder = sentences.SentenceTransformer(str(tmp_path), device="cpu").eval()
     expected = encoder.encode(texts, convert_to_tensor=True)
-    data = [(dict(encoder.preprocess([text])),) for text in texts]
+    data = [(kind(encoder.preprocess([text])),) for text in texts]
     converted = torchq.quantize(encoder, data)
     assert type(converted) is type(encoder)
     assert any(row.quantized for row in torchq.explain(converted).rows)
     found = converted.encode(texts, convert_to_tensor=True)
     assert not torch.equal(expected, found)
+    graphs = torchq.explain(converted).graphs
+    assert graphs and all((graph.graph_calls, graph.own_calls) == (1, 0) for graph in graphs)
     assert torchq.sqnr(expected, found) > 20
