@@ -95,6 +95,16 @@ def test_functions_of_masks(code: Callable[..., Any], tmp_path: Path) -> None:
     assert torch.equal(exported(*given), expected)
 
 
+def test_a_packet_in_a_graph_is_seen_and_so_is_the_text_that_it_makes() -> None:
+    converted = torchq.quantize(wired(masks), [inputs(40)], strict=True)
+    graph: Any = graph_of(converted)
+    (node,) = (n for n in graph.graph.nodes if "bitwise_and" in str(n.target))
+    node.target = torch.ops.aten.__and__
+    graph.recompile()
+    found = waste(lambda: converted(*inputs(3)))
+    assert found >= {"a tensor as text", "packet aten.__and__"}
+
+
 @pytest.mark.parametrize("code", FUNCTIONS, ids=lambda f: f.__name__)
 def test_files_without_overloads_load_with_them(
     code: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +210,7 @@ def test_models_of_transformers_with_masks(name: str) -> None:
     given = batch(name, 4, 11)
     with torch.no_grad():
         expected, found = model(**given)[0], converted(**given)[0]  # the first call reads code
-        own = waste(lambda: model(**given))
+        own = {found for found in waste(lambda: model(**given)) if " in " in found}
         assert not waste(lambda: converted(**given)) - own
     assert torchq.sqnr(expected, found) > 15
     graphs = dispatches(converted)
