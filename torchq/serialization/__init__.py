@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq.attributes.arguments import check_type
-from torchq.convert.dispatch import dispatches, full_state, share_weights
+from torchq.convert.dispatch import dispatches, full_state, memory
 from torchq.convert.graph_code import with_code
 from torchq.convert.graph_module import QuantizedGraph
 from torchq.convert.swap.pretrained import refuse_save_pretrained
@@ -161,7 +161,6 @@ def _loaded(
             f"{missing[:5]} and has {unexpected[:5]} too many. Pass the architecture the file was "
             "saved from."
         )
-    share_weights(loaded)
     refuse_save_pretrained(loaded)
     if report is not None:
         vars(loaded).update(read_report(report))
@@ -315,14 +314,14 @@ def build(spec: dict[str, Any]) -> QModule:
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """Contiguous tensors that share no memory, and text that tells other names of each."""
     state: dict[str, Tensor] = {}
-    seen: dict[int, str] = {}
+    seen: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     storages: set[int] = set()
     for name, tensor in full_state(model).items():
-        if id(tensor) in seen:
-            aliases[name] = seen[id(tensor)]
+        if memory(tensor) in seen:
+            aliases[name] = seen[memory(tensor)]
             continue
-        seen[id(tensor)] = name
+        seen[memory(tensor)] = name
         value = tensor.detach().contiguous()
         storage = value.untyped_storage()
         whole = storage.nbytes() == value.numel() * value.element_size()
